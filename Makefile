@@ -1,0 +1,44 @@
+# Two commands are all anyone needs: `make run` and `make test`. Each sets up what it needs.
+
+VENV := .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+BENCH_READY := $(VENV)/.bench-ready
+KERNEL := $(wildcard src/tollkeeper/decide/kernel/*.c src/tollkeeper/decide/kernel/*.h)
+
+.DEFAULT_GOAL := help
+.PHONY: help run test lint bench clean
+
+help:  ## show this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+run: $(READY)  ## limit simulated traffic in the terminal, decisions live
+	$(BIN)/python examples/live.py
+
+test: lint  ## everything that must hold: lint, unit, property, conformance, parity
+	$(BIN)/pytest
+
+lint: $(READY)  ## ruff, mypy strict, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(BENCH_READY)  ## side by side with peers, ratios from one run
+	$(BIN)/python -m bench
+
+clean:  ## remove what the other targets made
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src \( -name '*.so' -o -name '*.egg-info' \) -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml tools/system_packages.sh $(wildcard setup.py) $(KERNEL)
+	@PYTHON=$(PYTHON) sh tools/system_packages.sh
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+$(BENCH_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,bench]'
+	@touch $@

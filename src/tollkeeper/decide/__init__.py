@@ -1,0 +1,1 @@
+"""Stage 3: yes or no. Pure algorithms, the engines that run them atomically, and their stores."""

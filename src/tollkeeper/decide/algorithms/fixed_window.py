@@ -1,0 +1,49 @@
+"""Fixed window: one counter for each window, aligned to the epoch.
+
+The cheapest, and the only one that can let two windows' worth through around an edge: `limit` just
+before it and `limit` just after. Within one aligned window at most `limit` units are admitted.
+
+The state is (last_ns, count): the last admission, whose window the count belongs to.
+"""
+
+from __future__ import annotations
+
+from tollkeeper.decide.algorithms.outcome import Outcome
+from tollkeeper.errors import CapacityError
+from tollkeeper.model import Limit
+
+# (last_ns, count), or None when nothing was counted
+State = tuple[int, int] | None
+
+
+def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, Outcome]:
+    """Count `cost` units if the current window has room for them."""
+    if cost > limit.limit:
+        raise CapacityError(cost, limit)
+    window_ns = limit.window_ns
+    at_ns = now_ns
+    count = 0
+    if state is not None:
+        last_ns, counted = state
+        if last_ns > now_ns:
+            at_ns = last_ns
+        if last_ns // window_ns == at_ns // window_ns:
+            count = counted
+    window_left_ns = (at_ns // window_ns + 1) * window_ns - now_ns
+    if count + cost <= limit.limit or cost == 0:
+        if cost:
+            count += cost
+            state = (at_ns, count)
+        remaining = max(limit.limit - count, 0)
+        return state, Outcome(True, remaining, 0, window_left_ns if count else 0, 0)
+    return state, Outcome(False, max(limit.limit - count, 0), window_left_ns, window_left_ns, 0)
+
+
+def refund(state: State, limit: Limit, now_ns: int, units: int) -> State:
+    """Uncount `units` of the current window; an earlier window's are past caring about."""
+    if state is None or units == 0:
+        return state
+    last_ns, count = state
+    if now_ns // limit.window_ns > last_ns // limit.window_ns or count <= units:
+        return None
+    return (last_ns, count - units)

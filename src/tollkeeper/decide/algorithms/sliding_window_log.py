@@ -1,0 +1,78 @@
+"""Sliding window log: exact. At most `limit` units in any window, wherever it starts.
+
+The log holds the time of each of the last `limit` units admitted. A request passes when the unit
+`limit` admissions before it has left the window, so deciding looks at one entry; counting what is
+left is a binary search, since the times only rise. An entry of time t has left at t + window.
+
+The state is (times, start, end): an array of 8-byte times and the part of it that is live.
+Appending reuses the array, so a decision costs no copy. Therefore a state that was not kept is
+void once another decision was made from the state before it; the state before it stays good.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+
+from tollkeeper.decide.algorithms.outcome import Outcome
+from tollkeeper.errors import CapacityError
+from tollkeeper.model import Limit
+
+# (times, start, end), or None when empty
+State = tuple["array[int]", int, int] | None
+
+# The dead front of the array is dropped when it outgrows the live part, but not for less than
+# this: copying a handful of entries over and over would cost more than it frees.
+_DEAD_ENTRIES_MIN = 64
+
+
+def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, Outcome]:
+    """Log `cost` units if the window has room for them."""
+    if cost > limit.limit:
+        raise CapacityError(cost, limit)
+    window_ns = limit.window_ns
+    if state is None:
+        if cost == 0:
+            return None, Outcome(True, limit.limit, 0, 0, 0)
+        times = array("q", (now_ns,)) * cost
+        return (times, 0, cost), Outcome(True, limit.limit - cost, 0, window_ns, 0)
+    times, start, end = state
+    last_ns = times[end - 1]
+    at_ns = max(last_ns, now_ns)
+    live = bisect_right(times, at_ns - window_ns, start, end)
+    remaining = limit.limit - (end - live)
+    reset_ns = last_ns + window_ns - now_ns if live < end else 0
+    if cost > remaining and cost > 0:
+        # The unit that must leave first: with it gone, exactly `cost` fit.
+        blocking = end - limit.limit + cost - 1
+        retry_ns = times[blocking] + window_ns - now_ns
+        return state, Outcome(False, max(remaining, 0), retry_ns, reset_ns, 0)
+    if cost == 0:
+        return state, Outcome(True, max(remaining, 0), 0, reset_ns, 0)
+    after = _append(times, live, end, at_ns, cost)
+    return after, Outcome(True, remaining - cost, 0, at_ns + window_ns - now_ns, 0)
+
+
+def _append(times: array[int], live: int, end: int, at_ns: int, cost: int) -> State:
+    if live > _DEAD_ENTRIES_MIN and live > end - live:
+        times, live, end = times[live:end], 0, end - live
+    elif len(times) > end:
+        del times[end:]  # entries of a decision that was not kept
+    if cost == 1:
+        times.append(at_ns)
+    else:
+        times.extend(array("q", (at_ns,)) * cost)
+    return (times, live, end + cost)
+
+
+def refund(
+    state: State,
+    limit: Limit,  # noqa: ARG001 - every algorithm has the same signature
+    now_ns: int,  # noqa: ARG001 - every algorithm has the same signature
+    units: int,
+) -> State:
+    """Strike the latest `units` entries out."""
+    if state is None or units == 0:
+        return state
+    times, start, end = state
+    return (times, start, end - units) if end - units > start else None

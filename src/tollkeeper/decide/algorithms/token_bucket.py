@@ -1,0 +1,65 @@
+"""Token bucket: a bucket of `capacity` units, refilled continuously at limit / window.
+
+The state is (last_ns, used): how much was missing from a full bucket, in micro-units, when it was
+last written. Others keep one number instead, the time at which the bucket will be full (GCRA). That
+time depends on the rate: raise 1/s to 10/s and a client who owed 9 s still owes 9 s. What is
+*used* depends on nothing, so a changed limit means just what it says.
+
+Within any interval of T ns at most capacity + T × limit / window units are admitted.
+"""
+
+from __future__ import annotations
+
+from tollkeeper.decide.algorithms.outcome import Outcome
+from tollkeeper.errors import CapacityError
+from tollkeeper.model import MICROS_PER_UNIT, Limit
+
+# (last_ns, used_micros), or None when full
+State = tuple[int, int] | None
+
+
+def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, Outcome]:
+    """Spend `cost` units if the bucket holds them."""
+    if cost > limit.capacity:
+        raise CapacityError(cost, limit)
+    numerator = limit.micros_numerator
+    denominator = limit.ns_denominator
+    last_ns = now_ns
+    used = used_now = 0
+    if state is not None:
+        last_ns, used = state
+        used_now = used
+        if now_ns > last_ns:
+            # Down: a part of a micro-unit that has not come in yet cannot be spent.
+            used_now -= (now_ns - last_ns) * numerator // denominator
+            used_now = max(used_now, 0)
+    free = limit.capacity * MICROS_PER_UNIT - used_now
+    cost_micros = cost * MICROS_PER_UNIT
+    if cost_micros <= free:
+        if cost:
+            last_ns = max(last_ns, now_ns)
+            used = used_now + cost_micros
+            state = (last_ns, used)
+        # Up, as all waits: -(-a // b) is a / b rounded up.
+        reset_ns = last_ns - (-used * denominator // numerator) - now_ns if used_now or cost else 0
+        return state, Outcome(True, (free - cost_micros) // MICROS_PER_UNIT, 0, reset_ns, 0)
+    if cost == 0:  # the limit was lowered below what is used: nothing is free, nothing is asked
+        return state, Outcome(True, 0, 0, last_ns - (-used * denominator // numerator) - now_ns, 0)
+    # From the state as written, not as of now: the refill is rounded once, so the same instant
+    # is found whenever the question is asked.
+    excess = used + cost_micros - limit.capacity * MICROS_PER_UNIT
+    retry_ns = last_ns - (-excess * denominator // numerator) - now_ns
+    reset_ns = last_ns - (-used * denominator // numerator) - now_ns
+    return state, Outcome(False, max(free, 0) // MICROS_PER_UNIT, retry_ns, reset_ns, 0)
+
+
+def refund(state: State, limit: Limit, now_ns: int, units: int) -> State:
+    """Put `units` back, never above a full bucket."""
+    if state is None or units == 0:
+        return state
+    last_ns, used = state
+    if now_ns > last_ns:
+        used -= (now_ns - last_ns) * limit.micros_numerator // limit.ns_denominator
+        last_ns = now_ns
+    used -= units * MICROS_PER_UNIT
+    return (last_ns, used) if used > 0 else None

@@ -1,0 +1,288 @@
+"""The in-process store in pure Python: the reference that the kernel is measured against.
+
+Each limit of a rule has a table of its own, from subject to entry (state, expires_ns, credit). An
+entry is as good as absent from expires_ns on, and then it may go at any time. Three bounds hold
+without a background thread:
+
+- A heap beside each table knows which entry expires first. It has an item for each entry, with a
+  time that may be too early: an item that comes up before its entry has really expired is put
+  back. Each new entry takes up to two items off, so garbage goes faster than it comes. Items of
+  entries that were reset stay behind; when they outnumber the entries, the heap is made anew.
+- A full store first drops all that has expired. If nothing has, the new key is refused with
+  StoreFull. It never evicts: dropping a key that is still limited would hand whoever fills the
+  store with throw-away keys a way out of every limit.
+- One lock guards it all. Nothing under it waits or calls out.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from typing import Final
+
+from tollkeeper.clock import Clock
+from tollkeeper.decide import credit as credits_
+from tollkeeper.decide.algorithms import ALGORITHMS, Outcome, State
+from tollkeeper.decide.combine import combine
+from tollkeeper.decide.credit import Credit
+from tollkeeper.decide.store import StoreStats
+from tollkeeper.errors import StoreFull
+from tollkeeper.model import Decision, Limit
+
+STATES_MAX_DEFAULT: Final = 1_000_000
+# Two items off for each one on: the heap's backlog of expired entries shrinks with every insert.
+_RECLAIM_PER_INSERT: Final = 2
+# Making the heap anew is worth it from here on; below, left-over items are too few to matter.
+_LEFT_OVER_ITEMS_MIN: Final = 64
+
+Entry = tuple[State, int, Credit | None]
+_ABSENT: Final[Entry] = (None, 0, None)
+
+
+class _Table:
+    """One limit's states by subject, and the order in which they may expire."""
+
+    __slots__ = ("entries", "expiries")
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+        self.expiries: list[tuple[int, str]] = []
+
+    def insert(self, subject: str, entry: Entry) -> None:
+        """Add a subject that has no entry yet."""
+        self.entries[subject] = entry
+        if len(self.expiries) < 2 * len(self.entries) + _LEFT_OVER_ITEMS_MIN:
+            heappush(self.expiries, (entry[1], subject))
+        else:
+            self.expiries = [(entry[1], subject) for subject, entry in self.entries.items()]
+            heapify(self.expiries)
+
+    def reclaim(self, now_ns: int, count: int) -> int:
+        """Drop expired entries, looking at up to `count` of them; how many went."""
+        entries, expiries = self.entries, self.expiries
+        dropped = 0
+        while count and expiries and expiries[0][0] <= now_ns:
+            count -= 1
+            _, subject = heappop(expiries)
+            entry = entries.get(subject)
+            if entry is None:
+                continue  # reset, or refunded to nothing
+            if entry[1] <= now_ns:
+                del entries[subject]
+                dropped += 1
+            else:
+                heappush(expiries, (entry[1], subject))
+        return dropped
+
+
+class PythonMemoryStore:
+    """Quotas of this process, for up to `states_max` states."""
+
+    def __init__(self, clock: Clock, states_max: int = STATES_MAX_DEFAULT) -> None:
+        self._clock = clock
+        self._states_max = states_max
+        self._states = 0
+        self._expired = 0
+        self._refused = 0
+        self._tables: dict[tuple[str, str], _Table] = {}
+        self._lock = threading.Lock()
+
+    def gate(self, limits: Sequence[Limit], rule: str) -> MemoryGate:
+        with self._lock:
+            tables = [self._tables.setdefault((rule, limit.identity), _Table()) for limit in limits]
+        return MemoryGate(self, self._clock, tuple(limits), tables, rule, self._lock)
+
+    def sweep(self) -> int:
+        now_ns = self._clock.now_ns()
+        with self._lock:
+            return self._reclaim_all(now_ns)
+
+    def stats(self) -> StoreStats:
+        with self._lock:
+            size = sum(
+                sys.getsizeof(table.entries) + sys.getsizeof(table.expiries)
+                for table in self._tables.values()
+            )
+            return StoreStats(
+                states=self._states,
+                states_max=self._states_max,
+                bytes=size + self._states * _ENTRY_BYTES,
+                expired=self._expired,
+                refused=self._refused,
+            )
+
+    def close(self) -> None:
+        with self._lock:
+            for table in self._tables.values():
+                table.entries.clear()
+                table.expiries.clear()
+            self._states = 0
+
+    # Below: called by gates, with the lock held.
+
+    def reserve(self, tables: Sequence[_Table], subject: str, now_ns: int) -> None:
+        """Make sure that `subject` can have an entry in each of the tables."""
+        wanted = 0
+        for table in tables:
+            if subject not in table.entries:
+                wanted += 1
+                dropped = table.reclaim(now_ns, _RECLAIM_PER_INSERT)
+                self._expired += dropped
+                self._states -= dropped
+        if self._states + wanted <= self._states_max:
+            return
+        self._reclaim_all(now_ns)
+        if self._states + wanted > self._states_max:
+            self._refused += 1
+            raise StoreFull(
+                f"all {self._states_max:,} states are of keys that are still limited; "
+                f'make room with store="memory://?capacity={2 * self._states_max}"'
+            )
+
+    def write(self, table: _Table, subject: str, entry: Entry) -> None:
+        """Put an entry that `reserve` made room for."""
+        if subject in table.entries:
+            table.entries[subject] = entry
+        else:
+            self._states += 1
+            table.insert(subject, entry)
+
+    def drop(self, table: _Table, subject: str) -> None:
+        """Forget a subject; its place in the heap goes when it comes up."""
+        if table.entries.pop(subject, None) is not None:
+            self._states -= 1
+
+    def _reclaim_all(self, now_ns: int) -> int:
+        dropped = sum(table.reclaim(now_ns, len(table.expiries)) for table in self._tables.values())
+        self._expired += dropped
+        self._states -= dropped
+        return dropped
+
+
+# An entry's tuple, a bucket's state, its expiry and its heap item, with their integers.
+_ENTRY_BYTES: Final = sum(
+    sys.getsizeof(part) for part in ((None, 0, None), (0, 0), (0, ""), 1 << 60, 1 << 60, 1 << 60)
+)
+
+
+class MemoryGate:
+    """One rule's limits in a PythonMemoryStore."""
+
+    __slots__ = ("_clock", "_lock", "_parts", "_rule", "_store", "_tables", "limits")
+
+    def __init__(
+        self,
+        store: PythonMemoryStore,
+        clock: Clock,
+        limits: tuple[Limit, ...],
+        tables: list[_Table],
+        rule: str,
+        lock: threading.Lock,
+    ) -> None:
+        self.limits = limits
+        self._store = store
+        self._clock = clock
+        self._tables = tables
+        self._rule = rule
+        self._lock = lock
+        self._parts = tuple(
+            (limit, ALGORITHMS[limit.algorithm], table)
+            for limit, table in zip(limits, tables, strict=True)
+        )
+
+    def check(self, subject: str, cost: int) -> Decision:
+        now_ns = self._clock.now_ns()
+        if len(self._parts) == 1:
+            return self._check_one(subject, cost, now_ns)
+        with self._lock:
+            outcomes, entries = self._decide(subject, cost, now_ns)
+            if cost and all(outcome.allowed for outcome in outcomes):
+                self._store.reserve(self._tables, subject, now_ns)
+                for table, entry in zip(self._tables, entries, strict=True):
+                    self._store.write(table, subject, entry)
+        return combine(self.limits, outcomes, self._rule)
+
+    def _check_one(self, subject: str, cost: int, now_ns: int) -> Decision:
+        """`check` for the usual case of one limit, in half the time."""
+        limit, algorithm, table = self._parts[0]
+        with self._lock:
+            entry = table.entries.get(subject)
+            state, _, credit = entry or _ABSENT
+            if credit is None:
+                after, outcome = algorithm.decide(state, limit, now_ns, cost)
+            else:
+                after, credit, outcome = credits_.decide(
+                    algorithm, state, credit, limit, now_ns, cost
+                )
+            allowed, remaining, retry_ns, reset_ns, delay_ns = outcome
+            if allowed and cost:
+                if entry is None:
+                    self._store.reserve(self._tables, subject, now_ns)
+                expires_ns = now_ns + reset_ns
+                if credit is not None and credit[1] > expires_ns:
+                    expires_ns = credit[1]
+                if entry is None:
+                    self._store.write(table, subject, (after, expires_ns, credit))
+                else:
+                    table.entries[subject] = (after, expires_ns, credit)
+        return Decision(allowed, limit, remaining, retry_ns, reset_ns, delay_ns, self._rule)
+
+    def peek(self, subject: str, cost: int) -> Decision:
+        now_ns = self._clock.now_ns()
+        with self._lock:
+            outcomes, _ = self._decide(subject, cost, now_ns)
+            if all(outcome.allowed for outcome in outcomes):
+                outcomes, _ = self._decide(subject, 0, now_ns)
+        return combine(self.limits, outcomes, self._rule)
+
+    def refund(self, subject: str, units: int) -> None:
+        now_ns = self._clock.now_ns()
+        with self._lock:
+            for limit, algorithm, table in self._parts:
+                entry = table.entries.get(subject)
+                if entry is None:
+                    continue
+                state, expires_ns, credit = entry
+                state = algorithm.refund(state, limit, now_ns, units)
+                if state is None and credit is None:
+                    self._store.drop(table, subject)
+                else:
+                    self._store.write(table, subject, (state, expires_ns, credit))
+
+    def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
+        now_ns = self._clock.now_ns()
+        with self._lock:
+            self._store.reserve(self._tables, subject, now_ns)
+            for limit, _, table in self._parts:
+                state, expires_ns, credit = table.entries.get(subject, (None, 0, None))
+                until_ns = now_ns + (limit.window_ns if ttl_ns is None else ttl_ns)
+                credit = credits_.granted(credit, units, now_ns, until_ns)
+                self._store.write(table, subject, (state, max(expires_ns, credit[1]), credit))
+
+    def reset(self, subject: str) -> None:
+        with self._lock:
+            for table in self._tables:
+                self._store.drop(table, subject)
+
+    def _decide(self, subject: str, cost: int, now_ns: int) -> tuple[list[Outcome], list[Entry]]:
+        """What each limit answers, and the entries to write if all of them allow."""
+        outcomes = []
+        entries: list[Entry] = []
+        for limit, algorithm, table in self._parts:
+            entry = table.entries.get(subject)
+            if entry is None:
+                after, outcome = algorithm.decide(None, limit, now_ns, cost)
+                entries.append((after, now_ns + outcome.reset_after_ns, None))
+            elif entry[2] is None:
+                after, outcome = algorithm.decide(entry[0], limit, now_ns, cost)
+                entries.append((after, now_ns + outcome.reset_after_ns, None))
+            else:
+                after, left, outcome = credits_.decide(
+                    algorithm, entry[0], entry[2], limit, now_ns, cost
+                )
+                expires_ns = max(now_ns + outcome.reset_after_ns, left[1] if left else 0)
+                entries.append((after, expires_ns, left))
+            outcomes.append(outcome)
+        return outcomes, entries

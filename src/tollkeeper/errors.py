@@ -1,0 +1,104 @@
+"""Every error Tollkeeper raises, in one tree.
+
+    TollkeeperError
+    ├── ConfigError            fix the input; also a ValueError
+    │   ├── RateSyntaxError    a rate string; points at the character
+    │   ├── InvalidKey         a key that cannot name a subject
+    │   └── InvalidCost        a cost that is not a whole number in range
+    ├── CapacityError          give up: this cost can never fit this limit
+    ├── StoreError             apply the failure policy
+    │   ├── StoreFull          no room for another key that is still limited
+    │   ├── StoreTimeout       the deadline passed before the store answered
+    │   └── StoreUnavailable   the store cannot be opened or reached
+    └── LimitExceeded          a denial, where the caller asked for an exception
+
+The branches follow what the caller does about it. Denial is a Decision, not an error: only the
+forms that have no Decision to return (the decorator, the context manager) raise LimitExceeded.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tollkeeper.model import Decision, Limit
+
+
+class TollkeeperError(Exception):
+    """The root: `except TollkeeperError` catches everything this package raises on purpose."""
+
+
+class ConfigError(TollkeeperError, ValueError):
+    """An argument, rate string or document is wrong. The message shows a right one."""
+
+
+class RateSyntaxError(ConfigError):
+    """A rate string that cannot be read.
+
+    `text` is the whole string and `position` the offset of the first character that is wrong.
+    """
+
+    def __init__(self, text: str, position: int, problem: str, example: str) -> None:
+        self.text = text
+        self.position = position
+        self.problem = problem
+        self.example = example
+        super().__init__(
+            f"{problem} at character {position + 1}\n"
+            f"    {text}\n"
+            f"    {' ' * position}^\n"
+            f"write it like this: {example}"
+        )
+
+    def __reduce__(self) -> tuple[type[RateSyntaxError], tuple[str, int, str, str]]:
+        return type(self), (self.text, self.position, self.problem, self.example)
+
+
+class InvalidKey(ConfigError):
+    """A key that cannot name a subject: empty, too long, or not text."""
+
+
+class InvalidCost(ConfigError):
+    """A cost that is not a whole number of units from 0 up."""
+
+
+class CapacityError(TollkeeperError):
+    """The cost is more than the limit can ever hold, so no wait would help."""
+
+    def __init__(self, cost: int, limit: Limit) -> None:
+        self.cost = cost
+        self.limit = limit
+        super().__init__(
+            f"a cost of {cost} can never fit {limit}, which holds {limit.capacity} at most; "
+            f"split the work, or raise the limit's capacity to at least {cost}"
+        )
+
+    def __reduce__(self) -> tuple[type[CapacityError], tuple[int, Limit]]:
+        return type(self), (self.cost, self.limit)
+
+
+class StoreError(TollkeeperError):
+    """The store could not decide. `Limiter(on_failure=…)` says what happens then."""
+
+
+class StoreFull(StoreError):
+    """Every place in the store holds a key that is still limited."""
+
+
+class StoreTimeout(StoreError):
+    """The store did not answer before the deadline."""
+
+
+class StoreUnavailable(StoreError):
+    """The store cannot be opened or reached."""
+
+
+class LimitExceeded(TollkeeperError):
+    """Raised by the decorator and the context manager; `decision` says when to come back."""
+
+    def __init__(self, decision: Decision) -> None:
+        self.decision = decision
+        super().__init__(f"limit exceeded; retry after {decision.retry_after:.3f} s")
+
+    def __reduce__(self) -> tuple[type[LimitExceeded], tuple[Decision]]:
+        return type(self), (self.decision,)

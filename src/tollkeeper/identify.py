@@ -1,0 +1,110 @@
+"""Stage 1: who is asking. A key, or a request's attributes, becomes a subject.
+
+A subject is the text that quotas are kept under. Two different keys must never share one, so the
+parts of a compound key are joined by a character that no part may contain: ("a/b", "c") and
+("a", "b/c") stay apart, and apart from every plain string. A caller who controls one part of a
+key cannot reach into another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from tollkeeper.errors import ConfigError, InvalidKey
+from tollkeeper.model import Request
+
+KEY_LENGTH_MAX: Final = 512
+PARTS_MAX: Final = 16
+# The ASCII unit separator.
+SEPARATOR: Final = "\x1f"
+
+Key = str | tuple[str, ...]
+
+_FIELDS: Final = ("user", "api_key", "ip", "tenant", "tier", "endpoint", "method")
+
+
+def subject_of(key: Key) -> str:
+    """The subject that a key names.
+
+    >>> subject_of("user:42")
+    'user:42'
+    >>> subject_of(("a/b", "c")) == subject_of(("a", "b/c"))
+    False
+
+    Raises InvalidKey for what is not text, empty, longer than 512 characters in all, or holds
+    the separator.
+    """
+    if type(key) is str:
+        # What nearly every key is, in one line; the rest goes through the checks that explain.
+        if not (0 < len(key) <= KEY_LENGTH_MAX and key.isascii() and SEPARATOR not in key):
+            _check_part(key, key)
+        return key
+    if isinstance(key, tuple) and 1 <= len(key) <= PARTS_MAX:
+        for part in key:
+            _check_part(part, key)
+        subject = SEPARATOR.join(key)
+        if len(subject) <= KEY_LENGTH_MAX:
+            return subject
+        raise InvalidKey(f"a key has at most {KEY_LENGTH_MAX} characters; this has {len(subject)}")
+    if isinstance(key, str):  # a str subclass, such as a StrEnum's member
+        return subject_of(str.__str__(key))
+    raise InvalidKey(
+        f"a key is text or a tuple of 1 to {PARTS_MAX} texts, not {type(key).__name__}; "
+        f'for example "user:42" or ("tenant:7", "user:42")'
+    )
+
+
+def _check_part(part: object, key: object) -> None:
+    if not isinstance(part, str):
+        raise InvalidKey(
+            f"the parts of a key are text; {part!r} is {type(part).__name__}; try {str(part)!r}"
+        )
+    if not part or len(part) > KEY_LENGTH_MAX:
+        size = "is empty" if not part else f"has {len(part)} characters"
+        raise InvalidKey(
+            f"a key has 1 to {KEY_LENGTH_MAX} characters and this one {size}; "
+            f"hash a longer identifier, and give anonymous callers a key of their own"
+        )
+    if SEPARATOR in part:
+        raise InvalidKey(
+            f"{key!r} holds the character U+001F, which keeps the parts of a key apart; "
+            f"remove it from the identifier"
+        )
+    if not part.isascii():
+        try:
+            part.encode()
+        except UnicodeEncodeError:
+            raise InvalidKey(
+                f"{key!a} holds half of a surrogate pair, which is not text; "
+                f'decode the identifier with errors="replace" first'
+            ) from None
+
+
+def subject_of_request(request: Request, by: Sequence[str]) -> str:
+    """Who a request counts as, when counted by these attributes.
+
+    >>> subject_of_request(Request(tenant="t1", user="42"), by=["tenant", "user"])
+    'tenant:t1\\x1fuser:42'
+
+    The attribute's name is part of the subject, so that user 42 and tenant 42 are two. One that
+    the request does not have counts as `name` alone: all such requests share one quota.
+    """
+    parts = []
+    for name in by:
+        value = getattr(request, name) if name in _FIELDS else request.attributes.get(name)
+        parts.append(name if value is None else f"{name}:{value}")
+    return subject_of(tuple(parts))
+
+
+def check_by(by: Sequence[str]) -> tuple[str, ...]:
+    """`by` as a tuple, or an error that shows a right one."""
+    hint = 'for example by=["tenant", "user"]'
+    if isinstance(by, str) or not 1 <= len(by) <= PARTS_MAX:
+        raise ConfigError(f"by={by!r} is not a list of 1 to {PARTS_MAX} attribute names; {hint}")
+    if len(set(by)) != len(by):
+        raise ConfigError(f"by={by!r} names an attribute twice; {hint}")
+    for name in by:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ConfigError(f"by={by!r}: {name!r} is not an attribute name; {hint}")
+    return tuple(by)

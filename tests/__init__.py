@@ -1,0 +1,1 @@
+"""Tests mirror src/; conformance/ runs on every store."""

@@ -1,0 +1,25 @@
+#!/bin/sh
+# Make sure the machine has what the project builds and tests with. As root on Debian or Ubuntu it
+# installs what is missing; otherwise it names it and stops.
+set -eu
+python=${PYTHON:-python3}
+missing=""
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || {
+    echo "Tollkeeper needs Python 3.11 or newer as '$python'; set PYTHON=... to another one." >&2
+    exit 1
+}
+"$python" -c 'import venv, ensurepip' 2>/dev/null || missing="$missing python3-venv"
+command -v "${CC:-cc}" >/dev/null || missing="$missing gcc libc6-dev"
+"$python" -c 'import os, sys, sysconfig as s
+sys.exit(not os.path.exists(os.path.join(s.get_path("include"), "Python.h")))' \
+    || missing="$missing python3-dev"
+[ -n "$missing" ] || exit 0
+if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    echo "installing:$missing"
+    apt-get update -qq
+    # shellcheck disable=SC2086 # a list of package names
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing
+else
+    echo "These system packages are missing; install them, then run make again:$missing" >&2
+    exit 1
+fi
