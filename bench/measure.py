@@ -1,0 +1,159 @@
+"""How it is measured.
+
+Engines take turns: in every round each of them runs its batches, in an order that rotates, so
+that a machine that slows down slows everyone. A batch is a loop over keys made beforehand, timed
+as a whole; p50 is the median of the batches. p99 is of calls timed one by one in a loop of its
+own, with the cost of reading the timer in it. Nothing is subtracted, and the garbage collector is
+off for everyone while time is taken. Over rounds, medians; a ratio is the median of the rounds'
+own ratios, each of two numbers taken moments apart.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter_ns
+from typing import Final
+
+from bench.engines import Engine, Rate, Session
+from tollkeeper.model import AlgorithmName
+
+SEED: Final = 20_240_229
+MANY_KEYS: Final = 100_000
+DAY: Final = 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much of it."""
+
+    rounds: int
+    batches: int
+    batch_calls: int
+    sampled_calls: int
+
+
+FULL: Final = Effort(rounds=7, batches=5, batch_calls=1_000, sampled_calls=2_000)
+QUICK: Final = Effort(rounds=3, batches=3, batch_calls=500, sampled_calls=500)
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What the keys are like. Limits are per day, so that nothing refills or expires meanwhile."""
+
+    name: str
+    keys: int
+    limit: int
+    allowed: bool
+
+
+SCENES: Final = (
+    Scene("one hot key", keys=1, limit=1_000_000, allowed=True),
+    Scene("one key, denied", keys=1, limit=1, allowed=False),
+    Scene(f"{MANY_KEYS:,} keys", keys=MANY_KEYS, limit=1_000, allowed=True),
+)
+
+
+@dataclass(slots=True)
+class Row:
+    """One engine on one work. Lists have a number for each round."""
+
+    engine: Engine
+    p50s: list[float] = field(default_factory=list)
+    p99s: list[float] = field(default_factory=list)
+    bytes_per_key: float | None = None
+
+    @property
+    def p50(self) -> float:
+        return median(self.p50s)
+
+    @property
+    def p99(self) -> float:
+        return median(self.p99s)
+
+    def ratio_to(self, other: Row) -> float:
+        """How many times as long this engine takes as the other."""
+        pairs = zip(self.p50s, other.p50s, strict=True)
+        return median(mine / theirs for mine, theirs in pairs)
+
+
+def keys_of(scene: Scene) -> list[str]:
+    """Every key of a scene."""
+    return [f"user:{number}" for number in range(scene.keys)]
+
+
+def rate_of(scene: Scene, algorithm: AlgorithmName) -> Rate:
+    """The limit that a scene sets; room for twice the keys, as some keep two entries for one."""
+    return Rate(algorithm, scene.limit, DAY, keys_max=2 * scene.keys + 1_000)
+
+
+def measure(
+    scene: Scene, algorithm: AlgorithmName, engines: Sequence[Engine], effort: Effort
+) -> list[Row]:
+    """Time the engines side by side."""
+    rng = random.Random(SEED)
+    keys = keys_of(scene)
+    rows = [Row(engine) for engine in engines]
+    sessions = [_filled(engine, rate_of(scene, algorithm), keys) for engine in engines]
+    for number in range(effort.rounds):
+        if number and scene.keys == 1:
+            # Afresh, so that a log is as long in every round: up to 7,000 entries.
+            sessions = [_filled(engine, rate_of(scene, algorithm), keys) for engine in engines]
+        batches = [rng.choices(keys, k=effort.batch_calls) for _ in range(effort.batches)]
+        sampled = rng.choices(keys, k=effort.sampled_calls)
+        turns = list(zip(rows, sessions, strict=True))
+        first = number % len(turns)
+        for row, session in turns[first:] + turns[:first]:
+            _expect(session, batches[0][0], scene.allowed, row.engine)
+            with _collector_off():
+                row.p50s.append(median(_batch_ns(session.check, batch) for batch in batches))
+                row.p99s.append(_p99_ns(session.check, sampled))
+            session.rest()
+            _expect(session, batches[0][0], scene.allowed, row.engine)
+            session.rest()
+    return rows
+
+
+def _filled(engine: Engine, rate: Rate, keys: Sequence[str]) -> Session:
+    """A session in which every key has been seen once: no batch pays for first sights."""
+    session = engine.open(rate)
+    for key in keys:
+        session.check(key)
+    session.rest()
+    return session
+
+
+def _expect(session: Session, key: str, allowed: bool, engine: Engine) -> None:
+    if session.allowed(session.check(key)) is not allowed:
+        raise RuntimeError(f"{engine.name} answered {not allowed} where {allowed} was expected")
+
+
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _batch_ns(check: Callable[[str], object], keys: Sequence[str]) -> float:
+    start_ns = perf_counter_ns()
+    for key in keys:
+        check(key)
+    return (perf_counter_ns() - start_ns) / len(keys)
+
+
+def _p99_ns(check: Callable[[str], object], keys: Sequence[str]) -> float:
+    taken = []
+    for key in keys:
+        start_ns = perf_counter_ns()
+        check(key)
+        taken.append(perf_counter_ns() - start_ns)
+    taken.sort()
+    return taken[len(taken) * 99 // 100]

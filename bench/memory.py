@@ -1,0 +1,56 @@
+"""What a key costs in memory: the growth of the resident set of a fresh process.
+
+The process is spawned, imports and opens the engine, and then checks every key once. That counts
+what a machine pays, whether Python allocated it or a C extension did, and what the allocator
+rounds up. The keys themselves are made before and not counted.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Final
+
+from bench.engines import Engine
+from bench.measure import Scene, keys_of, rate_of
+from tollkeeper.model import AlgorithmName
+
+_STATM: Final = Path("/proc/self/statm")
+
+
+def bytes_per_key(engine: Engine, scene: Scene, algorithm: AlgorithmName) -> float | None:
+    """Bytes that each key of the scene adds; None where the system does not tell."""
+    if not _STATM.exists():
+        return None
+    # Spawned, not forked: a fork's heap has holes that would swallow the growth.
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_send_growth, args=(sender, engine, scene, algorithm))
+    child.start()
+    sender.close()
+    grown_bytes: int = receiver.recv()
+    child.join()
+    return grown_bytes / scene.keys
+
+
+def _send_growth(
+    sender: Connection, engine: Engine, scene: Scene, algorithm: AlgorithmName
+) -> None:
+    keys = keys_of(scene)
+    session = engine.open(rate_of(scene, algorithm))
+    session.check("user:warm-up")
+    session.rest()
+    before = _resident_bytes()
+    for key in keys:
+        session.check(key)
+    session.rest()
+    sender.send(_resident_bytes() - before)
+
+
+def _resident_bytes() -> int:
+    gc.collect()
+    resident_pages = int(_STATM.read_text().split()[1])
+    return resident_pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,96 @@
+"""The peers: `limits` and `throttled-py`, on their in-process stores.
+
+"The same work" is a check that answers in full: allowed, remaining, reset. `limits` answers that
+in two calls, hit() and get_window_stats(); throttled-py in one, with the numbers made when
+`.state` is read. Each is also measured at its least: hit() alone, and limit() with the state left
+unread. Those rows are labelled; tollkeeper's answer is the full one in every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any, Final
+
+import throttled
+from limits import RateLimitItemPerSecond, strategies
+from limits.storage import MemoryStorage
+
+from bench.engines import Engine, Rate, Session
+from tollkeeper.model import AlgorithmName
+
+_LIMITS_STRATEGIES: Final[dict[AlgorithmName, type[strategies.RateLimiter]]] = {
+    "sliding_window_log": strategies.MovingWindowRateLimiter,
+    "sliding_window_counter": strategies.SlidingWindowCounterRateLimiter,
+    "fixed_window": strategies.FixedWindowRateLimiter,
+}
+_THROTTLED_TYPES: Final[dict[AlgorithmName, str]] = {
+    "token_bucket": throttled.RateLimiterType.TOKEN_BUCKET.value,
+    "leaky_bucket": throttled.RateLimiterType.LEAKING_BUCKET.value,
+    "sliding_window_counter": throttled.RateLimiterType.SLIDING_WINDOW.value,
+    "fixed_window": throttled.RateLimiterType.FIXED_WINDOW.value,
+}
+_GCRA: Final[dict[AlgorithmName, str]] = {"token_bucket": throttled.RateLimiterType.GCRA.value}
+
+
+def _open_limits(rate: Rate, *, full_answer: bool) -> Session:
+    storage = MemoryStorage()
+    limiter = _LIMITS_STRATEGIES[rate.algorithm](storage)
+    item = RateLimitItemPerSecond(rate.limit, rate.per_seconds)
+    hit, window_stats = limiter.hit, limiter.get_window_stats
+
+    def check(key: str) -> tuple[bool, Any]:
+        return hit(item, key), window_stats(item, key)
+
+    def rest() -> None:
+        # It sweeps on a timer's thread that a hit starts. Left running, that thread would slow
+        # whoever is measured next; its own batches are timed with it, as in any process.
+        storage.timer.join()
+
+    if full_answer:
+        return Session(check, allowed=lambda answer: answer[0], rest=rest)
+    return Session(partial(hit, item), allowed=bool, rest=rest)
+
+
+def _open_throttled(rate: Rate, *, types: dict[AlgorithmName, str], full_answer: bool) -> Session:
+    limiter = throttled.Throttled(
+        using=types[rate.algorithm],
+        # Its burst is the whole capacity of a bucket, what tollkeeper calls capacity.
+        quota=throttled.per_duration(
+            timedelta(seconds=rate.per_seconds), rate.limit, burst=rate.limit
+        ),
+        # It holds 1,024 keys unless told otherwise, and forgets the least recently used.
+        store=throttled.MemoryStore(options={"MAX_SIZE": rate.keys_max}),
+    )
+    limit = limiter.limit
+
+    def check(key: str) -> throttled.RateLimitResult:
+        result = limit(key)
+        _ = result.state
+        return result
+
+    return Session(check if full_answer else limit, allowed=lambda answer: not answer.limited)
+
+
+def _pair(
+    name: str, least: str, opener: Callable[..., Session], algorithms: dict[AlgorithmName, Any]
+) -> tuple[Engine, Engine]:
+    """A peer with its full answer, and at its least."""
+    names = tuple(algorithms)
+    return (
+        Engine(name, partial(opener, full_answer=True), names),
+        Engine(f"{name} {least}", partial(opener, full_answer=False), names, full_answer=False),
+    )
+
+
+PEERS: Final = (
+    *_pair("limits", "(hit() alone)", _open_limits, _LIMITS_STRATEGIES),
+    *_pair(
+        "throttled-py",
+        "(state unread)",
+        partial(_open_throttled, types=_THROTTLED_TYPES),
+        _THROTTLED_TYPES,
+    ),
+    *_pair("throttled-py gcra", "(state unread)", partial(_open_throttled, types=_GCRA), _GCRA),
+)
