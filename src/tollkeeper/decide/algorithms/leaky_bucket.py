@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from tollkeeper.decide.algorithms import token_bucket
 from tollkeeper.decide.algorithms.outcome import Outcome
-from tollkeeper.model import Limit
+from tollkeeper.model import MICROS_PER_UNIT, Limit
 
 State = token_bucket.State
 
@@ -24,7 +24,8 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
     if state is None or not outcome.allowed:
         return after, outcome
     # How long what was in the bucket before this request takes to drain. Up: never too early.
-    last_ns, used = state
+    last_ns = state[0]
+    used = min(state[1], limit.capacity * MICROS_PER_UNIT)
     delay_ns = last_ns - (-used * limit.ns_denominator // limit.micros_numerator) - now_ns
     if delay_ns <= 0:
         return after, outcome

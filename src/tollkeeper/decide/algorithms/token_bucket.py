@@ -24,33 +24,35 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
         raise CapacityError(cost, limit)
     numerator = limit.micros_numerator
     denominator = limit.ns_denominator
+    capacity = limit.capacity * MICROS_PER_UNIT
     last_ns = now_ns
     used = used_now = 0
     if state is not None:
         last_ns, used = state
+        if used > capacity:  # a bucket that was made smaller is empty; it cannot owe
+            used = capacity
         used_now = used
         if now_ns > last_ns:
             # Down: a part of a micro-unit that has not come in yet cannot be spent.
             used_now -= (now_ns - last_ns) * numerator // denominator
-            used_now = max(used_now, 0)
-    free = limit.capacity * MICROS_PER_UNIT - used_now
+            if used_now < 0:
+                used_now = 0
     cost_micros = cost * MICROS_PER_UNIT
-    if cost_micros <= free:
+    free = capacity - used_now - cost_micros
+    if free >= 0:
         if cost:
-            last_ns = max(last_ns, now_ns)
+            if now_ns > last_ns:
+                last_ns = now_ns
             used = used_now + cost_micros
             state = (last_ns, used)
         # Up, as all waits: -(-a // b) is a / b rounded up.
         reset_ns = last_ns - (-used * denominator // numerator) - now_ns if used_now or cost else 0
-        return state, Outcome(True, (free - cost_micros) // MICROS_PER_UNIT, 0, reset_ns, 0)
-    if cost == 0:  # the limit was lowered below what is used: nothing is free, nothing is asked
-        return state, Outcome(True, 0, 0, last_ns - (-used * denominator // numerator) - now_ns, 0)
+        return state, Outcome(True, free // MICROS_PER_UNIT, 0, reset_ns, 0)
     # From the state as written, not as of now: the refill is rounded once, so the same instant
     # is found whenever the question is asked.
-    excess = used + cost_micros - limit.capacity * MICROS_PER_UNIT
-    retry_ns = last_ns - (-excess * denominator // numerator) - now_ns
+    retry_ns = last_ns - ((capacity - used - cost_micros) * denominator // numerator) - now_ns
     reset_ns = last_ns - (-used * denominator // numerator) - now_ns
-    return state, Outcome(False, max(free, 0) // MICROS_PER_UNIT, retry_ns, reset_ns, 0)
+    return state, Outcome(False, (free + cost_micros) // MICROS_PER_UNIT, retry_ns, reset_ns, 0)
 
 
 def refund(state: State, limit: Limit, now_ns: int, units: int) -> State:
@@ -58,6 +60,7 @@ def refund(state: State, limit: Limit, now_ns: int, units: int) -> State:
     if state is None or units == 0:
         return state
     last_ns, used = state
+    used = min(used, limit.capacity * MICROS_PER_UNIT)
     if now_ns > last_ns:
         used -= (now_ns - last_ns) * limit.micros_numerator // limit.ns_denominator
         last_ns = now_ns
