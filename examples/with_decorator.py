@@ -1,0 +1,31 @@
+"""A decorated function: two messages a minute from each sender, longer ones cost more."""
+
+from __future__ import annotations
+
+import sys
+
+from tollkeeper import Limiter, LimitExceeded
+from tollkeeper.testing import ManualClock
+
+clock = ManualClock()  # so that this example does not take a minute; leave it out in real code
+limiter = Limiter("2/minute", clock=clock)
+
+
+@limiter.limit(key=lambda sender, _: sender, cost=lambda _, text: 1 + len(text) // 100)
+def send(sender: str, text: str) -> str:
+    return f"{sender}: {text}"
+
+
+print(send("ann", "hello"))
+print(send("bob", "hello"))
+print(send("ann", "hello again"))
+try:
+    send("ann", "and again")
+except LimitExceeded as denied:
+    wait = denied.decision.retry_after
+else:
+    sys.exit("the third message within a minute went through")
+
+print(f"ann has to wait {wait:g} s")
+clock.advance(wait)
+print(send("ann", "and again"))

@@ -1,0 +1,1 @@
+"""Every program in examples/ runs and checks itself."""
