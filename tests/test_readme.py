@@ -1,0 +1,101 @@
+"""What the documents say is so: their code runs, their answers are right, their links lead on.
+
+The Python blocks of a page run from top to bottom in one namespace, as a reader would type them.
+A comment `# -> text` at a statement's end claims that its value prints as that text, and the claim
+is checked. A block that defines tests is a test file, and pytest runs it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+CLAIM = re.compile(r"# -> (.+)$")
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+MAKE = re.compile(r"\bmake ([a-z]+)\b")
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path) -> Iterator[tuple[int, str]]:
+    """Each Python block of a page, with the number of its first line."""
+    text = page.read_text(encoding="utf-8")
+    for match in BLOCK.finditer(text):
+        yield text.count("\n", 0, match.start(1)), match[1]
+
+
+def run_block(page: Path, first_line: int, source: str, namespace: dict[str, Any]) -> int:
+    """Run a block statement by statement and check its claims; how many it made."""
+    lines = source.splitlines()
+    claims = 0
+    for node in ast.parse(source).body:
+        claim = CLAIM.search(lines[(node.end_lineno or node.lineno) - 1])
+        line = first_line + node.lineno
+        ast.increment_lineno(node, first_line)
+        if claim is None:
+            exec(compile(ast.Module([node], []), page_id(page), "exec"), namespace)
+            continue
+        if isinstance(node, ast.Assign):
+            exec(compile(ast.Module([node], []), page_id(page), "exec"), namespace)
+            value = eval(ast.unparse(node.targets[0]), namespace)
+        else:
+            assert isinstance(node, ast.Expr), f"{page_id(page)}:{line}: a claim without a value"
+            value = eval(compile(ast.Expression(node.value), page_id(page), "eval"), namespace)
+        assert repr(value) == claim[1], f"{page_id(page)}:{line}"
+        claims += 1
+    return claims
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_the_code_on_a_page_runs_and_its_claims_hold(page: Path, tmp_path: Path) -> None:
+    """Every Python block; those with tests in them go through pytest."""
+    namespace: dict[str, Any] = {"__name__": "page"}
+    for first_line, source in blocks(page):
+        if "def test_" not in source:
+            run_block(page, first_line, source, namespace)
+            continue
+        file = tmp_path / "test_page.py"
+        file.write_text(source, encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_false_claim_is_found() -> None:
+    """The checker itself can fail."""
+    with pytest.raises(AssertionError, match=r"README\.md:8"):
+        run_block(PAGES[0], 6, "x = 1\n1 + 1  # -> 3\n", {})
+
+
+def test_the_readme_makes_claims() -> None:
+    """The marker is still the one that is checked."""
+    claims = sum(source.count("# -> ") for _, source in blocks(PAGES[0]))
+    assert claims >= 20
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=page_id)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    """Every relative link names a file or folder that is there."""
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_make_has_every_target_that_a_page_names(page: Path) -> None:
+    """`make something` in code or a code block is a target of the Makefile."""
+    text = page.read_text(encoding="utf-8")
+    code = " ".join(re.findall(r"`([^`\n]+)`", text) + re.findall(r"(?ms)^```sh\n(.*?)^```", text))
+    targets = set(re.findall(r"(?m)^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8")))
+    assert set(MAKE.findall(code)) <= targets
