@@ -304,7 +304,7 @@ def summarise(traffic: Traffic) -> bool:
     start_ns, end_ns = traffic.started_ns, traffic.ended_ns or traffic.started_ns
     bound = min(bound_of(limit, start_ns, end_ns) for limit in traffic.limiter.limits)
     print(
-        f"\nIn {traffic.elapsed:.1f} s these limits admit at most {bound} of a client's requests:"
+        f"\nIn {traffic.elapsed:.1f} s these limits admit at most {bound} requests of each client:"
     )
     for client in traffic.clients:
         verdict = "within" if client.allowed <= bound else "OVER"
