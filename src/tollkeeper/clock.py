@@ -21,7 +21,7 @@ NS_PER_SECOND = 1_000_000_000
 # Counts through a suspend where the platform can (Linux); elsewhere the monotonic clock.
 _BOOT_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _boot_ns = time.clock_gettime_ns
-_EPOCH_OFFSET_NS = time.time_ns() - _boot_ns(_BOOT_CLOCK)
+EPOCH_OFFSET_NS = time.time_ns() - _boot_ns(_BOOT_CLOCK)
 
 
 class Clock(Protocol):
@@ -48,7 +48,7 @@ class SystemClock:
     def now_ns(self) -> int:
         if override.clock is not None:
             return override.clock.now_ns()
-        return _boot_ns(_BOOT_CLOCK) + _EPOCH_OFFSET_NS
+        return _boot_ns(_BOOT_CLOCK) + EPOCH_OFFSET_NS
 
     def sleep(self, seconds: float) -> None:
         (time if override.clock is None else override.clock).sleep(seconds)

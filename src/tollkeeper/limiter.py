@@ -61,6 +61,14 @@ class _Path:
         self._name = name
         self._by = check_by(by) if by is not None else None
         self._on_failure = on_failure
+        shortcut = getattr(self._gate, "shortcut", None)
+        self._check: Callable[..., Decision] = (
+            shortcut and shortcut(self._check_in_full)
+        ) or self._check_in_full
+        self._bind_check()
+
+    def _bind_check(self) -> None:
+        """For a face whose `check` can be the store's shortcut itself."""
 
     @property
     def limits(self) -> tuple[Limit, ...]:
@@ -75,6 +83,10 @@ class _Path:
     def stats(self) -> StoreStats:
         """What the store holds."""
         return self._store.stats()
+
+    def _check_in_full(self, key: Key | Request, cost: int = 1) -> Decision:
+        """Every stage of a check. A store may have a shortcut that comes here when it must."""
+        return self._decide(self._gate.check, key, cost)
 
     def _decide(
         self, verb: Callable[[str, int], Decision], key: Key | Request, cost: int
@@ -142,8 +154,14 @@ class Limiter(_Path):
     >>> [bool(limiter.check("user:42")) for _ in range(3)]
     [True, True, False]
 
-    Safe to share between threads. With `memory://` a check takes one lock and no I/O.
+    Safe to share between threads. With `memory://` and `shared://` a check does no I/O.
     """
+
+    def _bind_check(self) -> None:
+        # On the instance, so that `limiter.check` is the store's own callable and no Python runs
+        # in between; a subclass that has its own `check` keeps it.
+        if type(self).check is Limiter.check:
+            self.check = self._check  # type: ignore[method-assign]  # see above
 
     def check(self, key: Key | Request, cost: int = 1) -> Decision:
         """Spend `cost` units of the key's quota, if all limits have room; else spend nothing.
@@ -151,7 +169,7 @@ class Limiter(_Path):
         Raises InvalidKey and InvalidCost for what is not a key or a cost, and CapacityError for
         a cost that no wait could make fit.
         """
-        return self._decide(self._gate.check, key, cost)
+        return self._check(key, cost)
 
     def peek(self, key: Key | Request, cost: int = 1) -> Decision:
         """What `check` would answer now. Spends nothing."""
@@ -262,7 +280,7 @@ class AsyncLimiter(_Path):
 
     async def check(self, key: Key | Request, cost: int = 1) -> Decision:
         """Spend `cost` units if all limits have room; else spend nothing. See Limiter.check."""
-        return self._decide(self._gate.check, key, cost)
+        return self._check(key, cost)
 
     async def peek(self, key: Key | Request, cost: int = 1) -> Decision:
         """What `check` would answer now. Spends nothing."""

@@ -1,28 +1,40 @@
 """Stores by URI. Only this module knows which scheme is which store.
 
-memory://                    this process, a million states
-memory://?capacity=50000     this process, at most so many states
+    memory://                        this process; room for a million states
+    memory://?capacity=50000         this process; room for so many
+    shared:///run/api.limits         every process that opens this file, exactly
+    shared:///run/api.limits?capacity=50000&log_bytes=4194304
+
+`capacity` is in states: one limit's count of one subject. `log_bytes` is the room for sliding
+window logs. Both count when the store is made; a file keeps what it was made with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from pathlib import Path
 from typing import Final
-from urllib.parse import SplitResult, parse_qsl, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from tollkeeper.clock import Clock
+from tollkeeper.decide import kernel
 from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores.memory import STATES_MAX_DEFAULT, PythonMemoryStore
-from tollkeeper.errors import ConfigError
+from tollkeeper.errors import ConfigError, StoreUnavailable
 
 CAPACITY_MAX: Final = 1_000_000_000
+# Longer numbers are refused unread: int() of a million digits takes seconds.
+_DIGITS_MAX: Final = 12
 
 
 def open_store(uri: str, clock: Clock) -> Store:
     """The store that a URI names. Raises ConfigError, or StoreUnavailable if it cannot be had."""
     if not isinstance(uri, str):
         raise ConfigError(f'store={uri!r} is not a URI or a store; try store="memory://"')
-    parts = urlsplit(uri)
+    try:
+        parts = urlsplit(uri)
+    except ValueError as error:
+        raise ConfigError(f'store={uri!r} is not a URI: {error}; try "memory://"') from None
     opener = _OPENERS.get(parts.scheme)
     if opener is None or "://" not in uri:
         known = ", ".join(f"{scheme}://" for scheme in _OPENERS)
@@ -36,28 +48,56 @@ def _open_memory(uri: str, parts: SplitResult, clock: Clock) -> Store:
             f"store={uri!r}: memory:// is this process and has no address; "
             f'write "memory://" or "memory://?capacity=50000"'
         )
-    options = _options(uri, parts, {"capacity": STATES_MAX_DEFAULT})
-    return PythonMemoryStore(clock, options["capacity"])
+    options = _options(uri, parts)
+    capacity = options["capacity"] or STATES_MAX_DEFAULT
+    if not kernel.BUILT:
+        return PythonMemoryStore(clock, capacity)
+    return _kernel_store(clock, capacity, None, options["log_bytes"])
 
 
-def _options(uri: str, parts: SplitResult, defaults: Mapping[str, int]) -> dict[str, int]:
-    """The query's options, each a whole number from 1 up."""
-    options = dict(defaults)
+def _open_shared(uri: str, parts: SplitResult, clock: Clock) -> Store:
+    path = unquote(parts.path)
+    if parts.netloc or not path.strip("/") or "\0" in path:
+        raise ConfigError(
+            f"store={uri!r} has no absolute path; with three slashes, for example "
+            f'"shared:///run/api.limits"'
+        )
+    options = _options(uri, parts)
+    if not kernel.BUILT:
+        raise StoreUnavailable(
+            f"store={uri!r} needs the C kernel, which was not built: install a C compiler and "
+            f"the Python headers, then install tollkeeper again; memory:// works without"
+        )
+    return _kernel_store(clock, options["capacity"], Path(path), options["log_bytes"])
+
+
+def _kernel_store(clock: Clock, capacity: int, path: Path | None, log_bytes: int) -> Store:
+    # Imported here, because it cannot be imported where the kernel was not built.
+    from tollkeeper.decide.stores.native import KernelStore  # noqa: PLC0415 - see above
+
+    return KernelStore(clock, capacity, path=path, log_bytes=log_bytes)
+
+
+def _options(uri: str, parts: SplitResult) -> dict[str, int]:
+    """The query's options, each a whole number from 1 up; 0 for those not given."""
+    options = {"capacity": 0, "log_bytes": 0}
     for name, text in parse_qsl(parts.query, keep_blank_values=True):
-        if name not in defaults:
+        if name not in options:
             raise ConfigError(
-                f"store={uri!r} has no option {name!r}; there are {', '.join(defaults)}"
+                f"store={uri!r} has no option {name!r}; there are {', '.join(options)}"
             )
-        plain = text.replace("_", "")
-        if not plain.isascii() or not plain.isdigit() or not 1 <= int(plain[:12]) <= CAPACITY_MAX:
+        digits = text.replace("_", "")
+        plain = digits.isascii() and digits.isdigit() and len(digits) <= _DIGITS_MAX
+        if not plain or not 1 <= int(digits) <= CAPACITY_MAX:
             raise ConfigError(
                 f"store={uri!r}: {name}={text!r} is not a whole number from 1 to "
-                f"{CAPACITY_MAX:,}; for example {name}={defaults[name]}"
+                f"{CAPACITY_MAX:,}; for example {name}=50000"
             )
-        options[name] = int(plain)
+        options[name] = int(digits)
     return options
 
 
 _OPENERS: Final[dict[str, Callable[[str, SplitResult, Clock], Store]]] = {
     "memory": _open_memory,
+    "shared": _open_shared,
 }

@@ -25,6 +25,7 @@ from typing import Final
 from tollkeeper.clock import Clock
 from tollkeeper.decide import credit as credits_
 from tollkeeper.decide.algorithms import ALGORITHMS, Outcome, State
+from tollkeeper.decide.busiest import Busiest
 from tollkeeper.decide.combine import combine
 from tollkeeper.decide.credit import Credit
 from tollkeeper.decide.store import StoreStats
@@ -86,6 +87,7 @@ class PythonMemoryStore:
         self._states = 0
         self._expired = 0
         self._refused = 0
+        self.checks = Busiest()
         self._tables: dict[tuple[str, str], _Table] = {}
         self._lock = threading.Lock()
 
@@ -112,6 +114,10 @@ class PythonMemoryStore:
                 expired=self._expired,
                 refused=self._refused,
             )
+
+    def busiest(self, count: int) -> list[tuple[str, int]]:
+        with self._lock:
+            return self.checks.top(count)
 
     def close(self) -> None:
         with self._lock:
@@ -197,6 +203,7 @@ class MemoryGate:
         if len(self._parts) == 1:
             return self._check_one(subject, cost, now_ns)
         with self._lock:
+            self._store.checks.note(subject)
             outcomes, entries = self._decide(subject, cost, now_ns)
             if cost and all(outcome.allowed for outcome in outcomes):
                 self._store.reserve(self._tables, subject, now_ns)
@@ -208,6 +215,7 @@ class MemoryGate:
         """`check` for the usual case of one limit, in half the time."""
         limit, algorithm, table = self._parts[0]
         with self._lock:
+            self._store.checks.note(subject)
             entry = table.entries.get(subject)
             state, _, credit = entry or _ABSENT
             if credit is None:

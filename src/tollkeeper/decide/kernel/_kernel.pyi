@@ -1,0 +1,46 @@
+# The kernel's binding. Checked against the binary by mypy's stubtest in `make lint`.
+
+from collections.abc import Callable, Mapping
+from os import PathLike
+from typing import Self, final
+
+from tollkeeper import model
+
+@final
+class Decision(model.Decision):
+    def __eq__(self, other: object, /) -> bool: ...
+
+@final
+class Table:
+    def __new__(
+        cls,
+        path: str | PathLike[str] | None,
+        *,
+        capacity: int = ...,
+        log_bytes: int = ...,
+        epoch_offset_ns: int = ...,
+    ) -> Self: ...
+    def now_ns(self) -> int: ...
+    def sweep(self, now_ns: int | None, /) -> int: ...
+    def stats(self) -> Mapping[str, int]: ...
+    def busiest(self, most: int, /) -> list[tuple[str, int]]: ...
+    def close(self) -> None: ...
+
+@final
+class Gate:
+    def __new__(
+        cls,
+        table: Table,
+        limits: tuple[model.Limit, ...],
+        rule: str,
+        slow: Callable[..., model.Decision] | None = ...,
+    ) -> Self: ...
+    def check(self, key: object, cost: int = 1) -> model.Decision: ...
+    def decide(
+        self, subject: str, cost: int, now_ns: int | None, spend: bool, /
+    ) -> model.Decision: ...
+    def refund(self, subject: str, units: int, now_ns: int | None, /) -> None: ...
+    def grant(self, subject: str, units: int, ttl_ns: int, now_ns: int | None, /) -> None: ...
+    def reset(self, subject: str, /) -> None: ...
+
+def set_bypass(on: bool, /) -> None: ...

@@ -1,0 +1,243 @@
+#include "algorithms.h"
+
+#include "numbers.h"
+
+/* As in the reference: what is spent rounds up and what is free rounds down, so rounding never
+ * admits; times to wait round up, so waiting always suffices. */
+
+static int64_t drained(const tk_limit *limit, int64_t elapsed_ns)
+{
+    return tk_mul_div_floor(elapsed_ns, limit->numerator, limit->denominator);
+}
+
+static int64_t time_to_drain(const tk_limit *limit, int64_t micros)
+{
+    return tk_mul_div_ceil(micros, limit->denominator, limit->numerator);
+}
+
+static void decide_bucket(const tk_limit *limit, const tk_state *before, int64_t now_ns,
+                          int64_t cost, tk_outcome *outcome, tk_state *after)
+{
+    int64_t capacity = limit->capacity * TK_MICROS_PER_UNIT;
+    int64_t cost_micros = cost * TK_MICROS_PER_UNIT;
+    int64_t last_ns = now_ns, used = 0, used_now = 0;
+    if (before->present) {
+        last_ns = before->last_ns;
+        used = tk_min((int64_t)before->value, capacity);
+        used_now = now_ns > last_ns ? tk_max(used - drained(limit, now_ns - last_ns), 0) : used;
+    }
+    int64_t free = capacity - used_now - cost_micros;
+    if (free < 0) {
+        int64_t excess = used + cost_micros - capacity;
+        outcome->allowed = false;
+        outcome->remaining = (free + cost_micros) / TK_MICROS_PER_UNIT;
+        outcome->retry_after_ns = last_ns + time_to_drain(limit, excess) - now_ns;
+        outcome->reset_after_ns = last_ns + time_to_drain(limit, used) - now_ns;
+        return;
+    }
+    if (limit->algorithm == TK_LEAKY_BUCKET && used_now > 0)
+        outcome->delay_ns = last_ns + time_to_drain(limit, used) - now_ns;
+    if (cost > 0) {
+        last_ns = tk_max(last_ns, now_ns);
+        used = used_now + cost_micros;
+        after->present = true;
+        after->last_ns = last_ns;
+        after->value = (uint64_t)used;
+    }
+    outcome->allowed = true;
+    outcome->remaining = free / TK_MICROS_PER_UNIT;
+    if (used_now > 0 || cost > 0)
+        outcome->reset_after_ns = last_ns + time_to_drain(limit, used) - now_ns;
+}
+
+static void decide_fixed_window(const tk_limit *limit, const tk_state *before, int64_t now_ns,
+                                int64_t cost, tk_outcome *outcome, tk_state *after)
+{
+    int64_t at_ns = before->present ? tk_max(now_ns, before->last_ns) : now_ns;
+    int64_t start_ns = at_ns - tk_floor_mod(at_ns, limit->window_ns);
+    int64_t count = before->present && before->last_ns >= start_ns ? (int64_t)before->value : 0;
+    int64_t window_left_ns = start_ns + limit->window_ns - now_ns;
+    outcome->allowed = cost == 0 || count + cost <= limit->limit;
+    if (outcome->allowed && cost > 0) {
+        count += cost;
+        after->present = true;
+        after->last_ns = at_ns;
+        after->value = (uint64_t)count;
+    }
+    outcome->remaining = tk_max(limit->limit - count, 0);
+    outcome->retry_after_ns = outcome->allowed ? 0 : window_left_ns;
+    outcome->reset_after_ns = count > 0 ? window_left_ns : 0;
+}
+
+typedef struct {
+    int64_t at_ns, start_ns, previous, current;
+} counters;
+
+static counters rolled(const tk_limit *limit, const tk_state *before, int64_t now_ns)
+{
+    counters now = {.at_ns = before->present ? tk_max(now_ns, before->last_ns) : now_ns};
+    now.start_ns = now.at_ns - tk_floor_mod(now.at_ns, limit->window_ns);
+    if (!before->present)
+        return now;
+    if (before->last_ns >= now.start_ns) {
+        now.previous = (int64_t)(before->value >> 32);
+        now.current = (int64_t)(before->value & UINT32_MAX);
+    } else if (before->last_ns >= now.start_ns - limit->window_ns) {
+        now.previous = (int64_t)(before->value & UINT32_MAX);
+    }
+    return now;
+}
+
+static void decide_counter(const tk_limit *limit, const tk_state *before, int64_t now_ns,
+                           int64_t cost, tk_outcome *outcome, tk_state *after)
+{
+    int64_t window_ns = limit->window_ns;
+    counters c = rolled(limit, before, now_ns);
+    int64_t left_ns = c.start_ns + window_ns - c.at_ns;
+    int64_t faded = c.previous ? tk_mul_div_ceil(c.previous, left_ns, window_ns) : 0;
+    int64_t room = limit->limit - c.current - faded;
+    outcome->allowed = cost == 0 || cost <= room;
+    if (outcome->allowed) {
+        if (cost > 0) {
+            c.current += cost;
+            after->present = true;
+            after->last_ns = c.at_ns;
+            after->value = (uint64_t)c.previous << 32 | (uint64_t)c.current;
+        }
+        outcome->remaining = tk_max(room - cost, 0);
+    } else {
+        int64_t need = limit->limit - c.current - cost;
+        int64_t fits_ns;
+        if (need >= 0)
+            fits_ns = c.start_ns + window_ns - tk_mul_div_floor(need, window_ns, c.previous);
+        else
+            fits_ns = c.start_ns + 2 * window_ns -
+                      tk_mul_div_floor(limit->limit - cost, window_ns, c.current);
+        outcome->remaining = tk_max(room, 0);
+        outcome->retry_after_ns = fits_ns - now_ns;
+    }
+    if (c.current > 0)
+        outcome->reset_after_ns = c.start_ns + 2 * window_ns - now_ns;
+    else if (c.previous > 0)
+        outcome->reset_after_ns = c.start_ns + window_ns - now_ns;
+}
+
+/* The index of the first entry later than `time`: entries up to it have left the window. */
+static uint32_t first_after(const tk_ring *ring, int64_t time)
+{
+    uint32_t low = 0, high = ring->count;
+    while (low < high) {
+        uint32_t middle = low + (high - low) / 2;
+        if (tk_ring_at(ring, middle) <= time)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+static void decide_log(const tk_limit *limit, const tk_state *before, int64_t now_ns, int64_t cost,
+                       tk_outcome *outcome, tk_state *after)
+{
+    const tk_ring *ring = &before->ring;
+    uint32_t count = before->present ? ring->count : 0;
+    int64_t at_ns = now_ns, remaining = limit->limit;
+    uint32_t gone = 0;
+    if (count > 0) {
+        int64_t last_ns = tk_ring_at(ring, count - 1);
+        at_ns = tk_max(now_ns, last_ns);
+        gone = first_after(ring, at_ns - limit->window_ns);
+        remaining -= count - gone;
+        if (gone < count)
+            outcome->reset_after_ns = last_ns + limit->window_ns - now_ns;
+    }
+    outcome->allowed = cost == 0 || cost <= remaining;
+    outcome->remaining = tk_max(remaining, 0);
+    if (!outcome->allowed) {
+        uint32_t blocking = (uint32_t)(count - limit->limit + cost - 1);
+        outcome->retry_after_ns = tk_ring_at(ring, blocking) + limit->window_ns - now_ns;
+    } else if (cost > 0) {
+        outcome->remaining = remaining - cost;
+        outcome->reset_after_ns = at_ns + limit->window_ns - now_ns;
+        after->present = true;
+        after->last_ns = at_ns;
+        if (ring->capacity > 0)
+            after->ring.head = (ring->head + gone) % ring->capacity;
+        after->ring.count = count - gone + (uint32_t)cost;
+    }
+}
+
+bool tk_decide(const tk_limit *limit, const tk_state *before, int64_t now_ns, int64_t cost,
+               tk_outcome *outcome, tk_state *after)
+{
+    *outcome = (tk_outcome){.allowed = false};
+    *after = *before;
+    if (cost > limit->capacity)
+        return false;
+    switch (limit->algorithm) {
+    case TK_TOKEN_BUCKET:
+    case TK_LEAKY_BUCKET:
+        decide_bucket(limit, before, now_ns, cost, outcome, after);
+        break;
+    case TK_FIXED_WINDOW:
+        decide_fixed_window(limit, before, now_ns, cost, outcome, after);
+        break;
+    case TK_SLIDING_WINDOW_COUNTER:
+        decide_counter(limit, before, now_ns, cost, outcome, after);
+        break;
+    case TK_SLIDING_WINDOW_LOG:
+        decide_log(limit, before, now_ns, cost, outcome, after);
+        break;
+    }
+    return true;
+}
+
+static void refund_bucket(const tk_limit *limit, const tk_state *before, int64_t now_ns,
+                          int64_t units, tk_state *after)
+{
+    int64_t used = tk_min((int64_t)before->value, limit->capacity * TK_MICROS_PER_UNIT);
+    if (now_ns > before->last_ns) {
+        used = tk_max(used - drained(limit, now_ns - before->last_ns), 0);
+        after->last_ns = now_ns;
+    }
+    used -= tk_min(units, limit->capacity) * TK_MICROS_PER_UNIT;
+    after->value = (uint64_t)tk_max(used, 0);
+    after->present = used > 0;
+}
+
+void tk_refund(const tk_limit *limit, const tk_state *before, int64_t now_ns, int64_t units,
+               tk_state *after)
+{
+    *after = *before;
+    if (!before->present || units == 0)
+        return;
+    switch (limit->algorithm) {
+    case TK_TOKEN_BUCKET:
+    case TK_LEAKY_BUCKET:
+        refund_bucket(limit, before, now_ns, units, after);
+        break;
+    case TK_FIXED_WINDOW: {
+        int64_t end_ns = before->last_ns - tk_floor_mod(before->last_ns, limit->window_ns) +
+                         limit->window_ns;
+        after->present = now_ns < end_ns && (int64_t)before->value > units;
+        after->value = after->present ? before->value - (uint64_t)units : 0;
+        break;
+    }
+    case TK_SLIDING_WINDOW_COUNTER: {
+        counters c = rolled(limit, before, now_ns);
+        int64_t from_current = tk_min(c.current, units);
+        c.current -= from_current;
+        c.previous -= tk_min(c.previous, units - from_current);
+        after->last_ns = c.at_ns;
+        after->value = (uint64_t)c.previous << 32 | (uint64_t)c.current;
+        after->present = after->value != 0;
+        break;
+    }
+    case TK_SLIDING_WINDOW_LOG:
+        after->present = before->ring.count > units;
+        after->ring.count = after->present ? before->ring.count - (uint32_t)units : 0;
+        if (after->present)
+            after->last_ns = tk_ring_at(&before->ring, after->ring.count - 1);
+        break;
+    }
+}

@@ -1,0 +1,74 @@
+/* The five algorithms in C, decision for decision what the Python reference
+ * (decide/algorithms/) gives. Pure: no clock, no lock, no memory of their own. */
+#ifndef TK_ALGORITHMS_H
+#define TK_ALGORITHMS_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+enum { TK_MICROS_PER_UNIT = 1000000, TK_UNITS_MAX = 1000000000 };
+
+typedef enum {
+    TK_TOKEN_BUCKET,
+    TK_LEAKY_BUCKET,
+    TK_SLIDING_WINDOW_LOG,
+    TK_SLIDING_WINDOW_COUNTER,
+    TK_FIXED_WINDOW,
+} tk_algorithm;
+
+/* A limit's numbers. The refill is numerator / denominator micro-units a nanosecond. */
+typedef struct {
+    tk_algorithm algorithm;
+    int64_t limit;
+    int64_t capacity;
+    int64_t window_ns;
+    int64_t numerator;
+    int64_t denominator;
+    uint64_t salt[2]; /* hash of the rule and the limit's identity: where its states are kept */
+} tk_limit;
+
+/* A ring of admission times, oldest first. */
+typedef struct {
+    int64_t *times;
+    uint32_t capacity;
+    uint32_t head;
+    uint32_t count;
+} tk_ring;
+
+static inline int64_t tk_ring_at(const tk_ring *ring, uint32_t index)
+{
+    uint32_t place = ring->head + index;
+    return ring->times[place < ring->capacity ? place : place - ring->capacity];
+}
+
+/* One limit's state of one subject. `value` is
+ *   token_bucket, leaky_bucket   micro-units used as of last_ns
+ *   fixed_window                 the count of last_ns's window
+ *   sliding_window_counter       the previous window's count << 32 | the count of last_ns's window
+ *   sliding_window_log           nothing; the ring has it all */
+typedef struct {
+    bool present;
+    int64_t last_ns;
+    uint64_t value;
+    tk_ring ring;
+} tk_state;
+
+typedef struct {
+    bool allowed;
+    int64_t remaining;
+    int64_t retry_after_ns;
+    int64_t reset_after_ns;
+    int64_t delay_ns;
+} tk_outcome;
+
+/* Decide, and leave in `after` the state to write. For the log, `after->ring` has the new head and
+ * count, of which the last `cost` entries are still to be written: all of them after->last_ns.
+ * When denied, or at cost 0, `after` is `before`. False when the cost can never fit. */
+bool tk_decide(const tk_limit *limit, const tk_state *before, int64_t now_ns, int64_t cost,
+               tk_outcome *outcome, tk_state *after);
+
+/* The state with `units` given back; after->present is false when nothing is left to remember. */
+void tk_refund(const tk_limit *limit, const tk_state *before, int64_t now_ns, int64_t units,
+               tk_state *after);
+
+#endif

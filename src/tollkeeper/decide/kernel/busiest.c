@@ -1,0 +1,95 @@
+/* The busiest subjects, by name. The table keeps hashes, so names have to be noted as they pass: one
+ * check in TK_SAMPLE_EVERY is. A space-saving sketch holds TK_BUSIEST_MAX of them: a new name takes
+ * the place of the one with the fewest samples and inherits its count, so whoever has more than
+ * 1 / TK_BUSIEST_MAX of all checks is in it. Counts are halved now and then, so that it tells of
+ * lately and not of ever. Noting never waits: if the lock is taken, the sample is dropped. */
+#include "layout.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "numbers.h"
+
+static const uint64_t HALVE_EVERY = 16384; /* samples: a million checks */
+static const int64_t LIST_WAIT_NS = 100000000;
+
+bool tk_sample_due(tk_table *table) { return (++table->ticks & (TK_SAMPLE_EVERY - 1)) == 0; }
+
+static uint16_t whole_characters(const char *name, size_t length, size_t most)
+{
+    if (length <= most)
+        return (uint16_t)length;
+    while (most > 0 && ((uint8_t)name[most] & 0xc0) == 0x80)
+        most--;
+    return (uint16_t)most;
+}
+
+static tk_busy_cell *cell_for(tk_busy_table *busiest, tk_hash subject)
+{
+    tk_busy_cell *least = &busiest->cells[0];
+    for (uint32_t i = 0; i < busiest->count; i++) {
+        tk_busy_cell *cell = &busiest->cells[i];
+        if (cell->subject.low == subject.low && cell->subject.high == subject.high)
+            return cell;
+        if (cell->samples < least->samples)
+            least = cell;
+    }
+    if (busiest->count < TK_BUSIEST_MAX)
+        least = &busiest->cells[busiest->count++], least->samples = 0;
+    least->length = 0;
+    return least;
+}
+
+void tk_note_busy(tk_table *table, tk_hash subject, const char *name, size_t length)
+{
+    tk_busy_table *busiest = table->busiest;
+    uint32_t nobody = 0;
+    if (table->shared && table->owner == 0)
+        return;
+    if (table->shared && !atomic_compare_exchange_strong(&busiest->lock, &nobody, table->owner))
+        return;
+    if (busiest->count > TK_BUSIEST_MAX)
+        busiest->count = 0;
+    tk_busy_cell *cell = cell_for(busiest, subject);
+    if (cell->length == 0) {
+        cell->subject = subject;
+        cell->length = whole_characters(name, length, sizeof cell->name);
+        memcpy(cell->name, name, cell->length);
+    }
+    cell->samples++;
+    if (++busiest->noted % HALVE_EVERY == 0)
+        for (uint32_t i = 0; i < busiest->count; i++)
+            busiest->cells[i].samples /= 2;
+    tk_unlock(table, &busiest->lock);
+}
+
+static int by_checks(const void *a, const void *b)
+{
+    const tk_busy *one = a, *two = b;
+    return (one->checks < two->checks) - (one->checks > two->checks);
+}
+
+int tk_busiest(tk_table *table, tk_busy *found, int most)
+{
+    tk_busy_table *busiest = table->busiest;
+    tk_busy all[TK_BUSIEST_MAX];
+    bool repaired;
+    if (tk_lock_wait(table, &busiest->lock, LIST_WAIT_NS, &repaired) != TK_OK)
+        return 0;
+    if (repaired) /* its owner died in the middle of a name */
+        busiest->count = 0;
+    int count = 0;
+    for (uint32_t i = 0; i < busiest->count && i < TK_BUSIEST_MAX; i++) {
+        const tk_busy_cell *cell = &busiest->cells[i];
+        if (cell->length > sizeof cell->name || cell->samples == 0)
+            continue;
+        all[count].checks = cell->samples * TK_SAMPLE_EVERY;
+        all[count].length = cell->length;
+        memcpy(all[count++].name, cell->name, cell->length);
+    }
+    tk_unlock(table, &busiest->lock);
+    qsort(all, (size_t)count, sizeof all[0], by_checks);
+    count = (int)tk_min(count, most);
+    memcpy(found, all, (size_t)count * sizeof all[0]);
+    return count;
+}

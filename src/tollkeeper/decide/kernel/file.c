@@ -1,0 +1,491 @@
+/* Opening: the memory a table lives in.
+ *
+ * A file is made by whoever gets there first, under a record lock on one byte, and everyone else
+ * waits for that lock; so there is no moment at which two make it or one sees half of it. Its room
+ * is allocated before it is mapped: a full disk is an error here and not a bus error in the middle
+ * of a check. It is made with mode 0600. Until the header is complete the file carries another mark,
+ * so a maker that was killed leaves a file that the next one makes anew.
+ *
+ * Time in a file is the boot clock, which all processes of the machine share and nobody can set,
+ * plus an offset to the epoch that the first opener after each boot writes down. So all processes
+ * agree to the nanosecond, and a stepped wall clock changes nothing. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include "layout.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#ifdef __linux__
+#include <sys/random.h>
+#endif
+
+#ifdef CLOCK_BOOTTIME
+#define BOOT_CLOCK CLOCK_BOOTTIME
+#else
+#define BOOT_CLOCK CLOCK_MONOTONIC
+#endif
+
+static const char MAGIC[8] = "TOLLKEEP";
+static const char MAKING[8] = "TK-MAKE";
+static const uint32_t BYTE_ORDER_MARK = 0x01020304;
+static const uint64_t CHECKSUM_SEED[2] = {0x746f6c6c6b656570u, 0x68656164657276u};
+static const uint64_t CAPACITY_DEFAULT = 1000000;
+static const uint64_t LOG_BYTES_PER_STATE = 64;
+static const uint64_t LOG_BYTES_MIN = 1 << 20;
+static const int OPEN_WAIT_MS_MAX = 10000;
+
+bool tk_alone(int fd);
+
+/* ---- geometry ---------------------------------------------------------------------------------- */
+
+static size_t round_up(size_t size, size_t to) { return (size + to - 1) / to * to; }
+
+size_t tk_segment_size(uint32_t buckets)
+{
+    size_t slots = (size_t)buckets * TK_SLOTS_PER_BUCKET;
+    return round_up(sizeof(tk_segment), 64) + slots * (sizeof(uint64_t) + sizeof(tk_cell));
+}
+
+tk_geometry tk_geometry_for(uint64_t capacity, uint64_t log_bytes)
+{
+    tk_geometry g = {.segments = 1, .buckets = 2, .segment_limit = (uint32_t)capacity};
+    if (capacity > TK_SEGMENT_DESIGN) {
+        g.segments = (uint32_t)((capacity + TK_SEGMENT_DESIGN - 1) / TK_SEGMENT_DESIGN);
+        g.buckets = TK_BUCKETS_MAX;
+        g.segment_limit = TK_SEGMENT_LIMIT;
+    } else {
+        /* A small table has few buckets to choose from: half full is where it stays safe. */
+        while (g.buckets < TK_BUCKETS_MAX && g.buckets * TK_SLOTS_PER_BUCKET / 2 < capacity)
+            g.buckets *= 2;
+    }
+    uint64_t blocks = (log_bytes + TK_BLOCK_BYTES - 1) / TK_BLOCK_BYTES;
+    uint64_t blocks_max = ((uint64_t)1 << TK_BLOCK_REF_BITS) - 1;
+    g.blocks = (uint32_t)(blocks < blocks_max ? blocks : blocks_max);
+    g.segment_bytes = tk_segment_size(g.buckets);
+    g.segments_at = round_up(TK_PAGE + TK_OWNERS_MAX * sizeof(uint32_t) + sizeof(tk_busy_table),
+                             TK_PAGE);
+    g.slab_at = round_up(g.segments_at + g.segment_bytes * g.segments, TK_PAGE);
+    g.bytes = round_up(g.slab_at + (size_t)g.blocks * TK_BLOCK_BYTES, TK_PAGE);
+    return g;
+}
+
+static uint64_t log_bytes_for(const tk_options *options, uint64_t capacity)
+{
+    if (options->log_bytes > 0)
+        return options->log_bytes;
+    uint64_t bytes = capacity * LOG_BYTES_PER_STATE;
+    return bytes > LOG_BYTES_MIN ? bytes : LOG_BYTES_MIN;
+}
+
+static uint64_t checksum_of(const tk_header *header)
+{
+    return tk_siphash(CHECKSUM_SEED, header, offsetof(tk_header, checksum)).low;
+}
+
+void tk_attach(tk_table *table, uint8_t *base, size_t bytes)
+{
+    table->base = base;
+    table->bytes = bytes;
+    table->header = (tk_header *)base;
+    table->generations = (_Atomic uint32_t *)(base + TK_PAGE);
+    table->busiest = (tk_busy_table *)(base + TK_PAGE + TK_OWNERS_MAX * sizeof(uint32_t));
+    tk_geometry g =
+        tk_geometry_for(table->header->capacity, (uint64_t)table->header->blocks * TK_BLOCK_BYTES);
+    table->segments = base + g.segments_at;
+    table->slab = base + g.slab_at;
+    table->segment_bytes = g.segment_bytes;
+    table->slots = g.buckets * TK_SLOTS_PER_BUCKET;
+    table->bucket_mask = g.buckets - 1;
+}
+
+/* ---- time -------------------------------------------------------------------------------------- */
+
+static int64_t read_clock(clockid_t clock)
+{
+    struct timespec now;
+    clock_gettime(clock, &now);
+    return now.tv_sec * (int64_t)1000000000 + now.tv_nsec;
+}
+
+int64_t tk_now_ns(const tk_table *table)
+{
+    return read_clock(BOOT_CLOCK) +
+           atomic_load_explicit(&table->header->epoch_offset_ns, memory_order_relaxed);
+}
+
+/* ---- making and checking a header ------------------------------------------------------------- */
+
+static bool random_seed(uint64_t seed[2])
+{
+#ifdef __linux__
+    return getrandom(seed, 16, 0) == 16;
+#else
+    arc4random_buf(seed, 16);
+    return true;
+#endif
+}
+
+static bool fill_header(tk_header *header, uint64_t capacity, const tk_geometry *g)
+{
+    memset(header, 0, sizeof *header);
+    header->version = TK_VERSION;
+    header->byte_order = BYTE_ORDER_MARK;
+    header->bytes = g->bytes;
+    header->capacity = capacity;
+    header->segments = g->segments;
+    header->buckets = g->buckets;
+    header->segment_limit = g->segment_limit;
+    header->blocks = g->blocks;
+    memcpy(header->magic, MAGIC, sizeof MAGIC);
+    if (!random_seed(header->seed))
+        return false;
+    header->checksum = checksum_of(header);
+    return true;
+}
+
+static tk_status fail(tk_status status, char error[TK_ERROR_BYTES], const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(error, TK_ERROR_BYTES, format, arguments);
+    va_end(arguments);
+    return status;
+}
+
+static tk_table *open_memory(const tk_options *options, tk_status *status,
+                             char error[TK_ERROR_BYTES])
+{
+    uint64_t capacity = options->capacity ? options->capacity : CAPACITY_DEFAULT;
+    tk_geometry g = tk_geometry_for(capacity, log_bytes_for(options, capacity));
+    tk_table *table = calloc(1, sizeof *table);
+    void *base = mmap(NULL, g.bytes, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (table == NULL || base == MAP_FAILED || !fill_header(base, capacity, &g)) {
+        *status = fail(TK_UNAVAILABLE, error, "no memory for %zu bytes of quotas", g.bytes);
+        if (base != MAP_FAILED)
+            munmap(base, g.bytes);
+        free(table);
+        return NULL;
+    }
+    table->fd = -1;
+    tk_attach(table, base, g.bytes);
+    atomic_store(&table->header->epoch_offset_ns, options->epoch_offset_ns);
+    return table;
+}
+
+#ifdef F_OFD_SETLK
+
+static const char RECREATE[] = "delete it to start with fresh quotas, or use another path";
+static const off_t OPENING_BYTE_AT = ((off_t)1 << 60) - 1;
+
+/* One process at a time makes or checks the file. Waits with a bound: whoever has it only makes a
+ * file. */
+static bool lock_opening(int fd)
+{
+    struct flock claim = {
+        .l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = OPENING_BYTE_AT, .l_len = 1};
+    struct timespec pause = {.tv_nsec = 1000000};
+    for (int waited_ms = 0; waited_ms < OPEN_WAIT_MS_MAX; waited_ms++) {
+        if (fcntl(fd, F_OFD_SETLK, &claim) == 0)
+            return true;
+        if (errno != EAGAIN && errno != EACCES)
+            return false;
+        nanosleep(&pause, NULL);
+    }
+    return false;
+}
+
+static void unlock_opening(int fd)
+{
+    struct flock claim = {
+        .l_type = F_UNLCK, .l_whence = SEEK_SET, .l_start = OPENING_BYTE_AT, .l_len = 1};
+    fcntl(fd, F_OFD_SETLK, &claim);
+}
+
+static tk_status make_file(int fd, const tk_options *options, char error[TK_ERROR_BYTES])
+{
+    uint64_t capacity = options->capacity ? options->capacity : CAPACITY_DEFAULT;
+    tk_geometry g = tk_geometry_for(capacity, log_bytes_for(options, capacity));
+    tk_header header;
+    if (ftruncate(fd, 0) != 0 || pwrite(fd, MAKING, sizeof MAKING, 0) != sizeof MAKING)
+        return fail(TK_UNAVAILABLE, error, "%s cannot be written: %s", options->path,
+                    strerror(errno));
+    int problem = posix_fallocate(fd, 0, (off_t)g.bytes);
+    if (problem != 0) {
+        if (ftruncate(fd, 0) != 0)
+            problem = errno;
+        return fail(TK_UNAVAILABLE, error,
+                    "%s needs %zu bytes and they cannot be had: %s; free some space, or ask for a "
+                    "smaller capacity",
+                    options->path, g.bytes, strerror(problem));
+    }
+    if (!fill_header(&header, capacity, &g))
+        return fail(TK_UNAVAILABLE, error, "no random seed: %s", strerror(errno));
+    /* All but the magic first: with it, the file is made. */
+    size_t rest = sizeof header - sizeof MAGIC;
+    if (pwrite(fd, (char *)&header + sizeof MAGIC, rest, sizeof MAGIC) != (ssize_t)rest ||
+        pwrite(fd, MAGIC, sizeof MAGIC, 0) != sizeof MAGIC)
+        return fail(TK_UNAVAILABLE, error, "%s cannot be written: %s", options->path,
+                    strerror(errno));
+    return TK_OK;
+}
+
+static tk_status check_header(const tk_header *header, off_t size, const tk_options *options,
+                              char error[TK_ERROR_BYTES])
+{
+    const char *path = options->path;
+    if (memcmp(header->magic, MAGIC, sizeof MAGIC) != 0)
+        return fail(TK_UNAVAILABLE, error,
+                    "%s is not a Tollkeeper file and is left as it is; use another path", path);
+    if (header->byte_order != BYTE_ORDER_MARK)
+        return fail(TK_UNAVAILABLE, error, "%s was made on a machine of another byte order; %s",
+                    path, RECREATE);
+    if (header->version != TK_VERSION)
+        return fail(TK_UNAVAILABLE, error,
+                    "%s has format version %u, which is %s than this one's, %u; %s", path,
+                    header->version, header->version < TK_VERSION ? "older" : "newer",
+                    (unsigned)TK_VERSION, RECREATE);
+    if (header->checksum != checksum_of(header) || header->capacity > TK_CAPACITY_MAX)
+        return fail(TK_UNAVAILABLE, error, "%s has a damaged header; %s", path, RECREATE);
+    tk_geometry g =
+        tk_geometry_for(header->capacity, (uint64_t)header->blocks * TK_BLOCK_BYTES);
+    if (g.bytes != header->bytes || g.segments != header->segments ||
+        g.buckets != header->buckets || g.segment_limit != header->segment_limit)
+        return fail(TK_UNAVAILABLE, error, "%s has a header that contradicts itself; %s", path,
+                    RECREATE);
+    if (header->bytes != (uint64_t)size)
+        return fail(TK_UNAVAILABLE, error, "%s has %lld bytes of %llu: it was cut off; %s", path,
+                    (long long)size, (unsigned long long)header->bytes, RECREATE);
+    if (options->capacity && options->capacity != header->capacity)
+        return fail(TK_MISMATCH, error,
+                    "%s was made with capacity=%llu, not %llu; leave capacity out, or delete it to "
+                    "make it anew",
+                    path, (unsigned long long)header->capacity,
+                    (unsigned long long)options->capacity);
+    return TK_OK;
+}
+
+static tk_status check_kind(int fd, const char *path, struct stat *info,
+                            char error[TK_ERROR_BYTES])
+{
+    if (fstat(fd, info) != 0)
+        return fail(TK_UNAVAILABLE, error, "%s cannot be examined: %s", path, strerror(errno));
+    if (!S_ISREG(info->st_mode))
+        return fail(TK_UNAVAILABLE, error, "%s is not a regular file; use another path", path);
+    if (info->st_mode & S_IWOTH)
+        return fail(TK_UNAVAILABLE, error,
+                    "%s can be written by everyone, who could then lift or exhaust any limit; "
+                    "chmod 600 it",
+                    path);
+    return TK_OK;
+}
+
+/* The file exists and is whole, when this returns TK_OK. Call with the opening lock held. */
+static tk_status make_or_check(int fd, const tk_options *options, size_t *bytes,
+                               char error[TK_ERROR_BYTES])
+{
+    struct stat info;
+    tk_header header;
+    tk_status status = check_kind(fd, options->path, &info, error);
+    if (status != TK_OK)
+        return status;
+    char mark[sizeof MAKING] = "";
+    bool unfinished = pread(fd, mark, sizeof mark, 0) == (ssize_t)sizeof mark &&
+                      memcmp(mark, MAKING, sizeof mark) == 0;
+    if (info.st_size == 0 || unfinished) {
+        status = make_file(fd, options, error);
+        if (status != TK_OK || (status = check_kind(fd, options->path, &info, error)) != TK_OK)
+            return status;
+    }
+    memset(&header, 0, sizeof header);
+    ssize_t length = pread(fd, &header, sizeof header, 0);
+    if (length < 0)
+        return fail(TK_UNAVAILABLE, error, "%s cannot be read: %s", options->path,
+                    strerror(errno));
+    *bytes = (size_t)info.st_size;
+    return check_header(&header, info.st_size, options, error);
+}
+
+static void read_boot_id(char id[40])
+{
+    memset(id, 0, 40);
+    int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return;
+    ssize_t length = read(fd, id, 36);
+    if (length < 0)
+        id[0] = 0;
+    close(fd);
+}
+
+/* With the opening lock held, before anyone else can be in. */
+static void settle(tk_table *table, bool alone)
+{
+    char boot_id[40];
+    read_boot_id(boot_id);
+    if (memcmp(table->header->boot_id, boot_id, sizeof boot_id) != 0 ||
+        atomic_load(&table->header->epoch_offset_ns) == 0) {
+        atomic_store(&table->header->epoch_offset_ns,
+                     read_clock(CLOCK_REALTIME) - read_clock(BOOT_CLOCK));
+        memcpy(table->header->boot_id, boot_id, sizeof boot_id);
+    }
+    if (!alone)
+        return;
+    for (uint32_t i = 0; i < table->header->segments; i++) {
+        tk_segment *segment = tk_segment_at(table, i);
+        if (segment->lock == 0)
+            continue;
+        tk_recover(table, segment);
+        tk_unlock(table, &segment->lock);
+    }
+    tk_unlock(table, &table->header->slab_lock);
+    tk_unlock(table, &table->busiest->lock);
+    tk_slab_rebuild(table);
+}
+
+static tk_table *open_tables; /* of this process; guarded by the lock below */
+static pthread_mutex_t open_tables_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_once_t fork_handlers = PTHREAD_ONCE_INIT;
+
+static void before_fork(void) { pthread_mutex_lock(&open_tables_lock); }
+static void after_fork_in_parent(void) { pthread_mutex_unlock(&open_tables_lock); }
+
+/* The child's own description and index, while the inherited one still keeps the parent's. */
+static void after_fork_in_child(void)
+{
+    for (tk_table *table = open_tables; table != NULL; table = table->next_open) {
+        char path[64];
+        int inherited = table->fd;
+        snprintf(path, sizeof path, "/proc/self/fd/%d", inherited);
+        table->fd = open(path, O_RDWR | O_CLOEXEC);
+        if (table->fd < 0 || !tk_register(table))
+            table->owner = 0;
+        close(inherited);
+    }
+    pthread_mutex_unlock(&open_tables_lock);
+}
+
+static void install_fork_handlers(void)
+{
+    pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+}
+
+static void remember_open(tk_table *table)
+{
+    pthread_once(&fork_handlers, install_fork_handlers);
+    pthread_mutex_lock(&open_tables_lock);
+    table->next_open = open_tables;
+    open_tables = table;
+    pthread_mutex_unlock(&open_tables_lock);
+}
+
+static void forget_open(tk_table *table)
+{
+    pthread_mutex_lock(&open_tables_lock);
+    for (tk_table **link = &open_tables; *link != NULL; link = &(*link)->next_open)
+        if (*link == table) {
+            *link = table->next_open;
+            break;
+        }
+    pthread_mutex_unlock(&open_tables_lock);
+}
+
+static tk_status map_file(tk_table *table, const tk_options *options, char error[TK_ERROR_BYTES])
+{
+    size_t bytes;
+    tk_status status = make_or_check(table->fd, options, &bytes, error);
+    if (status != TK_OK)
+        return status;
+    bool alone = tk_alone(table->fd);
+    void *base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, table->fd, 0);
+    if (base == MAP_FAILED)
+        return fail(TK_UNAVAILABLE, error, "%s cannot be mapped: %s", options->path,
+                    strerror(errno));
+    tk_attach(table, base, bytes);
+    if (!tk_register(table))
+        return fail(TK_UNAVAILABLE, error, "%s is open in %d processes, which is the most",
+                    options->path, TK_OWNERS_MAX - 1);
+    settle(table, alone);
+    return TK_OK;
+}
+
+static tk_table *open_file(const tk_options *options, tk_status *status,
+                           char error[TK_ERROR_BYTES])
+{
+    tk_table *table = calloc(1, sizeof *table);
+    if (table == NULL) {
+        *status = fail(TK_UNAVAILABLE, error, "out of memory");
+        return NULL;
+    }
+    table->shared = true;
+    table->fd = open(options->path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+    if (table->fd < 0)
+        *status = fail(TK_UNAVAILABLE, error, "%s cannot be opened for writing: %s", options->path,
+                       errno == ELOOP ? "it is a symbolic link" : strerror(errno));
+    else if (!lock_opening(table->fd))
+        *status = fail(TK_UNAVAILABLE, error, "%s cannot be locked: %s", options->path,
+                       errno == EAGAIN ? "another process has been opening it for 10 s"
+                                       : strerror(errno));
+    else {
+        *status = map_file(table, options, error);
+        unlock_opening(table->fd);
+    }
+    if (*status == TK_OK) {
+        remember_open(table);
+        return table;
+    }
+    if (table->base != NULL)
+        munmap(table->base, table->bytes);
+    if (table->fd >= 0)
+        close(table->fd);
+    free(table);
+    return NULL;
+}
+
+#else
+
+static void forget_open(tk_table *table) { (void)table; }
+
+static tk_table *open_file(const tk_options *options, tk_status *status,
+                           char error[TK_ERROR_BYTES])
+{
+    *status = fail(TK_UNAVAILABLE, error,
+                   "%s: shared:// needs Linux, whose file locks outlive no process; use memory://",
+                   options->path);
+    return NULL;
+}
+
+#endif
+
+tk_table *tk_open(const tk_options *options, tk_status *status, char error[TK_ERROR_BYTES])
+{
+    *status = TK_OK;
+    if (options->capacity > TK_CAPACITY_MAX) {
+        *status = fail(TK_MISMATCH, error, "capacity=%llu is more than a billion",
+                       (unsigned long long)options->capacity);
+        return NULL;
+    }
+    return options->path == NULL ? open_memory(options, status, error)
+                                 : open_file(options, status, error);
+}
+
+void tk_close(tk_table *table)
+{
+    if (table->shared)
+        forget_open(table);
+    munmap(table->base, table->bytes);
+    if (table->fd >= 0)
+        close(table->fd);
+    free(table);
+}

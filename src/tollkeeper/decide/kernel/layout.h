@@ -1,0 +1,159 @@
+/* What the table's memory looks like; shared by the files that implement it, and by nothing else.
+ *
+ *   header     one page: what the file is, the clock's offset, the log slab's free lists
+ *   owners     a generation for each process that may have the file open
+ *   busiest    names of the busiest subjects
+ *   segments   each: a lock, a journal, the tags of its slots, the states of its slots
+ *   slab       blocks of 64 bytes × a power of two, for the rings of sliding window logs
+ */
+#ifndef TK_LAYOUT_H
+#define TK_LAYOUT_H
+
+#include <stdatomic.h>
+
+#include "table.h"
+
+enum {
+    TK_VERSION = 1,
+    TK_PAGE = 4096,
+    TK_SLOTS_PER_BUCKET = 8, /* eight tags are one cache line */
+    TK_BUCKETS_MAX = 256,
+    TK_OWNERS_MAX = 4096, /* 12 bits of an owner's number */
+    TK_OWNER_BITS = 12,
+    TK_WRITES_MAX = 2 * TK_LIMITS_MAX, /* a state and a credit for each limit */
+    TK_BLOCK_BYTES = 64,
+    TK_BLOCK_CLASSES = 18, /* 64 bytes to 8 MiB: the largest log has a million entries */
+    TK_BLOCK_REF_BITS = 24,
+};
+
+/* Slots of one segment, and how many of them may be filled. Measured on random keys: up to 91 %
+ * of a segment, no key failed to find a place in either of its buckets after moving one other. */
+#define TK_SEGMENT_SLOTS (TK_BUCKETS_MAX * TK_SLOTS_PER_BUCKET)
+#define TK_SEGMENT_DESIGN (TK_SEGMENT_SLOTS * 80 / 100)
+#define TK_SEGMENT_LIMIT (TK_SEGMENT_SLOTS * 91 / 100)
+
+/* A lock is 0, or its owner's number: generation << TK_OWNER_BITS | index. */
+typedef _Atomic uint32_t tk_lock;
+
+typedef struct {
+    uint32_t slot;
+    uint32_t unused;
+    uint64_t meta;
+    int64_t last_ns;
+    uint64_t value;
+} tk_write;
+
+/* Entries to write into a ring: `count` times `at_ns` from place `first` on. */
+typedef struct {
+    uint32_t block;
+    uint32_t first;
+    uint32_t count;
+    uint32_t unused;
+    int64_t at_ns;
+} tk_push;
+
+typedef struct {
+    tk_lock lock;
+    _Atomic uint32_t journal_count; /* writes that must be done, or done again; see table.c */
+    uint32_t push_count;
+    uint32_t filled; /* slots with a tag, expired ones too */
+    tk_write writes[TK_WRITES_MAX];
+    tk_push pushes[TK_LIMITS_MAX];
+    uint64_t expired, refused, repaired;
+} tk_segment;
+
+typedef struct {
+    int64_t last_ns;
+    uint64_t value;
+} tk_cell;
+
+typedef struct {
+    tk_hash subject;
+    uint64_t samples;
+    uint16_t length;
+    char name[230];
+} tk_busy_cell;
+
+typedef struct {
+    tk_lock lock;
+    uint32_t count;
+    uint64_t noted;
+    tk_busy_cell cells[TK_BUSIEST_MAX];
+} tk_busy_table;
+
+typedef struct {
+    char magic[8];
+    uint32_t version;
+    uint32_t byte_order;
+    uint64_t bytes;
+    uint64_t capacity;
+    uint32_t segments;
+    uint32_t buckets; /* of a segment; a power of two */
+    uint32_t segment_limit;
+    uint32_t blocks; /* of the slab */
+    uint64_t seed[2];
+    uint64_t checksum; /* of all the above */
+    /* From here on: changes while in use. */
+    _Atomic int64_t epoch_offset_ns;
+    char boot_id[40];
+    tk_lock slab_lock;
+    uint32_t slab_used;                     /* blocks handed out or freed so far, from the front */
+    uint32_t slab_free[TK_BLOCK_CLASSES];   /* first free block + 1 of each size; 0: none */
+} tk_header;
+
+struct tk_table {
+    uint8_t *base;
+    tk_header *header;
+    _Atomic uint32_t *generations;
+    tk_busy_table *busiest;
+    uint8_t *segments;
+    uint8_t *slab;
+    size_t segment_bytes;
+    size_t bytes;
+    uint32_t slots; /* of a segment */
+    uint32_t bucket_mask;
+    bool shared;
+    int fd;
+    uint32_t owner;
+    uint32_t ticks;
+    struct tk_table *next_open; /* all shared tables of this process, for fork */
+};
+
+typedef struct {
+    uint32_t segments, buckets, segment_limit, blocks;
+    size_t segment_bytes, segments_at, slab_at, bytes;
+} tk_geometry;
+
+tk_geometry tk_geometry_for(uint64_t capacity, uint64_t log_bytes);
+size_t tk_segment_size(uint32_t buckets);
+void tk_attach(tk_table *table, uint8_t *base, size_t bytes);
+
+/* locks.c */
+tk_status tk_lock_try(const tk_table *table, tk_lock *lock);
+/* Like tk_lock_try, but sleeps; `repaired` tells that the lock was taken from a dead owner. */
+tk_status tk_lock_wait(const tk_table *table, tk_lock *lock, int64_t timeout_ns, bool *repaired);
+static inline void tk_unlock(const tk_table *table, tk_lock *lock)
+{
+    if (table->shared)
+        atomic_store_explicit(lock, 0, memory_order_release);
+}
+bool tk_register(tk_table *table);
+
+/* table.c */
+tk_segment *tk_segment_at(const tk_table *table, uint32_t index);
+void tk_recover(tk_table *table, tk_segment *segment);
+/* Call `visit` with the block of every log in the table. Only while no one else has it open. */
+void tk_each_log(const tk_table *table, void (*visit)(void *context, uint32_t block),
+                 void *context);
+
+/* slab.c */
+uint32_t tk_block_capacity(const tk_table *table, uint32_t block);
+int64_t *tk_block_times(const tk_table *table, uint32_t block);
+bool tk_block_valid(const tk_table *table, uint32_t block);
+/* A block for at least `entries`; false when the slab has none. */
+bool tk_block_take(tk_table *table, uint32_t entries, uint32_t *block);
+void tk_block_give(tk_table *table, uint32_t block);
+/* Find what processes that were killed have leaked. Only while no one else has it open. */
+void tk_slab_rebuild(tk_table *table);
+
+#endif

@@ -1,0 +1,783 @@
+/* The binding: the table for Python. As thin as it can be: one C call from `Limiter.check` to the
+ * decision and back. A check goes the short way only when everything about it is ordinary (a plain
+ * str key, a small cost, real time); anything else, and every error, is handed to the Python path
+ * (`slow`), which validates, explains and applies the failure policy. So the rules for odd cases
+ * exist once, in Python. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <math.h>
+#include <stddef.h>
+#include <string.h>
+
+#include "table.h"
+
+/* Longer than any preempted owner takes to be scheduled again, and short enough to notice. */
+static const int64_t LOCK_WAIT_NS = 1000000000;
+enum { KEY_LENGTH_MAX = 512, SEPARATOR = 0x1f };
+
+static PyObject *error_capacity, *error_full, *error_timeout, *error_unavailable, *error_config;
+static PyObject *decision_repr, *decision_fields, *python_decision;
+static int bypass; /* a test has replaced the clock or switched limiting off */
+
+/* ---- Decision -------------------------------------------------------------------------------- */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *policy, *rule;
+    int64_t remaining, retry_after_ns, reset_after_ns, delay_ns;
+    bool allowed;
+} decision_object;
+
+static PyTypeObject decision_type;
+
+/* Decisions live for microseconds; a few kept back save the allocator's time. */
+enum { SPARE_MAX = 64 };
+static decision_object *spare[SPARE_MAX];
+static int spare_count;
+
+static PyObject *make_decision(PyObject *limits, PyObject *rule, const tk_decision *decided)
+{
+    decision_object *self;
+    if (spare_count > 0) {
+        self = spare[--spare_count];
+        _Py_NewReference((PyObject *)self);
+    } else if ((self = PyObject_New(decision_object, &decision_type)) == NULL) {
+        return NULL;
+    }
+    self->policy = Py_NewRef(PyTuple_GET_ITEM(limits, decided->speaker));
+    self->rule = Py_NewRef(rule);
+    self->allowed = decided->allowed;
+    self->remaining = decided->remaining;
+    self->retry_after_ns = decided->retry_after_ns;
+    self->reset_after_ns = decided->reset_after_ns;
+    self->delay_ns = decided->delay_ns;
+    return (PyObject *)self;
+}
+
+static void decision_dealloc(decision_object *self)
+{
+    Py_DECREF(self->policy);
+    Py_DECREF(self->rule);
+    if (spare_count < SPARE_MAX)
+        spare[spare_count++] = self;
+    else
+        PyObject_Free(self);
+}
+
+static PyObject *get_allowed(decision_object *self, void *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(self->allowed);
+}
+
+static PyObject *get_degraded(decision_object *self, void *unused)
+{
+    (void)self, (void)unused;
+    Py_RETURN_FALSE; /* what the kernel decides is never degraded */
+}
+
+static PyObject *get_policy(decision_object *self, void *unused)
+{
+    (void)unused;
+    return Py_NewRef(self->policy);
+}
+
+static PyObject *get_rule(decision_object *self, void *unused)
+{
+    (void)unused;
+    return Py_NewRef(self->rule);
+}
+
+static PyObject *get_limit(decision_object *self, void *unused)
+{
+    (void)unused;
+    return PyObject_GetAttrString(self->policy, "capacity");
+}
+
+/* The closure is the field's offset. */
+static PyObject *get_integer(decision_object *self, void *offset)
+{
+    return PyLong_FromLongLong(*(int64_t *)((char *)self + (size_t)offset));
+}
+
+/* As clock.seconds_from_ns: never rounded down. */
+static PyObject *get_seconds(decision_object *self, void *offset)
+{
+    int64_t ns = *(int64_t *)((char *)self + (size_t)offset);
+    double seconds = (double)ns / 1e9;
+    while (nearbyint(seconds * 1e9) < (double)ns)
+        seconds += fabs(seconds) * 0x1p-52;
+    return PyFloat_FromDouble(seconds);
+}
+
+#define FIELD(name) ((void *)offsetof(decision_object, name))
+static PyGetSetDef decision_attributes[] = {
+    {"allowed", (getter)get_allowed, NULL, "May the request go on?", NULL},
+    {"policy", (getter)get_policy, NULL, "The tightest limit itself.", NULL},
+    {"limit", (getter)get_limit, NULL, "The tightest limit's capacity.", NULL},
+    {"remaining", (getter)get_integer, NULL, "How many single requests would pass now.",
+     FIELD(remaining)},
+    {"retry_after_ns", (getter)get_integer, NULL, "Nanoseconds until this cost would pass.",
+     FIELD(retry_after_ns)},
+    {"retry_after", (getter)get_seconds, NULL, "Seconds until this same cost would pass.",
+     FIELD(retry_after_ns)},
+    {"reset_after_ns", (getter)get_integer, NULL, "Nanoseconds until the quota is whole.",
+     FIELD(reset_after_ns)},
+    {"reset_after", (getter)get_seconds, NULL, "Seconds until the quota is whole again.",
+     FIELD(reset_after_ns)},
+    {"delay_ns", (getter)get_integer, NULL, "Nanoseconds to hold the request.", FIELD(delay_ns)},
+    {"delay", (getter)get_seconds, NULL, "Seconds to hold the request.", FIELD(delay_ns)},
+    {"rule", (getter)get_rule, NULL, "The limiter's name, or the rule's id.", NULL},
+    {"degraded", (getter)get_degraded, NULL, "Always false here.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static int decision_bool(PyObject *self) { return ((decision_object *)self)->allowed; }
+
+static PyObject *decision_to_repr(PyObject *self)
+{
+    return PyObject_CallOneArg(decision_repr, self);
+}
+
+static PyObject *decision_compare(PyObject *self, PyObject *other, int operation)
+{
+    if (operation != Py_EQ && operation != Py_NE)
+        Py_RETURN_NOTIMPLEMENTED;
+    int comparable = PyObject_IsInstance(other, python_decision);
+    if (comparable < 0)
+        return NULL;
+    if (!comparable)
+        Py_RETURN_NOTIMPLEMENTED;
+    PyObject *result = NULL, *mine = PyObject_CallOneArg(decision_fields, self);
+    PyObject *theirs = mine ? PyObject_CallOneArg(decision_fields, other) : NULL;
+    if (theirs)
+        result = PyObject_RichCompare(mine, theirs, operation);
+    Py_XDECREF(mine);
+    Py_XDECREF(theirs);
+    return result;
+}
+
+static Py_hash_t decision_hash(PyObject *self)
+{
+    PyObject *fields = PyObject_CallOneArg(decision_fields, self);
+    Py_hash_t hash = fields ? PyObject_Hash(fields) : -1;
+    Py_XDECREF(fields);
+    return hash;
+}
+
+static PyObject *decision_reduce(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    PyObject *fields = PyObject_CallOneArg(decision_fields, self);
+    return fields ? Py_BuildValue("(ON)", python_decision, fields) : NULL;
+}
+
+static PyMethodDef decision_methods[] = {
+    {"__reduce__", decision_reduce, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyNumberMethods decision_number = {.nb_bool = decision_bool};
+
+static PyTypeObject decision_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "tollkeeper.decide.kernel._kernel.Decision",
+    .tp_doc = "A decision made by the kernel; see tollkeeper.Decision.",
+    .tp_basicsize = sizeof(decision_object),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .tp_dealloc = (destructor)decision_dealloc,
+    .tp_getset = decision_attributes,
+    .tp_methods = decision_methods,
+    .tp_as_number = &decision_number,
+    .tp_repr = decision_to_repr,
+    .tp_richcompare = decision_compare,
+    .tp_hash = decision_hash,
+};
+
+/* ---- Table ----------------------------------------------------------------------------------- */
+
+typedef struct {
+    PyObject_HEAD
+    tk_table *table; /* NULL once closed */
+    int away;        /* threads inside without the interpreter's lock */
+    bool closing;
+} table_object;
+
+static PyTypeObject table_type;
+
+static PyObject *table_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"path", "capacity", "log_bytes", "epoch_offset_ns", NULL};
+    PyObject *path = Py_None, *encoded = NULL;
+    unsigned long long capacity = 0, log_bytes = 0;
+    long long epoch_offset_ns = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$KKL", names, &path, &capacity, &log_bytes,
+                                     &epoch_offset_ns))
+        return NULL;
+    if (path != Py_None && !PyUnicode_FSConverter(path, &encoded))
+        return NULL;
+    table_object *self = (table_object *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        Py_XDECREF(encoded);
+        return NULL;
+    }
+    tk_options options = {
+        .path = encoded ? PyBytes_AS_STRING(encoded) : NULL,
+        .capacity = capacity,
+        .log_bytes = log_bytes,
+        .epoch_offset_ns = epoch_offset_ns,
+    };
+    tk_status status;
+    char error[TK_ERROR_BYTES] = "";
+    Py_BEGIN_ALLOW_THREADS
+    self->table = tk_open(&options, &status, error);
+    Py_END_ALLOW_THREADS
+    Py_XDECREF(encoded);
+    if (self->table == NULL) {
+        PyObject *message = PyUnicode_DecodeFSDefault(error);
+        if (message != NULL)
+            PyErr_SetObject(status == TK_MISMATCH ? error_config : error_unavailable, message);
+        Py_XDECREF(message);
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+/* Between leave and back the interpreter's lock is given up; a close() meanwhile is put off. */
+static PyThreadState *leave(table_object *self)
+{
+    self->away++;
+    return PyEval_SaveThread();
+}
+
+static void back(table_object *self, PyThreadState *thread)
+{
+    PyEval_RestoreThread(thread);
+    if (--self->away == 0 && self->closing) {
+        tk_close(self->table);
+        self->table = NULL;
+    }
+}
+
+static bool is_open(table_object *self)
+{
+    if (self->table != NULL && !self->closing)
+        return true;
+    PyErr_SetString(error_unavailable, "the store is closed; open another one");
+    return false;
+}
+
+static PyObject *raise_status(tk_status status)
+{
+    if (status == TK_FULL)
+        PyErr_SetString(error_full,
+                        "every place for this key holds a key that is still limited; make room "
+                        "with a larger ?capacity=, or ?log_bytes= for sliding_window_log");
+    else if (status == TK_BUSY)
+        PyErr_SetString(error_timeout, "another process has held the table's lock for 1 s; "
+                                       "is it stopped?");
+    else
+        PyErr_SetString(error_unavailable,
+                        "this process was forked and could not open the file anew; raise the limit "
+                        "of open files");
+    return NULL;
+}
+
+static PyObject *table_close(table_object *self, PyObject *unused)
+{
+    (void)unused;
+    if (self->table != NULL && self->away == 0) {
+        tk_close(self->table);
+        self->table = NULL;
+    }
+    self->closing = true;
+    Py_RETURN_NONE;
+}
+
+static void table_dealloc(table_object *self)
+{
+    if (self->table != NULL)
+        tk_close(self->table);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyObject *table_now_ns(table_object *self, PyObject *unused)
+{
+    (void)unused;
+    return is_open(self) ? PyLong_FromLongLong(tk_now_ns(self->table)) : NULL;
+}
+
+static bool parse_now(table_object *self, PyObject *value, int64_t *now_ns)
+{
+    if (value == Py_None) {
+        *now_ns = tk_now_ns(self->table);
+        return true;
+    }
+    *now_ns = PyLong_AsLongLong(value);
+    if (*now_ns == -1 && PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_OverflowError))
+        return false;
+    if (PyErr_Occurred() || *now_ns < TK_NOW_NS_MIN || *now_ns > TK_NOW_NS_MAX) {
+        PyErr_Clear();
+        PyErr_Format(error_config, "the clock says %R ns, which is not between 1938 and 2096",
+                     value);
+        return false;
+    }
+    return true;
+}
+
+static PyObject *table_sweep(table_object *self, PyObject *now)
+{
+    int64_t now_ns;
+    uint64_t dropped;
+    if (!is_open(self) || !parse_now(self, now, &now_ns))
+        return NULL;
+    tk_status status = tk_sweep(self->table, now_ns, &dropped);
+    return status == TK_OK ? PyLong_FromUnsignedLongLong(dropped) : raise_status(status);
+}
+
+static PyObject *table_stats(table_object *self, PyObject *unused)
+{
+    (void)unused;
+    tk_stats stats;
+    if (!is_open(self))
+        return NULL;
+    tk_status status = tk_read_stats(self->table, &stats);
+    if (status != TK_OK)
+        return raise_status(status);
+    return Py_BuildValue("{sKsKsKsKsKsKsKsK}", "states", stats.states, "states_max",
+                         stats.states_max, "bytes", stats.bytes, "expired", stats.expired,
+                         "refused", stats.refused, "repaired", stats.repaired, "log_bytes_used",
+                         stats.log_bytes_used, "log_bytes_max", stats.log_bytes_max);
+}
+
+static PyObject *table_busiest(table_object *self, PyObject *argument)
+{
+    tk_busy found[TK_BUSIEST_MAX];
+    long most = PyLong_AsLong(argument);
+    if ((most == -1 && PyErr_Occurred()) || !is_open(self))
+        return NULL;
+    int count = tk_busiest(self->table, found,
+                           (int)(most < 0 ? 0 : most < TK_BUSIEST_MAX ? most : TK_BUSIEST_MAX));
+    PyObject *list = PyList_New(count);
+    for (int i = 0; list != NULL && i < count; i++) {
+        PyObject *name = PyUnicode_DecodeUTF8(found[i].name, found[i].length, "replace");
+        PyObject *pair = name ? Py_BuildValue("(NK)", name, found[i].checks) : NULL;
+        if (pair == NULL)
+            Py_CLEAR(list);
+        else
+            PyList_SET_ITEM(list, i, pair);
+    }
+    return list;
+}
+
+static PyMethodDef table_methods[] = {
+    {"close", (PyCFunction)table_close, METH_NOARGS, "Unmap the memory."},
+    {"now_ns", (PyCFunction)table_now_ns, METH_NOARGS, "The table's own time."},
+    {"sweep", (PyCFunction)table_sweep, METH_O, "Drop what has expired; how many."},
+    {"stats", (PyCFunction)table_stats, METH_NOARGS, "What the table holds."},
+    {"busiest", (PyCFunction)table_busiest, METH_O, "The busiest subjects and their checks."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject table_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "tollkeeper.decide.kernel._kernel.Table",
+    .tp_doc = "Quotas in one piece of memory, of this process or of a file.",
+    .tp_basicsize = sizeof(table_object),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = table_new,
+    .tp_dealloc = (destructor)table_dealloc,
+    .tp_methods = table_methods,
+};
+
+/* ---- Gate ------------------------------------------------------------------------------------ */
+
+typedef struct {
+    PyObject_HEAD
+    table_object *table;
+    PyObject *limits, *rule, *slow;
+    int count;
+    tk_limit numbers[TK_LIMITS_MAX];
+} gate_object;
+
+static const char *const ALGORITHMS[] = {
+    "token_bucket", "leaky_bucket", "sliding_window_log", "sliding_window_counter", "fixed_window",
+};
+
+static bool read_number(PyObject *limit, const char *name, int64_t *number)
+{
+    PyObject *value = PyObject_GetAttrString(limit, name);
+    *number = value ? PyLong_AsLongLong(value) : -1;
+    Py_XDECREF(value);
+    return !PyErr_Occurred();
+}
+
+static bool read_algorithm(PyObject *limit, tk_limit *numbers)
+{
+    PyObject *name = PyObject_GetAttrString(limit, "algorithm");
+    if (name == NULL)
+        return false;
+    for (int i = 0; i < 5; i++)
+        if (PyUnicode_Check(name) && PyUnicode_CompareWithASCIIString(name, ALGORITHMS[i]) == 0) {
+            numbers->algorithm = (tk_algorithm)i;
+            Py_DECREF(name);
+            return true;
+        }
+    PyErr_Format(error_config, "the kernel has no algorithm %R", name);
+    Py_DECREF(name);
+    return false;
+}
+
+/* Where this limit's states are kept depends on the rule's name and the limit's identity, and not
+ * on numbers that may change. */
+static bool read_identity(gate_object *self, PyObject *limit, tk_limit *numbers)
+{
+    PyObject *identity = PyObject_GetAttrString(limit, "identity");
+    PyObject *full = identity ? PyUnicode_FromFormat("%U%c%U", self->rule, SEPARATOR, identity) : NULL;
+    Py_ssize_t length = 0;
+    const char *text = full ? PyUnicode_AsUTF8AndSize(full, &length) : NULL;
+    if (text != NULL) {
+        tk_hash hash = tk_subject_hash(self->table->table, text, (size_t)length);
+        numbers->salt[0] = hash.low;
+        numbers->salt[1] = hash.high;
+    }
+    Py_XDECREF(identity);
+    Py_XDECREF(full);
+    return text != NULL;
+}
+
+static bool read_limit(gate_object *self, PyObject *limit, tk_limit *numbers)
+{
+    return read_algorithm(limit, numbers) && read_number(limit, "limit", &numbers->limit) &&
+           read_number(limit, "capacity", &numbers->capacity) &&
+           read_number(limit, "window_ns", &numbers->window_ns) &&
+           read_number(limit, "micros_numerator", &numbers->numerator) &&
+           read_number(limit, "ns_denominator", &numbers->denominator) &&
+           read_identity(self, limit, numbers);
+}
+
+static PyObject *gate_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"table", "limits", "rule", "slow", NULL};
+    PyObject *table, *limits, *rule, *slow = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!U|O", names, &table_type, &table,
+                                     &PyTuple_Type, &limits, &rule, &slow))
+        return NULL;
+    Py_ssize_t count = PyTuple_GET_SIZE(limits);
+    if (count < 1 || count > TK_LIMITS_MAX) {
+        PyErr_Format(error_config, "a gate has 1 to %d limits, not %zd", TK_LIMITS_MAX, count);
+        return NULL;
+    }
+    if (!is_open((table_object *)table))
+        return NULL;
+    gate_object *self = (gate_object *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->table = (table_object *)Py_NewRef(table);
+    self->limits = Py_NewRef(limits);
+    self->rule = Py_NewRef(rule);
+    self->slow = Py_NewRef(slow);
+    self->count = (int)count;
+    for (int i = 0; i < self->count; i++)
+        if (!read_limit(self, PyTuple_GET_ITEM(limits, i), &self->numbers[i])) {
+            Py_DECREF(self);
+            return NULL;
+        }
+    return (PyObject *)self;
+}
+
+static int gate_traverse(gate_object *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->table);
+    Py_VISIT(self->limits);
+    Py_VISIT(self->rule);
+    Py_VISIT(self->slow);
+    return 0;
+}
+
+static int gate_clear(gate_object *self)
+{
+    Py_CLEAR(self->slow);
+    return 0;
+}
+
+static void gate_dealloc(gate_object *self)
+{
+    PyObject_GC_UnTrack(self);
+    Py_XDECREF(self->table);
+    Py_XDECREF(self->limits);
+    Py_XDECREF(self->rule);
+    Py_XDECREF(self->slow);
+    Py_TYPE(self)->tp_free(self);
+}
+
+/* What every verb does when the lock is taken: wait without holding up other threads, and say
+ * whether to try again. */
+static bool try_again(gate_object *self, tk_hash hash, tk_status *status)
+{
+    if (*status != TK_BUSY)
+        return false;
+    PyThreadState *thread = leave(self->table);
+    *status = tk_wait(self->table->table, hash, LOCK_WAIT_NS);
+    back(self->table, thread);
+    if (self->table->table == NULL)
+        *status = TK_UNAVAILABLE;
+    return *status == TK_OK;
+}
+
+static tk_status check_hash(gate_object *self, tk_hash hash, int64_t now_ns, int64_t cost,
+                            bool spend, tk_decision *decision)
+{
+    tk_status status;
+    do {
+        status = tk_check(self->table->table, hash, self->numbers, self->count, now_ns, cost,
+                          spend, decision);
+    } while (__builtin_expect(status == TK_BUSY, 0) && try_again(self, hash, &status));
+    return status;
+}
+
+/* The key's bytes if it is a plain one: a str of 1 to 512 characters without the separator. */
+static const char *plain_key(PyObject *key, Py_ssize_t *length)
+{
+    if (!PyUnicode_CheckExact(key))
+        return NULL;
+    Py_ssize_t characters = PyUnicode_GET_LENGTH(key);
+    if (characters < 1 || characters > KEY_LENGTH_MAX)
+        return NULL;
+    const char *bytes;
+    if (PyUnicode_IS_COMPACT_ASCII(key)) {
+        bytes = (const char *)PyUnicode_1BYTE_DATA(key);
+        *length = characters;
+    } else {
+        bytes = PyUnicode_AsUTF8AndSize(key, length);
+        if (bytes == NULL) {
+            PyErr_Clear(); /* half a surrogate pair: the slow path explains */
+            return NULL;
+        }
+    }
+    return memchr(bytes, SEPARATOR, (size_t)*length) ? NULL : bytes;
+}
+
+/* check(key, cost=1), the short way. */
+static PyObject *gate_check(gate_object *self, PyObject *const *args, Py_ssize_t nargs,
+                            PyObject *kwnames)
+{
+    int64_t cost = 1;
+    Py_ssize_t length;
+    const char *bytes;
+    if (nargs < 1 || bypass || self->table->table == NULL || self->table->closing)
+        goto slow;
+    if (nargs + (kwnames ? PyTuple_GET_SIZE(kwnames) : 0) == 2) {
+        /* As keyword or not, the second is the cost: a wrong name is refused the slow way. */
+        if (kwnames && !(nargs == 1 && PyUnicode_CompareWithASCIIString(
+                                           PyTuple_GET_ITEM(kwnames, 0), "cost") == 0))
+            goto slow;
+        if (!PyLong_CheckExact(args[1]))
+            goto slow;
+        int overflow;
+        cost = PyLong_AsLongLongAndOverflow(args[1], &overflow);
+        if (overflow || cost < 0 || cost > TK_UNITS_MAX)
+            goto slow;
+    } else if (nargs != 1 || kwnames) {
+        goto slow;
+    }
+    bytes = plain_key(args[0], &length);
+    if (bytes == NULL)
+        goto slow;
+    tk_decision decision;
+    tk_table *table = self->table->table;
+    tk_hash hash = tk_subject_hash(table, bytes, (size_t)length);
+    if (check_hash(self, hash, tk_now_ns(table), cost, true, &decision) != TK_OK)
+        goto slow;
+    if (tk_sample_due(table))
+        tk_note_busy(table, hash, bytes, (size_t)length);
+    return make_decision(self->limits, self->rule, &decision);
+slow:
+    return PyObject_Vectorcall(self->slow, args, (size_t)nargs, kwnames);
+}
+
+typedef struct {
+    tk_hash hash;
+    const char *bytes;
+    Py_ssize_t length;
+    int64_t units, now_ns;
+} call;
+
+/* The arguments that all strict verbs share. */
+static bool parse_call(gate_object *self, PyObject *subject, PyObject *units, PyObject *now,
+                       call *parsed)
+{
+    if (!is_open(self->table) || !parse_now(self->table, now, &parsed->now_ns))
+        return false;
+    parsed->bytes = PyUnicode_AsUTF8AndSize(subject, &parsed->length);
+    if (parsed->bytes == NULL)
+        return false;
+    int overflow;
+    parsed->units = PyLong_AsLongLongAndOverflow(units, &overflow);
+    if (parsed->units == -1 && !overflow && PyErr_Occurred())
+        return false;
+    if (overflow || parsed->units > (int64_t)TK_UNITS_MAX * 2)
+        parsed->units = (int64_t)TK_UNITS_MAX * 2; /* more than any capacity with any credit */
+    parsed->hash =
+        tk_subject_hash(self->table->table, parsed->bytes, (size_t)parsed->length);
+    return true;
+}
+
+static PyObject *gate_decide(gate_object *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    call c;
+    if (nargs != 4) {
+        PyErr_SetString(PyExc_TypeError, "decide(subject, cost, now_ns, spend)");
+        return NULL;
+    }
+    if (!parse_call(self, args[0], args[1], args[2], &c))
+        return NULL;
+    tk_decision decision;
+    bool spend = args[3] == Py_True;
+    tk_status status = check_hash(self, c.hash, c.now_ns, c.units, spend, &decision);
+    if (status == TK_CAPACITY) {
+        PyObject *limit = PyTuple_GET_ITEM(self->limits, decision.speaker);
+        PyObject *error = PyObject_CallFunctionObjArgs(error_capacity, args[1], limit, NULL);
+        if (error != NULL)
+            PyErr_SetObject(error_capacity, error);
+        Py_XDECREF(error);
+        return NULL;
+    }
+    if (status != TK_OK)
+        return raise_status(status);
+    if (spend && tk_sample_due(self->table->table))
+        tk_note_busy(self->table->table, c.hash, c.bytes, (size_t)c.length);
+    return make_decision(self->limits, self->rule, &decision);
+}
+
+static PyObject *gate_refund(gate_object *self, PyObject *args)
+{
+    PyObject *subject, *units, *now;
+    call c;
+    tk_status status;
+    if (!PyArg_ParseTuple(args, "UOO", &subject, &units, &now) ||
+        !parse_call(self, subject, units, now, &c))
+        return NULL;
+    do {
+        status = tk_give_back(self->table->table, c.hash, self->numbers, self->count, c.now_ns,
+                              c.units);
+    } while (try_again(self, c.hash, &status));
+    if (status != TK_OK)
+        return raise_status(status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *gate_grant(gate_object *self, PyObject *args)
+{
+    PyObject *subject, *units, *now;
+    long long ttl_ns;
+    call c;
+    tk_status status;
+    if (!PyArg_ParseTuple(args, "UOLO", &subject, &units, &ttl_ns, &now) ||
+        !parse_call(self, subject, units, now, &c))
+        return NULL;
+    if (c.units > TK_UNITS_MAX)
+        c.units = TK_UNITS_MAX;
+    do {
+        status = tk_grant(self->table->table, c.hash, self->numbers, self->count, c.now_ns,
+                          c.units, ttl_ns);
+    } while (try_again(self, c.hash, &status));
+    if (status != TK_OK)
+        return raise_status(status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *gate_reset(gate_object *self, PyObject *subject)
+{
+    call c;
+    tk_status status;
+    PyObject *zero = PyLong_FromLong(0);
+    bool parsed = zero != NULL && parse_call(self, subject, zero, Py_None, &c);
+    Py_XDECREF(zero);
+    if (!parsed)
+        return NULL;
+    do {
+        status = tk_reset(self->table->table, c.hash, self->numbers, self->count);
+    } while (try_again(self, c.hash, &status));
+    if (status != TK_OK)
+        return raise_status(status);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef gate_methods[] = {
+    {"check", (PyCFunction)(void (*)(void))gate_check, METH_FASTCALL | METH_KEYWORDS,
+     "check($self, key, cost=1)\n--\n\nSpend cost units if every limit has room."},
+    {"decide", (PyCFunction)(void (*)(void))gate_decide, METH_FASTCALL,
+     "decide($self, subject, cost, now_ns, spend, /)\n--\n\nDecide on a subject; raises errors."},
+    {"refund", (PyCFunction)gate_refund, METH_VARARGS, "refund(subject, units, now_ns)"},
+    {"grant", (PyCFunction)gate_grant, METH_VARARGS, "grant(subject, units, ttl_ns, now_ns)"},
+    {"reset", (PyCFunction)gate_reset, METH_O, "Forget a subject."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject gate_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "tollkeeper.decide.kernel._kernel.Gate",
+    .tp_doc = "One rule's limits on one table.",
+    .tp_basicsize = sizeof(gate_object),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = gate_new,
+    .tp_dealloc = (destructor)gate_dealloc,
+    .tp_traverse = (traverseproc)gate_traverse,
+    .tp_clear = (inquiry)gate_clear,
+    .tp_methods = gate_methods,
+};
+
+/* ---- the module ------------------------------------------------------------------------------ */
+
+static PyObject *set_bypass(PyObject *module, PyObject *on)
+{
+    (void)module;
+    bypass = PyObject_IsTrue(on);
+    if (bypass < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef module_methods[] = {
+    {"set_bypass", set_bypass, METH_O, "Send every check the slow way, through Python."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module_definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "tollkeeper.decide.kernel._kernel",
+    .m_doc = "The table of quotas in C.",
+    .m_size = -1,
+    .m_methods = module_methods,
+};
+
+static bool import_names(const char *module_name, const char *const *names, PyObject ***places)
+{
+    PyObject *module = PyImport_ImportModule(module_name);
+    for (int i = 0; module != NULL && names[i] != NULL; i++)
+        if ((*places[i] = PyObject_GetAttrString(module, names[i])) == NULL)
+            Py_CLEAR(module);
+    Py_XDECREF(module);
+    return module != NULL;
+}
+
+PyMODINIT_FUNC PyInit__kernel(void)
+{
+    static const char *const errors[] = {"CapacityError", "StoreFull", "StoreTimeout",
+                                         "StoreUnavailable", "ConfigError", NULL};
+    static PyObject **error_places[] = {&error_capacity, &error_full, &error_timeout,
+                                        &error_unavailable, &error_config};
+    static const char *const models[] = {"decision_repr", "decision_fields", "Decision", NULL};
+    static PyObject **model_places[] = {&decision_repr, &decision_fields, &python_decision};
+    if (!import_names("tollkeeper.errors", errors, error_places) ||
+        !import_names("tollkeeper.model", models, model_places))
+        return NULL;
+    if (PyType_Ready(&decision_type) < 0 || PyType_Ready(&table_type) < 0 ||
+        PyType_Ready(&gate_type) < 0)
+        return NULL;
+    PyObject *module = PyModule_Create(&module_definition);
+    if (module == NULL || PyModule_AddObjectRef(module, "Decision", (PyObject *)&decision_type) < 0 ||
+        PyModule_AddObjectRef(module, "Table", (PyObject *)&table_type) < 0 ||
+        PyModule_AddObjectRef(module, "Gate", (PyObject *)&gate_type) < 0)
+        Py_CLEAR(module);
+    return module;
+}

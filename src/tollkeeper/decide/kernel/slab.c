@@ -1,0 +1,164 @@
+/* The slab: room for the rings of sliding window logs, in blocks of 64 bytes times a power of two.
+ *
+ * Blocks come off the front of the unused part, or from a list of free ones of their size; a larger
+ * free one is halved when there is no other. They are not joined again while anyone has the table
+ * open: rings of one limit all have the same few sizes, so the lists serve them. The first word of a
+ * block in use is its size class, marked; of a free one, the next in its list.
+ *
+ * Taking and giving commit by one store each, so a kill leaves the lists whole and leaks at most
+ * the one block in hand. Everything read from here is checked before it is followed: after a power
+ * cut the file may hold anything. */
+#include "layout.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static const uint64_t IN_USE = 0x746b2d72696e6700u; /* "tk-ring", and the class in the last byte */
+static const int64_t SLAB_WAIT_NS = 1000000000;
+
+static uint64_t *word_of(const tk_table *table, uint32_t block)
+{
+    return (uint64_t *)(table->slab + (size_t)block * TK_BLOCK_BYTES);
+}
+
+static uint32_t class_of(const tk_table *table, uint32_t block)
+{
+    return (uint32_t)(*word_of(table, block) & 0xff);
+}
+
+bool tk_block_valid(const tk_table *table, uint32_t block)
+{
+    uint32_t blocks = table->header->blocks;
+    if (block >= blocks || (*word_of(table, block) & ~(uint64_t)0xff) != IN_USE)
+        return false;
+    uint32_t size_class = class_of(table, block);
+    return size_class < TK_BLOCK_CLASSES && (uint64_t)block + (1u << size_class) <= blocks;
+}
+
+uint32_t tk_block_capacity(const tk_table *table, uint32_t block)
+{
+    return (TK_BLOCK_BYTES / 8u << class_of(table, block)) - 1;
+}
+
+int64_t *tk_block_times(const tk_table *table, uint32_t block)
+{
+    return (int64_t *)word_of(table, block) + 1;
+}
+
+static void push_free(tk_table *table, uint32_t block, uint32_t size_class)
+{
+    *word_of(table, block) = table->header->slab_free[size_class];
+    atomic_thread_fence(memory_order_release);
+    table->header->slab_free[size_class] = block + 1;
+}
+
+static bool pop_free(tk_table *table, uint32_t size_class, uint32_t *block)
+{
+    uint32_t first = table->header->slab_free[size_class];
+    if (first == 0 || first > table->header->blocks)
+        return false;
+    *block = first - 1;
+    uint64_t next = *word_of(table, *block);
+    table->header->slab_free[size_class] = next <= table->header->blocks ? (uint32_t)next : 0;
+    return true;
+}
+
+static bool take_locked(tk_table *table, uint32_t size_class, uint32_t *block)
+{
+    tk_header *header = table->header;
+    if (pop_free(table, size_class, block))
+        return true;
+    if (header->blocks - header->slab_used >= 1u << size_class) {
+        *block = header->slab_used;
+        header->slab_used += 1u << size_class;
+        return true;
+    }
+    for (uint32_t larger = size_class + 1; larger < TK_BLOCK_CLASSES; larger++) {
+        if (!pop_free(table, larger, block))
+            continue;
+        while (larger-- > size_class)
+            push_free(table, *block + (1u << larger), larger);
+        return true;
+    }
+    return false;
+}
+
+static bool lock_slab(tk_table *table)
+{
+    bool repaired; /* nothing to mend: see above */
+    return tk_lock_wait(table, &table->header->slab_lock, SLAB_WAIT_NS, &repaired) == TK_OK;
+}
+
+bool tk_block_take(tk_table *table, uint32_t entries, uint32_t *block)
+{
+    uint32_t size_class = 0;
+    while ((TK_BLOCK_BYTES / 8u << size_class) - 1 < entries)
+        if (++size_class == TK_BLOCK_CLASSES)
+            return false;
+    if (!lock_slab(table))
+        return false;
+    bool taken = take_locked(table, size_class, block);
+    if (taken)
+        *word_of(table, *block) = IN_USE | size_class;
+    tk_unlock(table, &table->header->slab_lock);
+    return taken;
+}
+
+void tk_block_give(tk_table *table, uint32_t block)
+{
+    if (!tk_block_valid(table, block) || !lock_slab(table))
+        return; /* leaked, and found when the file is next opened alone */
+    push_free(table, block, class_of(table, block));
+    tk_unlock(table, &table->header->slab_lock);
+}
+
+/* ---- finding leaks ----------------------------------------------------------------------------- */
+
+typedef struct {
+    const tk_table *table;
+    uint8_t *live; /* a byte for each block: part of a ring? */
+} marks;
+
+static void mark(void *context, uint32_t block)
+{
+    marks *found = context;
+    if (tk_block_valid(found->table, block))
+        memset(found->live + block, 1, (size_t)1 << class_of(found->table, block));
+}
+
+static void free_run(tk_table *table, uint32_t from, uint32_t to)
+{
+    while (from < to) {
+        uint32_t size_class = TK_BLOCK_CLASSES - 1;
+        while (1u << size_class > to - from)
+            size_class--;
+        push_free(table, from, size_class);
+        from += 1u << size_class;
+    }
+}
+
+void tk_slab_rebuild(tk_table *table)
+{
+    tk_header *header = table->header;
+    if (header->slab_used == 0)
+        return;
+    marks found = {.table = table, .live = calloc(header->blocks, 1)};
+    if (found.live == NULL)
+        return; /* leaks stay until next time */
+    tk_each_log(table, mark, &found);
+    uint32_t used = header->slab_used < header->blocks ? header->slab_used : header->blocks;
+    while (used > 0 && !found.live[used - 1])
+        used--;
+    memset(header->slab_free, 0, sizeof header->slab_free);
+    header->slab_used = used;
+    for (uint32_t from = 0; from < used;) {
+        uint32_t to = from;
+        while (to < used && !found.live[to])
+            to++;
+        free_run(table, from, to);
+        from = to;
+        while (from < used && found.live[from])
+            from++;
+    }
+    free(found.live);
+}

@@ -1,0 +1,861 @@
+/* The table.
+ *
+ * Problem. Every check reads and writes a few words per limit, all limits of a subject together or
+ * not at all, from many processes at once, any of which may be killed between two instructions.
+ * It must take tens of nanoseconds and tens of bytes.
+ *
+ * Layout. A subject's 128-bit keyed hash picks a segment; all its limits live there, so one lock
+ * covers a whole check. Within the segment, hash and limit give a 48-bit tag and two buckets of
+ * eight slots. A state is in one of the two; a new one goes where there is more room. There are no
+ * chains to walk and so none to mend: a slot whose state has expired is simply free. When both
+ * buckets are full of live states, one of the sixteen moves to its other bucket, which the tag
+ * tells. A slot is 24 bytes: 8 of meta (tag, flags, time to live) and 16 of state.
+ *
+ * Two keys are taken for one only if they agree in segment, bucket and tag: for ten million keys
+ * in one table, the chance that any two of them do is below one in a million, and without the
+ * seed nobody can aim for it.
+ *
+ * Time to live. A slot has to say when it is as good as empty without knowing its limit. 14 bits
+ * hold the time from last_ns to then, as a float of 8 bits' precision rounded up: a state is kept at
+ * most 0.4 % longer than it matters.
+ *
+ * Locks. One word per segment: 0, or the owner's number. Taken by compare-and-swap, held for some
+ * 30 ns, never across anything that waits. `locks.c` tells how a dead owner is found out.
+ *
+ * Killed in the middle. What a check will write goes to the segment's journal first; then the
+ * count of journal entries is set, and from that moment the check has happened; then the writes
+ * are done and the count is cleared. Whoever takes over a dead owner's lock does the journal again
+ * if its count is not zero: doing it twice is the same as once. So a check is charged wholly or
+ * not at all. Blocks of the slab are taken before and given back after; a kill in between leaks the
+ * block, and the next process to open the file alone finds it again.
+ *
+ * What may look wrong. An expired slot still found by its tag is decided on as it stands, because
+ * the algorithms give the same answer as for an absent one. `filled` is not journaled: it is
+ * counted again on recovery. */
+#include "layout.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "numbers.h"
+
+#define META_TTL_MASK 0x3fffu
+#define META_CREDIT 0x4000u /* a credit slot exists for this state */
+#define META_LOG 0x8000u    /* the value refers to a block of the slab */
+#define META_TAG_SHIFT 16
+
+static const uint64_t CREDIT_SALT = 0x637265646974u;
+
+/* ---- time to live: 6 bits of exponent, 8 of mantissa -------------------------------------- */
+
+static uint64_t ttl_encode(int64_t ttl_ns)
+{
+    uint64_t ttl = ttl_ns > 0 ? (uint64_t)ttl_ns : 0;
+    if (ttl < 256)
+        return ttl;
+    int shift = 55 - __builtin_clzll(ttl);
+    uint64_t mantissa = (ttl + ((uint64_t)1 << shift) - 1) >> shift;
+    if (mantissa == 512)
+        mantissa = 256, shift++;
+    return (uint64_t)(shift + 1) << 8 | (mantissa - 256);
+}
+
+static int64_t ttl_decode(uint64_t code)
+{
+    uint64_t exponent = code >> 8, mantissa = code & 255;
+    if (exponent == 0)
+        return (int64_t)mantissa;
+    if (exponent > 55) /* never written; keeps the shift in range whatever the file says */
+        return INT64_MAX / 4;
+    return (int64_t)((256 + mantissa) << (exponent - 1));
+}
+
+static bool expired(uint64_t meta, int64_t last_ns, int64_t now_ns)
+{
+    return now_ns >= last_ns && now_ns - last_ns >= ttl_decode(meta & META_TTL_MASK);
+}
+
+/* ---- where things are ------------------------------------------------------------------------ */
+
+tk_segment *tk_segment_at(const tk_table *table, uint32_t index)
+{
+    return (tk_segment *)(table->segments + table->segment_bytes * index);
+}
+
+static uint64_t *tags_of(tk_segment *segment)
+{
+    return (uint64_t *)((uint8_t *)segment + ((sizeof(tk_segment) + 63) & ~(size_t)63));
+}
+
+static tk_cell *cells_of(const tk_table *table, tk_segment *segment)
+{
+    return (tk_cell *)(tags_of(segment) + table->slots);
+}
+
+static tk_segment *segment_of(const tk_table *table, tk_hash subject)
+{
+    /* The upper half of the product is a number below `segments`, whatever that is. */
+    uint64_t index = (uint64_t)((tk_u128)subject.low * table->header->segments >> 64);
+    return tk_segment_at(table, (uint32_t)index);
+}
+
+/* Where a limit's state of a subject is kept: its upper 48 bits are the tag, the lower the bucket. */
+static uint64_t place_of(tk_hash subject, const uint64_t salt[2])
+{
+    uint64_t place = tk_mix((subject.high ^ salt[0]) + tk_mix(subject.low ^ salt[1]));
+    return place >> META_TAG_SHIFT ? place : place | (uint64_t)1 << META_TAG_SHIFT;
+}
+
+static uint64_t credit_place(uint64_t place)
+{
+    uint64_t other = tk_mix(place ^ CREDIT_SALT);
+    return other >> META_TAG_SHIFT ? other : other | (uint64_t)1 << META_TAG_SHIFT;
+}
+
+static uint32_t other_bucket(const tk_table *table, uint32_t bucket, uint64_t tag)
+{
+    return bucket ^ ((uint32_t)((tag * 0x9e3779b97f4a7c15u >> 56) | 1) & table->bucket_mask);
+}
+
+static int find(const tk_table *table, tk_segment *segment, uint64_t place)
+{
+    const uint64_t *tags = tags_of(segment);
+    uint64_t tag = place >> META_TAG_SHIFT;
+    uint32_t bucket = (uint32_t)place & table->bucket_mask;
+    for (int choice = 0; choice < 2; choice++) {
+        uint32_t first = bucket * TK_SLOTS_PER_BUCKET;
+        for (uint32_t slot = first; slot < first + TK_SLOTS_PER_BUCKET; slot++)
+            if (tags[slot] >> META_TAG_SHIFT == tag)
+                return (int)slot;
+        bucket = other_bucket(table, bucket, tag);
+    }
+    return -1;
+}
+
+/* ---- the journal --------------------------------------------------------------------------- */
+
+static void apply_journal(const tk_table *table, tk_segment *segment, uint32_t count)
+{
+    uint64_t *tags = tags_of(segment);
+    tk_cell *cells = cells_of(table, segment);
+    for (uint32_t i = 0; i < segment->push_count && i < TK_LIMITS_MAX; i++) {
+        const tk_push *push = &segment->pushes[i];
+        if (!tk_block_valid(table, push->block))
+            continue;
+        int64_t *times = tk_block_times(table, push->block);
+        uint32_t capacity = tk_block_capacity(table, push->block);
+        for (uint32_t k = 0, place = push->first; k < push->count && k < capacity; k++, place++)
+            times[place % capacity] = push->at_ns;
+    }
+    for (uint32_t i = 0; i < count && i < TK_WRITES_MAX; i++) {
+        const tk_write *write = &segment->writes[i];
+        if (write->slot >= table->slots)
+            continue;
+        cells[write->slot] = (tk_cell){.last_ns = write->last_ns, .value = write->value};
+        tags[write->slot] = write->meta;
+    }
+}
+
+/* From the store of journal_count on, the writes will be done, by us or by whoever recovers. The
+ * fences keep the three steps in order for a process that reads them after we were killed. */
+static void commit(const tk_table *table, tk_segment *segment, uint32_t count)
+{
+    const uint64_t *tags = tags_of(segment);
+    for (uint32_t i = 0; i < count; i++) {
+        uint64_t before = tags[segment->writes[i].slot], after = segment->writes[i].meta;
+        segment->filled += (before == 0) - (after == 0);
+        segment->expired +=
+            before && after && before >> META_TAG_SHIFT != after >> META_TAG_SHIFT;
+    }
+    atomic_store_explicit(&segment->journal_count, count, memory_order_release);
+    atomic_thread_fence(memory_order_release);
+    apply_journal(table, segment, count);
+    atomic_store_explicit(&segment->journal_count, 0, memory_order_release);
+    segment->push_count = 0;
+}
+
+static void count_filled(const tk_table *table, tk_segment *segment)
+{
+    const uint64_t *tags = tags_of(segment);
+    uint32_t filled = 0;
+    for (uint32_t slot = 0; slot < table->slots; slot++)
+        filled += tags[slot] != 0;
+    segment->filled = filled;
+}
+
+/* What a dead owner left behind. Call with the lock held. */
+void tk_recover(tk_table *table, tk_segment *segment)
+{
+    uint32_t count = atomic_load_explicit(&segment->journal_count, memory_order_acquire);
+    if (count > 0) {
+        apply_journal(table, segment, count);
+        atomic_store_explicit(&segment->journal_count, 0, memory_order_release);
+    }
+    segment->push_count = 0;
+    count_filled(table, segment);
+    segment->repaired++;
+}
+
+tk_status tk_wait(tk_table *table, tk_hash subject, int64_t timeout_ns)
+{
+    tk_segment *segment = segment_of(table, subject);
+    bool repaired = false;
+    tk_status status = tk_lock_wait(table, &segment->lock, timeout_ns, &repaired);
+    if (status != TK_OK)
+        return status;
+    if (repaired)
+        tk_recover(table, segment);
+    tk_unlock(table, &segment->lock);
+    return TK_OK;
+}
+
+/* ---- one limit's part in a check ----------------------------------------------------------- */
+
+typedef struct {
+    const tk_limit *limit;
+    uint64_t place;
+    int slot;        /* -1: not in the table */
+    int credit_slot; /* -1: none granted */
+    uint32_t block;  /* the log's ring before, if `before.ring.capacity` */
+    bool wants_credit_slot; /* a grant needs a place for it */
+    int64_t credit_units, credit_until_ns;
+    int64_t credit_left; /* units left after `after` is written */
+    int64_t own;         /* what the limit itself pays of the cost */
+    tk_state before, after;
+    tk_outcome outcome;
+} part;
+
+/* A log's value: block << 40 | head << 20 | count. */
+static uint64_t log_value(uint32_t block, const tk_ring *ring)
+{
+    return (uint64_t)block << 40 | (uint64_t)ring->head << 20 | ring->count;
+}
+
+static bool load_ring(const tk_table *table, uint64_t value, uint32_t *block, tk_ring *ring)
+{
+    *block = (uint32_t)(value >> 40);
+    if (!tk_block_valid(table, *block))
+        return false;
+    ring->times = tk_block_times(table, *block);
+    ring->capacity = tk_block_capacity(table, *block);
+    ring->head = (uint32_t)(value >> 20) & 0xfffff;
+    ring->count = (uint32_t)value & 0xfffff;
+    /* A ring that a power cut tore is forgotten rather than followed out of bounds. */
+    return ring->head < ring->capacity && ring->count > 0 && ring->count <= ring->capacity;
+}
+
+static void load(const tk_table *table, tk_segment *segment, tk_hash subject,
+                 const tk_limit *limit, part *p)
+{
+    p->limit = limit;
+    p->place = place_of(subject, limit->salt);
+    p->slot = find(table, segment, p->place);
+    p->credit_slot = -1;
+    p->wants_credit_slot = false;
+    p->credit_units = p->credit_until_ns = 0;
+    p->before = (tk_state){.present = false};
+    if (p->slot < 0)
+        return;
+    uint64_t meta = tags_of(segment)[p->slot];
+    tk_cell cell = cells_of(table, segment)[p->slot];
+    p->before.last_ns = cell.last_ns;
+    p->before.value = cell.value;
+    if (limit->algorithm == TK_SLIDING_WINDOW_LOG)
+        p->before.present =
+            (meta & META_LOG) && load_ring(table, cell.value, &p->block, &p->before.ring);
+    else
+        p->before.present = cell.value != 0; /* 0: only here to point to a credit */
+    if (meta & META_CREDIT) {
+        p->credit_slot = find(table, segment, credit_place(p->place));
+        if (p->credit_slot >= 0) {
+            tk_cell credit = cells_of(table, segment)[p->credit_slot];
+            p->credit_units = (int64_t)credit.value;
+            p->credit_until_ns = credit.last_ns;
+        }
+    }
+}
+
+/* As decide/credit.py: granted units are drawn on only for what the limit has no room for. */
+static bool decide_with_credit(part *p, int64_t now_ns, int64_t cost)
+{
+    tk_outcome look;
+    tk_state unchanged;
+    tk_decide(p->limit, &p->before, now_ns, 0, &look, &unchanged);
+    int64_t own = tk_min(cost, look.remaining);
+    int64_t left = p->credit_units - (cost - own);
+    if (left >= 0) {
+        tk_decide(p->limit, &p->before, now_ns, own, &p->outcome, &p->after);
+        p->outcome.remaining += left;
+        p->credit_left = left;
+        p->own = own;
+        return true;
+    }
+    p->credit_left = p->credit_units;
+    if (tk_decide(p->limit, &p->before, now_ns, cost - p->credit_units, &p->outcome, &p->after) &&
+        now_ns + p->outcome.retry_after_ns < p->credit_until_ns) {
+        p->outcome.remaining += p->credit_units;
+        return true;
+    }
+    if (!tk_decide(p->limit, &p->before, now_ns, cost, &p->outcome, &p->after))
+        return false;
+    p->outcome.remaining += p->credit_units;
+    return true;
+}
+
+static bool decide(part *p, int64_t now_ns, int64_t cost)
+{
+    p->credit_left = 0;
+    p->own = cost;
+    if (p->credit_units > 0 && now_ns < p->credit_until_ns)
+        return decide_with_credit(p, now_ns, cost);
+    return tk_decide(p->limit, &p->before, now_ns, cost, &p->outcome, &p->after);
+}
+
+/* ---- room -------------------------------------------------------------------------------------- */
+
+/* Slots that the transaction at hand has a use for, so that nothing else is put there. */
+typedef struct {
+    int slots[TK_WRITES_MAX];
+    int count;
+    uint32_t freed[TK_WRITES_MAX]; /* blocks of expired logs whose slots are reused */
+    int freed_count;
+} claims;
+
+static bool claimed(const claims *claim, uint32_t slot)
+{
+    for (int i = 0; i < claim->count; i++)
+        if (claim->slots[i] == (int)slot)
+            return true;
+    return false;
+}
+
+static void claim_slot(claims *claim, int slot) { claim->slots[claim->count++] = slot; }
+
+/* The best free slot of a bucket (empty before expired), and how many there are. */
+static int free_in(const tk_table *table, tk_segment *segment, uint32_t bucket, int64_t now_ns,
+                   const claims *claim, int *found)
+{
+    const uint64_t *tags = tags_of(segment);
+    const tk_cell *cells = cells_of(table, segment);
+    int empty = -1, reusable = -1;
+    *found = 0;
+    uint32_t first = bucket * TK_SLOTS_PER_BUCKET;
+    for (uint32_t slot = first; slot < first + TK_SLOTS_PER_BUCKET; slot++) {
+        bool is_empty = tags[slot] == 0;
+        if (!is_empty && !expired(tags[slot], cells[slot].last_ns, now_ns))
+            continue;
+        if (claimed(claim, slot))
+            continue;
+        ++*found;
+        if (is_empty)
+            empty = (int)slot;
+        else
+            reusable = (int)slot;
+    }
+    return empty >= 0 ? empty : reusable;
+}
+
+/* Move one live state of a full bucket to its other bucket; the slot it left, or -1. */
+static int make_room_in(tk_table *table, tk_segment *segment, uint32_t bucket, int64_t now_ns,
+                        claims *claim)
+{
+    uint64_t *tags = tags_of(segment);
+    tk_cell *cells = cells_of(table, segment);
+    uint32_t first = bucket * TK_SLOTS_PER_BUCKET;
+    for (uint32_t slot = first; slot < first + TK_SLOTS_PER_BUCKET; slot++) {
+        if (claimed(claim, slot))
+            continue;
+        uint32_t other = other_bucket(table, bucket, tags[slot] >> META_TAG_SHIFT);
+        int found;
+        int target = free_in(table, segment, other, now_ns, claim, &found);
+        if (target < 0)
+            continue;
+        bool had_block = tags[target] & META_LOG;
+        uint32_t block = (uint32_t)(cells[target].value >> 40);
+        segment->writes[0] = (tk_write){.slot = (uint32_t)target,
+                                        .meta = tags[slot],
+                                        .last_ns = cells[slot].last_ns,
+                                        .value = cells[slot].value};
+        segment->writes[1] = (tk_write){.slot = slot};
+        segment->push_count = 0;
+        commit(table, segment, 2);
+        if (had_block)
+            tk_block_give(table, block);
+        return (int)slot;
+    }
+    return -1;
+}
+
+/* A slot for a state that has none; -1 when both buckets are full and cannot be relieved. */
+static int choose_slot(tk_table *table, tk_segment *segment, uint64_t place, int64_t now_ns,
+                       claims *claim)
+{
+    uint32_t one = (uint32_t)place & table->bucket_mask;
+    uint32_t two = other_bucket(table, one, place >> META_TAG_SHIFT);
+    int free_one, free_two;
+    int slot_one = free_in(table, segment, one, now_ns, claim, &free_one);
+    int slot_two = free_in(table, segment, two, now_ns, claim, &free_two);
+    int slot = free_two > free_one ? slot_two : slot_one;
+    if (slot < 0)
+        slot = make_room_in(table, segment, one, now_ns, claim);
+    if (slot < 0)
+        slot = make_room_in(table, segment, two, now_ns, claim);
+    if (slot < 0)
+        return -1;
+    if (tags_of(segment)[slot] & META_LOG)
+        claim->freed[claim->freed_count++] =
+            (uint32_t)(cells_of(table, segment)[slot].value >> 40);
+    claim_slot(claim, slot);
+    return slot;
+}
+
+/* Empty every expired slot; how many. One store each, so there is nothing to journal. */
+static uint32_t sweep_segment(tk_table *table, tk_segment *segment, int64_t now_ns)
+{
+    uint64_t *tags = tags_of(segment);
+    tk_cell *cells = cells_of(table, segment);
+    uint32_t dropped = 0;
+    for (uint32_t slot = 0; slot < table->slots; slot++) {
+        if (tags[slot] == 0 || !expired(tags[slot], cells[slot].last_ns, now_ns))
+            continue;
+        uint32_t block = (uint32_t)(cells[slot].value >> 40);
+        bool has_block = tags[slot] & META_LOG;
+        tags[slot] = 0;
+        if (has_block)
+            tk_block_give(table, block);
+        dropped++;
+    }
+    segment->filled -= dropped;
+    segment->expired += dropped;
+    return dropped;
+}
+
+/* ---- writing ----------------------------------------------------------------------------------- */
+
+static void journal(tk_segment *segment, uint32_t *count, int slot, uint64_t meta, int64_t last_ns,
+                    uint64_t value)
+{
+    segment->writes[(*count)++] =
+        (tk_write){.slot = (uint32_t)slot, .meta = meta, .last_ns = last_ns, .value = value};
+}
+
+/* The ring that `after` goes into: the one it has, or a larger one with the live part copied. */
+static bool fit_ring(tk_table *table, part *p, uint32_t *block)
+{
+    tk_ring *ring = &p->after.ring;
+    *block = p->block;
+    if (p->before.present && ring->count <= ring->capacity)
+        return true;
+    if (!tk_block_take(table, ring->count, block))
+        return false;
+    int64_t *times = tk_block_times(table, *block);
+    for (uint32_t i = 0; i < ring->count - (uint32_t)p->own; i++)
+        times[i] = tk_ring_at(ring, i);
+    ring->times = times;
+    ring->capacity = tk_block_capacity(table, *block);
+    ring->head = 0;
+    return true;
+}
+
+/* Rings for all parts that log something, and the entries to push into them. The blocks that a
+ * part outgrew are remembered, to be given back once nothing refers to them. */
+static tk_status prepare_rings(tk_table *table, tk_segment *segment, part *parts, int count,
+                               claims *claim)
+{
+    uint32_t taken[TK_LIMITS_MAX];
+    int taken_count = 0;
+    segment->push_count = 0;
+    for (int i = 0; i < count; i++) {
+        part *p = &parts[i];
+        if (p->limit->algorithm != TK_SLIDING_WINDOW_LOG || p->own == 0)
+            continue;
+        uint32_t block;
+        if (!fit_ring(table, p, &block)) {
+            while (taken_count > 0)
+                tk_block_give(table, taken[--taken_count]);
+            segment->refused++;
+            return TK_FULL;
+        }
+        if (!p->before.present || block != p->block) {
+            taken[taken_count++] = block;
+            if (p->before.present)
+                claim->freed[claim->freed_count++] = p->block;
+        }
+        tk_ring *ring = &p->after.ring;
+        segment->pushes[segment->push_count++] = (tk_push){
+            .block = block,
+            .first = (ring->head + ring->count - (uint32_t)p->own) % ring->capacity,
+            .count = (uint32_t)p->own,
+            .at_ns = p->after.last_ns,
+        };
+        p->after.value = log_value(block, ring);
+    }
+    return TK_OK;
+}
+
+/* Put the part's after-state, and what is left of its credit, into the journal. */
+static void journal_part(tk_segment *segment, uint32_t *count, const part *p, int64_t now_ns,
+                         int64_t expires_ns)
+{
+    uint64_t meta = p->place >> META_TAG_SHIFT << META_TAG_SHIFT;
+    if (p->limit->algorithm == TK_SLIDING_WINDOW_LOG && p->after.present)
+        meta |= META_LOG;
+    if (p->credit_left > 0) {
+        meta |= META_CREDIT;
+        expires_ns = tk_max(expires_ns, p->credit_until_ns);
+    }
+    int64_t last_ns = p->after.present ? p->after.last_ns : now_ns;
+    meta |= ttl_encode(tk_max(expires_ns - last_ns, 1)); /* 0 marks a credit */
+    journal(segment, count, p->slot, meta, last_ns, p->after.present ? p->after.value : 0);
+    if (p->credit_slot >= 0 && p->credit_left != p->credit_units) {
+        uint64_t tag = credit_place(p->place) >> META_TAG_SHIFT << META_TAG_SHIFT;
+        if (p->credit_left > 0)
+            journal(segment, count, p->credit_slot, tag, p->credit_until_ns,
+                    (uint64_t)p->credit_left);
+        else
+            journal(segment, count, p->credit_slot, 0, 0, 0);
+    }
+}
+
+static uint32_t slots_wanted(const part *parts, int count)
+{
+    uint32_t wanted = 0;
+    for (int i = 0; i < count; i++)
+        wanted += (parts[i].slot < 0) + (parts[i].wants_credit_slot && parts[i].credit_slot < 0);
+    return wanted;
+}
+
+/* A sweep may empty slots of ours that had expired. Their states are as good as new, so what was
+ * decided stands; they only need another place. */
+static void find_again(const tk_table *table, tk_segment *segment, part *parts, int count)
+{
+    for (int i = 0; i < count; i++) {
+        part *p = &parts[i];
+        p->slot = find(table, segment, p->place);
+        if (p->slot < 0)
+            p->before.present = false;
+        if (p->credit_slot >= 0)
+            p->credit_slot = find(table, segment, credit_place(p->place));
+    }
+}
+
+/* Find a slot for each state and credit that has none; TK_FULL when there is none. */
+static tk_status place_parts(tk_table *table, tk_segment *segment, part *parts, int count,
+                             int64_t now_ns, claims *claim)
+{
+    uint32_t wanted = slots_wanted(parts, count);
+    uint32_t limit = table->header->segment_limit;
+    claim->count = claim->freed_count = 0;
+    if (wanted == 0)
+        return TK_OK;
+    if (segment->filled + wanted > limit && sweep_segment(table, segment, now_ns) > 0) {
+        find_again(table, segment, parts, count);
+        wanted = slots_wanted(parts, count);
+    }
+    bool placed = segment->filled + wanted <= limit;
+    for (int i = 0; i < count; i++) {
+        if (parts[i].slot >= 0)
+            claim_slot(claim, parts[i].slot);
+        if (parts[i].credit_slot >= 0)
+            claim_slot(claim, parts[i].credit_slot);
+    }
+    for (int i = 0; i < count && placed; i++) {
+        part *p = &parts[i];
+        if (p->slot < 0)
+            p->slot = choose_slot(table, segment, p->place, now_ns, claim);
+        if (p->wants_credit_slot && p->credit_slot < 0)
+            p->credit_slot = choose_slot(table, segment, credit_place(p->place), now_ns, claim);
+        placed = p->slot >= 0 && !(p->wants_credit_slot && p->credit_slot < 0);
+    }
+    if (placed)
+        return TK_OK;
+    segment->refused++;
+    return TK_FULL;
+}
+
+static void give_blocks(tk_table *table, const claims *claim)
+{
+    for (int i = 0; i < claim->freed_count; i++)
+        tk_block_give(table, claim->freed[i]);
+}
+
+static tk_status spend_parts(tk_table *table, tk_segment *segment, part *parts, int count,
+                             int64_t now_ns)
+{
+    claims claim;
+    tk_status status = place_parts(table, segment, parts, count, now_ns, &claim);
+    if (status == TK_OK)
+        status = prepare_rings(table, segment, parts, count, &claim);
+    if (status != TK_OK)
+        return status;
+    uint32_t writes = 0;
+    for (int i = 0; i < count; i++)
+        journal_part(segment, &writes, &parts[i], now_ns,
+                     now_ns + parts[i].outcome.reset_after_ns);
+    commit(table, segment, writes);
+    give_blocks(table, &claim);
+    return TK_OK;
+}
+
+/* ---- the verbs --------------------------------------------------------------------------------- */
+
+static bool tighter(const tk_outcome *a, const tk_outcome *b)
+{
+    if (a->remaining != b->remaining)
+        return a->remaining < b->remaining;
+    if (a->retry_after_ns != b->retry_after_ns)
+        return a->retry_after_ns > b->retry_after_ns;
+    return a->reset_after_ns > b->reset_after_ns;
+}
+
+/* As decide/combine.py: the tightest of the limits that denied, or of all if none did, speaks. */
+static void combine(const part *parts, int count, bool allowed, tk_decision *decision)
+{
+    int speaker = -1;
+    int64_t retry_ns = 0, delay_ns = 0;
+    for (int i = 0; i < count; i++) {
+        const tk_outcome *outcome = &parts[i].outcome;
+        retry_ns = tk_max(retry_ns, outcome->retry_after_ns);
+        delay_ns = tk_max(delay_ns, outcome->delay_ns);
+        if (outcome->allowed == allowed &&
+            (speaker < 0 || tighter(outcome, &parts[speaker].outcome)))
+            speaker = i;
+    }
+    *decision = (tk_decision){
+        .allowed = allowed,
+        .speaker = speaker,
+        .remaining = parts[speaker].outcome.remaining,
+        .retry_after_ns = retry_ns,
+        .reset_after_ns = parts[speaker].outcome.reset_after_ns,
+        .delay_ns = allowed ? delay_ns : 0,
+    };
+}
+
+static tk_status check_locked(tk_table *table, tk_segment *segment, tk_hash subject,
+                              const tk_limit *limits, int count, int64_t now_ns, int64_t cost,
+                              bool spend, tk_decision *decision)
+{
+    part parts[TK_LIMITS_MAX];
+    bool allowed = true;
+    for (int i = 0; i < count; i++) {
+        load(table, segment, subject, &limits[i], &parts[i]);
+        if (!decide(&parts[i], now_ns, cost)) {
+            decision->speaker = i;
+            return TK_CAPACITY;
+        }
+        allowed = allowed && parts[i].outcome.allowed;
+    }
+    if (allowed && cost > 0) {
+        if (spend) {
+            tk_status status = spend_parts(table, segment, parts, count, now_ns);
+            if (status != TK_OK)
+                return status;
+        } else {
+            for (int i = 0; i < count; i++)
+                decide(&parts[i], now_ns, 0);
+        }
+    }
+    combine(parts, count, allowed, decision);
+    return TK_OK;
+}
+
+tk_status tk_check(tk_table *table, tk_hash subject, const tk_limit *limits, int count,
+                   int64_t now_ns, int64_t cost, bool spend, tk_decision *decision)
+{
+    tk_segment *segment = segment_of(table, subject);
+    tk_status status = tk_lock_try(table, &segment->lock);
+    if (status != TK_OK)
+        return status;
+    status = check_locked(table, segment, subject, limits, count, now_ns, cost, spend, decision);
+    tk_unlock(table, &segment->lock);
+    return status;
+}
+
+/* When the slot says that its state is as good as new. */
+static int64_t expiry_of(const tk_table *table, tk_segment *segment, int slot)
+{
+    return cells_of(table, segment)[slot].last_ns +
+           ttl_decode(tags_of(segment)[slot] & META_TTL_MASK);
+}
+
+tk_status tk_give_back(tk_table *table, tk_hash subject, const tk_limit *limits, int count,
+                       int64_t now_ns, int64_t units)
+{
+    tk_segment *segment = segment_of(table, subject);
+    tk_status status = tk_lock_try(table, &segment->lock);
+    if (status != TK_OK)
+        return status;
+    claims claim = {.count = 0};
+    uint32_t writes = 0;
+    segment->push_count = 0;
+    for (int i = 0; i < count; i++) {
+        part p;
+        load(table, segment, subject, &limits[i], &p);
+        if (p.slot < 0 || units == 0)
+            continue;
+        p.credit_left = p.credit_units;
+        tk_refund(p.limit, &p.before, now_ns, units, &p.after);
+        bool is_log = p.limit->algorithm == TK_SLIDING_WINDOW_LOG;
+        if (is_log && p.after.present)
+            p.after.value = log_value(p.block, &p.after.ring);
+        if (is_log && p.before.present && !p.after.present)
+            claim.freed[claim.freed_count++] = p.block;
+        if (p.after.present || p.credit_left > 0)
+            journal_part(segment, &writes, &p, now_ns, expiry_of(table, segment, p.slot));
+        else
+            journal(segment, &writes, p.slot, 0, 0, 0);
+    }
+    if (writes > 0)
+        commit(table, segment, writes);
+    give_blocks(table, &claim);
+    tk_unlock(table, &segment->lock);
+    return TK_OK;
+}
+
+static tk_status grant_locked(tk_table *table, tk_segment *segment, tk_hash subject,
+                              const tk_limit *limits, int count, int64_t now_ns, int64_t units,
+                              int64_t ttl_ns)
+{
+    part parts[TK_LIMITS_MAX];
+    claims claim;
+    for (int i = 0; i < count; i++) {
+        load(table, segment, subject, &limits[i], &parts[i]);
+        parts[i].wants_credit_slot = true;
+    }
+    tk_status status = place_parts(table, segment, parts, count, now_ns, &claim);
+    if (status != TK_OK)
+        return status;
+    uint32_t writes = 0;
+    segment->push_count = 0;
+    for (int i = 0; i < count; i++) {
+        part *p = &parts[i];
+        int64_t until_ns = now_ns + (ttl_ns < 0 ? p->limit->window_ns : ttl_ns);
+        int64_t held = p->credit_units;
+        bool live = held > 0 && now_ns < p->credit_until_ns;
+        p->credit_left = live ? tk_min(held + units, TK_UNITS_MAX) : units;
+        p->credit_until_ns = live ? tk_max(p->credit_until_ns, until_ns) : until_ns;
+        p->credit_units = -1; /* always written: the time may have changed */
+        p->after = p->before;
+        bool known = tags_of(segment)[p->slot] >> META_TAG_SHIFT == p->place >> META_TAG_SHIFT;
+        journal_part(segment, &writes, p, now_ns,
+                     known ? expiry_of(table, segment, p->slot) : until_ns);
+    }
+    commit(table, segment, writes);
+    give_blocks(table, &claim);
+    return TK_OK;
+}
+
+tk_status tk_grant(tk_table *table, tk_hash subject, const tk_limit *limits, int count,
+                   int64_t now_ns, int64_t units, int64_t ttl_ns)
+{
+    if (units == 0)
+        return TK_OK;
+    tk_segment *segment = segment_of(table, subject);
+    tk_status status = tk_lock_try(table, &segment->lock);
+    if (status != TK_OK)
+        return status;
+    status = grant_locked(table, segment, subject, limits, count, now_ns, units, ttl_ns);
+    tk_unlock(table, &segment->lock);
+    return status;
+}
+
+tk_status tk_reset(tk_table *table, tk_hash subject, const tk_limit *limits, int count)
+{
+    tk_segment *segment = segment_of(table, subject);
+    tk_status status = tk_lock_try(table, &segment->lock);
+    if (status != TK_OK)
+        return status;
+    claims claim = {.count = 0};
+    uint32_t writes = 0;
+    segment->push_count = 0;
+    for (int i = 0; i < count; i++) {
+        part p;
+        load(table, segment, subject, &limits[i], &p);
+        if (p.slot < 0)
+            continue;
+        if (limits[i].algorithm == TK_SLIDING_WINDOW_LOG && p.before.present)
+            claim.freed[claim.freed_count++] = p.block;
+        journal(segment, &writes, p.slot, 0, 0, 0);
+        if (p.credit_slot >= 0)
+            journal(segment, &writes, p.credit_slot, 0, 0, 0);
+    }
+    if (writes > 0)
+        commit(table, segment, writes);
+    give_blocks(table, &claim);
+    tk_unlock(table, &segment->lock);
+    return TK_OK;
+}
+
+/* ---- the whole table --------------------------------------------------------------------------- */
+
+/* How long the whole-table verbs wait for each lock. */
+static const int64_t WHOLE_TABLE_WAIT_NS = 1000000000;
+
+static tk_status lock_for_whole(tk_table *table, tk_segment *segment)
+{
+    bool repaired = false;
+    tk_status status = tk_lock_wait(table, &segment->lock, WHOLE_TABLE_WAIT_NS, &repaired);
+    if (status == TK_OK && repaired)
+        tk_recover(table, segment);
+    return status;
+}
+
+tk_status tk_sweep(tk_table *table, int64_t now_ns, uint64_t *dropped)
+{
+    *dropped = 0;
+    for (uint32_t i = 0; i < table->header->segments; i++) {
+        tk_segment *segment = tk_segment_at(table, i);
+        if (segment->filled == 0) /* spares untouched pages from being made real */
+            continue;
+        tk_status status = lock_for_whole(table, segment);
+        if (status != TK_OK)
+            return status;
+        *dropped += sweep_segment(table, segment, now_ns);
+        tk_unlock(table, &segment->lock);
+    }
+    return TK_OK;
+}
+
+tk_status tk_read_stats(tk_table *table, tk_stats *stats)
+{
+    *stats = (tk_stats){
+        .states_max = (uint64_t)table->header->segments * table->header->segment_limit,
+        .log_bytes_used = (uint64_t)table->header->slab_used * TK_BLOCK_BYTES,
+        .log_bytes_max = (uint64_t)table->header->blocks * TK_BLOCK_BYTES,
+    };
+    stats->bytes = table->bytes - stats->log_bytes_max + stats->log_bytes_used;
+    for (uint32_t i = 0; i < table->header->segments; i++) {
+        tk_segment *segment = tk_segment_at(table, i);
+        stats->expired += segment->expired;
+        stats->refused += segment->refused;
+        stats->repaired += segment->repaired;
+        if (segment->filled == 0)
+            continue;
+        tk_status status = lock_for_whole(table, segment);
+        if (status != TK_OK)
+            return status;
+        const uint64_t *tags = tags_of(segment);
+        for (uint32_t slot = 0; slot < table->slots; slot++)
+            stats->states += tags[slot] != 0 && (tags[slot] & META_TTL_MASK) != 0;
+        tk_unlock(table, &segment->lock);
+    }
+    return TK_OK;
+}
+
+void tk_each_log(const tk_table *table, void (*visit)(void *context, uint32_t block),
+                 void *context)
+{
+    for (uint32_t i = 0; i < table->header->segments; i++) {
+        tk_segment *segment = tk_segment_at(table, i);
+        const uint64_t *tags = tags_of(segment);
+        const tk_cell *cells = cells_of(table, segment);
+        for (uint32_t slot = 0; segment->filled > 0 && slot < table->slots; slot++)
+            if (tags[slot] & META_LOG)
+                visit(context, (uint32_t)(cells[slot].value >> 40));
+    }
+}
+
+tk_hash tk_subject_hash(const tk_table *table, const void *subject, size_t length)
+{
+    return tk_siphash(table->header->seed, subject, length);
+}

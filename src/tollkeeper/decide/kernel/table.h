@@ -1,0 +1,96 @@
+/* The table: quotas in one piece of memory, of this process or of a file that many processes map.
+ * Plain C without Python, so that it runs under sanitizers and fuzzers alone. */
+#ifndef TK_TABLE_H
+#define TK_TABLE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "algorithms.h"
+#include "siphash.h"
+
+enum {
+    TK_LIMITS_MAX = 16,       /* of one check */
+    TK_BUSIEST_MAX = 128,     /* keys remembered as busy */
+    TK_SUBJECT_BYTES_MAX = 2048,
+    TK_ERROR_BYTES = 512,
+};
+
+/* Times outside these are refused by the caller: inside, no sum in here overflows. */
+#define TK_NOW_NS_MIN (-1000000000000000000)
+#define TK_CAPACITY_MAX 1000000000u
+#define TK_NOW_NS_MAX 4000000000000000000
+
+typedef enum {
+    TK_OK,
+    TK_FULL,        /* no room for another state, or none for a log's entries */
+    TK_BUSY,        /* the lock was not to be had in a few microseconds: tk_wait, then again */
+    TK_CAPACITY,    /* the cost can never fit limits[decision.speaker] */
+    TK_UNAVAILABLE, /* the file cannot be used; the message says why */
+    TK_MISMATCH,    /* the file is fine, but was made with other options */
+} tk_status;
+
+typedef struct {
+    const char *path;    /* NULL: memory of this process */
+    uint64_t capacity;   /* states to make room for; 0: what the file has, or the default */
+    uint64_t log_bytes;  /* room for sliding window logs; 0: likewise */
+    int64_t epoch_offset_ns; /* memory only: epoch time minus the boot clock */
+} tk_options;
+
+typedef struct tk_table tk_table;
+
+/* Open, and make if need be. NULL with a status and a message when that fails. */
+tk_table *tk_open(const tk_options *options, tk_status *status, char error[TK_ERROR_BYTES]);
+void tk_close(tk_table *table);
+
+int64_t tk_now_ns(const tk_table *table);
+tk_hash tk_subject_hash(const tk_table *table, const void *subject, size_t length);
+
+typedef struct {
+    bool allowed;
+    int speaker; /* index of the tightest limit */
+    int64_t remaining;
+    int64_t retry_after_ns;
+    int64_t reset_after_ns;
+    int64_t delay_ns;
+} tk_decision;
+
+/* Decide on all limits at once. With `spend`, charge all of them if all allow; without, look. */
+tk_status tk_check(tk_table *table, tk_hash subject, const tk_limit *limits, int count,
+                   int64_t now_ns, int64_t cost, bool spend, tk_decision *decision);
+tk_status tk_give_back(tk_table *table, tk_hash subject, const tk_limit *limits, int count,
+                       int64_t now_ns, int64_t units);
+/* ttl_ns < 0: one window of each limit. */
+tk_status tk_grant(tk_table *table, tk_hash subject, const tk_limit *limits, int count,
+                   int64_t now_ns, int64_t units, int64_t ttl_ns);
+tk_status tk_reset(tk_table *table, tk_hash subject, const tk_limit *limits, int count);
+
+/* Wait, sleeping, until the subject's lock is free or its dead owner's work is repaired; TK_BUSY
+ * when it is neither after timeout_ns. Call without the interpreter's lock. */
+tk_status tk_wait(tk_table *table, tk_hash subject, int64_t timeout_ns);
+
+typedef struct {
+    uint64_t states, states_max, bytes, expired, refused, repaired;
+    uint64_t log_bytes_used, log_bytes_max;
+} tk_stats;
+
+/* Both take every lock in turn, waiting for each; TK_BUSY if one stays taken. */
+tk_status tk_sweep(tk_table *table, int64_t now_ns, uint64_t *dropped);
+tk_status tk_read_stats(tk_table *table, tk_stats *stats);
+
+/* Every so many checks of one process, one is noted for `tk_busiest`. */
+enum { TK_SAMPLE_EVERY = 64 };
+bool tk_sample_due(tk_table *table);
+void tk_note_busy(tk_table *table, tk_hash subject, const char *name, size_t length);
+
+typedef struct {
+    uint64_t checks; /* an estimate: samples times TK_SAMPLE_EVERY, fading */
+    uint16_t length;
+    char name[236]; /* cut off there; never in the middle of a character */
+} tk_busy;
+
+/* The busiest subjects, most checks first; how many were found. */
+int tk_busiest(tk_table *table, tk_busy *found, int most);
+
+#endif

@@ -1,0 +1,99 @@
+"""Stores on the C kernel: memory of this process, or a file that many processes map.
+
+Same answers as the pure Python store, decision for decision; `tests/parity/` holds them to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tollkeeper import override
+from tollkeeper.clock import EPOCH_OFFSET_NS, Clock, SystemClock
+from tollkeeper.decide.kernel import _kernel
+from tollkeeper.decide.store import StoreStats
+from tollkeeper.model import Decision, Limit
+
+
+class KernelStore:
+    """Quotas in one piece of memory: of this process, or of the file at `path`.
+
+    `states_max` makes room for at least so many states; 0 takes what an existing file has, or a
+    million. `log_bytes` is the room for sliding window logs: 8 bytes an entry, in blocks of 64 and
+    up; 0 takes 64 bytes a state.
+    """
+
+    def __init__(
+        self, clock: Clock, states_max: int = 0, *, path: Path | None = None, log_bytes: int = 0
+    ) -> None:
+        self._clock = clock
+        self._table = _kernel.Table(
+            path, capacity=states_max, log_bytes=log_bytes, epoch_offset_ns=EPOCH_OFFSET_NS
+        )
+
+    def gate(self, limits: Sequence[Limit], rule: str) -> KernelGate:
+        return KernelGate(self, self._table, tuple(limits), rule)
+
+    def sweep(self) -> int:
+        return self._table.sweep(self.now_ns())
+
+    def stats(self) -> StoreStats:
+        counted = self._table.stats()
+        return StoreStats(
+            states=counted["states"],
+            states_max=counted["states_max"],
+            bytes=counted["bytes"],
+            expired=counted["expired"],
+            refused=counted["refused"],
+        )
+
+    def busiest(self, count: int) -> list[tuple[str, int]]:
+        return self._table.busiest(count)
+
+    def close(self) -> None:
+        self._table.close()
+
+    def now_ns(self) -> int | None:
+        """The time for the kernel to decide at; None: it reads its own, which is real time."""
+        return None if self.keeps_time else self._clock.now_ns()
+
+    @property
+    def keeps_time(self) -> bool:
+        """Is real time asked for? Then the kernel tells it, alike in all processes."""
+        return type(self._clock) is SystemClock and override.clock is None
+
+
+class KernelGate:
+    """One rule's limits on a KernelStore."""
+
+    __slots__ = ("_gate", "_rule", "_store", "_table", "limits")
+
+    def __init__(
+        self, store: KernelStore, table: _kernel.Table, limits: tuple[Limit, ...], rule: str
+    ) -> None:
+        self.limits = limits
+        self._store = store
+        self._table = table
+        self._rule = rule
+        self._gate = _kernel.Gate(table, limits, rule)
+
+    def shortcut(self, slow: Callable[..., Decision]) -> Callable[..., Decision] | None:
+        """A `check(key, cost=1)` in C that calls `slow` for all but the ordinary; None: no gain."""
+        if type(self._store._clock) is not SystemClock:  # noqa: SLF001 - its own store
+            return None
+        return _kernel.Gate(self._table, self.limits, self._rule, slow).check
+
+    def check(self, subject: str, cost: int) -> Decision:
+        return self._gate.decide(subject, cost, self._store.now_ns(), True)
+
+    def peek(self, subject: str, cost: int) -> Decision:
+        return self._gate.decide(subject, cost, self._store.now_ns(), False)
+
+    def refund(self, subject: str, units: int) -> None:
+        self._gate.refund(subject, units, self._store.now_ns())
+
+    def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
+        self._gate.grant(subject, units, -1 if ttl_ns is None else ttl_ns, self._store.now_ns())
+
+    def reset(self, subject: str) -> None:
+        self._gate.reset(subject)
