@@ -45,7 +45,7 @@ def _denied(
 
 
 def granted(credit: Credit | None, units: int, now_ns: int, until_ns: int) -> Credit:
-    """`credit` with `units` more, good until the later of both times."""
+    """`credit` with `units` more, good until the later of both times; a billion at most."""
     if credit is None or now_ns >= credit[1]:
-        return units, until_ns
+        return min(units, UNITS_MAX), until_ns
     return min(credit[0] + units, UNITS_MAX), max(credit[1], until_ns)

@@ -260,6 +260,8 @@ class MemoryGate:
                     self._store.write(table, subject, (state, expires_ns, credit))
 
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
+        if units == 0:
+            return
         now_ns = self._clock.now_ns()
         with self._lock:
             self._store.reserve(self._tables, subject, now_ns)

@@ -1,0 +1,67 @@
+"""The reference as a gate: pure algorithms and a dict, with nothing in it that could be clever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tollkeeper.decide import credit as credits_
+from tollkeeper.decide.algorithms import ALGORITHMS, Outcome
+from tollkeeper.decide.combine import combine
+from tollkeeper.decide.credit import Credit
+from tollkeeper.model import Decision, Limit
+
+States = dict[tuple[str, str, str], tuple[Any, Credit | None]]
+
+
+class ReferenceGate:
+    """What every engine's gate must answer. States are never dropped."""
+
+    def __init__(self, states: States, limits: tuple[Limit, ...], rule: str) -> None:
+        self.limits = limits
+        self._states = states
+        self._rule = rule
+        self._parts = [(limit, limit.identity, ALGORITHMS[limit.algorithm]) for limit in limits]
+
+    def check(self, subject: str, cost: int, now_ns: int, *, spend: bool) -> Decision:
+        outcomes, after = self._decide(subject, cost, now_ns)
+        if all(outcome.allowed for outcome in outcomes):
+            if spend and cost:
+                self._states.update(after)
+            elif not spend:
+                outcomes, _ = self._decide(subject, 0, now_ns)
+        return combine(self.limits, outcomes, self._rule)
+
+    def refund(self, subject: str, units: int, now_ns: int) -> None:
+        for limit, identity, algorithm in self._parts:
+            key = (self._rule, identity, subject)
+            state, credit = self._states.get(key, (None, None))
+            self._states[key] = (algorithm.refund(state, limit, now_ns, units), credit)
+
+    def grant(self, subject: str, units: int, ttl_ns: int | None, now_ns: int) -> None:
+        if units == 0:
+            return
+        for limit, identity, _ in self._parts:
+            key = (self._rule, identity, subject)
+            state, credit = self._states.get(key, (None, None))
+            until_ns = now_ns + (limit.window_ns if ttl_ns is None else ttl_ns)
+            self._states[key] = (state, credits_.granted(credit, units, now_ns, until_ns))
+
+    def reset(self, subject: str) -> None:
+        for _, identity, _ in self._parts:
+            self._states.pop((self._rule, identity, subject), None)
+
+    def _decide(self, subject: str, cost: int, now_ns: int) -> tuple[list[Outcome], States]:
+        outcomes = []
+        after: States = {}
+        for limit, identity, algorithm in self._parts:
+            key = (self._rule, identity, subject)
+            state, credit = self._states.get(key, (None, None))
+            if credit is None:
+                state, outcome = algorithm.decide(state, limit, now_ns, cost)
+            else:
+                state, credit, outcome = credits_.decide(
+                    algorithm, state, credit, limit, now_ns, cost
+                )
+            outcomes.append(outcome)
+            after[key] = (state, credit)
+        return outcomes, after

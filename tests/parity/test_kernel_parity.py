@@ -1,0 +1,95 @@
+"""The kernel agrees with the reference, field for field, on long random traces.
+
+Each trace has its own seed; a failure prints it, and `trace(seed)` replays it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.parity.reference import ReferenceGate, States
+from tests.parity.traces import Step, changed, random_limits, steps
+from tollkeeper.decide.kernel import _kernel
+from tollkeeper.errors import CapacityError
+from tollkeeper.model import Decision, decision_fields
+
+TRACES = 1_000
+STEPS = 1_000
+SHARDS = 10
+
+
+def answer(call: Callable[[], Decision]) -> tuple[Any, ...]:
+    try:
+        return decision_fields(call())
+    except CapacityError as error:
+        return "can never fit", error.cost, error.limit
+
+
+def apply(step: Step, kernel: _kernel.Gate, reference: ReferenceGate) -> tuple[Any, Any]:
+    """The same step on both; what each answered."""
+    verb, subject, units, now_ns = step.verb, step.subject, step.units, step.now_ns
+    if verb in ("check", "peek"):
+        spend = verb == "check"
+        return (
+            answer(lambda: kernel.decide(subject, units, now_ns, spend)),
+            answer(lambda: reference.check(subject, units, now_ns, spend=spend)),
+        )
+    if verb == "refund":
+        kernel.refund(subject, units, now_ns)
+        reference.refund(subject, units, now_ns)
+    elif verb == "grant":
+        kernel.grant(subject, units, -1 if step.ttl_ns is None else step.ttl_ns, now_ns)
+        reference.grant(subject, units, step.ttl_ns, now_ns)
+    elif verb == "reset":
+        kernel.reset(subject)
+        reference.reset(subject)
+    return None, None
+
+
+def trace(seed: int, table: _kernel.Table, *, count: int = STEPS) -> int:
+    """Run one trace; how many decisions were compared."""
+    random = Random(seed)
+    limits = random_limits(random)
+    rule = f"trace-{seed}"
+    states: States = {}
+    kernel = _kernel.Gate(table, limits, rule)
+    reference = ReferenceGate(states, limits, rule)
+    rewinds = random.random() < 0.5
+    compared = 0
+    for number, step in enumerate(steps(random, limits, count, rewinds=rewinds)):
+        if step.verb == "change":
+            limits = changed(random, limits)
+            kernel = _kernel.Gate(table, limits, rule)
+            reference = ReferenceGate(states, limits, rule)
+        elif step.verb == "sweep":
+            table.sweep(step.now_ns)
+        got, wanted = apply(step, kernel, reference)
+        assert got == wanted, f"seed {seed}, step {number}: {step} on {limits}"
+        compared += got is not None
+    return compared
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_a_million_steps_agree_in_memory(shard: int) -> None:
+    """memory:// answers what the reference answers."""
+    compared = 0
+    for seed in range(shard, TRACES, SHARDS):
+        # A table of its own for each: the traces tell different times.
+        table = _kernel.Table(None, capacity=4_000, log_bytes=1 << 22)
+        compared += trace(seed, table)
+        table.close()
+    assert compared > TRACES * STEPS // SHARDS // 2
+
+
+def test_a_hundred_thousand_steps_agree_in_a_file(tmp_path: Any) -> None:
+    """shared:// answers what the reference answers, also when the file is opened anew."""
+    for seed in range(TRACES, TRACES + 100):
+        path = tmp_path / f"{seed}.limits"
+        table = _kernel.Table(path, capacity=4_000, log_bytes=1 << 22)
+        trace(seed, table)
+        table.close()
+        path.unlink()
