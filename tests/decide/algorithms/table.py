@@ -1,0 +1,58 @@
+"""Rows that read as a specification: at this time, this cost, and what is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from tollkeeper.clock import ns_from_seconds
+from tollkeeper.decide.algorithms import ALGORITHMS, Outcome
+from tollkeeper.errors import CapacityError
+from tollkeeper.model import Limit
+
+
+class Row(NamedTuple):
+    """One request. Times are seconds; `outcome` is None where the cost can never fit."""
+
+    at: float
+    cost: int
+    outcome: Outcome | None
+
+
+def yes(at: float, cost: int, *, left: int, reset: float, delay: float = 0) -> Row:
+    """Allowed, with so much left, whole again after `reset` seconds."""
+    outcome = Outcome(True, left, 0, ns_from_seconds(reset), ns_from_seconds(delay))
+    return Row(at, cost, outcome)
+
+
+def no(at: float, cost: int, *, left: int, reset: float, retry: float) -> Row:
+    """Denied, with the time after which the same cost passes."""
+    outcome = Outcome(False, left, ns_from_seconds(retry), ns_from_seconds(reset), 0)
+    return Row(at, cost, outcome)
+
+
+def never(at: float, cost: int) -> Row:
+    """An error: the cost is more than the limit can ever hold."""
+    return Row(at, cost, None)
+
+
+def play(limit: Limit, rows: Iterable[Row], state: Any = None) -> Any:
+    """Ask for each row in turn and compare the whole table; the state at its end comes back."""
+    rows = list(rows)
+    answered = []
+    for row in rows:
+        state, outcome = _ask(limit, row, state)
+        answered.append(Row(row.at, row.cost, outcome))
+    assert answered == rows
+    return state
+
+
+def _ask(limit: Limit, row: Row, state: Any) -> tuple[Any, Outcome | None]:
+    decide = ALGORITHMS[limit.algorithm].decide
+    try:
+        after, outcome = decide(state, limit, ns_from_seconds(row.at), row.cost)
+    except CapacityError:
+        return state, None
+    if not outcome.allowed or row.cost == 0:
+        assert after is state, "a denied request, or a cost of 0, wrote something"
+    return after, outcome

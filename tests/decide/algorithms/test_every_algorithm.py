@@ -1,0 +1,95 @@
+"""What the package's docstring says of all five, on the pure functions themselves."""
+
+from __future__ import annotations
+
+import pytest
+
+from tollkeeper.decide.algorithms import ALGORITHMS, Algorithm
+from tollkeeper.errors import CapacityError
+from tollkeeper.model import ALGORITHM_NAMES, AlgorithmName, Limit
+
+SECOND = 1_000_000_000
+
+every = pytest.mark.parametrize("name", ALGORITHM_NAMES)
+
+
+def _both(name: AlgorithmName, units: int = 4, per: float = 60) -> tuple[Algorithm, Limit]:
+    return ALGORITHMS[name], Limit(units, per=per, algorithm=name)
+
+
+def test_each_name_has_an_algorithm() -> None:
+    """The names that a Limit takes are the algorithms there are."""
+    assert tuple(ALGORITHMS) == ALGORITHM_NAMES
+
+
+@every
+def test_an_unseen_key_is_whole(name: AlgorithmName) -> None:
+    """None is a key never seen: everything remains and nothing is waited for."""
+    algorithm, limit = _both(name)
+    assert algorithm.decide(None, limit, 5 * SECOND, 0) == (None, (True, 4, 0, 0, 0))
+
+
+@every
+def test_too_much_is_an_error_whatever_was_spent(name: AlgorithmName) -> None:
+    """Five can never fit four, with an untouched key and with a spent one."""
+    algorithm, limit = _both(name)
+    spent, _ = algorithm.decide(None, limit, 0, 4)
+    for state in (None, spent):
+        with pytest.raises(CapacityError) as caught:
+            algorithm.decide(state, limit, 0, 5)
+        assert (caught.value.cost, caught.value.limit) == (5, limit)
+
+
+@every
+def test_retry_counts_from_the_callers_clock(name: AlgorithmName) -> None:
+    """A caller whose clock is 7 s behind waits 7 s longer, for the same instant."""
+    algorithm, limit = _both(name)
+    state, _ = algorithm.decide(None, limit, 600 * SECOND, 4)
+    _, here = algorithm.decide(state, limit, 600 * SECOND, 1)
+    _, behind = algorithm.decide(state, limit, 593 * SECOND, 1)
+    assert behind.retry_after_ns - here.retry_after_ns == 7 * SECOND
+    assert behind.reset_after_ns - here.reset_after_ns == 7 * SECOND
+
+
+@every
+def test_times_before_the_epoch_work(name: AlgorithmName) -> None:
+    """A manual clock may start anywhere, so division must be right below 0 too."""
+    algorithm, limit = _both(name)
+    state, _ = algorithm.decide(None, limit, -90 * SECOND, 4)
+    _, denied = algorithm.decide(state, limit, -90 * SECOND, 1)
+    assert not denied.allowed
+    due_ns = -90 * SECOND + denied.retry_after_ns
+    assert not algorithm.decide(state, limit, due_ns - 1, 1)[1].allowed
+    assert algorithm.decide(state, limit, due_ns, 1)[1].allowed
+
+
+@every
+def test_spending_all_and_refunding_all_is_untouched(name: AlgorithmName) -> None:
+    """A key that got everything back cannot be told from one never seen: its state is None."""
+    algorithm, limit = _both(name)
+    state, _ = algorithm.decide(None, limit, 0, 3)
+    assert algorithm.refund(state, limit, 0, 3) is None
+    assert algorithm.refund(None, limit, 0, 3) is None
+
+
+@every
+def test_refunding_nothing_changes_nothing(name: AlgorithmName) -> None:
+    """A refund of 0 gives the same state back."""
+    algorithm, limit = _both(name)
+    state, _ = algorithm.decide(None, limit, 0, 3)
+    assert algorithm.refund(state, limit, 0, 0) is state
+
+
+@every
+@pytest.mark.parametrize("units", [1, 7, 100, 999_983])
+@pytest.mark.parametrize("per", [0.001, 1, 60, 86_400, 366 * 86_400])
+def test_a_fresh_limit_admits_exactly_itself(name: AlgorithmName, units: int, per: float) -> None:
+    """`limit` units pass at one instant, one by one at the end, and not one unit more."""
+    algorithm, limit = _both(name, units, per)
+    now_ns = 1_700_000_000_123_456_789
+    state, _ = algorithm.decide(None, limit, now_ns, units - 1)
+    state, last = algorithm.decide(state, limit, now_ns, 1)
+    assert (last.allowed, last.remaining) == (True, 0)
+    _, over = algorithm.decide(state, limit, now_ns, 1)
+    assert not over.allowed
+    assert over.retry_after_ns > 0

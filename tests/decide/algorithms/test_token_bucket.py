@@ -1,0 +1,217 @@
+"""Token bucket, row by row."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.decide.algorithms.table import never, no, play, yes
+from tollkeeper.decide.algorithms import token_bucket
+from tollkeeper.model import MICROS_PER_UNIT, Limit
+
+FIVE_AT_ONE_A_SECOND = Limit(1, per=1, capacity=5)
+YEAR = 365 * 86_400
+
+
+def test_capacity_five_at_one_a_second() -> None:
+    """A bucket of 5 refilled at 1/s: spent, denied, refilled in parts, and never above 5."""
+    play(
+        FIVE_AT_ONE_A_SECOND,
+        [
+            never(0, 6),
+            yes(0, 1, left=4, reset=1),
+            yes(0, 1, left=3, reset=2),
+            yes(0, 1, left=2, reset=3),
+            yes(0, 1, left=1, reset=4),
+            yes(0, 1, left=0, reset=5),
+            no(0, 1, left=0, reset=5, retry=1),
+            yes(3.0, 1, left=2, reset=3.0),
+            yes(3.1, 1, left=1, reset=3.9),
+            yes(4.0, 1, left=1, reset=4.0),
+            yes(8.0, 1, left=4, reset=1),
+            yes(9.5, 1, left=4, reset=1),
+            yes(9.5, 2, left=2, reset=3),
+            no(9.5, 5, left=2, reset=3, retry=3),
+        ],
+    )
+
+
+def test_burst_is_on_top_of_the_limit() -> None:
+    """10/s with burst 5 holds 15, and refills one every tenth of a second."""
+    play(
+        Limit(10, per=1, burst=5),
+        [
+            never(0, 16),
+            yes(0, 15, left=0, reset=1.5),
+            no(0, 1, left=0, reset=1.5, retry=0.1),
+            yes(0.1, 1, left=0, reset=1.5),
+            yes(5, 15, left=0, reset=1.5),
+        ],
+    )
+
+
+def test_capacity_may_be_below_the_limit() -> None:
+    """60 per minute with capacity 1 is one a second, strictly spaced."""
+    play(
+        Limit(60, per=60, capacity=1),
+        [
+            never(0, 2),
+            yes(0, 1, left=0, reset=1),
+            no(0.999_999_999, 1, left=0, reset=0.000_000_001, retry=0.000_000_001),
+            yes(1, 1, left=0, reset=1),
+        ],
+    )
+
+
+def test_cost_zero_reads_and_writes_nothing() -> None:
+    """A cost of 0 tells what is left, whatever the bucket holds."""
+    play(
+        FIVE_AT_ONE_A_SECOND,
+        [
+            yes(0, 0, left=5, reset=0),
+            yes(0, 5, left=0, reset=5),
+            yes(0, 0, left=0, reset=5),
+            yes(2.5, 0, left=2, reset=2.5),
+            yes(5, 0, left=5, reset=0),
+        ],
+    )
+
+
+def test_thirds_of_a_second_round_up() -> None:
+    """At 3/s the first unit is back after 333,333,334 ns: a nanosecond less is a third short."""
+    play(
+        Limit(3, per=1),
+        [
+            yes(0, 3, left=0, reset=1),
+            no(0, 1, left=0, reset=1, retry=0.333_333_334),
+            no(0.333_333_333, 1, left=0, reset=0.666_666_667, retry=0.000_000_001),
+            yes(0.333_333_334, 1, left=0, reset=1),
+        ],
+    )
+
+
+def test_asking_meanwhile_moves_nothing() -> None:
+    """Denied requests do not push the refill back, however many there are."""
+    rows = [yes(0, 5, left=0, reset=5)]
+    rows += [no(k / 100, 1, left=0, reset=5 - k / 100, retry=1 - k / 100) for k in range(100)]
+    rows += [yes(1, 1, left=0, reset=5)]
+    play(FIVE_AT_ONE_A_SECOND, rows)
+
+
+def test_clock_going_back_refills_nothing() -> None:
+    """Time that went back stands still: the bucket refills from the latest time it saw."""
+    play(
+        FIVE_AT_ONE_A_SECOND,
+        [
+            yes(100, 5, left=0, reset=5),
+            # 40 s behind, so everything is 40 s further away.
+            no(60, 1, left=0, reset=45, retry=41),
+            no(100.5, 1, left=0, reset=4.5, retry=0.5),
+            yes(101, 1, left=0, reset=5),
+            # Allowed in the past, it is written down as of the latest time.
+            yes(200, 1, left=4, reset=1),
+            yes(150, 1, left=3, reset=52),
+            yes(201, 1, left=3, reset=2),
+        ],
+    )
+
+
+def test_raising_the_rate_shortens_the_debt() -> None:
+    """Owing 9 units at 1/s is owing 0.9 s at 10/s, not 9 s: the debt is units, not time."""
+    state = play(Limit(1, per=1, capacity=10), [yes(0, 9, left=1, reset=9)])
+    play(Limit(10, per=1, capacity=10), [yes(0, 1, left=0, reset=1)], state)
+
+
+def test_raising_the_capacity_gives_the_difference_at_once() -> None:
+    """Raising 5 to 8 adds three units, spent or not."""
+    state = play(Limit(1, per=1, capacity=5), [yes(0, 5, left=0, reset=5)])
+    play(
+        Limit(1, per=1, capacity=8),
+        [yes(0, 3, left=0, reset=8), no(0, 1, left=0, reset=8, retry=1)],
+        state,
+    )
+
+
+def test_lowering_acts_at_once() -> None:
+    """Lowered to 2 with 5 used, the bucket is empty: it owes nothing, and refills from there."""
+    state = play(Limit(1, per=1, capacity=5), [yes(0, 5, left=0, reset=5)])
+    play(
+        Limit(1, per=1, capacity=2),
+        [
+            never(0, 3),
+            yes(0, 0, left=0, reset=2),
+            no(0, 1, left=0, reset=2, retry=1),
+            no(0.5, 2, left=0, reset=1.5, retry=1.5),
+            yes(1, 1, left=0, reset=2),
+        ],
+        state,
+    )
+
+
+def test_lowering_and_raising_again_loses_nothing() -> None:
+    """A limit lowered by mistake and put back finds the consumption as it was."""
+    state = play(Limit(1, per=1, capacity=5), [yes(0, 5, left=0, reset=5)])
+    state = play(Limit(1, per=1, capacity=2), [no(0, 1, left=0, reset=2, retry=1)], state)
+    play(Limit(1, per=1, capacity=5), [no(0, 1, left=0, reset=5, retry=1)], state)
+
+
+def test_a_billion_a_second_is_exact_to_the_unit() -> None:
+    """The largest limit refills one unit every nanosecond, no more and no fewer."""
+    play(
+        Limit(1_000_000_000, per=1),
+        [
+            yes(0, 999_999_999, left=1, reset=0.999_999_999),
+            yes(0, 1, left=0, reset=1),
+            no(0, 1, left=0, reset=1, retry=0.000_000_001),
+            yes(0.000_000_001, 1, left=0, reset=1),
+            no(0.000_000_001, 1_000_000_000, left=0, reset=1, retry=1),
+            yes(1.000_000_001, 1_000_000_000, left=0, reset=1),
+        ],
+    )
+
+
+def test_one_a_year_is_exact_to_the_nanosecond() -> None:
+    """A window of a year waits a year: 31,536,000 s and not a nanosecond less."""
+    limit = Limit(1, per=YEAR)
+    start_ns = 1_700_000_000_123_456_789
+    state, first = token_bucket.decide(None, limit, start_ns, 1)
+    assert first.allowed
+    year_ns = YEAR * 1_000_000_000
+    _, denied = token_bucket.decide(state, limit, start_ns + year_ns - 1, 1)
+    assert (denied.allowed, denied.retry_after_ns) == (False, 1)
+    _, allowed = token_bucket.decide(state, limit, start_ns + year_ns, 1)
+    assert allowed.allowed
+
+
+def test_a_billion_a_year_loses_no_unit() -> None:
+    """1e9 per year, all spent: each unit is back at its own nanosecond, rounded up."""
+    limit = Limit(1_000_000_000, per=YEAR)
+    state, _ = token_bucket.decide(None, limit, 0, 1_000_000_000)
+    for unit in (1, 2, 3, 999_999_999, 1_000_000_000):
+        # 31,536,000 ns a unit, exactly.
+        due_ns = unit * 31_536_000
+        assert not token_bucket.decide(state, limit, due_ns - 1, unit)[1].allowed
+        assert token_bucket.decide(state, limit, due_ns, unit)[1].allowed
+
+
+@pytest.mark.parametrize(
+    ("now", "units", "used"),
+    [
+        (0, 1, 3),  # one of four comes back
+        (0, 4, None),  # all of them: as good as new
+        (0, 100, None),  # never above a full bucket
+        (1.5, 1, 1.5),  # what refilled meanwhile is kept
+        (4, 1, None),  # refilled anyway
+        (-5, 1, 3),  # a clock that went back refills nothing
+        (0, 0, 4),  # nothing given back
+    ],
+)
+def test_refund(now: float, units: int, used: float | None) -> None:
+    """Of 4 used at time 0, a refund leaves these used; None is an untouched bucket."""
+    state, _ = token_bucket.decide(None, FIVE_AT_ONE_A_SECOND, 0, 4)
+    after = token_bucket.refund(state, FIVE_AT_ONE_A_SECOND, int(now * 1_000_000_000), units)
+    assert (after and after[1]) == (used and int(used * MICROS_PER_UNIT))
+
+
+def test_refund_of_an_unseen_key_is_nothing() -> None:
+    """There is nothing to give back to a full bucket."""
+    assert token_bucket.refund(None, FIVE_AT_ONE_A_SECOND, 0, 3) is None

@@ -1,0 +1,132 @@
+"""The kernel's decisions are decisions, and it hears of what tests replace."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+
+from tollkeeper import Decision, Limit, Limiter
+from tollkeeper.decide import kernel
+from tollkeeper.decide.kernel import _kernel
+from tollkeeper.model import DECISION_FIELDS, decision_fields, decision_with
+from tollkeeper.testing import ManualClock, limiting_off, use_clock
+
+LIMIT = Limit(1, per=1, capacity=3, algorithm="leaky_bucket", name="n")
+
+
+@pytest.fixture
+def gate() -> _kernel.Gate:
+    return _kernel.Gate(_kernel.Table(None, capacity=100), (LIMIT,), "orders")
+
+
+@pytest.fixture
+def decisions(gate: _kernel.Gate) -> list[Decision]:
+    """Two that are allowed, the second with a delay, and a denied one."""
+    return [gate.decide("k", cost, 0, True) for cost in (1, 2, 1)]
+
+
+def test_the_kernel_is_built() -> None:
+    """Our own tests run on it; without it most of them would test something else."""
+    assert kernel.BUILT
+
+
+def test_a_kernels_decision_has_the_eight_fields(decisions: list[Decision]) -> None:
+    """Each field and each property in seconds, as the reference gives them."""
+    assert [decision_fields(decision) for decision in decisions] == [
+        (True, LIMIT, 2, 0, 10**9, 0, "orders", False),
+        (True, LIMIT, 0, 0, 3 * 10**9, 10**9, "orders", False),
+        (False, LIMIT, 0, 10**9, 3 * 10**9, 0, "orders", False),
+    ]
+    assert [decision.delay for decision in decisions] == [0.0, 1.0, 0.0]
+    assert [decision.retry_after for decision in decisions] == [0.0, 0.0, 1.0]
+    assert [decision.reset_after for decision in decisions] == [1.0, 3.0, 3.0]
+    assert [decision.limit for decision in decisions] == [3, 3, 3]
+    assert [bool(decision) for decision in decisions] == [True, True, False]
+
+
+def test_both_engines_decisions_are_alike(decisions: list[Decision]) -> None:
+    """Equal to the Python one with the same fields, either way round, with one hash and repr."""
+    for decision in decisions:
+        assert isinstance(decision, Decision)
+        python = Decision(*decision_fields(decision))
+        assert decision == python
+        assert python == decision
+        assert hash(decision) == hash(python)
+        assert repr(decision) == repr(python)
+        other = decision_with(decision, remaining=99)
+        assert decision != other
+        assert other != decision
+        assert decision != "a decision"
+
+
+def test_a_kernels_decision_can_be_copied_and_sent(decisions: list[Decision]) -> None:
+    """Pickled in a worker, it is the same decision in its parent."""
+    for decision in decisions:
+        assert pickle.loads(pickle.dumps(decision)) == decision
+        assert copy.deepcopy(decision) == decision
+
+
+@pytest.mark.parametrize("field", [*DECISION_FIELDS, "limit", "retry_after", "new"])
+def test_a_kernels_decision_is_read_only(decisions: list[Decision], field: str) -> None:
+    """No field can be set, and none added."""
+    with pytest.raises(AttributeError):
+        setattr(decisions[0], field, 1)
+
+
+def _in_a_loop(limiter: Limiter) -> None:
+    for _ in range(20):
+        limiter.check("k")
+
+
+def _after_a_refund(limiter: Limiter) -> None:
+    limiter.check("k")
+    limiter.refund("k")
+
+
+@pytest.mark.parametrize("before", [_in_a_loop, _after_a_refund])
+def test_the_short_cut_hears_of_limiting_off(before: Callable[[Limiter], None]) -> None:
+    """A limiter on real time runs in C alone, until a test switches limiting off; then again."""
+    limiter = Limiter("3/minute")
+    before(limiter)
+    left = limiter.peek("k").remaining
+    with limiting_off():
+        assert all(limiter.check("k") for _ in range(10))
+    assert limiter.peek("k").remaining == left
+
+
+def test_the_short_cut_hears_of_another_clock() -> None:
+    """Inside `use_clock` the manual clock counts, though the kernel reads time by itself."""
+    limiter = Limiter("1/minute")
+    with use_clock(ManualClock(start=2_000_000_000)) as clock:
+        assert [limiter.check("k").allowed for _ in range(2)] == [True, False]
+        clock.advance(60)
+        assert limiter.check("k")
+
+
+def test_the_short_cut_takes_what_check_takes() -> None:
+    """Positions, names and defaults are those of Limiter.check."""
+    limiter = Limiter("9/minute")
+    limiter.check("k")
+    limiter.check("k", 2)
+    limiter.check("k", cost=1)
+    limiter.check(key="k", cost=1)
+    assert limiter.peek("k").remaining == 4
+    for arguments in ((), ("k", 1, 1)):
+        with pytest.raises(TypeError):
+            limiter.check(*arguments)
+    with pytest.raises(TypeError):
+        limiter.check("k", price=1)  # type: ignore[call-arg]  # that it fails is the test
+
+
+def test_a_subclass_keeps_its_own_check() -> None:
+    """Overriding `check` works as in any class; the short cut does not go around it."""
+
+    class Free(Limiter):
+        def check(self, key: object, cost: int = 1) -> Decision:
+            return super().check("everyone", 0)
+
+    limiter = Free("1/minute")
+    assert all(limiter.check("k") for _ in range(5))

@@ -1,0 +1,96 @@
+"""Stores by URI."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tollkeeper.decide.stores import open_store
+from tollkeeper.decide.stores.memory import STATES_MAX_DEFAULT
+from tollkeeper.errors import ConfigError
+from tollkeeper.testing import ManualClock
+
+CLOCK = ManualClock()
+
+
+@pytest.mark.parametrize(
+    ("uri", "states_max"),
+    [
+        ("memory://", STATES_MAX_DEFAULT),
+        ("memory:///", STATES_MAX_DEFAULT),
+        ("MEMORY://", STATES_MAX_DEFAULT),
+        ("memory://?capacity=1", 1),
+        ("memory://?capacity=50000", 50_000),
+        ("memory://?capacity=50_000", 50_000),
+        ("memory://?capacity=000000000007", 7),
+        ("memory:///?capacity=7", 7),
+    ],
+)
+def test_a_right_uri_opens(uri: str, states_max: int) -> None:
+    """Each opens a store with room for at least so many states."""
+    store = open_store(uri, CLOCK)
+    assert states_max <= store.stats().states_max <= 2 * states_max + 1_000
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("uri", "problem"),
+    [
+        ("", "no known scheme; there are memory://"),
+        ("memory", "no known scheme"),
+        ("memory:", "no known scheme"),
+        ("//", "no known scheme"),
+        ("memcached://localhost", "no known scheme"),
+        ("memory://localhost", "has no address"),
+        ("memory://localhost:6379/0", "has no address"),
+        ("memory:///var/limits", "has no address"),
+        ("memory://?size=5", "has no option 'size'; there are capacity"),
+        ("memory://?capacity=5&size=5", "has no option 'size'"),
+        ("memory://?capacity=", "capacity='' is not a whole number from 1 to 1,000,000,000"),
+        ("memory://?capacity=0", "capacity='0' is not a whole number"),
+        ("memory://?capacity=-1", "capacity='-1' is not a whole number"),
+        ("memory://?capacity=1.5", "capacity='1.5' is not a whole number"),
+        ("memory://?capacity=1e6", "capacity='1e6' is not a whole number"),
+        ("memory://?capacity=1000000001", "capacity='1000000001' is not a whole number"),
+        ("memory://?capacity=_", "capacity='_' is not a whole number"),
+        ("memory://?capacity=many", "capacity='many' is not a whole number"),
+        # Digits to Unicode, not to us: half of the readers of a config could not tell.
+        ("memory://?capacity=\u0665", "is not a whole number"),
+        ("memory://?capacity=\u00b2", "is not a whole number"),
+        ("memory://?capacity=" + "9" * 5_000, "is not a whole number"),
+    ],
+)
+def test_a_wrong_uri_says_what_is_wrong(uri: str, problem: str) -> None:
+    """Each is a ConfigError that shows the URI and what there is."""
+    with pytest.raises(ConfigError) as caught:
+        open_store(uri, CLOCK)
+    assert str(caught.value).startswith(f"store={uri!r}")
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize("uri", [None, 5, b"memory://", ["memory://"], object()])
+def test_what_is_not_text_is_refused(uri: Any) -> None:
+    """Only text is a URI."""
+    with pytest.raises(ConfigError, match="is not a URI or a store"):
+        open_store(uri, CLOCK)
+
+
+@pytest.mark.parametrize("digits", ["000000000001" + "0" * 12, "000000000001" + "0" * 4_300])
+def test_leading_zeros_do_not_get_past_the_maximum(digits: str) -> None:
+    """A capacity is at most a billion however it is written."""
+    with pytest.raises(ConfigError, match="is not a whole number"):
+        open_store(f"memory://?capacity={digits}", CLOCK)
+
+
+@given(st.text() | st.builds("memory://{}".format, st.text()))
+@example("memory://[")
+@example("memory://\u2100")
+@example("memory://?capacity=000000000001" + "0" * 4_300)
+def test_any_text_opens_or_is_a_config_error(uri: str) -> None:
+    """Whatever the text, the caller sees a store or a ConfigError, nothing else."""
+    with suppress(ConfigError):
+        open_store(uri, CLOCK).close()

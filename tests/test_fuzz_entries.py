@@ -1,0 +1,291 @@
+"""Public entries and anything at all: an answer or an error of our tree, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tollkeeper import (
+    AsyncLimiter,
+    ConfigError,
+    Decision,
+    InvalidCost,
+    InvalidKey,
+    Limit,
+    Limiter,
+    LimitExceeded,
+    Request,
+    TollkeeperError,
+    parse_limits,
+)
+from tollkeeper.clock import Clock, SystemClock
+from tollkeeper.testing import ManualClock
+
+_SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-3, 3),
+    st.floats(),
+    st.complex_numbers(),
+    st.text(max_size=20),
+    st.sampled_from(["\ud800", "\x1f", "5/s", "user", "memory://", "x" * 600]),
+    st.binary(max_size=20),
+    st.decimals(),
+    st.fractions(),
+    st.timedeltas(),
+    st.builds(object),
+)
+ANYTHING = st.recursive(
+    _SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        st.lists(inner, max_size=3).map(iter),
+    ),
+    max_leaves=5,
+)
+# Python refuses to print an int of more than 4,300 digits, and an error message is printing.
+HUGE: Any = 10**5_000
+
+UNTYPED = (TypeError, AttributeError, ValueError, OverflowError, ExceptionGroup)
+
+
+def _limiter(clock: Clock | None = None) -> Limiter:
+    return Limiter("3/m; 5/h", clock=clock or ManualClock(), by=["user", "region"])
+
+
+# ------------------------------------------------------------------------------------ verbs
+
+
+@given(ANYTHING, ANYTHING)
+def test_check_and_peek(key: Any, cost: Any) -> None:
+    """Any key and any cost: a decision, InvalidKey, InvalidCost or CapacityError."""
+    # On the system clock an engine may take a short cut, so both clocks are asked.
+    for limiter in (_limiter(), _limiter(SystemClock()), Limiter("3/m")):
+        for verb in (limiter.peek, limiter.check):
+            with suppress(TollkeeperError):
+                assert isinstance(verb(key, cost), Decision)
+
+
+@given(ANYTHING)
+def test_a_wrong_key_is_always_an_invalid_key(key: Any) -> None:
+    """What is neither text, nor a tuple, nor a Request is InvalidKey, whatever it is."""
+    if not isinstance(key, str | tuple):
+        with pytest.raises(InvalidKey):
+            _limiter().check(key)
+        with pytest.raises(InvalidKey):
+            Limiter("3/m").check(key)
+
+
+@given(ANYTHING)
+def test_a_wrong_cost_is_always_an_invalid_cost(cost: Any) -> None:
+    """What is not a whole number from 0 up is InvalidCost, whatever it is."""
+    if type(cost) is not int or cost < 0:
+        with pytest.raises(InvalidCost):
+            _limiter().check("k", cost)
+        with pytest.raises(InvalidCost):
+            Limiter("3/m").check("k", cost)
+
+
+@given(ANYTHING, ANYTHING)
+def test_refund_and_reset(key: Any, cost: Any) -> None:
+    """Nothing, or an error of ours."""
+    limiter = _limiter()
+    with suppress(TollkeeperError):
+        limiter.refund(key, cost)
+    with suppress(TollkeeperError):
+        limiter.reset(key)
+
+
+@given(ANYTHING, ANYTHING)
+def test_grant_units(key: Any, units: Any) -> None:
+    """Any key and any units."""
+    with suppress(TollkeeperError):
+        _limiter().grant(key, units)
+
+
+@pytest.mark.xfail(raises=UNTYPED, reason="bug: a ttl is converted before it is looked at")
+@given(ANYTHING)
+@example(math.nan)
+@example(math.inf)
+@example(1e300)
+@example("")
+@example(object())
+@example(timedelta(hours=1))
+def test_grant_ttl(ttl: Any) -> None:
+    """Any ttl: granted, or a ConfigError."""
+    with suppress(ConfigError):
+        _limiter().grant("k", 1, ttl)
+
+
+@pytest.mark.xfail(raises=UNTYPED, reason="bug: a timeout is compared before it is looked at")
+@given(ANYTHING)
+@example("5")
+@example(object())
+@example(timedelta(seconds=5))
+def test_wait_timeout(timeout: Any) -> None:
+    """Any timeout: a decision, or a ConfigError; the same when awaited."""
+    with suppress(ConfigError):
+        assert isinstance(_limiter().wait("k", timeout=timeout), Decision)
+    with suppress(ConfigError):
+        asyncio.run(AsyncLimiter("3/m", clock=ManualClock()).wait("k", timeout=timeout))
+
+
+@pytest.mark.xfail(raises=UNTYPED, reason="bug: a timeout is compared before it is looked at")
+@given(ANYTHING)
+@example("5")
+@example(object())
+def test_hold_wait(wait: Any) -> None:
+    """Any `wait`: the block runs, or it is a ConfigError."""
+    with suppress(ConfigError, LimitExceeded), _limiter().hold("k", wait=wait) as decision:
+        assert decision.allowed
+
+
+@given(ANYTHING, ANYTHING)
+def test_a_requests_values(user: Any, region: Any) -> None:
+    """Any value of an attribute: counted, or InvalidKey."""
+    with suppress(InvalidKey):
+        assert _limiter().check(Request(user=user, attributes={"region": region}))
+
+
+@pytest.mark.xfail(raises=UNTYPED, reason="bug: attributes are not looked at before they are used")
+@given(ANYTHING)
+@example(None)
+@example([])
+def test_a_requests_attributes(attributes: Any) -> None:
+    """Any attributes: counted, or an error of ours."""
+    with suppress(TollkeeperError):
+        _limiter().check(Request(attributes=attributes))
+
+
+# ------------------------------------------------------------------------------------ making one
+
+
+@given(ANYTHING, ANYTHING, ANYTHING, ANYTHING)
+def test_limit_arguments(limit: Any, per: Any, burst: Any, capacity: Any) -> None:
+    """Any numbers: a Limit or a ConfigError."""
+    with suppress(ConfigError):
+        Limit(limit, per=per)
+    with suppress(ConfigError):
+        Limit(5, per=60, burst=burst, capacity=capacity)
+
+
+@given(ANYTHING, ANYTHING)
+def test_limit_words(algorithm: Any, name: Any) -> None:
+    """Any algorithm and name: a Limit or a ConfigError."""
+    with suppress(ConfigError):
+        Limit(5, per=60, algorithm=algorithm)
+    with suppress(ConfigError):
+        Limit(5, per=60, name=name)
+
+
+@given(ANYTHING, ANYTHING)
+def test_parse_limits(text: Any, algorithm: Any) -> None:
+    """Anything at all: Limits or a ConfigError."""
+    with suppress(ConfigError):
+        parse_limits(text)
+    with suppress(ConfigError):
+        parse_limits("5/s", algorithm=algorithm)
+
+
+@pytest.mark.xfail(raises=UNTYPED, reason="bug: what is not iterable is iterated over")
+@given(ANYTHING)
+@example(None)
+@example(5)
+def test_limiter_limits(limits: Any) -> None:
+    """Any limits: a Limiter or a ConfigError."""
+    with suppress(ConfigError):
+        Limiter(limits)
+
+
+@pytest.mark.xfail(raises=UNTYPED, reason="bug: what is not text is taken for a store")
+@given(ANYTHING)
+@example(None)
+@example(5)
+@example(object())
+def test_limiter_store(store: Any) -> None:
+    """Any store: a Limiter or a ConfigError."""
+    with suppress(ConfigError):
+        Limiter("5/s", store=store)
+
+
+@pytest.mark.xfail(raises=UNTYPED, reason="bug: what is not a clock is noticed at the first check")
+@given(ANYTHING)
+@example(5)
+@example(object())
+def test_limiter_clock(clock: Any) -> None:
+    """Any clock: one that can be read, or a ConfigError."""
+    with suppress(ConfigError):
+        Limiter("5/s", clock=clock).check("k")
+
+
+@pytest.mark.xfail(raises=UNTYPED, reason="bug: what has no length or no hash is not expected")
+@given(ANYTHING)
+@example(5)
+@example([[]])
+@example(iter(["user"]))
+def test_limiter_by(by: Any) -> None:
+    """Any `by`: a Limiter or a ConfigError."""
+    with suppress(ConfigError):
+        Limiter("5/s", by=by)
+
+
+@given(ANYTHING, ANYTHING)
+def test_limiter_words(name: Any, on_failure: Any) -> None:
+    """Any name and failure policy: a Limiter or a ConfigError."""
+    with suppress(ConfigError):
+        Limiter("5/s", name=name)
+    with suppress(ConfigError):
+        Limiter("5/s", on_failure=on_failure)
+
+
+@pytest.mark.xfail(raises=UNTYPED, reason="bug: seconds are converted before they are looked at")
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, 1e300, "", None], ids=repr)
+def test_manual_clock_seconds(seconds: Any) -> None:
+    """A manual clock that cannot move so far says so, in our words."""
+    with pytest.raises(ConfigError):
+        ManualClock(seconds)
+    with pytest.raises(ConfigError):
+        ManualClock().advance(seconds)
+
+
+# ------------------------------------------------------------------------------------ huge ints
+
+
+@pytest.mark.xfail(
+    raises=ValueError, reason="bug: an int of more than 4,300 digits breaks the error's message"
+)
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(lambda: _limiter().check("k", HUGE), id="cost"),
+        pytest.param(lambda: _limiter().check("k", -HUGE), id="negative cost"),
+        pytest.param(lambda: _limiter().refund("k", -HUGE), id="refund"),
+        pytest.param(lambda: _limiter().check(("a", HUGE)), id="key"),
+        pytest.param(lambda: _limiter().check(Request(user=HUGE)), id="request"),
+        pytest.param(lambda: _limiter().grant("k", 1, ttl=HUGE), id="ttl"),
+        pytest.param(lambda: _limiter().wait("k", timeout=-HUGE), id="timeout"),
+        pytest.param(lambda: Limit(HUGE, per=60), id="limit"),
+        pytest.param(lambda: Limit(5, per=HUGE), id="per"),
+        pytest.param(lambda: Limit(5, per=60, burst=HUGE), id="burst"),
+        pytest.param(lambda: Limit(5, per=60, capacity=-HUGE), id="capacity"),
+        pytest.param(lambda: Limit(5, per=60, name=HUGE), id="name"),
+        pytest.param(lambda: Limit(5, per=60, algorithm=HUGE), id="algorithm"),
+        pytest.param(lambda: Limiter([HUGE]), id="limits"),
+        pytest.param(lambda: Limiter("5/s", by=[HUGE]), id="by"),
+        pytest.param(lambda: Limiter("5/s", on_failure=HUGE), id="on_failure"),
+    ],
+)
+def test_a_huge_number_is_refused_like_any_other(call: Any) -> None:
+    """Whoever sends a number of 5,001 digits gets an error of ours, not one of Python's."""
+    with pytest.raises(TollkeeperError):
+        call()

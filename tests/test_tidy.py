@@ -1,0 +1,244 @@
+"""The part of the style that a machine can check, so that no person has to."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import shutil
+import subprocess
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+FILE_LINES_MAX = 500
+FUNCTION_LINES_MAX = 70
+LINE_LENGTH_MAX = 100
+
+# Where a module's tests are, if not at the same path with `test_` before the name.
+TESTED_IN = {
+    "__init__.py": "test_public_api.py",
+    "_version.py": "test_public_api.py",
+    "override.py": "testing/test_switches.py",
+    "decide/algorithms/__init__.py": "decide/algorithms/test_every_algorithm.py",
+    "decide/algorithms/outcome.py": "decide/algorithms/test_every_algorithm.py",
+    "decide/kernel/__init__.py": "decide/kernel/test_binding.py",
+    "decide/stores/__init__.py": "decide/stores/test_uri.py",
+    "testing/__init__.py": "testing/test_switches.py",
+}
+
+# Each pattern is written so that it does not find itself here.
+UNFINISHED = re.compile(r"\b(?:TOD[O]|FIXM[E]|XX[X])\b")
+MACHINE_PATH = re.compile(r"(?<![\w.])/(?:root|home|Users|work|workspace|builds)/")
+REGISTRY = re.compile(
+    r"index-ur[l]|pythonhoste[d]|artifactor[y]|jfro[g]\.|registry\.npmj[s]|"
+    r"\b(?:ghcr|quay|gcr)\.i[o]"
+)
+VAGUE_NAMES = {"util", "utils", "helper", "helpers", "manager", "managers", "base"}
+
+LINT_IGNORE = re.compile(r"# noqa: [A-Z]+[0-9]+(?:, ?[A-Z]+[0-9]+)* - \S")
+TYPE_IGNORE = re.compile(r"# type: ignore\[[a-z-]+(?:, ?[a-z-]+)*\]  # \S")
+
+
+@cache
+def _tracked() -> tuple[Path, ...]:
+    """What git tracks, or, in an unpacked release, what lies in our folders."""
+    if (ROOT / ".git").exists() and (git := shutil.which("git")):
+        listed = subprocess.run(
+            [git, "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+        )
+        found = [ROOT / name for name in listed.stdout.split("\0") if name]
+    else:
+        folders = ("src", "tests", "bench", "docs", "examples", "tools")
+        found = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+        found = [path for path in found if "__pycache__" not in path.parts]
+    return tuple(sorted(path for path in found if path.is_file()))
+
+
+def _python(under: str = "") -> list[Path]:
+    return [path for path in _tracked() if path.suffix == ".py" and _name(path).startswith(under)]
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@cache
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(_text(path))
+
+
+def _texts() -> Iterator[tuple[str, int, str]]:
+    """Each line of each tracked text file, with where it stands."""
+    for path in _tracked():
+        if b"\0" in path.read_bytes():
+            continue
+        for number, line in enumerate(_text(path).splitlines(), start=1):
+            yield _name(path), number, line
+
+
+def _lines_with(pattern: re.Pattern[str]) -> list[str]:
+    return [f"{name}:{number}: {line}" for name, number, line in _texts() if pattern.search(line)]
+
+
+def _functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def _comments(path: Path) -> Iterator[tuple[int, str]]:
+    for token in tokenize.generate_tokens(io.StringIO(_text(path)).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def test_there_is_something_to_check() -> None:
+    """The list of files is the project's: a test over an empty list could not fail."""
+    names = {_name(path) for path in _tracked()}
+    assert {"src/tollkeeper/limiter.py", "tests/test_tidy.py"} <= names
+
+
+def test_files_stop_at_500_lines() -> None:
+    """A longer module is two modules."""
+    assert not [
+        f"{_name(path)}: {lines} lines"
+        for path in _python()
+        if (lines := len(_text(path).splitlines())) > FILE_LINES_MAX
+    ]
+
+
+def test_functions_stop_at_70_lines() -> None:
+    """A longer function does two things."""
+    assert not [
+        f"{_name(path)}:{function.lineno}: {function.name} has {lines} lines"
+        for path in _python()
+        for function in _functions(path)
+        if (lines := (function.end_lineno or 0) - function.lineno + 1) > FUNCTION_LINES_MAX
+    ]
+
+
+def test_lines_stop_at_100_characters() -> None:
+    """Two files fit side by side."""
+    assert not [
+        f"{name}:{number}: {len(line)} characters"
+        for name, number, line in _texts()
+        if name.endswith((".py", ".pyi")) and len(line) > LINE_LENGTH_MAX
+    ]
+
+
+def test_every_module_says_what_it_is() -> None:
+    """Each module of src/ and tests/ opens with a docstring."""
+    assert not [
+        _name(path)
+        for path in _python()
+        if path.suffix == ".py" and not ast.get_docstring(_tree(path)) and _text(path).strip()
+    ]
+
+
+def test_every_public_class_and_function_says_what_it_promises() -> None:
+    """Each public definition at the top of a module of src/ has a docstring."""
+    definitions = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    assert not [
+        f"{_name(path)}:{node.lineno}: {node.name}"
+        for path in _python("src/")
+        for node in _tree(path).body
+        if isinstance(node, definitions)
+        and not node.name.startswith("_")
+        and not ast.get_docstring(node)
+    ]
+
+
+def test_every_test_states_its_claim() -> None:
+    """The docstring of a test says what would be wrong if it failed."""
+    assert not [
+        f"{_name(path)}:{function.lineno}: {function.name}"
+        for path in _python("tests/")
+        if path.name.startswith("test_")
+        for function in _functions(path)
+        if function.name.startswith("test_") and not ast.get_docstring(function)
+    ]
+
+
+def test_nothing_is_left_unfinished() -> None:
+    """What is to be done is done, or written down where it is tracked."""
+    assert not _lines_with(UNFINISHED)
+
+
+def test_no_vague_names() -> None:
+    """A module is named for what it is about, not for being handy."""
+    assert not [_name(path) for path in _tracked() if path.stem.strip("_") in VAGUE_NAMES]
+
+
+def test_every_ignore_has_a_code_and_a_reason() -> None:
+    """Switching a check off takes its code and why, in the same comment."""
+    wrong = []
+    for path in _python():
+        for number, comment in _comments(path):
+            if ("noqa" in comment and not LINT_IGNORE.search(comment)) or (
+                "type: ignore" in comment and not TYPE_IGNORE.search(comment)
+            ):
+                wrong.append(f"{_name(path)}:{number}: {comment}")
+    assert not wrong
+
+
+def test_no_test_sleeps() -> None:
+    """Time is a parameter: only tests against real servers may wait for it to pass."""
+    wrong = []
+    for path in _python("tests/"):
+        if _name(path).startswith("tests/integration/"):
+            continue
+        for node in ast.walk(_tree(path)):
+            called = isinstance(node, ast.Call) and ast.unparse(node.func) == "time.sleep"
+            imported = isinstance(node, ast.ImportFrom) and node.module == "time"
+            if called or (imported and "sleep" in ast.unparse(node)):
+                wrong.append(f"{_name(path)}: {ast.unparse(node)}")
+    assert not wrong
+
+
+def test_no_paths_of_a_machine() -> None:
+    """Nothing in the tree depends on where it was written."""
+    assert not _lines_with(MACHINE_PATH)
+
+
+def test_no_hosts_of_a_registry() -> None:
+    """Where packages come from is the installer's setting, not ours."""
+    assert not _lines_with(REGISTRY)
+
+
+@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", "LICENSE"])
+def test_the_first_pages_are_there(name: str) -> None:
+    """What a visitor looks for first is there, and not empty."""
+    assert _text(ROOT / name).strip()
+
+
+def test_tests_mirror_the_source() -> None:
+    """Each module with code in it has a test file: at the same path, or where the map says."""
+    source = ROOT / "src/tollkeeper"
+    missing = []
+    for path in _python("src/tollkeeper/"):
+        module = path.relative_to(source)
+        mirrored = module.with_name(f"test_{module.name}").as_posix()
+        tests = ROOT / "tests" / TESTED_IN.get(module.as_posix(), mirrored)
+        has_code = any(not isinstance(node, ast.Expr) for node in _tree(path).body)
+        if has_code and not tests.is_file():
+            missing.append(f"{module} → {_name(tests)}")
+    assert not missing
+
+
+def test_the_map_has_no_dead_entries() -> None:
+    """The map names modules and tests that exist, and nothing that the path rule would find."""
+    for module, tests in TESTED_IN.items():
+        assert (ROOT / "src/tollkeeper" / module).is_file(), module
+        assert (ROOT / "tests" / tests).is_file(), tests
+        assert not Path(tests).as_posix().endswith(f"test_{module}"), module

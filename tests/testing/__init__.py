@@ -1,0 +1,1 @@
+"""What users import for their own tests."""

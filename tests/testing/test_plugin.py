@@ -1,0 +1,80 @@
+"""The pytest plugin, run by pytest inside pytest."""
+
+from __future__ import annotations
+
+import pytest
+
+from tollkeeper import override
+
+MODULE = """
+    from tollkeeper import Limiter
+
+    limiter = Limiter("1/minute")  # at import time, out of the test's reach
+"""
+
+
+def _run(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
+    """Without the asyncio plugin, which wants to be configured."""
+    return pytester.runpytest_inprocess("-p", "no:asyncio", *options)
+
+
+def test_both_fixtures_are_there_without_any_setup(pytester: pytest.Pytester) -> None:
+    """Installed with the package: pytest lists both, with what they do."""
+    result = _run(pytester, "--fixtures")
+    result.stdout.fnmatch_lines_random(
+        [
+            "tollkeeper_clock*",
+            "*A ManualClock in place of the system clock*",
+            "tollkeeper_off*",
+            "*Limiting switched off*",
+        ]
+    )
+
+
+def test_the_clock_fixture(pytester: pytest.Pytester) -> None:
+    """A test moves time by hand; the next test is back on the real clock."""
+    pytester.makepyfile(
+        MODULE
+        + """
+    def test_denied_until_a_minute_later(tollkeeper_clock):
+        assert limiter.check("me")
+        assert not limiter.check("me")
+        tollkeeper_clock.advance(60)
+        assert limiter.check("me")
+
+    def test_after_it_time_is_real():
+        from tollkeeper.clock import SystemClock
+        assert SystemClock().now_ns() > 1_700_000_000 * 10**9
+    """
+    )
+    _run(pytester).assert_outcomes(passed=2)
+    assert override.clock is None
+
+
+def test_the_off_fixture(pytester: pytest.Pytester) -> None:
+    """A test that is not about limits is not limited; the next test is."""
+    pytester.makepyfile(
+        MODULE
+        + """
+    def test_unlimited(tollkeeper_off):
+        assert all(limiter.check("me") for _ in range(100))
+
+    def test_limited_again():
+        assert [bool(limiter.check("me")) for _ in range(2)] == [True, False]
+    """
+    )
+    _run(pytester).assert_outcomes(passed=2)
+    assert not override.limiting_off
+
+
+def test_a_failing_test_gives_both_back(pytester: pytest.Pytester) -> None:
+    """The fixtures clean up after a test that fails."""
+    pytester.makepyfile(
+        """
+    def test_fails(tollkeeper_clock, tollkeeper_off):
+        assert False
+    """
+    )
+    _run(pytester).assert_outcomes(failed=1)
+    assert override.clock is None
+    assert not override.limiting_off

@@ -1,0 +1,95 @@
+"""`use_clock` and `limiting_off`: they reach limiters made long before, and let go again."""
+
+from __future__ import annotations
+
+import pytest
+
+from tollkeeper import AsyncLimiter, InvalidCost, InvalidKey, Limiter, override
+from tollkeeper.testing import ManualClock, limiting_off, use_clock
+
+# Made at import time, as in an application, out of every test's reach.
+LIMITER = Limiter("2/minute", name="import-time")
+
+
+def test_use_clock_reaches_a_limiter_made_before() -> None:
+    """Inside the block it reads the manual clock; waits are instant."""
+    with use_clock(ManualClock(start=2_000_000_000)) as clock:
+        assert [bool(LIMITER.check("clock")) for _ in range(3)] == [True, True, False]
+        clock.advance(30)
+        assert LIMITER.check("clock")
+        assert LIMITER.wait("clock")
+        assert clock.now_ns() == 2_000_000_060 * 10**9
+
+
+def test_use_clock_leaves_a_limiter_with_its_own_clock_alone() -> None:
+    """`clock=` is an explicit choice."""
+    own = ManualClock()
+    limiter = Limiter("1/minute", clock=own)
+    with use_clock(ManualClock()) as other:
+        limiter.check("k")
+        other.advance(60)
+        assert not limiter.check("k")
+        own.advance(60)
+        assert limiter.check("k")
+
+
+def test_use_clock_nests() -> None:
+    """The inner block's clock counts, and after it the outer one's again."""
+    with use_clock(ManualClock()) as outer:
+        with use_clock(ManualClock()) as inner:
+            assert override.clock is inner
+        assert override.clock is outer
+    assert override.clock is None
+
+
+def test_use_clock_lets_go_when_the_block_raises() -> None:
+    """A failed test does not leave its clock behind."""
+    with pytest.raises(RuntimeError), use_clock(ManualClock()):
+        raise RuntimeError
+    assert override.clock is None
+
+
+async def test_limiting_off_allows_all_and_counts_nothing() -> None:
+    """Checks, waits and holds pass with the whole quota remaining; nothing was spent."""
+    later = AsyncLimiter("2/minute")
+    with limiting_off():
+        for _ in range(10):
+            decision = LIMITER.check("off")
+            assert (decision.allowed, decision.remaining, decision.degraded) == (True, 2, False)
+            assert decision.rule == "import-time"
+            assert LIMITER.peek("off").remaining == 2
+            assert LIMITER.wait("off").allowed
+            assert await later.check("off")
+            with LIMITER.hold("off"):
+                pass
+        assert LIMITER.check("off", cost=1_000_000).allowed
+    assert LIMITER.peek("off").remaining == 2
+    assert (await later.peek("off")).remaining == 2
+
+
+def test_limiting_off_still_refuses_what_is_wrong() -> None:
+    """A test with limiting off finds a wrong key or cost all the same."""
+    with limiting_off():
+        with pytest.raises(InvalidKey):
+            LIMITER.check("")
+        with pytest.raises(InvalidCost):
+            LIMITER.check("k", -1)
+
+
+def test_limiting_off_nests_and_lets_go() -> None:
+    """Off until the outermost block ends, also when it raises."""
+    with limiting_off():
+        with pytest.raises(RuntimeError), limiting_off():
+            raise RuntimeError
+        assert override.limiting_off
+    assert not override.limiting_off
+
+
+def test_engines_are_told_of_every_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that reads time by itself hears of both switches, on and off."""
+    heard: list[tuple[bool, bool]] = []
+    monkeypatch.setattr(override, "_on_change", [])
+    override.on_change(lambda: heard.append((override.clock is not None, override.limiting_off)))
+    with use_clock(ManualClock()), limiting_off():
+        pass
+    assert heard == [(True, False), (True, True), (True, False), (False, False)]
