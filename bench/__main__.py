@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bench.engines import OURS, Engine
 from bench.measure import FULL, QUICK, SCENES, Effort, Scene, measure
-from bench.report import Result, as_json, header, heading, summary, table
+from bench.report import Result, as_json, header, heading, machine, summary, table
 from tollkeeper.model import ALGORITHM_NAMES, AlgorithmName
 
 try:
@@ -24,7 +24,8 @@ def main() -> None:
     """Measure what was asked for, print as it comes, and write it down."""
     options = _options()
     effort = QUICK if options.quick else FULL
-    print(header(effort), flush=True)
+    found = machine()
+    print(header(effort, found), flush=True)
     results: list[Result] = []
     for algorithm in ALGORITHM_NAMES:
         wanted = [scene for scene in SCENES if _wanted(options.only, algorithm, scene)]
@@ -40,7 +41,7 @@ def main() -> None:
         sys.exit(f"nothing is called {' '.join(options.only)}; see --help")
     print(summary(results))
     if options.json:
-        options.json.write_text(json.dumps(as_json(results, effort), indent=2) + "\n")
+        options.json.write_text(json.dumps(as_json(results, effort, found), indent=2) + "\n")
 
 
 def _options() -> argparse.Namespace:

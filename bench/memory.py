@@ -1,6 +1,6 @@
 """What a key costs in memory: the growth of the resident set of a fresh process.
 
-The process is spawned, imports and opens the engine, and then checks every key once. That counts
+The process is spawned, imports and opens the engine, and then checks every key twice. That counts
 what a machine pays, whether Python allocated it or a C extension did, and what the allocator
 rounds up. The keys themselves are made before and not counted.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from bench.engines import Engine
-from bench.measure import Scene, keys_of, rate_of
+from bench.measure import Scene, fill, keys_of, rate_of
 from tollkeeper.model import AlgorithmName
 
 _STATM: Final = Path("/proc/self/statm")
@@ -44,9 +44,7 @@ def _send_growth(
     session.check("user:warm-up")
     session.rest()
     before = _resident_bytes()
-    for key in keys:
-        session.check(key)
-    session.rest()
+    fill(session, keys)
     sender.send(_resident_bytes() - before)
 
 

@@ -14,6 +14,8 @@ from typing import Any, Final
 from bench.measure import Effort, Row, Scene
 from tollkeeper.model import AlgorithmName
 
+# The load average, in processors at work, from which on others get in the way.
+BUSY_LOAD: Final = 0.8
 _WIDTHS: Final = (24, 34, 9, 9, 8, 10)
 _HEADINGS: Final = ("work", "engine", "p50 ns", "p99 ns", "ratio", "bytes/key")
 
@@ -37,6 +39,7 @@ def machine() -> dict[str, Any]:
     return {
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "cpus": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 2),
         "cpu": _cpu_model(),
         "system": f"{platform.system()} {platform.machine()}",
         "tollkeeper": version("tollkeeper"),
@@ -55,11 +58,12 @@ def _cpu_model() -> str:
     return platform.processor() or "unknown"
 
 
-def header(effort: Effort) -> str:
+def header(effort: Effort, found: dict[str, Any]) -> str:
     """The machine and the method, in a few lines."""
-    facts = ", ".join(f"{name} {value}" for name, value in machine().items())
+    facts = ", ".join(f"{name} {value}" for name, value in found.items())
+    busy = "others are at work on this machine: times will be too long, ratios uncertain\n"
     return (
-        f"{facts}\n"
+        f"{facts}\n{busy if found['load'] > BUSY_LOAD else ''}"
         f"{effort.rounds} rounds, engines taking turns; p50: median of {effort.batches} batches of "
         f"{effort.batch_calls:,} calls; p99: of {effort.sampled_calls:,} calls timed singly\n"
         f"ratio: this row's p50 / tollkeeper's, so above 1 tollkeeper is faster; "
@@ -123,10 +127,10 @@ def summary(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def as_json(results: Sequence[Result], effort: Effort) -> dict[str, Any]:
-    """Everything measured, with each round's numbers."""
+def as_json(results: Sequence[Result], effort: Effort, found: dict[str, Any]) -> dict[str, Any]:
+    """Everything measured, with each round's numbers, on the machine as it was found."""
     return {
-        "machine": machine(),
+        "machine": found,
         "command": sys.argv[1:],
         "effort": {name: getattr(effort, name) for name in effort.__slots__},
         "rows": [
