@@ -1,0 +1,207 @@
+/* Killed at any instruction, literally.
+ *
+ * A child process makes one call on a shared table. The parent single-steps it (ptrace), machine
+ * instruction by machine instruction, to the end. After each one it copies the file: the copy is what
+ * everyone else would be left with, had the child been killed just there. It opens the copy and
+ * looks: nobody hangs, and every limit of the call is charged wholly or not at all.
+ *
+ * At every KILL_EVERY-th instruction it is done for real as well, with SIGKILL and on the file that
+ * the parent has open itself, so that the lock of a dead owner is really taken from it. While the
+ * child still stands inside the lock, the parent's own call must come back as busy and not hang.
+ *
+ *   kill_driver FOLDER */
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/ptrace.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "limits.h"
+
+typedef struct {
+    const char *name;
+    tk_limit limits[3];
+    int count;
+    int64_t cost;
+    int fill;  /* spent one by one before, so that rings have grown to where the call finds them */
+    bool grant; /* granted some units before, which the call will draw on */
+} scene;
+
+static const long KILL_EVERY = 101;
+static const int64_t NOW_NS = 1000 * 1000000000ll;
+static const int64_t YEAR_NS = 365 * 86400ll * 1000000000ll;
+
+static tk_status patiently(tk_table *table, tk_hash subject, tk_status status)
+{
+    return status == TK_BUSY ? tk_wait(table, subject, 5 * SECOND_NS) : TK_OK;
+}
+
+static int64_t remaining(tk_table *table, tk_hash subject, const tk_limit *limit)
+{
+    tk_decision decision;
+    tk_status status;
+    while ((status = tk_check(table, subject, limit, 1, NOW_NS, 0, false, &decision)) != TK_OK)
+        REQUIRE(patiently(table, subject, status) == TK_OK, "the lock stays taken: %d", status);
+    return decision.remaining;
+}
+
+static void spend(tk_table *table, tk_hash subject, const scene *s, int64_t cost)
+{
+    tk_decision decision;
+    tk_status status;
+    while ((status = tk_check(table, subject, s->limits, s->count, NOW_NS, cost, true,
+                              &decision)) == TK_BUSY)
+        REQUIRE(patiently(table, subject, status) == TK_OK, "the lock stays taken");
+    REQUIRE(status == TK_OK && decision.allowed, "status %d", status);
+}
+
+/* Run the child for `instructions`; false when it got to the end before. */
+static bool run_child(pid_t child, long instructions)
+{
+    int state;
+    for (long i = 0; i < instructions; i++) {
+        REQUIRE(ptrace(PTRACE_SINGLESTEP, child, NULL, NULL) == 0, "%s", strerror(errno));
+        REQUIRE(waitpid(child, &state, 0) == child, "%s", strerror(errno));
+        if (WIFEXITED(state))
+            return false;
+        REQUIRE(WIFSTOPPED(state) && WSTOPSIG(state) == SIGTRAP, "the child: %d", state);
+    }
+    return true;
+}
+
+static pid_t start_child(tk_table *table, tk_hash subject, const scene *s)
+{
+    pid_t child = fork();
+    REQUIRE(child >= 0, "%s", strerror(errno));
+    if (child == 0) {
+        tk_decision decision;
+        ptrace(PTRACE_TRACEME, 0, NULL, NULL);
+        raise(SIGSTOP);
+        tk_check(table, subject, s->limits, s->count, NOW_NS, s->cost, true, &decision);
+        _exit(0);
+    }
+    int state;
+    REQUIRE(waitpid(child, &state, 0) == child && WIFSTOPPED(state), "the child: %d", state);
+    return child;
+}
+
+static bool stands_inside(tk_table *table, tk_hash subject, const scene *s)
+{
+    tk_decision decision;
+    return tk_check(table, subject, s->limits, s->count, NOW_NS, 0, false, &decision) == TK_BUSY;
+}
+
+/* What is left of each limit, before the call. */
+static void prepare(tk_table *table, tk_hash subject, const scene *s, int64_t before[3])
+{
+    REQUIRE(tk_reset(table, subject, s->limits, s->count) == TK_OK, "reset");
+    for (int i = 0; i < s->fill; i++)
+        spend(table, subject, s, 1);
+    if (s->grant)
+        REQUIRE(tk_grant(table, subject, s->limits, s->count, NOW_NS, 7, -1) == TK_OK, "grant");
+    for (int i = 0; i < s->count; i++)
+        before[i] = remaining(table, subject, &s->limits[i]);
+}
+
+/* All limits charged, or none; which of the two. */
+static bool check_charged(tk_table *table, tk_hash subject, const scene *s,
+                          const int64_t before[3], long instructions)
+{
+    bool charged = remaining(table, subject, &s->limits[0]) != before[0];
+    for (int i = 0; i < s->count; i++) {
+        int64_t left = remaining(table, subject, &s->limits[i]);
+        REQUIRE(left == before[i] - (charged ? s->cost : 0),
+                "%s killed after %ld: limit %d had %lld and has %lld, but limit 0 was%s charged",
+                s->name, instructions, i, (long long)before[i], (long long)left,
+                charged ? "" : " not");
+    }
+    if (charged ? before[0] > s->cost : before[0] > 0)
+        spend(table, subject, s, 1); /* and life goes on */
+    return charged;
+}
+
+static void copy_file(const char *from, const char *to)
+{
+    static char buffer[1 << 20];
+    int source = open(from, O_RDONLY), target = open(to, O_WRONLY | O_CREAT | O_TRUNC, 0600);
+    ssize_t length = read(source, buffer, sizeof buffer);
+    REQUIRE(length > 0 && length < (ssize_t)sizeof buffer, "the file has %zd bytes", length);
+    REQUIRE(write(target, buffer, (size_t)length) == length, "%s", strerror(errno));
+    close(source);
+    close(target);
+}
+
+/* Every instruction of the call, on copies; how many there are. */
+static long walk(tk_table *table, const char *path, const scene *s)
+{
+    char copy[520];
+    int64_t before[3];
+    long instructions = 0;
+    int charged = 0;
+    snprintf(copy, sizeof copy, "%s.copy", path);
+    tk_hash subject = tk_subject_hash(table, s->name, strlen(s->name));
+    prepare(table, subject, s, before);
+    pid_t child = start_child(table, subject, s);
+    for (; run_child(child, 1); instructions++) {
+        copy_file(path, copy);
+        tk_table *left_behind = open_or_die(&(tk_options){.path = copy});
+        charged += check_charged(left_behind, subject, s, before, instructions);
+        tk_close(left_behind);
+    }
+    unlink(copy);
+    REQUIRE(charged > 0 && charged < instructions, "%s: %d of %ld charged: this tested nothing",
+            s->name, charged, instructions);
+    printf("%s: %ld instructions, charged from number %ld on\n", s->name, instructions,
+           instructions - charged);
+    return instructions;
+}
+
+/* The same for real, here and there; how many were killed inside the lock. */
+static int kill_here_and_there(tk_table *table, const scene *s, long instructions)
+{
+    int inside = 0;
+    for (long at = KILL_EVERY; at < instructions; at += KILL_EVERY) {
+        int64_t before[3];
+        tk_hash subject = tk_subject_hash(table, s->name, strlen(s->name));
+        prepare(table, subject, s, before);
+        pid_t child = start_child(table, subject, s);
+        REQUIRE(run_child(child, at), "%s ended before instruction %ld", s->name, at);
+        inside += stands_inside(table, subject, s);
+        kill(child, SIGKILL);
+        REQUIRE(waitpid(child, NULL, 0) == child, "%s", strerror(errno));
+        check_charged(table, subject, s, before, at);
+    }
+    return inside;
+}
+
+int main(int count, char **arguments)
+{
+    REQUIRE(count == 2, "usage: kill_driver FOLDER");
+    tk_limit token = make_limit(TK_TOKEN_BUCKET, 1000, YEAR_NS, 0, 1);
+    tk_limit counter = make_limit(TK_SLIDING_WINDOW_COUNTER, 1000, YEAR_NS, 0, 2);
+    tk_limit journal = make_limit(TK_SLIDING_WINDOW_LOG, 1000, YEAR_NS, 0, 3);
+    tk_limit small = make_limit(TK_SLIDING_WINDOW_LOG, 20, YEAR_NS, 0, 4);
+    const scene scenes[] = {
+        {"a new key", {token}, 1, 1, 0, false},
+        {"a known key", {token}, 1, 1, 3, false},
+        {"a new log", {journal}, 1, 2, 0, false},
+        {"a log that grows", {journal}, 1, 2, 7, false},
+        {"three limits at once", {token, counter, journal}, 3, 5, 7, false},
+        {"a grant drawn on", {token, small}, 2, 17, 8, true},
+    };
+    char path[512];
+    snprintf(path, sizeof path, "%s/kill.limits", arguments[1]);
+    tk_table *table =
+        open_or_die(&(tk_options){.path = path, .capacity = 100, .log_bytes = 1 << 16});
+    int inside = 0;
+    for (size_t i = 0; i < sizeof scenes / sizeof *scenes; i++) {
+        long instructions = walk(table, path, &scenes[i]);
+        inside += kill_here_and_there(table, &scenes[i], instructions);
+    }
+    REQUIRE(inside > 10, "only %d were killed inside the lock: this tested nothing", inside);
+    printf("%d killed inside the lock\n", inside);
+    tk_close(table);
+    return 0;
+}
