@@ -20,7 +20,8 @@ from tollkeeper.errors import (
     StoreUnavailable,
     TollkeeperError,
 )
-from tollkeeper.limiter import AsyncLimiter, Limiter
+from tollkeeper.limiter import Limiter
+from tollkeeper.limiter_async import AsyncLimiter
 from tollkeeper.model import Decision, Limit, Request
 from tollkeeper.rates import parse_limit, parse_limits
 

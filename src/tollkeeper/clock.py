@@ -12,9 +12,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from datetime import timedelta
+from math import isfinite
 from typing import Protocol
 
 from tollkeeper import override
+from tollkeeper.errors import ConfigError, show
 
 NS_PER_SECOND = 1_000_000_000
 
@@ -75,6 +78,8 @@ class ManualClock:
     __slots__ = ("_lock", "_now_ns")
 
     def __init__(self, start: float = 0) -> None:
+        if isinstance(start, bool) or not isinstance(start, int | float) or not isfinite(start):
+            raise ConfigError(f"start={show(start)} is not a number of seconds; try ManualClock(0)")
         self._now_ns = ns_from_seconds(start)
         self._lock = threading.Lock()
 
@@ -99,10 +104,32 @@ class ManualClock:
 
 
 def ns_from_seconds(seconds: float) -> int:
-    """The nearest whole nanosecond."""
-    if isinstance(seconds, int):  # exact at any size; a float product is not
-        return seconds * NS_PER_SECOND
-    return round(seconds * NS_PER_SECOND)
+    """The nearest whole nanosecond.
+
+    >>> ns_from_seconds(1_700_000_000.25)
+    1700000000250000000
+    """
+    # The whole seconds by themselves: multiplied as a float they would lose their last digits.
+    whole = int(seconds)
+    return whole * NS_PER_SECOND + round((seconds - whole) * NS_PER_SECOND)
+
+
+def duration_ns(what: str, value: object, ns_max: int, example: str) -> int:
+    """A length of time that a caller gave, as nanoseconds; anything longer counts as `ns_max`.
+
+    Raises ConfigError for what is not a number of seconds or a timedelta, or is negative.
+    """
+    ns = -1
+    if isinstance(value, timedelta):
+        ns = (value // timedelta(microseconds=1)) * 1_000
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        if value > ns_max // NS_PER_SECOND:
+            ns = ns_max
+        elif value >= 0:  # NaN is neither
+            ns = ns_from_seconds(value)
+    if ns < 0:
+        raise ConfigError(f"{what}={show(value)} is not a length of time; for example {example}")
+    return min(ns, ns_max)
 
 
 def seconds_from_ns(nanoseconds: int) -> float:
@@ -112,6 +139,6 @@ def seconds_from_ns(nanoseconds: int) -> float:
     short, and a caller who waited that long would be denied again. Rounds up, never down.
     """
     seconds = nanoseconds / NS_PER_SECOND
-    while round(seconds * NS_PER_SECOND) < nanoseconds:
+    while ns_from_seconds(seconds) < nanoseconds:
         seconds += abs(seconds) * 2.0**-52
     return seconds

@@ -24,6 +24,25 @@ if TYPE_CHECKING:
     from tollkeeper.model import Decision, Limit
 
 
+_SHOWN_CHARACTERS_MAX = 100
+
+
+def show(value: object) -> str:
+    """`value` for an error message: short, on one line, and whatever it is.
+
+    >>> show("x" * 1000)
+    "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx…xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx'"
+    """
+    try:
+        text = repr(value)
+    except Exception:  # a caller's object may raise anything, and so does a long int
+        return f"<a {type(value).__name__} that cannot be shown>"
+    if len(text) <= _SHOWN_CHARACTERS_MAX:
+        return text
+    half = _SHOWN_CHARACTERS_MAX // 2 - 1
+    return f"{text[:half]}…{text[-half:]}"
+
+
 class TollkeeperError(Exception):
     """The root: `except TollkeeperError` catches everything this package raises on purpose."""
 
@@ -69,8 +88,8 @@ class CapacityError(TollkeeperError):
         self.cost = cost
         self.limit = limit
         super().__init__(
-            f"a cost of {cost} can never fit {limit}, which holds {limit.capacity} at most; "
-            f"split the work, or raise the limit's capacity to at least {cost}"
+            f"a cost of {show(cost)} can never fit {limit}, which holds {limit.capacity} at most; "
+            f"split the work, or raise the limit's capacity to at least that"
         )
 
     def __reduce__(self) -> tuple[type[CapacityError], tuple[int, Limit]]:

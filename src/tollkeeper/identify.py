@@ -2,8 +2,8 @@
 
 A subject is the text that quotas are kept under. Two different keys must never share one, so the
 parts of a compound key are joined by a character that no part may contain: ("a/b", "c") and
-("a", "b/c") stay apart, and apart from every plain string. A caller who controls one part of a
-key cannot reach into another's.
+("a", "b/c") stay apart, and apart from every plain string. (A tuple of one part is that part.) A
+caller who controls one part of a key cannot reach into another's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from tollkeeper.errors import ConfigError, InvalidKey
+from tollkeeper.errors import ConfigError, InvalidKey, show
 from tollkeeper.model import Request
 
 KEY_LENGTH_MAX: Final = 512
@@ -58,7 +58,7 @@ def subject_of(key: Key) -> str:
 def _check_part(part: object, key: object) -> None:
     if not isinstance(part, str):
         raise InvalidKey(
-            f"the parts of a key are text; {part!r} is {type(part).__name__}; try {str(part)!r}"
+            f"the parts of a key are text; {show(part)} is {type(part).__name__}; write it as text"
         )
     if not part or len(part) > KEY_LENGTH_MAX:
         size = "is empty" if not part else f"has {len(part)} characters"
@@ -68,7 +68,7 @@ def _check_part(part: object, key: object) -> None:
         )
     if SEPARATOR in part:
         raise InvalidKey(
-            f"{key!r} holds the character U+001F, which keeps the parts of a key apart; "
+            f"{show(key)} holds the character U+001F, which keeps the parts of a key apart; "
             f"remove it from the identifier"
         )
     if not part.isascii():
@@ -76,7 +76,7 @@ def _check_part(part: object, key: object) -> None:
             part.encode()
         except UnicodeEncodeError:
             raise InvalidKey(
-                f"{key!a} holds half of a surrogate pair, which is not text; "
+                f"{show(key)!a} holds half of a surrogate pair, which is not text; "
                 f'decode the identifier with errors="replace" first'
             ) from None
 
@@ -100,11 +100,11 @@ def subject_of_request(request: Request, by: Sequence[str]) -> str:
 def check_by(by: Sequence[str]) -> tuple[str, ...]:
     """`by` as a tuple, or an error that shows a right one."""
     hint = 'for example by=["tenant", "user"]'
-    if isinstance(by, str) or not 1 <= len(by) <= PARTS_MAX:
-        raise ConfigError(f"by={by!r} is not a list of 1 to {PARTS_MAX} attribute names; {hint}")
-    if len(set(by)) != len(by):
-        raise ConfigError(f"by={by!r} names an attribute twice; {hint}")
+    if not isinstance(by, list | tuple) or not 1 <= len(by) <= PARTS_MAX:
+        raise ConfigError(f"by={show(by)} is not a list of 1 to {PARTS_MAX} names; {hint}")
     for name in by:
         if not isinstance(name, str) or not name.isidentifier():
-            raise ConfigError(f"by={by!r}: {name!r} is not an attribute name; {hint}")
+            raise ConfigError(f"by={show(by)}: {show(name)} is not an attribute name; {hint}")
+    if len(set(by)) != len(by):
+        raise ConfigError(f"by={show(by)} names an attribute twice; {hint}")
     return tuple(by)

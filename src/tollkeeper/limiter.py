@@ -1,36 +1,48 @@
 """THE PATH: identify → decide → answer, for one key and its limits.
 
-`_Path` sequences the stages; `Limiter` and `AsyncLimiter` are its two faces, with the same verbs.
+`Path` sequences the stages. `Limiter` and `AsyncLimiter` (in `limiter_async.py`) are its two faces,
+with the same verbs.
 """
 
 from __future__ import annotations
 
-import inspect
-import operator
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from functools import wraps
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import ParamSpec, Self, TypeVar, cast
 
 from tollkeeper import override
-from tollkeeper.clock import Clock, SystemClock, ns_from_seconds, seconds_from_ns
+from tollkeeper.arguments import (
+    CostSource,
+    KeySource,
+    Limits,
+    clock_of,
+    cost_of,
+    is_async,
+    key_of,
+    limits_of,
+    name_of,
+    units_of,
+)
+from tollkeeper.clock import Clock, duration_ns, seconds_from_ns
 from tollkeeper.decide.failure import FailurePolicy, check_policy, decision_on_failure
 from tollkeeper.decide.store import Store, StoreStats
 from tollkeeper.decide.stores import open_store
-from tollkeeper.errors import ConfigError, InvalidCost, LimitExceeded, StoreError
+from tollkeeper.errors import ConfigError, LimitExceeded, StoreError, show
 from tollkeeper.identify import Key, check_by, subject_of, subject_of_request
 from tollkeeper.model import WINDOW_NS_MAX, Decision, Limit, Request, check_name, decision_with
-from tollkeeper.rates import LIMITS_MAX, parse_limits
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Limits = str | Limit | Sequence[str | Limit]
-KeySource = Key | Callable[..., Key | Request] | None
-CostSource = int | Callable[..., int]
+Duration = float | timedelta
+
+# A longer timeout is as good as none, and would not fit a clock.
+_TIMEOUT_NS_MAX = 100 * WINDOW_NS_MAX
 
 
-class _Path:
+class Path:
     """What both limiters are: limits prepared on a store, and the order of the stages."""
 
     def __init__(
@@ -47,17 +59,21 @@ class _Path:
 
         `limits`      a rate string, a Limit, or several of either; all must pass.
         `store`       a URI, or a store that another limiter uses too.
-        `clock`       where time comes from; by default the system.
+        `clock`       where time comes from; by default the system. A store that is handed in
+                      decides by its own; this one is then for waiting.
         `name`        keeps limiters on one store apart, and names this one in its decisions.
         `by`          what a Request is counted by, for example ["tenant", "user"].
         `on_failure`  what to answer when the store cannot decide: open, closed or raise.
         """
         check_policy(on_failure)
         check_name("name", name)
-        self._clock = clock if clock is not None else SystemClock()
-        self._owns_store = isinstance(store, str)
-        self._store = open_store(store, self._clock) if isinstance(store, str) else store
-        self._gate = self._store.gate(_limits_of(limits), name)
+        self._clock = clock_of(clock)
+        self._owns_store = not hasattr(store, "gate")
+        # What is neither a store nor a URI is refused by open_store.
+        self._store = cast("Store", store)
+        if self._owns_store:
+            self._store = open_store(cast("str", store), self._clock)
+        self._gate = self._store.gate(limits_of(limits), name)
         self._name = name
         self._by = check_by(by) if by is not None else None
         self._on_failure = on_failure
@@ -91,7 +107,7 @@ class _Path:
     def _decide(
         self, verb: Callable[[str, int], Decision], key: Key | Request, cost: int
     ) -> Decision:
-        subject, cost = self._identify(key), _units_of(cost, "cost")
+        subject, cost = self._identify(key), units_of(cost, "cost")
         if override.limiting_off:
             limit = self._gate.limits[0]
             return Decision(True, limit, limit.capacity, rule=self._name)
@@ -111,43 +127,58 @@ class _Path:
         return subject_of_request(key, self._by)
 
     def _refund(self, key: Key | Request, cost: int) -> None:
-        self._gate.refund(self._identify(key), _units_of(cost, "cost"))
+        subject, cost = self._identify(key), units_of(cost, "cost")
+        if not override.limiting_off:
+            self._gate.refund(subject, cost)
 
-    def _grant(self, key: Key | Request, units: int, ttl: float | None) -> None:
-        ttl_ns = None if ttl is None else ns_from_seconds(ttl)
-        if ttl_ns is not None and not 0 < ttl_ns <= WINDOW_NS_MAX:
-            raise ConfigError(f"ttl={ttl!r} is not between 0 and 366 days; for example ttl=3600")
-        self._gate.grant(self._identify(key), _units_of(units, "units"), ttl_ns)
+    def _take_back(self, key: Key | Request, cost: int, decision: Decision) -> None:
+        """Undo an admission, if it was charged: a degraded one was not."""
+        if decision.allowed and not decision.degraded:
+            self._refund(key, cost)
+
+    def _grant(self, key: Key | Request, units: int, ttl: Duration | None) -> None:
+        ttl_ns = None
+        if ttl is not None:
+            ttl_ns = duration_ns("ttl", ttl, WINDOW_NS_MAX + 1, "ttl=3600 (seconds)")
+            if not 0 < ttl_ns <= WINDOW_NS_MAX:
+                raise ConfigError(
+                    f"ttl={show(ttl)} is not between 1 ns and 366 days; for example ttl=3600"
+                )
+        self._gate.grant(self._identify(key), units_of(units, "units"), ttl_ns)
 
     def _reset(self, key: Key | Request) -> None:
         self._gate.reset(self._identify(key))
 
-    def _time_left_ns(self, deadline_ns: int | None, pause_ns: int) -> int:
-        """What would be left of the deadline after a pause; negative when it does not fit."""
-        return 0 if deadline_ns is None else deadline_ns - self._clock.now_ns() - pause_ns
+    def _late_ns(self, decision: Decision, deadline_ns: int | None) -> int:
+        """By how much the pause that a decision asks for would overrun; 0 if it does not."""
+        pause = pause_ns(decision)
+        if deadline_ns is None or pause == 0:
+            return 0
+        return max(self._clock.now_ns() + pause - deadline_ns, 0)
 
-    def _deadline_ns(self, timeout: float | None) -> int | None:
+    def _deadline_ns(self, timeout: Duration | None) -> int | None:
         if timeout is None:
             return None
-        if not timeout >= 0:  # NaN too
-            raise ConfigError(f"timeout={timeout!r} is not a time to wait; for example timeout=5")
-        return self._clock.now_ns() + ns_from_seconds(min(timeout, _TIMEOUT_SECONDS_MAX))
+        return self._clock.now_ns() + duration_ns(
+            "timeout", timeout, _TIMEOUT_NS_MAX, "timeout=5 (seconds)"
+        )
 
     def _too_late(
         self, key: Key | Request, cost: int, decision: Decision, late_ns: int
     ) -> Decision:
         """An admission whose turn comes after the deadline is given back, and denied."""
-        if decision.allowed:
-            self._refund(key, cost)
-            decision = decision_with(decision, allowed=False, retry_after_ns=late_ns, delay_ns=0)
-        return decision
+        if not decision.allowed:
+            return decision
+        self._take_back(key, cost, decision)
+        look = self._decide(self._gate.peek, key, cost)
+        return decision_with(look, allowed=False, retry_after_ns=late_ns, delay_ns=0)
 
     def _close(self) -> None:
         if self._owns_store:
             self._store.close()
 
 
-class Limiter(_Path):
+class Limiter(Path):
     """Limits by key, for threads.
 
     >>> limiter = Limiter("2/minute")
@@ -176,10 +207,13 @@ class Limiter(_Path):
         return self._decide(self._gate.peek, key, cost)
 
     def refund(self, key: Key | Request, cost: int = 1) -> None:
-        """Give units back, never beyond an untouched quota. Raises StoreError."""
+        """Give units back, never beyond an untouched quota. Raises StoreError.
+
+        What was drawn from a grant is spent: only the limits themselves get units back.
+        """
         self._refund(key, cost)
 
-    def grant(self, key: Key | Request, units: int, ttl: float | None = None) -> None:
+    def grant(self, key: Key | Request, units: int, ttl: Duration | None = None) -> None:
         """Give extra units on top of every limit, for `ttl` seconds (by default one window).
 
         They are drawn on only when the limit itself has no room. Raises StoreError.
@@ -190,7 +224,7 @@ class Limiter(_Path):
         """Forget what the key spent and was granted. Raises StoreError."""
         self._reset(key)
 
-    def wait(self, key: Key | Request, cost: int = 1, timeout: float | None = None) -> Decision:
+    def wait(self, key: Key | Request, cost: int = 1, timeout: Duration | None = None) -> Decision:
         """Spend `cost` units, sleeping until they fit; at most `timeout` seconds in all.
 
         Answers at once, denied, when the wait would be longer than the timeout. A leaky bucket's
@@ -199,18 +233,20 @@ class Limiter(_Path):
         deadline_ns = self._deadline_ns(timeout)
         while True:
             decision = self.check(key, cost)
-            pause_ns = decision.delay_ns if decision.allowed else decision.retry_after_ns
-            left_ns = self._time_left_ns(deadline_ns, pause_ns)
-            if left_ns < 0:
-                return self._too_late(key, cost, decision, -left_ns)
-            if pause_ns:
-                self._clock.sleep(seconds_from_ns(pause_ns))
+            if late_ns := self._late_ns(decision, deadline_ns):
+                return self._too_late(key, cost, decision, late_ns)
+            self._sleep(key, cost, decision)
             if decision.allowed:
                 return decision_with(decision, delay_ns=0)
 
     @contextmanager
     def hold(
-        self, key: Key | Request, cost: int = 1, *, wait: float = 0, refund_on_error: bool = False
+        self,
+        key: Key | Request,
+        cost: int = 1,
+        *,
+        wait: Duration = 0,
+        refund_on_error: bool = False,
     ) -> Iterator[Decision]:
         """Spend on the way in; raise LimitExceeded instead of running the block when denied.
 
@@ -222,11 +258,11 @@ class Limiter(_Path):
             yield decision
         except BaseException:
             if refund_on_error:
-                self.refund(key, cost)
+                self._take_back(key, cost, decision)
             raise
 
     def limit(
-        self, key: KeySource = None, cost: CostSource = 1, *, wait: float = 0
+        self, key: KeySource = None, cost: CostSource = 1, *, wait: Duration = 0
     ) -> Callable[[Callable[P, R]], Callable[P, R]]:
         """Decorate a function: each call spends, and raises LimitExceeded when denied.
 
@@ -235,26 +271,35 @@ class Limiter(_Path):
         """
 
         def decorate(function: Callable[P, R]) -> Callable[P, R]:
-            if _is_async(function):
-                raise ConfigError(f"{_name_of(function)} is async; decorate it with AsyncLimiter")
+            if is_async(function):
+                raise ConfigError(f"{name_of(function)} is async; decorate it with AsyncLimiter")
 
             @wraps(function)
             def limited(*args: P.args, **kwargs: P.kwargs) -> R:
-                subject = _key_of(key, function, args, kwargs)
-                self._pass(subject, _cost_of(cost, args, kwargs), wait)
+                subject = key_of(key, function, args, kwargs)
+                self._pass(subject, cost_of(cost, args, kwargs), wait)
                 return function(*args, **kwargs)
 
             return limited
 
         return decorate
 
-    def _pass(self, key: Key | Request, cost: int, wait: float) -> Decision:
+    def _pass(self, key: Key | Request, cost: int, wait: Duration) -> Decision:
         decision = self.wait(key, cost, wait) if wait else self.check(key, cost)
         if not decision.allowed:
             raise LimitExceeded(decision)
-        if decision.delay_ns:
-            self._clock.sleep(decision.delay)
+        self._sleep(key, cost, decision)
         return decision
+
+    def _sleep(self, key: Key | Request, cost: int, decision: Decision) -> None:
+        """Sleep as a decision asks; whoever is interrupted in the queue leaves it."""
+        if not (pause := pause_ns(decision)):
+            return
+        try:
+            self._clock.sleep(seconds_from_ns(pause))
+        except BaseException:
+            self._take_back(key, cost, decision)
+            raise
 
     def close(self) -> None:
         """Close the store, if this limiter opened it."""
@@ -267,156 +312,6 @@ class Limiter(_Path):
         self.close()
 
 
-class AsyncLimiter(_Path):
-    """Limits by key, for asyncio: the verbs of Limiter, awaited. Never blocks the event loop.
-
-    >>> import asyncio
-    >>> async def main():
-    ...     limiter = AsyncLimiter("2/minute")
-    ...     return [bool(await limiter.check("user:42")) for _ in range(3)]
-    >>> asyncio.run(main())
-    [True, True, False]
-    """
-
-    async def check(self, key: Key | Request, cost: int = 1) -> Decision:
-        """Spend `cost` units if all limits have room; else spend nothing. See Limiter.check."""
-        return self._check(key, cost)
-
-    async def peek(self, key: Key | Request, cost: int = 1) -> Decision:
-        """What `check` would answer now. Spends nothing."""
-        return self._decide(self._gate.peek, key, cost)
-
-    async def refund(self, key: Key | Request, cost: int = 1) -> None:
-        """Give units back, never beyond an untouched quota. Raises StoreError."""
-        self._refund(key, cost)
-
-    async def grant(self, key: Key | Request, units: int, ttl: float | None = None) -> None:
-        """Give extra units for `ttl` seconds (by default one window). Raises StoreError."""
-        self._grant(key, units, ttl)
-
-    async def reset(self, key: Key | Request) -> None:
-        """Forget what the key spent and was granted. Raises StoreError."""
-        self._reset(key)
-
-    async def wait(
-        self, key: Key | Request, cost: int = 1, timeout: float | None = None
-    ) -> Decision:
-        """Spend `cost` units, sleeping until they fit. See Limiter.wait."""
-        deadline_ns = self._deadline_ns(timeout)
-        while True:
-            decision = await self.check(key, cost)
-            pause_ns = decision.delay_ns if decision.allowed else decision.retry_after_ns
-            left_ns = self._time_left_ns(deadline_ns, pause_ns)
-            if left_ns < 0:
-                return self._too_late(key, cost, decision, -left_ns)
-            if pause_ns:
-                await self._clock.sleep_async(seconds_from_ns(pause_ns))
-            if decision.allowed:
-                return decision_with(decision, delay_ns=0)
-
-    @asynccontextmanager
-    async def hold(
-        self, key: Key | Request, cost: int = 1, *, wait: float = 0, refund_on_error: bool = False
-    ) -> AsyncIterator[Decision]:
-        """Spend on the way in, or raise LimitExceeded. See Limiter.hold."""
-        decision = await self._pass(key, cost, wait)
-        try:
-            yield decision
-        except BaseException:
-            if refund_on_error:
-                await self.refund(key, cost)
-            raise
-
-    def limit(
-        self, key: KeySource = None, cost: CostSource = 1, *, wait: float = 0
-    ) -> Callable[[Callable[P, Awaitable[R]]], Callable[P, Awaitable[R]]]:
-        """Decorate an async function: each call spends, or raises LimitExceeded."""
-
-        def decorate(function: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
-            if not _is_async(function):
-                raise ConfigError(f"{_name_of(function)} is not async; decorate it with Limiter")
-
-            @wraps(function)
-            async def limited(*args: P.args, **kwargs: P.kwargs) -> R:
-                subject = _key_of(key, function, args, kwargs)
-                await self._pass(subject, _cost_of(cost, args, kwargs), wait)
-                return await function(*args, **kwargs)
-
-            return limited
-
-        return decorate
-
-    async def _pass(self, key: Key | Request, cost: int, wait: float) -> Decision:
-        decision = await (self.wait(key, cost, wait) if wait else self.check(key, cost))
-        if not decision.allowed:
-            raise LimitExceeded(decision)
-        if decision.delay_ns:
-            await self._clock.sleep_async(decision.delay)
-        return decision
-
-    async def close(self) -> None:
-        """Close the store, if this limiter opened it."""
-        self._close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.close()
-
-
-# A longer timeout is as good as none, and would not fit a clock.
-_TIMEOUT_SECONDS_MAX = 100 * 366 * 86_400
-
-
-def _limits_of(limits: Limits) -> tuple[Limit, ...]:
-    given = [limits] if isinstance(limits, str | Limit) else limits
-    found: list[Limit] = []
-    for item in given:
-        found.extend((item,) if isinstance(item, Limit) else parse_limits(item))
-    if not 1 <= len(found) <= LIMITS_MAX:
-        raise ConfigError(
-            f"a limiter has 1 to {LIMITS_MAX} limits, not {len(found)}; "
-            f'for example Limiter("10/second; 1000/hour")'
-        )
-    by_identity: dict[str, Limit] = {}
-    for limit in found:
-        other = by_identity.setdefault(limit.identity, limit)
-        if other is not limit:
-            raise ConfigError(
-                f"{other!r} and {limit!r} would share one count: give each a name of its own, "
-                f"for example {Limit(limit.limit, limit.per, name='second')!r}, or drop one"
-            )
-    return tuple(found)
-
-
-def _units_of(units: int, what: str) -> int:
-    if type(units) is int and units >= 0:
-        return units
-    try:
-        whole = operator.index(units)
-    except TypeError:
-        whole = -1
-    if isinstance(units, bool) or whole < 0:
-        raise InvalidCost(f"{what}={units!r} is not a whole number from 0 up; for example {what}=1")
-    return whole
-
-
-def _is_async(function: Callable[..., object]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
-
-
-def _name_of(function: Callable[..., object]) -> str:
-    return f"{function.__module__}.{function.__qualname__}"
-
-
-def _key_of(
-    key: KeySource, function: Callable[..., object], args: Any, kwargs: Any
-) -> Key | Request:
-    if key is None:
-        return _name_of(function)
-    return key(*args, **kwargs) if callable(key) else key
-
-
-def _cost_of(cost: CostSource, args: Any, kwargs: Any) -> int:
-    return cost(*args, **kwargs) if callable(cost) else cost
+def pause_ns(decision: Decision) -> int:
+    """How long to sleep: until the turn comes, or until it is worth asking again."""
+    return decision.delay_ns if decision.allowed else decision.retry_after_ns

@@ -13,8 +13,8 @@ from datetime import timedelta
 from math import gcd
 from typing import Any, Final, Literal, get_args
 
-from tollkeeper.clock import NS_PER_SECOND, ns_from_seconds, seconds_from_ns
-from tollkeeper.errors import ConfigError
+from tollkeeper.clock import NS_PER_SECOND, duration_ns, seconds_from_ns
+from tollkeeper.errors import ConfigError, show
 
 AlgorithmName = Literal[
     "token_bucket",
@@ -42,6 +42,7 @@ WINDOW_NS_MIN: Final = 1_000_000
 WINDOW_NS_MAX: Final = 366 * 86_400 * NS_PER_SECOND
 # Redis tells the time in microseconds; a window in whole ones is the same length everywhere.
 WINDOW_NS_STEP: Final = 1_000
+WINDOW_NS_OFF_MAX: Final = 5
 # An empty bucket is full again within a century, so that every time fits 64 bits.
 REFILL_NS_MAX: Final = 100 * WINDOW_NS_MAX
 NAME_LENGTH_MAX: Final = 128
@@ -83,9 +84,9 @@ class Limit:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        if self.algorithm not in ALGORITHM_NAMES:
+        if not isinstance(self.algorithm, str) or self.algorithm not in ALGORITHM_NAMES:
             raise ConfigError(
-                f"algorithm={self.algorithm!r} is not known; "
+                f"algorithm={show(self.algorithm)} is not known; "
                 f"choose one of {', '.join(ALGORITHM_NAMES)}"
             )
         units_max = LOG_UNITS_MAX if self.algorithm == "sliding_window_log" else UNITS_MAX
@@ -97,6 +98,7 @@ class Limit:
         put("per", _plain_seconds(self.window_ns))
         self._check_bucket_fields()
         put("capacity", self.capacity or self.limit + self.burst)
+        put("burst", max(self.capacity - self.limit, 0))
         _check_units("capacity (limit + burst)", self.capacity, 1, UNITS_MAX)
         common = gcd(self.limit * MICROS_PER_UNIT, self.window_ns)
         put("micros_numerator", self.limit * MICROS_PER_UNIT // common)
@@ -151,7 +153,8 @@ def _check_units(what: str, value: object, low: int, high: int) -> None:
     # bool is an int to Python and a mistake here.
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ConfigError(
-            f"{what}={value!r} is not a whole number from {low:,} to {high:,}; for example {what}=5"
+            f"{what}={show(value)} is not a whole number from {low:,} to {high:,}; "
+            f"for example {what}=5"
         )
 
 
@@ -159,25 +162,26 @@ def check_name(what: str, value: object) -> None:
     """Refuse a name that could not be shown, or not be kept."""
     if not isinstance(value, str) or len(value) > NAME_LENGTH_MAX or not value.isprintable():
         raise ConfigError(
-            f"{what}={value!r} is not printable text of at most {NAME_LENGTH_MAX} characters; "
+            f"{what}={show(value)} is not printable text of at most {NAME_LENGTH_MAX} characters; "
             f'for example {what}="login"'
         )
 
 
 def _window_ns(per: object) -> int:
     """`per` as nanoseconds, or an error that shows a right one."""
-    hint = "for example per=60 (seconds) or per=timedelta(hours=1)"
-    if isinstance(per, timedelta):
-        window_ns = (per // timedelta(microseconds=1)) * 1_000
-    elif isinstance(per, int | float) and not isinstance(per, bool) and abs(per) < REFILL_NS_MAX:
-        window_ns = ns_from_seconds(per)
-    else:
-        raise ConfigError(f"per={per!r} is not a length of time; {hint}")
+    example = "per=60 (seconds) or per=timedelta(hours=1)"
+    window_ns = duration_ns("per", per, WINDOW_NS_MAX + 1, example)
     if not WINDOW_NS_MIN <= window_ns <= WINDOW_NS_MAX:
-        raise ConfigError(f"per={per!r} is not between 1 ms and 366 days; {hint}")
-    if window_ns % WINDOW_NS_STEP:
-        raise ConfigError(f"per={per!r} is not a whole number of microseconds; {hint}")
-    return window_ns
+        raise ConfigError(
+            f"per={show(per)} is not between 1 ms and 366 days; for example {example}"
+        )
+    # A float of many seconds is a few nanoseconds off the microseconds it stands for.
+    off_ns = (window_ns + WINDOW_NS_STEP // 2) % WINDOW_NS_STEP - WINDOW_NS_STEP // 2
+    if abs(off_ns) > WINDOW_NS_OFF_MAX:
+        raise ConfigError(
+            f"per={show(per)} is not a whole number of microseconds; for example {example}"
+        )
+    return window_ns - off_ns
 
 
 def _plain_seconds(nanoseconds: int) -> float:
@@ -201,7 +205,14 @@ class Request:
     tier: str | None = None
     endpoint: str | None = None
     method: str | None = None
-    attributes: Mapping[str, str] = field(default_factory=dict)
+    attributes: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.attributes, Mapping):
+            raise ConfigError(
+                f"attributes={show(self.attributes)} is not a mapping; "
+                f'for example attributes={{"region": "eu"}}'
+            )
 
 
 class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines can register

@@ -1,7 +1,7 @@
 """Rate strings: `100/minute`, `5 per 30s`, `1000/hour burst 200`, `100/day; 10/second`.
 
     rates  = rate *( ";" rate )
-    rate   = count ( "/" | "per" ) [ number ] unit *( ( "burst" | "capacity" ) count )
+    rate   = count ( "/" | "per" ) [ number ] unit [ "burst" count ] [ "capacity" count ]
     count  = digits, with "_" between them if you like
     number = count, or a decimal such as 1.5
 
@@ -13,11 +13,12 @@ since a limiter counts time and not calendars.
 from __future__ import annotations
 
 import re
-from decimal import Decimal
+from datetime import timedelta
+from fractions import Fraction
 from typing import Final, NoReturn
 
 from tollkeeper.clock import NS_PER_SECOND
-from tollkeeper.errors import ConfigError, RateSyntaxError
+from tollkeeper.errors import ConfigError, RateSyntaxError, show
 from tollkeeper.model import (
     UNITS_MAX,
     WINDOW_NS_MAX,
@@ -82,7 +83,7 @@ class _Parser:
 
     def __init__(self, text: str, algorithm: AlgorithmName) -> None:
         if not isinstance(text, str):
-            raise ConfigError(f"a rate is text such as {EXAMPLE}; got {text!r}")
+            raise ConfigError(f"a rate is text such as {EXAMPLE}; got {show(text)}")
         if len(text) > TEXT_LENGTH_MAX:
             raise ConfigError(f"a rate string has at most {TEXT_LENGTH_MAX} characters")
         self._text = text
@@ -111,7 +112,7 @@ class _Parser:
         try:
             return Limit(
                 count,
-                window_ns / NS_PER_SECOND,
+                timedelta(microseconds=window_ns // WINDOW_NS_STEP),
                 algorithm=self._algorithm,
                 burst=burst,
                 capacity=capacity,
@@ -122,9 +123,9 @@ class _Parser:
     def _window_ns(self) -> int:
         start = self._position
         match = _TOKEN.match(self._text, start)
-        number = Decimal(1)
+        number = Fraction(1)
         if match and match["number"]:
-            number = Decimal(self._bounded_digits(match["number"]))
+            number = Fraction(self._bounded_digits(match["number"]).replace("_", ""))
             self._advance(match.end())
         unit_ns = self._unit_ns()
         window_ns = number * unit_ns

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Final, Literal, get_args
 
 from tollkeeper.clock import NS_PER_SECOND
-from tollkeeper.errors import ConfigError, StoreError
+from tollkeeper.errors import ConfigError, StoreError, show
 from tollkeeper.model import Decision, Limit
 
 FailurePolicy = Literal["open", "closed", "raise"]
@@ -24,9 +24,9 @@ RETRY_AFTER_NS: Final = NS_PER_SECOND
 
 def check_policy(policy: str) -> None:
     """Refuse a policy that does not exist."""
-    if policy not in FAILURE_POLICIES:
+    if not isinstance(policy, str) or policy not in FAILURE_POLICIES:
         raise ConfigError(
-            f"on_failure={policy!r} is not known; choose one of {', '.join(FAILURE_POLICIES)}"
+            f"on_failure={show(policy)} is not known; choose one of {', '.join(FAILURE_POLICIES)}"
         )
 
 

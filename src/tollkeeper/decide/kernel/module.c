@@ -16,7 +16,7 @@ static const int64_t LOCK_WAIT_NS = 1000000000;
 enum { KEY_LENGTH_MAX = 512, SEPARATOR = 0x1f };
 
 static PyObject *error_capacity, *error_full, *error_timeout, *error_unavailable, *error_config;
-static PyObject *decision_repr, *decision_fields, *python_decision;
+static PyObject *decision_repr, *decision_fields, *python_decision, *seconds_from_ns;
 static int bypass; /* a test has replaced the clock or switched limiting off */
 
 /* ---- Decision -------------------------------------------------------------------------------- */
@@ -100,12 +100,21 @@ static PyObject *get_integer(decision_object *self, void *offset)
     return PyLong_FromLongLong(*(int64_t *)((char *)self + (size_t)offset));
 }
 
-/* As clock.seconds_from_ns: never rounded down. */
+static int64_t ns_from_seconds(double seconds)
+{
+    int64_t whole = (int64_t)seconds;
+    return whole * 1000000000 + (int64_t)nearbyint((seconds - (double)whole) * 1e9);
+}
+
+/* As clock.seconds_from_ns: never rounded down. Beyond 2**53 the nanoseconds do not fit a double,
+ * and Python is asked, whose division is of the exact number. */
 static PyObject *get_seconds(decision_object *self, void *offset)
 {
     int64_t ns = *(int64_t *)((char *)self + (size_t)offset);
+    if (ns > (int64_t)1 << 53)
+        return PyObject_CallFunction(seconds_from_ns, "L", (long long)ns);
     double seconds = (double)ns / 1e9;
-    while (nearbyint(seconds * 1e9) < (double)ns)
+    while (ns_from_seconds(seconds) < ns)
         seconds += fabs(seconds) * 0x1p-52;
     return PyFloat_FromDouble(seconds);
 }
@@ -766,8 +775,10 @@ PyMODINIT_FUNC PyInit__kernel(void)
                                          "StoreUnavailable", "ConfigError", NULL};
     static PyObject **error_places[] = {&error_capacity, &error_full, &error_timeout,
                                         &error_unavailable, &error_config};
-    static const char *const models[] = {"decision_repr", "decision_fields", "Decision", NULL};
-    static PyObject **model_places[] = {&decision_repr, &decision_fields, &python_decision};
+    static const char *const models[] = {"decision_repr", "decision_fields", "Decision",
+                                         "seconds_from_ns", NULL};
+    static PyObject **model_places[] = {&decision_repr, &decision_fields, &python_decision,
+                                        &seconds_from_ns};
     if (!import_names("tollkeeper.errors", errors, error_places) ||
         !import_names("tollkeeper.model", models, model_places))
         return NULL;

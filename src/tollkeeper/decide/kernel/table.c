@@ -700,8 +700,10 @@ tk_status tk_give_back(tk_table *table, tk_hash subject, const tk_limit *limits,
             p.after.value = log_value(p.block, &p.after.ring);
         if (is_log && p.before.present && !p.after.present)
             claim.freed[claim.freed_count++] = p.block;
+        tk_state unchanged;
+        tk_decide(p.limit, &p.after, now_ns, 0, &p.outcome, &unchanged);
         if (p.after.present || p.credit_left > 0)
-            journal_part(segment, &writes, &p, now_ns, expiry_of(table, segment, p.slot));
+            journal_part(segment, &writes, &p, now_ns, now_ns + p.outcome.reset_after_ns);
         else
             journal(segment, &writes, p.slot, 0, 0, 0);
     }

@@ -20,7 +20,7 @@ from tollkeeper.clock import Clock
 from tollkeeper.decide import kernel
 from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores.memory import STATES_MAX_DEFAULT, PythonMemoryStore
-from tollkeeper.errors import ConfigError, StoreUnavailable
+from tollkeeper.errors import ConfigError, StoreUnavailable, show
 
 CAPACITY_MAX: Final = 1_000_000_000
 # Longer numbers are refused unread: int() of a million digits takes seconds.
@@ -30,7 +30,7 @@ _DIGITS_MAX: Final = 12
 def open_store(uri: str, clock: Clock) -> Store:
     """The store that a URI names. Raises ConfigError, or StoreUnavailable if it cannot be had."""
     if not isinstance(uri, str):
-        raise ConfigError(f'store={uri!r} is not a URI or a store; try store="memory://"')
+        raise ConfigError(f'store={show(uri)} is not a URI or a store; try store="memory://"')
     try:
         parts = urlsplit(uri)
     except ValueError as error:

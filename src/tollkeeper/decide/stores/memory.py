@@ -29,7 +29,7 @@ from tollkeeper.decide.busiest import Busiest
 from tollkeeper.decide.combine import combine
 from tollkeeper.decide.credit import Credit
 from tollkeeper.decide.store import StoreStats
-from tollkeeper.errors import StoreFull
+from tollkeeper.errors import StoreFull, StoreUnavailable
 from tollkeeper.model import Decision, Limit
 
 STATES_MAX_DEFAULT: Final = 1_000_000
@@ -52,7 +52,7 @@ class _Table:
         self.expiries: list[tuple[int, str]] = []
 
     def insert(self, subject: str, entry: Entry) -> None:
-        """Add a subject that has no entry yet."""
+        """Add an entry whose expiry the heap does not know yet."""
         self.entries[subject] = entry
         if len(self.expiries) < 2 * len(self.entries) + _LEFT_OVER_ITEMS_MIN:
             heappush(self.expiries, (entry[1], subject))
@@ -87,6 +87,7 @@ class PythonMemoryStore:
         self._states = 0
         self._expired = 0
         self._refused = 0
+        self._closed = False
         self.checks = Busiest()
         self._tables: dict[tuple[str, str], _Table] = {}
         self._lock = threading.Lock()
@@ -121,12 +122,17 @@ class PythonMemoryStore:
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             for table in self._tables.values():
                 table.entries.clear()
                 table.expiries.clear()
             self._states = 0
 
     # Below: called by gates, with the lock held.
+
+    def require_open(self) -> None:
+        if self._closed:
+            raise StoreUnavailable("the store is closed; open another one")
 
     def reserve(self, tables: Sequence[_Table], subject: str, now_ns: int) -> None:
         """Make sure that `subject` can have an entry in each of the tables."""
@@ -140,6 +146,8 @@ class PythonMemoryStore:
         if self._states + wanted <= self._states_max:
             return
         self._reclaim_all(now_ns)
+        # Counted again: entries of this very subject may have been among the expired.
+        wanted = sum(subject not in table.entries for table in tables)
         if self._states + wanted > self._states_max:
             self._refused += 1
             raise StoreFull(
@@ -149,11 +157,14 @@ class PythonMemoryStore:
 
     def write(self, table: _Table, subject: str, entry: Entry) -> None:
         """Put an entry that `reserve` made room for."""
-        if subject in table.entries:
-            table.entries[subject] = entry
-        else:
+        before = table.entries.get(subject)
+        if before is None:
             self._states += 1
             table.insert(subject, entry)
+        elif entry[1] < before[1]:  # a changed limit, or a refund: to be noticed in time
+            table.insert(subject, entry)
+        else:
+            table.entries[subject] = entry
 
     def drop(self, table: _Table, subject: str) -> None:
         """Forget a subject; its place in the heap goes when it comes up."""
@@ -203,6 +214,7 @@ class MemoryGate:
         if len(self._parts) == 1:
             return self._check_one(subject, cost, now_ns)
         with self._lock:
+            self._store.require_open()
             self._store.checks.note(subject)
             outcomes, entries = self._decide(subject, cost, now_ns)
             if cost and all(outcome.allowed for outcome in outcomes):
@@ -215,6 +227,7 @@ class MemoryGate:
         """`check` for the usual case of one limit, in half the time."""
         limit, algorithm, table = self._parts[0]
         with self._lock:
+            self._store.require_open()
             self._store.checks.note(subject)
             entry = table.entries.get(subject)
             state, _, credit = entry or _ABSENT
@@ -231,7 +244,7 @@ class MemoryGate:
                 expires_ns = now_ns + reset_ns
                 if credit is not None and credit[1] > expires_ns:
                     expires_ns = credit[1]
-                if entry is None:
+                if entry is None or expires_ns < entry[1]:
                     self._store.write(table, subject, (after, expires_ns, credit))
                 else:
                     table.entries[subject] = (after, expires_ns, credit)
@@ -252,12 +265,14 @@ class MemoryGate:
                 entry = table.entries.get(subject)
                 if entry is None:
                     continue
-                state, expires_ns, credit = entry
+                state, _, credit = entry
                 state = algorithm.refund(state, limit, now_ns, units)
                 if state is None and credit is None:
                     self._store.drop(table, subject)
-                else:
-                    self._store.write(table, subject, (state, expires_ns, credit))
+                    continue
+                _, look = algorithm.decide(state, limit, now_ns, 0)
+                expires_ns = max(now_ns + look.reset_after_ns, credit[1] if credit else 0)
+                self._store.write(table, subject, (state, expires_ns, credit))
 
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
         if units == 0:
