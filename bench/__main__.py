@@ -5,19 +5,31 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from bench.engines import OURS, Engine
+from bench.engines import OURS
 from bench.measure import FULL, QUICK, SCENES, Effort, Scene, measure
-from bench.report import Result, as_json, header, heading, machine, summary, table
+from tollkeeper.decide import kernel
 from tollkeeper.model import ALGORITHM_NAMES, AlgorithmName
 
 try:
     from bench.memory import bytes_per_key
     from bench.peers import PEERS
+    from bench.processes import Throughput, measure_processes
+    from bench.report import (
+        Result,
+        as_json,
+        header,
+        heading,
+        machine,
+        summary,
+        table,
+        throughput_table,
+    )
 except ModuleNotFoundError as missing:
     sys.exit(f"{missing.name} is not installed; `make bench` does that, or: pip install '.[bench]'")
+
+PROCESSES = "processes"
 
 
 def main() -> None:
@@ -26,30 +38,26 @@ def main() -> None:
     effort = QUICK if options.quick else FULL
     found = machine()
     print(header(effort, found), flush=True)
-    results: list[Result] = []
-    for algorithm in ALGORITHM_NAMES:
-        wanted = [scene for scene in SCENES if _wanted(options.only, algorithm, scene)]
-        if wanted:
-            print(heading(algorithm), flush=True)
-        for scene in wanted:
-            _progress(f"measuring {algorithm}, {scene.name} …")
-            result = _result(scene, algorithm, effort, memory=not options.no_memory)
-            _progress("")
-            print(table(result), flush=True)
-            results.append(result)
-    if not results:
+    results = _run_scenes(options, effort)
+    throughputs = _run_processes(options, effort) if kernel.BUILT else []
+    if not results and not throughputs:
         sys.exit(f"nothing is called {' '.join(options.only)}; see --help")
-    print(summary(results))
+    if throughputs:
+        print(throughput_table(throughputs, results))
+    if results:
+        print(summary(results))
     if options.json:
-        options.json.write_text(json.dumps(as_json(results, effort, found), indent=2) + "\n")
+        written = as_json(results, throughputs, effort, found)
+        options.json.write_text(json.dumps(written, indent=2) + "\n")
 
 
 def _options() -> argparse.Namespace:
+    works = [*(scene.name for scene in SCENES), PROCESSES]
     parser = argparse.ArgumentParser(
         prog="python -m bench",
-        description="Tollkeeper beside limits and throttled-py, in process, on the same work.",
-        epilog=f"algorithms: {', '.join(ALGORITHM_NAMES)}; "
-        f"works: {', '.join(repr(scene.name) for scene in SCENES)}",
+        description="Tollkeeper beside limits and throttled-py, in process, on the same work; "
+        "and its shared store from several processes.",
+        epilog=f"algorithms: {', '.join(ALGORITHM_NAMES)}; works: {', '.join(map(repr, works))}",
     )
     parser.add_argument("--quick", action="store_true", help="fewer rounds: a look, not a number")
     parser.add_argument(
@@ -64,13 +72,42 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _wanted(words: Sequence[str], algorithm: str, scene: Scene) -> bool:
-    name = f"{algorithm} {scene.name}"
-    return all(word in name for word in words)
+def _run_scenes(options: argparse.Namespace, effort: Effort) -> list[Result]:
+    results: list[Result] = []
+    for algorithm in ALGORITHM_NAMES:
+        wanted = [scene for scene in SCENES if _wanted(options, algorithm, scene.name)]
+        if wanted:
+            print(heading(algorithm), flush=True)
+        for scene in wanted:
+            _progress(f"measuring {algorithm}, {scene.name} …")
+            result = _result(scene, algorithm, effort, memory=not options.no_memory)
+            _progress("")
+            print(table(result), flush=True)
+            results.append(result)
+    return results
+
+
+def _run_processes(options: argparse.Namespace, effort: Effort) -> list[Throughput]:
+    throughputs: list[Throughput] = []
+    for algorithm in ALGORITHM_NAMES:
+        if _wanted(options, algorithm, PROCESSES):
+            _progress(f"measuring {algorithm}, several processes …")
+            throughputs += measure_processes(algorithm, effort)
+            _progress("")
+    return throughputs
+
+
+def _wanted(options: argparse.Namespace, algorithm: str, work: str) -> bool:
+    name = f"{algorithm} {work}"
+    return all(word in name for word in options.only)
 
 
 def _result(scene: Scene, algorithm: AlgorithmName, effort: Effort, *, memory: bool) -> Result:
-    engines: list[Engine] = [engine for engine in (*OURS, *PEERS) if algorithm in engine.algorithms]
+    engines = [
+        engine
+        for engine in (*OURS, *PEERS)
+        if algorithm in engine.algorithms and scene.keys <= engine.keys_most
+    ]
     rows = measure(scene, algorithm, engines, effort)
     for row in rows:
         # One key tells nothing, and a peer keeps the same whether its answer is read or not.

@@ -1,20 +1,28 @@
 """What is measured: engines, each a name and a way to open it.
 
-An engine opened at a rate is a *session*: a callable of a key, and how to read its answer. To
-measure another engine (the C kernel, shared memory), add it to OURS; the first one listed there
-that is present is what every ratio is against. Peers are in `peers.py`.
+An engine opened at a rate is a *session*: a callable of a key, and how to read its answer. Ours are
+listed with what `Limiter` takes by default first; ratios are against the first. Peers are in
+`peers.py`.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from tollkeeper import Limit, Limiter
 from tollkeeper.clock import SystemClock
+from tollkeeper.decide import kernel
 from tollkeeper.decide.stores.memory import PythonMemoryStore
 from tollkeeper.model import ALGORITHM_NAMES, AlgorithmName
+
+# Room for logs: 1,000,000 keys of a block each, or a hot key with 200,000 entries.
+LOG_BYTES: Final = 128_000_000
+# Where a shared store would be in production: memory, not a disk.
+_TMPFS: Final = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +34,11 @@ class Rate:
     per_seconds: int
     keys_max: int
     """Room for so many keys, for engines that have to be told."""
+
+    @property
+    def limit_value(self) -> Limit:
+        """As tollkeeper says it."""
+        return Limit(self.limit, per=self.per_seconds, algorithm=self.algorithm)
 
 
 def _nothing() -> None:
@@ -42,6 +55,7 @@ class Session:
     """Was the answer yes? Never timed; shows that the work was the work we think it was."""
     rest: Callable[[], None] = _nothing
     """Wait until nothing of this engine runs in the background, so that others are not slowed."""
+    close: Callable[[], None] = _nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +68,53 @@ class Engine:
     ours: bool = False
     full_answer: bool = True
     """False: it says yes or no, and remaining and reset would be another call."""
+    keys_most: int = 100_000
+    """Works with more keys than this are not measured with it: they would take minutes."""
 
 
 def _open_python(rate: Rate) -> Session:
-    limit = Limit(rate.limit, per=rate.per_seconds, algorithm=rate.algorithm)
     store = PythonMemoryStore(SystemClock(), states_max=rate.keys_max)
-    return Session(check=Limiter(limit, store=store).check, allowed=bool)
+    limiter = Limiter(rate.limit_value, store=store, on_failure="raise")
+    return Session(limiter.check, allowed=bool, close=store.close)
 
 
-OURS: Final = (Engine("tollkeeper python", _open_python, ours=True),)
+def _open_kernel(rate: Rate) -> Session:
+    uri = f"memory://?capacity={rate.keys_max}{_log_option(rate)}"
+    limiter = Limiter(rate.limit_value, store=uri, on_failure="raise")
+    return Session(limiter.check, allowed=bool, close=limiter.close)
+
+
+def _open_shared(rate: Rate) -> Session:
+    folder = shared_folder()
+    limiter = Limiter(rate.limit_value, store=shared_uri(folder.name, rate), on_failure="raise")
+
+    def close() -> None:
+        limiter.close()
+        folder.cleanup()
+
+    return Session(limiter.check, allowed=bool, close=close)
+
+
+def shared_folder() -> tempfile.TemporaryDirectory[str]:
+    """A place for a shared store's file, in memory where the system has such a place."""
+    parent = _TMPFS if _TMPFS.is_dir() else None
+    return tempfile.TemporaryDirectory(prefix="tollkeeper-bench-", dir=parent)
+
+
+def shared_uri(folder: str, rate: Rate) -> str:
+    """The store of a file in that folder."""
+    return f"shared://{folder}/limits?capacity={rate.keys_max}{_log_option(rate)}"
+
+
+def _log_option(rate: Rate) -> str:
+    return f"&log_bytes={LOG_BYTES}" if rate.algorithm == "sliding_window_log" else ""
+
+
+_KERNEL: Final = (
+    Engine("tollkeeper kernel", _open_kernel, ours=True, keys_most=1_000_000),
+    Engine("tollkeeper shared", _open_shared, ours=True, keys_most=1_000_000),
+)
+OURS: Final = (
+    *(_KERNEL if kernel.BUILT else ()),
+    Engine("tollkeeper python", _open_python, ours=True),
+)

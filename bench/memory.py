@@ -46,6 +46,7 @@ def _send_growth(
     before = _resident_bytes()
     fill(session, keys)
     sender.send(_resident_bytes() - before)
+    session.close()
 
 
 def _resident_bytes() -> int:

@@ -60,8 +60,9 @@ def _open_throttled(rate: Rate, *, types: dict[AlgorithmName, str], full_answer:
         quota=throttled.per_duration(
             timedelta(seconds=rate.per_seconds), rate.limit, burst=rate.limit
         ),
-        # It holds 1,024 keys unless told otherwise, and forgets the least recently used.
-        store=throttled.MemoryStore(options={"MAX_SIZE": rate.keys_max}),
+        # It holds 1,024 entries unless told otherwise, and forgets the least recently used. Its
+        # windows take two entries a key.
+        store=throttled.MemoryStore(options={"MAX_SIZE": 2 * rate.keys_max}),
     )
     limit = limiter.limit
 

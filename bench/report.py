@@ -6,17 +6,18 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-from bench.measure import Effort, Row, Scene
+from bench.measure import SCENES, Effort, Row, Scene
+from bench.processes import Throughput
 from tollkeeper.model import AlgorithmName
 
 # The load average, in processors at work, from which on others get in the way.
 BUSY_LOAD: Final = 0.8
-_WIDTHS: Final = (24, 34, 9, 9, 8, 10)
+_WIDTHS: Final = (16, 34, 9, 9, 8, 10)
 _HEADINGS: Final = ("work", "engine", "p50 ns", "p99 ns", "ratio", "bytes/key")
 
 
@@ -66,7 +67,7 @@ def header(effort: Effort, found: dict[str, Any]) -> str:
         f"{facts}\n{busy if found['load'] > BUSY_LOAD else ''}"
         f"{effort.rounds} rounds, engines taking turns; p50: median of {effort.batches} batches of "
         f"{effort.batch_calls:,} calls; p99: of {effort.sampled_calls:,} calls timed singly\n"
-        f"ratio: this row's p50 / tollkeeper's, so above 1 tollkeeper is faster; "
+        f"ratio: this row's p50 / the first row's, so above 1 the first is faster; "
         f"bytes/key: growth of the resident set of a fresh process"
     )
 
@@ -105,34 +106,71 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """The least and the greatest ratio against each peer, and where tollkeeper is behind."""
-    spans: dict[str, list[float]] = {}
-    behind = []
-    for result in results:
-        for row in result.rows:
-            if row.engine.ours:
-                continue
-            ratio = row.ratio_to(result.reference)
-            spans.setdefault(row.engine.name, []).append(ratio)
-            if ratio < 1:
-                behind.append(
-                    f"  {result.algorithm}, {result.scene.name}: {row.engine.name} {ratio:.2f}"
-                )
-    lines = ["\nsummary: p50 against tollkeeper's, least to greatest over all works"]
-    lines += [
-        f"  {name:{_WIDTHS[1]}}  {min(ratios):6.2f} to {max(ratios):6.2f}"
-        for name, ratios in spans.items()
-    ]
-    lines += ["behind a peer:", *behind] if behind else ["behind a peer: nowhere"]
+    """How many times as long each peer takes as each of ours, and where one of ours is behind."""
+    lines = ["\nsummary: a peer's p50 / ours, least to greatest over all works"]
+    for ours in _names(results, ours=True):
+        for peer in _names(results, ours=False):
+            ratios = _ratios(results, peer, ours)
+            if ratios:
+                least, greatest = min(ratios.values()), max(ratios.values())
+                pair = f"{peer} / {ours}"
+                lines.append(f"  {pair:56}  {least:6.2f} to {greatest:6.2f}")
+            lines += [
+                f"    behind it: {work} {ratio:.2f}" for work, ratio in ratios.items() if ratio < 1
+            ]
     return "\n".join(lines)
 
 
-def as_json(results: Sequence[Result], effort: Effort, found: dict[str, Any]) -> dict[str, Any]:
+def _names(results: Sequence[Result], *, ours: bool) -> list[str]:
+    rows = [row for result in results for row in result.rows]
+    return list(dict.fromkeys(row.engine.name for row in rows if row.engine.ours is ours))
+
+
+def _ratios(results: Sequence[Result], peer: str, ours: str) -> dict[str, float]:
+    """The ratio of two engines in each work that both of them did."""
+    ratios = {}
+    for result in results:
+        rows = {row.engine.name: row for row in result.rows}
+        if peer in rows and ours in rows:
+            work = f"{result.algorithm}, {result.scene.name}"
+            ratios[work] = rows[peer].ratio_to(rows[ours])
+    return ratios
+
+
+def throughput_table(found: Sequence[Throughput], results: Sequence[Result]) -> str:
+    """Several processes on one key, beside what a peer does in one."""
+    lines = [
+        "\none hot key in shared memory, against a peer's full answer in one process",
+        f"{'algorithm':24}  processes  checks/s in all  ratio",
+        f"{'-' * 24}  ---------  ---------------  -----",
+    ]
+    for each in found:
+        ratios = [
+            f"{row.p50 * each.checks_per_second / 1e9:.1f} × {row.engine.name}"
+            for result in results
+            if result.algorithm == each.algorithm and result.scene is SCENES[0]
+            for row in result.rows
+            if not row.engine.ours and row.engine.full_answer
+        ]
+        lines.append(
+            f"{each.algorithm:24}  {each.processes:9}  {each.checks_per_second:15,.0f}  "
+            f"{', '.join(ratios)}".rstrip()
+        )
+    return "\n".join(lines)
+
+
+def as_json(
+    results: Sequence[Result],
+    throughputs: Sequence[Throughput],
+    effort: Effort,
+    found: dict[str, Any],
+) -> dict[str, Any]:
     """Everything measured, with each round's numbers, on the machine as it was found."""
     return {
         "machine": found,
         "command": sys.argv[1:],
         "effort": {name: getattr(effort, name) for name in effort.__slots__},
+        "processes": [asdict(each) for each in throughputs],
         "rows": [
             {
                 "algorithm": result.algorithm,
