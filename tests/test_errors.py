@@ -120,9 +120,41 @@ def test_capacity_error_says_what_to_do() -> None:
     error = CapacityError(6, Limit(5, per=60, name="logins"))
     assert str(error) == (
         "a cost of 6 can never fit 5 per 60 s (token_bucket), which holds 5 at most; "
-        "split the work, or raise the limit's capacity to at least 6"
+        "split the work, or raise the limit's capacity to at least that"
     )
     assert (error.cost, error.limit.name) == (6, "logins")
+
+
+def test_capacity_error_of_a_number_too_long_to_print() -> None:
+    """Python does not print an int of 5,001 digits; the error says that much and can be printed."""
+    error = CapacityError(10**5_000, LIMIT)
+    assert str(error).startswith("a cost of <a int that cannot be shown> can never fit 5 per 60 s")
+
+
+class Unprintable:
+    """A caller's object whose repr raises."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (5, "5"),
+        ("a\nb", "'a\\nb'"),
+        ("x" * 98, "'" + "x" * 98 + "'"),
+        ("x" * 99, "'" + "x" * 48 + "…" + "x" * 48 + "'"),
+        ([7] * 99, "[" + "7, " * 16 + "…" + ", 7" * 16 + "]"),
+        (10**5_000, "<a int that cannot be shown>"),
+        (Unprintable(), "<a Unprintable that cannot be shown>"),
+    ],
+    ids=range(7),
+)
+def test_what_was_given_is_shown(value: object, shown: str) -> None:
+    """Up to 100 characters whole; longer ones by both ends; never an error of its own."""
+    assert errors.show(value) == shown
+    assert len(shown) <= 100
 
 
 def test_limit_exceeded_carries_the_decision() -> None:

@@ -56,8 +56,6 @@ ANYTHING = st.recursive(
 # Python refuses to print an int of more than 4,300 digits, and an error message is printing.
 HUGE: Any = 10**5_000
 
-UNTYPED = (TypeError, AttributeError, ValueError, OverflowError, ExceptionGroup)
-
 
 def _limiter(clock: Clock | None = None) -> Limiter:
     return Limiter("3/m; 5/h", clock=clock or ManualClock(), by=["user", "region"])
@@ -113,7 +111,6 @@ def test_grant_units(key: Any, units: Any) -> None:
         _limiter().grant(key, units)
 
 
-@pytest.mark.xfail(raises=UNTYPED, reason="bug: a ttl is converted before it is looked at")
 @given(ANYTHING)
 @example(math.nan)
 @example(math.inf)
@@ -127,7 +124,6 @@ def test_grant_ttl(ttl: Any) -> None:
         _limiter().grant("k", 1, ttl)
 
 
-@pytest.mark.xfail(raises=UNTYPED, reason="bug: a timeout is compared before it is looked at")
 @given(ANYTHING)
 @example("5")
 @example(object())
@@ -140,7 +136,6 @@ def test_wait_timeout(timeout: Any) -> None:
         asyncio.run(AsyncLimiter("3/m", clock=ManualClock()).wait("k", timeout=timeout))
 
 
-@pytest.mark.xfail(raises=UNTYPED, reason="bug: a timeout is compared before it is looked at")
 @given(ANYTHING)
 @example("5")
 @example(object())
@@ -157,7 +152,6 @@ def test_a_requests_values(user: Any, region: Any) -> None:
         assert _limiter().check(Request(user=user, attributes={"region": region}))
 
 
-@pytest.mark.xfail(raises=UNTYPED, reason="bug: attributes are not looked at before they are used")
 @given(ANYTHING)
 @example(None)
 @example([])
@@ -197,7 +191,6 @@ def test_parse_limits(text: Any, algorithm: Any) -> None:
         parse_limits("5/s", algorithm=algorithm)
 
 
-@pytest.mark.xfail(raises=UNTYPED, reason="bug: what is not iterable is iterated over")
 @given(ANYTHING)
 @example(None)
 @example(5)
@@ -207,7 +200,6 @@ def test_limiter_limits(limits: Any) -> None:
         Limiter(limits)
 
 
-@pytest.mark.xfail(raises=UNTYPED, reason="bug: what is not text is taken for a store")
 @given(ANYTHING)
 @example(None)
 @example(5)
@@ -218,7 +210,6 @@ def test_limiter_store(store: Any) -> None:
         Limiter("5/s", store=store)
 
 
-@pytest.mark.xfail(raises=UNTYPED, reason="bug: what is not a clock is noticed at the first check")
 @given(ANYTHING)
 @example(5)
 @example(object())
@@ -228,7 +219,6 @@ def test_limiter_clock(clock: Any) -> None:
         Limiter("5/s", clock=clock).check("k")
 
 
-@pytest.mark.xfail(raises=UNTYPED, reason="bug: what has no length or no hash is not expected")
 @given(ANYTHING)
 @example(5)
 @example([[]])
@@ -248,22 +238,24 @@ def test_limiter_words(name: Any, on_failure: Any) -> None:
         Limiter("5/s", on_failure=on_failure)
 
 
-@pytest.mark.xfail(raises=UNTYPED, reason="bug: seconds are converted before they are looked at")
-@pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, 1e300, "", None], ids=repr)
+@given(ANYTHING)
+@example(math.nan)
+@example(math.inf)
+@example(1e300)
+@example(HUGE)
 def test_manual_clock_seconds(seconds: Any) -> None:
-    """A manual clock that cannot move so far says so, in our words."""
-    with pytest.raises(ConfigError):
-        ManualClock(seconds)
-    with pytest.raises(ConfigError):
-        ManualClock().advance(seconds)
+    """Any seconds: a clock at a whole number of nanoseconds, or a ConfigError."""
+    with suppress(ConfigError):
+        assert isinstance(ManualClock(seconds).now_ns(), int)
+    clock = ManualClock()
+    with suppress(ConfigError):
+        clock.advance(seconds)
+    assert isinstance(clock.now_ns(), int)
 
 
 # ------------------------------------------------------------------------------------ huge ints
 
 
-@pytest.mark.xfail(
-    raises=ValueError, reason="bug: an int of more than 4,300 digits breaks the error's message"
-)
 @pytest.mark.parametrize(
     "call",
     [
@@ -271,7 +263,13 @@ def test_manual_clock_seconds(seconds: Any) -> None:
         pytest.param(lambda: _limiter().check("k", -HUGE), id="negative cost"),
         pytest.param(lambda: _limiter().refund("k", -HUGE), id="refund"),
         pytest.param(lambda: _limiter().check(("a", HUGE)), id="key"),
-        pytest.param(lambda: _limiter().check(Request(user=HUGE)), id="request"),
+        pytest.param(
+            lambda: _limiter().check(Request(user=HUGE)),
+            id="request",
+            marks=pytest.mark.xfail(
+                raises=ValueError, reason="a request's values are formatted before they are checked"
+            ),
+        ),
         pytest.param(lambda: _limiter().grant("k", 1, ttl=HUGE), id="ttl"),
         pytest.param(lambda: _limiter().wait("k", timeout=-HUGE), id="timeout"),
         pytest.param(lambda: Limit(HUGE, per=60), id="limit"),

@@ -237,10 +237,6 @@ def test_a_very_long_string_is_refused_unread() -> None:
     assert len(str(caught.value)) < 100
 
 
-@pytest.mark.xfail(
-    raises=(AssertionError, decimal.DecimalException),
-    reason="bug: windows are computed in the caller's decimal context",
-)
 @pytest.mark.parametrize("precision", [1, 3, 6])
 def test_the_callers_decimal_context_does_not_matter(precision: int) -> None:
     """A program that calculates in 3 digits still gets the window it wrote."""
@@ -249,9 +245,6 @@ def test_the_callers_decimal_context_does_not_matter(precision: int) -> None:
         assert parse_limit("1/86401.5s").window_ns == 86_401_500_000_000
 
 
-@pytest.mark.xfail(
-    raises=RateSyntaxError, reason="bug: a window passes through a float and comes out 1 ns off"
-)
 @pytest.mark.parametrize("seconds", ["8500000.000003", "16777217.000001", "16777218.000001"])
 def test_long_windows_with_microseconds(seconds: str) -> None:
     """A window of months in whole microseconds is a window like any other."""

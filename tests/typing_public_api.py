@@ -6,9 +6,9 @@ Not a test to run: `make lint` checks it. Importing it must work all the same.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from datetime import timedelta
-from typing import assert_type
+from typing import Any, assert_type
 
 from tollkeeper import (
     AsyncLimiter,
@@ -95,8 +95,10 @@ def verbs(limiter: Limiter) -> None:
     assert_type(limiter.peek("k", 2), Decision)
     assert_type(limiter.wait("k", timeout=5), Decision)
     assert_type(limiter.wait("k", 2, timeout=0.5), Decision)
+    assert_type(limiter.wait("k", timeout=timedelta(seconds=5)), Decision)
     limiter.refund("k", 2)
     limiter.grant("k", 5, ttl=60)
+    limiter.grant("k", 5, ttl=timedelta(hours=1))
     limiter.reset("k")
     assert_type(limiter.limits, tuple[Limit, ...])
     assert_type(limiter.store, Store)
@@ -145,10 +147,9 @@ async def async_decorated(limiter: AsyncLimiter) -> None:
         return url.encode()
 
     assert_type(await fetch(url="https://example.com"), bytes)
-    # A task needs a coroutine; the decorator says no more than that the result can be awaited.
-    task: asyncio.Task[bytes]
-    task = asyncio.create_task(fetch("a"))  # type: ignore[arg-type]  # bug: only an Awaitable
-    assert_type(await task, bytes)
+    # A task needs a coroutine, not only something to await.
+    made = assert_type(fetch("a"), Coroutine[Any, Any, bytes])
+    assert_type(await asyncio.create_task(made), bytes)
 
 
 def switches() -> None:

@@ -14,7 +14,7 @@ import threading
 import time
 from datetime import timedelta
 from math import isfinite
-from typing import Protocol
+from typing import Protocol, cast
 
 from tollkeeper import override
 from tollkeeper.errors import ConfigError, show
@@ -78,17 +78,19 @@ class ManualClock:
     __slots__ = ("_lock", "_now_ns")
 
     def __init__(self, start: float = 0) -> None:
-        if isinstance(start, bool) or not isinstance(start, int | float) or not isfinite(start):
-            raise ConfigError(f"start={show(start)} is not a number of seconds; try ManualClock(0)")
-        self._now_ns = ns_from_seconds(start)
+        self._now_ns = _moment_ns("start", start)
         self._lock = threading.Lock()
 
     def now_ns(self) -> int:
         return self._now_ns
 
     def advance(self, seconds: float) -> None:
-        """Move by `seconds`, to the nearest nanosecond."""
-        self.advance_ns(ns_from_seconds(seconds))
+        """Move by `seconds`, to the nearest nanosecond.
+
+        A clock that went ahead and comes back may find states gone that were dropped in between,
+        and with them what was spent: only a clock that steps can do that, and SystemClock does not.
+        """
+        self.advance_ns(_moment_ns("seconds", seconds))
 
     def advance_ns(self, nanoseconds: int) -> None:
         """Move by a whole number of nanoseconds."""
@@ -101,6 +103,15 @@ class ManualClock:
     async def sleep_async(self, seconds: float) -> None:
         self.advance(seconds)
         await asyncio.sleep(0)
+
+
+def _moment_ns(what: str, seconds: object) -> int:
+    """Seconds of either sign, however many, as nanoseconds."""
+    # An int is always finite, and one of 400 digits is more than isfinite can take.
+    number = isinstance(seconds, int) or (isinstance(seconds, float) and isfinite(seconds))
+    if isinstance(seconds, bool) or not number:
+        raise ConfigError(f"{what}={show(seconds)} is not a number of seconds; try {what}=1.5")
+    return ns_from_seconds(cast("float", seconds))
 
 
 def ns_from_seconds(seconds: float) -> int:

@@ -30,8 +30,10 @@ _SHOWN_CHARACTERS_MAX = 100
 def show(value: object) -> str:
     """`value` for an error message: short, on one line, and whatever it is.
 
-    >>> show("x" * 1000)
-    "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx…xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx'"
+    >>> show("a\\nb")
+    "'a\\\\nb'"
+    >>> len(show("x" * 1000))
+    99
     """
     try:
         text = repr(value)

@@ -66,6 +66,8 @@ class Limit:
     `capacity`   what a bucket can hold in all; by default limit + burst.
     `name`       what the limit is called. Consumption is kept under the name, or, without one,
                  under algorithm and window: change the numbers and nobody's count starts anew.
+
+    To change a limit's number, make a new one: `dataclasses.replace` would keep the old capacity.
     """
 
     limit: int

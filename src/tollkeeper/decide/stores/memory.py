@@ -253,6 +253,7 @@ class MemoryGate:
     def peek(self, subject: str, cost: int) -> Decision:
         now_ns = self._clock.now_ns()
         with self._lock:
+            self._store.require_open()
             outcomes, _ = self._decide(subject, cost, now_ns)
             if all(outcome.allowed for outcome in outcomes):
                 outcomes, _ = self._decide(subject, 0, now_ns)
@@ -261,6 +262,7 @@ class MemoryGate:
     def refund(self, subject: str, units: int) -> None:
         now_ns = self._clock.now_ns()
         with self._lock:
+            self._store.require_open()
             for limit, algorithm, table in self._parts:
                 entry = table.entries.get(subject)
                 if entry is None:
@@ -275,10 +277,11 @@ class MemoryGate:
                 self._store.write(table, subject, (state, expires_ns, credit))
 
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
-        if units == 0:
-            return
         now_ns = self._clock.now_ns()
         with self._lock:
+            self._store.require_open()
+            if units == 0:
+                return
             self._store.reserve(self._tables, subject, now_ns)
             for limit, _, table in self._parts:
                 state, expires_ns, credit = table.entries.get(subject, (None, 0, None))
@@ -288,6 +291,7 @@ class MemoryGate:
 
     def reset(self, subject: str) -> None:
         with self._lock:
+            self._store.require_open()
             for table in self._tables:
                 self._store.drop(table, subject)
 
