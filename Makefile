@@ -23,6 +23,8 @@ lint: $(READY)  ## ruff, mypy strict, import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy tests/typing_public_api.py
+	MYPYPATH=src $(BIN)/python -m mypy.stubtest tollkeeper.decide.kernel._kernel
 	$(BIN)/lint-imports
 
 bench: $(BENCH_READY)  ## side by side with peers, ratios from one run
