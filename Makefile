@@ -8,7 +8,7 @@ BENCH_READY := $(VENV)/.bench-ready
 KERNEL := $(wildcard src/tollkeeper/decide/kernel/*.c src/tollkeeper/decide/kernel/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint bench clean
+.PHONY: help run test lint bench fuzz clean
 
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ lint: $(READY)  ## ruff, mypy strict, import-linter
 
 bench: $(BENCH_READY)  ## side by side with peers, ratios from one run
 	$(BIN)/python -m bench
+
+fuzz:  ## fuzz the kernel, coverage-guided; SECONDS=60
+	sh tools/fuzz.sh $(or $(SECONDS),60)
 
 clean:  ## remove what the other targets made
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -8,6 +8,18 @@
 
 enum { TK_MICROS_PER_UNIT = 1000000, TK_UNITS_MAX = 1000000000 };
 
+/* Times outside these are refused by the caller, and not believed when they are read from a file:
+ * inside, no sum of a time, a window and a refill overflows. 1938 to 2096. */
+#define TK_NOW_NS_MIN INT64_C(-1000000000000000000)
+#define TK_NOW_NS_MAX INT64_C(4000000000000000000)
+
+static inline int64_t tk_time_in_range(int64_t time_ns)
+{
+    return time_ns < TK_NOW_NS_MIN   ? TK_NOW_NS_MIN
+           : time_ns > TK_NOW_NS_MAX ? TK_NOW_NS_MAX
+                                     : time_ns;
+}
+
 typedef enum {
     TK_TOKEN_BUCKET,
     TK_LEAKY_BUCKET,
@@ -38,7 +50,8 @@ typedef struct {
 static inline int64_t tk_ring_at(const tk_ring *ring, uint32_t index)
 {
     uint32_t place = ring->head + index;
-    return ring->times[place < ring->capacity ? place : place - ring->capacity];
+    return tk_time_in_range(
+        ring->times[place < ring->capacity ? place : place - ring->capacity]);
 }
 
 /* One limit's state of one subject. `value` is

@@ -43,6 +43,8 @@ static const uint64_t CHECKSUM_SEED[2] = {0x746f6c6c6b656570u, 0x68656164657276u
 static const uint64_t CAPACITY_DEFAULT = 1000000;
 static const uint64_t LOG_BYTES_PER_STATE = 64;
 static const uint64_t LOG_BYTES_MIN = 1 << 20;
+/* Memory of this process costs nothing until it is touched, so there can be plenty. */
+static const uint64_t LOG_BYTES_MEMORY_MIN = 64 << 20;
 static const int OPEN_WAIT_MS_MAX = 10000;
 
 bool tk_alone(int fd);
@@ -85,7 +87,8 @@ static uint64_t log_bytes_for(const tk_options *options, uint64_t capacity)
     if (options->log_bytes > 0)
         return options->log_bytes;
     uint64_t bytes = capacity * LOG_BYTES_PER_STATE;
-    return bytes > LOG_BYTES_MIN ? bytes : LOG_BYTES_MIN;
+    uint64_t least = options->path ? LOG_BYTES_MIN : LOG_BYTES_MEMORY_MIN;
+    return bytes > least ? bytes : least;
 }
 
 static uint64_t checksum_of(const tk_header *header)
@@ -120,8 +123,8 @@ static int64_t read_clock(clockid_t clock)
 
 int64_t tk_now_ns(const tk_table *table)
 {
-    return read_clock(BOOT_CLOCK) +
-           atomic_load_explicit(&table->header->epoch_offset_ns, memory_order_relaxed);
+    int64_t offset_ns = atomic_load_explicit(&table->header->epoch_offset_ns, memory_order_relaxed);
+    return tk_time_in_range(read_clock(BOOT_CLOCK) + tk_time_in_range(offset_ns));
 }
 
 /* ---- making and checking a header ------------------------------------------------------------- */

@@ -59,7 +59,8 @@ typedef struct {
     uint32_t filled; /* slots with a tag, expired ones too */
     tk_write writes[TK_WRITES_MAX];
     tk_push pushes[TK_LIMITS_MAX];
-    uint64_t expired, refused, repaired;
+    uint64_t expired, repaired;
+    _Atomic uint64_t refused;
 } tk_segment;
 
 typedef struct {

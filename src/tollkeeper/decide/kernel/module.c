@@ -454,6 +454,21 @@ static bool read_identity(gate_object *self, PyObject *limit, tk_limit *numbers)
     return text != NULL;
 }
 
+static bool fits_slab(gate_object *self, PyObject *limit, const tk_limit *numbers)
+{
+    if (numbers->algorithm != TK_SLIDING_WINDOW_LOG)
+        return true;
+    unsigned long long needed = tk_log_bytes_needed(numbers->limit);
+    unsigned long long there = tk_log_bytes(self->table->table);
+    if (needed <= there)
+        return true;
+    PyErr_Format(error_config,
+                 "%R needs up to %llu bytes for one key's log, and the store has %llu for all; "
+                 "make it with a larger ?log_bytes=, or choose another algorithm",
+                 limit, needed, there);
+    return false;
+}
+
 static bool read_limit(gate_object *self, PyObject *limit, tk_limit *numbers)
 {
     return read_algorithm(limit, numbers) && read_number(limit, "limit", &numbers->limit) &&
@@ -461,7 +476,7 @@ static bool read_limit(gate_object *self, PyObject *limit, tk_limit *numbers)
            read_number(limit, "window_ns", &numbers->window_ns) &&
            read_number(limit, "micros_numerator", &numbers->numerator) &&
            read_number(limit, "ns_denominator", &numbers->denominator) &&
-           read_identity(self, limit, numbers);
+           read_identity(self, limit, numbers) && fits_slab(self, limit, numbers);
 }
 
 static PyObject *gate_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -651,6 +666,8 @@ static PyObject *gate_decide(gate_object *self, PyObject *const *args, Py_ssize_
         Py_XDECREF(error);
         return NULL;
     }
+    if (status == TK_FULL)
+        tk_note_refused(self->table->table, c.hash);
     if (status != TK_OK)
         return raise_status(status);
     if (spend && tk_sample_due(self->table->table))
@@ -690,6 +707,8 @@ static PyObject *gate_grant(gate_object *self, PyObject *args)
         status = tk_grant(self->table->table, c.hash, self->numbers, self->count, c.now_ns,
                           c.units, ttl_ns);
     } while (try_again(self, c.hash, &status));
+    if (status == TK_FULL)
+        tk_note_refused(self->table->table, c.hash);
     if (status != TK_OK)
         return raise_status(status);
     Py_RETURN_NONE;

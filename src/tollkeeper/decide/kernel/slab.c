@@ -55,7 +55,7 @@ static void push_free(tk_table *table, uint32_t block, uint32_t size_class)
 static bool pop_free(tk_table *table, uint32_t size_class, uint32_t *block)
 {
     uint32_t first = table->header->slab_free[size_class];
-    if (first == 0 || first > table->header->blocks)
+    if (first == 0 || first - 1 + ((uint64_t)1 << size_class) > table->header->blocks)
         return false;
     *block = first - 1;
     uint64_t next = *word_of(table, *block);
@@ -68,7 +68,8 @@ static bool take_locked(tk_table *table, uint32_t size_class, uint32_t *block)
     tk_header *header = table->header;
     if (pop_free(table, size_class, block))
         return true;
-    if (header->blocks - header->slab_used >= 1u << size_class) {
+    if (header->slab_used <= header->blocks &&
+        header->blocks - header->slab_used >= 1u << size_class) {
         *block = header->slab_used;
         header->slab_used += 1u << size_class;
         return true;
@@ -110,6 +111,20 @@ void tk_block_give(tk_table *table, uint32_t block)
         return; /* leaked, and found when the file is next opened alone */
     push_free(table, block, class_of(table, block));
     tk_unlock(table, &table->header->slab_lock);
+}
+
+uint64_t tk_log_bytes(const tk_table *table)
+{
+    return (uint64_t)table->header->blocks * TK_BLOCK_BYTES;
+}
+
+/* A ring that doubles until it holds them all has had blocks of every size up to the last one. */
+uint64_t tk_log_bytes_needed(int64_t entries)
+{
+    uint64_t bytes = TK_BLOCK_BYTES;
+    while ((int64_t)(bytes / 8) - 1 < entries)
+        bytes *= 2;
+    return 2 * bytes;
 }
 
 /* ---- finding leaks ----------------------------------------------------------------------------- */

@@ -29,6 +29,9 @@
  * not at all. Blocks of the slab are taken before and given back after; a kill in between leaks the
  * block, and the next process to open the file alone finds it again.
  *
+ * What is read is not trusted. After a power cut the file may hold anything, so every time, count and
+ * reference is brought into range when it is loaded: the worst is a wrong count, not a crash.
+ *
  * What may look wrong. An expired slot still found by its tag is decided on as it stands, because
  * the algorithms give the same answer as for an absent one. `filled` is not journaled: it is
  * counted again on recovery. */
@@ -44,6 +47,8 @@
 #define META_LOG 0x8000u    /* the value refers to a block of the slab */
 #define META_TAG_SHIFT 16
 
+/* No bucket holds more, in micro-units. A value beyond it was not written by us. */
+static const uint64_t VALUE_MAX = (uint64_t)TK_UNITS_MAX * TK_MICROS_PER_UNIT;
 static const uint64_t CREDIT_SALT = 0x637265646974u;
 
 /* ---- time to live: 6 bits of exponent, 8 of mantissa -------------------------------------- */
@@ -65,13 +70,14 @@ static int64_t ttl_decode(uint64_t code)
     uint64_t exponent = code >> 8, mantissa = code & 255;
     if (exponent == 0)
         return (int64_t)mantissa;
-    if (exponent > 55) /* never written; keeps the shift in range whatever the file says */
+    if (exponent > 54) /* never written; keeps the shift in range whatever the file says */
         return INT64_MAX / 4;
     return (int64_t)((256 + mantissa) << (exponent - 1));
 }
 
 static bool expired(uint64_t meta, int64_t last_ns, int64_t now_ns)
 {
+    last_ns = tk_time_in_range(last_ns);
     return now_ns >= last_ns && now_ns - last_ns >= ttl_decode(meta & META_TTL_MASK);
 }
 
@@ -258,19 +264,22 @@ static void load(const tk_table *table, tk_segment *segment, tk_hash subject,
         return;
     uint64_t meta = tags_of(segment)[p->slot];
     tk_cell cell = cells_of(table, segment)[p->slot];
-    p->before.last_ns = cell.last_ns;
+    p->before.last_ns = tk_time_in_range(cell.last_ns);
     p->before.value = cell.value;
-    if (limit->algorithm == TK_SLIDING_WINDOW_LOG)
+    if (limit->algorithm == TK_SLIDING_WINDOW_LOG) {
         p->before.present =
             (meta & META_LOG) && load_ring(table, cell.value, &p->block, &p->before.ring);
-    else
+    } else {
         p->before.present = cell.value != 0; /* 0: only here to point to a credit */
+        if (limit->algorithm != TK_SLIDING_WINDOW_COUNTER && cell.value > VALUE_MAX)
+            p->before.value = VALUE_MAX;
+    }
     if (meta & META_CREDIT) {
         p->credit_slot = find(table, segment, credit_place(p->place));
         if (p->credit_slot >= 0) {
             tk_cell credit = cells_of(table, segment)[p->credit_slot];
-            p->credit_units = (int64_t)credit.value;
-            p->credit_until_ns = credit.last_ns;
+            p->credit_units = (int64_t)(credit.value & INT64_MAX) % (TK_UNITS_MAX + 1);
+            p->credit_until_ns = tk_time_in_range(credit.last_ns);
         }
     }
 }
@@ -414,9 +423,12 @@ static uint32_t sweep_segment(tk_table *table, tk_segment *segment, int64_t now_
 {
     uint64_t *tags = tags_of(segment);
     tk_cell *cells = cells_of(table, segment);
-    uint32_t dropped = 0;
+    uint32_t dropped = 0, filled = 0;
     for (uint32_t slot = 0; slot < table->slots; slot++) {
-        if (tags[slot] == 0 || !expired(tags[slot], cells[slot].last_ns, now_ns))
+        if (tags[slot] == 0)
+            continue;
+        filled++;
+        if (!expired(tags[slot], cells[slot].last_ns, now_ns))
             continue;
         uint32_t block = (uint32_t)(cells[slot].value >> 40);
         bool has_block = tags[slot] & META_LOG;
@@ -425,7 +437,7 @@ static uint32_t sweep_segment(tk_table *table, tk_segment *segment, int64_t now_
             tk_block_give(table, block);
         dropped++;
     }
-    segment->filled -= dropped;
+    segment->filled = filled - dropped;
     segment->expired += dropped;
     return dropped;
 }
@@ -473,7 +485,6 @@ static tk_status prepare_rings(tk_table *table, tk_segment *segment, part *parts
         if (!fit_ring(table, p, &block)) {
             while (taken_count > 0)
                 tk_block_give(table, taken[--taken_count]);
-            segment->refused++;
             return TK_FULL;
         }
         if (!p->before.present || block != p->block) {
@@ -548,7 +559,8 @@ static tk_status place_parts(tk_table *table, tk_segment *segment, part *parts, 
     claim->count = claim->freed_count = 0;
     if (wanted == 0)
         return TK_OK;
-    if (segment->filled + wanted > limit && sweep_segment(table, segment, now_ns) > 0) {
+    if (segment->filled + wanted > limit) {
+        sweep_segment(table, segment, now_ns);
         find_again(table, segment, parts, count);
         wanted = slots_wanted(parts, count);
     }
@@ -567,10 +579,7 @@ static tk_status place_parts(tk_table *table, tk_segment *segment, part *parts, 
             p->credit_slot = choose_slot(table, segment, credit_place(p->place), now_ns, claim);
         placed = p->slot >= 0 && !(p->wants_credit_slot && p->credit_slot < 0);
     }
-    if (placed)
-        return TK_OK;
-    segment->refused++;
-    return TK_FULL;
+    return placed ? TK_OK : TK_FULL;
 }
 
 static void give_blocks(tk_table *table, const claims *claim)
@@ -671,11 +680,19 @@ tk_status tk_check(tk_table *table, tk_hash subject, const tk_limit *limits, int
     return status;
 }
 
+/* The latest that any state can expire: a century after the latest time. */
+static const int64_t EXPIRY_NS_MAX = TK_NOW_NS_MAX + INT64_C(3200000000000000000);
+
+void tk_note_refused(tk_table *table, tk_hash subject)
+{
+    atomic_fetch_add_explicit(&segment_of(table, subject)->refused, 1, memory_order_relaxed);
+}
+
 /* When the slot says that its state is as good as new. */
 static int64_t expiry_of(const tk_table *table, tk_segment *segment, int slot)
 {
-    return cells_of(table, segment)[slot].last_ns +
-           ttl_decode(tags_of(segment)[slot] & META_TTL_MASK);
+    int64_t last_ns = tk_time_in_range(cells_of(table, segment)[slot].last_ns);
+    return tk_min(last_ns + ttl_decode(tags_of(segment)[slot] & META_TTL_MASK), EXPIRY_NS_MAX);
 }
 
 tk_status tk_give_back(tk_table *table, tk_hash subject, const tk_limit *limits, int count,

@@ -17,10 +17,7 @@ enum {
     TK_ERROR_BYTES = 512,
 };
 
-/* Times outside these are refused by the caller: inside, no sum in here overflows. */
-#define TK_NOW_NS_MIN (-1000000000000000000)
 #define TK_CAPACITY_MAX 1000000000u
-#define TK_NOW_NS_MAX 4000000000000000000
 
 typedef enum {
     TK_OK,
@@ -45,6 +42,9 @@ tk_table *tk_open(const tk_options *options, tk_status *status, char error[TK_ER
 void tk_close(tk_table *table);
 
 int64_t tk_now_ns(const tk_table *table);
+/* Room that a log of this many entries may come to need while its ring grows. */
+uint64_t tk_log_bytes_needed(int64_t entries);
+uint64_t tk_log_bytes(const tk_table *table);
 tk_hash tk_subject_hash(const tk_table *table, const void *subject, size_t length);
 
 typedef struct {
@@ -59,6 +59,8 @@ typedef struct {
 /* Decide on all limits at once. With `spend`, charge all of them if all allow; without, look. */
 tk_status tk_check(tk_table *table, tk_hash subject, const tk_limit *limits, int count,
                    int64_t now_ns, int64_t cost, bool spend, tk_decision *decision);
+/* Count a request that TK_FULL was the last word on. */
+void tk_note_refused(tk_table *table, tk_hash subject);
 tk_status tk_give_back(tk_table *table, tk_hash subject, const tk_limit *limits, int count,
                        int64_t now_ns, int64_t units);
 /* ttl_ns < 0: one window of each limit. */

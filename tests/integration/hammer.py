@@ -1,0 +1,155 @@
+"""Worker processes that hammer one shared file, run as a program so that forking is its own affair.
+
+    python -m tests.integration.hammer exact FILE ALGORITHM PROCESSES KEYS LIMIT
+    python -m tests.integration.hammer reopening FILE ALGORITHM PROCESSES KEYS LIMIT
+    python -m tests.integration.hammer killed FILE ALGORITHM PROCESSES KEYS LIMIT SECONDS SEED
+
+Each prints one JSON object. Limits are by the year, so that nothing comes back while it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+import struct
+import sys
+import time
+from collections.abc import Callable
+from random import Random
+
+from tollkeeper import Limit, Limiter
+
+YEAR = 365 * 86_400
+ROOM = f"capacity=1000&log_bytes={1 << 23}"
+# Every worker's own count of what it was allowed, in memory that outlives it.
+COUNTER = struct.Struct("q")
+
+
+def open_limiter(path: str, algorithm: str, limit: int) -> Limiter:
+    limits = [Limit(limit, per=YEAR, algorithm=algorithm)]  # type: ignore[arg-type]  # from argv
+    if algorithm != "fixed_window":  # all or nothing, on a second limit that never denies
+        limits.append(Limit(10 * limit, per=YEAR, algorithm="fixed_window"))
+    return Limiter(limits, store=f"shared://{path}?{ROOM}", on_failure="raise")
+
+
+class Counts:
+    """One counter for each worker, shared with the parent and not lost with the worker."""
+
+    def __init__(self, workers: int) -> None:
+        self._memory = mmap.mmap(-1, COUNTER.size * workers)
+
+    def add(self, worker: int) -> None:
+        at = COUNTER.size * worker
+        COUNTER.pack_into(self._memory, at, COUNTER.unpack_from(self._memory, at)[0] + 1)
+
+    def total(self) -> int:
+        return sum(count for (count,) in COUNTER.iter_unpack(self._memory))
+
+
+def start(work: Callable[[], None]) -> int:
+    """A forked worker; its process number."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        work()
+    except BaseException as error:  # the parent sees the exit status, and people the message
+        print(repr(error), file=sys.stderr, flush=True)
+        os._exit(1)
+    os._exit(0)
+
+
+def wait_for(children: list[int]) -> list[int]:
+    """The exit statuses, once all are over."""
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def exact(path: str, algorithm: str, processes: int, keys: int, limit: int) -> dict[str, object]:
+    """Everyone checks every key until it is denied; what was admitted per key."""
+    counts = Counts(processes * keys)
+    # Half of the workers inherit this limiter through fork; the others open the file themselves.
+    inherited = open_limiter(path, algorithm, limit)
+
+    def work(worker: int) -> None:
+        limiter = inherited if worker % 2 else open_limiter(path, algorithm, limit)
+        for key in range(keys):
+            while limiter.check(f"key-{key}"):
+                counts.add(worker * keys + key)
+
+    statuses = wait_for([start(lambda worker=w: work(worker)) for w in range(processes)])
+    return {"admitted": counts.total(), "statuses": statuses}
+
+
+def reopening(
+    path: str, algorithm: str, processes: int, keys: int, limit: int
+) -> dict[str, object]:
+    """As `exact`, but everyone opens and closes the file around every few checks."""
+    counts = Counts(processes)
+
+    def work(worker: int) -> None:
+        for key in range(keys):
+            spent = False
+            while not spent:
+                with open_limiter(path, algorithm, limit) as limiter:
+                    spent = not all(_spend(limiter, f"key-{key}", counts, worker) for _ in range(7))
+
+    statuses = wait_for([start(lambda worker=w: work(worker)) for w in range(processes)])
+    return {"admitted": counts.total(), "statuses": statuses}
+
+
+def killed(
+    path: str, algorithm: str, processes: int, keys: int, limit: int, seconds: float, seed: int
+) -> dict[str, object]:
+    """As `exact`, while workers are killed at random and replaced; then the rest is spent."""
+    random = Random(seed)
+    starts = 0
+    counts = Counts(10_000)
+    limiter = open_limiter(path, algorithm, limit)
+
+    def work(worker: int) -> None:
+        own = open_limiter(path, algorithm, limit) if worker % 2 else limiter
+        names = [f"key-{key}" for key in range(keys)]
+        left = True
+        while left:
+            left = False
+            for name in names:
+                left = _spend(own, name, counts, worker) or left
+        while True:  # the quota is gone, but the locks are still worth fighting for
+            own.check(names[0])
+
+    children = []
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        while len(children) < processes:
+            children.append(start(lambda worker=starts: work(worker)))
+            starts += 1
+        time.sleep(random.uniform(0.001, 0.02))  # the killer's own pace, not a wait for anything
+        victim = children.pop(random.randrange(len(children)))
+        os.kill(victim, signal.SIGKILL)
+        os.waitpid(victim, 0)
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+    wait_for(children)
+    left = [limiter.peek(f"key-{key}").remaining for key in range(keys)]
+    return {"admitted": counts.total(), "left": sum(left), "kills": starts}
+
+
+def _spend(limiter: Limiter, name: str, counts: Counts, worker: int) -> bool:
+    decision = limiter.check(name)
+    if decision:
+        counts.add(worker)
+    return bool(decision)
+
+
+if __name__ == "__main__":
+    verb, path, algorithm, *numbers = sys.argv[1:]
+    processes, keys, limit = map(int, numbers[:3])
+    if verb == "exact":
+        result = exact(path, algorithm, processes, keys, limit)
+    elif verb == "reopening":
+        result = reopening(path, algorithm, processes, keys, limit)
+    else:
+        result = killed(path, algorithm, processes, keys, limit, float(numbers[3]), int(numbers[4]))
+    print(json.dumps(result))

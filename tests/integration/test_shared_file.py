@@ -1,0 +1,240 @@
+"""The file behind shared://: safe to make, to keep, to find damaged, and to run out of room for."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tollkeeper import ConfigError, Limiter, StoreFull, StoreUnavailable
+
+VERSION_AT = 8
+CAPACITY_AT = 24
+SMALL = "capacity=100&log_bytes=65536"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "api.limits"
+
+
+def limiter(path: Path, options: str = SMALL, limits: str = "5/hour") -> Limiter:
+    return Limiter(limits, store=f"shared://{path}?{options}", on_failure="raise")
+
+
+def overwrite(path: Path, at: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(data)
+
+
+def test_what_was_spent_survives_a_restart(path: Path) -> None:
+    """Closed by everyone and opened again, the file still knows."""
+    with limiter(path) as first:
+        assert [first.check("me").remaining for _ in range(3)] == [4, 3, 2]
+    with limiter(path, options="") as second:
+        assert second.check("me").remaining == 1
+
+
+def test_what_was_spent_survives_a_reboot(path: Path) -> None:
+    """A file of another boot is read by the wall clock, and its counts are kept."""
+    with limiter(path) as before:
+        assert before.check("me", cost=4).remaining == 1
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    at = path.read_bytes().index(boot_id)
+    overwrite(path, at, b"00000000-0000-0000-0000-000000000000")
+    overwrite(path, at - 8, (12_345).to_bytes(8, "little"))  # the old boot's clock
+    with limiter(path) as after:
+        decision = after.peek("me")
+        assert decision.remaining == 1
+        assert 4 * 720 - 60 < decision.reset_after <= 4 * 720
+    assert boot_id in path.read_bytes()
+
+
+def test_only_the_owner_can_read_or_write_it(path: Path) -> None:
+    """Mode 0600, whatever the umask allows."""
+    before = os.umask(0)
+    try:
+        limiter(path).close()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_file_that_everyone_can_write_is_refused(path: Path) -> None:
+    """Whoever can write the file can lift any limit."""
+    limiter(path).close()
+    path.chmod(0o666)
+    with pytest.raises(StoreUnavailable, match="can be written by everyone.*chmod 600"):
+        limiter(path)
+
+
+def test_a_symbolic_link_is_not_followed(path: Path, tmp_path: Path) -> None:
+    """In a folder that others can write, a link could point anywhere."""
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreUnavailable, match="symbolic link"):
+        limiter(path)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"hello\n", b"\0" * 10_000, b"PK\3\4" + b"x" * 200_000],
+    ids=["text", "zeros", "zip"],
+)
+def test_a_foreign_file_is_refused_and_left_alone(path: Path, content: bytes) -> None:
+    """Not ours: not a byte of it is changed."""
+    path.write_bytes(content)
+    with pytest.raises(StoreUnavailable, match="is not a Tollkeeper file and is left as it is"):
+        limiter(path)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize(("version", "word"), [(0, "older"), (2, "newer"), (77, "newer")])
+def test_a_file_of_another_version_is_refused(path: Path, version: int, word: str) -> None:
+    """Refused, not misread."""
+    limiter(path).close()
+    overwrite(path, VERSION_AT, version.to_bytes(4, "little"))
+    with pytest.raises(StoreUnavailable, match=f"format version {version}, which is {word}"):
+        limiter(path)
+
+
+def test_a_damaged_header_is_refused(path: Path) -> None:
+    """The checksum notices a single changed bit."""
+    limiter(path).close()
+    overwrite(path, CAPACITY_AT, (101).to_bytes(8, "little"))
+    with pytest.raises(StoreUnavailable, match="damaged header"):
+        limiter(path, options="")
+
+
+@pytest.mark.parametrize("kept", [1, 50, 4_096, 60_000])
+def test_a_truncated_file_is_refused(path: Path, kept: int) -> None:
+    """Cut off anywhere, it is an error and not a bus error."""
+    limiter(path).close()
+    os.truncate(path, kept)
+    with pytest.raises(StoreUnavailable, match="cut off|not a Tollkeeper file|damaged"):
+        limiter(path)
+
+
+def test_a_file_whose_maker_was_killed_is_made_anew(path: Path) -> None:
+    """The mark of an unfinished file is not taken for a foreign one."""
+    path.write_bytes(b"TK-MAKE\0" + b"\0" * 5_000)
+    with limiter(path) as made:
+        assert made.check("me").remaining == 4
+
+
+def test_another_capacity_is_refused(path: Path) -> None:
+    """A file keeps the capacity it was made with; asking for another is an error that says so."""
+    limiter(path).close()
+    with pytest.raises(ConfigError, match="made with capacity=100, not 200"):
+        limiter(path, options="capacity=200")
+
+
+@pytest.mark.parametrize(
+    ("target", "problem"),
+    [("missing/folder.limits", "No such file"), (".", "Is a directory")],
+)
+def test_a_path_that_cannot_be_had(tmp_path: Path, target: str, problem: str) -> None:
+    """The operating system's own reason is passed on."""
+    with pytest.raises(StoreUnavailable, match=problem):
+        limiter(tmp_path / target)
+
+
+def test_a_log_that_could_never_fit_is_refused_at_once(path: Path) -> None:
+    """Not at the ten thousandth request, when the room runs out."""
+    from tollkeeper import Limit  # noqa: PLC0415 - the only test that needs it
+
+    with pytest.raises(ConfigError, match="log_bytes"):
+        Limiter(
+            Limit(100_000, per=60, algorithm="sliding_window_log"), store=f"shared://{path}?{SMALL}"
+        )
+
+
+def test_two_first_openers_make_one_file(path: Path) -> None:
+    """Threads that open the same new file at once all get the same one."""
+    barrier = threading.Barrier(8)
+    opened: list[Limiter] = []
+
+    def work() -> None:
+        barrier.wait()
+        opened.append(limiter(path))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(each.check("me").remaining for each in opened[:5]) == [0, 1, 2, 3, 4]
+    assert not opened[5].check("me")
+
+
+def test_a_full_table_is_said_and_not_forgotten(path: Path) -> None:
+    """The 101st key of 100 is refused; the 100 keep their counts."""
+    with limiter(path) as full:
+        for number in range(100):
+            assert full.check(f"key-{number}").remaining == 4
+        with pytest.raises(StoreFull, match="capacity"):
+            full.check("one too many")
+        assert full.stats().refused == 1
+        assert full.stats().fullness == 1.0
+        assert all(full.peek(f"key-{number}").remaining == 4 for number in range(100))
+
+
+def run_in(script: str, *arguments: object, wrapper: tuple[str, ...] = ()) -> str:
+    """What a Python script prints, in a process of its own."""
+    done = subprocess.run(
+        [*wrapper, sys.executable, "-c", script, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+OPEN_AND_REPORT = """
+import sys
+from tollkeeper import Limiter, StoreUnavailable
+try:
+    print(Limiter("5/hour", store=sys.argv[1]).check("me"))
+except StoreUnavailable as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_is_an_error_on_opening_and_never_later(tmp_path: Path) -> None:
+    """The room is allocated before it is used: no bus error in the middle of a check."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = f'mount -t tmpfs -o size=1m none "{disk}" && exec "$@"'
+    in_small_disk = ("unshare", "--map-root-user", "--mount", "sh", "-c", mount, "sh")
+    answer = run_in(
+        OPEN_AND_REPORT, f"shared://{disk}/api.limits?capacity=1000000", wrapper=in_small_disk
+    )
+    assert "No space left on device" in answer
+    assert "smaller capacity" in answer
+    answer = run_in(OPEN_AND_REPORT, f"shared://{disk}/api.limits?{SMALL}", wrapper=in_small_disk)
+    assert "remaining=4/5" in answer
+
+
+def test_a_read_only_file_is_an_error(tmp_path: Path) -> None:
+    """On a file system that cannot be written, the error says so."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = f'mount -t tmpfs -o ro none "{disk}" && exec "$@"'
+    read_only = ("unshare", "--map-root-user", "--mount", "sh", "-c", mount, "sh")
+    answer = run_in(OPEN_AND_REPORT, f"shared://{disk}/api.limits", wrapper=read_only)
+    assert "cannot be opened for writing: Read-only file system" in answer
+
+
+def test_a_closed_store_says_so(path: Path) -> None:
+    """After close() a check is an error, not a crash."""
+    closed = limiter(path)
+    closed.close()
+    with pytest.raises(StoreUnavailable, match="closed"):
+        closed.check("me")

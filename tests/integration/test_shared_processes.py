@@ -1,0 +1,70 @@
+"""shared:// across processes: exactly the limit, whoever is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tollkeeper.model import ALGORITHM_NAMES
+
+PROCESSES = 4
+# How long the killer goes on, for each algorithm; the seed is printed when a test fails.
+KILLING_SECONDS = 3
+# Longer than anything here takes: reaching it means that somebody hangs.
+HANGS_AFTER_SECONDS = 120
+
+
+def hammer(*arguments: object) -> dict[str, Any]:
+    """Run the hammer in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.integration.hammer", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=HANGS_AFTER_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+def test_processes_on_one_key_admit_exactly_the_limit(algorithm: str, tmp_path: Path) -> None:
+    """4 processes, one key: what they were allowed together is the limit, to the unit."""
+    result = hammer("exact", tmp_path / "one.limits", algorithm, PROCESSES, 1, 100_000)
+    assert result == {"admitted": 100_000, "statuses": [0] * PROCESSES}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+def test_processes_on_many_keys_admit_exactly_the_limit(algorithm: str, tmp_path: Path) -> None:
+    """4 processes, 200 keys."""
+    result = hammer("exact", tmp_path / "many.limits", algorithm, PROCESSES, 200, 100)
+    assert result == {"admitted": 200 * 100, "statuses": [0] * PROCESSES}
+
+
+def test_files_may_be_opened_and_closed_at_any_time(tmp_path: Path) -> None:
+    """4 processes that race to make the file, and open and close it around every few checks."""
+    result = hammer("reopening", tmp_path / "new.limits", "sliding_window_log", PROCESSES, 20, 100)
+    assert result == {"admitted": 20 * 100, "statuses": [0] * PROCESSES}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+def test_killed_workers_hang_nobody_and_lose_no_count(algorithm: str, tmp_path: Path) -> None:
+    """Workers are killed and replaced for seconds: nobody hangs, and of what was charged no more
+    is unaccounted for than one check in flight for each that was killed."""
+    seed = int.from_bytes(os.urandom(4))
+    keys, limit = 3, 50_000
+    result = hammer(
+        "killed",
+        tmp_path / "killed.limits",
+        *(algorithm, PROCESSES, keys, limit, KILLING_SECONDS, seed),
+    )
+    charged = keys * limit - result["left"]
+    in_flight = charged - result["admitted"]
+    assert 0 <= in_flight <= result["kills"], f"seed {seed}: {result}"
+    assert result["kills"] > 20, f"seed {seed}: {result}: this tested nothing"

@@ -1,0 +1,1 @@
+"""The table in plain C, driven from C: under sanitizers, and killed at every instruction."""

@@ -1,0 +1,28 @@
+"""Compiles the C drivers against the plain table, without Python."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+HERE = Path(__file__).parent
+KERNEL = HERE.parents[1] / "src/tollkeeper/decide/kernel"
+SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+
+
+def build(driver: str, folder: Path, *flags: str, compiler: str | None = None) -> Path:
+    """The program made of `driver` and the table; warnings are errors."""
+    program = folder / Path(driver).stem
+    sources = [path for path in sorted(KERNEL.glob("*.c")) if path.name != "module.c"]
+    subprocess.run(
+        [
+            compiler or os.environ.get("CC", "cc"),
+            *("-std=c11", "-D_GNU_SOURCE", "-g", "-Wall", "-Wextra", "-Werror", f"-I{KERNEL}"),
+            *flags,
+            *(HERE / driver, *sources),
+            *("-pthread", "-o", program),
+        ],
+        check=True,
+    )
+    return program

@@ -1,0 +1,188 @@
+/* A random driver of the plain table, to run under the address and undefined-behaviour sanitizers.
+ *
+ * Random limits, subjects, costs and times, all verbs, in memory and in a file; small tables that are
+ * full half the time. Now and then the file is closed and opened again, and in half of the file runs
+ * random bytes of it are overwritten while it is in use, as a power cut might leave them: then
+ * anything may be counted, but nothing may crash, hang or touch memory that is not the table's.
+ *
+ *   random_driver FOLDER SEED ROUNDS */
+#include <fcntl.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "limits.h"
+
+enum { STEPS = 20000, SUBJECTS = 300, LIMITS = 4 };
+
+typedef struct {
+    tk_table *table;
+    tk_options options;
+    bool damaged;
+    uint64_t random;
+    tk_limit limits[LIMITS];
+    int count;
+    int64_t now_ns;
+} run;
+
+static uint64_t below(run *r, uint64_t bound) { return next_random(&r->random) % bound; }
+
+static tk_limit random_limit(run *r, uint64_t id)
+{
+    static const int64_t windows_ns[] = {1000000, 1000000000, 60000000000, 31622400000000000};
+    tk_algorithm algorithm = (tk_algorithm)below(r, 5);
+    int64_t most = (int64_t[]){5, 1000, TK_UNITS_MAX}[below(r, 3)];
+    if (algorithm == TK_SLIDING_WINDOW_LOG)
+        most = 300;
+    int64_t limit = 1 + (int64_t)below(r, (uint64_t)most);
+    int64_t capacity = 0;
+    if (algorithm <= TK_LEAKY_BUCKET && below(r, 2))
+        capacity = 1 + (int64_t)below(r, (uint64_t)limit);
+    return make_limit(algorithm, limit, windows_ns[below(r, 4)], capacity, id);
+}
+
+static tk_hash random_subject(run *r)
+{
+    char name[16];
+    int length = snprintf(name, sizeof name, "s%d", (int)below(r, SUBJECTS));
+    return tk_subject_hash(r->table, name, (size_t)length);
+}
+
+static int64_t random_cost(run *r)
+{
+    uint64_t dice = below(r, 20);
+    if (dice < 14)
+        return dice < 12;
+    return (int64_t)below(r, dice < 19 ? 20 : TK_UNITS_MAX);
+}
+
+/* What must hold of any answer, as long as nobody damaged the table. */
+static void check_answer(run *r, const tk_decision *d, int64_t cost)
+{
+    REQUIRE(d->speaker >= 0 && d->speaker < r->count, "speaker %d", d->speaker);
+    REQUIRE(d->remaining >= 0, "remaining %lld", (long long)d->remaining);
+    if (r->damaged)
+        return;
+    REQUIRE(d->allowed ? d->retry_after_ns == 0 : d->retry_after_ns > 0, "retry %lld",
+            (long long)d->retry_after_ns);
+    REQUIRE(d->reset_after_ns >= 0, "reset %lld", (long long)d->reset_after_ns);
+    REQUIRE(d->allowed || d->remaining < cost, "denied %lld with %lld left", (long long)cost,
+            (long long)d->remaining);
+}
+
+static void check_or_peek(run *r, bool spend)
+{
+    tk_decision decision = {.speaker = -1}, look;
+    tk_hash subject = random_subject(r);
+    int64_t cost = random_cost(r);
+    tk_status status =
+        tk_check(r->table, subject, r->limits, r->count, r->now_ns, cost, spend, &decision);
+    if (status == TK_BUSY && r->damaged)
+        REQUIRE(tk_wait(r->table, subject, SECOND_NS) == TK_OK, "a damaged lock stays taken");
+    if (status != TK_OK)
+        return;
+    check_answer(r, &decision, cost);
+    if (!spend || r->damaged || !decision.allowed)
+        return;
+    /* What was just left is still left. */
+    status = tk_check(r->table, subject, r->limits, r->count, r->now_ns, 0, false, &look);
+    REQUIRE(status == TK_OK && look.remaining == decision.remaining, "%lld left, then %lld",
+            (long long)decision.remaining, (long long)look.remaining);
+}
+
+static void reopen(run *r)
+{
+    if (r->options.path == NULL)
+        return;
+    tk_close(r->table);
+    r->table = open_or_die(&r->options);
+}
+
+static void damage(run *r)
+{
+    struct stat info;
+    int fd = open(r->options.path, O_RDWR);
+    REQUIRE(fd >= 0 && fstat(fd, &info) == 0, "%s", r->options.path);
+    for (int i = 0; i < 50; i++) {
+        uint64_t bytes = next_random(&r->random);
+        /* Behind what the checksum covers: damage there is refused on opening. */
+        off_t at = 96 + (off_t)below(r, (uint64_t)info.st_size - 96 - 8);
+        size_t length = 1 + below(r, 8);
+        if (below(r, 3) == 0)
+            bytes = 0;
+        REQUIRE(pwrite(fd, &bytes, length, at) == (ssize_t)length, "pwrite");
+    }
+    close(fd);
+}
+
+static void step(run *r)
+{
+    uint64_t dropped, dice = below(r, 1000);
+    tk_stats stats;
+    tk_busy busiest[TK_BUSIEST_MAX];
+    if (dice < 300)
+        r->now_ns += (int64_t)below(r, 1000000000);
+    else if (dice < 310)
+        r->now_ns -= (int64_t)below(r, 2000000000);
+    if (dice < 850)
+        check_or_peek(r, true);
+    else if (dice < 900)
+        check_or_peek(r, false);
+    else if (dice < 940)
+        tk_give_back(r->table, random_subject(r), r->limits, r->count, r->now_ns, random_cost(r));
+    else if (dice < 970)
+        tk_grant(r->table, random_subject(r), r->limits, r->count, r->now_ns, random_cost(r),
+                 (int64_t)below(r, 3000000000u) - 1);
+    else if (dice < 990)
+        tk_reset(r->table, random_subject(r), r->limits, r->count);
+    else if (dice < 994)
+        tk_sweep(r->table, r->now_ns, &dropped);
+    else if (dice < 996)
+        tk_read_stats(r->table, &stats);
+    else if (dice < 998)
+        tk_busiest(r->table, busiest, (int)below(r, TK_BUSIEST_MAX + 1));
+    else
+        reopen(r);
+    if (tk_sample_due(r->table))
+        tk_note_busy(r->table, random_subject(r), "some name \xc3\xa9", 12);
+}
+
+static void drive(const char *folder, uint64_t seed)
+{
+    run r = {.random = seed, .now_ns = INT64_C(1790000000000000000)};
+    char path[512];
+    uint64_t kind = seed % 3;
+    snprintf(path, sizeof path, "%s/random.limits", folder);
+    unlink(path);
+    r.options = (tk_options){
+        .path = kind == 0 ? NULL : path,
+        .capacity = (uint64_t[]){1, 10, 200, 3000}[below(&r, 4)],
+        .log_bytes = (uint64_t[]){64, 4096, 1 << 20}[below(&r, 3)],
+    };
+    r.damaged = kind == 2;
+    r.table = open_or_die(&r.options);
+    r.count = 1 + (int)below(&r, LIMITS);
+    for (int i = 0; i < r.count; i++)
+        r.limits[i] = random_limit(&r, (uint64_t)i);
+    for (int i = 0; i < STEPS; i++) {
+        step(&r);
+        if (r.damaged && below(&r, 500) == 0)
+            damage(&r);
+        if (below(&r, 2000) == 0)
+            r.limits[0] = random_limit(&r, 100 + below(&r, 3));
+    }
+    tk_close(r.table);
+    unlink(path);
+}
+
+int main(int count, char **arguments)
+{
+    REQUIRE(count == 4, "usage: random_driver FOLDER SEED ROUNDS");
+    uint64_t seed = strtoull(arguments[2], NULL, 10), rounds = strtoull(arguments[3], NULL, 10);
+    for (uint64_t round = 0; round < rounds; round++) {
+        fprintf(stderr, "seed %llu\n", (unsigned long long)(seed + round));
+        drive(arguments[1], seed + round);
+    }
+    printf("%llu rounds of %d steps\n", (unsigned long long)rounds, STEPS);
+    return 0;
+}
