@@ -12,8 +12,8 @@ from tollkeeper import ConfigError, InvalidCost, Limit, Request
 from tollkeeper.arguments import (
     clock_of,
     cost_of,
-    is_async,
     key_of,
+    kind_of,
     limits_of,
     name_of,
     units_of,
@@ -137,34 +137,42 @@ class Awaited:
     async def method(self) -> None: ...
 
 
+class Generated:
+    """A callable object whose call is to be iterated over."""
+
+    async def __call__(self) -> AsyncIterator[int]:
+        yield 1
+
+
 @functools.wraps(_async_function)
 def _wrapper(*args: Any) -> Any:
     return _async_function(*args)
 
 
 @pytest.mark.parametrize(
-    ("function", "answer"),
+    ("function", "kind"),
     [
-        (_function, False),
-        (len, False),
-        (Called, False),
-        (Called(), False),
-        (functools.partial(_function, 1), False),
-        (functools.partial(Called()), False),
-        (_async_function, True),
-        (_async_generator, True),
-        (Awaited(), True),
-        (Awaited().method, True),
-        (functools.partial(_async_function, 1), True),
-        (functools.partial(Awaited()), True),
-        (functools.partial(functools.partial(_async_function, 1), 2), True),
-        (_wrapper, True),
+        (_function, "plain"),
+        (len, "plain"),
+        (Called, "plain"),
+        (Called(), "plain"),
+        (functools.partial(_function, 1), "plain"),
+        (functools.partial(Called()), "plain"),
+        (_async_function, "coroutine"),
+        (_async_generator, "async generator"),
+        (Awaited(), "coroutine"),
+        (Awaited().method, "coroutine"),
+        (functools.partial(_async_function, 1), "coroutine"),
+        (functools.partial(Awaited()), "coroutine"),
+        (functools.partial(functools.partial(_async_function, 1), 2), "coroutine"),
+        (_wrapper, "coroutine"),
+        (Generated(), "async generator"),
     ],
-    ids=range(14),
+    ids=range(15),
 )
-def test_what_needs_an_event_loop(function: Callable[..., object], answer: bool) -> None:
+def test_what_a_call_gives(function: Callable[..., object], kind: str) -> None:
     """Callable objects, partials and wrappers are what they call."""
-    assert is_async(function) is answer
+    assert kind_of(function) == kind
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from tollkeeper.clock import Clock, SystemClock
 from tollkeeper.errors import ConfigError, InvalidCost, show
@@ -73,13 +73,15 @@ def units_of(units: int, what: str) -> int:
     return whole
 
 
-def is_async(function: Callable[..., object]) -> bool:
-    """Does calling it need an event loop? Callable objects and partials count as what they call."""
+def kind_of(function: Callable[..., object]) -> Literal["plain", "coroutine", "async generator"]:
+    """What calling it gives. Callable objects and partials count as what they call."""
     function = inspect.unwrap(getattr(function, "func", function))
-    kinds = (function, getattr(type(function), "__call__", None))  # noqa: B004 - not a test
-    return any(
-        inspect.iscoroutinefunction(kind) or inspect.isasyncgenfunction(kind) for kind in kinds
-    )
+    for called in (function, getattr(type(function), "__call__", None)):  # noqa: B004 - no test
+        if inspect.iscoroutinefunction(called):
+            return "coroutine"
+        if inspect.isasyncgenfunction(called):
+            return "async generator"
+    return "plain"
 
 
 def name_of(function: Callable[..., object]) -> str:

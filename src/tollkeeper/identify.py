@@ -93,6 +93,11 @@ def subject_of_request(request: Request, by: Sequence[str]) -> str:
     parts = []
     for name in by:
         value = getattr(request, name) if name in _FIELDS else request.attributes.get(name)
+        if value is not None and not isinstance(value, str):
+            raise InvalidKey(
+                f"{name}={show(value)} is {type(value).__name__}, and a request's attributes are "
+                f"text; write it as text"
+            )
         parts.append(name if value is None else f"{name}:{value}")
     return subject_of(tuple(parts))
 

@@ -19,8 +19,8 @@ from tollkeeper.arguments import (
     Limits,
     clock_of,
     cost_of,
-    is_async,
     key_of,
+    kind_of,
     limits_of,
     name_of,
     units_of,
@@ -271,7 +271,7 @@ class Limiter(Path):
         """
 
         def decorate(function: Callable[P, R]) -> Callable[P, R]:
-            if is_async(function):
+            if kind_of(function) != "plain":
                 raise ConfigError(f"{name_of(function)} is async; decorate it with AsyncLimiter")
 
             @wraps(function)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import wraps
 from typing import Any, ParamSpec, Self, TypeVar
 
-from tollkeeper.arguments import CostSource, KeySource, cost_of, is_async, key_of, name_of
+from tollkeeper.arguments import CostSource, KeySource, cost_of, key_of, kind_of, name_of
 from tollkeeper.clock import seconds_from_ns
 from tollkeeper.errors import ConfigError, LimitExceeded
 from tollkeeper.identify import Key
@@ -89,9 +88,10 @@ class AsyncLimiter(Path):
         def decorate(
             function: Callable[P, Awaitable[R]],
         ) -> Callable[P, Coroutine[Any, Any, R]]:
-            if not is_async(function):
+            kind = kind_of(function)
+            if kind == "plain":
                 raise ConfigError(f"{name_of(function)} is not async; decorate it with Limiter")
-            if inspect.isasyncgenfunction(function):
+            if kind == "async generator":
                 raise ConfigError(
                     f"{name_of(function)} is an async generator, which is not awaited; put "
                     f"`async with limiter.hold(key)` inside it"

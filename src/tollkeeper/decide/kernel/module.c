@@ -327,8 +327,7 @@ static bool parse_now(table_object *self, PyObject *value, int64_t *now_ns)
         return false;
     if (PyErr_Occurred() || *now_ns < TK_NOW_NS_MIN || *now_ns > TK_NOW_NS_MAX) {
         PyErr_Clear();
-        PyErr_Format(error_config, "the clock says %R ns, which is not between 1938 and 2096",
-                     value);
+        PyErr_SetString(error_config, "the clock's time is not between 1938 and 2096");
         return false;
     }
     return true;

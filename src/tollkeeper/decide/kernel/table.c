@@ -158,7 +158,10 @@ static void apply_journal(const tk_table *table, tk_segment *segment, uint32_t c
         if (write->slot >= table->slots)
             continue;
         cells[write->slot] = (tk_cell){.last_ns = write->last_ns, .value = write->value};
-        tags[write->slot] = write->meta;
+        /* Mostly the same as before; then the line stays shared, and another processor that is
+         * about to look this key up has it already. */
+        if (tags[write->slot] != write->meta)
+            tags[write->slot] = write->meta;
     }
 }
 

@@ -94,16 +94,19 @@ class PythonMemoryStore:
 
     def gate(self, limits: Sequence[Limit], rule: str) -> MemoryGate:
         with self._lock:
+            self.require_open()
             tables = [self._tables.setdefault((rule, limit.identity), _Table()) for limit in limits]
         return MemoryGate(self, self._clock, tuple(limits), tables, rule, self._lock)
 
     def sweep(self) -> int:
         now_ns = self._clock.now_ns()
         with self._lock:
+            self.require_open()
             return self._reclaim_all(now_ns)
 
     def stats(self) -> StoreStats:
         with self._lock:
+            self.require_open()
             size = sum(
                 sys.getsizeof(table.entries) + sys.getsizeof(table.expiries)
                 for table in self._tables.values()
@@ -118,6 +121,7 @@ class PythonMemoryStore:
 
     def busiest(self, count: int) -> list[tuple[str, int]]:
         with self._lock:
+            self.require_open()
             return self.checks.top(count)
 
     def close(self) -> None:
