@@ -18,6 +18,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "layout.h"
 #include "limits.h"
 
 typedef struct {
@@ -27,6 +28,7 @@ typedef struct {
     int64_t cost;
     int fill;  /* spent one by one before, so that rings have grown to where the call finds them */
     bool grant; /* granted some units before, which the call will draw on */
+    int others; /* keys that were there before and must not be touched */
 } scene;
 
 static const long KILL_EVERY = 101;
@@ -93,6 +95,15 @@ static bool stands_inside(tk_table *table, tk_hash subject, const scene *s)
     return tk_check(table, subject, s->limits, s->count, NOW_NS, 0, false, &decision) == TK_BUSY;
 }
 
+static const int64_t OTHERS_LEFT = 999;
+
+static tk_hash other_subject(const tk_table *table, int number)
+{
+    char name[32];
+    int length = snprintf(name, sizeof name, "other-%d", number);
+    return tk_subject_hash(table, name, (size_t)length);
+}
+
 /* What is left of each limit, before the call. */
 static void prepare(tk_table *table, tk_hash subject, const scene *s, int64_t before[3])
 {
@@ -117,19 +128,31 @@ static bool check_charged(tk_table *table, tk_hash subject, const scene *s,
                 s->name, instructions, i, (long long)before[i], (long long)left,
                 charged ? "" : " not");
     }
+    for (int i = 0; i < s->others; i++)
+        REQUIRE(remaining(table, other_subject(table, i), &s->limits[0]) == OTHERS_LEFT,
+                "%s killed after %ld: key %d lost its count", s->name, instructions, i);
     if (charged ? before[0] > s->cost : before[0] > 0)
         spend(table, subject, s, 1); /* and life goes on */
     return charged;
 }
 
+enum { FILE_BYTES_MAX = 1 << 20, FULL_CAPACITY = 2000, FULL_LOG_BYTES = 64 };
+
+static size_t read_file(const char *path, uint64_t words[FILE_BYTES_MAX / 8])
+{
+    int file = open(path, O_RDONLY);
+    ssize_t length = read(file, words, FILE_BYTES_MAX);
+    REQUIRE(length > 0 && length < FILE_BYTES_MAX, "%s has %zd bytes", path, length);
+    close(file);
+    return (size_t)length;
+}
+
 static void copy_file(const char *from, const char *to)
 {
-    static char buffer[1 << 20];
-    int source = open(from, O_RDONLY), target = open(to, O_WRONLY | O_CREAT | O_TRUNC, 0600);
-    ssize_t length = read(source, buffer, sizeof buffer);
-    REQUIRE(length > 0 && length < (ssize_t)sizeof buffer, "the file has %zd bytes", length);
-    REQUIRE(write(target, buffer, (size_t)length) == length, "%s", strerror(errno));
-    close(source);
+    static uint64_t words[FILE_BYTES_MAX / 8];
+    size_t length = read_file(from, words);
+    int target = open(to, O_WRONLY | O_CREAT | O_TRUNC, 0600);
+    REQUIRE(write(target, words, length) == (ssize_t)length, "%s", strerror(errno));
     close(target);
 }
 
@@ -176,6 +199,46 @@ static int kill_here_and_there(tk_table *table, const scene *s, long instruction
     return inside;
 }
 
+/* A key whose two buckets are full, so that another has to make room for it: then its insertion
+ * changes two tags, its own and the other's. */
+static bool moves_another(const char *path, const char *copy, const scene *s)
+{
+    static uint64_t before[FILE_BYTES_MAX / 8], after[FILE_BYTES_MAX / 8];
+    copy_file(path, copy);
+    tk_table *table = open_or_die(&(tk_options){.path = copy});
+    tk_geometry g = tk_geometry_for(FULL_CAPACITY, FULL_LOG_BYTES);
+    read_file(copy, before);
+    spend(table, tk_subject_hash(table, s->name, strlen(s->name)), s, 1);
+    read_file(copy, after);
+    tk_close(table);
+    int changed = 0;
+    for (size_t i = 0; i < g.segments; i++) {
+        size_t tags_at = g.segments_at + i * g.segment_bytes + (sizeof(tk_segment) + 63) / 64 * 64;
+        for (size_t slot = 0; slot < g.buckets * TK_SLOTS_PER_BUCKET; slot++)
+            changed += before[tags_at / 8 + slot] != after[tags_at / 8 + slot];
+    }
+    return changed == 2;
+}
+
+/* The same walk in a table so full that the new key makes an old one move. */
+static void walk_in_a_full_table(const char *folder, tk_limit limit)
+{
+    char path[512], copy[520], name[32];
+    scene s = {name, {limit}, 1, 1, 0, false, .others = 3600};
+    snprintf(path, sizeof path, "%s/full.limits", folder);
+    snprintf(copy, sizeof copy, "%s.copy", path);
+    tk_table *table = open_or_die(&(tk_options){.path = path, .capacity = FULL_CAPACITY, .log_bytes = FULL_LOG_BYTES});
+    for (int i = 0; i < s.others; i++)
+        spend(table, other_subject(table, i), &s, 1);
+    int number = 0;
+    do
+        snprintf(name, sizeof name, "key %d that moves another", number++);
+    while (number < 5000 && !moves_another(path, copy, &s));
+    REQUIRE(number < 5000, "no key moves another");
+    walk(table, path, &s);
+    tk_close(table);
+}
+
 int main(int count, char **arguments)
 {
     REQUIRE(count == 2, "usage: kill_driver FOLDER");
@@ -184,12 +247,12 @@ int main(int count, char **arguments)
     tk_limit journal = make_limit(TK_SLIDING_WINDOW_LOG, 1000, YEAR_NS, 0, 3);
     tk_limit small = make_limit(TK_SLIDING_WINDOW_LOG, 20, YEAR_NS, 0, 4);
     const scene scenes[] = {
-        {"a new key", {token}, 1, 1, 0, false},
-        {"a known key", {token}, 1, 1, 3, false},
-        {"a new log", {journal}, 1, 2, 0, false},
-        {"a log that grows", {journal}, 1, 2, 7, false},
-        {"three limits at once", {token, counter, journal}, 3, 5, 7, false},
-        {"a grant drawn on", {token, small}, 2, 17, 8, true},
+        {"a new key", {token}, 1, 1, 0, false, 0},
+        {"a known key", {token}, 1, 1, 3, false, 0},
+        {"a new log", {journal}, 1, 2, 0, false, 0},
+        {"a log that grows", {journal}, 1, 2, 7, false, 0},
+        {"three limits at once", {token, counter, journal}, 3, 5, 7, false, 0},
+        {"a grant drawn on", {token, small}, 2, 17, 8, true, 0},
     };
     char path[512];
     snprintf(path, sizeof path, "%s/kill.limits", arguments[1]);
@@ -200,6 +263,7 @@ int main(int count, char **arguments)
         long instructions = walk(table, path, &scenes[i]);
         inside += kill_here_and_there(table, &scenes[i], instructions);
     }
+    walk_in_a_full_table(arguments[1], token);
     REQUIRE(inside > 10, "only %d were killed inside the lock: this tested nothing", inside);
     printf("%d killed inside the lock\n", inside);
     tk_close(table);
