@@ -40,7 +40,7 @@ static PyObject *make_decision(PyObject *limits, PyObject *rule, const tk_decisi
     decision_object *self;
     if (spare_count > 0) {
         self = spare[--spare_count];
-        _Py_NewReference((PyObject *)self);
+        PyObject_Init((PyObject *)self, &decision_type);
     } else if ((self = PyObject_New(decision_object, &decision_type)) == NULL) {
         return NULL;
     }
