@@ -67,16 +67,21 @@ class Path:
         """
         check_policy(on_failure)
         check_name("name", name)
+        prepared = limits_of(limits)
+        self._by = check_by(by) if by is not None else None
+        self._name = name
+        self._on_failure = on_failure
         self._clock = clock_of(clock)
         self._owns_store = not hasattr(store, "gate")
         # What is neither a store nor a URI is refused by open_store.
         self._store = cast("Store", store)
         if self._owns_store:
             self._store = open_store(cast("str", store), self._clock)
-        self._gate = self._store.gate(limits_of(limits), name)
-        self._name = name
-        self._by = check_by(by) if by is not None else None
-        self._on_failure = on_failure
+        try:
+            self._gate = self._store.gate(prepared, name)
+        except BaseException:
+            self._close()
+            raise
         shortcut = getattr(self._gate, "shortcut", None)
         self._check: Callable[..., Decision] = (
             shortcut and shortcut(self._check_in_full)
