@@ -1,0 +1,26 @@
+"""A clock that stands still, and a store that reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conformance.stores import OpenStore, factory, open_store
+from tollkeeper.decide.store import Store
+from tollkeeper.testing import ManualClock
+
+__all__ = ["clock", "factory", "open_store", "store"]
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    """At a time that begins a window of every length used in the suite."""
+    return ManualClock(start=1_700_000_000)
+
+
+@pytest.fixture
+def store(open_store: OpenStore, clock: ManualClock) -> Iterator[Store]:
+    """An empty store with room to spare."""
+    with open_store(clock) as opened:
+        yield opened

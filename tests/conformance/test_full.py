@@ -1,0 +1,374 @@
+"""Room: a full store refuses new keys, never forgets a limited one, and reclaims by itself."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from tests.conformance.stores import OpenStore, StoreFactory, every_algorithm
+from tollkeeper import CapacityError, Limit, Limiter, StoreFull
+from tollkeeper.decide.failure import FailurePolicy
+from tollkeeper.decide.store import Store
+from tollkeeper.model import AlgorithmName
+from tollkeeper.testing import ManualClock
+
+ASKED = 8
+
+
+@pytest.fixture
+def small(open_store: OpenStore, clock: ManualClock) -> Store:
+    """A store for a handful of states."""
+    with open_store(clock, ASKED) as store:
+        yield store
+
+
+def strict(store: Store, clock: ManualClock, limit: Limit, name: str = "") -> Limiter:
+    """A limiter that lets StoreFull through."""
+    return Limiter(limit, store=store, clock=clock, name=name, on_failure="raise")
+
+
+def fill(limiter: Limiter, cost: int = 1) -> list[str]:
+    """Check new keys until one is refused; those that were not."""
+    keys = []
+    for number in count():
+        try:
+            limiter.check(f"filler:{number}", cost)
+        except StoreFull:
+            return keys
+        keys.append(f"filler:{number}")
+        assert number < 100 * ASKED, "the store is never full"
+    raise AssertionError
+
+
+def past_expiry(factory: StoreFactory, clock: ManualClock, reset_after_ns: int) -> None:
+    """Move to when the store must have let go of a state that it wrote in the last ten seconds."""
+    written_ns = reset_after_ns + 10 * 10**9
+    clock.advance_ns(reset_after_ns + int(written_ns * factory.expiry_slack))
+
+
+@every_algorithm
+def test_what_was_asked_for_fits(
+    algorithm: AlgorithmName, small: Store, clock: ManualClock
+) -> None:
+    """At least the states asked for, at most the states declared; the refusal is counted."""
+    keys = fill(strict(small, clock, Limit(5, per=10, algorithm=algorithm)))
+    stats = small.stats()
+    assert ASKED <= len(keys) <= stats.states_max
+    assert stats.states == len(keys)
+    assert stats.refused == 1
+
+
+@every_algorithm
+def test_a_full_store_refuses_new_keys_and_serves_the_others(
+    algorithm: AlgorithmName, small: Store, clock: ManualClock
+) -> None:
+    """Each new key is refused and counted; the keys inside are decided as ever."""
+    limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
+    keys = fill(limiter)
+    for number in range(3):
+        with pytest.raises(StoreFull):
+            limiter.check(f"new:{number}")
+    assert small.stats().refused == 4
+    assert small.stats().states == len(keys)
+    assert [limiter.check(key).remaining for key in keys] == [3] * len(keys)
+
+
+@every_algorithm
+def test_no_flood_of_keys_evicts_a_limited_one(
+    algorithm: AlgorithmName, small: Store, clock: ManualClock
+) -> None:
+    """A blocked key stays blocked through hundreds of throw-away keys."""
+    limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
+    limiter.check("blocked", 5)
+    before = limiter.check("blocked")
+    fill(limiter)
+    for number in range(300):
+        with pytest.raises(StoreFull):
+            limiter.check(f"flood:{number}", 5)
+    assert limiter.check("blocked") == before
+
+
+@every_algorithm
+def test_what_needs_no_room_is_not_refused(
+    algorithm: AlgorithmName, small: Store, clock: ManualClock
+) -> None:
+    """In a full store a new key can still be looked at, asked for nothing, refunded and reset;
+    and a cost that can never fit is still CapacityError."""
+    limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
+    fill(limiter)
+    assert limiter.peek("new").remaining == 5
+    assert limiter.check("new", 0).remaining == 5
+    limiter.refund("new")
+    limiter.reset("new")
+    with pytest.raises(CapacityError):
+        limiter.check("new", 6)
+    assert small.stats().refused == 1
+
+
+@every_algorithm
+def test_a_grant_needs_room(algorithm: AlgorithmName, small: Store, clock: ManualClock) -> None:
+    """In a full store a new key is granted nothing: StoreFull, and nothing is kept."""
+    limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
+    keys = fill(limiter)
+    with pytest.raises(StoreFull):
+        limiter.grant("new", 1)
+    assert limiter.peek("new").remaining == 5
+    assert small.stats().states == len(keys)
+
+
+@every_algorithm
+def test_a_grant_to_a_known_key_is_given_or_refused(
+    algorithm: AlgorithmName, small: Store, clock: ManualClock
+) -> None:
+    """A store may need room of its own for a grant. It refuses before anything has changed."""
+    limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
+    key = fill(limiter)[0]
+    try:
+        limiter.grant(key, 1)
+    except StoreFull:
+        assert limiter.peek(key).remaining == 4
+    else:
+        assert limiter.peek(key).remaining == 5
+
+
+@every_algorithm
+def test_expired_states_make_room_without_a_sweep(
+    algorithm: AlgorithmName, factory: StoreFactory, small: Store, clock: ManualClock
+) -> None:
+    """When their quotas are whole again, as many new keys fit as before, and nobody was asked
+    to clean up."""
+    limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
+    keys = fill(limiter, 5)
+    past_expiry(factory, clock, limiter.peek(keys[0]).reset_after_ns)
+    assert all(limiter.check(f"new:{key}", 5) for key in keys)
+    stats = small.stats()
+    assert stats.states == len(keys)
+    assert stats.expired == len(keys)
+
+
+@every_algorithm
+def test_states_of_one_limit_make_room_for_another(
+    algorithm: AlgorithmName, factory: StoreFactory, small: Store, clock: ManualClock
+) -> None:
+    """Expired states of one limiter are reclaimed for the keys of another."""
+    first = strict(small, clock, Limit(5, per=10, algorithm=algorithm), "first")
+    keys = fill(first)
+    past_expiry(factory, clock, first.peek(keys[0]).reset_after_ns)
+    second = strict(small, clock, Limit(5, per=20, algorithm=algorithm), "second")
+    assert all(second.check(key) for key in keys)
+
+
+@every_algorithm
+def test_reset_makes_room(algorithm: AlgorithmName, small: Store, clock: ManualClock) -> None:
+    """A key that was reset leaves its place to exactly one new key."""
+    limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
+    keys = fill(limiter)
+    limiter.reset(keys[-1])
+    assert limiter.check("new")
+    with pytest.raises(StoreFull):
+        limiter.check("newer")
+
+
+@every_algorithm
+def test_a_stream_of_passing_keys_is_never_refused(
+    algorithm: AlgorithmName, factory: StoreFactory, small: Store, clock: ManualClock
+) -> None:
+    """Hundreds of keys, a few at a time, go through a store of a handful."""
+    limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
+    for number in range(300):
+        decision = limiter.check(f"k{number}", 5)
+        if number % ASKED == ASKED - 1:
+            past_expiry(factory, clock, decision.reset_after_ns)
+    assert small.stats().states <= small.stats().states_max
+    assert small.stats().refused == 0
+
+
+@every_algorithm
+def test_keys_reset_again_and_again_leave_nothing(
+    algorithm: AlgorithmName, small: Store, clock: ManualClock
+) -> None:
+    """The store's memory does not grow with keys that came and were reset."""
+    limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
+
+    def churn(times: int) -> int:
+        for number in range(times):
+            limiter.check(f"k{number}")
+            limiter.reset(f"k{number}")
+        return small.stats().bytes
+
+    after_some = churn(500)
+    assert churn(2_000) <= 2 * after_some
+    assert small.stats().states == 0
+
+
+@every_algorithm
+def test_several_limits_find_room_together_or_not_at_all(
+    algorithm: AlgorithmName, small: Store, clock: ManualClock
+) -> None:
+    """With one place left, a key with two limits is refused and takes none."""
+    filler = strict(small, clock, Limit(5, per=10, algorithm=algorithm), "filler")
+    keys = fill(filler)
+    filler.reset(keys[-1])
+    two = [Limit(5, per=10 * n, algorithm=algorithm, name=f"n{n}") for n in (1, 2)]
+    limiter = Limiter(two, store=small, clock=clock, on_failure="raise")
+    with pytest.raises(StoreFull):
+        limiter.check("k")
+    with pytest.raises(StoreFull):
+        limiter.grant("k", 1)
+    assert limiter.peek("k").remaining == 5
+    assert small.stats().states == len(keys) - 1
+    assert filler.check("last")
+
+
+@pytest.mark.parametrize(("policy", "allowed"), [("open", True), ("closed", False)])
+def test_the_failure_policy_answers_for_a_full_store(
+    policy: FailurePolicy, allowed: bool, small: Store, clock: ManualClock
+) -> None:
+    """open allows and closed denies, both marked degraded; denied ones say when to come back."""
+    limit = Limit(5, per=10)
+    fill(strict(small, clock, limit))
+    decision = Limiter(limit, store=small, clock=clock, on_failure=policy).check("new")
+    assert decision.allowed is allowed
+    assert decision.degraded
+    assert decision.remaining == 0
+    assert (decision.retry_after > 0) is not allowed
+
+
+def test_the_failure_policy_does_not_touch_keys_that_fit(small: Store, clock: ManualClock) -> None:
+    """A key that has its place is decided for real, whatever the policy."""
+    limit = Limit(5, per=10)
+    keys = fill(strict(small, clock, limit))
+    open_limiter = Limiter(limit, store=small, clock=clock, on_failure="open")
+    decisions = [open_limiter.check(keys[0]) for _ in range(5)]
+    assert [d.allowed for d in decisions] == [True] * 4 + [False]
+    assert not any(d.degraded for d in decisions)
+
+
+@every_algorithm
+def test_sweep_drops_what_has_expired_and_nothing_else(
+    algorithm: AlgorithmName, factory: StoreFactory, store: Store, clock: ManualClock
+) -> None:
+    """Three whole again and two still limited: three go, and are counted."""
+    short = Limiter(Limit(5, per=10, algorithm=algorithm), store=store, clock=clock)
+    long = Limiter(Limit(5, per=1000, algorithm=algorithm), store=store, clock=clock)
+    decisions = [short.check(key, 5) for key in ("a", "b", "c")]
+    long.check("a", 5)
+    long.check("d", 5)
+    assert store.sweep() == 0
+    past_expiry(factory, clock, decisions[0].reset_after_ns)
+    assert store.sweep() == 3
+    assert store.sweep() == 0
+    stats = store.stats()
+    assert (stats.states, stats.expired) == (2, 3)
+    assert not long.check("a")
+    assert not long.check("d")
+
+
+@every_algorithm
+def test_sweep_keeps_a_grant_that_lasts(
+    algorithm: AlgorithmName, factory: StoreFactory, store: Store, clock: ManualClock
+) -> None:
+    """A key whose quota is whole but whose grant is not over stays; then it goes."""
+    limiter = Limiter(Limit(5, per=10, algorithm=algorithm), store=store, clock=clock)
+    limiter.grant("k", 3, ttl=100)
+    clock.advance(limiter.check("k", 5).reset_after)
+    assert store.sweep() == 0
+    assert limiter.peek("k").remaining == 8
+    past_expiry(factory, clock, 100 * 10**9)
+    assert store.sweep() > 0
+    assert limiter.peek("k").remaining == 5
+    assert store.stats().states == 0
+
+
+def test_an_empty_store_says_so(small: Store) -> None:
+    """Nothing held, nothing expired, nothing refused, and room for what was asked."""
+    stats = small.stats()
+    assert (stats.states, stats.expired, stats.refused) == (0, 0, 0)
+    assert stats.states_max >= ASKED
+    assert stats.fullness == 0.0
+    assert stats.bytes >= 0
+
+
+def test_fullness_is_the_part_in_use(small: Store, clock: ManualClock) -> None:
+    """From 0.0 towards 1.0 as keys come in, and bytes are counted."""
+    limiter = strict(small, clock, Limit(5, per=10))
+    limiter.check("k")
+    stats = limiter.stats()
+    assert stats.fullness == 1 / stats.states_max
+    assert stats.bytes > 0
+    fill(limiter)
+    assert 0.5 < small.stats().fullness <= 1.0
+
+
+def test_states_never_exceed_their_maximum(
+    factory: StoreFactory, small: Store, clock: ManualClock
+) -> None:
+    """Not even where a key's own expired state is what was reclaimed to make room for it."""
+    limits = [Limit(1, per=10 * n, algorithm="fixed_window") for n in (1, 10)]
+    limiter = Limiter(limits, store=small, clock=clock, on_failure="raise")
+    limiter.check("k")
+    past_expiry(factory, clock, 10 * 10**9)
+    assert small.sweep() == 1  # of the shorter window; the longer one's state stays
+    fill(strict(small, clock, Limit(1, per=10_000, algorithm="fixed_window"), "filler"))
+    clock.advance(200)
+    try:
+        assert limiter.check("k")
+    except StoreFull:
+        assert limiter.peek("k").remaining == 1
+    assert small.stats().states <= small.stats().states_max
+
+
+@every_algorithm
+def test_a_spent_grant_does_not_hold_its_place(
+    algorithm: AlgorithmName, factory: StoreFactory, small: Store, clock: ManualClock
+) -> None:
+    """Granted for a day, spent at once: the key goes when its quota is whole, not a day later."""
+    limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
+    limiter.grant("k", 1, ttl=86_400)
+    past_expiry(factory, clock, limiter.check("k", 6).reset_after_ns)
+    assert limiter.peek("k") == limiter.peek("never seen")
+    assert small.sweep() > 0
+    assert small.stats().states == 0
+
+
+@pytest.mark.parametrize("algorithm", ["token_bucket", "leaky_bucket", "sliding_window_log"])
+def test_a_refund_brings_the_end_nearer(
+    algorithm: AlgorithmName, factory: StoreFactory, store: Store, clock: ManualClock
+) -> None:
+    """What is left after a refund is whole again sooner, and the state goes then."""
+    limiter = Limiter(Limit(5, per=10, algorithm=algorithm), store=store, clock=clock)
+    limiter.check("k", 2)
+    clock.advance(3)
+    limiter.check("k", 3)
+    limiter.refund("k", 3)
+    past_expiry(factory, clock, limiter.peek("k").reset_after_ns)
+    assert limiter.peek("k") == limiter.peek("never seen")
+    assert store.sweep() == 1
+
+
+def test_a_refund_of_a_whole_window_brings_the_end_nearer(
+    factory: StoreFactory, store: Store, clock: ManualClock
+) -> None:
+    """With this window's units refunded, the previous window's are gone at this one's end."""
+    limit = Limit(5, per=10, algorithm="sliding_window_counter")
+    limiter = Limiter(limit, store=store, clock=clock)
+    limiter.check("k", 2)
+    clock.advance(10)
+    limiter.check("k", 3)
+    limiter.refund("k", 3)
+    assert limiter.peek("k").reset_after == 10.0
+    past_expiry(factory, clock, 10 * 10**9)
+    assert limiter.peek("k") == limiter.peek("never seen")
+    assert store.sweep() == 1
+
+
+@every_algorithm
+def test_a_grant_of_nothing_keeps_nothing(
+    algorithm: AlgorithmName, store: Store, clock: ManualClock
+) -> None:
+    """A key granted 0 units is a fresh key, and takes no place."""
+    limiter = Limiter(Limit(5, per=10, algorithm=algorithm), store=store, clock=clock)
+    limiter.grant("k", 0, ttl=100)
+    assert limiter.peek("k") == limiter.peek("never seen")
+    assert store.stats().states == 0

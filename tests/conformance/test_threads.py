@@ -1,0 +1,189 @@
+"""Many threads on one store, and its end."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import pytest
+
+from tests.conformance.stores import OpenStore, every_algorithm
+from tollkeeper import Limit, Limiter, StoreFull, StoreUnavailable
+from tollkeeper.decide.failure import FailurePolicy
+from tollkeeper.decide.store import Store
+from tollkeeper.model import ALGORITHM_NAMES, AlgorithmName
+from tollkeeper.testing import ManualClock
+
+THREADS = 8
+T = TypeVar("T")
+
+
+@pytest.fixture(autouse=True)
+def _switching_often() -> Iterator[None]:
+    """Threads take turns every microsecond, so that they meet inside a check."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def at_once(work: Callable[[int], T]) -> list[T]:
+    """Run work(0) … work(7) in threads that start together; what each returned."""
+    barrier = threading.Barrier(THREADS)
+    results: dict[int, T] = {}
+
+    def run(number: int) -> None:
+        barrier.wait()
+        results[number] = work(number)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [results[number] for number in range(THREADS)]
+
+
+@every_algorithm
+@pytest.mark.parametrize("cost", [1, 3])
+def test_threads_on_one_key_admit_exactly_the_limit(
+    algorithm: AlgorithmName, cost: int, store: Store, clock: ManualClock
+) -> None:
+    """Eight threads ask for twice what there is, at one instant: just the limit passes."""
+    limiter = Limiter(Limit(300, per=10, algorithm=algorithm), store=store, clock=clock)
+    tries = 600 // THREADS // cost
+    allowed = at_once(lambda _: sum(bool(limiter.check("k", cost)) for _ in range(tries)))
+    assert sum(allowed) * cost == 300
+    assert limiter.peek("k").remaining == 0
+
+
+def test_threads_under_several_limits_admit_exactly_the_tightest(
+    store: Store, clock: ManualClock
+) -> None:
+    """And the limits with room were charged for what passed, no more."""
+    tight = Limit(200, per=10, name="tight")
+    wide = [Limit(1_000, per=10, algorithm=name, name="wide") for name in ALGORITHM_NAMES]
+    limiter = Limiter([*wide, tight], store=store, clock=clock)
+    allowed = at_once(lambda _: sum(bool(limiter.check("k")) for _ in range(200)))
+    assert sum(allowed) == 200
+    for limit in wide:
+        assert Limiter(limit, store=store, clock=clock).peek("k").remaining == 800
+
+
+@every_algorithm
+def test_threads_spend_refund_and_grant_without_loss(
+    algorithm: AlgorithmName, store: Store, clock: ManualClock
+) -> None:
+    """Each thread spends 3, gives 2 back and grants 1, 40 times: every unit is accounted for."""
+    limiter = Limiter(Limit(2_000, per=10, algorithm=algorithm), store=store, clock=clock)
+
+    def work(_: int) -> None:
+        for _ in range(40):
+            limiter.check("k", 3)
+            limiter.refund("k", 2)
+            limiter.grant("k", 1)
+
+    at_once(work)
+    assert limiter.peek("k").remaining == 2_000 + THREADS * 40 * (1 - 3 + 2)
+
+
+@every_algorithm
+def test_threads_with_keys_of_their_own_do_not_meet(
+    algorithm: AlgorithmName, store: Store, clock: ManualClock
+) -> None:
+    """Each thread gets the whole limit of each of its keys."""
+    limiter = Limiter(Limit(3, per=10, algorithm=algorithm), store=store, clock=clock)
+    allowed = at_once(
+        lambda number: [bool(limiter.check(f"{number}:{n % 10}")) for n in range(40)].count(True)
+    )
+    assert allowed == [30] * THREADS
+    assert store.stats().states == THREADS * 10
+
+
+def test_threads_never_overfill_a_store(open_store: OpenStore, clock: ManualClock) -> None:
+    """Threads that bring new keys at once fill the store to its end, and not beyond."""
+    with open_store(clock, 50) as store:
+        limiter = Limiter(Limit(3, per=10), store=store, clock=clock, on_failure="raise")
+
+        def work(number: int) -> int:
+            admitted = 0
+            for n in range(400):
+                try:
+                    admitted += bool(limiter.check(f"{number}:{n}"))
+                except StoreFull:
+                    break
+            return admitted
+
+        admitted = sum(at_once(work))
+        stats = store.stats()
+        assert 50 <= admitted == stats.states <= stats.states_max
+
+
+def test_threads_while_time_moves_are_never_over(store: Store, clock: ManualClock) -> None:
+    """A clock that other threads push on under a check: at most capacity + what came in."""
+    limiter = Limiter(Limit(100, per=1), store=store, clock=clock)
+    start_ns = clock.now_ns()
+
+    def work(number: int) -> int:
+        admitted = 0
+        for _ in range(100):
+            admitted += bool(limiter.check("k"))
+            clock.advance_ns(1_000_000)
+        return admitted
+
+    admitted = sum(at_once(work))
+    assert admitted <= 100 + (clock.now_ns() - start_ns) * 100 // 10**9
+    assert admitted >= 100
+
+
+def test_close_can_be_called_twice(open_store: OpenStore, clock: ManualClock) -> None:
+    """Closing a closed store does nothing."""
+    with open_store(clock) as store:
+        Limiter("5/second", store=store, clock=clock).check("k")
+        store.close()
+        store.close()
+
+
+def test_a_closed_store_is_unavailable(open_store: OpenStore, clock: ManualClock) -> None:
+    """Every verb raises StoreUnavailable once the store is closed, and none crashes."""
+    with open_store(clock) as store:
+        gate = store.gate([Limit(5, per=10)], "")
+        gate.check("k", 1)
+        store.close()
+        verbs: list[Callable[[], object]] = [
+            lambda: gate.check("k", 1),
+            lambda: gate.check("k", 0),
+            lambda: gate.peek("k", 1),
+            lambda: gate.refund("k", 1),
+            lambda: gate.grant("k", 1, None),
+            lambda: gate.reset("k"),
+            lambda: store.gate([Limit(5, per=10)], ""),
+            store.sweep,
+            store.stats,
+        ]
+        for verb in verbs:
+            with pytest.raises(StoreUnavailable):
+                verb()
+
+
+@pytest.mark.parametrize(("policy", "allowed"), [("open", True), ("closed", False)])
+def test_the_failure_policy_answers_for_a_closed_store(
+    policy: FailurePolicy, allowed: bool, open_store: OpenStore, clock: ManualClock
+) -> None:
+    """A limiter whose store was closed under it answers by its policy, marked degraded."""
+    with open_store(clock) as store:
+        limiter = Limiter("5/second", store=store, clock=clock, on_failure=policy)
+        store.close()
+        for verb in (limiter.check, limiter.peek):
+            decision = verb("k")
+            assert (decision.allowed, decision.degraded) == (allowed, True)
+
+
+def test_a_limiter_leaves_a_store_it_was_given_open(store: Store, clock: ManualClock) -> None:
+    """Closing one of two limiters on a store takes nothing from the other."""
+    with Limiter("5/second", store=store, clock=clock) as first:
+        first.check("k", 2)
+        second = Limiter("5/second", store=first.store, clock=clock)
+    assert second.check("k").remaining == 2

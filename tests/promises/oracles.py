@@ -1,0 +1,79 @@
+"""The bound of each algorithm, recomputed from what was admitted and when.
+
+In whole numbers and fractions, with nothing taken from the algorithms themselves.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+from math import ceil
+
+from tests.promises.strategies import Step, check, move
+from tollkeeper import Limit
+from tollkeeper.decide.store import Gate
+from tollkeeper.testing import ManualClock
+
+# When and how much. Time that went backwards counts as the time of the admission before.
+Admission = tuple[int, int]
+
+
+def admissions(gate: Gate, clock: ManualClock, trace: Sequence[Step]) -> list[Admission]:
+    """What a trace admits."""
+    admitted: list[Admission] = []
+    for gap_ns, cost in trace:
+        move(clock, gap_ns)
+        decision = check(gate, cost)
+        if decision != "never" and decision.allowed and cost:
+            at_ns = max(clock.now_ns(), admitted[-1][0]) if admitted else clock.now_ns()
+            admitted.append((at_ns, cost))
+    return admitted
+
+
+def assert_never_over(limit: Limit, admitted: Sequence[Admission]) -> None:
+    """Hold the bound of the limit's algorithm against every interval."""
+    if limit.algorithm in ("token_bucket", "leaky_bucket"):
+        _assert_bucket(limit, admitted)
+    elif limit.algorithm == "sliding_window_log":
+        _assert_log(limit, admitted)
+    else:
+        _assert_aligned(limit, admitted)
+        if limit.algorithm == "sliding_window_counter":
+            _assert_counter(limit, admitted)
+
+
+def _assert_bucket(limit: Limit, admitted: Sequence[Admission]) -> None:
+    """From any admission to any later one: at most capacity + rate × time."""
+    for first, (start_ns, _) in enumerate(admitted):
+        units = 0
+        for end_ns, cost in admitted[first:]:
+            units += cost
+            # Both sides times the window, so that all is whole.
+            over = (units - limit.capacity) * limit.window_ns
+            assert over <= limit.limit * (end_ns - start_ns)
+
+
+def _assert_log(limit: Limit, admitted: Sequence[Admission]) -> None:
+    """In the window that ends with any admission: at most the limit."""
+    for end_ns, _ in admitted:
+        inside = (cost for at_ns, cost in admitted if end_ns - limit.window_ns < at_ns <= end_ns)
+        assert sum(inside) <= limit.limit
+
+
+def _assert_aligned(limit: Limit, admitted: Sequence[Admission]) -> None:
+    """In every window aligned to the epoch: at most the limit."""
+    windows: Counter[int] = Counter()
+    for at_ns, cost in admitted:
+        windows[at_ns // limit.window_ns] += cost
+    assert all(units <= limit.limit for units in windows.values())
+
+
+def _assert_counter(limit: Limit, admitted: Sequence[Admission]) -> None:
+    """At each admission: ceil(previous × (window − elapsed) / window) + current <= limit."""
+    windows: Counter[int] = Counter()
+    for at_ns, cost in admitted:
+        number, elapsed_ns = divmod(at_ns, limit.window_ns)
+        windows[number] += cost
+        left = Fraction(limit.window_ns - elapsed_ns, limit.window_ns)
+        assert ceil(windows[number - 1] * left) + windows[number] <= limit.limit

@@ -1,0 +1,228 @@
+"""Random limits, costs and times, over the whole range that Tollkeeper accepts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import cache
+from typing import Any, Literal
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+
+from tollkeeper import CapacityError, Decision, Limit
+from tollkeeper.decide.store import Gate
+from tollkeeper.model import (
+    ALGORITHM_NAMES,
+    BUCKETS,
+    UNITS_MAX,
+    WINDOW_NS_MAX,
+    AlgorithmName,
+)
+from tollkeeper.testing import ManualClock
+
+DAY_NS = 86_400 * 10**9
+YEAR_US = WINDOW_NS_MAX // 1_000
+KEY = "k"
+
+# A log of a million entries is 8 MB; the properties do not depend on its length.
+LOG_LIMIT_MAX = 5_000
+# A store may refuse a clock that is beyond 2096, so that every time it computes fits 64 bits. A
+# trace begins by 2033 and moves on until 2080 at the latest, and no bucket here takes more than ten
+# years to refill: what is waited for at the end of a trace is still before 2096.
+START_NS_MAX = 2 * 10**18
+LATEST_NS = 3_480_000_000 * 10**9
+REFILL_NS_MAX = 10 * WINDOW_NS_MAX
+STEPS_MAX = 25
+
+_EXPLORE = int(os.environ.get("TOLLKEEPER_EXPLORE", "0"))
+
+
+def promise(max_examples: int, *, shrink: bool = True) -> Callable[[Any], Any]:
+    """Settings of a property: no deadline, for a shared machine stalls at times, and the same
+    examples on every run unless TOLLKEEPER_EXPLORE asks for others.
+
+    Without `shrink` a property ends at its first failure. For those that are known to fail:
+    making the example small takes ten times as long as finding it.
+    """
+    return settings(
+        phases=list(Phase) if shrink else [Phase.explicit, Phase.generate],
+        max_examples=max_examples * (_EXPLORE or 1),
+        derandomize=not _EXPLORE,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )
+
+
+def windows_us() -> st.SearchStrategy[int]:
+    """1 ms to a year in whole microseconds: usual lengths, and odd ones of every magnitude."""
+    usual = st.sampled_from([1_000, 10**6, 60 * 10**6, 3_600 * 10**6, 86_400 * 10**6, YEAR_US])
+    odd = st.integers(3, 13).flatmap(
+        lambda power: st.integers(10**power, min(10 ** (power + 1), YEAR_US))
+    )
+    return usual | odd
+
+
+@st.composite
+def limits(
+    draw: st.DrawFn,
+    algorithm: AlgorithmName,
+    units_max: int = UNITS_MAX,
+    name: str = "",
+    window_us: int = 0,
+) -> Limit:
+    """Any valid limit of at most `units_max` units and as much capacity."""
+    window_us = window_us or draw(windows_us())
+    if algorithm == "sliding_window_log":
+        units_max = min(units_max, LOG_LIMIT_MAX)
+    units = draw(st.integers(1, min(10, units_max)) | st.integers(1, units_max))
+    capacity = 0
+    if algorithm in BUCKETS:
+        capacity_max = min(units_max, REFILL_NS_MAX * units // (window_us * 1_000))
+        capacity = draw(st.just(0) | st.integers(1, 10) | st.integers(1, capacity_max))
+        capacity = min(capacity, capacity_max)
+    return limit_of(algorithm, units, window_us, capacity, name)
+
+
+def limit_of(
+    algorithm: AlgorithmName, units: int, window_us: int, capacity: int = 0, name: str = ""
+) -> Limit:
+    """A limit with its window in microseconds, exactly: a float of seconds may not be."""
+    return Limit(
+        units,
+        per=timedelta(microseconds=window_us),
+        algorithm=algorithm,
+        capacity=capacity,
+        name=name,
+    )
+
+
+@st.composite
+def several_limits(draw: st.DrawFn, units_max: int = UNITS_MAX) -> list[Limit]:
+    """Two or three limits of any kinds, each with a name of its own. Their windows are mostly
+    within a factor of 60: the longest of limits that are further apart does nothing for long."""
+    algorithms = draw(st.lists(st.sampled_from(ALGORITHM_NAMES), min_size=2, max_size=3))
+    shortest_us = draw(windows_us())
+    found = []
+    for index, algorithm in enumerate(algorithms):
+        factor = draw(st.sampled_from([1, 2, 3, 10, 60]))
+        window_us = draw(st.just(min(shortest_us * factor, YEAR_US)) | windows_us())
+        found.append(draw(limits(algorithm, units_max, f"n{index}", window_us)))
+    return found
+
+
+def starts_ns() -> st.SearchStrategy[int]:
+    """When a trace begins: at the epoch, today, or in between, to the nanosecond."""
+    return st.just(0) | st.just(1_700_000_000 * 10**9) | st.integers(0, START_NS_MAX)
+
+
+# The time that the clock moves by, and what a request costs, are drawn as a kind and a part of
+# it, and only then turned into numbers that suit the limit. A trace is drawn as one string, with
+# some bytes for each step: drawn as a list of tuples it takes ten times as long as the test.
+STEP_BYTES = 6
+_PART_MAX = 2**16
+# Half of the requests come at the same instant as the one before, or most limits would never
+# bind.
+_GAPS = ("same", "same", "same", "same", "same", "tick", "unit", "window", "edge")
+_REWINDS = ("back a unit", "back a window")
+_COSTS = ("one", "any", "much", "all", "none")
+
+
+@cache
+def chunks(width: int, count_max: int) -> st.SearchStrategy[list[bytes]]:
+    """1 to `count_max` strings of `width` random bytes."""
+    return (
+        st.integers(1, count_max)
+        .flatmap(lambda count: st.binary(min_size=count * width, max_size=count * width))
+        .map(lambda drawn: [drawn[at : at + width] for at in range(0, len(drawn), width)])
+    )
+
+
+def gap_of(limit: Limit, kind: str, part: int) -> int:
+    """How far the clock moves between requests: not at all, one nanosecond, about the time of a
+    unit, about a window, just around a window's length; or back."""
+    unit_ns = limit.window_ns // limit.limit + 1
+    spans = {
+        "same": 0,
+        "tick": 1,
+        "unit": 3 * unit_ns * part // _PART_MAX,
+        "window": 2 * limit.window_ns * part // _PART_MAX,
+        "edge": limit.window_ns - 2 + part % 5,
+        "back a unit": -1 - 3 * unit_ns * part // _PART_MAX,
+        "back a window": -1 - 2 * limit.window_ns * part // _PART_MAX,
+    }
+    return spans[kind]
+
+
+def cost_of(capacity: int, kind: str, part: int) -> int:
+    """Mostly a few requests' worth of the whole; also nothing, and too much."""
+    sizes = {
+        "one": 1,
+        "any": 1 + (capacity - 1) * part // _PART_MAX,
+        "much": capacity - (capacity - 1) * part // _PART_MAX // 2,
+        "all": capacity,
+        "none": 0,
+        "too much": capacity + 1 + part % 3,
+    }
+    return sizes[kind]
+
+
+# (nanoseconds to move the clock by, cost)
+Step = tuple[int, int]
+
+
+def step_of(
+    drawn: bytes, limits: Sequence[Limit], *, rewinds: bool = False, fitting: bool = False
+) -> Step:
+    """What the bytes mean under these limits."""
+    gaps = _GAPS + _REWINDS if rewinds else _GAPS
+    kinds = _COSTS if fitting else (*_COSTS, "too much")
+    gap_part, cost_part = int.from_bytes(drawn[2:4], "big"), int.from_bytes(drawn[4:6], "big")
+    # Each gap is of the size of one of the limits, chosen by chance.
+    gap_ns = gap_of(limits[gap_part % len(limits)], gaps[drawn[0] % len(gaps)], gap_part)
+    capacity = min(limit.capacity for limit in limits)
+    return gap_ns, cost_of(capacity, kinds[drawn[1] % len(kinds)], cost_part)
+
+
+def traces(
+    limits: Sequence[Limit],
+    *,
+    rewinds: bool = False,
+    fitting: bool = False,
+    steps_max: int = STEPS_MAX,
+) -> st.SearchStrategy[list[Step]]:
+    """Requests on one key: how long after the one before, and how much.
+
+    With `rewinds` the clock goes back too; `fitting` leaves out costs above the capacity."""
+    return chunks(STEP_BYTES, steps_max).map(
+        lambda drawn: [step_of(step, limits, rewinds=rewinds, fitting=fitting) for step in drawn]
+    )
+
+
+def clock_at(start_ns: int) -> ManualClock:
+    """A manual clock at a nanosecond."""
+    clock = ManualClock()
+    clock.advance_ns(start_ns)
+    return clock
+
+
+def move(clock: ManualClock, gap_ns: int) -> None:
+    """Move the clock, but not to before the epoch nor beyond LATEST_NS."""
+    now_ns = clock.now_ns()
+    clock.advance_ns(min(max(gap_ns, -now_ns), max(LATEST_NS - now_ns, 0)))
+
+
+def check(gate: Gate, cost: int, key: str = KEY) -> Decision | Literal["never"]:
+    """The decision, or "never" for a cost that can never fit."""
+    try:
+        return gate.check(key, cost)
+    except CapacityError:
+        return "never"
+
+
+def play(gate: Gate, clock: ManualClock, trace: Sequence[Step]) -> None:
+    """Run a trace for what it leaves behind."""
+    for gap_ns, cost in trace:
+        move(clock, gap_ns)
+        check(gate, cost)

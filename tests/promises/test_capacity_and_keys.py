@@ -1,0 +1,166 @@
+"""Promises 10 and 11: a cost that can never fit is an error at once, and keys never collide."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from tests.conformance.stores import OpenStore, every_algorithm
+from tests.promises.strategies import (
+    KEY,
+    clock_at,
+    limits,
+    play,
+    promise,
+    several_limits,
+    starts_ns,
+    traces,
+)
+from tollkeeper import CapacityError, Limit
+from tollkeeper.identify import KEY_LENGTH_MAX, PARTS_MAX, SEPARATOR, Key, subject_of
+from tollkeeper.model import AlgorithmName
+
+
+@every_algorithm
+@promise(60)
+@given(data=st.data(), excess=st.integers(1, 3) | st.integers(1, 10**30))
+def test_a_cost_above_the_capacity_is_an_error_at_once(
+    algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject, excess: int
+) -> None:
+    """Whatever the state: check and peek raise, and nothing is spent; at the capacity they do
+    not."""
+    limit = data.draw(limits(algorithm))
+    clock = clock_at(data.draw(starts_ns()))
+    with open_store(clock) as store:
+        gate = store.gate([limit], "")
+        play(gate, clock, data.draw(traces([limit], rewinds=True, steps_max=10)))
+        before = gate.peek(KEY, 0)
+        for verb in (gate.check, gate.peek):
+            with pytest.raises(CapacityError) as caught:
+                verb(KEY, limit.capacity + excess)
+            assert caught.value.limit == limit
+        assert gate.peek(KEY, 0) == before
+        gate.check(KEY, limit.capacity)
+
+
+@promise(60)
+@given(limits=several_limits(), start_ns=starts_ns(), data=st.data())
+def test_the_smallest_of_several_capacities_decides(
+    limits: list[Limit], start_ns: int, data: st.DataObject, open_store: OpenStore
+) -> None:
+    """One more than the smallest capacity raises; the smallest capacity itself does not."""
+    clock = clock_at(start_ns)
+    capacity = min(limit.capacity for limit in limits)
+    with open_store(clock) as store:
+        gate = store.gate(limits, "")
+        play(gate, clock, data.draw(traces(limits, rewinds=True, steps_max=10)))
+        with pytest.raises(CapacityError):
+            gate.check(KEY, capacity + 1)
+        gate.check(KEY, capacity)
+
+
+@every_algorithm
+@promise(60)
+@given(data=st.data(), units=st.integers(1, 100))
+def test_a_grant_widens_what_can_fit(
+    algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject, units: int
+) -> None:
+    """Up to capacity + grant passes while the grant lasts; one more raises; and so does what
+    needs the grant once that is over."""
+    limit = data.draw(limits(algorithm, units_max=1_000))
+    clock = clock_at(data.draw(starts_ns()))
+    ttl_ns = data.draw(st.integers(1, 3 * limit.window_ns))
+    with open_store(clock) as store:
+        gate = store.gate([limit], "")
+        for key in ("now", "later"):
+            gate.grant(key, units, ttl_ns)
+        with pytest.raises(CapacityError):
+            gate.check("now", limit.capacity + units + 1)
+        clock.advance_ns(ttl_ns - 1)
+        assert gate.check("now", limit.capacity + units).remaining == 0
+        clock.advance_ns(1)
+        with pytest.raises(CapacityError):
+            gate.check("later", limit.capacity + 1)
+        assert gate.check("later", limit.capacity).allowed
+
+
+@every_algorithm
+@promise(60)
+@given(data=st.data(), units=st.integers(1, 30))
+def test_an_error_means_that_no_wait_would_help(
+    algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject, units: int
+) -> None:
+    """A cost that needs the grant, asked for when the quota is spent: either it is denied with a
+    wait that suffices, or it raises, and then it would not pass a nanosecond before the end."""
+    limit = data.draw(limits(algorithm, units_max=100))
+    clock = clock_at(data.draw(starts_ns()))
+    ttl_ns = data.draw(st.integers(1, 3 * limit.window_ns))
+    cost = limit.capacity + data.draw(st.integers(1, units))
+    with open_store(clock) as store:
+        gate = store.gate([limit], "")
+        gate.check(KEY, data.draw(st.integers(1, limit.capacity)))
+        gate.grant(KEY, units, ttl_ns)
+        try:
+            decision = gate.check(KEY, cost)
+        except CapacityError:
+            clock.advance_ns(ttl_ns - 1)
+            with pytest.raises(CapacityError):
+                gate.check(KEY, cost)
+            return
+        if not decision.allowed:
+            assert decision.retry_after_ns < ttl_ns
+            clock.advance_ns(decision.retry_after_ns)
+            assert gate.check(KEY, cost).allowed
+
+
+# Characters that someone might join, split, quote or fold by; and any other text.
+tricky_text = st.text(alphabet="ab/:|,=\\\"'{} \x00\x1e\u00e9\u0301", min_size=1, max_size=6)
+any_text = st.text(st.characters(codec="utf-8", exclude_characters=SEPARATOR), min_size=1)
+parts = tricky_text | any_text.filter(lambda text: len(text) < KEY_LENGTH_MAX // PARTS_MAX)
+keys = parts | st.lists(parts, min_size=1, max_size=PARTS_MAX).map(tuple)
+
+
+def plain(key: Key) -> Key:
+    """A tuple of one part is that part: there is nothing that it could run together with."""
+    return key[0] if isinstance(key, tuple) and len(key) == 1 else key
+
+
+@promise(300)
+@given(one=keys, other=keys)
+@example(one=("a/b", "c"), other=("a", "b/c"))
+@example(one=("a", "b"), other="a/b")
+def test_keys_never_collide(one: Key, other: Key) -> None:
+    """Two keys have one subject only if they are the same key."""
+    assert (subject_of(one) == subject_of(other)) == (plain(one) == plain(other))
+
+
+@promise(200)
+@given(text=tricky_text.filter(lambda text: len(text) > 2), data=st.data())
+def test_where_a_key_is_split_matters(text: str, data: st.DataObject) -> None:
+    """One text cut into parts at different places gives different subjects."""
+
+    def cut(places: set[int]) -> Key:
+        edges = [0, *sorted(places), len(text)]
+        return tuple(text[start:end] for start, end in pairwise(edges))
+
+    places = st.sets(st.integers(1, len(text) - 1))
+    one, other = data.draw(places), data.draw(places)
+    assume(one != other)
+    assert len({subject_of(cut(one)), subject_of(cut(other))}) == 2
+
+
+@promise(60)
+@given(found=st.lists(keys, min_size=2, max_size=20, unique_by=plain))
+def test_a_store_counts_random_keys_apart(found: list[Key], open_store: OpenStore) -> None:
+    """Each of twenty random keys has spent what it spent."""
+    limit = Limit(100, per=60, algorithm="fixed_window")
+    clock = clock_at(1_700_000_000 * 10**9)
+    with open_store(clock) as store:
+        gate = store.gate([limit], "")
+        for cost, key in enumerate(found):
+            gate.check(subject_of(key), cost)
+        spent = [100 - gate.peek(subject_of(key), 0).remaining for key in found]
+    assert spent == list(range(len(found)))

@@ -1,0 +1,90 @@
+"""Promise 2: a denied request costs nothing, in any of its limits."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conformance.stores import OpenStore, every_algorithm
+from tests.promises.strategies import (
+    KEY,
+    check,
+    clock_at,
+    limits,
+    move,
+    promise,
+    several_limits,
+    starts_ns,
+    traces,
+)
+from tollkeeper import Limit
+from tollkeeper.decide.store import Gate
+from tollkeeper.model import AlgorithmName
+from tollkeeper.testing import ManualClock
+
+
+def assert_denials_cost_nothing(
+    one: Gate, twin: Gate, clock: ManualClock, trace: list[tuple[int, int]]
+) -> None:
+    """`one` sees every request and `twin` only those that `one` admitted: they never differ."""
+    for gap_ns, cost in trace:
+        move(clock, gap_ns)
+        before = one.peek(KEY, 1)
+        decision = check(one, cost)
+        if decision != "never" and decision.allowed:
+            assert twin.check(KEY, cost) == decision
+        else:
+            assert one.peek(KEY, 1) == before
+        assert one.peek(KEY, 0) == twin.peek(KEY, 0)
+        assert one.peek(KEY, 1) == twin.peek(KEY, 1)
+
+
+@every_algorithm
+@promise(40)
+@given(data=st.data())
+def test_a_denied_request_costs_nothing(
+    algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject
+) -> None:
+    """A limiter that denied, or refused a cost as impossible, is in every field the twin that was
+    never asked."""
+    limit = data.draw(limits(algorithm))
+    clock = clock_at(data.draw(starts_ns()))
+    trace = data.draw(traces([limit], rewinds=True))
+    with open_store(clock) as one, open_store(clock) as two:
+        assert_denials_cost_nothing(one.gate([limit], ""), two.gate([limit], ""), clock, trace)
+
+
+@promise(120)
+@given(limits=several_limits(), start_ns=starts_ns(), data=st.data())
+def test_a_request_denied_by_one_limit_costs_nothing_in_the_others(
+    limits: list[Limit], start_ns: int, data: st.DataObject, open_store: OpenStore
+) -> None:
+    """The same with several limits, and each limit by itself agrees."""
+    clock = clock_at(start_ns)
+    trace = data.draw(traces(limits, rewinds=True))
+    with open_store(clock) as one, open_store(clock) as two:
+        assert_denials_cost_nothing(one.gate(limits, ""), two.gate(limits, ""), clock, trace)
+        for limit in limits:
+            alone, twin = one.gate([limit], ""), two.gate([limit], "")
+            assert alone.peek(KEY, 0) == twin.peek(KEY, 0)
+        assert one.stats().states == two.stats().states
+
+
+@promise(80)
+@given(
+    limits=several_limits(units_max=100),
+    start_ns=starts_ns(),
+    units=st.integers(1, 100),
+    data=st.data(),
+)
+def test_a_denied_request_draws_on_no_grant(
+    limits: list[Limit], start_ns: int, units: int, data: st.DataObject, open_store: OpenStore
+) -> None:
+    """Granted units too are spent by what passes all limits and by nothing else."""
+    clock = clock_at(start_ns)
+    trace = data.draw(traces(limits))
+    ttl_ns = data.draw(st.integers(1, 3 * limits[0].window_ns))
+    with open_store(clock) as one, open_store(clock) as two:
+        for store in (one, two):
+            store.gate(limits, "").grant(KEY, units, ttl_ns)
+        assert_denials_cost_nothing(one.gate(limits, ""), two.gate(limits, ""), clock, trace)

@@ -1,0 +1,161 @@
+"""Promise 8: every key expires, as soon as it is indistinguishable from a fresh one."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conformance.stores import OpenStore, StoreFactory, every_algorithm
+from tests.promises.strategies import (
+    KEY,
+    check,
+    clock_at,
+    limits,
+    move,
+    play,
+    promise,
+    several_limits,
+    starts_ns,
+    traces,
+)
+from tollkeeper import Limit
+from tollkeeper.decide.store import Gate, Store
+from tollkeeper.model import AlgorithmName
+from tollkeeper.testing import ManualClock
+
+
+def slack_ns(factory: StoreFactory, limit: Limit, reset_ns: int) -> int:
+    """How much longer the store may hold a state that it wrote at any time until now: its slack
+    is a fraction of the time from then on, which is at most this sum."""
+    longest_ns = max(2 * limit.window_ns, limit.capacity * limit.window_ns // limit.limit + 1)
+    return int((reset_ns + longest_ns) * factory.expiry_slack)
+
+
+def assert_as_new(gate: Gate) -> None:
+    """In every field of every answer, the key is one that was never seen."""
+    (limit,) = gate.limits
+    for cost in (0, 1, limit.capacity):
+        assert gate.peek(KEY, cost) == gate.peek("never seen", cost)
+
+
+def assert_expires_when_whole(
+    factory: StoreFactory, store: Store, gate: Gate, clock: ManualClock
+) -> None:
+    """Held until one nanosecond before reset_after; as new, and droppable, at it."""
+    reset_ns = gate.peek(KEY, 0).reset_after_ns
+    if reset_ns == 0:
+        assert_as_new(gate)
+        return
+    assert store.stats().states == 1
+    clock.advance_ns(reset_ns - 1)
+    assert gate.peek(KEY, 0).reset_after_ns == 1
+    assert gate.peek(KEY, 0) != gate.peek("never seen", 0)
+    assert store.sweep() == 0
+    assert gate.peek(KEY, 0).reset_after_ns == 1
+    clock.advance_ns(1)
+    assert_as_new(gate)
+    clock.advance_ns(slack_ns(factory, gate.limits[0], reset_ns))
+    assert store.sweep() == 1
+    assert store.stats().states == 0
+    assert_as_new(gate)
+
+
+@every_algorithm
+@promise(60)
+@given(data=st.data())
+def test_a_key_expires_when_its_quota_is_whole(
+    algorithm: AlgorithmName, factory: StoreFactory, open_store: OpenStore, data: st.DataObject
+) -> None:
+    """Whatever was spent, and wherever the clock jumped: not a nanosecond before, nor after."""
+    limit = data.draw(limits(algorithm))
+    clock = clock_at(data.draw(starts_ns()))
+    trace = data.draw(traces([limit], rewinds=True, steps_max=12))
+    with open_store(clock) as store:
+        gate = store.gate([limit], "")
+        for gap_ns, cost in trace:
+            move(clock, gap_ns)
+            decision = check(gate, cost)
+            if decision != "never":
+                assert decision.reset_after_ns == gate.peek(KEY, 0).reset_after_ns
+        assert_expires_when_whole(factory, store, gate, clock)
+
+
+@every_algorithm
+@promise(60)
+@given(data=st.data())
+def test_a_key_expires_when_its_quota_is_whole_after_refunds(
+    algorithm: AlgorithmName, factory: StoreFactory, open_store: OpenStore, data: st.DataObject
+) -> None:
+    """A refund brings that time nearer, and the store knows."""
+    limit = data.draw(limits(algorithm, units_max=10))
+    clock = clock_at(data.draw(starts_ns()))
+    trace = data.draw(traces([limit], fitting=True, steps_max=8))
+    refunds = data.draw(
+        st.lists(st.sampled_from([0, 0, 1, 2, 10]), min_size=len(trace), max_size=len(trace))
+    )
+    with open_store(clock) as store:
+        gate = store.gate([limit], "")
+        for (gap_ns, cost), refunded in zip(trace, refunds, strict=True):
+            move(clock, gap_ns)
+            gate.check(KEY, cost)
+            gate.refund(KEY, refunded)
+        assert_expires_when_whole(factory, store, gate, clock)
+
+
+@every_algorithm
+@promise(40)
+@given(data=st.data(), units=st.integers(1, 50))
+def test_a_granted_key_expires_when_quota_and_grant_are_over(
+    algorithm: AlgorithmName,
+    factory: StoreFactory,
+    open_store: OpenStore,
+    data: st.DataObject,
+    units: int,
+) -> None:
+    """A grant that nobody draws on keeps the key until it ends, and not longer."""
+    limit = data.draw(limits(algorithm, units_max=1_000))
+    clock = clock_at(data.draw(starts_ns()))
+    ttl_ns = data.draw(st.integers(1, 3 * limit.window_ns))
+    with open_store(clock) as store:
+        gate = store.gate([limit], "")
+        reset_ns = gate.check(KEY, data.draw(st.integers(0, limit.capacity))).reset_after_ns
+        gate.grant(KEY, units, ttl_ns)
+        end_ns = max(reset_ns, ttl_ns)
+        clock.advance_ns(end_ns - 1)
+        assert gate.peek(KEY, 0) != gate.peek("never seen", 0)
+        before = gate.peek(KEY, 0)
+        store.sweep()
+        assert gate.peek(KEY, 0) == before
+        clock.advance_ns(1)
+        assert_as_new(gate)
+        clock.advance_ns(slack_ns(factory, limit, end_ns))
+        store.sweep()
+        assert store.stats().states == 0
+
+
+@promise(60)
+@given(limits=several_limits(), start_ns=starts_ns(), data=st.data())
+def test_each_limit_expires_by_itself(
+    limits: list[Limit],
+    start_ns: int,
+    data: st.DataObject,
+    factory: StoreFactory,
+    open_store: OpenStore,
+) -> None:
+    """Of one key's states under several limits, each goes when its own quota is whole."""
+    clock = clock_at(start_ns)
+    trace = data.draw(traces(limits, steps_max=12))
+    with open_store(clock) as store:
+        play(store.gate(limits, ""), clock, trace)
+        store.sweep()
+        alone = [store.gate([limit], "") for limit in limits]
+        ends_ns = sorted(clock.now_ns() + gate.peek(KEY, 0).reset_after_ns for gate in alone)
+        for end_ns in ends_ns:
+            clock.advance_ns(max(end_ns - clock.now_ns(), 0))
+            store.sweep()
+            held = sum(gate.peek(KEY, 0).reset_after_ns > 0 for gate in alone)
+            states = store.stats().states
+            assert states >= held if factory.expiry_slack else states == held
+        clock.advance_ns(max(slack_ns(factory, limit, ends_ns[-1]) for limit in limits))
+        store.sweep()
+        assert store.stats().states == 0

@@ -1,0 +1,127 @@
+"""A store and a model of it, written without a thought for speed, never disagree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conformance.stores import OpenStore, every_algorithm
+from tests.promises.model import Answer, Model
+from tests.promises.strategies import (
+    KEY,
+    STEP_BYTES,
+    STEPS_MAX,
+    chunks,
+    clock_at,
+    limits,
+    move,
+    promise,
+    several_limits,
+    starts_ns,
+    step_of,
+)
+from tollkeeper import CapacityError, Limit
+from tollkeeper.decide.store import Gate, Store
+from tollkeeper.model import AlgorithmName
+from tollkeeper.testing import ManualClock
+
+# (nanoseconds to move the clock by, verb, key, units, ttl_ns)
+Operation = tuple[int, str, str, int, int]
+
+
+def operations(
+    limits: Sequence[Limit], verbs: str, keys: str, *, rewinds: bool = False
+) -> st.SearchStrategy[list[Operation]]:
+    """What happens to a store, and when."""
+    names = verbs.split()
+
+    def operation(drawn: bytes) -> Operation:
+        gap_ns, units = step_of(drawn, limits, rewinds=rewinds)
+        verb, key, length = drawn[STEP_BYTES:]
+        ttl_ns = limits[0].window_ns * (length + 1) // 128
+        return gap_ns, names[verb % len(names)], keys[key % len(keys)], units, ttl_ns
+
+    return chunks(STEP_BYTES + 3, STEPS_MAX).map(lambda drawn: list(map(operation, drawn)))
+
+
+def assert_same(verb: str, gate: Gate, key: str, cost: int, expected: Answer) -> None:
+    """Ask the gate, and compare: may it pass, and how much remains?"""
+    try:
+        decision = (gate.check if verb == "check" else gate.peek)(key, cost)
+    except CapacityError:
+        assert expected in ("never", "never or denied")
+        return
+    if expected == "never or denied":
+        assert not decision.allowed
+    else:
+        assert (decision.allowed, decision.remaining) == expected
+
+
+def assert_agree(
+    store: Store, clock: ManualClock, limits: Sequence[Limit], trace: Sequence[Operation]
+) -> None:
+    """Do the same to a gate and to a model, comparing every answer."""
+    gate, model = store.gate(limits, ""), Model(limits)
+    for gap_ns, verb, key, units, ttl_ns in trace:
+        move(clock, gap_ns)
+        now_ns = clock.now_ns()
+        if verb == "check":
+            assert_same(verb, gate, key, units, model.check(key, now_ns, units))
+        elif verb == "peek":
+            assert_same(verb, gate, key, units, model.peek(key, now_ns, units))
+        elif verb == "refund":
+            gate.refund(key, units)
+            model.refund(key, now_ns, units)
+        elif verb == "grant":
+            gate.grant(key, units + 1, ttl_ns)
+            model.grant(key, now_ns, units + 1, ttl_ns)
+        elif verb == "reset":
+            gate.reset(key)
+            model.reset(key)
+        else:
+            store.sweep()
+        assert_same("peek", gate, key, 0, model.peek(key, now_ns, 0))
+
+
+@every_algorithm
+@promise(250)
+@given(data=st.data())
+def test_a_store_agrees_with_the_model(
+    algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject
+) -> None:
+    """Two keys, every verb, and sweeps in between: the same answers throughout."""
+    limit = data.draw(limits(algorithm, units_max=200))
+    verbs = "check check check peek refund grant reset sweep"
+    trace = data.draw(operations([limit], verbs, "ab"))
+    clock = clock_at(data.draw(starts_ns()))
+    with open_store(clock) as store:
+        assert_agree(store, clock, [limit], trace)
+
+
+@every_algorithm
+@promise(120)
+@given(data=st.data())
+def test_a_store_agrees_with_the_model_when_time_goes_back(
+    algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject
+) -> None:
+    """One key whose clock jumps both ways: the time that counts is its last admission's."""
+    limit = data.draw(limits(algorithm, units_max=200))
+    trace = data.draw(operations([limit], "check check check peek reset", KEY, rewinds=True))
+    clock = clock_at(data.draw(starts_ns()))
+    with open_store(clock) as store:
+        assert_agree(store, clock, [limit], trace)
+
+
+@promise(200)
+@given(limits=several_limits(units_max=200), start_ns=starts_ns(), data=st.data())
+def test_a_store_agrees_with_the_model_under_several_limits(
+    limits: list[Limit], start_ns: int, data: st.DataObject, open_store: OpenStore
+) -> None:
+    """Limits of different kinds at once, with every verb."""
+    verbs = "check check check peek refund grant reset sweep"
+    trace = data.draw(operations(limits, verbs, "ab"))
+    clock = clock_at(start_ns)
+    with open_store(clock) as store:
+        assert_agree(store, clock, limits, trace)

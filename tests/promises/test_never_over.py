@@ -1,0 +1,152 @@
+"""Promises 1 and 6: never over the limit, and time never rewinds."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conformance.stores import OpenStore, every_algorithm
+from tests.promises.oracles import Admission, admissions, assert_never_over
+from tests.promises.strategies import (
+    KEY,
+    clock_at,
+    limits,
+    move,
+    play,
+    promise,
+    several_limits,
+    starts_ns,
+    traces,
+)
+from tollkeeper import Limit
+from tollkeeper.model import AlgorithmName
+
+
+@every_algorithm
+@promise(120)
+@given(data=st.data())
+def test_never_over(algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject) -> None:
+    """Whatever is asked and however the clock moves, no interval admits more than its bound."""
+    limit = data.draw(limits(algorithm))
+    clock = clock_at(data.draw(starts_ns()))
+    trace = data.draw(traces([limit], rewinds=True))
+    with open_store(clock) as store:
+        assert_never_over(limit, admissions(store.gate([limit], ""), clock, trace))
+
+
+@promise(100)
+@given(limits=several_limits(), start_ns=starts_ns(), data=st.data())
+def test_never_over_in_any_of_several_limits(
+    limits: list[Limit], start_ns: int, data: st.DataObject, open_store: OpenStore
+) -> None:
+    """What passes several limits at once is within the bound of each."""
+    clock = clock_at(start_ns)
+    trace = data.draw(traces(limits, rewinds=True))
+    with open_store(clock) as store:
+        admitted = admissions(store.gate(limits, ""), clock, trace)
+    for limit in limits:
+        assert_never_over(limit, admitted)
+
+
+@every_algorithm
+@promise(40)
+@given(data=st.data())
+def test_never_over_while_states_come_and_go(
+    algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject
+) -> None:
+    """Three keys share a store, with sweeps at random: a state is never dropped too early."""
+    limit = data.draw(limits(algorithm, units_max=1_000))
+    trace = data.draw(traces([limit], fitting=True))
+    keys = data.draw(
+        st.lists(st.sampled_from(["a", "b", "c"]), min_size=len(trace), max_size=len(trace))
+    )
+    sweeps = data.draw(st.sets(st.integers(0, len(trace))))
+    clock = clock_at(data.draw(starts_ns()))
+    admitted: dict[str, list[Admission]] = {"a": [], "b": [], "c": []}
+    with open_store(clock, 3) as store:
+        gate = store.gate([limit], "")
+        for index, ((gap_ns, cost), key) in enumerate(zip(trace, keys, strict=True)):
+            move(clock, gap_ns)
+            if gate.check(key, cost) and cost:
+                admitted[key].append((clock.now_ns(), cost))
+            if index in sweeps:
+                store.sweep()
+    for of_key in admitted.values():
+        assert_never_over(limit, of_key)
+
+
+@promise(80)
+@given(limit=limits("leaky_bucket"), start_ns=starts_ns(), data=st.data())
+def test_a_leaky_bucket_serves_evenly_spaced(
+    limit: Limit, start_ns: int, data: st.DataObject, open_store: OpenStore
+) -> None:
+    """Served after its delay, each request comes at least its predecessor's cost × window / limit
+    after it, to the nanosecond that a delay rounds up by, whatever the clock does."""
+    clock = clock_at(start_ns)
+    served: list[tuple[int, int]] = []
+    with open_store(clock) as store:
+        gate = store.gate([limit], "")
+        for gap_ns, cost in data.draw(traces([limit], rewinds=True, fitting=True)):
+            move(clock, gap_ns)
+            decision = gate.check(KEY, cost)
+            assert decision.delay_ns >= 0
+            if decision.allowed and cost:
+                served.append((clock.now_ns() + decision.delay_ns, cost))
+    for (before_ns, units), (after_ns, _) in pairwise(served):
+        assert after_ns - before_ns > Fraction(units * limit.window_ns, limit.limit) - 1
+
+
+@every_algorithm
+@promise(60)
+@given(data=st.data())
+def test_jumping_back_admits_no_more_than_standing_still(
+    algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject
+) -> None:
+    """Of two twins, one's clock stops and the other's goes back further and further: request by
+    request, the second has had no more."""
+    limit = data.draw(limits(algorithm, units_max=30))
+    before = data.draw(traces([limit], steps_max=10))
+    jumps = data.draw(st.lists(st.integers(1, 3 * limit.window_ns), min_size=1, max_size=40))
+    start_ns = data.draw(starts_ns())
+    still, jumping = clock_at(start_ns), clock_at(start_ns)
+    with open_store(still) as one, open_store(jumping) as two:
+        at_rest, back = one.gate([limit], ""), two.gate([limit], "")
+        play(at_rest, still, before)
+        play(back, jumping, before)
+        top_ns = still.now_ns()
+        lead = 0
+        for jump_ns in sorted(jumps):
+            jumping.advance_ns(max(top_ns - jump_ns, 0) - jumping.now_ns())
+            lead += at_rest.check(KEY, 1).allowed - back.check(KEY, 1).allowed
+            assert lead >= 0
+
+
+@every_algorithm
+@promise(60)
+@given(data=st.data())
+def test_after_a_jump_back_times_count_from_the_clock(
+    algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject
+) -> None:
+    """Denied with the clock set back, the wait is by that clock: until it is where it was, and
+    then as long as it would have been."""
+    limit = data.draw(limits(algorithm))
+    cost = data.draw(st.integers(1, limit.capacity))
+    start_ns = data.draw(starts_ns())
+    clock = clock_at(start_ns)
+    with open_store(clock) as store:
+        gate = store.gate([limit], "")
+        gate.check(KEY, limit.capacity)
+        before = gate.check(KEY, cost)
+        jump_ns = data.draw(st.integers(0, min(start_ns, 3 * limit.window_ns)))
+        clock.advance_ns(-jump_ns)
+        after = gate.check(KEY, cost)
+        assert after.retry_after_ns == before.retry_after_ns + jump_ns
+        assert after.reset_after_ns == before.reset_after_ns + jump_ns
+        assert after.remaining == before.remaining
+        clock.advance_ns(after.retry_after_ns - 1)
+        assert not gate.check(KEY, cost)
+        clock.advance_ns(1)
+        assert gate.check(KEY, cost)

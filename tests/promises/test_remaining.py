@@ -1,0 +1,100 @@
+"""Promise 4: remaining is true. Exactly so many single requests pass at that instant."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conformance.stores import OpenStore, every_algorithm
+from tests.promises.strategies import (
+    KEY,
+    clock_at,
+    limits,
+    move,
+    play,
+    promise,
+    several_limits,
+    starts_ns,
+    traces,
+)
+from tollkeeper import Limit
+from tollkeeper.decide.store import Gate
+from tollkeeper.model import AlgorithmName
+
+# Small enough to try every single request.
+UNITS_MAX = 40
+
+
+def assert_exactly(gate: Gate, remaining: int) -> None:
+    """So many pass, each with one less remaining; the next is denied."""
+    for left in range(remaining - 1, -1, -1):
+        decision = gate.check(KEY, 1)
+        assert decision.allowed
+        assert decision.remaining == left
+    assert not gate.check(KEY, 1).allowed
+
+
+@every_algorithm
+@promise(60)
+@given(data=st.data())
+def test_remaining_is_true(
+    algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject
+) -> None:
+    """After any trace, the last decision, allowed or denied, counted right; so does peek."""
+    limit = data.draw(limits(algorithm, units_max=UNITS_MAX))
+    clock = clock_at(data.draw(starts_ns()))
+    trace = data.draw(traces([limit], rewinds=True, fitting=True, steps_max=12))
+    with open_store(clock) as store:
+        gate = store.gate([limit], "")
+        play(gate, clock, trace[:-1])
+        gap_ns, cost = trace[-1]
+        move(clock, gap_ns)
+        peeked = gate.peek(KEY, cost)
+        decision = gate.check(KEY, cost)
+        assert decision.allowed == peeked.allowed
+        assert decision.remaining == peeked.remaining - (cost if decision.allowed else 0)
+        assert_exactly(gate, decision.remaining)
+
+
+@promise(100)
+@given(
+    limits=several_limits(units_max=UNITS_MAX),
+    start_ns=starts_ns(),
+    units=st.integers(0, UNITS_MAX),
+    data=st.data(),
+)
+def test_remaining_is_true_with_several_limits_and_a_grant(
+    limits: list[Limit], start_ns: int, units: int, data: st.DataObject, open_store: OpenStore
+) -> None:
+    """The least of all limits, each with what is left of its grant."""
+    clock = clock_at(start_ns)
+    trace = data.draw(traces(limits, fitting=True, steps_max=12))
+    ttl_ns = data.draw(st.integers(1, 3 * limits[0].window_ns))
+    with open_store(clock) as store:
+        gate = store.gate(limits, "")
+        if units:
+            gate.grant(KEY, units, ttl_ns)
+        play(gate, clock, trace[:-1])
+        gap_ns, cost = trace[-1]
+        move(clock, gap_ns)
+        assert_exactly(gate, gate.check(KEY, cost).remaining)
+
+
+@every_algorithm
+@promise(40)
+@given(data=st.data(), refunded=st.integers(0, 2 * UNITS_MAX))
+def test_remaining_is_true_after_a_refund(
+    algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject, refunded: int
+) -> None:
+    """A refund gives back no more than it says, and never above an untouched quota."""
+    limit = data.draw(limits(algorithm, units_max=UNITS_MAX))
+    clock = clock_at(data.draw(starts_ns()))
+    trace = data.draw(traces([limit], rewinds=True, fitting=True, steps_max=12))
+    with open_store(clock) as store:
+        gate = store.gate([limit], "")
+        play(gate, clock, trace)
+        before = gate.peek(KEY, 0).remaining
+        gate.refund(KEY, refunded)
+        after = gate.peek(KEY, 0).remaining
+        assert before <= after <= min(before + refunded, limit.capacity)
+        assert_exactly(gate, after)
