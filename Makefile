@@ -41,9 +41,11 @@ clean:  ## remove what the other targets made
 $(READY): pyproject.toml tools/system_packages.sh $(wildcard setup.py) $(KERNEL)
 	@PYTHON=$(PYTHON) sh tools/system_packages.sh
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	TOLLKEEPER_KERNEL=required $(BIN)/python -m pip install --quiet \
+		--disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
 $(BENCH_READY): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,bench]'
+	TOLLKEEPER_KERNEL=required $(BIN)/python -m pip install --quiet \
+		--disable-pip-version-check --editable '.[dev,bench]'
 	@touch $@

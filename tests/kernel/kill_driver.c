@@ -229,7 +229,7 @@ static bool moves_another(const char *path, const char *copy, const scene *s)
 /* The same walk in a table so full that the new key makes an old one move. */
 static void walk_in_a_full_table(const char *folder, tk_limit limit)
 {
-    char path[512], copy[520], name[32];
+    char path[512], copy[520], name[48];
     scene s = {name, {limit}, 1, 1, 0, false, .others = 0};
     snprintf(path, sizeof path, "%s/full.limits", folder);
     snprintf(copy, sizeof copy, "%s.copy", path);

@@ -1,5 +1,6 @@
 /* The busiest subjects, by name. The table keeps hashes, so names have to be noted as they pass: one
- * check in TK_SAMPLE_EVERY is. A space-saving sketch holds TK_BUSIEST_MAX of them: a new name takes
+ * check in TK_SAMPLE_EVERY is, on average and at random, so that no rhythm of requests hides
+ * anyone. A space-saving sketch holds TK_BUSIEST_MAX of them: a new name takes
  * the place of the one with the fewest samples and inherits its count, so whoever has more than
  * 1 / TK_BUSIEST_MAX of all checks is in it. Counts are halved now and then, so that it tells of
  * lately and not of ever. Noting never waits: if the lock is taken, the sample is dropped. */
@@ -13,7 +14,46 @@
 static const uint64_t HALVE_EVERY = 16384; /* samples: a million checks */
 static const int64_t LIST_WAIT_NS = 100000000;
 
-bool tk_sample_due(tk_table *table) { return (++table->ticks & (TK_SAMPLE_EVERY - 1)) == 0; }
+/* After this many samples dropped in a row, look whether the lock's owner is dead. */
+static const uint32_t MISSES_MAX = 1000;
+
+bool tk_sample_due(tk_table *table)
+{
+    if (table->sample_in > 1) {
+        table->sample_in--;
+        return false;
+    }
+    /* xorshift32; any number but 0 will do to start with. */
+    uint32_t x = table->random ? table->random : (uint32_t)(uintptr_t)table | 1;
+    x ^= x << 13, x ^= x >> 17, x ^= x << 5;
+    bool first = table->random == 0;
+    table->random = x;
+    table->sample_in = 1 + x % (2 * TK_SAMPLE_EVERY - 1);
+    return !first;
+}
+
+static bool lock_for_note(tk_table *table)
+{
+    tk_busy_table *busiest = table->busiest;
+    uint32_t nobody = 0;
+    bool repaired = false;
+    if (!table->shared)
+        return true;
+    if (table->owner == 0)
+        return false;
+    if (atomic_compare_exchange_strong(&busiest->lock, &nobody, table->owner)) {
+        table->busy_misses = 0;
+        return true;
+    }
+    if (++table->busy_misses < MISSES_MAX)
+        return false;
+    table->busy_misses = 0;
+    if (tk_lock_wait(table, &busiest->lock, LIST_WAIT_NS / 10, &repaired) != TK_OK)
+        return false;
+    if (repaired)
+        busiest->count = 0;
+    return true;
+}
 
 static uint16_t whole_characters(const char *name, size_t length, size_t most)
 {
@@ -43,10 +83,7 @@ static tk_busy_cell *cell_for(tk_busy_table *busiest, tk_hash subject)
 void tk_note_busy(tk_table *table, tk_hash subject, const char *name, size_t length)
 {
     tk_busy_table *busiest = table->busiest;
-    uint32_t nobody = 0;
-    if (table->shared && table->owner == 0)
-        return;
-    if (table->shared && !atomic_compare_exchange_strong(&busiest->lock, &nobody, table->owner))
+    if (!lock_for_note(table))
         return;
     if (busiest->count > TK_BUSIEST_MAX)
         busiest->count = 0;

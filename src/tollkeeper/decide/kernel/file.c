@@ -43,6 +43,7 @@ static const uint64_t CHECKSUM_SEED[2] = {0x746f6c6c6b656570u, 0x68656164657276u
 static const uint64_t CAPACITY_DEFAULT = 1000000;
 static const uint64_t LOG_BYTES_PER_STATE = 64;
 static const uint64_t LOG_BYTES_MIN = 1 << 20;
+static const uint64_t LOG_BYTES_MAX = (((uint64_t)1 << TK_BLOCK_REF_BITS) - 1) * TK_BLOCK_BYTES;
 /* Memory of this process costs nothing until it is touched, so there can be plenty. */
 static const uint64_t LOG_BYTES_MEMORY_MIN = 64 << 20;
 static const int OPEN_WAIT_MS_MAX = 10000;
@@ -71,9 +72,7 @@ tk_geometry tk_geometry_for(uint64_t capacity, uint64_t log_bytes)
         while (g.buckets < TK_BUCKETS_MAX && g.buckets * TK_SLOTS_PER_BUCKET / 2 < capacity)
             g.buckets *= 2;
     }
-    uint64_t blocks = (log_bytes + TK_BLOCK_BYTES - 1) / TK_BLOCK_BYTES;
-    uint64_t blocks_max = ((uint64_t)1 << TK_BLOCK_REF_BITS) - 1;
-    g.blocks = (uint32_t)(blocks < blocks_max ? blocks : blocks_max);
+    g.blocks = (uint32_t)((log_bytes + TK_BLOCK_BYTES - 1) / TK_BLOCK_BYTES);
     g.segment_bytes = tk_segment_size(g.buckets);
     g.segments_at = round_up(TK_PAGE + TK_OWNERS_MAX * sizeof(uint32_t) + sizeof(tk_busy_table),
                              TK_PAGE);
@@ -88,7 +87,7 @@ static uint64_t log_bytes_for(const tk_options *options, uint64_t capacity)
         return options->log_bytes;
     uint64_t bytes = capacity * LOG_BYTES_PER_STATE;
     uint64_t least = options->path ? LOG_BYTES_MIN : LOG_BYTES_MEMORY_MIN;
-    return bytes > least ? bytes : least;
+    return bytes < least ? least : bytes < LOG_BYTES_MAX ? bytes : LOG_BYTES_MAX;
 }
 
 static uint64_t checksum_of(const tk_header *header)
@@ -126,6 +125,8 @@ int64_t tk_now_ns(const tk_table *table)
     int64_t offset_ns = atomic_load_explicit(&table->header->epoch_offset_ns, memory_order_relaxed);
     return tk_time_in_range(read_clock(BOOT_CLOCK) + tk_time_in_range(offset_ns));
 }
+
+bool tk_is_shared(const tk_table *table) { return table->shared; }
 
 /* ---- making and checking a header ------------------------------------------------------------- */
 
@@ -276,6 +277,12 @@ static tk_status check_header(const tk_header *header, off_t size, const tk_opti
                     "make it anew",
                     path, (unsigned long long)header->capacity,
                     (unsigned long long)options->capacity);
+    uint64_t log_bytes = (uint64_t)header->blocks * TK_BLOCK_BYTES;
+    if (options->log_bytes && tk_geometry_for(1, options->log_bytes).blocks != header->blocks)
+        return fail(TK_MISMATCH, error,
+                    "%s was made with log_bytes=%llu, not %llu; leave log_bytes out, or delete it "
+                    "to make it anew",
+                    path, (unsigned long long)log_bytes, (unsigned long long)options->log_bytes);
     return TK_OK;
 }
 
@@ -332,19 +339,31 @@ static void read_boot_id(char id[40])
     close(fd);
 }
 
-/* With the opening lock held, before anyone else can be in. */
-static void settle(tk_table *table, bool alone)
+static uint64_t time_namespace(void)
+{
+    struct stat info;
+    return stat("/proc/self/ns/time", &info) == 0 ? info.st_ino : 0;
+}
+
+/* All who have the file open must read the same boot clock. False when we do not read theirs. */
+static bool settle_clock(tk_header *header, bool alone)
 {
     char boot_id[40];
+    uint64_t namespace = time_namespace();
     read_boot_id(boot_id);
-    if (memcmp(table->header->boot_id, boot_id, sizeof boot_id) != 0 ||
-        atomic_load(&table->header->epoch_offset_ns) == 0) {
-        atomic_store(&table->header->epoch_offset_ns,
-                     read_clock(CLOCK_REALTIME) - read_clock(BOOT_CLOCK));
-        memcpy(table->header->boot_id, boot_id, sizeof boot_id);
-    }
-    if (!alone)
-        return;
+    bool same = memcmp(header->boot_id, boot_id, sizeof boot_id) == 0 &&
+                header->time_namespace == namespace && atomic_load(&header->epoch_offset_ns) != 0;
+    if (same || !alone)
+        return same;
+    atomic_store(&header->epoch_offset_ns, read_clock(CLOCK_REALTIME) - read_clock(BOOT_CLOCK));
+    memcpy(header->boot_id, boot_id, sizeof boot_id);
+    header->time_namespace = namespace;
+    return true;
+}
+
+/* What processes that were killed have left undone. Only while nobody else has the file open. */
+static void mend(tk_table *table)
+{
     for (uint32_t i = 0; i < table->header->segments; i++) {
         tk_segment *segment = tk_segment_at(table, i);
         if (segment->lock == 0)
@@ -364,17 +383,45 @@ static pthread_once_t fork_handlers = PTHREAD_ONCE_INIT;
 static void before_fork(void) { pthread_mutex_lock(&open_tables_lock); }
 static void after_fork_in_parent(void) { pthread_mutex_unlock(&open_tables_lock); }
 
-/* The child's own description and index, while the inherited one still keeps the parent's. */
+/* Unmap and close, but not a descriptor that is no longer ours. */
+static void let_go(tk_table *table)
+{
+    if (table->base != NULL)
+        munmap(table->base, table->bytes);
+    if (tk_descriptor_intact(table))
+        close(table->fd);
+    table->base = NULL;
+    table->fd = -1;
+}
+
+/* A description, a mapping and an index of the child's own; then nothing of the parent's is kept. */
+static bool open_anew(tk_table *table)
+{
+    char path[64];
+    int inherited = table->fd;
+    if (!tk_descriptor_intact(table))
+        return false;
+    snprintf(path, sizeof path, "/proc/self/fd/%d", inherited);
+    table->fd = open(path, O_RDWR | O_CLOEXEC);
+    close(inherited);
+    return table->fd >= 0 &&
+           mmap(table->base, table->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
+                table->fd, 0) == table->base &&
+           tk_register(table);
+}
+
 static void after_fork_in_child(void)
 {
-    for (tk_table *table = open_tables; table != NULL; table = table->next_open) {
-        char path[64];
-        int inherited = table->fd;
-        snprintf(path, sizeof path, "/proc/self/fd/%d", inherited);
-        table->fd = open(path, O_RDWR | O_CLOEXEC);
-        if (table->fd < 0 || !tk_register(table))
+    for (tk_table **link = &open_tables; *link != NULL;) {
+        tk_table *table = *link;
+        if (table->opening) { /* by a thread that the child does not have */
+            *link = table->next_open;
+            let_go(table);
+            continue;
+        }
+        if (!open_anew(table))
             table->owner = 0;
-        close(inherited);
+        link = &table->next_open;
     }
     pthread_mutex_unlock(&open_tables_lock);
 }
@@ -419,8 +466,43 @@ static tk_status map_file(tk_table *table, const tk_options *options, char error
     if (!tk_register(table))
         return fail(TK_UNAVAILABLE, error, "%s is open in %d processes, which is the most",
                     options->path, TK_OWNERS_MAX - 1);
-    settle(table, alone);
+    if (!settle_clock(table->header, alone))
+        return fail(TK_UNAVAILABLE, error,
+                    "%s is in use by processes with another clock (a time namespace); share it only "
+                    "with those of the same",
+                    options->path);
+    if (alone)
+        mend(table);
     return TK_OK;
+}
+
+/* Under the lock that a fork waits for, so that a child knows of every descriptor it inherits. */
+static void open_descriptor(tk_table *table, const char *path)
+{
+    struct stat info;
+    pthread_mutex_lock(&open_tables_lock);
+    table->fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+    if (table->fd >= 0 && fstat(table->fd, &info) == 0) {
+        table->device = info.st_dev;
+        table->inode = info.st_ino;
+    }
+    pthread_mutex_unlock(&open_tables_lock);
+}
+
+/* Between opening and locking, the file may have been replaced: then the new one is opened. */
+static bool still_there(tk_table *table, const char *path)
+{
+    for (int tries = 0; tries < 10; tries++) {
+        struct stat info;
+        if (stat(path, &info) == 0 && info.st_dev == table->device && info.st_ino == table->inode)
+            return true;
+        close(table->fd);
+        open_descriptor(table, path);
+        if (table->fd < 0 || !lock_opening(table->fd))
+            return false;
+    }
+    errno = ESTALE;
+    return false;
 }
 
 static tk_table *open_file(const tk_options *options, tk_status *status,
@@ -431,27 +513,28 @@ static tk_table *open_file(const tk_options *options, tk_status *status,
         *status = fail(TK_UNAVAILABLE, error, "out of memory");
         return NULL;
     }
-    table->shared = true;
-    table->fd = open(options->path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+    table->shared = table->opening = true;
+    table->fd = -1;
+    remember_open(table);
+    open_descriptor(table, options->path);
     if (table->fd < 0)
         *status = fail(TK_UNAVAILABLE, error, "%s cannot be opened for writing: %s", options->path,
                        errno == ELOOP ? "it is a symbolic link" : strerror(errno));
-    else if (!lock_opening(table->fd))
+    else if (!lock_opening(table->fd) || !still_there(table, options->path))
         *status = fail(TK_UNAVAILABLE, error, "%s cannot be locked: %s", options->path,
-                       errno == EAGAIN ? "another process has been opening it for 10 s"
-                                       : strerror(errno));
+                       errno == EAGAIN   ? "another process has been opening it for 10 s"
+                       : errno == ESTALE ? "it keeps being replaced"
+                                         : strerror(errno));
     else {
         *status = map_file(table, options, error);
         unlock_opening(table->fd);
     }
     if (*status == TK_OK) {
-        remember_open(table);
+        table->opening = false;
         return table;
     }
-    if (table->base != NULL)
-        munmap(table->base, table->bytes);
-    if (table->fd >= 0)
-        close(table->fd);
+    forget_open(table);
+    let_go(table);
     free(table);
     return NULL;
 }
@@ -459,6 +542,7 @@ static tk_table *open_file(const tk_options *options, tk_status *status,
 #else
 
 static void forget_open(tk_table *table) { (void)table; }
+static void let_go(tk_table *table) { munmap(table->base, table->bytes); }
 
 static tk_table *open_file(const tk_options *options, tk_status *status,
                            char error[TK_ERROR_BYTES])
@@ -474,9 +558,9 @@ static tk_table *open_file(const tk_options *options, tk_status *status,
 tk_table *tk_open(const tk_options *options, tk_status *status, char error[TK_ERROR_BYTES])
 {
     *status = TK_OK;
-    if (options->capacity > TK_CAPACITY_MAX) {
-        *status = fail(TK_MISMATCH, error, "capacity=%llu is more than a billion",
-                       (unsigned long long)options->capacity);
+    if (options->capacity > TK_CAPACITY_MAX || options->log_bytes > LOG_BYTES_MAX) {
+        *status = fail(TK_MISMATCH, error, "capacity is at most %u and log_bytes at most %llu",
+                       TK_CAPACITY_MAX, (unsigned long long)LOG_BYTES_MAX);
         return NULL;
     }
     return options->path == NULL ? open_memory(options, status, error)
@@ -487,8 +571,6 @@ void tk_close(tk_table *table)
 {
     if (table->shared)
         forget_open(table);
-    munmap(table->base, table->bytes);
-    if (table->fd >= 0)
-        close(table->fd);
+    let_go(table);
     free(table);
 }

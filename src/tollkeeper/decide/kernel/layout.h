@@ -24,6 +24,7 @@ enum {
     TK_BLOCK_BYTES = 64,
     TK_BLOCK_CLASSES = 18, /* 64 bytes to 8 MiB: the largest log has a million entries */
     TK_BLOCK_REF_BITS = 24,
+    TK_SWEEP_SEGMENTS = 64, /* at once, when the slab is full: about 0.3 ms */
 };
 
 /* Slots of one segment, and how many of them may be filled. Measured on random keys: up to 91 %
@@ -97,6 +98,8 @@ typedef struct {
     /* From here on: changes while in use. */
     _Atomic int64_t epoch_offset_ns;
     char boot_id[40];
+    uint64_t time_namespace; /* boot clocks differ between them */
+    uint32_t slab_given;     /* blocks given back since free ones were last joined */
     tk_lock slab_lock;
     uint32_t slab_used;                     /* blocks handed out or freed so far, from the front */
     uint32_t slab_free[TK_BLOCK_CLASSES];   /* first free block + 1 of each size; 0: none */
@@ -116,7 +119,12 @@ struct tk_table {
     bool shared;
     int fd;
     uint32_t owner;
-    uint32_t ticks;
+    uint32_t sample_in;  /* checks until one is noted for `tk_busiest` */
+    uint32_t random;
+    uint32_t busy_misses; /* samples dropped in a row because the lock was taken */
+    uint32_t sweep_next;  /* the segment that the next search for blocks starts at */
+    bool opening;         /* not usable yet: a fork's child must let go of it */
+    uint64_t device, inode; /* what `fd` was opened on; a descriptor may be closed behind our back */
     struct tk_table *next_open; /* all shared tables of this process, for fork */
 };
 
@@ -139,6 +147,8 @@ static inline void tk_unlock(const tk_table *table, tk_lock *lock)
         atomic_store_explicit(lock, 0, memory_order_release);
 }
 bool tk_register(tk_table *table);
+/* Is `fd` still what it was opened on? */
+bool tk_descriptor_intact(const tk_table *table);
 
 /* table.c */
 tk_segment *tk_segment_at(const tk_table *table, uint32_t index);
@@ -151,9 +161,10 @@ void tk_each_log(const tk_table *table, void (*visit)(void *context, uint32_t bl
 uint32_t tk_block_capacity(const tk_table *table, uint32_t block);
 int64_t *tk_block_times(const tk_table *table, uint32_t block);
 bool tk_block_valid(const tk_table *table, uint32_t block);
-/* A block for at least `entries`; false when the slab has none. */
-bool tk_block_take(tk_table *table, uint32_t entries, uint32_t *block);
+/* A block for at least `entries`; TK_LOG_FULL when the slab has none, TK_BUSY when it is locked. */
+tk_status tk_block_take(tk_table *table, uint32_t entries, uint32_t *block);
 void tk_block_give(tk_table *table, uint32_t block);
+tk_status tk_slab_wait(tk_table *table, int64_t timeout_ns);
 /* Find what processes that were killed have leaked. Only while no one else has it open. */
 void tk_slab_rebuild(tk_table *table);
 

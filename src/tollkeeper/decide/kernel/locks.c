@@ -13,7 +13,8 @@
  * The record locks belong to the open file description (F_OFD_SETLK), not to the process: closing
  * another descriptor of the same file does not drop them. But a child made by fork shares its
  * parent's description and would keep a dead parent looking alive. So a fork handler gives the
- * child a description and an index of its own, and closes the inherited one.
+ * child a description and an index of its own, maps the file anew through it, since a mapping keeps
+ * its description too, and closes the inherited one.
  *
  * Bound. Taking a free lock is one compare-and-swap. A dead owner holds the others up for
  * SUSPECT_AFTER_NS. A stopped owner is not dead: then the wait ends with the caller's timeout. */
@@ -25,6 +26,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -70,10 +72,17 @@ tk_status tk_lock_try(const tk_table *table, tk_lock *lock)
 
 #ifdef F_OFD_SETLK
 
+bool tk_descriptor_intact(const tk_table *table)
+{
+    struct stat info;
+    return table->fd >= 0 && fstat(table->fd, &info) == 0 && info.st_dev == table->device &&
+           info.st_ino == table->inode;
+}
+
 static bool owner_alive(const tk_table *table, uint32_t owner)
 {
     uint32_t index = owner & (TK_OWNERS_MAX - 1);
-    if (owner == table->owner)
+    if (owner == table->owner || !tk_descriptor_intact(table))
         return true;
     if (atomic_load(&table->generations[index]) != owner >> TK_OWNER_BITS)
         return false;

@@ -8,6 +8,7 @@
 #include <math.h>
 #include <stddef.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "table.h"
 
@@ -208,6 +209,8 @@ typedef struct {
     PyObject_HEAD
     tk_table *table; /* NULL once closed */
     int away;        /* threads inside without the interpreter's lock */
+    pid_t away_in;   /* whose threads: a fork's child has none of them */
+    bool waited;     /* a check has just waited in vain: its second try need not */
     bool closing;
 } table_object;
 
@@ -255,6 +258,9 @@ static PyObject *table_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 /* Between leave and back the interpreter's lock is given up; a close() meanwhile is put off. */
 static PyThreadState *leave(table_object *self)
 {
+    if (self->away_in != getpid())
+        self->away = 0;
+    self->away_in = getpid();
     self->away++;
     return PyEval_SaveThread();
 }
@@ -276,26 +282,30 @@ static bool is_open(table_object *self)
     return false;
 }
 
-static PyObject *raise_status(tk_status status)
+static PyObject *raise_status(table_object *self, tk_status status)
 {
+    if (!is_open(self))
+        return NULL;
     if (status == TK_FULL)
-        PyErr_SetString(error_full,
-                        "every place for this key holds a key that is still limited; make room "
-                        "with a larger ?capacity=, or ?log_bytes= for sliding_window_log");
+        PyErr_SetString(error_full, "every place for this key holds a key that is still limited; "
+                                    "make room with a larger ?capacity=");
+    else if (status == TK_LOG_FULL)
+        PyErr_SetString(error_full, "the room for logs holds only ones that still count; make room "
+                                    "with a larger ?log_bytes=");
     else if (status == TK_BUSY)
         PyErr_SetString(error_timeout, "another process has held the table's lock for 1 s; "
                                        "is it stopped?");
     else
         PyErr_SetString(error_unavailable,
-                        "this process was forked and could not open the file anew; raise the limit "
-                        "of open files");
+                        "this process was forked and could not open the file anew: it is out of "
+                        "descriptors, or may no longer open it");
     return NULL;
 }
 
 static PyObject *table_close(table_object *self, PyObject *unused)
 {
     (void)unused;
-    if (self->table != NULL && self->away == 0) {
+    if (self->table != NULL && (self->away == 0 || self->away_in != getpid())) {
         tk_close(self->table);
         self->table = NULL;
     }
@@ -339,8 +349,13 @@ static PyObject *table_sweep(table_object *self, PyObject *now)
     uint64_t dropped;
     if (!is_open(self) || !parse_now(self, now, &now_ns))
         return NULL;
+    if (!is_open(self)) /* again: reading `now` may have run anything */
+        return NULL;
+    PyThreadState *thread = tk_is_shared(self->table) ? leave(self) : NULL;
     tk_status status = tk_sweep(self->table, now_ns, &dropped);
-    return status == TK_OK ? PyLong_FromUnsignedLongLong(dropped) : raise_status(status);
+    if (thread != NULL)
+        back(self, thread);
+    return status == TK_OK ? PyLong_FromUnsignedLongLong(dropped) : raise_status(self, status);
 }
 
 static PyObject *table_stats(table_object *self, PyObject *unused)
@@ -349,9 +364,12 @@ static PyObject *table_stats(table_object *self, PyObject *unused)
     tk_stats stats;
     if (!is_open(self))
         return NULL;
+    PyThreadState *thread = tk_is_shared(self->table) ? leave(self) : NULL;
     tk_status status = tk_read_stats(self->table, &stats);
+    if (thread != NULL)
+        back(self, thread);
     if (status != TK_OK)
-        return raise_status(status);
+        return raise_status(self, status);
     return Py_BuildValue("{sKsKsKsKsKsKsKsK}", "states", stats.states, "states_max",
                          stats.states_max, "bytes", stats.bytes, "expired", stats.expired,
                          "refused", stats.refused, "repaired", stats.repaired, "log_bytes_used",
@@ -364,8 +382,11 @@ static PyObject *table_busiest(table_object *self, PyObject *argument)
     long most = PyLong_AsLong(argument);
     if ((most == -1 && PyErr_Occurred()) || !is_open(self))
         return NULL;
+    PyThreadState *thread = tk_is_shared(self->table) ? leave(self) : NULL;
     int count = tk_busiest(self->table, found,
                            (int)(most < 0 ? 0 : most < TK_BUSIEST_MAX ? most : TK_BUSIEST_MAX));
+    if (thread != NULL)
+        back(self, thread);
     PyObject *list = PyList_New(count);
     for (int i = 0; list != NULL && i < count; i++) {
         PyObject *name = PyUnicode_DecodeUTF8(found[i].name, found[i].length, "replace");
@@ -443,6 +464,8 @@ static bool read_identity(gate_object *self, PyObject *limit, tk_limit *numbers)
     PyObject *full = identity ? PyUnicode_FromFormat("%U%c%U", self->rule, SEPARATOR, identity) : NULL;
     Py_ssize_t length = 0;
     const char *text = full ? PyUnicode_AsUTF8AndSize(full, &length) : NULL;
+    if (text != NULL && !is_open(self->table)) /* reading attributes may have run anything */
+        text = NULL;
     if (text != NULL) {
         tk_hash hash = tk_subject_hash(self->table->table, text, (size_t)length);
         numbers->salt[0] = hash.low;
@@ -537,7 +560,7 @@ static void gate_dealloc(gate_object *self)
  * whether to try again. */
 static bool try_again(gate_object *self, tk_hash hash, tk_status *status)
 {
-    if (*status != TK_BUSY)
+    if (*status != TK_BUSY || self->table->waited)
         return false;
     PyThreadState *thread = leave(self->table);
     *status = tk_wait(self->table->table, hash, LOCK_WAIT_NS);
@@ -609,12 +632,19 @@ static PyObject *gate_check(gate_object *self, PyObject *const *args, Py_ssize_t
     tk_decision decision;
     tk_table *table = self->table->table;
     tk_hash hash = tk_subject_hash(table, bytes, (size_t)length);
-    if (check_hash(self, hash, tk_now_ns(table), cost, true, &decision) != TK_OK)
+    tk_status status = check_hash(self, hash, tk_now_ns(table), cost, true, &decision);
+    if (status != TK_OK) {
+        self->table->waited = status == TK_BUSY;
         goto slow;
+    }
     if (tk_sample_due(table))
         tk_note_busy(table, hash, bytes, (size_t)length);
     return make_decision(self->limits, self->rule, &decision);
 slow:
+    if (self->slow == NULL) { /* cleared by the garbage collector */
+        PyErr_SetString(error_unavailable, "the limiter is gone");
+        return NULL;
+    }
     return PyObject_Vectorcall(self->slow, args, (size_t)nargs, kwnames);
 }
 
@@ -629,8 +659,6 @@ typedef struct {
 static bool parse_call(gate_object *self, PyObject *subject, PyObject *units, PyObject *now,
                        call *parsed)
 {
-    if (!is_open(self->table) || !parse_now(self->table, now, &parsed->now_ns))
-        return false;
     parsed->bytes = PyUnicode_AsUTF8AndSize(subject, &parsed->length);
     if (parsed->bytes == NULL)
         return false;
@@ -639,7 +667,11 @@ static bool parse_call(gate_object *self, PyObject *subject, PyObject *units, Py
     if (parsed->units == -1 && !overflow && PyErr_Occurred())
         return false;
     if (overflow || parsed->units > (int64_t)TK_UNITS_MAX * 2)
-        parsed->units = (int64_t)TK_UNITS_MAX * 2; /* more than any capacity with any credit */
+        parsed->units = (int64_t)TK_UNITS_MAX * 2 + 1; /* more than any capacity with any credit */
+    /* Last, because the conversions may have run anything, close() included. */
+    if (!is_open(self->table) || !parse_now(self->table, now, &parsed->now_ns) ||
+        !is_open(self->table))
+        return false;
     parsed->hash =
         tk_subject_hash(self->table->table, parsed->bytes, (size_t)parsed->length);
     return true;
@@ -657,6 +689,7 @@ static PyObject *gate_decide(gate_object *self, PyObject *const *args, Py_ssize_
     tk_decision decision;
     bool spend = args[3] == Py_True;
     tk_status status = check_hash(self, c.hash, c.now_ns, c.units, spend, &decision);
+    self->table->waited = false;
     if (status == TK_CAPACITY) {
         PyObject *limit = PyTuple_GET_ITEM(self->limits, decision.speaker);
         PyObject *error = PyObject_CallFunctionObjArgs(error_capacity, args[1], limit, NULL);
@@ -665,10 +698,10 @@ static PyObject *gate_decide(gate_object *self, PyObject *const *args, Py_ssize_
         Py_XDECREF(error);
         return NULL;
     }
-    if (status == TK_FULL)
+    if (status == TK_FULL || status == TK_LOG_FULL)
         tk_note_refused(self->table->table, c.hash);
     if (status != TK_OK)
-        return raise_status(status);
+        return raise_status(self->table, status);
     if (spend && tk_sample_due(self->table->table))
         tk_note_busy(self->table->table, c.hash, c.bytes, (size_t)c.length);
     return make_decision(self->limits, self->rule, &decision);
@@ -687,7 +720,7 @@ static PyObject *gate_refund(gate_object *self, PyObject *args)
                               c.units);
     } while (try_again(self, c.hash, &status));
     if (status != TK_OK)
-        return raise_status(status);
+        return raise_status(self->table, status);
     Py_RETURN_NONE;
 }
 
@@ -709,7 +742,7 @@ static PyObject *gate_grant(gate_object *self, PyObject *args)
     if (status == TK_FULL)
         tk_note_refused(self->table->table, c.hash);
     if (status != TK_OK)
-        return raise_status(status);
+        return raise_status(self->table, status);
     Py_RETURN_NONE;
 }
 
@@ -726,7 +759,7 @@ static PyObject *gate_reset(gate_object *self, PyObject *subject)
         status = tk_reset(self->table->table, c.hash, self->numbers, self->count);
     } while (try_again(self, c.hash, &status));
     if (status != TK_OK)
-        return raise_status(status);
+        return raise_status(self->table, status);
     Py_RETURN_NONE;
 }
 

@@ -1,12 +1,13 @@
 /* The slab: room for the rings of sliding window logs, in blocks of 64 bytes times a power of two.
  *
  * Blocks come off the front of the unused part, or from a list of free ones of their size; a larger
- * free one is halved when there is no other. They are not joined again while anyone has the table
- * open: rings of one limit all have the same few sizes, so the lists serve them. The first word of a
- * block in use is its size class, marked; of a free one, the next in its list.
+ * free one is halved when there is no other. Free neighbours are joined only when there is no block
+ * large enough, since rings of one limit all have the same few sizes. The first word of a block in
+ * use is its size class, marked; of a free one, the next in its list.
  *
  * Taking and giving commit by one store each, so a kill leaves the lists whole and leaks at most
- * the one block in hand. Everything read from here is checked before it is followed: after a power
+ * the one block in hand; a kill while joining leaks what was in hand then, as all leaks until the
+ * file is next opened alone. Everything read from here is checked before it is followed: after a power
  * cut the file may hold anything. */
 #include "layout.h"
 
@@ -14,7 +15,8 @@
 #include <string.h>
 
 static const uint64_t IN_USE = 0x746b2d72696e6700u; /* "tk-ring", and the class in the last byte */
-static const int64_t SLAB_WAIT_NS = 1000000000;
+/* How long a block that is given back waits for the lock: a dead owner is found out in less. */
+static const int64_t GIVE_WAIT_NS = 5000000;
 
 static uint64_t *word_of(const tk_table *table, uint32_t block)
 {
@@ -50,6 +52,7 @@ static void push_free(tk_table *table, uint32_t block, uint32_t size_class)
     *word_of(table, block) = table->header->slab_free[size_class];
     atomic_thread_fence(memory_order_release);
     table->header->slab_free[size_class] = block + 1;
+    table->header->slab_given++;
 }
 
 static bool pop_free(tk_table *table, uint32_t size_class, uint32_t *block)
@@ -84,30 +87,85 @@ static bool take_locked(tk_table *table, uint32_t size_class, uint32_t *block)
     return false;
 }
 
-static bool lock_slab(tk_table *table)
+static void free_run(tk_table *table, uint32_t from, uint32_t to)
 {
-    bool repaired; /* nothing to mend: see above */
-    return tk_lock_wait(table, &table->header->slab_lock, SLAB_WAIT_NS, &repaired) == TK_OK;
+    while (from < to) {
+        uint32_t size_class = TK_BLOCK_CLASSES - 1;
+        while (1u << size_class > to - from)
+            size_class--;
+        push_free(table, from, size_class);
+        from += 1u << size_class;
+    }
 }
 
-bool tk_block_take(tk_table *table, uint32_t entries, uint32_t *block)
+/* Make the lists anew from a map of what is not free: the longest runs, cut into powers of two. */
+static void rebuild_lists(tk_table *table, const uint8_t *taken, uint32_t used)
+{
+    memset(table->header->slab_free, 0, sizeof table->header->slab_free);
+    for (uint32_t from = 0; from < used;) {
+        uint32_t to = from;
+        while (to < used && !taken[to])
+            to++;
+        free_run(table, from, to);
+        from = to;
+        while (from < used && taken[from])
+            from++;
+    }
+    table->header->slab_given = 0;
+}
+
+/* Join free neighbours; false when that cannot have changed anything. */
+static bool join_free(tk_table *table)
+{
+    tk_header *header = table->header;
+    uint32_t used = header->slab_used < header->blocks ? header->slab_used : header->blocks;
+    uint8_t *taken = header->slab_given > 0 ? malloc(used) : NULL;
+    if (taken == NULL)
+        return false;
+    memset(taken, 1, used);
+    for (uint32_t size_class = 0; size_class < TK_BLOCK_CLASSES; size_class++) {
+        uint32_t block, left = used; /* no list is longer, unless it runs in a circle */
+        while (left-- > 0 && pop_free(table, size_class, &block))
+            if (block + ((uint64_t)1 << size_class) <= used)
+                memset(taken + block, 0, (size_t)1 << size_class);
+    }
+    rebuild_lists(table, taken, used);
+    free(taken);
+    return true;
+}
+
+tk_status tk_block_take(tk_table *table, uint32_t entries, uint32_t *block)
 {
     uint32_t size_class = 0;
     while ((TK_BLOCK_BYTES / 8u << size_class) - 1 < entries)
         if (++size_class == TK_BLOCK_CLASSES)
-            return false;
-    if (!lock_slab(table))
-        return false;
-    bool taken = take_locked(table, size_class, block);
+            return TK_LOG_FULL;
+    /* Only tried: the caller holds its segment, and waits when it has let go of that. */
+    tk_status status = tk_lock_try(table, &table->header->slab_lock);
+    if (status != TK_OK)
+        return status;
+    bool taken = take_locked(table, size_class, block) ||
+                 (join_free(table) && take_locked(table, size_class, block));
     if (taken)
         *word_of(table, *block) = IN_USE | size_class;
     tk_unlock(table, &table->header->slab_lock);
-    return taken;
+    return taken ? TK_OK : TK_LOG_FULL;
+}
+
+tk_status tk_slab_wait(tk_table *table, int64_t timeout_ns)
+{
+    bool repaired; /* nothing to mend: see above */
+    tk_status status = tk_lock_wait(table, &table->header->slab_lock, timeout_ns, &repaired);
+    if (status == TK_OK)
+        tk_unlock(table, &table->header->slab_lock);
+    return status;
 }
 
 void tk_block_give(tk_table *table, uint32_t block)
 {
-    if (!tk_block_valid(table, block) || !lock_slab(table))
+    bool repaired;
+    if (!tk_block_valid(table, block) ||
+        tk_lock_wait(table, &table->header->slab_lock, GIVE_WAIT_NS, &repaired) != TK_OK)
         return; /* leaked, and found when the file is next opened alone */
     push_free(table, block, class_of(table, block));
     tk_unlock(table, &table->header->slab_lock);
@@ -141,17 +199,6 @@ static void mark(void *context, uint32_t block)
         memset(found->live + block, 1, (size_t)1 << class_of(found->table, block));
 }
 
-static void free_run(tk_table *table, uint32_t from, uint32_t to)
-{
-    while (from < to) {
-        uint32_t size_class = TK_BLOCK_CLASSES - 1;
-        while (1u << size_class > to - from)
-            size_class--;
-        push_free(table, from, size_class);
-        from += 1u << size_class;
-    }
-}
-
 void tk_slab_rebuild(tk_table *table)
 {
     tk_header *header = table->header;
@@ -164,16 +211,7 @@ void tk_slab_rebuild(tk_table *table)
     uint32_t used = header->slab_used < header->blocks ? header->slab_used : header->blocks;
     while (used > 0 && !found.live[used - 1])
         used--;
-    memset(header->slab_free, 0, sizeof header->slab_free);
     header->slab_used = used;
-    for (uint32_t from = 0; from < used;) {
-        uint32_t to = from;
-        while (to < used && !found.live[to])
-            to++;
-        free_run(table, from, to);
-        from = to;
-        while (from < used && found.live[from])
-            from++;
-    }
+    rebuild_lists(table, found.live, used);
     free(found.live);
 }

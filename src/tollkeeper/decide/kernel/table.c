@@ -20,7 +20,8 @@
  * most 0.4 % longer than it matters.
  *
  * Locks. One word per segment: 0, or the owner's number. Taken by compare-and-swap, held for some
- * 30 ns, never across anything that waits. `locks.c` tells how a dead owner is found out.
+ * 30 ns. Inside it only the slab's lock is ever taken, and never waited for longer than a few
+ * milliseconds. `locks.c` tells how a dead owner is found out.
  *
  * Killed in the middle. What a check will write goes to the segment's journal first; then the
  * count of journal entries is set, and from that moment the check has happened; then the writes
@@ -32,9 +33,9 @@
  * What is read is not trusted. After a power cut the file may hold anything, so every time, count and
  * reference is brought into range when it is loaded: the worst is a wrong count, not a crash.
  *
- * What may look wrong. An expired slot still found by its tag is decided on as it stands, because
- * the algorithms give the same answer as for an absent one. `filled` is not journaled: it is
- * counted again on recovery. */
+ * What may look wrong. An expired slot still found by its tag is decided on as it stands: under the
+ * limit that wrote it, it is as good as absent, and under one that was changed since, it is the
+ * truth as long as it is there. `filled` is not journaled: it is counted again on recovery. */
 #include "layout.h"
 
 #include <stdlib.h>
@@ -180,6 +181,9 @@ static void commit(const tk_table *table, tk_segment *segment, uint32_t count)
     atomic_thread_fence(memory_order_release);
     apply_journal(table, segment, count);
     atomic_store_explicit(&segment->journal_count, 0, memory_order_release);
+    /* The next transaction must not be written into the journal before this one is over. A kill
+     * lets every earlier store land and no later one, so holding the compiler is enough. */
+    atomic_signal_fence(memory_order_seq_cst);
     segment->push_count = 0;
 }
 
@@ -215,7 +219,7 @@ tk_status tk_wait(tk_table *table, tk_hash subject, int64_t timeout_ns)
     if (repaired)
         tk_recover(table, segment);
     tk_unlock(table, &segment->lock);
-    return TK_OK;
+    return tk_slab_wait(table, timeout_ns);
 }
 
 /* ---- one limit's part in a check ----------------------------------------------------------- */
@@ -455,21 +459,22 @@ static void journal(tk_segment *segment, uint32_t *count, int slot, uint64_t met
 }
 
 /* The ring that `after` goes into: the one it has, or a larger one with the live part copied. */
-static bool fit_ring(tk_table *table, part *p, uint32_t *block)
+static tk_status fit_ring(tk_table *table, part *p, uint32_t *block)
 {
     tk_ring *ring = &p->after.ring;
     *block = p->block;
     if (p->before.present && ring->count <= ring->capacity)
-        return true;
-    if (!tk_block_take(table, ring->count, block))
-        return false;
+        return TK_OK;
+    tk_status status = tk_block_take(table, ring->count, block);
+    if (status != TK_OK)
+        return status;
     int64_t *times = tk_block_times(table, *block);
     for (uint32_t i = 0; i < ring->count - (uint32_t)p->own; i++)
         times[i] = tk_ring_at(ring, i);
     ring->times = times;
     ring->capacity = tk_block_capacity(table, *block);
     ring->head = 0;
-    return true;
+    return TK_OK;
 }
 
 /* Rings for all parts that log something, and the entries to push into them. The blocks that a
@@ -485,10 +490,11 @@ static tk_status prepare_rings(tk_table *table, tk_segment *segment, part *parts
         if (p->limit->algorithm != TK_SLIDING_WINDOW_LOG || p->own == 0)
             continue;
         uint32_t block;
-        if (!fit_ring(table, p, &block)) {
+        tk_status status = fit_ring(table, p, &block);
+        if (status != TK_OK) {
             while (taken_count > 0)
                 tk_block_give(table, taken[--taken_count]);
-            return TK_FULL;
+            return status;
         }
         if (!p->before.present || block != p->block) {
             taken[taken_count++] = block;
@@ -539,33 +545,19 @@ static uint32_t slots_wanted(const part *parts, int count)
     return wanted;
 }
 
-/* A sweep may empty slots of ours that had expired. Their states are as good as new, so what was
- * decided stands; they only need another place. */
-static void find_again(const tk_table *table, tk_segment *segment, part *parts, int count)
-{
-    for (int i = 0; i < count; i++) {
-        part *p = &parts[i];
-        p->slot = find(table, segment, p->place);
-        if (p->slot < 0)
-            p->before.present = false;
-        if (p->credit_slot >= 0)
-            p->credit_slot = find(table, segment, credit_place(p->place));
-    }
-}
-
-/* Find a slot for each state and credit that has none; TK_FULL when there is none. */
+/* Find a slot for each state and credit that has none; TK_FULL when there is none. TK_SWEPT when
+ * the segment had to be swept, which may have emptied slots of our own: start over, once. */
 static tk_status place_parts(tk_table *table, tk_segment *segment, part *parts, int count,
-                             int64_t now_ns, claims *claim)
+                             int64_t now_ns, bool may_sweep, claims *claim)
 {
     uint32_t wanted = slots_wanted(parts, count);
     uint32_t limit = table->header->segment_limit;
     claim->count = claim->freed_count = 0;
     if (wanted == 0)
         return TK_OK;
-    if (segment->filled + wanted > limit) {
+    if (segment->filled + wanted > limit && may_sweep) {
         sweep_segment(table, segment, now_ns);
-        find_again(table, segment, parts, count);
-        wanted = slots_wanted(parts, count);
+        return TK_SWEPT;
     }
     bool placed = segment->filled + wanted <= limit;
     for (int i = 0; i < count; i++) {
@@ -592,10 +584,10 @@ static void give_blocks(tk_table *table, const claims *claim)
 }
 
 static tk_status spend_parts(tk_table *table, tk_segment *segment, part *parts, int count,
-                             int64_t now_ns)
+                             int64_t now_ns, bool may_sweep)
 {
     claims claim;
-    tk_status status = place_parts(table, segment, parts, count, now_ns, &claim);
+    tk_status status = place_parts(table, segment, parts, count, now_ns, may_sweep, &claim);
     if (status == TK_OK)
         status = prepare_rings(table, segment, parts, count, &claim);
     if (status != TK_OK)
@@ -645,7 +637,7 @@ static void combine(const part *parts, int count, bool allowed, tk_decision *dec
 
 static tk_status check_locked(tk_table *table, tk_segment *segment, tk_hash subject,
                               const tk_limit *limits, int count, int64_t now_ns, int64_t cost,
-                              bool spend, tk_decision *decision)
+                              bool spend, bool may_sweep, tk_decision *decision)
 {
     part parts[TK_LIMITS_MAX];
     bool allowed = true;
@@ -659,7 +651,7 @@ static tk_status check_locked(tk_table *table, tk_segment *segment, tk_hash subj
     }
     if (allowed && cost > 0) {
         if (spend) {
-            tk_status status = spend_parts(table, segment, parts, count, now_ns);
+            tk_status status = spend_parts(table, segment, parts, count, now_ns, may_sweep);
             if (status != TK_OK)
                 return status;
         } else {
@@ -671,25 +663,54 @@ static tk_status check_locked(tk_table *table, tk_segment *segment, tk_hash subj
     return TK_OK;
 }
 
-tk_status tk_check(tk_table *table, tk_hash subject, const tk_limit *limits, int count,
-                   int64_t now_ns, int64_t cost, bool spend, tk_decision *decision)
+static tk_status check_once(tk_table *table, tk_hash subject, const tk_limit *limits, int count,
+                            int64_t now_ns, int64_t cost, bool spend, tk_decision *decision)
 {
     tk_segment *segment = segment_of(table, subject);
     tk_status status = tk_lock_try(table, &segment->lock);
     if (status != TK_OK)
         return status;
-    status = check_locked(table, segment, subject, limits, count, now_ns, cost, spend, decision);
+    status =
+        check_locked(table, segment, subject, limits, count, now_ns, cost, spend, true, decision);
+    if (status == TK_SWEPT)
+        status = check_locked(table, segment, subject, limits, count, now_ns, cost, spend, false,
+                              decision);
     tk_unlock(table, &segment->lock);
     return status;
 }
 
-/* The latest that any state can expire: a century after the latest time. */
-static const int64_t EXPIRY_NS_MAX = TK_NOW_NS_MAX + INT64_C(3200000000000000000);
+/* Expired logs hold blocks until their slots are reused. When the slab has none left, some segments
+ * are swept, the next ones next time; with a table that small, all of them. */
+static void sweep_for_blocks(tk_table *table, int64_t now_ns)
+{
+    uint32_t segments = table->header->segments;
+    for (uint32_t i = 0; i < segments && i < TK_SWEEP_SEGMENTS; i++) {
+        tk_segment *segment = tk_segment_at(table, table->sweep_next++ % segments);
+        if (segment->filled == 0 || tk_lock_try(table, &segment->lock) != TK_OK)
+            continue;
+        sweep_segment(table, segment, now_ns);
+        tk_unlock(table, &segment->lock);
+    }
+}
+
+tk_status tk_check(tk_table *table, tk_hash subject, const tk_limit *limits, int count,
+                   int64_t now_ns, int64_t cost, bool spend, tk_decision *decision)
+{
+    tk_status status =
+        check_once(table, subject, limits, count, now_ns, cost, spend, decision);
+    if (status != TK_LOG_FULL)
+        return status;
+    sweep_for_blocks(table, now_ns);
+    return check_once(table, subject, limits, count, now_ns, cost, spend, decision);
+}
 
 void tk_note_refused(tk_table *table, tk_hash subject)
 {
     atomic_fetch_add_explicit(&segment_of(table, subject)->refused, 1, memory_order_relaxed);
 }
+
+/* The latest that any state can expire: a century after the latest time. */
+static const int64_t EXPIRY_NS_MAX = TK_NOW_NS_MAX + INT64_C(3200000000000000000);
 
 /* When the slot says that its state is as good as new. */
 static int64_t expiry_of(const tk_table *table, tk_segment *segment, int slot)
@@ -736,15 +757,20 @@ tk_status tk_give_back(tk_table *table, tk_hash subject, const tk_limit *limits,
 
 static tk_status grant_locked(tk_table *table, tk_segment *segment, tk_hash subject,
                               const tk_limit *limits, int count, int64_t now_ns, int64_t units,
-                              int64_t ttl_ns)
+                              int64_t ttl_ns, bool may_sweep)
 {
     part parts[TK_LIMITS_MAX];
     claims claim;
     for (int i = 0; i < count; i++) {
-        load(table, segment, subject, &limits[i], &parts[i]);
-        parts[i].wants_credit_slot = true;
+        part *p = &parts[i];
+        load(table, segment, subject, &limits[i], p);
+        p->wants_credit_slot = true;
+        /* One whose state is gone may still be there, expired. A second beside it would not do:
+         * either could be found first. */
+        if (p->credit_slot < 0)
+            p->credit_slot = find(table, segment, credit_place(p->place));
     }
-    tk_status status = place_parts(table, segment, parts, count, now_ns, &claim);
+    tk_status status = place_parts(table, segment, parts, count, now_ns, may_sweep, &claim);
     if (status != TK_OK)
         return status;
     uint32_t writes = 0;
@@ -776,7 +802,9 @@ tk_status tk_grant(tk_table *table, tk_hash subject, const tk_limit *limits, int
     tk_status status = tk_lock_try(table, &segment->lock);
     if (status != TK_OK)
         return status;
-    status = grant_locked(table, segment, subject, limits, count, now_ns, units, ttl_ns);
+    status = grant_locked(table, segment, subject, limits, count, now_ns, units, ttl_ns, true);
+    if (status == TK_SWEPT)
+        status = grant_locked(table, segment, subject, limits, count, now_ns, units, ttl_ns, false);
     tk_unlock(table, &segment->lock);
     return status;
 }

@@ -21,7 +21,9 @@ enum {
 
 typedef enum {
     TK_OK,
-    TK_FULL,        /* no room for another state, or none for a log's entries */
+    TK_FULL,        /* no room for another state */
+    TK_LOG_FULL,    /* no room for a log's entries */
+    TK_SWEPT,       /* never returned from here */
     TK_BUSY,        /* the lock was not to be had in a few microseconds: tk_wait, then again */
     TK_CAPACITY,    /* the cost can never fit limits[decision.speaker] */
     TK_UNAVAILABLE, /* the file cannot be used; the message says why */
@@ -42,6 +44,7 @@ tk_table *tk_open(const tk_options *options, tk_status *status, char error[TK_ER
 void tk_close(tk_table *table);
 
 int64_t tk_now_ns(const tk_table *table);
+bool tk_is_shared(const tk_table *table);
 /* Room that a log of this many entries may come to need while its ring grows. */
 uint64_t tk_log_bytes_needed(int64_t entries);
 uint64_t tk_log_bytes(const tk_table *table);
