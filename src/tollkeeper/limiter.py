@@ -196,7 +196,7 @@ class Limiter(Path):
     def _bind_check(self) -> None:
         # On the instance, so that `limiter.check` is the store's own callable and no Python runs
         # in between; a subclass that has its own `check` keeps it.
-        if type(self).check is Limiter.check:
+        if type(self).check is _CHECK:
             self.check = self._check  # type: ignore[method-assign]  # see above
 
     def check(self, key: Key | Request, cost: int = 1) -> Decision:
@@ -315,6 +315,10 @@ class Limiter(Path):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+# As it was defined here: a test may have put something else in its place.
+_CHECK = Limiter.check
 
 
 def pause_ns(decision: Decision) -> int:

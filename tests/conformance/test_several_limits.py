@@ -191,7 +191,6 @@ def test_a_leaky_bucket_delays_whoever_speaks(store: Store, clock: ManualClock) 
     assert [d.delay for d in decisions] == [0.0, 2.0, 4.0, 0.0]
 
 
-@pytest.mark.xfail(reason="the wait is the slowest denier's; grants of the others may end first")
 def test_retry_after_outlasts_a_grant_that_another_limit_leans_on(
     store: Store, clock: ManualClock
 ) -> None:

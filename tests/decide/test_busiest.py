@@ -1,59 +1,79 @@
-"""The sketch of who is checked most."""
+"""The sketch of who is checked most, in Python and in the kernel."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from tollkeeper.decide.busiest import BUSIEST_MAX, HALVE_EVERY, SAMPLE_EVERY, Busiest
+from tollkeeper.clock import ManualClock
+from tollkeeper.decide.busiest import BUSIEST_MAX, HALVE_EVERY, SAMPLE_EVERY
+from tollkeeper.decide.store import Store
+from tollkeeper.decide.stores.memory import PythonMemoryStore
+from tollkeeper.decide.stores.native import KernelStore
+from tollkeeper.model import Limit
+
+OpenStore = Callable[[], Store]
 
 
-def _note(sketch: Busiest, subject: str, samples: int) -> None:
-    for _ in range(samples * SAMPLE_EVERY):
-        sketch.note(subject)
+@pytest.fixture(params=[PythonMemoryStore, KernelStore], ids=["python", "kernel"])
+def store(request: pytest.FixtureRequest) -> Store:
+    opened: Store = request.param(ManualClock())
+    return opened
 
 
-def test_nobody_at_first() -> None:
-    """An unused sketch knows no one, and neither does one with too few checks for a sample."""
-    sketch = Busiest()
-    assert sketch.top(10) == []
-    for _ in range(SAMPLE_EVERY - 1):
-        sketch.note("k")
-    assert sketch.top(10) == []
+def check(store: Store, *subjects: str, times: int) -> None:
+    """So many checks of each of them, in turn."""
+    gate = store.gate([Limit(10**9, per=1)], "")
+    for _ in range(times):
+        for subject in subjects:
+            gate.check(subject, 1)
 
 
-def test_most_first_with_about_how_many() -> None:
-    """Samples count for as many checks as they stand for."""
-    sketch = Busiest()
-    _note(sketch, "quiet", 1)
-    _note(sketch, "loud", 5)
-    _note(sketch, "middling", 3)
-    assert sketch.top(10) == [("loud", 320), ("middling", 192), ("quiet", 64)]
+def test_nobody_at_first(store: Store) -> None:
+    """An unused sketch knows no one."""
+    assert store.busiest(10) == []
 
 
-@pytest.mark.parametrize(("count", "names"), [(2, ["b", "a"]), (1, ["b"]), (0, []), (-1, [])])
-def test_as_many_as_asked(count: int, names: list[str]) -> None:
+def test_most_first_with_about_how_many(store: Store) -> None:
+    """Samples count for as many checks as they stand for, give or take."""
+    check(store, "quiet", times=2_000)
+    check(store, "loud", times=20_000)
+    check(store, "middling", times=7_000)
+    names, counts = zip(*store.busiest(10), strict=True)
+    assert names == ("loud", "middling", "quiet")
+    for count, truth in zip(counts, (20_000, 7_000, 2_000), strict=True):
+        # The gaps between samples are even from 1 to 127: 6 standard deviations of their sum.
+        assert abs(count - truth) < 6 * 0.58 * (truth * SAMPLE_EVERY) ** 0.5
+
+
+@pytest.mark.parametrize("together", [2, 64])
+def test_no_rhythm_hides_anyone(store: Store, together: int) -> None:
+    """Keys that are checked strictly in turn are all noticed, also when they are 64."""
+    subjects = [f"key-{number}" for number in range(together)]
+    check(store, *subjects, times=60_000 // together)
+    assert {name for name, _ in store.busiest(100)} == set(subjects)
+
+
+@pytest.mark.parametrize(("count", "known"), [(2, 2), (1, 1), (0, 0), (-1, 0)])
+def test_as_many_as_asked(store: Store, count: int, known: int) -> None:
     """No more than `count`, and none for none."""
-    sketch = Busiest()
-    _note(sketch, "a", 1)
-    _note(sketch, "b", 2)
-    assert [name for name, _ in sketch.top(count)] == names
+    check(store, "a", "b", "c", times=2_000)
+    assert len(store.busiest(count)) == known
 
 
-def test_memory_is_bounded_and_the_loud_stay() -> None:
-    """Ten thousand names pass through; 128 are kept, and who made most checks is among them."""
-    sketch = Busiest()
-    for turn in range(10_000):
-        _note(sketch, f"passing:{turn}", 1)
-        if turn % 10 == 0:
-            _note(sketch, "loud", 1)
-    assert len(sketch.top(10**6)) == BUSIEST_MAX == 128
-    assert "loud" in {name for name, _ in sketch.top(BUSIEST_MAX)}
+def test_memory_is_bounded_and_the_loud_stay(store: Store) -> None:
+    """Thousands of names pass through; 128 are kept, and who made most checks is among them."""
+    for turn in range(200):
+        passing = [f"passing-{turn}-{number}" for number in range(200)]
+        check(store, *passing, times=1)
+        check(store, "loud", times=20)
+    known = [name for name, _ in store.busiest(10**6)]
+    assert len(known) <= BUSIEST_MAX == 128
+    assert "loud" in known
 
 
-def test_it_tells_of_lately_and_not_of_ever() -> None:
+def test_it_tells_of_lately_and_not_of_ever(store: Store) -> None:
     """Counts are halved every million checks, so yesterday's client gives way to today's."""
-    sketch = Busiest()
-    _note(sketch, "yesterday", HALVE_EVERY - 1)
-    assert sketch.top(1) == [("yesterday", (HALVE_EVERY - 1) * SAMPLE_EVERY)]
-    _note(sketch, "today", 1)
-    assert sketch.top(2) == [("yesterday", (HALVE_EVERY - 1) // 2 * SAMPLE_EVERY)]
+    check(store, "yesterday", times=SAMPLE_EVERY * HALVE_EVERY * 11 // 10)
+    assert store.busiest(1)[0][1] < SAMPLE_EVERY * HALVE_EVERY * 7 // 10

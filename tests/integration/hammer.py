@@ -105,11 +105,19 @@ def killed(
     """As `exact`, while workers are killed at random and replaced; then the rest is spent."""
     random = Random(seed)
     starts = 0
+    over, hold = os.pipe()
     counts = Counts(10_000)
     limiter = open_limiter(path, algorithm, limit)
 
+    def linger() -> None:
+        os.close(hold)
+        os.read(over, 1)  # until everyone who could write has gone
+
     def work(worker: int) -> None:
         own = open_limiter(path, algorithm, limit) if worker % 2 else limiter
+        if worker % 3 == 0:  # a child that outlives it must not keep its locks
+            start(linger)
+        os.close(hold)
         names = [f"key-{key}" for key in range(keys)]
         left = True
         while left:
@@ -132,6 +140,7 @@ def killed(
     for child in children:
         os.kill(child, signal.SIGKILL)
     wait_for(children)
+    os.close(hold)
     left = [limiter.peek(f"key-{key}").remaining for key in range(keys)]
     return {"admitted": counts.total(), "left": sum(left), "kills": starts}
 

@@ -135,6 +135,13 @@ def test_another_capacity_is_refused(path: Path) -> None:
         limiter(path, options="capacity=200")
 
 
+def test_another_log_room_is_refused(path: Path) -> None:
+    """As with the capacity."""
+    limiter(path).close()
+    with pytest.raises(ConfigError, match="made with log_bytes=65536, not 131072"):
+        limiter(path, options="log_bytes=131072")
+
+
 @pytest.mark.parametrize(
     ("target", "problem"),
     [("missing/folder.limits", "No such file"), (".", "Is a directory")],
@@ -229,6 +236,37 @@ def test_a_read_only_file_is_an_error(tmp_path: Path) -> None:
     read_only = ("unshare", "--map-root-user", "--mount", "sh", "-c", mount, "sh")
     answer = run_in(OPEN_AND_REPORT, f"shared://{disk}/api.limits", wrapper=read_only)
     assert "cannot be opened for writing: Read-only file system" in answer
+
+
+def test_another_time_namespace_is_refused(path: Path) -> None:
+    """Its boot clock is another; sharing the file would spend the quota twice."""
+    elsewhere = ("unshare", "--map-root-user", "--time", "--boottime", "100000", "--fork")
+    with limiter(path) as here:
+        here.check("me")
+        answer = run_in(OPEN_AND_REPORT, f"shared://{path}", wrapper=elsewhere)
+        assert "time namespace" in answer
+    # Alone with it, it sets the clock: the wall clock is the same for both.
+    assert "remaining=3/5" in run_in(OPEN_AND_REPORT, f"shared://{path}", wrapper=elsewhere)
+
+
+def test_a_descriptor_that_was_closed_behind_our_back_is_not_closed_again(path: Path) -> None:
+    """Daemons close all descriptors; whoever gets the number next must not lose it to us."""
+    opened = limiter(path)
+    (ours,) = (
+        int(entry.name)
+        for entry in Path("/proc/self/fd").iterdir()
+        if os.path.realpath(entry) == str(path)
+    )
+    os.close(ours)
+    taken = os.open("/dev/null", os.O_RDONLY)
+    try:
+        if taken != ours:
+            os.dup2(taken, ours)
+        assert opened.check("me").remaining == 4
+        opened.close()
+        os.fstat(ours)
+    finally:
+        os.close(taken)
 
 
 def test_a_closed_store_says_so(path: Path) -> None:

@@ -8,7 +8,7 @@ from tollkeeper.decide import credit as credits_
 from tollkeeper.decide.algorithms import ALGORITHMS, Outcome
 from tollkeeper.decide.combine import combine
 from tollkeeper.decide.credit import Credit
-from tollkeeper.model import Decision, Limit
+from tollkeeper.model import Decision, Limit, decision_with
 
 States = dict[tuple[str, str, str], tuple[Any, Credit | None]]
 
@@ -29,7 +29,15 @@ class ReferenceGate:
                 self._states.update(after)
             elif not spend:
                 outcomes, _ = self._decide(subject, 0, now_ns)
-        return combine(self.limits, outcomes, self._rule)
+        decision = combine(self.limits, outcomes, self._rule)
+        if decision.allowed:
+            return decision
+        held = [
+            (algorithm, *self._states.get((self._rule, identity, subject), (None, None)), limit)
+            for limit, identity, algorithm in self._parts
+        ]
+        wait_ns = credits_.wait_together(held, now_ns, cost, decision.retry_after_ns)
+        return decision_with(decision, retry_after_ns=wait_ns)
 
     def refund(self, subject: str, units: int, now_ns: int) -> None:
         for limit, identity, algorithm in self._parts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -114,7 +113,6 @@ def test_retry_after_is_exact_while_a_grant_runs_out(
         assert_all_exact(gate, clock, trace, thousandths)
 
 
-@pytest.mark.xfail(reason="the wait is the slowest denier's; grants of the others may end first")
 @promise(400, shrink=False)
 @given(
     limits=several_limits(units_max=20),

@@ -7,6 +7,8 @@ asks them nothing but `decide`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tollkeeper.decide.algorithms import Algorithm, Outcome, State
 from tollkeeper.model import UNITS_MAX, Limit
 
@@ -42,6 +44,32 @@ def _denied(
     # By the time the rest fits, the credit is over: the limit has to hold the whole cost.
     _, outcome = algorithm.decide(state, limit, now_ns, cost)
     return outcome._replace(remaining=outcome.remaining + units)
+
+
+def wait_together(
+    held: Sequence[tuple[Algorithm, State, Credit | None, Limit]],
+    now_ns: int,
+    cost: int,
+    wait_ns: int,
+) -> int:
+    """How long until all limits would pass, given that one needs `wait_ns`.
+
+    Others that pass now may lean on a credit that is over by then. So all are asked again as of
+    then, and again as of when the slowest of those would pass, until all do. Each round some credit
+    is over that was not before. CapacityError when without it the cost can never fit.
+    """
+    while True:
+        for algorithm, state, credit, limit in held:
+            then_ns = now_ns + wait_ns
+            if credit is None:
+                _, outcome = algorithm.decide(state, limit, then_ns, cost)
+            else:
+                _, _, outcome = decide(algorithm, state, credit, limit, then_ns, cost)
+            if not outcome.allowed:
+                wait_ns += outcome.retry_after_ns
+                break
+        else:
+            return wait_ns
 
 
 def granted(credit: Credit | None, units: int, now_ns: int, until_ns: int) -> Credit:

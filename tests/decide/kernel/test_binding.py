@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tollkeeper import Decision, Limit, Limiter
+from tollkeeper import CapacityError, Decision, Limit, Limiter, StoreUnavailable
 from tollkeeper.decide import kernel
 from tollkeeper.decide.kernel import _kernel
 from tollkeeper.model import DECISION_FIELDS, decision_fields, decision_with
@@ -130,3 +130,43 @@ def test_a_subclass_keeps_its_own_check() -> None:
 
     limiter = Free("1/minute")
     assert all(limiter.check("k") for _ in range(5))
+
+
+class Closes:
+    """A number whose reading closes the table that it is handed to."""
+
+    def __init__(self, table: _kernel.Table) -> None:
+        self._table = table
+
+    def __index__(self) -> int:
+        self._table.close()
+        return 1
+
+
+def test_a_number_that_closes_the_table_is_an_error_and_no_crash() -> None:
+    """Reading an argument may run anything; the table is looked at after that."""
+    for verb in ("decide", "refund", "grant"):
+        table = _kernel.Table(None, capacity=100)
+        gate = _kernel.Gate(table, (LIMIT,), "")
+        arguments = {"decide": (0, True), "refund": (0,), "grant": (-1, 0)}[verb]
+        with pytest.raises(StoreUnavailable, match="closed"):
+            getattr(gate, verb)("k", Closes(table), *arguments)
+
+
+def test_a_cost_beyond_64_bits_never_fits() -> None:
+    """Not even the largest capacity with the largest grant."""
+    largest = Limit(10**9, per=1)
+    gate = _kernel.Gate(_kernel.Table(None, capacity=100), (largest,), "")
+    gate.grant("k", 10**9, -1, 0)
+    for cost in (2 * 10**9 + 1, 10**30):
+        with pytest.raises(CapacityError):
+            gate.decide("k", cost, 0, True)
+    assert gate.decide("k", 2 * 10**9, 0, True).allowed
+
+
+def test_a_check_that_a_test_replaced_is_the_one_that_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Limiters made after `Limiter.check` was patched use the patch, shortcut or not."""
+    monkeypatch.setattr(Limiter, "check", lambda self, key, cost=1: "patched")
+    assert Limiter("5/m").check("k") == "patched"

@@ -48,16 +48,59 @@ def test_expired_states_are_reused_where_they_are() -> None:
     assert table.stats()["expired"] > CAPACITY // 2
 
 
-def test_logs_that_expired_give_their_room_back() -> None:
-    """The slab serves one generation of logs after another."""
-    limit = Limit(50, per=1, algorithm="sliding_window_log")
-    table = _kernel.Table(None, capacity=1_000, log_bytes=1_000 * 1_024)
-    gate = _kernel.Gate(table, (limit,), "")
-    for generation in range(20):
-        for number in range(900):
-            for _ in range(9):
-                gate.decide(f"{generation}-{number}", 5, generation * 2 * 10**9, True)
-    assert table.stats()["log_bytes_used"] <= table.stats()["log_bytes_max"]
+LOG = Limit(1_000, per=1, algorithm="sliding_window_log")
+SECOND_NS = 10**9
+
+
+@pytest.fixture
+def logs() -> _kernel.Gate:
+    """Room for 128 logs of 63 entries, in a table with room for many more keys."""
+    return _kernel.Gate(_kernel.Table(None, capacity=10_000, log_bytes=1 << 16), (LOG,), "")
+
+
+def fill_logs(gate: _kernel.Gate, name: str, entries: int, now_ns: int) -> int:
+    """Logs of so many entries, until there is no room; how many there was room for."""
+    number = 0
+    try:
+        while True:
+            gate.decide(f"{name}-{number}", entries, now_ns, True)
+            number += 1
+    except StoreFull:
+        return number
+
+
+def test_logs_that_expired_give_their_room_back(logs: _kernel.Gate) -> None:
+    """When the slab is full, what has expired is found and reused, unswept and unasked."""
+    for generation in range(5):
+        assert fill_logs(logs, str(generation), 63, generation * 2 * SECOND_NS) >= 120
+
+
+def test_small_logs_do_not_keep_large_ones_out(logs: _kernel.Gate) -> None:
+    """A slab that was full of the smallest logs serves the largest ones once they have expired."""
+    assert fill_logs(logs, "small", 1, 0) >= 1_000
+    assert fill_logs(logs, "large", 1_000, 2 * SECOND_NS) >= 5
+
+
+def test_a_log_that_still_counts_is_never_dropped_for_room(logs: _kernel.Gate) -> None:
+    """Full of logs that count: a new key is refused, and they all keep their counts."""
+    filled = fill_logs(logs, "kept", 63, 0)
+    for number in range(filled):
+        assert logs.decide(f"kept-{number}", 0, 0, False).remaining == 1_000 - 63
+
+
+def test_a_grant_is_never_lost_among_expired_ones() -> None:
+    """Keys come and go, their credits expire and their slots are reused: a new grant counts."""
+    gate = _kernel.Gate(_kernel.Table(None, capacity=40), (Limit(4, per=1),), "")
+    for turn in range(5_000):
+        now_ns = turn * SECOND_NS // 3
+        subject = f"key-{turn * 7 % 31}"
+        before = gate.decide(subject, 0, now_ns, False).remaining
+        try:
+            gate.grant(subject, 7, 1, now_ns)
+        except StoreFull:
+            continue
+        assert gate.decide(subject, 0, now_ns, False).remaining == before + 7
+        gate.decide(f"other-{turn}", 1, now_ns, True)
 
 
 def test_a_state_takes_at_most_32_bytes() -> None:

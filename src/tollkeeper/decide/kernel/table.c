@@ -635,6 +635,30 @@ static void combine(const part *parts, int count, bool allowed, tk_decision *dec
     };
 }
 
+/* As credit.wait_together: others that pass now may lean on a credit that is over by then. False
+ * when without it the cost can never fit, of which decision->speaker then tells. */
+static bool wait_together(const part *parts, int count, int64_t now_ns, int64_t cost,
+                          tk_decision *decision)
+{
+    bool any_credit = false;
+    for (int i = 0; i < count; i++)
+        any_credit = any_credit || parts[i].credit_units > 0;
+    if (!any_credit || count == 1)
+        return true;
+    for (int i = 0; i < count; i++) {
+        part then = parts[i];
+        if (!decide(&then, now_ns + decision->retry_after_ns, cost)) {
+            decision->speaker = i;
+            return false;
+        }
+        if (!then.outcome.allowed) {
+            decision->retry_after_ns += then.outcome.retry_after_ns;
+            i = -1; /* and all of them again, as of then */
+        }
+    }
+    return true;
+}
+
 static tk_status check_locked(tk_table *table, tk_segment *segment, tk_hash subject,
                               const tk_limit *limits, int count, int64_t now_ns, int64_t cost,
                               bool spend, bool may_sweep, tk_decision *decision)
@@ -660,6 +684,8 @@ static tk_status check_locked(tk_table *table, tk_segment *segment, tk_hash subj
         }
     }
     combine(parts, count, allowed, decision);
+    if (!allowed && !wait_together(parts, count, now_ns, cost, decision))
+        return TK_CAPACITY;
     return TK_OK;
 }
 

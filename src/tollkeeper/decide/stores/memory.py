@@ -30,7 +30,7 @@ from tollkeeper.decide.combine import combine
 from tollkeeper.decide.credit import Credit
 from tollkeeper.decide.store import StoreStats
 from tollkeeper.errors import StoreFull, StoreUnavailable
-from tollkeeper.model import Decision, Limit
+from tollkeeper.model import Decision, Limit, decision_with
 
 STATES_MAX_DEFAULT: Final = 1_000_000
 # Two items off for each one on: the heap's backlog of expired entries shrinks with every insert.
@@ -221,11 +221,12 @@ class MemoryGate:
             self._store.require_open()
             self._store.checks.note(subject)
             outcomes, entries = self._decide(subject, cost, now_ns)
-            if cost and all(outcome.allowed for outcome in outcomes):
+            decision = self._combine(subject, cost, now_ns, outcomes)
+            if cost and decision.allowed:
                 self._store.reserve(self._tables, subject, now_ns)
                 for table, entry in zip(self._tables, entries, strict=True):
                     self._store.write(table, subject, entry)
-        return combine(self.limits, outcomes, self._rule)
+        return decision
 
     def _check_one(self, subject: str, cost: int, now_ns: int) -> Decision:
         """`check` for the usual case of one limit, in half the time."""
@@ -261,7 +262,20 @@ class MemoryGate:
             outcomes, _ = self._decide(subject, cost, now_ns)
             if all(outcome.allowed for outcome in outcomes):
                 outcomes, _ = self._decide(subject, 0, now_ns)
-        return combine(self.limits, outcomes, self._rule)
+            return self._combine(subject, cost, now_ns, outcomes)
+
+    def _combine(self, subject: str, cost: int, now_ns: int, outcomes: list[Outcome]) -> Decision:
+        decision = combine(self.limits, outcomes, self._rule)
+        if decision.allowed or len(self._parts) == 1:
+            return decision
+        held = [
+            (algorithm, *table.entries.get(subject, _ABSENT)[::2], limit)
+            for limit, algorithm, table in self._parts
+        ]
+        if all(credit is None for _, _, credit, _ in held):
+            return decision
+        wait_ns = credits_.wait_together(held, now_ns, cost, decision.retry_after_ns)
+        return decision_with(decision, retry_after_ns=wait_ns)
 
     def refund(self, subject: str, units: int) -> None:
         now_ns = self._clock.now_ns()
