@@ -140,8 +140,8 @@ def killed(
     for child in children:
         os.kill(child, signal.SIGKILL)
     wait_for(children)
-    os.close(hold)
     left = [limiter.peek(f"key-{key}").remaining for key in range(keys)]
+    os.close(hold)
     return {"admitted": counts.total(), "left": sum(left), "kills": starts}
 
 
