@@ -22,6 +22,7 @@ test: lint  ## everything that must hold: lint, unit, property, conformance, par
 lint: $(READY)  ## ruff, mypy strict, import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(KERNEL) $(wildcard tests/kernel/*.[ch])
 	$(BIN)/mypy
 	$(BIN)/mypy tests/typing_public_api.py
 	MYPYPATH=src $(BIN)/python -m mypy.stubtest tollkeeper.decide.kernel._kernel

@@ -1,9 +1,9 @@
 /* Killed at any instruction, literally.
  *
  * A child process makes one call on a shared table. The parent single-steps it (ptrace), machine
- * instruction by machine instruction, to the end. After each one it copies the file: the copy is what
- * everyone else would be left with, had the child been killed just there. It opens the copy and
- * looks: nobody hangs, and every limit of the call is charged wholly or not at all.
+ * instruction by machine instruction, to the end. After each one it copies the file: the copy is
+ * what everyone else would be left with, had the child been killed just there. It opens the copy
+ * and looks: nobody hangs, and every limit of the call is charged wholly or not at all.
  *
  * At every KILL_EVERY-th instruction it is done for real as well, with SIGKILL and on the file that
  * the parent has open itself, so that the lock of a dead owner is really taken from it. While the
@@ -26,7 +26,7 @@ typedef struct {
     tk_limit limits[3];
     int count;
     int64_t cost;
-    int fill;  /* spent one by one before, so that rings have grown to where the call finds them */
+    int fill;   /* spent one by one before, so that rings have grown to where the call finds them */
     bool grant; /* granted some units before, which the call will draw on */
     int others; /* keys that were there before and must not be touched */
 } scene;
@@ -123,8 +123,8 @@ static void prepare(tk_table *table, tk_hash subject, const scene *s, int64_t be
 }
 
 /* All limits charged, or none; which of the two. */
-static bool check_charged(tk_table *table, tk_hash subject, const scene *s,
-                          const int64_t before[3], long instructions)
+static bool check_charged(tk_table *table, tk_hash subject, const scene *s, const int64_t before[3],
+                          long instructions)
 {
     bool charged = remaining(table, subject, &s->limits[0]) != before[0];
     for (int i = 0; i < s->count; i++) {
@@ -219,9 +219,10 @@ static bool moves_another(const char *path, const char *copy, const scene *s)
     tk_close(table);
     int changed = 0;
     for (size_t i = 0; i < g.segments; i++) {
-        size_t tags_at = g.segments_at + i * g.segment_bytes + (sizeof(tk_segment) + 63) / 64 * 64;
+        size_t at = g.segments_at + i * g.segment_bytes + (sizeof(tk_segment) + 63) / 64 * 64;
+        const tk_bucket *old = (tk_bucket *)&before[at / 8], *new = (tk_bucket *)&after[at / 8];
         for (size_t slot = 0; slot < g.buckets * TK_SLOTS_PER_BUCKET; slot++)
-            changed += before[tags_at / 8 + slot] != after[tags_at / 8 + slot];
+            changed += old[slot / 8].tags[slot % 8] != new[slot / 8].tags[slot % 8];
     }
     return fits && changed == 2;
 }
@@ -233,7 +234,8 @@ static void walk_in_a_full_table(const char *folder, tk_limit limit)
     scene s = {name, {limit}, 1, 1, 0, false, .others = 0};
     snprintf(path, sizeof path, "%s/full.limits", folder);
     snprintf(copy, sizeof copy, "%s.copy", path);
-    tk_table *table = open_or_die(&(tk_options){.path = path, .capacity = FULL_CAPACITY, .log_bytes = FULL_LOG_BYTES});
+    tk_table *table = open_or_die(
+        &(tk_options){.path = path, .capacity = FULL_CAPACITY, .log_bytes = FULL_LOG_BYTES});
     snprintf(name, sizeof name, "full");
     while (spend_if_room(table, other_subject(table, s.others), &s, 1))
         s.others++;

@@ -1,8 +1,8 @@
 /* A random driver of the plain table, to run under the address and undefined-behaviour sanitizers.
  *
- * Random limits, subjects, costs and times, all verbs, in memory and in a file; small tables that are
- * full half the time. Now and then the file is closed and opened again, and in half of the file runs
- * random bytes of it are overwritten while it is in use, as a power cut might leave them: then
+ * Random limits, subjects, costs and times, all verbs, in memory and in a file; small tables that
+ * are full half the time. Now and then the file is closed and opened again, and in half of the file
+ * runs random bytes of it are overwritten while it is in use, as a power cut might leave them: then
  * anything may be counted, but nothing may crash, hang or touch memory that is not the table's.
  *
  *   random_driver FOLDER SEED ROUNDS */

@@ -46,9 +46,9 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
         # The unit that must leave first: with it gone, exactly `cost` fit.
         blocking = end - limit.limit + cost - 1
         retry_ns = times[blocking] + window_ns - now_ns
-        return state, Outcome(False, max(remaining, 0), retry_ns, reset_ns, 0)
+        return state, Outcome(False, remaining if remaining > 0 else 0, retry_ns, reset_ns, 0)
     if cost == 0:
-        return state, Outcome(True, max(remaining, 0), 0, reset_ns, 0)
+        return state, Outcome(True, remaining if remaining > 0 else 0, 0, reset_ns, 0)
     after = _append(times, live, end, at_ns, cost)
     return after, Outcome(True, remaining - cost, 0, at_ns + window_ns - now_ns, 0)
 

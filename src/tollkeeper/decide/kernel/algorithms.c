@@ -217,8 +217,8 @@ void tk_refund(const tk_limit *limit, const tk_state *before, int64_t now_ns, in
         refund_bucket(limit, before, now_ns, units, after);
         break;
     case TK_FIXED_WINDOW: {
-        int64_t end_ns = before->last_ns - tk_floor_mod(before->last_ns, limit->window_ns) +
-                         limit->window_ns;
+        int64_t end_ns =
+            before->last_ns - tk_floor_mod(before->last_ns, limit->window_ns) + limit->window_ns;
         after->present = now_ns < end_ns && (int64_t)before->value > units;
         after->value = after->present ? before->value - (uint64_t)units : 0;
         break;

@@ -50,8 +50,7 @@ typedef struct {
 static inline int64_t tk_ring_at(const tk_ring *ring, uint32_t index)
 {
     uint32_t place = ring->head + index;
-    return tk_time_in_range(
-        ring->times[place < ring->capacity ? place : place - ring->capacity]);
+    return tk_time_in_range(ring->times[place < ring->capacity ? place : place - ring->capacity]);
 }
 
 /* One limit's state of one subject. `value` is

@@ -1,9 +1,9 @@
-/* The busiest subjects, by name. The table keeps hashes, so names have to be noted as they pass: one
- * check in TK_SAMPLE_EVERY is, on average and at random, so that no rhythm of requests hides
+/* The busiest subjects, by name. The table keeps hashes, so names have to be noted as they pass:
+ * one check in TK_SAMPLE_EVERY is, on average and at random, so that no rhythm of requests hides
  * anyone. A space-saving sketch holds TK_BUSIEST_MAX of them: a new name takes
- * the place of the one with the fewest samples and inherits its count, so whoever has clearly more than
- * 1 / TK_BUSIEST_MAX of all checks is in it. Counts are halved now and then, so that it tells of
- * lately and not of ever. Noting never waits: if the lock is taken, the sample is dropped. */
+ * the place of the one with the fewest samples and inherits its count, so whoever has clearly more
+ * than 1 / TK_BUSIEST_MAX of all checks is in it. Counts are halved now and then, so that it tells
+ * of lately and not of ever. Noting never waits: if the lock is taken, the sample is dropped. */
 #include "layout.h"
 
 #include <stdlib.h>

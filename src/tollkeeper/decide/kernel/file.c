@@ -3,8 +3,8 @@
  * A file is made by whoever gets there first, under a record lock on one byte, and everyone else
  * waits for that lock; so there is no moment at which two make it or one sees half of it. Its room
  * is allocated before it is mapped: a full disk is an error here and not a bus error in the middle
- * of a check. It is made with mode 0600. Until the header is complete the file carries another mark,
- * so a maker that was killed leaves a file that the next one makes anew.
+ * of a check. It is made with mode 0600. Until the header is complete the file carries another
+ * mark, so a maker that was killed leaves a file that the next one makes anew.
  *
  * Time in a file is the boot clock, which all processes of the machine share and nobody can set,
  * plus an offset to the epoch that the first opener after each boot writes down. So all processes
@@ -50,14 +50,13 @@ static const int OPEN_WAIT_MS_MAX = 10000;
 
 bool tk_alone(int fd);
 
-/* ---- geometry ---------------------------------------------------------------------------------- */
+/* ---- geometry ---- */
 
 static size_t round_up(size_t size, size_t to) { return (size + to - 1) / to * to; }
 
 size_t tk_segment_size(uint32_t buckets)
 {
-    size_t slots = (size_t)buckets * TK_SLOTS_PER_BUCKET;
-    return round_up(sizeof(tk_segment), 64) + slots * (sizeof(uint64_t) + sizeof(tk_cell));
+    return round_up(sizeof(tk_segment), 64) + (size_t)buckets * sizeof(tk_bucket);
 }
 
 tk_geometry tk_geometry_for(uint64_t capacity, uint64_t log_bytes)
@@ -74,8 +73,8 @@ tk_geometry tk_geometry_for(uint64_t capacity, uint64_t log_bytes)
     }
     g.blocks = (uint32_t)((log_bytes + TK_BLOCK_BYTES - 1) / TK_BLOCK_BYTES);
     g.segment_bytes = tk_segment_size(g.buckets);
-    g.segments_at = round_up(TK_PAGE + TK_OWNERS_MAX * sizeof(uint32_t) + sizeof(tk_busy_table),
-                             TK_PAGE);
+    g.segments_at =
+        round_up(TK_PAGE + TK_OWNERS_MAX * sizeof(uint32_t) + sizeof(tk_busy_table), TK_PAGE);
     g.slab_at = round_up(g.segments_at + g.segment_bytes * g.segments, TK_PAGE);
     g.bytes = round_up(g.slab_at + (size_t)g.blocks * TK_BLOCK_BYTES, TK_PAGE);
     return g;
@@ -111,7 +110,7 @@ void tk_attach(tk_table *table, uint8_t *base, size_t bytes)
     table->bucket_mask = g.buckets - 1;
 }
 
-/* ---- time -------------------------------------------------------------------------------------- */
+/* ---- time ---- */
 
 static int64_t read_clock(clockid_t clock)
 {
@@ -128,7 +127,7 @@ int64_t tk_now_ns(const tk_table *table)
 
 bool tk_is_shared(const tk_table *table) { return table->shared; }
 
-/* ---- making and checking a header ------------------------------------------------------------- */
+/* ---- making and checking a header ---- */
 
 static bool random_seed(uint64_t seed[2])
 {
@@ -262,8 +261,7 @@ static tk_status check_header(const tk_header *header, off_t size, const tk_opti
                     (unsigned)TK_VERSION, RECREATE);
     if (header->checksum != checksum_of(header) || header->capacity > TK_CAPACITY_MAX)
         return fail(TK_UNAVAILABLE, error, "%s has a damaged header; %s", path, RECREATE);
-    tk_geometry g =
-        tk_geometry_for(header->capacity, (uint64_t)header->blocks * TK_BLOCK_BYTES);
+    tk_geometry g = tk_geometry_for(header->capacity, (uint64_t)header->blocks * TK_BLOCK_BYTES);
     if (g.bytes != header->bytes || g.segments != header->segments ||
         g.buckets != header->buckets || g.segment_limit != header->segment_limit)
         return fail(TK_UNAVAILABLE, error, "%s has a header that contradicts itself; %s", path,
@@ -286,8 +284,7 @@ static tk_status check_header(const tk_header *header, off_t size, const tk_opti
     return TK_OK;
 }
 
-static tk_status check_kind(int fd, const char *path, struct stat *info,
-                            char error[TK_ERROR_BYTES])
+static tk_status check_kind(int fd, const char *path, struct stat *info, char error[TK_ERROR_BYTES])
 {
     if (fstat(fd, info) != 0)
         return fail(TK_UNAVAILABLE, error, "%s cannot be examined: %s", path, strerror(errno));
@@ -321,8 +318,7 @@ static tk_status make_or_check(int fd, const tk_options *options, size_t *bytes,
     memset(&header, 0, sizeof header);
     ssize_t length = pread(fd, &header, sizeof header, 0);
     if (length < 0)
-        return fail(TK_UNAVAILABLE, error, "%s cannot be read: %s", options->path,
-                    strerror(errno));
+        return fail(TK_UNAVAILABLE, error, "%s cannot be read: %s", options->path, strerror(errno));
     *bytes = (size_t)info.st_size;
     return check_header(&header, info.st_size, options, error);
 }
@@ -394,7 +390,8 @@ static void let_go(tk_table *table)
     table->fd = -1;
 }
 
-/* A description, a mapping and an index of the child's own; then nothing of the parent's is kept. */
+/* A description, a mapping and an index of the child's own; then nothing of the parent's is kept.
+ */
 static bool open_anew(tk_table *table)
 {
     char path[64];
@@ -467,10 +464,11 @@ static tk_status map_file(tk_table *table, const tk_options *options, char error
         return fail(TK_UNAVAILABLE, error, "%s is open in %d processes, which is the most",
                     options->path, TK_OWNERS_MAX - 1);
     if (!settle_clock(table->header, alone))
-        return fail(TK_UNAVAILABLE, error,
-                    "%s is in use by processes with another clock (a time namespace); share it only "
-                    "with those of the same",
-                    options->path);
+        return fail(
+            TK_UNAVAILABLE, error,
+            "%s is in use by processes with another clock (a time namespace); share it only "
+            "with those of the same",
+            options->path);
     if (alone)
         mend(table);
     return TK_OK;
@@ -505,8 +503,7 @@ static bool still_there(tk_table *table, const char *path)
     return false;
 }
 
-static tk_table *open_file(const tk_options *options, tk_status *status,
-                           char error[TK_ERROR_BYTES])
+static tk_table *open_file(const tk_options *options, tk_status *status, char error[TK_ERROR_BYTES])
 {
     tk_table *table = calloc(1, sizeof *table);
     if (table == NULL) {
@@ -544,8 +541,7 @@ static tk_table *open_file(const tk_options *options, tk_status *status,
 static void forget_open(tk_table *table) { (void)table; }
 static void let_go(tk_table *table) { munmap(table->base, table->bytes); }
 
-static tk_table *open_file(const tk_options *options, tk_status *status,
-                           char error[TK_ERROR_BYTES])
+static tk_table *open_file(const tk_options *options, tk_status *status, char error[TK_ERROR_BYTES])
 {
     *status = fail(TK_UNAVAILABLE, error,
                    "%s: shared:// needs Linux, whose file locks outlive no process; use memory://",

@@ -3,7 +3,7 @@
  *   header     one page: what the file is, the clock's offset, the log slab's free lists
  *   owners     a generation for each process that may have the file open
  *   busiest    names of the busiest subjects
- *   segments   each: a lock, a journal, the tags of its slots, the states of its slots
+ *   segments   each: a lock, a journal, buckets of eight tags and eight states
  *   slab       blocks of 64 bytes × a power of two, for the rings of sliding window logs
  */
 #ifndef TK_LAYOUT_H
@@ -69,6 +69,12 @@ typedef struct {
     uint64_t value;
 } tk_cell;
 
+/* Eight slots: the line that is searched, and beside it what is found. */
+typedef struct {
+    uint64_t tags[TK_SLOTS_PER_BUCKET]; /* the tag, flags and time to live; 0: empty */
+    tk_cell cells[TK_SLOTS_PER_BUCKET];
+} tk_bucket;
+
 typedef struct {
     tk_hash subject;
     uint64_t samples;
@@ -101,8 +107,8 @@ typedef struct {
     uint64_t time_namespace; /* boot clocks differ between them */
     uint32_t slab_given;     /* blocks given back since free ones were last joined */
     tk_lock slab_lock;
-    uint32_t slab_used;                     /* blocks handed out or freed so far, from the front */
-    uint32_t slab_free[TK_BLOCK_CLASSES];   /* first free block + 1 of each size; 0: none */
+    uint32_t slab_used;                   /* blocks handed out or freed so far, from the front */
+    uint32_t slab_free[TK_BLOCK_CLASSES]; /* first free block + 1 of each size; 0: none */
 } tk_header;
 
 struct tk_table {
@@ -119,12 +125,13 @@ struct tk_table {
     bool shared;
     int fd;
     uint32_t owner;
-    uint32_t sample_in;  /* checks until one is noted for `tk_busiest` */
+    uint32_t sample_in; /* checks until one is noted for `tk_busiest` */
     uint32_t random;
     uint32_t busy_misses; /* samples dropped in a row because the lock was taken */
     uint32_t sweep_next;  /* the segment that the next search for blocks starts at */
     bool opening;         /* not usable yet: a fork's child must let go of it */
-    uint64_t device, inode; /* what `fd` was opened on; a descriptor may be closed behind our back */
+    uint64_t device,
+        inode; /* what `fd` was opened on; a descriptor may be closed behind our back */
     struct tk_table *next_open; /* all shared tables of this process, for fork */
 };
 

@@ -115,10 +115,8 @@ bool tk_register(tk_table *table)
 /* Does anyone but us have the file open? Only sure while the opening lock is held. */
 bool tk_alone(int fd)
 {
-    struct flock probe = {.l_type = F_WRLCK,
-                          .l_whence = SEEK_SET,
-                          .l_start = OWNER_BYTES_AT,
-                          .l_len = TK_OWNERS_MAX};
+    struct flock probe = {
+        .l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = OWNER_BYTES_AT, .l_len = TK_OWNERS_MAX};
     return fcntl(fd, F_OFD_GETLK, &probe) == 0 && probe.l_type == F_UNLCK;
 }
 

@@ -20,11 +20,10 @@ static PyObject *error_capacity, *error_full, *error_timeout, *error_unavailable
 static PyObject *decision_repr, *decision_fields, *python_decision, *seconds_from_ns;
 static int bypass; /* a test has replaced the clock or switched limiting off */
 
-/* ---- Decision -------------------------------------------------------------------------------- */
+/* ---- Decision ---- */
 
 typedef struct {
-    PyObject_HEAD
-    PyObject *policy, *rule;
+    PyObject_HEAD PyObject *policy, *rule;
     int64_t remaining, retry_after_ns, reset_after_ns, delay_ns;
     bool allowed;
 } decision_object;
@@ -203,14 +202,13 @@ static PyTypeObject decision_type = {
     .tp_hash = decision_hash,
 };
 
-/* ---- Table ----------------------------------------------------------------------------------- */
+/* ---- Table ---- */
 
 typedef struct {
-    PyObject_HEAD
-    tk_table *table; /* NULL once closed */
-    int away;        /* threads inside without the interpreter's lock */
-    pid_t away_in;   /* whose threads: a fork's child has none of them */
-    bool waited;     /* a check has just waited in vain: its second try need not */
+    PyObject_HEAD tk_table *table; /* NULL once closed */
+    int away;                      /* threads inside without the interpreter's lock */
+    pid_t away_in;                 /* whose threads: a fork's child has none of them */
+    bool waited;                   /* a check has just waited in vain: its second try need not */
     bool closing;
 } table_object;
 
@@ -240,10 +238,8 @@ static PyObject *table_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     };
     tk_status status;
     char error[TK_ERROR_BYTES] = "";
-    Py_BEGIN_ALLOW_THREADS
-    self->table = tk_open(&options, &status, error);
-    Py_END_ALLOW_THREADS
-    Py_XDECREF(encoded);
+    Py_BEGIN_ALLOW_THREADS self->table = tk_open(&options, &status, error);
+    Py_END_ALLOW_THREADS Py_XDECREF(encoded);
     if (self->table == NULL) {
         PyObject *message = PyUnicode_DecodeFSDefault(error);
         if (message != NULL)
@@ -384,7 +380,9 @@ static PyObject *table_busiest(table_object *self, PyObject *argument)
         return NULL;
     PyThreadState *thread = tk_is_shared(self->table) ? leave(self) : NULL;
     int count = tk_busiest(self->table, found,
-                           (int)(most < 0 ? 0 : most < TK_BUSIEST_MAX ? most : TK_BUSIEST_MAX));
+                           (int)(most < 0                ? 0
+                                 : most < TK_BUSIEST_MAX ? most
+                                                         : TK_BUSIEST_MAX));
     if (thread != NULL)
         back(self, thread);
     PyObject *list = PyList_New(count);
@@ -418,11 +416,10 @@ static PyTypeObject table_type = {
     .tp_methods = table_methods,
 };
 
-/* ---- Gate ------------------------------------------------------------------------------------ */
+/* ---- Gate ---- */
 
 typedef struct {
-    PyObject_HEAD
-    table_object *table;
+    PyObject_HEAD table_object *table;
     PyObject *limits, *rule, *slow;
     int count;
     tk_limit numbers[TK_LIMITS_MAX];
@@ -461,7 +458,8 @@ static bool read_algorithm(PyObject *limit, tk_limit *numbers)
 static bool read_identity(gate_object *self, PyObject *limit, tk_limit *numbers)
 {
     PyObject *identity = PyObject_GetAttrString(limit, "identity");
-    PyObject *full = identity ? PyUnicode_FromFormat("%U%c%U", self->rule, SEPARATOR, identity) : NULL;
+    PyObject *full =
+        identity ? PyUnicode_FromFormat("%U%c%U", self->rule, SEPARATOR, identity) : NULL;
     Py_ssize_t length = 0;
     const char *text = full ? PyUnicode_AsUTF8AndSize(full, &length) : NULL;
     if (text != NULL && !is_open(self->table)) /* reading attributes may have run anything */
@@ -575,8 +573,8 @@ static tk_status check_hash(gate_object *self, tk_hash hash, int64_t now_ns, int
 {
     tk_status status;
     do {
-        status = tk_check(self->table->table, hash, self->numbers, self->count, now_ns, cost,
-                          spend, decision);
+        status = tk_check(self->table->table, hash, self->numbers, self->count, now_ns, cost, spend,
+                          decision);
     } while (__builtin_expect(status == TK_BUSY, 0) && try_again(self, hash, &status));
     return status;
 }
@@ -672,8 +670,7 @@ static bool parse_call(gate_object *self, PyObject *subject, PyObject *units, Py
     if (!is_open(self->table) || !parse_now(self->table, now, &parsed->now_ns) ||
         !is_open(self->table))
         return false;
-    parsed->hash =
-        tk_subject_hash(self->table->table, parsed->bytes, (size_t)parsed->length);
+    parsed->hash = tk_subject_hash(self->table->table, parsed->bytes, (size_t)parsed->length);
     return true;
 }
 
@@ -716,8 +713,8 @@ static PyObject *gate_refund(gate_object *self, PyObject *args)
         !parse_call(self, subject, units, now, &c))
         return NULL;
     do {
-        status = tk_give_back(self->table->table, c.hash, self->numbers, self->count, c.now_ns,
-                              c.units);
+        status =
+            tk_give_back(self->table->table, c.hash, self->numbers, self->count, c.now_ns, c.units);
     } while (try_again(self, c.hash, &status));
     if (status != TK_OK)
         return raise_status(self->table, status);
@@ -736,8 +733,8 @@ static PyObject *gate_grant(gate_object *self, PyObject *args)
     if (c.units > TK_UNITS_MAX)
         c.units = TK_UNITS_MAX;
     do {
-        status = tk_grant(self->table->table, c.hash, self->numbers, self->count, c.now_ns,
-                          c.units, ttl_ns);
+        status = tk_grant(self->table->table, c.hash, self->numbers, self->count, c.now_ns, c.units,
+                          ttl_ns);
     } while (try_again(self, c.hash, &status));
     if (status == TK_FULL)
         tk_note_refused(self->table->table, c.hash);
@@ -786,7 +783,7 @@ static PyTypeObject gate_type = {
     .tp_methods = gate_methods,
 };
 
-/* ---- the module ------------------------------------------------------------------------------ */
+/* ---- the module ---- */
 
 static PyObject *set_bypass(PyObject *module, PyObject *on)
 {
@@ -822,7 +819,7 @@ static bool import_names(const char *module_name, const char *const *names, PyOb
 
 PyMODINIT_FUNC PyInit__kernel(void)
 {
-    static const char *const errors[] = {"CapacityError", "StoreFull", "StoreTimeout",
+    static const char *const errors[] = {"CapacityError",    "StoreFull",   "StoreTimeout",
                                          "StoreUnavailable", "ConfigError", NULL};
     static PyObject **error_places[] = {&error_capacity, &error_full, &error_timeout,
                                         &error_unavailable, &error_config};
@@ -837,7 +834,8 @@ PyMODINIT_FUNC PyInit__kernel(void)
         PyType_Ready(&gate_type) < 0)
         return NULL;
     PyObject *module = PyModule_Create(&module_definition);
-    if (module == NULL || PyModule_AddObjectRef(module, "Decision", (PyObject *)&decision_type) < 0 ||
+    if (module == NULL ||
+        PyModule_AddObjectRef(module, "Decision", (PyObject *)&decision_type) < 0 ||
         PyModule_AddObjectRef(module, "Table", (PyObject *)&table_type) < 0 ||
         PyModule_AddObjectRef(module, "Gate", (PyObject *)&gate_type) < 0)
         Py_CLEAR(module);

@@ -7,8 +7,8 @@
  *
  * Taking and giving commit by one store each, so a kill leaves the lists whole and leaks at most
  * the one block in hand; a kill while joining leaks what was in hand then, as all leaks until the
- * file is next opened alone. Everything read from here is checked before it is followed: after a power
- * cut the file may hold anything. */
+ * file is next opened alone. Everything read from here is checked before it is followed: after a
+ * power cut the file may hold anything. */
 #include "layout.h"
 
 #include <stdlib.h>
@@ -185,7 +185,7 @@ uint64_t tk_log_bytes_needed(int64_t entries)
     return 2 * bytes;
 }
 
-/* ---- finding leaks ----------------------------------------------------------------------------- */
+/* ---- finding leaks ---- */
 
 typedef struct {
     const tk_table *table;

@@ -6,18 +6,19 @@
  *
  * Layout. A subject's 128-bit keyed hash picks a segment; all its limits live there, so one lock
  * covers a whole check. Within the segment, hash and limit give a 48-bit tag and two buckets of
- * eight slots. A state is in one of the two; a new one goes where there is more room. There are no
- * chains to walk and so none to mend: a slot whose state has expired is simply free. When both
- * buckets are full of live states, one of the sixteen moves to its other bucket, which the tag
- * tells. A slot is 24 bytes: 8 of meta (tag, flags, time to live) and 16 of state.
+ * eight slots. A state is in one of the two; a new one goes to the first while that is half empty,
+ * and then where there is more room. There are no chains to walk and so none to mend: a slot whose
+ * state has expired is simply free. When both buckets are full of live states, one of the sixteen
+ * moves to its other bucket, which the tag tells. A slot is 24 bytes: 8 of meta (tag, flags, time
+ * to live) and 16 of state.
  *
  * Two keys are taken for one only if they agree in segment, bucket and tag: for ten million keys
  * in one table, the chance that any two of them do is below one in a million, and without the
  * seed nobody can aim for it.
  *
  * Time to live. A slot has to say when it is as good as empty without knowing its limit. 14 bits
- * hold the time from last_ns to then, as a float of 8 bits' precision rounded up: a state is kept at
- * most 0.4 % longer than it matters.
+ * hold the time from last_ns to then, as a float of 8 bits' precision rounded up: a state is kept
+ * at most 0.4 % longer than it matters.
  *
  * Locks. One word per segment: 0, or the owner's number. Taken by compare-and-swap, held for some
  * 30 ns. Inside it only the slab's lock is ever taken, and never waited for longer than a few
@@ -30,8 +31,8 @@
  * not at all. Blocks of the slab are taken before and given back after; a kill in between leaks the
  * block, and the next process to open the file alone finds it again.
  *
- * What is read is not trusted. After a power cut the file may hold anything, so every time, count and
- * reference is brought into range when it is loaded: the worst is a wrong count, not a crash.
+ * What is read is not trusted. After a power cut the file may hold anything, so every time, count
+ * and reference is brought into range when it is loaded: the worst is a wrong count, not a crash.
  *
  * What may look wrong. An expired slot still found by its tag is decided on as it stands: under the
  * limit that wrote it, it is as good as absent, and under one that was changed since, it is the
@@ -52,7 +53,7 @@
 static const uint64_t VALUE_MAX = (uint64_t)TK_UNITS_MAX * TK_MICROS_PER_UNIT;
 static const uint64_t CREDIT_SALT = 0x637265646974u;
 
-/* ---- time to live: 6 bits of exponent, 8 of mantissa -------------------------------------- */
+/* ---- time to live: 6 bits of exponent, 8 of mantissa ---- */
 
 static uint64_t ttl_encode(int64_t ttl_ns)
 {
@@ -82,21 +83,26 @@ static bool expired(uint64_t meta, int64_t last_ns, int64_t now_ns)
     return now_ns >= last_ns && now_ns - last_ns >= ttl_decode(meta & META_TTL_MASK);
 }
 
-/* ---- where things are ------------------------------------------------------------------------ */
+/* ---- where things are ---- */
 
 tk_segment *tk_segment_at(const tk_table *table, uint32_t index)
 {
     return (tk_segment *)(table->segments + table->segment_bytes * index);
 }
 
-static uint64_t *tags_of(tk_segment *segment)
+static tk_bucket *buckets_of(tk_segment *segment)
 {
-    return (uint64_t *)((uint8_t *)segment + ((sizeof(tk_segment) + 63) & ~(size_t)63));
+    return (tk_bucket *)((uint8_t *)segment + ((sizeof(tk_segment) + 63) & ~(size_t)63));
 }
 
-static tk_cell *cells_of(const tk_table *table, tk_segment *segment)
+static uint64_t *tag_at(tk_segment *segment, uint32_t slot)
 {
-    return (tk_cell *)(tags_of(segment) + table->slots);
+    return &buckets_of(segment)[slot / TK_SLOTS_PER_BUCKET].tags[slot % TK_SLOTS_PER_BUCKET];
+}
+
+static tk_cell *cell_at(tk_segment *segment, uint32_t slot)
+{
+    return &buckets_of(segment)[slot / TK_SLOTS_PER_BUCKET].cells[slot % TK_SLOTS_PER_BUCKET];
 }
 
 static tk_segment *segment_of(const tk_table *table, tk_hash subject)
@@ -106,7 +112,8 @@ static tk_segment *segment_of(const tk_table *table, tk_hash subject)
     return tk_segment_at(table, (uint32_t)index);
 }
 
-/* Where a limit's state of a subject is kept: its upper 48 bits are the tag, the lower the bucket. */
+/* Where a limit's state of a subject is kept: its upper 48 bits are the tag, the lower the bucket.
+ */
 static uint64_t place_of(tk_hash subject, const uint64_t salt[2])
 {
     uint64_t place = tk_mix((subject.high ^ salt[0]) + tk_mix(subject.low ^ salt[1]));
@@ -126,25 +133,22 @@ static uint32_t other_bucket(const tk_table *table, uint32_t bucket, uint64_t ta
 
 static int find(const tk_table *table, tk_segment *segment, uint64_t place)
 {
-    const uint64_t *tags = tags_of(segment);
     uint64_t tag = place >> META_TAG_SHIFT;
     uint32_t bucket = (uint32_t)place & table->bucket_mask;
     for (int choice = 0; choice < 2; choice++) {
         uint32_t first = bucket * TK_SLOTS_PER_BUCKET;
         for (uint32_t slot = first; slot < first + TK_SLOTS_PER_BUCKET; slot++)
-            if (tags[slot] >> META_TAG_SHIFT == tag)
+            if (*tag_at(segment, slot) >> META_TAG_SHIFT == tag)
                 return (int)slot;
         bucket = other_bucket(table, bucket, tag);
     }
     return -1;
 }
 
-/* ---- the journal --------------------------------------------------------------------------- */
+/* ---- the journal ---- */
 
 static void apply_journal(const tk_table *table, tk_segment *segment, uint32_t count)
 {
-    uint64_t *tags = tags_of(segment);
-    tk_cell *cells = cells_of(table, segment);
     for (uint32_t i = 0; i < segment->push_count && i < TK_LIMITS_MAX; i++) {
         const tk_push *push = &segment->pushes[i];
         if (!tk_block_valid(table, push->block))
@@ -158,11 +162,12 @@ static void apply_journal(const tk_table *table, tk_segment *segment, uint32_t c
         const tk_write *write = &segment->writes[i];
         if (write->slot >= table->slots)
             continue;
-        cells[write->slot] = (tk_cell){.last_ns = write->last_ns, .value = write->value};
+        *cell_at(segment, write->slot) =
+            (tk_cell){.last_ns = write->last_ns, .value = write->value};
         /* Mostly the same as before; then the line stays shared, and another processor that is
          * about to look this key up has it already. */
-        if (tags[write->slot] != write->meta)
-            tags[write->slot] = write->meta;
+        if (*tag_at(segment, write->slot) != write->meta)
+            *tag_at(segment, write->slot) = write->meta;
     }
 }
 
@@ -170,12 +175,11 @@ static void apply_journal(const tk_table *table, tk_segment *segment, uint32_t c
  * fences keep the three steps in order for a process that reads them after we were killed. */
 static void commit(const tk_table *table, tk_segment *segment, uint32_t count)
 {
-    const uint64_t *tags = tags_of(segment);
     for (uint32_t i = 0; i < count; i++) {
-        uint64_t before = tags[segment->writes[i].slot], after = segment->writes[i].meta;
+        uint64_t before = *tag_at(segment, segment->writes[i].slot),
+                 after = segment->writes[i].meta;
         segment->filled += (before == 0) - (after == 0);
-        segment->expired +=
-            before && after && before >> META_TAG_SHIFT != after >> META_TAG_SHIFT;
+        segment->expired += before && after && before >> META_TAG_SHIFT != after >> META_TAG_SHIFT;
     }
     atomic_store_explicit(&segment->journal_count, count, memory_order_release);
     atomic_thread_fence(memory_order_release);
@@ -189,10 +193,9 @@ static void commit(const tk_table *table, tk_segment *segment, uint32_t count)
 
 static void count_filled(const tk_table *table, tk_segment *segment)
 {
-    const uint64_t *tags = tags_of(segment);
     uint32_t filled = 0;
     for (uint32_t slot = 0; slot < table->slots; slot++)
-        filled += tags[slot] != 0;
+        filled += *tag_at(segment, slot) != 0;
     segment->filled = filled;
 }
 
@@ -222,14 +225,14 @@ tk_status tk_wait(tk_table *table, tk_hash subject, int64_t timeout_ns)
     return tk_slab_wait(table, timeout_ns);
 }
 
-/* ---- one limit's part in a check ----------------------------------------------------------- */
+/* ---- one limit's part in a check ---- */
 
 typedef struct {
     const tk_limit *limit;
     uint64_t place;
-    int slot;        /* -1: not in the table */
-    int credit_slot; /* -1: none granted */
-    uint32_t block;  /* the log's ring before, if `before.ring.capacity` */
+    int slot;               /* -1: not in the table */
+    int credit_slot;        /* -1: none granted */
+    uint32_t block;         /* the log's ring before, if `before.ring.capacity` */
     bool wants_credit_slot; /* a grant needs a place for it */
     int64_t credit_units, credit_until_ns;
     int64_t credit_left; /* units left after `after` is written */
@@ -257,8 +260,8 @@ static bool load_ring(const tk_table *table, uint64_t value, uint32_t *block, tk
     return ring->head < ring->capacity && ring->count > 0 && ring->count <= ring->capacity;
 }
 
-static void load(const tk_table *table, tk_segment *segment, tk_hash subject,
-                 const tk_limit *limit, part *p)
+static void load(const tk_table *table, tk_segment *segment, tk_hash subject, const tk_limit *limit,
+                 part *p)
 {
     p->limit = limit;
     p->place = place_of(subject, limit->salt);
@@ -269,8 +272,8 @@ static void load(const tk_table *table, tk_segment *segment, tk_hash subject,
     p->before = (tk_state){.present = false};
     if (p->slot < 0)
         return;
-    uint64_t meta = tags_of(segment)[p->slot];
-    tk_cell cell = cells_of(table, segment)[p->slot];
+    uint64_t meta = *tag_at(segment, p->slot);
+    tk_cell cell = *cell_at(segment, p->slot);
     p->before.last_ns = tk_time_in_range(cell.last_ns);
     p->before.value = cell.value;
     if (limit->algorithm == TK_SLIDING_WINDOW_LOG) {
@@ -284,7 +287,7 @@ static void load(const tk_table *table, tk_segment *segment, tk_hash subject,
     if (meta & META_CREDIT) {
         p->credit_slot = find(table, segment, credit_place(p->place));
         if (p->credit_slot >= 0) {
-            tk_cell credit = cells_of(table, segment)[p->credit_slot];
+            tk_cell credit = *cell_at(segment, p->credit_slot);
             p->credit_units = (int64_t)(credit.value & INT64_MAX) % (TK_UNITS_MAX + 1);
             p->credit_until_ns = tk_time_in_range(credit.last_ns);
         }
@@ -327,7 +330,7 @@ static bool decide(part *p, int64_t now_ns, int64_t cost)
     return tk_decide(p->limit, &p->before, now_ns, cost, &p->outcome, &p->after);
 }
 
-/* ---- room -------------------------------------------------------------------------------------- */
+/* ---- room ---- */
 
 /* Slots that the transaction at hand has a use for, so that nothing else is put there. */
 typedef struct {
@@ -348,17 +351,15 @@ static bool claimed(const claims *claim, uint32_t slot)
 static void claim_slot(claims *claim, int slot) { claim->slots[claim->count++] = slot; }
 
 /* The best free slot of a bucket (empty before expired), and how many there are. */
-static int free_in(const tk_table *table, tk_segment *segment, uint32_t bucket, int64_t now_ns,
-                   const claims *claim, int *found)
+static int free_in(tk_segment *segment, uint32_t bucket, int64_t now_ns, const claims *claim,
+                   int *found)
 {
-    const uint64_t *tags = tags_of(segment);
-    const tk_cell *cells = cells_of(table, segment);
     int empty = -1, reusable = -1;
     *found = 0;
     uint32_t first = bucket * TK_SLOTS_PER_BUCKET;
     for (uint32_t slot = first; slot < first + TK_SLOTS_PER_BUCKET; slot++) {
-        bool is_empty = tags[slot] == 0;
-        if (!is_empty && !expired(tags[slot], cells[slot].last_ns, now_ns))
+        bool is_empty = *tag_at(segment, slot) == 0;
+        if (!is_empty && !expired(*tag_at(segment, slot), cell_at(segment, slot)->last_ns, now_ns))
             continue;
         if (claimed(claim, slot))
             continue;
@@ -375,23 +376,21 @@ static int free_in(const tk_table *table, tk_segment *segment, uint32_t bucket, 
 static int make_room_in(tk_table *table, tk_segment *segment, uint32_t bucket, int64_t now_ns,
                         claims *claim)
 {
-    uint64_t *tags = tags_of(segment);
-    tk_cell *cells = cells_of(table, segment);
     uint32_t first = bucket * TK_SLOTS_PER_BUCKET;
     for (uint32_t slot = first; slot < first + TK_SLOTS_PER_BUCKET; slot++) {
         if (claimed(claim, slot))
             continue;
-        uint32_t other = other_bucket(table, bucket, tags[slot] >> META_TAG_SHIFT);
+        uint32_t other = other_bucket(table, bucket, *tag_at(segment, slot) >> META_TAG_SHIFT);
         int found;
-        int target = free_in(table, segment, other, now_ns, claim, &found);
+        int target = free_in(segment, other, now_ns, claim, &found);
         if (target < 0)
             continue;
-        bool had_block = tags[target] & META_LOG;
-        uint32_t block = (uint32_t)(cells[target].value >> 40);
+        bool had_block = *tag_at(segment, target) & META_LOG;
+        uint32_t block = (uint32_t)(cell_at(segment, target)->value >> 40);
         segment->writes[0] = (tk_write){.slot = (uint32_t)target,
-                                        .meta = tags[slot],
-                                        .last_ns = cells[slot].last_ns,
-                                        .value = cells[slot].value};
+                                        .meta = *tag_at(segment, slot),
+                                        .last_ns = cell_at(segment, slot)->last_ns,
+                                        .value = cell_at(segment, slot)->value};
         segment->writes[1] = (tk_write){.slot = slot};
         segment->push_count = 0;
         commit(table, segment, 2);
@@ -409,18 +408,19 @@ static int choose_slot(tk_table *table, tk_segment *segment, uint64_t place, int
     uint32_t one = (uint32_t)place & table->bucket_mask;
     uint32_t two = other_bucket(table, one, place >> META_TAG_SHIFT);
     int free_one, free_two;
-    int slot_one = free_in(table, segment, one, now_ns, claim, &free_one);
-    int slot_two = free_in(table, segment, two, now_ns, claim, &free_two);
-    int slot = free_two > free_one ? slot_two : slot_one;
+    int slot_one = free_in(segment, one, now_ns, claim, &free_one);
+    int slot_two = free_in(segment, two, now_ns, claim, &free_two);
+    /* The first unless it is half full: then a look-up seldom needs the second, another miss of
+     * the cache. Up to 90 % of a segment that is as good as always taking the emptier one. */
+    int slot = free_one >= TK_SLOTS_PER_BUCKET / 2 || free_one >= free_two ? slot_one : slot_two;
     if (slot < 0)
         slot = make_room_in(table, segment, one, now_ns, claim);
     if (slot < 0)
         slot = make_room_in(table, segment, two, now_ns, claim);
     if (slot < 0)
         return -1;
-    if (tags_of(segment)[slot] & META_LOG)
-        claim->freed[claim->freed_count++] =
-            (uint32_t)(cells_of(table, segment)[slot].value >> 40);
+    if (*tag_at(segment, slot) & META_LOG)
+        claim->freed[claim->freed_count++] = (uint32_t)(cell_at(segment, slot)->value >> 40);
     claim_slot(claim, slot);
     return slot;
 }
@@ -428,18 +428,16 @@ static int choose_slot(tk_table *table, tk_segment *segment, uint64_t place, int
 /* Empty every expired slot; how many. One store each, so there is nothing to journal. */
 static uint32_t sweep_segment(tk_table *table, tk_segment *segment, int64_t now_ns)
 {
-    uint64_t *tags = tags_of(segment);
-    tk_cell *cells = cells_of(table, segment);
     uint32_t dropped = 0, filled = 0;
     for (uint32_t slot = 0; slot < table->slots; slot++) {
-        if (tags[slot] == 0)
+        if (*tag_at(segment, slot) == 0)
             continue;
         filled++;
-        if (!expired(tags[slot], cells[slot].last_ns, now_ns))
+        if (!expired(*tag_at(segment, slot), cell_at(segment, slot)->last_ns, now_ns))
             continue;
-        uint32_t block = (uint32_t)(cells[slot].value >> 40);
-        bool has_block = tags[slot] & META_LOG;
-        tags[slot] = 0;
+        uint32_t block = (uint32_t)(cell_at(segment, slot)->value >> 40);
+        bool has_block = *tag_at(segment, slot) & META_LOG;
+        *tag_at(segment, slot) = 0;
         if (has_block)
             tk_block_give(table, block);
         dropped++;
@@ -449,7 +447,7 @@ static uint32_t sweep_segment(tk_table *table, tk_segment *segment, int64_t now_
     return dropped;
 }
 
-/* ---- writing ----------------------------------------------------------------------------------- */
+/* ---- writing ---- */
 
 static void journal(tk_segment *segment, uint32_t *count, int slot, uint64_t meta, int64_t last_ns,
                     uint64_t value)
@@ -594,14 +592,13 @@ static tk_status spend_parts(tk_table *table, tk_segment *segment, part *parts, 
         return status;
     uint32_t writes = 0;
     for (int i = 0; i < count; i++)
-        journal_part(segment, &writes, &parts[i], now_ns,
-                     now_ns + parts[i].outcome.reset_after_ns);
+        journal_part(segment, &writes, &parts[i], now_ns, now_ns + parts[i].outcome.reset_after_ns);
     commit(table, segment, writes);
     give_blocks(table, &claim);
     return TK_OK;
 }
 
-/* ---- the verbs --------------------------------------------------------------------------------- */
+/* ---- the verbs ---- */
 
 static bool tighter(const tk_outcome *a, const tk_outcome *b)
 {
@@ -722,8 +719,7 @@ static void sweep_for_blocks(tk_table *table, int64_t now_ns)
 tk_status tk_check(tk_table *table, tk_hash subject, const tk_limit *limits, int count,
                    int64_t now_ns, int64_t cost, bool spend, tk_decision *decision)
 {
-    tk_status status =
-        check_once(table, subject, limits, count, now_ns, cost, spend, decision);
+    tk_status status = check_once(table, subject, limits, count, now_ns, cost, spend, decision);
     if (status != TK_LOG_FULL)
         return status;
     sweep_for_blocks(table, now_ns);
@@ -739,10 +735,10 @@ void tk_note_refused(tk_table *table, tk_hash subject)
 static const int64_t EXPIRY_NS_MAX = TK_NOW_NS_MAX + INT64_C(3200000000000000000);
 
 /* When the slot says that its state is as good as new. */
-static int64_t expiry_of(const tk_table *table, tk_segment *segment, int slot)
+static int64_t expiry_of(tk_segment *segment, int slot)
 {
-    int64_t last_ns = tk_time_in_range(cells_of(table, segment)[slot].last_ns);
-    return tk_min(last_ns + ttl_decode(tags_of(segment)[slot] & META_TTL_MASK), EXPIRY_NS_MAX);
+    int64_t last_ns = tk_time_in_range(cell_at(segment, slot)->last_ns);
+    return tk_min(last_ns + ttl_decode(*tag_at(segment, slot) & META_TTL_MASK), EXPIRY_NS_MAX);
 }
 
 tk_status tk_give_back(tk_table *table, tk_hash subject, const tk_limit *limits, int count,
@@ -810,9 +806,8 @@ static tk_status grant_locked(tk_table *table, tk_segment *segment, tk_hash subj
         p->credit_until_ns = live ? tk_max(p->credit_until_ns, until_ns) : until_ns;
         p->credit_units = -1; /* always written: the time may have changed */
         p->after = p->before;
-        bool known = tags_of(segment)[p->slot] >> META_TAG_SHIFT == p->place >> META_TAG_SHIFT;
-        journal_part(segment, &writes, p, now_ns,
-                     known ? expiry_of(table, segment, p->slot) : until_ns);
+        bool known = *tag_at(segment, p->slot) >> META_TAG_SHIFT == p->place >> META_TAG_SHIFT;
+        journal_part(segment, &writes, p, now_ns, known ? expiry_of(segment, p->slot) : until_ns);
     }
     commit(table, segment, writes);
     give_blocks(table, &claim);
@@ -862,7 +857,7 @@ tk_status tk_reset(tk_table *table, tk_hash subject, const tk_limit *limits, int
     return TK_OK;
 }
 
-/* ---- the whole table --------------------------------------------------------------------------- */
+/* ---- the whole table ---- */
 
 /* How long the whole-table verbs wait for each lock. */
 static const int64_t WHOLE_TABLE_WAIT_NS = 1000000000;
@@ -910,24 +905,20 @@ tk_status tk_read_stats(tk_table *table, tk_stats *stats)
         tk_status status = lock_for_whole(table, segment);
         if (status != TK_OK)
             return status;
-        const uint64_t *tags = tags_of(segment);
         for (uint32_t slot = 0; slot < table->slots; slot++)
-            stats->states += tags[slot] != 0 && (tags[slot] & META_TTL_MASK) != 0;
+            stats->states += (*tag_at(segment, slot) & META_TTL_MASK) != 0; /* 0: none, a credit */
         tk_unlock(table, &segment->lock);
     }
     return TK_OK;
 }
 
-void tk_each_log(const tk_table *table, void (*visit)(void *context, uint32_t block),
-                 void *context)
+void tk_each_log(const tk_table *table, void (*visit)(void *context, uint32_t block), void *context)
 {
     for (uint32_t i = 0; i < table->header->segments; i++) {
         tk_segment *segment = tk_segment_at(table, i);
-        const uint64_t *tags = tags_of(segment);
-        const tk_cell *cells = cells_of(table, segment);
         for (uint32_t slot = 0; segment->filled > 0 && slot < table->slots; slot++)
-            if (tags[slot] & META_LOG)
-                visit(context, (uint32_t)(cells[slot].value >> 40));
+            if (*tag_at(segment, slot) & META_LOG)
+                visit(context, (uint32_t)(cell_at(segment, slot)->value >> 40));
     }
 }
 

@@ -11,8 +11,8 @@
 #include "siphash.h"
 
 enum {
-    TK_LIMITS_MAX = 16,       /* of one check */
-    TK_BUSIEST_MAX = 128,     /* keys remembered as busy */
+    TK_LIMITS_MAX = 16,   /* of one check */
+    TK_BUSIEST_MAX = 128, /* keys remembered as busy */
     TK_SUBJECT_BYTES_MAX = 2048,
     TK_ERROR_BYTES = 512,
 };
@@ -31,9 +31,9 @@ typedef enum {
 } tk_status;
 
 typedef struct {
-    const char *path;    /* NULL: memory of this process */
-    uint64_t capacity;   /* states to make room for; 0: what the file has, or the default */
-    uint64_t log_bytes;  /* room for sliding window logs; 0: likewise */
+    const char *path;        /* NULL: memory of this process */
+    uint64_t capacity;       /* states to make room for; 0: what the file has, or the default */
+    uint64_t log_bytes;      /* room for sliding window logs; 0: likewise */
     int64_t epoch_offset_ns; /* memory only: epoch time minus the boot clock */
 } tk_options;
 
