@@ -80,7 +80,7 @@ def _pair(
     """A peer with its full answer, and at its least."""
     names = tuple(algorithms)
     return (
-        Engine(name, partial(opener, full_answer=True), names),
+        Engine(name, partial(opener, full_answer=True), names, keys_most=1_000_000),
         Engine(f"{name} {least}", partial(opener, full_answer=False), names, full_answer=False),
     )
 

@@ -136,10 +136,14 @@ static int find(const tk_table *table, tk_segment *segment, uint64_t place)
     uint64_t tag = place >> META_TAG_SHIFT;
     uint32_t bucket = (uint32_t)place & table->bucket_mask;
     for (int choice = 0; choice < 2; choice++) {
-        uint32_t first = bucket * TK_SLOTS_PER_BUCKET;
-        for (uint32_t slot = first; slot < first + TK_SLOTS_PER_BUCKET; slot++)
-            if (*tag_at(segment, slot) >> META_TAG_SHIFT == tag)
-                return (int)slot;
+        const tk_bucket *searched = &buckets_of(segment)[bucket];
+        /* The states are two lines further on. Asked for now, they come together with the tags,
+         * instead of after them. */
+        __builtin_prefetch(&searched->cells[0], 1);
+        __builtin_prefetch(&searched->cells[TK_SLOTS_PER_BUCKET / 2], 1);
+        for (uint32_t i = 0; i < TK_SLOTS_PER_BUCKET; i++)
+            if (searched->tags[i] >> META_TAG_SHIFT == tag)
+                return (int)(bucket * TK_SLOTS_PER_BUCKET + i);
         bucket = other_bucket(table, bucket, tag);
     }
     return -1;
