@@ -89,7 +89,8 @@ OpenStore = Callable[..., AbstractContextManager[Store]]
 @pytest.fixture(params=STORES, ids=lambda factory: factory.name, scope="session")
 def factory(request: pytest.FixtureRequest) -> StoreFactory:
     """Each store in turn."""
-    return request.param  # type: ignore[no-any-return]
+    chosen: StoreFactory = request.param
+    return chosen
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,6 @@ import json
 import mmap
 import os
 import signal
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -23,8 +22,6 @@ from tollkeeper import Limit, Limiter
 
 YEAR = 365 * 86_400
 ROOM = f"capacity=1000&log_bytes={1 << 23}"
-# Every worker's own count of what it was allowed, in memory that outlives it.
-COUNTER = struct.Struct("q")
 
 
 def open_limiter(path: str, algorithm: str, limit: int) -> Limiter:
@@ -35,17 +32,20 @@ def open_limiter(path: str, algorithm: str, limit: int) -> Limiter:
 
 
 class Counts:
-    """One counter for each worker, shared with the parent and not lost with the worker."""
+    """One counter for each worker, shared with the parent and not lost with the worker.
+
+    Through a memoryview, which stores the 8 bytes at once. `struct.pack_into` fills them with zeros
+    first, and a worker killed just then would take its whole count with it.
+    """
 
     def __init__(self, workers: int) -> None:
-        self._memory = mmap.mmap(-1, COUNTER.size * workers)
+        self._counts = memoryview(mmap.mmap(-1, 8 * workers)).cast("q")
 
     def add(self, worker: int) -> None:
-        at = COUNTER.size * worker
-        COUNTER.pack_into(self._memory, at, COUNTER.unpack_from(self._memory, at)[0] + 1)
+        self._counts[worker] += 1
 
     def total(self) -> int:
-        return sum(count for (count,) in COUNTER.iter_unpack(self._memory))
+        return sum(self._counts)
 
 
 def start(work: Callable[[], None]) -> int:
