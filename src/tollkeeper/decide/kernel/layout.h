@@ -27,11 +27,11 @@ enum {
     TK_SWEEP_SEGMENTS = 64, /* at once, when the slab is full: about 0.3 ms */
 };
 
-/* Slots of one segment, and how many of them may be filled. Measured on random keys: up to 91 %
+/* Slots of one segment, and how many of them may be filled. Measured on random keys: up to 90 %
  * of a segment, no key failed to find a place in either of its buckets after moving one other. */
 #define TK_SEGMENT_SLOTS (TK_BUCKETS_MAX * TK_SLOTS_PER_BUCKET)
 #define TK_SEGMENT_DESIGN (TK_SEGMENT_SLOTS * 80 / 100)
-#define TK_SEGMENT_LIMIT (TK_SEGMENT_SLOTS * 91 / 100)
+#define TK_SEGMENT_LIMIT (TK_SEGMENT_SLOTS * 90 / 100)
 
 /* A lock is 0, or its owner's number: generation << TK_OWNER_BITS | index. */
 typedef _Atomic uint32_t tk_lock;
