@@ -19,7 +19,10 @@ R = TypeVar("R")
 
 
 class AsyncLimiter(Path):
-    """Limits by key, for asyncio: the verbs of Limiter, awaited. Never blocks the event loop.
+    """Limits by key, for asyncio: the verbs of Limiter, awaited.
+
+    A check does no I/O. The one thing that can hold up the event loop is a process that is stopped
+    while it holds a lock of `shared://`: for a second, then the failure policy answers.
 
     >>> import asyncio
     >>> async def main():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from tollkeeper.clock import ManualClock
@@ -12,8 +10,6 @@ from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores.memory import PythonMemoryStore
 from tollkeeper.decide.stores.native import KernelStore
 from tollkeeper.model import Limit
-
-OpenStore = Callable[[], Store]
 
 
 @pytest.fixture(params=[PythonMemoryStore, KernelStore], ids=["python", "kernel"])

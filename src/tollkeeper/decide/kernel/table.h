@@ -13,7 +13,6 @@
 enum {
     TK_LIMITS_MAX = 16,   /* of one check */
     TK_BUSIEST_MAX = 128, /* keys remembered as busy */
-    TK_SUBJECT_BYTES_MAX = 2048,
     TK_ERROR_BYTES = 512,
 };
 
