@@ -1,0 +1,244 @@
+"""The harness itself: what it starts is real, and nothing of it is left over."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import redis
+
+from tests.redis_servers import Server, ServerFailed, Single, User, ports, running, until
+from tests.redis_servers import server as server_module
+
+GONE_SECONDS_MAX = 10
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # Whoever took over an orphan may not have collected it yet.
+    return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+
+
+def wait_gone(pid: int, folder: Path) -> None:
+    until(
+        lambda: not is_alive(pid) and not folder.exists(),
+        f"process {pid} and {folder} are gone",
+        GONE_SECONDS_MAX,
+    )
+
+
+def set_and_get(client: redis.Redis) -> None:
+    with client:
+        client.set("key", "value")
+        assert client.get("key") == b"value"
+
+
+def test_one_server_answers_and_leaves_nothing() -> None:
+    """It stores and gives back; after the block its process, port and files are gone."""
+    with Single() as server:
+        pid, folder, port = server.pid, server.folder, server.port
+        assert pid
+        set_and_get(redis.Redis.from_url(server.uri))
+        assert server.uri == f"redis://127.0.0.1:{port}/0"
+        assert folder.is_dir()
+    assert not is_alive(pid)
+    assert not folder.exists()
+    with pytest.raises(redis.ConnectionError):
+        server.client().ping()
+
+
+def test_flush_removes_every_key_of_every_database() -> None:
+    """A test that flushes starts from nothing."""
+    server = running("single")
+    assert isinstance(server, Single)
+    for database in (0, 1):
+        with server.client(db=database) as client:
+            client.set("key", "value")
+    server.flush()
+    assert server.admin.info("keyspace") == {}
+
+
+def test_a_killed_server_comes_back_empty_on_the_same_port() -> None:
+    """Without persistence nothing survives; the address does."""
+    with Single() as server:
+        port = server.port
+        server.admin.set("key", "value")
+        server.kill()
+        assert server.pid is None
+        with pytest.raises(redis.ConnectionError):
+            server.client().ping()
+        server.start()
+        assert server.port == port
+        assert server.admin.get("key") is None
+
+
+def test_with_aof_a_killed_server_remembers() -> None:
+    """What was acknowledged is on disk."""
+    with Single(aof=True) as server:
+        server.admin.set("key", "value")
+        server.kill()
+        server.start()
+        assert server.admin.get("key") == "value"
+
+
+def test_a_paused_server_takes_connections_and_is_silent() -> None:
+    """A pause is a hang, not a refusal; resumed, it answers."""
+    with Single() as server:
+        with server.client(socket_timeout=0.05) as client:
+            client.ping()
+            server.pause()
+            with pytest.raises(redis.TimeoutError):
+                client.ping()
+            server.resume()
+        with server.client() as client:
+            assert client.ping()
+
+
+def test_a_paused_server_can_be_stopped() -> None:
+    """Nothing waits for the one that does not answer."""
+    with Single() as server:
+        pid = server.pid
+        server.pause()
+    assert pid
+    assert not is_alive(pid)
+
+
+def test_starting_twice_and_pausing_nothing_are_refused() -> None:
+    """Both are mistakes of a test, and say so."""
+    with Single() as server, pytest.raises(ServerFailed, match="runs already; kill it first"):
+        server.start()
+    with pytest.raises(ServerFailed, match="does not run; start it first"):
+        server.pause()
+
+
+def test_a_password_is_asked_for() -> None:
+    """Wrong and missing passwords are refused, the right one is not, whatever is in it."""
+    password = 'p:a/s@s"?#% \\1'
+    with Single(password=password) as server:
+        assert server.uri.startswith("redis://:p%3Aa%2Fs%40s%22%3F%23%25%20%5C1@127.0.0.1:")
+        set_and_get(redis.Redis.from_url(server.uri))
+        for wrong in (None, "wrong"):
+            with pytest.raises(redis.AuthenticationError):
+                server.client(password=wrong).ping()
+
+
+def test_users_may_do_what_their_rules_say() -> None:
+    """The first user is the one in the URI, and is held to its rules."""
+    limited = User("app:1", "s3cr/et", "~tk:* +@all -@dangerous")
+    with Single(password="root", users=[limited]) as server:
+        assert server.uri.startswith("redis://app%3A1:s3cr%2Fet@")
+        with redis.Redis.from_url(server.uri) as client:
+            client.set("tk:key", "value")
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                client.set("key", "value")
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                client.flushall()
+        server.flush()
+        assert server.admin.dbsize() == 0
+
+
+def test_further_lines_are_obeyed() -> None:
+    """A test may ask for any setting of the server."""
+    with Single(lines=["maxmemory 5mb", "maxmemory-policy noeviction"]) as server:
+        assert server.admin.config_get("maxmemory*")["maxmemory"] == str(5 << 20)
+
+
+def test_a_server_that_does_not_start_shows_its_log() -> None:
+    """The reason is in the error, not in a folder that is gone."""
+    refused = Single(lines=["no-such-setting 1"])
+    with pytest.raises(ServerFailed, match=r"(?s)did not start.*'no-such-setting 1'"), refused:
+        pass
+    assert not refused.folder.exists()
+
+
+def test_another_port_is_tried_when_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody who is quicker to take a port does not fail a test, nor get its commands."""
+    with Single() as first:
+        chosen = iter([first.port, first.port, ports.free_port()])
+        monkeypatch.setattr(server_module, "free_port", lambda: next(chosen))
+        with Single() as second:
+            assert second.port != first.port
+            second.admin.set("key", "value")
+            assert first.admin.dbsize() == 0
+
+
+def test_a_missing_program_fails_and_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A test that could not run is not a test that passed."""
+    server = Server("redis-server", ["port {port}"])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ServerFailed, match="apt-get install redis-server"), server:
+        pass
+
+
+def test_each_kind_is_started_once() -> None:
+    """Starting takes time, so that everyone shares what is only flushed."""
+    assert running("single") is running("single")
+    assert running("single") is not running("password")
+    with pytest.raises(ValueError, match="kind='double' is unknown; there are single, "):
+        running("double")
+
+
+ENDINGS = {
+    "as it should": "",
+    "by an error": "raise SystemExit(3)",
+    "interrupted": "os.kill(os.getpid(), signal.SIGINT)",
+    "terminated": "os.kill(os.getpid(), signal.SIGTERM)",
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_nothing_is_left_when_the_process_ends(ending: str) -> None:
+    """However it ends, even with a paused server, that is gone, and so is the folder."""
+    program = f"""
+import os, signal
+from tests.redis_servers import running, Single
+paused = Single()
+paused.start()
+paused.pause()
+server = running("single")
+print(server.pid, paused.pid, server.folder.parent, flush=True)
+{ENDINGS[ending]}
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=False, stdout=subprocess.PIPE, text=True, timeout=60
+    )
+    pid, paused_pid, folder = done.stdout.split()
+    wait_gone(int(pid), Path(folder))
+    wait_gone(int(paused_pid), Path(folder))
+
+
+def test_a_forked_child_stops_nothing() -> None:
+    """A worker that ends must not take its parent's servers along."""
+    program = """
+import os, sys
+from tests.redis_servers import running
+server = running("single")
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert server.admin.ping() and server.folder.is_dir()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_server_outlives_the_thread_that_started_it() -> None:
+    """Fixtures may run in any thread."""
+    program = """
+from threading import Thread
+from tests.redis_servers import running
+starter = Thread(target=running, args=("single",))
+starter.start()
+starter.join()
+assert running("single").admin.ping()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
