@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
-from tests.redis_servers import Server, ServerFailed, Single, User, ports, running, until
+from tests.redis_servers import Server, ServerFailed, Single, Tls, User, ports, running, until
 from tests.redis_servers import server as server_module
 
 GONE_SECONDS_MAX = 10
@@ -141,6 +143,52 @@ def test_users_may_do_what_their_rules_say() -> None:
                 client.flushall()
         server.flush()
         assert server.admin.dbsize() == 0
+
+
+def over_tls(server: Tls, host: str = "127.0.0.1", **options: object) -> redis.Redis:
+    """Without what the harness knows; and once, where redis-py would try for seconds."""
+    once = Retry(NoBackoff(), 0)
+    return redis.Redis(host, server.port, **{"ssl": True, "retry": once, **options})
+
+
+def test_tls_is_all_that_a_tls_server_speaks() -> None:
+    """Its own authority is believed, by name and by address; no other, and no plain connection."""
+    with Tls() as server:
+        assert server.uri == f"rediss://127.0.0.1:{server.port}/0?tls_ca={server.ca_path}"
+        for host in ("127.0.0.1", "localhost"):
+            set_and_get(over_tls(server, host, ssl_ca_certs=str(server.ca_path)))
+        with pytest.raises(redis.ConnectionError, match="CERTIFICATE_VERIFY_FAILED"):
+            over_tls(server).ping()
+        with pytest.raises(redis.ConnectionError):
+            over_tls(server, ssl=False).ping()
+        server.flush()
+        assert server.admin.dbsize() == 0
+    assert not server.ca_path.exists()
+
+
+def test_a_client_certificate_is_asked_for() -> None:
+    """Without one, or with somebody else's, there is no connection."""
+    with Tls(client_certificates=True) as server, Tls() as other:
+        assert server.uri == (
+            f"rediss://127.0.0.1:{server.port}/0"
+            f"?tls_ca={server.ca_path}&tls_cert={server.cert_path}&tls_key={server.key_path}"
+        )
+        believed = {"ssl_ca_certs": str(server.ca_path)}
+        own = {"ssl_certfile": str(server.cert_path), "ssl_keyfile": str(server.key_path)}
+        set_and_get(over_tls(server, **believed, **own))
+        others = {"ssl_certfile": str(other.cert_path), "ssl_keyfile": str(other.key_path)}
+        for wrong in ({}, others):
+            with pytest.raises(redis.ConnectionError):
+                over_tls(server, **believed, **wrong).ping()
+
+
+def test_tls_with_a_password_and_a_restart() -> None:
+    """The two go together, and the certificates outlive a kill."""
+    with Tls(password="secret") as server:
+        assert server.uri.startswith("rediss://:secret@127.0.0.1:")
+        server.kill()
+        server.start()
+        set_and_get(server.client())
 
 
 def test_further_lines_are_obeyed() -> None:

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from tests.redis_servers.server import Server, ServerFailed
 from tests.redis_servers.single import Single, User
+from tests.redis_servers.tls import Tls
 from tests.redis_servers.waiting import NotInTime, until
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Server",
     "ServerFailed",
     "Single",
+    "Tls",
     "User",
     "running",
     "until",
@@ -54,6 +56,7 @@ _MAKERS: dict[str, Callable[[], Running]] = {
     "single": Single,
     # What a URI must escape is in the password.
     "password": lambda: Single(password="root:me@/", users=[User("tollkeeper", "s3:cr/e@t?#%1")]),
+    "tls": lambda: Tls(client_certificates=True),
 }
 
 KINDS = tuple(_MAKERS)
