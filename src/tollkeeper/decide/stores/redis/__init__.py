@@ -1,0 +1,1 @@
+"""Quotas in Redis or Valkey: one server, Sentinel or Cluster."""

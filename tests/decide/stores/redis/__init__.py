@@ -1,0 +1,1 @@
+"""The Redis store, as far as it can be tested without a server."""
