@@ -16,6 +16,8 @@ from collections.abc import Callable
 from threading import Lock
 from typing import Protocol
 
+from tests.redis_servers.cluster import Cluster
+from tests.redis_servers.promotion import Promotion
 from tests.redis_servers.server import Server, ServerFailed
 from tests.redis_servers.single import Single, User
 from tests.redis_servers.tls import Tls
@@ -23,7 +25,9 @@ from tests.redis_servers.waiting import NotInTime, until
 
 __all__ = [
     "KINDS",
+    "Cluster",
     "NotInTime",
+    "Promotion",
     "Running",
     "Server",
     "ServerFailed",
@@ -57,6 +61,8 @@ _MAKERS: dict[str, Callable[[], Running]] = {
     # What a URI must escape is in the password.
     "password": lambda: Single(password="root:me@/", users=[User("tollkeeper", "s3:cr/e@t?#%1")]),
     "tls": lambda: Tls(client_certificates=True),
+    # A busy machine must not look like a dead node to those who kill nobody.
+    "cluster": lambda: Cluster(node_timeout_ms=5_000),
 }
 
 KINDS = tuple(_MAKERS)

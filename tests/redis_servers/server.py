@@ -73,6 +73,7 @@ class Server(Startable):
         self._login = dict(login or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._admin: redis.Redis | None = None
+        self.is_paused = False
         # Once it has been ready, it keeps its port, and its configuration is its own: Sentinels
         # and Cluster nodes write down there what they know.
         self._was_ready = False
@@ -151,15 +152,18 @@ class Server(Startable):
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+        self.is_paused = False
         scratch().forget(self)
 
     def pause(self) -> None:
         """SIGSTOP: the port stays open and the kernel takes connections, but nobody answers."""
         self._signal(signal.SIGSTOP)
+        self.is_paused = True
 
     def resume(self) -> None:
         """SIGCONT: it goes on from where it was paused."""
         self._signal(signal.SIGCONT)
+        self.is_paused = False
 
     def stop(self) -> None:
         """Kill it and remove its files. It cannot be started again."""
