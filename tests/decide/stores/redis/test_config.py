@@ -119,6 +119,8 @@ def test_a_right_uri_is_read(uri: str, expected: RedisConfig) -> None:
         ("redis://:pw@", "address 1 has no host"),
         ("redis://:6379", "address 1 has no host"),
         ("redis://bü", "address 1 has no host, or one that is not a name"),
+        ("redis://a..b", "address 1 has no host, or one that is not a name"),
+        ("redis://" + "a" * 64, "address 1 has no host, or one that is not a name"),
         ("redis://::1", "with IPv6 in brackets"),
         ("redis://[::1", "with IPv6 in brackets"),
         ("redis://[::1]6379", "with IPv6 in brackets"),

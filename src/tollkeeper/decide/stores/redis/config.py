@@ -50,7 +50,7 @@ _SENTINEL_PORT_DEFAULT: Final = 26379
 _NS_PER_MS: Final = 1_000_000
 
 _URI: Final = re.compile(r"([^:/?#]*)://([^/?#]*)([^?#]*)(?:\?([^#]*))?")
-_HOST: Final = re.compile(r"[A-Za-z0-9_.-]{1,253}")
+_HOST: Final = re.compile(r"(?!.{254})[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?")
 _IPV6: Final = re.compile(r"[A-Za-z0-9_.:%-]{2,100}")  # and what may name its interface
 # Braces are the cluster's hash tag; the others would make a SCAN for the prefix find other keys.
 _PREFIX: Final = re.compile(r"(?:(?![{}*?\[\]\\])[!-~]){1,32}")
