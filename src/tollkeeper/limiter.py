@@ -7,7 +7,7 @@ with the same verbs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import wraps
 from typing import ParamSpec, Self, TypeVar, cast
@@ -79,17 +79,17 @@ class Path:
             self._store = open_store(cast("str", store), self._clock)
         try:
             self._gate = self._store.gate(prepared, name)
+            shortcut = getattr(self._gate, "shortcut", None)
+            self._check: Callable[..., Decision] = (
+                shortcut and shortcut(self._check_in_full)
+            ) or self._check_in_full
+            self._bind()
         except BaseException:
             self._close()
             raise
-        shortcut = getattr(self._gate, "shortcut", None)
-        self._check: Callable[..., Decision] = (
-            shortcut and shortcut(self._check_in_full)
-        ) or self._check_in_full
-        self._bind_check()
 
-    def _bind_check(self) -> None:
-        """For a face whose `check` can be the store's shortcut itself."""
+    def _bind(self) -> None:
+        """For a face to prepare what it needs of the gate."""
 
     @property
     def limits(self) -> tuple[Limit, ...]:
@@ -105,21 +105,9 @@ class Path:
         """What the store holds."""
         return self._store.stats()
 
-    def _check_in_full(self, key: Key | Request, cost: int = 1) -> Decision:
-        """Every stage of a check. A store may have a shortcut that comes here when it must."""
-        return self._decide(self._gate.check, key, cost)
-
-    def _decide(
-        self, verb: Callable[[str, int], Decision], key: Key | Request, cost: int
-    ) -> Decision:
-        subject, cost = self._identify(key), units_of(cost, "cost")
-        if override.limiting_off:
-            limit = self._gate.limits[0]
-            return Decision(True, limit, limit.capacity, rule=self._name)
-        try:
-            return verb(subject, cost)
-        except StoreError as error:
-            return decision_on_failure(error, self._on_failure, self._gate.limits[0], self._name)
+    def _asked(self, key: Key | Request, cost: int) -> tuple[str, int]:
+        """Who is counted, and for how much."""
+        return self._identify(key), units_of(cost, "cost")
 
     def _identify(self, key: Key | Request) -> str:
         if not isinstance(key, Request):
@@ -131,28 +119,39 @@ class Path:
             )
         return subject_of_request(key, self._by)
 
-    def _refund(self, key: Key | Request, cost: int) -> None:
-        subject, cost = self._identify(key), units_of(cost, "cost")
-        if not override.limiting_off:
-            self._gate.refund(subject, cost)
+    def _check_in_full(self, key: Key | Request, cost: int = 1) -> Decision:
+        """Every stage of a check. A store may have a shortcut that comes here when it must."""
+        return self._decide(self._gate.check, key, cost)
 
-    def _take_back(self, key: Key | Request, cost: int, decision: Decision) -> None:
-        """Undo an admission, if it was charged: a degraded one was not."""
-        if decision.allowed and not decision.degraded:
-            self._refund(key, cost)
+    def _decide(
+        self, verb: Callable[[str, int], Decision], key: Key | Request, cost: int
+    ) -> Decision:
+        subject, cost = self._asked(key, cost)
+        if override.limiting_off:
+            return self._unlimited()
+        try:
+            return verb(subject, cost)
+        except StoreError as error:
+            return self._degraded(error)
 
-    def _grant(self, key: Key | Request, units: int, ttl: Duration | None) -> None:
-        ttl_ns = None
-        if ttl is not None:
-            ttl_ns = duration_ns("ttl", ttl, WINDOW_NS_MAX + 1, "ttl=3600 (seconds)")
-            if not 0 < ttl_ns <= WINDOW_NS_MAX:
-                raise ConfigError(
-                    f"ttl={show(ttl)} is not between 1 ns and 366 days; for example ttl=3600"
-                )
-        self._gate.grant(self._identify(key), units_of(units, "units"), ttl_ns)
+    def _unlimited(self) -> Decision:
+        """What a check answers while a test has limiting switched off."""
+        limit = self._gate.limits[0]
+        return Decision(True, limit, limit.capacity, rule=self._name)
 
-    def _reset(self, key: Key | Request) -> None:
-        self._gate.reset(self._identify(key))
+    def _degraded(self, error: StoreError) -> Decision:
+        """What a check answers when the store could not decide."""
+        return decision_on_failure(error, self._on_failure, self._gate.limits[0], self._name)
+
+    def _ttl_ns(self, ttl: Duration | None) -> int | None:
+        if ttl is None:
+            return None
+        ttl_ns = duration_ns("ttl", ttl, WINDOW_NS_MAX + 1, "ttl=3600 (seconds)")
+        if not 0 < ttl_ns <= WINDOW_NS_MAX:
+            raise ConfigError(
+                f"ttl={show(ttl)} is not between 1 ns and 366 days; for example ttl=3600"
+            )
+        return ttl_ns
 
     def _late_ns(self, decision: Decision, deadline_ns: int | None) -> int:
         """By how much the pause that a decision asks for would overrun; 0 if it does not."""
@@ -167,16 +166,6 @@ class Path:
         return self._clock.now_ns() + duration_ns(
             "timeout", timeout, _TIMEOUT_NS_MAX, "timeout=5 (seconds)"
         )
-
-    def _too_late(
-        self, key: Key | Request, cost: int, decision: Decision, late_ns: int
-    ) -> Decision:
-        """An admission whose turn comes after the deadline is given back, and denied."""
-        if not decision.allowed:
-            return decision
-        self._take_back(key, cost, decision)
-        look = self._decide(self._gate.peek, key, cost)
-        return decision_with(look, allowed=False, retry_after_ns=late_ns, delay_ns=0)
 
     def _close(self) -> None:
         if self._owns_store:
@@ -193,7 +182,7 @@ class Limiter(Path):
     Safe to share between threads. With `memory://` and `shared://` a check does no I/O.
     """
 
-    def _bind_check(self) -> None:
+    def _bind(self) -> None:
         # On the instance, so that `limiter.check` is the store's own callable and no Python runs
         # in between; a subclass that has its own `check` keeps it.
         if type(self).check is _CHECK:
@@ -216,18 +205,21 @@ class Limiter(Path):
 
         What was drawn from a grant is spent: only the limits themselves get units back.
         """
-        self._refund(key, cost)
+        subject, cost = self._asked(key, cost)
+        if not override.limiting_off:
+            self._gate.refund(subject, cost)
 
     def grant(self, key: Key | Request, units: int, ttl: Duration | None = None) -> None:
         """Give extra units on top of every limit, for `ttl` seconds (by default one window).
 
         They are drawn on only when the limit itself has no room. Raises StoreError.
         """
-        self._grant(key, units, ttl)
+        ttl_ns = self._ttl_ns(ttl)
+        self._gate.grant(self._identify(key), units_of(units, "units"), ttl_ns)
 
     def reset(self, key: Key | Request) -> None:
         """Forget what the key spent and was granted. Raises StoreError."""
-        self._reset(key)
+        self._gate.reset(self._identify(key))
 
     def wait(self, key: Key | Request, cost: int = 1, timeout: Duration | None = None) -> Decision:
         """Spend `cost` units, sleeping until they fit; at most `timeout` seconds in all.
@@ -305,6 +297,25 @@ class Limiter(Path):
         except BaseException:
             self._take_back(key, cost, decision)
             raise
+
+    def _take_back(self, key: Key | Request, cost: int, decision: Decision) -> None:
+        """Undo an admission, if it was charged: a degraded one was not.
+
+        A store that fails here has the units; the caller's own error is the one to tell.
+        """
+        if decision.allowed and not decision.degraded:
+            with suppress(StoreError):
+                self.refund(key, cost)
+
+    def _too_late(
+        self, key: Key | Request, cost: int, decision: Decision, late_ns: int
+    ) -> Decision:
+        """An admission whose turn comes after the deadline is given back, and denied."""
+        if not decision.allowed:
+            return decision
+        self._take_back(key, cost, decision)
+        look = self.peek(key, cost)
+        return decision_with(look, allowed=False, retry_after_ns=late_ns, delay_ns=0)
 
     def close(self) -> None:
         """Close the store, if this limiter opened it."""

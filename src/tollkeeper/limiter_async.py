@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import wraps
 from typing import Any, ParamSpec, Self, TypeVar
 
-from tollkeeper.arguments import CostSource, KeySource, cost_of, key_of, kind_of, name_of
+from tollkeeper import override
+from tollkeeper.arguments import (
+    CostSource,
+    KeySource,
+    cost_of,
+    key_of,
+    kind_of,
+    name_of,
+    units_of,
+)
 from tollkeeper.clock import seconds_from_ns
-from tollkeeper.errors import ConfigError, LimitExceeded
+from tollkeeper.decide.store import AsyncGate, Gate
+from tollkeeper.errors import ConfigError, LimitExceeded, StoreError
 from tollkeeper.identify import Key
 from tollkeeper.limiter import Duration, Path, pause_ns
 from tollkeeper.model import Decision, Request, decision_with
@@ -18,11 +29,37 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class _Inline:
+    """A store that does no I/O, awaited: it answers at once."""
+
+    __slots__ = ("_gate", "limits")
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self.limits = gate.limits
+
+    async def check(self, subject: str, cost: int) -> Decision:
+        return self._gate.check(subject, cost)
+
+    async def peek(self, subject: str, cost: int) -> Decision:
+        return self._gate.peek(subject, cost)
+
+    async def refund(self, subject: str, units: int) -> None:
+        self._gate.refund(subject, units)
+
+    async def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
+        self._gate.grant(subject, units, ttl_ns)
+
+    async def reset(self, subject: str) -> None:
+        self._gate.reset(subject)
+
+
 class AsyncLimiter(Path):
     """Limits by key, for asyncio: the verbs of Limiter, awaited.
 
-    A check does no I/O. The one thing that can hold up the event loop is a process that is stopped
-    while it holds a lock of `shared://`: for a second, then the failure policy answers.
+    With `memory://` and `shared://` a check does no I/O. The one thing that can hold up the event
+    loop is a process that is stopped while it holds a lock of `shared://`: for a second, then the
+    failure policy answers. With Redis a check awaits its answer, for as long as the deadline lets.
 
     >>> import asyncio
     >>> async def main():
@@ -32,25 +69,48 @@ class AsyncLimiter(Path):
     [True, True, False]
     """
 
+    def _bind(self) -> None:
+        prepare = getattr(self._store, "async_gate", None)
+        self._waits = prepare is not None
+        self._awaited: AsyncGate = (
+            prepare(self._gate.limits, self._name) if prepare else _Inline(self._gate)
+        )
+
     async def check(self, key: Key | Request, cost: int = 1) -> Decision:
         """Spend `cost` units if all limits have room; else spend nothing. See Limiter.check."""
-        return self._check(key, cost)
+        if not self._waits:
+            return self._check(key, cost)
+        return await self._ask(self._awaited.check, key, cost)
 
     async def peek(self, key: Key | Request, cost: int = 1) -> Decision:
         """What `check` would answer now. Spends nothing."""
-        return self._decide(self._gate.peek, key, cost)
+        return await self._ask(self._awaited.peek, key, cost)
+
+    async def _ask(
+        self, verb: Callable[[str, int], Awaitable[Decision]], key: Key | Request, cost: int
+    ) -> Decision:
+        subject, cost = self._asked(key, cost)
+        if override.limiting_off:
+            return self._unlimited()
+        try:
+            return await verb(subject, cost)
+        except StoreError as error:
+            return self._degraded(error)
 
     async def refund(self, key: Key | Request, cost: int = 1) -> None:
         """Give units back, never beyond an untouched quota. Raises StoreError."""
-        self._refund(key, cost)
+        subject, cost = self._asked(key, cost)
+        if not override.limiting_off:
+            await self._awaited.refund(subject, cost)
 
     async def grant(self, key: Key | Request, units: int, ttl: Duration | None = None) -> None:
         """Give extra units for `ttl` seconds (by default one window). Raises StoreError."""
-        self._grant(key, units, ttl)
+        ttl_ns = self._ttl_ns(ttl)
+        await self._awaited.grant(self._identify(key), units_of(units, "units"), ttl_ns)
 
     async def reset(self, key: Key | Request) -> None:
         """Forget what the key spent and was granted. Raises StoreError."""
-        self._reset(key)
+        await self._awaited.reset(self._identify(key))
 
     async def wait(
         self, key: Key | Request, cost: int = 1, timeout: Duration | None = None
@@ -60,7 +120,7 @@ class AsyncLimiter(Path):
         while True:
             decision = await self.check(key, cost)
             if late_ns := self._late_ns(decision, deadline_ns):
-                return self._too_late(key, cost, decision, late_ns)
+                return await self._too_late(key, cost, decision, late_ns)
             await self._sleep(key, cost, decision)
             if decision.allowed:
                 return decision_with(decision, delay_ns=0)
@@ -80,7 +140,7 @@ class AsyncLimiter(Path):
             yield decision
         except BaseException:
             if refund_on_error:
-                self._take_back(key, cost, decision)
+                await self._take_back(key, cost, decision)
             raise
 
     def limit(
@@ -124,12 +184,33 @@ class AsyncLimiter(Path):
         try:
             await self._clock.sleep_async(seconds_from_ns(pause))
         except BaseException:
-            self._take_back(key, cost, decision)
+            await self._take_back(key, cost, decision)
             raise
+
+    async def _take_back(self, key: Key | Request, cost: int, decision: Decision) -> None:
+        """Undo an admission, if it was charged. See Limiter."""
+        if decision.allowed and not decision.degraded:
+            with suppress(StoreError):
+                # Shielded: whoever is cancelled a second time has still left the queue.
+                await asyncio.shield(self.refund(key, cost))
+
+    async def _too_late(
+        self, key: Key | Request, cost: int, decision: Decision, late_ns: int
+    ) -> Decision:
+        """An admission whose turn comes after the deadline is given back, and denied."""
+        if not decision.allowed:
+            return decision
+        await self._take_back(key, cost, decision)
+        look = await self.peek(key, cost)
+        return decision_with(look, allowed=False, retry_after_ns=late_ns, delay_ns=0)
 
     async def close(self) -> None:
         """Close the store, if this limiter opened it."""
-        self._close()
+        close = getattr(self._store, "aclose", None)
+        if close is not None and self._owns_store:
+            await close()
+        else:
+            self._close()
 
     async def __aenter__(self) -> Self:
         return self

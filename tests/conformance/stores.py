@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.redis_servers import running
 from tollkeeper.clock import Clock
 from tollkeeper.decide.store import Store
+from tollkeeper.decide.stores import open_store as open_store_by_uri
 from tollkeeper.decide.stores.memory import PythonMemoryStore
 from tollkeeper.decide.stores.native import KernelStore
 from tollkeeper.model import ALGORITHM_NAMES
@@ -73,6 +75,30 @@ def _shared(clock: Clock, states_max: int, tmp_path: Path) -> Iterator[Store]:
     path.unlink()
 
 
+_redis_open: dict[str, int] = {}
+
+
+def _redis(kind: str) -> Callable[[Clock, int, Path], AbstractContextManager[Store]]:
+    """Redis of a kind. Each store has a prefix of its own, so that two can be open at once."""
+
+    @contextmanager
+    def opened(clock: Clock, states_max: int, tmp_path: Path) -> Iterator[Store]:
+        servers = running(kind)
+        prefix = f"t{next(_file_numbers)}"
+        # A machine that tests may pause for longer than a production's deadline.
+        store = open_store_by_uri(servers.uri, clock, prefix=prefix, deadline_ms=10_000)
+        _redis_open[kind] = _redis_open.get(kind, 0) + 1
+        try:
+            yield store
+        finally:
+            store.close()
+            _redis_open[kind] -= 1
+            if not _redis_open[kind]:
+                servers.flush()
+
+    return opened
+
+
 # The kernel keeps the time to live in 8 bits of precision, rounded up.
 _KERNEL_SLACK = Fraction(1, 256)
 
@@ -80,6 +106,7 @@ STORES = (
     StoreFactory("python", _python),
     StoreFactory("kernel", _kernel, _KERNEL_SLACK),
     StoreFactory("shared", _shared, _KERNEL_SLACK),
+    StoreFactory("redis", _redis("single")),
 )
 
 OpenStore = Callable[..., AbstractContextManager[Store]]

@@ -62,6 +62,26 @@ class Gate(Protocol):
         ...
 
 
+class AsyncGate(Protocol):
+    """A gate whose verbs are awaited: for a store that is a trip away.
+
+    A store that has these offers `async_gate(limits, rule)` beside `gate`, and `aclose()`.
+    """
+
+    @property
+    def limits(self) -> Sequence[Limit]: ...
+
+    async def check(self, subject: str, cost: int, /) -> Decision: ...
+
+    async def peek(self, subject: str, cost: int, /) -> Decision: ...
+
+    async def refund(self, subject: str, units: int, /) -> None: ...
+
+    async def grant(self, subject: str, units: int, ttl_ns: int | None, /) -> None: ...
+
+    async def reset(self, subject: str, /) -> None: ...
+
+
 class Store(Protocol):
     """Where quotas are kept."""
 

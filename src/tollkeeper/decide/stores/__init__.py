@@ -4,9 +4,12 @@
     memory://?capacity=50000         this process; room for so many
     shared:///run/api.limits         every process that opens this file, exactly
     shared:///run/api.limits?capacity=50000&log_bytes=4194304
+    redis://localhost                every machine; also rediss://, redis+sentinel://,
+                                     redis+cluster://, and each as valkey
 
 `capacity` is in states: one limit's count of one subject. `log_bytes` is the room for sliding
-window logs. Both count when the store is made; a file keeps what it was made with.
+window logs. Both count when the store is made; a file keeps what it was made with. What a Redis URI
+can say is in `redis/config.py`.
 """
 
 from __future__ import annotations
@@ -16,53 +19,73 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from tollkeeper.clock import Clock
+from tollkeeper.clock import Clock, SystemClock
 from tollkeeper.decide import kernel
 from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores.memory import STATES_MAX_DEFAULT, PythonMemoryStore
+from tollkeeper.decide.stores.redis.config import SCHEMES as REDIS_SCHEMES
+from tollkeeper.decide.stores.redis.config import parse as parse_redis
 from tollkeeper.errors import ConfigError, StoreUnavailable, show
 
 CAPACITY_MAX: Final = 1_000_000_000
+Options = dict[str, object]
 # Longer numbers are refused unread: int() of a million digits takes seconds.
 _DIGITS_MAX: Final = 12
 
 
-def open_store(uri: str, clock: Clock) -> Store:
-    """The store that a URI names. Raises ConfigError, or StoreUnavailable if it cannot be had."""
+def open_store(uri: str, clock: Clock | None = None, **options: object) -> Store:
+    """The store that a URI names, to share between limiters or to give options as arguments.
+
+    >>> store = open_store("memory://", capacity=50_000)
+    >>> store.stats().states
+    0
+
+    `options` are those of the URI's query, and win over them: a password is better kept out of a
+    URI. Raises ConfigError, or StoreUnavailable if the store cannot be had. Redis is not connected
+    to before the first check.
+    """
+    clock = clock or SystemClock()
     if not isinstance(uri, str):
         raise ConfigError(f'store={show(uri)} is not a URI or a store; try store="memory://"')
+    scheme, separator, _ = uri.partition("://")
+    opener = _OPENERS.get(scheme.lower())
+    if opener is None or not separator:
+        known = ", ".join(f"{each}://" for each in _OPENERS)
+        # Not the whole of it: there may be a password in it.
+        raise ConfigError(f"store={show(scheme)} has no known scheme; there are {known}")
+    return opener(uri, clock, options)
+
+
+def _split(uri: str) -> SplitResult:
     try:
-        parts = urlsplit(uri)
+        return urlsplit(uri)
     except ValueError as error:
         raise ConfigError(f'store={uri!r} is not a URI: {error}; try "memory://"') from None
-    opener = _OPENERS.get(parts.scheme)
-    if opener is None or "://" not in uri:
-        known = ", ".join(f"{scheme}://" for scheme in _OPENERS)
-        raise ConfigError(f"store={uri!r} has no known scheme; there are {known}")
-    return opener(uri, parts, clock)
 
 
-def _open_memory(uri: str, parts: SplitResult, clock: Clock) -> Store:
+def _open_memory(uri: str, clock: Clock, given: Options) -> Store:
+    parts = _split(uri)
     if parts.netloc or parts.path.strip("/"):
         raise ConfigError(
             f"store={uri!r}: memory:// is this process and has no address; "
             f'write "memory://" or "memory://?capacity=50000"'
         )
-    options = _options(uri, parts)
+    options = _options(uri, parts, given)
     capacity = options["capacity"] or STATES_MAX_DEFAULT
     if not kernel.BUILT:
         return PythonMemoryStore(clock, capacity)
     return _kernel_store(clock, capacity, None, options["log_bytes"])
 
 
-def _open_shared(uri: str, parts: SplitResult, clock: Clock) -> Store:
+def _open_shared(uri: str, clock: Clock, given: Options) -> Store:
+    parts = _split(uri)
     path = unquote(parts.path)
     if parts.netloc or not path.strip("/") or "\0" in path:
         raise ConfigError(
             f"store={uri!r} has no absolute path; with three slashes, for example "
             f'"shared:///run/api.limits"'
         )
-    options = _options(uri, parts)
+    options = _options(uri, parts, given)
     if not kernel.BUILT:
         raise StoreUnavailable(
             f"store={uri!r} needs the C kernel, which was not built: install a C compiler and "
@@ -78,10 +101,25 @@ def _kernel_store(clock: Clock, capacity: int, path: Path | None, log_bytes: int
     return KernelStore(clock, capacity, path=path, log_bytes=log_bytes)
 
 
-def _options(uri: str, parts: SplitResult) -> dict[str, int]:
-    """The query's options, each a whole number from 1 up; 0 for those not given."""
+def _open_redis(uri: str, clock: Clock, given: Options) -> Store:
+    config = parse_redis(uri, **given)
+    try:
+        # Imported here: its libraries are an extra, which a service on one machine does without.
+        from tollkeeper.decide.stores.redis.store import RedisStore  # noqa: PLC0415 - see above
+    except ImportError as error:
+        raise ConfigError(
+            f"store={config.shown()} needs the libraries of the redis extra ({error}); "
+            f"install them with: pip install 'tollkeeper[redis]'"
+        ) from error
+    return RedisStore(config, clock)
+
+
+def _options(uri: str, parts: SplitResult, given: Options) -> dict[str, int]:
+    """The options, each a whole number from 1 up; 0 for those not given."""
     options = {"capacity": 0, "log_bytes": 0}
-    for name, text in parse_qsl(parts.query, keep_blank_values=True):
+    asked = dict(parse_qsl(parts.query, keep_blank_values=True))
+    asked.update({name: show(value) for name, value in given.items()})
+    for name, text in asked.items():
         if name not in options:
             raise ConfigError(
                 f"store={uri!r} has no option {name!r}; there are {', '.join(options)}"
@@ -97,7 +135,8 @@ def _options(uri: str, parts: SplitResult) -> dict[str, int]:
     return options
 
 
-_OPENERS: Final[dict[str, Callable[[str, SplitResult, Clock], Store]]] = {
+_OPENERS: Final[dict[str, Callable[[str, Clock, Options], Store]]] = {
     "memory": _open_memory,
     "shared": _open_shared,
+    **dict.fromkeys(REDIS_SCHEMES, _open_redis),
 }

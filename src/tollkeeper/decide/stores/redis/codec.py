@@ -1,0 +1,303 @@
+"""A rule's limits as the scripts read them, and the scripts' answers as decisions.
+
+The scripts decide and charge; what a decision says besides (what remains, when to come back) is
+worked out here, by the reference algorithms, from the states as they were before. So there is one
+truth to keep, and the scripts stay short. Redis tells the time in microseconds: waits are rounded
+up to whole ones, because a request that came a part of one early would be denied again.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Final, NamedTuple, cast
+
+from tollkeeper.decide import credit as credits_
+from tollkeeper.decide.algorithms import ALGORITHMS, Algorithm, Outcome, State
+from tollkeeper.decide.combine import combine
+from tollkeeper.decide.credit import Credit
+from tollkeeper.errors import CapacityError, ConfigError, StoreUnavailable
+from tollkeeper.model import (
+    MICROS_PER_UNIT,
+    AlgorithmName,
+    Decision,
+    Limit,
+    decision_with,
+)
+
+NS_PER_US: Final = 1_000
+# A rule's name is its field, so that an operator can read a hash; a longer one goes by its digest.
+FIELD_BYTES_MAX: Final = 12
+_DIGEST_MARK: Final = b"\x02"
+_TIME_BYTES: Final = 7
+
+# As in state.lua. A leaky bucket admits what a token bucket does.
+_BUCKET, _FIXED, _COUNTER, _LOG = 1, 2, 3, 4
+_KINDS: Final[dict[AlgorithmName, int]] = {
+    "token_bucket": _BUCKET,
+    "leaky_bucket": _BUCKET,
+    "fixed_window": _FIXED,
+    "sliding_window_counter": _COUNTER,
+    "sliding_window_log": _LOG,
+}
+_NUMBERS_OF_KIND: Final = {_BUCKET: 2, _FIXED: 2, _COUNTER: 3, _LOG: 3}
+
+# Times in one chunk of a log. Nine are 63 bytes, which keeps a small hash in its compact form; a
+# long log is in longer chunks, so that a million times are not a hundred thousand fields.
+_CHUNKS: Final = ((9, 9), (4_096, 64), (1_000_000, 512))
+
+
+class _InMicroseconds:
+    """An algorithm whose waits are whole microseconds, rounded up."""
+
+    __slots__ = ("_decide", "refund")
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self._decide = algorithm.decide
+        self.refund = algorithm.refund
+
+    def decide(self, state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, Outcome]:
+        after, (allowed, remaining, retry_ns, reset_ns, delay_ns) = self._decide(
+            state, limit, now_ns, cost
+        )
+        return after, Outcome(
+            allowed,
+            remaining,
+            -(-retry_ns // 1_000) * 1_000,
+            -(-reset_ns // 1_000) * 1_000,
+            delay_ns,
+        )
+
+
+_ALGORITHMS: Final = {name: _InMicroseconds(each) for name, each in ALGORITHMS.items()}
+
+
+def field_of(rule: str) -> bytes:
+    """The rule's field in a subject's hash."""
+    name = rule.encode()
+    if len(name) <= FIELD_BYTES_MAX:
+        return name
+    return _DIGEST_MARK + blake2b(name, digest_size=FIELD_BYTES_MAX - 1).digest()
+
+
+def id_of(limit: Limit) -> int:
+    """The limit's number among those of its rule: 1 to 2**31 - 1."""
+    digest = blake2b(limit.identity.encode(), digest_size=4).digest()
+    return int.from_bytes(digest) % (2**31 - 1) + 1
+
+
+def encode_gate(limits: Sequence[Limit], rule: str) -> bytes:
+    """The first argument of every script: the rule's field, and seven numbers a limit."""
+    by_id: dict[int, Limit] = {}
+    values: list[int] = []
+    for limit in limits:
+        number = id_of(limit)
+        other = by_id.setdefault(number, limit)
+        if other is not limit:  # about once in 200 million rules of four limits
+            raise ConfigError(f"{other!r} and {limit!r} cannot be told apart; name one of them")
+        values += [
+            _KINDS[limit.algorithm],
+            number,
+            limit.capacity,
+            *_refill_per_us(limit),
+            limit.window_ns // NS_PER_US,
+            _last_number(limit),
+        ]
+    return b"".join((_array_head(1 + len(values)), _text(field_of(rule)), *map(_number, values)))
+
+
+def _refill_per_us(limit: Limit) -> tuple[int, int]:
+    """The refill in lowest terms, as millionths of a unit over microseconds."""
+    numerator, denominator = limit.micros_numerator, limit.ns_denominator
+    for factor in (5, 5, 5, 2, 2, 2):
+        if denominator % factor == 0:
+            denominator //= factor
+        else:
+            numerator *= factor
+    return numerator, denominator
+
+
+def _last_number(limit: Limit) -> int:
+    """For a bucket, in how many microseconds it fills from empty; for a log, times in a chunk."""
+    if limit.algorithm == "sliding_window_log":
+        return next(per_chunk for limit_max, per_chunk in _CHUNKS if limit.limit <= limit_max)
+    numerator, denominator = _refill_per_us(limit)
+    return -(-limit.capacity * MICROS_PER_UNIT * denominator // numerator)
+
+
+def _array_head(length: int) -> bytes:
+    return b"\xdc" + length.to_bytes(2)
+
+
+def _text(value: bytes) -> bytes:
+    return bytes((0xA0 | len(value),)) + value
+
+
+def _number(value: int) -> bytes:
+    """Msgpack of a number from 0 to 2**64 - 1, in the shortest form."""
+    if value < 0x80:
+        return bytes((value,))
+    for mark, size in ((b"\xcc", 1), (b"\xcd", 2), (b"\xce", 4)):
+        if value < 1 << 8 * size:
+            return mark + value.to_bytes(size)
+    return b"\xcf" + value.to_bytes(8)
+
+
+# A limit's state for the reference to decide on. A log without its times is a _LogSummary.
+_Held = tuple[Limit, Algorithm, State, Credit | None]
+
+
+class _LogSummary(NamedTuple):
+    """What check.lua tells of a log: enough for the request it was asked about."""
+
+    last_us: int
+    alive: int
+    blocking_us: int
+    now_us: int
+
+
+class Answers:
+    """Turns what check.lua answered into decisions on one rule's limits."""
+
+    __slots__ = ("_numbers", "_only", "_parts", "_rule", "limits")
+
+    def __init__(self, limits: tuple[Limit, ...], rule: str) -> None:
+        self.limits = limits
+        self._rule = rule
+        self._parts = tuple(
+            (limit, _ALGORITHMS[limit.algorithm], _KINDS[limit.algorithm]) for limit in limits
+        )
+        self._numbers = 1 + sum(_NUMBERS_OF_KIND[kind] for _, _, kind in self._parts)
+        # The usual case, decided without a loop.
+        self._only = (
+            ALGORITHMS[limits[0].algorithm].decide
+            if len(limits) == 1 and self._parts[0][2] in {_BUCKET, _FIXED}
+            else None
+        )
+
+    def check(self, answer: list[int], cost: int, early_ns: int = 0) -> Decision:
+        """The decision on a request. `early_ns`: how far into its microsecond the caller is."""
+        now_us = answer[0]
+        passed = now_us >= 0
+        if self._only is not None and len(answer) == 3:
+            limit = self.limits[0]
+            last_us = answer[1]
+            _, (allowed, remaining, retry_ns, reset_ns, delay_ns) = self._only(
+                None if last_us < 0 else (last_us * NS_PER_US, answer[2]),
+                limit,
+                (now_us if passed else ~now_us) * NS_PER_US,
+                cost,
+            )
+            decision = Decision(
+                allowed,
+                limit,
+                remaining,
+                -(-retry_ns // NS_PER_US) * NS_PER_US,
+                -(-reset_ns // NS_PER_US) * NS_PER_US,
+                delay_ns,
+                self._rule,
+            )
+        else:
+            decision = self._decide(answer, cost, cost)
+        if decision.allowed is not passed:
+            raise StoreUnavailable(
+                f"the server and this library disagree about {answer!r} at a cost of {cost}; "
+                f"this is a defect of Tollkeeper, please report it"
+            )
+        return _earlier(decision, early_ns) if early_ns else decision
+
+    def peek(self, answer: list[int], cost: int, early_ns: int = 0) -> Decision:
+        """What `check` would answer; where it would allow, with what remains now."""
+        decision = self._decide(answer, cost, 0 if answer[0] >= 0 else cost)
+        return _earlier(decision, early_ns) if early_ns else decision
+
+    def _decide(self, answer: list[int], asked: int, cost: int) -> Decision:
+        now_us = answer[0] if answer[0] >= 0 else ~answer[0]
+        now_ns = now_us * NS_PER_US
+        held = self._held(answer, now_us)
+        outcomes = []
+        for limit, algorithm, state, credit in held:
+            if asked > limit.capacity and credit is None:
+                raise CapacityError(asked, limit)
+            if isinstance(state, _LogSummary):
+                outcomes.append(_log_outcome(state, limit, cost))
+            elif credit is None:
+                outcomes.append(algorithm.decide(state, limit, now_ns, cost)[1])
+            else:
+                outcomes.append(credits_.decide(algorithm, state, credit, limit, now_ns, cost)[2])
+        decision = combine(self.limits, outcomes, self._rule)
+        if decision.allowed or len(held) == 1 or len(answer) == self._numbers:
+            return decision
+        wait_ns = credits_.wait_together(
+            [(algorithm, state, credit, limit) for limit, algorithm, state, credit in held],
+            now_ns,
+            cost,
+            decision.retry_after_ns,
+        )
+        return decision_with(decision, retry_after_ns=wait_ns)
+
+    def _held(self, answer: list[int], now_us: int) -> list[_Held]:
+        """The states that the numbers of an answer stand for."""
+        granted = len(answer) > self._numbers
+        numbers = iter(answer)
+        next(numbers)
+        held: list[_Held] = []
+        for limit, algorithm, kind in self._parts:
+            last_us = next(numbers)
+            state: State = None
+            if kind in {_BUCKET, _FIXED}:
+                amount = next(numbers)
+                if last_us >= 0:
+                    state = (last_us * NS_PER_US, amount)
+            elif kind == _COUNTER:
+                previous, current = next(numbers), next(numbers)
+                if last_us >= 0:
+                    state = (last_us * NS_PER_US, previous, current)
+            elif granted:
+                alive, times = next(numbers), next(numbers)
+                if alive:
+                    state = (_times_ns(cast("bytes", cast("object", times))), 0, alive)
+            else:
+                state = _LogSummary(last_us, next(numbers), next(numbers), now_us)
+            credit = None
+            if granted:
+                units, ends_us = next(numbers), next(numbers)
+                if units:
+                    credit = (units, ends_us * NS_PER_US)
+            held.append((limit, algorithm, state, credit))
+        return held
+
+
+def _times_ns(packed: bytes) -> array[int]:
+    return array(
+        "q",
+        (
+            int.from_bytes(packed[start : start + _TIME_BYTES]) * NS_PER_US
+            for start in range(0, len(packed), _TIME_BYTES)
+        ),
+    )
+
+
+def _log_outcome(log: _LogSummary, limit: Limit, cost: int) -> Outcome:
+    """As `sliding_window_log.decide`, from the numbers that it would have looked up."""
+    window_us = limit.window_ns // NS_PER_US
+    remaining = limit.limit - log.alive
+    reset_us = log.last_us + window_us - log.now_us if log.alive else 0
+    if cost > remaining and cost > 0:
+        retry_us = log.blocking_us + window_us - log.now_us
+        return Outcome(False, max(remaining, 0), retry_us * NS_PER_US, reset_us * NS_PER_US, 0)
+    if cost:
+        at_us = max(log.last_us, log.now_us)
+        reset_us = at_us + window_us - log.now_us
+    return Outcome(True, max(remaining - cost, 0), 0, reset_us * NS_PER_US, 0)
+
+
+def _earlier(decision: Decision, early_ns: int) -> Decision:
+    """For a caller whose clock is finer than the server's: waits as from its own instant."""
+    return decision_with(
+        decision,
+        retry_after_ns=max(decision.retry_after_ns - early_ns, 0),
+        reset_after_ns=max(decision.reset_after_ns - early_ns, 0),
+        delay_ns=max(decision.delay_ns - early_ns, 0),
+    )

@@ -1,0 +1,321 @@
+"""Carrying calls out: for threads, and for asyncio. The two say the same, line by line.
+
+The first try is straight: the node that has the key, one trip. Only a refusal goes through
+`calls.recover`. Whatever happens, a call ends by its deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from typing import Any, Final
+
+from hiredis import ReplyError
+
+from tollkeeper.clock import NS_PER_SECOND
+from tollkeeper.decide.stores.redis.calls import (
+    ASKING,
+    Call,
+    Moved,
+    NotSent,
+    Pause,
+    Refresh,
+    Send,
+    Step,
+    recover,
+)
+from tollkeeper.decide.stores.redis.config import Address, RedisConfig
+from tollkeeper.decide.stores.redis.topology import Topology, slot_of
+from tollkeeper.decide.stores.redis.wire import Node
+from tollkeeper.decide.stores.redis.wire_async import AsyncNode
+from tollkeeper.errors import StoreError, StoreTimeout, StoreUnavailable
+
+Refusal = ReplyError | NotSent
+HELPERS_MAX: Final = 16
+
+
+class Servers:
+    """What both ways share: where the servers are, and threads for what takes long."""
+
+    def __init__(self, config: RedisConfig) -> None:
+        self.config = config
+        self.tls = config.tls.context() if config.tls is not None else None
+        self.topology = Topology(config)
+        self.clustered = config.mode == "cluster"
+        self.closed = False
+        self._lock = threading.Lock()
+        # Threads that connect, and that find servers: these may take longer than a call may.
+        self.helpers = ThreadPoolExecutor(HELPERS_MAX, "tollkeeper-redis")
+        self._finding: Future[None] | None = None
+
+    def slot(self, key: bytes) -> int:
+        return slot_of(key) if self.clustered else 0
+
+    def address_of(self, slot: int) -> Address:
+        """The node to ask. Raises NotSent while nobody knows."""
+        if self.closed:
+            raise StoreUnavailable("the store is closed; open another one")
+        address = self.topology.address_of(slot)
+        if address is None:
+            raise NotSent(f"no primary is known for {self.config.shown()}")
+        return address
+
+    def find(self) -> Future[None]:
+        """Find the servers anew, in the background; those who ask meanwhile share it."""
+        with self._lock:
+            if self._finding is None or self._finding.done():
+                self._finding = self.helpers.submit(self.topology.refresh)
+            return self._finding
+
+    def forked(self) -> None:
+        """In a child process: start anew, whatever the parent's threads were at."""
+        self._lock = threading.Lock()
+        self.topology = Topology(self.config)
+        self.helpers = ThreadPoolExecutor(HELPERS_MAX, "tollkeeper-redis")
+        self._finding = None
+
+    def close(self) -> None:
+        with self._lock:
+            self.closed = True
+            self.helpers.shutdown(wait=False, cancel_futures=True)
+        self.topology.close()
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A call that was refused: the steps to take, and how long there is for them."""
+
+    call: Call
+    slot: int
+    due_ns: int
+    refusal: Refusal
+    steps: Generator[Step, Any, Any]
+
+    def left_ns(self) -> int:
+        """Time left. Raises StoreUnavailable when there is none: a refused call was not counted."""
+        left_ns = self.due_ns - time.monotonic_ns()
+        if left_ns <= 0:
+            raise StoreUnavailable(
+                f"refused until the deadline, and not counted: {self.refusal}"
+            ) from self.refusal
+        return left_ns
+
+
+def _plan(call: Call, slot: int, due_ns: int, refusal: Refusal, config: RedisConfig) -> _Plan:
+    return _Plan(call, slot, due_ns, refusal, recover(call, refusal, config))
+
+
+class Threads:
+    """Calls from threads, each of which waits for its answer."""
+
+    def __init__(self, servers: Servers) -> None:
+        self._servers = servers
+        self._nodes: dict[Address, Node] = {}
+        self._lock = threading.Lock()
+
+    def run(self, call: Call, payload: bytes) -> Any:
+        """The answer to one call, which `payload` already spells."""
+        servers = self._servers
+        deadline_ns = servers.config.deadline_ns
+        started_ns = time.monotonic_ns()
+        slot = servers.slot(call.key)
+        try:
+            node = self._node(servers.address_of(slot))
+            reply = node.exchange(payload, 1, deadline_ns)[0]
+        except NotSent as error:
+            reply = error
+        if type(reply) is list:
+            return reply
+        return self._settled(call, slot, started_ns + deadline_ns, reply)
+
+    def run_all(self, calls: Sequence[Call]) -> list[Any]:
+        """The answers to several calls, those to one server in one trip; StoreErrors among them."""
+        servers = self._servers
+        due_ns = time.monotonic_ns() + servers.config.deadline_ns
+        answers: list[Any] = [None] * len(calls)
+        by_address: dict[Address, list[int]] = {}
+        for index, call in enumerate(calls):
+            try:
+                address = servers.address_of(servers.slot(call.key))
+            except StoreError as error:
+                answers[index] = error
+            else:
+                by_address.setdefault(address, []).append(index)
+        for address, indexes in by_address.items():
+            payload = b"".join(calls[index].by_sha() for index in indexes)
+            left_ns = max(due_ns - time.monotonic_ns(), 1)
+            try:
+                replies = self._node(address).exchange(payload, len(indexes), left_ns)
+            except StoreError as error:
+                replies = [error] * len(indexes)
+            for index, reply in zip(indexes, replies, strict=True):
+                answers[index] = reply
+        for index, call in enumerate(calls):
+            try:
+                answers[index] = self._settled(call, servers.slot(call.key), due_ns, answers[index])
+            except StoreError as error:
+                answers[index] = error
+        return answers
+
+    def _settled(self, call: Call, slot: int, due_ns: int, reply: Any) -> Any:
+        """The reply itself; or, if it is a refusal, what came of it in the end."""
+        if not isinstance(reply, Refusal):
+            return reply
+        plan = _plan(call, slot, due_ns, reply, self._servers.config)
+        result = None
+        while True:
+            try:
+                step = plan.steps.send(result)
+            except StopIteration as done:
+                return done.value
+            result = self._take(step, plan)
+
+    def _take(self, step: Step, plan: _Plan) -> Any:
+        servers = self._servers
+        left_ns = plan.left_ns()
+        if isinstance(step, Pause):
+            time.sleep(min(step.seconds, left_ns / NS_PER_SECOND))
+        elif isinstance(step, Moved):
+            servers.topology.moved(plan.slot, step.address)
+            servers.find()
+        elif isinstance(step, Refresh):
+            try:
+                servers.find().result(left_ns / NS_PER_SECOND)
+            except FutureTimeout:
+                plan.left_ns()
+        elif isinstance(step, Send):
+            try:
+                node = self._node(step.address or servers.address_of(plan.slot))
+                payload = ASKING + step.payload if step.asking else step.payload
+                reply = node.exchange(payload, 1 + step.asking, left_ns)[-1]
+            except NotSent as error:
+                reply = error
+            if isinstance(reply, Refusal):
+                plan.refusal = reply
+            return reply
+        return None
+
+    def _node(self, address: Address) -> Node:
+        node = self._nodes.get(address)
+        if node is None:
+            with self._lock:
+                node = self._nodes.setdefault(
+                    address,
+                    Node(address, self._servers.config, self._servers.tls, self._servers.helpers),
+                )
+        return node
+
+    def forked(self) -> None:
+        """In a child process: let go of the parent's connections."""
+        self._lock = threading.Lock()
+        parents, self._nodes = self._nodes, {}
+        for node in parents.values():
+            node.close()
+
+    def close(self) -> None:
+        with self._lock:
+            for node in self._nodes.values():
+                node.close()
+
+
+class Tasks:
+    """Calls from the tasks of one event loop."""
+
+    def __init__(self, servers: Servers, loop: asyncio.AbstractEventLoop) -> None:
+        self._servers = servers
+        self.loop = loop
+        self._nodes: dict[Address, AsyncNode] = {}
+        self._closing: asyncio.Task[None] | None = None
+
+    def start(self, key: bytes, payload: bytes) -> asyncio.Future[Any]:
+        """Send a call to the node that has the key. Raises NotSent."""
+        servers = self._servers
+        address = servers.address_of(slot_of(key) if servers.clustered else 0)
+        node = self._nodes.get(address)
+        if node is None:
+            node = self._node(address)
+        return node.submit(payload)
+
+    async def run(self, call: Call, payload: bytes) -> Any:
+        """The answer to one call, which `payload` already spells."""
+        started_ns = time.monotonic_ns()
+        try:
+            reply = await self.start(call.key, payload)
+        except NotSent as error:
+            reply = error
+        if type(reply) is list:
+            return reply
+        return await self.settled(call, started_ns, reply)
+
+    async def run_all(self, calls: Sequence[Call]) -> list[Any]:
+        """The answers to several calls, sent together; StoreErrors among them."""
+        # Started in one go, so that they leave in one piece.
+        running = [asyncio.ensure_future(self.run(call, call.by_sha())) for call in calls]
+        answers = await asyncio.gather(*running, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, StoreError):
+                raise answer
+        return answers
+
+    async def settled(self, call: Call, started_ns: int, reply: Any) -> Any:
+        """The reply itself; or, if it is a refusal, what came of it in the end."""
+        if not isinstance(reply, Refusal):
+            return reply
+        config = self._servers.config
+        slot = self._servers.slot(call.key)
+        plan = _plan(call, slot, started_ns + config.deadline_ns, reply, config)
+        result = None
+        while True:
+            try:
+                step = plan.steps.send(result)
+            except StopIteration as done:
+                return done.value
+            result = await self._take(step, plan)
+
+    async def _take(self, step: Step, plan: _Plan) -> Any:
+        servers = self._servers
+        left_s = plan.left_ns() / NS_PER_SECOND
+        if isinstance(step, Pause):
+            await asyncio.sleep(min(step.seconds, left_s))
+        elif isinstance(step, Moved):
+            servers.topology.moved(plan.slot, step.address)
+            servers.find()
+        elif isinstance(step, Refresh):
+            # `wait` leaves it running when time is up: others wait for the same one.
+            done, _ = await asyncio.wait({asyncio.wrap_future(servers.find())}, timeout=left_s)
+            for future in done:
+                future.result()
+        elif isinstance(step, Send):
+            try:
+                node = self._node(step.address or servers.address_of(plan.slot))
+                payload = ASKING + step.payload if step.asking else step.payload
+                async with asyncio.timeout(left_s):
+                    reply = await node.submit(payload, int(step.asking))
+            except NotSent as error:
+                reply = error
+            except TimeoutError:
+                raise StoreTimeout("no answer by the deadline; it may have been counted") from None
+            if isinstance(reply, Refusal):
+                plan.refusal = reply
+            return reply
+        return None
+
+    def _node(self, address: Address) -> AsyncNode:
+        node = self._nodes.get(address)
+        if node is None:
+            node = AsyncNode(self.loop, address, self._servers.config, self._servers.tls)
+            self._nodes[address] = node
+        return node
+
+    def close_soon(self) -> None:
+        """`close`, for a caller outside the loop."""
+        self._closing = self.loop.create_task(self.close())
+
+    async def close(self) -> None:
+        for node in self._nodes.values():
+            await node.close()

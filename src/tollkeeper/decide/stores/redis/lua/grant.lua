@@ -1,0 +1,24 @@
+-- Give units on top of every limit of a rule.
+--
+-- ARGV[2]  the units
+-- ARGV[3]  the time in microseconds; empty: the server's
+-- ARGV[4]  for how many microseconds; empty: one window of each limit
+-- ARGV[5]  the most units a subject can have been granted
+
+local units, units_max = tonumber(ARGV[2]), tonumber(ARGV[5])
+local now = now_us(ARGV[3])
+local need_us = 0
+
+rebase(max(held[1], now))
+for g = GATE_FIRST, #gate, GATE_STEP do
+    local id = -gate[g + ID]
+    local p = place(id)
+    local total, ends = units, now + (ARGV[4] ~= '' and tonumber(ARGV[4]) or gate[g + WINDOW])
+    if p and now < held[p + 3] then
+        total, ends = total + held[p + 2], max(ends, held[p + 3])
+    end
+    put(p, id, held[1], min(total, units_max), ends)
+    need_us = max(need_us, ends - now)
+end
+keep(held, now, need_us, ARGV[3] ~= '')
+return 1

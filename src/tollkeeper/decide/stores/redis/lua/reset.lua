@@ -1,0 +1,26 @@
+-- Forget what a subject spent under the limits of a rule, and what it was granted.
+
+if not raw then
+    return 0
+end
+local dropped, logs = {}, {}
+for g = GATE_FIRST, #gate, GATE_STEP do
+    local p, q = place(gate[g + ID]), place(-gate[g + ID])
+    if q then
+        dropped[q] = true
+    end
+    if p then
+        dropped[p] = true
+        if gate[g + KIND] == LOG then
+            local per_chunk = fmod(held[p + 3], 1024)
+            local kept = (held[p + 3] - per_chunk) / 1024
+            local start = held[p + 2]
+            logs[#logs + 1] = {g, floor(start / per_chunk), floor((start + kept - 1) / per_chunk)}
+        end
+    end
+end
+write(without(dropped))
+for _, log in ipairs(logs) do
+    drop_chunks(log[1], log[2], log[3])
+end
+return 1

@@ -1,0 +1,127 @@
+"""RedisStore: quotas that every machine shares."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+
+from tollkeeper import override
+from tollkeeper.clock import Clock, SystemClock
+from tollkeeper.decide.busiest import Busiest
+from tollkeeper.decide.store import StoreStats
+from tollkeeper.decide.stores.redis.config import RedisConfig
+from tollkeeper.decide.stores.redis.drive import Servers, Tasks, Threads
+from tollkeeper.decide.stores.redis.gates import AsyncRedisGate, Commands, RedisGate
+from tollkeeper.errors import StoreUnavailable
+from tollkeeper.model import Limit
+
+
+class RedisStore:
+    """Quotas in Redis or Valkey: one server, Sentinel or Cluster, for threads and asyncio alike.
+
+    Nothing is connected until the first call. Decisions are made by the server's clock; a `clock`
+    that is not the system's is for tests, and is sent along.
+    """
+
+    def __init__(self, config: RedisConfig, clock: Clock | None = None) -> None:
+        self.config = config
+        self._clock = clock or SystemClock()
+        self._checks = Busiest()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._servers = Servers(config)
+        self._threads = Threads(self._servers)
+        # By loop; a loop that is gone takes its connections along.
+        self._tasks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Tasks] = (
+            weakref.WeakKeyDictionary()
+        )
+        _stores.add(self)
+
+    def gate(self, limits: Sequence[Limit], rule: str) -> RedisGate:
+        """Prepare a rule's limits for threads."""
+        self._require_open()
+        return RedisGate(self._commands(limits, rule), self._threads, self._note)
+
+    def async_gate(self, limits: Sequence[Limit], rule: str) -> AsyncRedisGate:
+        """Prepare a rule's limits for asyncio."""
+        self._require_open()
+        return AsyncRedisGate(self._commands(limits, rule), self._tasks_here, self._note)
+
+    def _commands(self, limits: Sequence[Limit], rule: str) -> Commands:
+        return Commands(tuple(limits), rule, self.config.prefix, self._now_ns)
+
+    def _now_ns(self) -> int | None:
+        """None: the server's time, which is alike for all."""
+        if type(self._clock) is SystemClock and override.clock is None:
+            return None
+        return self._clock.now_ns()
+
+    def _tasks_here(self) -> Tasks:
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            tasks = self._tasks.get(loop)
+            if tasks is None:
+                tasks = self._tasks[loop] = Tasks(self._servers, loop)
+            return tasks
+
+    def _note(self, subject: str) -> None:
+        with self._lock:
+            self._checks.note(subject)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StoreUnavailable("the store is closed; open another one")
+
+    def sweep(self) -> int:
+        """Redis drops what has expired by itself; nothing is left to do."""
+        self._require_open()
+        return 0
+
+    def stats(self) -> StoreStats:
+        self._require_open()
+        return StoreStats(0, 0, 0, 0, 0)
+
+    def busiest(self, count: int) -> list[tuple[str, int]]:
+        """As this process sees them."""
+        self._require_open()
+        with self._lock:
+            return self._checks.top(count)
+
+    def close(self) -> None:
+        """Close what threads use, and tell the event loops to close theirs."""
+        self._closed = True
+        self._servers.close()
+        self._threads.close()
+        for loop, tasks in list(self._tasks.items()):
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(tasks.close_soon)
+
+    async def aclose(self) -> None:
+        """`close`, and wait until this loop's connections are closed."""
+        tasks = self._tasks.pop(asyncio.get_running_loop(), None)
+        self.close()
+        if tasks is not None:
+            await tasks.close()
+
+    def forked(self) -> None:
+        """In a child process: the connections are the parent's, and its threads are not here."""
+        self._lock = threading.Lock()
+        self._servers.forked()
+        self._threads.forked()
+        self._tasks.clear()
+
+
+_stores: weakref.WeakSet[RedisStore] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for store in list(_stores):
+        store.forked()
+
+
+# A server that loads the application once and then forks its workers would have them all talk
+# through one socket, and read each other's answers.
+os.register_at_fork(after_in_child=_forked)

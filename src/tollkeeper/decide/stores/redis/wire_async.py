@@ -1,0 +1,304 @@
+"""The wire for asyncio: one connection a server, and everything that waits goes out together.
+
+redis-py lends a connection to each call, so a call is a `send` and a `recv` of its own, and a pool
+to wait for. Here a call appends its bytes and a future; once the event loop has run all tasks that
+were ready, one `send` carries them all, one `recv` brings many answers, and hiredis parses them.
+Redis answers in order, so answers find their futures without any number.
+
+Deadlines cost no timer a call: what goes out together is due together, and one timer a connection
+looks at the oldest. A call that is overdue fails; its answer, should it come, is thrown away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections import deque
+from typing import Any, Final
+
+import hiredis
+
+from tollkeeper.clock import NS_PER_SECOND
+from tollkeeper.decide.stores.redis import handshake
+from tollkeeper.decide.stores.redis.backoff import Backoff
+from tollkeeper.decide.stores.redis.calls import NotSent
+from tollkeeper.decide.stores.redis.config import Address, RedisConfig
+from tollkeeper.errors import StoreError, StoreTimeout, StoreUnavailable
+
+# Calls that may be under way on one connection: about 10 MB of them. Beyond, a call fails at once.
+PENDING_MAX: Final = 65_536
+# A connection that has been owing answers, and silent, for so many deadlines is given up: the
+# other end may be gone without a word. At least a quarter of a second, for a server that pauses.
+_SILENT_DEADLINES: Final = 4
+_SILENT_S_MIN: Final = 0.25
+
+Answer = asyncio.Future[Any]
+
+
+class Link(asyncio.Protocol):
+    """One connection."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, deadline_s: float) -> None:
+        self._loop = loop
+        self._deadline_s = deadline_s
+        self._reader = hiredis.Reader()
+        self._transport: asyncio.Transport | None = None
+        # Futures of calls in the order they were sent; None where nobody wants the answer.
+        self._pending: deque[Answer | None] = deque()
+        self._buffer: list[bytes] = []
+        # What went out together: when it is due, and how many answers will have come by then.
+        self._batches: deque[tuple[float, int]] = deque()
+        self._answered = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._heard_at = loop.time()
+        self._why: Exception | None = None
+        self.closed = loop.create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]  # asyncio hands a Transport over
+
+    def greeted(self, deadline_s: float) -> None:
+        """The handshake is over; from here on a call has this long."""
+        self._deadline_s = deadline_s
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def submit(self, payload: bytes, unwanted: int = 0) -> Answer:
+        """Send a call; its answer is after so many that nobody wants."""
+        pending, buffer, transport = self._pending, self._buffer, self._transport
+        if transport is None:
+            raise NotSent("the connection is closed")
+        if len(pending) >= PENDING_MAX:
+            raise NotSent(f"{PENDING_MAX:,} calls are under way already; the server is too slow")
+        idle = not pending
+        for _ in range(unwanted):
+            pending.append(None)
+        answer = self._loop.create_future()
+        pending.append(answer)
+        if idle:
+            # Nobody to wait for. The others that are ready will find this one pending.
+            transport.write(payload)
+            self._due()
+        else:
+            if not buffer:
+                self._loop.call_soon(self._flush)
+            buffer.append(payload)
+        return answer
+
+    def _flush(self) -> None:
+        if self._transport is not None and self._buffer:
+            self._transport.write(b"".join(self._buffer))
+            self._buffer.clear()
+            self._due()
+
+    def _due(self) -> None:
+        due = self._loop.time() + self._deadline_s
+        self._batches.append((due, self._answered + len(self._pending)))
+        if self._timer is None:
+            self._timer = self._loop.call_at(due, self._expire)
+
+    def data_received(self, data: bytes) -> None:
+        self._heard_at = self._loop.time()
+        pending = self._pending
+        gets = self._reader.gets
+        try:
+            self._reader.feed(data)
+            while (reply := gets()) is not False:
+                answer = pending.popleft()
+                self._answered += 1
+                if answer is not None and not answer.done():
+                    answer.set_result(reply)
+        except (hiredis.ProtocolError, IndexError) as error:
+            self._abort(StoreUnavailable(f"not an answer of Redis: {error}"))
+            return
+        batches = self._batches
+        while batches and batches[0][1] <= self._answered:
+            batches.popleft()
+
+    def _expire(self) -> None:
+        """Fail what is overdue; look again when the next is."""
+        self._timer = None
+        now = self._loop.time()
+        while self._batches and self._batches[0][0] <= now:
+            _, last = self._batches.popleft()
+            for index in range(min(last - self._answered, len(self._pending))):
+                answer = self._pending[index]
+                if answer is not None and not answer.done():
+                    answer.set_exception(
+                        StoreTimeout(
+                            f"no answer in {1_000 * self._deadline_s:g} ms; "
+                            f"the call may have been counted once"
+                        )
+                    )
+        if not self._pending:
+            return
+        silent_s = max(_SILENT_DEADLINES * self._deadline_s, _SILENT_S_MIN)
+        if not self._batches and now - self._heard_at > silent_s:
+            self._abort(StoreUnavailable(f"the server has been silent for {silent_s:g} s"))
+            return
+        due = self._batches[0][0] if self._batches else now + self._deadline_s
+        self._timer = self._loop.call_at(due, self._expire)
+
+    def _abort(self, why: Exception) -> None:
+        self._why = why
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        if self._timer is not None:
+            self._timer.cancel()
+        why = self._why or error or "the server closed it"
+        unsent = len(self._buffer)
+        for index, answer in enumerate(self._pending):
+            if answer is None or answer.done():
+                continue
+            if index >= len(self._pending) - unsent:
+                answer.set_exception(NotSent(f"the connection broke: {why}"))
+            else:
+                answer.set_exception(
+                    StoreUnavailable(
+                        f"the connection broke: {why}; the call may have been counted once"
+                    )
+                )
+        self._pending.clear()
+        self._buffer.clear()
+        self._batches.clear()
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+    @property
+    def open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+
+class AsyncNode:
+    """One server, for one event loop: its connection, made when it is first needed."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        address: Address,
+        config: RedisConfig,
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        self.address = address
+        self._loop = loop
+        self._config = config
+        self._tls = tls
+        self._deadline_s = config.deadline_ns / NS_PER_SECOND
+        self._backoff = Backoff()
+        self._link: Link | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._waiting: deque[tuple[bytes, int, Answer]] = deque()
+        self._closed = False
+
+    def submit(self, payload: bytes, unwanted: int = 0) -> Answer:
+        """Send a call, connecting first if need be. The future may fail with NotSent."""
+        link = self._link
+        if link is not None and link.open:
+            return link.submit(payload, unwanted)
+        return self._wait_for_link(payload, unwanted)
+
+    def _wait_for_link(self, payload: bytes, unwanted: int) -> Answer:
+        if self._closed:
+            raise StoreUnavailable("the store is closed; open another one")
+        if self._connecting is None:
+            if not self._backoff.may_try(time.monotonic_ns()):
+                raise NotSent(f"{self.address} is down: {self._backoff.reason}")
+            self._connecting = self._loop.create_task(self._connect())
+        if len(self._waiting) >= PENDING_MAX:
+            raise NotSent(f"{PENDING_MAX:,} calls wait for a connection to {self.address}")
+        answer = self._loop.create_future()
+        self._waiting.append((payload, unwanted, answer))
+        timer = self._loop.call_later(self._deadline_s, self._too_late, answer)
+        answer.add_done_callback(lambda _: timer.cancel())
+        return answer
+
+    def _too_late(self, answer: Answer) -> None:
+        if not answer.done():
+            answer.set_exception(
+                NotSent(f"no connection to {self.address} in {1_000 * self._deadline_s:g} ms")
+            )
+
+    async def _connect(self) -> None:
+        try:
+            link = await self._linked()
+        except (OSError, TimeoutError, StoreError) as error:
+            reason = str(error) or f"no answer in {self._config.connect_ns / 1e6:g} ms"
+            self._backoff.failed(time.monotonic_ns(), reason)
+            self._fail_waiting(f"cannot connect to {self.address}: {reason}")
+            return
+        finally:
+            self._connecting = None
+        self._backoff.succeeded()
+        self._link = link
+        while self._waiting:
+            payload, unwanted, answer = self._waiting.popleft()
+            if not answer.done():
+                _pass_on(link.submit(payload, unwanted), answer)
+
+    async def _linked(self) -> Link:
+        """A connection, through the handshake."""
+        loop, address = self._loop, self.address
+        connect_s = self._config.connect_ns / NS_PER_SECOND
+        link = Link(loop, connect_s)
+        async with asyncio.timeout(connect_s):
+            name = None
+            if self._tls is not None and self._config.tls is not None:
+                name = self._config.tls.server_name or address.host
+            if address.port == 0:
+                await loop.create_unix_connection(
+                    lambda: link, address.host, ssl=self._tls, server_hostname=name
+                )
+            else:
+                await loop.create_connection(
+                    lambda: link, *address, ssl=self._tls, server_hostname=name
+                )
+            try:
+                commands = handshake.greeting(self._config)
+                answers = [link.submit(handshake.payload([each])) for each in commands]
+                replies = await asyncio.gather(*answers)
+                handshake.check_replies(commands, replies, address, self._config)
+            except BaseException:
+                link.close()
+                raise
+        link.greeted(self._deadline_s)
+        return link
+
+    def _fail_waiting(self, why: str) -> None:
+        while self._waiting:
+            _, _, answer = self._waiting.popleft()
+            if not answer.done():
+                answer.set_exception(NotSent(why))
+
+    async def close(self) -> None:
+        """Close the connection; calls under way fail."""
+        self._closed = True
+        if self._connecting is not None:
+            self._connecting.cancel()
+        self._fail_waiting("the store is closed; open another one")
+        if self._link is not None:
+            self._link.close()
+            await self._link.closed
+
+
+def _pass_on(source: Answer, target: Answer) -> None:
+    """Let `target` become what `source` becomes; a caller who leaves takes both along."""
+
+    def done(answer: Answer) -> None:
+        error = None if answer.cancelled() else answer.exception()
+        if target.done():
+            return
+        if error is not None:
+            target.set_exception(error)
+        else:
+            target.set_result(answer.result())
+
+    source.add_done_callback(done)
