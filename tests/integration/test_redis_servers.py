@@ -5,19 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import redis
 from redis.backoff import NoBackoff
-from redis.cluster import RedisCluster
-from redis.crc import key_slot
 from redis.retry import Retry
 
 from tests.redis_servers import (
-    Cluster,
+    KINDS,
     Server,
     ServerFailed,
     Single,
@@ -240,10 +236,17 @@ def test_a_missing_program_fails_and_says_what_to_install(
         pass
 
 
-def test_each_kind_is_started_once() -> None:
-    """Starting takes time, so that everyone shares what is only flushed."""
-    assert running("single") is running("single")
-    assert running("single") is not running("password")
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_is_started_once(kind: str) -> None:
+    """Starting takes time, so everyone shares what is only flushed; another kind is another one."""
+    server = running(kind)
+    assert running(kind) is server
+    assert [other for other in KINDS if running(other) is server] == [kind]
+    server.flush()
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    """The error lists those there are."""
     with pytest.raises(ValueError, match="kind='double' is unknown; there are single, "):
         running("double")
 
@@ -304,142 +307,3 @@ starter.join()
 assert running("single").admin.ping()
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(full_coverage=False) as started:
-        yield started
-
-
-def cluster_client(cluster: Cluster) -> RedisCluster:
-    return RedisCluster("127.0.0.1", cluster.nodes[0].port, decode_responses=True)
-
-
-def test_a_cluster_serves_every_slot_from_three_primaries(cluster: Cluster) -> None:
-    """Keys land on the node that has their slot, and flushing removes them everywhere."""
-    addresses = [f"127.0.0.1:{node.port}" for node in cluster.nodes[:3]]
-    assert cluster.uri == f"redis+cluster://{','.join(addresses)}"
-    assert len(cluster.primaries()) == 3
-    keys = [f"key-{number}" for number in range(60)]
-    with cluster_client(cluster) as client:
-        for key in keys:
-            client.set(key, key)
-        for key in keys:
-            with cluster.node_of(key_slot(key.encode())).client() as node:
-                assert node.get(key) == key.encode()
-    assert all(node.admin.dbsize() for node in cluster.primaries())
-    cluster.flush()
-    assert not any(node.admin.dbsize() for node in cluster.primaries())
-
-
-def test_a_replica_takes_over_from_a_killed_primary(cluster: Cluster) -> None:
-    """What reached the replica survives; the killed one comes back as a replica, in sync."""
-    slot = key_slot(b"key")
-    first = cluster.node_of(slot)
-    first.admin.set("key", "value")
-    assert first.admin.wait(1, 5_000) == 1
-    killed_at = time.monotonic()
-    assert cluster.kill_primary(slot) == first.address
-    with pytest.raises(ServerFailed, match=f"no node that answers has slot {slot}"):
-        cluster.node_of(slot)
-    promotion = cluster.wait_promoted(slot)
-    assert killed_at < promotion.seen_at_seconds <= time.monotonic()
-    second = cluster.node_of(slot)
-    assert second.address == promotion.address != first.address
-    assert second.admin.get("key") == "value"
-    cluster.revive()
-    assert first.admin.role()[:3] == ["slave", *second.address[:1], second.port]
-    assert first.admin.info("replication")["master_link_status"] == "up"
-    assert cluster.node_of(slot) is second
-    cluster.flush()
-
-
-def test_a_paused_primary_is_replaced_as_well(cluster: Cluster) -> None:
-    """Silence is enough; resumed, it finds that it is a replica now."""
-    slot = 0
-    first = cluster.node_of(slot)
-    first.pause()
-    assert cluster.wait_promoted(slot).address != first.address
-    cluster.revive()
-    assert first.admin.role()[0] == "slave"
-
-
-def test_the_other_slots_go_on_without_full_coverage(cluster: Cluster) -> None:
-    """With a primary and its replica dead, only their slots are; they come back with them."""
-    dead_slot, live_slot = 0, 16_383
-    dead = cluster.node_of(dead_slot)
-    replica_port = int(dead.admin.info("replication")["slave0"]["port"])
-    for node in cluster.nodes:
-        if node.port in {dead.port, replica_port}:
-            node.kill()
-    live = cluster.node_of(live_slot)
-    until(
-        lambda: "slots_fail:0" not in live.admin.execute_command("CLUSTER", "INFO"),
-        "the death is noticed",
-        GONE_SECONDS_MAX,
-    )
-    assert key_slot(b"apX") == live_slot
-    assert live.admin.set("apX", "value")
-    cluster.revive()
-    assert cluster.node_of(dead_slot).pid
-
-
-def test_a_slot_can_be_caught_in_the_middle_of_its_move(cluster: Cluster) -> None:
-    """Between the stages the old primary has some keys and asks for the others elsewhere."""
-    slot = key_slot(b"{tag}")
-    source = cluster.node_of(slot)
-    target = next(node for node in cluster.primaries() if node is not source)
-    keys = [f"{{tag}}{number}" for number in range(250)]
-    for key in keys:
-        source.admin.set(key, key)
-    cluster.begin_move(slot, target.port)
-    assert cluster.move_keys(slot, target.port, keys_max=130) == 130
-    assert source.admin.dbsize() == 120
-    answers = [_answer(source, key) for key in keys]
-    assert answers.count(f"ASK {slot} 127.0.0.1:{target.port}") == 130
-    assert sum(answer == key for answer, key in zip(answers, keys, strict=True)) == 120
-    assert cluster.node_of(slot) is source
-    assert cluster.move_keys(slot, target.port) == 120
-    cluster.end_move(slot, target.port)
-    assert cluster.node_of(slot) is target
-    assert {_answer(source, key) for key in keys} == {f"MOVED {slot} 127.0.0.1:{target.port}"}
-    assert [_answer(target, key) for key in keys] == keys
-    cluster.flush()
-
-
-def _answer(node: Server, key: str) -> str:
-    """The value, or where to ask for it, in the server's words."""
-    try:
-        value = node.admin.get(key)
-    except redis.ResponseError as error:
-        return f"{type(error).__name__.removesuffix('Error').upper()} {error}"
-    return str(value)
-
-
-def test_slots_move_there_and_back(cluster: Cluster) -> None:
-    """With their keys, and however many; to a port that is not one of ours, they do not."""
-    source, target = cluster.node_of(0), cluster.node_of(16_383)
-    with cluster_client(cluster) as client:
-        for number in range(500):
-            client.set(f"key-{number}", number)
-        for owner in (target, source):
-            cluster.move_slots(range(30), owner.port)
-            assert {cluster.node_of(slot).port for slot in range(30)} == {owner.port}
-            assert [client.get(f"key-{number}") for number in range(500)] == [
-                str(number) for number in range(500)
-            ]
-    with pytest.raises(ValueError, match="no node of this cluster is on port 1; there are "):
-        cluster.move_slot(0, 1)
-    cluster.flush()
-
-
-def test_a_cluster_leaves_nothing() -> None:
-    """After the block all six processes and folders are gone."""
-    with Cluster() as started:
-        assert started.primaries() == list(started.nodes[:3])
-        pids = [node.pid for node in started.nodes if node.pid]
-        started.kill_primary(0)
-    assert len(pids) == 6
-    assert not any(is_alive(pid) for pid in pids)
-    assert not any(node.folder.exists() for node in started.nodes)

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from tests.redis_servers.cluster import Cluster
 from tests.redis_servers.promotion import Promotion
+from tests.redis_servers.sentinels import Sentinels
 from tests.redis_servers.server import Server, ServerFailed
 from tests.redis_servers.single import Single, User
 from tests.redis_servers.tls import Tls
@@ -29,6 +30,7 @@ __all__ = [
     "NotInTime",
     "Promotion",
     "Running",
+    "Sentinels",
     "Server",
     "ServerFailed",
     "Single",
@@ -61,7 +63,8 @@ _MAKERS: dict[str, Callable[[], Running]] = {
     # What a URI must escape is in the password.
     "password": lambda: Single(password="root:me@/", users=[User("tollkeeper", "s3:cr/e@t?#%1")]),
     "tls": lambda: Tls(client_certificates=True),
-    # A busy machine must not look like a dead node to those who kill nobody.
+    # A busy machine must not look like a dead server to those who kill nobody.
+    "sentinel": lambda: Sentinels(down_after_ms=5_000),
     "cluster": lambda: Cluster(node_timeout_ms=5_000),
 }
 

@@ -94,7 +94,9 @@ class Server(Startable):
     def admin(self) -> redis.Redis:
         """One client that stays connected and decodes replies, for asking and for flushing."""
         if self._admin is None:
-            self._admin = self.client(decode_responses=True, protocol=2)
+            # Once more, because Sentinels close all connections of a server that they promote.
+            once_more = Retry(NoBackoff(), 1)
+            self._admin = self.client(decode_responses=True, protocol=2, retry=once_more)
         return self._admin
 
     def client(self, **options: Any) -> redis.Redis:
