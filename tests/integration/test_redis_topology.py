@@ -1,0 +1,499 @@
+"""Where the servers are, asked from real ones: slots, promotions, and servers that say nothing."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any, cast
+
+import pytest
+import redis
+
+from tests.redis_servers import Cluster, Sentinels, Server, Single, Tls, User, running, until
+from tests.redis_servers.ports import HOST, free_port
+from tollkeeper.decide.stores.redis import topology as module
+from tollkeeper.decide.stores.redis.config import Address, parse
+from tollkeeper.decide.stores.redis.topology import SLOTS, Topology, slot_of
+from tollkeeper.errors import ConfigError, StoreTimeout, StoreUnavailable, TollkeeperError
+
+CLUSTER_LINES = ("cluster-enabled yes",)
+# On a busy machine; nothing takes more than two.
+SECONDS_MAX = 20.0
+
+
+def _topology(uri: str, **options: object) -> closing[Topology]:
+    return closing(Topology(parse(uri, **options)))
+
+
+def _failure(uri: str, **options: object) -> TollkeeperError:
+    """What a first refresh raises."""
+    with _topology(uri, **options) as topology, pytest.raises(TollkeeperError) as caught:
+        topology.refresh()
+    return caught.value
+
+
+def _asked(topology: Topology) -> Topology:
+    topology.refresh()
+    return topology
+
+
+def _cluster_uri(*servers: Server) -> str:
+    return "redis+cluster://" + ",".join(f"{HOST}:{server.port}" for server in servers)
+
+
+def _address(server: Server) -> Address:
+    return Address(*server.address)
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each refresh asks, however short ago the last one was."""
+    monkeypatch.setattr(module, "REFRESH_INTERVAL_NS_MIN", 0)
+
+
+@pytest.fixture
+def alone() -> Iterator[Single]:
+    """A cluster of one node, which has every slot."""
+    with Single(lines=CLUSTER_LINES) as server:
+        _give_slots(server)
+        yield server
+
+
+def _give_slots(server: Server, last: int = SLOTS - 1) -> None:
+    server.admin.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, last)
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    """The shared one, for tests that kill nobody."""
+    return cast("Cluster", running("cluster"))
+
+
+@pytest.fixture(scope="module")
+def sentinels() -> Iterator[Sentinels]:
+    """Some that are slow to call a server dead, for tests that kill nobody."""
+    with Sentinels(down_after_ms=10_000) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def mortal_cluster() -> Iterator[Cluster]:
+    """One whose nodes are replaced a second after they die. Whoever kills one revives it."""
+    with Cluster() as servers:
+        yield servers
+
+
+def test_slots_are_the_servers(cluster: Cluster) -> None:
+    """A random key, with braces anywhere, has the slot that the server says."""
+    seeded = random.Random(4)
+    keys = [
+        b"",
+        b"{}",
+        b"{}a",
+        b"{}{a}",
+        b"{a}b",
+        b"a{b}c{d}",
+        b"{a",
+        b"a}",
+        b"}{",
+        b"{{a}}",
+        b"{a}{",
+    ]
+    keys += [bytes(seeded.choices(b"{}ab\0\xff:", k=seeded.randint(0, 12))) for _ in range(3_000)]
+    pipeline: Any = cluster.nodes[0].admin.pipeline(transaction=False)
+    for key in keys:
+        pipeline.execute_command("CLUSTER", "KEYSLOT", key)
+    assert [slot_of(key) for key in keys] == pipeline.execute()
+
+
+def test_every_slot_has_its_primary(cluster: Cluster) -> None:
+    """Three of six addresses are enough to find all, and nothing is known before asking."""
+    with _topology(cluster.uri) as topology:
+        assert topology.address_of(0) is None
+        topology.refresh()
+        for slot in (0, 1, SLOTS // 3, SLOTS // 2, SLOTS - 1):
+            assert topology.address_of(slot) == _address(cluster.node_of(slot))
+        assert topology.address_of(SLOTS - 1) != topology.address_of(0)
+        assert set(topology.primaries()) == set(map(_address, cluster.primaries()))
+
+
+def test_who_asks_for_the_servers_needs_no_refresh_before(
+    cluster: Cluster, sentinels: Sentinels, eager: None
+) -> None:
+    """`primaries` and `nodes` find out by themselves; nodes holds the replicas too."""
+    with _topology(cluster.uri) as topology:
+        assert len(topology.primaries()) == 3
+    with _topology(sentinels.uri) as topology:
+        assert topology.nodes()[0] == Address(*sentinels.primary)
+        assert set(topology.nodes()) == set(map(_address, sentinels.servers))
+    with _topology(sentinels.uri) as topology:
+        assert topology.primaries() == [Address(*sentinels.primary)]
+
+
+def test_replicas_of_a_cluster_are_known(mortal_cluster: Cluster, eager: None) -> None:
+    """Once they have copied something: before, the cluster itself does not list them."""
+    mortal_cluster.flush()
+    everyone = set(map(_address, mortal_cluster.nodes))
+    with _topology(mortal_cluster.uri) as topology:
+        until(
+            lambda: set(_asked(topology).nodes()) == everyone,
+            "all six nodes are known",
+            SECONDS_MAX,
+            topology.nodes,
+        )
+
+
+def test_moved_counts_at_once(cluster: Cluster) -> None:
+    """The slot, and it alone, is where the node said; a refresh finds out what is true."""
+    with _topology(cluster.uri) as topology:
+        topology.refresh()
+        before, stranger = topology.address_of(7), Address("stranger", 1)
+        topology.moved(7, stranger)
+        assert topology.address_of(7) == stranger
+        assert topology.address_of(6) == topology.address_of(8) == before
+        assert stranger in topology.nodes()
+        until(
+            lambda: _asked(topology).address_of(7) == before,
+            "the truth about slot 7",
+            SECONDS_MAX,
+        )
+        assert stranger not in topology.nodes()
+
+
+def test_a_moved_slot_is_found(cluster: Cluster, eager: None) -> None:
+    """Resharding shows after the next refresh, and only in its slot."""
+    source, target = cluster.node_of(9), cluster.node_of(SLOTS - 1)
+    with _topology(cluster.uri) as topology:
+        cluster.move_slot(9, target.port)
+        try:
+            topology.refresh()
+            assert topology.address_of(9) == _address(target)
+            assert topology.address_of(8) == topology.address_of(10) == _address(source)
+        finally:
+            cluster.move_slot(9, source.port)
+
+
+def test_a_killed_primary_of_a_cluster_is_replaced(mortal_cluster: Cluster, eager: None) -> None:
+    """From the moment of the promotion, some node can say who has the slot."""
+    with _topology(mortal_cluster.uri) as topology:
+        topology.refresh()
+        old = Address(*mortal_cluster.kill_primary(3))
+        try:
+            promotion = mortal_cluster.wait_promoted(3)
+            until(
+                lambda: _asked(topology).address_of(3) != old,
+                "a refresh finds the new primary",
+                SECONDS_MAX,
+            )
+            assert topology.address_of(3) == Address(*promotion.address)
+            assert time.monotonic() - promotion.seen_at_seconds < 5
+        finally:
+            mortal_cluster.revive()
+
+
+def test_a_silent_node_costs_its_timeout_once(mortal_cluster: Cluster, eager: None) -> None:
+    """However often is asked: whoever was silent is asked last, and then not at all."""
+    with _topology(mortal_cluster.uri, connect_ms=700) as topology:
+        topology.refresh()
+        mortal_cluster.node_of(3).pause()
+        try:
+            started = time.monotonic()
+            for _ in range(100):
+                topology.refresh()
+            assert time.monotonic() - started < 3
+        finally:
+            mortal_cluster.revive()
+
+
+def test_a_killed_primary_under_sentinels_is_replaced(eager: None) -> None:
+    """The new one is found as soon as a Sentinel names it; meanwhile the old one stays known."""
+    with Sentinels() as servers, _topology(servers.uri) as topology:
+        topology.refresh()
+        old = Address(*servers.kill_primary())
+        with pytest.raises(StoreUnavailable, match=f"{old}, named by Sentinel .*refused"):
+            topology.refresh()
+        assert topology.address_of(0) == old
+        promotion = servers.wait_promoted()
+
+        def found() -> bool:
+            try:
+                topology.refresh()
+            except StoreUnavailable:
+                return False
+            return topology.address_of(0) == Address(*promotion.address)
+
+        until(found, "a Sentinel names the new primary", SECONDS_MAX)
+        assert time.monotonic() - promotion.seen_at_seconds < 5
+        assert topology.address_of(SLOTS - 1) == topology.address_of(0)
+
+
+def test_a_sentinel_that_names_a_replica_is_not_believed(sentinels: Sentinels) -> None:
+    """The role is asked from the server itself; another Sentinel that is right is believed."""
+    (replica,) = (one for one in sentinels.servers if one.address != sentinels.primary)
+    lines = (f"bind {HOST}", "port {port}", f"sentinel monitor main {HOST} {replica.port} 2")
+    with Server("redis-sentinel", lines) as mistaken:
+        error = _failure(f"redis+sentinel://{HOST}:{mistaken.port}/main")
+        assert f"{_address(replica)}, named by Sentinel" in str(error)
+        assert "it is not a primary" in str(error)
+        for _ in range(5):
+            both = sentinels.uri.replace("://", f"://{HOST}:{mistaken.port},")
+            with _topology(both) as topology:
+                topology.refresh()
+                assert topology.address_of(0) == Address(*sentinels.primary)
+
+
+def test_an_unknown_service_is_named(sentinels: Sentinels) -> None:
+    """A name that no Sentinel knows is a mistake in the URI, and the message says which."""
+    error = _failure(sentinels.uri.replace("/main/0", "/mine"))
+    assert isinstance(error, StoreUnavailable)
+    assert "watches no primary called 'mine'" in str(error)
+
+
+def test_a_silent_primary_costs_its_timeout_once(sentinels: Sentinels) -> None:
+    """Though three Sentinels name it."""
+    (primary,) = (one for one in sentinels.servers if one.address == sentinels.primary)
+    primary.pause()
+    started = time.monotonic()
+    try:
+        error = _failure(sentinels.uri, connect_ms=1_000)
+    finally:
+        primary.resume()
+    assert time.monotonic() - started < 2.5
+    assert isinstance(error, StoreTimeout)
+    assert str(error).count(f"{_address(primary)}, named by Sentinel") == 3
+
+
+def _at_once(topology: Topology, meanwhile: Callable[[], None]) -> list[BaseException | None]:
+    """Eight threads refresh; `meanwhile` happens when all are in it. What each raised."""
+
+    def waiting() -> int:
+        return sum(_is_inside(frame) for frame in sys._current_frames().values())
+
+    with ThreadPoolExecutor(8) as pool:
+        futures = [pool.submit(topology.refresh) for _ in range(8)]
+        until(lambda: waiting() == 8, "all threads wait", SECONDS_MAX, waiting)
+        meanwhile()
+        return [future.exception() for future in futures]
+
+
+def _is_inside(frame: Any) -> bool:
+    while frame is not None and frame.f_code.co_name not in ("_result_of", "_ask_around"):
+        frame = frame.f_back
+    return frame is not None
+
+
+def _connections(server: Server) -> int:
+    return int(server.admin.info("stats")["total_connections_received"])
+
+
+def test_a_refresh_is_shared(alone: Single, eager: None) -> None:
+    """Eight threads at once are one connection, and all have its result."""
+    before = _connections(alone)
+    with _topology(_cluster_uri(alone), connect_ms=60_000) as topology:
+        alone.pause()
+        assert _at_once(topology, alone.resume) == [None] * 8
+        assert topology.address_of(0) == _address(alone)
+    assert _connections(alone) - before == 1
+
+
+def test_a_failed_refresh_is_shared_too(alone: Single, eager: None) -> None:
+    """Each thread has an error of its own that says the same; the next refresh asks again."""
+    with _topology(_cluster_uri(alone), connect_ms=60_000) as topology:
+        alone.pause()
+        errors = _at_once(topology, alone.kill)
+        assert all(isinstance(error, StoreUnavailable) for error in errors)
+        assert len({id(error) for error in errors}) == 8
+        assert len({str(error) for error in errors}) == 1
+        alone.start()
+        topology.refresh()
+        assert topology.address_of(0) == _address(alone)
+
+
+def test_a_refresh_just_done_is_good_enough(alone: Single, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the interval nobody is asked; after it, somebody is."""
+    monkeypatch.setattr(module, "REFRESH_INTERVAL_NS_MIN", 10**15)
+    before = _connections(alone)
+    with _topology(_cluster_uri(alone)) as topology:
+        for _ in range(5):
+            topology.refresh()
+        assert _connections(alone) - before == 1
+        monkeypatch.setattr(module, "REFRESH_INTERVAL_NS_MIN", 0)
+        topology.refresh()
+        assert _connections(alone) - before == 2
+
+
+def test_one_server_is_known_without_asking() -> None:
+    """Its address is in the URI: nothing is connected to, so a dead one is no error here."""
+    with _topology(f"redis://{HOST}:1/5") as topology:
+        topology.refresh()
+        assert topology.address_of(0) == topology.address_of(SLOTS - 1) == Address(HOST, 1)
+        assert topology.primaries() == topology.nodes() == [Address(HOST, 1)]
+
+
+def test_the_error_says_what_each_server_did() -> None:
+    """A refused connection, a server that is no cluster and one that sleeps: each with its reason,
+    and the vendor's error as the cause."""
+    dead = free_port()
+    with Single() as plain, Single(lines=CLUSTER_LINES) as slow:
+        slow.pause()
+        uri = f"{_cluster_uri(plain, slow)},{HOST}:{dead},no-such-host.invalid"
+        error = _failure(uri, connect_ms=200)
+        message = str(error)
+        assert isinstance(error, StoreUnavailable)
+        assert message.startswith(f"{parse(uri).shown()}: no server could say who has which slot")
+        assert f"{_address(plain)}: it is one server and no cluster; write redis://" in message
+        assert f"{_address(slow)}: no answer in time" in message
+        assert f"{HOST}:{dead}: Connection refused" in message
+        assert "no-such-host.invalid:6379: " in message
+        assert isinstance(error.__cause__, redis.RedisError)
+
+
+def test_nothing_but_silence_is_a_timeout(monkeypatch: pytest.MonkeyPatch, eager: None) -> None:
+    """StoreTimeout; and all servers together take no longer than a refresh may."""
+    monkeypatch.setattr(module, "REFRESH_NS_MAX", 700_000_000)
+    with Single(lines=CLUSTER_LINES) as one, Single(lines=CLUSTER_LINES) as two:
+        one.pause()
+        two.pause()
+        for connect_ms in (500, 60_000):
+            started = time.monotonic()
+            error = _failure(_cluster_uri(one, two), connect_ms=connect_ms)
+            assert isinstance(error, StoreTimeout)
+            assert str(error).count(": no answer in time") == 2
+            assert 0.6 < time.monotonic() - started < 3
+
+
+@pytest.mark.parametrize("login", [":wr0ng", "tollkeeper:wr0ng", "stranger:wr0ng", None])
+def test_a_refused_login_says_what_to_check(login: str | None) -> None:
+    """A wrong password, user, or none at all; the message never holds what was tried."""
+    who = User("tollkeeper", "right")
+    with Single(password="root", users=[who], lines=CLUSTER_LINES) as server:
+        uri = _cluster_uri(server).replace("://", f"://{login}@" if login else "://")
+        error = _failure(uri)
+        assert isinstance(error, StoreUnavailable)
+        assert "check username and password" in str(error)
+        assert "wr0ng" not in str(error) + str(error.__cause__)
+        _give_slots(server)
+        with _topology(uri, username="tollkeeper", password="right") as topology:
+            topology.refresh()
+
+
+def test_a_sentinel_that_refuses_the_login_says_what_to_check(sentinels: Sentinels) -> None:
+    """Sentinels have logins of their own, and the message names those options."""
+    lines = (f"bind {HOST}", "port {port}", "requirepass s3cret")
+    monitor = f"sentinel monitor main {sentinels.primary[0]} {sentinels.primary[1]} 2"
+    with Server("redis-sentinel", (*lines, monitor), {"password": "s3cret"}) as locked:
+        uri = f"redis+sentinel://{HOST}:{locked.port}/main"
+        for options in ({}, {"sentinel_password": "wr0ng"}):
+            error = _failure(uri, **options)
+            assert "check sentinel_username and sentinel_password" in str(error)
+            assert "wr0ng" not in str(error)
+        with _topology(uri, sentinel_password="s3cret") as topology:
+            topology.refresh()
+            assert topology.address_of(0) == Address(*sentinels.primary)
+
+
+@pytest.mark.parametrize("password", ["hunter2", "h" * 300])
+def test_a_server_that_repeats_the_password_is_not_quoted(password: str) -> None:
+    """One without AUTH says what followed it: that is in no message and no traceback."""
+    with Single(lines=(*CLUSTER_LINES, 'rename-command AUTH ""')) as server:
+        with pytest.raises(redis.ResponseError, match="h"):  # it does say it
+            server.client(password=password, protocol=2).ping()
+        error = _failure(_cluster_uri(server), password=password)
+        assert "unknown command 'AUTH'" in str(error)
+        assert password[:7] not in str(error)
+        assert error.__cause__ is None
+
+
+@pytest.mark.parametrize("kind", ["ip", "unknown-endpoint", "hostname"])
+def test_a_node_without_a_name_is_where_it_was_asked(kind: str) -> None:
+    """Its host is empty until it has met another node; null and ? mean the same."""
+    lines = (*CLUSTER_LINES, f"cluster-preferred-endpoint-type {kind}")
+    with Single(lines=lines) as server:
+        _give_slots(server)
+        ((_, _, (host, *_)),) = server.admin.execute_command("CLUSTER", "SLOTS")
+        assert host == {"ip": "", "unknown-endpoint": None, "hostname": "?"}[kind]
+        with _topology(_cluster_uri(server)) as topology:
+            topology.refresh()
+            assert topology.primaries() == [_address(server)]
+
+
+def test_who_knows_more_is_believed(cluster: Cluster, eager: None) -> None:
+    """A node with no slots, and one with half of them, do not stand against a whole cluster."""
+    with Single(lines=CLUSTER_LINES) as empty, Single(lines=CLUSTER_LINES) as half:
+        _give_slots(half, SLOTS // 2)
+        for _ in range(8):
+            with _topology(_cluster_uri(empty, half, cluster.nodes[0])) as topology:
+                topology.refresh()
+                assert topology.address_of(0) == _address(cluster.node_of(0))
+        with _topology(_cluster_uri(empty, half)) as topology:
+            topology.refresh()
+            assert topology.address_of(SLOTS // 2) == _address(half)
+            assert topology.address_of(SLOTS // 2 + 1) is None
+        assert "no slots and knows no node that has" in str(_failure(_cluster_uri(empty)))
+
+
+def test_a_user_needs_no_more_than_cluster_slots() -> None:
+    """Without leave to ask for the cluster's state, it is taken to be good."""
+    who = User("app", "pw", "~* +cluster|slots")
+    with Single(password="root", users=[who], lines=CLUSTER_LINES) as server:
+        _give_slots(server)
+        with _topology(_cluster_uri(server), username="app", password="pw") as topology:
+            topology.refresh()
+            assert topology.address_of(0) == _address(server)
+
+
+def test_tls_is_used_for_asking_and_for_clients() -> None:
+    """The authority, the name in the certificate and our own certificate all count."""
+    lines = (*CLUSTER_LINES, "tls-cluster yes")
+    with Tls(client_certificates=True, lines=lines) as server:
+        _give_slots(server)
+        uri = server.uri.replace("rediss://", "rediss+cluster://")
+        for options in ({}, {"tls_server_name": "localhost"}, {"tls_verify": "none"}):
+            with _topology(uri, **options) as topology:
+                topology.refresh()
+                assert topology.primaries() == [_address(server)]
+                assert topology.client(_address(server)).ping()
+        wrong_name = _failure(uri, tls_server_name="other.example")
+        assert "not valid for 'other.example'" in str(wrong_name)
+        # The system's authorities did not sign it.
+        bare = f"rediss+cluster://{HOST}:{server.port}"
+        assert "certificate verify failed" in str(_failure(bare))
+        no_file = _failure(bare, tls_ca="gone.pem")
+        assert isinstance(no_file, ConfigError)
+        assert "gone.pem" in str(no_file)
+
+
+@pytest.mark.parametrize("kind", ["single", "password", "tls"])
+def test_a_client_is_logged_in(kind: str) -> None:
+    """For each kind of server: the same one every time, with bytes for replies, until closed."""
+    with _topology(running(kind).uri) as topology:
+        (address,) = topology.nodes()
+        client = topology.client(address)
+        assert client.echo("here") == b"here"
+        assert topology.client(address) is client
+        topology.close()
+        with pytest.raises(StoreUnavailable, match="has been closed; open it again"):
+            topology.client(address)
+
+
+def test_a_client_is_in_the_database_of_the_uri() -> None:
+    """Over TCP, and over a socket of the machine."""
+    with Single(lines=["unixsocket redis.sock", "databases 4"]) as server:
+        socket_uri = f"redis+unix://{server.folder}/redis.sock?db=3"
+        for uri in (server.uri.replace("/0", "/3"), socket_uri):
+            with _topology(uri) as topology:
+                client = topology.client(topology.nodes()[0])
+                assert client.client_info()["db"] == 3
+
+
+def test_a_client_of_a_server_that_left_is_let_go(cluster: Cluster) -> None:
+    """Addresses come and go for years, and so their clients are not kept."""
+    gone = Address(HOST, 1)
+    with _topology(cluster.uri) as topology:
+        before = topology.client(gone)
+        topology.refresh()
+        assert topology.client(gone) is not before
