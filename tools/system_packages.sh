@@ -13,12 +13,30 @@ command -v "${CC:-cc}" >/dev/null || missing="$missing gcc libc6-dev"
 "$python" -c 'import os, sys, sysconfig as s
 sys.exit(not os.path.exists(os.path.join(s.get_path("include"), "Python.h")))' \
     || missing="$missing python3-dev"
+# The tests start servers of their own: tests/redis_servers.
+for program in redis-server redis-sentinel openssl; do
+    command -v "$program" >/dev/null || missing="$missing $program"
+done
 [ -n "$missing" ] || exit 0
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     echo "installing:$missing"
+    # Debian starts a service as soon as it is installed. We want the program only, so services are
+    # not started now; one that runs already is left alone.
+    policy=/usr/sbin/policy-rc.d
+    if [ ! -e "$policy" ]; then
+        trap 'rm -f "$policy"' EXIT
+        trap 'exit 1' HUP INT TERM
+        printf '#!/bin/sh\nexit 101\n' >"$policy"
+        chmod +x "$policy"
+    fi
     apt-get update -qq
     # shellcheck disable=SC2086 # a list of package names
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing
+    for package in $missing; do
+        case $package in
+            redis-*) update-rc.d "$package" disable ;; # nor when the machine starts
+        esac
+    done
 else
     echo "These system packages are missing; install them, then run make again:$missing" >&2
     exit 1
