@@ -29,6 +29,13 @@ TESTED_IN = {
     "decide/algorithms/outcome.py": "decide/algorithms/test_every_algorithm.py",
     "decide/kernel/__init__.py": "decide/kernel/test_binding.py",
     "decide/stores/__init__.py": "decide/stores/test_uri.py",
+    "decide/stores/redis/__init__.py": "decide/stores/test_uri.py",
+    "decide/stores/redis/drive.py": "integration/test_redis_faults.py",
+    "decide/stores/redis/gates.py": "parity/test_redis_parity.py",
+    "decide/stores/redis/store.py": "integration/test_redis_store.py",
+    "decide/stores/redis/topology.py": "integration/test_redis_topology.py",
+    "decide/stores/redis/wire.py": "integration/test_redis_faults.py",
+    "decide/stores/redis/wire_async.py": "integration/test_redis_faults.py",
     "testing/__init__.py": "testing/test_switches.py",
 }
 

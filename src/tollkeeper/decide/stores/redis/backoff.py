@@ -39,7 +39,8 @@ class Backoff:
         """It did not work. A random part keeps a fleet from knocking all at once."""
         self.reason = reason
         self._pause_ns = min(max(2 * self._pause_ns, FIRST_NS), LONGEST_NS)
-        self._until_ns = now_ns + int(self._pause_ns * (0.5 + random() / 2))  # noqa: S311 - no secret
+        share = 0.5 + random() / 2  # noqa: S311 - no secret hangs on it
+        self._until_ns = now_ns + int(self._pause_ns * share)
 
     def succeeded(self) -> None:
         """It is back."""

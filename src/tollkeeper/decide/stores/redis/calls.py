@@ -136,7 +136,10 @@ def recover(
 
 
 def _address_in(rest: str, config: RedisConfig, refusal: ReplyError) -> Address:
-    """The node that a redirection such as `MOVED 3999 10.0.0.7:6381` points at."""
+    """The node that a redirection such as `MOVED 3999 10.0.0.7:6381` points at.
+
+    A node that does not know its own name leaves the host out: then it is the one that was asked.
+    """
     host, _, port = rest.rpartition(" ")[2].rpartition(":")
     if config.mode != "cluster" or not port.isdigit():
         raise StoreUnavailable(

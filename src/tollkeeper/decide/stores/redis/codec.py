@@ -82,9 +82,13 @@ def field_of(rule: str) -> bytes:
 
 
 def id_of(limit: Limit) -> int:
-    """The limit's number among those of its rule: 1 to 2**31 - 1."""
+    """The limit's number among those of its rule, below 2**32; odd where a state has a second part.
+
+    That is up to the algorithm, which is part of a limit's identity.
+    """
     digest = blake2b(limit.identity.encode(), digest_size=4).digest()
-    return int.from_bytes(digest) % (2**31 - 1) + 1
+    number = int.from_bytes(digest) % (2**31 - 1) + 1
+    return 2 * number + (_KINDS[limit.algorithm] in {_COUNTER, _LOG})
 
 
 def encode_gate(limits: Sequence[Limit], rule: str) -> bytes:

@@ -95,6 +95,7 @@ class _Plan:
     due_ns: int
     refusal: Refusal
     steps: Generator[Step, Any, Any]
+    asked: Address | None
 
     def left_ns(self) -> int:
         """Time left. Raises StoreUnavailable when there is none: a refused call was not counted."""
@@ -105,9 +106,21 @@ class _Plan:
             ) from self.refusal
         return left_ns
 
+    def named(self, address: Address) -> Address:
+        """An address as a node told it; one without a host is on the host that was asked."""
+        host = address.host or (self.asked.host if self.asked else "")
+        return Address(host, address.port)
 
-def _plan(call: Call, slot: int, due_ns: int, refusal: Refusal, config: RedisConfig) -> _Plan:
-    return _Plan(call, slot, due_ns, refusal, recover(call, refusal, config))
+
+def _plan(call: Call, slot: int, due_ns: int, refusal: Refusal, servers: Servers) -> _Plan:
+    steps = recover(call, refusal, servers.config)
+    return _Plan(call, slot, due_ns, refusal, steps, servers.topology.address_of(slot))
+
+
+def _target(step: Send, plan: _Plan, servers: Servers) -> Address:
+    if step.address is None:
+        return servers.address_of(plan.slot)
+    return plan.named(step.address)
 
 
 class Threads:
@@ -166,7 +179,7 @@ class Threads:
         """The reply itself; or, if it is a refusal, what came of it in the end."""
         if not isinstance(reply, Refusal):
             return reply
-        plan = _plan(call, slot, due_ns, reply, self._servers.config)
+        plan = _plan(call, slot, due_ns, reply, self._servers)
         result = None
         while True:
             try:
@@ -181,7 +194,7 @@ class Threads:
         if isinstance(step, Pause):
             time.sleep(min(step.seconds, left_ns / NS_PER_SECOND))
         elif isinstance(step, Moved):
-            servers.topology.moved(plan.slot, step.address)
+            servers.topology.moved(plan.slot, plan.named(step.address))
             servers.find()
         elif isinstance(step, Refresh):
             try:
@@ -190,7 +203,8 @@ class Threads:
                 plan.left_ns()
         elif isinstance(step, Send):
             try:
-                node = self._node(step.address or servers.address_of(plan.slot))
+                plan.asked = _target(step, plan, servers)
+                node = self._node(plan.asked)
                 payload = ASKING + step.payload if step.asking else step.payload
                 reply = node.exchange(payload, 1 + step.asking, left_ns)[-1]
             except NotSent as error:
@@ -266,9 +280,9 @@ class Tasks:
         """The reply itself; or, if it is a refusal, what came of it in the end."""
         if not isinstance(reply, Refusal):
             return reply
-        config = self._servers.config
-        slot = self._servers.slot(call.key)
-        plan = _plan(call, slot, started_ns + config.deadline_ns, reply, config)
+        servers = self._servers
+        slot = servers.slot(call.key)
+        plan = _plan(call, slot, started_ns + servers.config.deadline_ns, reply, servers)
         result = None
         while True:
             try:
@@ -283,7 +297,7 @@ class Tasks:
         if isinstance(step, Pause):
             await asyncio.sleep(min(step.seconds, left_s))
         elif isinstance(step, Moved):
-            servers.topology.moved(plan.slot, step.address)
+            servers.topology.moved(plan.slot, plan.named(step.address))
             servers.find()
         elif isinstance(step, Refresh):
             # `wait` leaves it running when time is up: others wait for the same one.
@@ -292,7 +306,8 @@ class Tasks:
                 future.result()
         elif isinstance(step, Send):
             try:
-                node = self._node(step.address or servers.address_of(plan.slot))
+                plan.asked = _target(step, plan, servers)
+                node = self._node(plan.asked)
                 payload = ASKING + step.payload if step.asking else step.payload
                 async with asyncio.timeout(left_s):
                     reply = await node.submit(payload, int(step.asking))

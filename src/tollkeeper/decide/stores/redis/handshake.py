@@ -29,6 +29,7 @@ def greeting(config: RedisConfig) -> list[Command]:
 
 
 def payload(commands: Sequence[Command]) -> bytes:
+    """Those commands as bytes."""
     return b"".join(pack(*command) for command in commands)
 
 

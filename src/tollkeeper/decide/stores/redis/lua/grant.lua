@@ -3,13 +3,11 @@
 -- ARGV[2]  the units
 -- ARGV[3]  the time in microseconds; empty: the server's
 -- ARGV[4]  for how many microseconds; empty: one window of each limit
--- ARGV[5]  the most units a subject can have been granted
+-- ARGV[5]  the most units that a subject can have been granted
 
 local units, units_max = tonumber(ARGV[2]), tonumber(ARGV[5])
-local now = now_us(ARGV[3])
 local need_us = 0
 
-rebase(max(held[1], now))
 for g = GATE_FIRST, #gate, GATE_STEP do
     local id = -gate[g + ID]
     local p = place(id)
@@ -17,8 +15,9 @@ for g = GATE_FIRST, #gate, GATE_STEP do
     if p and now < held[p + 3] then
         total, ends = total + held[p + 2], max(ends, held[p + 3])
     end
-    put(p, id, held[1], min(total, units_max), ends)
+    p = p or #held + 1
+    held[p], held[p + 1], held[p + 2], held[p + 3] = id, 0, min(total, units_max), ends
     need_us = max(need_us, ends - now)
 end
-keep(held, now, need_us, ARGV[3] ~= '')
+keep(held, need_us)
 return 1

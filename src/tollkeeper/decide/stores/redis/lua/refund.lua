@@ -7,7 +7,6 @@ if not raw then
     return 0
 end
 local units = tonumber(ARGV[2])
-local now = now_us(ARGV[3])
 local dropped, truncated = {}, {}
 
 -- One limit's state with the units back: last, a, b; or nothing, where none is left.
@@ -16,11 +15,11 @@ local function refunded(g, last, a, b)
     if kind == BUCKET then
         local used = used_now(g, last, a, now) - units * MICROS_PER_UNIT
         if used > 0 then
-            return max(last, now), used, 0
+            return max(last, now), used
         end
     elseif kind == FIXED then
         if now - fmod(now, window) <= last - fmod(last, window) and a > units then
-            return last, a - units, 0
+            return last, a - units
         end
     elseif kind == COUNTER then
         local at, previous, current = rolled(window, last, a, b, now)
@@ -31,14 +30,14 @@ local function refunded(g, last, a, b)
             return at, previous, current
         end
     else
-        local per_chunk = fmod(b, 1024)
+        local log, per_chunk = log_of(g), fmod(b, 1024)
         local kept = (b - per_chunk) / 1024
         local finish = a + kept - min(units, kept)
         -- From the chunk that the next time goes to, or the one after it.
         local first = finish > a and math.ceil(finish / per_chunk) or floor(a / per_chunk)
-        truncated[#truncated + 1] = {g, first, floor((a + kept - 1) / per_chunk)}
+        truncated[#truncated + 1] = {log, first, floor((a + kept - 1) / per_chunk)}
         if finish > a then
-            return time_at(g, per_chunk, finish - 1), a, (finish - a) * 1024 + per_chunk
+            return log.time_at(per_chunk, finish - 1), a, (finish - a) * 1024 + per_chunk
         end
     end
 end
@@ -47,21 +46,23 @@ local changed = false
 for g = GATE_FIRST, #gate, GATE_STEP do
     local p = place(gate[g + ID])
     if p then
-        local last, a, b = refunded(g, held[1] - held[p + 1], held[p + 2], held[p + 3])
+        local wide = width(gate[g + ID]) == 4
+        local last, a, b = refunded(g, held[1] - held[p + 1], held[p + 2], wide and held[p + 3])
         if last then
-            rebase(max(held[1], last))
-            put(p, gate[g + ID], last, a, b)
+            held[p + 1], held[p + 2] = held[1] - last, a
+            if wide then
+                held[p + 3] = b
+            end
         else
             dropped[p] = true
         end
         changed = true
     end
 end
-if not changed then
-    return 0
-end
-write(without(dropped))
-for _, log in ipairs(truncated) do
-    drop_chunks(log[1], log[2], log[3])
+if changed then
+    write(without(dropped))
+    for _, log in ipairs(truncated) do
+        log[1].drop(log[2], log[3])
+    end
 end
 return 1

@@ -15,12 +15,13 @@ for g = GATE_FIRST, #gate, GATE_STEP do
             local per_chunk = fmod(held[p + 3], 1024)
             local kept = (held[p + 3] - per_chunk) / 1024
             local start = held[p + 2]
-            logs[#logs + 1] = {g, floor(start / per_chunk), floor((start + kept - 1) / per_chunk)}
+            local last = floor((start + kept - 1) / per_chunk)
+            logs[#logs + 1] = {log_of(g), floor(start / per_chunk), last}
         end
     end
 end
 write(without(dropped))
 for _, log in ipairs(logs) do
-    drop_chunks(log[1], log[2], log[3])
+    log[1].drop(log[2], log[3])
 end
 return 1

@@ -1,20 +1,22 @@
 -- What every script begins with: the time, exact arithmetic, and a rule's states of one subject.
 --
 -- KEYS[1] is the subject's hash, and a script touches nothing else: a hash moves between the nodes
--- of a cluster in one piece, two keys do not. A rule has one field in it, a msgpack array:
+-- of a cluster in one piece, two keys do not. A rule's states are one msgpack array:
 --
---     base, ttl, id, lag, a, b, id, lag, a, b, ...
+--     base, ttl, and for each limit: id, lag, a (, b)
 --
--- base   the last time this field was written at, in microseconds
+-- base   the last time this was written at, in microseconds
 -- ttl    the hash lives at least so many milliseconds beyond base
--- id     which limit, from 1 to 2^31 - 1; negative: what was granted on top of that limit
+-- id     which limit; odd where there is a b; negative (and with a b): what was granted on top
 -- lag    base - lag is the time of the last admission (or refund) under this limit
--- a, b   bucket     millionths of a unit used, 0
---        fixed      units counted in the window of that admission, 0
+-- a, b   bucket     millionths of a unit used
+--        fixed      units counted in the window of that admission
 --        counter    units counted in the window before, units counted in this one
 --        log        position of the oldest time kept, times kept * 1024 + times in a chunk
 --        granted    units left, microseconds since the epoch at which they end
 --
+-- It lies in the rule's field, 64 bytes at most; what is longer goes on in <field> \2 1, <field> \2 2
+-- and so on. A hash of short values is one packed piece of memory, of half the size or less.
 -- A log's times are 7 bytes each, in chunks: fields named <field> \1 <id> . <number of the chunk>.
 --
 -- ARGV[1] is the gate: msgpack of the rule's field, then seven numbers for each limit, see KIND to
@@ -28,19 +30,9 @@ local field = gate[1]
 -- Where a limit's numbers are in the gate, counted from the limit's first.
 local KIND, ID, CAPACITY, NUMERATOR, DENOMINATOR, WINDOW, FULL = 0, 1, 2, 3, 4, 5, 6
 local BUCKET, FIXED, COUNTER, LOG = 1, 2, 3, 4
-local GATE_FIRST, GATE_STEP, HELD_FIRST, HELD_STEP = 2, 7, 3, 4
+local GATE_FIRST, GATE_STEP, HELD_FIRST = 2, 7, 3
 local MICROS_PER_UNIT = 1000000
-local TIME_BYTES = 7
-
--- The server's time, not the caller's: nodes skew, and a bucket over-admits by the skew. A caller
--- with a clock of its own is a test.
-local function now_us(given)
-    if given and given ~= '' then
-        return tonumber(given)
-    end
-    local time = call('TIME')
-    return time[1] * 1000000 + time[2]
-end
+local TIME_BYTES, PIECE_BYTES = 7, 64
 
 -- floor(x * n / d) and the rest, exactly, for x * n / d and n < 2^50 and d < 2^45.
 local function multiply_divide(x, n, d)
@@ -89,104 +81,181 @@ local function rolled(window, last, previous, current, now)
     return now, windows == 1 and current or 0, 0
 end
 
-local chunks = {}
+-- A log's chunks. Made only where there is a log: functions cost time to make, and a script makes
+-- its own anew each time it runs.
+local function log_of(g)
+    local log, chunks = {}, {}
+    local prefix = field .. '\1' .. gate[g + ID] .. '.'
 
-local function chunk_field(g, number)
-    return field .. '\1' .. gate[g + ID] .. '.' .. number
-end
-
-local function chunk(g, number)
-    local name = chunk_field(g, number)
-    local found = chunks[name]
-    if not found then
-        found = call('HGET', key, name)
-        chunks[name] = found
+    function log.chunk(number)
+        local found = chunks[number] or call('HGET', key, prefix .. number)
+        chunks[number] = found
+        return found
     end
-    return found
-end
 
--- The time at a position of a log.
-local function time_at(g, per_chunk, position)
-    local number = floor(position / per_chunk)
-    local offset = (position - number * per_chunk) * TIME_BYTES
-    return (struct.unpack('>I7', chunk(g, number), offset + 1))
-end
-
-local function drop_chunks(g, first, last)
-    for number = first, last do
-        call('HDEL', key, chunk_field(g, number))
+    function log.time_at(per_chunk, position)
+        local number = floor(position / per_chunk)
+        local offset = (position - number * per_chunk) * TIME_BYTES
+        return (struct.unpack('>I7', log.chunk(number), offset + 1))
     end
+
+    -- How many of the times kept are after `oldest`, and how many are not.
+    function log.alive_and_dead(oldest, last, start, kept, per_chunk)
+        if last <= oldest then
+            return 0, kept
+        end
+        if log.time_at(per_chunk, start) > oldest then
+            return kept, 0
+        end
+        local dead, alive = 1, kept - 1 -- so many are dead for sure, and this one is alive
+        while dead < alive do
+            local middle = floor((dead + alive) / 2)
+            if log.time_at(per_chunk, start + middle) > oldest then
+                alive = middle
+            else
+                dead = middle + 1
+            end
+        end
+        return kept - dead, dead
+    end
+
+    -- The packed times of so many positions.
+    function log.times(start, count, per_chunk)
+        local parts, finish = {}, start + count
+        while start < finish do
+            local number = floor(start / per_chunk)
+            local stop = min((number + 1) * per_chunk, finish)
+            local first = (start - number * per_chunk) * TIME_BYTES + 1
+            local last = (stop - number * per_chunk) * TIME_BYTES
+            parts[#parts + 1] = string.sub(log.chunk(number), first, last)
+            start = stop
+        end
+        return table.concat(parts)
+    end
+
+    function log.drop(first, last)
+        for number = first, last do
+            call('HDEL', key, prefix .. number)
+        end
+    end
+
+    function log.append(per_chunk, position, time, count)
+        local packed = struct.pack('>I7', time)
+        while count > 0 do
+            local number = floor(position / per_chunk)
+            local offset = position - number * per_chunk
+            local fits = min(per_chunk - offset, count)
+            local before = ''
+            if offset > 0 then
+                before = string.sub(log.chunk(number), 1, offset * TIME_BYTES)
+            end
+            call('HSET', key, prefix .. number, before .. string.rep(packed, fits))
+            position, count = position + fits, count - fits
+        end
+    end
+
+    return log
 end
 
 local raw = call('HGET', key, field)
+local pieces = 1
+while raw and #raw == pieces * PIECE_BYTES do
+    local more = call('HGET', key, field .. '\2' .. pieces)
+    if not more then
+        break
+    end
+    raw, pieces = raw .. more, pieces + 1
+end
 local held = raw and cmsgpack.unpack(raw) or {0, 0}
+
+local function width(id)
+    return (id < 0 or id % 2 == 1) and 4 or 3
+end
+
+-- The server's time, not the caller's: nodes skew, and a bucket over-admits by the skew. A caller
+-- that gives a time is a test.
+local now = ARGV[3]
+local given = now and now ~= ''
+if given then
+    now = tonumber(now)
+else
+    local time = call('TIME')
+    now = time[1] * 1000000 + time[2]
+end
+
+-- Time never rewinds for a state, and lags count from the latest that any was written at.
+if raw then
+    local shift = now - held[1]
+    if shift > 0 then
+        held[1], held[2] = now, floor(held[2] - shift / 1000)
+        local p = HELD_FIRST
+        while held[p] do
+            held[p + 1] = held[p + 1] + shift
+            p = p + width(held[p])
+        end
+    end
+else
+    held[1] = now
+end
 
 local places
 
 -- Where a limit's state is in `held`, or nil.
-local function place(id, guess)
-    if guess and held[guess] == id then
-        return guess
-    end
+local function place(id)
     if not places then
         places = {}
-        for p = HELD_FIRST, #held, HELD_STEP do
+        local p = HELD_FIRST
+        while held[p] do
             places[held[p]] = p
+            p = p + width(held[p])
         end
     end
     return places[id]
 end
 
--- Make `base` the time that lags count from.
-local function rebase(base)
-    local shift = base - held[1]
-    if shift ~= 0 and raw then
-        for p = HELD_FIRST, #held, HELD_STEP do
-            held[p + 1] = held[p + 1] + shift
-        end
-        held[2] = floor(held[2] - shift / 1000)
-    end
-    held[1] = base
-end
-
-local function put(p, id, last, a, b)
-    p = p or #held + 1
-    held[p], held[p + 1], held[p + 2], held[p + 3] = id, held[1] - last, a, b
-end
-
 -- `held` without the states at some places.
 local function without(dropped)
-    local kept = {held[1], held[2]}
-    for p = HELD_FIRST, #held, HELD_STEP do
-        if not dropped[p] then
-            for offset = 0, HELD_STEP - 1 do
-                kept[#kept + 1] = held[p + offset]
-            end
+    local kept, p = {held[1], held[2]}, HELD_FIRST
+    while held[p] do
+        local finish = p + width(held[p])
+        for q = p, dropped[p] and 0 or finish - 1 do
+            kept[#kept + 1] = held[q]
         end
+        p = finish
     end
     return kept
 end
 
 local function write(states)
-    if #states < HELD_FIRST then
-        call('HDEL', key, field)
+    local packed = #states >= HELD_FIRST and cmsgpack.pack(states) or ''
+    if #packed > PIECE_BYTES then
+        local arguments = {}
+        for number = 0, math.ceil(#packed / PIECE_BYTES) - 1 do
+            arguments[#arguments + 1] = number == 0 and field or field .. '\2' .. number
+            arguments[#arguments + 1] =
+                string.sub(packed, number * PIECE_BYTES + 1, (number + 1) * PIECE_BYTES)
+        end
+        call('HSET', key, unpack(arguments))
+    elseif packed ~= '' then
+        call('HSET', key, field, packed)
     else
-        call('HSET', key, field, cmsgpack.pack(states))
+        call('HDEL', key, field)
+    end
+    for number = max(math.ceil(#packed / PIECE_BYTES), 1), pieces - 1 do
+        call('HDEL', key, field .. '\2' .. number)
     end
 end
 
 -- Write the states, and see to it that the hash lives for `need_us` from now. The expiry is moved
--- an eighth further than it must be, so that a busy key moves it now and then, not each time.
--- Never shortened: other rules have their states in the same hash.
-local function keep(states, now, need_us, given)
+-- an eighth further than it must be, and to a second from now at least, so that a busy key moves
+-- it now and then, not each time. Never shortened: other rules have states in the same hash.
+local function keep(states, need_us)
     local ahead_ms = (states[1] - now) / 1000 -- above 0 only where the clock went back
     local need_ms = math.ceil(need_us / 1000) + 1
     local extend = need_ms > states[2] + ahead_ms
     if extend then
-        need_ms = need_ms + floor(need_ms / 8)
-        if given then
-            need_ms = max(need_ms, 3600000) -- a test's clock may stand while the server's runs
-        end
+        -- A test's clock may stand while the server's runs: an hour then.
+        need_ms = max(need_ms + floor(need_ms / 8), given and 3600000 or 1000)
         states[2] = floor(need_ms - ahead_ms)
     end
     write(states)
