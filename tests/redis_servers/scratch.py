@@ -3,9 +3,10 @@
 All servers of a process live in one temporary folder and one process group. When the process ends
 as it should, `atexit` stops the servers and removes the folder. When it is killed, no code of ours
 runs any more; so a shell, the guard, leads the group and waits at the end of a pipe that this
-process holds open. The kernel closes the pipe however we end, and the guard does the rest. The
-parent-death signal of Linux would be shorter, but it fires when the *thread* that started the
-server ends, and it would leave the folder.
+process holds open. The kernel closes the pipe however we end, and the guard does the rest; a forked
+worker has the pipe as well, so servers last as long as the last of those. The parent-death signal
+of Linux would be shorter, but it fires when the *thread* that started the server ends, and it would
+leave the folder.
 """
 
 from __future__ import annotations

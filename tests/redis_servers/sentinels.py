@@ -89,6 +89,7 @@ class Sentinels(Startable):
             "port {port}",
             f"sentinel monitor {self.service} {HOST} {first.port} {QUORUM}",
             f"sentinel down-after-milliseconds {self.service} {self._down_after_ms}",
+            # Twice this must pass between two promotions.
             f"sentinel failover-timeout {self.service} 3000",
         )
         self.sentinels += [Server("redis-sentinel", sentinel_lines) for _ in range(SENTINELS)]
@@ -120,7 +121,8 @@ class Sentinels(Startable):
     def wait_promoted(self, timeout_seconds: float = 15.0) -> Promotion:
         """Wait until the other one is primary, the old one being killed or paused.
 
-        That is when it takes writes. The Sentinels tell their clients a little later.
+        That is when it takes writes. The Sentinels tell their clients up to a second later. It takes
+        about a second, but six from the last promotion: they do not start another before.
         """
         server = until(
             lambda: next((one for one in _answering(self.servers) if _is_primary(one)), None),
