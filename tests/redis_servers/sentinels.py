@@ -121,8 +121,8 @@ class Sentinels(Startable):
     def wait_promoted(self, timeout_seconds: float = 15.0) -> Promotion:
         """Wait until the other one is primary, the old one being killed or paused.
 
-        That is when it takes writes. The Sentinels tell their clients up to a second later. It takes
-        about a second, but six from the last promotion: they do not start another before.
+        That is when it takes writes; the Sentinels tell their clients up to a second later. It
+        takes about a second, but is never less than six seconds after the last promotion began.
         """
         server = until(
             lambda: next((one for one in _answering(self.servers) if _is_primary(one)), None),
