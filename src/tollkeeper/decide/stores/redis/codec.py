@@ -111,6 +111,11 @@ def encode_gate(limits: Sequence[Limit], rule: str) -> bytes:
     return b"".join((_array_head(1 + len(values)), _text(field_of(rule)), *map(_number, values)))
 
 
+def encode_numbers(values: Sequence[int]) -> bytes:
+    """Several numbers as one argument of a script."""
+    return b"".join((_array_head(len(values)), *map(_number, values)))
+
+
 def _refill_per_us(limit: Limit) -> tuple[int, int]:
     """The refill in lowest terms, as millionths of a unit over microseconds."""
     numerator, denominator = limit.micros_numerator, limit.ns_denominator
@@ -215,6 +220,19 @@ class Answers:
         """What `check` would answer; where it would allow, with what remains now."""
         decision = self._decide(answer, cost, 0 if answer[0] >= 0 else cost)
         return _earlier(decision, early_ns) if early_ns else decision
+
+    def spent(self, answer: list[int], cost: int) -> list[int]:
+        """What an allowed check spent: for each limit its own units, drawn ones, their end."""
+        now_us = answer[0]
+        spent: list[int] = []
+        for limit, algorithm, state, credit in self._held(answer, now_us):
+            own, ends_us = cost, 0
+            if credit is not None and credit[1] > now_us * NS_PER_US:
+                _, look = algorithm.decide(state, limit, now_us * NS_PER_US, 0)
+                own = min(cost, look.remaining)
+                ends_us = credit[1] // NS_PER_US
+            spent += [own, cost - own, ends_us]
+        return spent
 
     def _decide(self, answer: list[int], asked: int, cost: int) -> Decision:
         now_us = answer[0] if answer[0] >= 0 else ~answer[0]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 from tollkeeper.decide.stores.redis.calls import Call, NotSent
-from tollkeeper.decide.stores.redis.codec import NS_PER_US, Answers, encode_gate
+from tollkeeper.decide.stores.redis.codec import NS_PER_US, Answers, encode_gate, encode_numbers
 from tollkeeper.decide.stores.redis.drive import Tasks, Threads
 from tollkeeper.decide.stores.redis.scripts import CHECK, GRANT, REFUND, RESET, Script
+from tollkeeper.errors import CapacityError, StoreError
 from tollkeeper.model import UNITS_MAX, Decision, Limit
 
 _SERVER_TIME: Final = b""
@@ -79,6 +80,11 @@ class Commands:
     def refund(self, subject: str, units: int) -> Call:
         return self.call(REFUND, self.key(subject), units, self.now()[0])
 
+    def undo(self, subject: str, answer: list[int], cost: int) -> Call:
+        """What puts back exactly what a check took, as its answer tells."""
+        spent = encode_numbers(self.answers.spent(answer, cost))
+        return self.call(REFUND, self.key(subject), 0, self.now()[0], spent)
+
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> Call:
         # Up: a grant is never shorter than it was promised.
         ttl: bytes | int = b"" if ttl_ns is None else -(-ttl_ns // NS_PER_US)
@@ -86,6 +92,43 @@ class Commands:
 
     def reset(self, subject: str) -> Call:
         return self.call(RESET, self.key(subject))
+
+
+class Together:
+    """One request of several subjects: the calls that check them, and those that take it back."""
+
+    __slots__ = ("_asked", "_early_ns", "calls")
+
+    def __init__(self, asked: Sequence[tuple[RedisGate | AsyncRedisGate, str, int]]) -> None:
+        self._asked = asked
+        self._early_ns = 0
+        self.calls: list[Call] = []
+        for gate, subject, cost in asked:
+            now, self._early_ns = gate.commands.now()
+            key = gate.commands.key(subject)
+            self.calls.append(gate.commands.call(CHECK, key, cost, now))
+
+    def decisions(self, answers: Sequence[Any]) -> tuple[list[Decision], Exception | None]:
+        """What was decided; and the first thing that went wrong."""
+        decided: list[Decision] = []
+        wrong: Exception | None = None
+        for (gate, _, cost), answer in zip(self._asked, answers, strict=True):
+            if isinstance(answer, StoreError):
+                wrong = wrong or answer
+                continue
+            try:
+                decided.append(gate.commands.answers.check(answer, cost, self._early_ns))
+            except (CapacityError, StoreError) as error:
+                wrong = wrong or error
+        return decided, wrong
+
+    def undo(self, answers: Sequence[Any]) -> list[Call]:
+        """The calls that put back what was taken."""
+        return [
+            gate.commands.undo(subject, answer, cost)
+            for (gate, subject, cost), answer in zip(self._asked, answers, strict=True)
+            if cost and type(answer) is list and answer[0] >= 0
+        ]
 
 
 class RedisGate:

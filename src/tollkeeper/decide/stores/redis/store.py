@@ -14,9 +14,10 @@ from tollkeeper.decide.busiest import Busiest
 from tollkeeper.decide.store import StoreStats
 from tollkeeper.decide.stores.redis.config import RedisConfig
 from tollkeeper.decide.stores.redis.drive import Servers, Tasks, Threads
-from tollkeeper.decide.stores.redis.gates import AsyncRedisGate, Commands, RedisGate
+from tollkeeper.decide.stores.redis.gates import AsyncRedisGate, Commands, RedisGate, Together
+from tollkeeper.decide.stores.redis.health import RedisHealth, census, health
 from tollkeeper.errors import StoreUnavailable
-from tollkeeper.model import Limit
+from tollkeeper.model import Decision, Limit
 
 
 class RedisStore:
@@ -50,6 +51,35 @@ class RedisStore:
         self._require_open()
         return AsyncRedisGate(self._commands(limits, rule), self._tasks_here, self._note)
 
+    def check_together(self, asked: Sequence[tuple[RedisGate, str, int]]) -> list[Decision]:
+        """Check several subjects in one trip; if one denies, a second trip gives back to the rest.
+
+        A trip that fails may leave the others charged, never twice; see `docs/operate.md`.
+        """
+        together = Together(asked)
+        answers = self._threads.run_all(together.calls)
+        decided, wrong = together.decisions(answers)
+        if wrong is not None or not all(decided):
+            self._threads.run_all(together.undo(answers))
+        if wrong is not None:
+            raise wrong
+        return decided
+
+    async def check_together_async(
+        self, asked: Sequence[tuple[AsyncRedisGate, str, int]]
+    ) -> list[Decision]:
+        """`check_together`, awaited."""
+        tasks = self._tasks_here()
+        together = Together(asked)
+        answers = await tasks.run_all(together.calls)
+        decided, wrong = together.decisions(answers)
+        if wrong is not None or not all(decided):
+            # Shielded: a caller who is cancelled here has still been given back.
+            await asyncio.shield(tasks.run_all(together.undo(answers)))
+        if wrong is not None:
+            raise wrong
+        return decided
+
     def _commands(self, limits: Sequence[Limit], rule: str) -> Commands:
         return Commands(tuple(limits), rule, self.config.prefix, self._now_ns)
 
@@ -81,8 +111,30 @@ class RedisStore:
         return 0
 
     def stats(self) -> StoreStats:
+        """What the servers hold under this store's prefix: exact while that is little.
+
+        With more than a thousand subjects the states, and with more than ten thousand keys the
+        subjects too, are estimated. Blocks for a few round trips, at most `connect_ms` each; from
+        asyncio, call it with `asyncio.to_thread`. Raises StoreUnavailable or StoreTimeout.
+        """
         self._require_open()
-        return StoreStats(0, 0, 0, 0, 0)
+        found = census(self._servers.topology, self.config.prefix)
+        return StoreStats(
+            states=found.states,
+            states_max=0,
+            bytes=found.bytes,
+            expired=found.expired_keys,
+            refused=0,
+        )
+
+    def health(self) -> RedisHealth:
+        """How every server is, what is wrong, and what would mend it.
+
+        Blocks for about thirty round trips, to all servers at once; from asyncio, call it with
+        `asyncio.to_thread`. Raises StoreUnavailable if no server at all answers.
+        """
+        self._require_open()
+        return health(self._servers.topology, self.config)
 
     def busiest(self, count: int) -> list[tuple[str, int]]:
         """As this process sees them."""

@@ -2,15 +2,17 @@
 --
 -- ARGV[2]  the units
 -- ARGV[3]  the time in microseconds; absent or empty: the server's
+-- ARGV[4]  to undo a check just made, in place of ARGV[2]: msgpack of three numbers a limit, the
+--          units it spent itself, those it drew from a grant, and when that grant ends
 
-if not raw then
+local exact = ARGV[4] and cmsgpack.unpack(ARGV[4])
+if not raw and not exact then
     return 0
 end
-local units = tonumber(ARGV[2])
 local dropped, truncated = {}, {}
 
 -- One limit's state with the units back: last, a, b; or nothing, where none is left.
-local function refunded(g, last, a, b)
+local function refunded(g, last, a, b, units)
     local kind, window = gate[g + KIND], gate[g + WINDOW]
     if kind == BUCKET then
         local used = used_now(g, last, a, now) - units * MICROS_PER_UNIT
@@ -42,12 +44,16 @@ local function refunded(g, last, a, b)
     end
 end
 
-local changed = false
+local changed, need_us = false, 0
 for g = GATE_FIRST, #gate, GATE_STEP do
+    local i = (g - GATE_FIRST) / GATE_STEP * 3
+    local units = exact and exact[i + 1] or tonumber(ARGV[2])
     local p = place(gate[g + ID])
-    if p then
+    if p and units > 0 then
         local wide = width(gate[g + ID]) == 4
-        local last, a, b = refunded(g, held[1] - held[p + 1], held[p + 2], wide and held[p + 3])
+        local b = wide and held[p + 3]
+        local last, a
+        last, a, b = refunded(g, held[1] - held[p + 1], held[p + 2], b, units)
         if last then
             held[p + 1], held[p + 2] = held[1] - last, a
             if wide then
@@ -58,9 +64,26 @@ for g = GATE_FIRST, #gate, GATE_STEP do
         end
         changed = true
     end
+    if exact and exact[i + 2] > 0 and now < exact[i + 3] then
+        local id = -gate[g + ID]
+        local q = place(id)
+        local drawn, ends = exact[i + 2], exact[i + 3]
+        if q then
+            drawn, ends = drawn + held[q + 2], max(ends, held[q + 3])
+        end
+        q = q or #held + 1
+        held[q], held[q + 1], held[q + 2], held[q + 3] = id, 0, drawn, ends
+        need_us = max(need_us, ends - now)
+        changed = true
+    end
 end
 if changed then
-    write(without(dropped))
+    local states = without(dropped)
+    if need_us > 0 then
+        keep(states, need_us)
+    else
+        write(states)
+    end
     for _, log in ipairs(truncated) do
         log[1].drop(log[2], log[3])
     end
