@@ -29,7 +29,7 @@ from tollkeeper.model import (
 NS_PER_US: Final = 1_000
 # A rule's name is its field, so that an operator can read a hash; a longer one goes by its digest.
 FIELD_BYTES_MAX: Final = 12
-_DIGEST_MARK: Final = b"\x02"
+_DIGEST_MARK: Final = b"\x03"  # no name begins so: names are printable
 _TIME_BYTES: Final = 7
 
 # As in state.lua. A leaky bucket admits what a token bucket does.

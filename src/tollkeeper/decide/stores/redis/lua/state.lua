@@ -15,9 +15,9 @@
 --        log        position of the oldest time kept, times kept * 1024 + times in a chunk
 --        granted    units left, microseconds since the epoch at which they end
 --
--- It lies in the rule's field, 64 bytes at most; what is longer goes on in <field> \2 1, <field> \2 2
--- and so on. A hash of short values is one packed piece of memory, of half the size or less.
--- A log's times are 7 bytes each, in chunks: fields named <field> \1 <id> . <number of the chunk>.
+-- It lies in the rule's field, 64 bytes at most; what is longer goes on in the fields \2 1:<field>,
+-- \2 2:<field> and so on. A hash of short values is one packed piece of memory, of half the size or
+-- less. A log's times are 7 bytes each, in chunks: the fields \1 <id>.<number>:<field>.
 --
 -- ARGV[1] is the gate: msgpack of the rule's field, then seven numbers for each limit, see KIND to
 -- FULL. Numbers here are doubles. Everything below stays under 2^53, where those are exact.
@@ -85,10 +85,10 @@ end
 -- its own anew each time it runs.
 local function log_of(g)
     local log, chunks = {}, {}
-    local prefix = field .. '\1' .. gate[g + ID] .. '.'
+    local prefix, suffix = '\1' .. gate[g + ID] .. '.', ':' .. field
 
     function log.chunk(number)
-        local found = chunks[number] or call('HGET', key, prefix .. number)
+        local found = chunks[number] or call('HGET', key, prefix .. number .. suffix)
         chunks[number] = found
         return found
     end
@@ -135,7 +135,7 @@ local function log_of(g)
 
     function log.drop(first, last)
         for number = first, last do
-            call('HDEL', key, prefix .. number)
+            call('HDEL', key, prefix .. number .. suffix)
         end
     end
 
@@ -149,7 +149,7 @@ local function log_of(g)
             if offset > 0 then
                 before = string.sub(log.chunk(number), 1, offset * TIME_BYTES)
             end
-            call('HSET', key, prefix .. number, before .. string.rep(packed, fits))
+            call('HSET', key, prefix .. number .. suffix, before .. string.rep(packed, fits))
             position, count = position + fits, count - fits
         end
     end
@@ -160,7 +160,7 @@ end
 local raw = call('HGET', key, field)
 local pieces = 1
 while raw and #raw == pieces * PIECE_BYTES do
-    local more = call('HGET', key, field .. '\2' .. pieces)
+    local more = call('HGET', key, '\2' .. pieces .. ':' .. field)
     if not more then
         break
     end
@@ -231,7 +231,7 @@ local function write(states)
     if #packed > PIECE_BYTES then
         local arguments = {}
         for number = 0, math.ceil(#packed / PIECE_BYTES) - 1 do
-            arguments[#arguments + 1] = number == 0 and field or field .. '\2' .. number
+            arguments[#arguments + 1] = number == 0 and field or '\2' .. number .. ':' .. field
             arguments[#arguments + 1] =
                 string.sub(packed, number * PIECE_BYTES + 1, (number + 1) * PIECE_BYTES)
         end
@@ -242,7 +242,7 @@ local function write(states)
         call('HDEL', key, field)
     end
     for number = max(math.ceil(#packed / PIECE_BYTES), 1), pieces - 1 do
-        call('HDEL', key, field .. '\2' .. number)
+        call('HDEL', key, '\2' .. number .. ':' .. field)
     end
 end
 
