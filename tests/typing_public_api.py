@@ -20,6 +20,7 @@ from tollkeeper import (
     RateSyntaxError,
     Request,
     __version__,
+    open_store,
     parse_limit,
     parse_limits,
 )
@@ -76,6 +77,7 @@ def constructors(store: Store, clock: Clock) -> None:
     Limiter("5/s", store=store, clock=clock, by=["user"], on_failure="closed")
     Limiter("5/s", clock=SystemClock())
     AsyncLimiter("5/s", store=Limiter("5/s").store, clock=ManualClock(start=1.5))
+    assert_type(open_store("redis://localhost", clock, password="secret", deadline_ms=5), Store)
 
 
 def wrong_constructors() -> None:

@@ -7,6 +7,7 @@
 """
 
 from tollkeeper._version import __version__
+from tollkeeper.decide.stores import open_store
 from tollkeeper.errors import (
     CapacityError,
     ConfigError,
@@ -43,6 +44,7 @@ __all__ = [
     "StoreUnavailable",
     "TollkeeperError",
     "__version__",
+    "open_store",
     "parse_limit",
     "parse_limits",
 ]

@@ -171,5 +171,6 @@ _HINTS: Final = {
     "NOPERM": "; the user needs ~<prefix>:* and +evalsha +eval +script|load",
     "READONLY": "; this is a replica: name the primary, or use redis+sentinel://",
     "MISCONF": "; Redis cannot write its snapshots: mend the disk, or see its log",
+    "WRONGTYPE": "; another application has a key of that name: set prefix= to one of your own",
     "NOREPLICAS": "; fewer replicas than min-replicas-to-write are connected",
 }

@@ -18,6 +18,7 @@ from typing import Any, Final
 from hiredis import ReplyError
 
 from tollkeeper.clock import NS_PER_SECOND
+from tollkeeper.decide.stores.redis.backoff import Backoff
 from tollkeeper.decide.stores.redis.calls import (
     ASKING,
     Call,
@@ -52,6 +53,7 @@ class Servers:
         # Threads that connect, and that find servers: these may take longer than a call may.
         self.helpers = ThreadPoolExecutor(HELPERS_MAX, "tollkeeper-redis")
         self._finding: Future[None] | None = None
+        self._backoff = Backoff()
 
     def slot(self, key: bytes) -> int:
         return slot_of(key) if self.clustered else 0
@@ -66,11 +68,24 @@ class Servers:
         return address
 
     def find(self) -> Future[None]:
-        """Find the servers anew, in the background; those who ask meanwhile share it."""
+        """Find the servers anew, in the background; those who ask meanwhile share it.
+
+        While none can be found, most who ask get the last failure, at once.
+        """
         with self._lock:
-            if self._finding is None or self._finding.done():
-                self._finding = self.helpers.submit(self.topology.refresh)
+            if self._finding is not None and not self._finding.done():
+                return self._finding
+            if self._finding is None or self._backoff.may_try(time.monotonic_ns()):
+                self._finding = self.helpers.submit(self._find)
             return self._finding
+
+    def _find(self) -> None:
+        try:
+            self.topology.refresh()
+        except StoreError as error:
+            self._backoff.failed(time.monotonic_ns(), str(error))
+            raise
+        self._backoff.succeeded()
 
     def forked(self) -> None:
         """In a child process: start anew, whatever the parent's threads were at."""
@@ -78,6 +93,7 @@ class Servers:
         self.topology = Topology(self.config)
         self.helpers = ThreadPoolExecutor(HELPERS_MAX, "tollkeeper-redis")
         self._finding = None
+        self._backoff = Backoff()
 
     def close(self) -> None:
         with self._lock:
