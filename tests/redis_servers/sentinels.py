@@ -1,11 +1,14 @@
 """A primary with one replica, and three Sentinels that watch them and vote on a promotion.
 
 Left alone, Sentinels look around every one to ten seconds, and starting or reviving takes as long.
-SENTINEL DEBUG lets them look more often; what they do then is the real thing. Two of their periods
-depend on others, though, and a promotion comes to nothing where that is not kept:
+SENTINEL DEBUG lets them look more often; what they do then is the real thing. But their periods
+depend on one another, and where that is not kept they replace a live server or fail to replace a
+dead one:
 
+- After a promotion a Sentinel sends its first ping one PING-PERIOD later, yet counts the silence
+  from the start. So `down_after_ms` must be well above PING-PERIOD.
 - News of a replica may be five PING-PERIODs old for its promotion. While the primary is down such
-  news comes once a second, whatever INFO-PERIOD says. So PING-PERIOD stays as it is.
+  news comes once a second, whatever INFO-PERIOD says. So PING-PERIOD must be well above 200 ms.
 - A replica that says it is primary is turned back after four PUBLISH-PERIODs, if the old primary is
   back and a Sentinel has not heard of the promotion, which its leader sees by those same news. So
   PUBLISH-PERIOD is short only while no promotion can be under way: when starting, and in `revive`,
@@ -31,7 +34,7 @@ QUORUM = 2
 _SETTLED_SECONDS_MAX = 30.0
 _SETTLING_PACE = ("PUBLISH-PERIOD", 100)
 _PACE: tuple[str | int, ...] = (
-    *("INFO-PERIOD", 100, "ASK-PERIOD", 100, "PUBLISH-PERIOD", 500),
+    *("INFO-PERIOD", 100, "ASK-PERIOD", 100, "PING-PERIOD", 400, "PUBLISH-PERIOD", 500),
     # A Sentinel that was not run for two seconds mistrusts its clock, and then does nothing for
     # thirty. On a busy machine that happens.
     *("TILT-PERIOD", 1_000),
@@ -41,14 +44,14 @@ _PACE: tuple[str | int, ...] = (
 class Sentinels(Startable):
     """Two redis-servers under the name `service`, and three Sentinels.
 
-    `down_after_ms`  how long the primary is silent before it is replaced: short for a test that
-                     kills it, longer where a busy machine must not look like a dead server
+    `down_after_ms`  how long the primary is silent before it is replaced: from 1,000, for a test
+                     that kills it; longer where a busy machine must not look like a dead server
     `lines`          further lines of the redis-servers' configuration
     """
 
     service = "main"
 
-    def __init__(self, *, down_after_ms: int = 500, lines: Sequence[str] = ()) -> None:
+    def __init__(self, *, down_after_ms: int = 1_000, lines: Sequence[str] = ()) -> None:
         self._data_lines = (
             *COMMON_LINES,
             "port {port}",
@@ -89,7 +92,7 @@ class Sentinels(Startable):
             "port {port}",
             f"sentinel monitor {self.service} {HOST} {first.port} {QUORUM}",
             f"sentinel down-after-milliseconds {self.service} {self._down_after_ms}",
-            # Twice this must pass between two promotions.
+            # Twice this passes before they try again, when a promotion comes to nothing.
             f"sentinel failover-timeout {self.service} 3000",
         )
         self.sentinels += [Server("redis-sentinel", sentinel_lines) for _ in range(SENTINELS)]
@@ -122,7 +125,7 @@ class Sentinels(Startable):
         """Wait until the other one is primary, the old one being killed or paused.
 
         That is when it takes writes; the Sentinels tell their clients up to a second later. It
-        takes about a second, but is never less than six seconds after the last promotion began.
+        takes one to two seconds; should the Sentinels not agree at once, some six more.
         """
         server = until(
             lambda: next((one for one in _answering(self.servers) if _is_primary(one)), None),
