@@ -29,6 +29,7 @@ TESTED_IN = {
     "decide/algorithms/outcome.py": "decide/algorithms/test_every_algorithm.py",
     "decide/kernel/__init__.py": "decide/kernel/test_binding.py",
     "decide/stores/__init__.py": "decide/stores/test_uri.py",
+    "decide/stores/redis/health.py": "integration/test_redis_health.py",
     "decide/stores/redis/__init__.py": "decide/stores/test_uri.py",
     "decide/stores/redis/drive.py": "integration/test_redis_faults.py",
     "decide/stores/redis/gates.py": "parity/test_redis_parity.py",

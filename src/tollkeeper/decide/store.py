@@ -19,9 +19,9 @@ class StoreStats:
     """What a store holds. A *state* is one limit's count of one subject."""
 
     states: int
-    """States held now. Some may have expired and wait to be reused."""
+    """States held now. Some may have expired and wait to be reused. A large Redis estimates."""
     states_max: int
-    """How many fit."""
+    """How many fit; 0: the store has no bound of its own."""
     bytes: int
     """Memory in use for them; an estimate where the store cannot know."""
     expired: int
@@ -31,8 +31,8 @@ class StoreStats:
 
     @property
     def fullness(self) -> float:
-        """From 0.0 to 1.0."""
-        return self.states / self.states_max
+        """From 0.0 to 1.0; always 0.0 where there is no bound."""
+        return self.states / self.states_max if self.states_max else 0.0
 
 
 class Gate(Protocol):

@@ -1,0 +1,439 @@
+"""What an operator sees: how much the servers hold, and how they are.
+
+`census` counts. The keys are walked with SCAN, a page at a time, and at most KEYS_LOOKED_AT_MAX of
+them: no server stops for it. If that is all, the count is exact; if not, it is the share of ours
+among them, times the size of the database. count.lua tells how many states a subject has, for each
+of them or for a sample.
+
+`survey` asks every node about itself, several at a time, and each Sentinel whether it could see a
+fail-over through. A fact that a server does not tell, because the user may not ask or the version
+does not know, is None and never an error.
+
+Everything here blocks, on redis-py's connections and not on those of the checks.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
+from hashlib import sha1
+from importlib.resources import files
+from statistics import median
+from typing import Any, Final
+
+import redis
+from redis.exceptions import BusyLoadingError, MovedError, NoPermissionError, ResponseError
+
+from tollkeeper.clock import NS_PER_SECOND
+from tollkeeper.decide.stores.redis.config import Address, Mode, RedisConfig
+from tollkeeper.decide.stores.redis.findings import (
+    FORBIDDEN,
+    Finding,
+    Level,
+    NodeHealth,
+    judge,
+    merged,
+)
+from tollkeeper.decide.stores.redis.topology import Topology
+from tollkeeper.errors import StoreError, StoreTimeout, StoreUnavailable
+
+KEYS_LOOKED_AT_MAX: Final = 10_000
+KEYS_PER_SCAN: Final = 1_000
+# Of the subjects found, the states of so many are counted, and so many are weighed.
+SUBJECTS_COUNTED_MAX: Final = 1_000
+SUBJECTS_WEIGHED_MAX: Final = 50
+NODES_AT_ONCE_MAX: Final = 16
+PINGS_MIN, PINGS_MAX = 3, 20
+PINGING_NS_MAX: Final = NS_PER_SECOND // 2
+_NS_PER_MS: Final = 1_000_000
+
+# UnicodeError is Python's for a host name that cannot be one.
+_VENDOR_ERRORS: Final = (redis.RedisError, OSError, UnicodeError)
+# A server that does not know AUTH repeats what follows it, which is the password.
+_REPEATED: Final = ", with args beginning with"
+
+_COUNT: Final = files("tollkeeper.decide.stores.redis").joinpath("lua/count.lua").read_bytes()
+# Redis names scripts by their SHA-1; nothing secret hangs on it.
+_COUNT_SHA: Final = sha1(_COUNT, usedforsecurity=False).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """What the primaries hold under one prefix. A *state* is one limit's count of one subject."""
+
+    subjects: int
+    states: int
+    exact: bool
+    """Was everything counted? If not, the numbers are estimated from a part."""
+    bytes: int
+    """Memory of all subjects, from a sample; 0 where the server does not tell."""
+    expired_keys: int
+    """Keys of any kind that these servers dropped at their expiry; 0 where they do not tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class RedisHealth:
+    """How the servers of a store are."""
+
+    mode: Mode
+    nodes: tuple[NodeHealth, ...]
+    """Replicas too, where Sentinel or the cluster names them."""
+    cluster_state: str | None
+    """`ok` if every node that answers says so."""
+    slots_covered: int | None
+    """Of 16,384, as the node knows it that sees fewest."""
+    findings: tuple[Finding, ...]
+    """What is wrong."""
+
+    @property
+    def warnings(self) -> list[str]:
+        """The findings as text: what is wrong, where, and what to do."""
+        return [str(finding) for finding in self.findings]
+
+
+def census(topology: Topology, prefix: str) -> Census:
+    """Count what is kept under a prefix. Two trips to each primary while there is little.
+
+    Raises StoreUnavailable or StoreTimeout if a primary does not answer, or may not be asked.
+    """
+    primaries = topology.primaries()
+    try:
+        counted = _count_all(topology, primaries, prefix)
+    except StoreError:
+        counted = []
+    if counted and not any(one.moved for one in counted):
+        return _sum(counted)
+    # A primary may have been replaced, or may have given slots away, since we last heard.
+    topology.refresh()
+    return _sum(_count_all(topology, topology.primaries(), prefix))
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """One primary's part of a census."""
+
+    census: Census
+    moved: bool
+    """Did it say that another node has a key now?"""
+
+
+def _count_all(topology: Topology, primaries: Sequence[Address], prefix: str) -> list[_Counted]:
+    keys_max = max(KEYS_LOOKED_AT_MAX // len(primaries), 1)
+    return [_count(topology, address, prefix, keys_max) for address in primaries]
+
+
+def _sum(counted: Sequence[_Counted]) -> Census:
+    parts = [one.census for one in counted]
+    return Census(
+        subjects=sum(part.subjects for part in parts),
+        states=sum(part.states for part in parts),
+        exact=all(part.exact for part in parts),
+        bytes=sum(part.bytes for part in parts),
+        expired_keys=sum(part.expired_keys for part in parts),
+    )
+
+
+def _count(topology: Topology, address: Address, prefix: str, keys_max: int) -> _Counted:
+    try:
+        return _Scan(topology.client(address), f"{prefix}:{{*", keys_max).counted()
+    except _VENDOR_ERRORS as error:
+        made = StoreTimeout if _timed_out(error) else StoreUnavailable
+        reason = _reason(error)
+        if isinstance(error, NoPermissionError) or FORBIDDEN.search(reason):
+            reason += "; to count, the user needs +scan, +eval, +evalsha, +hkeys and +hget"
+        raise made(f"{address}: {reason}") from None
+
+
+class _Scan:
+    """A look at one primary's keys."""
+
+    def __init__(self, client: Any, pattern: str, keys_max: int) -> None:
+        self._client = client
+        page = min(KEYS_PER_SCAN, keys_max)
+        how = ("MATCH", pattern, "COUNT", page)
+        first, dbsize, info = _ask(client, ("SCAN", 0, *how), ("DBSIZE",), ("INFO", "stats"))
+        if isinstance(first, ResponseError):
+            raise first
+        cursor, found = first
+        keys, looked_at = set(found), page
+        while cursor and looked_at < keys_max:
+            cursor, found = client.execute_command("SCAN", cursor, *how)
+            keys.update(found)
+            looked_at += page
+        self.whole = cursor == 0
+        self.keys: list[bytes] = list(keys)
+        self.subjects = len(keys)
+        if cursor and isinstance(dbsize, int):
+            self.subjects = max(dbsize * len(keys) // looked_at, len(keys))
+        self.expired_keys = info.get("expired_keys", 0) if isinstance(info, dict) else 0
+
+    def counted(self) -> _Counted:
+        """The subjects, and their states and bytes as far as these can be had."""
+        sample = self.keys
+        if len(sample) > SUBJECTS_COUNTED_MAX:
+            sample = random.sample(sample, SUBJECTS_COUNTED_MAX)
+        # The first brings the script along; the others name it.
+        calls = [("EVAL", _COUNT, 1, key) for key in sample[:1]]
+        calls += [("EVALSHA", _COUNT_SHA.encode(), 1, key) for key in sample[1:]]
+        weighing = [("MEMORY USAGE", key) for key in sample[:SUBJECTS_WEIGHED_MAX]]
+        replies = _ask(self._client, *calls, *weighing)
+        states = [reply for reply in replies[: len(sample)] if isinstance(reply, int)]
+        sizes = [reply for reply in replies[len(sample) :] if isinstance(reply, int)]
+        moved = any(isinstance(reply, MovedError) for reply in replies)
+        if sample and not states and not moved:
+            raise replies[0]
+        return _Counted(
+            Census(
+                subjects=self.subjects,
+                states=_scaled(states, self.subjects),
+                exact=self.whole and len(states) == self.subjects,
+                bytes=_scaled(sizes, self.subjects),
+                expired_keys=self.expired_keys,
+            ),
+            moved,
+        )
+
+
+def _scaled(sample: Sequence[int], subjects: int) -> int:
+    """The sum over all subjects, of whom these are some."""
+    return round(sum(sample) * subjects / len(sample)) if sample else 0
+
+
+def health(topology: Topology, config: RedisConfig) -> RedisHealth:
+    """`survey`, or StoreUnavailable if no node at all answers."""
+    found = survey(topology, config)
+    if not any(node.reachable for node in found.nodes):
+        reasons = "; ".join(f"{node.address}: {node.reason}" for node in found.nodes)
+        raise StoreUnavailable(f"{config.shown()}: no server answers: {reasons}")
+    return found
+
+
+def survey(topology: Topology, config: RedisConfig) -> RedisHealth:
+    """Ask every node how it is; those that do not answer are in the result too.
+
+    Takes as long as the slowest node, which gets `connect_ms` for the connection and for each
+    answer. Raises StoreError only if nobody can say which nodes there are.
+    """
+    topology.nodes()
+    findings: list[Finding] = []
+    try:
+        topology.refresh()
+    except StoreError as error:
+        found = f"the nodes are those of before: {error}"
+        remedy = "start the servers that the URI names, or mend the way to them"
+        findings.append(Finding("connection", "warning", found, remedy))
+    addresses = topology.nodes()
+    with ThreadPoolExecutor(min(NODES_AT_ONCE_MAX, len(addresses)), "tollkeeper-health") as pool:
+        nodes = tuple(pool.map(lambda each: _look(topology, each, config.mode), addresses))
+        if config.mode == "sentinel":
+            for asked in pool.map(lambda each: _ask_sentinel(config, each), config.addresses):
+                findings += asked
+    findings += judge(nodes, config)
+    states = {node.cluster_state for node in nodes if node.cluster_state is not None}
+    slots = [node.cluster_slots_ok for node in nodes if node.cluster_slots_ok is not None]
+    return RedisHealth(
+        mode=config.mode,
+        nodes=nodes,
+        cluster_state=max(states - {"ok"} or states, default=None),
+        slots_covered=min(slots, default=None),
+        findings=merged(findings),
+    )
+
+
+_Reader = Callable[[Any], Any]
+# Our fields, what the server calls them, and what turns its values into ours.
+_FROM_INFO: Final[Mapping[str, tuple[str, _Reader]]] = {
+    "role": ("role", {"master": "primary", "slave": "replica"}.get),
+    "version": ("redis_version", str),
+    "uptime_seconds": ("uptime_in_seconds", int),
+    "loading": ("loading", bool),
+    "ops_per_second": ("instantaneous_ops_per_sec", int),
+    "used_memory_bytes": ("used_memory", int),
+    "maxmemory_bytes": ("maxmemory", int),
+    "maxmemory_policy": ("maxmemory_policy", str),
+    "evicted_keys": ("evicted_keys", int),
+    "aof_enabled": ("aof_enabled", bool),
+    "aof_last_write_ok": ("aof_last_write_status", "ok".__eq__),
+    "rdb_last_save_ok": ("rdb_last_bgsave_status", "ok".__eq__),
+    "link_up": ("master_link_status", "up".__eq__),
+}
+_FROM_CONFIG: Final[Mapping[str, tuple[str, _Reader]]] = {
+    "aof_fsync": ("appendfsync", str),
+    "rdb_save_points": ("save", str),
+    "min_replicas_to_write": ("min-replicas-to-write", int),
+    "cluster_full_coverage": ("cluster-require-full-coverage", "yes".__eq__),
+}
+_FROM_CLUSTER: Final[Mapping[str, tuple[str, _Reader]]] = {
+    "cluster_state": ("cluster_state", str),
+    "cluster_slots_ok": ("cluster_slots_ok", int),
+}
+
+
+def _look(topology: Topology, address: Address, mode: Mode) -> NodeHealth:
+    client: Any = topology.client(address)
+    try:
+        return _ask_all(client, str(address), mode)
+    except BusyLoadingError as error:
+        # It answers nothing but INFO then, and not even a login to another database.
+        loading = NodeHealth(str(address), reachable=True, reason=_reason(error), loading=True)
+        try:
+            return replace(loading, **_from_info(client.execute_command("INFO")))
+        except _VENDOR_ERRORS:
+            return loading
+    except _VENDOR_ERRORS as error:
+        refused = isinstance(error, redis.AuthenticationError)
+        return NodeHealth(
+            str(address), reachable=False, reason=_reason(error), login_refused=refused
+        )
+
+
+def _ask_all(client: redis.Redis, address: str, mode: Mode) -> NodeHealth:
+    # The first may have to connect, and is not measured. It is also the one that a server refuses
+    # which does not know us; what comes after can only be forbidden.
+    _permitted(client, "PING")
+    times_ns: list[int] = []
+    started_ns = time.monotonic_ns()
+    while len(times_ns) < PINGS_MAX:
+        before_ns = time.monotonic_ns()
+        if len(times_ns) >= PINGS_MIN and before_ns - started_ns > PINGING_NS_MAX:
+            break
+        _permitted(client, "PING")
+        times_ns.append(time.monotonic_ns() - before_ns)
+    before_ns = time.time_ns()
+    told = _permitted(client, "TIME")
+    between_ns = (before_ns + time.time_ns()) // 2
+
+    settings = [("CONFIG", "GET", name) for name, _ in _FROM_CONFIG.values()]
+    cluster = [("CLUSTER", "INFO")] if mode == "cluster" else []
+    info, keys, *replies = _ask(client, ("INFO",), ("DBSIZE",), *settings, *cluster)
+    asked = {"TIME": told, "INFO": info, "DBSIZE": keys, "CONFIG GET": replies[0]}
+    if cluster:
+        asked["CLUSTER INFO"] = replies[-1]
+    unanswered = tuple(
+        name for name, reply in asked.items() if reply is None or isinstance(reply, ResponseError)
+    )
+    configured = {reply[0].decode(): reply[1].decode() for reply in replies if _is_setting(reply)}
+    return NodeHealth(
+        address,
+        reachable=True,
+        latency_ms=median(times_ns) / _NS_PER_MS,
+        latency_max_ms=max(times_ns) / _NS_PER_MS,
+        clock_offset_ms=told and _offset_ms(told, between_ns),
+        keys=None if isinstance(keys, ResponseError) else keys,
+        unanswered=unanswered,
+        **_from_info(info),
+        **_read(_FROM_CONFIG, configured),
+        **_read(_FROM_CLUSTER, _lines(replies[-1]) if cluster else {}),
+    )
+
+
+def _ask_sentinel(config: RedisConfig, address: Address) -> list[Finding]:
+    """What is wrong with one Sentinel; it is asked as a server of its own, with its own login."""
+    alone = replace(
+        config,
+        mode="standalone",
+        addresses=(address,),
+        db=0,
+        username=config.sentinel_username,
+        password=config.sentinel_password,
+    )
+    with closing(Topology(alone)) as topology:
+        client: Any = topology.client(address)
+        try:
+            client.execute_command("SENTINEL", "CKQUORUM", config.service)
+        except ResponseError as error:
+            level: Level = "problem"
+            found = f"no fail-over would be agreed on: {_reason(error)}"
+        except _VENDOR_ERRORS as error:
+            level, found = "warning", f"no answer from a Sentinel: {_reason(error)}"
+        else:
+            return []
+    remedy = "start the Sentinels that are missing, each on a machine of its own"
+    return [Finding("sentinel", level, found, remedy, (str(address),))]
+
+
+def _permitted(client: Any, command: str) -> Any:
+    """The reply; None if the user may not ask."""
+    try:
+        return client.execute_command(command)
+    except NoPermissionError:
+        return None
+
+
+def _offset_ms(told: tuple[int, int], ours_ns: int) -> float:
+    seconds, microseconds = told
+    return (seconds * NS_PER_SECOND + microseconds * 1_000 - ours_ns) / _NS_PER_MS
+
+
+def _is_setting(reply: object) -> bool:
+    """CONFIG GET: [name, value]; empty for a setting that the server does not have."""
+    return isinstance(reply, list) and len(reply) == 2
+
+
+def _lines(reply: object) -> dict[str, str]:
+    """CLUSTER INFO: a name, a colon and a value on each line."""
+    if not isinstance(reply, bytes):
+        return {}
+    pairs = (line.partition(":") for line in reply.decode().splitlines())
+    return {name: value for name, colon, value in pairs if colon}
+
+
+def _read(fields: Mapping[str, tuple[str, _Reader]], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Our fields, as far as they are told and make sense."""
+    found = {}
+    for field, (name, reader) in fields.items():
+        try:
+            found[field] = reader(facts[name])
+        except (LookupError, TypeError, ValueError):
+            continue
+    return found
+
+
+def _from_info(info: Any) -> dict[str, Any]:
+    if not isinstance(info, dict):
+        return {}
+    found = _read(_FROM_INFO, info)
+    if "valkey_version" in info:
+        # For old clients it claims to be a Redis besides.
+        found |= {"server": "valkey", "version": str(info["valkey_version"])}
+    elif "version" in found:
+        found["server"] = "redis"
+    replicas = [info[name] for name in info if re.fullmatch(r"slave\d+", name)]
+    offsets = [one["offset"] for one in replicas if one.get("state") == "online"]
+    if found.get("role") == "primary":
+        found["replicas_connected"] = len(offsets)
+        if offsets:
+            found["replication_lag_bytes"] = max(info["master_repl_offset"] - min(offsets), 0)
+    return found
+
+
+def _ask(client: redis.Redis, *commands: tuple[Any, ...]) -> list[Any]:
+    """The replies, in one round trip; some may be ResponseErrors."""
+    pipeline: Any = client.pipeline(transaction=False)
+    for command in commands:
+        pipeline.execute_command(*command)
+    replies: list[Any] = pipeline.execute(raise_on_error=False)
+    return replies
+
+
+def _timed_out(error: Exception) -> bool:
+    """Was there no answer, as opposed to a bad one?"""
+    return isinstance(error, redis.TimeoutError | TimeoutError)
+
+
+def _reason(error: Exception) -> str:
+    """What a server did, without any secret in it."""
+    if _timed_out(error):
+        return "no answer in time"
+    below = error.__context__
+    # redis-py's own message repeats the address.
+    said = (below.strerror if isinstance(below, OSError) else None) or str(error)
+    text = said.partition(_REPEATED)[0].strip() or type(error).__name__
+    if isinstance(error, redis.AuthenticationError):
+        return f"it refuses the login: {text}"
+    return text
