@@ -6,21 +6,21 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.clocks import SteppedClock
 from tests.conformance.stores import OpenStore, factory, open_store
 from tollkeeper.decide.store import Store
-from tollkeeper.testing import ManualClock
 
 __all__ = ["clock", "factory", "open_store", "store"]
 
 
 @pytest.fixture
-def clock() -> ManualClock:
+def clock() -> SteppedClock:
     """At a time that begins a window of every length used in the suite."""
-    return ManualClock(start=1_700_000_000)
+    return SteppedClock(start=1_700_000_000)
 
 
 @pytest.fixture
-def store(open_store: OpenStore, clock: ManualClock) -> Iterator[Store]:
+def store(open_store: OpenStore, clock: SteppedClock) -> Iterator[Store]:
     """An empty store with room to spare."""
     with open_store(clock) as opened:
         yield opened

@@ -6,24 +6,32 @@ from itertools import count
 
 import pytest
 
-from tests.conformance.stores import OpenStore, StoreFactory, every_algorithm
+from tests.clocks import SteppedClock
+from tests.conformance.stores import (
+    OpenStore,
+    StoreFactory,
+    bounded_stores,
+    every_algorithm,
+    past_expiry,
+)
 from tollkeeper import CapacityError, Limit, Limiter, StoreFull
 from tollkeeper.decide.failure import FailurePolicy
 from tollkeeper.decide.store import Store
 from tollkeeper.model import AlgorithmName
-from tollkeeper.testing import ManualClock
+
+pytestmark = bounded_stores
 
 ASKED = 8
 
 
 @pytest.fixture
-def small(open_store: OpenStore, clock: ManualClock) -> Store:
+def small(open_store: OpenStore, clock: SteppedClock) -> Store:
     """A store for a handful of states."""
     with open_store(clock, ASKED) as store:
         yield store
 
 
-def strict(store: Store, clock: ManualClock, limit: Limit, name: str = "") -> Limiter:
+def strict(store: Store, clock: SteppedClock, limit: Limit, name: str = "") -> Limiter:
     """A limiter that lets StoreFull through."""
     return Limiter(limit, store=store, clock=clock, name=name, on_failure="raise")
 
@@ -41,15 +49,9 @@ def fill(limiter: Limiter, cost: int = 1) -> list[str]:
     raise AssertionError
 
 
-def past_expiry(factory: StoreFactory, clock: ManualClock, reset_after_ns: int) -> None:
-    """Move to when the store must have let go of a state that it wrote in the last ten seconds."""
-    written_ns = reset_after_ns + 10 * 10**9
-    clock.advance_ns(reset_after_ns + int(written_ns * factory.expiry_slack))
-
-
 @every_algorithm
 def test_what_was_asked_for_fits(
-    algorithm: AlgorithmName, small: Store, clock: ManualClock
+    algorithm: AlgorithmName, small: Store, clock: SteppedClock
 ) -> None:
     """At least the states asked for, at most the states declared; the refusal is counted."""
     keys = fill(strict(small, clock, Limit(5, per=10, algorithm=algorithm)))
@@ -61,7 +63,7 @@ def test_what_was_asked_for_fits(
 
 @every_algorithm
 def test_a_full_store_refuses_new_keys_and_serves_the_others(
-    algorithm: AlgorithmName, small: Store, clock: ManualClock
+    algorithm: AlgorithmName, small: Store, clock: SteppedClock
 ) -> None:
     """Each new key is refused and counted; the keys inside are decided as ever."""
     limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
@@ -76,7 +78,7 @@ def test_a_full_store_refuses_new_keys_and_serves_the_others(
 
 @every_algorithm
 def test_no_flood_of_keys_evicts_a_limited_one(
-    algorithm: AlgorithmName, small: Store, clock: ManualClock
+    algorithm: AlgorithmName, small: Store, clock: SteppedClock
 ) -> None:
     """A blocked key stays blocked through hundreds of throw-away keys."""
     limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
@@ -91,7 +93,7 @@ def test_no_flood_of_keys_evicts_a_limited_one(
 
 @every_algorithm
 def test_what_needs_no_room_is_not_refused(
-    algorithm: AlgorithmName, small: Store, clock: ManualClock
+    algorithm: AlgorithmName, small: Store, clock: SteppedClock
 ) -> None:
     """In a full store a new key can still be looked at, asked for nothing, refunded and reset;
     and a cost that can never fit is still CapacityError."""
@@ -107,7 +109,7 @@ def test_what_needs_no_room_is_not_refused(
 
 
 @every_algorithm
-def test_a_grant_needs_room(algorithm: AlgorithmName, small: Store, clock: ManualClock) -> None:
+def test_a_grant_needs_room(algorithm: AlgorithmName, small: Store, clock: SteppedClock) -> None:
     """In a full store a new key is granted nothing: StoreFull, and nothing is kept."""
     limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
     keys = fill(limiter)
@@ -119,7 +121,7 @@ def test_a_grant_needs_room(algorithm: AlgorithmName, small: Store, clock: Manua
 
 @every_algorithm
 def test_a_grant_to_a_known_key_is_given_or_refused(
-    algorithm: AlgorithmName, small: Store, clock: ManualClock
+    algorithm: AlgorithmName, small: Store, clock: SteppedClock
 ) -> None:
     """A store may need room of its own for a grant. It refuses before anything has changed."""
     limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
@@ -134,7 +136,7 @@ def test_a_grant_to_a_known_key_is_given_or_refused(
 
 @every_algorithm
 def test_expired_states_make_room_without_a_sweep(
-    algorithm: AlgorithmName, factory: StoreFactory, small: Store, clock: ManualClock
+    algorithm: AlgorithmName, factory: StoreFactory, small: Store, clock: SteppedClock
 ) -> None:
     """When their quotas are whole again, as many new keys fit as before, and nobody was asked
     to clean up."""
@@ -149,7 +151,7 @@ def test_expired_states_make_room_without_a_sweep(
 
 @every_algorithm
 def test_states_of_one_limit_make_room_for_another(
-    algorithm: AlgorithmName, factory: StoreFactory, small: Store, clock: ManualClock
+    algorithm: AlgorithmName, factory: StoreFactory, small: Store, clock: SteppedClock
 ) -> None:
     """Expired states of one limiter are reclaimed for the keys of another."""
     first = strict(small, clock, Limit(5, per=10, algorithm=algorithm), "first")
@@ -160,7 +162,7 @@ def test_states_of_one_limit_make_room_for_another(
 
 
 @every_algorithm
-def test_reset_makes_room(algorithm: AlgorithmName, small: Store, clock: ManualClock) -> None:
+def test_reset_makes_room(algorithm: AlgorithmName, small: Store, clock: SteppedClock) -> None:
     """A key that was reset leaves its place to exactly one new key."""
     limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
     keys = fill(limiter)
@@ -172,7 +174,7 @@ def test_reset_makes_room(algorithm: AlgorithmName, small: Store, clock: ManualC
 
 @every_algorithm
 def test_a_stream_of_passing_keys_is_never_refused(
-    algorithm: AlgorithmName, factory: StoreFactory, small: Store, clock: ManualClock
+    algorithm: AlgorithmName, factory: StoreFactory, small: Store, clock: SteppedClock
 ) -> None:
     """Hundreds of keys, a few at a time, go through a store of a handful."""
     limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
@@ -186,7 +188,7 @@ def test_a_stream_of_passing_keys_is_never_refused(
 
 @every_algorithm
 def test_keys_reset_again_and_again_leave_nothing(
-    algorithm: AlgorithmName, small: Store, clock: ManualClock
+    algorithm: AlgorithmName, small: Store, clock: SteppedClock
 ) -> None:
     """The store's memory does not grow with keys that came and were reset."""
     limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
@@ -204,7 +206,7 @@ def test_keys_reset_again_and_again_leave_nothing(
 
 @every_algorithm
 def test_several_limits_find_room_together_or_not_at_all(
-    algorithm: AlgorithmName, small: Store, clock: ManualClock
+    algorithm: AlgorithmName, small: Store, clock: SteppedClock
 ) -> None:
     """With one place left, a key with two limits is refused and takes none."""
     filler = strict(small, clock, Limit(5, per=10, algorithm=algorithm), "filler")
@@ -223,7 +225,7 @@ def test_several_limits_find_room_together_or_not_at_all(
 
 @pytest.mark.parametrize(("policy", "allowed"), [("open", True), ("closed", False)])
 def test_the_failure_policy_answers_for_a_full_store(
-    policy: FailurePolicy, allowed: bool, small: Store, clock: ManualClock
+    policy: FailurePolicy, allowed: bool, small: Store, clock: SteppedClock
 ) -> None:
     """open allows and closed denies, both marked degraded; denied ones say when to come back."""
     limit = Limit(5, per=10)
@@ -235,7 +237,7 @@ def test_the_failure_policy_answers_for_a_full_store(
     assert (decision.retry_after > 0) is not allowed
 
 
-def test_the_failure_policy_does_not_touch_keys_that_fit(small: Store, clock: ManualClock) -> None:
+def test_the_failure_policy_does_not_touch_keys_that_fit(small: Store, clock: SteppedClock) -> None:
     """A key that has its place is decided for real, whatever the policy."""
     limit = Limit(5, per=10)
     keys = fill(strict(small, clock, limit))
@@ -243,42 +245,6 @@ def test_the_failure_policy_does_not_touch_keys_that_fit(small: Store, clock: Ma
     decisions = [open_limiter.check(keys[0]) for _ in range(5)]
     assert [d.allowed for d in decisions] == [True] * 4 + [False]
     assert not any(d.degraded for d in decisions)
-
-
-@every_algorithm
-def test_sweep_drops_what_has_expired_and_nothing_else(
-    algorithm: AlgorithmName, factory: StoreFactory, store: Store, clock: ManualClock
-) -> None:
-    """Three whole again and two still limited: three go, and are counted."""
-    short = Limiter(Limit(5, per=10, algorithm=algorithm), store=store, clock=clock)
-    long = Limiter(Limit(5, per=1000, algorithm=algorithm), store=store, clock=clock)
-    decisions = [short.check(key, 5) for key in ("a", "b", "c")]
-    long.check("a", 5)
-    long.check("d", 5)
-    assert store.sweep() == 0
-    past_expiry(factory, clock, decisions[0].reset_after_ns)
-    assert store.sweep() == 3
-    assert store.sweep() == 0
-    stats = store.stats()
-    assert (stats.states, stats.expired) == (2, 3)
-    assert not long.check("a")
-    assert not long.check("d")
-
-
-@every_algorithm
-def test_sweep_keeps_a_grant_that_lasts(
-    algorithm: AlgorithmName, factory: StoreFactory, store: Store, clock: ManualClock
-) -> None:
-    """A key whose quota is whole but whose grant is not over stays; then it goes."""
-    limiter = Limiter(Limit(5, per=10, algorithm=algorithm), store=store, clock=clock)
-    limiter.grant("k", 3, ttl=100)
-    clock.advance(limiter.check("k", 5).reset_after)
-    assert store.sweep() == 0
-    assert limiter.peek("k").remaining == 8
-    past_expiry(factory, clock, 100 * 10**9)
-    assert store.sweep() > 0
-    assert limiter.peek("k").remaining == 5
-    assert store.stats().states == 0
 
 
 def test_an_empty_store_says_so(small: Store) -> None:
@@ -290,7 +256,7 @@ def test_an_empty_store_says_so(small: Store) -> None:
     assert stats.bytes >= 0
 
 
-def test_fullness_is_the_part_in_use(small: Store, clock: ManualClock) -> None:
+def test_fullness_is_the_part_in_use(small: Store, clock: SteppedClock) -> None:
     """From 0.0 towards 1.0 as keys come in, and bytes are counted."""
     limiter = strict(small, clock, Limit(5, per=10))
     limiter.check("k")
@@ -302,7 +268,7 @@ def test_fullness_is_the_part_in_use(small: Store, clock: ManualClock) -> None:
 
 
 def test_states_never_exceed_their_maximum(
-    factory: StoreFactory, small: Store, clock: ManualClock
+    factory: StoreFactory, small: Store, clock: SteppedClock
 ) -> None:
     """Not even where a key's own expired state is what was reclaimed to make room for it."""
     limits = [Limit(1, per=10 * n, algorithm="fixed_window") for n in (1, 10)]
@@ -317,58 +283,3 @@ def test_states_never_exceed_their_maximum(
     except StoreFull:
         assert limiter.peek("k").remaining == 1
     assert small.stats().states <= small.stats().states_max
-
-
-@every_algorithm
-def test_a_spent_grant_does_not_hold_its_place(
-    algorithm: AlgorithmName, factory: StoreFactory, small: Store, clock: ManualClock
-) -> None:
-    """Granted for a day, spent at once: the key goes when its quota is whole, not a day later."""
-    limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
-    limiter.grant("k", 1, ttl=86_400)
-    past_expiry(factory, clock, limiter.check("k", 6).reset_after_ns)
-    assert limiter.peek("k") == limiter.peek("never seen")
-    assert small.sweep() > 0
-    assert small.stats().states == 0
-
-
-@pytest.mark.parametrize("algorithm", ["token_bucket", "leaky_bucket", "sliding_window_log"])
-def test_a_refund_brings_the_end_nearer(
-    algorithm: AlgorithmName, factory: StoreFactory, store: Store, clock: ManualClock
-) -> None:
-    """What is left after a refund is whole again sooner, and the state goes then."""
-    limiter = Limiter(Limit(5, per=10, algorithm=algorithm), store=store, clock=clock)
-    limiter.check("k", 2)
-    clock.advance(3)
-    limiter.check("k", 3)
-    limiter.refund("k", 3)
-    past_expiry(factory, clock, limiter.peek("k").reset_after_ns)
-    assert limiter.peek("k") == limiter.peek("never seen")
-    assert store.sweep() == 1
-
-
-def test_a_refund_of_a_whole_window_brings_the_end_nearer(
-    factory: StoreFactory, store: Store, clock: ManualClock
-) -> None:
-    """With this window's units refunded, the previous window's are gone at this one's end."""
-    limit = Limit(5, per=10, algorithm="sliding_window_counter")
-    limiter = Limiter(limit, store=store, clock=clock)
-    limiter.check("k", 2)
-    clock.advance(10)
-    limiter.check("k", 3)
-    limiter.refund("k", 3)
-    assert limiter.peek("k").reset_after == 10.0
-    past_expiry(factory, clock, 10 * 10**9)
-    assert limiter.peek("k") == limiter.peek("never seen")
-    assert store.sweep() == 1
-
-
-@every_algorithm
-def test_a_grant_of_nothing_keeps_nothing(
-    algorithm: AlgorithmName, store: Store, clock: ManualClock
-) -> None:
-    """A key granted 0 units is a fresh key, and takes no place."""
-    limiter = Limiter(Limit(5, per=10, algorithm=algorithm), store=store, clock=clock)
-    limiter.grant("k", 0, ttl=100)
-    assert limiter.peek("k") == limiter.peek("never seen")
-    assert store.stats().states == 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.clocks import SteppedClock
 from tests.conformance.stores import every_algorithm
 from tollkeeper import CapacityError, Limit, Limiter
 from tollkeeper.decide.store import Store
 from tollkeeper.model import ALGORITHM_NAMES, AlgorithmName
-from tollkeeper.testing import ManualClock
 
 every_other_algorithm = pytest.mark.parametrize("other", ALGORITHM_NAMES)
 
@@ -21,7 +21,7 @@ def test_a_request_denied_by_one_limit_burns_none(
     other: AlgorithmName,
     tight_first: bool,
     store: Store,
-    clock: ManualClock,
+    clock: SteppedClock,
 ) -> None:
     """Whichever limit denies and in whichever order they stand, the other's count is as it was."""
     tight = Limit(2, per=10, algorithm=algorithm, name="tight")
@@ -38,7 +38,7 @@ def test_a_request_denied_by_one_limit_burns_none(
 
 @every_algorithm
 def test_the_limit_with_least_remaining_speaks(
-    algorithm: AlgorithmName, store: Store, clock: ManualClock
+    algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
     """Allowed or peeked at, the decision is of the limit that will run out first."""
     small = Limit(3, per=10, algorithm=algorithm, name="small")
@@ -52,7 +52,7 @@ def test_the_limit_with_least_remaining_speaks(
 
 @every_algorithm
 def test_a_denial_speaks_of_a_limit_that_denied(
-    algorithm: AlgorithmName, store: Store, clock: ManualClock
+    algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
     """The limit with room never speaks for one without, and the wait is that of the slowest."""
     first = Limit(2, per=10, algorithm=algorithm, name="first")
@@ -74,7 +74,7 @@ def test_a_denial_speaks_of_a_limit_that_denied(
 @every_algorithm
 @every_other_algorithm
 def test_a_cost_that_fits_only_one_limit_is_an_error(
-    algorithm: AlgorithmName, other: AlgorithmName, store: Store, clock: ManualClock
+    algorithm: AlgorithmName, other: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
     """CapacityError names the limit that can never hold the cost, and none is charged."""
     small = Limit(2, per=10, algorithm=algorithm, name="small")
@@ -90,7 +90,7 @@ def test_a_cost_that_fits_only_one_limit_is_an_error(
 
 @every_algorithm
 def test_a_grant_goes_to_every_limit(
-    algorithm: AlgorithmName, store: Store, clock: ManualClock
+    algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
     """Two granted let two more pass in each, and a denial in one draws on neither grant."""
     small = Limit(2, per=10, algorithm=algorithm, name="small")
@@ -107,7 +107,7 @@ def test_a_grant_goes_to_every_limit(
 
 @every_algorithm
 def test_a_grant_lasts_one_window_of_each_limit(
-    algorithm: AlgorithmName, store: Store, clock: ManualClock
+    algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
     """Without a ttl, each limit keeps its grant for its own window."""
     short = Limit(2, per=10, algorithm=algorithm, name="short")
@@ -123,7 +123,7 @@ def test_a_grant_lasts_one_window_of_each_limit(
 
 @every_algorithm
 def test_refund_and_reset_reach_every_limit(
-    algorithm: AlgorithmName, store: Store, clock: ManualClock
+    algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
     """Both limits get the units back; after a reset both are as new and keep nothing."""
     small = Limit(2, per=10, algorithm=algorithm, name="small")
@@ -140,7 +140,7 @@ def test_refund_and_reset_reach_every_limit(
 
 @every_algorithm
 def test_each_limit_of_each_key_is_one_state(
-    algorithm: AlgorithmName, store: Store, clock: ManualClock
+    algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
     """Two keys under three limits are six states; looking and denying add none."""
     limits = [Limit(2, per=10 * n, algorithm=algorithm, name=f"n{n}") for n in (1, 2, 3)]
@@ -152,7 +152,7 @@ def test_each_limit_of_each_key_is_one_state(
     assert store.stats().states == 6
 
 
-def test_all_five_algorithms_in_one_limiter(store: Store, clock: ManualClock) -> None:
+def test_all_five_algorithms_in_one_limiter(store: Store, clock: SteppedClock) -> None:
     """Five limits of five kinds pass together, count together and deny together."""
     limits = [Limit(3, per=10, algorithm=name) for name in ALGORITHM_NAMES]
     limiter = Limiter(limits, store=store, clock=clock)
@@ -163,7 +163,7 @@ def test_all_five_algorithms_in_one_limiter(store: Store, clock: ManualClock) ->
     assert decisions[3].retry_after_ns == max(d.retry_after_ns for d in alone)
 
 
-def test_a_leaky_bucket_tells_when_to_serve(store: Store, clock: ManualClock) -> None:
+def test_a_leaky_bucket_tells_when_to_serve(store: Store, clock: SteppedClock) -> None:
     """One every 2 s: three at once are served now, after 2 s and after 4 s, by themselves or
     beside another limit; a denied request has no delay."""
     leaky = Limit(5, per=10, algorithm="leaky_bucket", capacity=3)
@@ -180,7 +180,7 @@ def test_a_leaky_bucket_tells_when_to_serve(store: Store, clock: ManualClock) ->
     assert limiter.check("k").delay == 4.0
 
 
-def test_a_leaky_bucket_delays_whoever_speaks(store: Store, clock: ManualClock) -> None:
+def test_a_leaky_bucket_delays_whoever_speaks(store: Store, clock: SteppedClock) -> None:
     """The delay is the bucket's also where another limit is tighter, and the longest of two."""
     slow = Limit(5, per=10, algorithm="leaky_bucket", capacity=9, name="slow")
     fast = Limit(10, per=10, algorithm="leaky_bucket", capacity=8, name="fast")
@@ -192,7 +192,7 @@ def test_a_leaky_bucket_delays_whoever_speaks(store: Store, clock: ManualClock) 
 
 
 def test_retry_after_outlasts_a_grant_that_another_limit_leans_on(
-    store: Store, clock: ManualClock
+    store: Store, clock: SteppedClock
 ) -> None:
     """`slow` passes now only by its grant, which ends before `fast` would pass: the wait has to
     be until `slow` passes by itself."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from tests.clocks import SteppedClock
 from tests.conformance.stores import OpenStore, every_algorithm
 from tollkeeper import Limit, Limiter
 from tollkeeper.decide.store import Store
 from tollkeeper.identify import Key
 from tollkeeper.model import LOG_UNITS_MAX, UNITS_MAX, AlgorithmName
-from tollkeeper.testing import ManualClock
 
 # Each is a different key; several differ only in what a careless store would lose.
 KEYS: list[Key] = [
@@ -62,7 +62,7 @@ KEYS: list[Key] = [
 
 @every_algorithm
 def test_every_key_has_its_own_count(
-    algorithm: AlgorithmName, store: Store, clock: ManualClock
+    algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
     """Odd characters, other scripts, long keys and tuples: each spends only its own."""
     limiter = Limiter(Limit(100, per=10, algorithm=algorithm), store=store, clock=clock)
@@ -78,7 +78,7 @@ def test_every_key_has_its_own_count(
 
 @every_algorithm
 def test_limiters_of_different_names_are_apart(
-    algorithm: AlgorithmName, store: Store, clock: ManualClock
+    algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
     """The same limit under two names counts twice, and names itself in its decisions."""
     limit = Limit(5, per=10, algorithm=algorithm)
@@ -92,7 +92,7 @@ def test_limiters_of_different_names_are_apart(
 
 @every_algorithm
 def test_limiters_of_one_name_share(
-    algorithm: AlgorithmName, store: Store, clock: ManualClock
+    algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
     """Two limiters of one name on one store are one quota, grants and resets included."""
     limit = Limit(5, per=10, algorithm=algorithm)
@@ -117,7 +117,7 @@ def test_limiters_of_one_name_share(
     ],
 )
 def test_rule_name_limit_name_and_key_never_run_together(
-    one: tuple[str, str], other: tuple[str, str], store: Store, clock: ManualClock
+    one: tuple[str, str], other: tuple[str, str], store: Store, clock: SteppedClock
 ) -> None:
     """However the three are joined, rule "ab" with limit "c" is not rule "a" with limit "bc"."""
     first, second = (
@@ -130,7 +130,7 @@ def test_rule_name_limit_name_and_key_never_run_together(
 
 @every_algorithm
 def test_limits_of_different_windows_are_apart(
-    algorithm: AlgorithmName, store: Store, clock: ManualClock
+    algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
     """Without a name, a limit is its algorithm and window: 5 in 10 s and 5 in 20 s are two."""
     ten = Limiter(Limit(5, per=10, algorithm=algorithm), store=store, clock=clock)
@@ -139,7 +139,7 @@ def test_limits_of_different_windows_are_apart(
     assert twenty.peek("k").remaining == 5
 
 
-def test_limits_of_different_algorithms_are_apart(store: Store, clock: ManualClock) -> None:
+def test_limits_of_different_algorithms_are_apart(store: Store, clock: SteppedClock) -> None:
     """One algorithm's count is never read as another's, not even under one name."""
     for name in ("", "same"):
         bucket = Limit(5, per=10, name=name)
@@ -150,7 +150,7 @@ def test_limits_of_different_algorithms_are_apart(store: Store, clock: ManualClo
 
 @every_algorithm
 def test_changed_limits_keep_what_was_spent(
-    algorithm: AlgorithmName, store: Store, clock: ManualClock
+    algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
     """Four spent of 5: of 8 four remain, of 3 none, and back at 5 one."""
     for limit, remaining in ((5, 1), (8, 4), (3, 0), (5, 1)):
@@ -163,7 +163,7 @@ def test_changed_limits_keep_what_was_spent(
 
 @every_algorithm
 def test_a_limit_lowered_below_what_was_spent_answers(
-    algorithm: AlgorithmName, store: Store, clock: ManualClock
+    algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
     """Nothing remains, cost 0 is allowed, and the wait it names is exact."""
     Limiter(Limit(8, per=10, algorithm=algorithm), store=store, clock=clock).check("k", 8)
@@ -178,7 +178,7 @@ def test_a_limit_lowered_below_what_was_spent_answers(
 
 
 def test_a_log_that_slides_for_long_forgets_and_keeps_right(
-    store: Store, clock: ManualClock
+    store: Store, clock: SteppedClock
 ) -> None:
     """One every tenth of a second for five windows, with looks and denials in between: entries
     that have left make room, and those that were only looked at never count."""
@@ -200,7 +200,7 @@ def test_a_log_that_slides_for_long_forgets_and_keeps_right(
 
 @every_algorithm
 def test_limits_at_the_edges_of_what_is_allowed(
-    algorithm: AlgorithmName, open_store: OpenStore, clock: ManualClock
+    algorithm: AlgorithmName, open_store: OpenStore, clock: SteppedClock
 ) -> None:
     """A millisecond, a year, one unit, and the most units: all are counted exactly."""
     most = LOG_UNITS_MAX if algorithm == "sliding_window_log" else UNITS_MAX
@@ -218,7 +218,7 @@ def test_limits_at_the_edges_of_what_is_allowed(
 
 @pytest.mark.parametrize("algorithm", ["token_bucket", "leaky_bucket"])
 def test_a_bucket_may_take_a_century_to_refill(
-    algorithm: AlgorithmName, store: Store, clock: ManualClock
+    algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
     """The longest refill that a limit may have, to the nanosecond."""
     year_ns = 366 * 86_400 * 10**9
@@ -230,7 +230,7 @@ def test_a_bucket_may_take_a_century_to_refill(
 
 
 @every_algorithm
-def test_a_grant_is_bounded(algorithm: AlgorithmName, store: Store, clock: ManualClock) -> None:
+def test_a_grant_is_bounded(algorithm: AlgorithmName, store: Store, clock: SteppedClock) -> None:
     """However much is granted, at once or in parts, the credit is at most UNITS_MAX."""
     limiter = Limiter(Limit(5, per=10, algorithm=algorithm), store=store, clock=clock)
     limiter.grant("parts", UNITS_MAX)

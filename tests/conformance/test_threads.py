@@ -9,12 +9,12 @@ from typing import TypeVar
 
 import pytest
 
-from tests.conformance.stores import OpenStore, every_algorithm
+from tests.clocks import SteppedClock
+from tests.conformance.stores import OpenStore, bounded_stores, every_algorithm
 from tollkeeper import Limit, Limiter, StoreFull, StoreUnavailable
 from tollkeeper.decide.failure import FailurePolicy
 from tollkeeper.decide.store import Store
 from tollkeeper.model import ALGORITHM_NAMES, AlgorithmName
-from tollkeeper.testing import ManualClock
 
 THREADS = 8
 T = TypeVar("T")
@@ -49,7 +49,7 @@ def at_once(work: Callable[[int], T]) -> list[T]:
 @every_algorithm
 @pytest.mark.parametrize("cost", [1, 3])
 def test_threads_on_one_key_admit_exactly_the_limit(
-    algorithm: AlgorithmName, cost: int, store: Store, clock: ManualClock
+    algorithm: AlgorithmName, cost: int, store: Store, clock: SteppedClock
 ) -> None:
     """Eight threads ask for twice what there is, at one instant: just the limit passes."""
     limiter = Limiter(Limit(300, per=10, algorithm=algorithm), store=store, clock=clock)
@@ -60,7 +60,7 @@ def test_threads_on_one_key_admit_exactly_the_limit(
 
 
 def test_threads_under_several_limits_admit_exactly_the_tightest(
-    store: Store, clock: ManualClock
+    store: Store, clock: SteppedClock
 ) -> None:
     """And the limits with room were charged for what passed, no more."""
     tight = Limit(200, per=10, name="tight")
@@ -74,7 +74,7 @@ def test_threads_under_several_limits_admit_exactly_the_tightest(
 
 @every_algorithm
 def test_threads_spend_refund_and_grant_without_loss(
-    algorithm: AlgorithmName, store: Store, clock: ManualClock
+    algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
     """Each thread spends 3, gives 2 back and grants 1, 40 times: every unit is accounted for."""
     limiter = Limiter(Limit(2_000, per=10, algorithm=algorithm), store=store, clock=clock)
@@ -91,7 +91,7 @@ def test_threads_spend_refund_and_grant_without_loss(
 
 @every_algorithm
 def test_threads_with_keys_of_their_own_do_not_meet(
-    algorithm: AlgorithmName, store: Store, clock: ManualClock
+    algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
     """Each thread gets the whole limit of each of its keys."""
     limiter = Limiter(Limit(3, per=10, algorithm=algorithm), store=store, clock=clock)
@@ -102,7 +102,8 @@ def test_threads_with_keys_of_their_own_do_not_meet(
     assert store.stats().states == THREADS * 10
 
 
-def test_threads_never_overfill_a_store(open_store: OpenStore, clock: ManualClock) -> None:
+@bounded_stores
+def test_threads_never_overfill_a_store(open_store: OpenStore, clock: SteppedClock) -> None:
     """Threads that bring new keys at once fill the store to its end, and not beyond."""
     with open_store(clock, 50) as store:
         limiter = Limiter(Limit(3, per=10), store=store, clock=clock, on_failure="raise")
@@ -121,7 +122,7 @@ def test_threads_never_overfill_a_store(open_store: OpenStore, clock: ManualCloc
         assert 50 <= admitted == stats.states <= stats.states_max
 
 
-def test_threads_while_time_moves_are_never_over(store: Store, clock: ManualClock) -> None:
+def test_threads_while_time_moves_are_never_over(store: Store, clock: SteppedClock) -> None:
     """A clock that other threads push on under a check: at most capacity + what came in."""
     limiter = Limiter(Limit(100, per=1), store=store, clock=clock)
     start_ns = clock.now_ns()
@@ -138,7 +139,7 @@ def test_threads_while_time_moves_are_never_over(store: Store, clock: ManualCloc
     assert admitted >= 100
 
 
-def test_close_can_be_called_twice(open_store: OpenStore, clock: ManualClock) -> None:
+def test_close_can_be_called_twice(open_store: OpenStore, clock: SteppedClock) -> None:
     """Closing a closed store does nothing."""
     with open_store(clock) as store:
         Limiter("5/second", store=store, clock=clock).check("k")
@@ -146,7 +147,7 @@ def test_close_can_be_called_twice(open_store: OpenStore, clock: ManualClock) ->
         store.close()
 
 
-def test_a_closed_store_is_unavailable(open_store: OpenStore, clock: ManualClock) -> None:
+def test_a_closed_store_is_unavailable(open_store: OpenStore, clock: SteppedClock) -> None:
     """Every verb raises StoreUnavailable once the store is closed, and none crashes."""
     with open_store(clock) as store:
         gate = store.gate([Limit(5, per=10)], "")
@@ -170,7 +171,7 @@ def test_a_closed_store_is_unavailable(open_store: OpenStore, clock: ManualClock
 
 @pytest.mark.parametrize(("policy", "allowed"), [("open", True), ("closed", False)])
 def test_the_failure_policy_answers_for_a_closed_store(
-    policy: FailurePolicy, allowed: bool, open_store: OpenStore, clock: ManualClock
+    policy: FailurePolicy, allowed: bool, open_store: OpenStore, clock: SteppedClock
 ) -> None:
     """A limiter whose store was closed under it answers by its policy, marked degraded."""
     with open_store(clock) as store:
@@ -181,7 +182,7 @@ def test_the_failure_policy_answers_for_a_closed_store(
             assert (decision.allowed, decision.degraded) == (allowed, True)
 
 
-def test_a_limiter_leaves_a_store_it_was_given_open(store: Store, clock: ManualClock) -> None:
+def test_a_limiter_leaves_a_store_it_was_given_open(store: Store, clock: SteppedClock) -> None:
     """Closing one of two limiters on a store takes nothing from the other."""
     with Limiter("5/second", store=store, clock=clock) as first:
         first.check("k", 2)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.clocks import SteppedClock
 from tests.conformance.stores import every_algorithm
 from tollkeeper import AsyncLimiter, CapacityError, Limit, Limiter
 from tollkeeper.decide.store import Store
 from tollkeeper.model import AlgorithmName
-from tollkeeper.testing import ManualClock
 
 pytestmark = every_algorithm
 
@@ -20,7 +20,7 @@ def limit(algorithm: AlgorithmName) -> Limit:
 
 
 @pytest.fixture
-def limiter(limit: Limit, store: Store, clock: ManualClock) -> Limiter:
+def limiter(limit: Limit, store: Store, clock: SteppedClock) -> Limiter:
     return Limiter(limit, store=store, clock=clock, name="orders")
 
 
@@ -106,7 +106,7 @@ def test_peek_answers_what_check_would(limiter: Limiter) -> None:
 
 
 def test_retry_after_and_reset_after_are_when_they_say(
-    limiter: Limiter, clock: ManualClock
+    limiter: Limiter, clock: SteppedClock
 ) -> None:
     """At retry_after the request passes; at reset_after the key is as one never seen."""
     limiter.check("k", 5)
@@ -159,7 +159,7 @@ def test_refund_of_nothing_changes_nothing(limiter: Limiter) -> None:
     assert limiter.peek("k") == before
 
 
-def test_refund_of_another_period_gives_nothing(limiter: Limiter, clock: ManualClock) -> None:
+def test_refund_of_another_period_gives_nothing(limiter: Limiter, clock: SteppedClock) -> None:
     """Once the quota is whole again, a late refund adds nothing to it."""
     clock.advance(limiter.check("k", 5).reset_after)
     limiter.refund("k", 5)
@@ -184,7 +184,7 @@ def test_grant_lets_a_cost_above_the_capacity_pass(limiter: Limiter) -> None:
     assert limiter.check("k", 8).remaining == 0
 
 
-def test_grant_is_drawn_on_last(limiter: Limiter, clock: ManualClock) -> None:
+def test_grant_is_drawn_on_last(limiter: Limiter, clock: SteppedClock) -> None:
     """What refills anyway goes first: after a window the granted units are all still there."""
     limiter.grant("k", 3, ttl=1000)
     decision = limiter.check("k", 5)
@@ -194,7 +194,7 @@ def test_grant_is_drawn_on_last(limiter: Limiter, clock: ManualClock) -> None:
 
 
 @pytest.mark.parametrize("spent", [0, 2, 5])
-def test_grant_ends_at_exactly_its_ttl(limiter: Limiter, clock: ManualClock, spent: int) -> None:
+def test_grant_ends_at_exactly_its_ttl(limiter: Limiter, clock: SteppedClock, spent: int) -> None:
     """There until one nanosecond before, gone at the ttl."""
     limiter.check("k", spent)
     limiter.grant("k", 1_000, ttl=3)
@@ -204,7 +204,7 @@ def test_grant_ends_at_exactly_its_ttl(limiter: Limiter, clock: ManualClock, spe
     assert limiter.peek("k").remaining <= 5
 
 
-def test_grant_lasts_one_window_by_default(limiter: Limiter, clock: ManualClock) -> None:
+def test_grant_lasts_one_window_by_default(limiter: Limiter, clock: SteppedClock) -> None:
     """Ten seconds here."""
     limiter.grant("k", 3)
     clock.advance_ns(10 * 10**9 - 1)
@@ -213,7 +213,7 @@ def test_grant_lasts_one_window_by_default(limiter: Limiter, clock: ManualClock)
     assert limiter.peek("k") == limiter.peek("never seen")
 
 
-def test_grants_add_up_until_the_later_end(limiter: Limiter, clock: ManualClock) -> None:
+def test_grants_add_up_until_the_later_end(limiter: Limiter, clock: SteppedClock) -> None:
     """Three for 20 s and two for 5 s are five for 20 s; one after the end starts anew."""
     limiter.grant("k", 3, ttl=20)
     limiter.grant("k", 2, ttl=5)
@@ -245,6 +245,13 @@ def test_a_grant_that_ends_as_the_rest_fits_is_no_help(
     assert limiter.check("k", 2).retry_after_ns == until_two_ns
     store.gate([limit], "orders").grant("k", 1, until_one_ns + 1)
     assert limiter.check("k", 3).retry_after_ns == until_one_ns
+
+
+def test_a_grant_of_nothing_keeps_nothing(limiter: Limiter) -> None:
+    """A key granted 0 units is a fresh key, and takes no place."""
+    limiter.grant("k", 0, ttl=100)
+    assert limiter.peek("k") == limiter.peek("never seen")
+    assert limiter.stats().states == 0
 
 
 def test_refund_does_not_refill_a_grant(limiter: Limiter) -> None:
@@ -296,7 +303,7 @@ def test_a_gate_is_its_limits(store: Store, limit: Limit) -> None:
 
 
 async def test_async_verbs_do_the_same(
-    limiter: Limiter, limit: Limit, store: Store, clock: ManualClock
+    limiter: Limiter, limit: Limit, store: Store, clock: SteppedClock
 ) -> None:
     """AsyncLimiter on the same store shares the count and answers the same."""
     waiting = AsyncLimiter(limit, store=store, clock=clock, name="orders")
@@ -308,3 +315,5 @@ async def test_async_verbs_do_the_same(
     assert limiter.peek("k").remaining == 6
     await waiting.reset("k")
     assert limiter.peek("k").remaining == 5
+    if hasattr(store, "aclose"):  # its connections are this event loop's, which ends here
+        await store.aclose()

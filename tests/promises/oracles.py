@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from fractions import Fraction
 from math import ceil
 
+from tests.clocks import SteppedClock
 from tests.promises.strategies import Step, check, move
 from tollkeeper import Limit
 from tollkeeper.decide.store import Gate
-from tollkeeper.testing import ManualClock
 
 # When and how much. Time that went backwards counts as the time of the admission before.
 Admission = tuple[int, int]
 
 
-def admissions(gate: Gate, clock: ManualClock, trace: Sequence[Step]) -> list[Admission]:
+def admissions(gate: Gate, clock: SteppedClock, trace: Sequence[Step]) -> list[Admission]:
     """What a trace admits."""
     admitted: list[Admission] = []
     for gap_ns, cost in trace:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache
+from fractions import Fraction
+from functools import cache, wraps
+from math import ceil
 from typing import Any, Literal
 
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.clocks import SteppedClock
 from tollkeeper import CapacityError, Decision, Limit
 from tollkeeper.decide.store import Gate
 from tollkeeper.model import (
@@ -20,7 +23,6 @@ from tollkeeper.model import (
     WINDOW_NS_MAX,
     AlgorithmName,
 )
-from tollkeeper.testing import ManualClock
 
 DAY_NS = 86_400 * 10**9
 YEAR_US = WINDOW_NS_MAX // 1_000
@@ -39,20 +41,38 @@ STEPS_MAX = 25
 _EXPLORE = int(os.environ.get("TOLLKEEPER_EXPLORE", "0"))
 
 
-def promise(max_examples: int, *, shrink: bool = True) -> Callable[[Any], Any]:
-    """Settings of a property: no deadline, for a shared machine stalls at times, and the same
-    examples on every run unless TOLLKEEPER_EXPLORE asks for others.
+def promise(
+    max_examples: int, /, *, shrink: bool = True, **drawn: st.SearchStrategy[Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test a property of what is `drawn`, tried on so many examples.
+
+    On a store that takes longer than others it is tried on the part of them that the store's
+    factory says. There is no deadline, for a shared machine stalls at times, and the examples are
+    the same on every run unless TOLLKEEPER_EXPLORE asks for others.
 
     Without `shrink` a property ends at its first failure. For those that are known to fail:
     making the example small takes ten times as long as finding it.
     """
-    return settings(
-        phases=list(Phase) if shrink else [Phase.explicit, Phase.generate],
-        max_examples=max_examples * (_EXPLORE or 1),
-        derandomize=not _EXPLORE,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-    )
+
+    def property_of(test: Callable[..., None]) -> Callable[..., None]:
+        @cache
+        def tried_on(part: Fraction) -> Callable[..., None]:
+            return settings(
+                phases=list(Phase) if shrink else [Phase.explicit, Phase.generate],
+                max_examples=ceil(max_examples * part) * (_EXPLORE or 1),
+                derandomize=not _EXPLORE,
+                deadline=None,
+                suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+            )(given(**drawn)(test))
+
+        @wraps(tried_on(Fraction(1)))
+        def run(**fixtures: Any) -> None:
+            store = fixtures.get("open_store")
+            tried_on(store.factory.examples if store else Fraction(1))(**fixtures)
+
+        return run
+
+    return property_of
 
 
 def windows_us() -> st.SearchStrategy[int]:
@@ -200,16 +220,24 @@ def traces(
     )
 
 
-def clock_at(start_ns: int) -> ManualClock:
-    """A manual clock at a nanosecond."""
-    clock = ManualClock()
+def clock_at(start_ns: int) -> SteppedClock:
+    """A manual clock at a nanosecond, or once a store is open on it, at the step before."""
+    clock = SteppedClock()
     clock.advance_ns(start_ns)
     return clock
 
 
-def move(clock: ManualClock, gap_ns: int) -> None:
+def in_steps(gap_ns: int, step_ns: int) -> int:
+    """A gap in whole steps of a clock. What is a little more or less than so many steps becomes
+    one step more or less, so that a tick stays a tick, and an edge has two sides."""
+    near_ns = (2 * gap_ns + step_ns) // (2 * step_ns) * step_ns
+    return near_ns + step_ns * ((gap_ns > near_ns) - (gap_ns < near_ns))
+
+
+def move(clock: SteppedClock, gap_ns: int) -> None:
     """Move the clock, but not to before the epoch nor beyond LATEST_NS."""
     now_ns = clock.now_ns()
+    gap_ns = in_steps(gap_ns, clock.step_ns)
     clock.advance_ns(min(max(gap_ns, -now_ns), max(LATEST_NS - now_ns, 0)))
 
 
@@ -221,7 +249,7 @@ def check(gate: Gate, cost: int, key: str = KEY) -> Decision | Literal["never"]:
         return "never"
 
 
-def play(gate: Gate, clock: ManualClock, trace: Sequence[Step]) -> None:
+def play(gate: Gate, clock: SteppedClock, trace: Sequence[Step]) -> None:
     """Run a trace for what it leaves behind."""
     for gap_ns, cost in trace:
         move(clock, gap_ns)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume
 from hypothesis import strategies as st
 
-from tests.conformance.stores import OpenStore, StoreFactory, every_algorithm
+from tests.clocks import SteppedClock
+from tests.conformance.stores import OpenStore, StoreFactory, every_algorithm, sweeping_stores
 from tests.promises.oracles import admissions, assert_never_over
 from tests.promises.strategies import (
     KEY,
@@ -25,7 +26,6 @@ from tests.promises.strategies import (
 )
 from tollkeeper import Limit, Limiter
 from tollkeeper.model import BUCKETS, UNITS_MAX, WINDOW_COUNTS, AlgorithmName
-from tollkeeper.testing import ManualClock
 
 
 @st.composite
@@ -51,8 +51,7 @@ def limit_pairs(draw: st.DrawFn, algorithm: AlgorithmName) -> tuple[Limit, Limit
 
 
 @every_algorithm
-@promise(80)
-@given(data=st.data())
+@promise(80, data=st.data())
 def test_raising_a_limit_never_causes_a_denial(
     algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject
 ) -> None:
@@ -81,8 +80,7 @@ def test_raising_a_limit_never_causes_a_denial(
 
 
 @every_algorithm
-@promise(80)
-@given(data=st.data())
+@promise(80, data=st.data())
 def test_lowering_a_limit_acts_at_once(
     algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject
 ) -> None:
@@ -116,8 +114,7 @@ def test_lowering_a_limit_acts_at_once(
 
 
 @every_algorithm
-@promise(40)
-@given(data=st.data())
+@promise(40, data=st.data())
 def test_changing_to_and_fro_changes_nothing(
     algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject
 ) -> None:
@@ -139,7 +136,7 @@ def test_a_faster_refill_is_not_waited_for_at_the_old_rate(
 ) -> None:
     """A peer keeps debts as time: raised from 1/s to 10/s with a fixed capacity of 10, it would
     deny for 9 s. Here the next request passes after a tenth of a second."""
-    clock = ManualClock(start=1_700_000_000)
+    clock = SteppedClock(start=1_700_000_000)
     with open_store(clock) as store:
         slow = Limit(1, per=1, algorithm=algorithm, capacity=10)
         fast = Limit(10, per=1, algorithm=algorithm, capacity=10)
@@ -152,13 +149,14 @@ def test_a_faster_refill_is_not_waited_for_at_the_old_rate(
         assert raised.peek(KEY).remaining == 10
 
 
+@sweeping_stores
 @pytest.mark.parametrize("algorithm", ["token_bucket", "leaky_bucket"])
 def test_a_state_is_kept_until_the_limit_that_wrote_it_would_be_whole(
     algorithm: AlgorithmName, factory: StoreFactory, open_store: OpenStore
 ) -> None:
     """Ten spent at 10/s, then lowered to 1/s: for a second the lower rate acts on them, sweeps or
     not. From then on a sweep may forget them: a state expires by the limit that wrote it."""
-    clock = ManualClock(start=1_700_000_000)
+    clock = SteppedClock(start=1_700_000_000)
     with open_store(clock) as store:
         fast = Limit(10, per=1, algorithm=algorithm, capacity=10)
         slow = Limit(1, per=1, algorithm=algorithm, capacity=10)
@@ -172,12 +170,13 @@ def test_a_state_is_kept_until_the_limit_that_wrote_it_would_be_whole(
         assert lowered.peek(KEY).remaining == 10
 
 
+@sweeping_stores
 @pytest.mark.parametrize("algorithm", ["token_bucket", "leaky_bucket", "sliding_window_log"])
 def test_a_raised_limit_lets_go_sooner(
     algorithm: AlgorithmName, factory: StoreFactory, open_store: OpenStore
 ) -> None:
     """Spent under 10 a day and used again under 10 a second: the state goes after a second."""
-    clock = ManualClock(start=1_700_000_000)
+    clock = SteppedClock(start=1_700_000_000)
     with open_store(clock) as store:
         slow = Limit(10, per=86_400, algorithm=algorithm, name="n")
         fast = Limit(10, per=1, algorithm=algorithm, name="n")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.clocks import SteppedClock
 from tests.conformance.stores import OpenStore, every_algorithm
 from tests.promises.strategies import (
     KEY,
@@ -20,11 +20,10 @@ from tests.promises.strategies import (
 from tollkeeper import Limit
 from tollkeeper.decide.store import Gate
 from tollkeeper.model import AlgorithmName
-from tollkeeper.testing import ManualClock
 
 
 def assert_denials_cost_nothing(
-    one: Gate, twin: Gate, clock: ManualClock, trace: list[tuple[int, int]]
+    one: Gate, twin: Gate, clock: SteppedClock, trace: list[tuple[int, int]]
 ) -> None:
     """`one` sees every request and `twin` only those that `one` admitted: they never differ."""
     for gap_ns, cost in trace:
@@ -40,8 +39,7 @@ def assert_denials_cost_nothing(
 
 
 @every_algorithm
-@promise(40)
-@given(data=st.data())
+@promise(40, data=st.data())
 def test_a_denied_request_costs_nothing(
     algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject
 ) -> None:
@@ -54,8 +52,7 @@ def test_a_denied_request_costs_nothing(
         assert_denials_cost_nothing(one.gate([limit], ""), two.gate([limit], ""), clock, trace)
 
 
-@promise(120)
-@given(limits=several_limits(), start_ns=starts_ns(), data=st.data())
+@promise(120, limits=several_limits(), start_ns=starts_ns(), data=st.data())
 def test_a_request_denied_by_one_limit_costs_nothing_in_the_others(
     limits: list[Limit], start_ns: int, data: st.DataObject, open_store: OpenStore
 ) -> None:
@@ -70,8 +67,8 @@ def test_a_request_denied_by_one_limit_costs_nothing_in_the_others(
         assert one.stats().states == two.stats().states
 
 
-@promise(80)
-@given(
+@promise(
+    80,
     limits=several_limits(units_max=100),
     start_ns=starts_ns(),
     units=st.integers(1, 100),
@@ -86,5 +83,5 @@ def test_a_denied_request_draws_on_no_grant(
     ttl_ns = data.draw(st.integers(1, 3 * limits[0].window_ns))
     with open_store(clock) as one, open_store(clock) as two:
         for store in (one, two):
-            store.gate(limits, "").grant(KEY, units, ttl_ns)
+            store.gate(limits, "").grant(KEY, units, clock.steps_up_ns(ttl_ns))
         assert_denials_cost_nothing(one.gate(limits, ""), two.gate(limits, ""), clock, trace)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.clocks import SteppedClock
 from tests.conformance.stores import OpenStore, every_algorithm
 from tests.promises.model import Answer, Model
 from tests.promises.strategies import (
@@ -25,7 +25,6 @@ from tests.promises.strategies import (
 from tollkeeper import CapacityError, Limit
 from tollkeeper.decide.store import Gate, Store
 from tollkeeper.model import AlgorithmName
-from tollkeeper.testing import ManualClock
 
 # (nanoseconds to move the clock by, verb, key, units, ttl_ns)
 Operation = tuple[int, str, str, int, int]
@@ -60,7 +59,7 @@ def assert_same(verb: str, gate: Gate, key: str, cost: int, expected: Answer) ->
 
 
 def assert_agree(
-    store: Store, clock: ManualClock, limits: Sequence[Limit], trace: Sequence[Operation]
+    store: Store, clock: SteppedClock, limits: Sequence[Limit], trace: Sequence[Operation]
 ) -> None:
     """Do the same to a gate and to a model, comparing every answer."""
     gate, model = store.gate(limits, ""), Model(limits)
@@ -75,8 +74,9 @@ def assert_agree(
             gate.refund(key, units)
             model.refund(key, now_ns, units)
         elif verb == "grant":
-            gate.grant(key, units + 1, ttl_ns)
-            model.grant(key, now_ns, units + 1, ttl_ns)
+            lasting_ns = clock.steps_up_ns(ttl_ns)
+            gate.grant(key, units + 1, lasting_ns)
+            model.grant(key, now_ns, units + 1, lasting_ns)
         elif verb == "reset":
             gate.reset(key)
             model.reset(key)
@@ -86,8 +86,7 @@ def assert_agree(
 
 
 @every_algorithm
-@promise(250)
-@given(data=st.data())
+@promise(250, data=st.data())
 def test_a_store_agrees_with_the_model(
     algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject
 ) -> None:
@@ -101,8 +100,7 @@ def test_a_store_agrees_with_the_model(
 
 
 @every_algorithm
-@promise(120)
-@given(data=st.data())
+@promise(120, data=st.data())
 def test_a_store_agrees_with_the_model_when_time_goes_back(
     algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject
 ) -> None:
@@ -114,8 +112,7 @@ def test_a_store_agrees_with_the_model_when_time_goes_back(
         assert_agree(store, clock, [limit], trace)
 
 
-@promise(200)
-@given(limits=several_limits(units_max=200), start_ns=starts_ns(), data=st.data())
+@promise(200, limits=several_limits(units_max=200), start_ns=starts_ns(), data=st.data())
 def test_a_store_agrees_with_the_model_under_several_limits(
     limits: list[Limit], start_ns: int, data: st.DataObject, open_store: OpenStore
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conformance.stores import OpenStore, every_algorithm
@@ -35,8 +34,7 @@ def assert_exactly(gate: Gate, remaining: int) -> None:
 
 
 @every_algorithm
-@promise(60)
-@given(data=st.data())
+@promise(60, data=st.data())
 def test_remaining_is_true(
     algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject
 ) -> None:
@@ -56,8 +54,8 @@ def test_remaining_is_true(
         assert_exactly(gate, decision.remaining)
 
 
-@promise(100)
-@given(
+@promise(
+    100,
     limits=several_limits(units_max=UNITS_MAX),
     start_ns=starts_ns(),
     units=st.integers(0, UNITS_MAX),
@@ -73,7 +71,7 @@ def test_remaining_is_true_with_several_limits_and_a_grant(
     with open_store(clock) as store:
         gate = store.gate(limits, "")
         if units:
-            gate.grant(KEY, units, ttl_ns)
+            gate.grant(KEY, units, clock.steps_up_ns(ttl_ns))
         play(gate, clock, trace[:-1])
         gap_ns, cost = trace[-1]
         move(clock, gap_ns)
@@ -81,8 +79,7 @@ def test_remaining_is_true_with_several_limits_and_a_grant(
 
 
 @every_algorithm
-@promise(40)
-@given(data=st.data(), refunded=st.integers(0, 2 * UNITS_MAX))
+@promise(40, data=st.data(), refunded=st.integers(0, 2 * UNITS_MAX))
 def test_remaining_is_true_after_a_refund(
     algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject, refunded: int
 ) -> None:
