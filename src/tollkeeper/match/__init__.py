@@ -1,0 +1,1 @@
+"""Stage 2: which limits a request has to pass. A document becomes an immutable table."""
