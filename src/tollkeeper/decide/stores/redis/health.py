@@ -267,6 +267,7 @@ _FROM_INFO: Final[Mapping[str, tuple[str, _Reader]]] = {
     "aof_last_write_ok": ("aof_last_write_status", "ok".__eq__),
     "rdb_last_save_ok": ("rdb_last_bgsave_status", "ok".__eq__),
     "link_up": ("master_link_status", "up".__eq__),
+    "cluster_enabled": ("cluster_enabled", bool),
 }
 _FROM_CONFIG: Final[Mapping[str, tuple[str, _Reader]]] = {
     "aof_fsync": ("appendfsync", str),
