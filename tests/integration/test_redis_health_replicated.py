@@ -21,7 +21,8 @@ SUBJECTS = 30
 
 
 def opened(uri: str) -> closing[RedisStore]:
-    return closing(cast("RedisStore", open_store(uri)))
+    # A machine that tests may pause for longer than a production's deadline.
+    return closing(cast("RedisStore", open_store(uri, deadline_ms=10_000)))
 
 
 def findings(store: RedisStore, check: str) -> list[Finding]:
