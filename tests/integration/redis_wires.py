@@ -197,6 +197,14 @@ def admitted(outcomes: Sequence[Outcome]) -> int:
     return sum(isinstance(each, Decision) and each.allowed for each in outcomes)
 
 
+def charged_at_most(outcomes: Sequence[Outcome]) -> int:
+    """Those allowed, and those that failed with the words that they may have been counted."""
+    return sum(
+        each.allowed if isinstance(each, Decision) else "may have been counted" in str(each)
+        for each in outcomes
+    )
+
+
 class Load:
     """Workers that check one key over and over, until the block ends; every outcome is kept.
 

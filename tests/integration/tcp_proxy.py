@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Literal, Self
 
 from tests.redis_servers.ports import HOST
@@ -14,7 +15,7 @@ from tests.redis_servers.ports import HOST
 Mode = Literal[
     "pass",  # relay
     "hold",  # take everything, pass nothing on, close nothing: a host that is gone without a word
-    "swallow",  # requests arrive, replies do not
+    "swallow",  # calls arrive, and their replies do not
     "cut",  # half of a reply, and the connection is closed
     "drip",  # replies byte by byte, with `drip_seconds` before each
     "answer",  # requests do not arrive, and `answer` is the reply to each
@@ -25,17 +26,28 @@ _CHUNK_BYTES = 65_536
 _REFUSAL = re.compile(r"^-([A-Z]+) ", re.MULTILINE)
 
 
+@dataclass(slots=True)
+class _Link:
+    """One connection: its two ends, and what nothing arrives at any more."""
+
+    client: socket.socket
+    server: socket.socket
+    lost_up: bool = False
+    lost_down: bool = False
+
+
 class Proxy:
     """Relays connections to one server. `mode` may be changed at any time and counts at once.
 
     A connection that lost bytes in "hold" or "swallow" stays lost, as it would be; new ones are
-    as the mode says then.
+    as the mode says then. Nothing is relayed in the first `accept_seconds` of a connection.
     """
 
     def __init__(self, server_port: int, mode: Mode = "pass") -> None:
         self.mode: Mode = mode
         self.drip_seconds = 0.001
         self.answer = b""
+        self.accept_seconds = 0.0
         self.accepted = 0
         # The first word of every error that the server answered.
         self.refusals: list[str] = []
@@ -92,9 +104,9 @@ class Proxy:
             with self._lock:
                 self._sockets += [client, server]
             self.accepted += 1
-            lost = threading.Event()
-            self._spawn(self._pump, client, server, lost, self._up)
-            self._spawn(self._pump, server, client, lost, self._down)
+            link = _Link(client, server)
+            self._spawn(self._pump, client, server, link, self._up)
+            self._spawn(self._pump, server, client, link, self._down)
             if self._closed.is_set():
                 self.break_all()
 
@@ -102,37 +114,37 @@ class Proxy:
         self,
         source: socket.socket,
         target: socket.socket,
-        lost: threading.Event,
-        pieces: Callable[[bytes, threading.Event, socket.socket], Iterator[bytes]],
+        link: _Link,
+        pieces: Callable[[bytes, _Link], Iterator[bytes]],
     ) -> None:
+        self._closed.wait(self.accept_seconds)
         with suppress(OSError):
             while data := source.recv(_CHUNK_BYTES):
-                for piece in pieces(data, lost, source):
+                for piece in pieces(data, link):
                     target.sendall(piece)
         _close(source)
         _close(target)
 
-    def _up(self, data: bytes, lost: threading.Event, client: socket.socket) -> Iterator[bytes]:
+    def _up(self, data: bytes, link: _Link) -> Iterator[bytes]:
         """What of a request goes on to the server."""
         mode = self.mode
-        if mode == "hold":
-            lost.set()
-        if lost.is_set():
+        link.lost_up = link.lost_up or mode == "hold"
+        link.lost_down = link.lost_down or (mode == "swallow" and b"EVAL" in data)
+        if link.lost_up:
             return
         if mode in {"answer", "once"}:
             if mode == "once":
                 self.mode = "pass"
-            client.sendall(self.answer)
+            link.client.sendall(self.answer)
         else:
             yield data
 
-    def _down(self, data: bytes, lost: threading.Event, server: socket.socket) -> Iterator[bytes]:
+    def _down(self, data: bytes, link: _Link) -> Iterator[bytes]:
         """What of a reply goes on to the client, and in which pieces."""
         mode = self.mode
         self.refusals += _REFUSAL.findall(data.decode("latin-1"))
-        if mode in {"hold", "swallow"}:
-            lost.set()
-        if lost.is_set():
+        link.lost_down = link.lost_down or mode == "hold"
+        if link.lost_down:
             return
         if mode == "cut":
             yield data[: len(data) // 2]
