@@ -104,15 +104,11 @@ class Pair:
         verb, subject, units = step.verb, step.subject, step.units
         now_ns = step.now_ns
         self._clock.advance_ns(now_ns - self._clock.now_ns())
-        if verb == "check":
+        if verb in ("check", "peek"):
+            spend = verb == "check"
             return (
-                answer(lambda: self.gate.check(subject, units)),
-                answer(lambda: self.reference.check(subject, units, now_ns, spend=True)),
-            )
-        if verb == "peek":
-            return (
-                answer(lambda: self.gate.peek(subject, units)),
-                answer(lambda: self.reference.check(subject, units, now_ns, spend=False)),
+                answer(self.gate.check if spend else self.gate.peek, subject, units),
+                answer(self.reference.check, subject, units, now_ns, spend=spend),
             )
         if verb == "refund":
             self.gate.refund(subject, units)

@@ -15,10 +15,10 @@ from tollkeeper.model import AlgorithmName, Decision, Limit, decision_fields, de
 States = dict[tuple[str, str, str], tuple[Any, Credit | None]]
 
 
-def answer(call: Callable[[], Decision]) -> tuple[Any, ...]:
-    """What a call answered, to be compared: every field, or what can never fit where."""
+def answer(verb: Callable[..., Decision], *asked: Any, **options: Any) -> tuple[Any, ...]:
+    """What a verb answers, to be compared: every field, or what can never fit where."""
     try:
-        return decision_fields(call())
+        return decision_fields(verb(*asked, **options))
     except CapacityError as error:
         return "can never fit", error.cost, error.limit
 

@@ -25,8 +25,8 @@ def apply(step: Step, kernel: _kernel.Gate, reference: ReferenceGate) -> tuple[A
     if verb in ("check", "peek"):
         spend = verb == "check"
         return (
-            answer(lambda: kernel.decide(subject, units, now_ns, spend)),
-            answer(lambda: reference.check(subject, units, now_ns, spend=spend)),
+            answer(kernel.decide, subject, units, now_ns, spend),
+            answer(reference.check, subject, units, now_ns, spend=spend),
         )
     if verb == "refund":
         kernel.refund(subject, units, now_ns)
