@@ -16,6 +16,10 @@ try:
     from bench.memory import bytes_per_key
     from bench.peers import PEERS
     from bench.processes import Throughput, measure_processes
+    from bench.redis_measure import FULL as REDIS_FULL
+    from bench.redis_measure import QUICK as REDIS_QUICK
+    from bench.redis_run import WORKS as REDIS_WORKS
+    from bench.redis_run import run_redis
     from bench.report import (
         Result,
         as_json,
@@ -30,6 +34,7 @@ except ModuleNotFoundError as missing:
     sys.exit(f"{missing.name} is not installed; `make bench` does that, or: pip install '.[bench]'")
 
 PROCESSES = "processes"
+REDIS_ALGORITHM: AlgorithmName = "token_bucket"
 
 
 def main() -> None:
@@ -40,23 +45,29 @@ def main() -> None:
     print(header(effort, found), flush=True)
     results = _run_scenes(options, effort)
     throughputs = _run_processes(options, effort) if kernel.BUILT else []
-    if not results and not throughputs:
-        sys.exit(f"nothing is called {' '.join(options.only)}; see --help")
     if throughputs:
         print(throughput_table(throughputs, results))
     if results:
         print(summary(results))
+    redis = run_redis(
+        lambda work: _wanted(options, REDIS_ALGORITHM, work),
+        REDIS_QUICK if options.quick else REDIS_FULL,
+        _progress,
+    )
+    if not results and not throughputs and not redis:
+        sys.exit(f"nothing is called {' '.join(options.only)}; see --help")
     if options.json:
         written = as_json(results, throughputs, effort, found)
+        written["redis"] = redis
         options.json.write_text(json.dumps(written, indent=2) + "\n")
 
 
 def _options() -> argparse.Namespace:
-    works = [*(scene.name for scene in SCENES), PROCESSES]
+    works = [*(scene.name for scene in SCENES), PROCESSES, *REDIS_WORKS]
     parser = argparse.ArgumentParser(
         prog="python -m bench",
-        description="Tollkeeper beside limits and throttled-py, in process, on the same work; "
-        "and its shared store from several processes.",
+        description="Tollkeeper beside limits and throttled-py, on the same work: in process; its "
+        "shared store from several processes; and on real Redis servers, started here.",
         epilog=f"algorithms: {', '.join(ALGORITHM_NAMES)}; works: {', '.join(map(repr, works))}",
     )
     parser.add_argument("--quick", action="store_true", help="fewer rounds: a look, not a number")

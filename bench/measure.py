@@ -111,7 +111,7 @@ def measure(
         first = number % len(turns)
         for row, session in turns[first:] + turns[:first]:
             _expect(session, batches[0][0], scene.allowed, row.engine)
-            with _collector_off():
+            with collector_off():
                 row.p50s.append(median(_batch_ns(session.check, batch) for batch in batches))
                 row.p99s.append(_p99_ns(session.check, sampled))
             session.rest()
@@ -150,7 +150,8 @@ def _expect(session: Session, key: str, allowed: bool, engine: Engine) -> None:
 
 
 @contextmanager
-def _collector_off() -> Iterator[None]:
+def collector_off() -> Iterator[None]:
+    """Keep the garbage collector out of the times."""
     gc.collect()
     gc.disable()
     try:

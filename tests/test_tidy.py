@@ -23,6 +23,7 @@ LINE_LENGTH_MAX = 100
 # Where a module's tests are, if not at the same path with `test_` before the name.
 TESTED_IN = {
     "__init__.py": "test_public_api.py",
+    "__main__.py": "app/test_cli.py",
     "_version.py": "test_public_api.py",
     "override.py": "testing/test_switches.py",
     "decide/algorithms/__init__.py": "decide/algorithms/test_every_algorithm.py",

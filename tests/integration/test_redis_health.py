@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+import socket
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any, cast
 
 import pytest
 
-from tests.redis_servers import Server, Single, running, until
-from tollkeeper import Limit, Limiter
+from tests.redis_servers import Server, Single, User, running, until
+from tollkeeper import AsyncLimiter, Limit, Limiter
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.redis import health as health_module
-from tollkeeper.decide.stores.redis.health import census
+from tollkeeper.decide.stores.redis.health import RedisHealth, census, survey
 from tollkeeper.decide.stores.redis.store import RedisStore
 from tollkeeper.decide.stores.redis.topology import Topology
-from tollkeeper.errors import StoreUnavailable
+from tollkeeper.errors import StoreError, StoreTimeout, StoreUnavailable
 
 SETTLED_SECONDS_MAX = 20.0
 LONG_NAME = "a rule whose name is longer than a field"
@@ -30,12 +35,18 @@ def single() -> Single:
 
 @contextmanager
 def opened(uri: str, **options: object) -> Iterator[RedisStore]:
-    with closing(cast("RedisStore", open_store(uri, None, **options))) as store:
+    # A machine that tests may pause for longer than a production's deadline.
+    patient = {"deadline_ms": 10_000, **options}
+    with closing(cast("RedisStore", open_store(uri, None, **patient))) as store:
         yield store
 
 
 def log_limit(limit: int) -> Limit:
     return Limit(limit, per=3_600, algorithm="sliding_window_log")
+
+
+def levels(health: RedisHealth) -> dict[str, str]:
+    return {finding.check: finding.level for finding in health.findings}
 
 
 def admin_pipeline(server: Server) -> Any:
@@ -152,8 +163,7 @@ def test_a_small_count_takes_two_round_trips_on_one_connection(single: Single) -
 
 def test_a_thousand_subjects_are_counted_exactly_and_more_estimated(single: Single) -> None:
     """Above a sample's size, states are the sample's mean times the subjects."""
-    topology = Topology(open_config(single.uri))
-    with closing(topology), opened(single.uri) as store:
+    with opened(single.uri) as store, closing(Topology(store.config)) as topology:
         two = Limiter("5/minute; 100/hour", store=store)
         for number in range(health_module.SUBJECTS_COUNTED_MAX):
             two.check(f"user:{number}")
@@ -199,6 +209,215 @@ def test_foreign_values_under_our_prefix_are_passed_over(single: Single) -> None
     single.flush()
 
 
-def open_config(uri: str) -> Any:
-    with opened(uri) as store:
-        return store.config
+def test_a_count_that_is_forbidden_says_which_rules_are_missing() -> None:
+    """A user may be allowed all that checks need, and not to count; that is an error, not 0."""
+    checks = "~tk:* +evalsha +eval +script|load +hget +hset +hdel +pttl +pexpire +time"
+    users = [User("app", "pw", checks), User("scanner", "pw", f"{checks} +scan")]
+    with Single(password="root", users=users) as server:
+        for user in users:
+            uri = server.uri.replace("app:", f"{user.name}:")
+            with opened(uri) as store:
+                Limiter("5/minute", store=store).check("a")
+                with pytest.raises(StoreUnavailable, match=r"needs \+scan, .*\+hkeys"):
+                    store.stats()
+        server.admin.acl_setuser("scanner", enabled=True, commands=["+hkeys"])
+        with opened(uri) as store:
+            # Neither INFO nor MEMORY USAGE: what they would tell is 0.
+            stats = store.stats()
+            assert (stats.states, stats.bytes, stats.expired) == (1, 0, 0)
+
+
+def test_a_server_that_is_gone_or_silent_is_a_store_error() -> None:
+    """Soon, and as one of ours; and once it is back, so are the numbers."""
+    with Single() as server, opened(server.uri, connect_ms=200) as store:
+        Limiter("5/minute", store=store).check("a")
+        server.pause()
+        started = time.monotonic()
+        with pytest.raises(StoreTimeout, match="no answer in time"):
+            store.stats()
+        with pytest.raises(StoreUnavailable, match=r"no server answers: .* no answer in time"):
+            store.health()
+        assert time.monotonic() - started < 5
+        server.resume()
+        assert store.stats().states == 1
+        server.kill()
+        with pytest.raises(StoreUnavailable, match="Connection refused"):
+            store.stats()
+        with pytest.raises(StoreUnavailable, match=r"no server answers: .*: Connection refused"):
+            store.health()
+        server.start()
+        assert store.stats().states == 0
+        assert store.health().nodes[0].reachable
+
+
+def test_a_closed_store_tells_nothing() -> None:
+    """As for every other call."""
+    with opened(running("single").uri) as store:
+        pass
+    with pytest.raises(StoreUnavailable, match="closed"):
+        store.stats()
+    with pytest.raises(StoreUnavailable, match="closed"):
+        store.health()
+
+
+def test_one_server_tells_what_it_is(single: Single) -> None:
+    """Each fact is the server's own."""
+    with opened(single.uri) as store:
+        Limiter("5/minute", store=store).check("a")
+        found = store.health()
+        info = single.admin.info()
+    assert (found.mode, found.cluster_state, found.slots_covered) == ("standalone", None, None)
+    (node,) = found.nodes
+    assert node.address == f"127.0.0.1:{single.port}"
+    assert (node.reachable, node.role, node.loading, node.unanswered) == (
+        True,
+        "primary",
+        False,
+        (),
+    )
+    assert (node.server, node.version) == ("redis", info["redis_version"])
+    assert (node.keys, node.evicted_keys, node.replicas_connected) == (1, 0, 0)
+    assert (node.maxmemory_bytes, node.maxmemory_policy) == (0, "noeviction")
+    assert (node.aof_enabled, node.rdb_save_points, node.rdb_last_save_ok) == (False, "", True)
+    assert node.used_memory_bytes == pytest.approx(info["used_memory"], rel=0.5)
+    assert node.uptime_seconds is not None
+    assert 0 <= info["uptime_in_seconds"] - node.uptime_seconds < 60
+    assert node.ops_per_second is not None
+    assert node.latency_ms is not None
+    assert node.latency_max_ms is not None
+    assert 0 < node.latency_ms <= node.latency_max_ms < 1_000
+    assert node.clock_offset_ms == pytest.approx(0, abs=1_000)  # one machine, one clock
+
+
+def test_the_clock_is_the_servers_against_ours() -> None:
+    """Above zero where the server is ahead."""
+    assert health_module._offset_ms((100, 250_000), 100_000_000_000) == 250.0
+    assert health_module._offset_ms((100, 0), 101_500_000_000) == -1_500.0
+
+
+def test_quota_that_would_not_survive_is_warned_of() -> None:
+    """Without AOF there is a warning that names the server and the setting; with it, none."""
+    with Single() as server, opened(server.uri) as store:
+        (warning, _) = store.health().warnings
+        assert warning == (
+            f"AOF is off: quota would not survive a restart (127.0.0.1:{server.port}): "
+            f"CONFIG SET appendonly yes, then CONFIG REWRITE"
+        )
+        server.admin.config_set("appendonly", "yes")
+        found = store.health()
+        assert "persistence" not in levels(found)
+        assert (found.nodes[0].aof_enabled, found.nodes[0].aof_fsync) == (True, "everysec")
+
+
+def test_an_unsafe_policy_and_a_full_memory_are_found() -> None:
+    """Both as the server has them now."""
+    lines = ["maxmemory 100mb", "maxmemory-policy allkeys-lru"]
+    with Single(aof=True, lines=lines) as server, opened(server.uri) as store:
+        assert levels(store.health())["eviction"] == "problem"
+        server.admin.config_set("maxmemory-policy", "volatile-ttl")
+        found = levels(store.health())
+        assert "eviction" not in found
+        assert "memory" not in found
+        server.admin.config_set("maxmemory", server.admin.info("memory")["used_memory"])
+        assert levels(store.health())["memory"] == "problem"
+
+
+def test_a_snapshot_that_failed_is_a_problem() -> None:
+    """Redis then refuses writes, which nobody should have to find out from denied checks."""
+    with Single(lines=["save 3600 1"]) as server, opened(server.uri) as store:
+        shutil.rmtree(server.folder)
+        server.admin.bgsave()
+        until(
+            lambda: store.health().nodes[0].rdb_last_save_ok is False,
+            "the snapshot has failed",
+            SETTLED_SECONDS_MAX,
+        )
+        assert levels(store.health())["persistence"] == "problem"
+
+
+def test_what_may_not_be_asked_is_unknown_and_no_error() -> None:
+    """Facts are None, and one warning says which rules the user lacks."""
+    users = [User("app", "pw", "~tk:* +@all -info -config"), User("poor", "pw", "~tk:* +eval")]
+    with Single(password="root", users=users) as server:
+        with opened(server.uri) as store:
+            found = store.health()
+            (node,) = found.nodes
+            assert (node.reachable, node.keys, node.unanswered) == (True, 0, ("INFO", "CONFIG GET"))
+            assert (node.role, node.version, node.aof_enabled, node.aof_fsync) == (None,) * 4
+            assert node.clock_offset_ms is not None
+            assert [each.split(": ")[1] for each in found.warnings] == [
+                "ACL SETUSER app +info +config|get"
+            ]
+        with opened(server.uri.replace("app:", "poor:")) as store:
+            (node,) = store.health().nodes
+            assert node.unanswered == ("TIME", "INFO", "DBSIZE", "CONFIG GET")
+            assert (node.reachable, node.keys, node.clock_offset_ms) == (True, None, None)
+            assert node.latency_ms is not None  # a refusal takes as long
+
+
+@pytest.mark.parametrize("who", ["", ":s3cret@", "nobody:s3cret@"])
+def test_a_refused_login_is_told_without_the_password(who: str) -> None:
+    """The server is there, and says no."""
+    with Single(password="root") as server:
+        uri = f"redis://{who}127.0.0.1:{server.port}"
+        with opened(uri) as store, closing(Topology(store.config)) as topology:
+            (node,) = survey(topology, store.config).nodes
+            assert (node.reachable, node.login_refused) == (False, True)
+            with pytest.raises(StoreUnavailable, match="refuses the login") as caught:
+                store.health()
+            assert "s3cret" not in str(caught.value)
+
+
+def test_what_is_no_redis_is_told_so() -> None:
+    """A server that speaks another language is a node that cannot be reached, with the reason."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def answer() -> None:
+            for _ in range(3):
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(1_000)
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        with opened(f"redis://127.0.0.1:{port}") as store:
+            with pytest.raises(StoreUnavailable, match="no server answers"):
+                store.health()
+            with pytest.raises(StoreUnavailable):
+                store.stats()
+
+
+def test_a_server_that_loads_its_data_says_so() -> None:
+    """It answers INFO and nothing else; that is told as what it is, and passes."""
+    slowly = ["key-load-delay 20000", "loading-process-events-interval-bytes 1024"]
+    with Single(lines=[*slowly, "rdbcompression no"]) as server, opened(server.uri) as store:
+        pipeline = admin_pipeline(server)
+        for number in range(200):
+            pipeline.set(f"key:{number}", "x" * 100)
+        pipeline.save()
+        pipeline.execute()
+        server.kill()
+        server.launch()
+        found = until(lambda: health_or_none(store), "it answers", SETTLED_SECONDS_MAX)
+        (node,) = found.nodes
+        assert (node.reachable, node.loading, node.role) == (True, True, "primary")
+        assert levels(found)["connection"] == "warning"
+
+
+def health_or_none(store: RedisStore) -> RedisHealth | None:
+    try:
+        return store.health()
+    except StoreError:
+        return None
+
+
+async def test_health_and_stats_from_asyncio() -> None:
+    """They block, so they go to a thread; the loop goes on meanwhile."""
+    running("single").flush()
+    with opened(running("single").uri) as store:
+        limiter = AsyncLimiter("5/minute", store=store)
+        await limiter.check("a")
+        assert (await asyncio.to_thread(store.stats)).states == 1
+        assert (await asyncio.to_thread(store.health)).nodes[0].reachable
+        await store.aclose()

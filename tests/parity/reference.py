@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tollkeeper.decide import credit as credits_
-from tollkeeper.decide.algorithms import ALGORITHMS, Outcome
+from tollkeeper.decide.algorithms import ALGORITHMS, Algorithm, Outcome
 from tollkeeper.decide.combine import combine
 from tollkeeper.decide.credit import Credit
-from tollkeeper.model import Decision, Limit, decision_with
+from tollkeeper.errors import CapacityError
+from tollkeeper.model import AlgorithmName, Decision, Limit, decision_fields, decision_with
 
 States = dict[tuple[str, str, str], tuple[Any, Credit | None]]
+
+
+def answer(verb: Callable[..., Decision], *asked: Any, **options: Any) -> tuple[Any, ...]:
+    """What a verb answers, to be compared: every field, or what can never fit where."""
+    try:
+        return decision_fields(verb(*asked, **options))
+    except CapacityError as error:
+        return "can never fit", error.cost, error.limit
 
 
 class ReferenceGate:
     """What every engine's gate must answer. States are never dropped."""
 
-    def __init__(self, states: States, limits: tuple[Limit, ...], rule: str) -> None:
+    def __init__(
+        self,
+        states: States,
+        limits: tuple[Limit, ...],
+        rule: str,
+        algorithms: Mapping[AlgorithmName, Algorithm] = ALGORITHMS,
+    ) -> None:
         self.limits = limits
         self._states = states
         self._rule = rule
-        self._parts = [(limit, limit.identity, ALGORITHMS[limit.algorithm]) for limit in limits]
+        self._parts = [(limit, limit.identity, algorithms[limit.algorithm]) for limit in limits]
 
     def check(self, subject: str, cost: int, now_ns: int, *, spend: bool) -> Decision:
         outcomes, after = self._decide(subject, cost, now_ns)

@@ -5,28 +5,18 @@ Each trace has its own seed; a failure prints it, and `trace(seed)` replays it a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from random import Random
 from typing import Any
 
 import pytest
 
-from tests.parity.reference import ReferenceGate, States
+from tests.parity.reference import ReferenceGate, States, answer
 from tests.parity.traces import Step, changed, random_limits, steps
 from tollkeeper.decide.kernel import _kernel
-from tollkeeper.errors import CapacityError
-from tollkeeper.model import Decision, decision_fields
 
 TRACES = 1_000
 STEPS = 1_000
 SHARDS = 10
-
-
-def answer(call: Callable[[], Decision]) -> tuple[Any, ...]:
-    try:
-        return decision_fields(call())
-    except CapacityError as error:
-        return "can never fit", error.cost, error.limit
 
 
 def apply(step: Step, kernel: _kernel.Gate, reference: ReferenceGate) -> tuple[Any, Any]:
@@ -35,8 +25,8 @@ def apply(step: Step, kernel: _kernel.Gate, reference: ReferenceGate) -> tuple[A
     if verb in ("check", "peek"):
         spend = verb == "check"
         return (
-            answer(lambda: kernel.decide(subject, units, now_ns, spend)),
-            answer(lambda: reference.check(subject, units, now_ns, spend=spend)),
+            answer(kernel.decide, subject, units, now_ns, spend),
+            answer(reference.check, subject, units, now_ns, spend=spend),
         )
     if verb == "refund":
         kernel.refund(subject, units, now_ns)

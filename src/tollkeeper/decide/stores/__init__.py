@@ -51,8 +51,9 @@ def open_store(uri: str, clock: Clock | None = None, **options: object) -> Store
     opener = _OPENERS.get(scheme.lower())
     if opener is None or not separator:
         known = ", ".join(f"{each}://" for each in _OPENERS)
-        # Not the whole of it: there may be a password in it.
-        raise ConfigError(f"store={show(scheme)} has no known scheme; there are {known}")
+        # What is no scheme is not shown: there may be a password in it.
+        shown = repr(scheme) if scheme.isidentifier() else "…"
+        raise ConfigError(f"store={shown} has no known scheme; there are {known}")
     return opener(uri, clock, options)
 
 

@@ -91,6 +91,7 @@ def test_what_is_not_known_is_not_judged() -> None:
         ({"replicas_connected": 0}, "replication", "warning", "no replica is in sync"),
         ({"replication_lag_bytes": 2**27}, "replication", "warning", "134,217,728 bytes behind"),
         (REPLICA, "replication", "problem", "refuses every check"),
+        ({"cluster_enabled": True}, "cluster", "problem", "a node of a cluster"),
         ({"cluster_state": "fail"}, "cluster", "problem", "called fail"),
         ({"cluster_slots_ok": 16_383}, "cluster", "problem", "16,383 of 16,384 slots"),
     ],

@@ -19,9 +19,10 @@ class Backoff:
     Not locked: the wire that owns it does that. Times are of a monotonic clock.
     """
 
-    __slots__ = ("_pause_ns", "_until_ns", "reason")
+    __slots__ = ("_failed_ns", "_pause_ns", "_until_ns", "reason")
 
     def __init__(self) -> None:
+        self._failed_ns = 0
         self._pause_ns = 0
         self._until_ns = 0
         self.reason = ""
@@ -35,9 +36,20 @@ class Backoff:
         self._until_ns = now_ns + self._pause_ns
         return True
 
-    def failed(self, now_ns: int, reason: str) -> None:
-        """It did not work. A random part keeps a fleet from knocking all at once."""
+    def failed_since(self, began_ns: int) -> bool:
+        """Has another one failed since this one was let try?"""
+        return bool(self._pause_ns) and self._failed_ns >= began_ns
+
+    def failed(self, began_ns: int, now_ns: int, reason: str) -> None:
+        """It did not work. A random part keeps a fleet from knocking all at once.
+
+        A hundred threads that find a server dead together are one failure, not a hundred: else
+        they would wait for the longest pause after an outage of a moment.
+        """
+        if self.failed_since(began_ns):
+            return
         self.reason = reason
+        self._failed_ns = now_ns
         self._pause_ns = min(max(2 * self._pause_ns, FIRST_NS), LONGEST_NS)
         share = 0.5 + random() / 2  # noqa: S311 - no secret hangs on it
         self._until_ns = now_ns + int(self._pause_ns * share)

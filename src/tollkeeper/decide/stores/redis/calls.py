@@ -150,8 +150,8 @@ def _address_in(rest: str, config: RedisConfig, refusal: ReplyError) -> Address:
 
 def refusal_error(refusal: ReplyError, config: RedisConfig) -> StoreError:
     """A server's refusal as our error, with what would mend it."""
-    text = str(refusal)
-    word = text.partition(" ")[0]
+    said, repeated, _ = str(refusal).partition(_REPEATED)
+    word = "NOPERM" if any(each in said for each in _NOPERM_IN_SCRIPT) else said.partition(" ")[0]
     error: StoreError
     if word == "OOM":
         error = StoreFull(
@@ -160,15 +160,22 @@ def refusal_error(refusal: ReplyError, config: RedisConfig) -> StoreError:
         )
     else:
         hint = _HINTS.get(word, "")
-        error = StoreUnavailable(f"{config.shown()} refuses: {text[:200]}{hint}")
-    error.__cause__ = refusal
+        error = StoreUnavailable(f"{config.shown()} refuses: {said[:200]}{hint}")
+    # Its traceback would show what the message leaves out.
+    error.__cause__ = None if repeated else refusal
     return error
 
+
+# A server that does not know AUTH repeats what follows it, which is the password.
+_REPEATED: Final = ", with args beginning with"
+# A right that is missing inside of a script: Redis 7.0, and later ones.
+_NOPERM_IN_SCRIPT: Final = ("The user executing the script can't", "ACL failure in script")
 
 _HINTS: Final = {
     "NOAUTH": "; give username and password in the URI or as arguments",
     "WRONGPASS": "; check username and password",
-    "NOPERM": "; the user needs ~<prefix>:* and +evalsha +eval +script|load",
+    "NOPERM": "; the user needs ~<prefix>:* +eval +evalsha +script|load "
+    "+hget +hset +hdel +pttl +pexpire +time",
     "READONLY": "; this is a replica: name the primary, or use redis+sentinel://",
     "MISCONF": "; Redis cannot write its snapshots: mend the disk, or see its log",
     "WRONGTYPE": "; another application has a key of that name: set prefix= to one of your own",

@@ -10,8 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -31,10 +30,11 @@ from tollkeeper.decide.stores.redis.calls import (
     recover,
 )
 from tollkeeper.decide.stores.redis.config import Address, RedisConfig
+from tollkeeper.decide.stores.redis.scripts import CHECK
 from tollkeeper.decide.stores.redis.topology import Topology, slot_of
 from tollkeeper.decide.stores.redis.wire import Node
 from tollkeeper.decide.stores.redis.wire_async import AsyncNode
-from tollkeeper.errors import StoreError, StoreTimeout, StoreUnavailable
+from tollkeeper.errors import StoreError, StoreTimeout, StoreUnavailable, show
 
 Refusal = ReplyError | NotSent
 HELPERS_MAX: Final = 16
@@ -50,8 +50,13 @@ class Servers:
         self.clustered = config.mode == "cluster"
         self.closed = False
         self._lock = threading.Lock()
-        # Threads that connect, and that find servers: these may take longer than a call may.
+        self._start()
+
+    def _start(self) -> None:
+        # Threads that connect, and one that finds servers: these may take longer than a call may.
+        # It is another one, because connecting to hosts that are gone may keep all of them busy.
         self.helpers = ThreadPoolExecutor(HELPERS_MAX, "tollkeeper-redis")
+        self._finder = ThreadPoolExecutor(1, "tollkeeper-redis-find")
         self._finding: Future[None] | None = None
         self._backoff = Backoff()
 
@@ -61,7 +66,7 @@ class Servers:
     def address_of(self, slot: int) -> Address:
         """The node to ask. Raises NotSent while nobody knows."""
         if self.closed:
-            raise StoreUnavailable("the store is closed; open another one")
+            raise _closed()
         address = self.topology.address_of(slot)
         if address is None:
             raise NotSent(f"no primary is known for {self.config.shown()}")
@@ -76,14 +81,18 @@ class Servers:
             if self._finding is not None and not self._finding.done():
                 return self._finding
             if self._finding is None or self._backoff.may_try(time.monotonic_ns()):
-                self._finding = self.helpers.submit(self._find)
+                try:
+                    self._finding = self._finder.submit(self._find)
+                except RuntimeError as error:  # closed, or the process ends
+                    raise _closed() from error
             return self._finding
 
     def _find(self) -> None:
+        began_ns = time.monotonic_ns()
         try:
             self.topology.refresh()
         except StoreError as error:
-            self._backoff.failed(time.monotonic_ns(), str(error))
+            self._backoff.failed(began_ns, time.monotonic_ns(), str(error))
             raise
         self._backoff.succeeded()
 
@@ -91,15 +100,27 @@ class Servers:
         """In a child process: start anew, whatever the parent's threads were at."""
         self._lock = threading.Lock()
         self.topology = Topology(self.config)
-        self.helpers = ThreadPoolExecutor(HELPERS_MAX, "tollkeeper-redis")
-        self._finding = None
-        self._backoff = Backoff()
+        self._start()
 
     def close(self) -> None:
         with self._lock:
             self.closed = True
             self.helpers.shutdown(wait=False, cancel_futures=True)
+            self._finder.shutdown(wait=False)
         self.topology.close()
+
+
+def _closed() -> StoreUnavailable:
+    return StoreUnavailable("the store is closed; open another one")
+
+
+def _raise_failure(found: Future[None] | asyncio.Future[None]) -> None:
+    """What a search failed with, as a new error: many callers cannot add to one traceback."""
+    error = found.exception()
+    if isinstance(error, StoreError):
+        raise type(error)(str(error)) from error
+    if error is not None:
+        raise error
 
 
 @dataclass(slots=True)
@@ -131,6 +152,16 @@ class _Plan:
 def _plan(call: Call, slot: int, due_ns: int, refusal: Refusal, servers: Servers) -> _Plan:
     steps = recover(call, refusal, servers.config)
     return _Plan(call, slot, due_ns, refusal, steps, servers.topology.address_of(slot))
+
+
+def _answer(call: Call, reply: Any) -> Any:
+    """The reply, if it is one that the script gives. What is no Redis may say anything."""
+    wanted = list if call.script is CHECK else int
+    if type(reply) is not wanted and not isinstance(reply, StoreError):
+        raise StoreUnavailable(
+            f"not an answer of Redis: {show(reply)}; the call may have been counted once"
+        )
+    return reply
 
 
 def _target(step: Send, plan: _Plan, servers: Servers) -> Address:
@@ -177,8 +208,10 @@ class Threads:
                 by_address.setdefault(address, []).append(index)
         for address, indexes in by_address.items():
             payload = b"".join(calls[index].by_sha() for index in indexes)
-            left_ns = max(due_ns - time.monotonic_ns(), 1)
+            left_ns = due_ns - time.monotonic_ns()
             try:
+                if left_ns <= 0:
+                    raise NotSent("the calls to other servers took all the time")
                 replies = self._node(address).exchange(payload, len(indexes), left_ns)
             except StoreError as error:
                 replies = [error] * len(indexes)
@@ -194,28 +227,30 @@ class Threads:
     def _settled(self, call: Call, slot: int, due_ns: int, reply: Any) -> Any:
         """The reply itself; or, if it is a refusal, what came of it in the end."""
         if not isinstance(reply, Refusal):
-            return reply
+            return _answer(call, reply)
         plan = _plan(call, slot, due_ns, reply, self._servers)
         result = None
         while True:
             try:
                 step = plan.steps.send(result)
             except StopIteration as done:
-                return done.value
+                return _answer(call, done.value)
             result = self._take(step, plan)
 
     def _take(self, step: Step, plan: _Plan) -> Any:
         servers = self._servers
+        # Begun even when no time is left: whoever calls next will be glad of it.
+        finding = servers.find() if isinstance(step, Refresh) else None
         left_ns = plan.left_ns()
         if isinstance(step, Pause):
             time.sleep(min(step.seconds, left_ns / NS_PER_SECOND))
         elif isinstance(step, Moved):
             servers.topology.moved(plan.slot, plan.named(step.address))
             servers.find()
-        elif isinstance(step, Refresh):
-            try:
-                servers.find().result(left_ns / NS_PER_SECOND)
-            except FutureTimeout:
+        elif finding is not None:
+            if wait([finding], left_ns / NS_PER_SECOND).done:
+                _raise_failure(finding)
+            else:
                 plan.left_ns()
         elif isinstance(step, Send):
             try:
@@ -295,7 +330,7 @@ class Tasks:
     async def settled(self, call: Call, started_ns: int, reply: Any) -> Any:
         """The reply itself; or, if it is a refusal, what came of it in the end."""
         if not isinstance(reply, Refusal):
-            return reply
+            return _answer(call, reply)
         servers = self._servers
         slot = servers.slot(call.key)
         plan = _plan(call, slot, started_ns + servers.config.deadline_ns, reply, servers)
@@ -304,22 +339,24 @@ class Tasks:
             try:
                 step = plan.steps.send(result)
             except StopIteration as done:
-                return done.value
+                return _answer(call, done.value)
             result = await self._take(step, plan)
 
     async def _take(self, step: Step, plan: _Plan) -> Any:
         servers = self._servers
+        finding = servers.find() if isinstance(step, Refresh) else None
         left_s = plan.left_ns() / NS_PER_SECOND
         if isinstance(step, Pause):
             await asyncio.sleep(min(step.seconds, left_s))
         elif isinstance(step, Moved):
             servers.topology.moved(plan.slot, plan.named(step.address))
             servers.find()
-        elif isinstance(step, Refresh):
+        elif finding is not None:
             # `wait` leaves it running when time is up: others wait for the same one.
-            done, _ = await asyncio.wait({asyncio.wrap_future(servers.find())}, timeout=left_s)
-            for future in done:
-                future.result()
+            awaited = asyncio.wrap_future(finding)
+            awaited.add_done_callback(asyncio.Future.exception)  # so that nobody misses it
+            if (await asyncio.wait({awaited}, timeout=left_s))[0]:
+                _raise_failure(awaited)
         elif isinstance(step, Send):
             try:
                 plan.asked = _target(step, plan, servers)

@@ -71,6 +71,7 @@ class NodeHealth:
     min_replicas_to_write: int | None = None
     link_up: bool | None = None
     """Of a replica: is it connected to its primary?"""
+    cluster_enabled: bool | None = None
     cluster_state: str | None = None
     cluster_slots_ok: int | None = None
     cluster_full_coverage: bool | None = None
@@ -202,6 +203,9 @@ def _judge_replication(node: NodeHealth, mode: Mode) -> Iterator[_Said]:
     if node.replication_lag_bytes is not None and node.replication_lag_bytes > LAG_BYTES_MAX:
         found = f"a replica is {node.replication_lag_bytes:,} bytes behind"
         yield "replication", "warning", found, "look at its load and its network"
+    if node.cluster_enabled and mode != "cluster":
+        found = "it is a node of a cluster, and refuses subjects of the others"
+        yield "cluster", "problem", found, "write redis+cluster:// before its address"
     if node.cluster_state not in {None, "ok"}:
         found = f"the cluster is called {node.cluster_state}"
         yield "cluster", "problem", found, f"redis-cli --cluster check {node.address}"

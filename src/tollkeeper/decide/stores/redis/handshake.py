@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from hiredis import ReplyError
 
@@ -38,9 +39,14 @@ def check_replies(
 ) -> None:
     """Raise NotSent if the server will not serve us."""
     for command, reply in zip(commands, replies, strict=True):
-        if isinstance(reply, ReplyError) and command[0] != "SCRIPT":
-            raise NotSent(str(refusal_error(reply, config))) from reply
-        if isinstance(reply, ReplyError) and str(reply).startswith(("LOADING", "NOAUTH")):
-            raise NotSent(str(refusal_error(reply, config))) from reply
-        if command[0] == "ROLE" and isinstance(reply, list) and reply[0] != b"master":
+        if isinstance(reply, ReplyError):
+            # A script that could not be loaded ahead goes along with the call that needs it.
+            if command[0] != "SCRIPT" or str(reply).startswith(_FINAL):
+                error = refusal_error(reply, config)
+                raise NotSent(str(error)) from error.__cause__
+        elif command[0] == "ROLE" and isinstance(reply, list) and reply[0] != b"master":
             raise NotSent(f"{address} is not the primary any more")
+
+
+# What a server says to whatever comes first, and hangs up or goes on saying so.
+_FINAL: Final = ("LOADING", "NOAUTH", "DENIED", "ERR max number of clients")

@@ -27,7 +27,13 @@ from statistics import median
 from typing import Any, Final
 
 import redis
-from redis.exceptions import BusyLoadingError, MovedError, NoPermissionError, ResponseError
+from redis.exceptions import (
+    BusyLoadingError,
+    MasterDownError,
+    MovedError,
+    NoPermissionError,
+    ResponseError,
+)
 
 from tollkeeper.clock import NS_PER_SECOND
 from tollkeeper.decide.stores.redis.config import Address, Mode, RedisConfig
@@ -261,6 +267,7 @@ _FROM_INFO: Final[Mapping[str, tuple[str, _Reader]]] = {
     "aof_last_write_ok": ("aof_last_write_status", "ok".__eq__),
     "rdb_last_save_ok": ("rdb_last_bgsave_status", "ok".__eq__),
     "link_up": ("master_link_status", "up".__eq__),
+    "cluster_enabled": ("cluster_enabled", bool),
 }
 _FROM_CONFIG: Final[Mapping[str, tuple[str, _Reader]]] = {
     "aof_fsync": ("appendfsync", str),
@@ -293,8 +300,7 @@ def _look(topology: Topology, address: Address, mode: Mode) -> NodeHealth:
 
 
 def _ask_all(client: redis.Redis, address: str, mode: Mode) -> NodeHealth:
-    # The first may have to connect, and is not measured. It is also the one that a server refuses
-    # which does not know us; what comes after can only be forbidden.
+    # The first may have to connect, and is not measured.
     _permitted(client, "PING")
     times_ns: list[int] = []
     started_ns = time.monotonic_ns()
@@ -358,11 +364,16 @@ def _ask_sentinel(config: RedisConfig, address: Address) -> list[Finding]:
 
 
 def _permitted(client: Any, command: str) -> Any:
-    """The reply; None if the user may not ask."""
+    """The reply; None where the server refuses: for who we are, or for the state it is in."""
     try:
         return client.execute_command(command)
-    except NoPermissionError:
+    except (NoPermissionError, MasterDownError):
         return None
+    except ResponseError as error:
+        # A server that cannot write its snapshots refuses even a PING.
+        if str(error).startswith("MISCONF"):
+            return None
+        raise
 
 
 def _offset_ms(told: tuple[int, int], ours_ns: int) -> float:

@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 from collections import deque
-from concurrent.futures import Executor, Future
+from concurrent.futures import CancelledError, Executor, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Final
 
@@ -32,6 +32,9 @@ IDLE_MAX: Final = 64
 _READ_BYTES: Final = 65_536
 # A connection that has idled longer is looked at before it is used: the server may have closed it.
 _FRESH_NS: Final = 5_000_000
+# What a call has left at least when it had to wait for its connection.
+_LEFT_NS_MIN: Final = 1_000_000
+_MAYBE: Final = "; the call may have been counted once"
 
 
 class Connection:
@@ -50,41 +53,55 @@ class Connection:
         self.used_ns = 0
         try:
             commands = handshake.greeting(config)
-            replies = self.exchange(handshake.payload(commands), len(commands), config.connect_ns)
+            greeting = handshake.payload(commands)
+            replies = self.exchange(greeting, len(commands), config.connect_ns, warning="")
             handshake.check_replies(commands, replies, address, config)
         except BaseException:
             self.close()
             raise
 
-    def exchange(self, payload: bytes, replies: int, deadline_ns: int) -> list[Any]:
-        """Send commands and read so many replies. After any error the connection is of no use."""
+    def exchange(
+        self, payload: bytes, replies: int, deadline_ns: int, warning: str = _MAYBE
+    ) -> list[Any]:
+        """Send commands and read so many replies. After any error the connection is of no use.
+
+        `warning` ends the message of an error after which nobody knows what the server did.
+        """
+        started_ns = time.monotonic_ns()
         if deadline_ns != self._deadline_ns:
-            _set_deadline(self._socket, deadline_ns)
-            self._deadline_ns = deadline_ns
+            self._set_deadline(deadline_ns)
         try:
             self._send(payload)
             self._reader.feed(self._recv(_READ_BYTES) or _gone())
             found: list[Any] = []
-            due_ns = 0
             while True:
                 reply = self._reader.gets()
                 if reply is not False:
                     found.append(reply)
                     if len(found) == replies:
-                        self.used_ns = time.monotonic_ns()
-                        return found
+                        break
                     continue
                 # Whoever sends a byte at a time does not get a whole deadline for each.
-                due_ns = due_ns or time.monotonic_ns() + deadline_ns
-                if time.monotonic_ns() > due_ns:
-                    raise _timeout(deadline_ns)
+                left_ns = started_ns + deadline_ns - time.monotonic_ns()
+                if left_ns <= 0:
+                    raise _timeout(deadline_ns, warning)
+                self._set_deadline(left_ns)
                 self._reader.feed(self._recv(_READ_BYTES) or _gone())
         except (TimeoutError, BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            raise _timeout(deadline_ns) from None
-        except (OSError, hiredis.ProtocolError) as error:
-            raise StoreUnavailable(
-                f"the connection broke: {error}; the call may have been counted once"
-            ) from error
+            raise _timeout(deadline_ns, warning) from None
+        except hiredis.ProtocolError as error:
+            raise StoreUnavailable(f"not an answer of Redis: {error}{warning}") from error
+        except OSError as error:
+            raise StoreUnavailable(f"the connection broke: {error}{warning}") from error
+        if self._reader.has_data():
+            # The next call would take it for its own.
+            raise StoreUnavailable(f"not an answer of Redis, but more than was asked for{warning}")
+        self.used_ns = time.monotonic_ns()
+        return found
+
+    def _set_deadline(self, deadline_ns: int) -> None:
+        _set_deadline(self._socket, deadline_ns)
+        self._deadline_ns = deadline_ns
 
     def stale(self) -> bool:
         """Has the server closed it, or said something unasked, while it idled?"""
@@ -94,10 +111,8 @@ class Connection:
         self._socket.close()
 
 
-def _timeout(deadline_ns: int) -> StoreTimeout:
-    return StoreTimeout(
-        f"no answer in {deadline_ns / 1e6:g} ms; the call may have been counted once"
-    )
+def _timeout(deadline_ns: int, warning: str) -> StoreTimeout:
+    return StoreTimeout(f"no answer in {deadline_ns / 1e6:g} ms{warning}")
 
 
 def _gone() -> bytes:
@@ -158,7 +173,12 @@ class Node:
 
     def exchange(self, payload: bytes, replies: int, deadline_ns: int) -> list[Any]:
         """Send commands to this server. Raises NotSent when they have not left this process."""
-        connection = self._take(deadline_ns)
+        connection = self._take()
+        if connection is None:
+            started_ns = time.monotonic_ns()
+            connection = self._dial(deadline_ns)
+            # At least a millisecond: connecting was the hard part.
+            deadline_ns = max(deadline_ns - time.monotonic_ns() + started_ns, _LEFT_NS_MIN)
         try:
             found = connection.exchange(payload, replies, deadline_ns)
         except BaseException:
@@ -167,13 +187,13 @@ class Node:
         self._give(connection)
         return found
 
-    def _take(self, deadline_ns: int) -> Connection:
+    def _take(self) -> Connection | None:
         while True:
             try:
                 # The one used last: it is warm, and those not needed grow old and go.
                 connection = self._idle.pop()
             except IndexError:
-                return self._dial(deadline_ns)
+                return None
             if not connection.stale():
                 return connection
             connection.close()
@@ -185,25 +205,31 @@ class Node:
 
     def _dial(self, deadline_ns: int) -> Connection:
         """A new connection. Made in another thread, because it may take longer than a call may."""
-        if self._closed:
-            raise StoreUnavailable("the store is closed; open another one")
+        began_ns = time.monotonic_ns()
         with self._lock:
-            if not self._backoff.may_try(time.monotonic_ns()):
+            if not self._backoff.may_try(began_ns):
                 raise NotSent(f"{self.address} is down: {self._backoff.reason}")
-        dialing = self._dialer.submit(self._connected)
         try:
+            dialing = self._dialer.submit(self._connected, began_ns)
             return dialing.result(deadline_ns / NS_PER_SECOND)
         except FutureTimeout:
-            # Whoever calls next may have it.
-            dialing.add_done_callback(self._keep)
+            # Whoever calls next may have it; one that nobody has begun with nobody waits for.
+            if not dialing.cancel():
+                dialing.add_done_callback(self._keep)
             raise NotSent(f"no connection to {self.address} in {deadline_ns / 1e6:g} ms") from None
+        except (CancelledError, RuntimeError) as error:
+            # The executor was shut down: by `close`, or because the process ends.
+            raise StoreUnavailable("the store is closed; open another one") from error
 
-    def _connected(self) -> Connection:
+    def _connected(self, began_ns: int) -> Connection:
+        with self._lock:
+            if self._backoff.failed_since(began_ns):
+                raise NotSent(f"{self.address} is down: {self._backoff.reason}")
         try:
             connection = Connection(self.address, self._config, self._tls)
         except StoreError as error:
             with self._lock:
-                self._backoff.failed(time.monotonic_ns(), str(error))
+                self._backoff.failed(began_ns, time.monotonic_ns(), str(error))
             raise NotSent(f"cannot connect to {self.address}: {error}") from error
         with self._lock:
             self._backoff.succeeded()

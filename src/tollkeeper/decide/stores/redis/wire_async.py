@@ -12,9 +12,12 @@ looks at the oldest. A call that is overdue fails; its answer, should it come, i
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 import time
 from collections import deque
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 import hiredis
@@ -28,10 +31,12 @@ from tollkeeper.errors import StoreError, StoreTimeout, StoreUnavailable
 
 # Calls that may be under way on one connection: about 10 MB of them. Beyond, a call fails at once.
 PENDING_MAX: Final = 65_536
-# A connection that has been owing answers, and silent, for so many deadlines is given up: the
+# A connection that has been owing answers for so many deadlines, and brought none, is given up: the
 # other end may be gone without a word. At least a quarter of a second, for a server that pauses.
 _SILENT_DEADLINES: Final = 4
 _SILENT_S_MIN: Final = 0.25
+
+_MAYBE: Final = "; the call may have been counted once"
 
 Answer = asyncio.Future[Any]
 
@@ -50,9 +55,14 @@ class Link(asyncio.Protocol):
         # What went out together: when it is due, and how many answers will have come by then.
         self._batches: deque[tuple[float, int]] = deque()
         self._answered = 0
+        # So many were answered or have failed.
+        self._settled = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._heard_at = loop.time()
+        # When it last brought an answer, or began to owe one.
+        self._lively_at = loop.time()
         self._why: Exception | None = None
+        # Ends the message of an error after which nobody knows what the server did.
+        self._warning = ""
         self.closed = loop.create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -61,6 +71,7 @@ class Link(asyncio.Protocol):
     def greeted(self, deadline_s: float) -> None:
         """The handshake is over; from here on a call has this long."""
         self._deadline_s = deadline_s
+        self._warning = _MAYBE
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -69,7 +80,7 @@ class Link(asyncio.Protocol):
         """Send a call; its answer is after so many that nobody wants."""
         pending, buffer, transport = self._pending, self._buffer, self._transport
         if transport is None:
-            raise NotSent("the connection is closed")
+            raise NotSent(f"the connection is closed: {self._why or 'the server closed it'}")
         if len(pending) >= PENDING_MAX:
             raise NotSent(f"{PENDING_MAX:,} calls are under way already; the server is too slow")
         idle = not pending
@@ -80,7 +91,7 @@ class Link(asyncio.Protocol):
         if idle:
             # Nobody to wait for. The others that are ready will find this one pending.
             transport.write(payload)
-            self._due()
+            self._lively_at = self._due()
         else:
             if not buffer:
                 self._loop.call_soon(self._flush)
@@ -93,16 +104,19 @@ class Link(asyncio.Protocol):
             self._buffer.clear()
             self._due()
 
-    def _due(self) -> None:
-        due = self._loop.time() + self._deadline_s
+    def _due(self) -> float:
+        """Note when what has just been sent is due; what time it is."""
+        now = self._loop.time()
+        due = now + self._deadline_s
         self._batches.append((due, self._answered + len(self._pending)))
         if self._timer is None:
             self._timer = self._loop.call_at(due, self._expire)
+        return now
 
     def data_received(self, data: bytes) -> None:
-        self._heard_at = self._loop.time()
         pending = self._pending
         gets = self._reader.gets
+        before = self._answered
         try:
             self._reader.feed(data)
             while (reply := gets()) is not False:
@@ -110,9 +124,15 @@ class Link(asyncio.Protocol):
                 self._answered += 1
                 if answer is not None and not answer.done():
                     answer.set_result(reply)
-        except (hiredis.ProtocolError, IndexError) as error:
+        except hiredis.ProtocolError as error:
             self._abort(StoreUnavailable(f"not an answer of Redis: {error}"))
             return
+        except IndexError:
+            self._abort(StoreUnavailable(f"the server said unasked: {reply!r}"))
+            return
+        if self._answered == before:
+            return
+        self._lively_at = self._loop.time()
         batches = self._batches
         while batches and batches[0][1] <= self._answered:
             batches.popleft()
@@ -121,21 +141,21 @@ class Link(asyncio.Protocol):
         """Fail what is overdue; look again when the next is."""
         self._timer = None
         now = self._loop.time()
+        last = 0
         while self._batches and self._batches[0][0] <= now:
             _, last = self._batches.popleft()
-            for index in range(min(last - self._answered, len(self._pending))):
-                answer = self._pending[index]
-                if answer is not None and not answer.done():
-                    answer.set_exception(
-                        StoreTimeout(
-                            f"no answer in {1_000 * self._deadline_s:g} ms; "
-                            f"the call may have been counted once"
-                        )
-                    )
+        # Only those that no earlier look has failed: a stopped server may owe thousands.
+        first = max(self._settled, self._answered)
+        for answer in islice(self._pending, first - self._answered, max(last - self._answered, 0)):
+            if answer is not None and not answer.done():
+                answer.set_exception(
+                    StoreTimeout(f"no answer in {1_000 * self._deadline_s:g} ms{self._warning}")
+                )
+        self._settled = max(first, last)
         if not self._pending:
             return
         silent_s = max(_SILENT_DEADLINES * self._deadline_s, _SILENT_S_MIN)
-        if not self._batches and now - self._heard_at > silent_s:
+        if now - self._lively_at > silent_s:
             self._abort(StoreUnavailable(f"the server has been silent for {silent_s:g} s"))
             return
         due = self._batches[0][0] if self._batches else now + self._deadline_s
@@ -159,9 +179,7 @@ class Link(asyncio.Protocol):
                 answer.set_exception(NotSent(f"the connection broke: {why}"))
             else:
                 answer.set_exception(
-                    StoreUnavailable(
-                        f"the connection broke: {why}; the call may have been counted once"
-                    )
+                    StoreUnavailable(f"the connection broke: {why}{self._warning}")
                 )
         self._pending.clear()
         self._buffer.clear()
@@ -174,8 +192,18 @@ class Link(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
+        # At once: a server that takes nothing in would never let it be closed in good order.
+        self._abort(StoreUnavailable("the store was closed"))
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A call that waits for the connection; and then, on it, for its answer."""
+
+    payload: bytes
+    unwanted: int
+    answer: Answer
+    sent: bool = False
 
 
 class AsyncNode:
@@ -196,7 +224,7 @@ class AsyncNode:
         self._backoff = Backoff()
         self._link: Link | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._waiting: deque[tuple[bytes, int, Answer]] = deque()
+        self._waiting: deque[_Waiting] = deque()
         self._closed = False
 
     def submit(self, payload: bytes, unwanted: int = 0) -> Answer:
@@ -215,24 +243,29 @@ class AsyncNode:
             self._connecting = self._loop.create_task(self._connect())
         if len(self._waiting) >= PENDING_MAX:
             raise NotSent(f"{PENDING_MAX:,} calls wait for a connection to {self.address}")
-        answer = self._loop.create_future()
-        self._waiting.append((payload, unwanted, answer))
-        timer = self._loop.call_later(self._deadline_s, self._too_late, answer)
-        answer.add_done_callback(lambda _: timer.cancel())
-        return answer
+        waiting = _Waiting(payload, unwanted, self._loop.create_future())
+        self._waiting.append(waiting)
+        timer = self._loop.call_later(self._deadline_s, self._too_late, waiting)
+        waiting.answer.add_done_callback(lambda _: timer.cancel())
+        return waiting.answer
 
-    def _too_late(self, answer: Answer) -> None:
-        if not answer.done():
-            answer.set_exception(
-                NotSent(f"no connection to {self.address} in {1_000 * self._deadline_s:g} ms")
-            )
+    def _too_late(self, waiting: _Waiting) -> None:
+        """The deadline counts from the call on, however much of it went into connecting."""
+        if waiting.answer.done():
+            return
+        in_ms = f"in {1_000 * self._deadline_s:g} ms"
+        if waiting.sent:
+            waiting.answer.set_exception(StoreTimeout(f"no answer {in_ms}{_MAYBE}"))
+        else:
+            waiting.answer.set_exception(NotSent(f"no connection to {self.address} {in_ms}"))
 
     async def _connect(self) -> None:
+        began_ns = time.monotonic_ns()
         try:
             link = await self._linked()
         except (OSError, TimeoutError, StoreError) as error:
-            reason = str(error) or f"no answer in {self._config.connect_ns / 1e6:g} ms"
-            self._backoff.failed(time.monotonic_ns(), reason)
+            reason = _reason(error) or f"no answer in {self._config.connect_ns / 1e6:g} ms"
+            self._backoff.failed(began_ns, time.monotonic_ns(), reason)
             self._fail_waiting(f"cannot connect to {self.address}: {reason}")
             return
         finally:
@@ -240,9 +273,15 @@ class AsyncNode:
         self._backoff.succeeded()
         self._link = link
         while self._waiting:
-            payload, unwanted, answer = self._waiting.popleft()
-            if not answer.done():
-                _pass_on(link.submit(payload, unwanted), answer)
+            waiting = self._waiting.popleft()
+            if waiting.answer.done():
+                continue
+            try:
+                _pass_on(link.submit(waiting.payload, waiting.unwanted), waiting.answer)
+            except NotSent as error:
+                waiting.answer.set_exception(error)
+            else:
+                waiting.sent = True
 
     async def _linked(self) -> Link:
         """A connection, through the handshake."""
@@ -274,7 +313,7 @@ class AsyncNode:
 
     def _fail_waiting(self, why: str) -> None:
         while self._waiting:
-            _, _, answer = self._waiting.popleft()
+            answer = self._waiting.popleft().answer
             if not answer.done():
                 answer.set_exception(NotSent(why))
 
@@ -302,3 +341,10 @@ def _pass_on(source: Answer, target: Answer) -> None:
             target.set_result(answer.result())
 
     source.add_done_callback(done)
+
+
+def _reason(error: Exception) -> str:
+    """As the system says it: asyncio has "Connect call failed" for whatever it was."""
+    if isinstance(error, OSError) and "Connect call failed" in str(error) and error.errno:
+        return f"[Errno {error.errno}] {os.strerror(error.errno)}"
+    return str(error)

@@ -1,0 +1,204 @@
+"""What a state takes in Redis: a fresh server, filled, its `used_memory` before and after.
+
+`used_memory` is what the server asked of its allocator, rounded up to what that gave; the resident
+set shows what the machine paid. Everything is in it: keys, expiries, the tables of both.
+
+A state is one limit's count of one subject. Subjects are `user:1000000` and on, as long as the ten
+millionth would be. Each has spent a number of units between 1 and 10,000, drawn so that as many
+spent 1 to 10 as 1,000 to 10,000, under limits of 10,000 units in windows from an hour to 30 days
+(where there is one limit: of 30 days). A count above 4,294 units takes 9 bytes and not 5, so the
+two ends are measured as well.
+
+To 10 million: what a key takes does not depend on how many there are, but for the two hash tables
+(all keys, and all keys that expire), of 8 bytes a slot and as many slots as the next power of two.
+So a size measured is taken apart into tables and keys, and put together again with the tables of
+the other size. That is done from a smaller size to a larger one that is measured too, and both are
+shown. Not in it: while a table doubles, which takes minutes at most, the old one is there as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Final
+
+from tests.redis_servers import Single, until
+
+from bench.measure import SEED
+from bench.redis_engines import (
+    CONNECTIONS_MAX,
+    DAY,
+    HOUR,
+    LIMITS_FIXED,
+    OURS,
+    THROTTLED,
+    AsyncSession,
+    Rates,
+    RedisEngine,
+    our_rule,
+)
+from bench.redis_measure import RedisEffort
+
+MANY: Final = 10_000_000
+SPENT_MAX: Final = 10_000
+_WINDOWS: Final = (
+    *(HOUR, 2 * HOUR, 3 * HOUR, 6 * HOUR, 12 * HOUR),
+    *(DAY, 2 * DAY, 7 * DAY, 14 * DAY, 30 * DAY),
+)
+# No more than is spent: a bucket that is full again is forgotten, and a unit of the 30 days is back
+# in four minutes, one of a million in three seconds.
+TEN_LIMITS: Final = tuple((SPENT_MAX, seconds) for seconds in _WINDOWS)
+ONE_LIMIT: Final = TEN_LIMITS[-1:]
+_FIRST_USER: Final = 1_000_000
+_SLOT_BYTES: Final = 8
+# All keys, and all keys that expire; every key does, in each engine.
+_TABLES: Final = 2
+# Memory that has not changed for so long is steady: a table that doubles is moved within that, as
+# none of the sizes filled to is just above a power of two.
+_STEADY_SECONDS: Final = 0.5
+_STEADY_SECONDS_MAX: Final = 10.0
+
+Cost = Callable[[], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """What a server is filled with: the engines that check every subject, with their limits."""
+
+    work: str
+    engine: str
+    parts: Sequence[tuple[RedisEngine, Rates]]
+    subjects: int
+    cost: Cost
+
+    @property
+    def states(self) -> int:
+        """States in all."""
+        return self.subjects * sum(len(rates) for _, rates in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """What was found."""
+
+    work: str
+    engine: str
+    subjects: int
+    states: int
+    keys: int
+    grown: int
+    resident: int
+
+    @property
+    def per_state(self) -> float:
+        """Bytes that a state takes, by `used_memory`."""
+        return self.grown / self.states
+
+    @property
+    def resident_per_state(self) -> float:
+        """Bytes that a state adds to the server's resident set."""
+        return self.resident / self.states
+
+    def per_state_with(self, keys: int) -> float:
+        """Bytes that a state would take with so many keys in the server."""
+        of_keys = (self.grown - _tables_bytes(self.keys)) / self.keys
+        return (of_keys + _tables_bytes(keys) / keys) * self.keys / self.states
+
+    @property
+    def per_state_of_many(self) -> float:
+        """Bytes a state, with ten million states in the server."""
+        return self.per_state_with(MANY * self.keys // self.states)
+
+    @property
+    def per_state_of_many_keys(self) -> float:
+        """Bytes a state, with ten million keys in the server."""
+        return self.per_state_with(MANY)
+
+
+def _tables_bytes(keys: int) -> int:
+    slots = 1 << (keys - 1).bit_length()
+    return _TABLES * _SLOT_BYTES * slots
+
+
+def fillings(effort: RedisEffort) -> Iterator[Filling]:
+    """Everything that is measured; a peer with fewer subjects, because it takes so long."""
+    many, few = effort.subjects, effort.subjects // 10
+    fewer = 3 * few
+    rng = random.Random(SEED)
+
+    def mixed() -> int:
+        return int(SPENT_MAX ** rng.random())
+
+    ten, one = (OURS, TEN_LIMITS), (OURS, ONE_LIMIT)
+    orders = (our_rule("orders"), TEN_LIMITS)
+    rules = [(our_rule(f"rule{number}"), (each,)) for number, each in enumerate(TEN_LIMITS)]
+    yield Filling("ten limits in one", OURS.name, [ten], fewer, mixed)
+    yield Filling("ten limits in one", OURS.name, [ten], many, mixed)
+    yield Filling("  a rule's: orders", OURS.name, [orders], fewer, mixed)
+    yield Filling("  each spent 1", OURS.name, [ten], few, lambda: 1)
+    yield Filling("  each spent 10,000", OURS.name, [ten], few, lambda: SPENT_MAX)
+    yield Filling("ten rules of one", OURS.name, rules, few, mixed)
+    for peer in (LIMITS_FIXED, THROTTLED):
+        yield Filling("ten limits", peer.name, [(peer, TEN_LIMITS)], few, mixed)
+    yield Filling("one limit", OURS.name, [one], many, mixed)
+    for peer in (LIMITS_FIXED, THROTTLED):
+        yield Filling("one limit", peer.name, [(peer, ONE_LIMIT)], fewer, mixed)
+
+
+def measure_bytes(filling: Filling) -> Bytes:
+    """Fill a server of its own."""
+    with Single() as server:
+        # Scripts are loaded and buffers made before; FLUSHALL gives the tables back.
+        asyncio.run(_fill(server.uri, filling, subjects=CONNECTIONS_MAX))
+        server.flush()
+        before = _settled(server)
+        asyncio.run(_fill(server.uri, filling, filling.subjects))
+        after = _settled(server)
+        keys = int(server.admin.dbsize())
+        if keys % filling.subjects:
+            raise RuntimeError(f"{keys} keys of {filling.subjects} subjects: some have expired")
+    return Bytes(
+        filling.work,
+        filling.engine,
+        filling.subjects,
+        filling.states,
+        keys,
+        grown=after[0] - before[0],
+        resident=after[1] - before[1],
+    )
+
+
+async def _fill(uri: str, filling: Filling, subjects: int) -> None:
+    sessions = [engine.open_async(uri, rates) for engine, rates in filling.parts]
+    work = iter(range(_FIRST_USER, _FIRST_USER + subjects))
+    await asyncio.gather(*(_spend(sessions, work, filling.cost) for _ in range(CONNECTIONS_MAX)))
+    for session in sessions:
+        await session.close()
+
+
+async def _spend(sessions: Sequence[AsyncSession], work: Iterator[int], cost: Cost) -> None:
+    for number in work:
+        units = cost()
+        for session in sessions:
+            if not session.allowed(await session.check(f"user:{number}", units)):
+                raise RuntimeError(f"user:{number} was denied {units} units, far below its limits")
+
+
+def _settled(server: Single) -> tuple[int, int]:
+    """`used_memory` and the resident set, once connections are closed and nothing changes."""
+    seen, since = (0, 0), 0.0
+
+    def settled() -> bool:
+        nonlocal seen, since
+        facts = server.admin.info()
+        found = int(facts["used_memory"]), int(facts["used_memory_rss"])
+        if found[0] != seen[0] or facts["connected_clients"] > 1:
+            since = monotonic()
+        seen = found
+        return monotonic() - since >= _STEADY_SECONDS
+
+    until(settled, "the server's memory is steady", _STEADY_SECONDS_MAX)
+    return seen

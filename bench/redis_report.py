@@ -1,0 +1,246 @@
+"""What is printed of Redis: the server and the method, tables, and how far the goals are met."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from typing import Any, Final
+
+from tests.redis_servers import Single
+
+from bench.redis_bytes import MANY, Bytes
+from bench.redis_measure import RedisEffort, RedisRow
+
+_WIDTHS: Final = (20, 34, 10, 9, 9, 8, 11)
+_HEADINGS: Final = ("work", "engine", "checks/s", "p50 µs", "p99 µs", "ratio", "connections")
+_BYTES_WIDTHS: Final = (20, 34, 10, 11, 11, 11)
+_BYTES_HEADINGS: Final = ("work", "engine", "states", "bytes/state", "10 M states", "10 M keys")
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A number of the design, and what was found."""
+
+    what: str
+    found: float
+    floor: float
+    goal: float
+    less_is_better: bool = False
+
+    def __str__(self) -> str:
+        sign = -1 if self.less_is_better else 1
+        if sign * self.found >= sign * self.goal:
+            verdict = "goal met"
+        elif sign * self.found >= sign * self.floor:
+            verdict = "between floor and goal"
+        else:
+            verdict = "MISSES THE FLOOR"
+        numbers = f"{self.found:7.2f}   floor {self.floor:g}, goal {self.goal:g}: {verdict}"
+        return f"  {self.what:66}  {numbers}"
+
+
+@dataclass(slots=True)
+class RedisWork:
+    """One table's part: a work, and every engine's row. The first row is ours."""
+
+    kind: str
+    """async, sync or cluster."""
+    name: str
+    rows: Sequence[RedisRow]
+
+    def ratio(self, row: RedisRow) -> float:
+        """Above 1, the first row is ahead: of one caller in its p50, of many in checks a second."""
+        first = self.rows[0]
+        return row.slower(first) if self.kind == "sync" else row.behind(first)
+
+
+@dataclass(slots=True)
+class RedisResults:
+    """Everything found."""
+
+    works: list[RedisWork] = field(default_factory=list)
+    sizes: list[Bytes] = field(default_factory=list)
+    goals: list[Goal] = field(default_factory=list)
+
+
+def server_facts(server: Single) -> dict[str, Any]:
+    """Which server it is, and how it was set, by its own account."""
+    facts = server.admin.info()
+    settings = server.admin.config_get("save", "appendonly", "io-threads")
+    return {
+        "redis": facts["redis_version"],
+        "allocator": facts["mem_allocator"],
+        "save": settings["save"],
+        "appendonly": settings["appendonly"],
+        "io-threads": settings["io-threads"],
+        "redis-py": version("redis"),
+        "hiredis": version("hiredis"),
+    }
+
+
+def redis_header(facts: dict[str, Any], effort: RedisEffort) -> str:
+    """The server and the method, in a few lines."""
+    persistent = facts["save"] or facts["appendonly"] != "no"
+    return (
+        f"\nredis {facts['redis']} on loopback by TCP, allocator {facts['allocator']}, persistence "
+        f"{'ON' if persistent else 'off (no snapshots, no AOF)'}, io-threads {facts['io-threads']}"
+        f"\npeers on redis-py {facts['redis-py']} with hiredis {facts['hiredis']}, a connection a "
+        f"task; tollkeeper on one connection; asyncio's own loop for all\n"
+        f"{effort.rounds} rounds, engines taking turns; a run: each caller with a key of its own, "
+        f"asking again when answered, for {effort.run_seconds:g} s on an empty database\n"
+        f"p50, p99: of all calls of a run, timed singly; a peer's check under four limits is four "
+        f"calls, tollkeeper's one"
+    )
+
+
+def rows_heading(kind: str) -> str:
+    """What stands above a table."""
+    rates = "ratio: checks/s of the first row / this row's"
+    told = {
+        "async": f"redis, asyncio; {rates}",
+        "cluster": f"redis cluster of three primaries and three replicas, asyncio; {rates}",
+        "sync": "redis, one caller that waits; ratio: this row's p50 / the first row's",
+    }
+    return f"\n{told[kind]}\n{_rule(_HEADINGS, _WIDTHS)}"
+
+
+def rows_table(work: RedisWork) -> str:
+    """The lines of one work."""
+    return "\n".join(
+        _line(
+            (
+                work.name,
+                row.name,
+                f"{row.checks_per_second:,.0f}",
+                f"{row.p50_us:,.0f}",
+                f"{row.p99_us:,.0f}",
+                f"{work.ratio(row):.2f}",
+                str(row.connections or ""),
+            ),
+            _WIDTHS,
+        )
+        for row in work.rows
+    )
+
+
+def bytes_heading() -> str:
+    """What stands above the sizes."""
+    return (
+        "\nredis, bytes a state (one limit's count of one subject): used_memory of a fresh server; "
+        "units spent: 1 to 10,000,\nas many subjects 1 to 10 as 1,000 to 10,000, but where it says "
+        "otherwise; the last two columns are worked out,\nfor 10,000,000 states and for 10,000,000 "
+        f"keys in one server: the same bytes a key, hash tables as they would be\n"
+        f"{_rule(_BYTES_HEADINGS, _BYTES_WIDTHS)}"
+    )
+
+
+def bytes_line(found: Bytes) -> str:
+    """One filling."""
+    return _line(
+        (
+            found.work,
+            found.engine,
+            f"{found.states:,}",
+            f"{found.per_state:.1f}",
+            f"{found.per_state_of_many:.1f}",
+            f"{found.per_state_of_many_keys:.1f}",
+        ),
+        _BYTES_WIDTHS,
+    )
+
+
+def bytes_proof(sizes: Sequence[Bytes]) -> str:
+    """How well a larger size is foretold from a smaller one, and what ten million would take."""
+    lines = []
+    for small in sizes:
+        for large in sizes:
+            same = (small.work, small.engine) == (large.work, large.engine)
+            if same and small.keys < large.keys:
+                foretold = small.per_state_with(large.keys)
+                lines.append(
+                    f"{large.work}, {large.states:,} states: {large.per_state:.2f} bytes each, "
+                    f"{foretold:.2f} worked out from {small.states:,} states; the resident set "
+                    f"grew by {large.resident_per_state:.2f}\n"
+                    f"{MANY:,} such states would take {large.per_state_of_many * MANY / 1e9:.2f} GB"
+                )
+    return "\n".join(lines)
+
+
+def goals_of(results: RedisResults) -> list[Goal]:
+    """The numbers of the design that were measured.
+
+    Against `limits` twice: its fastest yes or no, and its fastest answer that also says what
+    remains, as ours does.
+    """
+    goals: list[Goal] = []
+    for work in results.works:
+        if work.kind == "sync":
+            goals += _against_limits(work, floor=2, goal=3)
+        elif work.kind == "async" and work.name.startswith("256"):
+            goals += _against_limits(work, floor=5, goal=8)
+            goals += [
+                Goal(_against(work, row), work.ratio(row), floor=0.5, goal=0.8)
+                for row in work.rows
+                if row.name.startswith("redis-benchmark")
+            ]
+    sizes = [each for each in results.sizes if each.work == "ten limits in one"]
+    if sizes:
+        largest = max(sizes, key=lambda each: each.states)
+        what = f"bytes a state with ten limits a subject, {MANY:,} states"
+        goals.append(Goal(what, largest.per_state_of_many, 50, 30, less_is_better=True))
+    return goals
+
+
+def _against_limits(work: RedisWork, floor: float, goal: float) -> list[Goal]:
+    peers = [row for row in work.rows if row.name.startswith("limits")]
+    goals = []
+    for full_answer in (False, True):
+        rows = [row for row in peers if ("alone" not in row.name) is full_answer]
+        fastest = min(rows, key=work.ratio)
+        goals.append(Goal(_against(work, fastest), work.ratio(fastest), floor, goal))
+    return goals
+
+
+def _against(work: RedisWork, row: RedisRow) -> str:
+    return f"{work.kind}, {work.name}: × {row.name}"
+
+
+def goals_table(goals: Sequence[Goal]) -> str:
+    """Each goal with what was found."""
+    return "\n".join(("\nredis against the goals", *map(str, goals)))
+
+
+def redis_json(results: RedisResults, facts: dict[str, Any], effort: RedisEffort) -> dict[str, Any]:
+    """Everything measured, with each round's numbers."""
+    return {
+        "server": facts,
+        "effort": asdict(effort),
+        "rows": [
+            {"kind": work.kind, "work": work.name, **asdict(row), "ratio": work.ratio(row)}
+            for work in results.works
+            for row in work.rows
+        ],
+        "bytes": [
+            {
+                **asdict(each),
+                "per_state": each.per_state,
+                "per_state_of_10m_states": each.per_state_of_many,
+                "per_state_of_10m_keys": each.per_state_of_many_keys,
+            }
+            for each in results.sizes
+        ],
+        "goals": [asdict(goal) for goal in results.goals],
+    }
+
+
+def _rule(headings: Sequence[str], widths: Sequence[int]) -> str:
+    return f"{_line(headings, widths)}\n{_line(('-' * width for width in widths), widths)}"
+
+
+def _line(cells: Iterable[str], widths: Sequence[int]) -> str:
+    aligned = [
+        cell.ljust(width) if number < 2 else cell.rjust(width)
+        for number, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]
+    return "  ".join(aligned).rstrip()

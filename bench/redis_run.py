@@ -1,0 +1,114 @@
+"""The Redis part of a run: real servers started on loopback, measured, and stopped."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final
+
+from tests.redis_servers import Cluster, Single
+
+from bench.redis_benchmark import RedisBenchmark
+from bench.redis_bytes import fillings, measure_bytes
+from bench.redis_engines import CONNECTIONS_MAX, ENGINES, FOUR_LIMITS, LIMITS_FIXED, ONE_LIMIT, OURS
+from bench.redis_measure import RedisEffort, measure_async, measure_sync
+from bench.redis_report import (
+    RedisResults,
+    RedisWork,
+    bytes_heading,
+    bytes_line,
+    bytes_proof,
+    goals_of,
+    goals_table,
+    redis_header,
+    redis_json,
+    rows_heading,
+    rows_table,
+    server_facts,
+)
+
+WORKS: Final = ("redis async", "redis sync", "redis cluster", "redis bytes")
+TASKS: Final = (1, 64, CONNECTIONS_MAX)
+_LIMITS: Final = (("1 limit", ONE_LIMIT), ("4 limits", FOUR_LIMITS))
+
+Progress = Callable[[str], None]
+
+
+def run_redis(
+    wanted: Callable[[str], bool], effort: RedisEffort, progress: Progress
+) -> dict[str, Any] | None:
+    """Measure the works that are wanted, print as it comes; all numbers, or None if none is."""
+    works = [work for work in WORKS if wanted(work)]
+    if not works:
+        return None
+    results = RedisResults()
+    with Single() as server:
+        facts = server_facts(server)
+        print(redis_header(facts, effort), flush=True)
+        if "redis async" in works:
+            _run_async(server, effort, results, progress)
+        if "redis sync" in works:
+            _run_sync(server, effort, results, progress)
+    if "redis cluster" in works:
+        _run_cluster(effort, results, progress)
+    if "redis bytes" in works:
+        _run_bytes(effort, results, progress)
+    results.goals = goals_of(results)
+    if results.goals:
+        print(goals_table(results.goals), flush=True)
+    return redis_json(results, facts, effort)
+
+
+def _show(work: RedisWork, results: RedisResults, progress: Progress) -> None:
+    results.works.append(work)
+    progress("")
+    print(rows_table(work), flush=True)
+
+
+def _run_async(
+    server: Single, effort: RedisEffort, results: RedisResults, progress: Progress
+) -> None:
+    print(rows_heading("async"), flush=True)
+    # One loop for all of it: a peer's pool lives on the loop it was first used on.
+    with asyncio.Runner() as runner:
+        for limits, rates in _LIMITS:
+            for tasks in TASKS:
+                name = f"{tasks} {'task' if tasks == 1 else 'tasks'}, {limits}"
+                progress(f"measuring redis async, {name} …")
+                tools = []
+                if tasks == CONNECTIONS_MAX:
+                    tools.append(RedisBenchmark(server, rates, tasks, effort.tool_requests))
+                rows = runner.run(measure_async(server, ENGINES, rates, tasks, effort, tools))
+                _show(RedisWork("async", name, rows), results, progress)
+
+
+def _run_sync(
+    server: Single, effort: RedisEffort, results: RedisResults, progress: Progress
+) -> None:
+    print(rows_heading("sync"), flush=True)
+    for limits, rates in _LIMITS:
+        progress(f"measuring redis sync, {limits} …")
+        rows = measure_sync(server, ENGINES, rates, effort)
+        _show(RedisWork("sync", limits, rows), results, progress)
+
+
+def _run_cluster(effort: RedisEffort, results: RedisResults, progress: Progress) -> None:
+    print(rows_heading("cluster"), flush=True)
+    progress("measuring redis cluster …")
+    # A busy machine must not look like a dead node.
+    with Cluster(node_timeout_ms=5_000) as cluster, asyncio.Runner() as runner:
+        rows = runner.run(
+            measure_async(cluster, (OURS, LIMITS_FIXED), ONE_LIMIT, CONNECTIONS_MAX, effort)
+        )
+    _show(RedisWork("cluster", f"{CONNECTIONS_MAX} tasks, 1 limit", rows), results, progress)
+
+
+def _run_bytes(effort: RedisEffort, results: RedisResults, progress: Progress) -> None:
+    print(bytes_heading(), flush=True)
+    for filling in fillings(effort):
+        progress(f"filling redis, {filling.work.strip()}, {filling.engine} …")
+        found = measure_bytes(filling)
+        progress("")
+        results.sizes.append(found)
+        print(bytes_line(found), flush=True)
+    print(bytes_proof(results.sizes), flush=True)

@@ -1,0 +1,24 @@
+"""`python -m tollkeeper`, which is also the command `tollkeeper`."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line; without its libraries, say how to get them."""
+    try:
+        # Imported here: these libraries are an extra, which a service does without.
+        from tollkeeper.app.cli import app  # noqa: PLC0415 - see above
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "tollkeeper":
+            raise
+        sys.exit(
+            f"tollkeeper: the command line needs {error.name}, which is not installed; "
+            f"install it with: pip install 'tollkeeper[cli]'"
+        )
+    app(prog_name="tollkeeper")
+
+
+if __name__ == "__main__":
+    main()

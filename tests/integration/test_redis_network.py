@@ -1,0 +1,383 @@
+"""What a network can do to a connection, each with its handled outcome: on both wires.
+
+A relay of the test's own stands between the store and a real server. A check that got its answer
+was charged once; of those that failed, only the ones that say so may have been charged, once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from itertools import count
+from typing import cast
+
+import pytest
+
+from tests.integration.redis_wires import (
+    COUNTED,
+    LATE_SECONDS_MAX,
+    SECONDS_MAX,
+    Load,
+    Outcome,
+    admitted,
+    both_wires,
+    charged_at_most,
+    client,
+    counted,
+    errors_of,
+    outcome,
+    timed,
+)
+from tests.integration.tcp_proxy import Mode, Proxy
+from tests.redis_servers import Single, until
+from tests.redis_servers.ports import HOST
+from tollkeeper import AsyncLimiter
+from tollkeeper.decide.stores import open_store
+from tollkeeper.decide.stores.redis import handshake, wire_async
+from tollkeeper.decide.stores.redis.store import RedisStore
+from tollkeeper.errors import StoreError, StoreTimeout, StoreUnavailable
+
+_numbers = count()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Single]:
+    """One for the tests that leave it as they found it."""
+    with Single() as started:
+        yield started
+
+
+@pytest.fixture
+def key() -> str:
+    """One that no other test uses."""
+    return f"key {next(_numbers)}"
+
+
+@both_wires
+@pytest.mark.parametrize("mode", ["hold", "swallow"])
+def test_a_connection_that_fell_silent_is_given_up(
+    server: Single, key: str, wire: str, mode: Mode
+) -> None:
+    """Nobody closed it. Calls time out, and then a new connection takes its place, under load."""
+    with Proxy(server.port) as proxy, client(wire, proxy.uri, deadline_ms=60) as api:
+        with Load(api, key, workers=8) as load:
+            until(lambda: len(load.outcomes) > 50, "there is some load", SECONDS_MAX)
+            proxy.mode = mode
+            until(
+                lambda: any(isinstance(each, StoreTimeout) for each in errors_of(load.outcomes)),
+                "calls time out",
+                SECONDS_MAX,
+            )
+            proxy.mode = "pass"
+            before = len(load.outcomes)
+            seconds, _ = timed(
+                lambda: until(
+                    lambda: admitted(load.outcomes[before:]) > 50,
+                    "a new connection is in use",
+                    SECONDS_MAX,
+                )
+            )
+        assert seconds < 3
+        charged = counted(server.uri, key)
+        assert admitted(load.outcomes) <= charged <= charged_at_most(load.outcomes)
+        assert mode == "hold" or charged > admitted(load.outcomes)
+
+
+@both_wires
+@pytest.mark.parametrize("mode", ["hold", "swallow", "cut"])
+def test_each_failed_call_says_whether_it_may_have_been_charged(
+    server: Single, key: str, wire: str, mode: Mode
+) -> None:
+    """One call at a time, each by its deadline; and once the network is well, none fails."""
+    with Proxy(server.port) as proxy, client(wire, proxy.uri, deadline_ms=100) as api:
+        outcomes = [outcome(api.start(key)) for _ in range(3)]
+        proxy.mode = mode
+        for _ in range(6):
+            seconds, found = timed(lambda: outcome(api.start(key)))
+            assert seconds < 0.1 + LATE_SECONDS_MAX
+            assert isinstance(found, StoreTimeout | StoreUnavailable)
+            outcomes.append(found)
+        assert admitted(outcomes) <= counted(server.uri, key) <= charged_at_most(outcomes)
+        proxy.mode = "pass"
+        until(api.works, "a new connection is in use", SECONDS_MAX)
+        assert not errors_of([outcome(api.start(key)) for _ in range(20)])
+
+
+@both_wires
+def test_a_late_connection_does_not_hide_that_a_call_was_sent(
+    server: Single, key: str, wire: str
+) -> None:
+    """Connecting takes half of the deadline, the answer never comes: it may have been counted."""
+    with Proxy(server.port, "swallow") as proxy:
+        proxy.accept_seconds = 0.25
+        with client(wire, proxy.uri, deadline_ms=500) as api:
+            seconds, error = timed(lambda: outcome(api.start(key)))
+            assert seconds < 0.6 + LATE_SECONDS_MAX / 4
+            assert isinstance(error, StoreTimeout)
+            assert "may have been counted" in str(error)
+    assert counted(server.uri, key) == 1
+
+
+@both_wires
+def test_an_answer_in_crumbs_is_an_answer(server: Single, key: str, wire: str) -> None:
+    """Byte by byte within the deadline is right; a byte now and then is not a deadline each."""
+    with Proxy(server.port) as proxy, client(wire, proxy.uri, deadline_ms=300) as api:
+        assert api.check(key).remaining == COUNTED.limit - 1
+        proxy.mode = "drip"
+        assert api.check(key).remaining == COUNTED.limit - 2
+        proxy.drip_seconds = 0.04
+        seconds, error = timed(lambda: outcome(api.start(key)))
+        assert isinstance(error, StoreTimeout)
+        assert seconds < 0.3 + 0.2
+        proxy.mode = "pass"
+        until(api.works, "a new connection is in use", SECONDS_MAX)
+        assert api.check(key).remaining == COUNTED.limit - 4
+
+
+GARBAGE = (
+    b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    b"\x00\xff\x00",
+    b"+OK\r\n",
+    b":1\r\n",
+    b"$-1\r\n",
+    b"$1000000000\r\nabc",
+    b"-\r\n",
+    b"-MOVED\r\n",
+    b"-ASK 5 \r\n",
+    b"+OK\r\n+OK\r\n+OK\r\n",
+)
+
+
+@both_wires
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_garbage_is_an_error_of_the_store(
+    server: Single, key: str, wire: str, garbage: bytes
+) -> None:
+    """Whatever comes instead of an answer; the next call is right, on a new connection or not."""
+    with Proxy(server.port) as proxy, client(wire, proxy.uri, deadline_ms=100) as api:
+        assert api.check(key).allowed
+        proxy.answer = garbage
+        proxy.mode = "once"
+        assert isinstance(outcome(api.start(key)), StoreError)
+        until(api.works, "a new connection is in use", SECONDS_MAX)
+        assert api.check(key).remaining == COUNTED.limit - 2
+
+
+@both_wires
+@pytest.mark.parametrize("refusal", ["TRYAGAIN x", "CLUSTERDOWN x", "LOADING x", "BUSY x"])
+def test_a_refusal_that_passes_is_tried_again(
+    server: Single, key: str, wire: str, refusal: str
+) -> None:
+    """Some of these one server alone never says; and it goes out again, once."""
+    with Proxy(server.port) as proxy, client(wire, proxy.uri) as api:
+        assert api.check(key).allowed
+        proxy.answer = f"-{refusal}\r\n".encode()
+        proxy.mode = "once"
+        assert api.check(key).remaining == COUNTED.limit - 2
+
+
+@both_wires
+def test_another_service_on_that_port_is_told_apart(key: str, wire: str) -> None:
+    """An HTTP server: no hang, and the error says that this is no Redis."""
+    with http.server.HTTPServer((HOST, 0), http.server.BaseHTTPRequestHandler) as web:
+        web.RequestHandlerClass.log_message = lambda *_: None  # type: ignore[method-assign]  # quiet
+        serving = threading.Thread(target=web.serve_forever, kwargs={"poll_interval": 0.01})
+        serving.start()
+        try:
+            with client(wire, f"redis://{HOST}:{web.server_port}", deadline_ms=2_000) as api:
+                seconds, error = timed(lambda: outcome(api.start(key)))
+                assert isinstance(error, StoreUnavailable)
+                assert "not an answer of Redis" in str(error)
+                assert seconds < 1 + LATE_SECONDS_MAX
+        finally:
+            web.shutdown()
+            serving.join()
+
+
+@both_wires
+@pytest.mark.parametrize("backlog", [0, 100])
+def test_a_host_that_never_answers_keeps_the_deadline(key: str, wire: str, backlog: int) -> None:
+    """It takes connections and says nothing, or does not even take them."""
+    with socket.create_server((HOST, 0), backlog=backlog) as silent:
+        waiting = []
+        if not backlog:
+            for _ in range(3):  # fills the queue: later ones get no answer to their first packet
+                waiting.append(socket.socket())
+                waiting[-1].setblocking(False)
+                waiting[-1].connect_ex(silent.getsockname())
+        uri = f"redis://{HOST}:{silent.getsockname()[1]}"
+        with client(wire, uri, deadline_ms=100, connect_ms=300) as api:
+            for _ in range(4):
+                seconds, outcomes = timed(lambda: api.together([key] * 50))
+                assert seconds < 0.1 + LATE_SECONDS_MAX
+                assert all(isinstance(each, StoreUnavailable) for each in outcomes)
+                assert not charged_at_most(outcomes)
+        for each in waiting:
+            each.close()
+
+
+@both_wires
+def test_a_host_that_was_silent_is_in_use_soon_after(key: str, wire: str) -> None:
+    """However many calls it failed meanwhile: no queue of old tries stands before the new one."""
+    with Single() as server, client(wire, server.uri, deadline_ms=50, connect_ms=400) as api:
+        server.pause()
+        with Load(api, key, workers=100) as load:
+            until(lambda: len(load.outcomes) > 2_000, "many calls fail", SECONDS_MAX)
+        server.resume()
+        seconds, _ = timed(lambda: until(api.works, "it is in use", SECONDS_MAX))
+        assert seconds < 2
+        assert not charged_at_most(load.outcomes)
+
+
+@both_wires
+def test_a_name_that_does_not_resolve_is_an_error(key: str, wire: str) -> None:
+    """A mistake in the URI, or a name server that is away."""
+    with client(wire, "redis://no-such-host.invalid") as api:
+        error = outcome(api.start(key))
+        assert isinstance(error, StoreUnavailable)
+        assert "no-such-host.invalid" in str(error)
+
+
+@both_wires
+def test_a_connection_that_the_server_closed_while_it_idled_is_replaced(
+    key: str, wire: str
+) -> None:
+    """`timeout 1`, or an operator's CLIENT KILL: the next call just works."""
+    with Single() as server, client(wire, server.uri) as api:
+
+        def clients() -> int:
+            return len(server.admin.client_list())
+
+        assert not errors_of(api.together([key] * 20))
+        assert clients() > 1
+        server.admin.config_set("timeout", 1)
+        until(lambda: clients() == 1, "the server has closed what idled", SECONDS_MAX)
+        server.admin.config_set("timeout", 0)
+        assert not errors_of(api.together([key] * 20))
+        assert not errors_of([outcome(api.start(key)) for _ in range(5)])
+
+
+@both_wires
+def test_a_storm_of_reconnects_charges_at_most_once(server: Single, key: str, wire: str) -> None:
+    """More callers than connections are kept for, all cut off again and again."""
+    with client(wire, server.uri) as api:
+        with Load(api, key, workers=90) as load:
+            for _ in range(20):
+                before = len(load.outcomes)
+                server.admin.client_kill_filter(_type="normal", skipme=True)
+                until(
+                    lambda before=before: admitted(load.outcomes[before:]) > 90,
+                    "calls are answered",
+                    SECONDS_MAX,
+                )
+        assert errors_of(load.outcomes)
+        charged = counted(server.uri, key)
+        assert admitted(load.outcomes) <= charged <= charged_at_most(load.outcomes)
+
+
+@both_wires
+def test_a_deadline_shorter_than_the_answer_charges_at_most_once(
+    server: Single, key: str, wire: str
+) -> None:
+    """A millisecond, with many callers: some are answered, some are not, and each knows."""
+    with client(wire, server.uri, deadline_ms=1) as api:
+        outcomes = [each for _ in range(10) for each in api.together([key] * 100)]
+    charged = counted(server.uri, key)
+    assert errors_of(outcomes)
+    assert admitted(outcomes) <= charged <= charged_at_most(outcomes)
+
+
+async def _paced(limiter: AsyncLimiter, key: str, seconds: float) -> list[Outcome]:
+    """Checks that begin one after another, whether those before have ended or not."""
+    loop = asyncio.get_running_loop()
+    ends = loop.time() + seconds
+    started = []
+    while loop.time() < ends:
+        started.append(asyncio.ensure_future(limiter.check(key)))
+        await asyncio.sleep(0.002)
+    return await asyncio.gather(*started, return_exceptions=True)  # type: ignore[return-value]  # outcomes
+
+
+async def test_a_silent_connection_is_given_up_though_calls_keep_coming(
+    server: Single, key: str
+) -> None:
+    """There is always a call that is not overdue yet; the connection has still brought nothing."""
+    with Proxy(server.port) as proxy:
+        store = open_store(proxy.uri, deadline_ms=100)
+        limiter = AsyncLimiter(COUNTED, store=store, on_failure="raise")
+        await limiter.check(key)
+        proxy.mode = "hold"
+        await _paced(limiter, key, 0.2)
+        proxy.mode = "pass"
+        outcomes = await _paced(limiter, key, 1.0)
+        assert admitted(outcomes[-50:]) == 50
+        await store.aclose()
+
+
+async def test_a_stopped_server_does_not_hold_up_the_event_loop(key: str) -> None:
+    """Thousands of calls that fail one after another cost no more than as many that pass."""
+    with Single() as server:
+        store = open_store(server.uri, deadline_ms=300)
+        limiter = AsyncLimiter(COUNTED, store=store, on_failure="open")
+        await limiter.check(key)
+        server.pause()
+        loop = asyncio.get_running_loop()
+        started, calls = loop.time(), []
+        while loop.time() < started + 1:
+            calls.append(asyncio.ensure_future(limiter.check(key)))
+            await asyncio.sleep(0)
+        await asyncio.gather(*calls)
+        assert len(calls) > 3_000
+        assert loop.time() - started < 1.3 + LATE_SECONDS_MAX
+        server.resume()
+        await store.aclose()
+
+
+async def test_what_may_be_under_way_is_bounded(
+    server: Single, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond PENDING_MAX a call fails at once, and is not sent; before and after the connection."""
+    monkeypatch.setattr(wire_async, "PENDING_MAX", 10)
+    with Proxy(server.port, "swallow") as proxy:
+        store = open_store(proxy.uri, deadline_ms=200)
+        limiter = AsyncLimiter(COUNTED, store=store, on_failure="raise")
+        for sent in (10, 0):  # of the second thirty, none: the first are still owed their answers
+            calls = [limiter.check(key) for _ in range(30)]
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            assert sum("10 calls " in str(each) for each in outcomes) == 30 - sent
+            assert sum(isinstance(each, StoreTimeout) for each in outcomes) == sent
+        await store.aclose()
+    assert counted(server.uri, key) == 10
+
+
+async def test_closing_does_not_wait_for_a_server_that_takes_nothing_in(key: str) -> None:
+    """What could not be sent is given up; each call fails, and says that the store was closed."""
+    with socket.create_server((HOST, 0)) as silent:
+        # A connection whose other end reads the greeting, answers it, and then reads no more.
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        port = silent.getsockname()[1]
+        store = cast("RedisStore", open_store(f"redis://{HOST}:{port}", deadline_ms=5_000))
+        limiter = AsyncLimiter(COUNTED, store=store, on_failure="raise")
+        calls = [asyncio.ensure_future(limiter.check(f"{key} {'x' * 200}")) for _ in range(20_000)]
+        taken, _ = await asyncio.to_thread(silent.accept)
+        greeting = handshake.payload(handshake.greeting(store.config))
+        while greeting:
+            greeting = greeting[len(await asyncio.to_thread(taken.recv, len(greeting))) :]
+        taken.sendall(b"+OK\r\n")
+
+        def arrived() -> bool:
+            return b"EVALSHA" in taken.recv(65_536, socket.MSG_PEEK)
+
+        await asyncio.to_thread(until, arrived, "calls were sent", SECONDS_MAX)
+        started = time.monotonic()
+        await store.aclose()
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert time.monotonic() - started < LATE_SECONDS_MAX
+        assert {type(each) for each in outcomes} == {StoreUnavailable}
+        assert "the store was closed" in str(outcomes[0])
+        taken.close()

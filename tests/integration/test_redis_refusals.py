@@ -1,0 +1,251 @@
+"""What a Redis server can refuse, and why: each a clear error, and nothing charged or half written.
+
+On real servers, and on both wires.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
+
+from tests.integration.redis_wires import (
+    COUNTED,
+    SECONDS_MAX,
+    YEAR,
+    Client,
+    both_wires,
+    client,
+    configured,
+    counted,
+    outcome,
+)
+from tests.redis_servers import Single, User, until
+from tests.redis_servers.ports import HOST
+from tollkeeper import Limit
+from tollkeeper.errors import StoreError, StoreFull, StoreUnavailable
+
+_numbers = count()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Single]:
+    """One for the tests that leave it as they found it."""
+    # By default a primary waits five seconds, for more replicas that want the same copy.
+    with Single(lines=["repl-diskless-sync-delay 0"]) as started:
+        yield started
+
+
+@pytest.fixture
+def key() -> str:
+    """One that no other test uses."""
+    return f"key {next(_numbers)}"
+
+
+def refusal(api: Client, key: str, cost: int = 1) -> StoreError:
+    """What a check raises."""
+    found = outcome(api.start(key, cost))
+    assert isinstance(found, StoreError)
+    return found
+
+
+@both_wires
+def test_a_replica_says_that_it_is_one(server: Single, key: str, wire: str) -> None:
+    """`redis://` names one server: if that is a replica, no other is looked for. It can read."""
+    with Single(lines=[f"replicaof {HOST} {server.port}"]) as replica:
+        until(
+            lambda: replica.admin.info("replication")["master_link_status"] == "up",
+            "the replica is in sync",
+            SECONDS_MAX,
+        )
+        with client(wire, server.uri) as primary_api:
+            primary_api.check(key, 10)
+        with client(wire, replica.uri) as api:
+            error = refusal(api, key)
+            assert isinstance(error, StoreUnavailable)
+            assert "READONLY" in str(error)
+            assert "name the primary, or use redis+sentinel://" in str(error)
+            offset = server.admin.info("replication")["master_repl_offset"]
+            until(
+                lambda: replica.admin.info("replication")["master_repl_offset"] >= offset,
+                "the replica has it all",
+                SECONDS_MAX,
+            )
+            assert api.peek(key).remaining == COUNTED.limit - 10
+        # One that has lost its primary, and does not serve old data.
+        replica.admin.config_set("replica-serve-stale-data", "no")
+        replica.admin.execute_command("REPLICAOF", HOST, 1)
+        with client(wire, replica.uri, deadline_ms=300) as api:
+            assert "MASTERDOWN" in str(refusal(api, key))
+
+
+@both_wires
+def test_too_few_replicas_refuse(server: Single, key: str, wire: str) -> None:
+    """NOREPLICAS: an operator's setting, named in the error; charged when it is lifted."""
+    with client(wire, server.uri) as api:
+        with configured(server, min_replicas_to_write=1):
+            error = refusal(api, key)
+            assert isinstance(error, StoreUnavailable)
+            assert "min-replicas-to-write" in str(error)
+            assert api.peek(key).remaining == COUNTED.limit
+        assert api.check(key).remaining == COUNTED.limit - 1
+
+
+@both_wires
+def test_a_server_that_cannot_save_refuses(key: str, wire: str) -> None:
+    """MISCONF: what to mend is named; charged when it is mended."""
+    with (
+        Single(lines=["save 3600 1", "enable-protected-configs yes"]) as server,
+        client(wire, server.uri) as api,
+    ):
+        assert api.check(key).allowed
+        gone = server.folder / "gone"
+        gone.mkdir()
+        server.admin.config_set("dir", str(gone))
+        shutil.rmtree(gone)
+        server.admin.execute_command("BGSAVE")
+        until(
+            lambda: server.admin.info("persistence")["rdb_last_bgsave_status"] == "err",
+            "the server has failed to save",
+            SECONDS_MAX,
+        )
+        error = refusal(api, key)
+        assert isinstance(error, StoreUnavailable)
+        assert "MISCONF" in str(error)
+        assert "mend the disk" in str(error)
+        server.admin.config_set("stop-writes-on-bgsave-error", "no")
+        assert api.check(key).remaining == COUNTED.limit - 2
+
+
+@both_wires
+def test_a_full_server_is_a_full_store(server: Single, key: str, wire: str) -> None:
+    """OOM: StoreFull, and nothing is half written. What needs no room is decided still."""
+    limits = [
+        Limit(3, per=YEAR, algorithm="sliding_window_log"),
+        Limit(20, per=YEAR, algorithm="sliding_window_counter"),
+        Limit(20, per=YEAR),
+    ]
+    with client(wire, server.uri, limits) as api:
+        assert [api.check(key).allowed for _ in range(4)] == [True, True, True, False]
+        api.check(f"{key} half")
+        hash_before = _hash(server, f"{key} half")
+        with configured(server, maxmemory=1, maxmemory_policy="noeviction"):
+            error = refusal(api, f"{key} new")
+            assert isinstance(error, StoreFull)
+            assert "raise maxmemory" in str(error)
+            # Denied, and looked at: neither writes anything.
+            assert not api.check(key).allowed
+            assert api.peek(key).remaining == 0
+            assert isinstance(refusal(api, f"{key} half"), StoreFull)
+            assert _hash(server, f"{key} half") == hash_before
+            assert not _hash(server, f"{key} new")
+        assert api.check(f"{key} half").remaining == 1
+        assert api.check(f"{key} new").remaining == 2
+
+
+def _hash(server: Single, key: str) -> dict[bytes, bytes]:
+    with server.client() as raw:
+        return raw.hgetall(f"tk:{{{key}}}")  # type: ignore[no-any-return]  # redis-py: or awaitable
+
+
+@both_wires
+def test_a_key_of_another_application_is_left_alone(server: Single, key: str, wire: str) -> None:
+    """WRONGTYPE: it says how to keep out of each other's way."""
+    server.admin.set(f"tk:{{{key}}}", "mine")
+    with client(wire, server.uri) as api:
+        assert "set prefix=" in str(refusal(api, key))
+    assert server.admin.get(f"tk:{{{key}}}") == "mine"
+
+
+@both_wires
+def test_a_login_that_is_refused_says_what_to_check(key: str, wire: str) -> None:
+    """No password, a wrong one, a wrong user: named, quick, and never with the secret."""
+    who = User("app", "r1ght")
+    with Single(password="r00t", users=[who]) as server:
+        bare = f"redis://{HOST}:{server.port}/0"
+        for options, words in (
+            ({}, "NOAUTH"),
+            ({"password": "wr0ng"}, "WRONGPASS"),
+            ({"username": "app", "password": "wr0ng"}, "WRONGPASS"),
+            ({"username": "nobody", "password": "wr0ng"}, "WRONGPASS"),
+        ):
+            with client(wire, bare, **options) as api:
+                for _ in range(3):  # the first meets the server, the others its memory
+                    error = refusal(api, key)
+                    assert isinstance(error, StoreUnavailable)
+                    assert words in str(error)
+                    assert "username and password" in str(error)
+                    assert not [text for text in _texts(error) if "wr0ng" in text]
+        with client(wire, server.uri) as api:
+            assert api.check(key).allowed
+            # Its password is changed under it: connections stay, new ones are refused.
+            server.admin.execute_command("ACL", "SETUSER", "app", "resetpass", ">other")
+            server.admin.client_kill_filter(_type="normal", skipme=True)
+            until(lambda: "WRONGPASS" in str(outcome(api.start(key))), "is refused", SECONDS_MAX)
+            server.admin.execute_command("ACL", "SETUSER", "app", ">r1ght")
+            until(api.works, "is let in again", SECONDS_MAX)
+
+
+def _texts(error: BaseException | None) -> Iterator[str]:
+    """Every message that a traceback would show."""
+    while error is not None:
+        yield str(error)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+@both_wires
+@pytest.mark.parametrize("secret", ["hunter2", "h" * 300])
+def test_a_server_that_repeats_the_password_is_not_quoted(key: str, wire: str, secret: str) -> None:
+    """One without AUTH says what followed it: that is in no message and no traceback."""
+    with (
+        Single(lines=['rename-command AUTH ""']) as server,
+        client(wire, server.uri, password=secret) as api,
+    ):
+        for _ in range(2):
+            error = refusal(api, key)
+            assert "unknown command 'AUTH'" in str(error)
+            assert not [text for text in _texts(error) if secret[:7] in text]
+
+
+@both_wires
+def test_a_user_without_permission_is_told_what_it_needs(key: str, wire: str) -> None:
+    """NOPERM names the rights; with those alone, and no more, every verb works."""
+    with Single(password="r00t", users=[User("app", "pw", "~tk:* +ping")]) as server:
+        with client(wire, server.uri, prefix="tk") as api:
+            error = refusal(api, key)
+            assert isinstance(error, StoreUnavailable)
+            assert "NOPERM" in str(error)
+        rights = str(error).partition("the user needs ")[2].replace("<prefix>", "tk").split()
+        rights = [right for right in rights if right[0] in "~+"]
+        server.admin.execute_command("ACL", "SETUSER", "app", "reset", "on", ">pw", *rights)
+        limits = [Limit(100, per=YEAR, algorithm="sliding_window_log"), Limit(100, per=YEAR)]
+        with client(wire, server.uri, limits) as api:
+            assert api.check(key, 3).remaining == 97
+            assert api.peek(key).remaining == 97
+            api.start(key, 1, verb="refund").result()
+            api.start(key, 1, verb="grant").result()
+            assert api.check(key, 3).remaining in (95, 96)
+            api.start(key, verb="reset").result()
+        with client(wire, server.uri, prefix="other") as api:
+            assert "NOPERM" in str(refusal(api, key))
+
+
+@both_wires
+def test_a_server_with_too_many_clients_says_so(key: str, wire: str) -> None:
+    """It answers unasked and hangs up. The error says why, and a place that is free is taken."""
+    with Single(lines=["maxclients 4"]) as server:
+        uri = server.uri
+        server.admin.ping()
+        others = [server.client() for _ in range(3)]
+        for other in others:
+            other.ping()
+        with client(wire, uri) as api:
+            for _ in range(3):
+                assert "max number of clients reached" in str(refusal(api, key))
+            others.pop().close()
+            until(api.works, "it is let in", SECONDS_MAX)
+        for other in others:
+            other.close()
+        until(lambda: counted(uri, key) == 0, "it was not charged", SECONDS_MAX)

@@ -1,0 +1,123 @@
+"""Redis and the reference side by side, on a clock of whole microseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from tests.parity.reference import ReferenceGate, States, answer
+from tests.parity.traces import Step
+from tollkeeper.decide.algorithms import ALGORITHMS, Algorithm, Outcome, State
+from tollkeeper.decide.store import Store
+from tollkeeper.model import DECISION_FIELDS, AlgorithmName, Limit
+from tollkeeper.testing import ManualClock
+
+NS_PER_US = 1_000
+# Before 2096, so that what is waited for at the end of a trace is a time that fits everywhere.
+NOW_NS_MAX = 3_480_000_000 * 10**9
+RETRY, RESET = (DECISION_FIELDS.index(f"{name}_after_ns") for name in ("retry", "reset"))
+
+
+def up_to_us(nanoseconds: int) -> int:
+    """Rounded up to a whole microsecond."""
+    return -(-nanoseconds // NS_PER_US) * NS_PER_US
+
+
+class _WaitsInMicroseconds:
+    """An algorithm that can be asked only at whole microseconds: whoever comes back a part of one
+    early is denied again, so the waits are rounded up. A leaky bucket's delay is no such wait: it
+    is over when it is over, and nobody is asked again."""
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self._algorithm = algorithm
+        self.refund = algorithm.refund
+
+    def decide(self, state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, Outcome]:
+        assert now_ns % NS_PER_US == 0
+        after, outcome = self._algorithm.decide(state, limit, now_ns, cost)
+        return after, outcome._replace(
+            retry_after_ns=up_to_us(outcome.retry_after_ns),
+            reset_after_ns=up_to_us(outcome.reset_after_ns),
+        )
+
+
+ALGORITHMS_US: dict[AlgorithmName, Algorithm] = {
+    name: _WaitsInMicroseconds(algorithm) for name, algorithm in ALGORITHMS.items()
+}
+
+
+class Moments:
+    """Turns a trace into one that also comes at the very microsecond at which something ends."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+        self._ends_ns: list[int] = []
+        self._offset_ns = 0
+
+    def timed(self, step: Step) -> Step:
+        """The step at its time; or, now and then, at a wait's end or a microsecond before."""
+        now_ns = max(step.now_ns, 0) // NS_PER_US * NS_PER_US + self._offset_ns
+        if self._ends_ns and self._random.random() < 0.15:
+            end_ns = self._random.choice(self._ends_ns) - self._random.choice((0, 0, NS_PER_US))
+            if now_ns <= end_ns < NOW_NS_MAX:
+                self._offset_ns += end_ns - now_ns
+                now_ns = end_ns
+        return replace(step, now_ns=now_ns)
+
+    def note(self, step: Step, answered: tuple[Any, ...] | None) -> None:
+        """Remember when the waits of an answer end, and when a grant does."""
+        waits_ns = [step.ttl_ns or 0] if step.verb == "grant" else []
+        if answered is not None and answered[0] != "can never fit":
+            waits_ns += [answered[RETRY], answered[RESET]]
+        self._ends_ns += [step.now_ns + up_to_us(wait_ns) for wait_ns in waits_ns if wait_ns]
+        del self._ends_ns[:-8]  # the latest are the ones that still mean something
+
+
+class Pair:
+    """One rule's limits on Redis and on the reference. Each is told what the other is told."""
+
+    def __init__(
+        self, store: Store, clock: ManualClock, limits: tuple[Limit, ...], rule: str = ""
+    ) -> None:
+        self._store, self._clock, self._rule = store, clock, rule
+        self._states: States = {}
+        self._ever: dict[str, Limit] = {}
+        self.change(limits)
+
+    def change(self, limits: tuple[Limit, ...]) -> None:
+        """The same rule with other limits; what was spent stays."""
+        self.limits = limits
+        self._ever.update((limit.identity, limit) for limit in limits)
+        self.gate = self._store.gate(limits, self._rule)
+        self.reference = ReferenceGate(self._states, limits, self._rule, ALGORITHMS_US)
+
+    def forget(self, subjects: Iterable[str]) -> None:
+        """Reset what was ever spent under any limit, on Redis."""
+        gate = self._store.gate(tuple(self._ever.values()), self._rule)
+        for subject in subjects:
+            gate.reset(subject)
+
+    def apply(self, step: Step) -> tuple[Any, Any]:
+        """The same step on both, at its microsecond; what each answered."""
+        verb, subject, units = step.verb, step.subject, step.units
+        now_ns = step.now_ns
+        self._clock.advance_ns(now_ns - self._clock.now_ns())
+        if verb in ("check", "peek"):
+            spend = verb == "check"
+            return (
+                answer(self.gate.check if spend else self.gate.peek, subject, units),
+                answer(self.reference.check, subject, units, now_ns, spend=spend),
+            )
+        if verb == "refund":
+            self.gate.refund(subject, units)
+            self.reference.refund(subject, units, now_ns)
+        elif verb == "grant":
+            ttl_ns = None if step.ttl_ns is None else up_to_us(step.ttl_ns)
+            self.gate.grant(subject, units, ttl_ns)
+            self.reference.grant(subject, units, ttl_ns, now_ns)
+        elif verb == "reset":
+            self.gate.reset(subject)
+            self.reference.reset(subject)
+        return None, None

@@ -1,0 +1,156 @@
+"""Redis agrees with the reference, field for field, on long random traces.
+
+Each trace has its own seed; a failure prints it, and `trace(seed)` replays it alone. The tests give
+the time; what the server's own clock does is in `test_redis_server_clock.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.conformance.stores import STORES
+from tests.parity.in_microseconds import Moments, Pair
+from tests.parity.traces import Step, changed, random_limits, steps
+from tests.redis_servers import Single, running
+from tollkeeper.decide.store import Store
+from tollkeeper.model import Limit
+from tollkeeper.testing import ManualClock
+
+OPENERS = {factory.name: factory.open for factory in STORES}
+STEPS = 1_000
+SHARDS = 10
+
+# A rule's name is its field in a hash up to 12 bytes, and goes by its digest from 13 on.
+RULES = ("", "orders", "twelve bytes", "thirteen byte", "Zölle: 一二三", "a" * 128)
+# What a key's hash tag may be mistaken for, and what such subjects are escaped with.
+HEADS = ("", "{", "}", "%", "%}", "%%", "{}", "}{")
+
+# On both sides of where a longer log begins to be kept in longer chunks, and of a chunk's length.
+LOG_LIMITS = (1, 8, 9, 10, 30, 63, 64, 65, 200, 4_096, 4_097, 6_000)
+CHUNKS = (9, 64, 512)
+TIME_BYTES = 7
+
+
+def named(step: Step, seed: int) -> Step:
+    """The same step for a subject that is awkward to make a key of."""
+    number = int(step.subject.rpartition("-")[2]) + seed
+    return replace(step, subject=f"{HEADS[number % len(HEADS)]}{number // len(HEADS)}")
+
+
+def trace(seed: int, store: Store, clock: ManualClock, count: int = STEPS) -> int:
+    """Run one trace on two rules that share their subjects; how many decisions were compared."""
+    random = Random(seed)
+    limits = random_limits(random)
+    pairs = [Pair(store, clock, limits, rule) for rule in random.sample(RULES, 2)]
+    rewinds = random.random() < 0.5
+    moments = Moments(random)
+    compared = 0
+    subjects = set()
+    for number, drawn in enumerate(steps(random, limits, count, rewinds=rewinds)):
+        step = moments.timed(named(drawn, seed))
+        pair = random.choices(pairs, weights=(9, 1))[0]
+        if step.verb == "change":
+            pair.change(changed(random, limits))
+        got, wanted = pair.apply(step)
+        assert got == wanted, f"seed {seed}, step {number}: {step} on {pair.limits}"
+        moments.note(step, got)
+        compared += got is not None
+        subjects.add(step.subject)
+    for pair in pairs:
+        pair.forget(subjects)
+    return compared
+
+
+def log_steps(random: Random, limit: Limit, count: int) -> Iterator[Step]:
+    """A trace on one subject's log, with costs and refunds that end at, before and after the end
+    of a chunk."""
+    window_ns = limit.window_ns
+    now_ns = 1_700_000_000 * 10**9
+    verbs = ("check", "refund", "peek", "grant", "reset", "change")
+    for _ in range(count):
+        verb = random.choices(verbs, weights=(60, 25, 5, 3, 1, 6))[0]
+        chunk = random.choice(CHUNKS)
+        units = random.choice(
+            (0, 1, 1, chunk - 1, chunk, chunk + 1, 2 * chunk, random.randint(1, limit.limit))
+        )
+        yield Step(verb, "k", units, now_ns, random.choice((None, window_ns // 3)))
+        span_ns = random.choice((0, 0, window_ns // 100, window_ns // 3, 2 * window_ns))
+        now_ns += random.randint(-span_ns // 20, span_ns)
+
+
+def chunk_bytes(server: Single) -> int:
+    """How much of logs is in the server."""
+    return sum(
+        server.admin.hstrlen(key, field)
+        for key in server.admin.scan_iter()
+        for field in server.admin.hkeys(key)
+        if field.startswith("\1")
+    )
+
+
+def log_trace(seed: int, store: Store, clock: ManualClock, server: Single, count: int) -> None:
+    """Run one trace on logs of several lengths, and look at what they left in the server."""
+    random = Random(seed)
+
+    def logs() -> tuple[Limit, ...]:
+        names = ("log", "log 2")[: random.choice((1, 1, 2))]
+        return tuple(
+            Limit(random.choice(LOG_LIMITS), 10, algorithm="sliding_window_log", name=name)
+            for name in names
+        )
+
+    pair = Pair(store, clock, logs())
+    longest = max(limit.limit for limit in pair.limits)
+    moments = Moments(random)
+    for number, drawn in enumerate(log_steps(random, pair.limits[0], count)):
+        step = moments.timed(drawn)
+        if step.verb == "change":
+            pair.change(logs())
+            longest = max(longest, *(limit.limit for limit in pair.limits))
+        got, wanted = pair.apply(step)
+        assert got == wanted, f"seed {seed}, step {number}: {step} on {pair.limits}"
+        moments.note(step, got)
+        if number % 50 == 0:
+            # Of each log, the first chunk may be there though some of it is over, and the last
+            # though some of it was refunded.
+            assert chunk_bytes(server) <= 2 * (longest + 2 * CHUNKS[-1]) * TIME_BYTES
+    pair.forget(["k"])
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_a_hundred_thousand_steps_agree(shard: int, tmp_path: Path) -> None:
+    """redis:// answers what the reference answers, and what was reset has left nothing behind."""
+    server = running("single")
+    compared = 0
+    for seed in range(shard, 12 * SHARDS, SHARDS):
+        clock = ManualClock()
+        with OPENERS["redis"](clock, 0, tmp_path) as store:
+            compared += trace(seed, store, clock)
+            assert server.admin.keys() == []
+    assert compared > 12 * STEPS * 4 // 5
+
+
+@pytest.mark.parametrize("name", ["redis-async", "cluster", "cluster-async"])
+def test_thousands_of_steps_agree_on_other_ways_there(name: str, tmp_path: Path) -> None:
+    """The verbs for asyncio answer the same, and so does a cluster."""
+    for seed in range(1_000, 1_010):
+        clock = ManualClock()
+        with OPENERS[name](clock, 0, tmp_path) as store:
+            trace(seed, store, clock)
+            assert store.stats().states == 0
+
+
+def test_logs_agree_across_their_chunks(tmp_path: Path) -> None:
+    """Logs of every chunk length, spent and refunded across the ends of chunks; what has left the
+    window is not kept for long, and what was reset has left nothing behind."""
+    server = running("single")
+    for seed in range(60):
+        clock = ManualClock()
+        with OPENERS["redis"](clock, 0, tmp_path) as store:
+            log_trace(seed, store, clock, server, 400)
+            assert server.admin.keys() == []

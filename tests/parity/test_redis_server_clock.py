@@ -1,0 +1,126 @@
+"""Redis by its own clock: each check's time is read back, and the reference asked as of then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+
+import pytest
+
+import tollkeeper.clock
+from tests.conformance.awaited import AwaitedGate
+from tests.conformance.stores import STORES
+from tests.parity.in_microseconds import ALGORITHMS_US, NS_PER_US
+from tests.parity.reference import ReferenceGate, States, answer
+from tollkeeper.clock import SystemClock
+from tollkeeper.decide.store import Gate, Store
+from tollkeeper.decide.stores.redis.codec import Answers
+from tollkeeper.decide.stores.redis.gates import AsyncRedisGate, RedisGate
+from tollkeeper.model import ALGORITHM_NAMES, BUCKETS, Decision, Limit
+
+OPENERS = {factory.name: factory.open for factory in STORES}
+# Short beside a trace, which takes about a tenth of a second; and one that never ends in it.
+WINDOWS_S = (0.001, 0.0033, 0.01, 0.02, 0.1, 3_600)
+STEPS = 1_000
+
+
+class TimedAnswers:
+    """Notes the server's time of each answer on its way to becoming a decision."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+        self.limits = answers.limits
+        self.now_ns = 0
+
+    def check(self, answer: list[int], cost: int, early_ns: int = 0) -> Decision:
+        self._note(answer)
+        return self._answers.check(answer, cost, early_ns)
+
+    def peek(self, answer: list[int], cost: int, early_ns: int = 0) -> Decision:
+        self._note(answer)
+        return self._answers.peek(answer, cost, early_ns)
+
+    def _note(self, answer: list[int]) -> None:
+        self.now_ns = (answer[0] if answer[0] >= 0 else ~answer[0]) * NS_PER_US
+
+
+def timed(gate: Gate) -> TimedAnswers:
+    """The times of a gate's answers from now on."""
+    inner: RedisGate | AsyncRedisGate = gate._gate if isinstance(gate, AwaitedGate) else gate
+    times = TimedAnswers(inner.commands.answers)
+    inner.commands.answers = times
+    return times
+
+
+def short_limits(random: Random) -> tuple[Limit, ...]:
+    """One to three limits that fill and empty many times in a trace."""
+    found = []
+    for index in range(random.choice((1, 1, 2, 3))):
+        algorithm = random.choice(ALGORITHM_NAMES)
+        units = random.choice((1, 3, 10, 70, 1_000))
+        capacity = random.randint(1, 2 * units) if algorithm in BUCKETS else 0
+        per = random.choice(WINDOWS_S)
+        found.append(Limit(units, per, algorithm=algorithm, capacity=capacity, name=f"n{index}"))
+    return tuple(found)
+
+
+def trace(seed: int, store: Store) -> int:
+    """Run one trace; how many decisions were denied."""
+    random = Random(seed)
+    states: States = {}
+    denied = 0
+
+    def gates() -> tuple[Gate, TimedAnswers, ReferenceGate]:
+        limits = short_limits(random)
+        gate = store.gate(limits, "rule")
+        return gate, timed(gate), ReferenceGate(states, limits, "rule", ALGORITHMS_US)
+
+    gate, times, reference = gates()
+    for number in range(STEPS):
+        subject = random.choice(("a", "b"))
+        cost = random.choice((0, 1, 1, 1, 2, random.randint(1, reference.limits[0].capacity)))
+        dice = random.random()
+        if dice < 0.002:
+            gate, times, reference = gates()
+        elif dice < 0.01:
+            gate.reset(subject)
+            reference.reset(subject)
+        looks = dice > 0.9
+        got = answer(gate.peek if looks else gate.check, subject, cost)
+        wanted = answer(reference.check, subject, cost, times.now_ns, spend=not looks)
+        assert got == wanted, f"seed {seed}, step {number} at {times.now_ns}: {reference.limits}"
+        denied += got[0] is False
+    return denied
+
+
+@pytest.mark.parametrize("name", ["redis", "redis-async", "cluster"])
+def test_decisions_by_the_servers_clock_agree(name: str, tmp_path: Path) -> None:
+    """At the times that the server read, the reference decides the same, field for field."""
+    denied = 0
+    for seed in range(20):
+        with OPENERS[name](SystemClock(), 0, tmp_path) as store:
+            denied += trace(seed, store)
+    assert denied > STEPS
+
+
+@contextmanager
+def clock_off_by(seconds: float) -> Iterator[None]:
+    """Set this process's wall clock wrong."""
+    before_ns = tollkeeper.clock.EPOCH_OFFSET_NS
+    tollkeeper.clock.EPOCH_OFFSET_NS += int(seconds * 10**9)
+    try:
+        yield
+    finally:
+        tollkeeper.clock.EPOCH_OFFSET_NS = before_ns
+
+
+@pytest.mark.parametrize("seconds", [-60, 60])
+@pytest.mark.parametrize("name", ["redis", "redis-async"])
+def test_a_callers_clock_changes_no_decision(name: str, seconds: float, tmp_path: Path) -> None:
+    """With the caller's clock a minute off, each decision is what the reference says as of the
+    server's time."""
+    for seed in range(100, 105):
+        with clock_off_by(seconds), OPENERS[name](SystemClock(), 0, tmp_path) as store:
+            trace(seed, store)
