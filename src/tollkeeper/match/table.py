@@ -1,0 +1,342 @@
+"""The compiled table: from a request to the rules that apply, in about a microsecond.
+
+For each distinct `by` the first matching rule applies; rules that count by different things all
+apply. A rule in shadow mode takes nobody's place: the first matching one is decided beside the
+one in force. A rule that is off is not there.
+
+Asking 10,000 rules one by one would take milliseconds, so each is filed under the condition that
+tells most:
+
+- its endpoints, in a tree of path segments: children by name, and one child for any segment. A path
+  walks down both. Behind `**` or a final `*` anything may follow: such rules are found on the way.
+- `re:` endpoints, all of one `by` in one automaton.
+- without endpoints, an exact value that it asks for (a tenant, a tier, a method): a dict for each
+  attribute.
+- else it is asked each time: rules for everything, and those with wildcards alone.
+
+What is filed under a request's path and values are candidates. They are asked in the order of the
+document, all their conditions; the index only leaves out who could not match.
+
+Requests resemble one another. What matched is remembered by the values that any rule looks at, up
+to MEMO_MAX of them, and forgotten all at once when full: no lock, no order to keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final
+
+from tollkeeper.errors import InvalidKey, show
+from tollkeeper.match.patterns import (
+    Endpoint,
+    Regexes,
+    Wildcard,
+    compile_endpoint,
+    compile_glob,
+    compile_method,
+    compile_network,
+    normalised,
+)
+from tollkeeper.match.rules import REQUEST_FIELDS, Match, Rule
+from tollkeeper.model import Request
+
+MEMO_MAX: Final = 8_192
+_ROLLOUT_STEPS_PER_CENT: Final = 100
+
+Values = tuple[str | None, ...]
+Test = Callable[[str], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """One attribute that a rule asks about: any of the patterns has to match."""
+
+    attribute: str
+    patterns: tuple[str, ...]
+    holds: Test
+    exact: frozenset[str] | None
+    """The values it asks for, if none of the patterns has a wildcard."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledRule:
+    """A rule, with its patterns ready to ask."""
+
+    rule: Rule
+    order: int
+    endpoints: tuple[Endpoint, ...]
+    conditions: tuple[Condition, ...]
+    keys: tuple[tuple[str, Test], ...]
+    costs: tuple[tuple[Endpoint, int], ...]
+
+    def in_force_for(self, subject: str) -> bool:
+        """Is the rule rolled out to this subject? The same answer on every node."""
+        rollout = self.rule.rollout
+        if rollout >= 100:
+            return True
+        # Of the rule too, or the same subjects would try everything first.
+        digest = blake2b(f"{self.rule.id}\x1f{subject}".encode(), digest_size=8).digest()
+        steps = 100 * _ROLLOUT_STEPS_PER_CENT
+        return int.from_bytes(digest) % steps < rollout * _ROLLOUT_STEPS_PER_CENT
+
+    def cost(self, path: str | None) -> int:
+        """Units for each unit that is asked for, at a normalised path."""
+        if self.costs and path is not None:
+            for endpoint, units in self.costs:
+                if endpoint.matches_normalised(path):
+                    return units
+        return self.rule.cost
+
+    def failing(self, path: str | None, value_of: Callable[[str], str | None]) -> str:
+        """Why it does not match, in words; empty if it does."""
+        if self.endpoints and not any(
+            path is not None and endpoint.matches_normalised(path) for endpoint in self.endpoints
+        ):
+            texts = ", ".join(endpoint.text for endpoint in self.endpoints)
+            return f"endpoint {show(path)} is not {texts}"
+        for condition in self.conditions:
+            value = value_of(condition.attribute)
+            if value is None:
+                return f"the request has no {condition.attribute}"
+            if not condition.holds(value):
+                texts = ", ".join(condition.patterns)
+                return f"{condition.attribute} {show(value)} is not {texts}"
+        return ""
+
+
+def compile_rule(rule: Rule, order: int) -> CompiledRule:
+    """Make a rule ready. Raises ConfigError for a pattern that is none."""
+    return CompiledRule(
+        rule,
+        order,
+        tuple(compile_endpoint(text) for text in rule.match.endpoint),
+        tuple(_conditions(rule.match)),
+        tuple((text, compile_glob(text).matches) for text in rule.keys),
+        tuple((compile_endpoint(text), units) for text, units in rule.costs.items()),
+    )
+
+
+def _conditions(match: Match) -> Iterator[Condition]:
+    if match.method:
+        names = frozenset(compile_method(text) for text in match.method)
+        yield Condition("method", match.method, names.__contains__, names)
+    for attribute in ("tier", "tenant", "user", "api_key"):
+        patterns: tuple[str, ...] = getattr(match, attribute)
+        if patterns:
+            yield _glob_condition(attribute, patterns)
+    if match.ip:
+        yield Condition("ip", match.ip, _any(compile_network(x).contains for x in match.ip), None)
+    for attribute, patterns in match.attributes.items():
+        yield _glob_condition(attribute, patterns)
+
+
+def _glob_condition(attribute: str, patterns: tuple[str, ...]) -> Condition:
+    globs = [compile_glob(text) for text in patterns]
+    exact = frozenset(glob.exact for glob in globs if glob.exact is not None)
+    if all(glob.exact is not None for glob in globs):
+        return Condition(attribute, patterns, exact.__contains__, exact)
+    return Condition(attribute, patterns, _any(glob.matches for glob in globs), None)
+
+
+def _any(tests: Iterable[Test]) -> Test:
+    each = tuple(tests)
+    return each[0] if len(each) == 1 else lambda value: any(test(value) for test in each)
+
+
+# A rule that may match, and the endpoint that is still to be asked; None: it matches for sure.
+_Candidate = tuple[CompiledRule, Endpoint | None]
+
+
+class _Node:
+    """A place in the tree of path segments."""
+
+    __slots__ = ("any", "children", "ends", "open")
+
+    def __init__(self) -> None:
+        self.children: dict[str, _Node] = {}
+        self.any: _Node | None = None
+        self.ends: list[_Candidate] = []  # patterns that end here
+        self.open: list[_Candidate] = []  # patterns behind which anything may follow
+
+    def file(self, endpoint: Endpoint, rule: CompiledRule) -> None:
+        segments: Sequence[object] = endpoint.segments
+        if endpoint.exact is not None:
+            segments = _segments(endpoint.exact)
+        node = self
+        certain = True
+        for position, segment in enumerate(segments, start=1):
+            if segment is Wildcard.MANY:
+                certain = certain and position == len(segments)
+                node.open.append((rule, None if certain else endpoint))
+                return
+            if isinstance(segment, str):
+                node = node.children.setdefault(segment, _Node())
+            else:
+                # One segment; a glob within it is left to the pattern itself.
+                certain = certain and segment is Wildcard.ONE
+                if node.any is None:
+                    node.any = _Node()
+                node = node.any
+        node.ends.append((rule, None if certain else endpoint))
+
+    def find(self, path: str) -> list[_Candidate]:
+        found = list(self.open)
+        nodes = [self]
+        for segment in _segments(path):
+            below: list[_Node] = []
+            for node in nodes:
+                child = node.children.get(segment)
+                if child is not None:
+                    below.append(child)
+                    found += child.open
+                if node.any is not None:
+                    below.append(node.any)
+                    found += node.any.open
+            if not below:
+                return found
+            nodes = below
+        for node in nodes:
+            found += node.ends
+        return found
+
+
+def _segments(path: str) -> list[str]:
+    return path[1:].split("/") if len(path) > 1 else []
+
+
+class _Group:
+    """The rules of one `by` and one mode, filed."""
+
+    __slots__ = ("_always", "_by_value", "_regex_rules", "_regexes", "_tree")
+
+    def __init__(self, rules: Sequence[CompiledRule]) -> None:
+        self._tree = _Node()
+        self._by_value: dict[str, dict[str, list[_Candidate]]] = {}
+        self._always: list[_Candidate] = []
+        self._regex_rules: list[CompiledRule] = []
+        regexes: list[str] = []
+        for rule in rules:
+            for endpoint in rule.endpoints:
+                if endpoint.regex is None:
+                    self._tree.file(endpoint, rule)
+                else:
+                    regexes.append(endpoint.regex)
+                    self._regex_rules.append(rule)
+            if not rule.endpoints:
+                self._file_by_value(rule)
+        self._regexes = Regexes(regexes) if regexes else None
+
+    def _file_by_value(self, rule: CompiledRule) -> None:
+        # The attribute with the most values tells most: there are more tenants than methods.
+        for condition in reversed(rule.conditions):
+            if condition.exact is not None:
+                values = self._by_value.setdefault(condition.attribute, {})
+                for value in condition.exact:
+                    values.setdefault(value, []).append((rule, None))
+                return
+        self._always.append((rule, None))
+
+    def matching(
+        self, path: str | None, value_of: Callable[[str], str | None]
+    ) -> tuple[CompiledRule, ...]:
+        """All rules that match, in order, up to the first that is for every subject."""
+        found: list[_Candidate] = list(self._always)
+        if path is not None:
+            found += self._tree.find(path)
+            if self._regexes is not None:
+                found += [
+                    (self._regex_rules[index], None) for index in self._regexes.matching(path)
+                ]
+        for attribute, values in self._by_value.items():
+            value = value_of(attribute)
+            if value is not None:
+                found += values.get(value, ())
+        if len(found) > 1:
+            found.sort(key=_order)
+        matched: list[CompiledRule] = []
+        for rule, endpoint in found:
+            if endpoint is not None and not endpoint.matches_normalised(path or ""):
+                continue
+            if matched and matched[-1] is rule:
+                continue  # by another of its endpoints
+            for condition in rule.conditions:
+                value = value_of(condition.attribute)
+                if value is None or not condition.holds(value):
+                    break
+            else:
+                matched.append(rule)
+                if rule.rule.rollout >= 100:
+                    break
+        return tuple(matched)
+
+
+def _order(candidate: _Candidate) -> int:
+    return candidate[0].order
+
+
+class Table:
+    """All rules of a document, ready to be asked. Never changes."""
+
+    __slots__ = ("_groups", "_memo", "_others", "_seen", "rules")
+
+    def __init__(self, rules: Sequence[Rule]) -> None:
+        self.rules = tuple(compile_rule(rule, order) for order, rule in enumerate(rules))
+        by_group: dict[tuple[tuple[str, ...], bool], list[CompiledRule]] = {}
+        for compiled in self.rules:
+            mode = compiled.rule.mode
+            if mode != "off":
+                by_group.setdefault((compiled.rule.by, mode == "shadow"), []).append(compiled)
+        self._groups = tuple(_Group(group) for group in by_group.values())
+        asked = {each.attribute for rule in self.rules for each in rule.conditions}
+        if any(rule.endpoints or rule.costs for rule in self.rules):
+            asked.add("endpoint")
+        # What to look at in a request, to know whether it is like one seen before.
+        self._seen = tuple(name for name in REQUEST_FIELDS if name in asked)
+        self._others = tuple(sorted(asked - set(REQUEST_FIELDS)))
+        self._memo: dict[Values, tuple[tuple[CompiledRule, ...], ...]] = {}
+
+    def match(self, request: Request, tier: str | None) -> tuple[tuple[CompiledRule, ...], ...]:
+        """For each `by` with a match, its matching rules in order: the first in force applies.
+
+        `tier` is the request's, or the one that its subject is assigned to.
+        """
+        values = [getattr(request, name) for name in self._seen]
+        if "tier" in self._seen:
+            values[self._seen.index("tier")] = tier
+        if self._others:
+            values += [request.attributes.get(name) for name in self._others]
+        memo_key = tuple(values)
+        try:
+            return self._memo[memo_key]
+        except KeyError:
+            pass
+        except TypeError:
+            _require_text(self._seen + self._others, values)
+        return self._match(memo_key)
+
+    def _match(self, values: Values) -> tuple[tuple[CompiledRule, ...], ...]:
+        names = self._seen + self._others
+        _require_text(names, values)
+        by_name = dict(zip(names, values, strict=True))
+        endpoint = by_name.get("endpoint")
+        path = None if endpoint is None else normalised(endpoint)
+        method = by_name.get("method")
+        if method is not None:
+            by_name["method"] = method.upper()
+        found = (group.matching(path, by_name.get) for group in self._groups)
+        matched = tuple(each for each in found if each)
+        if len(self._memo) >= MEMO_MAX:
+            self._memo.clear()
+        self._memo[values] = matched
+        return matched
+
+
+def _require_text(names: Sequence[str], values: Sequence[object]) -> None:
+    for name, value in zip(names, values, strict=True):
+        if value is not None and not isinstance(value, str):
+            raise InvalidKey(
+                f"{name}={show(value)} is {type(value).__name__}, and a request's attributes are "
+                f"text; write it as text"
+            )
