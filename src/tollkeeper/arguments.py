@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
 from typing import Any, Literal
 
 from tollkeeper.clock import Clock, SystemClock
 from tollkeeper.errors import ConfigError, InvalidCost, show
 from tollkeeper.identify import Key
+from tollkeeper.match.rules import Document
 from tollkeeper.model import Limit, Request
 from tollkeeper.rates import LIMITS_MAX, parse_limits
 
+Rules = str | PathLike[str] | Mapping[str, Any] | Document
 Limits = str | Limit | Sequence[str | Limit]
 KeySource = Key | Callable[..., Key | Request] | None
 CostSource = int | Callable[..., int]
@@ -56,6 +60,25 @@ def limits_of(limits: Limits) -> tuple[Limit, ...]:
                 f"for example {Limit(limit.limit, limit.per, name='second')!r}, or drop one"
             )
     return tuple(found)
+
+
+def document_of(rules: Rules) -> Document:
+    """The document that a path, a text or a mapping stands for."""
+    if isinstance(rules, Document):
+        return rules
+    # Imported here: reading a document needs a library that limits alone do without.
+    from tollkeeper.match.document import from_data, read, read_file  # noqa: PLC0415 - see above
+
+    if isinstance(rules, Mapping):
+        return from_data(rules)
+    if isinstance(rules, str) and "\n" in rules:
+        return read(rules)
+    if isinstance(rules, str | PathLike):
+        return read_file(Path(rules))
+    raise ConfigError(
+        f"rules={show(rules)} is not a document, its path or its text; "
+        f'for example Limiter.from_rules("limits.yaml")'
+    )
 
 
 def units_of(units: int, what: str) -> int:

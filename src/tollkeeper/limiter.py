@@ -17,8 +17,10 @@ from tollkeeper.arguments import (
     CostSource,
     KeySource,
     Limits,
+    Rules,
     clock_of,
     cost_of,
+    document_of,
     key_of,
     kind_of,
     limits_of,
@@ -27,11 +29,13 @@ from tollkeeper.arguments import (
 )
 from tollkeeper.clock import Clock, duration_ns, seconds_from_ns
 from tollkeeper.decide.failure import FailurePolicy, check_policy, decision_on_failure
-from tollkeeper.decide.store import Store, StoreStats
+from tollkeeper.decide.store import Gate, Store, StoreStats
 from tollkeeper.decide.stores import open_store
 from tollkeeper.errors import ConfigError, LimitExceeded, StoreError, show
 from tollkeeper.identify import Key, check_by, subject_of, subject_of_request
+from tollkeeper.match.rules import Document
 from tollkeeper.model import WINDOW_NS_MAX, Decision, Limit, Request, check_name, decision_with
+from tollkeeper.ruled import AsyncRuledGate, Explanation, RuleCounts, RuledGate
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -44,6 +48,9 @@ _TIMEOUT_NS_MAX = 100 * WINDOW_NS_MAX
 
 class Path:
     """What both limiters are: limits prepared on a store, and the order of the stages."""
+
+    # Of a limiter from rules; None for one with limits of its own.
+    _rules: RuledGate | AsyncRuledGate | None = None
 
     def __init__(
         self,
@@ -65,11 +72,55 @@ class Path:
         `by`          what a Request is counted by, for example ["tenant", "user"].
         `on_failure`  what to answer when the store cannot decide: open, closed or raise.
         """
-        check_policy(on_failure)
         check_name("name", name)
         prepared = limits_of(limits)
         self._by = check_by(by) if by is not None else None
         self._name = name
+        self._start(store, clock, on_failure, lambda: self._store.gate(prepared, name))
+
+    @classmethod
+    def from_rules(
+        cls,
+        rules: Rules,
+        *,
+        store: str | Store = "memory://",
+        clock: Clock | None = None,
+        on_failure: FailurePolicy = "open",
+    ) -> Self:
+        """A limiter whose limits a rule document says; `check` takes a Request.
+
+        `rules`       the path of a document, its text, or a Document.
+        `store`, `clock` and `on_failure` as of the constructor; a rule's own `on_failure` goes
+        before. Raises ConfigError for a document that is wrong, with every place in it that is.
+        """
+        limiter = cls.__new__(cls)
+        Path._start_with_rules(limiter, document_of(rules), store, clock, on_failure)
+        return limiter
+
+    def _start_with_rules(
+        self,
+        document: Document,
+        store: str | Store,
+        clock: Clock | None,
+        on_failure: FailurePolicy,
+    ) -> None:
+        self._by = None
+        self._name = ""
+        self._start(store, clock, on_failure, lambda: self._ruled(document))
+
+    def _ruled(self, document: Document) -> Gate:
+        """Rules on the store, as a gate whose subject is a request."""
+        self._rules = RuledGate(self._store, document, self._clock.now_ns)
+        return cast("Gate", self._rules)
+
+    def _start(
+        self,
+        store: str | Store,
+        clock: Clock | None,
+        on_failure: FailurePolicy,
+        prepare: Callable[[], Gate],
+    ) -> None:
+        check_policy(on_failure)
         self._on_failure = on_failure
         self._clock = clock_of(clock)
         self._owns_store = not hasattr(store, "gate")
@@ -78,7 +129,7 @@ class Path:
         if self._owns_store:
             self._store = open_store(cast("str", store), self._clock)
         try:
-            self._gate = self._store.gate(prepared, name)
+            self._gate = prepare()
             shortcut = getattr(self._gate, "shortcut", None)
             self._check: Callable[..., Decision] = (
                 shortcut and shortcut(self._check_in_full)
@@ -105,11 +156,32 @@ class Path:
         """What the store holds."""
         return self._store.stats()
 
+    def use(self, rules: Rules, version: str = "") -> None:
+        """Put other rules in force, in one step; a check that has begun keeps those it began with.
+
+        Raises ConfigError for a document that is wrong; then the old one stays.
+        """
+        self._ruled_gate().use(document_of(rules), version)
+
+    def counts(self) -> dict[str, RuleCounts]:
+        """How often each rule allowed and denied, in this process, since it came into force."""
+        return dict(self._ruled_gate().counts)
+
+    def _ruled_gate(self) -> RuledGate | AsyncRuledGate:
+        if self._rules is None:
+            raise ConfigError(
+                f"this limiter has limits, not rules; make it with "
+                f'{type(self).__name__}.from_rules("limits.yaml")'
+            )
+        return self._rules
+
     def _asked(self, key: Key | Request, cost: int) -> tuple[str, int]:
         """Who is counted, and for how much."""
         return self._identify(key), units_of(cost, "cost")
 
     def _identify(self, key: Key | Request) -> str:
+        if self._rules is not None:
+            return cast("str", request_of(key))  # whose gate takes a request for a subject
         if not isinstance(key, Request):
             return subject_of(key)
         if self._by is None:
@@ -199,6 +271,11 @@ class Limiter(Path):
     def peek(self, key: Key | Request, cost: int = 1) -> Decision:
         """What `check` would answer now. Spends nothing."""
         return self._decide(self._gate.peek, key, cost)
+
+    def explain(self, request: Request, cost: int = 1) -> Explanation:
+        """Which rules match and why, which do not, and what each would answer. Spends nothing."""
+        rules = cast("RuledGate", self._ruled_gate())
+        return rules.explain(request_of(request), units_of(cost, "cost"))
 
     def refund(self, key: Key | Request, cost: int = 1) -> None:
         """Give units back, never beyond an untouched quota. Raises StoreError.
@@ -330,6 +407,15 @@ class Limiter(Path):
 
 # As it was defined here: a test may have put something else in its place.
 _CHECK = Limiter.check
+
+
+def request_of(key: object) -> Request:
+    if isinstance(key, Request):
+        return key
+    raise ConfigError(
+        f"a limiter with rules checks a Request, not {show(key)}; "
+        f'for example limiter.check(Request(api_key="sk_1", endpoint="/v1/orders"))'
+    )
 
 
 def pause_ns(decision: Decision) -> int:

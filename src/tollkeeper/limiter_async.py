@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from functools import wraps
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar, cast
 
 from tollkeeper import override
 from tollkeeper.arguments import (
@@ -22,8 +22,9 @@ from tollkeeper.clock import seconds_from_ns
 from tollkeeper.decide.store import AsyncGate, Gate
 from tollkeeper.errors import ConfigError, LimitExceeded, StoreError
 from tollkeeper.identify import Key
-from tollkeeper.limiter import Duration, Path, pause_ns
+from tollkeeper.limiter import Duration, Path, pause_ns, request_of
 from tollkeeper.model import Decision, Request, decision_with
+from tollkeeper.ruled import AsyncRuledGate, Explanation, RuledGate
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -69,12 +70,17 @@ class AsyncLimiter(Path):
     [True, True, False]
     """
 
+    _awaited: AsyncGate
+
     def _bind(self) -> None:
         prepare = getattr(self._store, "async_gate", None)
         self._waits = prepare is not None
-        self._awaited: AsyncGate = (
-            prepare(self._gate.limits, self._name) if prepare else _Inline(self._gate)
-        )
+        if prepare is not None and isinstance(self._rules, RuledGate):
+            document = self._rules.policy.document
+            self._rules = AsyncRuledGate(self._store, document, self._clock.now_ns)
+            self._awaited = cast("AsyncGate", self._rules)
+            return
+        self._awaited = prepare(self._gate.limits, self._name) if prepare else _Inline(self._gate)
 
     async def check(self, key: Key | Request, cost: int = 1) -> Decision:
         """Spend `cost` units if all limits have room; else spend nothing. See Limiter.check."""
@@ -96,6 +102,14 @@ class AsyncLimiter(Path):
             return await verb(subject, cost)
         except StoreError as error:
             return self._degraded(error)
+
+    async def explain(self, request: Request, cost: int = 1) -> Explanation:
+        """Which rules match and why, which do not, and what each would answer. Spends nothing."""
+        rules = self._ruled_gate()
+        asked = request_of(request), units_of(cost, "cost")
+        if isinstance(rules, RuledGate):
+            return rules.explain(*asked)
+        return await rules.explain(*asked)
 
     async def refund(self, key: Key | Request, cost: int = 1) -> None:
         """Give units back, never beyond an untouched quota. Raises StoreError."""

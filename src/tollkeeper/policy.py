@@ -3,9 +3,9 @@
 A policy never changes. A new document is a new policy, put in the old one's place in one step; a
 request that has begun sees the one it began with, from start to end.
 
-The limits of a rule, from the general to the particular: its own `limits` (or, if it has none, those
-of the request's tier in the document), its `tiers`, its `keys`, and an override that is in force now.
-What was spent carries over between them where the limits are the same but for their numbers.
+The limits of a rule, from the general to the particular: its own `limits` (or, if it has none,
+those of the request's tier in the document), its `tiers`, its `keys`, and an override that is in
+force now. What was spent carries over where the limits are the same but for their numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tollkeeper.clock import NS_PER_SECOND
 from tollkeeper.identify import subject_of_request
 from tollkeeper.match.lists import Lists
 from tollkeeper.match.patterns import normalised
-from tollkeeper.match.rules import Document, Limits, Override
+from tollkeeper.match.rules import REQUEST_FIELDS, Document, Limits, Override
 from tollkeeper.match.table import CompiledRule, Table
 from tollkeeper.model import BUCKETS, LOG_UNITS_MAX, UNITS_MAX, Limit, Request
 
@@ -221,6 +221,27 @@ class Policy:
                     return Choice(override.limits, "override", detail)
                 return Choice(scaled(choice.limits, override.multiply or 1.0), "override", detail)
         return choice
+
+    def why_not(self, rule: CompiledRule, request: Request, tier: str | None) -> str:
+        """Why a rule is not for a request, in words; empty if it is."""
+        if rule.rule.mode == "off":
+            return "it is off"
+        path = None if request.endpoint is None else normalised(request.endpoint)
+
+        def value_of(name: str) -> str | None:
+            if name == "tier":
+                return tier
+            if name == "method":
+                return None if request.method is None else request.method.upper()
+            if name in REQUEST_FIELDS:
+                value: str | None = getattr(request, name)
+                return value
+            return request.attributes.get(name)
+
+        why = rule.failing(path, value_of)
+        if not why and not rule.in_force_for(self.subject_of(rule, request)):
+            why = f"its rollout of {rule.rule.rollout} % does not reach this subject"
+        return why
 
     def listed(self, request: Request) -> tuple[Literal["allow", "deny"] | None, str | None]:
         """What the lists say, and the entry that says it."""
