@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import wraps
-from typing import ParamSpec, Self, TypeVar, cast
+from os import PathLike
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar, cast
 
 from tollkeeper import override
 from tollkeeper.arguments import (
@@ -33,9 +36,11 @@ from tollkeeper.decide.store import Gate, Store, StoreStats
 from tollkeeper.decide.stores import open_store
 from tollkeeper.errors import ConfigError, LimitExceeded, StoreError, show
 from tollkeeper.identify import Key, check_by, subject_of, subject_of_request
-from tollkeeper.match.rules import Document
 from tollkeeper.model import WINDOW_NS_MAX, Decision, Limit, Request, check_name, decision_with
 from tollkeeper.ruled import AsyncRuledGate, Explanation, RuleCounts, RuledGate
+
+if TYPE_CHECKING:
+    from tollkeeper.control.follow import Follower, RulesStatus, Start
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,6 +56,7 @@ class Path:
 
     # Of a limiter from rules; None for one with limits of its own.
     _rules: RuledGate | AsyncRuledGate | None = None
+    _follower: Follower | None = None
 
     def __init__(
         self,
@@ -86,31 +92,58 @@ class Path:
         store: str | Store = "memory://",
         clock: Clock | None = None,
         on_failure: FailurePolicy = "open",
+        follow: bool = True,
+        poll: float = 1.0,
+        snapshot: str | PathLike[str] | None = None,
     ) -> Self:
         """A limiter whose limits a rule document says; `check` takes a Request.
 
-        `rules`       the path of a document, its text, or a Document.
+        `rules`       the path of a document, its text, a Document, or the URL of a database
+                      ("sqlite:///rules.db", "postgresql://app@host/rules").
         `store`, `clock` and `on_failure` as of the constructor; a rule's own `on_failure` goes
-        before. Raises ConfigError for a document that is wrong, with every place in it that is.
+        before.
+        `follow`      put every later version of a file or database into force as it appears.
+        `poll`        ask for one every so many seconds, also where nothing hints at a change.
+        `snapshot`    a file that keeps the last good rules, to start with while `rules` is away.
+
+        Raises ConfigError for a document that is wrong, with every place in it that is, and for a
+        database that holds no rules yet; StoreUnavailable for one that cannot be reached.
         """
+        # Imported here: limits alone do without what reads, follows and keeps documents.
+        from tollkeeper.control.follow import (  # noqa: PLC0415 - see above
+            Follower,
+            How,
+            load,
+            poll_s_of,
+        )
+
         limiter = cls.__new__(cls)
-        Path._start_with_rules(limiter, document_of(rules), store, clock, on_failure)
+        how = How(poll_s_of(poll), None if snapshot is None else FilePath(snapshot))
+        start = load(rules, how.snapshot)
+        Path._start_with_rules(limiter, start, store, clock, on_failure)
+        Path._follow(limiter, Follower(limiter, rules, start, how, limiter.store), follow)
         return limiter
+
+    def _follow(self, follower: Follower, follow: bool) -> None:
+        self._follower = follower
+        if follow:
+            follower.start()
 
     def _start_with_rules(
         self,
-        document: Document,
+        start: Start,
         store: str | Store,
         clock: Clock | None,
         on_failure: FailurePolicy,
     ) -> None:
         self._by = None
         self._name = ""
-        self._start(store, clock, on_failure, lambda: self._ruled(document))
+        self._start(store, clock, on_failure, lambda: self._ruled(start))
 
-    def _ruled(self, document: Document) -> Gate:
+    def _ruled(self, start: Start) -> Gate:
         """Rules on the store, as a gate whose subject is a request."""
-        self._rules = RuledGate(self._store, document, self._clock.now_ns)
+        version = start.status.version
+        self._rules = RuledGate(self._store, start.document, self._clock.now_ns, version)
         return cast("Gate", self._rules)
 
     def _start(
@@ -162,6 +195,12 @@ class Path:
         Raises ConfigError for a document that is wrong; then the old one stays.
         """
         self._ruled_gate().use(document_of(rules), version)
+
+    def rules_status(self) -> RulesStatus:
+        """Which version of the rules is in force, where it came from, and how fresh it is."""
+        version = self._ruled_gate().policy.version
+        assert self._follower is not None, "every limiter from rules has one"  # noqa: S101 - ours
+        return replace(self._follower.status(), version=version)
 
     def counts(self) -> dict[str, RuleCounts]:
         """How often each rule allowed and denied, in this process, since it came into force."""
@@ -240,6 +279,8 @@ class Path:
         )
 
     def _close(self) -> None:
+        if self._follower is not None:
+            self._follower.stop()
         if self._owns_store:
             self._store.close()
 

@@ -76,8 +76,9 @@ class AsyncLimiter(Path):
         prepare = getattr(self._store, "async_gate", None)
         self._waits = prepare is not None
         if prepare is not None and isinstance(self._rules, RuledGate):
-            document = self._rules.policy.document
-            self._rules = AsyncRuledGate(self._store, document, self._clock.now_ns)
+            policy = self._rules.policy
+            now_ns = self._clock.now_ns
+            self._rules = AsyncRuledGate(self._store, policy.document, now_ns, policy.version)
             self._awaited = cast("AsyncGate", self._rules)
             return
         self._awaited = prepare(self._gate.limits, self._name) if prepare else _Inline(self._gate)
@@ -220,6 +221,8 @@ class AsyncLimiter(Path):
 
     async def close(self) -> None:
         """Close the store, if this limiter opened it."""
+        if self._follower is not None:
+            await asyncio.to_thread(self._follower.stop)
         close = getattr(self._store, "aclose", None)
         if close is not None and self._owns_store:
             await close()

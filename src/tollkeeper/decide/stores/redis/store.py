@@ -16,6 +16,7 @@ from tollkeeper.decide.stores.redis.config import RedisConfig
 from tollkeeper.decide.stores.redis.drive import Servers, Tasks, Threads
 from tollkeeper.decide.stores.redis.gates import AsyncRedisGate, Commands, RedisGate, Together
 from tollkeeper.decide.stores.redis.health import RedisHealth, census, health
+from tollkeeper.decide.stores.redis.pubsub import Subscription, publish
 from tollkeeper.errors import StoreUnavailable
 from tollkeeper.model import Decision, Limit
 
@@ -141,6 +142,19 @@ class RedisStore:
         self._require_open()
         with self._lock:
             return self._checks.top(count)
+
+    def publish(self, topic: str, text: str) -> None:
+        """Tell every process that is subscribed to the topic now, on channel `<prefix>:<topic>`.
+
+        Blocks for a round trip; from asyncio, call it with `asyncio.to_thread`. Raises StoreError.
+        """
+        self._require_open()
+        publish(self._servers.topology, self.config, f"{self.config.prefix}:{topic}", text)
+
+    def subscribe(self, topic: str) -> Subscription:
+        """Listen for what `publish` tells, from now on; for one thread. Raises StoreError."""
+        self._require_open()
+        return Subscription(self._servers.topology, self.config, f"{self.config.prefix}:{topic}")
 
     def close(self) -> None:
         """Close what threads use, and tell the event loops to close theirs."""

@@ -1,0 +1,118 @@
+"""Messages to every process that uses the same servers, through Redis pub/sub.
+
+A message reaches those who listen at that moment, once or not at all: it is a hint that something
+has changed, never the change itself. In a cluster any node will do, for nodes pass messages on.
+
+Blocking, for threads; the connections are redis-py's.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+
+import redis
+
+from tollkeeper.decide.stores.redis.config import Address, RedisConfig
+from tollkeeper.decide.stores.redis.topology import Topology
+from tollkeeper.errors import StoreTimeout, StoreUnavailable
+
+# A connection that has been silent for so long is asked whether it still lives.
+IDLE_S_MAX: Final = 5.0
+_VENDOR_ERRORS: Final = (redis.RedisError, OSError, UnicodeError)
+
+
+def publish(topology: Topology, config: RedisConfig, channel: str, text: str) -> None:
+    """Send a message to whoever listens now. Raises StoreUnavailable or StoreTimeout."""
+    try:
+        _publish(topology, config, channel, text)
+    except (StoreUnavailable, StoreTimeout):
+        # They may have moved, and where they are now is known to others.
+        topology.refresh()
+        _publish(topology, config, channel, text)
+
+
+def _publish(topology: Topology, config: RedisConfig, channel: str, text: str) -> None:
+    *others, last = _addresses(topology, config)
+    for address in others:
+        with suppress(StoreUnavailable, StoreTimeout), _wrapped(config, address):
+            topology.client(address).publish(channel, text)
+            return
+    with _wrapped(config, last):
+        topology.client(last).publish(channel, text)
+
+
+class Subscription:
+    """Messages of one channel, from one server. Used by one thread; raises when it is cut off."""
+
+    def __init__(self, topology: Topology, config: RedisConfig, channel: str) -> None:
+        """Subscribe, and wait until the server has said so. Raises StoreError."""
+        self._config = config
+        self._pubsub: Any = None
+        topology.refresh()
+        self._address = _addresses(topology, config)[0]
+        try:
+            with _wrapped(config, self._address):
+                client: Any = topology.client(self._address)
+                self._pubsub = client.pubsub()
+                self._pubsub.subscribe(channel)
+                confirmed = self._pubsub.get_message(timeout=config.connect_ns / 1e9)
+        except BaseException:
+            self.close()
+            raise
+        if confirmed is None:
+            self.close()
+            raise self._silent()
+        self._heard_s = time.monotonic()
+        self._pinged = False
+
+    def wait(self, timeout_s: float) -> bool:
+        """Has a message come? Waits for one. Raises StoreError; then make another subscription."""
+        with _wrapped(self._config, self._address):
+            message = self._pubsub.get_message(timeout=timeout_s)
+            now_s = time.monotonic()
+            if message is not None:
+                self._heard_s = now_s
+                self._pinged = False
+                return bool(message["type"] == "message")
+            silent_s = now_s - self._heard_s
+            if silent_s > IDLE_S_MAX and not self._pinged:
+                self._pubsub.ping()
+                self._pinged = True
+        if silent_s > IDLE_S_MAX + self._config.connect_ns / 1e9 + timeout_s:
+            raise self._silent()
+        return False
+
+    def close(self) -> None:
+        """Give the connection up."""
+        if self._pubsub is not None:
+            self._pubsub.close()
+
+    def _silent(self) -> StoreTimeout:
+        return StoreTimeout(f"{self._config.shown()}: {self._address} does not answer")
+
+
+def _addresses(topology: Topology, config: RedisConfig) -> list[Address]:
+    """Whom to ask, in turn: any primary, in random order, which spreads the load of a fleet."""
+    addresses = topology.primaries()
+    random.shuffle(addresses)
+    if not addresses:
+        raise StoreUnavailable(f"{config.shown()}: no primary is known")
+    return addresses
+
+
+@contextmanager
+def _wrapped(config: RedisConfig, address: Address) -> Iterator[None]:
+    try:
+        yield
+    except redis.TimeoutError as error:
+        raise StoreTimeout(f"{config.shown()}: {address} does not answer") from error
+    except _VENDOR_ERRORS as error:
+        # A server that does not know AUTH repeats what follows it, which is the password.
+        said, repeated, _ = str(error).partition(", with args beginning with")
+        raise StoreUnavailable(f"{config.shown()}: {address}: {said}") from (
+            None if repeated else error
+        )
