@@ -166,13 +166,15 @@ def _entry_of_line(raw: bytes, is_first: bool) -> str:
 # ── Looking up ─────────────────────────────────────────────────────────────────────────────────
 
 
-# The entry that matched, in parts that cost nothing: its attribute, a literal, and what follows.
-_Hit = tuple[str, str, str | Network]
+# The entry that matched, in parts that cost nothing: its attribute, a literal, and what follows,
+# which is text or the three numbers of a network.
+_Hit = tuple[str, str, str | tuple[int, int, int]]
 
 
 def _shown(hit: _Hit) -> str:
     attribute, literal, rest = hit
-    return f"{attribute}:{escaped(literal)}{rest}" if attribute else f"{escaped(literal)}{rest}"
+    name = f"{attribute}:" if attribute else ""
+    return f"{name}{escaped(literal)}{rest if isinstance(rest, str) else Network(*rest)}"
 
 
 class _Values:
@@ -236,7 +238,7 @@ class _Networks:
         version, value = address
         for length, shift, prefixes in self.by_version[version]:
             if value >> shift in prefixes:
-                return "ip", "", Network(version, length, value >> shift)
+                return "ip", "", (version, length, value >> shift)
         return None
 
 

@@ -22,7 +22,6 @@ from tollkeeper.errors import ConfigError, show
 # dot go the long way, though most are as harmless as /.well-known.
 _is_normal: Final = re.compile(r"(?:/[^./%?#\ud800-\udfff][^/%?#\ud800-\udfff]*+)+|/").fullmatch
 _ORIGIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*+://[^/?#]*+")
-_QUERY_OR_FRAGMENT: Final = re.compile(r"[?#]")
 _PERCENT: Final = re.compile(rb"%([0-9A-Fa-f]{2})?")
 _NOT_UTF8: Final = re.compile(r"[\udc80-\udcff]")
 _METHOD: Final = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
@@ -40,7 +39,10 @@ def normalised(path: str) -> str:
         return path
     if origin := _ORIGIN.match(path):
         path = path[origin.end() :]
-    path = _QUERY_OR_FRAGMENT.split(path, maxsplit=1)[0]
+    path = path.partition("?")[0].partition("#")[0].rstrip("/")
+    # A query and a trailing slash are common, and then this is all that was left to do.
+    if _is_normal(path):
+        return path
     kept: list[str] = []
     for segment in decoded(path).split("/"):
         if segment == "..":
@@ -56,6 +58,8 @@ def decoded(text: str) -> str:
     >>> decoded("a%2Ab%2fc")
     'a*b%2Fc'
     """
+    if "%" not in text and text.isascii():
+        return text
     try:
         # Servers hand bytes that are not UTF-8 on as surrogates.
         encoded = text.encode("utf-8", "surrogateescape")
