@@ -1,0 +1,207 @@
+"""The last good rules on disk: whole, or refused."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from tollkeeper import Limit
+from tollkeeper.control import snapshot
+from tollkeeper.control.snapshot import check_place, load, save
+from tollkeeper.errors import ConfigError, StoreUnavailable
+from tollkeeper.match.document import read_file
+from tollkeeper.match.rules import Document, Match, Override, Rule
+
+EXAMPLE = Path(__file__).parents[2] / "examples/limits.yaml"
+
+DOCUMENT = Document(
+    rules=(
+        Rule("orders", ("api_key",), (Limit(10, per=1),), Match(endpoint=("/v1/*",))),
+        Rule("login", ("ip",), (Limit(5, per=60, algorithm="sliding_window_log"),)),
+    ),
+    tiers={"b": (Limit(1, per=1),), "a": (Limit(2, per=1),)},
+    deny=("sk_revoked_*", "naïve"),
+    overrides=(
+        Override("user", "42", multiply=2.0, until=datetime(2030, 1, 1, tzinfo=UTC), author="op"),
+    ),
+)
+
+WRITER = """
+import sys
+from pathlib import Path
+from tollkeeper import Limit
+from tollkeeper.control.snapshot import save
+from tollkeeper.match.rules import Document, Rule
+
+path = Path(sys.argv[1])
+number = int(sys.argv[2])
+while True:
+    number += 1
+    rule = Rule(f"version-{number}", ("user",), (Limit(number, per=60),))
+    filling = tuple(f"sk_{number}_{each}" for each in range(2_000))
+    save(path, str(number), Document(rules=(rule,), deny=filling), "a source")
+    print(number, flush=True)
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "rules.snapshot"
+
+
+def test_what_was_saved_is_loaded(path: Path) -> None:
+    """The document, its version and where it came from, as they were."""
+    save(path, "12", DOCUMENT, "sqlite:///rules.db")
+    found = load(path)
+    assert found is not None
+    assert found.document == DOCUMENT
+    assert list(found.document.tiers) == ["b", "a"]
+    assert (found.version, found.source) == ("12", "sqlite:///rules.db")
+    assert datetime.now(UTC) - found.taken_at < timedelta(minutes=1)
+
+
+def test_every_part_of_a_document_survives(path: Path) -> None:
+    """The example that shows each key of a document comes back equal."""
+    document = read_file(EXAMPLE)
+    save(path, "1", document, "")
+    found = load(path)
+    assert found is not None
+    assert found.document == document
+
+
+def test_there_may_be_none(path: Path) -> None:
+    """A first start is no error."""
+    assert load(path) is None
+
+
+def test_a_later_one_takes_the_place_of_the_one_before(path: Path) -> None:
+    """And nothing else is left in the folder."""
+    for version in ("1", "2"):
+        save(path, version, DOCUMENT, "")
+    found = load(path)
+    assert found is not None
+    assert found.version == "2"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_only_the_owner_may_read_it(path: Path) -> None:
+    """It holds keys: mode 0600, whatever the umask."""
+    before = os.umask(0)
+    try:
+        save(path, "1", DOCUMENT, "")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("cut", [0, 1, 10, 27, 28, 60, 130, -1])
+def test_a_half_one_is_refused(path: Path, cut: int) -> None:
+    """Cut off anywhere, it is never half-used."""
+    save(path, "1", DOCUMENT, "")
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(ConfigError, match=r"rules\.snapshot' is not used: "):
+        load(path)
+
+
+def test_one_changed_byte_is_found(path: Path) -> None:
+    """Wherever it is, the snapshot is refused, or what is loaded is what was saved."""
+    save(path, "1", DOCUMENT, "")
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(ConfigError, match="is not used"):
+            load(path)
+
+
+def test_what_was_added_is_found(path: Path) -> None:
+    """Longer than it says is as wrong as shorter."""
+    save(path, "1", DOCUMENT, "")
+    path.write_bytes(path.read_bytes() + b"\n")
+    with pytest.raises(ConfigError, match=r"it says 4\d\d bytes, and has 4\d\d"):
+        load(path)
+
+
+def test_another_format_is_refused_by_name(path: Path) -> None:
+    """A file of a later release is not misread."""
+    path.write_bytes(b"tollkeeper rules snapshot 2\nwhatever")
+    with pytest.raises(ConfigError, match="its format is 2, and this release reads 1"):
+        load(path)
+
+
+def test_a_checked_text_that_is_no_document_is_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checksum says that it is what was written, not that it was right."""
+    monkeypatch.setattr(snapshot, "to_data", lambda document: {"version": 1, "rules": 7})
+    save(path, "1", DOCUMENT, "")
+    with pytest.raises(ConfigError, match="its text is not what was written"):
+        load(path)
+
+
+def test_what_cannot_be_read_is_refused(path: Path) -> None:
+    """Anything but absence is told."""
+    path.mkdir()
+    with pytest.raises(ConfigError, match="it cannot be read: Is a directory"):
+        load(path)
+
+
+def test_what_cannot_be_written_is_told_and_leaves_nothing(path: Path) -> None:
+    """With what the system said; and no unfinished file."""
+    path.mkdir()
+    with pytest.raises(StoreUnavailable, match="cannot be written: Is a directory"):
+        save(path, "1", DOCUMENT, "")
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_place_where_no_snapshot_can_be_is_refused(tmp_path: Path) -> None:
+    """At the start, not when it is needed."""
+    check_place(tmp_path / "rules.snapshot")
+    for wrong in (tmp_path, tmp_path / "no" / "rules.snapshot"):
+        with pytest.raises(ConfigError, match="is not a file in a folder that exists"):
+            check_place(wrong)
+
+
+def test_left_over_files_are_removed_when_they_are_old(path: Path) -> None:
+    """What killed writers leave does not add up; a writer at work is left alone."""
+    old, new, other = (
+        path.with_name(n) for n in (f".{path.name}.1.new", f".{path.name}.2.new", ".x")
+    )
+    for each in (old, new, other):
+        each.write_text("half")
+    for each in (old, other):
+        os.utime(each, (0, 0))
+    save(path, "1", DOCUMENT, "")
+    assert sorted(path.parent.iterdir()) == sorted([path, new, other])
+
+
+def test_killed_while_writing_it_is_whole(path: Path) -> None:
+    """SIGKILL at any moment: what is there is the last version that was saved, or the next."""
+    chance = random.Random(5)
+    last = 0
+    for _ in range(12):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path), str(last)], stdout=subprocess.PIPE, text=True
+        )
+        assert writer.stdout is not None
+        with writer, suppress(subprocess.TimeoutExpired):
+            said = writer.stdout.readline()
+            try:
+                writer.wait(chance.uniform(0, 0.03))
+            finally:
+                writer.send_signal(signal.SIGKILL)
+                said = writer.stdout.read().rpartition("\n")[0].rpartition("\n")[2] or said
+        found = load(path)
+        assert found is not None
+        assert int(said) <= int(found.version) <= int(said) + 1
+        assert found.document.rules[0].id == f"version-{found.version}"
+        assert len(found.document.deny) == 2_000
+        last = int(found.version)
