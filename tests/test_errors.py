@@ -26,9 +26,12 @@ from tollkeeper import (
     TollkeeperError,
     errors,
 )
+from tollkeeper.errors import ChangeRefused, UnsafeChange, VersionConflict
+from tollkeeper.match.safety import Finding
 
 LIMIT = Limit(5, per=60)
 DENIED = Decision(False, LIMIT, 0, retry_after_ns=1_234_567_890)
+FINDING = Finding("denies-all", "deny[0]", '"*"', "everyone is denied", "name those who are meant")
 
 ONE_OF_EACH: list[TollkeeperError] = [
     TollkeeperError("text"),
@@ -37,6 +40,9 @@ ONE_OF_EACH: list[TollkeeperError] = [
     InvalidKey("text"),
     InvalidCost("text"),
     CapacityError(6, LIMIT),
+    ChangeRefused("text"),
+    VersionConflict(3, 4),
+    UnsafeChange((FINDING,)),
     StoreError("text"),
     StoreFull("text"),
     StoreTimeout("text"),
@@ -155,6 +161,24 @@ def test_what_was_given_is_shown(value: object, shown: str) -> None:
     """Up to 100 characters whole; longer ones by both ends; never an error of its own."""
     assert errors.show(value) == shown
     assert len(shown) <= 100
+
+
+def test_a_conflict_names_both_versions() -> None:
+    """What the caller knew, what there is now, and what to do; none at all is said in words."""
+    assert str(VersionConflict(3, 4)) == (
+        "this is a change of version 3, but now there is version 4; "
+        "look at what has changed, then make the change on that"
+    )
+    assert "a change of no version yet, but now there is version 1;" in str(VersionConflict(0, 1))
+
+
+def test_an_unsafe_change_lists_what_was_found() -> None:
+    """One line each, up to 20; then how many more there are."""
+    assert str(UnsafeChange((FINDING,))) == (
+        'deny[0]: "*": everyone is denied; name those who are meant, or force it'
+    )
+    lines = str(UnsafeChange((FINDING,) * 23)).splitlines()
+    assert (len(lines), lines[-1]) == (21, "… and 3 more")
 
 
 def test_limit_exceeded_carries_the_decision() -> None:

@@ -6,6 +6,9 @@
     │   ├── InvalidKey         a key that cannot name a subject
     │   └── InvalidCost        a cost that is not a whole number in range
     ├── CapacityError          give up: this cost can never fit this limit
+    ├── ChangeRefused          the rules stay as they are; look at them again, then decide
+    │   ├── VersionConflict    somebody changed the rules meanwhile
+    │   └── UnsafeChange       most likely not what anyone wants; force it if it is
     ├── StoreError             apply the failure policy
     │   ├── StoreFull          no room for another key that is still limited
     │   ├── StoreTimeout       the deadline passed before the store answered
@@ -21,10 +24,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tollkeeper.match.safety import Finding
     from tollkeeper.model import Decision, Limit
 
 
 _SHOWN_CHARACTERS_MAX = 100
+_SHOWN_FINDINGS_MAX = 20
 
 
 def show(value: object) -> str:
@@ -96,6 +101,47 @@ class CapacityError(TollkeeperError):
 
     def __reduce__(self) -> tuple[type[CapacityError], tuple[int, Limit]]:
         return type(self), (self.cost, self.limit)
+
+
+class ChangeRefused(TollkeeperError):
+    """A change of the rules was refused, and nothing has changed."""
+
+
+class VersionConflict(ChangeRefused):
+    """The rules were changed by somebody else since the caller looked at them.
+
+    `expected` is the number of the version that the caller knew and `current` that of the one in
+    force; 0 is none.
+    """
+
+    def __init__(self, expected: int, current: int) -> None:
+        self.expected = expected
+        self.current = current
+        super().__init__(
+            f"this is a change of {_version(expected)}, but now there is {_version(current)}; "
+            f"look at what has changed, then make the change on that"
+        )
+
+    def __reduce__(self) -> tuple[type[VersionConflict], tuple[int, int]]:
+        return type(self), (self.expected, self.current)
+
+
+def _version(number: int) -> str:
+    return f"version {number}" if number else "no version yet"
+
+
+class UnsafeChange(ChangeRefused):
+    """The rules can be used, but most likely nobody wants them. `findings` says what and why."""
+
+    def __init__(self, findings: tuple[Finding, ...]) -> None:
+        self.findings = findings
+        lines = [str(finding) for finding in findings[:_SHOWN_FINDINGS_MAX]]
+        if len(findings) > _SHOWN_FINDINGS_MAX:
+            lines.append(f"… and {len(findings) - _SHOWN_FINDINGS_MAX} more")
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[type[UnsafeChange], tuple[tuple[Finding, ...]]]:
+        return type(self), (self.findings,)
 
 
 class StoreError(TollkeeperError):
