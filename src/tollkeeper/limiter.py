@@ -35,9 +35,10 @@ from tollkeeper.decide.failure import FailurePolicy, check_policy, decision_on_f
 from tollkeeper.decide.store import Gate, Store, StoreStats
 from tollkeeper.decide.stores import open_store
 from tollkeeper.errors import ConfigError, LimitExceeded, StoreError, show
+from tollkeeper.explain import Explanation
 from tollkeeper.identify import Key, check_by, subject_of, subject_of_request
 from tollkeeper.model import WINDOW_NS_MAX, Decision, Limit, Request, check_name, decision_with
-from tollkeeper.ruled import AsyncRuledGate, Explanation, RuleCounts, RuledGate
+from tollkeeper.ruled import AsyncRuledGate, RuleCounts, RuledGate
 
 if TYPE_CHECKING:
     from tollkeeper.control.follow import Follower, RulesStatus, Start
@@ -92,6 +93,7 @@ class Path:
         store: str | Store = "memory://",
         clock: Clock | None = None,
         on_failure: FailurePolicy = "open",
+        local_share: float = 1.0,
         follow: bool = True,
         poll: float = 1.0,
         snapshot: str | PathLike[str] | None = None,
@@ -102,6 +104,8 @@ class Path:
                       ("sqlite:///rules.db", "postgresql://app@host/rules").
         `store`, `clock` and `on_failure` as of the constructor; a rule's own `on_failure` goes
         before.
+        `local_share` the part of its limits that a rule with `on_failure: local` has in this
+                      process while the store cannot be asked: 1 / the number of processes.
         `follow`      put every later version of a file or database into force as it appears.
         `poll`        ask for one every so many seconds, also where nothing hints at a change.
         `snapshot`    a file that keeps the last good rules, to start with while `rules` is away.
@@ -120,7 +124,7 @@ class Path:
         limiter = cls.__new__(cls)
         how = How(poll_s_of(poll), None if snapshot is None else FilePath(snapshot))
         start = load(rules, how.snapshot)
-        Path._start_with_rules(limiter, start, store, clock, on_failure)
+        Path._start_with_rules(limiter, start, store, clock, on_failure, local_share)
         Path._follow(limiter, Follower(limiter, rules, start, how, limiter.store), follow)
         return limiter
 
@@ -135,16 +139,26 @@ class Path:
         store: str | Store,
         clock: Clock | None,
         on_failure: FailurePolicy,
+        local_share: float,
     ) -> None:
         self._by = None
         self._name = ""
-        self._start(store, clock, on_failure, lambda: self._ruled(start))
+        self._start(store, clock, on_failure, lambda: self._ruled(start, local_share))
 
-    def _ruled(self, start: Start) -> Gate:
+    def _ruled(self, start: Start, local_share: float) -> Gate:
         """Rules on the store, as a gate whose subject is a request."""
-        version = start.status.version
-        self._rules = RuledGate(self._store, start.document, self._clock.now_ns, version)
+        self._rules = self._gate_for_rules()(
+            self._store,
+            start.document,
+            self._clock,
+            start.status.version,
+            self._on_failure,
+            local_share,
+        )
         return cast("Gate", self._rules)
+
+    def _gate_for_rules(self) -> type[RuledGate | AsyncRuledGate]:
+        return RuledGate
 
     def _start(
         self,
@@ -205,6 +219,14 @@ class Path:
     def counts(self) -> dict[str, RuleCounts]:
         """How often each rule allowed and denied, in this process, since it came into force."""
         return dict(self._ruled_gate().counts)
+
+    def push_load(self, load: float) -> None:
+        """Say how busy things are, from 0.0 (idle) to 1.0, for rules that scale by `pushed`."""
+        self._ruled_gate().loads.push(load)
+
+    def factors(self) -> dict[str, float]:
+        """For each rule that follows the load, what part of its limits is in force now."""
+        return self._ruled_gate().factors()
 
     def _ruled_gate(self) -> RuledGate | AsyncRuledGate:
         if self._rules is None:

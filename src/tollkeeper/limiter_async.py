@@ -21,10 +21,11 @@ from tollkeeper.arguments import (
 from tollkeeper.clock import seconds_from_ns
 from tollkeeper.decide.store import AsyncGate, Gate
 from tollkeeper.errors import ConfigError, LimitExceeded, StoreError
+from tollkeeper.explain import Explanation
 from tollkeeper.identify import Key
 from tollkeeper.limiter import Duration, Path, pause_ns, request_of
 from tollkeeper.model import Decision, Request, decision_with
-from tollkeeper.ruled import AsyncRuledGate, Explanation, RuledGate
+from tollkeeper.ruled import AsyncRuledGate, RuledGate
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -75,13 +76,15 @@ class AsyncLimiter(Path):
     def _bind(self) -> None:
         prepare = getattr(self._store, "async_gate", None)
         self._waits = prepare is not None
-        if prepare is not None and isinstance(self._rules, RuledGate):
-            policy = self._rules.policy
-            now_ns = self._clock.now_ns
-            self._rules = AsyncRuledGate(self._store, policy.document, now_ns, policy.version)
+        if prepare is None:
+            self._awaited = _Inline(self._gate)
+        elif self._rules is not None:
             self._awaited = cast("AsyncGate", self._rules)
-            return
-        self._awaited = prepare(self._gate.limits, self._name) if prepare else _Inline(self._gate)
+        else:
+            self._awaited = prepare(self._gate.limits, self._name)
+
+    def _gate_for_rules(self) -> type[RuledGate | AsyncRuledGate]:
+        return AsyncRuledGate if hasattr(self._store, "async_gate") else RuledGate
 
     async def check(self, key: Key | Request, cost: int = 1) -> Decision:
         """Spend `cost` units if all limits have room; else spend nothing. See Limiter.check."""

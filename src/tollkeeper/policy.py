@@ -6,37 +6,60 @@ request that has begun sees the one it began with, from start to end.
 The limits of a rule, from the general to the particular: its own `limits` (or, if it has none,
 those of the request's tier in the document), its `tiers`, its `keys`, and an override that is in
 force now. What was spent carries over where the limits are the same but for their numbers.
+
+A gate is made when it is first asked for, and kept with the choice of limits that it is for. There
+are as many choices as the document has limits, times its overrides that multiply them, and
+FACTOR_STEPS gates of each at most: callers cannot make more.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from fractions import Fraction
+from hashlib import blake2b
+from operator import attrgetter
 from typing import Any, Final, Literal, NamedTuple
 
-from tollkeeper.clock import NS_PER_SECOND
-from tollkeeper.identify import subject_of_request
+from tollkeeper.identify import KEY_LENGTH_MAX, SEPARATOR, subject_of_request
 from tollkeeper.match.lists import Lists
 from tollkeeper.match.patterns import normalised
 from tollkeeper.match.rules import REQUEST_FIELDS, Document, Limits, Override
 from tollkeeper.match.table import CompiledRule, Table
-from tollkeeper.model import BUCKETS, LOG_UNITS_MAX, UNITS_MAX, Limit, Request
+from tollkeeper.model import BUCKETS, LOG_UNITS_MAX, REFILL_NS_MAX, UNITS_MAX, Limit, Request
 
 Source = Literal["default", "tier", "key", "override"]
-# Subjects of rules that count everything together.
+Verdict = Literal["allow", "deny"]
+
+# The steps in which limits follow a factor; each is a gate of its own.
+FACTOR_STEPS: Final = 100
+# The subject of rules that count everything together.
 _EVERYONE: Final = "*"
-_ASSIGNED: Final = ("user", "api_key", "tenant")
-# Steps of a factor that limits follow; each is a gate of its own.
-FACTOR_STEPS: Final = 20
+# Whose tier and overrides count, the first of them most.
+_OWNERS: Final = ("user", "api_key", "tenant")
+# What is counted in another form than it came in: see Policy.subject_of.
+_REWRITTEN: Final = frozenset({"tier", "endpoint", "method"})
+# Beyond, a path is counted by its digest; a key may have KEY_LENGTH_MAX in all.
+_PATH_LENGTH_MAX: Final = 256
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-class Choice(NamedTuple):
-    """The limits that a rule has for a request, and where they come from."""
+class Choice:
+    """Limits that a rule has for some requests, where they come from, and the gates for them."""
 
-    limits: Limits
-    source: Source
-    detail: str
+    __slots__ = ("detail", "gates", "limits", "multiplied", "override", "source")
+
+    def __init__(
+        self, limits: Limits, source: Source, detail: str = "", override: Override | None = None
+    ) -> None:
+        self.limits = limits
+        self.source = source
+        self.detail = detail
+        self.override = override
+        self.gates: dict[int, Any] = {}  # by the step of the factor
+        self.multiplied: dict[int, Choice] = {}  # by the override's place in the document
 
 
 class Item(NamedTuple):
@@ -46,35 +69,102 @@ class Item(NamedTuple):
     subject: str
     units: int
     rule: CompiledRule
+    choice: Choice
+    step: int
+    """Of FACTOR_STEPS: what part of the limits is in force."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a request has to pass. `verdict` and `entry` if a list knows it; then nothing else."""
+class Plan(NamedTuple):
+    """What a request has to pass; or, if a list knows it, the list's verdict and nothing else."""
 
-    enforced: tuple[Item, ...] = ()
-    shadowed: tuple[Item, ...] = ()
-    verdict: Literal["allow", "deny"] | None = None
-
-
-def scaled(limits: Limits, factor: float) -> Limits:
-    """The same limits with numbers so many times as large; never below 1. Down: less is safer."""
-    return tuple(_scaled(limit, factor) for limit in limits)
+    enforced: tuple[Item, ...] | list[Item] = ()
+    shadowed: tuple[Item, ...] | list[Item] = ()
+    verdict: Verdict | None = None
 
 
-def _scaled(limit: Limit, factor: float) -> Limit:
+def scaled(limits: Limits, factor: float | Fraction) -> Limits:
+    """The same limits with numbers so many times as large; never below 1. Down: less is safer.
+
+    >>> scaled((Limit(100, per=60),), 1.15)
+    (Limit(115, per=60),)
+    """
+    # By the decimal digits that were written: the float nearest to 1.15 is below it.
+    exact = factor if isinstance(factor, Fraction) else Fraction(str(factor))
+    return tuple(_scaled(limit, exact) for limit in limits)
+
+
+def _scaled(limit: Limit, factor: Fraction) -> Limit:
     most = LOG_UNITS_MAX if limit.algorithm == "sliding_window_log" else UNITS_MAX
+    units = max(1, min(math.floor(limit.limit * factor), most))
+    capacity = 0
+    if limit.algorithm in BUCKETS:
+        # Rounding the rate down may leave a bucket that refills too slowly for what it holds.
+        refillable = REFILL_NS_MAX * units // limit.window_ns
+        capacity = max(1, min(math.floor(limit.capacity * factor), most, refillable))
+    return Limit(units, limit.per, algorithm=limit.algorithm, capacity=capacity, name=limit.name)
 
-    def times(units: int) -> int:
-        return max(1, min(math.floor(units * factor), most))
 
-    return Limit(
-        times(limit.limit),
-        limit.per,
-        algorithm=limit.algorithm,
-        capacity=times(limit.capacity) if limit.algorithm in BUCKETS else 0,
-        name=limit.name,
+class _Prepared:
+    """A rule, and what of it does not depend on the request."""
+
+    __slots__ = (
+        "by_override",
+        "by_tier",
+        "default",
+        "factor",
+        "id",
+        "keys",
+        "read",
+        "rule",
+        "start",
     )
+
+    def __init__(self, rule: CompiledRule, factor: Callable[[], float] | None) -> None:
+        written = rule.rule
+        self.rule = rule
+        self.id = written.id
+        self.factor = factor
+        self.default = Choice(written.limits, "default") if written.limits else None
+        self.by_tier = {tier: Choice(each, "tier", tier) for tier, each in written.tiers.items()}
+        self.by_override: dict[int, Choice] = {}  # by the override's place in the document
+        self.keys = tuple(
+            (matches, Choice(written.keys[text], "key", text)) for text, matches in rule.keys
+        )
+        # Most rules count by one field as it came; those need not take the long way.
+        field = written.by[0] if len(written.by) == 1 else ""
+        plain = field in REQUEST_FIELDS and field not in _REWRITTEN
+        self.read = attrgetter(field) if plain else None
+        self.start = f"{field}:"
+
+    def subject_of(self, request: Request, tier: str | None) -> str:
+        if self.read is not None:
+            value = self.read(request)
+            if type(value) is str:
+                subject = self.start + value
+                # The other conditions of a key hold for what is checked here.
+                if (
+                    len(subject) <= KEY_LENGTH_MAX
+                    and subject.isascii()
+                    and SEPARATOR not in subject
+                ):
+                    return subject
+        by = self.rule.rule.by
+        if not by:
+            return _EVERYONE
+        if not _REWRITTEN.isdisjoint(by):
+            request = _as_counted(request, tier)
+        return subject_of_request(request, by)
+
+
+def _as_counted(request: Request, tier: str | None) -> Request:
+    """With the tier it is assigned to, and endpoint and method spelled in the one way they have."""
+    path = request.endpoint
+    if isinstance(path, str):
+        path = normalised(path)
+        if len(path) > _PATH_LENGTH_MAX:
+            path = "#" + blake2b(path.encode("utf-8", "replace"), digest_size=16).hexdigest()
+    method = request.method.upper() if isinstance(request.method, str) else request.method
+    return replace(request, tier=tier, endpoint=path, method=method)
 
 
 class Policy:
@@ -82,12 +172,11 @@ class Policy:
 
     __slots__ = (
         "_assign",
-        "_factors",
-        "_gates",
         "_lists",
         "_make_gate",
         "_now_ns",
         "_overrides",
+        "_rules",
         "document",
         "table",
         "version",
@@ -110,73 +199,77 @@ class Policy:
         self.document = document
         self.version = version
         self.table = Table(document.rules)
-        self._lists = Lists.compile(document.allow, document.deny)
+        self._lists = None
+        if document.allow or document.deny:
+            self._lists = Lists.compile(document.allow, document.deny)
         self._assign = document.assign
         self._make_gate = make_gate
         self._now_ns = now_ns
-        self._factors = factors or {}
-        self._gates: dict[tuple[int, Limits], Any] = {}
-        self._overrides: dict[tuple[str, str], list[tuple[int | None, Override]]] = {}
-        for override in document.overrides:
-            until = override.until
-            until_ns = None if until is None else int(until.timestamp() * NS_PER_SECOND)
-            key = (override.attribute, override.value)
-            self._overrides.setdefault(key, []).append((until_ns, override))
+        factors = factors or {}
+        self._rules = [_Prepared(rule, factors.get(rule.rule.id)) for rule in self.table.rules]
+        # For whom: until when (None: for good), the place in the document, the override.
+        self._overrides: dict[tuple[str, str], list[tuple[int | None, int, Override]]] = {}
+        for place, override in enumerate(document.overrides):
+            owner = (override.attribute, override.value)
+            self._overrides.setdefault(owner, []).append((_ns(override.until), place, override))
 
     def plan(self, request: Request, cost: int) -> Plan:
-        """What the request has to pass, in the document's order."""
-        verdict = self._lists.verdict(request)
-        if verdict is not None:
-            return Plan(verdict=verdict)
-        tier = self.tier_of(request)
+        """What the request has to pass."""
+        if self._lists is not None:
+            verdict = self._lists.verdict(request)
+            if verdict is not None:
+                return Plan(verdict=verdict)
+        tier = self.tier_of(request) if self._assign else request.tier
         enforced: list[Item] = []
         shadowed: list[Item] = []
+        rules = self._rules
         for candidates in self.table.match(request, tier):
             for rule in candidates:
-                subject = self.subject_of(rule, request)
+                prepared = rules[rule.order]
+                subject = prepared.subject_of(request, tier)
                 if not rule.in_force_for(subject):
                     continue
-                choice = self.choose(rule, request, tier)
+                choice = self._choose(prepared, request, tier)
                 if choice is not None:
-                    item = self._item(rule, subject, choice, request, cost)
+                    item = self._item(prepared, subject, choice, request, cost)
                     (shadowed if rule.rule.mode == "shadow" else enforced).append(item)
                 break
-        return Plan(tuple(enforced), tuple(shadowed))
+        return Plan(enforced, shadowed)
 
     def _item(
-        self, rule: CompiledRule, subject: str, choice: Choice, request: Request, cost: int
+        self, prepared: _Prepared, subject: str, choice: Choice, request: Request, cost: int
     ) -> Item:
-        limits = choice.limits
-        factor = self._factors.get(rule.rule.id)
-        if factor is not None:
-            step = math.ceil(factor() * FACTOR_STEPS)
-            if step < FACTOR_STEPS:
-                limits = scaled(limits, step / FACTOR_STEPS)
-        units = cost * self.cost_of(rule, request)
-        return Item(self._gate(rule, limits), subject, units, rule)
-
-    def _gate(self, rule: CompiledRule, limits: Limits) -> Any:
-        key = (rule.order, limits)
-        gate = self._gates.get(key)
+        rule = prepared.rule
+        step = FACTOR_STEPS
+        if prepared.factor is not None:
+            step = factor_step(prepared.factor())
+        gate = choice.gates.get(step)
         if gate is None:
-            gate = self._gates[key] = self._make_gate(limits, rule.rule.id)
-        return gate
+            limits = choice.limits
+            if step < FACTOR_STEPS:
+                limits = scaled(limits, Fraction(step, FACTOR_STEPS))
+            # Two threads may both make one; both are for the same counts.
+            gate = choice.gates[step] = self._make_gate(limits, prepared.id)
+        units = cost * (rule.rule.cost if not rule.costs else self.cost_of(rule, request))
+        return Item(gate, subject, units, rule, choice, step)
 
     def cost_of(self, rule: CompiledRule, request: Request) -> int:
         """Units for each unit that is asked for."""
-        if not rule.costs:
-            return rule.rule.cost
         return rule.cost(None if request.endpoint is None else normalised(request.endpoint))
 
-    def subject_of(self, rule: CompiledRule, request: Request) -> str:
-        """Who the request counts as under a rule."""
-        return subject_of_request(request, rule.rule.by) if rule.rule.by else _EVERYONE
+    def subject_of(self, rule: CompiledRule, request: Request, tier: str | None) -> str:
+        """Who the request counts as under a rule.
+
+        An endpoint counts as `match/paths.py` spells it and a method in capitals, or any other
+        spelling would have a count of its own; a tier is also the one that is assigned.
+        """
+        return self._rules[rule.order].subject_of(request, tier)
 
     def tier_of(self, request: Request) -> str | None:
         """The request's tier: its own, or the one that its user, key or tenant is assigned to."""
         if request.tier is not None or not self._assign:
             return request.tier
-        for attribute in _ASSIGNED:
+        for attribute in _OWNERS:
             value = getattr(request, attribute)
             if value is not None:
                 tier = self._assign.get(f"{attribute}:{value}")
@@ -186,40 +279,37 @@ class Policy:
 
     def choose(self, rule: CompiledRule, request: Request, tier: str | None) -> Choice | None:
         """The limits of a rule for a request; None where it has none for its tier."""
-        choice = self._standing(rule, request, tier)
-        if not self._overrides or choice is None:
-            return choice
-        return self._overridden(rule, request, choice)
+        return self._choose(self._rules[rule.order], request, tier)
 
-    def _standing(self, rule: CompiledRule, request: Request, tier: str | None) -> Choice | None:
-        if rule.keys:
-            name = rule.rule.by[0]
-            value = getattr(request, name, None) or request.attributes.get(name)
-            if value is not None:
-                for text, matches in rule.keys:
-                    if matches(value):
-                        return Choice(rule.rule.keys[text], "key", text)
+    def _choose(self, prepared: _Prepared, request: Request, tier: str | None) -> Choice | None:
+        choice = prepared.default
         if tier is not None:
-            if tier in rule.rule.tiers:
-                return Choice(rule.rule.tiers[tier], "tier", tier)
-            if not rule.rule.limits and tier in self.document.tiers:
-                return Choice(self.document.tiers[tier], "tier", tier)
-        return Choice(rule.rule.limits, "default", "") if rule.rule.limits else None
+            choice = prepared.by_tier.get(tier, choice)
+            if choice is None and tier in self.document.tiers:
+                limits = self.document.tiers[tier]
+                choice = prepared.by_tier[tier] = Choice(limits, "tier", tier)
+        if prepared.keys:
+            value = value_of(request, prepared.rule.rule.by[0], tier)
+            if value is not None:
+                for matches, particular in prepared.keys:
+                    if matches(value):
+                        choice = particular
+                        break
+        return self._overridden(prepared, request, choice) if self._overrides else choice
 
-    def _overridden(self, rule: CompiledRule, request: Request, choice: Choice) -> Choice:
-        for attribute in ("user", "api_key", "tenant"):
+    def _overridden(
+        self, prepared: _Prepared, request: Request, choice: Choice | None
+    ) -> Choice | None:
+        for attribute in _OWNERS:
             value = getattr(request, attribute)
-            if value is None:
-                continue
-            for until_ns, override in self._overrides.get((attribute, value), ()):
-                if override.rule is not None and override.rule != rule.rule.id:
+            for until_ns, place, override in self._overrides.get((attribute, value), ()):
+                if override.rule is not None and override.rule != prepared.id:
                     continue
                 if until_ns is not None and self._now_ns() >= until_ns:
                     continue
-                detail = f"{attribute}:{value}"
                 if override.limits:
-                    return Choice(override.limits, "override", detail)
-                return Choice(scaled(choice.limits, override.multiply or 1.0), "override", detail)
+                    return _instead(prepared, place, override)
+                return _multiplied(choice, place, override) if choice is not None else None
         return choice
 
     def why_not(self, rule: CompiledRule, request: Request, tier: str | None) -> str:
@@ -227,23 +317,59 @@ class Policy:
         if rule.rule.mode == "off":
             return "it is off"
         path = None if request.endpoint is None else normalised(request.endpoint)
-
-        def value_of(name: str) -> str | None:
-            if name == "tier":
-                return tier
-            if name == "method":
-                return None if request.method is None else request.method.upper()
-            if name in REQUEST_FIELDS:
-                value: str | None = getattr(request, name)
-                return value
-            return request.attributes.get(name)
-
-        why = rule.failing(path, value_of)
-        if not why and not rule.in_force_for(self.subject_of(rule, request)):
+        why = rule.failing(path, lambda name: value_of(request, name, tier))
+        if not why and not rule.in_force_for(self.subject_of(rule, request, tier)):
             why = f"its rollout of {rule.rule.rollout} % does not reach this subject"
         return why
 
-    def listed(self, request: Request) -> tuple[Literal["allow", "deny"] | None, str | None]:
+    def listed(self, request: Request) -> tuple[Verdict | None, str]:
         """What the lists say, and the entry that says it."""
-        verdict = self._lists.verdict(request)
-        return verdict, None if verdict is None else str(self._lists.why(request))
+        verdict = self._lists.verdict(request) if self._lists is not None else None
+        if self._lists is None or verdict is None:
+            return None, ""
+        return verdict, str(self._lists.why(request))
+
+
+def _instead(prepared: _Prepared, place: int, override: Override) -> Choice:
+    choice = prepared.by_override.get(place)
+    if choice is None:
+        detail = f"{override.attribute}:{override.value}"
+        choice = Choice(override.limits, "override", detail, override)
+        prepared.by_override[place] = choice
+    return choice
+
+
+def _multiplied(choice: Choice, place: int, override: Override) -> Choice:
+    multiplied = choice.multiplied.get(place)
+    if multiplied is None:
+        detail = f"{override.attribute}:{override.value}"
+        limits = scaled(choice.limits, 1.0 if override.multiply is None else override.multiply)
+        multiplied = choice.multiplied[place] = Choice(limits, "override", detail, override)
+    return multiplied
+
+
+def factor_step(factor: float) -> int:
+    """A factor in whole steps, upwards: a machine that is a little busy keeps all of its limits.
+
+    >>> factor_step(0.55), factor_step(0.551), factor_step(0.0), factor_step(2.0)
+    (55, 56, 1, 100)
+    """
+    # 0.55 times 100 is a little more than 55 to a float.
+    return min(max(math.ceil(factor * FACTOR_STEPS - 1e-6), 1), FACTOR_STEPS)
+
+
+def value_of(request: Request, name: str, tier: str | None) -> str | None:
+    """What a rule sees of a request under this name."""
+    if name == "tier":
+        return tier
+    if name == "method":
+        return None if request.method is None else request.method.upper()
+    if name in REQUEST_FIELDS:
+        value: str | None = getattr(request, name)
+        return value
+    return request.attributes.get(name)
+
+
+def _ns(time: datetime | None) -> int | None:
+    """Nanoseconds since the epoch, exactly: a float would be a microsecond off."""
+    return None if time is None else (time - _EPOCH) // timedelta(microseconds=1) * 1_000

@@ -3,27 +3,45 @@
 To a limiter it is a gate like any other, with the same verbs. Rules in force decide together, and
 none is charged unless all pass. Rules in shadow mode are decided by themselves, counted, and never
 deny. Each verb takes the policy once: a document that is swapped in meanwhile is for the next one.
+
+Where the store cannot decide, each rule answers as its `on_failure` says, or the limiter's, and the
+request passes if all of them let it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Literal
 
-from tollkeeper.decide.failure import decision_on_failure
+from tollkeeper import override
+from tollkeeper.clock import Clock
+from tollkeeper.decide.failure import RETRY_AFTER_NS, FailurePolicy, decision_on_failure
 from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.together import check_together, check_together_async
-from tollkeeper.errors import CapacityError, StoreError
+from tollkeeper.errors import CapacityError, ConfigError, StoreError, show
+from tollkeeper.explain import Answer, Explanation, explained, with_answers
+from tollkeeper.load import Factor, Loads
 from tollkeeper.match.rules import Document, Limits
 from tollkeeper.model import UNITS_MAX, Decision, Limit, Request, decision_with
-from tollkeeper.policy import Choice, Item, Plan, Policy
+from tollkeeper.policy import FACTOR_STEPS, Item, Plan, Policy, factor_step, scaled
 
 # What a decision speaks of where no rule matched.
 UNLIMITED: Final = Limit(UNITS_MAX, per=1, name="unlimited")
 # Those on the deny list are not told when to come back; a year says never.
 DENIED_NS: Final = 366 * 86_400 * 10**9
+
+_UNMATCHED: Final = Decision(True, UNLIMITED, UNLIMITED.capacity)
+_LISTED: Final = {
+    "allow": Decision(True, UNLIMITED, UNLIMITED.capacity, rule="allow"),
+    "deny": Decision(False, UNLIMITED, 0, DENIED_NS, DENIED_NS, rule="deny"),
+}
+
+Items = Sequence[Item]
 
 
 @dataclass(slots=True)
@@ -34,41 +52,7 @@ class RuleCounts:
     denied: int = 0
     shadow_denied: int = 0
     failed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class RuleExplained:
-    """What one rule says of a request."""
-
-    id: str
-    by: tuple[str, ...]
-    mode: str
-    applies: bool
-    why: str
-    """Why it applies, or why it does not."""
-    limits: Limits = ()
-    source: str = ""
-    """default, tier, key or override."""
-    subject: str = ""
-    units: int = 0
-    decision: Decision | None = None
-    """What it would answer now; nothing was spent."""
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """Which rules a request meets, and why."""
-
-    version: str
-    tier: str | None
-    listed: str
-    """`allow` or `deny` and the entry, or empty."""
-    rules: tuple[RuleExplained, ...] = field(default=())
-
-    @property
-    def applying(self) -> tuple[RuleExplained, ...]:
-        """The rules that the request has to pass."""
-        return tuple(rule for rule in self.rules if rule.applies)
+    """Times that the store could not decide."""
 
 
 def combined(decisions: Sequence[Decision]) -> Decision:
@@ -99,235 +83,331 @@ class _Rules:
         self,
         store: Store,
         document: Document,
-        now_ns: Callable[[], int],
+        clock: Clock,
         version: str = "",
+        on_failure: FailurePolicy = "open",
+        local_share: float = 1.0,
     ) -> None:
-        self._store = store
-        self._now_ns = now_ns
+        """Put a document in force on a store.
+
+        `clock`        the time that overrides end by and factors are smoothed by.
+        `on_failure`   of the rules that have none of their own.
+        `local_share`  the part of its limits that a rule with `on_failure: local` has in this
+                       process while the store is away.
+        """
+        if isinstance(local_share, bool) or not 0 < local_share <= 1:
+            raise ConfigError(
+                f"local_share={show(local_share)} is not above 0 and at most 1; "
+                f"for example local_share=0.25 where four processes share the limits"
+            )
+        self.loads = Loads(clock.now_ns)
         self.counts: dict[str, RuleCounts] = {}
+        self._store = store
+        self._clock = clock
+        self._on_failure = on_failure
+        self._local_share = local_share
         self._local: Store | None = None
+        self._lock = threading.Lock()  # of what is seldom done: swapping, opening a local store
+        self._factors: dict[str, Factor] = {}
         self.policy = self._policy(document, version)
 
-    def _gate_maker(self) -> Callable[[Limits, str], Any]:
-        return self._store.gate
+    def _make_gate(self, limits: Limits, rule: str) -> Any:
+        return self._store.gate(limits, rule)
 
     def _policy(self, document: Document, version: str) -> Policy:
-        return Policy(document, self._gate_maker(), self._now_ns, version)
+        factors: dict[str, Factor] = {}
+        for rule in document.rules:
+            if rule.scale is None:
+                continue
+            factor = self._factors.get(rule.id)
+            if factor is None or factor.scale != rule.scale:
+                read = partial(self.loads.reading, rule.scale.source)
+                factor = Factor(rule.scale, read, self._clock.now_ns)
+            factors[rule.id] = factor
+        policy = Policy(document, self._make_gate, self._clock.now_ns, version, factors)
+        self._factors = factors
+        return policy
 
     def use(self, document: Document, version: str = "") -> None:
         """Put another document in force, in one step. Raises ConfigError, and keeps the old one."""
-        self.policy = self._policy(document, version)
-        # Only rules that there are: counts are bounded by the document.
-        ids = {rule.id for rule in document.rules}
-        self.counts = {name: each for name, each in self.counts.items() if name in ids}
+        with self._lock:
+            self.policy = self._policy(document, version)
+            # Only rules that there are: counts are bounded by the document.
+            ids = {rule.id for rule in document.rules}
+            self.counts = {name: each for name, each in self.counts.items() if name in ids}
 
-    def _count(self, item: Item) -> RuleCounts:
+    def factors(self) -> dict[str, float]:
+        """What part of its limits each rule has that follows the load."""
+        return {name: factor_step(each()) / FACTOR_STEPS for name, each in self._factors.items()}
+
+    def _counts_of(self, item: Item) -> RuleCounts:
         counts = self.counts.get(item.rule.rule.id)
         if counts is None:
             counts = self.counts.setdefault(item.rule.rule.id, RuleCounts())
         return counts
 
-    def _without_rules(self, plan: Plan) -> Decision | None:
-        """The answer where no limit has a say."""
-        if plan.verdict == "deny":
-            return Decision(False, UNLIMITED, 0, DENIED_NS, DENIED_NS, rule="deny")
-        if plan.verdict == "allow":
-            return Decision(True, UNLIMITED, UNLIMITED.capacity, rule="allow")
-        if not plan.enforced:
-            return Decision(True, UNLIMITED, UNLIMITED.capacity)
-        return None
-
-    def _conclude(self, plan: Plan, decisions: Sequence[Decision]) -> Decision:
-        for item, decision in zip(plan.enforced, decisions, strict=True):
-            counts = self._count(item)
-            if decision.allowed:
-                counts.allowed += 1
-            else:
-                counts.denied += 1
-        return combined(decisions)
-
-    def _count_shadow(self, item: Item, decision: Decision) -> None:
-        counts = self._count(item)
+    def _count(self, item: Item, decision: Decision) -> None:
+        counts = self._counts_of(item)
         if decision.allowed:
             counts.allowed += 1
-        else:
+        elif item.rule.rule.mode == "shadow":
             counts.shadow_denied += 1
+        else:
+            counts.denied += 1
 
-    def _on_failure(self, plan: Plan, error: StoreError) -> Decision:
-        """What the rules' own failure policies answer; the error where none has one."""
-        decisions = []
-        for item in plan.enforced:
-            self._count(item).failed += 1
-            wanted = item.rule.rule.on_failure
-            limits = item.gate.limits
-            if wanted is None:
-                raise error
-            if wanted == "local":
-                decisions.append(self._locally(item))
-            else:
-                decisions.append(decision_on_failure(error, wanted, limits[0], item.rule.rule.id))
+    def _count_failed(self, items: Items) -> None:
+        for item in items:
+            self._counts_of(item).failed += 1
+
+    def _concluded(self, items: Items, decisions: Sequence[Decision]) -> Decision:
+        for item, decision in zip(items, decisions, strict=True):
+            self._count(item, decision)
         return combined(decisions)
 
-    def _locally(self, item: Item) -> Decision:
-        """By a count of this process alone."""
-        if self._local is None:
-            self._local = open_store("memory://")
-        gate = self._local.gate(item.gate.limits, item.rule.rule.id)
-        return decision_with(gate.check(item.subject, item.units), degraded=True)
+    def _failed(self, items: Items, error: StoreError, *, spend: bool) -> Decision:
+        """What the rules' failure policies answer; the error where one of them is to raise it."""
+        wanted: list[Literal["open", "closed", "local", "raise"]] = [
+            item.rule.rule.on_failure or self._on_failure for item in items
+        ]
+        if spend:
+            self._count_failed(items)
+        if "raise" in wanted:
+            raise error
+        closed = "closed" in wanted
+        counted = [item for item, each in zip(items, wanted, strict=True) if each == "local"]
+        local = self._locally(counted, spend=spend and not closed) if counted else []
+        if local and not closed:
+            return combined(local)  # what is open knows nothing of remaining units
+        known = iter(local)
+        return combined(
+            [
+                next(known) if each == "local" else _answer(item, error, each)
+                for item, each in zip(items, wanted, strict=True)
+            ]
+        )
 
-    def _explained(self, request: Request, cost: int) -> tuple[Explanation, list[Item | None]]:
-        """What is known without asking the store; and whom to ask for what is not."""
-        policy = self.policy
-        tier = policy.tier_of(request)
-        verdict, entry = policy.listed(request)
-        plan = policy.plan(request, cost)
-        items = {item.rule.order: item for item in (*plan.enforced, *plan.shadowed)}
-        taken: dict[tuple[tuple[str, ...], bool], str] = {}
-        rules: list[RuleExplained] = []
-        for rule in policy.table.rules:
-            item = items.get(rule.order)
-            why = policy.why_not(rule, request, tier)
-            by_and_mode = (rule.rule.by, rule.rule.mode == "shadow")
-            if not why and item is None:
-                first = taken.get(by_and_mode)
-                why = f"rule {first} goes first" if first else "no limits for this tier"
-                why = f"{verdict} list: {entry}" if verdict else why
-            choice = policy.choose(rule, request, tier) or Choice((), "default", "")
-            if item is not None:
-                taken.setdefault(by_and_mode, rule.rule.id)
-            rules.append(
-                RuleExplained(
-                    id=rule.rule.id,
-                    by=rule.rule.by,
-                    mode=rule.rule.mode,
-                    applies=item is not None,
-                    why=why or "all its conditions hold",
-                    limits=item.gate.limits if item else choice.limits,
-                    source=f"{choice.source} {choice.detail}".strip(),
-                    subject=item.subject if item else "",
-                    units=item.units if item else 0,
-                )
-            )
-        listed = f"{verdict} {entry}" if verdict else ""
-        explanation = Explanation(policy.version, tier, listed, tuple(rules))
-        return explanation, [items.get(rule.order) for rule in policy.table.rules]
+    def _locally(self, items: Items, *, spend: bool) -> list[Decision]:
+        """By a count of this process alone: all pass or none is charged, as ever."""
+        with self._lock:
+            if self._local is None:
+                self._local = open_store("memory://", self._clock)
+        store = self._local
+        asked = [(self._local_gate(store, item), item.subject, item.units) for item in items]
+        try:
+            if spend:
+                found = check_together(store, asked)
+            else:
+                found = [gate.peek(subject, units) for gate, subject, units in asked]
+        except (StoreError, CapacityError) as error:
+            # No room for another count, or a share too small for this cost: not now.
+            return [_answer(item, error, "closed") for item in items]
+        return [decision_with(each, degraded=True) for each in found]
+
+    def _local_gate(self, store: Store, item: Item) -> Any:
+        limits = tuple(item.gate.limits)
+        if self._local_share < 1:
+            limits = scaled(limits, self._local_share)
+        return store.gate(limits, item.rule.rule.id)
+
+
+def _answer(item: Item, error: Exception, policy: FailurePolicy) -> Decision:
+    known = error if isinstance(error, StoreError) else StoreError(str(error))
+    return decision_on_failure(known, policy, item.gate.limits[0], item.rule.rule.id)
+
+
+def _without_rules(plan: Plan) -> Decision:
+    """The answer where no limit has a say."""
+    return _UNMATCHED if plan.verdict is None else _LISTED[plan.verdict]
+
+
+def _too_much_for_now(items: Items, error: CapacityError) -> Item:
+    """The rule whose limits are too low for a cost only while the load is high; or the error."""
+    for item in items:
+        if item.units > min(limit.capacity for limit in item.choice.limits):
+            raise error
+    return next(item for item in items if item.step < FACTOR_STEPS)
+
+
+def _not_now(look: Decision) -> Decision:
+    # Nobody knows when the load will have fallen.
+    return decision_with(look, allowed=False, retry_after_ns=RETRY_AFTER_NS, delay_ns=0)
 
 
 class RuledGate(_Rules):
     """Rules on a store, for threads."""
 
+    def shortcut(self, slow: Callable[..., Decision]) -> Callable[..., Decision]:
+        """A `check(request, cost=1)` that calls `slow` for all but the ordinary."""
+        check = self.check
+
+        def ordinary(request: Request, cost: int = 1) -> Decision:
+            plain = type(request) is Request and type(cost) is int and cost >= 0
+            if plain and not override.limiting_off:
+                return check(request, cost)
+            return slow(request, cost)
+
+        return ordinary
+
     def check(self, request: Request, cost: int) -> Decision:
         plan = self.policy.plan(request, cost)
-        for item in plan.shadowed:
-            try:
-                self._count_shadow(item, item.gate.check(item.subject, item.units))
-            except (StoreError, CapacityError):
-                self._count(item).failed += 1
-        answer = self._without_rules(plan)
-        if answer is not None:
-            return answer
+        answer = self._checked(plan.enforced) if plan.enforced else _without_rules(plan)
+        if plan.shadowed:
+            self._ask_shadows(plan.shadowed, answer)
+        return answer
+
+    def _checked(self, items: Items) -> Decision:
         try:
-            if len(plan.enforced) == 1:
-                item = plan.enforced[0]
-                return self._conclude(plan, [item.gate.check(item.subject, item.units)])
-            asked = [(item.gate, item.subject, item.units) for item in plan.enforced]
-            return self._conclude(plan, check_together(self._store, asked))
+            if len(items) == 1:
+                item = items[0]
+                decision: Decision = item.gate.check(item.subject, item.units)
+                self._count(item, decision)
+                return decision
+            asked = [(item.gate, item.subject, item.units) for item in items]
+            return self._concluded(items, check_together(self._store, asked))
         except StoreError as error:
-            return self._on_failure(plan, error)
+            return self._failed(items, error, spend=True)
+        except CapacityError as error:
+            item = _too_much_for_now(items, error)
+            decision = _not_now(item.gate.peek(item.subject, 0))
+            self._count(item, decision)
+            return decision
+
+    def _ask_shadows(self, items: Items, answer: Decision) -> None:
+        """Ask them after the answer is known: if the store is away, nobody waits for it twice."""
+        if answer.degraded:
+            self._count_failed(items)
+            return
+        for position, item in enumerate(items):
+            try:
+                self._count(item, item.gate.check(item.subject, item.units))
+            except CapacityError:
+                self._counts_of(item).shadow_denied += 1
+            except StoreError:
+                self._count_failed(items[position:])
+                return
 
     def peek(self, request: Request, cost: int) -> Decision:
         plan = self.policy.plan(request, cost)
-        answer = self._without_rules(plan)
-        if answer is not None:
-            return answer
-        return combined([item.gate.peek(item.subject, item.units) for item in plan.enforced])
+        items = plan.enforced
+        if not items:
+            return _without_rules(plan)
+        try:
+            return combined([item.gate.peek(item.subject, item.units) for item in items])
+        except StoreError as error:
+            return self._failed(items, error, spend=False)
+        except CapacityError as error:
+            item = _too_much_for_now(items, error)
+            return _not_now(item.gate.peek(item.subject, 0))
 
     def refund(self, request: Request, units: int) -> None:
-        for item in self._charged(request, units):
+        for item in _charged(self.policy, request, units):
             item.gate.refund(item.subject, item.units)
 
     def grant(self, request: Request, units: int, ttl_ns: int | None) -> None:
-        for item in self._charged(request, units):
+        for item in _charged(self.policy, request, units):
             item.gate.grant(item.subject, item.units, ttl_ns)
 
     def reset(self, request: Request) -> None:
-        for item in self._charged(request, 1):
+        for item in _charged(self.policy, request, 1):
             item.gate.reset(item.subject)
-
-    def _charged(self, request: Request, units: int) -> tuple[Item, ...]:
-        plan = self.policy.plan(request, units)
-        return plan.enforced + plan.shadowed
 
     def explain(self, request: Request, cost: int) -> Explanation:
         """Which rules match and why, which do not, and what each would answer. Spends nothing."""
-        explanation, items = self._explained(request, cost)
-        asked = tuple(
-            _with_decision(rule, item and item.gate.peek(item.subject, item.units))
-            for rule, item in zip(explanation.rules, items, strict=True)
-        )
-        return Explanation(explanation.version, explanation.tier, explanation.listed, asked)
+        explanation, items = explained(self.policy, request, cost)
+        return with_answers(explanation, [item and self._look(item) for item in items])
+
+    def _look(self, item: Item) -> Answer:
+        try:
+            answer: Decision = item.gate.peek(item.subject, item.units)
+        except (StoreError, CapacityError) as error:
+            return error
+        return answer
 
 
-def _with_decision(rule: RuleExplained, decision: Decision | None) -> RuleExplained:
-    values = {name: getattr(rule, name) for name in RuleExplained.__slots__}
-    return RuleExplained(**{**values, "decision": decision})
+def _charged(policy: Policy, request: Request, units: int) -> list[Item]:
+    plan = policy.plan(request, units)
+    return [*plan.enforced, *plan.shadowed]
 
 
 class AsyncRuledGate(_Rules):
     """Rules on a store that is a trip away: the verbs of RuledGate, awaited."""
 
-    def _gate_maker(self) -> Callable[[Limits, str], Any]:
-        maker: Callable[[Limits, str], Any] = self._store.async_gate  # type: ignore[attr-defined]  # it has
-        return maker
+    def _make_gate(self, limits: Limits, rule: str) -> Any:
+        return self._store.async_gate(limits, rule)  # type: ignore[attr-defined]  # it has
 
     async def check(self, request: Request, cost: int) -> Decision:
         plan = self.policy.plan(request, cost)
-        for item in plan.shadowed:
-            try:
-                self._count_shadow(item, await item.gate.check(item.subject, item.units))
-            except (StoreError, CapacityError):
-                self._count(item).failed += 1
-        answer = self._without_rules(plan)
-        if answer is not None:
-            return answer
+        if not plan.shadowed:
+            return await self._checked(plan.enforced) if plan.enforced else _without_rules(plan)
+        # All at once: the shadows go out with the others and cost no trip of their own.
+        shadows = [asyncio.ensure_future(self._ask_shadow(item)) for item in plan.shadowed]
         try:
-            if len(plan.enforced) == 1:
-                item = plan.enforced[0]
-                return self._conclude(plan, [await item.gate.check(item.subject, item.units)])
-            asked = [(item.gate, item.subject, item.units) for item in plan.enforced]
-            return self._conclude(plan, await check_together_async(self._store, asked))
+            answer = await self._checked(plan.enforced) if plan.enforced else _without_rules(plan)
+            await asyncio.gather(*shadows)
+        finally:
+            for task in shadows:
+                task.cancel()
+        return answer
+
+    async def _checked(self, items: Items) -> Decision:
+        try:
+            if len(items) == 1:
+                item = items[0]
+                decision: Decision = await item.gate.check(item.subject, item.units)
+                self._count(item, decision)
+                return decision
+            asked = [(item.gate, item.subject, item.units) for item in items]
+            return self._concluded(items, await check_together_async(self._store, asked))
         except StoreError as error:
-            return self._on_failure(plan, error)
+            return self._failed(items, error, spend=True)
+        except CapacityError as error:
+            item = _too_much_for_now(items, error)
+            decision = _not_now(await item.gate.peek(item.subject, 0))
+            self._count(item, decision)
+            return decision
+
+    async def _ask_shadow(self, item: Item) -> None:
+        try:
+            self._count(item, await item.gate.check(item.subject, item.units))
+        except CapacityError:
+            self._counts_of(item).shadow_denied += 1
+        except StoreError:
+            self._count_failed([item])
 
     async def peek(self, request: Request, cost: int) -> Decision:
         plan = self.policy.plan(request, cost)
-        answer = self._without_rules(plan)
-        if answer is not None:
-            return answer
-        looks = [await item.gate.peek(item.subject, item.units) for item in plan.enforced]
-        return combined(looks)
+        items = plan.enforced
+        if not items:
+            return _without_rules(plan)
+        try:
+            return combined([await item.gate.peek(item.subject, item.units) for item in items])
+        except StoreError as error:
+            return self._failed(items, error, spend=False)
+        except CapacityError as error:
+            item = _too_much_for_now(items, error)
+            return _not_now(await item.gate.peek(item.subject, 0))
 
     async def refund(self, request: Request, units: int) -> None:
-        for item in self._charged(request, units):
+        for item in _charged(self.policy, request, units):
             await item.gate.refund(item.subject, item.units)
 
     async def grant(self, request: Request, units: int, ttl_ns: int | None) -> None:
-        for item in self._charged(request, units):
+        for item in _charged(self.policy, request, units):
             await item.gate.grant(item.subject, item.units, ttl_ns)
 
     async def reset(self, request: Request) -> None:
-        for item in self._charged(request, 1):
+        for item in _charged(self.policy, request, 1):
             await item.gate.reset(item.subject)
-
-    def _charged(self, request: Request, units: int) -> tuple[Item, ...]:
-        plan = self.policy.plan(request, units)
-        return plan.enforced + plan.shadowed
 
     async def explain(self, request: Request, cost: int) -> Explanation:
         """Which rules match and why, which do not, and what each would answer. Spends nothing."""
-        explanation, items = self._explained(request, cost)
-        asked = []
-        for rule, item in zip(explanation.rules, items, strict=True):
-            decision = await item.gate.peek(item.subject, item.units) if item else None
-            asked.append(_with_decision(rule, decision))
-        return Explanation(explanation.version, explanation.tier, explanation.listed, tuple(asked))
+        explanation, items = explained(self.policy, request, cost)
+        answers = [None if item is None else await self._look(item) for item in items]
+        return with_answers(explanation, answers)
+
+    async def _look(self, item: Item) -> Answer:
+        try:
+            answer: Decision = await item.gate.peek(item.subject, item.units)
+        except (StoreError, CapacityError) as error:
+            return error
+        return answer

@@ -5,14 +5,14 @@ apply. A rule in shadow mode takes nobody's place: the first matching one is dec
 one in force. A rule that is off is not there.
 
 Asking 10,000 rules one by one would take milliseconds, so each is filed under the condition that
-tells most:
+it shares with the fewest others:
 
 - its endpoints, in a tree of path segments: children by name, and one child for any segment. A path
   walks down both. Behind `**` or a final `*` anything may follow: such rules are found on the way.
-- `re:` endpoints, all of one `by` in one automaton.
-- without endpoints, an exact value that it asks for (a tenant, a tier, a method): a dict for each
-  attribute.
-- else it is asked each time: rules for everything, and those with wildcards alone.
+  `re:` endpoints are all in one automaton.
+- exact values that it asks for (tenants, tiers, methods): a dict for each attribute.
+- the literal start of its globs: a dict for each attribute, looked up once for each length of them.
+- else it is asked each time: rules for everything, and those by network or `*…` alone.
 
 What is filed under a request's path and values are candidates. They are asked in the order of the
 document, all their conditions; the index only leaves out who could not match.
@@ -23,10 +23,12 @@ to MEMO_MAX of them, and forgotten all at once when full: no lock, no order to k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Final
+from operator import attrgetter
+from typing import Any, Final
 
 from tollkeeper.errors import InvalidKey, show
 from tollkeeper.match.patterns import (
@@ -43,9 +45,12 @@ from tollkeeper.match.rules import REQUEST_FIELDS, Match, Rule
 from tollkeeper.model import Request
 
 MEMO_MAX: Final = 8_192
+# A longer path is matched each time: strangers must not fill the memory with what they ask for.
+MEMO_PATH_LENGTH_MAX: Final = 256
 _ROLLOUT_STEPS_PER_CENT: Final = 100
 
 Values = tuple[str | None, ...]
+ValueOf = Callable[[str], str | None]
 Test = Callable[[str], bool]
 
 
@@ -58,6 +63,8 @@ class Condition:
     holds: Test
     exact: frozenset[str] | None
     """The values it asks for, if none of the patterns has a wildcard."""
+    starts: frozenset[str] | None = None
+    """What one of its values starts with, if each pattern starts with something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +96,7 @@ class CompiledRule:
                     return units
         return self.rule.cost
 
-    def failing(self, path: str | None, value_of: Callable[[str], str | None]) -> str:
+    def failing(self, path: str | None, value_of: ValueOf) -> str:
         """Why it does not match, in words; empty if it does."""
         if self.endpoints and not any(
             path is not None and endpoint.matches_normalised(path) for endpoint in self.endpoints
@@ -137,7 +144,8 @@ def _glob_condition(attribute: str, patterns: tuple[str, ...]) -> Condition:
     exact = frozenset(glob.exact for glob in globs if glob.exact is not None)
     if all(glob.exact is not None for glob in globs):
         return Condition(attribute, patterns, exact.__contains__, exact)
-    return Condition(attribute, patterns, _any(glob.matches for glob in globs), None)
+    starts = frozenset(glob.prefix for glob in globs) if all(g.prefix for g in globs) else None
+    return Condition(attribute, patterns, _any(glob.matches for glob in globs), None, starts)
 
 
 def _any(tests: Iterable[Test]) -> Test:
@@ -145,8 +153,8 @@ def _any(tests: Iterable[Test]) -> Test:
     return each[0] if len(each) == 1 else lambda value: any(test(value) for test in each)
 
 
-# A rule that may match, and the endpoint that is still to be asked; None: it matches for sure.
-_Candidate = tuple[CompiledRule, Endpoint | None]
+# A rule that may match, and its endpoints that are still to be asked; None: one matches for sure.
+_Candidate = tuple[CompiledRule, tuple[Endpoint, ...] | None]
 
 
 class _Node:
@@ -169,7 +177,7 @@ class _Node:
         for position, segment in enumerate(segments, start=1):
             if segment is Wildcard.MANY:
                 certain = certain and position == len(segments)
-                node.open.append((rule, None if certain else endpoint))
+                node.open.append((rule, None if certain else (endpoint,)))
                 return
             if isinstance(segment, str):
                 node = node.children.setdefault(segment, _Node())
@@ -179,7 +187,7 @@ class _Node:
                 if node.any is None:
                     node.any = _Node()
                 node = node.any
-        node.ends.append((rule, None if certain else endpoint))
+        node.ends.append((rule, None if certain else (endpoint,)))
 
     def find(self, path: str) -> list[_Candidate]:
         found = list(self.open)
@@ -206,61 +214,100 @@ def _segments(path: str) -> list[str]:
     return path[1:].split("/") if len(path) > 1 else []
 
 
+class _ByStart:
+    """Rules by the literal start of a value."""
+
+    __slots__ = ("filed", "lengths")
+
+    def __init__(self) -> None:
+        self.filed: dict[str, list[_Candidate]] = {}
+        self.lengths: tuple[int, ...] = ()
+
+    def seal(self) -> None:
+        self.lengths = tuple(sorted(set(map(len, self.filed))))
+
+    def find(self, value: str) -> Iterator[_Candidate]:
+        for length in self.lengths:
+            if length > len(value):
+                return
+            yield from self.filed.get(value[:length], ())
+
+
+# What a rule can be filed under: None for its endpoints, and the keys that it would have there.
+_Option = tuple[Condition | None, tuple[Hashable, ...]]
+
+
+def _options(rule: CompiledRule) -> list[_Option]:
+    options: list[_Option] = []
+    if rule.endpoints:
+        keys = tuple((each.exact, each.segments, each.regex) for each in rule.endpoints)
+        options.append((None, keys))
+    # The last first: there are more tenants than methods.
+    for condition in reversed(rule.conditions):
+        values = condition.exact if condition.exact is not None else condition.starts
+        if values is not None:
+            exact = condition.exact is not None
+            options.append((condition, tuple((condition.attribute, exact, it) for it in values)))
+    return options
+
+
 class _Group:
     """The rules of one `by` and one mode, filed."""
 
-    __slots__ = ("_always", "_by_value", "_regex_rules", "_regexes", "_tree")
+    __slots__ = ("_always", "_by_start", "_by_value", "_regex_rules", "_regexes", "_tree")
 
     def __init__(self, rules: Sequence[CompiledRule]) -> None:
-        self._tree = _Node()
+        self._tree: _Node | None = None
         self._by_value: dict[str, dict[str, list[_Candidate]]] = {}
+        self._by_start: dict[str, _ByStart] = {}
         self._always: list[_Candidate] = []
         self._regex_rules: list[CompiledRule] = []
         regexes: list[str] = []
-        for rule in rules:
-            for endpoint in rule.endpoints:
-                if endpoint.regex is None:
-                    self._tree.file(endpoint, rule)
-                else:
-                    regexes.append(endpoint.regex)
-                    self._regex_rules.append(rule)
-            if not rule.endpoints:
-                self._file_by_value(rule)
+        options = [_options(rule) for rule in rules]
+        crowd = Counter(key for each in options for _, keys in each for key in set(keys))
+        for rule, each in zip(rules, options, strict=True):
+            if not each:
+                self._always.append((rule, None))
+                continue
+            fewest = min(each, key=lambda option: max(crowd[key] for key in option[1]))
+            if fewest[0] is None:
+                regexes += self._file_by_endpoint(rule)
+            else:
+                self._file_by_value(rule, fewest[0])
+        for by_start in self._by_start.values():
+            by_start.seal()
         self._regexes = Regexes(regexes) if regexes else None
 
-    def _file_by_value(self, rule: CompiledRule) -> None:
-        # The attribute with the most values tells most: there are more tenants than methods.
-        for condition in reversed(rule.conditions):
-            if condition.exact is not None:
-                values = self._by_value.setdefault(condition.attribute, {})
-                for value in condition.exact:
-                    values.setdefault(value, []).append((rule, None))
-                return
-        self._always.append((rule, None))
+    def _file_by_endpoint(self, rule: CompiledRule) -> list[str]:
+        """File it, and say which regular expressions it has."""
+        regexes = [each.regex for each in rule.endpoints if each.regex is not None]
+        self._regex_rules += [rule] * len(regexes)
+        for endpoint in rule.endpoints:
+            if endpoint.regex is None:
+                if self._tree is None:
+                    self._tree = _Node()
+                self._tree.file(endpoint, rule)
+        return regexes
 
-    def matching(
-        self, path: str | None, value_of: Callable[[str], str | None]
-    ) -> tuple[CompiledRule, ...]:
+    def _file_by_value(self, rule: CompiledRule, condition: Condition) -> None:
+        candidate = (rule, rule.endpoints or None)
+        if condition.exact is not None:
+            values = self._by_value.setdefault(condition.attribute, {})
+        else:
+            values = self._by_start.setdefault(condition.attribute, _ByStart()).filed
+        for value in condition.exact or condition.starts or ():
+            values.setdefault(value, []).append(candidate)
+
+    def matching(self, path: str | None, value_of: ValueOf) -> tuple[CompiledRule, ...]:
         """All rules that match, in order, up to the first that is for every subject."""
-        found: list[_Candidate] = list(self._always)
-        if path is not None:
-            found += self._tree.find(path)
-            if self._regexes is not None:
-                found += [
-                    (self._regex_rules[index], None) for index in self._regexes.matching(path)
-                ]
-        for attribute, values in self._by_value.items():
-            value = value_of(attribute)
-            if value is not None:
-                found += values.get(value, ())
-        if len(found) > 1:
-            found.sort(key=_order)
         matched: list[CompiledRule] = []
-        for rule, endpoint in found:
-            if endpoint is not None and not endpoint.matches_normalised(path or ""):
-                continue
+        for rule, endpoints in self._candidates(path, value_of):
             if matched and matched[-1] is rule:
                 continue  # by another of its endpoints
+            if endpoints is not None and (
+                path is None or not any(each.matches_normalised(path) for each in endpoints)
+            ):
+                continue
             for condition in rule.conditions:
                 value = value_of(condition.attribute)
                 if value is None or not condition.holds(value):
@@ -271,6 +318,26 @@ class _Group:
                     break
         return tuple(matched)
 
+    def _candidates(self, path: str | None, value_of: ValueOf) -> list[_Candidate]:
+        found = list(self._always)
+        if path is not None:
+            if self._tree is not None:
+                found += self._tree.find(path)
+            if self._regexes is not None:
+                matching = self._regexes.matching(path)
+                found += [(self._regex_rules[index], None) for index in matching]
+        for attribute, values in self._by_value.items():
+            value = value_of(attribute)
+            if value is not None and value in values:
+                found += values[value]
+        for attribute, starts in self._by_start.items():
+            value = value_of(attribute)
+            if value is not None:
+                found += starts.find(value)
+        if len(found) > 1:
+            found.sort(key=_order)
+        return found
+
 
 def _order(candidate: _Candidate) -> int:
     return candidate[0].order
@@ -279,7 +346,7 @@ def _order(candidate: _Candidate) -> int:
 class Table:
     """All rules of a document, ready to be asked. Never changes."""
 
-    __slots__ = ("_groups", "_memo", "_others", "_seen", "rules")
+    __slots__ = ("_asks_tier", "_fields", "_groups", "_memo", "_names", "_others", "_read", "rules")
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self.rules = tuple(compile_rule(rule, order) for order, rule in enumerate(rules))
@@ -289,12 +356,18 @@ class Table:
             if mode != "off":
                 by_group.setdefault((compiled.rule.by, mode == "shadow"), []).append(compiled)
         self._groups = tuple(_Group(group) for group in by_group.values())
-        asked = {each.attribute for rule in self.rules for each in rule.conditions}
-        if any(rule.endpoints or rule.costs for rule in self.rules):
-            asked.add("endpoint")
         # What to look at in a request, to know whether it is like one seen before.
-        self._seen = tuple(name for name in REQUEST_FIELDS if name in asked)
+        asked = {each.attribute for rule in self.rules for each in rule.conditions}
+        if any(rule.endpoints for rule in self.rules):
+            asked.add("endpoint")
+        # These two always: few values each, and reading several fields gives a tuple at once.
+        fields = asked | {"method", "tier"}
+        self._fields = tuple(name for name in REQUEST_FIELDS if name in fields)
+        self._asks_tier = "tier" in asked
         self._others = tuple(sorted(asked - set(REQUEST_FIELDS)))
+        # The tier once more, where it may be another than the request's own.
+        self._names = (*self._fields, *(["tier"] if self._asks_tier else []), *self._others)
+        self._read: Callable[[Request], tuple[Any, ...]] = attrgetter(*self._fields)
         self._memo: dict[Values, tuple[tuple[CompiledRule, ...], ...]] = {}
 
     def match(self, request: Request, tier: str | None) -> tuple[tuple[CompiledRule, ...], ...]:
@@ -302,39 +375,37 @@ class Table:
 
         `tier` is the request's, or the one that its subject is assigned to.
         """
-        values = [getattr(request, name) for name in self._seen]
-        if "tier" in self._seen:
-            values[self._seen.index("tier")] = tier
+        values = self._read(request)
+        if self._asks_tier:
+            values = (*values, tier)
         if self._others:
-            values += [request.attributes.get(name) for name in self._others]
-        memo_key = tuple(values)
+            attributes = request.attributes
+            values = (*values, *[attributes.get(name) for name in self._others])
         try:
-            return self._memo[memo_key]
-        except KeyError:
+            return self._memo[values]
+        except (KeyError, TypeError):
             pass
-        except TypeError:
-            _require_text(self._seen + self._others, values)
-        return self._match(memo_key)
+        return self._match(values)
 
     def _match(self, values: Values) -> tuple[tuple[CompiledRule, ...], ...]:
-        names = self._seen + self._others
-        _require_text(names, values)
-        by_name = dict(zip(names, values, strict=True))
+        by_name = dict(zip(self._names, values, strict=True))
+        _require_text(by_name)
         endpoint = by_name.get("endpoint")
         path = None if endpoint is None else normalised(endpoint)
-        method = by_name.get("method")
+        method = by_name["method"]
         if method is not None:
             by_name["method"] = method.upper()
         found = (group.matching(path, by_name.get) for group in self._groups)
         matched = tuple(each for each in found if each)
-        if len(self._memo) >= MEMO_MAX:
-            self._memo.clear()
-        self._memo[values] = matched
+        if endpoint is None or len(endpoint) <= MEMO_PATH_LENGTH_MAX:
+            if len(self._memo) >= MEMO_MAX:
+                self._memo.clear()
+            self._memo[values] = matched
         return matched
 
 
-def _require_text(names: Sequence[str], values: Sequence[object]) -> None:
-    for name, value in zip(names, values, strict=True):
+def _require_text(by_name: dict[str, str | None]) -> None:
+    for name, value in by_name.items():
         if value is not None and not isinstance(value, str):
             raise InvalidKey(
                 f"{name}={show(value)} is {type(value).__name__}, and a request's attributes are "
