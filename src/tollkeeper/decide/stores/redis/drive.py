@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -293,9 +294,23 @@ class Tasks:
 
     def __init__(self, servers: Servers, loop: asyncio.AbstractEventLoop) -> None:
         self._servers = servers
-        self.loop = loop
+        # None once it is closed: then the store does not keep a loop that is gone.
+        self.loop: asyncio.AbstractEventLoop | None = loop
         self._nodes: dict[Address, AsyncNode] = {}
         self._closing: asyncio.Task[None] | None = None
+        self._until_loop_ends = self._end_with_loop()
+        with suppress(StopIteration):
+            self._until_loop_ends.__anext__().send(None)  # to where it waits
+
+    async def _end_with_loop(self) -> AsyncGenerator[None, None]:
+        """`asyncio.run` closes generators that wait when it ends, and so our connections.
+
+        A program may run one loop after another with one store, and nobody tells us of their ends.
+        """
+        try:
+            yield
+        finally:
+            await self.close()
 
     def start(self, key: bytes, payload: bytes) -> asyncio.Future[Any]:
         """Send a call to the node that has the key. Raises NotSent."""
@@ -376,14 +391,19 @@ class Tasks:
     def _node(self, address: Address) -> AsyncNode:
         node = self._nodes.get(address)
         if node is None:
+            if self.loop is None:
+                raise _closed()
             node = AsyncNode(self.loop, address, self._servers.config, self._servers.tls)
             self._nodes[address] = node
         return node
 
     def close_soon(self) -> None:
         """`close`, for a caller outside the loop."""
-        self._closing = self.loop.create_task(self.close())
+        if self.loop is not None:
+            self._closing = self.loop.create_task(self.close())
 
     async def close(self) -> None:
-        for node in self._nodes.values():
-            await node.close()
+        """Close every connection; calls under way fail. May be called again."""
+        self.loop = None
+        while self._nodes:
+            await self._nodes.popitem()[1].close()
