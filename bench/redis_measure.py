@@ -33,10 +33,10 @@ class RedisEffort:
     tool_requests: int
     """Of redis-benchmark in a run."""
     subjects: int
-    """Whose bytes are measured; a peer is filled with a tenth."""
+    """Whose bytes are measured at the most; peers are filled with fewer."""
 
 
-FULL: Final = RedisEffort(rounds=7, run_seconds=0.3, tool_requests=50_000, subjects=100_000)
+FULL: Final = RedisEffort(rounds=5, run_seconds=0.25, tool_requests=50_000, subjects=50_000)
 QUICK: Final = RedisEffort(rounds=3, run_seconds=0.1, tool_requests=20_000, subjects=20_000)
 
 

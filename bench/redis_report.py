@@ -11,6 +11,7 @@ from tests.redis_servers import Single
 
 from bench.redis_bytes import MANY, Bytes
 from bench.redis_measure import RedisEffort, RedisRow
+from bench.redis_placement import Placement
 
 _WIDTHS: Final = (20, 34, 10, 9, 9, 8, 11)
 _HEADINGS: Final = ("work", "engine", "checks/s", "p50 µs", "p99 µs", "ratio", "connections")
@@ -37,7 +38,7 @@ class Goal:
         else:
             verdict = "MISSES THE FLOOR"
         numbers = f"{self.found:7.2f}   floor {self.floor:g}, goal {self.goal:g}: {verdict}"
-        return f"  {self.what:66}  {numbers}"
+        return f"  {self.what:74}  {numbers}"
 
 
 @dataclass(slots=True)
@@ -46,6 +47,7 @@ class RedisWork:
 
     kind: str
     """async, sync or cluster."""
+    placement: str
     name: str
     rows: Sequence[RedisRow]
 
@@ -90,19 +92,21 @@ def redis_header(facts: dict[str, Any], effort: RedisEffort) -> str:
         f"{effort.rounds} rounds, engines taking turns; a run: each caller with a key of its own, "
         f"asking again when answered, for {effort.run_seconds:g} s on an empty database\n"
         f"p50, p99: of all calls of a run, timed singly; a peer's check under four limits is four "
-        f"calls, tollkeeper's one"
+        f"calls, tollkeeper's one\n"
+        f"server and callers are kept to processors, alike for every engine: a processor each, and "
+        f"both on one; which it is decides the numbers"
     )
 
 
-def rows_heading(kind: str) -> str:
+def rows_heading(kind: str, placement: Placement) -> str:
     """What stands above a table."""
     rates = "ratio: checks/s of the first row / this row's"
-    told = {
-        "async": f"redis, asyncio; {rates}",
-        "cluster": f"redis cluster of three primaries and three replicas, asyncio; {rates}",
-        "sync": "redis, one caller that waits; ratio: this row's p50 / the first row's",
-    }
-    return f"\n{told[kind]}\n{_rule(_HEADINGS, _WIDTHS)}"
+    what, ratio = {
+        "async": ("redis, asyncio", rates),
+        "cluster": ("redis cluster of three primaries and three replicas, asyncio", rates),
+        "sync": ("redis, one caller that waits", "ratio: this row's p50 / the first row's"),
+    }[kind]
+    return f"\n{what}; {placement.told}; {ratio}\n{_rule(_HEADINGS, _WIDTHS)}"
 
 
 def rows_table(work: RedisWork) -> str:
@@ -203,7 +207,7 @@ def _against_limits(work: RedisWork, floor: float, goal: float) -> list[Goal]:
 
 
 def _against(work: RedisWork, row: RedisRow) -> str:
-    return f"{work.kind}, {work.name}: × {row.name}"
+    return f"{work.kind}, {work.placement}, {work.name}: × {row.name}"
 
 
 def goals_table(goals: Sequence[Goal]) -> str:
@@ -217,7 +221,13 @@ def redis_json(results: RedisResults, facts: dict[str, Any], effort: RedisEffort
         "server": facts,
         "effort": asdict(effort),
         "rows": [
-            {"kind": work.kind, "work": work.name, **asdict(row), "ratio": work.ratio(row)}
+            {
+                "kind": work.kind,
+                "placement": work.placement,
+                "work": work.name,
+                **asdict(row),
+                "ratio": work.ratio(row),
+            }
             for work in results.works
             for row in work.rows
         ],

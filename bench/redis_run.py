@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from tests.redis_servers import Cluster, Single
@@ -12,6 +12,7 @@ from bench.redis_benchmark import RedisBenchmark
 from bench.redis_bytes import fillings, measure_bytes
 from bench.redis_engines import CONNECTIONS_MAX, ENGINES, FOUR_LIMITS, LIMITS_FIXED, ONE_LIMIT, OURS
 from bench.redis_measure import RedisEffort, measure_async, measure_sync
+from bench.redis_placement import FREE, Placement, placed, placements
 from bench.redis_report import (
     RedisResults,
     RedisWork,
@@ -45,10 +46,14 @@ def run_redis(
     with Single() as server:
         facts = server_facts(server)
         print(redis_header(facts, effort), flush=True)
-        if "redis async" in works:
-            _run_async(server, effort, results, progress)
-        if "redis sync" in works:
-            _run_sync(server, effort, results, progress)
+        for number, placement in enumerate(placements()):
+            with placed(placement, server):
+                if "redis async" in works:
+                    # The first in full; of the others only what the goals are about.
+                    tasks = TASKS if number == 0 else TASKS[-1:]
+                    _run_async(server, tasks, placement, effort, results, progress)
+                if "redis sync" in works:
+                    _run_sync(server, placement, effort, results, progress)
     if "redis cluster" in works:
         _run_cluster(effort, results, progress)
     if "redis bytes" in works:
@@ -66,41 +71,51 @@ def _show(work: RedisWork, results: RedisResults, progress: Progress) -> None:
 
 
 def _run_async(
-    server: Single, effort: RedisEffort, results: RedisResults, progress: Progress
+    server: Single,
+    counts: Sequence[int],
+    placement: Placement,
+    effort: RedisEffort,
+    results: RedisResults,
+    progress: Progress,
 ) -> None:
-    print(rows_heading("async"), flush=True)
+    print(rows_heading("async", placement), flush=True)
     # One loop for all of it: a peer's pool lives on the loop it was first used on.
     with asyncio.Runner() as runner:
         for limits, rates in _LIMITS:
-            for tasks in TASKS:
+            for tasks in counts:
                 name = f"{tasks} {'task' if tasks == 1 else 'tasks'}, {limits}"
                 progress(f"measuring redis async, {name} …")
                 tools = []
                 if tasks == CONNECTIONS_MAX:
                     tools.append(RedisBenchmark(server, rates, tasks, effort.tool_requests))
                 rows = runner.run(measure_async(server, ENGINES, rates, tasks, effort, tools))
-                _show(RedisWork("async", name, rows), results, progress)
+                _show(RedisWork("async", placement.name, name, rows), results, progress)
 
 
 def _run_sync(
-    server: Single, effort: RedisEffort, results: RedisResults, progress: Progress
+    server: Single,
+    placement: Placement,
+    effort: RedisEffort,
+    results: RedisResults,
+    progress: Progress,
 ) -> None:
-    print(rows_heading("sync"), flush=True)
+    print(rows_heading("sync", placement), flush=True)
     for limits, rates in _LIMITS:
         progress(f"measuring redis sync, {limits} …")
         rows = measure_sync(server, ENGINES, rates, effort)
-        _show(RedisWork("sync", limits, rows), results, progress)
+        _show(RedisWork("sync", placement.name, limits, rows), results, progress)
 
 
 def _run_cluster(effort: RedisEffort, results: RedisResults, progress: Progress) -> None:
-    print(rows_heading("cluster"), flush=True)
+    print(rows_heading("cluster", FREE), flush=True)
     progress("measuring redis cluster …")
     # A busy machine must not look like a dead node.
     with Cluster(node_timeout_ms=5_000) as cluster, asyncio.Runner() as runner:
         rows = runner.run(
             measure_async(cluster, (OURS, LIMITS_FIXED), ONE_LIMIT, CONNECTIONS_MAX, effort)
         )
-    _show(RedisWork("cluster", f"{CONNECTIONS_MAX} tasks, 1 limit", rows), results, progress)
+    name = f"{CONNECTIONS_MAX} tasks, 1 limit"
+    _show(RedisWork("cluster", FREE.name, name, rows), results, progress)
 
 
 def _run_bytes(effort: RedisEffort, results: RedisResults, progress: Progress) -> None:

@@ -16,18 +16,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Self, TypeVar, cast
 
 import pytest
 
-from tests.redis_servers import Single
+from tests.redis_servers import Promotion, Server, Single, until
 from tollkeeper import AsyncLimiter, Decision, Limit, Limiter
 from tollkeeper.arguments import Limits
 from tollkeeper.clock import Clock
 from tollkeeper.decide.failure import FailurePolicy
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.redis.store import RedisStore
+from tollkeeper.decide.together import check_together, check_together_async
 from tollkeeper.errors import StoreError
 
 WIRES = ("threads", "asyncio")
@@ -74,6 +76,10 @@ class Client:
         """Checks of all the keys at once."""
         return [outcome(each) for each in [self.start(key) for key in keys]]
 
+    def start_all(self, subjects: Sequence[str]) -> Future[list[Decision]]:
+        """One request of several subjects under way: all pass, or none is charged."""
+        raise NotImplementedError
+
     def works(self) -> bool:
         """Does the server answer a check? Of a key that nobody counts."""
         found = outcome(self.start("anyone"))
@@ -88,6 +94,10 @@ class _FromThreads(Client):
 
     def start(self, key: str, *units: int, verb: str = "check") -> Future[Any]:
         return self._pool.submit(getattr(self._limiter, verb), key, *units)
+
+    def start_all(self, subjects: Sequence[str]) -> Future[list[Decision]]:
+        asked = [(self._limiter._gate, subject, 1) for subject in subjects]
+        return self._pool.submit(check_together, self.store, asked)
 
     def close(self) -> None:
         self.store.close()
@@ -106,6 +116,11 @@ class _FromTasks(Client):
 
     def start(self, key: str, *units: int, verb: str = "check") -> Future[Any]:
         called = getattr(self._limiter, verb)(key, *units)
+        return asyncio.run_coroutine_threadsafe(called, self.loop)
+
+    def start_all(self, subjects: Sequence[str]) -> Future[list[Decision]]:
+        asked = [(self._limiter._awaited, subject, 1) for subject in subjects]
+        called = check_together_async(self.store, asked)
         return asyncio.run_coroutine_threadsafe(called, self.loop)
 
     def together(self, keys: Sequence[str]) -> list[Outcome]:
@@ -174,6 +189,15 @@ def client(
         made.close()
 
 
+@contextmanager
+def clients_of_both(
+    uri: str, limits: Limits = COUNTED, **options: object
+) -> Iterator[list[Client]]:
+    """A client of each wire."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(client(wire, uri, limits, **options)) for wire in WIRES]
+
+
 def counted(uri: str, key: str, **options: object) -> int:
     """How much the server has charged a key under COUNTED, asked on a connection of its own."""
     with client("threads", uri, **options) as direct:
@@ -218,13 +242,18 @@ class Load:
         self._key = key
         self._stopped = threading.Event()
         self.outcomes: list[Outcome] = []
+        # The same, each with when it began and ended, by `time.monotonic`.
+        self.timeline: list[tuple[float, float, Outcome]] = []
         self._workers = [threading.Thread(target=self._work) for _ in range(workers)]
         self._failures: list[BaseException] = []
 
     def _work(self) -> None:
         try:
             while not self._stopped.is_set():
-                self.outcomes.append(outcome(self._api.start(self._key)))
+                began = time.monotonic()
+                found = outcome(self._api.start(self._key))
+                self.outcomes.append(found)
+                self.timeline.append((began, time.monotonic(), found))
         except BaseException as error:  # the block's end tells
             self._failures.append(error)
 
@@ -232,6 +261,19 @@ class Load:
         for worker in self._workers:
             worker.start()
         return self
+
+    def settle(self) -> None:
+        """Wait until a check is allowed again; of those that begin after it, none may fail."""
+        until(lambda: admitted(self.outcomes[-1:]), "checks are allowed again", SECONDS_MAX)
+        settled_at, before = time.monotonic(), len(self.outcomes)
+        until(lambda: len(self.outcomes) > before + 100, "there is more load", SECONDS_MAX)
+        assert not errors_of([found for began, _, found in self.timeline if began > settled_at])
+
+    def first_admitted(self, after: float) -> float:
+        """When the first check after then was allowed by the server."""
+        return min(
+            ended for _, ended, found in self.timeline if ended > after and admitted([found])
+        )
 
     def __exit__(self, *error: object) -> None:
         self._stopped.set()
@@ -253,3 +295,76 @@ def configured(server: Single, **settings: object) -> Iterator[None]:
     finally:
         for name, value in before.items():
             server.admin.config_set(name, value)
+
+
+@dataclass(frozen=True, slots=True)
+class FailOver:
+    """What a death of the primary under load came to, with both wires as its witnesses.
+
+    What the old one had answered and not yet copied is lost, and can be spent again: Redis copies
+    after it answers. It is as much as was under way in that moment, so it is small, and no setting
+    of a client can make it nothing.
+    """
+
+    promoted_seconds: float
+    right_seconds: dict[str, float]
+    """From the promotion to the first check that the new primary answered, by wire."""
+    failed: dict[str, int]
+    admitted_units: int
+    charged_units: int
+    charged_units_max: int
+
+    @property
+    def lost_units(self) -> int:
+        """Answered, and unknown to the new primary."""
+        return max(self.admitted_units - self.charged_units, 0)
+
+    def __str__(self) -> str:
+        wires = "; ".join(
+            f"{wire}: {self.failed[wire]} calls failed, right {seconds:.3f} s after the promotion"
+            for wire, seconds in self.right_seconds.items()
+        )
+        return (
+            f"promoted after {self.promoted_seconds:.2f} s; {wires}; "
+            f"{self.lost_units} of {self.admitted_units} units lost with the old primary"
+        )
+
+
+def await_copying(primary: Server, replicas: Sequence[Server]) -> None:
+    """Wait until a replica has what the primary has now.
+
+    One that has just been filled calls itself in sync, and yet gets nothing for up to a second.
+    """
+    offset = primary.admin.info("replication")["master_repl_offset"]
+    until(
+        lambda: any(
+            one.admin.info("replication").get("slave_repl_offset", -1) >= offset for one in replicas
+        ),
+        "a replica has caught up",
+        SECONDS_MAX,
+    )
+
+
+def fail_over(
+    uri: str, key: str, die: Callable[[], object], promoted: Callable[[], Promotion]
+) -> FailOver:
+    """Let the primary die while both wires check a key, and go on until both are right again."""
+    with clients_of_both(uri, deadline_ms=200) as clients, ExitStack() as stack:
+        loads = [stack.enter_context(Load(api, key)) for api in clients]
+        until(lambda: all(len(load.outcomes) > 200 for load in loads), "there is load", SECONDS_MAX)
+        die()
+        died_at = time.monotonic()
+        promotion = promoted()
+        for load in loads:
+            load.settle()
+    outcomes = [each for load in loads for each in load.outcomes]
+    at = promotion.seen_at_seconds
+    by_wire = dict(zip(WIRES, loads, strict=True))
+    return FailOver(
+        at - died_at,
+        {wire: load.first_admitted(at) - at for wire, load in by_wire.items()},
+        {wire: len(errors_of(load.outcomes)) for wire, load in by_wire.items()},
+        admitted(outcomes),
+        counted(uri, key),
+        charged_at_most(outcomes),
+    )

@@ -10,48 +10,18 @@ from random import Random
 import pytest
 
 import tollkeeper.clock
-from tests.conformance.awaited import AwaitedGate
 from tests.conformance.stores import STORES
-from tests.parity.in_microseconds import ALGORITHMS_US, NS_PER_US
+from tests.parity.in_microseconds import ALGORITHMS_US
 from tests.parity.reference import ReferenceGate, States, answer
+from tests.parity.server_times import TimedAnswers, timed
 from tollkeeper.clock import SystemClock
 from tollkeeper.decide.store import Gate, Store
-from tollkeeper.decide.stores.redis.codec import Answers
-from tollkeeper.decide.stores.redis.gates import AsyncRedisGate, RedisGate
-from tollkeeper.model import ALGORITHM_NAMES, BUCKETS, Decision, Limit
+from tollkeeper.model import ALGORITHM_NAMES, BUCKETS, Limit
 
 OPENERS = {factory.name: factory.open for factory in STORES}
 # Short beside a trace, which takes about a tenth of a second; and one that never ends in it.
 WINDOWS_S = (0.001, 0.0033, 0.01, 0.02, 0.1, 3_600)
 STEPS = 1_000
-
-
-class TimedAnswers:
-    """Notes the server's time of each answer on its way to becoming a decision."""
-
-    def __init__(self, answers: Answers) -> None:
-        self._answers = answers
-        self.limits = answers.limits
-        self.now_ns = 0
-
-    def check(self, answer: list[int], cost: int, early_ns: int = 0) -> Decision:
-        self._note(answer)
-        return self._answers.check(answer, cost, early_ns)
-
-    def peek(self, answer: list[int], cost: int, early_ns: int = 0) -> Decision:
-        self._note(answer)
-        return self._answers.peek(answer, cost, early_ns)
-
-    def _note(self, answer: list[int]) -> None:
-        self.now_ns = (answer[0] if answer[0] >= 0 else ~answer[0]) * NS_PER_US
-
-
-def timed(gate: Gate) -> TimedAnswers:
-    """The times of a gate's answers from now on."""
-    inner: RedisGate | AsyncRedisGate = gate._gate if isinstance(gate, AwaitedGate) else gate
-    times = TimedAnswers(inner.commands.answers)
-    inner.commands.answers = times
-    return times
 
 
 def short_limits(random: Random) -> tuple[Limit, ...]:

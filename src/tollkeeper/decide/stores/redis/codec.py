@@ -169,7 +169,7 @@ class _LogSummary(NamedTuple):
 class Answers:
     """Turns what check.lua answered into decisions on one rule's limits."""
 
-    __slots__ = ("_numbers", "_only", "_parts", "_rule", "limits")
+    __slots__ = ("_numbers", "_only", "_parts", "_plain", "_rule", "limits")
 
     def __init__(self, limits: tuple[Limit, ...], rule: str) -> None:
         self.limits = limits
@@ -178,6 +178,9 @@ class Answers:
             (limit, _ALGORITHMS[limit.algorithm], _KINDS[limit.algorithm]) for limit in limits
         )
         self._numbers = 1 + sum(_NUMBERS_OF_KIND[kind] for _, _, kind in self._parts)
+        self._plain = tuple(
+            (limit, ALGORITHMS[limit.algorithm].decide, kind) for limit, _, kind in self._parts
+        )
         # The usual case, decided without a loop.
         self._only = (
             ALGORITHMS[limits[0].algorithm].decide
@@ -207,6 +210,8 @@ class Answers:
                 delay_ns,
                 self._rule,
             )
+        elif len(answer) == self._numbers:
+            decision = self._decide_plain(answer, cost)
         else:
             decision = self._decide(answer, cost, cost)
         if decision.allowed is not passed:
@@ -220,6 +225,58 @@ class Answers:
         """What `check` would answer; where it would allow, with what remains now."""
         decision = self._decide(answer, cost, 0 if answer[0] >= 0 else cost)
         return _earlier(decision, early_ns) if early_ns else decision
+
+    def _decide_plain(self, answer: list[int], cost: int) -> Decision:  # noqa: PLR0912 - see below
+        """`_decide` where nothing is granted, in a third of the time: no call for each limit."""
+        passed = answer[0] >= 0
+        now_us = answer[0] if passed else ~answer[0]
+        now_ns = now_us * NS_PER_US
+        place = 1
+        every = True
+        longest_ns = delays_ns = 0
+        speaker: tuple[int, int, int] | None = None
+        policy = self.limits[0]
+        for limit, decide, kind in self._plain:
+            last_us = answer[place]
+            if kind == _LOG:
+                log = _LogSummary(last_us, answer[place + 1], answer[place + 2], now_us)
+                outcome = _log_outcome(log, limit, cost)
+                place += 3
+            else:
+                state: State = None
+                if kind == _COUNTER:
+                    if last_us >= 0:
+                        state = (last_us * NS_PER_US, answer[place + 1], answer[place + 2])
+                    place += 3
+                else:
+                    if last_us >= 0:
+                        state = (last_us * NS_PER_US, answer[place + 1])
+                    place += 2
+                outcome = decide(state, limit, now_ns, cost)[1]
+            allowed, remaining, retry_ns, reset_ns, delay_ns = outcome
+            every = every and allowed
+            if retry_ns:
+                retry_ns = -(-retry_ns // NS_PER_US) * NS_PER_US
+                if retry_ns > longest_ns:
+                    longest_ns = retry_ns
+            if delay_ns > delays_ns:
+                delays_ns = delay_ns
+            if allowed is passed:
+                # As in combine: the least remaining, then the longest to pass, then to be whole.
+                tightness = (remaining, -retry_ns, reset_ns // -NS_PER_US)
+                if speaker is None or tightness < speaker:
+                    speaker, policy = tightness, limit
+        if speaker is None:  # the script denied what no limit denies; `check` will say so
+            speaker = (0, 0, 0)
+        return Decision(
+            every,
+            policy,
+            speaker[0],
+            longest_ns,
+            -speaker[2] * NS_PER_US,
+            delays_ns if every else 0,
+            self._rule,
+        )
 
     def spent(self, answer: list[int], cost: int) -> list[int]:
         """What an allowed check spent: for each limit its own units, drawn ones, their end."""
@@ -303,6 +360,8 @@ def _times_ns(packed: bytes) -> array[int]:
 
 def _log_outcome(log: _LogSummary, limit: Limit, cost: int) -> Outcome:
     """As `sliding_window_log.decide`, from the numbers that it would have looked up."""
+    if cost > limit.limit:
+        raise CapacityError(cost, limit)
     window_us = limit.window_ns // NS_PER_US
     remaining = limit.limit - log.alive
     reset_us = log.last_us + window_us - log.now_us if log.alive else 0

@@ -7,10 +7,12 @@ The first try is straight: the node that has the key, one trip. Only a refusal g
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -38,6 +40,8 @@ from tollkeeper.errors import StoreError, StoreTimeout, StoreUnavailable, show
 
 Refusal = ReplyError | NotSent
 HELPERS_MAX: Final = 16
+# So often, while there are calls, the Sentinels are asked anew who the primary is.
+LOOK_NS: Final = 2_000_000_000
 
 
 class Servers:
@@ -48,6 +52,8 @@ class Servers:
         self.tls = config.tls.context() if config.tls is not None else None
         self.topology = Topology(config)
         self.clustered = config.mode == "cluster"
+        # When to look again; never, where a primary that was replaced says so itself.
+        self._look_ns = 0 if config.mode == "sentinel" else sys.maxsize
         self.closed = False
         self._lock = threading.Lock()
         self._start()
@@ -67,10 +73,22 @@ class Servers:
         """The node to ask. Raises NotSent while nobody knows."""
         if self.closed:
             raise _closed()
+        if self._look_ns != sys.maxsize and time.monotonic_ns() > self._look_ns:
+            self._look()
         address = self.topology.address_of(slot)
         if address is None:
             raise NotSent(f"no primary is known for {self.config.shown()}")
         return address
+
+    def _look(self) -> None:
+        """Ask the Sentinels, in the background.
+
+        An operator's switch leaves the old primary running: as Sentinel comes, it takes writes for
+        eight seconds beside the new one, and those are lost. So nobody waits until it says no.
+        """
+        self._look_ns = time.monotonic_ns() + LOOK_NS
+        with suppress(StoreError):
+            self.find()
 
     def find(self) -> Future[None]:
         """Find the servers anew, in the background; those who ask meanwhile share it.
@@ -178,20 +196,29 @@ class Threads:
         self._nodes: dict[Address, Node] = {}
         self._lock = threading.Lock()
 
+    def start(self, key: bytes, payload: bytes) -> Any:
+        """Send a call to the node that has the key; its reply, a refusal too. Raises NotSent."""
+        servers = self._servers
+        address = servers.address_of(slot_of(key) if servers.clustered else 0)
+        node = self._nodes.get(address)
+        if node is None:
+            node = self._node(address)
+        return node.exchange(payload, 1, servers.config.deadline_ns)[0]
+
     def run(self, call: Call, payload: bytes) -> Any:
         """The answer to one call, which `payload` already spells."""
-        servers = self._servers
-        deadline_ns = servers.config.deadline_ns
         started_ns = time.monotonic_ns()
-        slot = servers.slot(call.key)
         try:
-            node = self._node(servers.address_of(slot))
-            reply = node.exchange(payload, 1, deadline_ns)[0]
+            reply = self.start(call.key, payload)
         except NotSent as error:
             reply = error
-        if type(reply) is list:
-            return reply
-        return self._settled(call, slot, started_ns + deadline_ns, reply)
+        return self.settled(call, started_ns, reply)
+
+    def settled(self, call: Call, started_ns: int, reply: Any) -> Any:
+        """The reply itself; or, if it is a refusal, what came of it in the end."""
+        servers = self._servers
+        due_ns = started_ns + servers.config.deadline_ns
+        return self._settled(call, servers.slot(call.key), due_ns, reply)
 
     def run_all(self, calls: Sequence[Call]) -> list[Any]:
         """The answers to several calls, those to one server in one trip; StoreErrors among them."""
@@ -293,9 +320,23 @@ class Tasks:
 
     def __init__(self, servers: Servers, loop: asyncio.AbstractEventLoop) -> None:
         self._servers = servers
-        self.loop = loop
+        # None once it is closed: then the store does not keep a loop that is gone.
+        self.loop: asyncio.AbstractEventLoop | None = loop
         self._nodes: dict[Address, AsyncNode] = {}
         self._closing: asyncio.Task[None] | None = None
+        self._until_loop_ends = self._end_with_loop()
+        with suppress(StopIteration):
+            self._until_loop_ends.__anext__().send(None)  # to where it waits
+
+    async def _end_with_loop(self) -> AsyncGenerator[None, None]:
+        """`asyncio.run` closes generators that wait when it ends, and so our connections.
+
+        A program may run one loop after another with one store, and nobody tells us of their ends.
+        """
+        try:
+            yield
+        finally:
+            await self.close()
 
     def start(self, key: bytes, payload: bytes) -> asyncio.Future[Any]:
         """Send a call to the node that has the key. Raises NotSent."""
@@ -376,14 +417,19 @@ class Tasks:
     def _node(self, address: Address) -> AsyncNode:
         node = self._nodes.get(address)
         if node is None:
+            if self.loop is None:
+                raise _closed()
             node = AsyncNode(self.loop, address, self._servers.config, self._servers.tls)
             self._nodes[address] = node
         return node
 
     def close_soon(self) -> None:
         """`close`, for a caller outside the loop."""
-        self._closing = self.loop.create_task(self.close())
+        if self.loop is not None:
+            self._closing = self.loop.create_task(self.close())
 
     async def close(self) -> None:
-        for node in self._nodes.values():
-            await node.close()
+        """Close every connection; calls under way fail. May be called again."""
+        self.loop = None
+        while self._nodes:
+            await self._nodes.popitem()[1].close()

@@ -147,13 +147,18 @@ class RedisGate:
         key = commands.key(subject)
         self._note(subject)
         now, early_ns = commands.now()
-        if now == _SERVER_TIME:
-            call = commands.call(CHECK, key, cost)
-            answer = self._threads.run(call, commands.check(key, cost))
-        else:
+        if now != _SERVER_TIME:
             call = commands.call(CHECK, key, cost, now)
             answer = self._threads.run(call, call.by_sha())
-        return commands.answers.check(answer, cost, early_ns)
+            return commands.answers.check(answer, cost, early_ns)
+        started_ns = time.monotonic_ns()
+        try:
+            answer = self._threads.start(key, commands.check(key, cost))
+        except NotSent as error:
+            answer = error
+        if type(answer) is not list:
+            answer = self._threads.settled(commands.call(CHECK, key, cost), started_ns, answer)
+        return commands.answers.check(answer, cost)
 
     def peek(self, subject: str, cost: int) -> Decision:
         now, early_ns = self.commands.now()

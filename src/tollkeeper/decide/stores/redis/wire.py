@@ -29,7 +29,8 @@ from tollkeeper.errors import StoreError, StoreTimeout, StoreUnavailable
 
 # Idle connections kept for each server; more threads at once open and close theirs.
 IDLE_MAX: Final = 64
-_READ_BYTES: Final = 65_536
+# Enough for an answer. Python takes memory for all of it at each read, and gives the rest back.
+_READ_BYTES: Final = 4_096
 # A connection that has idled longer is looked at before it is used: the server may have closed it.
 _FRESH_NS: Final = 5_000_000
 # What a call has left at least when it had to wait for its connection.

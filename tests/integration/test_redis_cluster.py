@@ -1,0 +1,299 @@
+"""A Redis Cluster whose slots move and whose nodes die, under load from both wires.
+
+While slots move, no error reaches a caller and the sum admitted is the limit. When a primary dies,
+checks fail until a replica has taken over, and are exact again within seconds, without a restart.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import count
+
+import pytest
+
+from tests.integration.redis_wires import (
+    COUNTED,
+    SECONDS_MAX,
+    YEAR,
+    Load,
+    admitted,
+    await_copying,
+    both_wires,
+    client,
+    clients_of_both,
+    counted,
+    errors_of,
+    fail_over,
+    outcome,
+)
+from tests.redis_servers import Cluster, Server, Single, until
+from tests.redis_servers.ports import HOST
+from tollkeeper import Decision, Limit
+from tollkeeper.decide.stores.redis.topology import SLOTS, slot_of
+from tollkeeper.errors import StoreError, StoreUnavailable
+
+# From a promotion to the first check that is right again.
+RECOVERY_SECONDS_MAX = 5.0
+# Two clients have four calls under way each; some more may be on their way to the replica.
+LOST_UNITS_MAX = 100
+
+_numbers = count()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """One for all tests here: whoever kills a node revives it."""
+    with Cluster() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def lone_node() -> Iterator[Single]:
+    """A cluster of one node, which has every slot."""
+    with Single(lines=["cluster-enabled yes"]) as started:
+        started.admin.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, SLOTS - 1)
+        yield started
+
+
+@pytest.fixture
+def key() -> str:
+    """One that no other test uses."""
+    return f"key {next(_numbers)}"
+
+
+def slot(subject: str) -> int:
+    """Where a subject is kept."""
+    return slot_of(f"tk:{{{subject}}}".encode())
+
+
+def other_primary(cluster: Cluster, number: int) -> Server:
+    """One that does not have this slot."""
+    return next(node for node in cluster.primaries() if node is not cluster.node_of(number))
+
+
+def redirections(cluster: Cluster) -> dict[str, int]:
+    """How often the nodes have answered MOVED and ASK so far."""
+    found = {"MOVED": 0, "ASK": 0}
+    for node in cluster.nodes:
+        for name, facts in node.admin.info("errorstats").items():
+            word = name.removeprefix("errorstat_")
+            if word in found:
+                found[word] += facts["count"]
+    return found
+
+
+@both_wires
+def test_a_slot_that_moved_is_followed(cluster: Cluster, key: str, wire: str) -> None:
+    """MOVED: the map was out of date. Nobody notices, and the next call goes straight there."""
+    with client(wire, cluster.uri) as api:
+        assert api.check(key, 5).remaining == COUNTED.limit - 5
+        for _ in range(3):
+            cluster.move_slot(slot(key), other_primary(cluster, slot(key)).port)
+            before = redirections(cluster)
+            remaining = api.check(key).remaining
+            assert redirections(cluster)["MOVED"] == before["MOVED"] + 1
+            assert api.check(key).remaining == remaining - 1
+            assert redirections(cluster)["MOVED"] == before["MOVED"] + 1
+        assert remaining == COUNTED.limit - 5 - 5
+
+
+@both_wires
+def test_a_slot_on_the_move_is_asked_at_both_ends(cluster: Cluster, key: str, wire: str) -> None:
+    """ASK: a key that has moved, one that has not, and one that is new, each charged once."""
+    # A tag ends at the first brace, so these share the slot.
+    moved, waiting, new = key, f"{key}}}waiting", f"{key}}}new"
+    number = slot(key)
+    assert {slot(moved), slot(waiting), slot(new)} == {number}
+    target = other_primary(cluster, number).port
+    with client(wire, cluster.uri) as api:
+        assert api.check(moved, 10).remaining == COUNTED.limit - 10
+        cluster.begin_move(number, target)
+        assert cluster.move_keys(number, target) == 1
+        before = redirections(cluster)["ASK"]
+        assert api.check(moved).remaining == COUNTED.limit - 11
+        assert api.check(new).remaining == COUNTED.limit - 1
+        assert redirections(cluster)["ASK"] >= before + 2
+        for verb in ("refund", "grant"):
+            api.start(moved, 1, verb=verb).result()
+        assert api.peek(moved).remaining == COUNTED.limit - 9
+        api.start(new, verb="reset").result()
+        cluster.end_move(number, target)
+        assert api.check(moved).remaining == COUNTED.limit - 10
+        assert api.check(new).remaining == COUNTED.limit - 1
+        # And one that stays where it is until the end.
+        assert api.check(waiting).remaining == COUNTED.limit - 1
+        back = other_primary(cluster, number).port
+        cluster.begin_move(number, back)
+        before = redirections(cluster)["ASK"]
+        assert api.check(waiting).remaining == COUNTED.limit - 2
+        assert redirections(cluster)["ASK"] == before
+        cluster.move_keys(number, back)
+        cluster.end_move(number, back)
+        assert api.check(waiting).remaining == COUNTED.limit - 3
+
+
+def test_slots_that_move_under_load_lose_and_double_nothing(cluster: Cluster, key: str) -> None:
+    """Back and forth, with calls from threads and tasks: no error, and exactly the limit."""
+    limit = Limit(4_000, per=YEAR, algorithm="sliding_window_log")
+    keys = [key, f"{key}}}beside"]  # in one slot
+    before = redirections(cluster)
+    moves = 0
+    with clients_of_both(cluster.uri, limit, deadline_ms=10_000) as clients, ExitStack() as stack:
+        loads = [
+            stack.enter_context(Load(api, each, workers=4)) for api in clients for each in keys
+        ]
+        until(lambda: all(len(load.outcomes) > 20 for load in loads), "there is load", SECONDS_MAX)
+        while any(errors := [len(load.outcomes) < 2_500 for load in loads]) and moves < 400:
+            cluster.move_slot(slot(key), other_primary(cluster, slot(key)).port)
+            moves += 1
+        assert not any(errors), f"only {[len(load.outcomes) for load in loads]} calls"
+    after = redirections(cluster)
+    print(f"{moves} moves, MOVED and ASK before {before} and after {after}")
+    assert moves >= 5
+    assert after["MOVED"] > before["MOVED"]
+    assert not [error for load in loads for error in errors_of(load.outcomes)]
+    for first, second in ((0, 2), (1, 3)):
+        assert admitted(loads[first].outcomes) + admitted(loads[second].outcomes) == 4_000
+
+
+@both_wires
+def test_several_subjects_on_several_nodes_pass_together(
+    cluster: Cluster, key: str, wire: str
+) -> None:
+    """While the slot of one moves: all of a request are charged, or none."""
+    user, tenant, address = (f"{key} {name}" for name in ("user", "tenant", "address"))
+    assert len({slot(each) for each in (user, tenant, address)}) == 3
+    with client(wire, cluster.uri, Limit(60, per=YEAR)) as api:
+        assert api.check(tenant, 20).allowed
+        ended = threading.Event()
+
+        def move() -> None:
+            while not ended.is_set():
+                cluster.move_slot(slot(tenant), other_primary(cluster, slot(tenant)).port)
+
+        moving = threading.Thread(target=move)
+        moving.start()
+        try:
+            found = [api.start_all([user, tenant, address]).result() for _ in range(60)]
+        finally:
+            ended.set()
+            moving.join()
+        assert [all(decisions) for decisions in found] == [True] * 40 + [False] * 20
+        assert [api.peek(each).remaining for each in (user, tenant, address)] == [20, 0, 20]
+
+
+@both_wires
+def test_braces_in_a_subject_are_kept_apart(cluster: Cluster, key: str, wire: str) -> None:
+    """Each has its own count, on the node that the cluster says; none takes a redirection."""
+    shapes = ("{}", "{", "}", "{a}", "}{", "{{a}}", "a{b}c", "a}b{c", "%", "%}", "{a", "a}", "}}")
+    subjects = [f"{shape}{key}" for shape in shapes] + [f"{key}{shape}" for shape in shapes]
+    with client(wire, cluster.uri) as api:
+        api.check(key)
+        before = redirections(cluster)
+        for number, subject in enumerate(subjects, start=1):
+            assert api.check(subject, number).remaining == COUNTED.limit - number
+        for number, subject in enumerate(subjects, start=1):
+            assert api.peek(subject).remaining == COUNTED.limit - number
+        assert redirections(cluster) == before
+
+
+@both_wires
+def test_a_cluster_that_is_down_is_waited_for(lone_node: Single, key: str, wire: str) -> None:
+    """CLUSTERDOWN: tried again until the deadline, and not counted until it passes."""
+    uri = f"redis+cluster://{HOST}:{lone_node.port}"
+    other = (slot(key) + 1) % SLOTS
+    with client(wire, uri, deadline_ms=200) as api, client(wire, uri) as patient:
+        until(api.works, "it is up", SECONDS_MAX)
+        until(patient.works, "it is up", SECONDS_MAX)
+        # One slot that nobody has, and all of the cluster is down.
+        lone_node.admin.execute_command("CLUSTER", "DELSLOTS", other)
+        error = outcome(api.start(key))
+        call = patient.start(key)
+        assert isinstance(error, StoreUnavailable)
+        assert "CLUSTERDOWN" in str(error)
+        assert "not counted" in str(error)
+        lone_node.admin.execute_command("CLUSTER", "ADDSLOTS", other)
+        assert isinstance(outcome(call), Decision)
+        until(api.works, "it is up again", SECONDS_MAX)
+        assert COUNTED.limit - api.peek(key).remaining == 1
+
+
+def _primary_port(node: Server) -> int | None:
+    """Whose replica it is; None if it is a primary itself."""
+    port: int | None = node.admin.info("replication").get("master_port")
+    return port
+
+
+def test_a_dead_replica_is_nobodys_business(cluster: Cluster, key: str) -> None:
+    """Killed under load: no call fails."""
+    primary_port = cluster.node_of(slot(key)).port
+    with clients_of_both(cluster.uri) as clients, ExitStack() as stack:
+        loads = [stack.enter_context(Load(api, key)) for api in clients]
+        until(lambda: all(len(load.outcomes) > 20 for load in loads), "there is load", SECONDS_MAX)
+        next(node for node in cluster.nodes if _primary_port(node) == primary_port).kill()
+        before = [len(load.outcomes) for load in loads]
+        until(
+            lambda: all(
+                len(load.outcomes) > 300 + n for load, n in zip(loads, before, strict=True)
+            ),
+            "there is more load",
+            SECONDS_MAX,
+        )
+    cluster.revive()
+    outcomes = [each for load in loads for each in load.outcomes]
+    assert not errors_of(outcomes)
+    assert counted(cluster.uri, key) == len(outcomes)
+
+
+@pytest.mark.parametrize("how", ["kill", "pause"])
+def test_a_dead_primary_is_replaced_and_checks_are_exact_again(
+    cluster: Cluster, key: str, how: str
+) -> None:
+    """Killed, or silent, under load: both wires are right again soon after the promotion."""
+    number = slot(key)
+    node = cluster.node_of(number)
+
+    def die() -> None:
+        await_copying(node, [each for each in cluster.nodes if _primary_port(each) == node.port])
+        getattr(node, how)()
+
+    found = fail_over(cluster.uri, key, die, lambda: cluster.wait_promoted(number))
+    print(f"{how}: {found}")
+    assert max(found.right_seconds.values()) < RECOVERY_SECONDS_MAX
+    assert found.charged_units <= found.charged_units_max
+    assert found.lost_units <= LOST_UNITS_MAX
+    cluster.revive()
+    # The old primary is back, and what the new one counted is what counts.
+    assert counted(cluster.uri, key) == found.charged_units
+    with clients_of_both(cluster.uri, Limit(300, per=YEAR, name="after")) as clients:
+        outcomes = [each for api in clients for each in api.together([key] * 200)]
+        assert not errors_of(outcomes)
+        assert admitted(outcomes) == 300
+
+
+def test_a_cluster_that_is_gone_costs_next_to_nothing(key: str) -> None:
+    """All nodes dead: each call fails at once, with all that was tried; errors do not pile up."""
+    with Cluster() as lone, clients_of_both(lone.uri, deadline_ms=2_000) as clients:
+        for api in clients:
+            assert api.check(key).allowed
+        for node in lone.nodes:
+            node.kill()
+        for api in clients:
+            started = time.monotonic()
+            found = [outcome(api.start(key)) for _ in range(200)]
+            assert time.monotonic() - started < 4
+            assert len(errors_of(found)) == 200
+            assert "Connection refused" in str(found[-1])
+            assert _depth(found[-1]) < 30
+
+
+def _depth(error: object) -> int:
+    """How long its traceback is."""
+    assert isinstance(error, StoreError)
+    traceback, frames = error.__traceback__, 0
+    while traceback is not None:
+        traceback, frames = traceback.tb_next, frames + 1
+    return frames

@@ -1,0 +1,202 @@
+"""A primary under three Sentinels: found, killed, paused and switched, under load of both wires."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from itertools import count
+
+import pytest
+import redis
+
+from tests.integration.redis_wires import (
+    COUNTED,
+    LATE_SECONDS_MAX,
+    SECONDS_MAX,
+    YEAR,
+    Load,
+    admitted,
+    await_copying,
+    both_wires,
+    client,
+    clients_of_both,
+    counted,
+    errors_of,
+    fail_over,
+    outcome,
+    timed,
+)
+from tests.redis_servers import Sentinels, Server, until
+from tollkeeper import Limit
+from tollkeeper.errors import StoreUnavailable
+
+# From a promotion to the first check that is right again.
+RECOVERY_SECONDS_MAX = 5.0
+# Two clients have four calls under way each; some more may be on their way to the replica.
+LOST_UNITS_MAX = 100
+
+_numbers = count()
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Sentinels]:
+    """One set for all tests here: whoever kills revives."""
+    with Sentinels() as started:
+        yield started
+
+
+@pytest.fixture
+def key() -> str:
+    """One that no other test uses."""
+    return f"key {next(_numbers)}"
+
+
+def primary_of(servers: Sentinels) -> Server:
+    """The primary, as the Sentinels know it."""
+    return next(one for one in servers.servers if one.address == servers.primary)
+
+
+def calls_of(server: Server) -> int:
+    """How many checks a server has got since it started."""
+    stats = server.admin.info("commandstats")
+    return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("evalsha", "eval"))
+
+
+@both_wires
+def test_the_primary_is_found(servers: Sentinels, key: str, wire: str) -> None:
+    """Through any of the Sentinels, and then it is asked directly; a database counts for itself."""
+    primary = primary_of(servers)
+    before = calls_of(primary)
+    with client(wire, servers.uri) as api:
+        assert not errors_of(api.together([key] * 50))
+        assert api.peek(key).remaining == COUNTED.limit - 50
+    assert calls_of(primary) >= before + 51
+    with client(wire, servers.uri, db=3) as api:
+        assert api.peek(key).remaining == COUNTED.limit
+
+
+@both_wires
+def test_a_service_that_no_sentinel_knows_is_named(servers: Sentinels, key: str, wire: str) -> None:
+    """A mistake in the URI: an error at once that repeats the name, call after call."""
+    uri = servers.uri.replace("/main/", "/mine/")
+    with client(wire, uri) as api:
+        for _ in range(3):
+            seconds, error = timed(lambda: outcome(api.start(key)))
+            assert isinstance(error, StoreUnavailable)
+            assert "watches no primary called 'mine'" in str(error)
+            assert seconds < LATE_SECONDS_MAX
+
+
+def test_dead_sentinels_change_nothing_for_those_who_know(servers: Sentinels, key: str) -> None:
+    """One that lives is enough for a newcomer. With none, newcomers fail, and others go on."""
+    with clients_of_both(servers.uri) as clients:
+        for api in clients:
+            assert api.check(key).allowed
+        for sentinel in servers.sentinels[:2]:
+            sentinel.kill()
+        with clients_of_both(servers.uri) as newcomers:
+            for api in (*clients, *newcomers):
+                assert api.check(key).allowed
+        servers.sentinels[2].kill()
+        with clients_of_both(servers.uri) as newcomers:
+            for api in newcomers:
+                error = outcome(api.start(key))
+                assert isinstance(error, StoreUnavailable)
+                assert "no server could say who is the primary" in str(error)
+            for api in clients:
+                assert api.check(key).allowed
+            servers.revive()
+            for api in newcomers:
+                until(api.works, "the Sentinels are back", SECONDS_MAX)
+    assert counted(servers.uri, key) == 8
+
+
+@pytest.mark.parametrize("how", ["kill", "pause"])
+def test_checks_are_exact_again_after_a_promotion(servers: Sentinels, key: str, how: str) -> None:
+    """Under load both wires are right soon after it; the old primary, when back, gets no checks."""
+    old = primary_of(servers)
+
+    def die() -> None:
+        await_copying(old, [one for one in servers.servers if one is not old])
+        getattr(old, how)()
+
+    found = fail_over(servers.uri, key, die, servers.wait_promoted)
+    print(f"{how}: {found}")
+    assert max(found.right_seconds.values()) < RECOVERY_SECONDS_MAX
+    assert found.charged_units <= found.charged_units_max
+    assert found.lost_units <= LOST_UNITS_MAX
+    with clients_of_both(servers.uri, Limit(300, per=YEAR, name="after")) as clients:
+        for api in clients:
+            assert api.check(f"{key} early").allowed
+        servers.revive()
+        assert primary_of(servers) is not old
+        before = calls_of(old)
+        outcomes = [each for api in clients for each in api.together([key] * 200)]
+        assert not errors_of(outcomes)
+        assert admitted(outcomes) == 300
+        assert calls_of(old) == before
+    assert counted(servers.uri, key) == found.charged_units
+
+
+def test_an_operators_switch_is_followed(servers: Sentinels, key: str) -> None:
+    """SENTINEL FAILOVER under load: both wires leave the old primary long before it is demoted.
+
+    Until then it takes writes beside the new one, for eight seconds as Sentinel comes. What it
+    counts is lost with its demotion, as much as the load is: so clients look after themselves.
+    """
+    old = primary_of(servers)
+    _set_publish_period(servers, 10_000)  # it is demoted after four of these
+
+    def switched() -> bool:
+        with suppress(redis.ResponseError):  # one is under way, or the replica is not ready for it
+            servers.sentinels[0].admin.execute_command("SENTINEL", "FAILOVER", servers.service)
+        return servers.primary != old.address
+
+    with clients_of_both(servers.uri) as clients, ExitStack() as stack:
+        loads = [stack.enter_context(Load(api, key)) for api in clients]
+        until(lambda: all(len(load.outcomes) > 200 for load in loads), "there is load", SECONDS_MAX)
+        until(switched, "a switch is made", SECONDS_MAX)
+        switched_at = time.monotonic()
+
+        def left() -> bool:
+            calls, before = calls_of(old), [len(load.outcomes) for load in loads]
+            until(
+                lambda: all(map(lambda load, n: len(load.outcomes) > n + 100, loads, before)),
+                "there is more load",
+                SECONDS_MAX,
+            )
+            return calls_of(old) == calls
+
+        until(left, "both wires have left the old primary", SECONDS_MAX)
+        seconds = time.monotonic() - switched_at
+        assert old.admin.info("replication")["role"] == "master"
+        charged = counted(servers.uri, key)
+    outcomes = [each for load in loads for each in load.outcomes]
+    print(f"switch: followed in {seconds:.2f} s; {len(errors_of(outcomes))} calls failed; ")
+    print(f"{max(admitted(outcomes) - charged, 0)} of {admitted(outcomes)} units lost")
+    _set_publish_period(servers, 100)
+    until(lambda: old.admin.info("replication")["role"] == "slave", "it is demoted", SECONDS_MAX)
+    servers.revive()
+    assert seconds < RECOVERY_SECONDS_MAX
+    assert len(errors_of(outcomes)) <= 8  # the calls under way, if Sentinel cuts connections
+
+
+def _set_publish_period(servers: Sentinels, period_ms: int) -> None:
+    """How often the Sentinels tell each other what they know; `revive` sets it back."""
+    for sentinel in servers.sentinels:
+        sentinel.admin.execute_command("SENTINEL", "DEBUG", "PUBLISH-PERIOD", period_ms)
+
+
+def test_a_primary_that_only_restarts_is_used_again(servers: Sentinels, key: str) -> None:
+    """Back before the Sentinels miss it: the same one, by its old address, without its memory."""
+    primary = primary_of(servers)
+    with clients_of_both(servers.uri) as clients:
+        for api in clients:
+            assert api.check(key).allowed
+        primary.kill()
+        primary.start()
+        for api in clients:
+            until(api.works, "it is in use again", SECONDS_MAX)
+            assert api.check(key).allowed
+    servers.revive()

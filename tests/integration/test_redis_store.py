@@ -1,0 +1,282 @@
+"""One store and those who share it: threads, tasks, event loops, forks; and how it is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from typing import cast
+
+import pytest
+
+from tests.integration.redis_wires import (
+    COUNTED,
+    LATE_SECONDS_MAX,
+    SECONDS_MAX,
+    YEAR,
+    Load,
+    both_wires,
+    charged_at_most,
+    client,
+    counted,
+    errors_of,
+    outcome,
+    timed,
+)
+from tests.integration.tcp_proxy import Proxy
+from tests.redis_servers import Single, running, until
+from tollkeeper import AsyncLimiter, Limit, Limiter
+from tollkeeper.decide.stores import open_store
+from tollkeeper.decide.stores.redis.store import RedisStore
+from tollkeeper.errors import StoreUnavailable
+
+_numbers = count()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Single]:
+    """One that listens on a socket of this machine too."""
+    with Single(lines=["unixsocket redis.sock"]) as started:
+        yield started
+
+
+@pytest.fixture
+def key() -> str:
+    """One that no other test uses."""
+    return f"key {next(_numbers)}"
+
+
+def _store(uri: str, **options: object) -> RedisStore:
+    return cast("RedisStore", open_store(uri, deadline_ms=5_000, **options))
+
+
+def _clients(server: Single) -> int:
+    """Connections to the server, besides the administrator's."""
+    return len(server.admin.client_list()) - 1
+
+
+@both_wires
+def test_databases_and_prefixes_keep_apart(server: Single, key: str, wire: str) -> None:
+    """The same key of the same rule, counted for itself in each; over TCP and a socket alike."""
+    base = server.uri.removesuffix("/0")
+    socket_uri = f"redis+unix://{server.folder}/redis.sock"
+    for places in ((f"{base}/0", f"{socket_uri}?db=0"), (f"{base}/3", f"{socket_uri}?db=3")):
+        for prefix in ("tk", "other"):
+            with (
+                client(wire, places[0], Limit(2, per=YEAR), prefix=prefix) as by_port,
+                client(wire, places[1], Limit(2, per=YEAR), prefix=prefix) as by_socket,
+            ):
+                assert by_port.check(key).remaining == 1
+                assert by_socket.check(key).remaining == 0
+                assert not by_port.check(key).allowed
+    for db in (0, 3):
+        with server.client(db=db) as raw:
+            found = {name.decode() for name in raw.keys(f"*{key}*")}
+        assert found == {f"tk:{{{key}}}", f"other:{{{key}}}"}
+
+
+@pytest.mark.parametrize("kind", ["single", "password", "tls"])
+@both_wires
+def test_every_kind_of_server_is_connected_to_anew(kind: str, key: str, wire: str) -> None:
+    """With a password and with TLS too: cut off, the next call logs in again."""
+    running_server = cast("Single", running(kind))
+    running_server.flush()
+    with client(wire, running_server.uri) as api:
+        assert not errors_of(api.together([key] * 10))
+        running_server.admin.client_kill_filter(_type="normal", skipme=True)
+        until(api.works, "it is connected again", SECONDS_MAX)
+        assert not errors_of(api.together([key] * 10))
+        assert COUNTED.limit - api.peek(key).remaining == 20
+
+
+async def test_threads_and_tasks_share_a_store(server: Single, key: str) -> None:
+    """One store, a Limiter and an AsyncLimiter on it: one quota, and exactly that."""
+    store = _store(server.uri)
+    limit = Limit(500, per=YEAR)
+    limiter = Limiter(limit, store=store, on_failure="raise")
+    async_limiter = AsyncLimiter(limit, store=store, on_failure="raise")
+
+    def from_threads() -> int:
+        with ThreadPoolExecutor(8) as pool:
+            return sum(map(bool, pool.map(lambda _: limiter.check(key), range(400))))
+
+    threads = asyncio.get_running_loop().run_in_executor(None, from_threads)
+    tasks = await asyncio.gather(*(async_limiter.check(key) for _ in range(400)))
+    assert sum(map(bool, tasks)) + await threads == 500
+    await store.aclose()
+
+
+async def test_an_answer_after_its_caller_has_left_goes_to_nobody(server: Single, key: str) -> None:
+    """Cancelled checks, before and after they are sent: the others get their own answers."""
+    with Proxy(server.port) as proxy:
+        proxy.accept_seconds = 0.05
+        store = _store(proxy.uri)
+        limiter = AsyncLimiter(COUNTED, store=store, on_failure="raise")
+        for _ in range(3):  # the first round waits for the connection
+            checks = {
+                number: asyncio.ensure_future(limiter.check(f"{key} {number}", number))
+                for number in range(1, 41)
+            }
+            await asyncio.sleep(0)
+            left = [checks.pop(number) for number in range(1, 41, 2)]
+            for check in left:
+                check.cancel()
+            await asyncio.gather(*checks.values())
+            for check in left:
+                with pytest.raises(asyncio.CancelledError):
+                    await check
+        for number, check in checks.items():
+            assert check.result().remaining == COUNTED.limit - 3 * number
+        await store.aclose()
+
+
+def test_event_loops_may_follow_one_another(server: Single, key: str) -> None:
+    """asyncio.run twice and more with one store: right answers, and no connection is left over."""
+    store = _store(server.uri)
+    limiter = AsyncLimiter(COUNTED, store=store, on_failure="raise")
+    before = _clients(server)
+
+    async def some_checks() -> int:
+        decisions = await asyncio.gather(*(limiter.check(key) for _ in range(10)))
+        return min(decision.remaining for decision in decisions)
+
+    async def last_checks() -> int:
+        remaining = await some_checks()
+        await store.aclose()
+        return remaining
+
+    for number in range(1, 6):
+        assert asyncio.run(some_checks()) == COUNTED.limit - 10 * number
+    gc.collect()
+    until(lambda: _clients(server) <= before + 1, "those of old loops are closed", SECONDS_MAX)
+    assert asyncio.run(last_checks()) == COUNTED.limit - 60
+    gc.collect()
+    until(lambda: _clients(server) == before, "all are closed", SECONDS_MAX)
+
+
+def test_event_loops_may_run_side_by_side(server: Single, key: str) -> None:
+    """A loop in each of several threads, one store: each has its own connection."""
+    store = _store(server.uri)
+    limiter = AsyncLimiter(Limit(300, per=YEAR), store=store, on_failure="raise")
+
+    async def checks() -> int:
+        found = await asyncio.gather(*(limiter.check(key) for _ in range(200)))
+        return sum(map(bool, found))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(lambda _: asyncio.run(checks()), range(4))) == 300
+    store.close()
+
+
+_FORKING = """
+import asyncio, os, sys
+from tollkeeper import AsyncLimiter, Limit, Limiter, open_store
+
+uri, key, wire = sys.argv[1:]
+store = open_store(uri, deadline_ms=5_000)
+limit = Limit(1_000_000, per=366 * 86_400, algorithm="fixed_window")
+limiter = Limiter(limit, store=store, on_failure="raise")
+async_limiter = AsyncLimiter(limit, store=store, on_failure="raise")
+
+async def tasks(key, times):
+    for _ in range(times):
+        found = await asyncio.gather(*(async_limiter.check(key) for _ in range(5)))
+    return found[-1]
+
+def work(key, times):
+    if wire == "asyncio":
+        return asyncio.run(tasks(key, times))
+    for _ in range(5 * times):
+        found = limiter.check(key)
+    return found
+
+work(key, 1)
+children = []
+for number in range(3):
+    child = os.fork()
+    if not child:
+        own = work(f"{key} {number}", 50)  # its own key: it reads no answer of another process
+        work(key, 50)
+        os._exit(0 if own.remaining == limit.limit - 250 else 1)
+    children.append(child)
+own = work(f"{key} parent", 50)
+work(key, 50)
+assert own.remaining == limit.limit - 250
+assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+"""
+
+
+@both_wires
+def test_a_fork_has_connections_of_its_own(server: Single, key: str, wire: str) -> None:
+    """Parent and children go on with the store of before; nobody reads another's answer."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::ResourceWarning", "-c", _FORKING, server.uri, key, wire],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS_MAX,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert counted(server.uri, key) == 5 + 4 * 250
+
+
+@both_wires
+def test_closing_ends_the_calls_under_way(server: Single, key: str, wire: str) -> None:
+    """Each ends soon: with its decision, or with a StoreError; and later ones say it is closed."""
+    for _ in range(5):
+        with client(wire, server.uri) as api:
+            with Load(api, key, workers=30) as load:
+                until(lambda load=load: len(load.outcomes) > 50, "there is load", SECONDS_MAX)
+                api.store.close()
+                until(
+                    lambda load=load: len(errors_of(load.outcomes)) > 100,
+                    "all who were under way have ended",
+                    SECONDS_MAX,
+                )
+            assert all(isinstance(each, StoreUnavailable) for each in errors_of(load.outcomes))
+            assert "the store is closed; open another one" in str(outcome(api.start(key)))
+
+
+@both_wires
+def test_closing_while_calls_wait_for_a_connection(key: str, wire: str) -> None:
+    """Closing waits for nobody. Tasks are told at once; a thread ends by its deadline."""
+    with Single() as server:
+        server.pause()
+        with client(wire, server.uri, deadline_ms=600, connect_ms=600) as api:
+            calls = [api.start(key) for _ in range(40)]
+            assert timed(api.store.close)[0] < 0.5
+            seconds, outcomes = timed(lambda: [outcome(call) for call in calls])
+            assert seconds < 0.6 + LATE_SECONDS_MAX
+            assert len(errors_of(outcomes)) == 40
+            assert not charged_at_most(outcomes)
+        server.kill()
+
+
+def test_a_store_that_is_left_open_does_not_keep_the_process(server: Single, key: str) -> None:
+    """Neither its threads nor its connections do."""
+    script = (
+        "import sys; from tollkeeper import Limiter\n"
+        "limiter = Limiter('5/minute', store=sys.argv[1])\n"
+        "assert limiter.check(sys.argv[2]).remaining == 4\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, server.uri, key], timeout=SECONDS_MAX, check=False
+    )
+    assert done.returncode == 0
+
+
+def test_nothing_is_left_of_a_store_that_is_closed(server: Single, key: str) -> None:
+    """Opened, used and closed: neither connections nor threads stay."""
+    before, threads = _clients(server), threading.active_count()
+    for _ in range(30):
+        with client("threads", server.uri) as api:
+            api.check(key)
+        with client("asyncio", server.uri) as api:
+            api.check(key)
+    until(lambda: _clients(server) == before, "all are closed", SECONDS_MAX)
+    until(lambda: threading.active_count() <= threads, "threads have ended", SECONDS_MAX)
