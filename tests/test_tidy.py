@@ -34,6 +34,7 @@ TESTED_IN = {
     "decide/stores/redis/__init__.py": "decide/stores/test_uri.py",
     "decide/stores/redis/drive.py": "integration/test_redis_faults.py",
     "decide/stores/redis/gates.py": "parity/test_redis_parity.py",
+    "decide/stores/redis/pubsub.py": "integration/test_redis_pubsub.py",
     "decide/stores/redis/store.py": "integration/test_redis_store.py",
     "decide/stores/redis/topology.py": "integration/test_redis_topology.py",
     "decide/stores/redis/wire.py": "integration/test_redis_faults.py",
