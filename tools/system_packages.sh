@@ -13,10 +13,13 @@ command -v "${CC:-cc}" >/dev/null || missing="$missing gcc libc6-dev"
 "$python" -c 'import os, sys, sysconfig as s
 sys.exit(not os.path.exists(os.path.join(s.get_path("include"), "Python.h")))' \
     || missing="$missing python3-dev"
-# The tests start servers of their own: tests/redis_servers.
+# The tests start servers of their own: tests/redis_servers, tests/postgres_server.py.
 for program in redis-server redis-sentinel openssl; do
     command -v "$program" >/dev/null || missing="$missing $program"
 done
+# Debian keeps the programs of PostgreSQL's server off the PATH, in a folder for each version.
+command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 \
+    || missing="$missing postgresql"
 [ -n "$missing" ] || exit 0
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     echo "installing:$missing"
@@ -34,7 +37,7 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing
     for package in $missing; do
         case $package in
-            redis-*) update-rc.d "$package" disable ;; # nor when the machine starts
+            redis-* | postgresql) update-rc.d "$package" disable ;; # nor when the machine starts
         esac
     done
 else
