@@ -1,0 +1,43 @@
+"""The databases that the repository's tests run on, and documents to keep there."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.postgres_server import running_postgres
+from tollkeeper.control.repository import Repository
+from tollkeeper.match.document import read
+from tollkeeper.match.rules import Document
+
+ENGINES = ("sqlite", "postgresql")
+
+
+@pytest.fixture(params=ENGINES)
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Of an empty database, on each engine."""
+    if request.param == "postgresql":
+        return running_postgres().new_database()
+    return f"sqlite:///{tmp_path / 'rules.db'}"
+
+
+@pytest.fixture
+async def repository(url: str) -> AsyncIterator[Repository]:
+    """One in an empty database."""
+    async with await Repository.open(url) as opened:
+        yield opened
+
+
+def document(limits: str = "10/second", more: str = "") -> Document:
+    """A safe one with a tier, for which nothing must be forced."""
+    return read(f"""
+        version: 1
+        tiers: {{free: 5/second, pro: 50/second}}
+        rules: [{{id: orders, by: user, limits: {limits}}}]
+        {more}
+    """)
+
+
+UNSAFE = read("{version: 1, rules: [{id: orders, by: user, limits: 10/second}], deny: ['*']}")
