@@ -225,14 +225,14 @@ def test_what_is_not_text_is_refused(name: str, value: Any) -> None:
 def test_a_rule_is_found_wherever_most_others_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rules for one endpoint and many tenants, or one tenant and many keys, are not all asked."""
     asked: list[int] = []
-    matching = table_module._Group._candidates
+    candidates = table_module._Index.candidates
 
     def counted(*arguments: Any) -> Any:
-        found = matching(*arguments)
+        found = candidates(*arguments)
         asked.append(len(found))
         return found
 
-    monkeypatch.setattr(table_module._Group, "_candidates", counted)
+    monkeypatch.setattr(table_module._Index, "candidates", counted)
     crowds = [
         [rule(str(n), endpoint="/v1/*", tenant=f"t{n}") for n in range(200)],
         [rule(str(n), endpoint=f"/v1/{n}", tenant="acme") for n in range(200)],

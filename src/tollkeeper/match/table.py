@@ -27,8 +27,9 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from operator import attrgetter
-from typing import Any, Final
+from operator import attrgetter, itemgetter
+from types import NoneType
+from typing import Any, Final, NoReturn
 
 from tollkeeper.errors import InvalidKey, show
 from tollkeeper.match.patterns import (
@@ -73,6 +74,8 @@ class CompiledRule:
 
     rule: Rule
     order: int
+    group: int
+    """Rules of one group count by the same, all in force or all in shadow mode."""
     endpoints: tuple[Endpoint, ...]
     conditions: tuple[Condition, ...]
     keys: tuple[tuple[str, Test], ...]
@@ -113,11 +116,12 @@ class CompiledRule:
         return ""
 
 
-def compile_rule(rule: Rule, order: int) -> CompiledRule:
+def compile_rule(rule: Rule, order: int, group: int) -> CompiledRule:
     """Make a rule ready. Raises ConfigError for a pattern that is none."""
     return CompiledRule(
         rule,
         order,
+        group,
         tuple(compile_endpoint(text) for text in rule.match.endpoint),
         tuple(_conditions(rule.match)),
         tuple((text, compile_glob(text).matches) for text in rule.keys),
@@ -153,8 +157,10 @@ def _any(tests: Iterable[Test]) -> Test:
     return each[0] if len(each) == 1 else lambda value: any(test(value) for test in each)
 
 
-# A rule that may match, and its endpoints that are still to be asked; None: one matches for sure.
-_Candidate = tuple[CompiledRule, tuple[Endpoint, ...] | None]
+# The place of a rule that may match, the rule, and its endpoints that are still to be asked; None:
+# one of them matches for sure.
+_Candidate = tuple[int, CompiledRule, tuple[Endpoint, ...] | None]
+_order: Final = itemgetter(0)
 
 
 class _Node:
@@ -177,7 +183,7 @@ class _Node:
         for position, segment in enumerate(segments, start=1):
             if segment is Wildcard.MANY:
                 certain = certain and position == len(segments)
-                node.open.append((rule, None if certain else (endpoint,)))
+                node.open.append((rule.order, rule, None if certain else (endpoint,)))
                 return
             if isinstance(segment, str):
                 node = node.children.setdefault(segment, _Node())
@@ -187,27 +193,29 @@ class _Node:
                 if node.any is None:
                     node.any = _Node()
                 node = node.any
-        node.ends.append((rule, None if certain else (endpoint,)))
+        node.ends.append((rule.order, rule, None if certain else (endpoint,)))
 
-    def find(self, path: str) -> list[_Candidate]:
-        found = list(self.open)
-        nodes = [self]
-        for segment in _segments(path):
-            below: list[_Node] = []
-            for node in nodes:
-                child = node.children.get(segment)
+    def find(self, segments: Sequence[str], found: list[_Candidate], start: int = 0) -> None:
+        """Add to `found` what is filed under a path, from its segment `start` on."""
+        node = self
+        for position in range(start, len(segments)):
+            child = node.children.get(segments[position])
+            other = node.any
+            if other is not None:
                 if child is not None:
-                    below.append(child)
-                    found += child.open
-                if node.any is not None:
-                    below.append(node.any)
-                    found += node.any.open
-            if not below:
-                return found
-            nodes = below
-        for node in nodes:
+                    # Both ways: the one through `any` by a call of its own.
+                    if other.open:
+                        found += other.open
+                    other.find(segments, found, position + 1)
+                else:
+                    child = other
+            if child is None:
+                return
+            node = child
+            if node.open:
+                found += node.open
+        if node.ends:
             found += node.ends
-        return found
 
 
 def _segments(path: str) -> list[str]:
@@ -226,11 +234,14 @@ class _ByStart:
     def seal(self) -> None:
         self.lengths = tuple(sorted(set(map(len, self.filed))))
 
-    def find(self, value: str) -> Iterator[_Candidate]:
+    def find(self, value: str, found: list[_Candidate]) -> None:
+        """Add to `found` what is filed under the starts of a value."""
         for length in self.lengths:
             if length > len(value):
                 return
-            yield from self.filed.get(value[:length], ())
+            start = value[:length]
+            if start in self.filed:
+                found += self.filed[start]
 
 
 # What a rule can be filed under: None for its endpoints, and the keys that it would have there.
@@ -251,8 +262,8 @@ def _options(rule: CompiledRule) -> list[_Option]:
     return options
 
 
-class _Group:
-    """The rules of one `by` and one mode, filed."""
+class _Index:
+    """All rules, filed."""
 
     __slots__ = ("_always", "_by_start", "_by_value", "_regex_rules", "_regexes", "_tree")
 
@@ -261,13 +272,13 @@ class _Group:
         self._by_value: dict[str, dict[str, list[_Candidate]]] = {}
         self._by_start: dict[str, _ByStart] = {}
         self._always: list[_Candidate] = []
-        self._regex_rules: list[CompiledRule] = []
+        self._regex_rules: list[_Candidate] = []
         regexes: list[str] = []
         options = [_options(rule) for rule in rules]
         crowd = Counter(key for each in options for _, keys in each for key in set(keys))
         for rule, each in zip(rules, options, strict=True):
             if not each:
-                self._always.append((rule, None))
+                self._always.append((rule.order, rule, None))
                 continue
             fewest = min(each, key=lambda option: max(crowd[key] for key in option[1]))
             if fewest[0] is None:
@@ -281,7 +292,7 @@ class _Group:
     def _file_by_endpoint(self, rule: CompiledRule) -> list[str]:
         """File it, and say which regular expressions it has."""
         regexes = [each.regex for each in rule.endpoints if each.regex is not None]
-        self._regex_rules += [rule] * len(regexes)
+        self._regex_rules += [(rule.order, rule, None)] * len(regexes)
         for endpoint in rule.endpoints:
             if endpoint.regex is None:
                 if self._tree is None:
@@ -290,7 +301,7 @@ class _Group:
         return regexes
 
     def _file_by_value(self, rule: CompiledRule, condition: Condition) -> None:
-        candidate = (rule, rule.endpoints or None)
+        candidate = (rule.order, rule, rule.endpoints or None)
         if condition.exact is not None:
             values = self._by_value.setdefault(condition.attribute, {})
         else:
@@ -298,34 +309,16 @@ class _Group:
         for value in condition.exact or condition.starts or ():
             values.setdefault(value, []).append(candidate)
 
-    def matching(self, path: str | None, value_of: ValueOf) -> tuple[CompiledRule, ...]:
-        """All rules that match, in order, up to the first that is for every subject."""
-        matched: list[CompiledRule] = []
-        for rule, endpoints in self._candidates(path, value_of):
-            if matched and matched[-1] is rule:
-                continue  # by another of its endpoints
-            if endpoints is not None and (
-                path is None or not any(each.matches_normalised(path) for each in endpoints)
-            ):
-                continue
-            for condition in rule.conditions:
-                value = value_of(condition.attribute)
-                if value is None or not condition.holds(value):
-                    break
-            else:
-                matched.append(rule)
-                if rule.rule.rollout >= 100:
-                    break
-        return tuple(matched)
-
-    def _candidates(self, path: str | None, value_of: ValueOf) -> list[_Candidate]:
+    def candidates(self, path: str | None, value_of: ValueOf) -> list[_Candidate]:
+        """Who may match, in the order of the document; one may be there more than once."""
         found = list(self._always)
         if path is not None:
             if self._tree is not None:
-                found += self._tree.find(path)
+                if self._tree.open:
+                    found += self._tree.open
+                self._tree.find(_segments(path), found)
             if self._regexes is not None:
-                matching = self._regexes.matching(path)
-                found += [(self._regex_rules[index], None) for index in matching]
+                found += [self._regex_rules[index] for index in self._regexes.matching(path)]
         for attribute, values in self._by_value.items():
             value = value_of(attribute)
             if value is not None and value in values:
@@ -333,29 +326,24 @@ class _Group:
         for attribute, starts in self._by_start.items():
             value = value_of(attribute)
             if value is not None:
-                found += starts.find(value)
+                starts.find(value, found)
         if len(found) > 1:
             found.sort(key=_order)
         return found
 
 
-def _order(candidate: _Candidate) -> int:
-    return candidate[0].order
-
-
 class Table:
     """All rules of a document, ready to be asked. Never changes."""
 
-    __slots__ = ("_asks_tier", "_fields", "_groups", "_memo", "_names", "_others", "_read", "rules")
+    __slots__ = ("_asks_tier", "_fields", "_index", "_memo", "_names", "_others", "_read", "rules")
 
     def __init__(self, rules: Sequence[Rule]) -> None:
-        self.rules = tuple(compile_rule(rule, order) for order, rule in enumerate(rules))
-        by_group: dict[tuple[tuple[str, ...], bool], list[CompiledRule]] = {}
-        for compiled in self.rules:
-            mode = compiled.rule.mode
-            if mode != "off":
-                by_group.setdefault((compiled.rule.by, mode == "shadow"), []).append(compiled)
-        self._groups = tuple(_Group(group) for group in by_group.values())
+        groups: dict[tuple[tuple[str, ...], str], int] = {}
+        self.rules = tuple(
+            compile_rule(rule, order, groups.setdefault((rule.by, rule.mode), order))
+            for order, rule in enumerate(rules)
+        )
+        self._index = _Index([each for each in self.rules if each.rule.mode != "off"])
         # What to look at in a request, to know whether it is like one seen before.
         asked = {each.attribute for rule in self.rules for each in rule.conditions}
         if any(rule.endpoints for rule in self.rules):
@@ -389,14 +377,16 @@ class Table:
 
     def _match(self, values: Values) -> tuple[tuple[CompiledRule, ...], ...]:
         by_name = dict(zip(self._names, values, strict=True))
-        _require_text(by_name)
+        for value in values:
+            if value is not None and not isinstance(value, str):
+                _refuse(by_name)
         endpoint = by_name.get("endpoint")
         path = None if endpoint is None else normalised(endpoint)
         method = by_name["method"]
         if method is not None:
             by_name["method"] = method.upper()
-        found = (group.matching(path, by_name.get) for group in self._groups)
-        matched = tuple(each for each in found if each)
+        candidates = self._index.candidates(path, by_name.get)
+        matched = _matching(candidates, path, by_name) if candidates else ()
         if endpoint is None or len(endpoint) <= MEMO_PATH_LENGTH_MAX:
             if len(self._memo) >= MEMO_MAX:
                 self._memo.clear()
@@ -404,10 +394,35 @@ class Table:
         return matched
 
 
-def _require_text(by_name: dict[str, str | None]) -> None:
-    for name, value in by_name.items():
-        if value is not None and not isinstance(value, str):
-            raise InvalidKey(
-                f"{name}={show(value)} is {type(value).__name__}, and a request's attributes are "
-                f"text; write it as text"
-            )
+def _matching(
+    candidates: list[_Candidate], path: str | None, by_name: dict[str, str | None]
+) -> tuple[tuple[CompiledRule, ...], ...]:
+    """For each group those that match, in order, up to the first that is for every subject."""
+    groups: dict[int, list[CompiledRule]] = {}
+    complete: set[int] = set()
+    before = None
+    for _, rule, endpoints in candidates:
+        if rule.group in complete or rule is before:
+            continue
+        if endpoints is not None and (
+            path is None or not any(each.matches_normalised(path) for each in endpoints)
+        ):
+            continue
+        for condition in rule.conditions:
+            value = by_name[condition.attribute]
+            if value is None or not condition.holds(value):
+                break
+        else:
+            before = rule  # it may be there again, by another of its endpoints
+            groups.setdefault(rule.group, []).append(rule)
+            if rule.rule.rollout >= 100:
+                complete.add(rule.group)
+    return tuple([tuple(groups[group]) for group in sorted(groups)])
+
+
+def _refuse(by_name: dict[str, str | None]) -> NoReturn:
+    name, value = next(pair for pair in by_name.items() if not isinstance(pair[1], str | NoneType))
+    raise InvalidKey(
+        f"{name}={show(value)} is {type(value).__name__}, and a request's attributes are text; "
+        f"write it as text"
+    )
