@@ -1,0 +1,90 @@
+"""A node that follows its rules, run as a program: it says which limit is in force, and since when.
+
+    python -m tests.integration.rules_node '{"rules": URL, "store": URI, "poll": 30, …}'
+
+Each line that it prints is a JSON object: `limit`, as a request meets it, when that changes, with
+`at_ns`, by the clock of the machine, and what `rules_status` says. With `threads`, so many of them
+check in a loop meanwhile. An empty line to its input makes it print what they saw, and end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import select
+import sys
+import time
+from collections import Counter
+from threading import Event, Thread
+from typing import Any
+
+from tollkeeper import Limiter, Request
+
+PAUSE_SECONDS = 0.003
+ASKED = Request(user="42", ip="10.0.0.1")
+
+
+def say(**facts: Any) -> None:
+    """One line."""
+    print(json.dumps(facts, default=str), flush=True)
+
+
+class Load:
+    """Threads that check without a pause, and count what they saw."""
+
+    def __init__(self, limiter: Limiter, threads: int) -> None:
+        self._limiter = limiter
+        self._stopped = Event()
+        # Of each thread its own, so that none is lost.
+        self._counts: list[tuple[Counter[int], list[str]]] = []
+        self._threads = [Thread(target=self._hammer, daemon=True) for _ in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def _hammer(self) -> None:
+        limits: Counter[int] = Counter()
+        failures: list[str] = []
+        self._counts.append((limits, failures))
+        while not self._stopped.is_set():
+            try:
+                decision = self._limiter.check(ASKED)
+                limits[decision.limit] += 1
+                # In every version the rule is named for its limit: a decision is of one version.
+                if decision.rule != f"limit-{decision.limit}" or not decision.allowed:
+                    failures.append(repr(decision))
+            except Exception as error:
+                failures.append(repr(error))
+
+    def stop(self) -> dict[str, Any]:
+        """Let them finish; how many checks there were, which limits they met, what went wrong."""
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join()
+        limits: Counter[int] = sum((each for each, _ in self._counts), Counter())
+        failures = [each for _, some in self._counts for each in some]
+        return {"checks": limits.total(), "limits": sorted(limits), "failures": failures[:10]}
+
+
+def main() -> None:
+    """Until its input ends."""
+    options = json.loads(sys.argv[1])
+    threads = options.pop("threads", 0)
+    rules = options.pop("rules")
+    limiter = Limiter.from_rules(rules, **options)
+    load = Load(limiter, threads)
+    last = None
+    while True:
+        limit = limiter.check(ASKED).limit
+        status = limiter.rules_status()
+        seen = (limit, status.origin, status.error, status.push_error)
+        if seen != last:
+            last = seen
+            say(limit=limit, at_ns=time.time_ns(), **dataclasses.asdict(status))
+        if select.select([sys.stdin], [], [], PAUSE_SECONDS)[0]:
+            break
+    say(**load.stop())
+    limiter.close()
+
+
+if __name__ == "__main__":
+    main()
