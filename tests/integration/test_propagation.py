@@ -23,6 +23,7 @@ import pytest
 
 from tests.postgres_server import Postgres, running_postgres
 from tests.redis_servers import running, until
+from tests.redis_servers.ports import HOST, free_port
 from tollkeeper import Limit, Limiter, Request, open_store
 from tollkeeper.control.repository import Repository
 from tollkeeper.control.sources import announce
@@ -330,7 +331,7 @@ async def test_killed_at_any_moment_it_starts_with_a_whole_version(tmp_path: Pat
     """SIGKILL while versions come in: the snapshot is one of them, all of it."""
     url = f"sqlite:///{tmp_path}/rules.db"
     place = str(tmp_path / "rules.snapshot")
-    away = f"sqlite:///{tmp_path}/no-such-folder/rules.db"
+    away = f"postgresql://{HOST}:{free_port()}/rules"
     chance = random.Random(7)
     async with editing(url) as editor:
         for _ in range(6):
