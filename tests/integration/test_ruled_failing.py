@@ -1,0 +1,203 @@
+"""Rules while their Redis cannot be asked: each rule's own failure policy, threads and asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.redis_servers import Single, until
+from tollkeeper import AsyncLimiter, Decision, Limiter, Request, StoreError
+from tollkeeper.decide.stores import open_store
+
+ANN = Request(user="ann", tenant="acme", ip="192.0.2.7")
+DEADLINE_MS = 500
+
+
+@pytest.fixture(scope="module")
+def dead() -> Iterator[Single]:
+    """A server that was there and is gone: nobody listens on its port."""
+    with Single() as server:
+        server.kill()
+        yield server
+
+
+def document(**on_failure: str) -> str:
+    """A rule by user, tenant and ip each, of which those that are named say what is to happen."""
+    lines = [
+        f"  - {{id: {name}, by: {name}, limits: 3/minute"
+        + (f", on_failure: {policy}}}" if policy else "}")
+        for name, policy in on_failure.items()
+    ]
+    return "\n".join(["version: 1", "rules:", *lines])
+
+
+def checks(dead: Single, rules: str, times: int = 1, **options: Any) -> list[Decision]:
+    """Decisions of a limiter for threads, after those for asyncio were found to be the same."""
+    with Limiter.from_rules(rules, store=dead.uri, **options) as limiter:
+        found = [limiter.check(ANN) for _ in range(times)]
+
+    async def ask() -> list[Decision]:
+        async with AsyncLimiter.from_rules(rules, store=dead.uri, **options) as awaited:
+            return [await awaited.check(ANN) for _ in range(times)]
+
+    same = [(each.allowed, each.rule, each.degraded) for each in asyncio.run(ask())]
+    assert same == [(each.allowed, each.rule, each.degraded) for each in found]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("on_failure", "limiters", "allowed"),
+    [
+        # The rule's own goes before the limiter's.
+        ({"user": "open"}, "closed", True),
+        ({"user": "closed"}, "open", False),
+        ({"user": "closed"}, "raise", False),
+        ({"user": ""}, "open", True),
+        ({"user": ""}, "closed", False),
+        # Each rule answers, the others' silence included, and all must pass.
+        ({"user": "open", "tenant": ""}, "open", True),
+        ({"user": "open", "tenant": ""}, "closed", False),
+        ({"user": "", "tenant": "closed"}, "open", False),
+        ({"user": "local", "tenant": "open"}, "open", True),
+        ({"user": "local", "tenant": "closed"}, "open", False),
+        ({"user": "local", "tenant": ""}, "closed", False),
+    ],
+    ids=repr,
+)
+def test_each_rule_answers_as_it_says(
+    dead: Single, on_failure: dict[str, str], limiters: Any, allowed: bool
+) -> None:
+    """By its `on_failure`, or the limiter's if it has none; always marked degraded."""
+    [decision] = checks(dead, document(**on_failure), on_failure=limiters)
+    assert (decision.allowed, decision.degraded) == (allowed, True)
+    assert decision.rule in on_failure
+
+
+@pytest.mark.parametrize("on_failure", [{"user": ""}, {"user": "local", "tenant": ""}], ids=repr)
+def test_a_rule_without_a_policy_raises_if_the_limiter_is_to(
+    dead: Single, on_failure: dict[str, str]
+) -> None:
+    """And the others' counts of this process are not charged for it."""
+    rules = document(**on_failure)
+    with Limiter.from_rules(rules, store=dead.uri, on_failure="raise") as limiter:
+        for verb in (limiter.check, limiter.peek):
+            with pytest.raises(StoreError):
+                verb(ANN)
+
+
+def test_local_counts_in_this_process(dead: Single) -> None:
+    """The limits hold for this process, and say that they are not the real thing."""
+    found = checks(dead, document(user="local"), times=5)
+    assert [bool(each) for each in found] == [True, True, True, False, False]
+    assert [each.remaining for each in found] == [2, 1, 0, 0, 0]
+    assert {(each.rule, each.degraded) for each in found} == {("user", True)}
+    assert found[-1].retry_after > 0
+
+
+def test_a_share_of_the_limits_where_several_processes_count_alone(dead: Single) -> None:
+    """Three processes at a third each admit together what one limit allows; at least 1."""
+    found = checks(dead, document(user="local"), times=3, local_share=1 / 3)
+    assert [bool(each) for each in found] == [True, False, False]
+    found = checks(dead, document(user="local"), times=2, local_share=0.01)
+    assert [bool(each) for each in found] == [True, False]
+
+
+def test_local_rules_pass_together_or_not_at_all(dead: Single) -> None:
+    """A request that one denies costs the others nothing, as ever."""
+    rules = document(user="local", tenant="local").replace(
+        "by: tenant, limits: 3/minute", "by: tenant, limits: 5/minute"
+    )
+    with Limiter.from_rules(rules, store=dead.uri) as limiter:
+        found = [bool(limiter.check(ANN)) for _ in range(5)]
+        assert found == [True, True, True, False, False]
+        bob = Request(user="bob", tenant="acme")
+        assert [bool(limiter.check(bob)) for _ in range(3)] == [True, True, False]
+
+
+def test_a_closed_rule_leaves_local_counts_alone(dead: Single) -> None:
+    """What is denied is not charged; peeking charges nothing either."""
+    both = document(user="local", tenant="closed")
+    with Limiter.from_rules(both, store=dead.uri) as limiter:
+        assert not any(limiter.check(ANN) for _ in range(5))
+        limiter.use(document(user="local"))
+        assert [limiter.peek(ANN).remaining for _ in range(2)] == [3, 3]
+        assert limiter.check(ANN).remaining == 2
+
+
+def test_a_cost_beyond_the_share_is_denied_and_no_error(dead: Single) -> None:
+    """It would fit the whole limit, so it may fit again when the store is back."""
+    rules = document(user="local")
+    with Limiter.from_rules(rules, store=dead.uri, local_share=0.4) as limiter:
+        decision = limiter.check(ANN, cost=3)
+        assert (decision.allowed, decision.degraded) == (False, True)
+
+
+def test_failures_are_counted_and_explained(dead: Single) -> None:
+    """Every rule's, shadows included; explain says what it knows and why it knows no more."""
+    rules = document(user="open", tenant="open") + (
+        "\n  - {id: tried, by: ip, limits: 1/minute, mode: shadow}"
+    )
+    with Limiter.from_rules(rules, store=dead.uri) as limiter:
+        assert limiter.check(ANN)
+        assert {name: each.failed for name, each in limiter.counts().items()} == {
+            "user": 1,
+            "tenant": 1,
+            "tried": 1,
+        }
+        explained = limiter.explain(ANN)
+        assert [rule.applies for rule in explained.rules] == [True] * 3
+        assert all(rule.decision is None and rule.error for rule in explained.rules)
+
+
+def test_shadows_cost_no_further_deadline() -> None:
+    """A server that does not answer is waited for once, whatever is in shadow mode."""
+    shadows = "".join(
+        f"\n  - {{id: s{n}, by: [user, a{n}], limits: 1/minute, mode: shadow}}" for n in range(5)
+    )
+    rules = document(user="open") + shadows
+    with Single() as server:
+        store = open_store(server.uri, deadline_ms=DEADLINE_MS)
+
+        def seconds_of(ask: Any) -> float:
+            server.pause()
+            start = time.monotonic()
+            decision = ask()
+            passed = time.monotonic() - start
+            server.resume()
+            assert (decision.allowed, decision.degraded) == (True, True)
+            return passed
+
+        limiter = Limiter.from_rules(rules, store=store)
+        assert not limiter.check(ANN).degraded
+        assert seconds_of(lambda: limiter.check(ANN)) < 2 * DEADLINE_MS / 1_000
+        store.close()
+
+        async def ask() -> float:
+            fresh = open_store(server.uri, deadline_ms=DEADLINE_MS)
+            awaited = AsyncLimiter.from_rules(rules, store=fresh)
+            answered: Awaitable[Decision] = awaited.check(ANN)
+            assert not (await answered).degraded
+            server.pause()
+            start = time.monotonic()
+            assert (await awaited.check(ANN)).degraded
+            passed = time.monotonic() - start
+            server.resume()
+            await fresh.aclose()  # type: ignore[attr-defined]  # Redis has it
+            return passed
+
+        assert asyncio.run(ask()) < 2 * DEADLINE_MS / 1_000
+
+
+def test_a_store_that_comes_back_decides_again() -> None:
+    """From local to exact without a restart."""
+    rules = document(user="local")
+    with Single() as server, Limiter.from_rules(rules, store=server.uri) as limiter:
+        assert not limiter.check(ANN).degraded
+        server.kill()
+        assert limiter.check(ANN).degraded
+        server.start()
+        until(lambda: not limiter.check(ANN).degraded, "the store decides again", 20)

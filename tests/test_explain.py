@@ -1,0 +1,166 @@
+"""Why a request is limited as it is: for every rule, whether it applies and why."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+
+from tollkeeper import AsyncLimiter, Limiter, Request
+from tollkeeper.testing import ManualClock
+
+DOCUMENT = """
+version: 1
+tiers: {free: 10/minute, pro: 20/minute}
+assign: {"user:7": pro}
+rules:
+  - {id: writes, match: {method: [POST, PUT]}, by: user, limits: 1/minute}
+  - {id: eu, match: {attributes: {region: "eu-*"}}, by: user, limits: 2/minute}
+  - {id: nobody, by: user, limits: 3/minute, rollout: 0}
+  - {id: gone, by: user, limits: 3/minute, mode: "off"}
+  - {id: orders, match: {endpoint: "/v1/orders/*"}, by: user, limits: 4/minute, cost: 2}
+  - {id: rest, by: user, limits: 5/minute}
+  - {id: tried, by: user, limits: 6/minute, mode: shadow}
+  - {id: tiered, by: tenant}
+  - {id: keyed, by: api_key, limits: 7/minute, keys: {"sk_*": 8/minute}}
+allow: ["ip:10.0.0.0/8"]
+deny: ["user:mallory"]
+overrides:
+  - for: {user: boss}
+    rule: orders
+    limits: 99/minute
+    until: 2030-01-01T00:00:00Z
+    reason: launch week
+    author: ops@shop.example
+"""
+ORDER = Request(user="42", endpoint="/v1/orders/9", method="GET")
+
+
+@pytest.fixture
+def limiter() -> Limiter:
+    return Limiter.from_rules(DOCUMENT, clock=ManualClock(start=1_800_000_000))
+
+
+@pytest.mark.parametrize(
+    ("rule", "applies", "why"),
+    [
+        ("writes", False, "method 'GET' is not POST, PUT"),
+        ("eu", False, "the request has no region"),
+        ("nobody", False, "its rollout of 0 % does not reach this subject"),
+        ("gone", False, "it is off"),
+        ("orders", True, "all its conditions hold"),
+        ("rest", False, "rule orders counts by the same and goes first"),
+        ("tried", True, "all its conditions hold"),
+        ("tiered", False, "it has no limits for requests without a tier"),
+        ("keyed", True, "all its conditions hold"),
+    ],
+)
+def test_every_rule_says_whether_it_applies_and_why(
+    limiter: Limiter, rule: str, applies: bool, why: str
+) -> None:
+    """In the document's order, with a reason each."""
+    explanation = limiter.explain(ORDER)
+    found = {each.id: each for each in explanation.rules}
+    assert list(found) == [each.id for each in limiter._ruled_gate().policy.document.rules]
+    assert (found[rule].applies, found[rule].why) == (applies, why)
+    assert (found[rule].decision is not None) is applies
+    assert [each.id for each in explanation.applying] == ["orders", "tried", "keyed"]
+
+
+@pytest.mark.parametrize(
+    ("request_", "rule", "why"),
+    [
+        (Request(endpoint="/v2"), "orders", "endpoint '/v2' is not /v1/orders/*"),
+        (Request(), "orders", "endpoint None is not /v1/orders/*"),
+        (Request(attributes={"region": "us"}), "eu", "region 'us' is not eu-*"),
+        (Request(tier="x"), "tiered", "it has no limits for tier x"),
+        (Request(user="mallory"), "rest", "user:mallory on the deny list goes before all rules"),
+        (Request(ip="10.9.9.9"), "rest", "ip:10.0.0.0/8 on the allow list goes before all rules"),
+    ],
+)
+def test_reasons(limiter: Limiter, request_: Request, rule: str, why: str) -> None:
+    """What fails is named, with what would hold."""
+    [found] = [each for each in limiter.explain(request_).rules if each.id == rule]
+    assert (found.applies, found.why) == (False, why)
+
+
+def test_what_a_rule_would_answer_and_what_it_costs(limiter: Limiter) -> None:
+    """Limits, subject and units, and the decision that a check would get now."""
+    limiter.check(ORDER)
+    [orders] = [each for each in limiter.explain(ORDER, cost=2).rules if each.id == "orders"]
+    assert (orders.by, orders.mode, orders.subject, orders.units) == (
+        ("user",),
+        "enforce",
+        "user:42",
+        4,
+    )
+    assert orders.decision is not None
+    assert (orders.decision.allowed, orders.decision.remaining) == (False, 2)
+    assert orders.decision.retry_after == 30.0
+
+
+def test_explaining_spends_nothing(limiter: Limiter) -> None:
+    """However often it is asked, and nothing is counted."""
+    first = limiter.explain(ORDER)
+    for _ in range(20):
+        assert limiter.explain(ORDER) == first
+    assert limiter.counts() == {}
+    assert limiter.check(ORDER).allowed
+
+
+def test_where_the_limits_come_from(limiter: Limiter) -> None:
+    """The rule, a tier, a key or an override, with the override's reason, author and end."""
+
+    def sources(request: Request) -> dict[str, str]:
+        return {each.id: each.source for each in limiter.explain(request).rules}
+
+    assert sources(ORDER)["orders"] == "default"
+    assert sources(Request(user="7"))["tiered"] == "tier pro"
+    assert sources(Request(api_key="sk_1"))["keyed"] == "key sk_*"
+    assert sources(Request())["tiered"] == ""
+    boss = Request(user="boss", endpoint="/v1/orders/9")
+    [orders] = [each for each in limiter.explain(boss).rules if each.id == "orders"]
+    assert orders.source == "override user:boss"
+    assert orders.limits[0].limit == 99
+    assert orders.override is not None
+    assert (orders.override.reason, orders.override.author, orders.override.until) == (
+        "launch week",
+        "ops@shop.example",
+        datetime(2030, 1, 1, tzinfo=UTC),
+    )
+
+
+def test_a_rule_that_would_not_apply_shows_the_limits_it_would_have(limiter: Limiter) -> None:
+    """So that one sees what a change of the order would do."""
+    [rest] = [each for each in limiter.explain(ORDER).rules if each.id == "rest"]
+    assert ([limit.limit for limit in rest.limits], rest.subject, rest.units) == ([5], "", 0)
+
+
+def test_tier_version_and_list(limiter: Limiter) -> None:
+    """What holds for the whole request."""
+    limiter.use(DOCUMENT, "v7")
+    explanation = limiter.explain(Request(user="7"))
+    assert (explanation.version, explanation.tier, explanation.listed) == ("v7", "pro", "")
+    assert limiter.explain(Request(user="mallory")).listed == "deny user:mallory"
+    assert limiter.explain(Request(ip="10.1.1.1")).applying == ()
+
+
+async def test_asyncio_explains_alike(limiter: Limiter) -> None:
+    """The same explanation, awaited."""
+    awaited = AsyncLimiter.from_rules(DOCUMENT, clock=ManualClock(start=1_800_000_000))
+    assert await awaited.explain(ORDER) == limiter.explain(ORDER)
+
+
+def test_a_rule_without_limits_for_a_tier_takes_the_place() -> None:
+    """The first that matches applies, though it limits nobody of this tier; the next says so."""
+    limiter = Limiter.from_rules("""
+version: 1
+tiers: {free: 10/minute}
+rules:
+  - {id: first, by: user}
+  - {id: second, by: user, limits: 5/minute}
+""")
+    first, second = limiter.explain(Request(user="1")).rules
+    assert first.why == "it has no limits for requests without a tier"
+    assert (second.applies, second.why) == (False, "rule first counts by the same and goes first")
+    assert limiter.check(Request(user="1")).rule == ""
