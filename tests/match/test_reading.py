@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -168,6 +169,15 @@ def test_what_is_not_yaml(text: str, problem: str) -> None:
 def test_a_byte_order_mark_is_nothing() -> None:
     """Some editors write one."""
     assert tree("\ufeffa: 1").value[0][0].text == "a"
+
+
+def test_the_library_without_its_compiled_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it was built so, documents are read more slowly and the same."""
+    text = 'a: &x [1, "b", off]\nc: *x\nd: {<<: {e: 2026-01-01}, f: ~}\n'
+    compiled = tree(text)
+    monkeypatch.delattr(yaml, "CSafeLoader")
+    assert tree(text) == compiled
+    assert refused("a: b: c").startswith("t:1:5: this is not YAML: mapping values are not allowed")
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.match.documents import Data, documents
+from tollkeeper.errors import ConfigError
 from tollkeeper.match.document import from_data, read, read_file
 from tollkeeper.match.rules import Document, Match, Override, Rule, Scale
 from tollkeeper.match.writing import limit_data, to_data, to_yaml
@@ -134,6 +137,21 @@ def test_all_that_is_unusual_is_written() -> None:
         assert not usual, f"{usual} of {type(value).__name__} are not tried here"
     assert from_data(to_data(document)) == document
     assert read(to_yaml(document)) == document
+
+
+def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """YAML is an extra; plain data needs nothing."""
+    real = builtins.__import__
+
+    def without_yaml(name: str, *rest: Any) -> Any:
+        if name == "yaml":
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without_yaml)
+    with pytest.raises(ConfigError, match=r"pip install 'tollkeeper\[rules\]'"):
+        to_yaml(Document())
+    assert to_data(Document()) == {"version": 1}
 
 
 def test_order_is_kept() -> None:

@@ -128,14 +128,12 @@ def tree_of_yaml(text: str, problems: Problems) -> Node | None:
     except _Refused as refused:
         problems.add(refused.line, refused.column, "", str(refused))
         return None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line, column = (mark.line + 1, mark.column + 1) if mark else (0, 0)
-        said = ", ".join(part for part in (error.problem, error.context) if part)
-        problems.add(line, column, "", f"this is not YAML: {said}")
-        return None
     except yaml.YAMLError as error:
-        problems.add(0, 0, "", f"this is not YAML: {error}")
+        mark = getattr(error, "problem_mark", None)
+        line, column = (mark.line + 1, mark.column + 1) if mark else (0, 0)
+        parts = (getattr(error, "problem", None), getattr(error, "context", None))
+        said = ", ".join(part for part in parts if part) or str(error)
+        problems.add(line, column, "", f"this is not YAML: {said}")
         return None
     finally:
         loader.dispose()
