@@ -186,7 +186,8 @@ class Follower:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._wake: asyncio.Event | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
         self._unsaved: Found | None = None
         if start.status.origin == "source":
             self._unsaved = Found(start.status.version, start.document)
@@ -214,17 +215,17 @@ class Follower:
 
     def _signal(self) -> None:
         self._stopped.set()
-        loop, wake = self._loop, self._wake
-        if loop is not None and wake is not None:
+        loop, task = self._loop, self._task
+        if loop is not None and task is not None:
             with suppress(RuntimeError):  # it has ended by itself
-                loop.call_soon_threadsafe(wake.set)
+                loop.call_soon_threadsafe(task.cancel)
 
     def forked(self) -> None:
         """In a child process: the thread is not here, and its connections are the parent's."""
         if self._thread is None or self._stopped.is_set():
             return
         self._stopped = threading.Event()
-        self._loop = self._wake = None
+        self._loop = self._task = None
         # Not at once: the store, too, has to notice that it was forked, and a server that forks
         # fifty workers would have fifty connections asked for in one moment.
         self._start(first_pause_s=self._poll_s * random.random())  # noqa: S311 - no secret
@@ -239,14 +240,16 @@ class Follower:
         if self._stopped.wait(first_pause_s):
             return
         try:
-            asyncio.run(self._follow())
+            with suppress(asyncio.CancelledError):
+                asyncio.run(self._follow())
         except Exception:
             # A defect of ours: the application goes on with the rules that it has.
             log.exception("rules: no longer followed")
             self._note("no longer followed, because of a defect; see the log")
 
     async def _follow(self) -> None:
-        self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
+        self._wake = asyncio.Event()
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         source = source_of(self._rules)
         assert source is not None, "only what has a source is followed"  # noqa: S101 - our own
         pushing = [asyncio.create_task(self._heed("source", source.hints))]
@@ -257,28 +260,25 @@ class Follower:
         try:
             while not self._stopped.is_set():
                 self._wake.clear()
-                well = await self._look(source)
-                await self._rest(jittered(self._poll_s) if well else pause.next_s(), hasty=well)
-                if well:
+                if await self._look(source):
                     pause.reset()
+                    await self._rest()
+                else:
+                    await asyncio.sleep(pause.next_s())
         finally:
             for task in pushing:
                 task.cancel()
-            await asyncio.gather(*pushing, return_exceptions=True)
-            await source.close()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STOP_S_MAX):  # a server that hangs is left alone
+                    await asyncio.gather(*pushing, return_exceptions=True)
+                    await source.close()
 
-    async def _rest(self, seconds: float, *, hasty: bool) -> None:
-        """Until something hints at a change; a source that is away is not asked any sooner."""
-        assert self._wake is not None, "the loop runs"  # noqa: S101 - our own
+    async def _rest(self) -> None:
+        """Until something hints at a change, or it is time to ask without."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(jittered(self._poll_s)):
                 await self._wake.wait()
-                if hasty and not self._stopped.is_set():
-                    await asyncio.sleep(random.uniform(0, HINT_SPREAD_S))  # noqa: S311 - no secret
-                    return
-                while not self._stopped.is_set():
-                    self._wake.clear()
-                    await self._wake.wait()
+                await asyncio.sleep(random.uniform(0, HINT_SPREAD_S))  # noqa: S311 - no secret
 
     async def _look(self, source: Source) -> bool:
         """Ask the source, and put what is new into force. Was all well?"""
@@ -327,8 +327,7 @@ class Follower:
                     async for _ in heard:
                         pause.reset()
                         self._note_push(name, "")
-                        if self._wake is not None:
-                            self._wake.set()
+                        self._wake.set()
             except Exception as error:  # whatever it is, polling goes on
                 self._note_push(name, _words(error))
                 await asyncio.sleep(pause.next_s())
@@ -340,6 +339,8 @@ class Follower:
             return
         if error:
             log.warning("rules: version %s stays in force: %s", self._status.version, error)
+        else:
+            log.info("rules: %s is well again", self._status.source)
         self._status = replace(self._status, error=error)
 
     def _note_push(self, name: str, error: str) -> None:

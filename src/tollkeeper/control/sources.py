@@ -205,7 +205,8 @@ class StoreHints:
                     if await loop.run_in_executor(thread, subscription.wait, _REDIS_WAIT_S):
                         yield
             finally:
-                thread.submit(subscription.close)
+                with suppress(RuntimeError):  # the process ends, and all connections with it
+                    thread.submit(subscription.close)
         finally:
             thread.shutdown(wait=False)
 
