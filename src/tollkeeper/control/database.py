@@ -45,6 +45,7 @@ EXAMPLES: Final = '"sqlite:///rules.db" or "postgresql://user:password@host/rule
 
 # SQLSTATE: canceled by a timeout of ours, a lock not had in time, and forgotten in a transaction.
 _TIMEOUT_STATES: Final = {"57014", "55P03", "25P03"}
+_NO_RIGHT: Final = "42501"
 _SQLITE_BUSY: Final = ("database is locked", "database table is locked", "database is busy")
 
 
@@ -129,21 +130,24 @@ class Database:
                 f"look for a writer that is stuck"
             ) from error
         except exc.DBAPIError as error:
-            raise self._store_error(error, str(error.orig)) from error
+            original = error.orig or error
+            # SQLAlchemy's own error of the driver has the name of a class before the words.
+            raise self._store_error(original.__cause__ or original) from error
         except _raw_errors() as error:
-            raise self._store_error(error, str(error)) from error
+            raise self._store_error(error) from error
 
-    def _store_error(self, error: BaseException, said: str) -> StoreError:
-        original = getattr(error, "orig", None) or error
-        state = getattr(original, "sqlstate", None)
+    def _store_error(self, error: BaseException) -> StoreError:
+        said = str(error) or type(error).__name__
+        state = getattr(error, "sqlstate", None)
         busy = not self.is_postgresql and any(words in said for words in _SQLITE_BUSY)
         if busy or state in _TIMEOUT_STATES:
             return StoreTimeout(f"{self.name} is busy: {said}; try again")
-        remedy = (
-            "does the server run, and do user, password and database exist?"
-            if self.is_postgresql
-            else "does its folder exist, and may this process write there?"
-        )
+        if not self.is_postgresql:
+            remedy = "is it a file in a folder that exists, and may this process write there?"
+        elif state == _NO_RIGHT:
+            remedy = "grant that to the user in the URL"
+        else:
+            remedy = "does the server run, and do user, password and database exist?"
         return StoreUnavailable(f"{self.name} cannot be used: {said}; {remedy}")
 
     async def close(self) -> None:
@@ -237,4 +241,4 @@ def _raw_errors() -> tuple[type[Exception], ...]:
         import asyncpg  # noqa: PLC0415 - an extra: SQLite works without it
     except ImportError:
         return (OSError,)
-    return OSError, asyncpg.PostgresError, asyncpg.InterfaceError
+    return OSError, asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError

@@ -11,7 +11,7 @@ the number is asked for: that finds out, and it also finds what was missed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
@@ -47,7 +47,7 @@ class _Ear:
         self.news.set()
 
 
-async def listen(database: Database) -> AsyncIterator[int]:
+async def listen(database: Database) -> AsyncGenerator[int, None]:
     """The current number at once, then each that is newer. Raises StoreUnavailable at the end."""
     with database.errors():
         connection = await database.connect_asyncpg()

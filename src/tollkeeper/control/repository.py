@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Final, Self
@@ -163,16 +164,18 @@ class Repository:
         names = f"version {old.number}", f"version {new.number}"
         return await asyncio.to_thread(unified_diff, old.text, new.text, *names)
 
-    async def listen(self) -> AsyncIterator[int]:
+    async def listen(self) -> AsyncGenerator[int, None]:
         """The current number at once, then each newer one as soon as it is committed.
 
         On PostgreSQL, by NOTIFY; where several come at a time, only the newest is told. Raises
         StoreUnavailable when the connection is lost, and ConfigError on SQLite, which has no push.
+        Its connection is closed with it: use `async with aclosing(repository.listen())`.
         """
         if not self._database.is_postgresql:
             raise ConfigError("SQLite has no push; ask for number() every second instead")
-        async for number in listen(self._database):
-            yield number
+        async with aclosing(listen(self._database)) as numbers:
+            async for number in numbers:
+                yield number
 
     # ----------------------------------------------------------------------------------- changing
 

@@ -23,6 +23,8 @@ from tollkeeper.control.database import Database
 from tollkeeper.control.tables import SCHEMA_TABLE
 from tollkeeper.errors import ConfigError
 
+MIGRATIONS: Final = Path(__file__).with_name("migrations")
+
 # Alembic keeps what it works on in its modules, so it can do one thing at a time in a process.
 _alembic: Final = Lock()
 
@@ -70,9 +72,8 @@ def _revision(connection: Connection) -> str | None:
 
 def _config() -> Config:
     config = Config()
-    folder = Path(__file__).with_name("migrations")
     # It is read with % as the sign of a variable.
-    config.set_main_option("script_location", str(folder).replace("%", "%%"))
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     return config
 
 

@@ -1,0 +1,151 @@
+"""Push on PostgreSQL: heard at once, never of what was rolled back, and losses are noticed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import aclosing
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from tests.integration.rule_databases import document
+from tests.postgres_server import Postgres, running_postgres
+from tollkeeper.control import listening
+from tollkeeper.control.repository import Repository
+from tollkeeper.errors import ConfigError, StoreTimeout, StoreUnavailable
+
+Answer = TypeVar("Answer")
+
+# For what takes milliseconds, on a busy machine.
+PATIENCE_SECONDS = 20.0
+
+
+@pytest.fixture
+async def repository() -> AsyncIterator[Repository]:
+    """With one version."""
+    async with await Repository.open(running_postgres().new_database()) as opened:
+        await opened.apply(document(), author="ann", expected=0)
+        yield opened
+
+
+async def soon(answer: Awaitable[Answer]) -> Answer:
+    return await asyncio.wait_for(answer, PATIENCE_SECONDS)
+
+
+async def test_numbers_arrive_as_they_are_committed(repository: Repository) -> None:
+    """The current one at once, for what came before one listened; then each that is new."""
+    async with aclosing(repository.listen()) as numbers:
+        assert await soon(anext(numbers)) == 1
+        for number in range(2, 6):
+            await repository.assign(f"user:{number}", "pro", author="ann")
+            assert await soon(anext(numbers)) == number
+
+
+async def test_who_is_slow_is_told_the_newest(repository: Repository) -> None:
+    """Nothing piles up: of ten that came meanwhile, it is the last."""
+    async with aclosing(repository.listen()) as numbers:
+        await soon(anext(numbers))
+        for user in range(10):
+            await repository.assign(f"user:{user}", "pro", author="ann")
+        seen = [1]
+        while seen[-1] < 11:
+            seen.append(await soon(anext(numbers)))
+        assert seen == sorted(set(seen))
+        assert len(seen) < 11
+
+
+async def test_what_is_rolled_back_is_not_told(repository: Repository) -> None:
+    """NOTIFY is part of the transaction."""
+
+    async def write_half() -> None:
+        async with repository._database.writing() as connection:
+            await connection.exec_driver_sql("SELECT pg_notify('tollkeeper_rules', '99')")
+            raise ZeroDivisionError
+
+    async with aclosing(repository.listen()) as numbers:
+        await soon(anext(numbers))
+        with pytest.raises(ZeroDivisionError):
+            await write_half()
+        await repository.assign("user:1", "pro", author="ann")
+        assert await soon(anext(numbers)) == 2
+
+
+async def test_what_anyone_else_says_on_the_channel_is_no_harm(repository: Repository) -> None:
+    """Words that are no number are passed over."""
+    async with aclosing(repository.listen()) as numbers:
+        await soon(anext(numbers))
+        async with repository._database.engine.begin() as connection:
+            await connection.exec_driver_sql("SELECT pg_notify('tollkeeper_rules', 'hello')")
+        await repository.assign("user:1", "pro", author="ann")
+        assert await soon(anext(numbers)) == 2
+
+
+async def test_what_was_not_announced_is_found_after_a_while(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quiet connection is asked for the number: it may be dead, and something may be missed."""
+    monkeypatch.setattr(listening, "QUIET_SECONDS_MAX", 0.05)
+    monkeypatch.setattr("tollkeeper.control.repository.CHANNEL", "somewhere_else")
+    async with aclosing(repository.listen()) as numbers:
+        await soon(anext(numbers))
+        await repository.assign("user:1", "pro", author="ann")
+        assert await soon(anext(numbers)) == 2
+
+
+async def test_a_cut_connection_is_told_and_listening_again_works(repository: Repository) -> None:
+    """StoreUnavailable, at once; then the current number, so nothing is missed in between."""
+    async with aclosing(repository.listen()) as numbers:
+        await soon(anext(numbers))
+        async with repository._database.engine.begin() as connection:
+            await connection.exec_driver_sql(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                "WHERE pid <> pg_backend_pid() AND datname = current_database()"
+            )
+        with pytest.raises(StoreUnavailable, match="listen again"):
+            await soon(anext(numbers))
+    await repository.assign("user:1", "pro", author="ann")
+    async with aclosing(repository.listen()) as numbers:
+        assert await soon(anext(numbers)) == 2
+
+
+async def test_a_server_that_falls_silent_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connections stay open and nobody answers: the question that follows a quiet while is not
+    answered in time."""
+    monkeypatch.setattr(listening, "QUIET_SECONDS_MAX", 0.05)
+    monkeypatch.setattr(listening, "CONNECT_SECONDS_MAX", 0.2)
+    with Postgres() as server:
+        async with (
+            await Repository.open(server.new_database()) as repository,
+            aclosing(repository.listen()) as numbers,
+        ):
+            await soon(anext(numbers))
+            server.pause()
+            try:
+                with pytest.raises(StoreTimeout):
+                    await soon(anext(numbers))
+            finally:
+                server.resume()
+
+
+async def test_listening_leaves_no_connection(repository: Repository) -> None:
+    """Whoever stops listening gives it back to the server."""
+    async with aclosing(repository.listen()) as numbers:
+        await soon(anext(numbers))
+    query = (
+        "SELECT count(*) FROM pg_stat_activity "
+        "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    )
+    async with repository._database.reading() as connection, asyncio.timeout(PATIENCE_SECONDS):
+        while (await connection.exec_driver_sql(query)).scalar_one():
+            # The server tells what it saw when the transaction began.
+            await connection.exec_driver_sql("SELECT pg_stat_clear_snapshot()")
+            await asyncio.sleep(0.01)
+
+
+async def test_sqlite_has_no_push(tmp_path: Path) -> None:
+    """It says what to do instead."""
+    async with await Repository.open(f"sqlite:///{tmp_path / 'rules.db'}") as repository:
+        with pytest.raises(ConfigError, match=r"SQLite has no push; ask for number\(\)"):
+            await anext(repository.listen())

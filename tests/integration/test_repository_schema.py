@@ -1,0 +1,222 @@
+"""The schema: made once by many, brought up to date, alike on both engines, closed to tampering."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import Connection, exc, text
+
+from tests.integration.rule_databases import document, repository, url
+from tests.integration.rule_editors import results
+from tests.postgres_server import running_postgres
+from tollkeeper.control import schema
+from tollkeeper.control.database import Database
+from tollkeeper.control.repository import Repository
+from tollkeeper.control.tables import SCHEMA_TABLE, metadata
+from tollkeeper.errors import ConfigError, StoreUnavailable
+
+__all__ = ["repository", "url"]  # fixtures, found by name
+
+TABLES = ("tollkeeper_versions", "tollkeeper_audit")
+FIRST = "0001"
+
+
+async def run(url: str, *statements: str) -> None:
+    """As anyone could who has the password: not through the repository."""
+    database = Database(url)
+    try:
+        async with database.engine.begin() as connection:
+            for each in statements:
+                await connection.execute(text(each))
+    finally:
+        await database.close()
+
+
+async def test_ten_who_open_an_empty_database_make_it_once(url: str) -> None:
+    """Tasks of one process: all find it ready, nobody fails."""
+    opened = await asyncio.gather(*(Repository.open(url) for _ in range(10)))
+    assert [await each.number() for each in opened] == [0] * 10
+    await opened[0].apply(document(), author="ann", expected=0)
+    assert [await each.number() for each in opened] == [1] * 10
+    await asyncio.gather(*(each.close() for each in opened))
+
+
+async def test_processes_that_open_an_empty_database_make_it_once(url: str) -> None:
+    """As nodes that start at the same time do."""
+    assert await asyncio.to_thread(results, *[("open", url)] * 5) == [0] * 5
+
+
+async def test_two_databases_may_be_opened_at_once(tmp_path: Path) -> None:
+    """In one process, where Alembic can do one thing at a time."""
+    urls = [running_postgres().new_database(), running_postgres().new_database()]
+    urls += [f"sqlite:///{tmp_path / name}" for name in ("a.db", "b.db")]
+    opened = await asyncio.gather(*map(Repository.open, urls))
+    assert [await each.number() for each in opened] == [0] * 4
+    await asyncio.gather(*(each.close() for each in opened))
+
+
+async def test_opening_again_changes_nothing(url: str) -> None:
+    """What is there stays there."""
+    async with await Repository.open(url) as repository:
+        version = await repository.apply(document(), author="ann", expected=0)
+    async with await Repository.open(url) as repository:
+        assert await repository.history() == [version]
+
+
+async def test_the_revisions_make_the_tables_that_are_used(
+    repository: Repository, url: str
+) -> None:
+    """Columns, types and keys, as Alembic compares them; nothing is missing or left over."""
+
+    def differences(connection: Connection) -> list[object]:
+        options = {"version_table": SCHEMA_TABLE, "compare_type": True}
+        found: list[object] = compare_metadata(
+            MigrationContext.configure(connection, opts=options), metadata
+        )
+        return found
+
+    async with repository._database.reading() as connection:
+        assert await connection.run_sync(differences) == []
+        revision = await connection.scalar(text(f"SELECT version_num FROM {SCHEMA_TABLE}"))
+    assert revision == FIRST
+
+
+async def test_other_tables_are_left_alone(url: str) -> None:
+    """A database with tables of somebody else gets ours beside them."""
+    await run(url, "CREATE TABLE versions (mine integer)", "INSERT INTO versions VALUES (7)")
+    async with await Repository.open(url) as repository:
+        await repository.apply(document(), author="ann", expected=0)
+        async with repository._database.reading() as connection:
+            assert await connection.scalar(text("SELECT mine FROM versions")) == 7
+
+
+async def test_a_schema_that_is_newer_is_refused(url: str) -> None:
+    """By its revision; an older Tollkeeper does not guess what has changed."""
+    async with await Repository.open(url):
+        pass
+    await run(url, f"UPDATE {SCHEMA_TABLE} SET version_num = '9999'")
+    with pytest.raises(ConfigError, match=r"revision 9999, .* \(0001 is its newest\); use a newer"):
+        await Repository.open(url)
+
+
+NEXT = """
+import sqlalchemy as sa
+from alembic import op
+
+revision, down_revision, branch_labels, depends_on = "0002", "0001", None, None
+
+
+def upgrade():
+    op.add_column("tollkeeper_audit", sa.Column("later", sa.Integer))
+"""
+
+
+async def test_an_older_schema_is_brought_up_to_date(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one more revision, as a later Tollkeeper has: run once, by one of five that open it, and
+    what was kept is there. The older Tollkeeper then refuses it."""
+    async with await Repository.open(url) as repository:
+        version = await repository.apply(document(), author="ann", expected=0)
+    later = tmp_path / "migrations 100%"
+    shutil.copytree(schema.MIGRATIONS, later)
+    (later / "versions" / "r0002_later.py").write_text(NEXT, encoding="utf-8")
+    with monkeypatch.context() as newer:
+        newer.setattr(schema, "MIGRATIONS", later)
+        schema._known.cache_clear()
+        opened = await asyncio.gather(*(Repository.open(url) for _ in range(5)))
+        assert [await each.current() for each in opened] == [version] * 5
+        await asyncio.gather(*(each.close() for each in opened))
+        await run(url, "SELECT later FROM tollkeeper_audit")
+    schema._known.cache_clear()
+    with pytest.raises(ConfigError, match="revision 0002"):
+        await Repository.open(url)
+
+
+async def test_a_migration_that_fails_leaves_nothing(url: str) -> None:
+    """A table that is in the way: an error, none of our tables, and it works once that is gone."""
+    await run(url, "CREATE TABLE tollkeeper_audit (mine integer)")
+    with pytest.raises(StoreUnavailable, match=r"tollkeeper_audit.* already exists"):
+        await Repository.open(url)
+    await run(url, "DROP TABLE tollkeeper_audit")
+    async with await Repository.open(url) as repository:
+        assert await repository.number() == 0
+
+
+async def test_a_node_needs_no_right_to_make_tables() -> None:
+    """PostgreSQL: a user who may only read opens a schema that is current, and reads."""
+    server = running_postgres()
+    url = server.new_database()
+    name = url.rpartition("/")[2]
+    async with await Repository.open(url) as repository:
+        await repository.apply(document(), author="ann", expected=0)
+    server.run(
+        f"CREATE ROLE reader LOGIN PASSWORD 'reader'; "
+        f"GRANT SELECT ON {', '.join(TABLES)}, {SCHEMA_TABLE} TO reader",
+        name,
+    )
+    reader = f"postgresql://reader:reader@{url.partition('@')[2]}"
+    async with await Repository.open(reader) as repository:
+        assert await repository.number() == 1
+        with pytest.raises(StoreUnavailable, match="permission denied"):
+            await repository.assign("user:42", "pro", author="mallory")
+
+
+SAME = "author = author"
+TAMPERING: dict[str, Callable[[str, str], str]] = {
+    "update": lambda table, number: f"UPDATE {table} SET author = 'nobody'",
+    "update of one": lambda table, number: f"UPDATE {table} SET {SAME} WHERE {number} = 1",
+    "delete": lambda table, number: f"DELETE FROM {table}",
+    "delete of one": lambda table, number: f"DELETE FROM {table} WHERE {number} = 2",
+    "gap": lambda table, number: _inserted("INSERT INTO", table, number, "number + 7"),
+    "past": lambda table, number: _inserted("INSERT INTO", table, number, "number - 9"),
+    "upsert": lambda table, number: (
+        _inserted("INSERT INTO", table, number, "number")
+        + f" ON CONFLICT ({number}) DO UPDATE SET author = 'nobody'"
+    ),
+}
+ON_SQLITE = {
+    "replace": lambda table, number: _inserted("INSERT OR REPLACE INTO", table, number, "number"),
+    "ignore": lambda table, number: f"UPDATE OR IGNORE {table} SET author = 'nobody'",
+    "no number": lambda table, number: _inserted("INSERT INTO", table, number, "NULL"),
+}
+ON_POSTGRESQL = {
+    "truncate": lambda table, number: f"TRUNCATE {table}",
+    "truncate both": lambda table, number: f"TRUNCATE {', '.join(TABLES)} CASCADE",
+}
+
+
+def _inserted(verb: str, table: str, number: str, value: str) -> str:
+    """A row like the newest one, with another number."""
+    rest = [column.name for column in metadata.tables[table].columns if column.name != number]
+    columns = ", ".join(rest)
+    return (
+        f"{verb} {table} ({number}, {columns}) "
+        f"SELECT {value.replace('number', number)}, {columns} FROM {table} WHERE {number} = 2"
+    )
+
+
+@pytest.mark.parametrize("table", TABLES)
+async def test_what_is_kept_cannot_be_changed_by_sql(
+    repository: Repository, url: str, table: str
+) -> None:
+    """Whatever one tries with all rights short of dropping the triggers: refused, all as before."""
+    await repository.apply(document("1/second"), author="ann", expected=0)
+    await repository.apply(document("2/second"), author="bob", expected=1)
+    before = await repository.history(), await repository.audit()
+    number = "number" if table == "tollkeeper_versions" else "version"
+    ways = TAMPERING | (ON_SQLITE if url.startswith("sqlite") else ON_POSTGRESQL)
+    for name, statement in ways.items():
+        with pytest.raises(exc.DBAPIError) as error:
+            await run(url, statement(table, number))
+        said = str(error.value.orig)
+        assert "never changed" in said or "next number" in said, name
+        assert (await repository.history(), await repository.audit()) == before, name
+    # And it still works.
+    assert (await repository.assign("user:1", "pro", author="ann")).number == 3

@@ -1,0 +1,161 @@
+"""Many who change the rules at once: no change is lost, and those who are killed leave no half."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from tests.integration.rule_databases import document, repository, url
+from tests.integration.rule_editors import results, started
+from tollkeeper.control import repository as repository_module
+from tollkeeper.control.repository import Repository
+from tollkeeper.errors import VersionConflict
+from tollkeeper.match.document import read
+from tollkeeper.match.rules import Document
+
+__all__ = ["repository", "url"]  # fixtures, found by name
+
+PROCESSES = 4
+TASKS = 5
+EDITS = 3
+KILLS = 5
+
+
+async def whole(repository: Repository) -> Document:
+    """The current document, after a look at all versions: gapless, each readable and audited."""
+    versions = await repository.history(limit=1_000)
+    numbers = [each.number for each in versions]
+    assert numbers == list(range(len(versions), 0, -1))
+    assert [each.base for each in versions] == [*numbers[1:], None]
+    assert [each.version for each in await repository.audit(limit=1_000)] == numbers
+    assert await repository.number() == numbers[0]
+    documents = [read(each.text) for each in versions]
+    return documents[0]
+
+
+async def test_20_editors_in_4_processes_lose_no_edit(repository: Repository, url: str) -> None:
+    """Every edit is in the last document, and each editor got a number that nobody else got."""
+    await repository.apply(document(), author="ann", expected=0)
+    found = await asyncio.to_thread(
+        results, *(("assign", url, f"p{process}", TASKS, EDITS) for process in range(PROCESSES))
+    )
+    total = PROCESSES * TASKS * EDITS
+    numbers = sorted(number for each in found for number in each)  # type: ignore[attr-defined]  # lists
+    assert numbers == list(range(2, total + 2))
+    assert set((await whole(repository)).assign) == {
+        f"user:p{process}-{task}-{edit}"
+        for process in range(PROCESSES)
+        for task in range(TASKS)
+        for edit in range(EDITS)
+    }
+
+
+async def test_of_those_who_change_the_same_version_one_wins(
+    repository: Repository, url: str
+) -> None:
+    """20 tasks and 4 processes apply their own document: one is applied, the others are told."""
+    await repository.apply(document(), author="ann", expected=0)
+    others = asyncio.to_thread(results, *(("apply", url, f"p{n}", 1) for n in range(PROCESSES)))
+    found = sorted(await others)  # type: ignore[type-var]  # they are text
+    assert found == ["applied 2", *["conflict 1 2"] * (PROCESSES - 1)]
+
+    documents = [document(more=f"assign: {{'user:{task}': pro}}") for task in range(20)]
+    tasks = [repository.apply(each, author="ann", expected=2) for each in documents]
+    answers = await asyncio.gather(*tasks, return_exceptions=True)
+    conflicts = [each for each in answers if isinstance(each, VersionConflict)]
+    assert {(each.expected, each.current) for each in conflicts} == {(2, 3)}
+    assert len(conflicts) == 19
+    assert len((await whole(repository)).assign) == 1
+
+
+async def test_edits_of_one_process_take_turns(repository: Repository) -> None:
+    """50 tasks on one repository: all get through, though only a few could by luck."""
+    await repository.apply(document(), author="ann", expected=0)
+    await asyncio.gather(
+        *(repository.assign(f"user:{task}", "pro", author="ann") for task in range(50))
+    )
+    assert len((await whole(repository)).assign) == 50
+
+
+async def test_an_edit_that_is_always_too_late_gives_up(
+    repository: Repository, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After so many attempts: VersionConflict, not an endless loop."""
+    await repository.apply(document(), author="ann", expected=0)
+    monkeypatch.setattr(repository_module, "EDIT_ATTEMPTS_MAX", 3)
+    commit = repository._commit
+    attempts = 0
+    async with await Repository.open(url) as other:
+
+        async def too_late(change: object) -> object:
+            nonlocal attempts
+            attempts += 1
+            await other.assign(f"user:{attempts}", "pro", author="quick")
+            return await commit(change)  # type: ignore[arg-type]  # handed on
+
+        monkeypatch.setattr(repository, "_commit", too_late)
+        with pytest.raises(VersionConflict):
+            await repository.assign("user:slow", "pro", author="slow")
+    assert attempts == 3
+    assert set((await whole(repository)).assign) == {"user:1", "user:2", "user:3"}
+
+
+async def test_a_killed_process_leaves_whole_versions(repository: Repository, url: str) -> None:
+    """Killed while it edits as fast as it can, five times: what it was told is kept is there,
+    nothing is half there, and others go on at once."""
+    await repository.apply(document(), author="ann", expected=0)
+    told = 1
+    for kill in range(KILLS):
+        (process,) = started([("forever", url, f"k{kill}")])
+        with process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "ready\n"
+            # At another place in its work each time; the next line may come at any moment.
+            for _ in range(5 + kill):
+                told = int(process.stdout.readline())
+            process.kill()
+            rest = process.stdout.read().split()
+            told = max([told, *map(int, rest[:-1])])
+        async with repository._database.writing():
+            pass  # PostgreSQL may still be committing what it was sent before
+        kept = await whole(repository)
+        number = await repository.number()
+        assert told <= number <= told + 2  # told of some, and one was on its way
+        assert len(kept.assign) == number - 1
+        await repository.assign(f"user:after-{kill}", "pro", author="ann")
+    assert len((await whole(repository)).assign) > 5 * KILLS
+
+
+async def test_a_writer_that_rolls_back_leaves_nothing(repository: Repository) -> None:
+    """An error between the two rows of a version: neither is there, and the number is free."""
+    await repository.apply(document(), author="ann", expected=0)
+
+    async def write_half() -> None:
+        async with repository._database.writing() as connection:
+            await connection.exec_driver_sql(
+                "INSERT INTO tollkeeper_versions VALUES "
+                "(2, '2026-01-01 00:00:00', 'x', '', 'apply', 1, 'half')"
+            )
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await write_half()
+    assert await repository.number() == 1
+    assert (await repository.assign("user:1", "pro", author="ann")).number == 2
+
+
+async def test_readers_of_a_file_do_not_wait_for_its_writer(tmp_path: Path) -> None:
+    """SQLite: with a write-ahead log, looking works while somebody else holds the writers' lock."""
+    path = tmp_path / "rules.db"
+    async with await Repository.open(f"sqlite:///{path}") as repository:
+        await repository.apply(document(), author="ann", expected=0)
+        writer = sqlite3.connect(path, isolation_level=None)
+        writer.execute("BEGIN IMMEDIATE")
+        assert await asyncio.wait_for(repository.number(), 5) == 1
+        writer.close()
