@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from tests.integration.rule_databases import document
 from tollkeeper.control.repository import Repository
@@ -81,7 +82,7 @@ def started(arguments: Sequence[Sequence[object]]) -> list[subprocess.Popen[str]
     ]
 
 
-def results(*arguments: Sequence[object]) -> list[object]:
+def results(*arguments: Sequence[object]) -> list[Any]:
     """Run them all at the same time; what each printed."""
     processes = started(arguments)
     for process in processes:
@@ -100,7 +101,7 @@ def results(*arguments: Sequence[object]) -> list[object]:
 
 
 if __name__ == "__main__":
-    work = {"assign": assign, "apply": apply, "forever": forever, "open": open_only}
+    work: dict[str, Any] = {"assign": assign, "apply": apply, "forever": forever, "open": open_only}
     print("ready", flush=True)
     sys.stdin.readline()
-    print(json.dumps(asyncio.run(work[sys.argv[1]](*sys.argv[2:]))))  # type: ignore[operator]  # by name
+    print(json.dumps(asyncio.run(work[sys.argv[1]](*sys.argv[2:]))))

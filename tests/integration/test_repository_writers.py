@@ -43,7 +43,7 @@ async def test_20_editors_in_4_processes_lose_no_edit(repository: Repository, ur
         results, *(("assign", url, f"p{process}", TASKS, EDITS) for process in range(PROCESSES))
     )
     total = PROCESSES * TASKS * EDITS
-    numbers = sorted(number for each in found for number in each)  # type: ignore[attr-defined]  # lists
+    numbers = sorted(number for each in found for number in each)
     assert numbers == list(range(2, total + 2))
     assert set((await whole(repository)).assign) == {
         f"user:p{process}-{task}-{edit}"
@@ -59,7 +59,7 @@ async def test_of_those_who_change_the_same_version_one_wins(
     """20 tasks and 4 processes apply their own document: one is applied, the others are told."""
     await repository.apply(document(), author="ann", expected=0)
     others = asyncio.to_thread(results, *(("apply", url, f"p{n}", 1) for n in range(PROCESSES)))
-    found = sorted(await others)  # type: ignore[type-var]  # they are text
+    found = sorted(await others)
     assert found == ["applied 2", *["conflict 1 2"] * (PROCESSES - 1)]
 
     documents = [document(more=f"assign: {{'user:{task}': pro}}") for task in range(20)]

@@ -1,0 +1,70 @@
+"""10,000 rules: applied, loaded and edited in seconds, with the event loop mostly free meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from tests.integration.rule_databases import repository, url
+from tollkeeper.control.repository import Repository
+from tollkeeper.match.document import from_data, read
+from tollkeeper.match.rules import Document
+
+__all__ = ["repository", "url"]  # fixtures, found by name
+
+RULES = 10_000
+# Alone on a machine it takes a fifth of this.
+APPLY_CPU_SECONDS_MAX = 60.0
+LOAD_SECONDS_MAX = 5.0
+
+
+@pytest.fixture(scope="module")
+def huge() -> Document:
+    """As many rules as a service may have, each with tiers and two limits."""
+    rules = [
+        {
+            "id": f"rule-{number}",
+            "match": {"endpoint": f"/v1/endpoint-{number}/*", "method": ["POST"]},
+            "by": ["api_key"],
+            "limits": ["10/second", "100/minute burst 50"],
+            "tiers": {"pro": ["50/second"]},
+        }
+        for number in range(RULES)
+    ]
+    tiers = {"free": ["100/minute"], "pro": ["1000/minute"]}
+    return from_data({"version": 1, "tiers": tiers, "rules": rules})
+
+
+async def longest_wait(work: asyncio.Task[object]) -> float:
+    """How long the event loop was kept from its turn while this was done."""
+    longest = 0.0
+    while not work.done():
+        before = time.monotonic()
+        await asyncio.sleep(0.01)
+        longest = max(longest, time.monotonic() - before)
+    return longest
+
+
+async def test_a_huge_document_is_applied_loaded_and_edited(
+    repository: Repository, huge: Document
+) -> None:
+    """All of it comes back; an edit has a diff of a few lines; looking takes no time."""
+    began, began_cpu = time.monotonic(), time.process_time()
+    work: asyncio.Task[object] = asyncio.create_task(
+        repository.apply(huge, author="ann", expected=0)
+    )
+    # PyYAML writes the text in one call of C that lets nobody else in; all the rest does.
+    longest = await longest_wait(work)
+    await work
+    assert time.process_time() - began_cpu < APPLY_CPU_SECONDS_MAX
+    assert longest < (time.monotonic() - began) / 2
+    began = time.monotonic()
+    current = await repository.current()
+    assert time.monotonic() - began < LOAD_SECONDS_MAX
+    assert current is not None
+    assert await asyncio.to_thread(read, current.text) == huge
+    await repository.assign("user:42", "pro", author="ann")
+    (entry,) = await repository.audit(limit=1)
+    assert len(entry.diff.splitlines()) < 10
