@@ -18,7 +18,6 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from threading import Lock
@@ -240,7 +239,7 @@ def program(name: str) -> str:
     return str(installed[-1])
 
 
-def _major_version(path: Path) -> Sequence[int]:
+def _major_version(path: Path) -> list[int]:
     return [int(digits) for digits in re.findall(r"\d+", path.parts[-3])]
 
 

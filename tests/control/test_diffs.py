@@ -51,7 +51,10 @@ def test_there_is_no_diff_of_equal_texts(text: str) -> None:
 def test_the_form_is_that_of_difflib() -> None:
     """Headings, line numbers, context: for changes at both ends and in the middle."""
     old = [f"line {number}" for number in range(40)]
-    for changed in ({0: []}, {39: []}, {20: ["new"]}, {3: ["x", "y"], 18: [], 36: ["z"]}):
+    edits: list[dict[int, list[str]]] = [
+        *({0: []}, {39: []}, {20: ["new"]}, {3: ["x", "y"], 18: [], 36: ["z"]})
+    ]
+    for changed in edits:
         new = [each for n, line in enumerate(old) for each in changed.get(n, [line])]
         expected = difflib.unified_diff(old, new, "a", "b", lineterm="")
         assert unified_diff("\n".join(old), "\n".join(new), "a", "b") == "\n".join(expected)

@@ -1,4 +1,4 @@
-"""10,000 rules: applied, loaded and edited in seconds, with the event loop mostly free meanwhile."""
+"""10,000 rules: applied, loaded and edited in seconds, and the event loop goes on meanwhile."""
 
 from __future__ import annotations
 
