@@ -30,6 +30,8 @@ try:
         table,
         throughput_table,
     )
+    from bench.rules import WORKS as RULES_WORKS
+    from bench.rules import run_rules
 except ModuleNotFoundError as missing:
     sys.exit(f"{missing.name} is not installed; `make bench` does that, or: pip install '.[bench]'")
 
@@ -49,25 +51,27 @@ def main() -> None:
         print(throughput_table(throughputs, results))
     if results:
         print(summary(results))
+    rules = run_rules(lambda work: _wanted(options, "", work), effort, _progress)
     redis = run_redis(
         lambda work: _wanted(options, REDIS_ALGORITHM, work),
         REDIS_QUICK if options.quick else REDIS_FULL,
         _progress,
     )
-    if not results and not throughputs and not redis:
+    if not (results or throughputs or rules or redis):
         sys.exit(f"nothing is called {' '.join(options.only)}; see --help")
     if options.json:
         written = as_json(results, throughputs, effort, found)
+        written["rules"] = rules
         written["redis"] = redis
         options.json.write_text(json.dumps(written, indent=2) + "\n")
 
 
 def _options() -> argparse.Namespace:
-    works = [*(scene.name for scene in SCENES), PROCESSES, *REDIS_WORKS]
+    works = [*(scene.name for scene in SCENES), PROCESSES, *RULES_WORKS, *REDIS_WORKS]
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         description="Tollkeeper beside limits and throttled-py, on the same work: in process; its "
-        "shared store from several processes; and on real Redis servers, started here.",
+        "shared store from several processes; its rules; and on real Redis servers, started here.",
         epilog=f"algorithms: {', '.join(ALGORITHM_NAMES)}; works: {', '.join(map(repr, works))}",
     )
     parser.add_argument("--quick", action="store_true", help="fewer rounds: a look, not a number")

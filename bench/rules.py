@@ -1,0 +1,228 @@
+"""Rules: matching among many of them, a whole check, and look-ups in long lists.
+
+Time for one call of each work, in nanoseconds: the median of the batches of all rounds, each of
+them timed as a whole, and the 99th percentile of calls timed one by one. Nothing is compared with
+peers, which have no rules; beside what DESIGN asks for stands what was found.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter_ns
+from typing import Any, Final
+
+from bench.measure import SEED, Effort, collector_off
+from tollkeeper import Limit, Limiter, Request
+from tollkeeper.match import table as table_module
+from tollkeeper.match.lists import Lists
+from tollkeeper.match.rules import Document, Match, Rule
+from tollkeeper.match.table import Table
+
+WORKS: Final = ("rules match", "rules check", "rules lists")
+RULES: Final = (10, 1_000, 10_000)
+ENTRIES: Final = 1_000_000
+GOAL_NS: Final = 1_000
+FLOOR_NS: Final = 5_000
+_LIMITS: Final = (Limit(1_000_000, per=1),)
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One work and how long a call of it takes."""
+
+    work: str
+    p50_ns: float
+    p99_ns: float
+    goal: bool = False
+    """Is the work one that DESIGN sets a goal for?"""
+
+    @property
+    def verdict(self) -> str:
+        """Where it stands against the goal."""
+        if not self.goal:
+            return ""
+        if self.p50_ns <= GOAL_NS:
+            return "goal"
+        return "floor" if self.p50_ns <= FLOOR_NS else "behind"
+
+
+def run_rules(
+    wanted: Callable[[str], bool], effort: Effort, progress: Progress
+) -> list[dict[str, Any]]:
+    """Measure the works that are wanted, print as it comes; all numbers, for writing down."""
+    works = {"rules match": _matches, "rules check": _checks, "rules lists": _lists}
+    found: list[Timed] = []
+    for name, measure in works.items():
+        if not wanted(name):
+            continue
+        if not found:
+            print(_heading(), flush=True)
+        progress(f"measuring {name} …")
+        timed = measure(effort)
+        progress("")
+        print("\n".join(map(_line, timed)), flush=True)
+        found += timed
+    return [
+        {"work": each.work, "p50_ns": each.p50_ns, "p99_ns": each.p99_ns, "verdict": each.verdict}
+        for each in found
+    ]
+
+
+def _heading() -> str:
+    return (
+        f"\nrules: goal {GOAL_NS:,} ns for a match, floor {FLOOR_NS:,} ns\n"
+        f"{'work':58}  {'p50 ns':>9}  {'p99 ns':>9}\n{'-' * 58}  {'-' * 9}  {'-' * 9}"
+    )
+
+
+def _line(timed: Timed) -> str:
+    numbers = f"{timed.p50_ns:9,.0f}  {timed.p99_ns:9,.0f}"
+    return f"{timed.work:58}  {numbers}  {timed.verdict}".rstrip()
+
+
+def _timed(
+    work: str,
+    call: Callable[[Request], object],
+    requests: Sequence[Request],
+    effort: Effort,
+    *,
+    goal: bool = False,
+) -> Timed:
+    """Time calls on requests, which follow one another in a random order."""
+    rng = random.Random(SEED)
+    batches_ns: list[float] = []
+    singly = array("q")
+    for request in requests:
+        call(request)
+    for _ in range(effort.rounds):
+        batches = [rng.choices(requests, k=effort.batch_calls) for _ in range(effort.batches)]
+        sampled = rng.choices(requests, k=effort.sampled_calls)
+        with collector_off():
+            for batch in batches:
+                start_ns = perf_counter_ns()
+                for request in batch:
+                    call(request)
+                batches_ns.append((perf_counter_ns() - start_ns) / len(batch))
+            for request in sampled:
+                start_ns = perf_counter_ns()
+                call(request)
+                singly.append(perf_counter_ns() - start_ns)
+    return Timed(work, median(batches_ns), sorted(singly)[len(singly) * 99 // 100], goal)
+
+
+# ---------------------------------------------------------------------------------------- matching
+
+
+def rules_of_an_api(count: int) -> list[Rule]:
+    """As large services have them: mostly paths of services, and some tenants and keys."""
+    rules = []
+    for number in range(count):
+        service = number // 10
+        match (number % 10, number):
+            case ((0 | 1 | 2 | 3), _):
+                conditions = Match(endpoint=(f"/v1/service{service}/items",), method=("GET",))
+            case ((4 | 5 | 6), _):
+                conditions = Match(endpoint=(f"/v1/service{service}/users/{{id}}/orders",))
+            case 7, _:
+                conditions = Match(endpoint=(f"/v1/service{service}/files/*",))
+            case 8, _:
+                conditions = Match(endpoint=("/v1/**",), tenant=(f"tenant{number}",))
+            case _:
+                conditions = Match(api_key=(f"sk_{number:05}_*",))
+        by = ("user",) if number % 2 else ("tenant",)
+        rules.append(Rule(f"rule{number}", by, _LIMITS, conditions))
+    return rules
+
+
+def requests_of_an_api(count: int, rules: int) -> list[Request]:
+    """Requests that meet those rules, each with a path of its own."""
+    rng = random.Random(SEED)
+    return [
+        Request(
+            user=f"user{number}",
+            api_key=f"sk_{rng.randrange(rules):05}_live",
+            tenant=f"tenant{rng.randrange(rules)}",
+            endpoint=f"/v1/service{rng.randrange(max(rules // 10, 1))}/users/{number}/orders",
+            method="GET",
+        )
+        for number in range(count)
+    ]
+
+
+def _matches(effort: Effort) -> list[Timed]:
+    found = []
+    for count in RULES:
+        rules = rules_of_an_api(count)
+        requests = requests_of_an_api(1_000, count)
+        name = f"match, {count:,} rules"
+        found.append(_match(f"{name}, seen before", Table(rules), requests, effort))
+        kept = table_module.MEMO_MAX
+        # No room to remember anything: each request is matched as if it were the first of its kind.
+        table_module.MEMO_MAX = 0  # type: ignore[misc]  # only here, and put back below
+        try:
+            found.append(_match(f"{name}, new", Table(rules), requests, effort))
+        finally:
+            table_module.MEMO_MAX = kept  # type: ignore[misc]  # see above
+    return found
+
+
+def _match(work: str, table: Table, requests: Sequence[Request], effort: Effort) -> Timed:
+    return _timed(work, lambda request: table.match(request, None), requests, effort, goal=True)
+
+
+def _checks(effort: Effort) -> list[Timed]:
+    """A check of a Request on memory://, from the first argument to the Decision."""
+    one = (Rule("api", ("user",), _LIMITS, Match(endpoint=("/v1/*",))),)
+    two = (*one, Rule("tenants", ("tenant",), _LIMITS))
+    documents = [
+        ("check, 1 rule that applies", Document(one)),
+        ("check, 2 rules that apply", Document(two)),
+        ("check, 10,000 rules", Document(tuple(rules_of_an_api(10_000)))),
+    ]
+    found = []
+    for name, document in documents:
+        with Limiter.from_rules(document) as limiter:
+            found.append(_timed(name, limiter.check, requests_of_an_api(1_000, 10_000), effort))
+    return found
+
+
+# ------------------------------------------------------------------------------------------- lists
+
+
+def _lists(effort: Effort) -> list[Timed]:
+    """A million entries each: exact keys, prefixes, and networks."""
+    entries = {
+        "keys": [f"api_key:sk_revoked_{number}" for number in range(ENTRIES)],
+        "prefixes": [f"api_key:sk_{number:06}_*" for number in range(ENTRIES)],
+        "networks": [
+            f"ip:{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}.0/24"
+            for number in range(ENTRIES)
+        ],
+    }
+    rng = random.Random(SEED)
+    found = []
+    for kind, texts in entries.items():
+        lists = Lists.compile(deny=texts)
+        texts.clear()
+        chosen = [rng.randrange(ENTRIES) for _ in range(1_000)]
+        hits, misses = _listed(kind, chosen)
+        found.append(_timed(f"list of {ENTRIES:,} {kind}, on it", lists.verdict, hits, effort))
+        found.append(_timed(f"list of {ENTRIES:,} {kind}, not", lists.verdict, misses, effort))
+    return found
+
+
+def _listed(kind: str, numbers: Sequence[int]) -> tuple[list[Request], list[Request]]:
+    """Requests that are on the list, and others that are not."""
+    if kind == "networks":
+        addresses = [f"{n >> 16 & 255}.{n >> 8 & 255}.{n & 255}.7" for n in numbers]
+        others = [f"200.{n >> 8 & 255}.{n & 255}.7" for n in numbers]
+        return [Request(ip=each) for each in addresses], [Request(ip=each) for each in others]
+    key = "sk_revoked_{}" if kind == "keys" else "sk_{:06}_live"
+    hits = [Request(api_key=key.format(number)) for number in numbers]
+    return hits, [Request(api_key=f"pk_{number}_live") for number in numbers]
