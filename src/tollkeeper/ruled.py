@@ -57,21 +57,35 @@ class RuleCounts:
 
 def combined(decisions: Sequence[Decision]) -> Decision:
     """One decision on a request that several rules have decided: the tightest speaks."""
+    tightest = decisions[0]
     if len(decisions) == 1:
-        return decisions[0]
-    allowed = all(decisions)
-    speaking = [each for each in decisions if each.allowed is allowed]
-    tightest = min(speaking, key=_tightness)
+        return tightest
+    retry_after_ns = delay_ns = 0
+    degraded = False
+    for each in decisions:
+        retry_after_ns = max(retry_after_ns, each.retry_after_ns)
+        delay_ns = max(delay_ns, each.delay_ns)
+        degraded = degraded or each.degraded
+        if _tightness(each) < _tightness(tightest):
+            tightest = each
+    if not tightest.allowed:
+        delay_ns = 0
+    found = (tightest.retry_after_ns, tightest.delay_ns, tightest.degraded)
+    if found == (retry_after_ns, delay_ns, degraded):
+        return tightest  # nothing to add, as nearly always
     return decision_with(
-        tightest,
-        retry_after_ns=max(each.retry_after_ns for each in decisions),
-        delay_ns=max(each.delay_ns for each in decisions) if allowed else 0,
-        degraded=any(each.degraded for each in decisions),
+        tightest, retry_after_ns=retry_after_ns, delay_ns=delay_ns, degraded=degraded
     )
 
 
-def _tightness(decision: Decision) -> tuple[int, int, int]:
-    return decision.remaining, -decision.retry_after_ns, -decision.reset_after_ns
+def _tightness(decision: Decision) -> tuple[bool, int, int, int]:
+    """Who denies before who allows; then the least remaining, and the longest to wait."""
+    return (
+        decision.allowed,
+        decision.remaining,
+        -decision.retry_after_ns,
+        -decision.reset_after_ns,
+    )
 
 
 class _Rules:
