@@ -269,7 +269,8 @@ class Follower:
             for task in pushing:
                 task.cancel()
             with suppress(TimeoutError):
-                async with asyncio.timeout(STOP_S_MAX):  # a server that hangs is left alone
+                # A server that hangs: nobody waits for us any more, but there is an end to it.
+                async with asyncio.timeout(LOOK_S_MAX):
                     await asyncio.gather(*pushing, return_exceptions=True)
                     await source.close()
 
