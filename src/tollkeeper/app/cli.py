@@ -14,6 +14,7 @@ from rich.text import Text
 
 from tollkeeper._version import __version__
 from tollkeeper.app.doctor import Report, examine
+from tollkeeper.app.rules import app as rules
 
 app: Final = typer.Typer(
     help="Rate limits that are never exceeded, at the speed of local memory.",
@@ -22,6 +23,8 @@ app: Final = typer.Typer(
     # Tracebacks that show variables would show passwords.
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(rules, name="rules")
 
 _COLOURS: Final = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 

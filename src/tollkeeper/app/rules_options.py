@@ -1,0 +1,59 @@
+"""The arguments that several commands of `tollkeeper rules` have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+FileArgument = Annotated[
+    str, typer.Argument(metavar="FILE", help="A rule document; - is the standard input.")
+]
+MaybeFile = Annotated[
+    str | None, typer.Argument(metavar="FILE", help="A rule document; - is the standard input.")
+]
+DatabaseOption = Annotated[
+    str | None,
+    typer.Option(
+        "--database",
+        envvar="TOLLKEEPER_DATABASE",
+        metavar="URL",
+        help="sqlite:///rules.db or postgresql://user@host/name. In the variable, a password is "
+        "seen by nobody who lists the machine's processes.",
+    ),
+]
+AuthorOption = Annotated[
+    str | None,
+    typer.Option(
+        "--author",
+        envvar="TOLLKEEPER_AUTHOR",
+        metavar="NAME",
+        help="Who makes the change. [default: the login name]",
+    ),
+]
+ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why.")]
+ExpectedOption = Annotated[
+    int | None,
+    typer.Option(
+        "--expected",
+        metavar="N",
+        help="The version that this is a change of; 0: there is none yet. Exit code 3 if there is "
+        "another. [default: the current one when the command starts]",
+    ),
+]
+AnnounceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--announce",
+        envvar="TOLLKEEPER_ANNOUNCE",
+        metavar="URI",
+        help="The Redis store of the nodes: they hear of the new version at once.",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+def was_typed(context: typer.Context, name: str) -> bool:
+    """Was this option given on the command line, and not by a variable or not at all?"""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
