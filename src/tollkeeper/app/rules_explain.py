@@ -220,6 +220,10 @@ def _now_text(rule: RuleExplained) -> str:
     left = f"{decision.remaining:,} of {decision.limit:,} left"
     costs = f", costs {rule.units:,}" if rule.units != 1 else ""
     if decision.allowed:
-        delay = f", after {decision.delay:.3g} s" if decision.delay else ""
+        delay = f", after {_seconds(decision.delay)}" if decision.delay else ""
         return f"allows, {left}{costs}{delay}"
-    return f"denies, {left}{costs}, again in {decision.retry_after:.3g} s"
+    return f"denies, {left}{costs}, again in {_seconds(decision.retry_after)}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
