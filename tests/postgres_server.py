@@ -79,6 +79,12 @@ class Postgres(Startable):
             return None
         return self._process.pid
 
+    @property
+    def shared_memory(self) -> int:
+        """The number of the segment by which it sees whether another server uses its folder."""
+        line = (self._data / "postmaster.pid").read_text(encoding="utf-8").splitlines()[6]
+        return int(line.split()[1])
+
     def url(self, database: str = "postgres") -> str:
         """Of a database, with user and password."""
         return f"postgresql://{USER}:{quote(PASSWORD, safe='')}@{HOST}:{self.port}/{database}"

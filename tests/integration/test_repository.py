@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
 import pytest
@@ -185,6 +185,18 @@ async def test_a_document_that_is_not_right_is_not_kept(repository: Repository) 
     with pytest.raises(DocumentError, match="there is no tier"):
         await repository.assign("user:42", "gold", author="ann")
     assert await repository.number() == 0
+
+
+async def test_a_document_made_by_hand_is_kept_in_canonical_form(repository: Repository) -> None:
+    """A time of another zone and spaces around words: what is kept, read and applied again changes
+    nothing."""
+    until = datetime(2030, 1, 1, 2, tzinfo=timezone(timedelta(hours=2)))
+    by_hand = Override("user", "7", multiply=2.0, until=until, reason=" two\nlines ")
+    version = await repository.apply(replace(TEN, overrides=(by_hand,)), author="a", expected=0)
+    kept = read(version.text)
+    assert kept.overrides[0].until == until
+    assert kept.overrides[0].reason == "two\nlines"
+    assert await repository.apply(kept, author="bob", expected=1) == version
 
 
 async def test_edits_change_what_they_say(repository: Repository) -> None:

@@ -73,11 +73,12 @@ async def test_what_is_rolled_back_is_not_told(repository: Repository) -> None:
 
 
 async def test_what_anyone_else_says_on_the_channel_is_no_harm(repository: Repository) -> None:
-    """Words that are no number are passed over."""
+    """Neither words nor a number that is not there: what follows is told all the same."""
     async with aclosing(repository.listen()) as numbers:
         await soon(anext(numbers))
         async with repository._database.engine.begin() as connection:
-            await connection.exec_driver_sql("SELECT pg_notify('tollkeeper_rules', 'hello')")
+            for words in ("hello", "", "99", "-1"):
+                await connection.exec_driver_sql(f"SELECT pg_notify('tollkeeper_rules', '{words}')")
         await repository.assign("user:1", "pro", author="ann")
         assert await soon(anext(numbers)) == 2
 

@@ -1,11 +1,12 @@
 """Hearing of new versions from PostgreSQL, on a connection that does nothing else.
 
 NOTIFY is part of the transaction that adds a version, so it is heard when the version is there,
-and not at all if it was rolled back. What is told may come faster than it is used: then only the
-newest number is told, since whoever follows the rules has no use for the others.
+and not at all if it was rolled back. Every user of the database may say anything on the channel, so
+what is heard only means that it is time to look: the number is asked for, and told if it is newer.
+Of several that come at a time, only the newest is told: who follows the rules wants no other.
 
 A connection may die without a word (a cable, a firewall). So when nothing was heard for a while,
-the number is asked for: that finds out, and it also finds what was missed.
+the number is asked for as well: that finds out, and it also finds what was missed.
 """
 
 from __future__ import annotations
@@ -28,17 +29,14 @@ _NUMBER: Final = "SELECT coalesce(max(number), 0) FROM tollkeeper_versions"
 
 
 class _Ear:
-    """What was heard last, and whether the connection is still there."""
+    """Whether something was heard, and whether the connection is still there."""
 
     def __init__(self) -> None:
-        self.number = 0
         self.is_lost = False
         self.news = asyncio.Event()
 
-    def hear(self, _connection: object, _pid: int, _channel: str, payload: object) -> None:
-        """A notification; from somebody else's trigger it may say anything."""
-        with suppress(ValueError):
-            self.number = max(self.number, int(str(payload)))
+    def hear(self, *_notification: object) -> None:
+        """A notification."""
         self.news.set()
 
     def lose(self, _connection: object) -> None:
@@ -61,17 +59,15 @@ async def listen(database: Database) -> AsyncGenerator[int, None]:
         while True:
             with suppress(TimeoutError):
                 await asyncio.wait_for(ear.news.wait(), QUIET_SECONDS_MAX)
-            heard = ear.news.is_set()
             ear.news.clear()
             if ear.is_lost:
                 raise StoreUnavailable(
                     f"{database.name} has closed the connection that listens; listen again"
                 )
-            if not heard:
-                with database.errors():
-                    ear.number = max(ear.number, await _number(connection))
-            if ear.number > told:
-                told = ear.number
+            with database.errors():
+                number = await _number(connection)
+            if number > told:
+                told = number
                 yield told
     finally:
         await _close(connection, ear)

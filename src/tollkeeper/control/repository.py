@@ -299,12 +299,10 @@ class Repository:
     async def _apply(
         self, document: Document, asked: _Asked, current: Version | None, expected: int
     ) -> Version:
-        written = await asyncio.to_thread(to_yaml, document)
+        written, checked = await asyncio.to_thread(_canonical, document)
         if current is not None and current.text == written:
             return current
         _refuse_conflict(expected, current)
-        # What is stored is what was read, whatever the document was made of.
-        checked = await asyncio.to_thread(read, written, "<document>")
         before = None if current is None else await self._document(current)
         unsafe = await asyncio.to_thread(_new_findings, checked, before)
         if unsafe and not asked.force:
@@ -382,6 +380,14 @@ def _refuse_conflict(expected: int, current: Version | None) -> None:
     number = current.number if current else 0
     if number != expected:
         raise VersionConflict(expected, number)
+
+
+def _canonical(document: Document) -> tuple[str, Document]:
+    """The text to keep, and what it says. Raises DocumentError for what no node could read."""
+    written = to_yaml(document)
+    checked = read(written, "<document>")
+    # Made by hand, it may have said the same in other words: a time of another zone, for example.
+    return (written if checked == document else to_yaml(checked)), checked
 
 
 def _diff(current: Version | None, written: str) -> str:
