@@ -157,10 +157,19 @@ def _any(tests: Iterable[Test]) -> Test:
     return each[0] if len(each) == 1 else lambda value: any(test(value) for test in each)
 
 
-# The place of a rule that may match, the rule, and its endpoints that are still to be asked; None:
-# one of them matches for sure.
-_Candidate = tuple[int, CompiledRule, tuple[Endpoint, ...] | None]
+# Where the value of an attribute stands among those that were read, and what it has to pass.
+_Asked = tuple[tuple[int, Test], ...]
+# A rule that may match: its place in the document, the rule, what is still to be asked of the path
+# (one of these endpoints; None: nothing) and of the values; its group, and whether it is for every
+# subject. The last two are the rule's own; from here they are read with fewer misses of the cache.
+_Candidate = tuple[int, CompiledRule, tuple[Endpoint, ...] | None, _Asked, int, bool]
 _order: Final = itemgetter(0)
+
+
+def _candidate(
+    rule: CompiledRule, endpoints: tuple[Endpoint, ...] | None, asked: _Asked
+) -> _Candidate:
+    return rule.order, rule, endpoints, asked, rule.group, rule.rule.rollout >= 100
 
 
 class _Node:
@@ -174,7 +183,7 @@ class _Node:
         self.ends: list[_Candidate] = []  # patterns that end here
         self.open: list[_Candidate] = []  # patterns behind which anything may follow
 
-    def file(self, endpoint: Endpoint, rule: CompiledRule) -> None:
+    def file(self, endpoint: Endpoint, rule: CompiledRule, asked: _Asked) -> None:
         segments: Sequence[object] = endpoint.segments
         if endpoint.exact is not None:
             segments = _segments(endpoint.exact)
@@ -183,7 +192,7 @@ class _Node:
         for position, segment in enumerate(segments, start=1):
             if segment is Wildcard.MANY:
                 certain = certain and position == len(segments)
-                node.open.append((rule.order, rule, None if certain else (endpoint,)))
+                node.open.append(_candidate(rule, None if certain else (endpoint,), asked))
                 return
             if isinstance(segment, str):
                 node = node.children.setdefault(segment, _Node())
@@ -193,20 +202,20 @@ class _Node:
                 if node.any is None:
                     node.any = _Node()
                 node = node.any
-        node.ends.append((rule.order, rule, None if certain else (endpoint,)))
+        node.ends.append(_candidate(rule, None if certain else (endpoint,), asked))
 
-    def find(self, segments: Sequence[str], found: list[_Candidate], start: int = 0) -> None:
-        """Add to `found` what is filed under a path, from its segment `start` on."""
+    def find(self, segments: list[str], found: list[_Candidate]) -> None:
+        """Add to `found` what is filed under a path of these segments, at its end or on the way."""
         node = self
-        for position in range(start, len(segments)):
-            child = node.children.get(segments[position])
+        for position, segment in enumerate(segments, start=1):
+            child = node.children.get(segment)
             other = node.any
             if other is not None:
                 if child is not None:
                     # Both ways: the one through `any` by a call of its own.
                     if other.open:
                         found += other.open
-                    other.find(segments, found, position + 1)
+                    other.find(segments[position:], found)
                 else:
                     child = other
             if child is None:
@@ -263,14 +272,23 @@ def _options(rule: CompiledRule) -> list[_Option]:
 
 
 class _Index:
-    """All rules, filed."""
+    """All rules, filed. `positions` says where the value of each attribute stands."""
 
-    __slots__ = ("_always", "_by_start", "_by_value", "_regex_rules", "_regexes", "_tree")
+    __slots__ = (
+        "_always",
+        "_by_start",
+        "_by_value",
+        "_positions",
+        "_regex_rules",
+        "_regexes",
+        "_tree",
+    )
 
-    def __init__(self, rules: Sequence[CompiledRule]) -> None:
+    def __init__(self, rules: Sequence[CompiledRule], positions: dict[str, int]) -> None:
+        self._positions = positions
         self._tree: _Node | None = None
-        self._by_value: dict[str, dict[str, list[_Candidate]]] = {}
-        self._by_start: dict[str, _ByStart] = {}
+        self._by_value: dict[int, dict[str, list[_Candidate]]] = {}
+        self._by_start: dict[int, _ByStart] = {}
         self._always: list[_Candidate] = []
         self._regex_rules: list[_Candidate] = []
         regexes: list[str] = []
@@ -278,7 +296,7 @@ class _Index:
         crowd = Counter(key for each in options for _, keys in each for key in set(keys))
         for rule, each in zip(rules, options, strict=True):
             if not each:
-                self._always.append((rule.order, rule, None))
+                self._always.append(_candidate(rule, None, self._asked(rule)))
                 continue
             fewest = min(each, key=lambda option: max(crowd[key] for key in option[1]))
             if fewest[0] is None:
@@ -289,29 +307,41 @@ class _Index:
             by_start.seal()
         self._regexes = Regexes(regexes) if regexes else None
 
+    def _asked(self, rule: CompiledRule, but: Condition | None = None) -> _Asked:
+        """What is to be asked of a request's values, but for what is certain already."""
+        return tuple(
+            (self._positions[each.attribute], each.holds)
+            for each in rule.conditions
+            if each is not but
+        )
+
     def _file_by_endpoint(self, rule: CompiledRule) -> list[str]:
         """File it, and say which regular expressions it has."""
+        asked = self._asked(rule)
         regexes = [each.regex for each in rule.endpoints if each.regex is not None]
-        self._regex_rules += [(rule.order, rule, None)] * len(regexes)
+        self._regex_rules += [_candidate(rule, None, asked)] * len(regexes)
         for endpoint in rule.endpoints:
             if endpoint.regex is None:
                 if self._tree is None:
                     self._tree = _Node()
-                self._tree.file(endpoint, rule)
+                self._tree.file(endpoint, rule, asked)
         return regexes
 
     def _file_by_value(self, rule: CompiledRule, condition: Condition) -> None:
-        candidate = (rule.order, rule, rule.endpoints or None)
+        position = self._positions[condition.attribute]
         if condition.exact is not None:
-            values = self._by_value.setdefault(condition.attribute, {})
+            filed = self._by_value.setdefault(position, {})
+            asked = self._asked(rule, but=condition)
         else:
-            values = self._by_start.setdefault(condition.attribute, _ByStart()).filed
+            filed = self._by_start.setdefault(position, _ByStart()).filed
+            asked = self._asked(rule)
+        candidate = _candidate(rule, rule.endpoints or None, asked)
         for value in condition.exact or condition.starts or ():
-            values.setdefault(value, []).append(candidate)
+            filed.setdefault(value, []).append(candidate)
 
-    def candidates(self, path: str | None, value_of: ValueOf) -> list[_Candidate]:
+    def candidates(self, path: str | None, values: Values) -> list[_Candidate]:
         """Who may match, in the order of the document; one may be there more than once."""
-        found = list(self._always)
+        found = self._always[:]
         if path is not None:
             if self._tree is not None:
                 if self._tree.open:
@@ -319,12 +349,12 @@ class _Index:
                 self._tree.find(_segments(path), found)
             if self._regexes is not None:
                 found += [self._regex_rules[index] for index in self._regexes.matching(path)]
-        for attribute, values in self._by_value.items():
-            value = value_of(attribute)
-            if value is not None and value in values:
-                found += values[value]
-        for attribute, starts in self._by_start.items():
-            value = value_of(attribute)
+        for position, filed in self._by_value.items():
+            value = values[position]
+            if value in filed:
+                found += filed[value]
+        for position, starts in self._by_start.items():
+            value = values[position]
             if value is not None:
                 starts.find(value, found)
         if len(found) > 1:
@@ -332,10 +362,49 @@ class _Index:
         return found
 
 
+def _matching(
+    candidates: list[_Candidate], path: str | None, values: Values
+) -> tuple[tuple[CompiledRule, ...], ...]:
+    """For each group those that match, in order, up to the first that is for every subject."""
+    groups: dict[int, list[CompiledRule]] = {}
+    complete: set[int] = set()
+    before = None
+    for _, rule, endpoints, asked, group, for_all in candidates:
+        if group in complete or rule is before:
+            continue
+        if endpoints is not None and (
+            path is None or not any(each.matches_normalised(path) for each in endpoints)
+        ):
+            continue
+        for position, holds in asked:
+            value = values[position]
+            if value is None or not holds(value):
+                break
+        else:
+            before = rule  # it may be there again, by another of its endpoints
+            if group in groups:
+                groups[group].append(rule)
+            else:
+                groups[group] = [rule]
+            if for_all:
+                complete.add(group)
+    return tuple([tuple(groups[group]) for group in sorted(groups)])
+
+
 class Table:
     """All rules of a document, ready to be asked. Never changes."""
 
-    __slots__ = ("_asks_tier", "_fields", "_index", "_memo", "_names", "_others", "_read", "rules")
+    __slots__ = (
+        "_asks_endpoint",
+        "_asks_tier",
+        "_index",
+        "_memo",
+        "_method",
+        "_names",
+        "_others",
+        "_read",
+        "rules",
+    )
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         groups: dict[tuple[tuple[str, ...], str], int] = {}
@@ -343,19 +412,22 @@ class Table:
             compile_rule(rule, order, groups.setdefault((rule.by, rule.mode), order))
             for order, rule in enumerate(rules)
         )
-        self._index = _Index([each for each in self.rules if each.rule.mode != "off"])
-        # What to look at in a request, to know whether it is like one seen before.
         asked = {each.attribute for rule in self.rules for each in rule.conditions}
-        if any(rule.endpoints for rule in self.rules):
-            asked.add("endpoint")
-        # These two always: few values each, and reading several fields gives a tuple at once.
-        fields = asked | {"method", "tier"}
-        self._fields = tuple(name for name in REQUEST_FIELDS if name in fields)
+        # What to look at in a request, to know whether it is like one seen before: the endpoint
+        # first, if any rule asks about it. Of a method and a tier there are but few, so those are
+        # always read: reading several fields gives a tuple at once.
+        self._asks_endpoint = any(rule.endpoints for rule in self.rules)
+        fields = ["endpoint"] if self._asks_endpoint else []
+        fields += [name for name in REQUEST_FIELDS if name in asked | {"method", "tier"}]
+        self._read: Callable[[Request], tuple[Any, ...]] = attrgetter(*fields)
+        self._method = fields.index("method")
+        # The tier once more, where it may be another than the request's own.
         self._asks_tier = "tier" in asked
         self._others = tuple(sorted(asked - set(REQUEST_FIELDS)))
-        # The tier once more, where it may be another than the request's own.
-        self._names = (*self._fields, *(["tier"] if self._asks_tier else []), *self._others)
-        self._read: Callable[[Request], tuple[Any, ...]] = attrgetter(*self._fields)
+        self._names = (*fields, *(["tier"] if self._asks_tier else []), *self._others)
+        positions = {name: position for position, name in enumerate(self._names)}
+        there = [each for each in self.rules if each.rule.mode != "off"]
+        self._index = _Index(there, positions)
         self._memo: dict[Values, tuple[tuple[CompiledRule, ...], ...]] = {}
 
     def match(self, request: Request, tier: str | None) -> tuple[tuple[CompiledRule, ...], ...]:
@@ -376,53 +448,29 @@ class Table:
         return self._match(values)
 
     def _match(self, values: Values) -> tuple[tuple[CompiledRule, ...], ...]:
-        by_name = dict(zip(self._names, values, strict=True))
         for value in values:
             if value is not None and not isinstance(value, str):
-                _refuse(by_name)
-        endpoint = by_name.get("endpoint")
+                self._refuse(values)
+        key = values
+        endpoint = values[0] if self._asks_endpoint else None
         path = None if endpoint is None else normalised(endpoint)
-        method = by_name["method"]
-        if method is not None:
-            by_name["method"] = method.upper()
-        candidates = self._index.candidates(path, by_name.get)
-        matched = _matching(candidates, path, by_name) if candidates else ()
+        method = values[self._method]
+        if method is not None and not method.isupper():
+            at = self._method
+            values = (*values[:at], method.upper(), *values[at + 1 :])
+        candidates = self._index.candidates(path, values)
+        matched = _matching(candidates, path, values) if candidates else ()
         if endpoint is None or len(endpoint) <= MEMO_PATH_LENGTH_MAX:
             if len(self._memo) >= MEMO_MAX:
                 self._memo.clear()
-            self._memo[values] = matched
+            self._memo[key] = matched
         return matched
 
-
-def _matching(
-    candidates: list[_Candidate], path: str | None, by_name: dict[str, str | None]
-) -> tuple[tuple[CompiledRule, ...], ...]:
-    """For each group those that match, in order, up to the first that is for every subject."""
-    groups: dict[int, list[CompiledRule]] = {}
-    complete: set[int] = set()
-    before = None
-    for _, rule, endpoints in candidates:
-        if rule.group in complete or rule is before:
-            continue
-        if endpoints is not None and (
-            path is None or not any(each.matches_normalised(path) for each in endpoints)
-        ):
-            continue
-        for condition in rule.conditions:
-            value = by_name[condition.attribute]
-            if value is None or not condition.holds(value):
-                break
-        else:
-            before = rule  # it may be there again, by another of its endpoints
-            groups.setdefault(rule.group, []).append(rule)
-            if rule.rule.rollout >= 100:
-                complete.add(rule.group)
-    return tuple([tuple(groups[group]) for group in sorted(groups)])
-
-
-def _refuse(by_name: dict[str, str | None]) -> NoReturn:
-    name, value = next(pair for pair in by_name.items() if not isinstance(pair[1], str | NoneType))
-    raise InvalidKey(
-        f"{name}={show(value)} is {type(value).__name__}, and a request's attributes are text; "
-        f"write it as text"
-    )
+    def _refuse(self, values: Sequence[object]) -> NoReturn:
+        """Say which of the values is not text."""
+        pairs = zip(self._names, values, strict=True)
+        name, value = next(pair for pair in pairs if not isinstance(pair[1], str | NoneType))
+        raise InvalidKey(
+            f"{name}={show(value)} is {type(value).__name__}, and a request's attributes are "
+            f"text; write it as text"
+        )
