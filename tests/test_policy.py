@@ -215,6 +215,14 @@ def test_two_rules_under_one_override_keep_their_own_counts() -> None:
     assert [rates(item) for item in plan.enforced] == [["9/60"], ["9/60"]]
 
 
+def test_overrides_are_for_text() -> None:
+    """What is no text has none, and is refused only where it is counted or matched."""
+    rule = Rule("a", ("ip",), parse_limits("1/minute"))
+    policy = policy_of(Document((rule,), overrides=(Override("user", "42", multiply=2),)))
+    user: Any = ["42"]
+    assert rates(only(policy.plan(Request(user=user), 1))) == ["1/60"]
+
+
 # ----------------------------------------------------------------------------------- the numbers
 
 

@@ -302,6 +302,8 @@ class Policy:
     ) -> Choice | None:
         for attribute in _OWNERS:
             value = getattr(request, attribute)
+            if not isinstance(value, str):
+                continue
             for until_ns, place, override in self._overrides.get((attribute, value), ()):
                 if override.rule is not None and override.rule != prepared.id:
                     continue
