@@ -110,7 +110,8 @@ class Path:
         `poll`        ask for one every so many seconds, also where nothing hints at a change.
         `snapshot`    a file that keeps the last good rules, to start with while `rules` is away.
 
-        Raises ConfigError for a document that is wrong, with every place in it that is, and for a
+        Blocks until the rules are there; what follows them is a thread of its own. Raises
+        ConfigError for a document that is wrong, with every place in it that is, and for a
         database that holds no rules yet; StoreUnavailable for one that cannot be reached.
         """
         # Imported here: limits alone do without what reads, follows and keeps documents.
@@ -473,6 +474,7 @@ _CHECK = Limiter.check
 
 
 def request_of(key: object) -> Request:
+    """The request that rules are asked about; a key has nothing for them to match."""
     if isinstance(key, Request):
         return key
     raise ConfigError(
