@@ -150,6 +150,18 @@ def test_rules_with_one_source_see_one_reading() -> None:
     assert cpu.asked == 2
 
 
+def test_a_reading_stays_until_there_is_another() -> None:
+    """A probe that cannot tell now leaves what it told before."""
+    clock, cpu = ManualClock(), Load(None)
+    loads = Loads(clock.now_ns, {"cpu": cpu})
+    found = []
+    for said in (None, 0.8, None, 0.3):
+        cpu.load = said
+        found.append(loads.reading("cpu"))
+        clock.advance_ns(SAMPLE_NS)
+    assert found == [None, 0.8, 0.8, 0.3]
+
+
 def test_the_pushed_number_is_the_load() -> None:
     """Not known before the first; then the last one pushed."""
     loads = Loads(ManualClock().now_ns, {})

@@ -91,6 +91,30 @@ async def test_all_rules_pass_or_none_is_charged_awaited(store: Store, clock: Ma
     assert left(await limiter.explain(BOB)) == [1, 0]
 
 
+def test_many_threads_never_pass_more_than_every_rule_allows(
+    store: Store, clock: ManualClock
+) -> None:
+    """Whatever the order: no rule over its limit, and nothing left charged that was denied."""
+    rules = TWO_RULES.replace("3/minute", "30/minute").replace("5/minute", "50/minute")
+    limiter = Limiter.from_rules(rules, store=store, clock=clock)
+    users = [Request(user=name, tenant="acme") for name in ("ann", "bob", "cid")]
+    admitted: list[str | None] = []
+
+    def ask(request: Request) -> None:
+        admitted.extend(request.user for _ in range(40) if limiter.check(request))
+
+    threads = [threading.Thread(target=ask, args=(user,)) for user in users * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    per_user = [admitted.count(user.user) for user in users]
+    assert max(per_user) <= 30
+    assert sum(per_user) <= 50
+    spent = [[30 - user, 50 - tenant] for user, tenant in map(left, map(limiter.explain, users))]
+    assert spent == [[count, sum(per_user)] for count in per_user]
+
+
 def test_the_tightest_rule_speaks(clock: ManualClock) -> None:
     """The decision is of the rule with the least left; a denial's wait is the longest."""
     limiter = Limiter.from_rules(TWO_RULES, clock=clock)

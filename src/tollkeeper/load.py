@@ -131,7 +131,9 @@ class Loads:
         now_ns = self._now_ns()
         due_ns, load = self._readings.get(source, (now_ns, None))
         if now_ns >= due_ns:
-            load = self._probes[source]()
+            found = self._probes[source]()
+            # Two threads may ask at once, and no time passes between their readings.
+            load = load if found is None else found
             self._readings[source] = now_ns + SAMPLE_NS, load
         return load
 
