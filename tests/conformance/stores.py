@@ -32,6 +32,9 @@ STATES_MAX = 1_000
 # file is made for each example of each property, and 32 MB of it would take 3 ms.
 LOG_BYTES_MIN = 2**18
 
+# A machine that tests may pause for longer than a production's deadlines.
+PATIENCE = {"deadline_ms": 10_000, "connect_ms": 10_000}
+
 _numbers = count()
 
 
@@ -101,8 +104,7 @@ def _redis(
     def opened(clock: Clock, states_max: int, tmp_path: Path) -> Iterator[Store]:
         servers = running(kind)
         prefix = f"t{next(_numbers)}"
-        # A machine that tests may pause for longer than a production's deadline.
-        store = open_store_by_uri(servers.uri, clock, prefix=prefix, deadline_ms=10_000)
+        store = open_store_by_uri(servers.uri, clock, prefix=prefix, **PATIENCE)
         if awaited:
             store = AwaitedStore(store)
         _redis_open[kind] += 1

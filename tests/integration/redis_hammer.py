@@ -88,8 +88,8 @@ def work(job: Job) -> dict[str, Any]:
     from tollkeeper.clock import SystemClock  # noqa: PLC0415 - see above
     from tollkeeper.decide.stores import open_store  # noqa: PLC0415 - see above
 
-    # A machine that tests may pause for longer than a production's deadline.
-    store = open_store(job.uri, deadline_ms=10_000)
+    # A machine that tests may pause for longer than a production's deadlines.
+    store = open_store(job.uri, deadline_ms=10_000, connect_ms=10_000)
     limits = [Limit(**each) for each in job.limits]
     if job.wire == "asyncio":
         waiting = AsyncLimiter(limits, store=store, on_failure="raise")

@@ -186,6 +186,32 @@ def test_several_subjects_on_several_nodes_pass_together(
 
 
 @both_wires
+def test_a_request_of_which_one_subject_fails_costs_the_others_nothing(
+    cluster: Cluster, key: str, wire: str
+) -> None:
+    """One node is silent: the request fails, and what the others were charged is given back."""
+    silent = cluster.node_of(slot(key))
+    others = [f"{key} {number}" for number in range(20)]
+    others = [each for each in others if cluster.node_of(slot(each)) is not silent]
+    with client(wire, cluster.uri, deadline_ms=200) as api:
+        for each in (key, *others):
+            api.check(each)
+        silent.pause()
+        calls = [api.start_all([*others, key]), api.start_all([key, *others])]
+        errors = [call.exception() for call in calls]
+        silent.resume()
+        assert all(isinstance(error, StoreError) for error in errors)
+        until(api.works, "it answers again", SECONDS_MAX)
+        until(
+            lambda: not errors_of([outcome(api.start(key, verb="peek"))]),
+            "it answers again",
+            SECONDS_MAX,
+        )
+        assert {api.peek(each).remaining for each in others} == {COUNTED.limit - 1}
+        assert COUNTED.limit - 3 <= api.peek(key).remaining <= COUNTED.limit - 1
+
+
+@both_wires
 def test_braces_in_a_subject_are_kept_apart(cluster: Cluster, key: str, wire: str) -> None:
     """Each has its own count, on the node that the cluster says; none takes a redirection."""
     shapes = ("{}", "{", "}", "{a}", "}{", "{{a}}", "a{b}c", "a}b{c", "%", "%}", "{a", "a}", "}}")

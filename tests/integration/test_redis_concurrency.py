@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.conformance.stores import PATIENCE
 from tests.integration.redis_hammer import Job, admitted, hammer
 from tests.redis_servers import Running, Single, running
 from tollkeeper import Limit
@@ -40,7 +41,7 @@ def servers(request: pytest.FixtureRequest) -> Running:
 
 def remaining(servers: Running, limit: dict[str, Any], key: str) -> int:
     """What is left of a limit when everyone is done."""
-    store = open_store(servers.uri, deadline_ms=10_000)
+    store = open_store(servers.uri, **PATIENCE)
     left = store.gate([Limit(**limit)], "").peek(key, 0).remaining
     store.close()
     return left

@@ -12,6 +12,7 @@ from random import Random
 
 import pytest
 
+from tests.conformance.stores import PATIENCE
 from tests.parity.server_times import timed
 from tests.redis_servers import Single, until
 from tollkeeper import Limit
@@ -46,7 +47,7 @@ def server() -> Iterator[Single]:
 def store(server: Single) -> Iterator[Store]:
     """Empty, and decided by the server's clock."""
     server.flush()
-    opened = open_store(server.uri, deadline_ms=10_000)
+    opened = open_store(server.uri, **PATIENCE)
     yield opened
     opened.close()
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from itertools import count
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -33,11 +33,12 @@ from tests.integration.redis_wires import (
     timed,
 )
 from tests.integration.tcp_proxy import Mode, Proxy
-from tests.redis_servers import Single, until
+from tests.redis_servers import Single, Tls, running, until
 from tests.redis_servers.ports import HOST
 from tollkeeper import AsyncLimiter
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.redis import handshake, wire_async
+from tollkeeper.decide.stores.redis import wire as wire_threads
 from tollkeeper.decide.stores.redis.store import RedisStore
 from tollkeeper.errors import StoreError, StoreTimeout, StoreUnavailable
 
@@ -181,11 +182,17 @@ def test_a_refusal_that_passes_is_tried_again(
         assert api.check(key).remaining == COUNTED.limit - 2
 
 
+class _QuietHandler(http.server.BaseHTTPRequestHandler):
+    """Knows no method at all, and says so to the client alone."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
 @both_wires
 def test_another_service_on_that_port_is_told_apart(key: str, wire: str) -> None:
     """An HTTP server: no hang, and the error says that this is no Redis."""
-    with http.server.HTTPServer((HOST, 0), http.server.BaseHTTPRequestHandler) as web:
-        web.RequestHandlerClass.log_message = lambda *_: None  # type: ignore[method-assign]  # quiet
+    with http.server.HTTPServer((HOST, 0), _QuietHandler) as web:
         serving = threading.Thread(target=web.serve_forever, kwargs={"poll_interval": 0.01})
         serving.start()
         try:
@@ -197,6 +204,35 @@ def test_another_service_on_that_port_is_told_apart(key: str, wire: str) -> None
         finally:
             web.shutdown()
             serving.join()
+
+
+@both_wires
+def test_tls_and_plain_are_told_apart(server: Single, key: str, wire: str) -> None:
+    """TLS to a server without, and the other way round: an error soon, and no hang."""
+    encrypted = cast("Tls", running("tls"))
+    for uri in (
+        f"rediss://{HOST}:{server.port}?tls_verify=none",
+        f"redis://{HOST}:{encrypted.port}",
+    ):
+        with client(wire, uri, deadline_ms=3_000, connect_ms=500) as api:
+            seconds, error = timed(lambda api=api: outcome(api.start(key)))
+            assert isinstance(error, StoreUnavailable)
+            assert not charged_at_most([error])
+            assert seconds < 1 + LATE_SECONDS_MAX
+
+
+@both_wires
+def test_tls_keeps_deadlines_too(key: str, wire: str) -> None:
+    """A stopped server behind TLS: by the deadline, and charged at most once."""
+    with Tls() as encrypted, client(wire, encrypted.uri, deadline_ms=150) as api:
+        assert api.check(key).allowed
+        encrypted.pause()
+        seconds, error = timed(lambda: outcome(api.start(key)))
+        encrypted.resume()
+        assert isinstance(error, StoreTimeout)
+        assert seconds < 0.15 + LATE_SECONDS_MAX
+        until(api.works, "it answers again", SECONDS_MAX)
+        assert api.check(key).remaining in (COUNTED.limit - 2, COUNTED.limit - 3)
 
 
 @both_wires
@@ -265,6 +301,7 @@ def test_a_connection_that_the_server_closed_while_it_idled_is_replaced(
 @both_wires
 def test_a_storm_of_reconnects_charges_at_most_once(server: Single, key: str, wire: str) -> None:
     """More callers than connections are kept for, all cut off again and again."""
+    kept = wire_threads.IDLE_MAX if wire == "threads" else 1
     with client(wire, server.uri) as api:
         with Load(api, key, workers=90) as load:
             for _ in range(20):
@@ -275,6 +312,7 @@ def test_a_storm_of_reconnects_charges_at_most_once(server: Single, key: str, wi
                     "calls are answered",
                     SECONDS_MAX,
                 )
+        until(lambda: len(server.admin.client_list()) - 1 <= kept, "no more are kept", SECONDS_MAX)
         assert errors_of(load.outcomes)
         charged = counted(server.uri, key)
         assert admitted(load.outcomes) <= charged <= charged_at_most(load.outcomes)
@@ -300,7 +338,8 @@ async def _paced(limiter: AsyncLimiter, key: str, seconds: float) -> list[Outcom
     while loop.time() < ends:
         started.append(asyncio.ensure_future(limiter.check(key)))
         await asyncio.sleep(0.002)
-    return await asyncio.gather(*started, return_exceptions=True)  # type: ignore[return-value]  # outcomes
+    found: list[Any] = await asyncio.gather(*started, return_exceptions=True)
+    return found
 
 
 async def test_a_silent_connection_is_given_up_though_calls_keep_coming(
@@ -363,7 +402,7 @@ async def test_closing_does_not_wait_for_a_server_that_takes_nothing_in(key: str
         port = silent.getsockname()[1]
         store = cast("RedisStore", open_store(f"redis://{HOST}:{port}", deadline_ms=5_000))
         limiter = AsyncLimiter(COUNTED, store=store, on_failure="raise")
-        calls = [asyncio.ensure_future(limiter.check(f"{key} {'x' * 200}")) for _ in range(20_000)]
+        calls = [asyncio.ensure_future(limiter.check(f"{key} {'x' * 480}")) for _ in range(6_000)]
         taken, _ = await asyncio.to_thread(silent.accept)
         greeting = handshake.payload(handshake.greeting(store.config))
         while greeting:
@@ -376,8 +415,8 @@ async def test_closing_does_not_wait_for_a_server_that_takes_nothing_in(key: str
         await asyncio.to_thread(until, arrived, "calls were sent", SECONDS_MAX)
         started = time.monotonic()
         await store.aclose()
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
         assert time.monotonic() - started < LATE_SECONDS_MAX
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
         assert {type(each) for each in outcomes} == {StoreUnavailable}
         assert "the store was closed" in str(outcomes[0])
         taken.close()

@@ -147,7 +147,8 @@ def test_a_full_server_is_a_full_store(server: Single, key: str, wire: str) -> N
 
 def _hash(server: Single, key: str) -> dict[bytes, bytes]:
     with server.client() as raw:
-        return raw.hgetall(f"tk:{{{key}}}")  # type: ignore[no-any-return]  # redis-py: or awaitable
+        found: dict[bytes, bytes] = raw.hgetall(f"tk:{{{key}}}")
+        return found
 
 
 @both_wires
@@ -230,6 +231,23 @@ def test_a_user_without_permission_is_told_what_it_needs(key: str, wire: str) ->
             api.start(key, verb="reset").result()
         with client(wire, server.uri, prefix="other") as api:
             assert "NOPERM" in str(refusal(api, key))
+
+
+@both_wires
+def test_a_user_who_may_not_send_scripts_is_told_when_it_must(key: str, wire: str) -> None:
+    """Without +eval all is well until the scripts are flushed; then NOPERM, and no charge."""
+    rights = "~tk:* +evalsha +script|load +hget +hset +hdel +pttl +pexpire +time"
+    with (
+        Single(password="r00t", users=[User("app", "pw", rights)]) as server,
+        client(wire, server.uri) as api,
+    ):
+        assert api.check(key).allowed
+        server.admin.script_flush()
+        error = refusal(api, key)
+        assert "NOPERM" in str(error)
+        assert "+eval " in str(error)
+        server.admin.execute_command("ACL", "SETUSER", "app", "+eval")
+        assert api.check(key).remaining == COUNTED.limit - 2
 
 
 @both_wires

@@ -257,17 +257,38 @@ def test_closing_while_calls_wait_for_a_connection(key: str, wire: str) -> None:
         server.kill()
 
 
-def test_a_store_that_is_left_open_does_not_keep_the_process(server: Single, key: str) -> None:
-    """Neither its threads nor its connections do."""
-    script = (
-        "import sys; from tollkeeper import Limiter\n"
-        "limiter = Limiter('5/minute', store=sys.argv[1])\n"
-        "assert limiter.check(sys.argv[2]).remaining == 4\n"
-    )
+_ENDING = """
+import sys, threading
+from tollkeeper import Limiter, StoreUnavailable
+
+limiter = Limiter("5/minute", store=sys.argv[1], on_failure="raise")
+
+def last_call():
+    threading.main_thread().join()
+    try:
+        limiter.check(sys.argv[2])  # it would take a thread to connect, and there are no new ones
+    except StoreUnavailable:
+        print("handled")
+
+threading.Thread(target=last_call).start()
+if sys.argv[3] == "connected":
+    assert Limiter("5/minute", store=sys.argv[1]).check(sys.argv[2]).remaining == 4
+"""
+
+
+@pytest.mark.parametrize("state", ["connected", "not connected"])
+def test_a_store_that_is_left_open_does_not_keep_the_process(
+    server: Single, key: str, state: str
+) -> None:
+    """Neither its threads nor its connections do; a call while the process ends fails in order."""
     done = subprocess.run(
-        [sys.executable, "-c", script, server.uri, key], timeout=SECONDS_MAX, check=False
+        [sys.executable, "-W", "error", "-c", _ENDING, server.uri, key, state],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS_MAX,
+        check=False,
     )
-    assert done.returncode == 0
+    assert (done.returncode, done.stdout) == (0, "handled\n"), done.stderr
 
 
 def test_nothing_is_left_of_a_store_that_is_closed(server: Single, key: str) -> None:

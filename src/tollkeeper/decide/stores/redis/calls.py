@@ -19,7 +19,7 @@ from hiredis import ReplyError, pack_command
 
 from tollkeeper.decide.stores.redis.config import Address, RedisConfig
 from tollkeeper.decide.stores.redis.scripts import Script
-from tollkeeper.errors import StoreError, StoreFull, StoreUnavailable
+from tollkeeper.errors import StoreError, StoreFull, StoreUnavailable, show
 
 # A refused call goes out again at most so often. A slot on the move takes two or three.
 ATTEMPTS_MAX: Final = 16
@@ -140,10 +140,14 @@ def _address_in(rest: str, config: RedisConfig, refusal: ReplyError) -> Address:
 
     A node that does not know its own name leaves the host out: then it is the one that was asked.
     """
-    host, _, port = rest.rpartition(" ")[2].rpartition(":")
-    if config.mode != "cluster" or not port.isdigit():
+    if config.mode != "cluster":
         raise StoreUnavailable(
             f"{config.shown()} is a node of a cluster; use redis+cluster://"
+        ) from refusal
+    host, colon, port = rest.rpartition(" ")[2].rpartition(":")
+    if not colon or not port.isdecimal() or not 1 <= int(port) <= 65_535:
+        raise StoreUnavailable(
+            f"{config.shown()} redirects to nowhere: {show(str(refusal))}"
         ) from refusal
     return Address(host.strip("[]"), int(port))
 
