@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import sqlite3
 import ssl
+import threading
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -188,21 +189,37 @@ async def test_every_error_of_the_driver_is_ours(repository: Repository) -> None
 # ---------------------------------------------------------------------------------------- SQLite
 
 
+def connection_threads() -> set[threading.Thread]:
+    """Each connection to a file has one."""
+    return {thread for thread in threading.enumerate() if "connection_worker" in thread.name}
+
+
+async def no_connection_is_left(before: set[threading.Thread]) -> None:
+    """A thread ends shortly after its connection was closed, and not at all if it was not."""
+    async with asyncio.timeout(HANGS_AFTER_SECONDS):
+        while connection_threads() - before:
+            await asyncio.sleep(0.01)
+
+
 async def test_a_file_in_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    """StoreUnavailable, and what to look at."""
+    """StoreUnavailable, and what to look at; no connection is left."""
+    before = connection_threads()
     error = await failure(Repository.open(f"sqlite:///{tmp_path / 'no' / 'rules.db'}"))
     assert type(error) is StoreUnavailable
     assert "in a folder that exists, and may this process write there?" in str(error)
+    await no_connection_is_left(before)
 
 
 async def test_a_file_that_is_no_database(tmp_path: Path) -> None:
-    """StoreUnavailable; the file stays as it is."""
+    """StoreUnavailable; the file stays as it is, and no connection is left."""
+    before = connection_threads()
     path = tmp_path / "rules.db"
     path.write_text("version: 1\n" * 100)
     error = await failure(Repository.open(f"sqlite:///{path}"))
     assert type(error) is StoreUnavailable
     assert "not a database" in str(error)
     assert path.read_text() == "version: 1\n" * 100
+    await no_connection_is_left(before)
 
 
 async def test_a_file_that_somebody_keeps_locked(

@@ -186,8 +186,9 @@ def _on_connect(connection: Any, _record: object) -> None:
     connection.isolation_level = None
     cursor = connection.cursor()
     # With a write-ahead log, readers and the writer are not in each other's way. It is a property
-    # of the file: where somebody else is just switching it, there is nothing left to do.
-    with suppress(sqlite3.OperationalError):
+    # of the file: where somebody else is just switching it, there is nothing left to do. What else
+    # may be wrong (no database at all) the first statement says; said here, nobody would close it.
+    with suppress(sqlite3.DatabaseError):
         cursor.execute("PRAGMA journal_mode=WAL")
     cursor.close()
 
