@@ -11,13 +11,13 @@ import random
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import perf_counter_ns
 from typing import Any, Final
 
 from bench.measure import SEED, Effort, collector_off
 from tollkeeper import Limit, Limiter, Request
-from tollkeeper.match import table as table_module
 from tollkeeper.match.lists import Lists
 from tollkeeper.match.rules import Document, Match, Rule
 from tollkeeper.match.table import Table
@@ -25,6 +25,7 @@ from tollkeeper.match.table import Table
 WORKS: Final = ("rules match", "rules check", "rules lists")
 RULES: Final = (10, 1_000, 10_000)
 ENTRIES: Final = 1_000_000
+REQUESTS: Final = 4_000
 GOAL_NS: Final = 1_000
 FLOOR_NS: Final = 5_000
 _LIMITS: Final = (Limit(1_000_000, per=1),)
@@ -92,23 +93,26 @@ def _timed(
     requests: Sequence[Request],
     effort: Effort,
     *,
+    before: Callable[[], object] = lambda: None,
     goal: bool = False,
 ) -> Timed:
-    """Time calls on requests, which follow one another in a random order."""
+    """Time calls on requests in a random order, none twice in a batch; `before` each batch."""
     rng = random.Random(SEED)
     batches_ns: list[float] = []
     singly = array("q")
     for request in requests:
         call(request)
     for _ in range(effort.rounds):
-        batches = [rng.choices(requests, k=effort.batch_calls) for _ in range(effort.batches)]
-        sampled = rng.choices(requests, k=effort.sampled_calls)
+        batches = [rng.sample(requests, k=effort.batch_calls) for _ in range(effort.batches)]
+        sampled = rng.sample(requests, k=effort.sampled_calls)
         with collector_off():
             for batch in batches:
+                before()
                 start_ns = perf_counter_ns()
                 for request in batch:
                     call(request)
                 batches_ns.append((perf_counter_ns() - start_ns) / len(batch))
+            before()
             for request in sampled:
                 start_ns = perf_counter_ns()
                 call(request)
@@ -156,24 +160,22 @@ def requests_of_an_api(count: int, rules: int) -> list[Request]:
 
 
 def _matches(effort: Effort) -> list[Timed]:
-    found = []
+    found: list[Timed] = []
     for count in RULES:
-        rules = rules_of_an_api(count)
-        requests = requests_of_an_api(1_000, count)
-        name = f"match, {count:,} rules"
-        found.append(_match(f"{name}, seen before", Table(rules), requests, effort))
-        kept = table_module.MEMO_MAX
-        # No room to remember anything: each request is matched as if it were the first of its kind.
-        table_module.MEMO_MAX = 0  # type: ignore[misc]  # only here, and put back below
-        try:
-            found.append(_match(f"{name}, new", Table(rules), requests, effort))
-        finally:
-            table_module.MEMO_MAX = kept  # type: ignore[misc]  # see above
+        table = Table(rules_of_an_api(count))
+        requests = requests_of_an_api(REQUESTS, count)
+        for seen, before in (("seen before", lambda: None), ("new", table.forget)):
+            found.append(
+                _timed(
+                    f"match, {count:,} rules, {seen}",
+                    partial(table.match, tier=None),
+                    requests,
+                    effort,
+                    before=before,
+                    goal=True,
+                )
+            )
     return found
-
-
-def _match(work: str, table: Table, requests: Sequence[Request], effort: Effort) -> Timed:
-    return _timed(work, lambda request: table.match(request, None), requests, effort, goal=True)
 
 
 def _checks(effort: Effort) -> list[Timed]:
@@ -188,7 +190,7 @@ def _checks(effort: Effort) -> list[Timed]:
     found = []
     for name, document in documents:
         with Limiter.from_rules(document) as limiter:
-            found.append(_timed(name, limiter.check, requests_of_an_api(1_000, 10_000), effort))
+            found.append(_timed(name, limiter.check, requests_of_an_api(REQUESTS, 10_000), effort))
     return found
 
 
@@ -210,7 +212,7 @@ def _lists(effort: Effort) -> list[Timed]:
     for kind, texts in entries.items():
         lists = Lists.compile(deny=texts)
         texts.clear()
-        chosen = [rng.randrange(ENTRIES) for _ in range(1_000)]
+        chosen = [rng.randrange(ENTRIES) for _ in range(REQUESTS)]
         hits, misses = _listed(kind, chosen)
         found.append(_timed(f"list of {ENTRIES:,} {kind}, on it", lists.verdict, hits, effort))
         found.append(_timed(f"list of {ENTRIES:,} {kind}, not", lists.verdict, misses, effort))

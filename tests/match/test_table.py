@@ -257,6 +257,9 @@ def test_the_memo_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     before = dict(table._memo)
     assert table.match(Request(endpoint=long), None)
     assert table._memo == before
+    table.forget()
+    assert not table._memo
+    assert table.match(Request(endpoint="/a/1"), None)
 
 
 def test_what_no_rule_looks_at_makes_no_difference_to_the_memo() -> None:
