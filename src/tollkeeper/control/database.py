@@ -75,6 +75,16 @@ class Database:
         """The same one, for another event loop: a connection belongs to the one it was made in."""
         return Database(self._given)
 
+    async def reach(self) -> None:
+        """Raises StoreUnavailable where no SQLite file can be opened or made; asks no server.
+
+        The driver would find out too. But its thread outlives a connection that was not made, and
+        prints a traceback if the event loop has ended by then.
+        """
+        if not self.is_postgresql:
+            with self.errors():
+                await asyncio.to_thread(_open_and_close, self._url.database or "")
+
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
         """A transaction that sees one state, and waits for nobody."""
@@ -181,6 +191,10 @@ class Database:
         return engine
 
 
+def _open_and_close(path: str) -> None:
+    sqlite3.connect(path, timeout=WAIT_SECONDS_MAX).close()
+
+
 def _on_connect(connection: Any, _record: object) -> None:
     # The driver would begin before the first write only, and never IMMEDIATE.
     connection.isolation_level = None
@@ -241,5 +255,11 @@ def _raw_errors() -> tuple[type[Exception], ...]:
     try:
         import asyncpg  # noqa: PLC0415 - an extra: SQLite works without it
     except ImportError:
-        return (OSError,)
-    return OSError, asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError
+        return OSError, sqlite3.Error
+    return (
+        OSError,
+        sqlite3.Error,
+        asyncpg.PostgresError,
+        asyncpg.InterfaceError,
+        asyncpg.InternalClientError,
+    )

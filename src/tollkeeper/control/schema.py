@@ -31,6 +31,7 @@ _alembic: Final = Lock()
 
 async def bring_up_to_date(database: Database) -> None:
     """Raises ConfigError if the schema is newer than this code."""
+    await database.reach()
     async with database.reading() as connection:
         revision = await connection.run_sync(_revision)
     if revision == _newest():
