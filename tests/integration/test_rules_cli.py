@@ -1,0 +1,317 @@
+"""`tollkeeper rules` on databases: real processes, on SQLite and on PostgreSQL."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+from urllib.parse import quote
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.postgres_server import PASSWORD, Postgres, running_postgres
+from tests.redis_servers import Single, running
+from tollkeeper import open_store
+from tollkeeper.app.cli import app
+from tollkeeper.control.sources import TOPIC
+from tollkeeper.match.document import read
+from tollkeeper.match.writing import to_yaml
+
+PROCESS_SECONDS_MAX = 120
+HEARD_SECONDS_MAX = 20.0
+WRITERS = 6
+
+DOCUMENT = "version: 1\nrules:\n  - {{id: all, by: user, limits: {rate}/second}}\n"
+UNSAFE = DOCUMENT.format(rate=10) + 'deny: ["*"]\n'
+
+
+class Done(NamedTuple):
+    """What came of a command."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Cli = Callable[..., Done]
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty database; with SQLite, a file that is not there yet."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/rules.db"
+    return running_postgres().new_database()
+
+
+@pytest.fixture(autouse=True)
+def _documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("DATABASE", "STORE", "AUTHOR", "ANNOUNCE", "TRACEBACK"):
+        monkeypatch.delenv(f"TOLLKEEPER_{name}", raising=False)
+    for rate in (10, 20, 30):
+        Path(f"{rate}.yaml").write_text(DOCUMENT.format(rate=rate), encoding="utf-8")
+    Path("unsafe.yaml").write_text(UNSAFE, encoding="utf-8")
+
+
+@pytest.fixture
+def process(url: str) -> Cli:
+    """Runs `tollkeeper rules` in a process of its own, which knows the database."""
+
+    def run(*arguments: str, **environment: str) -> Done:
+        started = start(*arguments, TOLLKEEPER_DATABASE=url, **environment)
+        output, errors = started.communicate(timeout=PROCESS_SECONDS_MAX)
+        return clean(Done(started.returncode, output, errors))
+
+    return run
+
+
+@pytest.fixture
+def cli(url: str) -> Cli:
+    """The same in this process, which takes a tenth of the time."""
+
+    def run(*arguments: str, **environment: str) -> Done:
+        result = CliRunner().invoke(
+            app, ["rules", *arguments], env={"TOLLKEEPER_DATABASE": url, **environment}
+        )
+        return clean(Done(result.exit_code, result.stdout, result.stderr))
+
+    return run
+
+
+def clean(done: Done) -> Done:
+    """It, if it shows neither a traceback nor the password."""
+    assert "Traceback" not in done.stderr
+    assert PASSWORD not in done.stdout + done.stderr
+    assert quote(PASSWORD, safe="") not in done.stdout + done.stderr
+    return done
+
+
+def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tollkeeper", "rules", *arguments],
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def answer(done: Done, code: int = 0) -> Any:
+    assert done.returncode == code, (done.stdout, done.stderr)
+    return json.loads(done.stdout)
+
+
+def last_line(done: Done) -> str:
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    return done.stdout.splitlines()[-1]
+
+
+def canonical(rate: int) -> str:
+    return to_yaml(read(DOCUMENT.format(rate=rate)))
+
+
+def test_a_document_from_its_first_version_to_a_rollback(process: Cli) -> None:
+    """Applied, changed, compared, shown, rolled back; and the history tells it all."""
+    first = process("apply", "10.yaml", "--author", "ann", "--reason", "launch")
+    assert first.stdout.startswith("based on no version\n--- no version\n+++ 10.yaml\n")
+    assert last_line(first) == "version 1 is in force"
+
+    second = process("apply", "20.yaml", TOLLKEEPER_AUTHOR="bob")
+    assert re.match(r"based on version 1 \(by ann, \d{4}-\d\d-\d\d [\d:]{8}Z\)\n", second.stdout)
+    assert "-  limits: [10/second]\n+  limits: [20/second]\n" in second.stdout
+    assert last_line(second) == "version 2 is in force"
+    assert last_line(process("apply", "20.yaml")) == "nothing to change: version 2 says the same"
+
+    assert process("show").stdout == canonical(20)
+    assert process("show", "--version", "1").stdout == canonical(10)
+    assert answer(process("show", "--json"))["rules"][0]["limits"] == ["20/second"]
+    assert process("show", "--version", "9").returncode == 2
+
+    assert last_line(process("rollback", "1", "--author", "eve")) == "version 3 is in force"
+    assert process("show").stdout == canonical(10)
+    heading, *lines = process("history").stdout.splitlines()
+    assert heading.split() == ["VERSION", "TIME", "AUTHOR", "KIND", "REASON"]
+    told = [re.sub(r" [-\d]{10} [\d:]{8}Z ", " ", line).split() for line in lines]
+    assert told == [
+        ["3", "eve", "rollback"],
+        ["2", "bob", "apply"],
+        ["1", "ann", "apply", "launch"],
+    ]
+    assert [each["version"] for each in answer(process("history", "--json", "--limit", "2"))] == [
+        3,
+        2,
+    ]
+    assert [each["version"] for each in answer(process("history", "--json", "--before", "2"))] == [
+        1
+    ]
+
+
+def test_versions_and_files_are_compared(cli: Cli) -> None:
+    """Two versions, a version and a file, a file and what is in force; as diff(1) answers."""
+    cli("apply", "10.yaml")
+    assert cli("diff", "10.yaml").returncode == 0
+    before = cli("diff", "20.yaml")
+    assert before.returncode == 1
+    assert before.stdout.splitlines()[:2] == ["--- version 1", "+++ 20.yaml"]
+    cli("apply", "20.yaml")
+    both = cli("diff", "1", "2")
+    since = cli("diff", "1")
+    assert both.returncode == since.returncode == 1
+    assert both.stdout == since.stdout
+    assert "+  limits: [20/second]" in both.stdout
+    assert cli("diff", "2", "20.yaml").returncode == 0
+    assert cli("diff", "1", "7").returncode == 2
+    assert answer(cli("diff", "1", "2", "--json"), 1)["equal"] is False
+
+
+def test_a_dry_run_answers_as_apply_would_and_changes_nothing(cli: Cli) -> None:
+    """The diff, the reasons to refuse it, the conflict."""
+    cli("apply", "10.yaml")
+    tried = cli("apply", "20.yaml", "--dry-run")
+    assert "+  limits: [20/second]" in tried.stdout
+    assert last_line(tried) == "nothing was changed: this was a dry run"
+    assert cli("apply", "unsafe.yaml", "--dry-run").returncode == 1
+    assert cli("apply", "unsafe.yaml", "--dry-run", "--force").returncode == 0
+    assert cli("apply", "20.yaml", "--dry-run", "--expected", "7").returncode == 3
+    assert answer(cli("apply", "20.yaml", "--dry-run", "--json"))["version"] is None
+    assert len(answer(cli("history", "--json"))) == 1
+    # What was forced once is not asked for again, by neither.
+    assert cli("apply", "unsafe.yaml", "--force").returncode == 0
+    Path("other.yaml").write_text(UNSAFE.replace("10/", "20/"), encoding="utf-8")
+    assert cli("apply", "other.yaml", "--dry-run").returncode == 0
+    assert last_line(cli("apply", "other.yaml")) == "version 3 is in force"
+
+
+def test_what_is_unsafe_is_refused_with_the_reasons_unless_forced(process: Cli) -> None:
+    """Exit code 1, and nothing has changed."""
+    refused = process("apply", "unsafe.yaml")
+    assert refused.returncode == 1
+    assert 'deny[0]: "*": everyone with an api_key or a user is denied' in refused.stderr
+    assert "--force" in refused.stderr
+    found = answer(process("apply", "unsafe.yaml", "--json"), 1)
+    assert [finding["code"] for finding in found["findings"]] == ["denies-all"]
+    assert answer(process("history", "--json")) == []
+    assert process("show").returncode == 2
+    assert last_line(process("apply", "unsafe.yaml", "--force")) == "version 1 is in force"
+
+
+def test_a_wrong_document_never_gets_to_the_database(cli: Cli) -> None:
+    """It is told with file and line, and no database is made for it."""
+    Path("bad.yaml").write_text("version: 1\nrules: 7\n", encoding="utf-8")
+    done = cli("apply", "bad.yaml")
+    assert done.returncode == 1
+    assert done.stderr.startswith("bad.yaml:2:8: rules: ")
+    assert answer(cli("apply", "bad.yaml", "--json"), 1)["problems"][0]["line"] == 2
+    assert cli("apply", "nowhere.yaml").returncode == 2
+    assert not Path("rules.db").exists()
+
+
+def test_a_change_of_an_old_version_is_exit_code_3(cli: Cli) -> None:
+    """With what to do; nothing has changed."""
+    cli("apply", "10.yaml", "--expected", "0")
+    cli("apply", "20.yaml", "--expected", "1")
+    late = cli("apply", "30.yaml", "--expected", "1")
+    assert late.returncode == 3
+    assert "this is a change of version 1, but now there is version 2" in late.stderr
+    assert "tollkeeper rules diff 1 2" in late.stderr
+    found = answer(cli("apply", "30.yaml", "--expected", "1", "--json"), 3)
+    assert (found["expected"], found["current"]) == (1, 2)
+    assert cli("rollback", "1", "--expected", "1").returncode == 3
+    assert cli("show").stdout == canonical(20)
+
+
+def test_of_many_at_once_one_wins_and_the_others_are_told(process: Cli, url: str) -> None:
+    """All changes of version 1: one is in force, each other one ends with exit code 3."""
+    process("apply", "10.yaml")
+    for number in range(WRITERS):
+        text = DOCUMENT.format(rate=100 + number)
+        Path(f"writer{number}.yaml").write_text(text, encoding="utf-8")
+    processes = [
+        start(
+            *("apply", f"writer{number}.yaml", "--expected", "1"),
+            TOLLKEEPER_DATABASE=url,
+        )
+        for number in range(WRITERS)
+    ]
+    outputs = [process.communicate(timeout=PROCESS_SECONDS_MAX) for process in processes]
+    codes = [process.returncode for process in processes]
+    assert sorted(codes) == [0] + [3] * (WRITERS - 1), outputs
+    assert process("show").stdout == canonical(100 + codes.index(0))
+    assert [each["version"] for each in answer(process("history", "--json"))] == [2, 1]
+
+
+def test_without_a_name_the_login_signs(cli: Cli) -> None:
+    """And an empty name does not."""
+    assert answer(cli("apply", "10.yaml", "--json"))["author"] == getpass.getuser()
+    assert cli("apply", "20.yaml", "--author", "").returncode == 2
+
+
+def test_apply_as_json(cli: Cli) -> None:
+    """The new version, what it was based on, whether anything changed, and the diff."""
+    cli("apply", "10.yaml")
+    made = answer(cli("apply", "20.yaml", "--json", "--author", "ann", "--reason", "why not"))
+    assert {name: made[name] for name in ("version", "before", "changed", "author", "reason")} == {
+        "version": 2,
+        "before": 1,
+        "changed": True,
+        "author": "ann",
+        "reason": "why not",
+    }
+    assert "+  limits: [20/second]" in made["diff"]
+    again = answer(cli("apply", "20.yaml", "--json"))
+    assert (again["version"], again["changed"], again["diff"]) == (2, False, "")
+
+
+def test_what_is_in_force_is_explained(cli: Cli) -> None:
+    """By the rules of the database, whose version is named."""
+    cli("apply", "20.yaml")
+    found = answer(cli("explain", "--user", "42", "--json"))
+    assert (found["source"], found["verdict"]) == ("version 1", "allowed")
+    assert found["rules"][0]["limits"] == ["20/second"]
+
+
+def test_nodes_are_told_through_redis(cli: Cli) -> None:
+    """Of an apply and of a rollback. If nobody can be told, the version is in force anyway."""
+    server = cast("Single", running("single"))
+    with closing(open_store(server.uri)) as store:
+        listening = cast("Any", store).subscribe(TOPIC)
+        try:
+            for arguments in (["apply", "10.yaml"], ["apply", "20.yaml"], ["rollback", "1"]):
+                told = answer(cli(*arguments, "--announce", server.uri, "--json"))
+                assert told["announced"] is True
+                assert listening.wait(HEARD_SECONDS_MAX)
+        finally:
+            listening.close()
+    with Single() as gone:
+        uri = gone.uri
+    done = cli("apply", "30.yaml", TOLLKEEPER_ANNOUNCE=uri)
+    assert last_line(done) == "version 4 is in force"
+    assert "warning: not announced" in done.stderr
+
+
+def test_a_database_that_is_away_is_exit_code_2_and_its_password_is_not_told() -> None:
+    """No server, a wrong password, no such database; in one line each, as text and as JSON."""
+    server = running_postgres()
+    with Postgres() as other:
+        gone = other.url()
+    urls = [gone, server.url("nowhere"), server.url().replace("postgres:", "postgres:wrong")]
+    for each in urls:
+        for arguments in (["history"], ["history", "--json"]):
+            process = start(*arguments, TOLLKEEPER_DATABASE=each)
+            output, errors = process.communicate(timeout=PROCESS_SECONDS_MAX)
+            assert process.returncode == 2
+            told = json.loads(output)["error"] if "--json" in arguments else errors
+            assert "127.0.0.1" in told
+            secret = each.partition("@")[0].rpartition(":")[2]
+            assert secret not in output + errors
+            assert PASSWORD not in output + errors
+            assert "Traceback" not in errors
