@@ -27,7 +27,6 @@ TESTED_IN = {
     "_version.py": "test_public_api.py",
     "app/rules.py": "app/test_rules_cli.py",
     "app/rules_change.py": "integration/test_rules_cli.py",
-    "app/rules_explain.py": "app/test_rules_cli.py",
     "app/rules_options.py": "app/test_rules_cli.py",
     "app/rules_print.py": "app/test_rules_cli.py",
     "app/rules_read.py": "app/test_rules_cli.py",

@@ -1,6 +1,6 @@
 """`tollkeeper rules` on documents: what it prints, what it returns, and what it does in a pipeline.
 
-Versions in databases are in tests/integration/test_rules_cli.py.
+`explain` has a file of its own; versions in databases are in tests/integration/test_rules_cli.py.
 """
 
 from __future__ import annotations
@@ -12,13 +12,10 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from tests.redis_servers import Single, running
-from tollkeeper import Limiter, Request
 from tollkeeper.app import rules_read
 from tollkeeper.app.cli import app
 from tollkeeper.match.document import read, schema
@@ -285,124 +282,6 @@ def test_the_schema_is_printed() -> None:
     for arguments in (["schema"], ["schema", "--json"]):
         result = run(*arguments)
         assert (result.exit_code, json.loads(result.stdout)) == (0, schema())
-
-
-# ----------------------------------------------------------------------------------------- explain
-
-ORDER = ["--endpoint", "/v1/orders/7", "--method", "POST", "--api-key", "sk_1"]
-
-
-def explained(*arguments: str, **environment: str) -> dict[str, Any]:
-    result = run("explain", "--json", *arguments, **environment)
-    assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found | {"rules": {rule["id"]: rule for rule in found["rules"]}}
-
-
-def test_explain_is_a_table_with_a_line_for_each_rule() -> None:
-    """Which apply and which do not, why, from where the limits come, and what they say now."""
-    result = run("explain", str(EXAMPLE), *ORDER, "--tier", "pro")
-    assert result.exit_code == 0
-    verdict, headings, *rows = result.stdout.splitlines()
-    assert verdict == f"allowed ({EXAMPLE}; tier: pro; nothing was spent)"
-    assert headings.split() == ["RULE", "APPLIES", "COUNTS", "LIMITS", "FROM", "NOW", "WHY"]
-    cells = {row.split()[0]: re.split(" {2,}", row) for row in rows}
-    assert cells["orders"] == [
-        *("orders", "yes", "api_key:sk_1", "50/second; 1000/minute", "tier pro"),
-        *("allows, 50 of 50 left", "all its conditions hold"),
-    ]
-    assert cells["login"][1] == "no"
-    assert cells["login"][-1] == "endpoint '/v1/orders/7' is not /login"
-    assert cells["api"][-1] == "rule orders counts by the same and goes first"
-
-
-def test_explain_as_json_has_the_same() -> None:
-    """Limits as a document has them, subjects in parts, decisions with all their numbers."""
-    found = explained(str(EXAMPLE), *ORDER, "--tier", "pro", "--cost", "3")
-    assert (found["verdict"], found["tier"], found["listed"]) == ("allowed", "pro", None)
-    orders = found["rules"]["orders"]
-    assert (orders["applies"], orders["source"], orders["subject"], orders["units"]) == (
-        *(True, "tier pro", ["api_key:sk_1"]),
-        3,
-    )
-    assert orders["limits"] == ["50/second", "1000/minute"]
-    assert (orders["decision"]["allowed"], orders["decision"]["remaining"]) == (True, 50)
-    assert found["rules"]["login"]["decision"] is None
-
-
-def test_every_field_of_a_request_can_be_given() -> None:
-    """Also attributes, whose values may hold an equals sign."""
-    given = {
-        "endpoint": "/v1",
-        "method": "GET",
-        "user": "42",
-        "ip": "192.0.2.1",
-        "tenant": "acme",
-        "tier": "pro",
-        "api_key": "sk_1",
-    }
-    text = f"version: 1\nrules: [{{id: all, by: {[*given]}, limits: 1/second}}]"
-    options = [(f"--{name.replace('_', '-')}", value) for name, value in given.items()]
-    rule = explained(file("a.yaml", text), *(part for pair in options for part in pair))["rules"]
-    assert rule["all"]["subject"] == [f"{name}:{value}" for name, value in given.items()]
-    text = "version: 1\nrules: [{id: all, by: [query, region], limits: 1/second}]"
-    attributes = ["--attribute", "query=a=b", "--attribute", "region=eu"]
-    rule = explained(file("a.yaml", text), *attributes)["rules"]["all"]
-    assert rule["subject"] == ["query:a=b", "region:eu"]
-
-
-def test_lists_and_overrides_are_told() -> None:
-    """Who is on a list, and who signed for other limits."""
-    found = explained(str(EXAMPLE), "--api-key", "sk_revoked_1")
-    assert (found["verdict"], found["listed"]) == ("denied", "deny sk_revoked_*")
-    assert not any(rule["applies"] for rule in found["rules"].values())
-    found = explained(str(EXAMPLE), "--api-key", "sk_internal_1")
-    assert (found["verdict"], found["listed"]) == ("allowed", "allow sk_internal_*")
-    text = GOOD + "overrides: [{for: {user: '42'}, multiply: 2, reason: a guest, author: ann}]\n"
-    result = run("explain", file("a.yaml", text), "--user", "42")
-    assert "override user:42 (a guest, ann)" in result.stdout
-    rule = explained("a.yaml", "--user", "42")["rules"]["all"]
-    assert rule["override"] == {"reason": "a guest", "author": "ann", "until": None}
-    assert rule["limits"] == ["20/second"]
-
-
-def test_a_cost_that_can_never_fit_is_explained_and_denied() -> None:
-    """That is an answer, not trouble with the store."""
-    result = run("explain", file("a.yaml", GOOD), "--user", "1", "--cost", "11")
-    assert result.exit_code == 0
-    assert result.stdout.startswith("denied (")
-    assert "can never fit" in result.stdout
-
-
-@pytest.mark.parametrize("kind", ["redis", "shared"])
-def test_explain_asks_the_real_store_and_spends_nothing(kind: str) -> None:
-    """However often it is asked; also where the variable names the store."""
-    name = file("a.yaml", GOOD.replace("10/second", "2/hour"))
-    store = running("single").uri if kind == "redis" else f"shared://{Path.cwd()}/quotas"
-    with Limiter.from_rules(name, store=store, follow=False) as limiter:
-        limiter.reset(Request(user="7"))
-        limiter.check(Request(user="7"))
-        for _ in range(3):
-            found = explained(name, "--user", "7", "--store", store)
-            assert found["rules"]["all"]["decision"]["remaining"] == 1
-        limiter.check(Request(user="7"))
-        assert explained(name, "--user", "7", TOLLKEEPER_STORE=store)["verdict"] == "denied"
-        result = run("explain", name, "--user", "7", "--store", store)
-        limiter.reset(Request(user="7"))
-    assert (result.exit_code, result.stdout.split()[0]) == (0, "denied")
-    assert re.search(r"denies, 0 of 2 left, again in [\d,]+ s", result.stdout)
-
-
-def test_a_store_that_is_away_is_exit_code_2_and_its_password_is_not_told() -> None:
-    """What the rules say is explained all the same."""
-    with Single() as server:
-        port = server.port
-    store = f"redis://ann:s3cret@127.0.0.1:{port}"
-    result = run("explain", file("a.yaml", GOOD), "--user", "1", TOLLKEEPER_STORE=store)
-    assert result.exit_code == 2
-    assert result.stdout.startswith("unknown (a.yaml; ")
-    assert "all its conditions hold" in result.stdout
-    assert "s3cret" not in result.output
 
 
 # ---------------------------------------------------------------------------------- help, pipelines

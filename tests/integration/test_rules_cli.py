@@ -20,7 +20,9 @@ from typer.testing import CliRunner
 from tests.postgres_server import PASSWORD, Postgres, running_postgres
 from tests.redis_servers import Single, running
 from tollkeeper import open_store
+from tollkeeper.app import rules_change
 from tollkeeper.app.cli import app
+from tollkeeper.control.repository import Repository
 from tollkeeper.control.sources import TOPIC
 from tollkeeper.match.document import read
 from tollkeeper.match.writing import to_yaml
@@ -226,6 +228,27 @@ def test_a_change_of_an_old_version_is_exit_code_3(cli: Cli) -> None:
     found = answer(cli("apply", "30.yaml", "--expected", "1", "--json"), 3)
     assert (found["expected"], found["current"]) == (1, 2)
     assert cli("rollback", "1", "--expected", "1").returncode == 3
+    assert cli("show").stdout == canonical(20)
+
+
+def test_without_expected_it_is_a_change_of_what_there_was_at_the_start(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody else who comes between looking and applying is not overwritten."""
+    cli("apply", "10.yaml")
+    begin = rules_change._begin
+
+    async def begin_and_be_overtaken(repository: Repository, *given: Any) -> Any:
+        step = await begin(repository, *given)
+        other = read(DOCUMENT.format(rate=20))
+        await repository.apply(other, author="bob", expected=step.base)
+        return step
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rules_change, "_begin", begin_and_be_overtaken)
+        late = cli("apply", "30.yaml")
+    assert late.returncode == 3
+    assert "tollkeeper rules diff 1 2" in late.stderr
     assert cli("show").stdout == canonical(20)
 
 

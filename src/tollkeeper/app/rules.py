@@ -210,7 +210,7 @@ def _either(name: str, database: str | None) -> Source:
 
 @app.command()
 def schema(
-    as_json: Annotated[bool, typer.Option("--json", help="It is JSON in any case.")] = True,  # noqa: ARG001 - all commands take it
+    as_json: Annotated[bool, typer.Option("--json", help="It is JSON in any case.")] = True,
 ) -> None:
     """Print the JSON Schema of rule documents, for editors that complete and check them.
 
@@ -218,7 +218,7 @@ def schema(
 
     Example: tollkeeper rules schema > rules.schema.json
     """
-    with out.telling(as_json=True):
+    with out.telling(as_json):
         out.say_json(documents.schema())
 
 

@@ -199,8 +199,9 @@ def _limit_text(limit: Limit) -> str:
     said = limit_data(limit)
     if isinstance(said, str):
         return said
-    others = (f"{name} {value}" for name, value in said.items() if name not in {"limit", "per"})
-    return f"{said['limit']}/{said['per']} {', '.join(others)}"
+    number, window, algorithm = said.pop("limit"), said.pop("per"), said.pop("algorithm")
+    others = "".join(f" {name} {value}" for name, value in said.items())
+    return f"{number}/{window} {algorithm}{others}"
 
 
 def _from_text(rule: RuleExplained) -> str:

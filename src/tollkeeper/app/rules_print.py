@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import typer
@@ -136,8 +137,8 @@ def _bug(error: Exception) -> str:
     """Where it happened, but not the error's text: that may hold anything, also a password."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     return (
-        f"tollkeeper: {type(error).__name__} in {os.path.basename(place.filename)}, "  # noqa: PTH119 - no path is at hand, only its text
-        f"line {place.lineno}: this is a bug; please report it. {TRACEBACK}=1 shows all of it"
+        f"tollkeeper: {type(error).__name__} in {Path(place.filename).name}, line {place.lineno}: "
+        f"this is a bug; please report it. {TRACEBACK}=1 shows all of it"
     )
 
 
@@ -154,7 +155,9 @@ def say_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows under headings: fitted to a terminal; in a pipe, each row is one line."""
     console = Console(highlight=False)
     if console.is_terminal:
-        table = Table(*headings, box=None, padding=(0, _COLUMN_GAP, 0, 0), header_style="bold")
+        table = Table(box=None, padding=(0, _COLUMN_GAP, 0, 0), header_style="bold")
+        for heading in headings:
+            table.add_column(heading, overflow="fold")  # by default long words lose their end
         for row in rows:
             table.add_row(*map(Text, row))  # as Text: brackets are no markup
         console.print(table)
