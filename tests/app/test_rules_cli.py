@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/limits.yaml"
 COMMANDS = ("validate", "show", "diff", "schema", "history", "apply", "rollback", "explain")
 
+URL = "postgresql://ann:s3cret@127.0.0.1:1/rules"
 GOOD = "version: 1\nrules:\n  - {id: all, by: user, limits: 10/second}\n"
 BAD = "version: 1\nrules:\n  - id: all\n    by: user\n    limits: 10/fortnight\n"
 UNSAFE = 'version: 1\nrules:\n  - {id: all, by: user, limits: 10/second}\ndeny:\n  - "*"\n'
@@ -231,6 +232,30 @@ def test_wrong_arguments_are_exit_code_2(arguments: list[str]) -> None:
     assert result.stderr
     assert "Traceback" not in result.output
     assert not Path("a.db").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *([URL], ["history", URL], ["rollback", URL], ["rollback", "1", URL], ["diff", "1", URL]),
+        *(
+            ["history", "--limit", URL],
+            ["history", "--databse", URL],
+            ["show", URL],
+            ["apply", URL],
+        ),
+        *(["history", f"--database={URL}x://"], ["explain", "a.yaml", "--store", URL]),
+        ["apply", "a.yaml", "--database", "sqlite:///a.db", "--announce", URL],
+    ],
+)
+def test_a_password_in_the_wrong_place_is_not_repeated(arguments: list[str]) -> None:
+    """Wherever a URL stands by mistake: logs of CI systems are read by many."""
+    file("a.yaml", GOOD)
+    for more in ([], ["--json"]):
+        result = run(*arguments, *more)
+        assert result.exit_code == 2
+        assert result.output
+        assert "s3cret" not in result.output
 
 
 def test_a_file_goes_before_the_database_of_the_environment() -> None:

@@ -15,7 +15,14 @@ import typer
 from tollkeeper.app import rules_print as out
 from tollkeeper.app.rules_change import apply, history, rollback
 from tollkeeper.app.rules_explain import explain
-from tollkeeper.app.rules_options import DatabaseOption, JsonOption, MaybeFile, was_typed
+from tollkeeper.app.rules_options import (
+    Command,
+    DatabaseOption,
+    Group,
+    JsonOption,
+    MaybeFile,
+    was_typed,
+)
 from tollkeeper.app.rules_read import (
     STDIN,
     Positions,
@@ -35,6 +42,7 @@ from tollkeeper.match.safety import findings
 from tollkeeper.match.writing import to_data
 
 app: Final = typer.Typer(
+    cls=Group,
     help="Rule documents: check, compare, apply and explain them. Exit codes: 0 fine, 1 problems "
     "or differences, 2 it could not be done, 3 somebody else changed the rules meanwhile.",
     no_args_is_help=True,
@@ -47,7 +55,7 @@ app: Final = typer.Typer(
 _DIGITS_MAX: Final = 10
 
 
-@app.command()
+@app.command(cls=Command)
 def validate(
     files: Annotated[
         list[str], typer.Argument(metavar="FILE", help="Rule documents; - is the standard input.")
@@ -134,7 +142,7 @@ class _Checked:
             out.say(f"{self.name}: ok, rules: {self.rules}, warnings: {len(self.warnings)}")
 
 
-@app.command()
+@app.command(cls=Command)
 def show(
     context: typer.Context,
     file: MaybeFile = None,
@@ -167,7 +175,7 @@ def show(
             out.say(source.canonical().removesuffix("\n"))
 
 
-@app.command()
+@app.command(cls=Command)
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A FILE, or the number of a version.")],
     b: Annotated[
@@ -208,7 +216,7 @@ def _either(name: str, database: str | None) -> Source:
     return from_database(database, int(name)) if is_number else from_file(name)
 
 
-@app.command()
+@app.command(cls=Command)
 def schema(
     as_json: Annotated[bool, typer.Option("--json", help="It is JSON in any case.")] = True,
 ) -> None:
@@ -223,4 +231,4 @@ def schema(
 
 
 for command in (history, apply, rollback, explain):
-    app.command()(command)
+    app.command(cls=Command)(command)

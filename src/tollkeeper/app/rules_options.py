@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+
+_URL: Final = re.compile(r"\S*://\S*")
 
 FileArgument = Annotated[
     str, typer.Argument(metavar="FILE", help="A rule document; - is the standard input.")
@@ -57,3 +63,32 @@ def was_typed(context: typer.Context, name: str) -> bool:
     """Was this option given on the command line, and not by a variable or not at all?"""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
+
+
+@contextmanager
+def _without_urls() -> Iterator[None]:
+    """What is told of a wrong argument repeats it; a URL in the wrong place may hold a password."""
+    try:
+        yield
+    except Exception as error:  # its class is not one that typer gives a name to
+        if isinstance(said := getattr(error, "message", None), str):
+            error.message = _URL.sub("a URL", said)  # type: ignore[attr-defined]  # just seen
+        raise
+
+
+class Command(TyperCommand):
+    """A command that repeats no URL."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As typer does."""
+        with _without_urls():
+            return super().parse_args(ctx, args)
+
+
+class Group(TyperGroup):
+    """Commands, and a group of them that repeats no URL."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As typer does."""
+        with _without_urls():
+            return super().resolve_command(ctx, args)
