@@ -41,6 +41,9 @@ PAUSE_S_FIRST: Final = 0.1
 PAUSE_S_LONGEST: Final = 5.0
 # A fleet that is told at once does not ask at once.
 HINT_SPREAD_S: Final = 0.1
+# When a forked worker begins to follow.
+FORKED_S_MIN: Final = 0.05
+FORKED_S_MAX: Final = 0.5
 # How long closing waits for the thread to end; it is a daemon, and may end later.
 STOP_S_MAX: Final = 2.0
 
@@ -228,7 +231,7 @@ class Follower:
         self._loop = self._task = None
         # Not at once: the store, too, has to notice that it was forked, and a server that forks
         # fifty workers would have fifty connections asked for in one moment.
-        self._start(first_pause_s=self._poll_s * random.random())  # noqa: S311 - no secret
+        self._start(first_pause_s=random.uniform(FORKED_S_MIN, FORKED_S_MAX))  # noqa: S311 - same
 
     def _start(self, first_pause_s: float) -> None:
         self._thread = threading.Thread(

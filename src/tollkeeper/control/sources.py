@@ -174,8 +174,8 @@ class RepositorySource:
         async with self._opening:
             if self._repository is None:
                 try:
-                    # Imported here: databases need libraries that files do without.
-                    from tollkeeper.control.repository import Repository  # noqa: PLC0415 - see above
+                    # Databases need libraries that files do without.
+                    from tollkeeper.control.repository import Repository  # noqa: PLC0415 - so here
                 except ImportError as error:
                     raise ConfigError(
                         f"rules in a database need the libraries of the control extra ({error}); "
