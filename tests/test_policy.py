@@ -123,6 +123,18 @@ def test_a_rule_without_limits_for_a_tier_does_not_limit(tier: str | None) -> No
         assert not policy.plan(request, 1).enforced
 
 
+@pytest.mark.parametrize("tier", [None, "unheard of", "default"])
+def test_the_default_tier_is_for_those_without_one(tier: str | None) -> None:
+    """A rule without limits of its own takes the tier `default` for a tier that is not there."""
+    policy = policy_of("""
+version: 1
+tiers: {default: 5/minute, pro: 20/minute}
+rules: [{id: all, by: user}]
+""")
+    assert rates(only(policy.plan(Request(user="1", tier=tier), 1))) == ["5/60"]
+    assert rates(only(policy.plan(Request(user="1", tier="pro"), 1))) == ["20/60"]
+
+
 def test_keys_of_an_attribute() -> None:
     """Keys are values of what the rule counts by, whatever that is."""
     limits = {"eu-*": parse_limits("2/minute")}

@@ -51,6 +51,7 @@ TESTED_IN = {
     "decide/stores/redis/topology.py": "integration/test_redis_topology.py",
     "decide/stores/redis/wire.py": "integration/test_redis_faults.py",
     "decide/stores/redis/wire_async.py": "integration/test_redis_faults.py",
+    "match/rules.py": "match/test_table.py",
     "testing/__init__.py": "testing/test_switches.py",
 }
 

@@ -33,6 +33,8 @@ from tollkeeper.model import BUCKETS, LOG_UNITS_MAX, REFILL_NS_MAX, UNITS_MAX, L
 Source = Literal["default", "tier", "key", "override"]
 Verdict = Literal["allow", "deny"]
 
+# The tier of those who have none that the document knows, where it has this one.
+DEFAULT_TIER: Final = "default"
 # The steps in which limits follow a factor; each is a gate of its own.
 FACTOR_STEPS: Final = 100
 # The subject of rules that count everything together.
@@ -281,8 +283,13 @@ class Policy:
         """The limits of a rule for a request; None where it has none for its tier."""
         return self._choose(self._rules[rule.order], request, tier)
 
+    def _has_tier(self, prepared: _Prepared, tier: str) -> bool:
+        return tier in prepared.by_tier or tier in self.document.tiers
+
     def _choose(self, prepared: _Prepared, request: Request, tier: str | None) -> Choice | None:
         choice = prepared.default
+        if choice is None and (tier is None or not self._has_tier(prepared, tier)):
+            tier = DEFAULT_TIER
         if tier is not None:
             choice = prepared.by_tier.get(tier, choice)
             if choice is None and tier in self.document.tiers:
