@@ -263,11 +263,14 @@ class Load:
         return self
 
     def settle(self) -> None:
-        """Wait until a check is allowed again; of those that begin after it, none may fail."""
-        until(lambda: admitted(self.outcomes[-1:]), "checks are allowed again", SECONDS_MAX)
-        settled_at, before = time.monotonic(), len(self.outcomes)
-        until(lambda: len(self.outcomes) > before + 100, "there is more load", SECONDS_MAX)
-        assert not errors_of([found for began, _, found in self.timeline if began > settled_at])
+        """Wait until fifty checks in a row, all begun from now on, were allowed by the server."""
+        began_at = time.monotonic()
+
+        def settled() -> bool:
+            last = self.timeline[-50:]
+            return last[0][0] > began_at and admitted([found for _, _, found in last]) == 50
+
+        until(settled, "checks are allowed again", SECONDS_MAX, lambda: self.outcomes[-1])
 
     def first_admitted(self, after: float) -> float:
         """When the first check after then was allowed by the server."""

@@ -193,7 +193,7 @@ def test_a_request_of_which_one_subject_fails_costs_the_others_nothing(
     silent = cluster.node_of(slot(key))
     others = [f"{key} {number}" for number in range(20)]
     others = [each for each in others if cluster.node_of(slot(each)) is not silent]
-    with client(wire, cluster.uri, deadline_ms=200) as api:
+    with client(wire, cluster.uri, deadline_ms=500) as api:
         for each in (key, *others):
             api.check(each)
         silent.pause()
@@ -231,7 +231,7 @@ def test_a_cluster_that_is_down_is_waited_for(lone_node: Single, key: str, wire:
     """CLUSTERDOWN: tried again until the deadline, and not counted until it passes."""
     uri = f"redis+cluster://{HOST}:{lone_node.port}"
     other = (slot(key) + 1) % SLOTS
-    with client(wire, uri, deadline_ms=200) as api, client(wire, uri) as patient:
+    with client(wire, uri, deadline_ms=300) as api, client(wire, uri) as patient:
         until(api.works, "it is up", SECONDS_MAX)
         until(patient.works, "it is up", SECONDS_MAX)
         # One slot that nobody has, and all of the cluster is down.

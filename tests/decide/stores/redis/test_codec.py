@@ -25,6 +25,7 @@ from tollkeeper.decide.stores.redis.codec import (
 )
 from tollkeeper.errors import CapacityError, ConfigError, StoreUnavailable
 from tollkeeper.model import ALGORITHM_NAMES, UNITS_MAX, WINDOW_NS_MAX, Limit
+from tollkeeper.rates import parse_limits
 
 YEAR = 366 * 86_400
 NUMBERS_A_LIMIT = 7
@@ -233,3 +234,17 @@ def test_what_was_spent_is_told_apart_from_what_was_granted() -> None:
     assert answers.spent([NOW_US, NOW_US, 8_000_000], 2) == [2, 0, 0]
     assert answers.spent([NOW_US, NOW_US, 8_000_000, 50, ends_us], 5) == [2, 3, ends_us]
     assert answers.spent([NOW_US, NOW_US, 8_000_000, 50, NOW_US], 2) == [2, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "answer", [[], [None], [5], [5, None, None], ["x", 1, 2], [5, 1], [5, 1, 2, 3, 4, 5, 6, 7]]
+)
+@pytest.mark.parametrize("rates", ["5/second", "5/second; 10/minute"])
+def test_what_no_script_of_ours_says_is_an_error_of_the_store(
+    answer: list[Any], rates: str
+) -> None:
+    """A list of the wrong shape: StoreUnavailable, and nothing else gets out."""
+    answers = Answers(parse_limits(rates), "")
+    for read in (answers.check, answers.peek):
+        with pytest.raises(StoreUnavailable):
+            read(answer, 1)

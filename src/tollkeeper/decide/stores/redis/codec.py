@@ -17,7 +17,7 @@ from tollkeeper.decide import credit as credits_
 from tollkeeper.decide.algorithms import ALGORITHMS, Algorithm, Outcome, State
 from tollkeeper.decide.combine import combine
 from tollkeeper.decide.credit import Credit
-from tollkeeper.errors import CapacityError, ConfigError, StoreUnavailable
+from tollkeeper.errors import CapacityError, ConfigError, StoreUnavailable, show
 from tollkeeper.model import (
     MICROS_PER_UNIT,
     AlgorithmName,
@@ -190,6 +190,12 @@ class Answers:
 
     def check(self, answer: list[int], cost: int, early_ns: int = 0) -> Decision:
         """The decision on a request. `early_ns`: how far into its microsecond the caller is."""
+        try:
+            return self._checked(answer, cost, early_ns)
+        except (IndexError, TypeError, StopIteration) as error:
+            raise _no_answer(answer) from error
+
+    def _checked(self, answer: list[int], cost: int, early_ns: int) -> Decision:
         now_us = answer[0]
         passed = now_us >= 0
         if self._only is not None and len(answer) == 3:
@@ -223,7 +229,10 @@ class Answers:
 
     def peek(self, answer: list[int], cost: int, early_ns: int = 0) -> Decision:
         """What `check` would answer; where it would allow, with what remains now."""
-        decision = self._decide(answer, cost, 0 if answer[0] >= 0 else cost)
+        try:
+            decision = self._decide(answer, cost, 0 if answer[0] >= 0 else cost)
+        except (IndexError, TypeError, StopIteration) as error:
+            raise _no_answer(answer) from error
         return _earlier(decision, early_ns) if early_ns else decision
 
     def _decide_plain(self, answer: list[int], cost: int) -> Decision:  # noqa: PLR0912 - see below
@@ -319,6 +328,8 @@ class Answers:
     def _held(self, answer: list[int], now_us: int) -> list[_Held]:
         """The states that the numbers of an answer stand for."""
         granted = len(answer) > self._numbers
+        if granted and len(answer) != self._numbers + 2 * len(self._parts):
+            raise IndexError(len(answer))
         numbers = iter(answer)
         next(numbers)
         held: list[_Held] = []
@@ -346,6 +357,12 @@ class Answers:
                     credit = (units, ends_us * NS_PER_US)
             held.append((limit, algorithm, state, credit))
         return held
+
+
+def _no_answer(answer: object) -> StoreUnavailable:
+    return StoreUnavailable(
+        f"not an answer of the script: {show(answer)}; the call may have been counted once"
+    )
 
 
 def _times_ns(packed: bytes) -> array[int]:
