@@ -217,7 +217,8 @@ class Postgres(Startable):
         if self.pid is None:
             raise ServerFailed(f"PostgreSQL on port {self.port} does not run; start it first")
         for pid in (self.pid, *_children(self.pid)):
-            os.kill(pid, number)
+            with suppress(ProcessLookupError):  # a worker of the server's that has just ended
+                os.kill(pid, number)
 
     def _log(self) -> str:
         path = self.folder / "log"
