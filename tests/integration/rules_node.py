@@ -4,13 +4,15 @@
 
 Each line that it prints is a JSON object: `limit`, as a request meets it, when that changes, with
 `at_ns`, by the clock of the machine, and what `rules_status` says. With `threads`, so many of them
-check in a loop meanwhile. An empty line to its input makes it print what they saw, and end.
+check in a loop meanwhile. An empty line to its input makes it print what they saw, and end. With
+`fork`, all that is done by a worker that was forked after the rules were loaded.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import select
 import sys
 import time
@@ -70,7 +72,10 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     threads = options.pop("threads", 0)
     rules = options.pop("rules")
+    fork = options.pop("fork", False)
     limiter = Limiter.from_rules(rules, **options)
+    if fork and (worker := os.fork()):
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
     load = Load(limiter, threads)
     last = None
     while True:

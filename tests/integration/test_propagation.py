@@ -92,6 +92,8 @@ class Node:
 
     def kill(self) -> None:
         self._process.send_signal(signal.SIGKILL)
+        assert self._process.stdin is not None
+        self._process.stdin.close()  # a worker that it has forked ends with its input
         self._end()
 
     def finish(self) -> dict[str, Any]:
@@ -210,6 +212,32 @@ async def test_push_through_redis(kind: str, tmp_path: Path) -> None:
         with fleet(rules=url, store=uri, poll=NEVER_S) as nodes:
             await measured(
                 f"push, Redis ({kind})", change, nodes, changes=50, seconds_max=PUSH_S_MAX
+            )
+    store.close()
+
+
+@pytest.mark.parametrize("pushing", ["PostgreSQL", "Redis"])
+async def test_forked_workers_are_pushed_to_as_well(pushing: str, tmp_path: Path) -> None:
+    """A server that loads the application and then forks: each worker has its own connections."""
+    uri = running("single").uri
+    store = open_store(uri)
+    sqlite = f"sqlite:///{tmp_path}/rules.db"
+    url = running_postgres().new_database() if pushing == "PostgreSQL" else sqlite
+    async with editing(url) as editor:
+
+        async def change() -> int:
+            number = await editor.change()
+            if pushing == "Redis":
+                await asyncio.to_thread(announce, store, number)
+            return number
+
+        with fleet(rules=url, store=uri, poll=NEVER_S, fork=True) as nodes:
+            # A worker asks once when it begins, so that this one need not be pushed.
+            number = await change()
+            for node in nodes:
+                await asyncio.to_thread(node.await_number, number)
+            await measured(
+                f"push, {pushing}, forked", change, nodes, changes=10, seconds_max=PUSH_S_MAX
             )
     store.close()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import threading
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -32,6 +33,7 @@ JITTER: Final = 0.2
 TOPIC: Final = "rules"
 # How soon the thread that waits for Redis notices that nobody wants to know any more.
 _REDIS_WAIT_S: Final = 0.25
+_FORK_WAIT_S_MAX: Final = 1.0
 _VERSION_CHARACTERS: Final = 12
 # Inode, time of the last change and size: one of them differs when a file was written.
 _Look = tuple[int, int, int]
@@ -197,7 +199,7 @@ class StoreHints:
         # One thread, which waits in short steps: it ends soon after it is not wanted any more.
         thread = ThreadPoolExecutor(1, "tollkeeper-rules-redis")
         try:
-            subscription = await loop.run_in_executor(thread, self._store.subscribe, TOPIC)
+            subscription = await loop.run_in_executor(thread, self._subscribe)
             try:
                 # What was announced while nobody listened.
                 yield
@@ -209,6 +211,41 @@ class StoreHints:
                     thread.submit(subscription.close)
         finally:
             thread.shutdown(wait=False)
+
+    def _subscribe(self) -> Any:
+        with _forks.connecting:
+            return self._store.subscribe(TOPIC)
+
+
+class _Forks:
+    """No fork while our thread connects to Redis: redis-py imports modules when it does.
+
+    A module that a thread imports while the process forks is locked in the child for ever, and
+    whoever needs it there waits for a thread that does not exist.
+    """
+
+    def __init__(self) -> None:
+        self.connecting = threading.Lock()
+        self._held = False
+
+    def before(self) -> None:
+        """Wait for it, but no fork waits for long."""
+        self._held = self.connecting.acquire(timeout=_FORK_WAIT_S_MAX)
+
+    def in_parent(self) -> None:
+        """Go on."""
+        if self._held:
+            self.connecting.release()
+
+    def in_child(self) -> None:
+        """Begin anew: whoever held it is not here."""
+        self.connecting = threading.Lock()
+
+
+_forks = _Forks()
+os.register_at_fork(
+    before=_forks.before, after_in_parent=_forks.in_parent, after_in_child=_forks.in_child
+)
 
 
 def announce(store: object, number: int) -> bool:
