@@ -18,6 +18,7 @@ import re
 import shutil
 import signal
 import subprocess
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from threading import Lock
