@@ -143,7 +143,7 @@ STORES = (
     StoreFactory("python", _python),
     StoreFactory("kernel", _kernel, _KERNEL_SLACK),
     StoreFactory("shared", _shared, _KERNEL_SLACK),
-    _redis_factory("redis", "single", Fraction(1)),
+    _redis_factory("redis", "single", Fraction(1, 2)),
     _redis_factory("redis-async", "single", Fraction(1, 8), awaited=True),
     _redis_factory("redis-password", "password", Fraction(1, 20)),
     _redis_factory("redis-tls", "tls", Fraction(1, 20)),
