@@ -143,6 +143,7 @@ def test_a_full_server_is_a_full_store(server: Single, key: str, wire: str) -> N
             assert not _hash(server, f"{key} new")
         assert api.check(f"{key} half").remaining == 1
         assert api.check(f"{key} new").remaining == 2
+        assert api.store.stats().refused == 2
 
 
 def _hash(server: Single, key: str) -> dict[bytes, bytes]:

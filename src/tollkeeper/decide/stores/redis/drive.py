@@ -36,7 +36,7 @@ from tollkeeper.decide.stores.redis.scripts import CHECK
 from tollkeeper.decide.stores.redis.topology import Topology, slot_of
 from tollkeeper.decide.stores.redis.wire import Node
 from tollkeeper.decide.stores.redis.wire_async import AsyncNode
-from tollkeeper.errors import StoreError, StoreTimeout, StoreUnavailable, show
+from tollkeeper.errors import StoreError, StoreFull, StoreTimeout, StoreUnavailable, show
 
 Refusal = ReplyError | NotSent
 HELPERS_MAX: Final = 16
@@ -55,6 +55,8 @@ class Servers:
         # When to look again; never, where a primary that was replaced says so itself.
         self._look_ns = 0 if config.mode == "sentinel" else sys.maxsize
         self.closed = False
+        # Times a call found no memory left; counted without a lock: about right.
+        self.refused = 0
         self._lock = threading.Lock()
         self._start()
 
@@ -262,6 +264,9 @@ class Threads:
                 step = plan.steps.send(result)
             except StopIteration as done:
                 return _answer(call, done.value)
+            except StoreFull:
+                self._servers.refused += 1
+                raise
             result = self._take(step, plan)
 
     def _take(self, step: Step, plan: _Plan) -> Any:
@@ -381,6 +386,9 @@ class Tasks:
                 step = plan.steps.send(result)
             except StopIteration as done:
                 return _answer(call, done.value)
+            except StoreFull:
+                self._servers.refused += 1
+                raise
             result = await self._take(step, plan)
 
     async def _take(self, step: Step, plan: _Plan) -> Any:

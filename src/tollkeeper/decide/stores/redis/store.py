@@ -125,7 +125,7 @@ class RedisStore:
             states_max=0,
             bytes=found.bytes,
             expired=found.expired_keys,
-            refused=0,
+            refused=self._servers.refused,
         )
 
     def health(self) -> RedisHealth:
