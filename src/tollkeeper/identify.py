@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from tollkeeper.errors import ConfigError, InvalidKey, show
-from tollkeeper.model import Request
+from tollkeeper.model import REQUEST_FIELDS, Request
 
 KEY_LENGTH_MAX: Final = 512
 PARTS_MAX: Final = 16
@@ -20,8 +20,6 @@ PARTS_MAX: Final = 16
 SEPARATOR: Final = "\x1f"
 
 Key = str | tuple[str, ...]
-
-_FIELDS: Final = ("user", "api_key", "ip", "tenant", "tier", "endpoint", "method")
 
 
 def subject_of(key: Key) -> str:
@@ -92,7 +90,7 @@ def subject_of_request(request: Request, by: Sequence[str]) -> str:
     """
     parts = []
     for name in by:
-        value = getattr(request, name) if name in _FIELDS else request.attributes.get(name)
+        value = getattr(request, name) if name in REQUEST_FIELDS else request.attributes.get(name)
         if value is not None and not isinstance(value, str):
             raise InvalidKey(
                 f"{name}={show(value)} is {type(value).__name__}, and a request's attributes are "

@@ -192,6 +192,10 @@ def _plain_seconds(nanoseconds: int) -> float:
     return nanoseconds / NS_PER_SECOND if rest else whole
 
 
+# What a Request has beside `attributes`; `by` and rules name both the same way.
+REQUEST_FIELDS: Final = ("user", "api_key", "ip", "tenant", "tier", "endpoint", "method")
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What is known of a request: who sent it, and what for. All optional.

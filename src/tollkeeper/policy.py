@@ -26,9 +26,17 @@ from typing import Any, Final, Literal, NamedTuple
 from tollkeeper.identify import KEY_LENGTH_MAX, SEPARATOR, subject_of_request
 from tollkeeper.match.lists import Lists
 from tollkeeper.match.patterns import normalised
-from tollkeeper.match.rules import REQUEST_FIELDS, Document, Limits, Override
+from tollkeeper.match.rules import Document, Limits, Override
 from tollkeeper.match.table import CompiledRule, Table
-from tollkeeper.model import BUCKETS, LOG_UNITS_MAX, REFILL_NS_MAX, UNITS_MAX, Limit, Request
+from tollkeeper.model import (
+    BUCKETS,
+    LOG_UNITS_MAX,
+    REFILL_NS_MAX,
+    REQUEST_FIELDS,
+    UNITS_MAX,
+    Limit,
+    Request,
+)
 
 Source = Literal["default", "tier", "key", "override"]
 Verdict = Literal["allow", "deny"]

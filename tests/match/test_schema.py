@@ -24,12 +24,11 @@ from tollkeeper.match.rules import (
     MODES,
     ON_FAILURES,
     PATTERNS_MAX,
-    REQUEST_FIELDS,
     RULES_MAX,
     Scale,
 )
 from tollkeeper.match.writing import to_data
-from tollkeeper.model import ALGORITHM_NAMES, NAME_LENGTH_MAX, UNITS_MAX
+from tollkeeper.model import ALGORITHM_NAMES, NAME_LENGTH_MAX, REQUEST_FIELDS, UNITS_MAX
 from tollkeeper.rates import LIMITS_MAX, TEXT_LENGTH_MAX
 
 EXAMPLE = Path(__file__).parents[2] / "examples/limits.yaml"

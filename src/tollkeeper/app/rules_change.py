@@ -181,14 +181,14 @@ async def _begin(repository: Repository, name: str, text: str, as_json: bool) ->
 
 def _try(change: _Change, document: Document, expected: int, force: bool) -> None:
     """Raise what `Repository.apply` would, of what is known before it is asked."""
-    from tollkeeper.control.repository import _new_findings  # noqa: PLC0415 - the control extra
+    from tollkeeper.match.safety import new_findings  # noqa: PLC0415 - the rules extra
 
     if not change.diff:
         return
     if expected != change.base:
         raise VersionConflict(expected, change.base)
     before = source_of(change.before)
-    unsafe = _new_findings(document, before.document() if before.number else None)
+    unsafe = new_findings(document, before.document() if before.number else None)
     if unsafe and not force:
         raise UnsafeChange(unsafe)
 

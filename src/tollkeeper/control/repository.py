@@ -50,7 +50,7 @@ from tollkeeper.control.versions import (
 from tollkeeper.errors import ConfigError, UnsafeChange, VersionConflict
 from tollkeeper.match.document import read
 from tollkeeper.match.rules import Document, Limits, Override
-from tollkeeper.match.safety import Finding, findings
+from tollkeeper.match.safety import new_findings
 from tollkeeper.match.writing import to_yaml
 
 __all__ = ["AuditEntry", "Repository", "Version"]
@@ -304,7 +304,7 @@ class Repository:
             return current
         _refuse_conflict(expected, current)
         before = None if current is None else await self._document(current)
-        unsafe = await asyncio.to_thread(_new_findings, checked, before)
+        unsafe = await asyncio.to_thread(new_findings, checked, before)
         if unsafe and not asked.force:
             raise UnsafeChange(unsafe)
         diff = await asyncio.to_thread(_diff, current, written)
@@ -394,17 +394,3 @@ def _diff(current: Version | None, written: str) -> str:
     number = current.number if current else 0
     names = f"version {number}", f"version {number + 1}"
     return unified_diff(current.text if current else "", written, *names)
-
-
-def _new_findings(document: Document, before: Document | None) -> tuple[Finding, ...]:
-    """What is unsafe and is not in force already: that was forced once, and is not asked again."""
-    found = findings(document, before)
-    if not found or before is None:
-        return found
-    known = {_finding_key(finding) for finding in findings(before)}
-    return tuple(finding for finding in found if _finding_key(finding) not in known)
-
-
-def _finding_key(finding: Finding) -> tuple[str, str, str, str]:
-    """Without its place, which moves when a rule is added before it."""
-    return finding.code, finding.rule, finding.what, finding.why

@@ -24,7 +24,8 @@ from tollkeeper.match.patterns import (
     compile_endpoint,
     compile_glob,
 )
-from tollkeeper.match.rules import REQUEST_FIELDS, Match, Rule
+from tollkeeper.match.rules import Match, Rule
+from tollkeeper.model import REQUEST_FIELDS
 
 COMPARISONS_MAX: Final = 1_000_000
 # Those first that tell most rules apart.

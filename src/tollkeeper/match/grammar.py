@@ -27,7 +27,6 @@ from tollkeeper.match.rules import (
     MODES,
     ON_FAILURES,
     PATTERNS_MAX,
-    REQUEST_FIELDS,
     RULES_MAX,
     Document,
     Limits,
@@ -36,7 +35,7 @@ from tollkeeper.match.rules import (
     Rule,
     Scale,
 )
-from tollkeeper.model import NAME_LENGTH_MAX
+from tollkeeper.model import NAME_LENGTH_MAX, REQUEST_FIELDS
 
 Owner = Literal["user", "api_key", "tenant"]
 

@@ -33,8 +33,7 @@ from typing import Final, Literal
 from tollkeeper.errors import ConfigError, InvalidKey, show
 from tollkeeper.match.networks import Address, Network, address_of, compile_network
 from tollkeeper.match.patterns import GLOB_LENGTH_MAX, Glob, compile_glob, escaped
-from tollkeeper.match.rules import REQUEST_FIELDS
-from tollkeeper.model import NAME_LENGTH_MAX, Request
+from tollkeeper.model import NAME_LENGTH_MAX, REQUEST_FIELDS, Request
 
 Verdict = Literal["allow", "deny"]
 

@@ -28,9 +28,6 @@ PATTERNS_MAX: Final = 1_000  # in one condition of one rule
 BY_MAX: Final = 8
 COST_MAX: Final = 1_000_000
 
-# What a Request has beside `attributes`, which are named the same way in `by` and in `match`.
-REQUEST_FIELDS: Final = ("user", "api_key", "ip", "tenant", "tier", "endpoint", "method")
-
 Limits = tuple[Limit, ...]
 
 

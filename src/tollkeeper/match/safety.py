@@ -284,3 +284,17 @@ def _unreachable(document: Document) -> Iterator[Finding]:
             f"put it before {quoted(other.id)}, or remove it",
             rule.id,
         )
+
+
+def new_findings(document: Document, before: Document | None) -> tuple[Finding, ...]:
+    """What is unsafe and is not in force already: that was forced once, and is not asked again."""
+    found = findings(document, before)
+    if not found or before is None:
+        return found
+    known = {_finding_key(finding) for finding in findings(before)}
+    return tuple(finding for finding in found if _finding_key(finding) not in known)
+
+
+def _finding_key(finding: Finding) -> tuple[str, str, str, str]:
+    """Without its place, which moves when a rule is added before it."""
+    return finding.code, finding.rule, finding.what, finding.why

@@ -42,8 +42,8 @@ from tollkeeper.match.patterns import (
     compile_network,
     normalised,
 )
-from tollkeeper.match.rules import REQUEST_FIELDS, Match, Rule
-from tollkeeper.model import Request
+from tollkeeper.match.rules import Match, Rule
+from tollkeeper.model import REQUEST_FIELDS, Request
 
 MEMO_MAX: Final = 8_192
 # A longer path is matched each time: strangers must not fill the memory with what they ask for.

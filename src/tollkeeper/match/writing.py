@@ -17,8 +17,8 @@ from typing import Any, Final
 from tollkeeper.errors import ConfigError
 from tollkeeper.match.grammar import VERSION
 from tollkeeper.match.reading import EXPONENT
-from tollkeeper.match.rules import REQUEST_FIELDS, Document, Limits, Match, Override, Rule, Scale
-from tollkeeper.model import Limit
+from tollkeeper.match.rules import Document, Limits, Match, Override, Rule, Scale
+from tollkeeper.model import REQUEST_FIELDS, Limit
 
 Data = dict[str, Any]
 
