@@ -1,0 +1,1 @@
+"""Tests of the control plane that need no database."""
