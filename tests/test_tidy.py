@@ -38,6 +38,8 @@ TESTED_IN = {
     "control/tables.py": "integration/test_repository_schema.py",
     "control/versions.py": "integration/test_repository.py",
     "override.py": "testing/test_switches.py",
+    "path.py": "test_limiter.py",
+    "ruled_async.py": "integration/test_ruled_failing.py",
     "decide/algorithms/__init__.py": "decide/algorithms/test_every_algorithm.py",
     "decide/algorithms/outcome.py": "decide/algorithms/test_every_algorithm.py",
     "decide/kernel/__init__.py": "decide/kernel/test_binding.py",

@@ -81,6 +81,16 @@ def document_of(rules: Rules) -> Document:
     )
 
 
+def request_of(key: object) -> Request:
+    """The request that rules are asked about; a key has nothing for them to match."""
+    if isinstance(key, Request):
+        return key
+    raise ConfigError(
+        f"a limiter with rules checks a Request, not {show(key)}; "
+        f'for example limiter.check(Request(api_key="sk_1", endpoint="/v1/orders"))'
+    )
+
+
 def units_of(units: int, what: str) -> int:
     """A cost or a number of units: whole, and from 0 up."""
     if type(units) is int and units >= 0:

@@ -1,311 +1,35 @@
-"""THE PATH: identify → decide → answer, for one key and its limits.
-
-`Path` sequences the stages. `Limiter` and `AsyncLimiter` (in `limiter_async.py`) are its two faces,
-with the same verbs.
-"""
+"""The path for threads: a check, and all that can be made of one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
-from datetime import timedelta
 from functools import wraps
-from os import PathLike
-from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar, cast
+from typing import ParamSpec, Self, TypeVar, cast
 
 from tollkeeper import override
 from tollkeeper.arguments import (
     CostSource,
     KeySource,
-    Limits,
-    Rules,
-    clock_of,
     cost_of,
-    document_of,
     key_of,
     kind_of,
-    limits_of,
     name_of,
+    request_of,
     units_of,
 )
-from tollkeeper.clock import Clock, duration_ns, seconds_from_ns
-from tollkeeper.decide.failure import FailurePolicy, check_policy, decision_on_failure
-from tollkeeper.decide.store import Gate, Store, StoreStats
-from tollkeeper.decide.stores import open_store
-from tollkeeper.errors import ConfigError, LimitExceeded, StoreError, show
+from tollkeeper.clock import seconds_from_ns
+from tollkeeper.decide.together import check_together
+from tollkeeper.errors import CapacityError, ConfigError, LimitExceeded, StoreError
 from tollkeeper.explain import Explanation
-from tollkeeper.identify import Key, check_by, subject_of, subject_of_request
-from tollkeeper.model import WINDOW_NS_MAX, Decision, Limit, Request, check_name, decision_with
-from tollkeeper.ruled import AsyncRuledGate, RuleCounts, RuledGate
-
-if TYPE_CHECKING:
-    from tollkeeper.control.follow import Follower, RulesStatus, Start
+from tollkeeper.identify import Key
+from tollkeeper.model import Decision, Request, decision_with
+from tollkeeper.path import Duration, Path, less, pause_ns, to_settle
+from tollkeeper.ruled import RuledGate
+from tollkeeper.ruling import Ruling
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-Duration = float | timedelta
-
-# A longer timeout is as good as none, and would not fit a clock.
-_TIMEOUT_NS_MAX = 100 * WINDOW_NS_MAX
-
-
-class Path:
-    """What both limiters are: limits prepared on a store, and the order of the stages."""
-
-    # Of a limiter from rules; None for one with limits of its own.
-    _rules: RuledGate | AsyncRuledGate | None = None
-    _follower: Follower | None = None
-
-    def __init__(
-        self,
-        limits: Limits,
-        *,
-        store: str | Store = "memory://",
-        clock: Clock | None = None,
-        name: str = "",
-        by: Sequence[str] | None = None,
-        on_failure: FailurePolicy = "open",
-    ) -> None:
-        """Prepare `limits` on a store.
-
-        `limits`      a rate string, a Limit, or several of either; all must pass.
-        `store`       a URI, or a store that another limiter uses too.
-        `clock`       where time comes from; by default the system. A store that is handed in
-                      decides by its own; this one is then for waiting.
-        `name`        keeps limiters on one store apart, and names this one in its decisions.
-        `by`          what a Request is counted by, for example ["tenant", "user"].
-        `on_failure`  what to answer when the store cannot decide: open, closed or raise.
-        """
-        check_name("name", name)
-        prepared = limits_of(limits)
-        self._by = check_by(by) if by is not None else None
-        self._name = name
-        self._start(store, clock, on_failure, lambda: self._store.gate(prepared, name))
-
-    @classmethod
-    def from_rules(
-        cls,
-        rules: Rules,
-        *,
-        store: str | Store = "memory://",
-        clock: Clock | None = None,
-        on_failure: FailurePolicy = "open",
-        local_share: float = 1.0,
-        follow: bool = True,
-        poll: float = 1.0,
-        snapshot: str | PathLike[str] | None = None,
-    ) -> Self:
-        """A limiter whose limits a rule document says; `check` takes a Request.
-
-        `rules`       the path of a document, its text, a Document, or the URL of a database
-                      ("sqlite:///rules.db", "postgresql://app@host/rules").
-        `store`, `clock` and `on_failure` as of the constructor; a rule's own `on_failure` goes
-        before.
-        `local_share` the part of its limits that a rule with `on_failure: local` has in this
-                      process while the store cannot be asked: 1 / the number of processes.
-        `follow`      put every later version of a file or database into force as it appears.
-        `poll`        ask for one every so many seconds, also where nothing hints at a change.
-        `snapshot`    a file that keeps the last good rules, to start with while `rules` is away.
-
-        Blocks until the rules are there; what follows them is a thread of its own. Raises
-        ConfigError for a document that is wrong, with every place in it that is, and for a
-        database that holds no rules yet; StoreUnavailable for one that cannot be reached.
-        """
-        # Imported here: limits alone do without what reads, follows and keeps documents.
-        from tollkeeper.control.follow import (  # noqa: PLC0415 - see above
-            Follower,
-            How,
-            load,
-            poll_s_of,
-        )
-
-        limiter = cls.__new__(cls)
-        how = How(poll_s_of(poll), None if snapshot is None else FilePath(snapshot))
-        start = load(rules, how.snapshot)
-        Path._start_with_rules(limiter, start, store, clock, on_failure, local_share)
-        Path._follow(limiter, Follower(limiter, rules, start, how, limiter.store), follow)
-        return limiter
-
-    def _follow(self, follower: Follower, follow: bool) -> None:
-        self._follower = follower
-        if follow:
-            follower.start()
-
-    def _start_with_rules(
-        self,
-        start: Start,
-        store: str | Store,
-        clock: Clock | None,
-        on_failure: FailurePolicy,
-        local_share: float,
-    ) -> None:
-        self._by = None
-        self._name = ""
-        self._start(store, clock, on_failure, lambda: self._ruled(start, local_share))
-
-    def _ruled(self, start: Start, local_share: float) -> Gate:
-        """Rules on the store, as a gate whose subject is a request."""
-        self._rules = self._gate_for_rules()(
-            self._store,
-            start.document,
-            self._clock,
-            start.status.version,
-            self._on_failure,
-            local_share,
-        )
-        return cast("Gate", self._rules)
-
-    def _gate_for_rules(self) -> type[RuledGate | AsyncRuledGate]:
-        return RuledGate
-
-    def _start(
-        self,
-        store: str | Store,
-        clock: Clock | None,
-        on_failure: FailurePolicy,
-        prepare: Callable[[], Gate],
-    ) -> None:
-        check_policy(on_failure)
-        self._on_failure = on_failure
-        self._clock = clock_of(clock)
-        self._owns_store = not hasattr(store, "gate")
-        # What is neither a store nor a URI is refused by open_store.
-        self._store = cast("Store", store)
-        if self._owns_store:
-            self._store = open_store(cast("str", store), self._clock)
-        try:
-            self._gate = prepare()
-            shortcut = getattr(self._gate, "shortcut", None)
-            self._check: Callable[..., Decision] = (
-                shortcut and shortcut(self._check_in_full)
-            ) or self._check_in_full
-            self._bind()
-        except BaseException:
-            self._close()
-            raise
-
-    def _bind(self) -> None:
-        """For a face to prepare what it needs of the gate."""
-
-    @property
-    def limits(self) -> tuple[Limit, ...]:
-        """The limits that a check must pass."""
-        return tuple(self._gate.limits)
-
-    @property
-    def store(self) -> Store:
-        """The store, to share with another limiter."""
-        return self._store
-
-    def stats(self) -> StoreStats:
-        """What the store holds."""
-        return self._store.stats()
-
-    def use(self, rules: Rules, version: str = "") -> None:
-        """Put other rules in force, in one step; a check that has begun keeps those it began with.
-
-        Raises ConfigError for a document that is wrong; then the old one stays.
-        """
-        self._ruled_gate().use(document_of(rules), version)
-
-    def rules_status(self) -> RulesStatus:
-        """Which version of the rules is in force, where it came from, and how fresh it is."""
-        version = self._ruled_gate().policy.version
-        assert self._follower is not None, "every limiter from rules has one"  # noqa: S101 - ours
-        return replace(self._follower.status(), version=version)
-
-    def counts(self) -> dict[str, RuleCounts]:
-        """How often each rule allowed and denied, in this process, since it came into force."""
-        return dict(self._ruled_gate().counts)
-
-    def push_load(self, load: float) -> None:
-        """Say how busy things are, from 0.0 (idle) to 1.0, for rules that scale by `pushed`."""
-        self._ruled_gate().loads.push(load)
-
-    def factors(self) -> dict[str, float]:
-        """For each rule that follows the load, what part of its limits is in force now."""
-        return self._ruled_gate().factors()
-
-    def _ruled_gate(self) -> RuledGate | AsyncRuledGate:
-        if self._rules is None:
-            raise ConfigError(
-                f"this limiter has limits, not rules; make it with "
-                f'{type(self).__name__}.from_rules("limits.yaml")'
-            )
-        return self._rules
-
-    def _asked(self, key: Key | Request, cost: int) -> tuple[str, int]:
-        """Who is counted, and for how much."""
-        return self._identify(key), units_of(cost, "cost")
-
-    def _identify(self, key: Key | Request) -> str:
-        if self._rules is not None:
-            return cast("str", request_of(key))  # whose gate takes a request for a subject
-        if not isinstance(key, Request):
-            return subject_of(key)
-        if self._by is None:
-            raise ConfigError(
-                "to check a Request, say what it is counted by: "
-                'Limiter("100/minute", by=["tenant", "user"])'
-            )
-        return subject_of_request(key, self._by)
-
-    def _check_in_full(self, key: Key | Request, cost: int = 1) -> Decision:
-        """Every stage of a check. A store may have a shortcut that comes here when it must."""
-        return self._decide(self._gate.check, key, cost)
-
-    def _decide(
-        self, verb: Callable[[str, int], Decision], key: Key | Request, cost: int
-    ) -> Decision:
-        subject, cost = self._asked(key, cost)
-        if override.limiting_off:
-            return self._unlimited()
-        try:
-            return verb(subject, cost)
-        except StoreError as error:
-            return self._degraded(error)
-
-    def _unlimited(self) -> Decision:
-        """What a check answers while a test has limiting switched off."""
-        limit = self._gate.limits[0]
-        return Decision(True, limit, limit.capacity, rule=self._name)
-
-    def _degraded(self, error: StoreError) -> Decision:
-        """What a check answers when the store could not decide."""
-        return decision_on_failure(error, self._on_failure, self._gate.limits[0], self._name)
-
-    def _ttl_ns(self, ttl: Duration | None) -> int | None:
-        if ttl is None:
-            return None
-        ttl_ns = duration_ns("ttl", ttl, WINDOW_NS_MAX + 1, "ttl=3600 (seconds)")
-        if not 0 < ttl_ns <= WINDOW_NS_MAX:
-            raise ConfigError(
-                f"ttl={show(ttl)} is not between 1 ns and 366 days; for example ttl=3600"
-            )
-        return ttl_ns
-
-    def _late_ns(self, decision: Decision, deadline_ns: int | None) -> int:
-        """By how much the pause that a decision asks for would overrun; 0 if it does not."""
-        pause = pause_ns(decision)
-        if deadline_ns is None or pause == 0:
-            return 0
-        return max(self._clock.now_ns() + pause - deadline_ns, 0)
-
-    def _deadline_ns(self, timeout: Duration | None) -> int | None:
-        if timeout is None:
-            return None
-        return self._clock.now_ns() + duration_ns(
-            "timeout", timeout, _TIMEOUT_NS_MAX, "timeout=5 (seconds)"
-        )
-
-    def _close(self) -> None:
-        if self._follower is not None:
-            self._follower.stop()
-        if self._owns_store:
-            self._store.close()
 
 
 class Limiter(Path):
@@ -335,6 +59,55 @@ class Limiter(Path):
     def peek(self, key: Key | Request, cost: int = 1) -> Decision:
         """What `check` would answer now. Spends nothing."""
         return self._decide(self._gate.peek, key, cost)
+
+    def judge(self, key: Key | Request, cost: int = 1, *, spend: bool = True) -> Ruling:
+        """`check` (or, without `spend`, `peek`) with its grounds, for an answer to a client."""
+        if self._rules is None or override.limiting_off:
+            return self._ruling((self.check if spend else self.peek)(key, cost))
+        rules = cast("RuledGate", self._rules)
+        return rules.judge(request_of(key), units_of(cost, "cost"), spend=spend)
+
+    def judge_all(self, asked: Sequence[tuple[Key | Request, int]]) -> list[Ruling]:
+        """A ruling for each (key, cost), in order; if any is denied, nothing is spent by any.
+
+        Raises what `check` raises, and spends nothing then.
+        """
+        if override.limiting_off:
+            return [self.judge(key, cost) for key, cost in asked]
+        if self._rules is not None:
+            rules = cast("RuledGate", self._rules)
+            return rules.judge_all(
+                [(request_of(key), units_of(cost, "cost")) for key, cost in asked]
+            )
+        found = [(self._gate, *self._asked(key, cost)) for key, cost in asked]
+        try:
+            return [self._ruling(each) for each in check_together(self._store, found)]
+        except StoreError as error:
+            return [self._ruling(self._degraded(error)) for _ in asked]
+
+    def settle(self, key: Key | Request, reserved: int, actual: int) -> int:
+        """Make a request that was charged `reserved` units cost `actual`; how many did not fit.
+
+        What was too much is given back. What is missing is spent as far as there is room: the
+        request was served, so nobody is denied, and what did not fit is told. Raises StoreError.
+        """
+        units = to_settle(reserved, actual)
+        if units < 0:
+            self.refund(key, -units)
+        left = attempt = max(units, 0)
+        while left and attempt:
+            attempt = min(attempt, left)
+            try:
+                look = self.peek(key, attempt)
+            except CapacityError:
+                look = decision_with(self.peek(key, 0), allowed=False)
+            if look.degraded:
+                break
+            if not look.allowed:
+                attempt = less(look, attempt)
+            elif self.check(key, attempt).allowed:
+                left -= attempt
+        return left
 
     def explain(self, request: Request, cost: int = 1) -> Explanation:
         """Which rules match and why, which do not, and what each would answer. Spends nothing."""
@@ -471,18 +244,3 @@ class Limiter(Path):
 
 # As it was defined here: a test may have put something else in its place.
 _CHECK = Limiter.check
-
-
-def request_of(key: object) -> Request:
-    """The request that rules are asked about; a key has nothing for them to match."""
-    if isinstance(key, Request):
-        return key
-    raise ConfigError(
-        f"a limiter with rules checks a Request, not {show(key)}; "
-        f'for example limiter.check(Request(api_key="sk_1", endpoint="/v1/orders"))'
-    )
-
-
-def pause_ns(decision: Decision) -> int:
-    """How long to sleep: until the turn comes, or until it is worth asking again."""
-    return decision.delay_ns if decision.allowed else decision.retry_after_ns

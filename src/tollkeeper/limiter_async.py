@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import wraps
 from typing import Any, ParamSpec, Self, TypeVar, cast
@@ -16,16 +16,20 @@ from tollkeeper.arguments import (
     key_of,
     kind_of,
     name_of,
+    request_of,
     units_of,
 )
 from tollkeeper.clock import seconds_from_ns
 from tollkeeper.decide.store import AsyncGate, Gate
-from tollkeeper.errors import ConfigError, LimitExceeded, StoreError
+from tollkeeper.decide.together import AskedAsync, check_together_async
+from tollkeeper.errors import CapacityError, ConfigError, LimitExceeded, StoreError
 from tollkeeper.explain import Explanation
 from tollkeeper.identify import Key
-from tollkeeper.limiter import Duration, Path, pause_ns, request_of
 from tollkeeper.model import Decision, Request, decision_with
-from tollkeeper.ruled import AsyncRuledGate, RuledGate
+from tollkeeper.path import Duration, Path, less, pause_ns, to_settle
+from tollkeeper.ruled import RuledGate
+from tollkeeper.ruled_async import AsyncRuledGate
+from tollkeeper.ruling import Ruling
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -106,6 +110,52 @@ class AsyncLimiter(Path):
             return await verb(subject, cost)
         except StoreError as error:
             return self._degraded(error)
+
+    async def judge(self, key: Key | Request, cost: int = 1, *, spend: bool = True) -> Ruling:
+        """`check` (or, without `spend`, `peek`) with its grounds. See Limiter.judge."""
+        if self._rules is None or override.limiting_off:
+            return self._ruling(await (self.check if spend else self.peek)(key, cost))
+        asked = request_of(key), units_of(cost, "cost")
+        if isinstance(self._rules, RuledGate):
+            return self._rules.judge(*asked, spend=spend)
+        return await self._rules.judge(*asked, spend=spend)
+
+    async def judge_all(self, asked: Sequence[tuple[Key | Request, int]]) -> list[Ruling]:
+        """A ruling for each (key, cost); if any is denied, nothing is spent. See Limiter."""
+        if override.limiting_off:
+            return [await self.judge(key, cost) for key, cost in asked]
+        if self._rules is not None:
+            wanted = [(request_of(key), units_of(cost, "cost")) for key, cost in asked]
+            if isinstance(self._rules, RuledGate):
+                return self._rules.judge_all(wanted)
+            return await self._rules.judge_all(wanted)
+        gate = self._awaited if self._waits else self._gate
+        found = [(gate, *self._asked(key, cost)) for key, cost in asked]
+        try:
+            decisions = await check_together_async(self._store, cast("AskedAsync", found))
+        except StoreError as error:
+            return [self._ruling(self._degraded(error)) for _ in asked]
+        return [self._ruling(decision) for decision in decisions]
+
+    async def settle(self, key: Key | Request, reserved: int, actual: int) -> int:
+        """Make a request that was charged `reserved` units cost `actual`. See Limiter.settle."""
+        units = to_settle(reserved, actual)
+        if units < 0:
+            await self.refund(key, -units)
+        left = attempt = max(units, 0)
+        while left and attempt:
+            attempt = min(attempt, left)
+            try:
+                look = await self.peek(key, attempt)
+            except CapacityError:
+                look = decision_with(await self.peek(key, 0), allowed=False)
+            if look.degraded:
+                break
+            if not look.allowed:
+                attempt = less(look, attempt)
+            elif (await self.check(key, attempt)).allowed:
+                left -= attempt
+        return left
 
     async def explain(self, request: Request, cost: int = 1) -> Explanation:
         """Which rules match and why, which do not, and what each would answer. Spends nothing."""

@@ -37,6 +37,7 @@ from tollkeeper.model import (
     Limit,
     Request,
 )
+from tollkeeper.ruling import Applied
 
 Source = Literal["default", "tier", "key", "override"]
 Verdict = Literal["allow", "deny"]
@@ -59,7 +60,7 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 class Choice:
     """Limits that a rule has for some requests, where they come from, and the gates for them."""
 
-    __slots__ = ("detail", "gates", "limits", "multiplied", "override", "source")
+    __slots__ = ("applied", "detail", "gates", "limits", "multiplied", "override", "source")
 
     def __init__(
         self, limits: Limits, source: Source, detail: str = "", override: Override | None = None
@@ -69,6 +70,7 @@ class Choice:
         self.detail = detail
         self.override = override
         self.gates: dict[int, Any] = {}  # by the step of the factor
+        self.applied: dict[int, Applied] = {}  # likewise, made when an answer asks
         self.multiplied: dict[int, Choice] = {}  # by the override's place in the document
 
 
@@ -82,6 +84,15 @@ class Item(NamedTuple):
     choice: Choice
     step: int
     """Of FACTOR_STEPS: what part of the limits is in force."""
+
+    @property
+    def applied(self) -> Applied:
+        """The rule with its limits, the same object for all who have them."""
+        applied = self.choice.applied.get(self.step)
+        if applied is None:
+            made = Applied(self.rule.rule.id, self.gate.limits)
+            applied = self.choice.applied.setdefault(self.step, made)
+        return applied
 
 
 class Plan(NamedTuple):

@@ -10,7 +10,6 @@ request passes if all of them let it.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,13 +21,14 @@ from tollkeeper.clock import Clock
 from tollkeeper.decide.failure import RETRY_AFTER_NS, FailurePolicy, decision_on_failure
 from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores import open_store
-from tollkeeper.decide.together import check_together, check_together_async
+from tollkeeper.decide.together import check_together
 from tollkeeper.errors import CapacityError, ConfigError, StoreError, show
 from tollkeeper.explain import Answer, Explanation, explained, with_answers
 from tollkeeper.load import Factor, Loads
 from tollkeeper.match.rules import Document, Limits
 from tollkeeper.model import UNITS_MAX, Decision, Limit, Request, decision_with
 from tollkeeper.policy import FACTOR_STEPS, Item, Plan, Policy, factor_step, scaled
+from tollkeeper.ruling import Ruling
 
 # What a decision speaks of where no rule matched.
 UNLIMITED: Final = Limit(UNITS_MAX, per=1, name="unlimited")
@@ -88,7 +88,7 @@ def _tightness(decision: Decision) -> tuple[bool, int, int, int]:
     )
 
 
-class _Rules:
+class RulesInForce:
     """What both gates have in common."""
 
     limits: Sequence[Limit] = (UNLIMITED,)
@@ -178,6 +178,45 @@ class _Rules:
             self._count(item, decision)
         return combined(decisions)
 
+    def _ruling(self, plan: Plan, decision: Decision, shadow_denied: Sequence[str] = ()) -> Ruling:
+        if plan.verdict is not None:
+            return Ruling(decision, kind="exempt" if plan.verdict == "allow" else "blocked")
+        items = plan.enforced
+        if not items:
+            return Ruling(decision, (), "unlimited", tuple(shadow_denied))
+        failed = decision.degraded and not decision.allowed and self._closed(items)
+        return Ruling(
+            decision,
+            tuple([item.applied for item in items]),
+            "unavailable" if failed else "limited",
+            tuple(shadow_denied),
+        )
+
+    def _closed(self, items: Items) -> bool:
+        """Does one of the rules let nobody pass while the store is away?"""
+        return "closed" in [item.rule.rule.on_failure or self._on_failure for item in items]
+
+    def _rulings(self, plans: Sequence[Plan], decisions: Sequence[Decision]) -> list[Ruling]:
+        """Rulings on several requests; `decisions` are those of all their rules, in order."""
+        left = iter(decisions)
+        rulings = []
+        for plan in plans:
+            found = [next(left) for _ in plan.enforced]
+            answer = self._concluded(plan.enforced, found) if found else without_rules(plan)
+            rulings.append(self._ruling(plan, answer))
+        return rulings
+
+    def _rulings_on_failure(self, plans: Sequence[Plan], error: StoreError) -> list[Ruling]:
+        return [
+            self._ruling(
+                plan,
+                self._failed(plan.enforced, error, spend=True)
+                if plan.enforced
+                else without_rules(plan),
+            )
+            for plan in plans
+        ]
+
     def _failed(self, items: Items, error: StoreError, *, spend: bool) -> Decision:
         """What the rules' failure policies answer; the error where one of them is to raise it."""
         wanted: list[Literal["open", "closed", "local", "raise"]] = [
@@ -229,12 +268,12 @@ def _answer(item: Item, error: Exception, policy: FailurePolicy) -> Decision:
     return decision_on_failure(known, policy, item.gate.limits[0], item.rule.rule.id)
 
 
-def _without_rules(plan: Plan) -> Decision:
+def without_rules(plan: Plan) -> Decision:
     """The answer where no limit has a say."""
     return _UNMATCHED if plan.verdict is None else _LISTED[plan.verdict]
 
 
-def _too_much_for_now(items: Items, error: CapacityError) -> Item:
+def too_much_for_now(items: Items, error: CapacityError) -> Item:
     """The rule whose limits are too low for a cost only while the load is high; or the error."""
     for item in items:
         if item.units > min(limit.capacity for limit in item.choice.limits):
@@ -242,12 +281,13 @@ def _too_much_for_now(items: Items, error: CapacityError) -> Item:
     return next(item for item in items if item.step < FACTOR_STEPS)
 
 
-def _not_now(look: Decision) -> Decision:
+def not_now(look: Decision) -> Decision:
+    """A denial for as long as the load is high."""
     # Nobody knows when the load will have fallen.
     return decision_with(look, allowed=False, retry_after_ns=RETRY_AFTER_NS, delay_ns=0)
 
 
-class RuledGate(_Rules):
+class RuledGate(RulesInForce):
     """Rules on a store, for threads."""
 
     def shortcut(self, slow: Callable[..., Decision]) -> Callable[..., Decision]:
@@ -264,10 +304,50 @@ class RuledGate(_Rules):
 
     def check(self, request: Request, cost: int) -> Decision:
         plan = self.policy.plan(request, cost)
-        answer = self._checked(plan.enforced) if plan.enforced else _without_rules(plan)
+        answer = self._checked(plan.enforced) if plan.enforced else without_rules(plan)
         if plan.shadowed:
             self._ask_shadows(plan.shadowed, answer)
         return answer
+
+    def judge(self, request: Request, cost: int, *, spend: bool) -> Ruling:
+        """`check` or `peek`, with its grounds."""
+        plan = self.policy.plan(request, cost)
+        if not spend:
+            return self._ruling(plan, self._look_at(plan))
+        answer = self._checked(plan.enforced) if plan.enforced else without_rules(plan)
+        if plan.shadowed:
+            return self._ruling(plan, answer, self._ask_shadows(plan.shadowed, answer))
+        return self._ruling(plan, answer)
+
+    def judge_all(self, asked: Sequence[tuple[Request, int]]) -> list[Ruling]:
+        """A ruling for each request; if one of them is denied, none is charged."""
+        policy = self.policy
+        plans = [policy.plan(request, cost) for request, cost in asked]
+        if any(plan.verdict == "deny" for plan in plans):
+            return [self._ruling(plan, self._look_at(plan)) for plan in plans]
+        items = [item for plan in plans for item in plan.enforced]
+        together = [(item.gate, item.subject, item.units) for item in items]
+        try:
+            decisions = check_together(self._store, together) if items else []
+        except StoreError as error:
+            return self._rulings_on_failure(plans, error)
+        except CapacityError as error:
+            late = too_much_for_now(items, error)
+            looks = [item.gate.peek(item.subject, 0) for item in items]
+            decisions = [
+                not_now(look) if item is late else look
+                for item, look in zip(items, looks, strict=True)
+            ]
+        rulings = self._rulings(plans, decisions)
+        return [
+            self._with_shadows(plan, ruling) for plan, ruling in zip(plans, rulings, strict=True)
+        ]
+
+    def _with_shadows(self, plan: Plan, ruling: Ruling) -> Ruling:
+        if not plan.shadowed:
+            return ruling
+        denied = self._ask_shadows(plan.shadowed, ruling.decision)
+        return ruling._replace(shadow_denied=tuple(denied))
 
     def _checked(self, items: Items) -> Decision:
         try:
@@ -281,48 +361,60 @@ class RuledGate(_Rules):
         except StoreError as error:
             return self._failed(items, error, spend=True)
         except CapacityError as error:
-            item = _too_much_for_now(items, error)
-            decision = _not_now(item.gate.peek(item.subject, 0))
+            item = too_much_for_now(items, error)
+            decision = not_now(item.gate.peek(item.subject, 0))
             self._count(item, decision)
             return decision
 
-    def _ask_shadows(self, items: Items, answer: Decision) -> None:
-        """Ask them after the answer is known: if the store is away, nobody waits for it twice."""
+    def _ask_shadows(self, items: Items, answer: Decision) -> list[str]:
+        """Ask them after the answer is known: if the store is away, nobody waits for it twice.
+
+        Gives the ids of those that would have denied.
+        """
+        denied: list[str] = []
         if answer.degraded:
             self._count_failed(items)
-            return
+            return denied
         for position, item in enumerate(items):
             try:
-                self._count(item, item.gate.check(item.subject, item.units))
+                decision = item.gate.check(item.subject, item.units)
             except CapacityError:
                 self._counts_of(item).shadow_denied += 1
+                denied.append(item.rule.rule.id)
+                continue
             except StoreError:
                 self._count_failed(items[position:])
-                return
+                break
+            self._count(item, decision)
+            if not decision.allowed:
+                denied.append(item.rule.rule.id)
+        return denied
 
     def peek(self, request: Request, cost: int) -> Decision:
-        plan = self.policy.plan(request, cost)
+        return self._look_at(self.policy.plan(request, cost))
+
+    def _look_at(self, plan: Plan) -> Decision:
         items = plan.enforced
         if not items:
-            return _without_rules(plan)
+            return without_rules(plan)
         try:
             return combined([item.gate.peek(item.subject, item.units) for item in items])
         except StoreError as error:
             return self._failed(items, error, spend=False)
         except CapacityError as error:
-            item = _too_much_for_now(items, error)
-            return _not_now(item.gate.peek(item.subject, 0))
+            item = too_much_for_now(items, error)
+            return not_now(item.gate.peek(item.subject, 0))
 
     def refund(self, request: Request, units: int) -> None:
-        for item in _charged(self.policy, request, units):
+        for item in charged(self.policy, request, units):
             item.gate.refund(item.subject, item.units)
 
     def grant(self, request: Request, units: int, ttl_ns: int | None) -> None:
-        for item in _charged(self.policy, request, units):
+        for item in charged(self.policy, request, units):
             item.gate.grant(item.subject, item.units, ttl_ns)
 
     def reset(self, request: Request) -> None:
-        for item in _charged(self.policy, request, 1):
+        for item in charged(self.policy, request, 1):
             item.gate.reset(item.subject)
 
     def explain(self, request: Request, cost: int) -> Explanation:
@@ -338,90 +430,7 @@ class RuledGate(_Rules):
         return answer
 
 
-def _charged(policy: Policy, request: Request, units: int) -> list[Item]:
+def charged(policy: Policy, request: Request, units: int) -> list[Item]:
+    """Whom a request is charged by: those in force, and those in shadow mode beside them."""
     plan = policy.plan(request, units)
     return [*plan.enforced, *plan.shadowed]
-
-
-class AsyncRuledGate(_Rules):
-    """Rules on a store that is a trip away: the verbs of RuledGate, awaited."""
-
-    def _make_gate(self, limits: Limits, rule: str) -> Any:
-        return self._store.async_gate(limits, rule)  # type: ignore[attr-defined]  # it has
-
-    async def check(self, request: Request, cost: int) -> Decision:
-        plan = self.policy.plan(request, cost)
-        if not plan.shadowed:
-            return await self._checked(plan.enforced) if plan.enforced else _without_rules(plan)
-        # All at once: the shadows go out with the others and cost no trip of their own.
-        shadows = [asyncio.ensure_future(self._ask_shadow(item)) for item in plan.shadowed]
-        try:
-            answer = await self._checked(plan.enforced) if plan.enforced else _without_rules(plan)
-            await asyncio.gather(*shadows)
-        finally:
-            for task in shadows:
-                task.cancel()
-        return answer
-
-    async def _checked(self, items: Items) -> Decision:
-        try:
-            if len(items) == 1:
-                item = items[0]
-                decision: Decision = await item.gate.check(item.subject, item.units)
-                self._count(item, decision)
-                return decision
-            asked = [(item.gate, item.subject, item.units) for item in items]
-            return self._concluded(items, await check_together_async(self._store, asked))
-        except StoreError as error:
-            return self._failed(items, error, spend=True)
-        except CapacityError as error:
-            item = _too_much_for_now(items, error)
-            decision = _not_now(await item.gate.peek(item.subject, 0))
-            self._count(item, decision)
-            return decision
-
-    async def _ask_shadow(self, item: Item) -> None:
-        try:
-            self._count(item, await item.gate.check(item.subject, item.units))
-        except CapacityError:
-            self._counts_of(item).shadow_denied += 1
-        except StoreError:
-            self._count_failed([item])
-
-    async def peek(self, request: Request, cost: int) -> Decision:
-        plan = self.policy.plan(request, cost)
-        items = plan.enforced
-        if not items:
-            return _without_rules(plan)
-        try:
-            return combined([await item.gate.peek(item.subject, item.units) for item in items])
-        except StoreError as error:
-            return self._failed(items, error, spend=False)
-        except CapacityError as error:
-            item = _too_much_for_now(items, error)
-            return _not_now(await item.gate.peek(item.subject, 0))
-
-    async def refund(self, request: Request, units: int) -> None:
-        for item in _charged(self.policy, request, units):
-            await item.gate.refund(item.subject, item.units)
-
-    async def grant(self, request: Request, units: int, ttl_ns: int | None) -> None:
-        for item in _charged(self.policy, request, units):
-            await item.gate.grant(item.subject, item.units, ttl_ns)
-
-    async def reset(self, request: Request) -> None:
-        for item in _charged(self.policy, request, 1):
-            await item.gate.reset(item.subject)
-
-    async def explain(self, request: Request, cost: int) -> Explanation:
-        """Which rules match and why, which do not, and what each would answer. Spends nothing."""
-        explanation, items = explained(self.policy, request, cost)
-        answers = [None if item is None else await self._look(item) for item in items]
-        return with_answers(explanation, answers)
-
-    async def _look(self, item: Item) -> Answer:
-        try:
-            answer: Decision = await item.gate.peek(item.subject, item.units)
-        except (StoreError, CapacityError) as error:
-            return error
-        return answer

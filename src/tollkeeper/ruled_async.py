@@ -1,0 +1,165 @@
+"""Rules on a store that is a trip away: the verbs of `ruled.py`, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from tollkeeper.decide.together import check_together_async
+from tollkeeper.errors import CapacityError, StoreError
+from tollkeeper.explain import Answer, Explanation, explained, with_answers
+from tollkeeper.match.rules import Limits
+from tollkeeper.model import Decision, Request
+from tollkeeper.policy import Item, Plan
+from tollkeeper.ruled import (
+    Items,
+    RulesInForce,
+    charged,
+    combined,
+    not_now,
+    too_much_for_now,
+    without_rules,
+)
+from tollkeeper.ruling import Ruling
+
+
+class AsyncRuledGate(RulesInForce):
+    """Rules on a store that is a trip away: the verbs of RuledGate, awaited."""
+
+    def _make_gate(self, limits: Limits, rule: str) -> Any:
+        return self._store.async_gate(limits, rule)  # type: ignore[attr-defined]  # it has
+
+    async def check(self, request: Request, cost: int) -> Decision:
+        plan = self.policy.plan(request, cost)
+        if not plan.shadowed:
+            return await self._checked(plan.enforced) if plan.enforced else without_rules(plan)
+        answer, _ = await self._checked_with_shadows(plan)
+        return answer
+
+    async def judge(self, request: Request, cost: int, *, spend: bool) -> Ruling:
+        """`check` or `peek`, with its grounds."""
+        plan = self.policy.plan(request, cost)
+        if not spend:
+            return self._ruling(plan, await self._look_at(plan))
+        if plan.shadowed:
+            return self._ruling(plan, *await self._checked_with_shadows(plan))
+        answer = await self._checked(plan.enforced) if plan.enforced else without_rules(plan)
+        return self._ruling(plan, answer)
+
+    async def _checked_with_shadows(self, plan: Plan) -> tuple[Decision, list[str]]:
+        """The answer, and the ids of the shadow rules that would have denied."""
+        # All at once: the shadows go out with the others and cost no trip of their own.
+        shadows = [asyncio.ensure_future(self._ask_shadow(item)) for item in plan.shadowed]
+        try:
+            answer = await self._checked(plan.enforced) if plan.enforced else without_rules(plan)
+            denied = await asyncio.gather(*shadows)
+        finally:
+            for task in shadows:
+                task.cancel()
+        return answer, [name for name in denied if name]
+
+    async def judge_all(self, asked: Sequence[tuple[Request, int]]) -> list[Ruling]:
+        """A ruling for each request; if one of them is denied, none is charged."""
+        policy = self.policy
+        plans = [policy.plan(request, cost) for request, cost in asked]
+        if any(plan.verdict == "deny" for plan in plans):
+            return [self._ruling(plan, await self._look_at(plan)) for plan in plans]
+        items = [item for plan in plans for item in plan.enforced]
+        together = [(item.gate, item.subject, item.units) for item in items]
+        try:
+            decisions = await check_together_async(self._store, together) if items else []
+        except StoreError as error:
+            return self._rulings_on_failure(plans, error)
+        except CapacityError as error:
+            late = too_much_for_now(items, error)
+            looks = [await item.gate.peek(item.subject, 0) for item in items]
+            decisions = [
+                not_now(look) if item is late else look
+                for item, look in zip(items, looks, strict=True)
+            ]
+        rulings = self._rulings(plans, decisions)
+        return [
+            await self._with_shadows(plan, ruling)
+            for plan, ruling in zip(plans, rulings, strict=True)
+        ]
+
+    async def _with_shadows(self, plan: Plan, ruling: Ruling) -> Ruling:
+        if not plan.shadowed:
+            return ruling
+        if ruling.decision.degraded:
+            self._count_failed(plan.shadowed)
+            return ruling
+        denied = await asyncio.gather(*(self._ask_shadow(item) for item in plan.shadowed))
+        return ruling._replace(shadow_denied=tuple(name for name in denied if name))
+
+    async def _checked(self, items: Items) -> Decision:
+        try:
+            if len(items) == 1:
+                item = items[0]
+                decision: Decision = await item.gate.check(item.subject, item.units)
+                self._count(item, decision)
+                return decision
+            asked = [(item.gate, item.subject, item.units) for item in items]
+            return self._concluded(items, await check_together_async(self._store, asked))
+        except StoreError as error:
+            return self._failed(items, error, spend=True)
+        except CapacityError as error:
+            item = too_much_for_now(items, error)
+            decision = not_now(await item.gate.peek(item.subject, 0))
+            self._count(item, decision)
+            return decision
+
+    async def _ask_shadow(self, item: Item) -> str:
+        """Its id, if it would have denied."""
+        rule: str = item.rule.rule.id
+        try:
+            decision: Decision = await item.gate.check(item.subject, item.units)
+        except CapacityError:
+            self._counts_of(item).shadow_denied += 1
+            return rule
+        except StoreError:
+            self._count_failed([item])
+            return ""
+        self._count(item, decision)
+        return "" if decision.allowed else rule
+
+    async def peek(self, request: Request, cost: int) -> Decision:
+        return await self._look_at(self.policy.plan(request, cost))
+
+    async def _look_at(self, plan: Plan) -> Decision:
+        items = plan.enforced
+        if not items:
+            return without_rules(plan)
+        try:
+            return combined([await item.gate.peek(item.subject, item.units) for item in items])
+        except StoreError as error:
+            return self._failed(items, error, spend=False)
+        except CapacityError as error:
+            item = too_much_for_now(items, error)
+            return not_now(await item.gate.peek(item.subject, 0))
+
+    async def refund(self, request: Request, units: int) -> None:
+        for item in charged(self.policy, request, units):
+            await item.gate.refund(item.subject, item.units)
+
+    async def grant(self, request: Request, units: int, ttl_ns: int | None) -> None:
+        for item in charged(self.policy, request, units):
+            await item.gate.grant(item.subject, item.units, ttl_ns)
+
+    async def reset(self, request: Request) -> None:
+        for item in charged(self.policy, request, 1):
+            await item.gate.reset(item.subject)
+
+    async def explain(self, request: Request, cost: int) -> Explanation:
+        """Which rules match and why, which do not, and what each would answer. Spends nothing."""
+        explanation, items = explained(self.policy, request, cost)
+        answers = [None if item is None else await self._look(item) for item in items]
+        return with_answers(explanation, answers)
+
+    async def _look(self, item: Item) -> Answer:
+        try:
+            answer: Decision = await item.gate.peek(item.subject, item.units)
+        except (StoreError, CapacityError) as error:
+            return error
+        return answer
