@@ -1,0 +1,1 @@
+"""The service, without its server: tokens, JSON, answers."""
