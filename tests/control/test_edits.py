@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from tollkeeper.control import edits
-from tollkeeper.errors import ConfigError
 from tollkeeper.match.rules import Document, Override, Rule
 from tollkeeper.model import Limit
 
@@ -18,6 +17,7 @@ DOCUMENT = Document(
     rules=(Rule("orders", ("user",), FREE),),
     tiers={"free": FREE, "pro": PRO},
     assign={"user:42": "free", "tenant:acme": "pro"},
+    allow=("sk_internal_*",),
     overrides=(DOUBLE, DOUBLE_ORDERS),
 )
 
@@ -36,7 +36,7 @@ def test_unassign_takes_out_one() -> None:
 
 def test_unassign_of_nobody_is_an_error() -> None:
     """It says who is not assigned, and how subjects are written."""
-    with pytest.raises(ConfigError, match=r"'42' is assigned to no tier; .* like user:42"):
+    with pytest.raises(edits.Missing, match=r"'42' is assigned to no tier; .* like user:42"):
         edits.unassign(DOCUMENT, "42")
 
 
@@ -73,7 +73,7 @@ def test_removing_an_override_that_is_not_there(
     whose: tuple[str, str, str | None], words: str
 ) -> None:
     """The error says for whom, and which ones there are."""
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(edits.Missing) as error:
         edits.remove_override(DOCUMENT, *whose)
     assert words in str(error.value)
 
@@ -83,6 +83,65 @@ def test_tiers_are_changed_in_place_and_added_at_the_end() -> None:
     changed = edits.set_tier(DOCUMENT, "free", PRO).tiers
     assert list(changed.items()) == [("free", PRO), ("pro", PRO)]
     assert list(edits.set_tier(DOCUMENT, "max", PRO).tiers) == ["free", "pro", "max"]
+
+
+def test_a_tier_is_taken_out() -> None:
+    """The others stay; one that is not there is an error that names those that are."""
+    assert edits.remove_tier(DOCUMENT, "free").tiers == {"pro": PRO}
+    with pytest.raises(edits.Missing, match=r"no tier 'max'; there are 'free', 'pro'"):
+        edits.remove_tier(DOCUMENT, "max")
+    with pytest.raises(edits.Missing, match=r"there is none yet"):
+        edits.remove_tier(Document(), "max")
+
+
+THREE = Document(rules=tuple(Rule(name, ("user",), FREE) for name in "abc"))
+
+
+@pytest.mark.parametrize(
+    ("rule", "before", "order"),
+    [
+        ("b", None, "abc"),
+        ("d", None, "abcd"),
+        ("d", "a", "dabc"),
+        ("d", "c", "abdc"),
+        ("c", "a", "cab"),
+        ("a", "c", "bac"),
+        ("b", "b", "abc"),
+    ],
+)
+def test_a_rule_keeps_its_place_or_goes_where_it_is_put(
+    rule: str, before: str | None, order: str
+) -> None:
+    """One with a known id takes that one's place; a new one goes last; `before` moves both."""
+    new = Rule(rule, ("user",), PRO)
+    rules = edits.put_rule(THREE, new, before).rules
+    assert "".join(each.id for each in rules) == order
+    assert [each for each in rules if each.limits == PRO] == [new]
+
+
+def test_a_rule_cannot_go_before_one_that_is_not_there() -> None:
+    """The error names those that are; of many, the first ten."""
+    with pytest.raises(edits.Missing, match=r"no rule 'x'; there are 'a', 'b', 'c'$"):
+        edits.put_rule(THREE, Rule("d", ("user",), PRO), "x")
+    many = Document(rules=tuple(Rule(f"r{n}", ("user",), FREE) for n in range(1_000)))
+    with pytest.raises(edits.Missing, match=r"'r9' and 990 more$"):
+        edits.remove_rule(many, "x")
+
+
+def test_a_rule_is_taken_out() -> None:
+    """By its id."""
+    assert [rule.id for rule in edits.remove_rule(THREE, "b").rules] == ["a", "c"]
+
+
+def test_entries_of_a_list_are_added_once_and_taken_out() -> None:
+    """At the end; each list has its own; what is not on it cannot be taken off."""
+    more = edits.add_entry(DOCUMENT, "allow", "user:7")
+    assert more.allow == ("sk_internal_*", "user:7")
+    assert edits.add_entry(more, "allow", "sk_internal_*") is more
+    assert edits.add_entry(more, "deny", "user:7").deny == ("user:7",)
+    assert edits.remove_entry(more, "allow", "sk_internal_*").allow == ("user:7",)
+    with pytest.raises(edits.Missing, match=r"'user:7' is not on the deny list"):
+        edits.remove_entry(more, "deny", "user:7")
 
 
 def test_the_old_document_stays_as_it_was() -> None:

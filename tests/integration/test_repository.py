@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.integration.rule_databases import UNSAFE, document, repository, url
+from tollkeeper.control import edits
 from tollkeeper.control.repository import Repository, Version
 from tollkeeper.errors import ConfigError, UnsafeChange, VersionConflict
 from tollkeeper.match.document import DocumentError, read
@@ -33,12 +34,12 @@ async def filled(repository: Repository, count: int) -> list[Version]:
 
 
 async def test_an_empty_repository_has_no_version(repository: Repository) -> None:
-    """None, 0 and empty lists; a number that was never given is an error."""
+    """None, 0 and empty lists; a number that was never given is missing."""
     assert await repository.current() is None
     assert await repository.number() == 0
     assert await repository.history() == []
     assert await repository.audit() == []
-    with pytest.raises(ConfigError, match="there is no version 1; there is none yet"):
+    with pytest.raises(edits.Missing, match="there is no version 1; there is none yet"):
         await repository.version(1)
 
 
@@ -233,6 +234,30 @@ async def test_edits_that_cannot_be_made(repository: Repository) -> None:
     with pytest.raises(ConfigError, match="no override"):
         await repository.remove_override("user", "1", author="ann")
     assert await repository.number() == 1
+
+
+async def test_any_edit_of_one_version_or_of_the_newest(repository: Repository) -> None:
+    """Its kind is kept; with `expected`, another version is refused even for no change."""
+
+    def deny(document: Document) -> Document:
+        return edits.add_entry(document, "deny", "user:7")
+
+    first = await repository.edit(deny, kind="list", author="ann", expected=0)
+    assert (first.number, first.kind) == (1, "list")
+    assert await repository.edit(deny, kind="list", author="ann", expected=1) == first
+    assert await repository.edit(deny, kind="list", author="ann") == first
+    with pytest.raises(VersionConflict) as error:
+        await repository.edit(deny, kind="list", author="ann", expected=0)
+    assert (error.value.expected, error.value.current) == (0, 1)
+
+
+async def test_what_a_version_says_is_read_from_its_text(repository: Repository) -> None:
+    """Of an old version and of the newest, in any order."""
+    for number, limits in enumerate(("1/second", "2/second")):
+        await repository.apply(document(limits), author="ann", expected=number)
+    for number in (2, 1, 2):
+        found = await repository.document_of(await repository.version(number))
+        assert found == document(f"{number}/second")
 
 
 async def test_the_first_version_may_be_an_edit(repository: Repository) -> None:

@@ -8,9 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Final, Literal
 
 from tollkeeper.errors import ConfigError, show
-from tollkeeper.match.rules import Document, Limits, Override
+from tollkeeper.match.rules import Document, Limits, Override, Rule
+
+ListName = Literal["allow", "deny"]
+
+_SHOWN_MAX: Final = 10
+
+
+class Missing(ConfigError):
+    """What was to be looked at, changed or taken out is not there."""
 
 
 def assign(document: Document, subject: str, tier: str) -> Document:
@@ -19,11 +28,9 @@ def assign(document: Document, subject: str, tier: str) -> Document:
 
 
 def unassign(document: Document, subject: str) -> Document:
-    """Take somebody out of the tier that he was put in. Raises ConfigError if he was in none."""
+    """Take somebody out of the tier that he was put in. Raises Missing if he was in none."""
     if subject not in document.assign:
-        raise ConfigError(
-            f"{show(subject)} is assigned to no tier; subjects are written like user:42"
-        )
+        raise Missing(f"{show(subject)} is assigned to no tier; subjects are written like user:42")
     rest = {who: tier for who, tier in document.assign.items() if who != subject}
     return replace(document, assign=rest)
 
@@ -42,12 +49,12 @@ def remove_override(
 ) -> Document:
     """Take out the override of a subject for a rule, or with None the one for every rule.
 
-    Raises ConfigError if there is none.
+    Raises Missing if there is none.
     """
     whose = (attribute, value, rule)
     others = tuple(each for each in document.overrides if _whose(each) != whose)
     if len(others) == len(document.overrides):
-        raise ConfigError(
+        raise Missing(
             f"there is no override for {show(attribute)} {show(value)} and "
             f"{'every rule' if rule is None else f'rule {show(rule)}'}; "
             f"{_known(document.overrides, attribute, value)}"
@@ -58,6 +65,76 @@ def remove_override(
 def set_tier(document: Document, name: str, limits: Limits) -> Document:
     """Give a tier these limits; a name that is new makes a new tier, after the others."""
     return replace(document, tiers={**document.tiers, name: tuple(limits)})
+
+
+def remove_tier(document: Document, name: str) -> Document:
+    """Take out a tier. Raises Missing if there is none of this name.
+
+    Who still names it (a rule, an assignment) is found when the document is applied.
+    """
+    if name not in document.tiers:
+        raise Missing(f"there is no tier {show(name)}; {_there_are(document.tiers)}")
+    rest = {tier: limits for tier, limits in document.tiers.items() if tier != name}
+    return replace(document, tiers=rest)
+
+
+def put_rule(document: Document, rule: Rule, before: str | None = None) -> Document:
+    """Put a rule in the place of the one with its id; a new one after all others.
+
+    With `before`, it goes before the rule of that id: the first that matches applies, so where a
+    rule stands is part of what it says. Raises Missing if there is no such rule.
+    """
+    if before is None or before == rule.id:
+        if any(each.id == rule.id for each in document.rules):
+            found = (rule if each.id == rule.id else each for each in document.rules)
+            return replace(document, rules=tuple(found))
+        return replace(document, rules=(*document.rules, rule))
+    others = [each for each in document.rules if each.id != rule.id]
+    others.insert(_place_of(others, before), rule)
+    return replace(document, rules=tuple(others))
+
+
+def remove_rule(document: Document, rule_id: str) -> Document:
+    """Take out a rule. Raises Missing if there is none with this id."""
+    rules = list(document.rules)
+    del rules[_place_of(rules, rule_id)]
+    return replace(document, rules=tuple(rules))
+
+
+def add_entry(document: Document, name: ListName, entry: str) -> Document:
+    """Put an entry at the end of a list; one that is on it stays where it is."""
+    entries: tuple[str, ...] = getattr(document, name)
+    return document if entry in entries else _with_list(document, name, (*entries, entry))
+
+
+def remove_entry(document: Document, name: ListName, entry: str) -> Document:
+    """Take an entry off a list. Raises Missing if it is not on it."""
+    entries: tuple[str, ...] = getattr(document, name)
+    rest = tuple(each for each in entries if each != entry)
+    if len(rest) == len(entries):
+        raise Missing(
+            f"{show(entry)} is not on the {name} list; an entry is named as it is written there"
+        )
+    return _with_list(document, name, rest)
+
+
+def _with_list(document: Document, name: ListName, entries: tuple[str, ...]) -> Document:
+    return replace(document, **{name: entries})
+
+
+def _place_of(rules: list[Rule], rule_id: str) -> int:
+    for place, rule in enumerate(rules):
+        if rule.id == rule_id:
+            return place
+    raise Missing(f"there is no rule {show(rule_id)}; {_there_are(rule.id for rule in rules)}")
+
+
+def _there_are(names: Iterable[str]) -> str:
+    found = list(names)
+    shown = ", ".join(map(show, found[:_SHOWN_MAX]))
+    if len(found) > _SHOWN_MAX:
+        return f"there are {shown} and {len(found) - _SHOWN_MAX:,} more"
+    return f"there are {shown}" if found else "there is none yet"
 
 
 def _whose(override: Override) -> tuple[str, str, str | None]:

@@ -135,7 +135,7 @@ class Repository:
         return found[0] if found else None
 
     async def version(self, number: int) -> Version:
-        """One version. Raises ConfigError if there is none with this number."""
+        """One version. Raises Missing if there is none with this number."""
         check_number(number)
         async with self._database.reading() as connection:
             query = select(versions).where(versions.c.number == number)
@@ -143,7 +143,7 @@ class Repository:
             if row is None:
                 newest = await _newest(connection)
                 there_is = f"there are 1 to {newest}" if newest else "there is none yet"
-                raise ConfigError(f"there is no version {number}; {there_is}")
+                raise edits.Missing(f"there is no version {number}; {there_is}")
         return Version(**row)
 
     async def history(self, limit: int = 50, before: int | None = None) -> list[Version]:
@@ -157,6 +157,19 @@ class Repository:
         query = _page(select(audit), audit.c.version, limit, before)
         async with self._database.reading() as connection:
             return [AuditEntry(**row) for row in (await connection.execute(query)).mappings()]
+
+    async def document_of(self, version: Version) -> Document:
+        """What a version says; that of the newest is kept. Raises DocumentError.
+
+        Versions never change, so neither does what was read of one.
+        """
+        known = self._read
+        if known is not None and known[0] == version.number:
+            return known[1]
+        document = await asyncio.to_thread(read, version.text, f"version {version.number}")
+        if self._read is None or self._read[0] < version.number:
+            self._read = (version.number, document)
+        return document
 
     async def diff(self, a: int, b: int) -> str:
         """What changed from version `a` to version `b`, as a unified diff; empty if nothing did."""
@@ -229,7 +242,7 @@ class Repository:
     async def unassign(
         self, subject: str, *, author: str, reason: str = "", force: bool = False
     ) -> Version:
-        """Take a subject out of its tier. Raises ConfigError if it is in none."""
+        """Take a subject out of its tier. Raises Missing if it is in none."""
         return await self._edit(
             lambda document: edits.unassign(document, subject),
             _Asked("unassign", author, reason, force),
@@ -262,7 +275,7 @@ class Repository:
     ) -> Version:
         """Take out a subject's override for a rule (None: the one for every rule).
 
-        Raises ConfigError if there is none.
+        Raises Missing if there is none.
         """
         return await self._edit(
             lambda document: edits.remove_override(document, attribute, value, rule),
@@ -278,19 +291,44 @@ class Repository:
             _Asked("set-tier", author, reason, force),
         )
 
+    async def edit(
+        self,
+        edit: Callable[[Document], Document],
+        *,
+        kind: Kind,
+        author: str,
+        reason: str = "",
+        expected: int | None = None,
+        force: bool = False,
+    ) -> Version:
+        """Change the document by a function: one of `edits`, or what is made of several.
+
+        It is called with the newest document, and again if somebody was quicker. With `expected` it
+        is a change of that version (0: of none yet) or of none: raises VersionConflict.
+        """
+        check_expected(expected)
+        return await self._edit(edit, _Asked(kind, author, reason, force), expected)
+
     # ------------------------------------------------------------------------------------ privates
 
-    async def _edit(self, edit: Callable[[Document], Document], asked: _Asked) -> Version:
+    async def _edit(
+        self,
+        edit: Callable[[Document], Document],
+        asked: _Asked,
+        expected: int | None = None,
+    ) -> Version:
         """Read, edit, apply; and again, on what there is then, if somebody was quicker."""
         async with self._editing:
             for attempt in range(1, EDIT_ATTEMPTS_MAX + 1):
                 current = await self.current()
-                document = Document() if current is None else await self._document(current)
+                if expected is not None:
+                    _refuse_conflict(expected, current)
+                document = Document() if current is None else await self.document_of(current)
                 number = current.number if current else 0
                 try:
                     return await self._apply(edit(document), asked, current, number)
                 except VersionConflict:
-                    if attempt == EDIT_ATTEMPTS_MAX:
+                    if attempt == EDIT_ATTEMPTS_MAX or expected is not None:
                         raise
                 longest = min(_PAUSE_SECONDS_MAX, _PAUSE_SECONDS_MIN * 2**attempt)
                 await asyncio.sleep(random.uniform(0, longest))  # noqa: S311 - no secret
@@ -303,7 +341,7 @@ class Repository:
         if current is not None and current.text == written:
             return current
         _refuse_conflict(expected, current)
-        before = None if current is None else await self._document(current)
+        before = None if current is None else await self.document_of(current)
         unsafe = await asyncio.to_thread(new_findings, checked, before)
         if unsafe and not asked.force:
             raise UnsafeChange(unsafe)
@@ -312,13 +350,6 @@ class Repository:
         version = await self._commit(_Change(asked, expected, written, diff, forced))
         self._read = (version.number, checked)
         return version
-
-    async def _document(self, version: Version) -> Document:
-        """What a version says. Versions never change, so neither does what was read of one."""
-        if self._read is None or self._read[0] != version.number:
-            source = f"version {version.number}"
-            self._read = (version.number, await asyncio.to_thread(read, version.text, source))
-        return self._read[1]
 
     async def _commit(self, change: _Change) -> Version:
         """Add the next version, its audit entry and its notification: all or nothing."""

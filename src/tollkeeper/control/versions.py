@@ -9,7 +9,20 @@ from typing import Final, Literal
 from tollkeeper.control.tables import AUTHOR_LENGTH_MAX, REASON_LENGTH_MAX
 from tollkeeper.errors import ConfigError, show
 
-Kind = Literal["apply", "rollback", "assign", "unassign", "override", "remove-override", "set-tier"]
+Kind = Literal[
+    "apply",
+    "rollback",
+    "put-rule",
+    "remove-rule",
+    "set-tier",
+    "remove-tier",
+    "assign",
+    "unassign",
+    "override",
+    "remove-override",
+    "list",
+    "unlist",
+]
 
 ROWS_MAX: Final = 1_000
 """Of the history or the audit in one answer."""
