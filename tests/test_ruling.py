@@ -1,0 +1,312 @@
+"""A decision with its grounds: judge, judge_all and settle, on every kind of store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.redis_servers import Single, running
+from tollkeeper import (
+    AsyncLimiter,
+    CapacityError,
+    ConfigError,
+    InvalidCost,
+    Limit,
+    Limiter,
+    Request,
+    StoreError,
+)
+from tollkeeper.decide.store import Store
+from tollkeeper.decide.stores import open_store
+from tollkeeper.ruling import Applied, Ruling
+from tollkeeper.testing import ManualClock, limiting_off
+
+RULES = """
+version: 1
+rules:
+  - {id: user, by: user, limits: [3/minute, 100/hour]}
+  - {id: tenant, by: tenant, limits: 5/minute}
+  - {id: bots, match: {attributes: {agent: "*bot*"}}, by: user, limits: 1/hour, mode: shadow}
+  - {id: dear, match: {endpoint: /dear}, by: ip, limits: 100/minute, cost: 10}
+allow: ["user:root"]
+deny: ["user:mallory"]
+"""
+ANN = Request(user="ann", tenant="acme")
+BOB = Request(user="bob", tenant="acme")
+ROOT = Request(user="root")
+MALLORY = Request(user="mallory")
+
+
+class Awaited:
+    """AsyncLimiter with the verbs of Limiter: each is awaited at once, in one event loop."""
+
+    def __init__(self, runner: asyncio.Runner, limiter: AsyncLimiter) -> None:
+        self._runner = runner
+        self._limiter = limiter
+
+    def __getattr__(self, name: str) -> Any:
+        verb = getattr(self._limiter, name)
+
+        def awaited(*args: Any, **kwargs: Any) -> Any:
+            async def ask() -> Any:
+                return await verb(*args, **kwargs)
+
+            return self._runner.run(ask())
+
+        return awaited
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(start=1_800_000_000)
+
+
+@pytest.fixture(params=["memory", "shared", "redis"])
+def store(request: pytest.FixtureRequest, clock: ManualClock, tmp_path: Path) -> Iterator[Store]:
+    """Each kind of store, empty."""
+    uri = "memory://"
+    options: dict[str, object] = {}
+    if request.param == "shared":
+        uri = f"shared://{tmp_path}/api.limits"
+    if request.param == "redis":
+        server = running("single")
+        server.flush()
+        # A machine that tests may pause for longer than a production's deadline.
+        uri, options = server.uri, {"deadline_ms": 10_000}
+    opened = open_store(uri, clock, **options)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(params=["threads", "asyncio"])
+def face(request: pytest.FixtureRequest, store: Store, clock: ManualClock) -> Iterator[Any]:
+    """Makes a limiter of either face from limits or rules: face(rules=...), face("3/minute")."""
+    runner = asyncio.Runner()
+
+    def make(limits: str = "", rules: str = "", **options: Any) -> Any:
+        kind = Limiter if request.param == "threads" else AsyncLimiter
+        if rules:
+            limiter: Any = kind.from_rules(rules, store=store, clock=clock, **options)
+        else:
+            limiter = kind(limits, store=store, clock=clock, **options)
+        return limiter if request.param == "threads" else Awaited(runner, limiter)
+
+    with runner:
+        yield make
+        if hasattr(store, "aclose"):
+            runner.run(store.aclose())
+
+
+def names(ruling: Ruling) -> list[str]:
+    return [applied.rule for applied in ruling.applied]
+
+
+def remaining(rulings: Sequence[Ruling]) -> list[int]:
+    return [each.decision.remaining for each in rulings]
+
+
+def test_a_limiter_with_limits_names_them(face: Any) -> None:
+    """The grounds are the limiter's own limits, under its name or "default"."""
+    ruling = face("3/minute; 100/hour").judge("ann")
+    assert ruling.decision.remaining == 2
+    assert names(ruling) == ["default"]
+    assert [limit.limit for limit in ruling.applied[0].limits] == [3, 100]
+    assert (ruling.kind, ruling.shadow_denied) == ("limited", ())
+    assert names(face("3/minute", name="login").judge("ann")) == ["login"]
+
+
+def test_rules_are_named_in_order_with_the_limits_they_had(face: Any) -> None:
+    """Every rule that had to pass is named; the decision is the tightest's."""
+    ruling = face(rules=RULES).judge(ANN)
+    assert names(ruling) == ["user", "tenant"]
+    assert [limit.limit for limit in ruling.applied[0].limits] == [3, 100]
+    assert (ruling.decision.rule, ruling.decision.remaining) == ("user", 2)
+
+
+def test_grounds_are_the_same_object_for_all_who_have_them(face: Any) -> None:
+    """What is derived from the grounds can be kept by them."""
+    limiter = face(rules=RULES)
+    first, second = limiter.judge(ANN), limiter.judge(BOB)
+    assert first.applied == second.applied
+    assert len({first.applied, second.applied}) == 1
+    limits = face("3/minute")
+    assert limits.judge("ann").applied is limits.judge("bob").applied
+
+
+@pytest.mark.parametrize(
+    ("request_", "kind", "allowed"),
+    [
+        (ROOT, "exempt", True),
+        (MALLORY, "blocked", False),
+        (ANN, "limited", True),
+    ],
+)
+def test_kinds(face: Any, request_: Request, kind: str, allowed: bool) -> None:
+    """Lists are told apart from limits."""
+    ruling = face(rules=RULES).judge(request_)
+    assert (ruling.kind, ruling.decision.allowed) == (kind, allowed)
+    assert bool(ruling.applied) == (kind == "limited")
+
+
+def test_a_request_that_no_rule_is_for_is_unlimited(face: Any) -> None:
+    """No rule, no grounds."""
+    rules = "version: 1\nrules:\n  - {id: a, match: {endpoint: /a}, by: user, limits: 1/minute}\n"
+    ruling = face(rules=rules).judge(Request(user="ann", endpoint="/b"))
+    assert (ruling.kind, ruling.applied, ruling.decision.allowed) == ("unlimited", (), True)
+
+
+def test_shadow_rules_that_would_have_denied_are_named(face: Any) -> None:
+    """They never deny, and whoever looks can see that they would have."""
+    limiter = face(rules=RULES)
+    bot = Request(user="ann", attributes={"agent": "a-bot"})
+    assert [limiter.judge(bot).shadow_denied for _ in range(2)] == [(), ("bots",)]
+    alone = limiter.judge_all([(Request(user="ann", attributes={"agent": "a-bot"}), 1)])
+    assert (alone[0].decision.allowed, alone[0].shadow_denied) == (True, ("bots",))
+
+
+def test_judging_without_spending(face: Any) -> None:
+    """The answer of peek, with the same grounds, as often as one likes."""
+    limiter = face(rules=RULES)
+    assert [limiter.judge(ANN, spend=False).decision.remaining for _ in range(3)] == [3, 3, 3]
+    limits = face("3/minute", name="b")
+    assert [limits.judge("ann", 2, spend=False).decision.allowed for _ in range(3)] == [True] * 3
+
+
+def test_several_requests_pass_together_or_none_is_charged(face: Any) -> None:
+    """One that is denied leaves the others' quotas as they were."""
+    limiter = face(rules=RULES)
+    carol = Request(user="carol")
+    assert all(each.decision for each in limiter.judge_all([(ANN, 2), (carol, 1)]))
+    denied = limiter.judge_all([(ANN, 2), (carol, 1)])
+    assert [each.decision.allowed for each in denied] == [False, True]
+    assert [names(each) for each in denied] == [["user", "tenant"], ["user", "tenant"]]
+    assert remaining([limiter.judge(who, spend=False) for who in (ANN, carol)]) == [1, 2]
+
+
+def test_the_same_subject_twice_in_one_is_counted_twice(face: Any) -> None:
+    """Two requests that each have room, but not both, are denied together and cost nothing."""
+    limiter = face("3/minute")
+    rulings = limiter.judge_all([("ann", 2), ("ann", 2)])
+    assert not all(each.decision.allowed for each in rulings)
+    assert limiter.judge("ann", spend=False).decision.remaining == 3
+
+
+def test_one_on_the_deny_list_stops_all(face: Any) -> None:
+    """Nobody is charged for a request that is blocked."""
+    limiter = face(rules=RULES)
+    rulings = limiter.judge_all([(ANN, 1), (MALLORY, 1)])
+    assert [each.kind for each in rulings] == ["limited", "blocked"]
+    assert limiter.judge(ANN, spend=False).decision.remaining == 3
+
+
+def test_several_of_which_none_is_limited(face: Any) -> None:
+    """Nothing to ask the store."""
+    rulings = face(rules=RULES).judge_all([(ROOT, 1), (ROOT, 1)])
+    assert [each.kind for each in rulings] == ["exempt", "exempt"]
+    assert face(rules=RULES).judge_all([]) == []
+
+
+def test_a_cost_that_never_fits_is_an_error_and_costs_nothing(face: Any) -> None:
+    """CapacityError, for one and for several."""
+    limiter = face(rules=RULES)
+    with pytest.raises(CapacityError):
+        limiter.judge(ANN, 4)
+    with pytest.raises(CapacityError):
+        limiter.judge_all([(BOB, 1), (ANN, 4)])
+    assert limiter.judge(BOB, spend=False).decision.remaining == 3
+
+
+@pytest.mark.parametrize("cost", [-1, 1.5, "1", True, None])
+def test_wrong_costs_are_refused(face: Any, cost: Any) -> None:
+    """With the error of check."""
+    for limiter, key in ((face(rules=RULES), ANN), (face("3/minute"), "ann")):
+        with pytest.raises(InvalidCost):
+            limiter.judge(key, cost)
+        with pytest.raises(InvalidCost):
+            limiter.judge_all([(key, cost)])
+        with pytest.raises(InvalidCost):
+            limiter.settle(key, 1, cost)
+
+
+def test_rules_are_asked_about_requests(face: Any) -> None:
+    """A key has nothing for them to match."""
+    limiter = face(rules=RULES)
+    with pytest.raises(ConfigError, match="Request"):
+        limiter.judge("ann")
+    with pytest.raises(ConfigError, match="Request"):
+        limiter.judge_all([("ann", 1)])
+
+
+def test_limiting_off_judges_unlimited(face: Any) -> None:
+    """A test that switches limiting off sees no limits in the answers either."""
+    limiter, limits = face(rules=RULES), face("1/minute")
+    with limiting_off():
+        assert limiter.judge(ANN).kind == "unlimited"
+        assert [each.kind for each in limits.judge_all([("a", 1), ("a", 1)])] == ["unlimited"] * 2
+    assert limits.judge("a").decision.allowed
+
+
+@pytest.mark.parametrize(
+    ("reserved", "actual", "left", "unsettled"),
+    [
+        (5, 5, 5, 0),
+        (5, 2, 8, 0),
+        (5, 0, 10, 0),
+        (5, 9, 1, 0),
+        (5, 10, 0, 0),
+        (5, 12, 0, 2),
+        (5, 40, 0, 30),
+    ],
+)
+def test_settling(face: Any, reserved: int, actual: int, left: int, unsettled: int) -> None:
+    """The difference is given back, or spent as far as there is room, and the rest is told."""
+    limiter = face("10/minute")
+    limiter.check("ann", reserved)
+    assert limiter.settle("ann", reserved, actual) == unsettled
+    assert limiter.peek("ann", 0).remaining == left
+
+
+def test_settling_a_rule_that_charges_several_units_for_each(face: Any) -> None:
+    """What fits is spent, though the remaining units are not the request's."""
+    limiter = face(rules=RULES)
+    dear = Request(ip="192.0.2.1", endpoint="/dear", user="u1", tenant="t1")
+    assert limiter.check(dear, 1).allowed
+    # Its rule has room for 9 more at 10 units each; the user's for 2.
+    assert limiter.settle(dear, 1, 7) == 4
+    assert limiter.peek(dear, 0).remaining == 0
+
+
+def test_a_store_that_is_away_is_told_apart() -> None:
+    """`closed` denies as unavailable; `open` lets pass, degraded; for limits and for rules."""
+    with Single() as server:
+        uri = server.uri
+        server.kill()
+    rules = "version: 1\nrules:\n  - {id: a, by: user, limits: 3/minute, on_failure: %s}\n"
+    for policy, kind, allowed in (
+        ("closed", "unavailable", False),
+        ("open", "limited", True),
+        ("local", "limited", True),
+    ):
+        with Limiter.from_rules(rules % policy, store=uri) as limiter:
+            for ruling in (limiter.judge(ANN), *limiter.judge_all([(ANN, 1)])):
+                assert (ruling.kind, ruling.decision.allowed) == (kind, allowed), policy
+                assert ruling.decision.degraded
+                assert names(ruling) == ["a"]
+            assert limiter.settle(ANN, 1, 3) == 2, policy
+    with Limiter("3/minute", store=uri, on_failure="closed") as limits:
+        assert limits.judge("ann").kind == "unavailable"
+        assert [each.kind for each in limits.judge_all([("ann", 1)])] == ["unavailable"]
+    with (
+        Limiter("3/minute", store=uri, on_failure="raise") as limits,
+        pytest.raises(StoreError),
+    ):
+        limits.judge("ann")
+
+
+def test_grounds_are_shown() -> None:
+    """For whoever debugs."""
+    assert repr(Applied("a", [Limit(3, per=60)])) == "Applied('a', [Limit(3, per=60)])"
