@@ -25,6 +25,8 @@ TESTED_IN = {
     "__init__.py": "test_public_api.py",
     "__main__.py": "app/test_cli.py",
     "_version.py": "test_public_api.py",
+    "app/remote_print.py": "app/test_remote.py",
+    "app/remote_service.py": "app/test_remote.py",
     "app/rules.py": "app/test_rules_cli.py",
     "app/rules_change.py": "integration/test_rules_cli.py",
     "app/rules_options.py": "app/test_rules_cli.py",

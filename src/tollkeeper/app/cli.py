@@ -14,6 +14,7 @@ from rich.text import Text
 
 from tollkeeper._version import __version__
 from tollkeeper.app.doctor import Report, examine
+from tollkeeper.app.remote import COMMANDS, RemoteCommand
 from tollkeeper.app.rules import app as rules
 
 app: Final = typer.Typer(
@@ -25,6 +26,8 @@ app: Final = typer.Typer(
 )
 
 app.add_typer(rules, name="rules")
+for command in COMMANDS:
+    app.command(cls=RemoteCommand)(command)
 
 _COLOURS: Final = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
