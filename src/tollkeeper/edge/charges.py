@@ -1,0 +1,96 @@
+"""What a request was charged, and what it turns out to cost.
+
+A request is charged on its way in, so that no number of them at once is ever over a limit. What it
+really cost may be known only afterwards: the tokens that a model wrote, or that a login succeeded
+and was no guess. The application says so on the request's *charge*, with a plain call from sync or
+async code. The last word counts. The middleware applies the difference through `Limiter.settle`, at
+the latest once the response has gone out.
+
+A charge keeps what is charged now beside what is wanted, so applying it twice changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from tollkeeper.arguments import units_of
+from tollkeeper.identify import Key
+from tollkeeper.model import Decision, Request
+from tollkeeper.ruled import UNLIMITED, combined
+from tollkeeper.ruling import Ruling
+
+# Of a request that no limit was asked about: `skip` said so, or there is none.
+PASSED: Final = Ruling(Decision(True, UNLIMITED, UNLIMITED.capacity), kind="unlimited")
+
+
+class Charge:
+    """What one request was charged, and on what grounds.
+
+    >>> charge = Charge(PASSED)
+    >>> charge.decision.allowed
+    True
+    >>> charge.settle(37)
+    """
+
+    __slots__ = ("_charged", "_open", "_wanted", "key", "ruling")
+
+    def __init__(self, ruling: Ruling, key: Key | Request = "", units: int = 0) -> None:
+        """`ruling` has spent `units` of `key`'s quota, if it allowed the request."""
+        self.ruling = ruling
+        self.key = key
+        decision = ruling.decision
+        # A degraded answer spent nothing, nor did a denied one: there is nothing to settle.
+        self._open = decision.allowed and not decision.degraded and ruling.kind == "limited"
+        self._charged = self._wanted = units
+
+    @property
+    def decision(self) -> Decision:
+        """What was decided on the request."""
+        return self.ruling.decision
+
+    def settle(self, units: int) -> None:
+        """Make the request cost so many units in all. The last call counts.
+
+        What is more than was charged is spent as far as there is room: the request was served.
+        Raises InvalidCost.
+        """
+        self._wanted = units_of(units, "units")
+
+    def refund(self) -> None:
+        """Make the request cost nothing."""
+        self._wanted = 0
+
+    def take(self, counts: bool = True) -> tuple[int, int] | None:
+        """What is charged and what is to be, if that differs; from then on the latter is.
+
+        `counts` is False for a request whose outcome costs nothing.
+        """
+        wanted = self._wanted if counts else 0
+        if not self._open or wanted == self._charged:
+            return None
+        due = self._charged, wanted
+        self._charged = wanted
+        return due
+
+    def __repr__(self) -> str:
+        return f"<Charge of {self._wanted} units: {self.decision!r}>"
+
+
+def joined(rulings: Sequence[Ruling]) -> Ruling:
+    """One ruling of those on one request, in the order they were made; only the last can deny."""
+    last = rulings[-1]
+    if len(rulings) == 1 or last.kind == "blocked":
+        return last
+    limited = [each for each in rulings if each.kind == "limited"]
+    shadow_denied = tuple(name for each in rulings for name in each.shadow_denied)
+    if last.decision.allowed and not limited:
+        exempt = [each for each in rulings if each.kind == "exempt"]
+        return (exempt or rulings)[0]._replace(shadow_denied=shadow_denied)
+    denied = not last.decision.allowed
+    return Ruling(
+        last.decision if denied else combined([each.decision for each in limited]),
+        tuple(rule for each in rulings for rule in each.applied),
+        last.kind if denied else "limited",
+        shadow_denied,
+    )
