@@ -1,0 +1,285 @@
+"""A request as every framework has it: what identity is read from.
+
+A `Call` is a view and holds nothing of its own: a header, a cookie or a query field is looked for
+when it is asked for, and most requests ask for one or two. What is looked at is bounded, because
+anybody can send anything: the first 64 KiB of a query or of the cookies, and 1,000 fields of it.
+Nothing that a client sends makes a Call raise.
+
+A path stays percent-encoded. In a decoded one, a `?` may be part of a segment, and would be taken
+for the start of the query by whoever reads it next (see `match/paths.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any, Final, Protocol
+from urllib.parse import quote_from_bytes, unquote_plus
+
+# Of a query or of the cookies.
+CHARACTERS_MAX: Final = 65_536
+FIELDS_MAX: Final = 1_000
+
+# What may stand in a path as it is (RFC 3986, pchar and the slash).
+_SAFE_IN_PATH: Final = "/:@!$&'()*+,;=~"
+
+
+class Call(Protocol):
+    """What there is to know of a request, before anybody decides on it."""
+
+    @property
+    def method(self) -> str:
+        """The HTTP method; of a WebSocket, GET."""
+        ...
+
+    @property
+    def path(self) -> str:
+        """The path as it came, still percent-encoded, without the query."""
+        ...
+
+    @property
+    def route(self) -> str | None:
+        """The route's template, such as /users/{id}, once the framework knows it."""
+        ...
+
+    @property
+    def peer(self) -> str | None:
+        """The address of the socket's other end; None for a Unix socket."""
+        ...
+
+    @property
+    def native(self) -> Any:
+        """The framework's own object, for hooks."""
+        ...
+
+    @property
+    def session(self) -> Mapping[str, Any] | None:
+        """What the framework keeps of the visitor, if it does."""
+        ...
+
+    def header(self, name: str) -> str | None:
+        """A header, its lines joined by commas; None if there is none."""
+        ...
+
+    def query(self, name: str) -> str | None:
+        """A field of the query, decoded; the first of several."""
+        ...
+
+    def cookie(self, name: str) -> str | None:
+        """A cookie; the first of several."""
+        ...
+
+
+class AsgiCall:
+    """A request as an ASGI scope, of HTTP or a WebSocket."""
+
+    __slots__ = ("_native", "scope")
+
+    def __init__(self, scope: MutableMapping[str, Any], native: Any = None) -> None:
+        self.scope = scope
+        self._native = native
+
+    @property
+    def native(self) -> Any:
+        """The framework's own object, or the scope."""
+        return self.scope if self._native is None else self._native
+
+    @property
+    def method(self) -> str:
+        """The HTTP method; of a WebSocket, GET."""
+        method = self.scope.get("method")
+        return method if isinstance(method, str) else "GET"
+
+    @property
+    def path(self) -> str:
+        """The path as it came, still percent-encoded, without the query."""
+        raw = self.scope.get("raw_path")
+        if isinstance(raw, bytes) and raw:
+            # Some servers leave the query on.
+            return raw.partition(b"?")[0].decode("latin-1")
+        path = self.scope.get("path")
+        return quoted_path(_bytes_of(path)) if isinstance(path, str) else "/"
+
+    @property
+    def route(self) -> str | None:
+        """The route's template as Starlette and FastAPI have it, once they have routed."""
+        return _template_of(self.scope)
+
+    @property
+    def peer(self) -> str | None:
+        """The address of the socket's other end; None for a Unix socket."""
+        client = self.scope.get("client")
+        host = client[0] if client else None
+        return host if isinstance(host, str) and host else None
+
+    @property
+    def session(self) -> Mapping[str, Any] | None:
+        """The session that Starlette's middleware, or another like it, has put in the scope."""
+        session: Mapping[str, Any] | None = self.scope.get("session")
+        return session
+
+    def header(self, name: str) -> str | None:
+        """A header, its lines joined by commas; None if there is none."""
+        return self._lines(name, b", ")
+
+    def _lines(self, name: str, joint: bytes) -> str | None:
+        wanted = name.lower().encode("latin-1", "replace")
+        found: bytes | None = None
+        for key, value in self.scope.get("headers") or ():
+            if key == wanted:
+                found = value if found is None else found + joint + value
+        return None if found is None else found.decode("latin-1")
+
+    def query(self, name: str) -> str | None:
+        """A field of the query, decoded; the first of several."""
+        raw: bytes = self.scope.get("query_string") or b""
+        return query_field(raw[:CHARACTERS_MAX].decode("latin-1"), name) if raw else None
+
+    def cookie(self, name: str) -> str | None:
+        """A cookie; the first of several."""
+        # HTTP/2 may send each in a line of its own (RFC 9113, 8.2.3).
+        text = self._lines("cookie", b"; ")
+        return cookie_of(text, name) if text else None
+
+
+def _template_of(scope: Mapping[str, Any]) -> str | None:
+    route = scope.get("route")
+    # Since FastAPI has included routers as they are, only this knows a route's whole path.
+    found = scope.get("fastapi")
+    context = found.get("effective_route_context") if isinstance(found, dict) else None
+    template = getattr(context, "path", None) or getattr(route, "path", None)
+    if not isinstance(template, str) or not template:
+        return None
+    mounted_at = _mounted_at(scope)
+    if context is None and hasattr(route, "routes"):
+        # The last that matched is a mount: what is mounted there does not say more.
+        return f"{mounted_at}/{{path:path}}"
+    return mounted_at + template
+
+
+def _mounted_at(scope: Mapping[str, Any]) -> str:
+    """The part of the path that mounts have matched."""
+    before = scope.get("app_root_path")
+    now = scope.get("root_path")
+    if not isinstance(before, str) or not isinstance(now, str):
+        return ""
+    return quoted_path(_bytes_of(now.removeprefix(before)))
+
+
+class WsgiCall:
+    """A request as a WSGI environ. Django's `request.META` is one too.
+
+    `path` and `route` are for frameworks that know them better than the environ does. Django writes
+    a decoded path into it, so from there the path has to be handed in.
+    """
+
+    __slots__ = ("_native", "_path", "environ", "route", "session")
+
+    def __init__(
+        self,
+        environ: MutableMapping[str, Any],
+        native: Any = None,
+        session: Mapping[str, Any] | None = None,
+        *,
+        path: str | None = None,
+        route: str | None = None,
+    ) -> None:
+        self.environ = environ
+        self._native = native
+        self.session = session
+        self._path = path
+        self.route = route
+
+    @property
+    def native(self) -> Any:
+        """The framework's own object, or the environ."""
+        return self.environ if self._native is None else self._native
+
+    @property
+    def method(self) -> str:
+        """The HTTP method."""
+        method = self.environ.get("REQUEST_METHOD")
+        return method if isinstance(method, str) and method else "GET"
+
+    @property
+    def path(self) -> str:
+        """The path as it came, percent-encoded, without the query."""
+        if self._path is not None:
+            return self._path
+        text = f"{self.environ.get('SCRIPT_NAME') or ''}{self.environ.get('PATH_INFO') or ''}"
+        try:
+            raw = text.encode("latin-1")  # PEP 3333: bytes, each of them a character
+        except UnicodeEncodeError:
+            raw = _bytes_of(text)
+        return quoted_path(raw) or "/"
+
+    @property
+    def peer(self) -> str | None:
+        """The address of the socket's other end; None for a Unix socket."""
+        return self.environ.get("REMOTE_ADDR") or None
+
+    def header(self, name: str) -> str | None:
+        """A header, its lines joined by commas; None if there is none."""
+        key = name.upper().replace("-", "_")
+        if key not in {"CONTENT_TYPE", "CONTENT_LENGTH"}:
+            key = f"HTTP_{key}"
+        value = self.environ.get(key)
+        return value if isinstance(value, str) else None
+
+    def query(self, name: str) -> str | None:
+        """A field of the query, decoded; the first of several."""
+        text: str = self.environ.get("QUERY_STRING") or ""
+        return query_field(text[:CHARACTERS_MAX], name) if text else None
+
+    def cookie(self, name: str) -> str | None:
+        """A cookie; the first of several."""
+        text = self.header("cookie")
+        return cookie_of(text, name) if text else None
+
+
+def quoted_path(raw: bytes) -> str:
+    """Bytes of a path as they would stand in a request, percent-encoded.
+
+    >>> quoted_path("/caf\\u00e9/what?".encode())
+    '/caf%C3%A9/what%3F'
+    """
+    return quote_from_bytes(raw, _SAFE_IN_PATH)
+
+
+def _bytes_of(text: str) -> bytes:
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")
+
+
+def query_field(text: str, name: str) -> str | None:
+    """The first field of that name in a query, decoded. Bad percent-escapes stay as they are.
+
+    >>> query_field("page=2&api%5Fkey=a+b&api_key=c", "api_key")
+    'a b'
+    """
+    for field in _fields(text, "&"):
+        key, _, value = field.partition("=")
+        if key == name or (("%" in key or "+" in key) and unquote_plus(key) == name):
+            return unquote_plus(value)
+    return None
+
+
+def cookie_of(text: str, name: str) -> str | None:
+    """The first cookie of that name in a Cookie header.
+
+    >>> cookie_of('theme=dark; sid="42"', "sid")
+    '42'
+    """
+    for field in _fields(text, ";"):
+        key, equals, value = field.partition("=")
+        if equals and key.strip() == name:
+            value = value.strip()
+            if len(value) > 1 and value[0] == value[-1] == '"':
+                return value[1:-1]
+            return value
+    return None
+
+
+def _fields(text: str, between: str) -> Iterator[str]:
+    yield from text[:CHARACTERS_MAX].split(between, FIELDS_MAX)[:FIELDS_MAX]

@@ -1,0 +1,538 @@
+"""Rulings as headers, statuses and bodies: every kind, every style, and what may never be said."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tollkeeper import ConfigError, Limit, Limiter
+from tollkeeper.clock import NS_PER_SECOND
+from tollkeeper.edge import answers
+from tollkeeper.edge.answers import (
+    Style,
+    headers_of,
+    over_limit,
+    policy_names_of,
+    problem_of,
+    raw_headers_of,
+    refusal_of,
+    status_of,
+)
+from tollkeeper.model import ALGORITHM_NAMES, Decision
+from tollkeeper.ruling import Applied, Kind, Ruling
+from tollkeeper.testing import ManualClock
+
+NOW_NS = 1_767_225_600 * NS_PER_SECOND  # 2026-01-01T00:00:00Z
+MINUTE = Limit(100, per=60)
+SECOND = Limit(10, per=1)
+HALF_MINUTE = 30 * NS_PER_SECOND
+
+
+def ruling_of(
+    *,
+    allowed: bool = True,
+    kind: Kind = "limited",
+    limits: tuple[Limit, ...] = (MINUTE,),
+    tightest: Limit = MINUTE,
+    remaining: int = 73,
+    retry_after_ns: int = 0,
+    reset_after_ns: int = HALF_MINUTE - 1,
+    degraded: bool = False,
+    rule: str = "orders",
+    more: tuple[Applied, ...] = (),
+) -> Ruling:
+    """A ruling of the rule `orders`, of one limit unless a test says otherwise."""
+    decision = Decision(
+        allowed, tightest, remaining, retry_after_ns, reset_after_ns, rule=rule, degraded=degraded
+    )
+    return Ruling(decision, (Applied(rule, limits), *more), kind)
+
+
+DENIED = ruling_of(allowed=False, remaining=0, retry_after_ns=NS_PER_SECOND + 1)
+DEGRADED = ruling_of(remaining=0, degraded=True)
+UNAVAILABLE = ruling_of(
+    allowed=False, kind="unavailable", remaining=0, retry_after_ns=NS_PER_SECOND, degraded=True
+)
+UNLIMITED = Ruling(Decision(True, MINUTE, 100), (), "unlimited")
+EXEMPT = Ruling(Decision(True, MINUTE, 100, rule="allow"), (), "exempt")
+BLOCKED = Ruling(Decision(False, MINUTE, 0, 10**18, 10**18, rule="deny"), (), "blocked")
+
+# ------------------------------------------------------------------------------------ headers
+
+
+@pytest.mark.parametrize(
+    ("ruling", "expected"),
+    [
+        pytest.param(
+            ruling_of(),
+            {
+                "X-RateLimit-Limit": "100",
+                "X-RateLimit-Remaining": "73",
+                "X-RateLimit-Reset": "1767225630",
+                "RateLimit": '"orders";r=73;t=30',
+                "RateLimit-Policy": '"orders";q=100;w=60',
+            },
+            id="allowed",
+        ),
+        pytest.param(
+            DENIED,
+            {
+                "X-RateLimit-Limit": "100",
+                "X-RateLimit-Remaining": "0",
+                "X-RateLimit-Reset": "1767225630",
+                "RateLimit": '"orders";r=0;t=2',
+                "RateLimit-Policy": '"orders";q=100;w=60',
+                "Retry-After": "2",
+            },
+            id="denied",
+        ),
+        pytest.param(
+            DEGRADED,
+            {
+                "X-RateLimit-Limit": "100",
+                "X-RateLimit-Remaining": "-1",
+                "X-RateLimit-Reset": "1767225630",
+                "X-RateLimit-Policy": "degraded",
+                "RateLimit-Policy": '"orders";q=100;w=60',
+            },
+            id="degraded and open",
+        ),
+        pytest.param(
+            ruling_of(allowed=False, degraded=True, retry_after_ns=1),
+            {
+                "X-RateLimit-Limit": "100",
+                "X-RateLimit-Remaining": "-1",
+                "X-RateLimit-Reset": "1767225630",
+                "X-RateLimit-Policy": "degraded",
+                "RateLimit-Policy": '"orders";q=100;w=60',
+                "Retry-After": "1",
+            },
+            id="degraded and denied by a local count",
+        ),
+        pytest.param(
+            UNAVAILABLE,
+            {
+                "X-RateLimit-Limit": "100",
+                "X-RateLimit-Remaining": "-1",
+                "X-RateLimit-Reset": "1767225630",
+                "X-RateLimit-Policy": "degraded",
+                "RateLimit-Policy": '"orders";q=100;w=60',
+                "Retry-After": "1",
+            },
+            id="unavailable",
+        ),
+        pytest.param(UNLIMITED, {}, id="unlimited"),
+        pytest.param(EXEMPT, {"X-RateLimit-Policy": "exempt"}, id="exempt"),
+        pytest.param(BLOCKED, {}, id="blocked"),
+        pytest.param(
+            ruling_of()._replace(shadow_denied=("tighter",)),
+            dict(headers_of(ruling_of(), NOW_NS)),
+            id="denied in the shadow alone",
+        ),
+    ],
+)
+def test_each_kind_has_its_headers(ruling: Ruling, expected: dict[str, str]) -> None:
+    """What was decided is said, what is not known is not, and shadow rules show nothing."""
+    assert dict(headers_of(ruling, NOW_NS)) == expected
+
+
+@pytest.mark.parametrize(
+    ("style", "names"),
+    [
+        (Style(draft=10, legacy=False), ["RateLimit-Policy", "RateLimit"]),
+        (
+            Style(draft=None),
+            ["X-RateLimit-Limit", "X-RateLimit-Remaining", "X-RateLimit-Reset"],
+        ),
+        (Style(draft=None, legacy=False), []),
+        (Style(draft=7, legacy=False), ["RateLimit", "RateLimit-Policy"]),
+        (
+            Style(draft=6, legacy=False),
+            ["RateLimit-Limit", "RateLimit-Remaining", "RateLimit-Reset", "RateLimit-Policy"],
+        ),
+    ],
+)
+def test_a_style_says_which_headers_there_are(style: Style, names: list[str]) -> None:
+    """Those of the style and no others."""
+    assert [name for name, _ in headers_of(ruling_of(), NOW_NS, style)] == names
+
+
+def test_older_drafts_have_their_own_syntax() -> None:
+    """Draft 7 is a dictionary, draft 6 a header for each number; both name policies by quota."""
+    ruling = ruling_of(limits=(MINUTE, SECOND))
+    seventh = dict(headers_of(ruling, NOW_NS, Style(draft=7, legacy=False)))
+    assert seventh == {
+        "RateLimit": "limit=100, remaining=73, reset=30",
+        "RateLimit-Policy": "100;w=60, 10;w=1",
+    }
+    sixth = dict(headers_of(ruling, NOW_NS, Style(draft=6, legacy=False)))
+    assert sixth == {
+        "RateLimit-Limit": "100",
+        "RateLimit-Remaining": "73",
+        "RateLimit-Reset": "30",
+        "RateLimit-Policy": "100;w=60, 10;w=1",
+    }
+
+
+@pytest.mark.parametrize("draft", [10, 7, 6, None])
+@pytest.mark.parametrize("ruling", [DEGRADED, UNAVAILABLE])
+def test_no_draft_says_what_is_not_known(ruling: Ruling, draft: Any) -> None:
+    """While the store is away, no header of the draft says how much remains."""
+    names = {name for name, _ in headers_of(ruling, NOW_NS, Style(draft=draft))}
+    assert not names & {"RateLimit", "RateLimit-Limit", "RateLimit-Remaining", "RateLimit-Reset"}
+
+
+@pytest.mark.parametrize("bad", [9, "10", True, 10.5, [10]])
+def test_a_style_that_is_not_known_is_refused(bad: Any) -> None:
+    """The error names the revisions that there are."""
+    with pytest.raises(ConfigError, match="10, 7, 6 or None"):
+        Style(draft=bad)
+
+
+@pytest.mark.parametrize("bad", [None, 1, "yes"])
+def test_legacy_is_yes_or_no(bad: Any) -> None:
+    """What is taken for true elsewhere is a mistake here."""
+    with pytest.raises(ConfigError, match="True or False"):
+        Style(legacy=bad)
+
+
+def test_raw_headers_are_the_same_in_bytes() -> None:
+    """For ASGI: the same values, the names in small letters."""
+    for ruling in (ruling_of(), DENIED, DEGRADED, UNAVAILABLE, EXEMPT, BLOCKED, UNLIMITED):
+        raw = [(name.decode(), value.decode()) for name, value in raw_headers_of(ruling, NOW_NS)]
+        assert raw == [(name.lower(), value) for name, value in headers_of(ruling, NOW_NS)]
+
+
+# ------------------------------------------------------------------------------------ names
+
+
+@pytest.mark.parametrize(
+    ("limits", "names"),
+    [
+        ((MINUTE,), ["orders"]),
+        ((Limit(5, per=60, name="burst"),), ["orders"]),
+        ((SECOND, MINUTE), ["orders.1s", "orders.60s"]),
+        ((Limit(5, per=0.1), Limit(5, per=0.0015)), ["orders.100ms", "orders.1500us"]),
+        ((SECOND, Limit(9, per=60, name="steady")), ["orders.1s", "orders.steady"]),
+        (
+            (MINUTE, Limit(100, per=60, algorithm="fixed_window")),
+            ["orders.60s", "orders.60s.fixed_window"],
+        ),
+        (
+            (MINUTE, Limit(50, per=60), Limit(20, per=60)),
+            ["orders.60s", "orders.60s.token_bucket", "orders.60s.token_bucket.2"],
+        ),
+    ],
+)
+def test_each_limit_has_a_name_of_its_own(limits: tuple[Limit, ...], names: list[str]) -> None:
+    """The rule's id; with several limits, the limit's name or window after it."""
+    assert policy_names_of(ruling_of(limits=limits)) == names
+
+
+def test_several_rules_are_all_listed() -> None:
+    """All limits of all rules are policies; the state is that of the tightest one."""
+    other = Applied("address", (Limit(5, per=1), Limit(50, per=3600)))
+    ruling = ruling_of(limits=(SECOND, MINUTE), more=(other,))
+    headers = dict(headers_of(ruling, NOW_NS))
+    assert headers["RateLimit-Policy"] == (
+        '"orders.1s";q=10;w=1, "orders.60s";q=100;w=60, '
+        '"address.1s";q=5;w=1, "address.3600s";q=50;w=3600'
+    )
+    assert headers["RateLimit"] == '"orders.60s";r=73;t=30'
+    assert headers["X-RateLimit-Limit"] == "100"
+
+
+def test_two_rules_that_share_a_limit_are_told_apart() -> None:
+    """Tiers hand the same limits to several rules; the decision's rule says which is meant."""
+    shared = (SECOND, MINUTE)
+    ruling = ruling_of(limits=shared, rule="second", more=(Applied("first", shared),))
+    assert dict(headers_of(ruling, NOW_NS))["RateLimit"].startswith('"second.60s"')
+
+
+def test_rules_of_one_name_are_told_apart() -> None:
+    """Two limiters without a name on one response: still no name twice."""
+    ruling = ruling_of(rule="", more=(Applied("default", (MINUTE,)),))
+    assert policy_names_of(ruling) == ["default", "default.60s"]
+
+
+def test_an_unnamed_limiter_is_called_default() -> None:
+    """A decision of a limiter without a name finds its policy."""
+    decision = Decision(True, SECOND, 3)
+    ruling = Ruling(decision, (Applied("default", (MINUTE, SECOND)),))
+    assert dict(headers_of(ruling, NOW_NS))["RateLimit"] == '"default.1s";r=3;t=0'
+
+
+def test_the_tightest_is_found_when_it_is_another_object() -> None:
+    """By equality, and where its numbers are scaled by what it is."""
+    limits = (SECOND, MINUTE)
+    for tightest in (Limit(100, per=60), Limit(50, per=60)):
+        headers = dict(headers_of(ruling_of(limits=limits, tightest=tightest), NOW_NS))
+        assert headers["RateLimit"].startswith('"orders.60s"')
+
+
+def test_a_burst_is_in_the_limit_and_not_in_the_quota() -> None:
+    """X-RateLimit-Limit is the most that can remain; the policy's quota is the steady rate."""
+    limit = Limit(100, per=60, burst=50)
+    headers = dict(headers_of(ruling_of(limits=(limit,), tightest=limit), NOW_NS))
+    assert headers["X-RateLimit-Limit"] == "150"
+    assert headers["RateLimit-Policy"] == '"orders";q=100;w=60'
+
+
+def test_a_window_of_no_whole_seconds_is_left_out() -> None:
+    """The draft knows whole seconds only; draft 7 must have one, so there the policy goes."""
+    limit = Limit(5, per=0.25)
+    ruling = ruling_of(limits=(limit,), tightest=limit)
+    assert dict(headers_of(ruling, NOW_NS))["RateLimit-Policy"] == '"orders";q=5'
+    assert "RateLimit-Policy" not in dict(headers_of(ruling, NOW_NS, Style(draft=7)))
+
+
+def test_strange_names_stay_valid() -> None:
+    """Quotes and backslashes are escaped, and what is not ASCII is percent-encoded."""
+    headers = dict(headers_of(ruling_of(rule='a"b\\ü'), NOW_NS))
+    assert headers["RateLimit"] == '"a\\"b\\\\%C3%BC";r=73;t=30'
+
+
+def test_a_long_list_of_policies_is_cut_at_a_policy() -> None:
+    """No server refuses a response for its headers."""
+    many = tuple(Applied("x" * 100 + str(number), (MINUTE,)) for number in range(100))
+    value = dict(headers_of(ruling_of(more=many), NOW_NS))["RateLimit-Policy"]
+    assert len(value) <= answers.POLICY_BYTES_MAX
+    assert len(strict_list(value)) > 30
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    """Ever new rules do not fill the memory."""
+    for number in range(answers.KNOWN_MAX + 10):
+        policy_names_of(ruling_of(rule=str(number)))
+    assert len(answers._known) <= answers.KNOWN_MAX
+
+
+# ------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("ruling", "status"),
+    [
+        (ruling_of(), 200),
+        (DENIED, 429),
+        (DEGRADED, 200),
+        (ruling_of(allowed=False, degraded=True), 429),
+        (UNAVAILABLE, 503),
+        (UNLIMITED, 200),
+        (EXEMPT, 200),
+        (BLOCKED, 403),
+    ],
+)
+def test_each_kind_has_its_status(ruling: Ruling, status: int) -> None:
+    """200 to pass, 429 over the limit, 403 blocked, 503 where nobody could decide."""
+    assert status_of(ruling) == status
+    assert over_limit(ruling) is (status != 200)
+
+
+def test_a_denial_says_what_to_do() -> None:
+    """The body of a 429: for a person a sentence, for a program a code and numbers."""
+    answer = refusal_of(DENIED, NOW_NS)
+    assert answer.status == 429
+    assert dict(answer.headers) == {
+        **dict(headers_of(DENIED, NOW_NS)),
+        "Content-Type": "application/problem+json",
+        "Cache-Control": "no-store",
+    }
+    detail = "The limit of 100 per 60 seconds has no room for this request; try again in 2 seconds."
+    assert json.loads(answer.body) == {
+        "type": "https://iana.org/assignments/http-problem-types#quota-exceeded",
+        "title": "Quota exceeded",
+        "status": 429,
+        "detail": detail,
+        "violated-policies": ["orders"],
+        "error": {
+            "code": "RATE_LIMIT_EXCEEDED",
+            "message": detail,
+            "details": {
+                "limit": 100,
+                "window_seconds": 60,
+                "retry_after_seconds": 2,
+                "reset_at": "2026-01-01T00:00:30Z",
+            },
+        },
+    }
+
+
+def test_a_store_that_is_away_is_not_the_clients_fault() -> None:
+    """The body of a 503 says when to come back, and not what nobody knows."""
+    members: dict[str, Any] = problem_of(UNAVAILABLE, NOW_NS)
+    assert members["type"].endswith("#temporary-reduced-capacity")
+    assert members["status"] == 503
+    assert members["error"]["code"] == "LIMITER_UNAVAILABLE"
+    assert members["error"]["details"]["retry_after_seconds"] == 1
+    assert "reset_at" not in members["error"]["details"]
+    assert "violated-policies" not in members
+
+
+def test_the_blocked_are_told_no_numbers() -> None:
+    """A 403 has no Retry-After: no wait would help."""
+    answer = refusal_of(BLOCKED, NOW_NS)
+    assert answer.status == 403
+    assert {name for name, _ in answer.headers} == {"Content-Type", "Cache-Control"}
+    members = json.loads(answer.body)
+    assert members["type"] == "about:blank"
+    assert members["title"] == "Forbidden"
+    assert members["error"]["code"] == "BLOCKED"
+    assert members["error"]["details"] == {}
+
+
+def test_the_tightest_of_several_is_the_one_violated() -> None:
+    """By the name that it has in the header."""
+    ruling = ruling_of(allowed=False, limits=(SECOND, MINUTE), retry_after_ns=1)
+    assert problem_of(ruling, NOW_NS)["violated-policies"] == ["orders.60s"]
+
+
+def test_a_burst_is_said_in_words() -> None:
+    """Who reads the sentence knows why more than the rate went through."""
+    limit = Limit(1, per=1, burst=4)
+    ruling = ruling_of(allowed=False, limits=(limit,), tightest=limit)
+    assert "1 per 1 second (at most 5 at once)" in str(problem_of(ruling, NOW_NS)["detail"])
+
+
+# ------------------------------------------------------------------------------------ properties
+
+LIMITS = st.builds(
+    Limit,
+    st.integers(1, 1_000_000),
+    per=st.sampled_from([0.001, 0.1, 1, 1.5, 60, 3600, 86_400 * 366]),
+    algorithm=st.sampled_from(ALGORITHM_NAMES),
+    name=st.sampled_from(["", "burst", "größe", 'a"b']),
+)
+NAMES = st.text(max_size=30)
+
+
+@st.composite
+def rulings(draw: st.DrawFn) -> Ruling:
+    """Any ruling at all, also such as no limiter makes."""
+    applied = draw(
+        st.lists(st.builds(Applied, NAMES, st.lists(LIMITS, max_size=4)), max_size=4).map(tuple)
+    )
+    inside = [(each.rule, limit) for each in applied for limit in each.limits]
+    anywhere = st.tuples(NAMES, LIMITS)
+    rule, limit = draw(st.sampled_from(inside) | anywhere if inside else anywhere)
+    times_ns = st.integers(0, 10**20)
+    decision = Decision(
+        draw(st.booleans()),
+        limit,
+        draw(st.integers(0, 10**9)),
+        draw(times_ns),
+        draw(times_ns),
+        rule=rule,
+        degraded=draw(st.booleans()),
+    )
+    kind = draw(st.sampled_from(get_args(Kind)))
+    return Ruling(decision, applied, kind)
+
+
+STYLES = st.builds(Style, st.sampled_from([10, 7, 6, None]), st.booleans())
+
+
+@given(rulings(), st.integers(-(10**20), 10**20), STYLES)
+def test_any_ruling_has_valid_headers(ruling: Ruling, now_ns: int, style: Style) -> None:
+    """No header can be split or broken by what a rule is called, and each name is there once."""
+    headers = headers_of(ruling, now_ns, style)
+    assert len({name for name, _ in headers}) == len(headers)
+    for name, value in headers:
+        assert re.fullmatch(r"[A-Za-z-]+", name)
+        assert re.fullmatch(r"[\x20-\x7e]+", value)
+        if name == "RateLimit-Policy":
+            names = [name for name, _ in strict_list(value)]
+            if style.draft == 10:
+                assert len(set(names)) == len(names)
+        elif name == "RateLimit" and style.draft == 10:
+            ((_, parameters),) = strict_list(value)
+            assert parameters.keys() == {"r", "t"}
+        elif name == "RateLimit":
+            assert re.fullmatch(r"limit=\d+, remaining=\d+, reset=\d+", value)
+        elif name != "X-RateLimit-Policy":
+            assert re.fullmatch(r"-?\d+", value)
+
+
+@given(rulings(), st.integers(-(10**20), 10**20), STYLES)
+def test_any_refusal_is_a_problem(ruling: Ruling, now_ns: int, style: Style) -> None:
+    """Whatever was decided, the body is JSON that any reader takes, and no wait is 0."""
+    answer = refusal_of(ruling, now_ns, style)
+    members = json.loads(answer.body)
+    json.dumps(members, ensure_ascii=False).encode("utf-8")
+    assert members["status"] == answer.status
+    headers = dict(answer.headers)
+    if ruling.kind == "limited" and not ruling.decision.allowed:
+        assert int(headers["Retry-After"]) >= 1
+        assert int(headers["Retry-After"]) * NS_PER_SECOND >= ruling.decision.retry_after_ns
+    if ruling.kind == "blocked":
+        assert "Retry-After" not in headers
+
+
+@given(st.integers(0, 10**20), st.integers(0, 10**20))
+def test_times_are_never_rounded_down(now_ns: int, reset_after_ns: int) -> None:
+    """At X-RateLimit-Reset the quota is whole, and a second before it may not be."""
+    headers = dict(headers_of(ruling_of(reset_after_ns=reset_after_ns), now_ns))
+    whole_at_ns = int(headers["X-RateLimit-Reset"]) * NS_PER_SECOND
+    assert 0 <= whole_at_ns - (now_ns + reset_after_ns) < NS_PER_SECOND
+    t_ns = int(strict_list(headers["RateLimit"])[0][1]["t"]) * NS_PER_SECOND
+    assert 0 <= t_ns - reset_after_ns < NS_PER_SECOND
+
+
+@given(
+    st.lists(LIMITS.filter(lambda limit: limit.limit < 1000), min_size=1, max_size=3),
+    st.lists(st.integers(1, 50), min_size=1, max_size=30),
+    st.floats(0, 5),
+)
+def test_who_waits_as_told_is_let_in(limits: list[Limit], costs: list[int], step: float) -> None:
+    """Retry-After, once waited for to the second, is enough, with any limits."""
+    limits = list({limit.identity: limit for limit in limits}.values())
+    clock = ManualClock(1_767_225_600)
+    limiter = Limiter(limits, clock=clock)
+    applied = (Applied("default", limits),)
+    for asked in costs:
+        cost = min(asked, *(limit.capacity for limit in limits), 50)
+        decision = limiter.check("k", cost)
+        if not decision.allowed:
+            headers = dict(refusal_of(Ruling(decision, applied), clock.now_ns()).headers)
+            clock.advance(int(headers["Retry-After"]))
+            assert limiter.check("k", cost).allowed
+        clock.advance(step)
+
+
+# A strict reader of the part of RFC 9651 that the draft uses: a list of strings with integer
+# parameters.
+_MEMBER = re.compile(
+    r'(?:"(?P<name>(?:[\x20-\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"|(?P<number>\d{1,15}))'
+    r"(?P<parameters>(?:;[a-z][a-z0-9_.*-]*=\d{1,15})*)"
+)
+
+
+def strict_list(value: str) -> list[tuple[str, dict[str, str]]]:
+    """The members of a structured list, or an AssertionError."""
+    members = []
+    position = 0
+    while True:
+        found = _MEMBER.match(value, position)
+        assert found, value[position:]
+        name = found["number"] if found["name"] is None else found["name"]
+        pairs = [each.split("=") for each in found["parameters"].split(";")[1:]]
+        members.append((name, dict(pairs)))
+        position = found.end()
+        if position == len(value):
+            return members
+        assert value[position : position + 2] == ", ", value[position:]
+        position += 2
+
+
+@pytest.mark.parametrize(
+    "bad", ["", '"a', '"a";Q=1', '"ü";q=1', '"a\\b";q=1', '"a";q=1,', '"a";q=1 "b"', '"a";q=x']
+)
+def test_the_strict_reader_refuses(bad: str) -> None:
+    """The reader of these tests can fail."""
+    with pytest.raises(AssertionError):
+        strict_list(bad)
