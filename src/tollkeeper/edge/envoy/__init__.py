@@ -1,0 +1,1 @@
+"""Envoy asks over gRPC: which descriptors are which request, and what it is answered."""

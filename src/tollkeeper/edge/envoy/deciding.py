@@ -1,0 +1,136 @@
+"""One call of Envoy's is one decision on all of its descriptors: all pass, or none is charged.
+
+Descriptors that rules decide, which are nearly all, go to the limiter together. Others are decided
+beside them, on the same store:
+
+- one that only looks (units 0) is asked first, and charged nothing. It is over the limit if there
+  is no room for 1;
+- one that brings a limit of its own is counted under that limit, by its domain and all its entries,
+  and no rule is asked. The lists are: who is blocked stays so, and who is exempt too;
+- one that gives units back does so last, if nothing denied.
+
+What was charged before another descriptor denied is given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Final
+
+from tollkeeper.decide.failure import FailurePolicy
+from tollkeeper.edge.envoy.mapping import Asked, Override, everything_of
+from tollkeeper.errors import StoreError
+from tollkeeper.limiter_async import AsyncLimiter
+from tollkeeper.model import Decision
+from tollkeeper.ruled import DENIED_NS, UNLIMITED
+from tollkeeper.ruling import Ruling
+
+# Limits that descriptors brought along, each prepared once; forgotten all at once when full.
+OVERRIDES_MAX: Final = 1_024
+# What such limits are counted under, beside the ids of rules.
+OVERRIDE_NAME: Final = "envoy.descriptor"
+
+_NOTHING_PASSES: Final = Ruling(
+    Decision(False, UNLIMITED, 0, DENIED_NS, DENIED_NS, rule=OVERRIDE_NAME), kind="blocked"
+)
+
+
+class Decider:
+    """A limiter with rules, asked as Envoy asks."""
+
+    def __init__(self, limiter: AsyncLimiter, on_failure: FailurePolicy = "open") -> None:
+        """Decide by `limiter`; `on_failure` is for the limits that descriptors bring along."""
+        self._limiter = limiter
+        self._on_failure = on_failure
+        self._own: dict[Override, AsyncLimiter] = {}
+
+    async def decide(self, asked: Sequence[Asked]) -> list[Ruling]:
+        """A ruling on each. Raises CapacityError, InvalidKey and StoreError; then none is charged.
+
+        One descriptor that rules decide costs one round trip to a store that is away, and so do
+        several together; each one of another kind costs one or two more.
+        """
+        if all(each.units > 0 and each.override is None for each in asked):
+            return await self._by_rules(asked)
+        return await self._one_by_one(asked)
+
+    async def _by_rules(self, asked: Sequence[Asked]) -> list[Ruling]:
+        if len(asked) == 1:
+            return [await self._limiter.judge(asked[0].request, asked[0].units)]
+        return await self._limiter.judge_all([(each.request, each.units) for each in asked])
+
+    async def _one_by_one(self, asked: Sequence[Asked]) -> list[Ruling]:
+        found = {at: await self.look(each) for at, each in enumerate(asked) if each.units == 0}
+        ruled = [at for at, each in enumerate(asked) if each.units > 0 and each.override is None]
+        charged: list[Asked] = []
+        try:
+            for at, each in enumerate(asked):
+                if _all_pass(found) and each.units > 0 and each.override is not None:
+                    found[at] = await self._by_own(each, each.override, spend=True)
+                    charged += [each] if was_charged(found[at]) else []
+            if _all_pass(found) and ruled:
+                rulings = await self._by_rules([asked[at] for at in ruled])
+                found.update(zip(ruled, rulings, strict=True))
+        except BaseException:
+            await self.give_back(charged)
+            raise
+        if not _all_pass(found):
+            await self.give_back(charged)
+        else:
+            returned = [each._replace(units=-each.units) for each in asked if each.units < 0]
+            await self.give_back(returned)
+        return [
+            found[at] if at in found else await self.look(each) for at, each in enumerate(asked)
+        ]
+
+    async def look(self, asked: Asked) -> Ruling:
+        """What it would be decided now, charging nothing."""
+        # Who gives units back is told how things stand, and never denied.
+        units = 0 if asked.units < 0 else asked.units or 1
+        if asked.override is not None:
+            return await self._by_own(asked._replace(units=units), asked.override, spend=False)
+        return await self._limiter.judge(asked.request, units, spend=False)
+
+    async def _by_own(self, asked: Asked, override: Override, *, spend: bool) -> Ruling:
+        listed = await self._limiter.judge(asked.request, 0, spend=False)
+        if listed.kind in {"blocked", "exempt"}:
+            return listed
+        limiter = self._limiter_of(override)
+        if limiter is None:
+            return _NOTHING_PASSES
+        return await limiter.judge(everything_of(asked.request), asked.units, spend=spend)
+
+    def _limiter_of(self, override: Override) -> AsyncLimiter | None:
+        limiter = self._own.get(override)
+        if limiter is None and override.limit is not None:
+            if len(self._own) >= OVERRIDES_MAX:
+                self._own.clear()
+            limiter = self._own[override] = AsyncLimiter(
+                override.limit,
+                store=self._limiter.store,
+                name=OVERRIDE_NAME,
+                on_failure=self._on_failure,
+            )
+        return limiter
+
+    async def give_back(self, asked: Iterable[Asked]) -> None:
+        """Undo what they were charged. A store that is away keeps the units: nobody is let in."""
+        for each in asked:
+            limiter = self._limiter_of(each.override) if each.override else self._limiter
+            if limiter is None:
+                continue
+            key = everything_of(each.request) if each.override else each.request
+            with suppress(StoreError):
+                # Shielded: a call that is cancelled meanwhile has still given back.
+                await asyncio.shield(limiter.refund(key, each.units))
+
+
+def was_charged(ruling: Ruling) -> bool:
+    """Whether there is something to give back."""
+    return ruling.kind == "limited" and ruling.decision.allowed and not ruling.decision.degraded
+
+
+def _all_pass(found: Mapping[int, Ruling]) -> bool:
+    return all(ruling.decision.allowed for ruling in found.values())

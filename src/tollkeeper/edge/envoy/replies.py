@@ -1,0 +1,151 @@
+"""What Envoy is answered: a code for each descriptor, headers for the client, and a body for 429.
+
+The request is over the limit if one of its descriptors is. The headers are those of every other way
+in (`edge/answers.py`): the tightest limit of all descriptors, and every limit that applied. Envoy
+sends a client that is over the limit one status whatever the reason (429, or its own
+`rate_limited_status`), so the body says 429 too, and the reason in `error.code`.
+
+A descriptor that cannot be counted, or that costs more than its limit can ever hold, is over the
+limit. As an error it would be Envoy's to decide, and Envoy lets errors pass unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Final
+
+from tollkeeper.clock import NS_PER_SECOND
+from tollkeeper.edge.answers import (
+    Answer,
+    Style,
+    bad_request_of,
+    capacity_refusal_of,
+    over_limit,
+    raw_headers_of,
+    refusal_of,
+)
+from tollkeeper.edge.envoy.protocol.messages import HeaderValue, RateLimitResponse
+from tollkeeper.errors import CapacityError, InvalidKey
+from tollkeeper.model import Limit
+from tollkeeper.ruled import combined
+from tollkeeper.ruling import Kind, Ruling
+
+# What became of a descriptor.
+Outcome = Ruling | CapacityError | InvalidKey
+
+RateLimit = RateLimitResponse.RateLimit
+Status = RateLimitResponse.DescriptorStatus
+
+OK: Final = RateLimitResponse.OK
+OVER_LIMIT: Final = RateLimitResponse.OVER_LIMIT
+TOO_MANY_REQUESTS: Final = 429
+
+# From the largest: a window is told in the largest unit that it is a whole number of.
+_UNITS: Final = (
+    (RateLimit.YEAR, 365 * 86_400 * NS_PER_SECOND),
+    (RateLimit.MONTH, 30 * 86_400 * NS_PER_SECOND),
+    (RateLimit.WEEK, 7 * 86_400 * NS_PER_SECOND),
+    (RateLimit.DAY, 86_400 * NS_PER_SECOND),
+    (RateLimit.HOUR, 3_600 * NS_PER_SECOND),
+    (RateLimit.MINUTE, 60 * NS_PER_SECOND),
+    (RateLimit.SECOND, NS_PER_SECOND),
+)
+# Which kind of ruling speaks for several: who is blocked hears that first.
+_KINDS: Final[tuple[Kind, ...]] = ("blocked", "unavailable", "limited", "exempt", "unlimited")
+
+
+def response_of(outcomes: Sequence[Outcome], now_ns: int, style: Style) -> RateLimitResponse:
+    """The whole answer, one status for each outcome. `now_ns` is the Unix time."""
+    statuses = [_status_of(each) for each in outcomes]
+    refusal = _refusal_of(outcomes, now_ns, style)
+    if refusal is None:
+        ruling = merged([each for each in outcomes if isinstance(each, Ruling)])
+        headers = [
+            HeaderValue(key=name.decode("ascii"), value=value.decode("ascii"))
+            for name, value in raw_headers_of(ruling, now_ns, style)
+        ]
+        return RateLimitResponse(
+            overall_code=OK, statuses=statuses, response_headers_to_add=headers
+        )
+    return RateLimitResponse(
+        overall_code=OVER_LIMIT,
+        statuses=statuses,
+        response_headers_to_add=[
+            HeaderValue(key=name.lower(), value=value) for name, value in refusal.headers
+        ],
+        raw_body=refusal.body,
+    )
+
+
+def _refusal_of(outcomes: Sequence[Outcome], now_ns: int, style: Style) -> Answer | None:
+    rulings = []
+    for each in outcomes:
+        if isinstance(each, CapacityError):
+            return _as_429(capacity_refusal_of(each))
+        if isinstance(each, InvalidKey):
+            return _as_429(bad_request_of(each))
+        rulings.append(each)
+    ruling = merged(rulings)
+    return _as_429(refusal_of(ruling, now_ns, style)) if over_limit(ruling) else None
+
+
+def _as_429(answer: Answer) -> Answer:
+    if answer.status == TOO_MANY_REQUESTS:
+        return answer
+    members = {**json.loads(answer.body), "status": TOO_MANY_REQUESTS}
+    body = json.dumps(members, separators=(",", ":")).encode("ascii")
+    return Answer(TOO_MANY_REQUESTS, answer.headers, body)
+
+
+def merged(rulings: Sequence[Ruling]) -> Ruling:
+    """One ruling on a request with several descriptors: the tightest speaks, all limits are named.
+
+    A list or the lack of rules speaks only where no limit has a say; but who is blocked is blocked.
+    """
+    if len(rulings) == 1:
+        return rulings[0]
+    kind = min((each.kind for each in rulings), key=_KINDS.index)
+    speaking = [each for each in rulings if each.kind == kind]
+    denied = [each for each in speaking if not each.decision.allowed]
+    # Each rule once, though several descriptors met it.
+    applied = dict.fromkeys(applied for each in speaking for applied in each.applied)
+    return Ruling(
+        combined([each.decision for each in denied or speaking]),
+        tuple(applied),
+        kind,
+        tuple(dict.fromkeys(rule for each in rulings for rule in each.shadow_denied)),
+    )
+
+
+def _status_of(outcome: Outcome) -> Status:
+    if isinstance(outcome, CapacityError):
+        return Status(code=OVER_LIMIT, current_limit=limit_of(outcome.limit, ""))
+    if isinstance(outcome, InvalidKey):
+        return Status(code=OVER_LIMIT)
+    decision = outcome.decision
+    code = OVER_LIMIT if over_limit(outcome) else OK
+    if outcome.kind != "limited" or decision.degraded:
+        return Status(code=code)  # nobody knows what remains, or there is no limit
+    seconds, nanos = divmod(decision.reset_after_ns, NS_PER_SECOND)
+    return Status(
+        code=code,
+        current_limit=limit_of(decision.policy, decision.rule),
+        limit_remaining=decision.remaining,
+        duration_until_reset={"seconds": seconds, "nanos": nanos},
+    )
+
+
+def limit_of(limit: Limit, rule: str) -> RateLimit:
+    """A limit as Envoy knows it: so many per unit, or per so many units.
+
+    A window of less than a second has no unit there.
+    """
+    for unit, unit_ns in _UNITS:
+        times, rest = divmod(limit.window_ns, unit_ns)
+        if times and not rest:
+            several = {"value": times} if times > 1 else None
+            return RateLimit(
+                requests_per_unit=limit.limit, unit=unit, name=rule, unit_multiplier=several
+            )
+    return RateLimit(requests_per_unit=limit.limit, name=rule)

@@ -1,0 +1,180 @@
+"""Envoy's RateLimitService: from the bytes of a call to those of its answer.
+
+**Who answers when something fails.** A rule's `on_failure` does, and not Envoy's
+`failure_mode_deny`: with `open` and `local` the answer is OK or OVER_LIMIT, marked as degraded, and
+with `closed` OVER_LIMIT. Only `on_failure="raise"` leaves it to Envoy: then the call fails as
+UNAVAILABLE. What no Envoy that is configured well would send fails as INVALID_ARGUMENT.
+
+**Leaky buckets.** An admitted request may have to wait for its turn. The answer is held for so
+long, if Envoy's `timeout` leaves the time; if not, it is over the limit and costs nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Final, NoReturn, Protocol
+
+from tollkeeper.clock import NS_PER_SECOND, Clock, SystemClock, seconds_from_ns
+from tollkeeper.decide.failure import FailurePolicy
+from tollkeeper.edge.answers import Style
+from tollkeeper.edge.envoy.deciding import Decider, was_charged
+from tollkeeper.edge.envoy.mapping import Asked, asked_of
+from tollkeeper.edge.envoy.protocol.messages import RateLimitRequest, RateLimitResponse
+from tollkeeper.edge.envoy.replies import Outcome, response_of
+from tollkeeper.edge.service.tokens import Refused, Tokens, confined
+from tollkeeper.errors import CapacityError, ConfigError, InvalidKey, StoreError
+from tollkeeper.limiter_async import AsyncLimiter
+from tollkeeper.model import decision_with
+from tollkeeper.ruling import Ruling
+
+try:
+    import grpc
+    from google.protobuf.message import DecodeError
+except ImportError as error:
+    raise ConfigError(
+        f"Envoy asks over gRPC, which needs grpcio: pip install 'tollkeeper[server]' ({error})"
+    ) from error
+
+# Of the time that Envoy gives, so much is left for the way back.
+WAY_BACK_SECONDS: Final = 0.01
+# Without a deadline, a call is not held for longer.
+HOLD_SECONDS_MAX: Final = 30.0
+# A client that can choose what it costs must not fill the log.
+LOG_EVERY_NS: Final = NS_PER_SECOND
+
+log = logging.getLogger("tollkeeper.envoy")
+
+
+class Call(Protocol):
+    """What is needed of a call's context: grpc.aio's has it."""
+
+    def invocation_metadata(self) -> Any: ...
+
+    def time_remaining(self) -> float | None: ...
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn: ...
+
+
+class RateLimitService:
+    """Answers ShouldRateLimit by a limiter with rules."""
+
+    def __init__(
+        self,
+        limiter: AsyncLimiter,
+        *,
+        tokens: Tokens | None = None,
+        style: Style | None = None,
+        on_failure: FailurePolicy = "open",
+        clock: Clock | None = None,
+    ) -> None:
+        """Answer by `limiter`.
+
+        `tokens`      who may ask; None: everyone.
+        `style`       which headers tell of limits.
+        `on_failure`  for the limits that descriptors bring along; rules have their own.
+        `clock`       the Unix time, for headers, and for waiting.
+        """
+        self._decider = Decider(limiter, on_failure)
+        self._tokens = tokens
+        self._style = style or Style()
+        self._clock = clock or SystemClock()
+        self._log_at_ns = 0
+
+    async def should_rate_limit(self, body: bytes, call: Call) -> RateLimitResponse:
+        """One call."""
+        try:
+            asked = asked_of(RateLimitRequest.FromString(body))
+            if self._tokens is not None:
+                asked = await _permitted(self._tokens, asked, call)
+            outcomes = await self._decided(asked, call)
+            return response_of(outcomes, self._clock.now_ns(), self._style)
+        except DecodeError:
+            code, said = grpc.StatusCode.INVALID_ARGUMENT, "this is not a RateLimitRequest"
+        except ConfigError as error:
+            code, said = grpc.StatusCode.INVALID_ARGUMENT, str(error)
+        except StoreError as error:
+            code, said = grpc.StatusCode.UNAVAILABLE, str(error)
+        return await call.abort(code, said)
+
+    async def _decided(self, asked: list[Asked], call: Call) -> Sequence[Outcome]:
+        try:
+            rulings = await self._decider.decide(asked)
+        except (CapacityError, InvalidKey) as error:
+            self._log_seldom(error)
+            return [await self._looked(each) for each in asked]
+        delay_ns = max(ruling.decision.delay_ns for ruling in rulings)
+        if delay_ns and all(ruling.decision.allowed for ruling in rulings):
+            return await self._held(asked, rulings, delay_ns, call)
+        return rulings
+
+    async def _looked(self, asked: Asked) -> Outcome:
+        try:
+            return await self._decider.look(asked)
+        except (CapacityError, InvalidKey) as error:
+            return error
+
+    async def _held(
+        self, asked: list[Asked], rulings: list[Ruling], delay_ns: int, call: Call
+    ) -> list[Ruling]:
+        """The rulings, when it is their turn; denied, if that is too late for whoever asks."""
+        charged = [
+            each
+            for each, ruling in zip(asked, rulings, strict=True)
+            if each.units > 0 and was_charged(ruling)
+        ]
+        left_s = call.time_remaining()
+        delay_s = seconds_from_ns(delay_ns)
+        if delay_s <= (HOLD_SECONDS_MAX if left_s is None else left_s - WAY_BACK_SECONDS):
+            try:
+                await self._clock.sleep_async(delay_s)
+            except BaseException:
+                await self._decider.give_back(charged)
+                raise
+            return rulings
+        await self._decider.give_back(charged)
+        return [_too_late(ruling) if ruling.decision.delay_ns else ruling for ruling in rulings]
+
+    def _log_seldom(self, error: Exception) -> None:
+        now_ns = self._clock.now_ns()
+        if now_ns >= self._log_at_ns:
+            self._log_at_ns = now_ns + LOG_EVERY_NS
+            log.warning("over the limit, and no wait would help: %s", error)
+
+
+def _too_late(ruling: Ruling) -> Ruling:
+    decision = ruling.decision
+    return ruling._replace(
+        decision=decision_with(
+            decision, allowed=False, retry_after_ns=decision.delay_ns, delay_ns=0
+        )
+    )
+
+
+async def _permitted(tokens: Tokens, asked: list[Asked], call: Call) -> list[Asked]:
+    """What is asked, as far as the caller's token reaches; else the call is over."""
+    token = tokens.permitted(_authorization(call), "check")
+    if isinstance(token, Refused):
+        await _refuse(call, token)
+    if not token.scope:
+        return asked
+    within = []
+    for each in asked:
+        request = confined(token, each.request)
+        if isinstance(request, Refused):
+            await _refuse(call, request)
+        within.append(each._replace(request=request))
+    return within
+
+
+def _authorization(call: Call) -> str | None:
+    for key, value in call.invocation_metadata() or ():
+        if key == "authorization" and isinstance(value, str):
+            return value
+    return None
+
+
+async def _refuse(call: Call, refused: Refused) -> NoReturn:
+    unknown = refused.status == 401
+    code = grpc.StatusCode.UNAUTHENTICATED if unknown else grpc.StatusCode.PERMISSION_DENIED
+    await call.abort(code, refused.detail)

@@ -1,0 +1,1 @@
+"""Tests of Envoy's rate limit service."""
