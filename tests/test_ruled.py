@@ -362,13 +362,6 @@ def test_a_wrong_cost_is_refused(cost: Any) -> None:
         Limiter.from_rules(TWO_RULES).check(ANN, cost)
 
 
-@pytest.mark.parametrize("share", [0, -1, 1.5, True], ids=repr)
-def test_a_wrong_share_is_refused(share: float) -> None:
-    """A part of the limits, above nothing and at most all."""
-    with pytest.raises(ConfigError, match=r"local_share=.* is not above 0 and at most 1"):
-        Limiter.from_rules(TWO_RULES, local_share=share)
-
-
 # ------------------------------------------------------------------------------- swapping rules
 
 

@@ -25,6 +25,7 @@ from tollkeeper.limiter import Limiter
 from tollkeeper.limiter_async import AsyncLimiter
 from tollkeeper.model import Decision, Limit, Request
 from tollkeeper.rates import parse_limit, parse_limits
+from tollkeeper.standby import Standby
 
 __all__ = [
     "AsyncLimiter",
@@ -38,6 +39,7 @@ __all__ = [
     "Limiter",
     "RateSyntaxError",
     "Request",
+    "Standby",
     "StoreError",
     "StoreFull",
     "StoreTimeout",

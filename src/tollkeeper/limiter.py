@@ -83,7 +83,10 @@ class Limiter(Path):
         try:
             return [self._ruling(each) for each in check_together(self._store, found)]
         except StoreError as error:
-            return [self._ruling(self._degraded(error)) for _ in asked]
+            return [
+                self._ruling(self._degraded(error, subject, cost, spend=True))
+                for _, subject, cost in found
+            ]
 
     def settle(self, key: Key | Request, reserved: int, actual: int) -> int:
         """Make a request that was charged `reserved` units cost `actual`; how many did not fit.

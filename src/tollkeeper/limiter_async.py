@@ -109,7 +109,7 @@ class AsyncLimiter(Path):
         try:
             return await verb(subject, cost)
         except StoreError as error:
-            return self._degraded(error)
+            return self._degraded(error, subject, cost, spend=verb == self._awaited.check)
 
     async def judge(self, key: Key | Request, cost: int = 1, *, spend: bool = True) -> Ruling:
         """`check` (or, without `spend`, `peek`) with its grounds. See Limiter.judge."""
@@ -134,7 +134,10 @@ class AsyncLimiter(Path):
         try:
             decisions = await check_together_async(self._store, cast("AskedAsync", found))
         except StoreError as error:
-            return [self._ruling(self._degraded(error)) for _ in asked]
+            return [
+                self._ruling(self._degraded(error, subject, cost, spend=True))
+                for _, subject, cost in found
+            ]
         return [self._ruling(decision) for decision in decisions]
 
     async def settle(self, key: Key | Request, reserved: int, actual: int) -> int:

@@ -30,9 +30,10 @@ from tollkeeper.decide.stores import open_store
 from tollkeeper.errors import ConfigError, StoreError, show
 from tollkeeper.identify import Key, check_by, subject_of, subject_of_request
 from tollkeeper.model import WINDOW_NS_MAX, Decision, Limit, Request, check_name
-from tollkeeper.ruled import RuleCounts, RuledGate
+from tollkeeper.ruled import RuleCounts, RuledGate, combined
 from tollkeeper.ruled_async import AsyncRuledGate
 from tollkeeper.ruling import DEFAULT_NAME, Applied, Ruling
+from tollkeeper.standby import Asked, LocalCounts, Standby, standby_of
 
 if TYPE_CHECKING:
     from tollkeeper.control.follow import Follower, RulesStatus, Start
@@ -59,6 +60,7 @@ class Path:
         name: str = "",
         by: Sequence[str] | None = None,
         on_failure: FailurePolicy = "open",
+        standby: Standby | None = None,
     ) -> None:
         """Prepare `limits` on a store.
 
@@ -68,13 +70,14 @@ class Path:
                       decides by its own; this one is then for waiting.
         `name`        keeps limiters on one store apart, and names this one in its decisions.
         `by`          what a Request is counted by, for example ["tenant", "user"].
-        `on_failure`  what to answer when the store cannot decide: open, closed or raise.
+        `on_failure`  what to answer when the store cannot decide: open, closed, local or raise.
+        `standby`     how `local` limits then.
         """
         check_name("name", name)
         prepared = limits_of(limits)
         self._by = check_by(by) if by is not None else None
         self._name = name
-        self._start(store, clock, on_failure, lambda: self._store.gate(prepared, name))
+        self._start(store, clock, on_failure, standby, lambda: self._store.gate(prepared, name))
 
     @classmethod
     def from_rules(
@@ -84,7 +87,7 @@ class Path:
         store: str | Store = "memory://",
         clock: Clock | None = None,
         on_failure: FailurePolicy = "open",
-        local_share: float = 1.0,
+        standby: Standby | None = None,
         follow: bool = True,
         poll: float = 1.0,
         snapshot: str | PathLike[str] | None = None,
@@ -95,8 +98,7 @@ class Path:
                       ("sqlite:///rules.db", "postgresql://app@host/rules").
         `store`, `clock` and `on_failure` as of the constructor; a rule's own `on_failure` goes
         before.
-        `local_share` the part of its limits that a rule with `on_failure: local` has in this
-                      process while the store cannot be asked: 1 / the number of processes.
+        `standby`     how rules with `on_failure: local` limit while the store cannot be asked.
         `follow`      put every later version of a file or database into force as it appears.
         `poll`        ask for one every so many seconds, also where nothing hints at a change.
         `snapshot`    a file that keeps the last good rules, to start with while `rules` is away.
@@ -116,7 +118,7 @@ class Path:
         limiter = cls.__new__(cls)
         how = How(poll_s_of(poll), None if snapshot is None else FilePath(snapshot))
         start = load(rules, how.snapshot)
-        Path._start_with_rules(limiter, start, store, clock, on_failure, local_share)
+        Path._start_with_rules(limiter, start, store, clock, on_failure, standby)
         Path._follow(limiter, Follower(limiter, rules, start, how, limiter.store), follow)
         return limiter
 
@@ -131,13 +133,13 @@ class Path:
         store: str | Store,
         clock: Clock | None,
         on_failure: FailurePolicy,
-        local_share: float,
+        standby: Standby | None,
     ) -> None:
         self._by = None
         self._name = ""
-        self._start(store, clock, on_failure, lambda: self._ruled(start, local_share))
+        self._start(store, clock, on_failure, standby, lambda: self._ruled(start))
 
-    def _ruled(self, start: Start, local_share: float) -> Gate:
+    def _ruled(self, start: Start) -> Gate:
         """Rules on the store, as a gate whose subject is a request."""
         self._rules = self._gate_for_rules()(
             self._store,
@@ -145,7 +147,7 @@ class Path:
             self._clock,
             start.status.version,
             self._on_failure,
-            local_share,
+            self._local,
         )
         return cast("Gate", self._rules)
 
@@ -157,11 +159,13 @@ class Path:
         store: str | Store,
         clock: Clock | None,
         on_failure: FailurePolicy,
+        standby: Standby | None,
         prepare: Callable[[], Gate],
     ) -> None:
         check_policy(on_failure)
         self._on_failure = on_failure
         self._clock = clock_of(clock)
+        self._local = LocalCounts(standby_of(standby), self._clock)
         self._owns_store = not hasattr(store, "gate")
         # What is neither a store nor a URI is refused by open_store.
         self._store = cast("Store", store)
@@ -258,23 +262,30 @@ class Path:
         try:
             return verb(subject, cost)
         except StoreError as error:
-            return self._degraded(error)
+            return self._degraded(error, subject, cost, spend=verb == self._gate.check)
 
     def _unlimited(self) -> Decision:
         """What a check answers while a test has limiting switched off."""
         limit = self._gate.limits[0]
         return Decision(True, limit, limit.capacity, rule=self._name)
 
-    def _degraded(self, error: StoreError) -> Decision:
+    def _degraded(self, error: StoreError, subject: str, cost: int, *, spend: bool) -> Decision:
         """What a check answers when the store could not decide."""
+        if self._rules is None:  # rules have asked already, and are to raise the error
+            self._local.note_failure()
+            if self._on_failure in {"open", "local"}:
+                asked = [Asked(self._gate.limits, self._name, subject, cost)]
+                local = self._on_failure == "local"
+                found = self._local.decide(asked if local else [], None, spend=spend)
+                if found:
+                    return combined(found)
         return decision_on_failure(error, self._on_failure, self._gate.limits[0], self._name)
 
     def _ruling(self, decision: Decision) -> Ruling:
         """A decision by the limiter's own limits, with its grounds."""
         if override.limiting_off:
             return Ruling(decision, kind="unlimited")
-        # The one policy that both degrades and denies, where there are no rules, is `closed`.
-        failed = decision.degraded and not decision.allowed
+        failed = decision.degraded and not decision.allowed and self._on_failure == "closed"
         return Ruling(decision, self._applied, "unavailable" if failed else "limited")
 
     def _ttl_ns(self, ttl: Duration | None) -> int | None:
@@ -304,6 +315,7 @@ class Path:
     def _close(self) -> None:
         if self._follower is not None:
             self._follower.stop()
+        self._local.close()
         if self._owns_store:
             self._store.close()
 

@@ -14,21 +14,21 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from tollkeeper import override
 from tollkeeper.clock import Clock
 from tollkeeper.decide.failure import RETRY_AFTER_NS, FailurePolicy, decision_on_failure
 from tollkeeper.decide.store import Store
-from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.together import check_together
-from tollkeeper.errors import CapacityError, ConfigError, StoreError, show
+from tollkeeper.errors import CapacityError, StoreError
 from tollkeeper.explain import Answer, Explanation, explained, with_answers
 from tollkeeper.load import Factor, Loads
 from tollkeeper.match.rules import Document, Limits
 from tollkeeper.model import UNITS_MAX, Decision, Limit, Request, decision_with
-from tollkeeper.policy import FACTOR_STEPS, Item, Plan, Policy, factor_step, scaled
+from tollkeeper.policy import FACTOR_STEPS, Item, Plan, Policy, factor_step
 from tollkeeper.ruling import Ruling
+from tollkeeper.standby import Asked, LocalCounts, Standby
 
 # What a decision speaks of where no rule matched.
 UNLIMITED: Final = Limit(UNITS_MAX, per=1, name="unlimited")
@@ -100,28 +100,21 @@ class RulesInForce:
         clock: Clock,
         version: str = "",
         on_failure: FailurePolicy = "open",
-        local_share: float = 1.0,
+        local: LocalCounts | None = None,
     ) -> None:
         """Put a document in force on a store.
 
         `clock`        the time that overrides end by and factors are smoothed by.
         `on_failure`   of the rules that have none of their own.
-        `local_share`  the part of its limits that a rule with `on_failure: local` has in this
-                       process while the store is away.
+        `local`        what counts in the store's place while that is away.
         """
-        if isinstance(local_share, bool) or not 0 < local_share <= 1:
-            raise ConfigError(
-                f"local_share={show(local_share)} is not above 0 and at most 1; "
-                f"for example local_share=0.25 where four processes share the limits"
-            )
         self.loads = Loads(clock.now_ns)
         self.counts: dict[str, RuleCounts] = {}
         self._store = store
         self._clock = clock
         self._on_failure = on_failure
-        self._local_share = local_share
-        self._local: Store | None = None
-        self._lock = threading.Lock()  # of what is seldom done: swapping, opening a local store
+        self._local = local or LocalCounts(Standby(), clock)
+        self._lock = threading.Lock()  # of what is seldom done: swapping
         self._factors: dict[str, Factor] = {}
         self.policy = self._policy(document, version)
 
@@ -206,66 +199,46 @@ class RulesInForce:
             rulings.append(self._ruling(plan, answer))
         return rulings
 
-    def _rulings_on_failure(self, plans: Sequence[Plan], error: StoreError) -> list[Ruling]:
+    def _rulings_on_failure(
+        self, plans: Sequence[Plan], asked: Sequence[tuple[Request, int]], error: StoreError
+    ) -> list[Ruling]:
         return [
             self._ruling(
                 plan,
-                self._failed(plan.enforced, error, spend=True)
+                self._failed(plan.enforced, request, error, spend=True)
                 if plan.enforced
                 else without_rules(plan),
             )
-            for plan in plans
+            for plan, (request, _) in zip(plans, asked, strict=True)
         ]
 
-    def _failed(self, items: Items, error: StoreError, *, spend: bool) -> Decision:
+    def _failed(
+        self, items: Items, request: Request, error: StoreError, *, spend: bool
+    ) -> Decision:
         """What the rules' failure policies answer; the error where one of them is to raise it."""
-        wanted: list[Literal["open", "closed", "local", "raise"]] = [
+        wanted: list[FailurePolicy] = [
             item.rule.rule.on_failure or self._on_failure for item in items
         ]
+        self._local.note_failure()
         if spend:
             self._count_failed(items)
         if "raise" in wanted:
             raise error
-        closed = "closed" in wanted
-        counted = [item for item, each in zip(items, wanted, strict=True) if each == "local"]
-        local = self._locally(counted, spend=spend and not closed) if counted else []
-        if local and not closed:
-            return combined(local)  # what is open knows nothing of remaining units
-        known = iter(local)
+        if "closed" not in wanted:
+            counted = [
+                Asked(item.gate.limits, item.rule.rule.id, item.subject, item.units)
+                for item, policy in zip(items, wanted, strict=True)
+                if policy == "local"
+            ]
+            found = self._local.decide(counted, request.ip, spend=spend)
+            if found:  # what is open knows nothing of remaining units
+                return combined(found)
         return combined(
             [
-                next(known) if each == "local" else _answer(item, error, each)
-                for item, each in zip(items, wanted, strict=True)
+                decision_on_failure(error, policy, item.gate.limits[0], item.rule.rule.id)
+                for item, policy in zip(items, wanted, strict=True)
             ]
         )
-
-    def _locally(self, items: Items, *, spend: bool) -> list[Decision]:
-        """By a count of this process alone: all pass or none is charged, as ever."""
-        with self._lock:
-            if self._local is None:
-                self._local = open_store("memory://", self._clock)
-        store = self._local
-        asked = [(self._local_gate(store, item), item.subject, item.units) for item in items]
-        try:
-            if spend:
-                found = check_together(store, asked)
-            else:
-                found = [gate.peek(subject, units) for gate, subject, units in asked]
-        except (StoreError, CapacityError) as error:
-            # No room for another count, or a share too small for this cost: not now.
-            return [_answer(item, error, "closed") for item in items]
-        return [decision_with(each, degraded=True) for each in found]
-
-    def _local_gate(self, store: Store, item: Item) -> Any:
-        limits = tuple(item.gate.limits)
-        if self._local_share < 1:
-            limits = scaled(limits, self._local_share)
-        return store.gate(limits, item.rule.rule.id)
-
-
-def _answer(item: Item, error: Exception, policy: FailurePolicy) -> Decision:
-    known = error if isinstance(error, StoreError) else StoreError(str(error))
-    return decision_on_failure(known, policy, item.gate.limits[0], item.rule.rule.id)
 
 
 def without_rules(plan: Plan) -> Decision:
@@ -304,7 +277,7 @@ class RuledGate(RulesInForce):
 
     def check(self, request: Request, cost: int) -> Decision:
         plan = self.policy.plan(request, cost)
-        answer = self._checked(plan.enforced) if plan.enforced else without_rules(plan)
+        answer = self._checked(plan, request)
         if plan.shadowed:
             self._ask_shadows(plan.shadowed, answer)
         return answer
@@ -313,8 +286,8 @@ class RuledGate(RulesInForce):
         """`check` or `peek`, with its grounds."""
         plan = self.policy.plan(request, cost)
         if not spend:
-            return self._ruling(plan, self._look_at(plan))
-        answer = self._checked(plan.enforced) if plan.enforced else without_rules(plan)
+            return self._ruling(plan, self._look_at(plan, request))
+        answer = self._checked(plan, request)
         if plan.shadowed:
             return self._ruling(plan, answer, self._ask_shadows(plan.shadowed, answer))
         return self._ruling(plan, answer)
@@ -324,13 +297,16 @@ class RuledGate(RulesInForce):
         policy = self.policy
         plans = [policy.plan(request, cost) for request, cost in asked]
         if any(plan.verdict == "deny" for plan in plans):
-            return [self._ruling(plan, self._look_at(plan)) for plan in plans]
+            return [
+                self._ruling(plan, self._look_at(plan, request))
+                for plan, (request, _) in zip(plans, asked, strict=True)
+            ]
         items = [item for plan in plans for item in plan.enforced]
         together = [(item.gate, item.subject, item.units) for item in items]
         try:
             decisions = check_together(self._store, together) if items else []
         except StoreError as error:
-            return self._rulings_on_failure(plans, error)
+            return self._rulings_on_failure(plans, asked, error)
         except CapacityError as error:
             late = too_much_for_now(items, error)
             looks = [item.gate.peek(item.subject, 0) for item in items]
@@ -349,7 +325,10 @@ class RuledGate(RulesInForce):
         denied = self._ask_shadows(plan.shadowed, ruling.decision)
         return ruling._replace(shadow_denied=tuple(denied))
 
-    def _checked(self, items: Items) -> Decision:
+    def _checked(self, plan: Plan, request: Request) -> Decision:
+        items = plan.enforced
+        if not items:
+            return without_rules(plan)
         try:
             if len(items) == 1:
                 item = items[0]
@@ -359,7 +338,7 @@ class RuledGate(RulesInForce):
             asked = [(item.gate, item.subject, item.units) for item in items]
             return self._concluded(items, check_together(self._store, asked))
         except StoreError as error:
-            return self._failed(items, error, spend=True)
+            return self._failed(items, request, error, spend=True)
         except CapacityError as error:
             item = too_much_for_now(items, error)
             decision = not_now(item.gate.peek(item.subject, 0))
@@ -391,16 +370,16 @@ class RuledGate(RulesInForce):
         return denied
 
     def peek(self, request: Request, cost: int) -> Decision:
-        return self._look_at(self.policy.plan(request, cost))
+        return self._look_at(self.policy.plan(request, cost), request)
 
-    def _look_at(self, plan: Plan) -> Decision:
+    def _look_at(self, plan: Plan, request: Request) -> Decision:
         items = plan.enforced
         if not items:
             return without_rules(plan)
         try:
             return combined([item.gate.peek(item.subject, item.units) for item in items])
         except StoreError as error:
-            return self._failed(items, error, spend=False)
+            return self._failed(items, request, error, spend=False)
         except CapacityError as error:
             item = too_much_for_now(items, error)
             return not_now(item.gate.peek(item.subject, 0))

@@ -13,7 +13,6 @@ from tollkeeper.match.rules import Limits
 from tollkeeper.model import Decision, Request
 from tollkeeper.policy import Item, Plan
 from tollkeeper.ruled import (
-    Items,
     RulesInForce,
     charged,
     combined,
@@ -33,26 +32,28 @@ class AsyncRuledGate(RulesInForce):
     async def check(self, request: Request, cost: int) -> Decision:
         plan = self.policy.plan(request, cost)
         if not plan.shadowed:
-            return await self._checked(plan.enforced) if plan.enforced else without_rules(plan)
-        answer, _ = await self._checked_with_shadows(plan)
+            return await self._checked(plan, request)
+        answer, _ = await self._checked_with_shadows(plan, request)
         return answer
 
     async def judge(self, request: Request, cost: int, *, spend: bool) -> Ruling:
         """`check` or `peek`, with its grounds."""
         plan = self.policy.plan(request, cost)
         if not spend:
-            return self._ruling(plan, await self._look_at(plan))
+            return self._ruling(plan, await self._look_at(plan, request))
         if plan.shadowed:
-            return self._ruling(plan, *await self._checked_with_shadows(plan))
-        answer = await self._checked(plan.enforced) if plan.enforced else without_rules(plan)
+            return self._ruling(plan, *await self._checked_with_shadows(plan, request))
+        answer = await self._checked(plan, request)
         return self._ruling(plan, answer)
 
-    async def _checked_with_shadows(self, plan: Plan) -> tuple[Decision, list[str]]:
+    async def _checked_with_shadows(
+        self, plan: Plan, request: Request
+    ) -> tuple[Decision, list[str]]:
         """The answer, and the ids of the shadow rules that would have denied."""
         # All at once: the shadows go out with the others and cost no trip of their own.
         shadows = [asyncio.ensure_future(self._ask_shadow(item)) for item in plan.shadowed]
         try:
-            answer = await self._checked(plan.enforced) if plan.enforced else without_rules(plan)
+            answer = await self._checked(plan, request)
             denied = await asyncio.gather(*shadows)
         finally:
             for task in shadows:
@@ -64,13 +65,16 @@ class AsyncRuledGate(RulesInForce):
         policy = self.policy
         plans = [policy.plan(request, cost) for request, cost in asked]
         if any(plan.verdict == "deny" for plan in plans):
-            return [self._ruling(plan, await self._look_at(plan)) for plan in plans]
+            return [
+                self._ruling(plan, await self._look_at(plan, request))
+                for plan, (request, _) in zip(plans, asked, strict=True)
+            ]
         items = [item for plan in plans for item in plan.enforced]
         together = [(item.gate, item.subject, item.units) for item in items]
         try:
             decisions = await check_together_async(self._store, together) if items else []
         except StoreError as error:
-            return self._rulings_on_failure(plans, error)
+            return self._rulings_on_failure(plans, asked, error)
         except CapacityError as error:
             late = too_much_for_now(items, error)
             looks = [await item.gate.peek(item.subject, 0) for item in items]
@@ -93,7 +97,10 @@ class AsyncRuledGate(RulesInForce):
         denied = await asyncio.gather(*(self._ask_shadow(item) for item in plan.shadowed))
         return ruling._replace(shadow_denied=tuple(name for name in denied if name))
 
-    async def _checked(self, items: Items) -> Decision:
+    async def _checked(self, plan: Plan, request: Request) -> Decision:
+        items = plan.enforced
+        if not items:
+            return without_rules(plan)
         try:
             if len(items) == 1:
                 item = items[0]
@@ -103,7 +110,7 @@ class AsyncRuledGate(RulesInForce):
             asked = [(item.gate, item.subject, item.units) for item in items]
             return self._concluded(items, await check_together_async(self._store, asked))
         except StoreError as error:
-            return self._failed(items, error, spend=True)
+            return self._failed(items, request, error, spend=True)
         except CapacityError as error:
             item = too_much_for_now(items, error)
             decision = not_now(await item.gate.peek(item.subject, 0))
@@ -125,16 +132,16 @@ class AsyncRuledGate(RulesInForce):
         return "" if decision.allowed else rule
 
     async def peek(self, request: Request, cost: int) -> Decision:
-        return await self._look_at(self.policy.plan(request, cost))
+        return await self._look_at(self.policy.plan(request, cost), request)
 
-    async def _look_at(self, plan: Plan) -> Decision:
+    async def _look_at(self, plan: Plan, request: Request) -> Decision:
         items = plan.enforced
         if not items:
             return without_rules(plan)
         try:
             return combined([await item.gate.peek(item.subject, item.units) for item in items])
         except StoreError as error:
-            return self._failed(items, error, spend=False)
+            return self._failed(items, request, error, spend=False)
         except CapacityError as error:
             item = too_much_for_now(items, error)
             return not_now(await item.gate.peek(item.subject, 0))

@@ -29,6 +29,11 @@ def test_closed_denies_for_a_second(error: StoreError) -> None:
     assert decision.retry_after == 1.0
 
 
+def test_local_denies_where_the_counts_of_this_machine_do_not_help() -> None:
+    """Whoever has them asks them first; without them, nobody passes uncounted."""
+    assert not decision_on_failure(ERRORS[0], "local", LIMIT, "orders").allowed
+
+
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_raise_hands_the_error_on(error: StoreError) -> None:
     """`raise` raises the store's own error, not a copy."""
@@ -37,15 +42,15 @@ def test_raise_hands_the_error_on(error: StoreError) -> None:
     assert caught.value is error
 
 
-def test_there_are_three_policies() -> None:
-    """Each of the three is accepted."""
-    assert FAILURE_POLICIES == ("open", "closed", "raise")
+def test_there_are_four_policies() -> None:
+    """Each of the four is accepted."""
+    assert FAILURE_POLICIES == ("open", "closed", "local", "raise")
     for policy in FAILURE_POLICIES:
         check_policy(policy)
 
 
-@pytest.mark.parametrize("policy", ["", "OPEN", "local", None, 1, [], {}, object])
+@pytest.mark.parametrize("policy", ["", "OPEN", "nearby", None, 1, [], {}, object])
 def test_another_policy_is_refused(policy: Any) -> None:
     """The error shows what was given and what there is."""
-    with pytest.raises(ConfigError, match="choose one of open, closed, raise"):
+    with pytest.raises(ConfigError, match="choose one of open, closed, local, raise"):
         check_policy(policy)

@@ -12,6 +12,7 @@ import pytest
 from tests.redis_servers import Single, until
 from tollkeeper import AsyncLimiter, Decision, Limiter, Request, StoreError
 from tollkeeper.decide.stores import open_store
+from tollkeeper.standby import Standby
 
 ANN = Request(user="ann", tenant="acme", ip="192.0.2.7")
 DEADLINE_MS = 500
@@ -100,9 +101,9 @@ def test_local_counts_in_this_process(dead: Single) -> None:
 
 def test_a_share_of_the_limits_where_several_processes_count_alone(dead: Single) -> None:
     """Three processes at a third each admit together what one limit allows; at least 1."""
-    found = checks(dead, document(user="local"), times=3, local_share=1 / 3)
+    found = checks(dead, document(user="local"), times=3, standby=Standby(nodes=3))
     assert [bool(each) for each in found] == [True, False, False]
-    found = checks(dead, document(user="local"), times=2, local_share=0.01)
+    found = checks(dead, document(user="local"), times=2, standby=Standby(nodes=100))
     assert [bool(each) for each in found] == [True, False]
 
 
@@ -131,7 +132,7 @@ def test_a_closed_rule_leaves_local_counts_alone(dead: Single) -> None:
 def test_a_cost_beyond_the_share_is_denied_and_no_error(dead: Single) -> None:
     """It would fit the whole limit, so it may fit again when the store is back."""
     rules = document(user="local")
-    with Limiter.from_rules(rules, store=dead.uri, local_share=0.4) as limiter:
+    with Limiter.from_rules(rules, store=dead.uri, standby=Standby(nodes=2)) as limiter:
         decision = limiter.check(ANN, cost=3)
         assert (decision.allowed, decision.degraded) == (False, True)
 

@@ -2,9 +2,10 @@
 
     open    allow, uncounted: being limited matters less than being served
     closed  deny: being served unlimited is worse than not being served
+    local   go on by counts of this machine alone (`standby.py`)
     raise   hand the StoreError to the caller
 
-Both answers are marked degraded, so nobody takes them for the real thing.
+All answers are marked degraded, so nobody takes them for the real thing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tollkeeper.clock import NS_PER_SECOND
 from tollkeeper.errors import ConfigError, StoreError, show
 from tollkeeper.model import Decision, Limit
 
-FailurePolicy = Literal["open", "closed", "raise"]
+FailurePolicy = Literal["open", "closed", "local", "raise"]
 FAILURE_POLICIES: Final[tuple[FailurePolicy, ...]] = get_args(FailurePolicy)
 
 # Nobody knows when the store will be back; a second keeps clients from asking in a tight loop.
@@ -33,7 +34,10 @@ def check_policy(policy: str) -> None:
 def decision_on_failure(
     error: StoreError, policy: FailurePolicy, limit: Limit, rule: str
 ) -> Decision:
-    """The degraded decision that the policy asks for, or the error itself."""
+    """The degraded decision that the policy asks for, or the error itself.
+
+    `local` is for whoever has the counts; where they do not help either, it is `closed`.
+    """
     if policy == "raise":
         raise error
     allowed = policy == "open"
