@@ -6,7 +6,9 @@ is one limit, whichever way a request comes in.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -54,5 +56,7 @@ class Node:
     """When it started, by the system's clock."""
     database: str | None = None
     """The URL of the control plane's database; None where rules come from a file."""
-    stopping: bool = field(default=False)
+    now_ns: Callable[[], int] = time.time_ns
+    """The Unix time, for what headers say."""
+    stopping: bool = False
     """Set when the process was told to end: what is asked is still answered, but come no more."""

@@ -1,0 +1,201 @@
+"""The service as an ASGI application: one look-up to route, one answer to send.
+
+    service(node)            # any ASGI server runs it; `tollkeeper serve` uses granian
+
+Raw ASGI, because a framework takes ten times as long to route and to read a body as a check takes.
+What administrators do is not on anybody's path, so that is FastAPI's, and is imported when it is
+first asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+from itertools import count
+from typing import Any, Final
+
+from tollkeeper.edge.service import authorize, checks, health, quotas
+from tollkeeper.edge.service.asked import (
+    Asked,
+    ClientGone,
+    Endpoint,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    read_body,
+)
+from tollkeeper.edge.service.metrics import Metrics
+from tollkeeper.edge.service.node import Node
+from tollkeeper.edge.service.replies import (
+    Refusal,
+    Reply,
+    error_reply,
+    problem_reply,
+    refused_reply,
+)
+from tollkeeper.edge.service.tokens import OPEN, Need, Refused, Token
+from tollkeeper.errors import show
+
+# What a request may be called by those who send it; everything else is given a name of ours.
+_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:+/=@-]{1,128}")
+_ADMIN: Final = ("/v1/admin", "/docs", "/openapi.json")
+_CLOSE: Final = (b"connection", b"close")
+
+log = logging.getLogger("tollkeeper.service")
+
+
+def service(node: Node) -> Service:
+    """The application of one worker."""
+    return Service(node)
+
+
+class Service:
+    """Answers every request to one node."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.metrics = Metrics(node)
+        self._routes: dict[str, dict[str, Endpoint]] = {
+            **checks.endpoints(node),
+            **quotas.endpoints(node),
+            **authorize.endpoints(node),
+            **health.endpoints(node, self.metrics),
+        }
+        self._node_header = (b"x-tollkeeper-node", node.node_id.encode("latin-1", "replace"))
+        self._id_start = secrets.token_hex(6).encode("ascii")
+        self._ids = count(1)
+        self._admin: Any = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, or the beginning and end of everything."""
+        if scope["type"] != "http":
+            await self._not_http(scope, receive, send)
+            return
+        path: str = scope["path"]
+        headers = dict(scope["headers"])
+        methods = self._routes.get(path)
+        if methods is None and path.startswith(_ADMIN):
+            await self._administer(scope, headers, receive, send)
+            return
+        try:
+            reply = await self._answer(scope, headers, methods, receive)
+        except ClientGone:
+            return
+        except Exception as error:
+            reply = error_reply(error) or self._defect(scope)
+        route = path if methods is not None else "(none)"
+        status, sent, body = reply
+        self._count(route, status)
+        sent += self._of_every_reply(scope, headers)
+        await send({"type": "http.response.start", "status": status, "headers": sent})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _answer(
+        self,
+        scope: Scope,
+        headers: dict[bytes, bytes],
+        methods: dict[str, Endpoint] | None,
+        receive: Receive,
+    ) -> Reply:
+        if methods is None:
+            raise Refusal(_not_found(scope["path"]))
+        endpoint = methods.get(scope["method"]) or methods.get("*")
+        if endpoint is None:
+            raise Refusal(_not_allowed(scope["method"], methods))
+        handle, need, body_bytes_max = endpoint
+        token = OPEN if need is None else self._permitted(headers.get(b"authorization"), need)
+        body = b""
+        if body_bytes_max:
+            body = await read_body(receive, headers.get(b"content-length"), body_bytes_max)
+        return await handle(Asked(scope, headers, body, token))
+
+    def _permitted(self, given: bytes | None, need: Need) -> Token:
+        authorization = None if given is None else given.decode("latin-1")
+        found = self.node.tokens.permitted(authorization, need)
+        if isinstance(found, Refused):
+            raise Refusal(refused_reply(found))
+        return found
+
+    def _of_every_reply(
+        self, scope: Scope, headers: dict[bytes, bytes]
+    ) -> list[tuple[bytes, bytes]]:
+        name = headers.get(b"x-request-id")
+        if name is None or not _REQUEST_ID.fullmatch(name):
+            name = b"%b-%x" % (self._id_start, next(self._ids))
+        always = [self._node_header, (b"x-request-id", name)]
+        if self.node.stopping and scope["http_version"] < "2":
+            # Whoever reuses connections shall find another node before this one is gone.
+            always.append(_CLOSE)
+        return always
+
+    def _count(self, route: str, status: int) -> None:
+        requests = self.metrics.requests
+        counted = (route, status)
+        requests[counted] = requests.get(counted, 0) + 1
+
+    def _defect(self, scope: Scope) -> Reply:
+        log.exception("a defect at %s %s", scope["method"], show(scope["path"]))
+        return problem_reply(500, "INTERNAL", "a defect of the service; its log says more")
+
+    async def _administer(
+        self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send
+    ) -> None:
+        if self._admin is None:
+            # Imported here: a node that nobody administers needs no framework.
+            from tollkeeper.edge.admin.api import admin_app  # noqa: PLC0415 - see above
+
+            self._admin = admin_app(self.node)
+
+        async def send_as_ours(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._count("(admin)", message["status"])
+                message["headers"] = [
+                    *message.get("headers", ()),
+                    *self._of_every_reply(scope, headers),
+                ]
+            await send(message)
+
+        await self._admin(scope, receive, send_as_ours)
+
+    async def _not_http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": 1008})
+        elif scope["type"] == "lifespan":
+            await self._live(receive, send)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        """From the server's start to its end."""
+        await receive()
+        await self.start()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self.stop()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def start(self) -> None:
+        """Begin to count for the others. Whoever made the node closes it."""
+        self._writing = asyncio.create_task(self.metrics.keep_writing())
+
+    async def stop(self) -> None:
+        """What was counted last is written; nothing is answered after this."""
+        self._writing.cancel()
+        await asyncio.gather(self._writing, return_exceptions=True)
+        self.metrics.write()
+
+
+def _not_found(path: str) -> Reply:
+    return problem_reply(404, "NOT_FOUND", f"there is no {show(path)}; /docs lists what there is")
+
+
+def _not_allowed(method: str, methods: dict[str, Endpoint]) -> Reply:
+    allowed = ", ".join(methods)
+    return problem_reply(
+        405,
+        "METHOD_NOT_ALLOWED",
+        f"{show(method)} is not what this is for; use {allowed}",
+        [(b"allow", allowed.encode("ascii"))],
+    )

@@ -1,0 +1,154 @@
+"""/v1/authorize: a gateway asks whether a request may pass, before it passes it on.
+
+nginx (`auth_request`) and Traefik (`forwardAuth`) send the client's headers along and say in others
+what was asked for. Who the client is, `Identity` finds as in a middleware; addresses that headers
+claim are believed only where the gateway itself is a trusted proxy.
+
+A client's `Authorization` is the client's. The gateway's own token, where one is asked for, comes
+as `X-Tollkeeper-Token`.
+
+nginx takes 401 and 403 for a denial and everything else but 2xx for a failure: `?denied=403` has
+all refusals answered with that. A leaky bucket's delay is held here: to a gateway, an answer is:
+now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Any, Final
+from urllib.parse import parse_qs
+
+from tollkeeper.edge.calls import AsgiCall, query_field
+from tollkeeper.edge.service.asked import Asked, Endpoint, in_scope
+from tollkeeper.edge.service.node import HOLD_SECONDS_MAX, Node
+from tollkeeper.edge.service.replies import Reply, error_reply, refused_reply, ruling_reply
+from tollkeeper.edge.service.tokens import Refused
+from tollkeeper.errors import ConfigError, StoreError, TollkeeperError, show
+from tollkeeper.model import Request, decision_with
+from tollkeeper.ruling import Ruling
+
+URI_LENGTH_MAX: Final = 16_384
+TOKEN_HEADER: Final = b"x-tollkeeper-token"
+_METHOD_LENGTH_MAX: Final = 32
+_HOLD_NS_MAX: Final = int(HOLD_SECONDS_MAX * 1e9)
+
+
+class ForwardedCall:
+    """The request that a gateway asks about: the headers that came, and the URI that it names."""
+
+    __slots__ = ("_call", "_query", "method", "native", "path", "peer", "route", "session")
+
+    def __init__(self, scope: Any, method: str, uri: str) -> None:
+        self._call = AsgiCall(scope)
+        self.method = method
+        self.path, _, self._query = uri.partition("?")
+        self.native = scope
+        self.peer = self._call.peer
+        self.route: str | None = None
+        self.session: Mapping[str, Any] | None = None
+
+    def header(self, name: str) -> str | None:
+        """A header of the client's."""
+        return self._call.header(name)
+
+    def query(self, name: str) -> str | None:
+        """A field of the query that the client asked with."""
+        return query_field(self._query, name) if self._query else None
+
+    def cookie(self, name: str) -> str | None:
+        """A cookie of the client's."""
+        return self._call.cookie(name)
+
+
+def endpoints(node: Node) -> dict[str, dict[str, Endpoint]]:
+    """The handler, whatever the method: gateways ask with the client's."""
+    # It looks for the token itself, for it is in another header.
+    return {"/v1/authorize": {"*": Endpoint(_authorize(node))}}
+
+
+def _authorize(node: Node) -> Callable[[Asked], Awaitable[Reply]]:
+    async def authorize(asked: Asked) -> Reply:
+        try:
+            denied = _denied_status(asked.scope["query_string"])
+        except ConfigError as error:
+            return _reply_of(error)
+        authorization = asked.headers.get(b"authorization")
+        if own := asked.headers.get(TOKEN_HEADER):
+            authorization = b"Bearer " + own
+        token = node.tokens.permitted(
+            None if authorization is None else authorization.decode("latin-1"), "check"
+        )
+        if isinstance(token, Refused):
+            return refused_reply(token)
+        try:
+            request = in_scope(token, node.identity.request_of(_call(asked)))
+            ruling = await _held(node, request, await node.limiter.judge(request))
+            reply = ruling_reply(ruling, node.now_ns(), node.settings.style)
+        except TollkeeperError as error:
+            reply = _reply_of(error)
+        if reply.status == 200:
+            # The client's own response has a body and a type of its own.
+            return Reply(200, reply.headers[:-1])
+        return reply if denied is None else reply._replace(status=denied)
+
+    return authorize
+
+
+def _reply_of(error: TollkeeperError) -> Reply:
+    reply = error_reply(error)
+    if reply is None:
+        raise error
+    return reply
+
+
+def _denied_status(query: bytes) -> int | None:
+    given = parse_qs(query.decode("latin-1"), max_num_fields=100).get("denied")
+    if not given:
+        return None
+    text = given[-1]
+    if len(text) == 3 and text.isascii() and text.isdecimal() and 400 <= int(text) < 500:
+        return int(text)
+    raise ConfigError(
+        f"denied={show(text)} is not a status from 400 to 499; nginx wants denied=403"
+    )
+
+
+def _call(asked: Asked) -> ForwardedCall:
+    headers = asked.headers
+    uri = headers.get(b"x-original-uri") or headers.get(b"x-forwarded-uri")
+    if not uri or len(uri) > URI_LENGTH_MAX:
+        raise ConfigError(
+            f"the header X-Original-URI (nginx) or X-Forwarded-Uri (Traefik) says which request is "
+            f"asked about, in at most {URI_LENGTH_MAX:,} bytes; send one of them"
+        )
+    method = headers.get(b"x-original-method") or headers.get(b"x-forwarded-method") or b""
+    if len(method) > _METHOD_LENGTH_MAX:
+        raise ConfigError(f"a method has at most {_METHOD_LENGTH_MAX} characters")
+    named = method.decode("latin-1") or asked.scope["method"]
+    return ForwardedCall(asked.scope, named, uri.decode("latin-1"))
+
+
+async def _held(node: Node, request: Request, ruling: Ruling) -> Ruling:
+    """The ruling, when it is the request's turn; a turn that comes too late is given back."""
+    decision = ruling.decision
+    if not decision.allowed or not decision.delay_ns:
+        return ruling
+    if decision.delay_ns > _HOLD_NS_MAX:
+        await _give_back(node, request, ruling)
+        late_ns = decision.delay_ns - _HOLD_NS_MAX
+        late = decision_with(decision, allowed=False, retry_after_ns=late_ns, delay_ns=0)
+        return ruling._replace(decision=late)
+    try:
+        await asyncio.sleep(decision.delay)
+    except BaseException:
+        await asyncio.shield(_give_back(node, request, ruling))
+        raise
+    return ruling
+
+
+async def _give_back(node: Node, request: Request, ruling: Ruling) -> None:
+    if not ruling.decision.degraded:
+        with suppress(StoreError):
+            await node.limiter.refund(request)
