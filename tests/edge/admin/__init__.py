@@ -1,0 +1,1 @@
+"""The admin API, asked as an ASGI application, on a database of its own."""
