@@ -14,7 +14,8 @@ from typing import Annotated, Any, Final
 import typer
 
 from tollkeeper.app import remote_print
-from tollkeeper.app.remote_service import URL_DEFAULT, Service
+from tollkeeper.app.remote_quota import verdict_of_quota
+from tollkeeper.app.remote_service import URL_DEFAULT, Service, Unanswered
 from tollkeeper.app.rules_options import Command, JsonOption
 from tollkeeper.app.rules_print import OK, PROBLEMS, say, say_json, telling
 from tollkeeper.clock import NS_PER_SECOND
@@ -97,6 +98,9 @@ def check(
     count: Annotated[
         int, typer.Option(metavar="N", help="Ask so many times, one after another, and sum up.")
     ] = 1,
+    peek: Annotated[
+        bool, typer.Option("--peek", help="Only say whether it would pass; spend nothing.")
+    ] = False,
     url: UrlOption = URL_DEFAULT,
     token: TokenOption = None,
     ca: CaOption = None,
@@ -110,18 +114,22 @@ def check(
 
     Example: tollkeeper check --api-key sk_1 --endpoint /v1/orders/7 --method POST
 
+    Example: tollkeeper check --user 42 --cost 5 --peek
+
     Example: tollkeeper check --user 42 --count 20 --json
     """
     with telling(as_json):
         if not 1 <= count <= COUNT_MAX:
             raise ConfigError(f"--count {count} is not between 1 and {COUNT_MAX:,}")
         fields = _fields(user, api_key, ip, tenant, tier, endpoint, method, attribute)
+        if peek and (count != 1 or cost < 0):
+            raise ConfigError("--peek asks once, for a --cost from 0 up; leave out --count")
         body = {**fields, "cost": cost}
         allowed = 0
         answer: dict[str, Any] = {}
         with Service(url, token, timeout_s=timeout, ca_file=ca) as service:
             for _ in range(count):
-                answer = service.ask("POST", "/v1/check", body=body, expected="allowed")
+                answer = _peeked(service, fields, cost) if peek else _checked(service, body)
                 allowed += bool(answer["allowed"])
         code = OK if allowed == count else PROBLEMS
         several = {"count": count, "allowed": allowed, "denied": count - allowed}
@@ -129,8 +137,23 @@ def check(
             said = answer if count == 1 else {**several, "last": answer}
             say_json({"exit_code": code, **said})
         else:
-            remote_print.say_check(answer, several)
+            remote_print.say_check(answer, several, would="would be " if peek else "")
         raise typer.Exit(code)
+
+
+def _checked(service: Service, body: Mapping[str, Any]) -> dict[str, Any]:
+    return service.ask("POST", "/v1/check", body=body, expected="allowed")
+
+
+def _peeked(service: Service, fields: Mapping[str, Any], cost: int) -> dict[str, Any]:
+    """What a check would answer, worked out from the quota."""
+    found = service.ask("GET", "/v1/quota", query=_query(fields), expected="rules")
+    try:
+        return {**found, **verdict_of_quota(found, cost)}
+    except (KeyError, TypeError):
+        raise Unanswered(
+            f"{service.url} answers, but not as this version of the command understands it"
+        ) from None
 
 
 def quota(

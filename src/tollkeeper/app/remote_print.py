@@ -6,17 +6,17 @@ nothing in them can end this one with a traceback.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 from tollkeeper.app.rules_print import say, say_table
 
-_HEADINGS: Final = ("RULE", "COUNTS", "LIMIT", "LEFT", "WHOLE AGAIN")
+_HEADINGS: Final = ("RULE", "COUNTS", "LIMIT", "FROM", "LEFT", "WHOLE AGAIN")
 
 
-def say_check(answer: Mapping[str, Any], several: Mapping[str, int]) -> None:
+def say_check(answer: Mapping[str, Any], several: Mapping[str, int], would: str = "") -> None:
     """Print the answer as a line; of several, how many were allowed, and the last of them."""
-    line = check_text(answer)
+    line = f"{would}{check_text(answer)}"
     if several["count"] > 1:
         allowed, denied = several["allowed"], several["denied"]
         line = f"allowed {allowed:,}, denied {denied:,} of {several['count']:,}; the last: {line}"
@@ -75,23 +75,30 @@ def seconds_text(value: object) -> str:
 
 def say_quota(answer: Mapping[str, Any]) -> None:
     """Print every limit of every rule that applies, each on a line."""
-    rows = [_quota_row(rule, limit) for rule in _dicts(answer.get("rules")) for limit in _of(rule)]
+    rows = [
+        _quota_row(rule, limit)
+        for rule in dicts(answer.get("rules"))
+        for limit in dicts(rule.get("limits"))
+    ]
     if rows:
         say_table(_HEADINGS, rows)
     else:
         say(_grounds(answer))
 
 
-def _of(rule: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return _dicts(rule.get("limits"))
-
-
-def _dicts(value: object) -> list[Mapping[str, Any]]:
-    given = value if isinstance(value, Sequence) else ()
-    return [each for each in given if isinstance(each, Mapping)]
+def dicts(value: object) -> list[Mapping[str, Any]]:
+    """The JSON objects in a list; none, if it is no list."""
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
 def _quota_row(rule: Mapping[str, Any], limit: Mapping[str, Any]) -> tuple[str, ...]:
-    left = _left(limit)
-    whole = seconds_text(limit.get("reset_after"))
-    return str(rule.get("rule")), str(rule.get("subject")), str(limit.get("policy")), left, whole
+    shadow = " (shadow)" if rule.get("mode") == "shadow" else ""
+    reset_after = limit.get("reset_after")
+    return (
+        f"{rule.get('rule', '?')}{shadow}",
+        str(rule.get("subject") or "all"),
+        str(limit.get("policy", "?")),
+        str(rule.get("source", "?")),
+        _left(limit),
+        "now" if reset_after == 0 else f"in {seconds_text(reset_after)}",
+    )
