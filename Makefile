@@ -17,7 +17,7 @@ run: $(READY)  ## limit simulated traffic in the terminal, decisions live
 	$(BIN)/python examples/live.py
 
 test: lint  ## everything that must hold: lint, unit, property, conformance, parity
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
 lint: $(READY)  ## ruff, mypy strict, import-linter
 	$(BIN)/ruff check .

@@ -119,6 +119,16 @@ scales = optional(
     smoothing=st.sampled_from([0, 2.5, "10s", "1m"]),
 )
 
+penalties = optional(
+    after=st.integers(1, 10_000),
+    within=st.sampled_from([1, 2.5, "10s", "1m"]),
+    cooldown=st.sampled_from([1, "10s"]),
+    cooldown_max=st.sampled_from([60, "10m"]),
+    block_after=st.integers(1, 10_000),
+    block=st.sampled_from([60, "1h", "30d"]),
+    decay=st.sampled_from([60, "1h"]),
+)
+
 units = st.integers(0, 1_000_000)
 costs = units | st.dictionaries(st.sampled_from(ENDPOINTS), units, max_size=3).flatmap(
     lambda costs: st.sampled_from([costs, {**costs, "*": 3}])
@@ -144,6 +154,8 @@ def rules(draw: st.DrawFn, name: str, tiers: list[str]) -> Data:
             mode=st.sampled_from(MODES),
             rollout=st.integers(0, 100),
             scale=scales,
+            split=st.integers(1, 64),
+            penalty=penalties,
         )
     )
 

@@ -9,7 +9,16 @@ import pytest
 
 from tollkeeper.match import grammar
 from tollkeeper.match.document import DocumentError, from_data, read
-from tollkeeper.match.rules import BY_MAX, PATTERNS_MAX, RULES_MAX, Match, Override, Rule, Scale
+from tollkeeper.match.rules import (
+    BY_MAX,
+    PATTERNS_MAX,
+    RULES_MAX,
+    Match,
+    Override,
+    Penalty,
+    Rule,
+    Scale,
+)
 from tollkeeper.model import Limit
 
 LIMITS = (Limit(5, per=1),)
@@ -69,6 +78,16 @@ def problems(text: str) -> list[str]:
         (
             "scale: {source: pushed, low: 0, high: 1, least: 0.5, smoothing: 1m}",
             {"scale": Scale("pushed", 0.0, 1.0, 0.5, 60.0)},
+        ),
+        ("split: 8", {"split": 8}),
+        ("penalty: {}", {"penalty": Penalty()}),
+        (
+            "penalty: {after: 3, within: 1, cooldown: 2, cooldown_max: 4, block_after: 5, decay: 9}",
+            {"penalty": Penalty(3, 1.0, 2.0, 4.0, 5, 3600.0, 9.0)},
+        ),
+        (
+            "penalty: {cooldown: 20m}",
+            {"penalty": Penalty(cooldown_s=1200.0, cooldown_max_s=1200.0)},
         ),
     ],
 )
@@ -227,6 +246,15 @@ def test_anchors_are_shared_limits() -> None:
         ("scale: {low: 1.5}", "scale.low: 1.5 is not a number from 0 to 1; for example 0.7"),
         ("scale: {least: 0}", "scale.least: 0 is not a number from 0.01 to 1; for example 0.2"),
         ("scale: {low: 0.99}", "scale: low (0.99) must be less than high (0.95)"),
+        ("split: 0", "split: 0 is not a whole number from 1 to 64; for example 8"),
+        ("split: 65", "split: 65 is not a whole number from 1 to 64; for example 8"),
+        ("penalty: 10", "penalty: 10 is not a mapping; for example {after: 10, cooldown: 10s"),
+        ("penalty: {after: 0}", "penalty.after: 0 is not a whole number from 1 to 10,000; for"),
+        ("penalty: {block: 31d}", "penalty.block: block is from 1 s to 30 days; for example block"),
+        (
+            "penalty: {cooldown: 1h, cooldown_max: 1m}",
+            "penalty: cooldown (3600 s) is more than cooldown_max (60 s)",
+        ),
         ("scale: {smoothing: 2d}", "scale.smoothing: smoothing is from 0 s to a day; for example"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tollkeeper.match.rules import (
     ON_FAILURES,
     PATTERNS_MAX,
     RULES_MAX,
+    Penalty,
     Scale,
 )
 from tollkeeper.match.writing import to_data
@@ -50,6 +52,8 @@ GOOD: Data = {
             "cost": {"/a": 5},
             "mode": "off",
             "scale": {"source": "cpu", "low": 0.5},
+            "split": 2,
+            "penalty": {"after": 3, "cooldown": "10s"},
         },
         {"id": "b", "by": []},
     ],
@@ -101,7 +105,7 @@ def test_nothing_unknown_is_let_through() -> None:
         for path, part in parts(SCHEMA)
         if part.get("type") == "object" and "additionalProperties" not in part
     ]
-    assert len(closed) == 7
+    assert len(closed) == 8
     assert not opened
 
 
@@ -142,6 +146,7 @@ def test_the_names_are_the_grammars() -> None:
     assert set(DEFS["match"]["properties"]) == {*REQUEST_FIELDS, "attributes"}
     assert set(DEFS["limit"]["properties"]) == set(limits._FIELDS)
     assert set(DEFS["scale"]["properties"]) == set(grammar._SCALE)
+    assert set(DEFS["penalty"]["properties"]) == set(grammar._PENALTY)
     assert set(DEFS["override"]["properties"]) == set(grammar._OVERRIDE)
     assert set(DEFS["override"]["properties"]["for"]["properties"]) == set(grammar._OWNERS)
     forbidden = DEFS["match"]["properties"]["attributes"]["propertyNames"]["not"]["enum"]
@@ -164,6 +169,8 @@ def test_the_words_are_the_codes() -> None:
         usual.least,
         usual.smoothing_s,
     ]
+    penalty = DEFS["penalty"]["properties"]
+    assert [penalty[name]["default"] for name in grammar._PENALTY] == list(astuple(Penalty()))
 
 
 def test_the_bounds_are_the_codes() -> None:
@@ -302,6 +309,11 @@ FIRST_LIMIT = ("rules", 0, "limits", 1)
         ((*RULE, "scale", "least"), 0),
         ((*RULE, "scale", "smoothing"), "fast!"),
         ((*RULE, "scale", "top"), 1),
+        ((*RULE, "split"), 0),
+        ((*RULE, "penalty"), 10),
+        ((*RULE, "penalty", "after"), 0),
+        ((*RULE, "penalty", "within"), "soon!"),
+        ((*RULE, "penalty", "top"), 1),
         (("assign",), ["user:1"]),
         (("assign", "42"), "pro"),
         (("assign", "user:"), "pro"),

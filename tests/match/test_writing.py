@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.match.documents import Data, documents
 from tollkeeper.errors import ConfigError
 from tollkeeper.match.document import from_data, read, read_file
-from tollkeeper.match.rules import Document, Match, Override, Rule, Scale
+from tollkeeper.match.rules import Document, Match, Override, Penalty, Rule, Scale
 from tollkeeper.match.writing import limit_data, to_data, to_yaml
 from tollkeeper.model import ALGORITHM_NAMES, BUCKETS, Limit
 
@@ -117,6 +117,8 @@ def test_all_that_is_unusual_is_written() -> None:
         mode="shadow",
         rollout=5,
         scale=Scale("memory", 0.1, 0.2, 0.3, 4.5),
+        split=4,
+        penalty=Penalty(1, 2.0, 3.5, 4.0, 5, 6.0, 7.0),
     )
     until = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
     document = Document(
@@ -127,7 +129,7 @@ def test_all_that_is_unusual_is_written() -> None:
         deny=("b",),
         overrides=(Override("user", "1", "r", (), 2.0, until, "why", "who"),),
     )
-    for value in (document, rule, rule.match, rule.scale, document.overrides[0]):
+    for value in (document, rule, rule.match, rule.scale, rule.penalty, document.overrides[0]):
         fields = set(type(value).__slots__)
         usual = {
             name

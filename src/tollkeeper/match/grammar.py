@@ -27,11 +27,15 @@ from tollkeeper.match.rules import (
     MODES,
     ON_FAILURES,
     PATTERNS_MAX,
+    PENALTY_COUNT_MAX,
+    PENALTY_S_MAX,
     RULES_MAX,
+    SPLIT_MAX,
     Document,
     Limits,
     Match,
     Override,
+    Penalty,
     Rule,
     Scale,
 )
@@ -51,9 +55,12 @@ SMOOTHING_S_MAX: Final = 86_400.0
 _TOP: Final = ("version", "tiers", "rules", "assign", "allow", "deny", "overrides", "$schema")
 _RULE: Final = (
     *("id", "match", "by", "limits", "tiers", "keys", "cost"),
-    *("consistency", "on_failure", "mode", "rollout", "scale"),
+    *("consistency", "on_failure", "mode", "rollout", "scale", "split", "penalty"),
 )
 _SCALE: Final = ("source", "low", "high", "least", "smoothing")
+_PENALTY: Final = (
+    *("after", "within", "cooldown", "cooldown_max", "block_after", "block", "decay"),
+)
 _OVERRIDE: Final = ("for", "rule", "limits", "multiply", "until", "reason", "author")
 _OWNERS: Final[tuple[Owner, ...]] = get_args(Owner)
 
@@ -194,6 +201,8 @@ def _rule(place: Place, tiers: Collection[str], taken: Collection[str]) -> Rule:
         mode=_choice(found, "mode", MODES, "enforce"),
         rollout=found["rollout"].whole(0, 100, "50") if "rollout" in found else 100,
         scale=_scale(found["scale"]) if "scale" in found else None,
+        split=found["split"].whole(1, SPLIT_MAX, "8") if "split" in found else 1,
+        penalty=_penalty(found["penalty"]) if "penalty" in found else None,
     )
 
 
@@ -340,6 +349,37 @@ def _scale(place: Place) -> Scale:
             found["smoothing"].fail("smoothing is from 0 s to a day; for example smoothing: 10s")
     source = _choice(found, "source", LOAD_SOURCES, usual.source)
     return Scale(source=source, smoothing_s=smoothing_s, **shares)
+
+
+def _penalty(place: Place) -> Penalty:
+    problems_before = place.problem_count
+    found = place.fields(_PENALTY, "{after: 10, cooldown: 10s, block: 1h}")
+    usual = Penalty()
+    counts = {
+        name: found[name].whole(1, PENALTY_COUNT_MAX, str(getattr(usual, name)))
+        if name in found
+        else getattr(usual, name)
+        for name in ("after", "block_after")
+    }
+    times = {
+        f"{name}_s": _penalty_s(found[name], name) if name in found else getattr(usual, f"{name}_s")
+        for name in ("within", "cooldown", "cooldown_max", "block", "decay")
+    }
+    if "cooldown_max" not in found:
+        times["cooldown_max_s"] = max(times["cooldown_max_s"], times["cooldown_s"])
+    longest_s = times["cooldown_max_s"]
+    if times["cooldown_s"] > longest_s and place.problem_count == problems_before:
+        place.fail(
+            f"cooldown ({times['cooldown_s']:g} s) is more than cooldown_max ({longest_s:g} s)"
+        )
+    return Penalty(**counts, **times)
+
+
+def _penalty_s(place: Place, name: str) -> float:
+    seconds = seconds_at(place)
+    if not 1 <= seconds <= PENALTY_S_MAX:
+        place.fail(f"{name} is from 1 s to 30 days; for example {name}: 1m")
+    return seconds
 
 
 # ------------------------------------------------------------------------------------- overrides

@@ -27,6 +27,9 @@ RULES_MAX: Final = 20_000
 PATTERNS_MAX: Final = 1_000  # in one condition of one rule
 BY_MAX: Final = 8
 COST_MAX: Final = 1_000_000
+SPLIT_MAX: Final = 64
+PENALTY_COUNT_MAX: Final = 10_000
+PENALTY_S_MAX: Final = 30 * 86_400.0
 
 Limits = tuple[Limit, ...]
 
@@ -65,6 +68,25 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True)
+class Penalty:
+    """Cool-downs for those who keep sending after a denial, instead of waiting as they were told.
+
+    Each cool-down is twice as long as the one before, up to `cooldown_max_s`; after `block_after`
+    of them comes a block. One of them is forgotten every `decay_s`.
+    """
+
+    after: int = 10
+    """So many requests that did not wait,"""
+    within_s: float = 60.0
+    """in so many seconds."""
+    cooldown_s: float = 10.0
+    cooldown_max_s: float = 600.0
+    block_after: int = 5
+    block_s: float = 3600.0
+    decay_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
     """Who gets which limits. `limits` is empty where the document's tiers say them."""
 
@@ -87,6 +109,9 @@ class Rule:
     rollout: int = 100
     """For how many per cent of the keys the rule is in force."""
     scale: Scale | None = None
+    split: int = 1
+    """In how many parts each subject's limits are kept, for subjects too busy for one place."""
+    penalty: Penalty | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Any, Final
 from tollkeeper.errors import ConfigError
 from tollkeeper.match.grammar import VERSION
 from tollkeeper.match.reading import EXPONENT
-from tollkeeper.match.rules import Document, Limits, Match, Override, Rule, Scale
+from tollkeeper.match.rules import Document, Limits, Match, Override, Penalty, Rule, Scale
 from tollkeeper.model import REQUEST_FIELDS, Limit
 
 Data = dict[str, Any]
@@ -123,7 +123,7 @@ def _by_name(limits: Mapping[str, Limits]) -> Data:
 
 def _rule(rule: Rule) -> Data:
     usual = Rule(id="", by=())
-    changed = ("consistency", "on_failure", "mode", "rollout")
+    changed = ("consistency", "on_failure", "mode", "rollout", "split")
     return {
         "id": rule.id,
         **_given(match=_match(rule.match)),
@@ -139,7 +139,7 @@ def _rule(rule: Rule) -> Data:
             for name in changed
             if (value := getattr(rule, name)) != getattr(usual, name)
         },
-        **_given(scale=_scale(rule.scale)),
+        **_given(scale=_scale(rule.scale), penalty=_penalty(rule.penalty)),
     }
 
 
@@ -169,6 +169,20 @@ def _scale(scale: Scale | None) -> Data | None:
         "high": scale.high,
         "least": scale.least,
         "smoothing": _plain(scale.smoothing_s),
+    }
+
+
+def _penalty(penalty: Penalty | None) -> Data | None:
+    if penalty is None:
+        return None
+    return {
+        "after": penalty.after,
+        "within": _plain(penalty.within_s),
+        "cooldown": _plain(penalty.cooldown_s),
+        "cooldown_max": _plain(penalty.cooldown_max_s),
+        "block_after": penalty.block_after,
+        "block": _plain(penalty.block_s),
+        "decay": _plain(penalty.decay_s),
     }
 
 
