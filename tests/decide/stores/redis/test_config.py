@@ -23,13 +23,13 @@ from tollkeeper.decide.stores.redis.config import (
     Address,
     RedisConfig,
     TlsOptions,
-    Verify,
     parse,
 )
+from tollkeeper.decide.stores.redis.options import READERS, Verify
 from tollkeeper.errors import ConfigError
 
 LOCAL = (Address("localhost", 6379),)
-OPTION_NAMES = tuple(module._READERS)
+OPTION_NAMES = tuple(READERS)
 
 
 @pytest.mark.parametrize(

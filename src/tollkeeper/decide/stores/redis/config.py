@@ -16,6 +16,11 @@ or be given as arguments, which win:
     tls_verify                         full (default), ca (any host name) or none
     tls_server_name                    the name in the certificate, where it is not the host's
     sentinel_username, sentinel_password
+    denied_cache_ms                    how long a denial is repeated without asking; 1000, 0: never
+    coalesce                           on (default) or off: checks of one key as one call, asyncio
+    breaker                            on (default) or off; and when it opens, for how long:
+    breaker_failures, breaker_share, breaker_window_ms, breaker_open_ms, breaker_open_max_ms,
+    breaker_probes                     5, 0.5, 10000, 1000, 15000, 2
 
 No message of this module holds a secret. A URI that was written wrongly may hold the password
 anywhere: `redis://user:12/34@host` has the port 12 and the path 34@host. So errors say in
@@ -26,37 +31,33 @@ from __future__ import annotations
 
 import re
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import AddressValueError, IPv6Address
-from math import isfinite
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, cast
+from typing import Any, Final, Literal, NamedTuple
 from urllib.parse import quote, unquote
 
+from tollkeeper.decide.stores.redis.options import (
+    HOST,
+    READERS,
+    URI_CHARACTERS_MAX,
+    WHOLE,
+    Verify,
+    encodes,
+)
 from tollkeeper.errors import ConfigError, show
 
 Mode = Literal["standalone", "sentinel", "cluster"]
-Verify = Literal["full", "ca", "none"]
 
 ADDRESSES_MAX: Final = 100
-URI_CHARACTERS_MAX: Final = 2**16
-DB_MAX: Final = 2**31 - 1
-DURATION_MS_MAX: Final = 60_000
 SERVICE_CHARACTERS_MAX: Final = 128
 SOCKET_PATH_BYTES_MAX: Final = 107  # what fits the kernel's struct sockaddr_un
 _PORT_DEFAULT: Final = 6379
 _SENTINEL_PORT_DEFAULT: Final = 26379
-_NS_PER_MS: Final = 1_000_000
 
 _URI: Final = re.compile(r"([^:/?#]*)://([^/?#]*)([^?#]*)(?:\?([^#]*))?")
-_HOST: Final = re.compile(r"(?!.{254})[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?")
 _IPV6: Final = re.compile(r"[A-Za-z0-9_.:%-]{2,100}")  # and what may name its interface
-# Braces are the cluster's hash tag; the others would make a SCAN for the prefix find other keys.
-_PREFIX: Final = re.compile(r"(?:(?![{}*?\[\]\\])[!-~]){1,32}")
-# At most so many digits are read: int() of a million digits takes seconds.
-_WHOLE: Final = re.compile(r"[0-9]{1,10}")
-_MILLISECONDS: Final = re.compile(r"([0-9]{1,5})(?:\.([0-9]{1,6}))?")
 
 
 class Address(NamedTuple):
@@ -134,6 +135,21 @@ class RedisConfig:
     """What the Sentinels call the primary."""
     sentinel_username: str | None = None
     sentinel_password: str | None = field(default=None, repr=False)
+    denied_cache_ns: int = 1_000_000_000
+    """So long at most a denial is repeated without asking; 0: each is asked for."""
+    coalesce: bool = True
+    """May checks of one key that wait for one another go out as one call? For asyncio."""
+    breaker: bool = True
+    """Is a server that keeps failing left alone, but for probes?"""
+    breaker_window_ns: int = 10_000_000_000
+    breaker_failures: int = 5
+    breaker_share: float = 0.5
+    """It opens after so many failures in the window, if they are this share of the calls."""
+    breaker_open_ns: int = 1_000_000_000
+    breaker_open_max_ns: int = 15_000_000_000
+    """It stays open so long at first, and so long at most: each failed probe doubles it."""
+    breaker_probes: int = 2
+    """So many probes in a row must succeed to close it."""
 
     def shown(self) -> str:
         """The URI without its secrets and options, for messages and logs."""
@@ -235,7 +251,7 @@ def _config(
         if value is not None:
             said[name] = value
     values: dict[str, Any] = {
-        name.replace("_ms", "_ns"): _READERS[name](name, value) for name, value in said.items()
+        name.replace("_ms", "_ns"): READERS[name](name, value) for name, value in said.items()
     }
     for kind in ("", "sentinel_"):
         _check_credentials(values, f"{kind}username", f"{kind}password")
@@ -245,7 +261,12 @@ def _config(
     if scheme.mode == "cluster" and values.get("db"):
         raise ConfigError("a cluster has only database 0; leave db out, and use prefix= instead")
     # The readers have turned each option's text into its field's type.
-    return RedisConfig(scheme.mode, addresses, tls=tls, service=service, **values)
+    config = RedisConfig(scheme.mode, addresses, tls=tls, service=service, **values)
+    if config.breaker_open_ns > config.breaker_open_max_ns:
+        raise ConfigError(
+            "breaker_open_ms is more than breaker_open_max_ms; lower the first or raise the second"
+        )
+    return config
 
 
 def _query_options(query: str) -> dict[str, object]:
@@ -270,10 +291,10 @@ def _say(said: dict[str, object], name: str, value: object) -> None:
 
 
 def _check_known(name: str) -> None:
-    if name not in _READERS:
+    if name not in READERS:
         # Not repeated unless it looks like a name: it may be a piece of a password.
         named = f" {name}" if re.fullmatch(r"[a-z_]{1,24}", name) else " of that name"
-        raise ConfigError(f"no option{named}; there are {', '.join(_READERS)}")
+        raise ConfigError(f"no option{named}; there are {', '.join(READERS)}")
 
 
 def _decoded(text: str, name: str) -> str:
@@ -313,7 +334,7 @@ def _address(text: str, port_default: int, number: int) -> Address:
     else:
         host, colon, port = text.partition(":")
         host = host.lower()  # names are equal in any case, and addresses are compared
-        right = _HOST.fullmatch(host) is not None
+        right = HOST.fullmatch(host) is not None
     if not right:
         raise ConfigError(
             f"address {number} has no host, or one that is not a name or an IP address; "
@@ -321,7 +342,7 @@ def _address(text: str, port_default: int, number: int) -> Address:
         )
     if not colon:
         return Address(host, port_default)
-    if _WHOLE.fullmatch(port) is None or not 1 <= int(port) <= 65_535:
+    if WHOLE.fullmatch(port) is None or not 1 <= int(port) <= 65_535:
         raise ConfigError(f"the port of address {number} is not a whole number from 1 to 65535")
     return Address(host, int(port))
 
@@ -336,7 +357,7 @@ def _ipv6(text: str) -> str:
 
 def _socket_address(hosts: str, path: str) -> Address:
     decoded = _decoded(path, "the path")
-    if hosts or len(decoded) < 2 or "\0" in decoded or not _encodes(decoded):
+    if hosts or len(decoded) < 2 or "\0" in decoded or not encodes(decoded):
         raise ConfigError(
             "no absolute path of a socket; write three slashes, for example "
             "redis+unix:///run/redis.sock"
@@ -394,67 +415,6 @@ def _tls(scheme: _Scheme, values: dict[str, Any]) -> TlsOptions | None:
     return TlsOptions(**{name.removeprefix("tls_"): value for name, value in given.items()})
 
 
-def _quoted(value: object) -> str:
-    """An option's value for a message, unless it could hold another option or an address."""
-    text = show(value)
-    return "(not shown)" if any(character in text for character in "=;&@") else text
-
-
-def _text(name: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(f"{name} is text, not of type {type(value).__name__}")
-    if len(value) > URI_CHARACTERS_MAX or not _encodes(value):
-        raise ConfigError(f"{name} is too long, or holds a character that UTF-8 cannot write")
-    return value
-
-
-def _encodes(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _db(name: str, value: object) -> int:
-    if isinstance(value, str) and _WHOLE.fullmatch(value):
-        value = int(value)
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= DB_MAX:
-        return value
-    # Not repeated: what is read as the path may be the end of a password.
-    raise ConfigError(f"{name} is not a whole number from 0 to {DB_MAX}; for example {name}=0")
-
-
-def _duration_ns(name: str, value: object) -> int:
-    """Milliseconds → nanoseconds. Text is exact; a float is rounded to the nearest."""
-    duration_ns = 0
-    if isinstance(value, str) and (found := _MILLISECONDS.fullmatch(value)):
-        duration_ns = int(found[1]) * _NS_PER_MS + int((found[2] or "").ljust(6, "0"))
-    elif isinstance(value, int) and not isinstance(value, bool):
-        duration_ns = value * _NS_PER_MS
-    elif isinstance(value, float) and isfinite(value):
-        duration_ns = round(value * _NS_PER_MS) if abs(value) <= DURATION_MS_MAX else 0
-    if _NS_PER_MS <= duration_ns <= DURATION_MS_MAX * _NS_PER_MS:
-        return duration_ns
-    raise ConfigError(
-        f"{name}={_quoted(value)} is not a number of milliseconds from 1 to {DURATION_MS_MAX} "
-        f"with at most 6 decimals; for example {name}=20"
-    )
-
-
-def _prefix(name: str, value: object) -> str:
-    text = _text(name, value)
-    if _PREFIX.fullmatch(text) is None:
-        raise ConfigError(
-            f"{name}={_quoted(value)} is not 1 to 32 printable ASCII characters without spaces "
-            f"and {{}}*?[]\\; for example {name}=tk"
-        )
-    return text
-
-
-def _file(name: str, value: object) -> Path:
-    text = _text(name, str(value) if isinstance(value, Path) else value)
-    if not text or "\0" in text:
-        raise ConfigError(f"{name} is not the path of a file; for example {name}=/etc/ssl/it.pem")
-    return Path(text)
-
-
 def _check_readable(name: str, path: Path) -> None:
     try:
         with path.open("rb"):
@@ -462,34 +422,3 @@ def _check_readable(name: str, path: Path) -> None:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{name}={show(str(path))} cannot be read: {reason}") from error
-
-
-def _verify(name: str, value: object) -> Verify:
-    text = _text(name, value)
-    if text not in ("full", "ca", "none"):
-        raise ConfigError(f"{name}={_quoted(value)} is none of full, ca, none")
-    return cast("Verify", text)
-
-
-def _server_name(name: str, value: object) -> str:
-    text = _text(name, value)
-    if _HOST.fullmatch(text) is None:
-        raise ConfigError(f"{name}={_quoted(value)} is not a host's name")
-    return text
-
-
-_READERS: Final[Mapping[str, Callable[[str, object], object]]] = {
-    "db": _db,
-    "username": _text,
-    "password": _text,
-    "prefix": _prefix,
-    "deadline_ms": _duration_ns,
-    "connect_ms": _duration_ns,
-    "tls_ca": _file,
-    "tls_cert": _file,
-    "tls_key": _file,
-    "tls_verify": _verify,
-    "tls_server_name": _server_name,
-    "sentinel_username": _text,
-    "sentinel_password": _text,
-}
