@@ -1,0 +1,208 @@
+"""Load on an HTTP server, of two kinds: as much as it takes (wrk), and so much a second.
+
+wrk keeps a number of connections busy: each asks again as soon as it is answered. That finds out
+how many requests a second a server answers, but not how long one waits: when the server is slow,
+wrk asks less. So times are taken with a load that does not wait for the server, `paced`: requests
+are due at random times, so many a second on average as from many clients, and each one's time runs
+from when it was due until its answer is there. It sends on whichever connection is free, without
+asyncio: one loop over epoll that never sleeps, on a processor of its own, takes 15 µs a request of
+this machine's time, and that is in the times.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Final
+
+from tests.redis_servers.ports import HOST
+
+from bench.measure import SEED, collector_off
+
+CONNECTIONS: Final = 64
+# Below this part of the asked rate the server did not keep up, and the times mean nothing.
+PACE_KEPT_MIN: Final = 0.95
+_ANSWER_BYTES_MAX: Final = 65_536
+_OVERTIME_SECONDS_MAX: Final = 2.0
+
+# Requests are made before the first is sent; `done` prints what wrk counted.
+_SCRIPT: Final = """
+local pool, size, turn = {}, 0, 0
+function init(arguments)
+  for line in io.lines(arguments[1]) do
+    pool[size] = line:gsub("\\\\r", "\\r"):gsub("\\\\n", "\\n")
+    size = size + 1
+  end
+end
+function request()
+  turn = turn + 1
+  if turn >= size then turn = 0 end
+  return pool[turn]
+end
+function done(summary, latency, requests)
+  local errors = summary.errors
+  io.write(string.format(
+    '\\nfound {"requests": %d, "duration_us": %d, "status": %d, "socket": %d}\\n',
+    summary.requests, summary.duration, errors.status,
+    errors.connect + errors.read + errors.write + errors.timeout))
+end
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Paced:
+    """What a load of so many requests a second gave."""
+
+    asked_per_second: float
+    answered_per_second: float
+    p50_us: float
+    p99_us: float
+
+    @property
+    def kept_up(self) -> bool:
+        """Did the server answer as many as were asked?"""
+        return self.answered_per_second >= PACE_KEPT_MIN * self.asked_per_second
+
+
+class LoadFailed(RuntimeError):
+    """There were answers other than 200, or none."""
+
+
+def wrk_path() -> str:
+    """Where wrk is; ends the run with how to get it if it is nowhere."""
+    found = shutil.which("wrk")
+    if found is None:
+        sys.exit("wrk is not installed; try: apt-get install wrk (or leave out: --only http)")
+    return found
+
+
+def wrk(port: int, requests: Sequence[bytes], seconds: int) -> float:
+    """Requests a second with 64 connections that ask again when answered."""
+    with tempfile.TemporaryDirectory(prefix="tollkeeper-bench-") as folder:
+        script, pool = Path(folder, "wrk.lua"), Path(folder, "requests")
+        script.write_text(_SCRIPT)
+        lines = (each.replace(b"\r", rb"\r").replace(b"\n", rb"\n") for each in requests)
+        pool.write_bytes(b"".join(line + b"\n" for line in lines))
+        done = subprocess.run(
+            [
+                *(wrk_path(), "-t1", f"-c{CONNECTIONS}", f"-d{seconds}s", "-s", str(script)),
+                *(f"http://{HOST}:{port}/", "--", str(pool)),
+            ],
+            capture_output=True,
+            check=False,
+            text=True,
+            timeout=seconds + 30,
+        )
+    line = next((each for each in done.stdout.splitlines() if each.startswith("found ")), None)
+    if line is None:
+        raise LoadFailed(f"wrk said nothing: {done.stdout} {done.stderr}")
+    found = json.loads(line.removeprefix("found "))
+    if found["status"] or found["socket"] or not found["requests"]:
+        raise LoadFailed(f"not every request was answered with 200: {found}")
+    return float(found["requests"] * 1e6 / found["duration_us"])
+
+
+def paced(port: int, requests: Sequence[bytes], per_second: float, seconds: float) -> Paced:
+    """Send so many requests a second for so long, whatever the server does."""
+    chance = random.Random(SEED)
+    due_ns: list[int] = []
+    at_s = 0.0
+    while (at_s := at_s + chance.expovariate(per_second)) < seconds:
+        due_ns.append(int(at_s * 1e9))
+    with collector_off():
+        taken_ns, elapsed_ns = _Pace(port, requests, due_ns).run()
+    if not taken_ns:
+        raise LoadFailed(f"no answer to {len(due_ns)} requests in {seconds:g} s")
+    taken_ns.sort()
+    return Paced(
+        asked_per_second=len(due_ns) / seconds,
+        answered_per_second=len(taken_ns) * 1e9 / max(elapsed_ns, int(seconds * 1e9)),
+        p50_us=taken_ns[len(taken_ns) // 2] / 1e3,
+        p99_us=taken_ns[len(taken_ns) * 99 // 100] / 1e3,
+    )
+
+
+class _Pace:
+    """The loop: send what is due, read what has come, until all is answered or it is too late."""
+
+    def __init__(self, port: int, requests: Sequence[bytes], due_ns: Sequence[int]) -> None:
+        self._requests = requests
+        self._due_ns = due_ns
+        self._connections = [socket.create_connection((HOST, port)) for _ in range(CONNECTIONS)]
+        self._taken_ns: list[int] = []
+        # Of each connection that waits for an answer: when its request was due.
+        self._asked_ns: dict[int, int] = {}
+
+    def run(self) -> tuple[list[int], int]:
+        """How long each took, and how long all."""
+        by_number = {each.fileno(): each for each in self._connections}
+        with select.epoll() as poll:
+            for connection in self._connections:
+                connection.setblocking(False)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                poll.register(connection.fileno(), select.EPOLLIN)
+            try:
+                return self._loop(poll, by_number)
+            finally:
+                for connection in self._connections:
+                    connection.close()
+
+    def _loop(
+        self, poll: select.epoll, by_number: dict[int, socket.socket]
+    ) -> tuple[list[int], int]:
+        # In turn, so that no connection is left to go cold.
+        free = deque(by_number)
+        due_ns, requests, asked_ns = self._due_ns, self._requests, self._asked_ns
+        sent, total, pool = 0, len(due_ns), len(requests)
+        start_ns = perf_counter_ns()
+        stop_ns = start_ns + due_ns[-1] + int(_OVERTIME_SECONDS_MAX * 1e9)
+        while len(self._taken_ns) < total:
+            now_ns = perf_counter_ns()
+            if now_ns > stop_ns:
+                break
+            while sent < total and free and start_ns + due_ns[sent] <= now_ns:
+                number = free.popleft()
+                by_number[number].send(requests[sent % pool])
+                asked_ns[number] = start_ns + due_ns[sent]
+                sent += 1
+            for number, _ in poll.poll(0):
+                self._take(by_number[number], number)
+                free.append(number)
+        return self._taken_ns, perf_counter_ns() - start_ns
+
+    def _take(self, connection: socket.socket, number: int) -> None:
+        answer = connection.recv(_ANSWER_BYTES_MAX)
+        if not _is_whole(answer):
+            # Seldom: the head and the body came apart.
+            connection.setblocking(True)
+            while not _is_whole(answer):
+                more = connection.recv(_ANSWER_BYTES_MAX)
+                if not more:
+                    raise LoadFailed(f"an answer that is not whole: {answer[:200]!r}")
+                answer += more
+            connection.setblocking(False)
+        if not answer.startswith(b"HTTP/1.1 200"):
+            raise LoadFailed(f"not every request was answered with 200: {answer[:200]!r}")
+        self._taken_ns.append(perf_counter_ns() - self._asked_ns.pop(number))
+
+
+def _is_whole(answer: bytes) -> bool:
+    head = answer.find(b"\r\n\r\n")
+    if head < 0:
+        return False
+    place = answer.find(b"content-length: ", 0, head)
+    if place < 0:
+        raise LoadFailed(f"an answer that does not say how long it is: {answer[:200]!r}")
+    end = answer.find(b"\r", place)
+    return len(answer) >= head + 4 + int(answer[place + 16 : end])

