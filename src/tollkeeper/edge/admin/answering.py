@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Generic, NamedTuple, TypeVar
 from urllib.parse import urlencode
 
 from fastapi import Query, Response
 
 from tollkeeper.control.repository import Version
-from tollkeeper.edge.admin.models import (
-    NUMBER_MAX,
-    PAGE_ROWS,
-    PAGE_ROWS_MAX,
-    Page,
-    VersionOut,
-)
+from tollkeeper.edge.admin.models import NUMBER_MAX, PAGE_ROWS, PAGE_ROWS_MAX, VersionOut
 from tollkeeper.edge.admin.plane import etag_of
 from tollkeeper.edge.admin.problems import MEDIA_TYPE
 
@@ -56,7 +50,7 @@ _LINK_HEADER: Final = {
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The refusals of an operation, described."""
-    content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/ProblemOut"}}}
+    content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
     found: dict[int | str, dict[str, Any]] = {}
     for status in sorted(set(statuses)):
         found[status] = {"description": _MEANING[status]}
@@ -111,23 +105,25 @@ def made(response: Response, version: Version) -> VersionOut:
 _Item = TypeVar("_Item")
 
 
+class Shown(NamedTuple, Generic[_Item]):
+    """The rows of one page."""
+
+    items: list[_Item]
+    total: int
+    next: int | None
+
+
 def page_of(
     response: Response, path: str, rows: Sequence[_Item], limit: int, offset: int, **query: Any
-) -> Page[_Item]:
+) -> Shown[_Item]:
     """One page of rows that are all at hand, and the link to the next."""
-    items = list(rows[offset : offset + limit])
     following = offset + limit if offset + limit < len(rows) else None
     if following is not None:
         link_next(response, path, limit=limit, offset=following, **query)
-    return Page(items=items, total=len(rows), next=following)
+    return Shown(list(rows[offset : offset + limit]), len(rows), following)
 
 
 def link_next(response: Response, path: str, **query: Any) -> None:
     """Say where the next page is."""
     given = {name: value for name, value in query.items() if value is not None}
     response.headers["Link"] = f'<{PREFIX}{path}?{urlencode(given)}>; rel="next"'
-
-
-def not_modified(etag: str) -> Response:
-    """There is nothing new."""
-    return Response(status_code=304, headers={"ETag": etag})

@@ -48,9 +48,10 @@ def admin_app(node: AdminNode) -> FastAPI:
         middleware=[Middleware(_Headers)],
     )
     app.state.plane = Plane(node)
-    problems.install(app)
-    for module in (rules, subjects, versions, quotas):
-        app.include_router(module.router, prefix=PREFIX)
+    routers = [module.router for module in (rules, subjects, versions, quotas)]
+    for router in routers:
+        app.include_router(router, prefix=PREFIX)
+    problems.install(app, PREFIX, [route for router in routers for route in router.routes])
     _describe(app)
     return app
 

@@ -21,8 +21,8 @@ from fastapi import Depends, Header, Query, Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
-from tollkeeper.edge.admin.plane import Asked, Condition, Plane
-from tollkeeper.edge.admin.problems import Refusal, refusal_of
+from tollkeeper.edge.admin.plane import Asked, Condition, InForce, Plane
+from tollkeeper.edge.admin.problems import NotModified, Refusal, refusal_of
 from tollkeeper.edge.service.tokens import Need, Refused
 from tollkeeper.errors import show
 
@@ -220,8 +220,10 @@ def _weight(parameters: str) -> float:
 # ----------------------------------------------------------------------------------- conditions
 
 
-def tags_of(header: str) -> list[str] | None:
-    """The strong entity tags of a condition, without their quotes; None: `*`. Raises Refusal.
+def tags_of(header: str, *, weak: bool = False) -> list[str] | None:
+    """The entity tags of a condition, without their quotes; None: `*`. Raises Refusal.
+
+    Only the strong ones, or the weak ones too: those say that two texts mean the same.
 
     >>> tags_of('"v1", W/"v2", "v3"'), tags_of("*")
     (['v1', 'v3'], None)
@@ -241,7 +243,7 @@ def tags_of(header: str) -> list[str] | None:
             raise Refusal(
                 400, "INVALID_CONDITION", f'{show(header)} is not a list of ETags such as "v12"'
             )
-        if not tag[1]:
+        if weak or not tag[1]:
             found.append(tag[2])
         position = end + 1
     return found
@@ -266,12 +268,22 @@ def condition_of(if_match: str | None, if_none_match: str | None) -> Condition |
     return Condition(frozenset(int(tag[1]) for tag in ours if tag))
 
 
-def is_known(etag: str, if_none_match: str | None) -> bool:
-    """Has the one who asks this version already? Weak tags count too, as HTTP says for a GET."""
+def refuse_known(etag: str, if_none_match: str | None) -> None:
+    """Raise NotModified for one who has this version already.
+
+    Weak tags count too, as HTTP says for a GET.
+    """
     if if_none_match is None:
-        return False
-    tags = tags_of(if_none_match.replace("W/", ""))
-    return tags is None or etag.strip('"') in tags
+        return
+    tags = tags_of(if_none_match, weak=True)
+    if tags is None or etag.strip('"') in tags:
+        raise NotModified(etag)
+
+
+def newer(found: InForce, if_none_match: str | None) -> InForce:
+    """The rules, if the one who asks has another version. Raises NotModified."""
+    refuse_known(found.etag, if_none_match)
+    return found
 
 
 # --------------------------------------------------------------------------------- dependencies

@@ -7,7 +7,7 @@ schema: `RULES` marks the place, and the OpenAPI document has a reference there.
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Any, Final, Generic, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
@@ -56,6 +56,7 @@ class ErrorOut(_Out):
 
     code: str = Field(examples=["VERSION_CONFLICT"])
     message: str
+    details: dict[str, Any] = Field(description="Numbers, if there are any.")
 
 
 class PlaceOut(_Out):
@@ -141,20 +142,27 @@ class AuditOut(_Out):
     forced: str = Field(description="What was unsafe and forced all the same.")
 
 
-_Item = TypeVar("_Item")
-
-
-class Newest(_Out, Generic[_Item]):
+class _Newest(_Out):
     """Rows, the newest first."""
 
-    items: list[_Item]
     next: int | None = Field(description="`before` for the next page; null: this is the last.")
 
 
-class Page(_Out, Generic[_Item]):
+class VersionPage(_Newest):
+    """Versions, the newest first."""
+
+    items: list[VersionOut]
+
+
+class AuditPage(_Newest):
+    """Entries of the audit, the newest first."""
+
+    items: list[AuditOut]
+
+
+class _Page(_Out):
     """Rows, in the document's order."""
 
-    items: list[_Item]
     total: int = Field(description="How many there are on all pages.")
     next: int | None = Field(description="`offset` for the next page; null: this is the last.")
 
@@ -167,6 +175,12 @@ class TierOut(_Out):
 
     name: str = Field(examples=["pro"])
     limits: list[LimitData] = Field(examples=[["1000/minute burst 200"]])
+
+
+class TierPage(_Page):
+    """Tiers, in the document's order."""
+
+    items: list[TierOut]
 
 
 class TierIn(_In):
@@ -183,11 +197,29 @@ class AssignmentOut(_Out):
     tier: str = Field(examples=["pro"])
 
 
+class AssignmentPage(_Page):
+    """Assignments, in the document's order."""
+
+    items: list[AssignmentOut]
+
+
 class AssignmentIn(_In):
     """The tier of a subject."""
 
     tier: str = Field(examples=["pro"], min_length=1, max_length=128)
     reason: Reason
+
+
+class OverridePage(_Page):
+    """Overrides, in the document's order: the first that fits counts."""
+
+    items: list[OverrideData]
+
+
+class EntryPage(_Page):
+    """The entries of a list."""
+
+    items: list[str]
 
 
 class EntryIn(_In):

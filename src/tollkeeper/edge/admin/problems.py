@@ -15,7 +15,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from starlette import exceptions as starlette
 from starlette.responses import Response
-from starlette.routing import Match
+from starlette.routing import BaseRoute, Route
 
 from tollkeeper.control.edits import Missing
 from tollkeeper.edge import problems
@@ -52,6 +52,14 @@ class Refusal(HTTPException):
         # FastAPI lets its own kind of error pass where it reads a body, and hides all others.
         super().__init__(status, detail, dict(headers or {}))
         self.code = code
+
+
+class NotModified(Exception):
+    """There is nothing newer than what the one who asks has: no problem, but an end."""
+
+    def __init__(self, etag: str) -> None:
+        self.etag = etag
+        super().__init__(etag)
 
 
 def refusal_of(refused: Refused) -> Refusal:
@@ -127,12 +135,19 @@ def of_error(error: TollkeeperError, *, conditional: bool) -> Response:
 _CONDITIONS: Final = ("if-match", "if-none-match")
 
 
-def install(app: FastAPI) -> None:
-    """Have an application answer all that is raised in it with problems."""
+def install(app: FastAPI, prefix: str, routes: Sequence[BaseRoute]) -> None:
+    """Have an application answer all that is raised in it with problems.
+
+    `routes` are those under `prefix`, so that who asks with another method is told which there are.
+    """
 
     async def on_refusal(_: Request, error: Exception) -> Response:
         assert isinstance(error, Refusal)  # noqa: S101 - what it is installed for
         return problem(error.status_code, error.code, str(error.detail), error.headers)
+
+    async def on_known(_: Request, error: Exception) -> Response:
+        assert isinstance(error, NotModified)  # noqa: S101 - what it is installed for
+        return Response(None, 304, {"ETag": error.etag, "Vary": "Accept"})
 
     async def on_ours(request: Request, error: Exception) -> Response:
         assert isinstance(error, TollkeeperError)  # noqa: S101 - what it is installed for
@@ -145,7 +160,7 @@ def install(app: FastAPI) -> None:
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, starlette.HTTPException)  # noqa: S101 - same
-        return _of_http(request, error)
+        return _of_http(error, _methods(request.url.path.removeprefix(prefix), routes))
 
     async def on_defect(request: Request, _: Exception) -> Response:
         # The server logs the traceback: it is raised again after this.
@@ -153,6 +168,7 @@ def install(app: FastAPI) -> None:
         return problem(500, "INTERNAL", "a defect of the service; its log says more")
 
     app.add_exception_handler(Refusal, on_refusal)
+    app.add_exception_handler(NotModified, on_known)
     app.add_exception_handler(TollkeeperError, on_ours)
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(starlette.HTTPException, on_http)
@@ -174,22 +190,22 @@ def _where(place: Sequence[str | int]) -> str:
     return ".".join(str(part)[:100] for part in place)
 
 
-def _of_http(request: Request, error: starlette.HTTPException) -> Response:
+def _of_http(error: starlette.HTTPException, methods: Sequence[str]) -> Response:
     known = {
         404: ("NOT_FOUND", "there is no such resource; /docs lists what there is"),
         405: ("METHOD_NOT_ALLOWED", "the resource is there, but not this method; see Allow"),
     }
     code, detail = known.get(error.status_code, ("INVALID_REQUEST", str(error.detail)))
     headers = dict(error.headers or {})
-    if error.status_code == 405:
-        headers["Allow"] = ", ".join(_methods(request))
+    if error.status_code == 405 and methods:
+        headers["Allow"] = ", ".join(methods)
     return problem(error.status_code, code, detail, headers)
 
 
-def _methods(request: Request) -> list[str]:
-    """The methods of a path. Starlette tells those of the first route alone."""
+def _methods(path: str, routes: Sequence[BaseRoute]) -> list[str]:
+    """The methods of a path. Starlette tells those of the first route that has it, alone."""
     found: set[str] = set()
-    for route in request.app.routes:
-        if route.matches(request.scope)[0] is not Match.NONE:
-            found |= getattr(route, "methods", None) or set()
+    for route in routes:
+        if isinstance(route, Route) and route.path_regex.match(path):
+            found |= route.methods or set()
     return sorted(found)

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Header, Path, Query, Request, Response
 
 from tollkeeper.control import edits
 from tollkeeper.control.diffs import unified_diff
-from tollkeeper.edge.admin.answering import made, not_modified, versioned, written
+from tollkeeper.edge.admin.answering import made, versioned, written
 from tollkeeper.edge.admin.answering import refusals as refusals_of
 from tollkeeper.edge.admin.asking import (
     ANY_CONTENT,
@@ -20,7 +20,8 @@ from tollkeeper.edge.admin.asking import (
     AskedOf,
     IfNoneMatch,
     PlaneOf,
-    is_known,
+    newer,
+    refuse_known,
     text_of,
     wants_yaml,
 )
@@ -33,7 +34,7 @@ from tollkeeper.edge.admin.models import (
     ValidationOut,
     VersionOut,
 )
-from tollkeeper.edge.admin.plane import InForce
+from tollkeeper.edge.admin.plane import InForce, etag_of
 from tollkeeper.edge.admin.problems import LISTED_MAX, finding_data, problem_data
 from tollkeeper.errors import ConfigError, show
 from tollkeeper.match.document import DocumentError, from_data, read
@@ -80,12 +81,8 @@ async def get_rules(
 ) -> Response:
     """The newest rules: JSON, or YAML where `Accept` asks for it."""
     if if_none_match is not None and (number := await plane.number()) is not None:
-        etag = f'"v{number}"'
-        if is_known(etag, if_none_match):
-            return not_modified(etag)
-    found = await plane.in_force()
-    if is_known(found.etag, if_none_match):
-        return not_modified(found.etag)
+        refuse_known(etag_of(number), if_none_match)  # without reading a document of megabytes
+    found = newer(await plane.in_force(), if_none_match)
     headers = {"ETag": found.etag, "Vary": "Accept"}
     if wants_yaml(accept):
         return Response(await asyncio.to_thread(found.yaml), 200, headers, YAML)
@@ -165,9 +162,7 @@ async def get_rule(
     if_none_match: IfNoneMatch = None,
 ) -> Any:
     """One rule of the newest rules."""
-    found = await plane.in_force()
-    if is_known(found.etag, if_none_match):
-        return not_modified(found.etag)
+    found = newer(await plane.in_force(), if_none_match)
     rule = _find(found.document, id)
     response.headers["ETag"] = found.etag
     return to_data(Document(rules=(rule,)))["rules"][0]

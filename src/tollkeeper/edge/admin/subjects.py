@@ -16,20 +16,22 @@ from tollkeeper.edge.admin.answering import (
     Offset,
     Rows,
     made,
-    not_modified,
     page_of,
     versioned,
     written,
 )
-from tollkeeper.edge.admin.asking import AdminRoute, AskedOf, IfNoneMatch, PlaneOf, is_known
+from tollkeeper.edge.admin.asking import AdminRoute, AskedOf, IfNoneMatch, PlaneOf, newer
 from tollkeeper.edge.admin.models import (
     AssignmentIn,
     AssignmentOut,
+    AssignmentPage,
     EntryIn,
+    EntryPage,
     OverrideData,
-    Page,
+    OverridePage,
     TierIn,
     TierOut,
+    TierPage,
     VersionOut,
 )
 from tollkeeper.edge.admin.rules import placed
@@ -66,14 +68,14 @@ async def list_tiers(
     limit: Rows = ROWS,
     offset: Offset = 0,
     if_none_match: IfNoneMatch = None,
-) -> Page[TierOut]:
+) -> TierPage:
     """The tiers of the newest rules, in their order."""
-    found = await plane.in_force()
-    if is_known(found.etag, if_none_match):
-        return not_modified(found.etag)  # type: ignore[return-value]  # a response goes as it is
+    found = newer(await plane.in_force(), if_none_match)
     response.headers["ETag"] = found.etag
-    rows = [_tier(name, limits) for name, limits in found.document.tiers.items()]
-    return page_of(response, "/tiers", rows, limit, offset)
+    rows = list(found.document.tiers.items())
+    page = page_of(response, "/tiers", rows, limit, offset)
+    items = [_tier(name, limits) for name, limits in page.items]
+    return TierPage(items=items, total=page.total, next=page.next)
 
 
 def _tier(name: str, limits: Limits) -> TierOut:
@@ -91,9 +93,7 @@ async def get_tier(
     name: TierName, response: Response, plane: PlaneOf, if_none_match: IfNoneMatch = None
 ) -> TierOut:
     """The limits of one tier."""
-    found = await plane.in_force()
-    if is_known(found.etag, if_none_match):
-        return not_modified(found.etag)  # type: ignore[return-value]  # same
+    found = newer(await plane.in_force(), if_none_match)
     if name not in found.document.tiers:
         raise edits.Missing(f"there is no tier {show(name)} in the rules in force")
     response.headers["ETag"] = found.etag
@@ -157,16 +157,14 @@ async def list_assignments(
     limit: Rows = ROWS,
     offset: Offset = 0,
     if_none_match: IfNoneMatch = None,
-) -> Page[AssignmentOut]:
+) -> AssignmentPage:
     """The subjects that were put in tiers, in the order they were."""
-    found = await plane.in_force()
-    if is_known(found.etag, if_none_match):
-        return not_modified(found.etag)  # type: ignore[return-value]  # same
+    found = newer(await plane.in_force(), if_none_match)
     response.headers["ETag"] = found.etag
     rows = [pair for pair in found.document.assign.items() if tier in {None, pair[1]}]
     page = page_of(response, "/assignments", rows, limit, offset, tier=tier)
     items = [AssignmentOut(subject=subject, tier=name) for subject, name in page.items]
-    return Page(items=items, total=page.total, next=page.next)
+    return AssignmentPage(items=items, total=page.total, next=page.next)
 
 
 @router.get(
@@ -180,9 +178,7 @@ async def get_assignment(
     subject: Subject, response: Response, plane: PlaneOf, if_none_match: IfNoneMatch = None
 ) -> AssignmentOut:
     """The tier that a subject was put in."""
-    found = await plane.in_force()
-    if is_known(found.etag, if_none_match):
-        return not_modified(found.etag)  # type: ignore[return-value]  # same
+    found = newer(await plane.in_force(), if_none_match)
     tier = found.document.assign.get(subject)
     if tier is None:
         raise edits.Missing(f"{show(subject)} is assigned to no tier")
@@ -246,15 +242,13 @@ async def list_overrides(
     limit: Rows = ROWS,
     offset: Offset = 0,
     if_none_match: IfNoneMatch = None,
-) -> Page[OverrideData]:
+) -> OverridePage:
     """The overrides of the newest rules, those that have ended too. The first that fits counts."""
-    found = await plane.in_force()
-    if is_known(found.etag, if_none_match):
-        return not_modified(found.etag)  # type: ignore[return-value]  # same
+    found = newer(await plane.in_force(), if_none_match)
     response.headers["ETag"] = found.etag
     page = page_of(response, "/overrides", found.document.overrides, limit, offset)
     items = to_data(Document(overrides=tuple(page.items))).get("overrides", [])
-    return Page(items=items, total=page.total, next=page.next)
+    return OverridePage(items=items, total=page.total, next=page.next)
 
 
 @router.post(
@@ -342,14 +336,13 @@ async def get_list(
     limit: Rows = ROWS,
     offset: Offset = 0,
     if_none_match: IfNoneMatch = None,
-) -> Page[str]:
+) -> EntryPage:
     """Who is never limited (`allow`), or always denied (`deny`, which goes first)."""
-    found = await plane.in_force()
-    if is_known(found.etag, if_none_match):
-        return not_modified(found.etag)  # type: ignore[return-value]  # same
+    found = newer(await plane.in_force(), if_none_match)
     response.headers["ETag"] = found.etag
     entries: tuple[str, ...] = getattr(found.document, list_name)
-    return page_of(response, f"/lists/{list_name}", entries, limit, offset)
+    page = page_of(response, f"/lists/{list_name}", entries, limit, offset)
+    return EntryPage(items=page.items, total=page.total, next=page.next)
 
 
 @router.post(

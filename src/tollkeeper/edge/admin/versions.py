@@ -24,9 +24,10 @@ from tollkeeper.edge.admin.asking import AdminRoute, AskedOf, PlaneOf
 from tollkeeper.edge.admin.models import (
     NUMBER_MAX,
     AuditOut,
+    AuditPage,
     DiffOut,
-    Newest,
     VersionOut,
+    VersionPage,
     VersionTextOut,
 )
 
@@ -46,7 +47,7 @@ Number = Annotated[int, Path(description="The version's number.", ge=1, le=NUMBE
 )
 async def list_versions(
     response: Response, plane: PlaneOf, limit: Rows = ROWS, before: Before = None
-) -> Newest[VersionOut]:
+) -> VersionPage:
     """Versions without their texts, the newest first."""
     repository = await plane.repository()
     # One more than is shown tells whether there is a next page.
@@ -55,7 +56,7 @@ async def list_versions(
     following = items[-1].number if len(found) > limit else None
     if following is not None:
         link_next(response, "/versions", limit=limit, before=following)
-    return Newest(items=items, next=following)
+    return VersionPage(items=items, next=following)
 
 
 @router.get(
@@ -121,7 +122,7 @@ async def rollback(
 )
 async def list_audit(
     response: Response, plane: PlaneOf, limit: Rows = ROWS, before: Before = None
-) -> Newest[AuditOut]:
+) -> AuditPage:
     """One entry for each version, the newest first."""
     repository = await plane.repository()
     found = await repository.audit(limit + 1, before)
@@ -140,4 +141,4 @@ async def list_audit(
     following = items[-1].version if len(found) > limit else None
     if following is not None:
         link_next(response, "/audit", limit=limit, before=following)
-    return Newest(items=items, next=following)
+    return AuditPage(items=items, next=following)

@@ -12,13 +12,12 @@ from typing import Any, Final
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from tollkeeper.edge.admin.models import RULES, ProblemOut
 from tollkeeper.edge.service import openapi_checks
 from tollkeeper.match.document import schema
 
 Json = dict[str, Any]
 
-# Marks, in a schema, what the rule document's schema calls by this name.
-RULES: Final = "x-rules"
 # What is said of an operation for our own use and not for the reader.
 _INTERNAL: Final = frozenset({"x-any-content"})
 ADMIN: Final = "/v1/admin"
@@ -59,6 +58,7 @@ def document(app: FastAPI) -> Json:
     components: Json = admin.setdefault("components", {})
     components["schemas"] = {
         **components.get("schemas", {}),
+        **problem_schemas(),
         **rule_schemas(),
         **openapi_checks.SCHEMAS,
     }
@@ -81,6 +81,13 @@ def _finish(method: str, operation: Json) -> None:
     operation.setdefault("x-role", "read" if method == "get" else "admin")
     for name in _INTERNAL:
         operation.pop(name, None)
+
+
+def problem_schemas() -> Json:
+    """Of every refusal: no operation returns one, so FastAPI does not know of them."""
+    problem = ProblemOut.model_json_schema(ref_template="#/components/schemas/{model}")
+    parts: Json = problem.pop("$defs")
+    return {**parts, "Problem": problem}
 
 
 def rule_schemas() -> Json:

@@ -149,24 +149,6 @@ SCHEMAS: Final[Json] = {
         },
         ("kind", "rules"),
     ),
-    "Problem": _object(
-        {
-            "type": {"type": "string"},
-            "title": {"type": "string"},
-            "status": {"type": "integer"},
-            "detail": {"type": "string", "description": "What to do about it."},
-            "error": _object(
-                {
-                    "code": {"type": "string", "examples": ["RATE_LIMIT_EXCEEDED"]},
-                    "message": {"type": "string"},
-                    "details": {"type": "object"},
-                },
-                ("code", "message"),
-            ),
-        },
-        ("type", "title", "status", "detail", "error"),
-        description="A refusal, as RFC 9457 has it.",
-    ),
 }
 
 _MEANING: Final[dict[int, str]] = {
