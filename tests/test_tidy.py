@@ -39,6 +39,7 @@ TESTED_IN = {
     "control/schema.py": "integration/test_repository_schema.py",
     "control/tables.py": "integration/test_repository_schema.py",
     "control/versions.py": "integration/test_repository.py",
+    "edge/passage.py": "edge/test_asgi.py",
     "override.py": "testing/test_switches.py",
     "path.py": "test_limiter.py",
     "ruled_async.py": "integration/test_ruled_failing.py",

@@ -61,6 +61,11 @@ class Charge:
         """Make the request cost nothing."""
         self._wanted = 0
 
+    @property
+    def changed(self) -> bool:
+        """Whether the application wants another cost than is charged."""
+        return self._wanted != self._charged
+
     def take(self, counts: bool = True) -> tuple[int, int] | None:
         """What is charged and what is to be, if that differs; from then on the latter is.
 

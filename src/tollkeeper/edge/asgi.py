@@ -1,0 +1,92 @@
+"""Rate limits for any ASGI application, as a middleware.
+
+    app.add_middleware(RateLimit, limits="100/minute")        # Starlette, FastAPI
+    app = RateLimit(app, limits="100/minute")                 # everything else
+
+A request is charged before the application runs. One that is denied is answered here with a 429
+and problem JSON; a WebSocket gets the same where the server can send it, and else is closed with
+code 1008 before it is accepted. All others pass, and their responses get headers as they start.
+Nothing else is touched: bodies, streams, trailers and files go through as they are.
+
+`passage.py` is what happens to one request; this is the frame around it. There is no thread, and
+no task for a request.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Unpack
+
+from tollkeeper.arguments import Limits
+from tollkeeper.edge.guard import AsyncGuard, Options, Terms
+from tollkeeper.edge.passage import (
+    CHARGE,
+    PASSAGE,
+    Message,
+    Passage,
+    Receive,
+    Scope,
+    Send,
+    is_turned_away,
+)
+from tollkeeper.edge.templates import RoutedCall
+
+__all__ = ["CHARGE", "RateLimit"]
+
+_OVER: Final = frozenset({"lifespan.shutdown.complete", "lifespan.shutdown.failed"})
+
+
+class RateLimit:
+    """An ASGI application whose requests are limited.
+
+    `app`, then what `Terms` says, by name: `limits`, `rules` or `limiter`, and how. The request's
+    Charge is at `scope["tollkeeper.charge"]`. Headers about limits that the application sends by
+    itself win over these.
+
+    What was opened here is closed when the application has shut down (ASGI's lifespan).
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        limits: Limits | None = None,
+        *,
+        guard: AsyncGuard | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        """`guard` is one that is already made, instead of limits and options."""
+        self.app = app
+        self.guard = guard or AsyncGuard(Terms(limits=limits, **options).demand("RateLimit"))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection, as ASGI says."""
+        kind = scope["type"]
+        if kind not in {"http", "websocket"}:
+            await self.app(scope, receive, self._closing(send) if kind == "lifespan" else send)
+            return
+        call = RoutedCall(scope, self.app)
+        outer = scope.get(PASSAGE)
+        if outer is not None:
+            # Another of these is around this one: it has the headers and the answers.
+            await outer.charge(self.guard, call)
+            await self.app(scope, receive, send)
+            return
+        passage = scope[PASSAGE] = Passage(self.guard, scope, send)
+        try:
+            await passage.charge(self.guard, call)
+            await self.app(scope, receive, passage.send)
+        except GeneratorExit:
+            raise  # the event loop is gone, and nothing can be awaited any more
+        except BaseException as error:
+            if not is_turned_away(error):
+                await passage.fail(error)
+                raise
+        await passage.finish(receive)
+
+    def _closing(self, send: Send) -> Send:
+        async def close_and_send(message: Message) -> None:
+            # Before it is told: a server may end the process at once.
+            if message["type"] in _OVER:
+                await self.guard.close()
+            await send(message)
+
+        return close_and_send

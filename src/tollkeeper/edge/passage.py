@@ -1,0 +1,251 @@
+"""One request on its way through an ASGI application: its charges, and what its response is told.
+
+The middleware makes a passage and puts it in the scope. Whoever limits the request further in,
+another middleware or a route's dependency, adds a charge to it, so that a response has the headers
+of all limits in one piece and a request that one of them denies costs nothing in the others.
+
+**A refusal further in** is marked on the passage and raised as TurnedAway. What the frameworks in
+between make of that exception is not sent: the middleware answers, once it is back in control.
+
+**Settling.** What a request cost is applied before the last piece of its response is sent, so that
+a client that has seen the end of a response finds it settled, whichever worker it asks next. What
+is said later (a background task, a failure) is applied when the application has returned.
+
+Bodies are not looked at: a message passes as it came, and `send` has no task or buffer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Final, NoReturn
+
+from tollkeeper.edge.answers import Answer, raw_headers_of
+from tollkeeper.edge.calls import Call
+from tollkeeper.edge.charges import Charge, joined
+from tollkeeper.edge.guard import AsyncGuard, Refused
+from tollkeeper.errors import ConfigError, TollkeeperError, show
+from tollkeeper.ruling import Ruling
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+# Where the scope has the two: the charge is for applications, the passage for what limits further.
+CHARGE: Final = "tollkeeper.charge"
+PASSAGE: Final = "tollkeeper.passage"
+
+_STARTS: Final = frozenset(
+    {"http.response.start", "websocket.http.response.start", "websocket.accept"}
+)
+_ENDS: Final = frozenset({"http.response.body", "http.response.pathsend"})
+_DENIAL: Final = "websocket.http.response"
+_POLICY_VIOLATION: Final = 1008  # RFC 6455, 7.4.1
+
+_RETRY_AFTER: Final = b"retry-after"
+# Who sends one of these speaks of limits of its own.
+_OURS: Final = frozenset(
+    {
+        b"ratelimit",
+        b"ratelimit-limit",
+        b"ratelimit-policy",
+        b"ratelimit-remaining",
+        b"ratelimit-reset",
+        b"x-ratelimit-limit",
+        b"x-ratelimit-policy",
+        b"x-ratelimit-remaining",
+        b"x-ratelimit-reset",
+    }
+)
+
+
+class TurnedAway(TollkeeperError):
+    """Unwinds an application whose request was refused further in; the middleware answers."""
+
+
+def is_turned_away(error: BaseException) -> bool:
+    """Whether an error is our own, or task groups have wrapped it, and no other is among them."""
+    if isinstance(error, BaseExceptionGroup):
+        return error.split(TurnedAway)[1] is None
+    return isinstance(error, TurnedAway)
+
+
+class Passage:
+    """The way of one request, from the middleware that made it to the end of its response."""
+
+    __slots__ = ("_answer", "_charges", "_scope", "_send", "_turned", "guard", "status")
+
+    def __init__(self, guard: AsyncGuard, scope: Scope, send: Send) -> None:
+        self.guard = guard
+        self._scope = scope
+        self._send = send
+        self._charges: list[tuple[AsyncGuard, Charge]] = []
+        self._turned: tuple[AsyncGuard, Call] | None = None
+        self._answer: Answer | None = None
+        self.status: int | None = None
+
+    async def charge(self, guard: AsyncGuard, call: Call) -> Charge:
+        """Charge the request by another guard's limits. Raises TurnedAway where they refuse."""
+        try:
+            charge = await guard.enter(call)
+        except Refused as refused:
+            self._answer = refused.answer
+            self._turn_away(guard, call)
+        self._charges.append((guard, charge))
+        if not charge.ruling.decision.allowed:
+            self._turn_away(guard, call)
+        self._scope[CHARGE] = charge
+        return charge
+
+    def name_for(self, route: str) -> str:
+        """What a route's further limits are kept under: each that a request meets by itself.
+
+        A route may have several: of the application, of its router, its own. They come in the
+        same order each time.
+        """
+        taken = {guard.terms.name for guard, _ in self._charges}
+        name, number = route, 1
+        while name in taken:
+            number += 1
+            name = f"{route} #{number}"
+        return name
+
+    def _turn_away(self, guard: AsyncGuard, call: Call) -> NoReturn:
+        self._turned = guard, call
+        for _, charge in self._charges:
+            charge.refund()  # what one limit denies costs nothing in the others
+        raise TurnedAway("the request was refused")
+
+    # ── The response ───────────────────────────────────────────────────────────────────────────
+
+    def send(self, message: Message) -> Awaitable[None]:
+        """Send a message, with our headers where a response starts. Not async: one frame less."""
+        kind = message["type"]
+        if self._turned is not None:
+            return _nothing()
+        if kind in _STARTS:
+            self.status = message.get("status", 101)
+            return self._send(self._with_headers(message))
+        if kind in _ENDS and not message.get("more_body") and self._unsettled():
+            return self._settle_and_send(message)
+        if kind == "websocket.close" and self.status is None:
+            self.status = 403  # what a server answers to a handshake that is not accepted
+        return self._send(message)
+
+    def _with_headers(self, message: Message) -> Message:
+        """The message with our headers. The application's is left as it is: it may use it again."""
+        ours = raw_headers_of(self.ruling, self.guard.clock.now_ns(), self.guard.style)
+        if not ours:
+            return message
+        headers = [(name, value) for name, value in message.get("headers") or ()]
+        for name, _ in headers:
+            known = name.lower()
+            if known in _OURS:
+                return message
+            if known == _RETRY_AFTER:
+                ours = [each for each in ours if each[0] != _RETRY_AFTER]
+        headers += ours
+        return {**message, "headers": headers}
+
+    @property
+    def ruling(self) -> Ruling:
+        """What was decided on the request in all."""
+        charges = self._charges
+        if len(charges) == 1:
+            return charges[0][1].ruling
+        return joined([charge.ruling for _, charge in charges])
+
+    # ── Afterwards ─────────────────────────────────────────────────────────────────────────────
+
+    def _unsettled(self) -> bool:
+        for guard, charge in self._charges:
+            if charge.changed or guard.terms.count is not None:
+                return True
+        return False
+
+    async def _settle_and_send(self, message: Message) -> None:
+        await self._settle(self.status)
+        await self._send(message)
+
+    async def _settle(self, status: int | None) -> None:
+        for guard, charge in self._charges:
+            await guard.leave(charge, status)
+
+    async def finish(self, receive: Receive) -> None:
+        """Apply what was said after the response had gone out, or refuse the request."""
+        if self._turned is not None:
+            await self._refuse(*self._turned, receive)
+        elif self._unsettled():
+            await self._settle(self.status)
+
+    async def fail(self, error: BaseException) -> None:
+        """Settle a request whose handler raised, or whose task is being cancelled."""
+        # Cancelled before there was an outcome: it counts, or guessers would just hang up.
+        status = 500 if isinstance(error, Exception) else self.status
+        if self._unsettled():
+            # Shielded: a task that is cancelled may be so again at its next step.
+            await asyncio.shield(self._settle(status))
+
+    # ── A refusal ──────────────────────────────────────────────────────────────────────────────
+
+    async def _refuse(self, guard: AsyncGuard, call: Call, receive: Receive) -> None:
+        """Give back what was charged, and answer a request that was turned away."""
+        await self._settle(None)
+        self._turned = None  # from here on it is us who send
+        if self.status is not None and self._scope["type"] == "http":
+            raise TurnedAway("a request was limited when its response had started; limit it before")
+        answer = self._answer
+        if answer is None:
+            ruling = self.ruling
+            response = await guard.response(call, ruling)
+            answer = guard.refusal(ruling) if response is None else _answer_of(response)
+            if answer is None:
+                await self._respond(response, receive)
+                return
+        await self._send_answer(answer)
+
+    async def _respond(self, response: Any, receive: Receive) -> None:
+        """Send the application's own response, if it can still be sent."""
+        if self._scope["type"] == "http" or self._may_answer_websocket():
+            await response(self._scope, receive, self.send)
+        else:
+            await self._close_websocket()
+
+    async def _send_answer(self, answer: Answer) -> None:
+        if self._scope["type"] == "http":
+            prefix = "http.response"
+        elif self._may_answer_websocket():
+            prefix = _DENIAL
+        else:
+            await self._close_websocket()
+            return
+        headers = [(name.lower().encode(), value.encode()) for name, value in answer.headers]
+        headers.append((b"content-length", b"%d" % len(answer.body)))
+        body = b"" if self._scope.get("method") == "HEAD" else answer.body
+        await self._send({"type": f"{prefix}.start", "status": answer.status, "headers": headers})
+        await self._send({"type": f"{prefix}.body", "body": body})
+
+    def _may_answer_websocket(self) -> bool:
+        return self.status is None and _DENIAL in (self._scope.get("extensions") or ())
+
+    async def _close_websocket(self) -> None:
+        await self._send(
+            {"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": "limit exceeded"}
+        )
+
+
+def _answer_of(response: Any) -> Answer | None:
+    """A response that we send ourselves; None for one that sends itself."""
+    if isinstance(response, Answer):
+        return response
+    if callable(response):
+        return None
+    raise ConfigError(
+        f"on_limit returned {show(response)}; return a response of the framework's, "
+        f"such as JSONResponse(…, status_code=429), an Answer, or None"
+    )
+
+
+async def _nothing() -> None:
+    """A message of a request that was turned away: the middleware answers it."""

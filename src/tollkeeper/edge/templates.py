@@ -1,0 +1,92 @@
+"""The template of the route that will serve a request: /users/{id}, before anybody has routed it.
+
+A middleware runs before the router, and knows /users/1 and /users/2 but not that both are one
+endpoint: whoever writes another number would slip past a limit on it. Starlette and FastAPI can be
+asked which of their routes a scope matches, so this asks them in the order in which they would
+serve: the first full match, or else the first that matches but for the method. What is mounted is
+asked likewise. Nothing is remembered: routes may be added at any time, and paths are without end.
+
+Where nobody knows (no route matches, or what is mounted has no routes) there is no template, and
+the path itself is the endpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any, Final
+
+from tollkeeper.edge.calls import AsgiCall
+
+# The values of Starlette's Match; by number, because it need not be installed.
+_NONE: Final = 0
+_FULL: Final = 2
+# Of mounts in one another; more is a loop.
+_DEPTH_MAX: Final = 32
+
+
+class RoutedCall(AsgiCall):
+    """A request as an ASGI scope, which finds its route's template before it is routed."""
+
+    __slots__ = ("_app",)
+
+    def __init__(self, scope: MutableMapping[str, Any], app: Any = None) -> None:
+        """`app` is asked for the routes where the scope does not name the application."""
+        self.scope = scope
+        self._native = None
+        self._app = app
+
+    @property
+    def route(self) -> str | None:
+        """The template, from the framework if it has routed, or by asking its routes."""
+        found = AsgiCall.route.fget(self)  # type: ignore[attr-defined]  # a property has one
+        if found is not None:
+            return str(found)
+        routes = getattr(self.scope.get("app", self._app), "routes", None)
+        return template_of(routes, self.scope) if isinstance(routes, list) else None
+
+
+def template_of(routes: Iterable[Any], scope: Mapping[str, Any]) -> str | None:
+    """The template of the route among `routes` that would serve `scope`. Never raises."""
+    try:
+        found = _served(routes, scope, _DEPTH_MAX)
+    except Exception:  # a route may be anything; then the path is the endpoint
+        return None
+    return None if found is None else _mounted_at(scope) + found
+
+
+def _served(routes: Iterable[Any], scope: Mapping[str, Any], depth: int) -> str | None:
+    partial: tuple[Any, Mapping[str, Any]] | None = None
+    for route in _flat(routes, depth):
+        match, child = route.matches(scope)
+        if match.value == _FULL:
+            return _path(route, {**scope, **child}, depth)
+        if match.value != _NONE and partial is None:
+            partial = route, child
+    return None if partial is None else _path(partial[0], {**scope, **partial[1]}, depth)
+
+
+def _flat(routes: Iterable[Any], depth: int) -> Iterable[Any]:
+    """The routes themselves: FastAPI keeps those of an included router behind one of its own."""
+    for route in routes:
+        included = getattr(route, "effective_candidates", None)
+        if included is None:
+            # A route that was included from plain Starlette is kept beside its whole path.
+            yield getattr(route, "starlette_route", None) or route
+        elif depth:
+            yield from _flat(included(), depth - 1)
+
+
+def _path(route: Any, scope: Mapping[str, Any], depth: int) -> str | None:
+    path = getattr(route, "path", "")  # a host has none
+    if not hasattr(route, "routes"):
+        return path if isinstance(path, str) and path else None
+    inner = _served(route.routes, scope, depth - 1) if depth else None
+    return None if inner is None else f"{path}{inner}"
+
+
+def _mounted_at(scope: Mapping[str, Any]) -> str:
+    """Where the application that asks is mounted itself, if it is."""
+    root, before = scope.get("root_path"), scope.get("app_root_path")
+    if isinstance(root, str) and isinstance(before, str):
+        return root.removeprefix(before)
+    return ""
