@@ -28,7 +28,7 @@ from itertools import islice
 from socket import AF_INET, AF_INET6, inet_ntop
 from typing import Final, Literal, get_args
 
-from tollkeeper.edge.calls import Call
+from tollkeeper.edge.calls import Call, clean_value
 from tollkeeper.errors import ConfigError, show
 from tollkeeper.match.networks import Address, Network, address_of, compile_network
 
@@ -103,7 +103,7 @@ class ClientAddresses:
     def _learn(self, peer: str) -> tuple[Address | None, str]:
         address = address_of(peer)
         # What is no address is what a test or a server calls the other end: itself.
-        text = peer if address is None else self._text(address)
+        text = clean_value(peer) or peer if address is None else self._text(address)
         trusted = address if address is not None and self._trusts(address) else None
         if len(self._peers) >= PEERS_MAX:
             self._peers.clear()

@@ -5,6 +5,10 @@ when it is asked for, and most requests ask for one or two. What is looked at is
 anybody can send anything: the first 64 KiB of a query or of the cookies, and 1,000 fields of it.
 Nothing that a client sends makes a Call raise.
 
+A value becomes part of a key, so `clean_value` gives any text a form that a key may have: what is
+too long or cannot be printed is replaced by a digest of it, marked with a `#`. So is what begins
+with that mark already, or a client could send somebody else's digest and be taken for him.
+
 A path stays percent-encoded. In a decoded one, a `?` may be part of a segment, and would be taken
 for the start of the query by whoever reads it next (see `match/paths.py`).
 """
@@ -12,12 +16,16 @@ for the start of the query by whoever reads it next (see `match/paths.py`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
+from hashlib import blake2b
 from typing import Any, Final, Protocol
 from urllib.parse import quote_from_bytes, unquote_plus
 
 # Of a query or of the cookies.
 CHARACTERS_MAX: Final = 65_536
 FIELDS_MAX: Final = 1_000
+# Beyond, a value is replaced by its digest; a key may have twice as much in all.
+VALUE_LENGTH_MAX: Final = 256
+DIGEST_MARK: Final = "#"
 
 # What may stand in a path as it is (RFC 3986, pchar and the slash).
 _SAFE_IN_PATH: Final = "/:@!$&'()*+,;=~"
@@ -283,3 +291,23 @@ def cookie_of(text: str, name: str) -> str | None:
 
 def _fields(text: str, between: str) -> Iterator[str]:
     yield from text[:CHARACTERS_MAX].split(between, FIELDS_MAX)[:FIELDS_MAX]
+
+
+def clean_value(text: str) -> str | None:
+    """A value that may be part of a key; None for one that is empty.
+
+    >>> clean_value(" sk_1 "), clean_value(" "), clean_value("a\\x1fb")
+    ('sk_1', None, '#065ab5741cdfad44687cf119c1eb4ec9')
+    """
+    text = text.strip()
+    if not text:
+        return None
+    if len(text) <= VALUE_LENGTH_MAX and text.isprintable() and text[0] != DIGEST_MARK:
+        return text
+    return digest_of(text)
+
+
+def digest_of(text: str) -> str:
+    """What stands for a secret, or for what no key may hold: always the same 33 characters."""
+    raw = text.encode("utf-8", "surrogatepass")
+    return DIGEST_MARK + blake2b(raw, digest_size=16).hexdigest()
