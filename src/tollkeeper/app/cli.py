@@ -16,6 +16,9 @@ from tollkeeper._version import __version__
 from tollkeeper.app.doctor import Report, examine
 from tollkeeper.app.remote import COMMANDS, RemoteCommand
 from tollkeeper.app.rules import app as rules
+from tollkeeper.app.rules_options import Command
+from tollkeeper.app.serve import serve
+from tollkeeper.app.tokens import app as tokens
 
 app: Final = typer.Typer(
     help="Rate limits that are never exceeded, at the speed of local memory.",
@@ -26,6 +29,8 @@ app: Final = typer.Typer(
 )
 
 app.add_typer(rules, name="rules")
+app.add_typer(tokens, name="token")
+app.command(cls=Command)(serve)
 for command in COMMANDS:
     app.command(cls=RemoteCommand)(command)
 

@@ -1,0 +1,123 @@
+"""The service's log: one line an event, for machines or for people, and never a secret.
+
+    {"ts": "2026-11-15T13:40:53.120Z", "level": "info", "event": "started", "node": "eu-1",
+     "worker": 4711, "message": "…", …}
+
+Whatever logs through Python's `logging` comes out like this: ours, the server's, the libraries'.
+Ours name the event and its fields: `log.info("…", extra=event("started", rules="3"))`. Tokens and
+the passwords in URLs are taken out of everything at the end, whoever put them in.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from datetime import UTC, datetime
+from typing import Any, Final, Literal
+
+LINE_LENGTH_MAX: Final = 8_192
+
+_TOKEN: Final = re.compile(r"tk_[A-Za-z0-9_-]{16,}")
+_BEARER: Final = re.compile(r"(?i)(bearer|basic)\s+[A-Za-z0-9._~+/=-]+")
+_PASSWORD: Final = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*://)[^/\s@]*@", re.IGNORECASE)
+_ACCESS: Final = "granian.access"
+# What of a request is told: neither its query nor its headers, where keys are.
+_ACCESS_FIELDS: Final = ("addr", "method", "path", "protocol", "status")
+_ACCESS_FORMAT: Final = "%(addr)s %(method)s %(path)s %(status)d %(dt_ms).3f ms"
+
+
+def event(name: str, **fields: Any) -> dict[str, Any]:
+    """The `extra` of a log call: what happened, and what is to be known of it."""
+    return {"event": name, "fields": fields}
+
+
+def without_secrets(text: str) -> str:
+    """The text, with tokens and the passwords in URLs taken out.
+
+    >>> without_secrets("redis://app:s3cret@db/0 for tk_0123456789abcdefghij")
+    'redis://…@db/0 for tk_…'
+    """
+    text = _TOKEN.sub("tk_…", text)
+    text = _BEARER.sub(r"\1 …", text)
+    return _PASSWORD.sub(r"\g<scheme>…@", text)
+
+
+class _Formatter(logging.Formatter):
+    """What both kinds of lines have in common."""
+
+    def __init__(self, node: str) -> None:
+        super().__init__()
+        self._node = node
+
+    def _message(self, record: logging.LogRecord) -> str:
+        text = record.getMessage()
+        if record.exc_info:
+            text = f"{text}\n{self.formatException(record.exc_info)}"
+        return without_secrets(text)[:LINE_LENGTH_MAX]
+
+
+class JsonFormatter(_Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """As the module says."""
+        found: dict[str, Any] = {
+            "ts": _time(record.created),
+            "level": record.levelname.lower(),
+            "event": getattr(record, "event", record.name.lstrip("_")),
+            "node": self._node,
+            "worker": os.getpid(),
+        }
+        if record.name == _ACCESS and isinstance(record.args, dict):
+            found |= _access(record.args)
+        else:
+            found["message"] = self._message(record)
+        for name, value in getattr(record, "fields", {}).items():
+            found[name] = without_secrets(value) if isinstance(value, str) else value
+        return json.dumps(found, default=str)
+
+
+class TextFormatter(_Formatter):
+    """A line for people. What is told of more than one line stays so."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The time, how bad it is where it is bad, and the message."""
+        time = datetime.fromtimestamp(record.created, UTC).astimezone().strftime("%H:%M:%S")
+        level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        return f"{time} {level}{self._message(record)}"
+
+
+def _access(args: Any) -> dict[str, Any]:
+    found = {name: args.get(name) for name in _ACCESS_FIELDS}
+    path = found.get("path")
+    if isinstance(path, str):
+        found["path"] = without_secrets(path)[:LINE_LENGTH_MAX]
+    return {"event": "access", **found, "duration_ms": round(args.get("dt_ms", 0.0), 3)}
+
+
+def _time(seconds: float) -> str:
+    text = datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+    return text.replace("+00:00", "Z")
+
+
+def configuration(log_format: Literal["json", "text"], node: str) -> dict[str, Any]:
+    """For `logging.config.dictConfig`, in this process and in each worker."""
+    formatter = "JsonFormatter" if log_format == "json" else "TextFormatter"
+    handled = {"handlers": ["stderr"], "propagate": False}
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"line": {"()": f"{__name__}.{formatter}", "node": node}},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+        "root": {"handlers": ["stderr"], "level": "WARNING"},
+        "loggers": {
+            "tollkeeper": {**handled, "level": "INFO"},
+            "_granian": {**handled, "level": "WARNING"},
+            _ACCESS: {**handled, "level": "INFO"},
+        },
+    }
+
+
+ACCESS_FORMAT: Final = _ACCESS_FORMAT

@@ -1,0 +1,192 @@
+"""The main process of a service: granian's, and how it ends.
+
+Workers are processes of their own with an event loop of their own, and the kernel spreads the
+connections over them. The main process answers nobody: it starts a worker again that has died, and
+ends them all in order.
+
+SIGTERM: `/readyz` says 503 and every answer says `Connection: close`, so that load balancers and
+clients go elsewhere; after `--drain-seconds` no new connection is taken, and what has begun is
+finished, within `--shutdown-seconds`. SIGINT, from a terminal, does not wait for anybody to go
+elsewhere; nor does a second SIGTERM.
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import multiprocessing
+import os
+import signal
+import ssl
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from granian import Granian
+from granian.constants import Interfaces, SSLProtocols
+from granian.http import HTTP1Settings, HTTP2Settings
+from granian.log import LogLevels
+
+from tollkeeper._version import __version__
+from tollkeeper.app import logs
+from tollkeeper.app.settings import Settings
+from tollkeeper.control.sources import without_secrets
+from tollkeeper.edge.service.tokens import Tokens
+
+# Requests that wait in a worker while its event loop is busy.
+BACKPRESSURE: Final = 1_024
+# What the head of a request may take; hyper doubles its buffer, so in memory twice as much.
+HEAD_BYTES_MAX: Final = 64 * 1024
+HEAD_READ_MS: Final = 10_000
+READY_SECONDS_MAX: Final = 60.0
+_READY_PAUSE_SECONDS: Final = 0.05
+_ANY_HOST: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - to ask, not to listen
+
+log = logging.getLogger("tollkeeper.service")
+
+
+def load_worker(settings: Settings, counters: Path, parent: int) -> Any:
+    """What a worker process runs. Called in that process."""
+    from tollkeeper.app.wiring import Worker  # noqa: PLC0415 - the parent needs none of it
+
+    return Worker(settings, counters, parent)
+
+
+def serve_until_told(settings: Settings, counters: Path, version: str) -> None:
+    """Start the workers, say where they are, and return when all have ended."""
+    # A forked process would have the threads' locks without the threads.
+    multiprocessing.set_start_method("spawn", force=True)
+    # Kept over `exec`: a worker that hears of the end before it listens does not die of it.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    server = _server(settings)
+    threading.Thread(target=_announce, args=(settings, version), daemon=True).start()
+    server.serve(
+        target_loader=partial(load_worker, settings, counters, os.getpid()), wrap_loader=False
+    )
+
+
+def _server(settings: Settings) -> Draining:
+    logging_config = logs.configuration(settings.log_format, settings.node_id)
+    server = Draining(
+        "tollkeeper",
+        address=settings.host,
+        port=settings.port,
+        interface=Interfaces.ASGI,
+        workers=settings.workers,
+        backpressure=BACKPRESSURE,
+        websockets=False,
+        http1_settings=HTTP1Settings(
+            header_read_timeout=HEAD_READ_MS, max_buffer_size=HEAD_BYTES_MAX
+        ),
+        http2_settings=HTTP2Settings(max_headers_size=HEAD_BYTES_MAX),
+        log_level=LogLevels.warning,
+        log_dictconfig=logging_config,
+        log_access=settings.access_log,
+        log_access_format=logs.ACCESS_FORMAT,
+        ssl_cert=Path(settings.tls_cert) if settings.tls_cert else None,
+        ssl_key=Path(settings.tls_key) if settings.tls_key else None,
+        ssl_protocol_min=SSLProtocols.tls12,
+        respawn_failed_workers=True,
+        workers_kill_timeout=int(settings.shutdown_seconds),
+    )
+    server.drain_s = settings.drain_seconds
+    return server
+
+
+class Draining(Granian):  # type: ignore[misc, valid-type]  # a variable: one of two servers
+    """The server, which tells its workers of the end some time before it comes."""
+
+    drain_s: float = 0.0
+    _told = False
+
+    def signal_handler_interrupt(self, signum: int = 0, *_: Any) -> None:
+        """Of SIGTERM and SIGINT."""
+        first = not self._told
+        self._told = True
+        if first:
+            name = signal.Signals(signum).name
+            log.info("ending: %s", name, extra=logs.event("ending", signal=name))
+            for worker in self.wrks:
+                with suppress(OSError, TypeError):
+                    os.kill(worker.inner.pid, signal.SIGUSR1)
+        if first and signum == signal.SIGTERM and self.drain_s:
+            end: Callable[[], None] = super().signal_handler_interrupt
+            timer = threading.Timer(self.drain_s, end)
+            timer.daemon = True
+            timer.start()
+        else:
+            super().signal_handler_interrupt()
+
+
+# ── The one line at the start ──────────────────────────────────────────────────────────────────
+
+
+def _announce(settings: Settings, version: str) -> None:
+    """Say where it listens, once it does."""
+    pause = threading.Event()
+    for _ in range(int(READY_SECONDS_MAX / _READY_PAUSE_SECONDS)):
+        if _answers(settings):
+            log.info(started_line(settings, version), extra=_started(settings, version))
+            return
+        pause.wait(_READY_PAUSE_SECONDS)
+    log.warning("nobody answers after %g s", READY_SECONDS_MAX, extra=logs.event("not_ready"))
+
+
+def _answers(settings: Settings) -> bool:
+    host = _ANY_HOST.get(settings.host, settings.host)
+    connection: http.client.HTTPConnection
+    if settings.tls_cert:
+        # It asks itself, over loopback, whether it is there; who it is, it knows.
+        trusting = ssl._create_unverified_context()  # noqa: S323, SLF001 - see above
+        connection = http.client.HTTPSConnection(host, settings.port, timeout=2, context=trusting)
+    else:
+        connection = http.client.HTTPConnection(host, settings.port, timeout=2)
+    try:
+        connection.request("GET", "/healthz")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _started(settings: Settings, version: str) -> dict[str, Any]:
+    return logs.event(
+        "started",
+        version=__version__,
+        url=url_of(settings),
+        grpc=settings.grpc,
+        workers=settings.workers,
+        rules=_shown(settings.rules),
+        rules_version=version,
+        store=_shown(settings.store),
+        pid=os.getpid(),
+    )
+
+
+def url_of(settings: Settings) -> str:
+    """Where it is asked."""
+    scheme = "https" if settings.tls_cert else "http"
+    host = _ANY_HOST.get(settings.host, settings.host)
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
+
+
+def started_line(settings: Settings, version: str) -> str:
+    """One line: where, with which rules, on which store, and how to try it."""
+    url = url_of(settings)
+    options = "-k " if settings.tls_cert else ""
+    if Tokens.load(settings.tokens_path).demanded:
+        options += '-H "Authorization: Bearer $TOLLKEEPER_TOKEN" '
+    grpc = f", gRPC {settings.grpc}" if settings.grpc else ""
+    return (
+        f"tollkeeper {__version__} on {url}{grpc}; {settings.workers} workers; "
+        f"rules {_shown(settings.rules)}, version {version}; store {_shown(settings.store)}; "
+        f'try: curl {options}{url}/v1/check -d \'{{"user": "42"}}\''
+    )
+
+
+def _shown(uri: str) -> str:
+    return without_secrets(uri) if "://" in uri else uri

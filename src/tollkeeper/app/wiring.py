@@ -1,0 +1,148 @@
+"""A worker of the service, put together: settings in, a node that listens out.
+
+Only here is it said which parts there are. A worker opens everything when its server starts and
+closes it, in the other order, when the server has answered its last request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Awaitable
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Any, Final
+
+from tollkeeper.app.logs import event
+from tollkeeper.app.settings import Settings
+from tollkeeper.edge.answers import Style
+from tollkeeper.edge.identity import Identity
+from tollkeeper.edge.service import node as nodes
+from tollkeeper.edge.service.app import Service, service
+from tollkeeper.edge.service.asked import Receive, Scope, Send
+from tollkeeper.edge.service.metrics import fold_dead
+from tollkeeper.edge.service.node import Node
+from tollkeeper.edge.service.tokens import Tokens
+from tollkeeper.limiter_async import AsyncLimiter
+from tollkeeper.standby import Standby
+
+# How often a worker looks whether its parent is still there.
+_PARENT_SECONDS: Final = 1.0
+# How long gRPC may take to answer what has begun.
+_GRPC_GRACE_SECONDS: Final = 5.0
+
+log = logging.getLogger("tollkeeper.service")
+
+
+def open_limiter(settings: Settings, *, follow: bool = True) -> AsyncLimiter:
+    """The limiter of a worker. Blocks until the rules are there; raises as `from_rules` does."""
+    snapshot = Path(settings.data) / "rules.snapshot" if settings.database else None
+    return AsyncLimiter.from_rules(
+        settings.rules,
+        store=settings.store,
+        on_failure=settings.on_failure,
+        # While the store is away, the workers of this machine count together.
+        standby=Standby(nodes=settings.nodes, store=settings.standby),
+        follow=follow,
+        snapshot=snapshot,
+    )
+
+
+def identity_of(settings: Settings) -> Identity:
+    """Who sends the requests that gateways ask about. Raises ConfigError."""
+    return Identity(settings.sources, trusted_proxies=settings.trusted_proxy)
+
+
+def style_of(settings: Settings) -> Style:
+    """Which headers are sent."""
+    drafts: dict[str, Any] = {"10": 10, "7": 7, "6": 6, "none": None}
+    return Style(draft=drafts[settings.draft], legacy=settings.legacy_headers)
+
+
+def open_node(settings: Settings, counters: Path | None) -> Node:
+    """A node with everything open. Whoever has it closes its limiter."""
+    answering = nodes.Settings(style_of(settings), counters=counters, worker=os.getpid())
+    return Node(
+        limiter=open_limiter(settings),
+        tokens=Tokens.load(settings.tokens_path),
+        node_id=settings.node_id,
+        identity=identity_of(settings),
+        settings=answering,
+        started_ns=time.time_ns(),
+        database=settings.database,
+    )
+
+
+class Worker:
+    """The application that each worker process runs: a Service, once the server has started."""
+
+    def __init__(self, settings: Settings, counters: Path, parent: int) -> None:
+        """`counters` is the folder of this run, and `parent` the process that started it."""
+        self._settings = settings
+        self._counters = counters
+        self._parent = parent
+        self._service: Service | None = None
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """Not a coroutine itself: one less on the path of every request."""
+        if self._service is not None and scope["type"] != "lifespan":
+            return self._service(scope, receive, send)
+        return self._live(receive, send)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()
+        async with AsyncExitStack() as stack:
+            try:
+                await self._start(stack)
+            except Exception as error:
+                log.exception("a worker cannot start", extra=event("failed"))
+                await send({"type": "lifespan.startup.failed", "message": str(error)})
+                return
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+        log.info("a worker has ended", extra=event("worker_ended"))
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _start(self, stack: AsyncExitStack) -> None:
+        fold_dead(self._counters)
+        node = open_node(self._settings, self._counters)
+        stack.push_async_callback(node.limiter.close)
+        answering = service(node)
+        await answering.start()
+        stack.push_async_callback(answering.stop)
+        if self._settings.grpc:
+            await self._start_grpc(node, stack)
+        self._heed_signals(node)
+        watching = asyncio.create_task(self._watch_parent())
+        stack.callback(watching.cancel)
+        self._service = answering
+
+    async def _start_grpc(self, node: Node, stack: AsyncExitStack) -> None:
+        # Imported here: a service without gRPC needs none of its libraries.
+        from tollkeeper.edge.envoy.server import Tls, start  # noqa: PLC0415 - see above
+
+        settings = self._settings
+        tls = None
+        if settings.tls_cert:
+            tls = Tls(Path(settings.tls_cert), Path(settings.tls_key))
+        handle = await start(node, settings.grpc, tls, on_failure=settings.on_failure)
+        stack.push_async_callback(handle.stop, _GRPC_GRACE_SECONDS)
+
+    def _heed_signals(self, node: Node) -> None:
+        """SIGUSR1, from the parent: the end is near. SIGTERM is the server's, and is the end."""
+
+        def stopping() -> None:
+            node.stopping = True
+
+        with suppress(NotImplementedError, ValueError):
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, stopping)
+
+    async def _watch_parent(self) -> None:
+        """A worker whose parent was killed would hold the port for ever."""
+        while os.getppid() == self._parent:  # noqa: ASYNC110 - who is killed sets no event
+            await asyncio.sleep(_PARENT_SECONDS)
+        log.error("the service's main process is gone", extra=event("orphaned"))
+        os.kill(os.getpid(), signal.SIGTERM)
