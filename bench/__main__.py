@@ -13,6 +13,11 @@ from tollkeeper.decide import kernel
 from tollkeeper.model import ALGORITHM_NAMES, AlgorithmName
 
 try:
+    from bench.http_load import wrk_path
+    from bench.http_measure import FULL as HTTP_FULL
+    from bench.http_measure import QUICK as HTTP_QUICK
+    from bench.http_run import WORKS as HTTP_WORKS
+    from bench.http_run import run_http
     from bench.memory import bytes_per_key
     from bench.peers import PEERS
     from bench.processes import Throughput, measure_processes
@@ -43,6 +48,8 @@ def main() -> None:
     """Measure what was asked for, print as it comes, and write it down."""
     options = _options()
     effort = QUICK if options.quick else FULL
+    if any(_wanted(options, "", work) for work in HTTP_WORKS):
+        wrk_path()  # before the long wait, not after it
     found = machine()
     print(header(effort, found), flush=True)
     results = _run_scenes(options, effort)
@@ -57,21 +64,28 @@ def main() -> None:
         REDIS_QUICK if options.quick else REDIS_FULL,
         _progress,
     )
-    if not (results or throughputs or rules or redis):
+    http = run_http(
+        lambda work: _wanted(options, "", work),
+        HTTP_QUICK if options.quick else HTTP_FULL,
+        _progress,
+    )
+    if not (results or throughputs or rules or redis or http):
         sys.exit(f"nothing is called {' '.join(options.only)}; see --help")
     if options.json:
         written = as_json(results, throughputs, effort, found)
         written["rules"] = rules
         written["redis"] = redis
+        written["http"] = http
         options.json.write_text(json.dumps(written, indent=2) + "\n")
 
 
 def _options() -> argparse.Namespace:
-    works = [*(scene.name for scene in SCENES), PROCESSES, *RULES_WORKS, *REDIS_WORKS]
+    works = [*(scene.name for scene in SCENES), PROCESSES, *RULES_WORKS, *REDIS_WORKS, *HTTP_WORKS]
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         description="Tollkeeper beside limits and throttled-py, on the same work: in process; its "
-        "shared store from several processes; its rules; and on real Redis servers, started here.",
+        "shared store from several processes; its rules; on real Redis servers, started here; and "
+        "its service and middleware over HTTP, beside slowapi and a real Envoy.",
         epilog=f"algorithms: {', '.join(ALGORITHM_NAMES)}; works: {', '.join(map(repr, works))}",
     )
     parser.add_argument("--quick", action="store_true", help="fewer rounds: a look, not a number")

@@ -41,6 +41,34 @@ def starlette_bare() -> Any:
     return Starlette(routes=[Route("/", _ok)])
 
 
+class _FixedHeaders:
+    """As many headers as ours has, always the same, and nothing else."""
+
+    _HEADERS: Final = (
+        (b"x-ratelimit-limit", b"1000000000"),
+        (b"x-ratelimit-remaining", b"999999999"),
+        (b"x-ratelimit-reset", b"1794837002"),
+        (b"ratelimit-policy", b'"default";q=1000000000;w=86400'),
+        (b"ratelimit", b'"default";r=999999999;t=1'),
+    )
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] += self._HEADERS
+            await send(message)
+
+        await self.app(scope, receive, with_headers)
+
+
+def starlette_headers() -> Any:
+    """What the headers alone take: the server copies each of them for every answer."""
+    return Starlette(routes=[Route("/", _ok)], middleware=[Middleware(_FixedHeaders)])
+
+
 def starlette_ours() -> Any:
     """Our middleware on Starlette, counting in the process."""
     from tollkeeper.edge.asgi import RateLimit  # noqa: PLC0415 - see the module

@@ -91,8 +91,10 @@ def http_goals(works: Sequence[HttpWork]) -> list[Goal]:
             if not row.ours or work.name == "http envoy":
                 continue
             floor, goal = (0.6, 0.85) if work.name == "http check" else (0.85, 0.95)
-            what = f"{work.name.removeprefix('http ')}, {row.name}: × {work.rows[0].name}"
-            goals.append(Goal(what, row.kept(work.rows[0]), floor, goal))
+            first = work.rows[0]
+            what = f"{work.name.removeprefix('http ')}, {row.name}: × {first.name}"
+            goals.append(Goal(what, row.kept(first), floor, goal))
+            goals.append(Goal("  by processor time", row.kept_of_cpu(first), floor, goal))
     return goals
 
 

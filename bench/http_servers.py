@@ -156,6 +156,8 @@ def granian(target: str, *, factory: bool = False) -> list[str]:
     return [
         *(sys.executable, "-m", "granian", "--interface", "asgi", "--loop", "uvloop"),
         *("--host", HOST, "--port", "{port}", "--workers", "1", "--no-ws"),
+        *("--backpressure", "1024", "--http1-buffer-size", "65536"),
+        *("--http1-header-read-timeout", "10000"),
         *("--log-level", "warning", *(["--factory"] if factory else []), target),
     ]
 
@@ -164,5 +166,6 @@ def tollkeeper_serve(rules: Path, *more: str) -> list[str]:
     """The command that starts the service itself, with one worker."""
     return [
         *(sys.executable, "-m", "tollkeeper", "serve", "--workers", "1", "--rules", str(rules)),
-        *("--host", HOST, "--port", "{port}", "--data", "{folder}", *more),
+        *("--host", HOST, "--port", "{port}", "--data", "{folder}", "--drain-seconds", "0"),
+        *more,
     ]

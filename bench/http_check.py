@@ -1,0 +1,72 @@
+"""POST /v1/check on the real service, beside the least that can answer on the same server.
+
+A thousand users ask in turn. With one rule, a check is one limit of one subject; with several it is
+what a public API has: four rules that all apply, by key, user, tenant and address, with six limits
+between them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from bench.http_measure import Contender
+from bench.http_servers import granian, post, tollkeeper_serve
+
+USERS: Final = 1_000
+
+ONE_RULE: Final = """
+version: 1
+rules:
+  - {id: users, by: [user], limits: [1000000/second]}
+"""
+SEVERAL_RULES: Final = """
+version: 1
+tiers: {free: [1000000/second, 1000000000/day], pro: [2000000/second, 1000000000/day]}
+rules:
+  - {id: login, match: {endpoint: /login, method: POST}, by: [ip], limits: [5/minute]}
+  - {id: orders, match: {endpoint: "/v1/orders/*"}, by: [api_key]}
+  - {id: users, by: [user], limits: [1000000/second, 1000000000/day]}
+  - {id: tenants, match: {endpoint: "/v1/**"}, by: [tenant], limits: [10000000/second]}
+  - {id: addresses, by: [ip], limits: [10000000/second]}
+deny: [sk_revoked_*]
+"""
+
+
+def check_contenders(folder: Path) -> Sequence[Contender]:
+    """The bare answer first; then the service with one rule, on both stores, and with several."""
+    one, several = folder / "one.yaml", folder / "several.yaml"
+    one.write_text(ONE_RULE)
+    several.write_text(SEVERAL_RULES)
+    few = [_check({"user": f"u{number}"}) for number in range(USERS)]
+    many = [_check(_whole_request(number)) for number in range(USERS)]
+    memory = ("--store", "memory://", "--no-grpc")
+
+    def ours(name: str, rules: Path, requests: Sequence[bytes], *more: str) -> Contender:
+        command = tollkeeper_serve(rules, *more)
+        return Contender(name, command, requests, ours=True, timed=True)
+
+    return (
+        Contender("bare ASGI: 200 ok", granian("bench.http_apps:bare"), few, timed=True),
+        ours("tollkeeper, 1 limit, memory", one, few, *memory),
+        ours("tollkeeper, 1 limit, shared", one, few, "--no-grpc"),
+        ours("tollkeeper, 4 rules, 6 limits, memory", several, many, *memory),
+    )
+
+
+def _whole_request(number: int) -> dict[str, object]:
+    return {
+        "user": f"u{number}",
+        "api_key": f"sk_{number}",
+        "ip": f"192.0.2.{number % 250}",
+        "tenant": f"t{number % 10}",
+        "tier": "pro" if number % 2 else "free",
+        "endpoint": "/v1/orders/7",
+        "method": "POST",
+    }
+
+
+def _check(fields: dict[str, object]) -> bytes:
+    return post("/v1/check", json.dumps(fields, separators=(",", ":")).encode())

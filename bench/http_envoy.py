@@ -1,0 +1,79 @@
+"""A real Envoy in front of a small upstream, with and without asking the service over gRPC.
+
+The configuration is the example's, with one thread; without asking, the filter is taken out of it.
+Envoy, the upstream, the service and wrk share the machine: with more processors than two, the
+ratio would be kinder.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+from tests.envoy_process import envoy_path, example, filter_of
+from tests.redis_servers.ports import free_port
+
+from bench.http_measure import Contender, HttpEffort, HttpWork, Progress, measure
+from bench.http_servers import Serving, get, granian, post, tollkeeper_serve
+from bench.redis_placement import Placement
+
+RULES: Final = """
+version: 1
+rules:
+  - id: shop
+    match: {attributes: {domain: shop}}
+    by: [api_key]
+    limits: [1000000/second]
+"""
+_REQUEST: Final = b"GET /v1/orders HTTP/1.1\r\nhost: bench\r\nx-api-key: sk_1\r\n\r\n"
+
+
+def measure_envoy(
+    name: str, folder: Path, placement: Placement, effort: HttpEffort, progress: Progress
+) -> HttpWork:
+    """Start the upstream and the service, then both Envoys, and measure these."""
+    rules = folder / "envoy.yaml"
+    rules.write_text(RULES)
+    grpc_port = free_port()
+    serve = tollkeeper_serve(rules, "--store", "memory://", "--grpc", f"127.0.0.1:{grpc_port}")
+    with ExitStack() as stack:
+        progress(f"{name}: starting the upstream and the service …")
+        upstream = Serving("upstream", granian("bench.http_apps:bare"), get("/"))
+        service = Serving("tollkeeper serve", serve, post("/v1/check", b"{}"))
+        stack.enter_context(upstream)
+        stack.enter_context(service)
+        config = example(upstream.port, grpc_port)
+        contenders = (
+            Contender("Envoy", _command(_without_filter(config)), [_REQUEST], timed=True),
+            Contender(
+                "Envoy, asking tollkeeper over gRPC",
+                _command(config),
+                [_REQUEST],
+                ours=True,
+                timed=True,
+                beside=(service,),
+            ),
+        )
+        return measure(name, contenders, placement, effort, progress)
+
+
+def _command(config: dict[str, Any]) -> list[str]:
+    config = json.loads(json.dumps(config))
+    del config["admin"]
+    listener = config["static_resources"]["listeners"][0]
+    listener["address"]["socket_address"]["port_value"] = "PORT"
+    text = json.dumps(config).replace('"PORT"', "{port}")
+    return [
+        *(str(envoy_path()), "--config-yaml", text, "--concurrency", "1"),
+        *("--disable-hot-restart", "--log-level", "warning"),
+    ]
+
+
+def _without_filter(config: dict[str, Any]) -> dict[str, Any]:
+    bare: dict[str, Any] = json.loads(json.dumps(config))
+    assert "rate_limit_service" in filter_of(bare)
+    chain = bare["static_resources"]["listeners"][0]["filter_chains"][0]
+    del chain["filters"][0]["typed_config"]["http_filters"][0]
+    return bare
