@@ -13,6 +13,7 @@ from tollkeeper.edge import addresses
 from tollkeeper.edge.addresses import ClientAddresses
 from tollkeeper.edge.calls import AsgiCall, Call, clean_value
 from tollkeeper.match.lists import Lists
+from tollkeeper.match.networks import address_of
 
 PROXIES = ["10.0.0.0/8", "2001:db8:ffff::/48"]
 PROXY = "10.0.0.2"
@@ -251,4 +252,4 @@ def test_any_headers_have_an_answer(one: str, other: str, peer: str | None) -> N
     named = clean_value(peer) if peer else None
     for header in (None, *addresses.FORWARDED_HEADERS):
         found = ClientAddresses([*PROXIES, "unix"], forwarded=header).of(call)
-        assert found is None or found == named or addresses.address_of(found) is not None
+        assert found is None or found == named or address_of(found) is not None
