@@ -488,8 +488,14 @@ def test_an_empty_bill_says_nothing() -> None:
     assert bill.headers_beside([]) == []
 
 
-FROM_CLIENTS = ["PATH_INFO", "SCRIPT_NAME", "REQUEST_METHOD", "REMOTE_ADDR", "QUERY_STRING"]
-FROM_CLIENTS += ["HTTP_X_API_KEY", "HTTP_AUTHORIZATION", "HTTP_COOKIE", "HTTP_FORWARDED"]
+FROM_CLIENTS = ["PATH_INFO", "SCRIPT_NAME", "REQUEST_METHOD", "QUERY_STRING"]
+FROM_CLIENTS += [
+    "HTTP_X_API_KEY",
+    "HTTP_AUTHORIZATION",
+    "HTTP_COOKIE",
+    "HTTP_FORWARDED",
+    "HTTP_X_FORWARDED_FOR",
+]
 
 
 @given(
@@ -502,6 +508,6 @@ def test_nothing_that_a_client_sends_is_an_error_of_ours(environ: dict[str, Any]
     """Any environ of any bytes: an answer, and never a 500."""
     sources = ["header:X-API-Key", "bearer", "query:key", "cookie:sid", "address"]
     limit = limited(limits="1000/minute", key=sources, per_route=True, trusted_proxies=["private"])
-    got = Got(limit, {**environ_of(), **environ})
+    got = Got(limit, {**environ_of(), "REMOTE_ADDR": "10.0.0.1", **environ})
     assert got.status == 200
     assert BILL not in got.headers

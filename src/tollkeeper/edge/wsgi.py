@@ -23,6 +23,7 @@ from hashlib import blake2b
 from http.client import responses
 from typing import Any, Final, TypedDict, Unpack
 
+from tollkeeper.arguments import Limits
 from tollkeeper.edge.answers import Answer, headers_of
 from tollkeeper.edge.calls import Call, WsgiCall
 from tollkeeper.edge.charges import PASSED, Charge, joined
@@ -147,14 +148,16 @@ class Bill:
 class RateLimit:
     """A WSGI application whose requests are limited.
 
-    `app`, then what `Terms` says, by name: `limits`, `rules` or `limiter`, and how. The request's
+    `app`, its limits (or `rules`, or a `limiter`), and what `Terms` says, by name. The request's
     Charge is at `environ["tollkeeper.charge"]`. `on_limit` returns a WSGI application. Headers
     about limits that the application sends by itself win over these.
     """
 
-    def __init__(self, app: WsgiApp, **options: Unpack[Options]) -> None:
+    def __init__(
+        self, app: WsgiApp, limits: Limits | None = None, **options: Unpack[Options]
+    ) -> None:
         self.app = app
-        self.guard = Guard(Terms(**options).demand("RateLimit"))
+        self.guard = Guard(Terms(limits=limits, **options).demand("RateLimit"))
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         """Serve one request, as WSGI says."""
