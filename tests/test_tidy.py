@@ -62,6 +62,7 @@ TESTED_IN = {
     "decide/stores/redis/wire_async.py": "integration/test_redis_faults.py",
     "edge/service/asked.py": "edge/service/test_app.py",
     "edge/service/node.py": "edge/service/test_app.py",
+    "edge/envoy/protocol/files.py": "edge/envoy/protocol/test_messages.py",
     "match/rules.py": "match/test_table.py",
     "testing/__init__.py": "testing/test_switches.py",
 }

@@ -15,7 +15,8 @@ import pytest
 from tests.edge.envoy.running import serving
 from tests.envoy_process import Config, Envoy, cluster_of, example, filter_of, rate_limits_of
 from tests.redis_servers.ports import HOST, free_port
-from tollkeeper import Request
+from tollkeeper import AsyncLimiter, Request
+from tollkeeper.edge.envoy.mapping import SETTLE
 from tollkeeper.edge.service import token_file
 from tollkeeper.edge.service.tokens import Tokens
 
@@ -231,6 +232,32 @@ async def test_hits_addend_is_what_a_request_costs() -> None:
         never = await there.get(x_cost="6")
         assert never.status_code == 429
         assert never.json()["error"]["code"] == "COST_EXCEEDS_CAPACITY"
+
+
+async def test_what_a_response_has_cost_is_settled_when_it_is_over() -> None:
+    """Tokens are known at the end: then all that fits is spent, and the next request is denied."""
+
+    def change(config: Config) -> None:
+        actions = rate_limits_of(config)[0]["actions"]
+        settle = {"generic_key": {"descriptor_key": SETTLE, "descriptor_value": "1"}}
+        filter_of(config)["rate_limits"] = [
+            {"actions": actions, "hits_addend": {"number": 0}},
+            {"actions": [*actions, settle], "hits_addend": {"format": "%REQ(x-cost)%"},
+             "apply_on_stream_done": True},
+        ]  # fmt: skip
+        rate_limits_of(config).clear()
+
+    async def remaining(limiter: AsyncLimiter) -> int:
+        return (await limiter.peek(request)).remaining
+
+    request = Request(ip="127.0.0.1", attributes={"domain": "shop"})
+    async with serving(BY_ADDRESS) as service, edge(service.handle.port, change) as there:
+        for cost, left in (("2", 3), ("100", 0)):
+            assert (await there.get(x_cost=cost)).status_code == 200
+            async with asyncio.timeout(10):
+                while await remaining(service.limiter) != left:  # noqa: ASYNC110 - it is Envoy's turn
+                    await asyncio.sleep(0.01)
+        assert await there.statuses(2, x_cost="1") == [429, 429]
 
 
 async def test_a_limit_from_envoys_metadata_goes_before_the_rules() -> None:

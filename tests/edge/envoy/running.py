@@ -103,9 +103,8 @@ def entries(*pairs: tuple[str, str], **others: Any) -> dict[str, Any]:
 
 def codes(response: RateLimitResponse) -> list[str]:
     """The codes of the whole and of each descriptor, in words."""
-    name = RateLimitResponse.Code.Name  # type: ignore[attr-defined]  # of an enum's wrapper
-    found = [response.overall_code, *(each.code for each in response.statuses)]
-    return [name(each) for each in found]
+    names = {RateLimitResponse.OK: "OK", RateLimitResponse.OVER_LIMIT: "OVER_LIMIT"}
+    return [names[response.overall_code], *(names[each.code] for each in response.statuses)]
 
 
 def headers(response: RateLimitResponse) -> dict[str, str]:

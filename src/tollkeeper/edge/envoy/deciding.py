@@ -7,7 +7,8 @@ beside them, on the same store:
   is no room for 1;
 - one that brings a limit of its own is counted under that limit, by its domain and all its entries,
   and no rule is asked. The lists are: who is blocked stays so, and who is exempt too;
-- one that gives units back does so last, if nothing denied.
+- one that gives units back, or settles what a request has cost, does so last, if nothing denied,
+  and is itself never denied.
 
 What was charged before another descriptor denied is given back.
 """
@@ -22,9 +23,10 @@ from typing import Final
 from tollkeeper.decide.failure import FailurePolicy
 from tollkeeper.edge.envoy.mapping import Asked, Override, everything_of
 from tollkeeper.errors import StoreError
+from tollkeeper.identify import Key
+from tollkeeper.in_force import DENIED_NS, UNLIMITED
 from tollkeeper.limiter_async import AsyncLimiter
-from tollkeeper.model import Decision
-from tollkeeper.ruled import DENIED_NS, UNLIMITED
+from tollkeeper.model import Decision, Request
 from tollkeeper.ruling import Ruling
 
 # Limits that descriptors brought along, each prepared once; forgotten all at once when full.
@@ -52,7 +54,7 @@ class Decider:
         One descriptor that rules decide costs one round trip to a store that is away, and so do
         several together; each one of another kind costs one or two more.
         """
-        if all(each.units > 0 and each.override is None for each in asked):
+        if all(_is_plain(each) for each in asked):
             return await self._by_rules(asked)
         return await self._one_by_one(asked)
 
@@ -63,32 +65,44 @@ class Decider:
 
     async def _one_by_one(self, asked: Sequence[Asked]) -> list[Ruling]:
         found = {at: await self.look(each) for at, each in enumerate(asked) if each.units == 0}
-        ruled = [at for at, each in enumerate(asked) if each.units > 0 and each.override is None]
         charged: list[Asked] = []
         try:
-            for at, each in enumerate(asked):
-                if _all_pass(found) and each.units > 0 and each.override is not None:
-                    found[at] = await self._by_own(each, each.override, spend=True)
-                    charged += [each] if was_charged(found[at]) else []
-            if _all_pass(found) and ruled:
-                rulings = await self._by_rules([asked[at] for at in ruled])
-                found.update(zip(ruled, rulings, strict=True))
+            await self._charge(asked, found, charged)
         except BaseException:
             await self.give_back(charged)
             raise
-        if not _all_pass(found):
-            await self.give_back(charged)
+        if _all_pass(found):
+            await self._settle(asked)
         else:
-            returned = [each._replace(units=-each.units) for each in asked if each.units < 0]
-            await self.give_back(returned)
+            await self.give_back(charged)
         return [
             found[at] if at in found else await self.look(each) for at, each in enumerate(asked)
         ]
 
+    async def _charge(
+        self, asked: Sequence[Asked], found: dict[int, Ruling], charged: list[Asked]
+    ) -> None:
+        """Those that spend, until one denies; `charged` are those with limits of their own."""
+        ruled = [at for at, each in enumerate(asked) if _is_plain(each)]
+        for at, each in enumerate(asked):
+            if each.spends and each.override is not None and _all_pass(found):
+                found[at] = await self._by_own(each, each.override, spend=True)
+                charged += [each] if was_charged(found[at]) else []
+        if ruled and _all_pass(found):
+            rulings = await self._by_rules([asked[at] for at in ruled])
+            found.update(zip(ruled, rulings, strict=True))
+
+    async def _settle(self, asked: Sequence[Asked]) -> None:
+        await self.give_back(each._replace(units=-each.units) for each in asked if each.units < 0)
+        for each in asked:
+            if each.settles and each.units > 0 and (counted := self._counted(each)):
+                with suppress(StoreError):  # what cannot be counted now is not counted
+                    await counted[0].settle(counted[1], 0, each.units)
+
     async def look(self, asked: Asked) -> Ruling:
         """What it would be decided now, charging nothing."""
-        # Who gives units back is told how things stand, and never denied.
-        units = 0 if asked.units < 0 else asked.units or 1
+        # Who gives units back or settles is told how things stand, and never denied.
+        units = 0 if asked.units < 0 or asked.settles else asked.units or 1
         if asked.override is not None:
             return await self._by_own(asked._replace(units=units), asked.override, spend=False)
         return await self._limiter.judge(asked.request, units, spend=False)
@@ -118,13 +132,22 @@ class Decider:
     async def give_back(self, asked: Iterable[Asked]) -> None:
         """Undo what they were charged. A store that is away keeps the units: nobody is let in."""
         for each in asked:
-            limiter = self._limiter_of(each.override) if each.override else self._limiter
-            if limiter is None:
-                continue
-            key = everything_of(each.request) if each.override else each.request
-            with suppress(StoreError):
-                # Shielded: a call that is cancelled meanwhile has still given back.
-                await asyncio.shield(limiter.refund(key, each.units))
+            if counted := self._counted(each):
+                with suppress(StoreError):
+                    # Shielded: a call that is cancelled meanwhile has still given back.
+                    await asyncio.shield(counted[0].refund(counted[1], each.units))
+
+    def _counted(self, asked: Asked) -> tuple[AsyncLimiter, Key | Request] | None:
+        """Where it is counted, and as whom; None where nothing is."""
+        if asked.override is None:
+            return self._limiter, asked.request
+        limiter = self._limiter_of(asked.override)
+        return None if limiter is None else (limiter, everything_of(asked.request))
+
+
+def _is_plain(asked: Asked) -> bool:
+    """Whether rules alone decide on it."""
+    return asked.spends and asked.override is None
 
 
 def was_charged(ruling: Ruling) -> bool:

@@ -21,7 +21,9 @@ counted: an error is for Envoy a reason to let the request pass. So a value that
 text, is counted by its digest.
 
 **Costs.** A descriptor costs its own `hits_addend`, else the request's, else 1. Its own 0 spends
-nothing: it asks whether there is room for 1. With `is_negative_hits` the units are given back.
+nothing: it asks whether there is room for 1. With `is_negative_hits` the units are given back. One
+that Envoy sends when the response is over (`apply_on_stream_done`) comes too late to be denied, and
+a denial costs nothing; with an entry of the key SETTLE it spends what fits of its units, at least.
 """
 
 from __future__ import annotations
@@ -40,6 +42,9 @@ from tollkeeper.model import REQUEST_FIELDS, UNITS_MAX, WINDOW_NS_MAX, Limit, Re
 
 if TYPE_CHECKING:
     from tollkeeper.edge.envoy.protocol.messages import RateLimitDescriptor, RateLimitRequest
+
+# The key of an entry that is for us and not for rules, whatever its value.
+SETTLE: Final = "tollkeeper.settle"
 
 DESCRIPTORS_MAX: Final = 100
 ENTRIES_MAX: Final = 64
@@ -93,6 +98,13 @@ class Asked(NamedTuple):
     units: int = 1
     """To spend; 0: only look; below 0: give back."""
     override: Override | None = None
+    settles: bool = False
+    """Spend as much as fits, and do not deny: the request is over."""
+
+    @property
+    def spends(self) -> bool:
+        """Whether it is charged, all of it or nothing."""
+        return self.units > 0 and not self.settles
 
 
 def asked_of(message: RateLimitRequest) -> list[Asked]:
@@ -109,14 +121,20 @@ def asked_of(message: RateLimitRequest) -> list[Asked]:
             f"a request has 1 to {DESCRIPTORS_MAX} descriptors, and this has {len(descriptors)}"
         )
     units = message.hits_addend or 1
-    return [
-        Asked(
-            request_of(domain, [(each.key, each.value) for each in descriptor.entries]),
-            _units_of(descriptor, units),
-            _override_of(descriptor) if descriptor.HasField("limit") else None,
-        )
-        for descriptor in descriptors
-    ]
+    return [_asked(domain, descriptor, units) for descriptor in descriptors]
+
+
+def _asked(domain: str, descriptor: RateLimitDescriptor, units: int) -> Asked:
+    entries = [(each.key, each.value) for each in descriptor.entries]
+    for_us = [entry for entry in entries if entry[0] == SETTLE]
+    if for_us:
+        entries = [entry for entry in entries if entry[0] != SETTLE]
+    return Asked(
+        request_of(domain, entries),
+        _units_of(descriptor, units),
+        _override_of(descriptor) if descriptor.HasField("limit") else None,
+        bool(for_us),
+    )
 
 
 def _units_of(descriptor: RateLimitDescriptor, units: int) -> int:

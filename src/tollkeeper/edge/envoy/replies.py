@@ -27,8 +27,8 @@ from tollkeeper.edge.answers import (
 )
 from tollkeeper.edge.envoy.protocol.messages import HeaderValue, RateLimitResponse
 from tollkeeper.errors import CapacityError, InvalidKey
+from tollkeeper.in_force import combined
 from tollkeeper.model import Limit
-from tollkeeper.ruled import combined
 from tollkeeper.ruling import Kind, Ruling
 
 # What became of a descriptor.

@@ -43,6 +43,7 @@ METADATA_BYTES_MAX: Final = 16 * 1024
 # More wait for nothing: Envoy's own patience is 20 ms. Those beyond fail as RESOURCE_EXHAUSTED.
 CALLS_MAX: Final = 4_096
 STOP_SECONDS: Final = 5.0
+PORT_MAX: Final = 65_535
 
 METHOD: Final = "ShouldRateLimit"
 
@@ -159,19 +160,27 @@ def _register(server: Any, service: RateLimitService, health_service: Any) -> No
 
 
 def _listen(server: Any, address: str, tls: Tls | None) -> int:
-    try:
-        if tls is None:
-            port: int = server.add_insecure_port(address)
-        else:
-            port = server.add_secure_port(address, tls.credentials())
-    except RuntimeError as error:
-        port = 0
-        said = str(error)
-    else:
+    """The port it listens on; 0 is for gRPC a way to say that it cannot."""
+    said = "it is not HOST:PORT with a port up to 65535"
+    port = 0
+    if address.startswith("unix:") or _has_port(address):
         said = "gRPC does not say why"
+        try:
+            if tls is None:
+                port = server.add_insecure_port(address)
+            else:
+                port = server.add_secure_port(address, tls.credentials())
+        except RuntimeError as error:
+            said = str(error)
     if not port:
         raise ConfigError(
             f"gRPC cannot listen on {show(address)}: {said}; "
             f"choose an address of this machine and a free port, for example 127.0.0.1:8081"
         )
     return port
+
+
+def _has_port(address: str) -> bool:
+    # gRPC takes a larger number for the rest that 65536 leaves of it.
+    host, _, port = address.rpartition(":")
+    return bool(host) and port.isascii() and port.isdigit() and int(port[:6]) <= PORT_MAX

@@ -121,7 +121,7 @@ class RateLimitService:
         charged = [
             each
             for each, ruling in zip(asked, rulings, strict=True)
-            if each.units > 0 and was_charged(ruling)
+            if each.spends and was_charged(ruling)
         ]
         left_s = call.time_remaining()
         delay_s = seconds_from_ns(delay_ns)
