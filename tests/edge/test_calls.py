@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Mount, Route
 
+from tollkeeper.edge import calls
 from tollkeeper.edge.calls import (
     CHARACTERS_MAX,
     FIELDS_MAX,
@@ -157,6 +158,9 @@ def test_what_is_looked_at_is_bounded() -> None:
     assert cookie_of(";" * FIELDS_MAX + "k=1", "k") is None
     assert asgi(query="x" * CHARACTERS_MAX + "&k=1").query("k") is None
     assert wsgi(query="x" * CHARACTERS_MAX + "&k=1").query("k") is None
+    for number in range(calls.NAMES_MAX + 10):
+        assert asgi().header(f"x-{number}") is None
+    assert len(calls._raw_names) <= calls.NAMES_MAX
 
 
 # ------------------------------------------------------------------------------------ paths

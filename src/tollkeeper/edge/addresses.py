@@ -86,7 +86,9 @@ class ClientAddresses:
                 f"forwarded={show(forwarded)} is not a header that is known; "
                 f"choose one of {', '.join(FORWARDED_HEADERS)}"
             )
-        self._networks, self._trusts_unix = _compiled(trusted_proxies)
+        networks, self._trusts_unix = _compiled(trusted_proxies)
+        # A network's shift is worked out here, once.
+        self._networks = tuple((each.version, each.shift, each.prefix) for each in networks)
         self._ipv6_shift = 128 - ipv6_prefix
         self._forwarded = forwarded
         # For a peer: its address if it is a trusted proxy, else None, and how it is written.
@@ -112,10 +114,10 @@ class ClientAddresses:
 
     def _trusts(self, address: Address) -> bool:
         version, value = address
-        return any(
-            network.version == version and value >> network.shift == network.prefix
-            for network in self._networks
-        )
+        for known, shift, prefix in self._networks:
+            if known == version and value >> shift == prefix:
+                return True
+        return False
 
     def _behind(self, call: Call, proxy: Address | None) -> str | None:
         """The client of a proxy."""
@@ -248,5 +250,7 @@ def _forwarded_for(element: str) -> Address | None:
 def _node(text: str) -> Address | None:
     """An address with or without a port: 192.0.2.7:80, [2001:db8::1]:80, 2001:db8::1%eth0."""
     text = text.strip(" \t")
-    found = _BRACKETED.fullmatch(text) or _WITH_PORT.fullmatch(text)
-    return address_of(found[1] if found else text)
+    if ":" in text:
+        found = _BRACKETED.fullmatch(text) or _WITH_PORT.fullmatch(text)
+        text = found[1] if found else text
+    return address_of(text)

@@ -23,6 +23,8 @@ from urllib.parse import quote_from_bytes, unquote_plus
 # Of a query or of the cookies.
 CHARACTERS_MAX: Final = 65_536
 FIELDS_MAX: Final = 1_000
+# Of headers that are remembered.
+NAMES_MAX: Final = 1_024
 # Beyond, a value is replaced by its digest; a key may have twice as much in all.
 VALUE_LENGTH_MAX: Final = 256
 DIGEST_MARK: Final = "#"
@@ -130,7 +132,7 @@ class AsgiCall:
         return self._lines(name, b", ")
 
     def _lines(self, name: str, joint: bytes) -> str | None:
-        wanted = name.lower().encode("latin-1", "replace")
+        wanted = _raw_names.get(name) or _raw_name(name)
         found: bytes | None = None
         for key, value in self.scope.get("headers") or ():
             if key == wanted:
@@ -147,6 +149,17 @@ class AsgiCall:
         # HTTP/2 may send each in a line of its own (RFC 9113, 8.2.3).
         text = self._lines("cookie", b"; ")
         return cookie_of(text, name) if text else None
+
+
+# Names of headers as ASGI has them. Applications ask for few, and for those on every request.
+_raw_names: Final[dict[str, bytes]] = {}
+
+
+def _raw_name(name: str) -> bytes:
+    if len(_raw_names) >= NAMES_MAX:
+        _raw_names.clear()
+    raw = _raw_names[name] = name.lower().encode("latin-1", "replace")
+    return raw
 
 
 def _template_of(scope: Mapping[str, Any]) -> str | None:

@@ -23,7 +23,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import iscoroutinefunction
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from tollkeeper.edge.addresses import ClientAddresses, ForwardedHeader
 from tollkeeper.edge.calls import Call, clean_value, digest_of
@@ -65,6 +65,9 @@ class Compiled(NamedTuple):
     read: Reader
 
 
+_Named = list[tuple[str, tuple[Reader, ...]]]
+
+
 class Identity:
     """Who a request is from, as a Request for rules or as a key for limits.
 
@@ -96,8 +99,8 @@ class Identity:
             trusted_proxies, ipv6_prefix=ipv6_prefix, forwarded=forwarded
         )
         self._compiled: dict[object, tuple[Compiled, ...]] = {}
-        self._fields: list[tuple[str, tuple[Reader, ...]]] = []
-        self._attributes: list[tuple[str, tuple[Reader, ...]]] = []
+        self._fields: _Named = []
+        self._attributes: _Named = []
         for name, sources in _checked_fields(fields).items():
             readers = tuple(each.read for each in self._several(sources, name))
             kept = self._fields if name in REQUEST_FIELDS else self._attributes
@@ -109,29 +112,17 @@ class Identity:
 
     def request_of(self, call: Call) -> Request:
         """The request as rules see it."""
-        found: dict[str, Any] = {}
-        for name, readers in self._fields:
-            for read in readers:
-                if (value := read(call)) is not None:
-                    found[name] = value
-                    break
-        if self._attributes:
-            found["attributes"] = self._attributes_of(call)
+        found = _found(self._fields, call)
         return Request(
-            ip=self._addresses.of(call),
-            endpoint=_endpoint_of(call),
-            method=clean_value(call.method),
-            **found,
+            found.get("user"),
+            found.get("api_key"),
+            self._addresses.of(call),
+            found.get("tenant"),
+            found.get("tier"),
+            _endpoint_of(call),
+            clean_value(call.method),
+            _found(self._attributes, call),
         )
-
-    def _attributes_of(self, call: Call) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for name, readers in self._attributes:
-            for read in readers:
-                if (value := read(call)) is not None:
-                    found[name] = value
-                    break
-        return found
 
     def key_of(self, call: Call, sources: Source | Sequence[Source]) -> tuple[str, str]:
         """The first source that finds something, and what it found; or ("anonymous", "*").
@@ -182,6 +173,18 @@ class Identity:
         if not isinstance(source, str):
             raise ConfigError(f"{what}: {show(source)} is not a source; write {_KNOWN}")
         return _compiled_text(source, what)
+
+
+def _found(fields: _Named, call: Call) -> dict[str, str]:
+    """For each field, what the first of its sources finds that finds something."""
+    found: dict[str, str] = {}
+    for name, readers in fields:
+        for read in readers:
+            value = read(call)
+            if value is not None:
+                found[name] = value
+                break
+    return found
 
 
 def _checked_fields(
