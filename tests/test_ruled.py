@@ -24,8 +24,8 @@ from tollkeeper import (
 from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores import open_store
 from tollkeeper.explain import Explanation
+from tollkeeper.in_force import DENIED_NS
 from tollkeeper.match.document import DocumentError
-from tollkeeper.ruled import DENIED_NS
 from tollkeeper.testing import ManualClock, limiting_off
 
 TWO_RULES = """

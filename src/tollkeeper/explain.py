@@ -99,9 +99,9 @@ def _explained(
     if item is not None:
         found = replace(
             found,
-            limits=tuple(item.gate.limits),
+            limits=item.in_force.limits,
             factor=item.step / FACTOR_STEPS,
-            subject=item.subject,
+            subject=item.who,
             units=item.units,
         )
     return found

@@ -110,6 +110,8 @@ class Limiter(Path):
                 attempt = less(look, attempt)
             elif self.check(key, attempt).allowed:
                 left -= attempt
+            else:  # of a rule in parts, a look sees all and a check meets one
+                attempt //= 2
         return left
 
     def explain(self, request: Request, cost: int = 1) -> Explanation:

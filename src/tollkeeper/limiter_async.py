@@ -158,6 +158,8 @@ class AsyncLimiter(Path):
                 attempt = less(look, attempt)
             elif (await self.check(key, attempt)).allowed:
                 left -= attempt
+            else:  # of a rule in parts, a look sees all and a check meets one
+                attempt //= 2
         return left
 
     async def explain(self, request: Request, cost: int = 1) -> Explanation:

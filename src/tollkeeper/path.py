@@ -29,8 +29,10 @@ from tollkeeper.decide.store import Gate, Store, StoreStats
 from tollkeeper.decide.stores import open_store
 from tollkeeper.errors import ConfigError, StoreError, show
 from tollkeeper.identify import Key, check_by, subject_of, subject_of_request
+from tollkeeper.in_force import RuleCounts, combined
 from tollkeeper.model import WINDOW_NS_MAX, Decision, Limit, Request, check_name
-from tollkeeper.ruled import RuleCounts, RuledGate, combined
+from tollkeeper.penalties import Sentence
+from tollkeeper.ruled import RuledGate
 from tollkeeper.ruled_async import AsyncRuledGate
 from tollkeeper.ruling import DEFAULT_NAME, Applied, Ruling
 from tollkeeper.standby import Asked, LocalCounts, Standby, standby_of
@@ -216,6 +218,17 @@ class Path:
     def counts(self) -> dict[str, RuleCounts]:
         """How often each rule allowed and denied, in this process, since it came into force."""
         return dict(self._ruled_gate().counts)
+
+    def penalties(self) -> list[Sentence]:
+        """The cool-downs and blocks that this process has given and that are not over yet.
+
+        `reset` ends those of a request, on every node.
+        """
+        return self._ruled_gate().watch.standing(self._clock.now_ns())
+
+    def on_penalty(self, tell: Callable[[Sentence], None]) -> None:
+        """Call `tell` with each cool-down and block that this process gives."""
+        self._ruled_gate().on_penalty = tell
 
     def push_load(self, load: float) -> None:
         """Say how busy things are, from 0.0 (idle) to 1.0, for rules that scale by `pushed`."""

@@ -9,7 +9,8 @@ force now. What was spent carries over where the limits are the same but for the
 
 A gate is made when it is first asked for, and kept with the choice of limits that it is for. There
 are as many choices as the document has limits, times its overrides that multiply them, and
-FACTOR_STEPS gates of each at most: callers cannot make more.
+FACTOR_STEPS gates of each at most (times its parts, where a rule splits them): callers cannot make
+more.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from datetime import UTC, datetime, timedelta
 from fractions import Fraction
 from hashlib import blake2b
 from operator import attrgetter
+from random import random
 from typing import Any, Final, Literal, NamedTuple
 
 from tollkeeper.identify import KEY_LENGTH_MAX, SEPARATOR, subject_of_request
@@ -38,6 +40,7 @@ from tollkeeper.model import (
     Request,
 )
 from tollkeeper.ruling import Applied
+from tollkeeper.splitting import parts_of, share, subject_of_part
 
 Source = Literal["default", "tier", "key", "override"]
 Verdict = Literal["allow", "deny"]
@@ -57,10 +60,25 @@ _PATH_LENGTH_MAX: Final = 256
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-class Choice:
-    """Limits that a rule has for some requests, where they come from, and the gates for them."""
+class InForce:
+    """Limits as they are in force, and the gates for them: one, or one for each part."""
 
-    __slots__ = ("applied", "detail", "gates", "limits", "multiplied", "override", "source")
+    __slots__ = ("applied", "gates", "limits")
+
+    def __init__(
+        self, limits: Limits, rule: str, split: int, make_gate: Callable[[Limits, str], Any]
+    ) -> None:
+        self.limits = limits
+        self.applied = Applied(rule, limits)
+        parts = parts_of(limits, split)
+        shares = [limits] if parts == 1 else [share(limits, parts, at) for at in range(parts)]
+        self.gates = [make_gate(each, rule) for each in shares]
+
+
+class Choice:
+    """Limits that a rule has for some requests, where they come from, and how they are in force."""
+
+    __slots__ = ("detail", "limits", "multiplied", "override", "source", "steps")
 
     def __init__(
         self, limits: Limits, source: Source, detail: str = "", override: Override | None = None
@@ -69,8 +87,7 @@ class Choice:
         self.source = source
         self.detail = detail
         self.override = override
-        self.gates: dict[int, Any] = {}  # by the step of the factor
-        self.applied: dict[int, Applied] = {}  # likewise, made when an answer asks
+        self.steps: dict[int, InForce] = {}  # by the step of the factor
         self.multiplied: dict[int, Choice] = {}  # by the override's place in the document
 
 
@@ -84,15 +101,22 @@ class Item(NamedTuple):
     choice: Choice
     step: int
     """Of FACTOR_STEPS: what part of the limits is in force."""
+    in_force: InForce
+    who: str
+    """Who is counted; `subject`, unless the limits are kept in parts."""
 
     @property
     def applied(self) -> Applied:
         """The rule with its limits, the same object for all who have them."""
-        applied = self.choice.applied.get(self.step)
-        if applied is None:
-            made = Applied(self.rule.rule.id, self.gate.limits)
-            applied = self.choice.applied.setdefault(self.step, made)
-        return applied
+        return self.in_force.applied
+
+    @property
+    def parts(self) -> list[tuple[Any, str]]:
+        """Every gate and subject that this one is kept under."""
+        gates = self.in_force.gates
+        if len(gates) == 1:
+            return [(self.gate, self.subject)]
+        return [(gate, subject_of_part(self.who, at)) for at, gate in enumerate(gates)]
 
 
 class Plan(NamedTuple):
@@ -264,15 +288,21 @@ class Policy:
         step = FACTOR_STEPS
         if prepared.factor is not None:
             step = factor_step(prepared.factor())
-        gate = choice.gates.get(step)
-        if gate is None:
+        in_force = choice.steps.get(step)
+        if in_force is None:
             limits = choice.limits
             if step < FACTOR_STEPS:
                 limits = scaled(limits, Fraction(step, FACTOR_STEPS))
             # Two threads may both make one; both are for the same counts.
-            gate = choice.gates[step] = self._make_gate(limits, prepared.id)
+            in_force = InForce(limits, prepared.id, rule.rule.split, self._make_gate)
+            choice.steps[step] = in_force
         units = cost * (rule.rule.cost if not rule.costs else self.cost_of(rule, request))
-        return Item(gate, subject, units, rule, choice, step)
+        gates = in_force.gates
+        if len(gates) == 1:
+            return Item(gates[0], subject, units, rule, choice, step, in_force, subject)
+        part = int(random() * len(gates))  # noqa: S311 - any spread will do
+        kept_as = subject_of_part(subject, part)
+        return Item(gates[part], kept_as, units, rule, choice, step, in_force, subject)
 
     def cost_of(self, rule: CompiledRule, request: Request) -> int:
         """Units for each unit that is asked for."""

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from tollkeeper.decide.together import check_together_async
 from tollkeeper.errors import CapacityError, StoreError
 from tollkeeper.explain import Answer, Explanation, explained, with_answers
-from tollkeeper.match.rules import Limits
-from tollkeeper.model import Decision, Request
-from tollkeeper.policy import Item, Plan
-from tollkeeper.ruled import (
+from tollkeeper.in_force import (
     RulesInForce,
+    barred,
     charged,
     combined,
     not_now,
     too_much_for_now,
+    who,
     without_rules,
 )
+from tollkeeper.match.rules import Limits
+from tollkeeper.model import Decision, Request
+from tollkeeper.penalties import level_of, sentence_s
+from tollkeeper.policy import Item, Plan
 from tollkeeper.ruling import Ruling
+from tollkeeper.splitting import granted, summed
 
 
 class AsyncRuledGate(RulesInForce):
@@ -32,8 +37,8 @@ class AsyncRuledGate(RulesInForce):
     async def check(self, request: Request, cost: int) -> Decision:
         plan = self.policy.plan(request, cost)
         if not plan.shadowed:
-            return await self._checked(plan, request)
-        answer, _ = await self._checked_with_shadows(plan, request)
+            return await self._answered(plan, request)
+        answer, _ = await self._answered_with_shadows(plan, request)
         return answer
 
     async def judge(self, request: Request, cost: int, *, spend: bool) -> Ruling:
@@ -42,18 +47,57 @@ class AsyncRuledGate(RulesInForce):
         if not spend:
             return self._ruling(plan, await self._look_at(plan, request))
         if plan.shadowed:
-            return self._ruling(plan, *await self._checked_with_shadows(plan, request))
-        answer = await self._checked(plan, request)
-        return self._ruling(plan, answer)
+            return self._ruling(plan, *await self._answered_with_shadows(plan, request))
+        return self._ruling(plan, await self._answered(plan, request))
 
-    async def _checked_with_shadows(
+    async def _answered(self, plan: Plan, request: Request) -> Decision:
+        """By those who penalise first, if any; then by the limits."""
+        if not self._terms:
+            return await self._checked(plan, request)
+        answer = await self._barred(plan, spend=True)
+        if answer is None:
+            answer = await self._checked(plan, request)
+        await self._penalise(plan, answer)
+        return answer
+
+    async def _barred(self, plan: Plan, *, spend: bool) -> Decision | None:
+        """The denial, where a cool-down goes on."""
+        for item, terms in self._penal(plan):
+            now_ns = self._clock.now_ns()
+            left_ns = self.watch.barred_ns(who(item), now_ns)
+            if left_ns is None:
+                try:
+                    look = await terms.cooldown.peek(item.who, terms.cooldown_units)
+                except StoreError:
+                    continue  # the limits' failure policy will answer
+                left_ns = look.retry_after_ns
+                self.watch.looked(who(item), now_ns, left_ns)
+            if left_ns:
+                answer = barred(item, left_ns)
+                if spend:
+                    self._count(item, answer)
+                return answer
+        return None
+
+    async def _penalise(self, plan: Plan, answer: Decision) -> None:
+        due = self._not_waited(plan, answer)
+        if due is None:
+            return
+        item, terms = due
+        with suppress(StoreError):
+            level = level_of(await terms.level.check(item.who, 1), terms)
+            # Denied where the cool-downs that are left are longer than any one is.
+            await terms.cooldown.check(item.who, sentence_s(terms.penalty, level))
+            self._sentence(item, terms, level)
+
+    async def _answered_with_shadows(
         self, plan: Plan, request: Request
     ) -> tuple[Decision, list[str]]:
         """The answer, and the ids of the shadow rules that would have denied."""
         # All at once: the shadows go out with the others and cost no trip of their own.
         shadows = [asyncio.ensure_future(self._ask_shadow(item)) for item in plan.shadowed]
         try:
-            answer = await self._checked(plan, request)
+            answer = await self._answered(plan, request)
             denied = await asyncio.gather(*shadows)
         finally:
             for task in shadows:
@@ -64,7 +108,7 @@ class AsyncRuledGate(RulesInForce):
         """A ruling for each request; if one of them is denied, none is charged."""
         policy = self.policy
         plans = [policy.plan(request, cost) for request, cost in asked]
-        if any(plan.verdict == "deny" for plan in plans):
+        if any([plan.verdict == "deny" or await self._barred(plan, spend=True) for plan in plans]):
             return [
                 self._ruling(plan, await self._look_at(plan, request))
                 for plan, (request, _) in zip(plans, asked, strict=True)
@@ -83,6 +127,8 @@ class AsyncRuledGate(RulesInForce):
                 for item, look in zip(items, looks, strict=True)
             ]
         rulings = self._rulings(plans, decisions)
+        for plan, ruling in zip(plans, rulings, strict=True):
+            await self._penalise(plan, ruling.decision)
         return [
             await self._with_shadows(plan, ruling)
             for plan, ruling in zip(plans, rulings, strict=True)
@@ -104,9 +150,7 @@ class AsyncRuledGate(RulesInForce):
         try:
             if len(items) == 1:
                 item = items[0]
-                decision: Decision = await item.gate.check(item.subject, item.units)
-                self._count(item, decision)
-                return decision
+                return self._heard(item, await item.gate.check(item.subject, item.units))
             asked = [(item.gate, item.subject, item.units) for item in items]
             return self._concluded(items, await check_together_async(self._store, asked))
         except StoreError as error:
@@ -138,13 +182,25 @@ class AsyncRuledGate(RulesInForce):
         items = plan.enforced
         if not items:
             return without_rules(plan)
+        if self._terms:
+            answer = await self._barred(plan, spend=False)
+            if answer is not None:
+                return answer
         try:
-            return combined([await item.gate.peek(item.subject, item.units) for item in items])
+            return combined([await self._peeked(item) for item in items])
         except StoreError as error:
             return self._failed(items, request, error, spend=False)
         except CapacityError as error:
             item = too_much_for_now(items, error)
             return not_now(await item.gate.peek(item.subject, 0))
+
+    async def _peeked(self, item: Item) -> Decision:
+        looks: list[Decision] = [
+            await gate.peek(subject, item.units) for gate, subject in item.parts
+        ]
+        if len(looks) == 1:
+            return looks[0]
+        return summed(looks, item.gate.limits, item.in_force.limits)
 
     async def refund(self, request: Request, units: int) -> None:
         for item in charged(self.policy, request, units):
@@ -152,11 +208,19 @@ class AsyncRuledGate(RulesInForce):
 
     async def grant(self, request: Request, units: int, ttl_ns: int | None) -> None:
         for item in charged(self.policy, request, units):
-            await item.gate.grant(item.subject, item.units, ttl_ns)
+            extra = granted(item.units, len(item.parts))
+            for (gate, subject), part in zip(item.parts, extra, strict=True):
+                await gate.grant(subject, part, ttl_ns)
 
     async def reset(self, request: Request) -> None:
         for item in charged(self.policy, request, 1):
-            await item.gate.reset(item.subject)
+            for gate, subject in item.parts:
+                await gate.reset(subject)
+            terms = self._terms.get(item.rule.rule.id)
+            if terms is not None:
+                await terms.cooldown.reset(item.who)
+                await terms.level.reset(item.who)
+                self.watch.pardoned(who(item))
 
     async def explain(self, request: Request, cost: int) -> Explanation:
         """Which rules match and why, which do not, and what each would answer. Spends nothing."""
@@ -166,7 +230,6 @@ class AsyncRuledGate(RulesInForce):
 
     async def _look(self, item: Item) -> Answer:
         try:
-            answer: Decision = await item.gate.peek(item.subject, item.units)
+            return await self._peeked(item)
         except (StoreError, CapacityError) as error:
             return error
-        return answer

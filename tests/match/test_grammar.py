@@ -82,8 +82,8 @@ def problems(text: str) -> list[str]:
         ("split: 8", {"split": 8}),
         ("penalty: {}", {"penalty": Penalty()}),
         (
-            "penalty: {after: 3, within: 1, cooldown: 2, cooldown_max: 4, block_after: 5, decay: 9}",
-            {"penalty": Penalty(3, 1.0, 2.0, 4.0, 5, 3600.0, 9.0)},
+            "penalty: {after: 3, cooldown: 2, cooldown_max: 4, block_after: 5, decay: 9}",
+            {"penalty": Penalty(3, 60.0, 2.0, 4.0, 5, 3600.0, 9.0)},
         ),
         (
             "penalty: {cooldown: 20m}",

@@ -22,6 +22,7 @@ from tollkeeper.match.places import Place, quoted, suggestion
 from tollkeeper.match.rules import (
     BY_MAX,
     CONSISTENCIES,
+    COOLDOWNS_MAX,
     COST_MAX,
     LOAD_SOURCES,
     MODES,
@@ -355,24 +356,26 @@ def _penalty(place: Place) -> Penalty:
     problems_before = place.problem_count
     found = place.fields(_PENALTY, "{after: 10, cooldown: 10s, block: 1h}")
     usual = Penalty()
-    counts = {
-        name: found[name].whole(1, PENALTY_COUNT_MAX, str(getattr(usual, name)))
-        if name in found
-        else getattr(usual, name)
-        for name in ("after", "block_after")
-    }
-    times = {
-        f"{name}_s": _penalty_s(found[name], name) if name in found else getattr(usual, f"{name}_s")
-        for name in ("within", "cooldown", "cooldown_max", "block", "decay")
-    }
-    if "cooldown_max" not in found:
-        times["cooldown_max_s"] = max(times["cooldown_max_s"], times["cooldown_s"])
-    longest_s = times["cooldown_max_s"]
-    if times["cooldown_s"] > longest_s and place.problem_count == problems_before:
-        place.fail(
-            f"cooldown ({times['cooldown_s']:g} s) is more than cooldown_max ({longest_s:g} s)"
-        )
-    return Penalty(**counts, **times)
+
+    def count(name: str, usual: int, most: int) -> int:
+        return found[name].whole(1, most, str(usual)) if name in found else usual
+
+    def seconds(name: str, usual_s: float) -> float:
+        return _penalty_s(found[name], name) if name in found else usual_s
+
+    cooldown_s = seconds("cooldown", usual.cooldown_s)
+    longest_s = seconds("cooldown_max", max(usual.cooldown_max_s, cooldown_s))
+    if cooldown_s > longest_s and place.problem_count == problems_before:
+        place.fail(f"cooldown ({cooldown_s:g} s) is more than cooldown_max ({longest_s:g} s)")
+    return Penalty(
+        after=count("after", usual.after, PENALTY_COUNT_MAX),
+        within_s=seconds("within", usual.within_s),
+        cooldown_s=cooldown_s,
+        cooldown_max_s=longest_s,
+        block_after=count("block_after", usual.block_after, COOLDOWNS_MAX),
+        block_s=seconds("block", usual.block_s),
+        decay_s=seconds("decay", usual.decay_s),
+    )
 
 
 def _penalty_s(place: Place, name: str) -> float:

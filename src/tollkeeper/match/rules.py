@@ -29,6 +29,7 @@ BY_MAX: Final = 8
 COST_MAX: Final = 1_000_000
 SPLIT_MAX: Final = 64
 PENALTY_COUNT_MAX: Final = 10_000
+COOLDOWNS_MAX: Final = 100  # before a block
 PENALTY_S_MAX: Final = 30 * 86_400.0
 
 Limits = tuple[Limit, ...]

@@ -1,0 +1,180 @@
+"""Those who do not wait: growing cool-downs, then a block, for a rule that asks for it.
+
+A denied client is told when to come back. One that sends on regardless, `after` times `within` a
+while, gets a cool-down: nothing passes until it is over. Requests during a cool-down are further
+ones that did not wait, so whoever does not stop gets the next cool-down, twice as long, on top; and
+after `block_after` of them a block. Every `decay` one of them is forgotten.
+
+Who did not wait is counted in each process, because a denial may be known here without asking the
+store, and a storm of them must not become a storm there. What comes of it is kept in the store, so
+that it holds on every node, in two buckets of each subject:
+
+- *cool-down*: it refills by one unit a second, so what is missing are the seconds that are left. A
+  cool-down of ten seconds spends ten. While it is not full, nothing passes.
+- *level*: it refills by one unit in each `decay`, so what is missing are the cool-downs so far.
+
+A process looks at the first of them at most once in LOOK_NS for each subject: a cool-down that
+another node has given, or a pardon, is known after that time at the latest.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from tollkeeper.clock import NS_PER_SECOND
+from tollkeeper.match.rules import Penalty
+from tollkeeper.model import Decision, Limit
+
+LOOK_NS: Final = NS_PER_SECOND
+# How many subjects are watched at once. One that is forgotten is counted anew.
+WATCHED_MAX: Final = 16_384
+
+# Rules' ids have no control characters, so these are nobody's.
+COOLDOWN: Final = "\x1fcooldown"
+LEVEL: Final = "\x1flevel"
+
+Who = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Sentence:
+    """A cool-down or a block that was given, for whoever wants to know."""
+
+    rule: str
+    subject: str
+    level: int
+    """Which it is: 1 for the first cool-down."""
+    seconds: int
+    blocked: bool
+    until_ns: int
+
+
+class Terms(NamedTuple):
+    """A rule's penalty, with the gates that it is kept in."""
+
+    penalty: Penalty
+    cooldown: Any
+    cooldown_units: int
+    level: Any
+    level_units: int
+
+
+def terms_of(penalty: Penalty, rule: str, make_gate: Callable[..., Any]) -> Terms:
+    """Prepare a rule's penalty on a store."""
+    # Room for the longest block on top of a cool-down that it follows.
+    seconds = math.ceil(penalty.block_s) + math.ceil(penalty.cooldown_max_s)
+    levels = penalty.block_after + 1
+    return Terms(
+        penalty,
+        make_gate((Limit(1, per=1, capacity=seconds),), rule + COOLDOWN),
+        seconds,
+        make_gate((Limit(1, per=penalty.decay_s, capacity=levels),), rule + LEVEL),
+        levels,
+    )
+
+
+def sentence_s(penalty: Penalty, level: int) -> int:
+    """How long the cool-down or the block of a level is. Up, to whole seconds.
+
+    >>> [sentence_s(Penalty(cooldown_s=10, block_after=3), level) for level in (1, 2, 3, 4)]
+    [10, 20, 40, 3600]
+    """
+    if level > penalty.block_after:
+        return math.ceil(penalty.block_s)
+    return math.ceil(min(penalty.cooldown_s * 2.0 ** (level - 1), penalty.cooldown_max_s))
+
+
+def level_of(decision: Decision, terms: Terms) -> int:
+    """Which cool-down this is, as the bucket of them tells when one more was spent."""
+    return terms.level_units - decision.remaining if decision.allowed else terms.level_units
+
+
+@dataclass(slots=True)
+class _Watched:
+    denied_until_ns: int = 0
+    strikes: int = 0
+    since_ns: int = 0
+    looked_ns: int = -LOOK_NS
+    barred_until_ns: int = 0
+    sentence: Sentence | None = None
+
+
+class Watch:
+    """What this process knows of those who were denied."""
+
+    def __init__(self) -> None:
+        self._watched: dict[Who, _Watched] = {}
+        self._lock = threading.Lock()
+
+    def barred_ns(self, who: Who, now_ns: int) -> int | None:
+        """How long the subject's cool-down goes on; None where the store has to be asked."""
+        watched = self._watched.get(who)
+        if watched is None or not 0 <= now_ns - watched.looked_ns < LOOK_NS:
+            return None
+        return max(watched.barred_until_ns - now_ns, 0)
+
+    def looked(self, who: Who, now_ns: int, barred_ns: int) -> None:
+        """Remember what the store told."""
+        with self._lock:
+            watched = self._of(who)
+            watched.looked_ns = now_ns
+            watched.barred_until_ns = now_ns + barred_ns
+            if not barred_ns:
+                watched.sentence = None
+
+    def denied(self, who: Who, penalty: Penalty, now_ns: int, retry_after_ns: int) -> bool:
+        """Note a denial. True when the subject has not waited once too often."""
+        with self._lock:
+            watched = self._of(who)
+            waited = now_ns >= watched.denied_until_ns
+            watched.denied_until_ns = now_ns + retry_after_ns
+            if waited:
+                return False
+            if now_ns - watched.since_ns > penalty.within_s * NS_PER_SECOND:
+                watched.since_ns = now_ns
+                watched.strikes = 0
+            watched.strikes += 1
+            if watched.strikes < penalty.after:
+                return False
+            watched.strikes = 0
+            return True
+
+    def sentenced(self, who: Who, terms: Terms, level: int, now_ns: int) -> Sentence:
+        """Remember a cool-down that was given; what there is to tell of it."""
+        seconds = sentence_s(terms.penalty, level)
+        with self._lock:
+            watched = self._of(who)
+            begins_ns = max(watched.barred_until_ns, now_ns)
+            watched.looked_ns = now_ns
+            watched.barred_until_ns = begins_ns + seconds * NS_PER_SECOND
+            blocked = level > terms.penalty.block_after
+            until_ns = watched.barred_until_ns
+            watched.sentence = Sentence(*who, level, seconds, blocked, until_ns)
+            return watched.sentence
+
+    def pardoned(self, who: Who) -> None:
+        """Forget the subject."""
+        with self._lock:
+            self._watched.pop(who, None)
+
+    def standing(self, now_ns: int) -> list[Sentence]:
+        """What this process has given and is not over, the longest first."""
+        with self._lock:
+            found = [
+                watched.sentence
+                for watched in self._watched.values()
+                if watched.sentence is not None and watched.barred_until_ns > now_ns
+            ]
+        return sorted(found, key=lambda sentence: -sentence.until_ns)
+
+    def _of(self, who: Who) -> _Watched:
+        watched = self._watched.get(who)
+        if watched is None:
+            if len(self._watched) >= WATCHED_MAX:
+                del self._watched[next(iter(self._watched))]  # the oldest
+            watched = self._watched[who] = _Watched()
+        return watched
