@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -194,6 +196,18 @@ def test_elements_are_looked_at_up_to_a_bound() -> None:
     # Cut, this would read 3.0.113.9, which is another client.
     cut = "3.0.113.9," + " " * (addresses.CHARACTERS_MAX - 10)
     assert behind(f"20{cut}") == PROXY
+
+
+def test_the_examples_of_the_page() -> None:
+    """Each row of the table in docs/identity.md is so."""
+    page = Path(__file__).parents[2] / "docs/identity.md"
+    text = page.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([0-9.]+) \| (.+) \| ([0-9a-f.:]+) \|$", text, re.MULTILINE)
+    assert len(rows) == 8
+    for peer, shown, client in rows:
+        pairs = [each.split(": ", 1) for each in re.findall(r"`([^`]+)`", shown)]
+        headers = {name.lower().replace("-", "_"): value for name, value in pairs}
+        assert ClientAddresses(["10.0.0.0/8"]).of(call_of(peer, **headers)) == client, shown
 
 
 # ------------------------------------------------------------------------------------ refused
