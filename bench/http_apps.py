@@ -22,11 +22,23 @@ SHARED: Final = "BENCH_SHARED"
 
 
 async def bare(scope: Any, receive: Any, send: Any) -> None:
-    """The least that can answer: reads the body, and says ok."""
+    """The least that can answer: takes the body as it comes first, which is all of it, says ok."""
+    if scope["type"] != "http":
+        return
+    await receive()
+    await _say_ok(send)
+
+
+async def bare_to_the_end(scope: Any, receive: Any, send: Any) -> None:
+    """The same as an application does it that knows no length: reads until nothing more comes."""
     if scope["type"] != "http":
         return
     while (await receive()).get("more_body"):
         pass
+    await _say_ok(send)
+
+
+async def _say_ok(send: Any) -> None:
     headers = [(b"content-type", b"text/plain"), (b"content-length", b"2")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": b"ok"})

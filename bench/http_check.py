@@ -1,5 +1,8 @@
 """POST /v1/check on the real service, beside the least that can answer on the same server.
 
+The bare one takes the body in one message, as the service does where the length says that this is
+all. An application that reads until the server says that it was all takes longer: the second row.
+
 A thousand users ask in turn. With one rule, a check is one limit of one subject; with several it is
 what a public API has: four rules that all apply, by key, user, tenant and address, with six limits
 between them.
@@ -50,6 +53,7 @@ def check_contenders(folder: Path) -> Sequence[Contender]:
 
     return (
         Contender("bare ASGI: 200 ok", granian("bench.http_apps:bare"), few, timed=True),
+        Contender("the same, reading to the end", granian("bench.http_apps:bare_to_the_end"), few),
         ours("tollkeeper, 1 limit, memory", one, few, *memory),
         ours("tollkeeper, 1 limit, shared", one, few, "--no-grpc"),
         ours("tollkeeper, 4 rules, 6 limits, memory", several, many, *memory),

@@ -156,7 +156,7 @@ def test_where_nobody_listens_it_says_how_to_start_one(arguments: list[str]) -> 
 @pytest.mark.parametrize(
     ("status", "body", "words"),
     [
-        (401, {"detail": "no token"}, "wants a token: no token. Put it in TOLLKEEPER_TOKEN"),
+        (401, {"detail": "no token"}, "wants a token: no token. Here it is given in TOLLKEEPER_TOKEN"),
         (403, {"detail": "tenant must be acme"}, "the token may not do this: tenant must be acme"),
         (422, {"title": "never fits", "status": 422}, "answers 422: never fits"),
         (400, {"detail": "a\x1b[31m\nb" + "c" * 10_000}, "answers 400: a [31m bccc"),

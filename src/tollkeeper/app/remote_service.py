@@ -126,10 +126,8 @@ class Service:
         status = response.status_code
         said = f": {_one_line(detail)}" if isinstance(detail, str) else ""
         if status == 401:
-            return (
-                f"{self.url} wants a token{said or ' that it knows'}. Put it in TOLLKEEPER_TOKEN; "
-                f"`tollkeeper token create --help` says how to make one"
-            )
+            told = said or ": make one with `tollkeeper token create NAME --role check`"
+            return f"{self.url} wants a token{told}. Here it is given in TOLLKEEPER_TOKEN"
         if status == 403:
             return f"the token may not do this{said}"
         if response.is_redirect:

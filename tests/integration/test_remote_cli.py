@@ -1,0 +1,222 @@
+"""`tollkeeper check`, `quota`, `reset` and `grant` against a real `tollkeeper serve`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.app.answering import run
+from tests.redis_servers.certificates import make_certificates
+from tests.service_process import ServiceProcess, run_to_end
+
+RULES = {
+    "version": 1,
+    "rules": [
+        {
+            "id": "users",
+            "match": {"user": "*"},
+            "by": ["user"],
+            "limits": ["5/hour", "1000/day"],
+        },
+        {
+            "id": "dear",
+            "match": {"endpoint": "/v1/export", "api_key": "*"},
+            "by": ["api_key"],
+            "limits": ["10/hour"],
+            "cost": 3,
+        },
+        {
+            "id": "new",
+            "match": {"endpoint": "/v1/export", "user": "*"},
+            "by": ["user"],
+            "limits": ["1/hour"],
+            "mode": "shadow",
+        },
+        {
+            "id": "regions",
+            "match": {"attributes": {"region": "eu"}},
+            "by": ["tenant"],
+            "limits": ["2/hour"],
+        },
+    ],
+    "allow": ["sk_internal_*"],
+    "deny": ["sk_revoked_*"],
+}
+
+
+class Served(NamedTuple):
+    """Where it is, and the secrets of two tokens."""
+
+    url: str
+    admin: str
+    acme: str
+    """For checks of one tenant."""
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Served]:
+    """One service for all; each test has users of its own."""
+    process = ServiceProcess(RULES)
+    admin = created(process, "admin", "--role", "admin")
+    acme = created(process, "acme", "--role", "check", "--scope", "tenant=acme")
+    with process:
+        yield Served(process.url, admin, acme)
+
+
+def created(service: ServiceProcess, *arguments: str) -> str:
+    made = run("token", "create", *arguments, "--data", str(service.data), "--json")
+    assert made.exit_code == 0, made.output
+    secret: str = json.loads(made.output)["token"]
+    return secret
+
+
+def test_check_spends_and_denies_over_the_limit(service: Served) -> None:
+    """Five of seven pass; the exit code says so, and so does the line."""
+    first = run("check", "--user", "ann", url=service.url, TOKEN=service.admin)
+    assert (first.output, first.exit_code) == ("allowed: 4 of 5 left of rule users\n", 0)
+    more = run("check", "--user", "ann", "--count", "6", url=service.url, TOKEN=service.admin)
+    assert more.exit_code == 1
+    assert more.output.startswith(
+        "allowed 4, denied 2 of 6; the last: denied: 0 of 5 left of rule users, again in "
+    )
+    told = json.loads(
+        run("check", "--user", "ann", "--json", url=service.url, TOKEN=service.admin).output
+    )
+    assert (told["exit_code"], told["allowed"], told["kind"]) == (1, False, "limited")
+    assert 0 < told["retry_after"] <= 3_600
+
+
+def test_peek_spends_nothing(service: Served) -> None:
+    """It answers as a check would, of whatever cost."""
+    for _ in range(2):
+        for cost, code in (("5", 0), ("6", 2)):
+            peeked = run(
+                "check",
+                "--user",
+                "ben",
+                "--peek",
+                "--cost",
+                cost,
+                url=service.url,
+                TOKEN=service.admin,
+            )
+            assert peeked.exit_code == code, peeked.output
+    spent = run("check", "--user", "ben", "--cost", "4", url=service.url, TOKEN=service.admin)
+    assert spent.output == "allowed: 1 of 5 left of rule users\n"
+    peeked = run(
+        "check", "--user", "ben", "--peek", "--cost", "2", url=service.url, TOKEN=service.admin
+    )
+    assert (peeked.output, peeked.exit_code) == ("would be denied: 1 of 5 left of rule users\n", 1)
+
+
+def test_quota_shows_every_rule_that_applies(service: Served) -> None:
+    """Each limit on a line, those in shadow mode as well, and nothing is spent."""
+    request = ["--user", "cyd", "--api-key", "sk_1", "--endpoint", "/v1/export"]
+    run("check", *request, url=service.url, TOKEN=service.admin)
+    for _ in range(2):
+        shown = run("quota", *request, url=service.url, TOKEN=service.admin)
+        assert shown.exit_code == 0
+        names = [line.split()[0] for line in shown.output.splitlines()]
+        assert names == ["RULE", "users", "users", "dear", "new"]
+        assert " 4 of 5 " in shown.output.splitlines()[1]
+    told = json.loads(run("quota", *request, "--json", url=service.url, TOKEN=service.admin).output)
+    remaining = {
+        rule["rule"]: [limit["remaining"] for limit in rule["limits"]] for rule in told["rules"]
+    }
+    assert remaining == {"users": [4, 999], "dear": [7], "new": [0]}
+
+
+def test_a_shadow_rule_is_told_of(service: Served) -> None:
+    """It lets pass, and says that it would not."""
+    request = ["--user", "dot", "--endpoint", "/v1/export"]
+    run("check", *request, url=service.url, TOKEN=service.admin)
+    peeked = run("check", "--peek", *request, url=service.url, TOKEN=service.admin)
+    again = run("check", *request, url=service.url, TOKEN=service.admin)
+    for each in (peeked, again):
+        assert each.exit_code == 0
+        assert each.output.endswith("would be denied by the shadow rules: new\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line", "code"),
+    [
+        (["--api-key", "sk_internal_1"], "allowed: on the allow list\n", 0),
+        (["--api-key", "sk_revoked_1"], "denied: on the deny list\n", 1),
+        (["--endpoint", "/other"], "allowed: no rule applies\n", 0),
+        (
+            ["--tenant", "acme", "--attribute", "region=eu"],
+            "allowed: 1 of 2 left of rule regions\n",
+            0,
+        ),
+    ],
+)
+def test_lists_and_attributes_arrive(
+    arguments: list[str], line: str, code: int, service: Served
+) -> None:
+    """What is given is what the rules see."""
+    result = run("check", *arguments, url=service.url, TOKEN=service.admin)
+    assert (result.output, result.exit_code) == (line, code)
+
+
+def test_reset_and_grant_change_the_quota(service: Served) -> None:
+    """And say what they did."""
+    request = ["--user", "eve"]
+    run("check", *request, "--cost", "5", url=service.url, TOKEN=service.admin)
+    assert run("check", *request, url=service.url, TOKEN=service.admin).exit_code == 1
+    done = run(
+        "grant", *request, "--units", "2", "--ttl", "10m", url=service.url, TOKEN=service.admin
+    )
+    assert (done.output, done.exit_code) == ("granted: user eve has 2 more for 10m\n", 0)
+    checks = run("check", *request, "--count", "3", "--json", url=service.url, TOKEN=service.admin)
+    assert json.loads(checks.output)["allowed"] == 2
+    done = run("reset", *request, url=service.url, TOKEN=service.admin)
+    assert (done.output, done.exit_code) == ("reset: user eve has its whole quota again\n", 0)
+    assert "4 of 5 left" in run("check", *request, url=service.url, TOKEN=service.admin).output
+
+
+def test_tokens_are_asked_for_and_kept_to_what_they_are_for(service: Served) -> None:
+    """Without one, with a wrong one, and with one for less: exit code 2, and what to do."""
+    for command in (["check"], ["quota"], ["reset"], ["grant", "--units", "1"]):
+        for token in ("", "tk_wrong"):
+            refused = run(*command, "--user", "fay", url=service.url, TOKEN=token)
+            assert refused.exit_code == 2
+            assert "wants a token" in refused.stderr
+            assert "TOLLKEEPER_TOKEN" in refused.stderr
+            assert "tk_wrong" not in refused.stderr
+    assert run("check", "--user", "fay", url=service.url, TOKEN=service.acme).exit_code == 0
+    for command in (["check", "--tenant", "other"], ["reset"], ["grant", "--units", "1"]):
+        refused = run(*command, "--user", "fay", url=service.url, TOKEN=service.acme)
+        assert refused.exit_code == 2
+        assert refused.stderr.startswith("tollkeeper: the token may not do this: ")
+        assert service.acme not in refused.output
+
+
+def test_a_cost_that_can_never_fit_is_exit_code_2(service: Served) -> None:
+    """It is no denial: to wait would not help."""
+    result = run("check", "--user", "gus", "--cost", "9", url=service.url, TOKEN=service.admin)
+    assert result.exit_code == 2
+    assert "answers 422: " in result.stderr
+
+
+def test_it_works_in_a_process_of_its_own(service: Served) -> None:
+    """The whole way, with the address and the token from the environment."""
+    environment = {"TOLLKEEPER_URL": service.url, "TOLLKEEPER_TOKEN": service.admin}
+    done = run_to_end(["check", "--user", "hal", "--json"], **environment)
+    assert (done.returncode, json.loads(done.stdout)["remaining"]) == (0, 4), done.stderr
+
+
+def test_over_tls_the_certificate_has_to_be_trusted(tmp_path: Path) -> None:
+    """With --ca the service is asked; without, it is not, and the token is not sent."""
+    made = make_certificates(tmp_path)
+    options = ("--tls-cert", str(made.server_cert_path), "--tls-key", str(made.server_key_path))
+    with ServiceProcess(RULES, *options) as service:
+        assert service.url.startswith("https://")
+        trusted = run("check", "--user", "ida", url=service.url, CA=str(made.ca_path))
+        assert (trusted.output, trusted.exit_code) == ("allowed: 4 of 5 left of rule users\n", 0)
+        refused = run("check", "--user", "ida", url=service.url)
+        assert refused.exit_code == 2
+        assert "certificate verify failed" in refused.stderr
