@@ -70,9 +70,13 @@ class RateLimit:
             await outer.charge(self.guard, call)
             await self.app(scope, receive, send)
             return
-        passage = scope[PASSAGE] = Passage(self.guard, scope, send)
+        guard = self.guard
+        passage = scope[PASSAGE] = Passage(guard, scope, send)
         try:
-            await passage.charge(self.guard, call)
+            if guard.is_quick:
+                passage.charge_now(guard, call)
+            else:
+                await passage.charge(guard, call)
             await self.app(scope, receive, passage.send)
         except GeneratorExit:
             raise  # the event loop is gone, and nothing can be awaited any more
@@ -80,7 +84,8 @@ class RateLimit:
             if not is_turned_away(error):
                 await passage.fail(error)
                 raise
-        await passage.finish(receive)
+        if not passage.is_finished:
+            await passage.finish(receive)
 
     def _closing(self, send: Send) -> Send:
         async def close_and_send(message: Message) -> None:

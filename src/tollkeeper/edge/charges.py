@@ -16,8 +16,8 @@ from typing import Final
 
 from tollkeeper.arguments import units_of
 from tollkeeper.identify import Key
+from tollkeeper.in_force import UNLIMITED, combined
 from tollkeeper.model import Decision, Request
-from tollkeeper.ruled import UNLIMITED, combined
 from tollkeeper.ruling import Ruling
 
 # Of a request that no limit was asked about: `skip` said so, or there is none.
@@ -33,16 +33,15 @@ class Charge:
     >>> charge.settle(37)
     """
 
-    __slots__ = ("_charged", "_open", "_wanted", "key", "ruling")
+    __slots__ = ("_charged", "_wanted", "changed", "key", "ruling")
 
     def __init__(self, ruling: Ruling, key: Key | Request = "", units: int = 0) -> None:
         """`ruling` has spent `units` of `key`'s quota, if it allowed the request."""
         self.ruling = ruling
         self.key = key
-        decision = ruling.decision
-        # A degraded answer spent nothing, nor did a denied one: there is nothing to settle.
-        self._open = decision.allowed and not decision.degraded and ruling.kind == "limited"
         self._charged = self._wanted = units
+        self.changed = False
+        """Whether the application has said something that is not applied yet."""
 
     @property
     def decision(self) -> Decision:
@@ -56,23 +55,24 @@ class Charge:
         Raises InvalidCost.
         """
         self._wanted = units_of(units, "units")
+        self.changed = True
 
     def refund(self) -> None:
         """Make the request cost nothing."""
         self._wanted = 0
-
-    @property
-    def changed(self) -> bool:
-        """Whether the application wants another cost than is charged."""
-        return self._wanted != self._charged
+        self.changed = True
 
     def take(self, counts: bool = True) -> tuple[int, int] | None:
         """What is charged and what is to be, if that differs; from then on the latter is.
 
         `counts` is False for a request whose outcome costs nothing.
         """
+        self.changed = False
         wanted = self._wanted if counts else 0
-        if not self._open or wanted == self._charged:
+        decision = self.ruling.decision
+        # A degraded answer spent nothing, nor did a denied one: there is nothing to settle.
+        charged = decision.allowed and not decision.degraded and self.ruling.kind == "limited"
+        if not charged or wanted == self._charged:
             return None
         due = self._charged, wanted
         self._charged = wanted

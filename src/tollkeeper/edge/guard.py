@@ -2,46 +2,46 @@
 
     call → skip? → key, cost → judge → (leaky bucket: wait) → the application → settle
 
-`Terms` is what a user says, in one constructor for all integrations, and checked at once. A guard
-opens the terms' store and limiter, and closes what it opened. `enter` charges a call and returns
-its Charge; `leave` applies what the application made of it. Both guards are the same, `Guard` for
-threads and `AsyncGuard` awaited, whose hooks may be async too. A hook that raises is the
-application's error and goes to the application.
+A guard opens the store and limiter that its `Terms` name, and closes what it opened. `enter`
+charges a call and returns its Charge; `leave` applies what the application made of it. Both guards
+are the same, `Guard` for threads and `AsyncGuard` awaited, whose hooks may be async too. A hook
+that raises is the application's error and goes to the application.
 
-A guard has no thread, lock or task of its own, and keeps nothing of a request.
+Nobody waits for a store that answers at once (`memory://`, `shared://`), so an AsyncGuard asks it
+as a Guard does; `enter_now` does so without a coroutine. A store that is a trip away is awaited.
+
+A guard has no thread or task of its own, and keeps nothing of a request.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import threading
+from collections.abc import Callable
+from dataclasses import replace
 from inspect import isawaitable
-from typing import Any, ClassVar, Final, Self, TypedDict, cast
+from typing import Any, ClassVar, Final, Self, cast
 
-from tollkeeper.arguments import Limits, Rules, clock_of, limits_of, units_of
+from tollkeeper.arguments import clock_of
 from tollkeeper.clock import Clock, seconds_from_ns
-from tollkeeper.decide.failure import FailurePolicy, check_policy
 from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores import open_store
-from tollkeeper.edge.answers import (
-    Answer,
-    Style,
-    bad_request_of,
-    capacity_refusal_of,
-    refusal_of,
-)
+from tollkeeper.edge.answers import Answer, bad_request_of, capacity_refusal_of, refusal_of
 from tollkeeper.edge.calls import Call, digest_of
 from tollkeeper.edge.charges import PASSED, Charge
 from tollkeeper.edge.claims import Claim
-from tollkeeper.edge.identity import NOBODY, Identity, Source
+from tollkeeper.edge.identity import NOBODY, Compiled, Identity, Source
+from tollkeeper.edge.terms import KeySource, Options, Terms
 from tollkeeper.errors import CapacityError, ConfigError, TollkeeperError, show
 from tollkeeper.identify import Key
 from tollkeeper.limiter import Limiter
 from tollkeeper.limiter_async import AsyncLimiter
 from tollkeeper.match.paths import normalised
-from tollkeeper.model import Request, check_name
+from tollkeeper.model import Request
 from tollkeeper.ruling import Ruling
+
+__all__ = ["LOG", "AsyncGuard", "Guard", "KeySource", "Options", "Refused", "Terms"]
 
 LOG: Final = logging.getLogger("tollkeeper.edge")
 
@@ -50,137 +50,11 @@ BESIDE_MAX: Final = 10_000
 # A longer path is hashed, so that it is a key like any other.
 ROUTE_LENGTH_MAX: Final = 200
 
-KeySource = Source | Sequence[Source] | Callable[[Call], Any]
-"""Where the key comes from. A function alone may return any Key, a Request, or None."""
-
-
-class Options(TypedDict, total=False):
-    """What every integration takes beside its limits; `Terms` says what each is."""
-
-    rules: Rules | None
-    limiter: Limiter | AsyncLimiter | None
-    store: str | Store
-    identify: Identity | Mapping[str, Source | Sequence[Source]] | None
-    trusted_proxies: Sequence[str]
-    key: KeySource | None
-    per_route: bool
-    cost: int | Callable[[Call], Any]
-    skip: Callable[[Call], Any] | None
-    on_limit: Callable[[Call, Ruling], Any] | None
-    count: Callable[[int], bool] | None
-    style: Style
-    name: str
-    on_failure: FailurePolicy
-    clock: Clock | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Terms:
-    """On what terms a request may pass.
-
-    One of these three says the limits:
-
-    `limits`    as of `Limiter`: a rate string, a Limit, or several.
-    `rules`     as of `Limiter.from_rules`; each request is asked about as `identify` describes it.
-    `limiter`   one of your own, which you close.
-
-    And how it is done:
-
-    `store`, `name`, `on_failure` and `clock` as of `Limiter`, for a limiter that is made here.
-    `identify`         an Identity, or its fields: {"user": "session:user_id", …}.
-    `trusted_proxies`  whose forwarded addresses are believed, as of Identity.
-    `key`              whom `limits` count: the first source that finds something; by default the
-                       address. Or a function of the call that returns a key or a Request, and
-                       None for the address.
-    `per_route`        count each route by itself.
-    `cost`             units, or a function of the call.
-    `skip`             a function of the call: true for those that are let through uncounted.
-    `on_limit`         a function of the call and the ruling that returns the framework's response
-                       to a denied request, or None for the one it has by default.
-    `count`            a function of the response's status: only where it is true does the request
-                       count. Every request is charged on the way in and given back afterwards, so
-                       that no number of guesses at once passes a limit.
-    `style`            which headers answers have.
-    """
-
-    limits: Limits | None = None
-    rules: Rules | None = None
-    limiter: Limiter | AsyncLimiter | None = None
-    store: str | Store = "memory://"
-    identify: Identity | Mapping[str, Source | Sequence[Source]] | None = None
-    trusted_proxies: Sequence[str] = ()
-    key: KeySource | None = None
-    per_route: bool = False
-    cost: int | Callable[[Call], Any] = 1
-    skip: Callable[[Call], Any] | None = None
-    on_limit: Callable[[Call, Ruling], Any] | None = None
-    count: Callable[[int], bool] | None = None
-    style: Style = field(default_factory=Style)
-    name: str = ""
-    on_failure: FailurePolicy = "open"
-    clock: Clock | None = None
-
-    def __post_init__(self) -> None:
-        said = [name for name in ("limits", "rules", "limiter") if getattr(self, name) is not None]
-        if len(said) > 1:
-            raise ConfigError(
-                f"{' and '.join(said)} both say what the limits are; give one of them"
-            )
-        check_name("name", self.name)
-        check_policy(self.on_failure)
-        clock_of(self.clock)
-        for name in ("skip", "on_limit", "count"):
-            hook = getattr(self, name)
-            if hook is not None and not callable(hook):
-                raise ConfigError(f"{name}={show(hook)} is not a function; {_HOOKS[name]}")
-        if not callable(self.cost):
-            units_of(self.cost, "cost")
-        if not isinstance(self.style, Style):
-            raise ConfigError(
-                f"style={show(self.style)} is not a Style; for example Style(draft=7)"
-            )
-        if self.limits is not None:
-            limits_of(self.limits)
-        self._check_what_goes_together()
-
-    def _check_what_goes_together(self) -> None:
-        if isinstance(self.identify, Identity) and self.trusted_proxies:
-            raise ConfigError("give trusted_proxies to the Identity that you pass as identify")
-        if self.limits is None and (self.name or self.per_route):
-            raise ConfigError("name and per_route are for limits; rules have ids and count by `by`")
-        if self.rules is not None and self.key is not None and not callable(self.key):
-            raise ConfigError(
-                f"key={show(self.key)} is for limits; with rules, each rule's `by` says whom it "
-                f'counts, and identify={{"api_key": "header:X-API-Key"}} finds them'
-            )
-        if self.limiter is not None and (self.store != "memory://" or self.on_failure != "open"):
-            raise ConfigError("the limiter that you pass has a store and an on_failure already")
-
-    @property
-    def says_limits(self) -> bool:
-        """Whether there is anything to be limited by."""
-        return not (self.limits is None and self.rules is None and self.limiter is None)
-
-    def demand(self, where: str) -> Self:
-        """Itself; raises ConfigError where nothing says the limits."""
-        if not self.says_limits:
-            raise ConfigError(
-                f'{where} needs limits="100/minute", rules="limits.yaml" or a limiter of your own'
-            )
-        return self
-
-
-_HOOKS: Final = {
-    "skip": "for example skip=lambda call: call.path == '/healthz'",
-    "on_limit": "for example on_limit=lambda call, ruling: Response(status_code=429)",
-    "count": "for example count=lambda status: status in (401, 403)",
-}
-
 
 class _Post:
     """What both guards are, but for what is awaited."""
 
-    _made_of: ClassVar[type[Limiter | AsyncLimiter]]
+    _takes: ClassVar[type[Limiter | AsyncLimiter]]
 
     def __init__(self, terms: Terms) -> None:
         self.terms = terms
@@ -190,18 +64,29 @@ class _Post:
             if isinstance(terms.identify, Identity)
             else Identity(terms.identify or {}, trusted_proxies=terms.trusted_proxies)
         )
+        self._set_key(terms.key)
+        self._per_route = terms.per_route
+        self._cost = terms.cost if callable(terms.cost) else None
+        self._units = 1 if callable(terms.cost) else terms.cost
+        self._lock = threading.Lock()  # of opening again, which is seldom done
         self._opened = False
         self._open()
-        key = terms.key
-        self._by_request = key is None and self._has_rules()
+        self._by_request = terms.key is None and self._has_rules()
+
+    def _set_key(self, key: KeySource | None) -> None:
         self._key_hook = key if callable(key) and not isinstance(key, Claim) else None
         # Checked and compiled once; a text is one source, and the address is what all have.
         self._sources = self.identity.compiled(
             "address" if key is None or self._key_hook is not None else cast("Source", key)
         )
-        self._per_route = terms.per_route
-        self._cost = terms.cost if callable(terms.cost) else None
-        self._units = 1 if callable(terms.cost) else terms.cost
+        # A key of one piece is decided fastest. It takes sources that cannot be mistaken for one
+        # another, and no hook, whose keys may look like anything.
+        self._one_piece = self._key_hook is None and not _ambiguous(self._sources)
+
+    def _reopen(self) -> None:
+        with self._lock:
+            if not self._opened:
+                self._open()
 
     def _open(self) -> None:
         """Open what the terms name: at the start, and again if used after it was closed."""
@@ -213,6 +98,7 @@ class _Post:
             self._check_limiter(terms.limiter)
             self.clock: Clock = terms.limiter._clock  # noqa: SLF001 - answers and waits by its time
             self.store: Store = terms.limiter.store
+            self._bind()
             self._opened = True
             return
         self.clock = clock_of(terms.clock)
@@ -220,14 +106,22 @@ class _Post:
             open_store(terms.store, self.clock) if isinstance(terms.store, str) else terms.store
         )
         try:
-            self._limiter = self._make()
+            self._limiter = self._make(self._kind())
+            self._bind()
         except BaseException:
             if self._owns_store:
                 self.store.close()
             raise
         self._opened = True
 
-    def _make(self) -> Limiter | AsyncLimiter | None:
+    def _kind(self) -> type[Limiter | AsyncLimiter]:
+        """Which limiter suits the store."""
+        return Limiter
+
+    def _bind(self) -> None:
+        """For a guard to prepare what it needs of the limiter."""
+
+    def _make(self, kind: type[Limiter | AsyncLimiter]) -> Limiter | AsyncLimiter | None:
         terms = self.terms
         on_store: dict[str, Any] = {
             "store": self.store,
@@ -235,15 +129,15 @@ class _Post:
             "on_failure": terms.on_failure,
         }
         if terms.limits is not None:
-            return self._made_of(terms.limits, name=terms.name, **on_store)
+            return kind(terms.limits, name=terms.name, **on_store)
         if terms.rules is not None:
-            return self._made_of.from_rules(terms.rules, **on_store)
+            return kind.from_rules(terms.rules, **on_store)
         return None
 
     def _check_limiter(self, limiter: object) -> None:
-        if not isinstance(limiter, self._made_of):
+        if not isinstance(limiter, self._takes):
             raise ConfigError(
-                f"limiter={show(limiter)} is not {_article(self._made_of.__name__)}, which is what "
+                f"limiter={show(limiter)} is not {_article(self._takes.__name__)}, which is what "
                 f"this integration asks: it must neither block an event loop nor need one"
             )
 
@@ -263,7 +157,7 @@ class _Post:
         same terms and name give the same guard, and closing this one closes it.
         """
         if not self._opened:
-            self._open()
+            self._reopen()
         found = self._beside.get((terms, name))
         if found is None:
             if len(self._beside) >= BESIDE_MAX:
@@ -283,7 +177,7 @@ class _Post:
             skip=terms.skip or own.skip,
             on_limit=terms.on_limit or own.on_limit,
             style=own.style,
-            on_failure=own.on_failure,
+            on_failure=own.limiter._on_failure if own.limiter else own.on_failure,  # noqa: SLF001 - its way
             clock=self.clock,
         )
 
@@ -291,13 +185,15 @@ class _Post:
         """Who is counted, where no hook says it."""
         if self._by_request:
             return self.identity.request_of(call)
-        key = NOBODY
+        who, value = NOBODY
         for label, read in self._sources:
-            value = read(call)
-            if value is not None:
-                key = (label, value)
+            found = read(call)
+            if found is not None:
+                who, value = label, found
                 break
-        return (*key, _route_of(call)) if self._per_route else key
+        if self._per_route:
+            return who, value, _route_of(call)
+        return f"{who}:{value}" if self._one_piece else (who, value)
 
     def _key_from(self, found: Any, call: Call) -> Key | Request:
         """Who is counted, of what the application's own hook found."""
@@ -333,6 +229,14 @@ class Refused(TollkeeperError):
         return type(self), (self.error,)
 
 
+def _ambiguous(sources: tuple[Compiled, ...]) -> bool:
+    """Whether "label:value" of one source may be that of another: query:a and query:a:b."""
+    labels = [source.label for source in sources]
+    return any(
+        other.startswith(f"{label}:") for label in labels for other in labels if other != label
+    )
+
+
 def _route_of(call: Call) -> str:
     """The route's template, or the path; short enough for a key, whatever a client sends."""
     route = call.route or normalised(call.path)
@@ -353,7 +257,7 @@ def _not_settled(error: TollkeeperError) -> None:
 class Guard(_Post):
     """Terms in force, for threads."""
 
-    _made_of = Limiter
+    _takes = Limiter
 
     def enter(self, call: Call) -> Charge:
         """Charge a call, and hold it for as long as a leaky bucket asks.
@@ -361,7 +265,7 @@ class Guard(_Post):
         Raises Refused for a key or a cost that is none, and a cost that can never fit.
         """
         if not self._opened:
-            self._open()
+            self._reopen()
         skip = self.terms.skip
         if self._limiter is None or (skip is not None and skip(call)):
             return Charge(PASSED)
@@ -419,12 +323,37 @@ class Guard(_Post):
 class AsyncGuard(_Post):
     """Terms in force, for asyncio: the verbs of Guard, awaited; its hooks may be async."""
 
-    _made_of = AsyncLimiter
+    _takes = AsyncLimiter
+    _awaits: bool
+    # Whether `enter_now` is enough: no hook, nothing to await, no leaky bucket.
+    is_quick: bool
+
+    def _kind(self) -> type[Limiter | AsyncLimiter]:
+        return AsyncLimiter if hasattr(self.store, "async_gate") else Limiter
+
+    def _bind(self) -> None:
+        terms = self.terms
+        self._awaits = isinstance(self._limiter, AsyncLimiter)
+        self.is_quick = (
+            not self._awaits
+            and terms.limits is not None
+            and all(limit.algorithm != "leaky_bucket" for limit in self._limiter.limits)
+            and (terms.skip, self._key_hook, self._cost) == (None, None, None)
+        )
+
+    def enter_now(self, call: Call) -> Charge:
+        """Charge a call without waiting for anything; for a guard that `is_quick`."""
+        key = self._key_of(call)
+        units = self._units
+        try:
+            return Charge(self._limiter.judge(key, units), key, units)
+        except (CapacityError, ConfigError) as error:
+            raise Refused(error) from error
 
     async def enter(self, call: Call) -> Charge:
         """Charge a call, and hold it for as long as a leaky bucket asks. See Guard.enter."""
         if not self._opened:
-            self._open()
+            self._reopen()
         skip = self.terms.skip
         if self._limiter is None or (skip is not None and await _found(skip(call))):
             return Charge(PASSED)
@@ -432,7 +361,9 @@ class AsyncGuard(_Post):
         key = self._key_of(call) if hook is None else self._key_from(await _found(hook(call)), call)
         units = self._units if self._cost is None else await _found(self._cost(call))
         try:
-            ruling = await self._limiter.judge(key, units)
+            ruling = self._limiter.judge(key, units)
+            if self._awaits:
+                ruling = await ruling
         except (CapacityError, ConfigError) as error:
             raise Refused(error) from error
         charge = Charge(ruling, key, units)
@@ -454,7 +385,9 @@ class AsyncGuard(_Post):
         if due is None:
             return
         try:
-            await self._limiter.settle(charge.key, *due)
+            settling = self._limiter.settle(charge.key, *due)
+            if self._awaits:
+                await settling
         except TollkeeperError as error:
             _not_settled(error)
 
@@ -468,12 +401,20 @@ class AsyncGuard(_Post):
         for guard in self._beside.values():
             await guard.close()
         if self._opened and self.terms.limiter is None:
-            self._opened = False
-            if self._limiter is not None:
+            self._opened = self.is_quick = False
+            if self._awaits:
                 await self._limiter.close()
+            elif self._limiter is not None:
+                # A thread that follows rules is waited for.
+                closing = asyncio.to_thread if self.terms.rules is not None else _called
+                await closing(self._limiter.close)
             if self._owns_store:
-                closing = getattr(self.store, "aclose", None)
-                await closing() if closing is not None else self.store.close()
+                aclose = getattr(self.store, "aclose", None)
+                await (_called(self.store.close) if aclose is None else aclose())
+
+
+async def _called(function: Callable[[], None]) -> None:
+    function()
 
 
 async def _found(value: Any) -> Any:

@@ -1,0 +1,150 @@
+"""On what terms requests pass: what a user says to any of the web integrations, checked at once.
+
+All integrations take the same names, so that who knows one knows all. What is wrong is told where
+it is written, when the application starts, and not at the first request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Self, TypedDict
+
+from tollkeeper.arguments import Limits, Rules, clock_of, limits_of, units_of
+from tollkeeper.clock import Clock
+from tollkeeper.decide.failure import FailurePolicy, check_policy
+from tollkeeper.decide.store import Store
+from tollkeeper.edge.answers import Style
+from tollkeeper.edge.calls import Call
+from tollkeeper.edge.identity import Identity, Source
+from tollkeeper.errors import ConfigError, show
+from tollkeeper.limiter import Limiter
+from tollkeeper.limiter_async import AsyncLimiter
+from tollkeeper.model import check_name
+from tollkeeper.ruling import Ruling
+
+KeySource = Source | Sequence[Source] | Callable[[Call], Any]
+"""Where the key comes from. A function alone may return any Key, a Request, or None."""
+
+
+class Options(TypedDict, total=False):
+    """What every integration takes beside its limits; `Terms` says what each is."""
+
+    rules: Rules | None
+    limiter: Limiter | AsyncLimiter | None
+    store: str | Store
+    identify: Identity | Mapping[str, Source | Sequence[Source]] | None
+    trusted_proxies: Sequence[str]
+    key: KeySource | None
+    per_route: bool
+    cost: int | Callable[[Call], Any]
+    skip: Callable[[Call], Any] | None
+    on_limit: Callable[[Call, Ruling], Any] | None
+    count: Callable[[int], bool] | None
+    style: Style
+    name: str
+    on_failure: FailurePolicy
+    clock: Clock | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Terms:
+    """On what terms a request may pass.
+
+    One of these three says the limits:
+
+    `limits`    as of `Limiter`: a rate string, a Limit, or several.
+    `rules`     as of `Limiter.from_rules`; each request is asked about as `identify` describes it.
+    `limiter`   one of your own, which you close.
+
+    And how it is done:
+
+    `store`, `name`, `on_failure` and `clock` as of `Limiter`, for a limiter that is made here.
+    `identify`         an Identity, or its fields: {"user": "session:user_id", …}.
+    `trusted_proxies`  whose forwarded addresses are believed, as of Identity.
+    `key`              whom `limits` count: the first source that finds something; by default the
+                       address. Or a function of the call that returns a key or a Request, and
+                       None for the address.
+    `per_route`        count each route by itself.
+    `cost`             units, or a function of the call.
+    `skip`             a function of the call: true for those that are let through uncounted.
+    `on_limit`         a function of the call and the ruling that returns the framework's response
+                       to a denied request, or None for the one it has by default.
+    `count`            a function of the response's status: only where it is true does the request
+                       count. Every request is charged on the way in and given back afterwards, so
+                       that no number of guesses at once passes a limit.
+    `style`            which headers answers have.
+    """
+
+    limits: Limits | None = None
+    rules: Rules | None = None
+    limiter: Limiter | AsyncLimiter | None = None
+    store: str | Store = "memory://"
+    identify: Identity | Mapping[str, Source | Sequence[Source]] | None = None
+    trusted_proxies: Sequence[str] = ()
+    key: KeySource | None = None
+    per_route: bool = False
+    cost: int | Callable[[Call], Any] = 1
+    skip: Callable[[Call], Any] | None = None
+    on_limit: Callable[[Call, Ruling], Any] | None = None
+    count: Callable[[int], bool] | None = None
+    style: Style = field(default_factory=Style)
+    name: str = ""
+    on_failure: FailurePolicy = "open"
+    clock: Clock | None = None
+
+    def __post_init__(self) -> None:
+        said = [name for name in ("limits", "rules", "limiter") if getattr(self, name) is not None]
+        if len(said) > 1:
+            raise ConfigError(
+                f"{' and '.join(said)} both say what the limits are; give one of them"
+            )
+        check_name("name", self.name)
+        check_policy(self.on_failure)
+        clock_of(self.clock)
+        for name in ("skip", "on_limit", "count"):
+            hook = getattr(self, name)
+            if hook is not None and not callable(hook):
+                raise ConfigError(f"{name}={show(hook)} is not a function; {_HOOKS[name]}")
+        if not callable(self.cost):
+            units_of(self.cost, "cost")
+        if not isinstance(self.style, Style):
+            raise ConfigError(
+                f"style={show(self.style)} is not a Style; for example Style(draft=7)"
+            )
+        if self.limits is not None:
+            limits_of(self.limits)
+        self._check_what_goes_together()
+
+    def _check_what_goes_together(self) -> None:
+        if isinstance(self.identify, Identity) and self.trusted_proxies:
+            raise ConfigError("give trusted_proxies to the Identity that you pass as identify")
+        if self.limits is None and (self.name or self.per_route):
+            raise ConfigError("name and per_route are for limits; rules have ids and count by `by`")
+        if self.rules is not None and self.key is not None and not callable(self.key):
+            raise ConfigError(
+                f"key={show(self.key)} is for limits; with rules, each rule's `by` says whom it "
+                f'counts, and identify={{"api_key": "header:X-API-Key"}} finds them'
+            )
+        if self.limiter is not None and (self.store != "memory://" or self.on_failure != "open"):
+            raise ConfigError("the limiter that you pass has a store and an on_failure already")
+
+    @property
+    def says_limits(self) -> bool:
+        """Whether there is anything to be limited by."""
+        return not (self.limits is None and self.rules is None and self.limiter is None)
+
+    def demand(self, where: str) -> Self:
+        """Itself; raises ConfigError where nothing says the limits."""
+        if not self.says_limits:
+            raise ConfigError(
+                f'{where} needs limits="100/minute", rules="limits.yaml" or a limiter of your own'
+            )
+        return self
+
+
+_HOOKS: Final = {
+    "skip": "for example skip=lambda call: call.path == '/healthz'",
+    "on_limit": "for example on_limit=lambda call, ruling: Response(status_code=429)",
+    "count": "for example count=lambda status: status in (401, 403)",
+}
