@@ -23,13 +23,13 @@ text, is counted by its digest.
 **Costs.** A descriptor costs its own `hits_addend`, else the request's, else 1. Its own 0 spends
 nothing: it asks whether there is room for 1. With `is_negative_hits` the units are given back. One
 that Envoy sends when the response is over (`apply_on_stream_done`) comes too late to be denied, and
-a denial costs nothing; with an entry of the key SETTLE it spends what fits of its units, at least.
+a denial costs nothing; with an entry of the key SETTLE it is never denied, and spends what fits.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from hashlib import blake2b
 from ipaddress import IPv6Address
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -109,12 +109,13 @@ class Asked(NamedTuple):
 
 def asked_of(message: RateLimitRequest) -> list[Asked]:
     """What a message asks for, in its order. Raises ConfigError for what no Envoy sends."""
-    if not message.domain or len(message.domain) > VALUE_LENGTH_MAX:
+    domain = message.domain
+    if not 1 <= len(domain) <= VALUE_LENGTH_MAX:
         raise ConfigError(
-            f"domain={show(message.domain)} is not text of 1 to {VALUE_LENGTH_MAX} characters; "
+            f"domain={show(domain)} is not text of 1 to {VALUE_LENGTH_MAX} characters; "
             f"give the rate limit filter one, for example domain: shop"
         )
-    domain = countable(message.domain)
+    domain = countable(domain)
     descriptors = message.descriptors
     if not 1 <= len(descriptors) <= DESCRIPTORS_MAX:
         raise ConfigError(
@@ -125,15 +126,19 @@ def asked_of(message: RateLimitRequest) -> list[Asked]:
 
 
 def _asked(domain: str, descriptor: RateLimitDescriptor, units: int) -> Asked:
-    entries = [(each.key, each.value) for each in descriptor.entries]
-    for_us = [entry for entry in entries if entry[0] == SETTLE]
-    if for_us:
-        entries = [entry for entry in entries if entry[0] != SETTLE]
+    entries = []
+    settles = False
+    for each in descriptor.entries:
+        key = each.key
+        if key == SETTLE:
+            settles = True
+        else:
+            entries.append((key, each.value))
     return Asked(
         request_of(domain, entries),
         _units_of(descriptor, units),
         _override_of(descriptor) if descriptor.HasField("limit") else None,
-        bool(for_us),
+        settles,
     )
 
 
@@ -157,7 +162,7 @@ def _override_of(descriptor: RateLimitDescriptor) -> Override:
     return Override(limit.requests_per_unit, window_ns)
 
 
-def request_of(domain: str, entries: Iterable[tuple[str | bytes, str | bytes]]) -> Request:
+def request_of(domain: str, entries: Sequence[tuple[str | bytes, str | bytes]]) -> Request:
     """The request that a descriptor stands for.
 
     >>> request_of("shop", [("generic_key", "slow"), ("method", "GET"), ("generic_key", "b")])
@@ -169,9 +174,11 @@ def request_of(domain: str, entries: Iterable[tuple[str | bytes, str | bytes]]) 
     """
     fields: dict[str, str] = {}
     attributes = {"domain": domain}
-    count = 0
+    if not 1 <= len(entries) <= ENTRIES_MAX:
+        raise ConfigError(
+            f"a descriptor has 1 to {ENTRIES_MAX} entries, and this has {len(entries)}"
+        )
     for key, value in entries:
-        count += 1
         field, name = _names.get(key) or _name_of(key)  # type: ignore[arg-type]  # bytes: not found
         if field is not None and field not in fields:
             # A path may be long: rules match all of it, and count it by a digest themselves.
@@ -179,8 +186,6 @@ def request_of(domain: str, entries: Iterable[tuple[str | bytes, str | bytes]]) 
             fields[field] = _address(text) if field == "ip" else text
         else:
             attributes[_free(name, attributes)] = countable(value)
-    if not 1 <= count <= ENTRIES_MAX:
-        raise ConfigError(f"a descriptor has 1 to {ENTRIES_MAX} entries, and this has {count}")
     return Request(**fields, attributes=attributes)
 
 

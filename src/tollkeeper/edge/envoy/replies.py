@@ -58,16 +58,19 @@ _KINDS: Final[tuple[Kind, ...]] = ("blocked", "unavailable", "limited", "exempt"
 def response_of(outcomes: Sequence[Outcome], now_ns: int, style: Style) -> RateLimitResponse:
     """The whole answer, one status for each outcome. `now_ns` is the Unix time."""
     statuses = [_status_of(each) for each in outcomes]
-    refusal = _refusal_of(outcomes, now_ns, style)
+    refusal = _failure_of(outcomes)
     if refusal is None:
         ruling = merged([each for each in outcomes if isinstance(each, Ruling)])
-        headers = [
-            HeaderValue(key=name.decode("ascii"), value=value.decode("ascii"))
-            for name, value in raw_headers_of(ruling, now_ns, style)
-        ]
-        return RateLimitResponse(
-            overall_code=OK, statuses=statuses, response_headers_to_add=headers
-        )
+        if not over_limit(ruling):
+            headers = [
+                HeaderValue(key=name.decode("ascii"), value=value.decode("ascii"))
+                for name, value in raw_headers_of(ruling, now_ns, style)
+            ]
+            return RateLimitResponse(
+                overall_code=OK, statuses=statuses, response_headers_to_add=headers
+            )
+        refusal = refusal_of(ruling, now_ns, style)
+    refusal = _as_429(refusal)
     return RateLimitResponse(
         overall_code=OVER_LIMIT,
         statuses=statuses,
@@ -78,16 +81,14 @@ def response_of(outcomes: Sequence[Outcome], now_ns: int, style: Style) -> RateL
     )
 
 
-def _refusal_of(outcomes: Sequence[Outcome], now_ns: int, style: Style) -> Answer | None:
-    rulings = []
+def _failure_of(outcomes: Sequence[Outcome]) -> Answer | None:
+    """The refusal of the first descriptor that could not be decided on."""
     for each in outcomes:
         if isinstance(each, CapacityError):
-            return _as_429(capacity_refusal_of(each))
+            return capacity_refusal_of(each)
         if isinstance(each, InvalidKey):
-            return _as_429(bad_request_of(each))
-        rulings.append(each)
-    ruling = merged(rulings)
-    return _as_429(refusal_of(ruling, now_ns, style)) if over_limit(ruling) else None
+            return bad_request_of(each)
+    return None
 
 
 def _as_429(answer: Answer) -> Answer:
