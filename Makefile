@@ -3,6 +3,7 @@
 VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+RUN_READY := $(VENV)/.run-ready
 READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.bench-ready
 KERNEL := $(wildcard src/tollkeeper/decide/kernel/*.c src/tollkeeper/decide/kernel/*.h)
@@ -13,8 +14,8 @@ KERNEL := $(wildcard src/tollkeeper/decide/kernel/*.c src/tollkeeper/decide/kern
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-run: $(READY)  ## limit simulated traffic in the terminal, decisions live
-	$(BIN)/python examples/live.py
+run: $(RUN_READY)  ## the service with an example document, on http://127.0.0.1:8080
+	$(BIN)/tollkeeper serve --data build/run --seed examples/limits.yaml
 
 test: lint  ## everything that must hold: lint, unit, property, conformance, parity
 	$(BIN)/pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile
@@ -39,14 +40,24 @@ clean:  ## remove what the other targets made
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	find src \( -name '*.so' -o -name '*.egg-info' \) -prune -exec rm -rf {} +
 
-$(READY): pyproject.toml tools/system_packages.sh $(wildcard setup.py) $(KERNEL)
-	@PYTHON=$(PYTHON) sh tools/system_packages.sh
+# What needs what: the service alone, the tests, and the peers that are measured beside us.
+INSTALL = TOLLKEEPER_KERNEL=required $(BIN)/python -m pip install --quiet \
+	--disable-pip-version-check --editable
+SOURCES := pyproject.toml tools/system_packages.sh $(wildcard setup.py) $(KERNEL)
+
+$(RUN_READY): $(SOURCES)
+	@PYTHON=$(PYTHON) sh tools/system_packages.sh run
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	TOLLKEEPER_KERNEL=required $(BIN)/python -m pip install --quiet \
-		--disable-pip-version-check --editable '.[dev]'
+	$(INSTALL) '.[server]'
 	@touch $@
 
+$(READY): $(SOURCES)
+	@PYTHON=$(PYTHON) sh tools/system_packages.sh test
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) '.[dev]'
+	@touch $@ $(RUN_READY)
+
 $(BENCH_READY): $(READY)
-	TOLLKEEPER_KERNEL=required $(BIN)/python -m pip install --quiet \
-		--disable-pip-version-check --editable '.[dev,bench]'
+	@PYTHON=$(PYTHON) sh tools/system_packages.sh bench
+	$(INSTALL) '.[dev,bench]'
 	@touch $@

@@ -1,7 +1,9 @@
 #!/bin/sh
-# Make sure the machine has what the project builds and tests with. As root on Debian or Ubuntu it
-# installs what is missing; otherwise it names it and stops.
+# Make sure the machine has what the project is built with, and what it is tested or measured with:
+# system_packages.sh run|test|bench. As root on Debian or Ubuntu it installs what is missing; otherwise
+# it names it and stops.
 set -eu
+purpose=${1:-test}
 python=${PYTHON:-python3}
 missing=""
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || {
@@ -13,13 +15,22 @@ command -v "${CC:-cc}" >/dev/null || missing="$missing gcc libc6-dev"
 "$python" -c 'import os, sys, sysconfig as s
 sys.exit(not os.path.exists(os.path.join(s.get_path("include"), "Python.h")))' \
     || missing="$missing python3-dev"
-# The tests start servers of their own: tests/redis_servers, tests/postgres_server.py.
-for program in redis-server redis-sentinel openssl; do
-    command -v "$program" >/dev/null || missing="$missing $program"
-done
-# Debian keeps the programs of PostgreSQL's server off the PATH, in a folder for each version.
-command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 \
-    || missing="$missing postgresql"
+need() { # PROGRAM PACKAGE. Debian keeps servers off an ordinary user's PATH.
+    PATH="$PATH:/usr/sbin:/sbin" command -v "$1" >/dev/null || missing="$missing $2"
+}
+if [ "$purpose" != run ]; then
+    # The tests start servers of their own: tests/redis_servers, tests/postgres_server.py and others.
+    need redis-server redis-server
+    need redis-sentinel redis-sentinel
+    need openssl openssl
+    need nginx nginx-light
+    # Debian keeps the programs of PostgreSQL's server in a folder for each version.
+    command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 \
+        || missing="$missing postgresql"
+fi
+if [ "$purpose" = bench ]; then
+    need wrk wrk
+fi
 [ -n "$missing" ] || exit 0
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     echo "installing:$missing"
@@ -37,7 +48,9 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing
     for package in $missing; do
         case $package in
-            redis-* | postgresql) update-rc.d "$package" disable ;; # nor when the machine starts
+            # nor when the machine starts
+            redis-* | postgresql) update-rc.d "$package" disable ;;
+            nginx-light) update-rc.d nginx disable ;;
         esac
     done
 else
