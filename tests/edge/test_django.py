@@ -3,251 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import django
 import pytest
-from asgiref.sync import sync_to_async
-from django.conf import settings
-from django.contrib.sessions.backends import signed_cookies
-from django.core.exceptions import PermissionDenied
-from django.core.handlers.asgi import ASGIRequest
-from django.http import FileResponse, Http404, HttpResponse, JsonResponse, StreamingHttpResponse
-from django.test import AsyncClient, AsyncRequestFactory, Client, RequestFactory, override_settings
-from django.urls import include, path, re_path
-from django.utils.asyncio import async_unsafe
-from django.utils.decorators import method_decorator
-from django.views import View
+from django.http import HttpResponse
+from django.test import AsyncRequestFactory, Client, RequestFactory, override_settings
 
-from tollkeeper import AsyncLimiter, ConfigError, Limiter
-from tollkeeper.edge import django as edge
-from tollkeeper.edge.django import RateLimitMiddleware, rate_limit, terms_of
+from tests.edge import django_site as views
+from tests.edge.django_site import NOW_S, OURS, Site
+from tollkeeper import ConfigError
+from tollkeeper.edge.django import RateLimitMiddleware, rate_limit
+from tollkeeper.edge.django_request import settling
+from tollkeeper.edge.django_site import desk
 from tollkeeper.testing import ManualClock
-
-NOW_S = 1_767_225_600
-OURS = "tollkeeper.edge.django.RateLimitMiddleware"
-SESSIONS = "django.contrib.sessions.middleware.SessionMiddleware"
-
-
-class SessionStore(signed_cookies.SessionStore):
-    """A session whose reading is I/O, as that of a database is: not in an event loop."""
-
-    @async_unsafe
-    def load(self) -> Any:
-        return super().load()
-
-
-# ------------------------------------------------------------------------------------- the site
-
-
-def hello(request: Any) -> HttpResponse:
-    return HttpResponse("hello")
-
-
-async def ahello(request: Any) -> HttpResponse:
-    await asyncio.sleep(0)
-    return HttpResponse("hello")
-
-
-def user(request: Any, number: int) -> HttpResponse:
-    return HttpResponse(str(number))
-
-
-def enter(request: Any, number: int) -> HttpResponse:
-    request.session["user_id"] = number
-    return HttpResponse("in")
-
-
-def settling(request: Any) -> HttpResponse:
-    request.charge.settle(int(request.GET["units"]))
-    return HttpResponse(str(request.charge.decision.remaining))
-
-
-async def asettling(request: Any) -> HttpResponse:
-    request.charge.settle(int(request.GET["units"]))
-    return HttpResponse(str(request.charge.decision.remaining))
-
-
-def stream(request: Any) -> StreamingHttpResponse:
-    def pieces() -> Iterator[str]:
-        for number in range(3):
-            request.made = number
-            request.charge.settle(10 * number)
-            yield str(number)
-
-    return StreamingHttpResponse(pieces())
-
-
-async def astream(request: Any) -> StreamingHttpResponse:
-    async def pieces() -> AsyncIterator[str]:
-        for number in range(3):
-            request.charge.settle(10 * number)
-            yield str(number)
-
-    return StreamingHttpResponse(pieces())
-
-
-def file(request: Any) -> FileResponse:
-    return FileResponse(io.BytesIO(b"file"), content_type="text/plain")
-
-
-def raising(request: Any, kind: str) -> HttpResponse:
-    raise {"404": Http404, "403": PermissionDenied, "500": ZeroDivisionError}[kind]
-
-
-@rate_limit("2/second")
-def search(request: Any) -> HttpResponse:
-    return HttpResponse("found")
-
-
-@rate_limit("2/second")
-async def asearch(request: Any) -> HttpResponse:
-    return HttpResponse("found")
-
-
-@rate_limit("5/minute")
-@rate_limit("2/minute")
-def twice(request: Any) -> HttpResponse:
-    return HttpResponse("twice")
-
-
-@rate_limit("2/minute", name="mail")
-def mail(request: Any) -> HttpResponse:
-    return HttpResponse("sent")
-
-
-@rate_limit("2/minute", name="mail")
-async def amail(request: Any) -> HttpResponse:
-    return HttpResponse("sent")
-
-
-@rate_limit("2/minute", count=lambda status: status in {401, 403})
-def login(request: Any, word: str) -> HttpResponse:
-    if word == "forbidden":
-        raise PermissionDenied
-    return HttpResponse(status=200 if word == "right" else 401)
-
-
-@rate_limit("2/minute", count=lambda status: status in {401, 403})
-async def alogin(request: Any, word: str) -> HttpResponse:
-    if word == "forbidden":
-        raise PermissionDenied
-    return HttpResponse(status=200 if word == "right" else 401)
-
-
-@method_decorator(rate_limit("1/minute"), name="dispatch")
-class Report(View):
-    def get(self, request: Any, number: int) -> HttpResponse:
-        return HttpResponse(f"report {number}")
-
-
-@method_decorator(rate_limit("1/minute"), name="dispatch")
-class AsyncReport(View):
-    async def get(self, request: Any) -> HttpResponse:
-        await asyncio.sleep(0)
-        return HttpResponse("report")
-
-
-class Parts(View):
-    def get(self, request: Any) -> HttpResponse:
-        return HttpResponse("free")
-
-    @method_decorator(rate_limit("1/minute"))
-    def post(self, request: Any) -> HttpResponse:
-        return HttpResponse("limited")
-
-
-class AsyncParts(View):
-    @method_decorator(rate_limit("1/minute"))
-    async def get(self, request: Any) -> HttpResponse:
-        return HttpResponse("limited")
-
-
-urlpatterns = [
-    path("hello", hello),
-    path("ahello", ahello),
-    path("users/<int:number>", user),
-    re_path(r"^old/(?P<number>[0-9]+)/$", user),
-    path("api/", include([path("users/<int:number>", user)])),
-    path("enter/<int:number>", enter),
-    path("settling", settling),
-    path("asettling", asettling),
-    path("stream", stream),
-    path("astream", astream),
-    path("file", file),
-    path("raising/<kind>", raising),
-    path("search", search),
-    path("asearch", asearch),
-    path("twice", twice),
-    path("mail", mail),
-    path("mail2", mail),
-    path("amail", amail),
-    path("login/<word>", login),
-    path("alogin/<word>", alogin),
-    path("reports/<int:number>", Report.as_view()),
-    path("areports", AsyncReport.as_view()),
-    path("parts", Parts.as_view()),
-    path("aparts", AsyncParts.as_view()),
-]
-
-if not settings.configured:
-    settings.configure(
-        ROOT_URLCONF=__name__,
-        SECRET_KEY="of these tests",
-        ALLOWED_HOSTS=["testserver"],
-        SESSION_ENGINE=__name__,
-        MIDDLEWARE=[SESSIONS, OURS],
-    )
-    django.setup()
-
-Ask = Callable[..., Any]
-
-
-class Site:
-    """A site with a setting, asked through WSGI or ASGI; every answer with its whole body."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.clock = ManualClock(NOW_S)
-        self.restart()
-
-    def restart(self) -> None:
-        """As another visitor, through a handler that has read the settings anew."""
-        self.client: Any = Client() if self.kind == "wsgi" else AsyncClient()
-        self.client.raise_request_exception = False
-
-    @contextmanager
-    def having(self, middleware: bool = True, **setting: Any) -> Iterator[Site]:
-        chosen = [SESSIONS, OURS] if middleware else [SESSIONS]
-        with override_settings(TOLLKEEPER={"clock": self.clock, **setting}, MIDDLEWARE=chosen):
-            self.restart()
-            yield self
-
-    async def get(self, url: str, method: str = "get", **more: Any) -> Any:
-        if self.kind == "asgi":
-            response = await getattr(self.client, method)(url, **more)
-            body = (
-                b"".join([piece async for piece in response.streaming_content])
-                if response.streaming and response.is_async
-                else await sync_to_async(response.getvalue)()
-            )
-        else:
-            response = await sync_to_async(getattr(self.client, method))(url, **more)
-            body = await sync_to_async(b"".join)(response)
-        response.body = body
-        return response
-
-    async def statuses(self, *urls: str, **more: Any) -> list[int]:
-        return [(await self.get(url, **more)).status_code for url in urls]
-
-    async def left(self, url: str = "/hello") -> int:
-        """What is left of the site's limit after the request that asks."""
-        return int((await self.get(url)).headers["X-RateLimit-Remaining"])
 
 
 @pytest.fixture(params=["wsgi", "asgi"])
@@ -279,17 +48,7 @@ async def test_an_event_loop_has_an_async_limiter(site: Site) -> None:
     """And threads have one for threads: neither is ever asked in the other's place."""
     with site.having(limits="9/minute"):
         await site.statuses("/hello", "/ahello", "/search", "/asearch")
-        desk = edge.desk()
-        assert (desk._async_guard is not None) == (site.kind == "asgi")
-
-
-async def test_a_store_that_is_a_trip_away_is_awaited() -> None:
-    """The two guards on one Redis, which is not asked here."""
-    with override_settings(TOLLKEEPER={"limits": "9/minute", "store": "redis://127.0.0.1:1"}):
-        desk = edge.desk()
-        assert type(desk.guard._limiter) is Limiter
-        assert type(desk.async_guard._limiter) is AsyncLimiter
-        assert desk.guard.store is desk.async_guard.store
+        assert (desk()._async_guard is not None) == (site.kind == "asgi")
 
 
 async def test_endpoints_go_by_their_route(site: Site) -> None:
@@ -303,15 +62,6 @@ async def test_endpoints_go_by_their_route(site: Site) -> None:
     with site.having(rules=rules):
         assert await site.statuses("/api/users/1", "/api/users/2", "/users/1") == [200, 429, 200]
         assert await site.statuses("/old/1/", "/old/2/", "/old/3/") == [200, 200, 429]
-
-
-def test_paths_are_read_as_they_came() -> None:
-    """An encoded question mark is part of the path, to a rule as to Django."""
-    factory = RequestFactory()
-    scope = {"type": "http", "method": "GET", "headers": [], "path": "/caf\u00e9?x"}
-    for request in (factory.get("/caf%C3%A9%3Fx?y=1"), ASGIRequest(scope, io.BytesIO())):
-        call = edge.DjangoCall(request)
-        assert (call.path, call.route) == ("/caf%C3%A9%3Fx", None)
 
 
 async def test_a_key_from_the_session(site: Site) -> None:
@@ -331,26 +81,14 @@ async def test_hooks_by_their_path_and_with_djangos_request(site: Site) -> None:
     """As Django's own settings name functions."""
     with site.having(
         limits="1/minute",
-        key=f"{__name__}.key_of_tests",
-        skip=f"{__name__}.skip_of_tests",
-        on_limit=f"{__name__}.refusal_of_tests",
+        key=f"{views.__name__}.key_of_tests",
+        skip=f"{views.__name__}.skip_of_tests",
+        on_limit=f"{views.__name__}.refusal_of_tests",
     ):
         assert await site.statuses("/hello?key=a", "/hello?key=b", "/hello?skip") == [200] * 3
         refused = await site.get("/hello?key=a")
         assert (refused.status_code, json.loads(refused.body)) == (420, {"wait": 60.0})
         assert refused.headers["Retry-After"] == "60"
-
-
-def key_of_tests(call: Any) -> str:
-    return str(call.native.GET["key"])
-
-
-def skip_of_tests(call: Any) -> bool:
-    return "skip" in call.native.GET
-
-
-def refusal_of_tests(call: Any, ruling: Any) -> HttpResponse:
-    return JsonResponse({"wait": ruling.decision.retry_after}, status=420)
 
 
 async def test_refusals_that_are_no_denials(site: Site) -> None:
@@ -365,17 +103,10 @@ async def test_a_middleware_further_in_that_is_not_async(site: Site) -> None:
     """Django then runs ours in a thread: the limits are the same."""
     with override_settings(
         TOLLKEEPER={"limits": "2/minute", "clock": site.clock},
-        MIDDLEWARE=[OURS, f"{__name__}.plain_middleware"],
+        MIDDLEWARE=[OURS, f"{views.__name__}.plain_middleware"],
     ):
         site.restart()
         assert await site.statuses("/hello", "/ahello", "/asearch") == [200, 200, 429]
-
-
-def plain_middleware(get_response: Any) -> Any:
-    def serve(request: Any) -> Any:
-        return get_response(request)
-
-    return serve
 
 
 # ------------------------------------------------------------------------------------- decorator
@@ -429,14 +160,14 @@ async def test_classes_of_views(site: Site) -> None:
 def test_a_view_without_routes() -> None:
     """As in a test with a RequestFactory: it counts under the view's own name."""
     with override_settings(TOLLKEEPER={"clock": ManualClock(NOW_S)}):
-        response = search(RequestFactory().get("/anything"))
-        assert response.headers["RateLimit-Policy"] == f'"{__name__}.search";q=2;w=1'
+        response = views.search(RequestFactory().get("/anything"))
+        assert response.headers["RateLimit-Policy"] == f'"{views.__name__}.search";q=2;w=1'
 
 
 def test_a_view_keeps_its_name() -> None:
     """Django shows it when it debugs."""
-    assert (search.__name__, asearch.__name__) == ("search", "asearch")
-    assert asyncio.iscoroutinefunction(asearch)
+    assert (views.search.__name__, views.asearch.__name__) == ("search", "asearch")
+    assert asyncio.iscoroutinefunction(views.asearch)
 
 
 @pytest.mark.parametrize(
@@ -473,7 +204,7 @@ async def test_streams_are_settled_at_their_end(site: Site, url: str) -> None:
     with site.having(limits="100/minute"):
         response = await site.get(url)
         assert (response.body, response.headers["X-RateLimit-Remaining"]) == (b"012", "99")
-        for task in list(edge._settling):
+        for task in list(settling):
             await task
         assert await site.left() == 79
 
@@ -500,7 +231,7 @@ async def test_a_file_is_sent(site: Site) -> None:
 def test_a_file_is_still_what_a_server_can_send_by_itself() -> None:
     """Django hands it to `wsgi.file_wrapper`, and with it the settling."""
     with override_settings(TOLLKEEPER={"limits": "5/minute"}):
-        response = RateLimitMiddleware(file)(RequestFactory().get("/"))
+        response = RateLimitMiddleware(views.file)(RequestFactory().get("/"))
         assert response.file_to_stream is not None
         response.close()
         assert response.file_to_stream.closed
@@ -551,57 +282,3 @@ async def test_a_request_that_is_cancelled_is_settled() -> None:
             await task
         response = await RateLimitMiddleware(quick)(asked())
         assert response.headers["X-RateLimit-Remaining"] == "4"
-
-
-# ------------------------------------------------------------------------------------- settings
-
-
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [
-        ("100/minute", r"settings\.TOLLKEEPER='100/minute' is not a dict; for example "),
-        ({"limit": "1/minute"}, r"has limit; it can have limits, rules, store"),
-        ({"limits": "1/fortnight"}, r"settings\.TOLLKEEPER: expected a unit"),
-        ({"limiter": None}, "has limiter"),
-        ({"skip": "no.such.function"}, "skip='no.such.function' cannot be imported"),
-        ({"limits": "1/minute", "store": "carrier-pigeon://"}, "store"),
-        ({"limits": "1/minute", "key": "pigeon:7"}, "not a source"),
-    ],
-)
-def test_wrong_settings_stop_the_start(setting: Any, words: str) -> None:
-    """With the setting's name and what would be right, before any request."""
-    with override_settings(TOLLKEEPER=setting), pytest.raises(ConfigError, match=words):
-        RateLimitMiddleware(hello)
-
-
-def test_a_site_without_the_setting_has_no_limits_of_its_own() -> None:
-    """The decorators still work."""
-    assert not terms_of({}).says_limits
-
-
-def test_an_overridden_setting_is_read_again_and_closes_what_was_open() -> None:
-    """So that a site's own tests can change it."""
-    with override_settings(TOLLKEEPER={"limits": "1/minute"}):
-        client = Client()
-        assert [client.get("/hello").status_code for _ in range(2)] == [200, 429]
-        with override_settings(TOLLKEEPER={"limits": "2/minute"}):
-            assert [client.get("/hello").status_code for _ in range(3)] == [200, 200, 429]
-        assert client.get("/hello").status_code == 200
-
-
-def test_threads_open_the_limits_once() -> None:
-    """However many ask first."""
-    with override_settings(TOLLKEEPER={"limits": "1/minute"}):
-        found: list[Any] = []
-        barrier = threading.Barrier(8)
-
-        def ask() -> None:
-            barrier.wait()
-            found.append(edge.desk().guard)
-
-        threads = [threading.Thread(target=ask) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(set(map(id, found))) == 1
