@@ -49,6 +49,7 @@ SHOP = {"domain": "shop"}
         ([("endpoint", "/a")], Request(endpoint="/a", attributes=SHOP)),
         ([("remote_address", "192.0.2.7")], Request(ip="192.0.2.7", attributes=SHOP)),
         ([("remote_address", "2001:db8:1:2:3::4")], Request(ip="2001:db8:1:2::", attributes=SHOP)),
+        ([("remote_address", "::1")], Request(ip="::1", attributes=SHOP)),
         ([("remote_address", "::ffff:192.0.2.7")], Request(ip="192.0.2.7", attributes=SHOP)),
         ([("masked_remote_address", "192.0.2.0/24")], Request(ip="192.0.2.0", attributes=SHOP)),
         ([("masked_remote_address", "2001:db8::/48")], Request(ip="2001:db8::", attributes=SHOP)),

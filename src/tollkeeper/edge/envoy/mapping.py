@@ -245,7 +245,7 @@ def _address(text: str) -> str:
     version, number = found
     if version == 4:
         return start if ":" not in start else ".".join(map(str, number.to_bytes(4)))
-    shift = 128 - IPV6_PREFIX
+    shift = 0 if number == 1 else 128 - IPV6_PREFIX  # ::1 is this machine and no network
     return str(IPv6Address(number >> shift << shift))
 
 
