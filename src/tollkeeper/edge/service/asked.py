@@ -50,24 +50,20 @@ def in_scope(token: Token, request: Request) -> Request:
     return found
 
 
-async def read_body(receive: Receive, length: bytes | None, bytes_max: int) -> bytes:
-    """The body, if it has no more than so many bytes. Raises Refusal (413), ClientGone."""
-    declared = int(length) if length is not None and length.isdigit() and len(length) < 19 else -1
-    message = await receive()
-    body: bytes = message.get("body", b"")
-    # A server may say `more_body` because it has not looked whether the end comes next.
-    if len(body) == declared and declared <= bytes_max:
-        return body
-    size = len(body)
-    chunks = [body]
-    while message.get("more_body"):
+async def rest_of_body(
+    receive: Receive, message: Message, headers: Mapping[bytes, bytes], bytes_max: int
+) -> bytes:
+    """The whole body, from its first message on. Raises Refusal (413), ClientGone."""
+    length = headers.get(b"content-length", b"")
+    declared = int(length) if length.isdigit() and len(length) < 19 else -1
+    chunks: list[bytes] = [message.get("body", b"")]
+    size = len(chunks[0])
+    while message.get("more_body") and max(size, declared) <= _DROPPED_BYTES_MAX:
         message = await receive()
         chunk = message.get("body", b"")
         size += len(chunk)
-        if size <= bytes_max and declared <= bytes_max:
+        if max(size, declared) <= bytes_max:
             chunks.append(chunk)
-        elif max(size, declared) > _DROPPED_BYTES_MAX:
-            break
     if message["type"] == "http.disconnect":
         raise ClientGone
     if max(size, declared) > bytes_max:

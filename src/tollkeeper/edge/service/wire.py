@@ -133,7 +133,7 @@ def reader_of(kind: type[Body]) -> Callable[[bytes], Body]:
         try:
             found = decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ConfigError(f"the body: {_wrong(error)}") from None
+            raise ConfigError(f"the body: {_wrong(error, body)}") from None
         # A NUL can only have come as this escape: as it is, it is not JSON.
         if b"\\u0000" in body:
             _refuse_nul(msgspec.to_builtins(found), "$")
@@ -142,9 +142,12 @@ def reader_of(kind: type[Body]) -> Callable[[bytes], Body]:
     return read
 
 
-def _wrong(error: Exception) -> str:
+def _wrong(error: Exception, body: bytes) -> str:
     if isinstance(error, UnicodeDecodeError):
-        return f"not UTF-8 at byte {error.start}"
+        try:
+            body.decode()  # the error's own place is counted from the beginning of a string
+        except UnicodeDecodeError as found:
+            return f"not UTF-8 (byte {found.start})"
     if isinstance(error, RecursionError):
         return "nested too deeply; a request's fields are text"
     return str(error)
