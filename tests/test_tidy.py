@@ -42,7 +42,6 @@ TESTED_IN = {
     "control/schema.py": "integration/test_repository_schema.py",
     "control/tables.py": "integration/test_repository_schema.py",
     "control/versions.py": "integration/test_repository.py",
-    "edge/passage.py": "edge/test_asgi.py",
     "edge/admin/answering.py": "edge/admin/test_subjects.py",
     "edge/admin/models.py": "edge/admin/test_asking.py",
     "edge/service/openapi.py": "integration/test_openapi.py",

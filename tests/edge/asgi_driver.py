@@ -6,6 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
+from starlette.websockets import WebSocket
+
+from tollkeeper.edge.asgi import RateLimit
+from tollkeeper.testing import ManualClock
+
 App = Callable[[Any, Any, Any], Awaitable[None]]
 Message = MutableMapping[str, Any]
 
@@ -113,3 +118,22 @@ async def run_lifespan(app: App) -> list[str]:
 
     await app({"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}, receive, send)
     return sent
+
+
+async def hello(scope: Any, receive: Any, send: Any) -> None:
+    """An application that answers everything the same way."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"x-mine", b"1")]})
+    await send({"type": "http.response.body", "body": b"hello"})
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """A WebSocket that says what it is told until the client goes."""
+    websocket = WebSocket(scope, receive, send)
+    await websocket.accept(headers=[(b"x-mine", b"1")])
+    async for text in websocket.iter_text():
+        await websocket.send_text(text)
+
+
+def limited(app: Any = hello, limits: Any = "2/minute", **options: Any) -> RateLimit:
+    """`app` behind the middleware, at a time that stands still."""
+    return RateLimit(app, limits=limits, clock=ManualClock(1_000), **options)

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from starlette.applications import Starlette
+from starlette.endpoints import HTTPEndpoint
 from starlette.middleware import Middleware
-from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
-from starlette.routing import Mount, Route
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
-from tests.edge.asgi_driver import Message, ask, ask_scope, run_lifespan, scope_of
-from tollkeeper import AsyncLimiter, ConfigError, Limit
-from tollkeeper.edge.answers import Answer, Style
+from tests.edge.asgi_driver import (
+    Message,
+    ask,
+    ask_scope,
+    echo,
+    hello,
+    limited,
+    run_lifespan,
+    scope_of,
+)
+from tollkeeper import ConfigError
+from tollkeeper.edge.answers import Style
 from tollkeeper.edge.asgi import RateLimit
+from tollkeeper.edge.asgi import limited as limited_endpoint
 from tollkeeper.testing import ManualClock
 
 HEADERS = {
@@ -27,30 +43,6 @@ HEADERS = {
     "ratelimit": '"default";r=1;t=30',
     "ratelimit-policy": '"default";q=2;w=60',
 }
-
-
-async def hello(scope: Any, receive: Any, send: Any) -> None:
-    """An application that answers everything the same way."""
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"x-mine", b"1")]})
-    await send({"type": "http.response.body", "body": b"hello"})
-
-
-async def echo(scope: Any, receive: Any, send: Any) -> None:
-    """A WebSocket that says what it is told until the client goes."""
-    websocket = WebSocket(scope, receive, send)
-    await websocket.accept(headers=[(b"x-mine", b"1")])
-    async for text in websocket.iter_text():
-        await websocket.send_text(text)
-
-
-def limited(app: Any = hello, limits: Any = "2/minute", **options: Any) -> RateLimit:
-    """`app` behind the middleware, at a time that stands still."""
-    return RateLimit(app, limits=limits, clock=ManualClock(1_000), **options)
-
-
-def _remaining(app: RateLimit) -> int:
-    """How much the address of the test's client has left."""
-    return int(app.guard._limiter.peek("address:192.0.2.1").remaining)
 
 
 # ── Answers ────────────────────────────────────────────────────────────────────────────────────
@@ -213,181 +205,6 @@ async def test_a_denied_websocket_is_closed_where_the_server_cannot() -> None:
     assert seen.messages[0]["code"] == 1008
 
 
-# ── Hooks ──────────────────────────────────────────────────────────────────────────────────────
-
-
-async def test_on_limit_may_answer_with_a_response_of_the_framework() -> None:
-    """It gets our headers, Retry-After among them, and a None leaves the answer to us."""
-    guarded = limited(
-        limits="1/minute",
-        on_limit=lambda call, ruling: (
-            JSONResponse({"slow": "down"}, 420) if call.path == "/mine" else None
-        ),
-    )
-    await ask(guarded)
-    seen = await ask(guarded, "/mine")
-    assert (seen.status, seen.body) == (420, b'{"slow":"down"}')
-    assert seen.headers["retry-after"] == "60"
-    assert seen.headers["x-ratelimit-remaining"] == "0"
-    assert (await ask(guarded, "/other")).status == 429
-
-
-async def test_on_limit_may_say_retry_after_itself() -> None:
-    """Then its own is sent, and ours is not beside it."""
-
-    async def on_limit(call: Any, ruling: Any) -> Any:
-        return PlainTextResponse("later", 503, headers={"Retry-After": "7"})
-
-    guarded = limited(limits="1/minute", on_limit=on_limit)
-    await ask(guarded)
-    seen = await ask(guarded)
-    assert seen.headers["retry-after"] == "7"
-    assert seen.headers["x-ratelimit-limit"] == "1"
-
-
-async def test_on_limit_may_answer_with_an_answer_or_an_error() -> None:
-    """An Answer is sent as it is; what is no response is told to the developer."""
-    found: list[Any] = [Answer(200, [("X-Mine", "1")], b"ok"), "nonsense"]
-    guarded = limited(limits="1/minute", on_limit=lambda call, ruling: found.pop(0))
-    await ask(guarded)
-    seen = await ask(guarded)
-    assert (seen.status, seen.body, seen.headers["x-mine"]) == (200, b"ok", "1")
-    with pytest.raises(ConfigError, match="on_limit returned 'nonsense'"):
-        await ask(guarded)
-
-
-async def test_on_limit_answers_websockets_too_where_the_server_can() -> None:
-    """A response of Starlette's knows how; where the server cannot, it is closed."""
-    guarded = limited(
-        echo, limits="1/minute", on_limit=lambda call, ruling: PlainTextResponse("no", 420)
-    )
-    extended = scope_of(kind="websocket", extensions={"websocket.http.response": {}})
-    await ask_scope(guarded, scope_of(kind="websocket"))
-    assert (await ask_scope(guarded, extended)).status == 420
-    assert (await ask_scope(guarded, scope_of(kind="websocket"))).types == ["websocket.close"]
-
-
-async def test_a_hook_that_raises_is_the_applications_error() -> None:
-    """It goes through to the server, as one in the application would."""
-
-    def key(call: Any) -> str:
-        raise ZeroDivisionError("mine")
-
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        await ask(limited(key=key))
-
-
-@pytest.mark.parametrize(
-    ("options", "status"),
-    [({"cost": 3}, 422), ({"key": lambda call: ""}, 400), ({"cost": lambda call: -1}, 400)],
-)
-async def test_what_cannot_be_counted_is_refused_and_never_a_500(
-    options: dict[str, Any], status: int
-) -> None:
-    """A cost that never fits and a key that is none have answers of their own."""
-    seen = await ask(limited(**options))
-    assert seen.status == status
-    assert json.loads(seen.body)["status"] == status
-    assert "retry-after" not in seen.headers
-
-
-# ── Settling ───────────────────────────────────────────────────────────────────────────────────
-
-
-async def test_the_application_settles_what_its_request_cost() -> None:
-    """The charge is in the scope; what is said of it last is what is spent."""
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        scope["tollkeeper.charge"].settle(50)
-        await hello(scope, receive, send)
-        scope["tollkeeper.charge"].settle(37)
-
-    guarded = limited(app, limits="1000/minute", cost=100)
-    await ask(guarded)
-    assert _remaining(guarded) == 1000 - 37
-
-
-async def test_whoever_has_seen_the_end_of_a_response_finds_it_settled() -> None:
-    """It is applied before the last piece goes out, so that the next request can rely on it."""
-    found: list[int] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"1", "more_body": True})
-        scope["tollkeeper.charge"].settle(10)
-        await send({"type": "http.response.body", "body": b"2", "more_body": False})
-
-    guarded = limited(app, limits="1000/minute", cost=100)
-
-    async def send(message: Message) -> None:
-        found.append(_remaining(guarded))
-
-    await guarded(scope_of(), None, send)  # type: ignore[arg-type]  # nobody receives
-    assert found == [900, 900, 990]
-
-
-@pytest.mark.parametrize(("status", "left"), [(401, 1), (200, 2)])
-async def test_only_outcomes_that_count_are_spent(status: int, left: int) -> None:
-    """By the status of the response, and settled when its end is seen."""
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await PlainTextResponse("", status)(scope, receive, send)
-
-    guarded = limited(app, count=lambda status: status == 401)
-    await ask(guarded)
-    assert _remaining(guarded) == left
-
-
-async def test_a_handler_that_raises_counts_as_500_and_still_settles() -> None:
-    """The error goes on to the server, and what was said of the cost holds."""
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        scope["tollkeeper.charge"].settle(0)
-        raise ZeroDivisionError("mine")
-
-    seen: list[int] = []
-    guarded = limited(app, count=lambda status: bool(seen.append(status)) or True)
-    with pytest.raises(ZeroDivisionError):
-        await ask(guarded)
-    assert seen == [500]
-    assert _remaining(guarded) == 2
-
-
-@pytest.mark.parametrize(("said", "left"), [(None, 1), (0, 2)])
-async def test_a_request_that_is_cancelled_still_settles(said: int | None, left: int) -> None:
-    """A client that hangs up has its outcome counted, unless the application said otherwise."""
-    running = asyncio.Event()
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        if said is not None:
-            scope["tollkeeper.charge"].settle(said)
-        running.set()
-        await asyncio.Event().wait()
-
-    guarded = limited(app, count=lambda status: status == 401)
-    task = asyncio.create_task(ask(guarded))
-    await running.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert _remaining(guarded) == left
-
-
-async def test_a_leaky_bucket_holds_a_request_before_the_application_runs() -> None:
-    """The application sees the time at which the request is to be served."""
-    times: list[int] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        times.append(guarded.guard.clock.now_ns() // 10**9)
-        await hello(scope, receive, send)
-
-    limit = Limit(1, per=1, algorithm="leaky_bucket", capacity=3)
-    guarded = limited(app, limits=limit)
-    for _ in range(3):
-        assert (await ask(guarded)).status == 200
-    assert times == [1000, 1001, 1002]
-
-
 # ── In frameworks ──────────────────────────────────────────────────────────────────────────────
 
 
@@ -422,18 +239,6 @@ rules:
     found = [(await ask(app, f"/users/{number}")).status for number in range(3)]
     assert found == [200, 200, 429]
     assert (await ask(app, "/v2/users/1")).status == 200
-
-
-async def test_several_middlewares_are_one_answer() -> None:
-    """The headers are of the tightest, all policies are listed, and who is denied costs nothing."""
-    clock = ManualClock(1_000)
-    outer, inner = AsyncLimiter("9/minute", clock=clock), AsyncLimiter("1/s", clock=clock)
-    guarded = RateLimit(RateLimit(hello, limiter=inner), limiter=outer)
-    seen = await ask(guarded)
-    assert seen.headers["x-ratelimit-limit"] == "1"
-    assert seen.headers["ratelimit-policy"] == '"default";q=9;w=60, "default.1s";q=1;w=1'
-    assert (await ask(guarded)).status == 429
-    assert (await outer.peek("address:192.0.2.1")).remaining == 8
 
 
 async def test_the_lifespan_passes_and_closes_what_was_opened() -> None:
@@ -471,6 +276,25 @@ async def test_an_application_without_a_lifespan_keeps_its_limits() -> None:
     assert (await ask(guarded)).status == 429
 
 
+async def test_nothing_is_left_for_the_garbage_collector() -> None:
+    """A request is forgotten when it is over: no circle of references keeps its scope."""
+    guarded = limited(limits="2/minute")
+
+    class Scope(dict[str, Any]):
+        """A scope that can be referred to weakly."""
+
+    gc.disable()
+    try:
+        for _ in range(3):
+            scope = Scope(scope_of())
+            forgotten = weakref.ref(scope)
+            await ask_scope(guarded, scope)
+            del scope
+            assert forgotten() is None
+    finally:
+        gc.enable()
+
+
 async def test_other_kinds_of_scope_pass() -> None:
     """What ASGI may add one day is none of ours."""
     seen: list[Any] = []
@@ -487,3 +311,125 @@ def test_a_middleware_without_limits_is_a_mistake() -> None:
     """It would limit nothing, and nobody would notice."""
     with pytest.raises(ConfigError, match="RateLimit needs"):
         RateLimit(hello, store="memory://")
+
+
+# ── Endpoints ──────────────────────────────────────────────────────────────────────────────────
+
+
+@limited_endpoint("1/minute")
+async def search(request: Request) -> Response:
+    """An endpoint that has a limit of its own."""
+    return PlainTextResponse("found")
+
+
+class Listing(HTTPEndpoint):
+    """Methods are endpoints too."""
+
+    @limited_endpoint("2/minute", name="listing", count=lambda status: status == 200)
+    async def get(self, request: Request) -> Response:
+        return PlainTextResponse("all", 404 if "missing" in request.query_params else 200)
+
+
+@limited_endpoint("1/minute")
+async def feed(websocket: WebSocket) -> None:
+    """A WebSocket that has a limit of its own."""
+    await websocket.accept()
+
+
+def _endpoints() -> Starlette:
+    return Starlette(
+        routes=[
+            Route("/search", search),
+            Route("/listing", Listing),
+            WebSocketRoute("/feed", feed),
+        ],
+        middleware=[Middleware(RateLimit, limits="9/minute", clock=ManualClock(1_000))],
+    )
+
+
+async def test_an_endpoint_has_limits_of_its_own() -> None:
+    """Beside those of the application, with one answer for both."""
+    app = _endpoints()
+    seen = await ask(app, "/search")
+    assert seen.headers["ratelimit-policy"] == (
+        '"default";q=9;w=60, "tests.edge.test_asgi.search";q=1;w=60'
+    )
+    assert (await ask(app, "/search")).status == 429
+    missing = [await ask(app, "/listing", query_string=b"missing=1") for _ in range(3)]
+    assert [seen.status for seen in missing] == [404] * 3
+    listed = [await ask(app, "/listing") for _ in range(3)]
+    assert [seen.status for seen in listed] == [200, 200, 429]
+    feeds = [await ask_scope(app, scope_of("/feed", kind="websocket")) for _ in range(2)]
+    assert [seen.types for seen in feeds] == [["websocket.accept"], ["websocket.close"]]
+
+
+async def test_an_endpoint_that_cannot_be_limited_is_a_mistake() -> None:
+    """The developer is told: not async, no request, no middleware."""
+    with pytest.raises(ConfigError, match="is not async"):
+        limited_endpoint("1/s")(lambda request: None)  # type: ignore[arg-type, return-value]  # the point
+
+    @limited_endpoint("1/s")
+    async def bare() -> None: ...
+
+    with pytest.raises(ConfigError, match="takes the request"):
+        await bare()
+    with pytest.raises(ConfigError, match="no RateLimit is installed"):
+        await search(Request(scope_of()))
+
+
+# ── Anything at all ────────────────────────────────────────────────────────────────────────────
+
+RULES = """
+version: 1
+rules:
+  - {id: keys, by: [api_key, user], limits: ["1000000/s"]}
+  - {id: places, match: {endpoint: "/a/*"}, by: [endpoint, ip, method], limits: ["1000000/s"]}
+"""
+
+SOURCES = ["header:x", "bearer", "claim:sub", "query:q", "cookie:c", "session:s", "address"]
+FUZZED = [
+    limited(limits="1000000/s", key=SOURCES, per_route=True),
+    limited(limits=None, rules=RULES, identify={"api_key": SOURCES, "user": SOURCES[::-1]}),
+    limited(Starlette(routes=[Route("/{a}/{b:int}", search)]), "1000000/s", per_route=True),
+]
+
+_bytes = st.one_of(st.binary(max_size=64), st.just(b"x" * 70_000), st.just(b"a" * 600))
+_name = st.sampled_from([b"x", b"authorization", b"cookie", b"forwarded", b"x-forwarded-for"])
+_value = st.one_of(
+    _bytes,
+    _bytes.map(lambda raw: b"Bearer " + raw),
+    _bytes.map(lambda raw: b"c=" + raw),
+    _bytes.map(lambda raw: b"for=" + raw),
+)
+
+
+@given(
+    app=st.sampled_from(FUZZED),
+    raw_path=st.one_of(st.none(), _bytes, _bytes.map(lambda raw: b"/a/" + raw)),
+    query=_bytes,
+    headers=st.lists(st.tuples(_name, _value), max_size=6),
+    client=st.one_of(
+        st.none(), st.tuples(st.text(max_size=40), st.just(1)), st.just(("::1%eth0", 1))
+    ),
+    method=st.one_of(st.text(max_size=40), st.just("GET")),
+    session=st.one_of(st.none(), st.just({"s": object()}), st.just({"s": 5})),
+)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_no_request_makes_the_middleware_fail(
+    app: Any,
+    raw_path: bytes | None,
+    query: bytes,
+    headers: list[tuple[bytes, bytes]],
+    client: Any,
+    method: str,
+    session: Any,
+) -> None:
+    """Whatever a client or a server puts in a request, the application's own answer comes back."""
+    path = (raw_path or b"/").decode("utf-8", "replace")
+    scope = scope_of(path, method, raw_path=raw_path, query_string=query, client=client)
+    scope |= {"headers": headers, "session": session}
+    if raw_path is None:
+        del scope["raw_path"]
+    seen = asyncio.run(ask_scope(app, scope))
+    assert seen.status in {200, 307, 404, 405}
+    assert seen.headers["x-ratelimit-limit"] == "1000000"

@@ -8,16 +8,22 @@ and problem JSON; a WebSocket gets the same where the server can send it, and el
 code 1008 before it is accepted. All others pass, and their responses get headers as they start.
 Nothing else is touched: bodies, streams, trailers and files go through as they are.
 
+For a route of its own there is `limited`, a decorator of Starlette's endpoints.
+
 `passage.py` is what happens to one request; this is the frame around it. There is no thread, and
 no task for a request.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final, Unpack
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from functools import wraps
+from inspect import iscoroutinefunction
+from typing import Any, Final, ParamSpec, TypeVar, Unpack
 
 from tollkeeper.arguments import Limits
-from tollkeeper.edge.guard import AsyncGuard, Options, Terms
+from tollkeeper.edge.calls import AsgiCall
+from tollkeeper.edge.guard import AsyncGuard
 from tollkeeper.edge.passage import (
     CHARGE,
     PASSAGE,
@@ -27,10 +33,17 @@ from tollkeeper.edge.passage import (
     Scope,
     Send,
     is_turned_away,
+    passage_of,
 )
 from tollkeeper.edge.templates import RoutedCall
+from tollkeeper.edge.terms import Options, RouteOptions, Terms
+from tollkeeper.errors import ConfigError, show
+from tollkeeper.model import NAME_LENGTH_MAX, check_name
 
-__all__ = ["CHARGE", "RateLimit"]
+__all__ = ["CHARGE", "RateLimit", "limited"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _OVER: Final = frozenset({"lifespan.shutdown.complete", "lifespan.shutdown.failed"})
 
@@ -71,7 +84,7 @@ class RateLimit:
             await self.app(scope, receive, send)
             return
         guard = self.guard
-        passage = scope[PASSAGE] = Passage(guard, scope, send)
+        passage = scope[PASSAGE] = Passage(guard, send)
         try:
             if guard.is_quick:
                 passage.charge_now(guard, call)
@@ -95,3 +108,47 @@ class RateLimit:
             await send(message)
 
         return close_and_send
+
+
+def limited(
+    limits: Limits, *, name: str = "", **options: Unpack[RouteOptions]
+) -> Callable[[Callable[P, Awaitable[R]]], Callable[P, Coroutine[Any, Any, R]]]:
+    """Limit one endpoint of Starlette's: an async function or method of a request or WebSocket.
+
+        @limited("5/second")
+        async def search(request): ...
+
+    It counts by itself, on the store of the RateLimit that is around the application, which also
+    answers. `name` is what it is kept under, by default the function; with the same name several
+    endpoints share one count. The rest is as of `Terms`, and by default as the RateLimit has it.
+    """
+    check_name("name", name)
+    terms = Terms(limits=limits, **options)
+
+    def decorate(function: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, Any, R]]:
+        if not iscoroutinefunction(function):
+            raise ConfigError(f"{show(function)} is not async; limited() is for async endpoints")
+        known_as = name or f"{function.__module__}.{function.__qualname__}"[-NAME_LENGTH_MAX:]
+
+        @wraps(function)
+        async def charged(*args: P.args, **kwargs: P.kwargs) -> R:
+            connection = _connection_of(args, kwargs)
+            passage = passage_of(connection.scope)
+            guard = passage.guard.beside(terms, known_as)
+            await passage.charge(guard, AsgiCall(connection.scope, connection))
+            return await function(*args, **kwargs)
+
+        return charged
+
+    return decorate
+
+
+def _connection_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The request or WebSocket among the arguments of an endpoint."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(getattr(value, "scope", None), MutableMapping):
+            return value
+    raise ConfigError(
+        "a limited endpoint takes the request or the WebSocket as an argument; "
+        "FastAPI's endpoints need none with dependencies=[limit(…)] of tollkeeper.edge.fastapi"
+    )

@@ -22,17 +22,17 @@ have the same share one count. All are kept in one store.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Final, TypedDict, Unpack
+from typing import Any, Final, Unpack
 
 from tollkeeper.arguments import Limits
 from tollkeeper.edge import asgi
 from tollkeeper.edge.calls import AsgiCall, Call, digest_of
 from tollkeeper.edge.charges import Charge
-from tollkeeper.edge.guard import AsyncGuard, KeySource, Options, Terms
-from tollkeeper.edge.passage import PASSAGE, Passage
+from tollkeeper.edge.guard import AsyncGuard
+from tollkeeper.edge.passage import passage_of
+from tollkeeper.edge.terms import Options, RouteOptions, Terms
 from tollkeeper.errors import ConfigError
 from tollkeeper.model import NAME_LENGTH_MAX, check_name
-from tollkeeper.ruling import Ruling
 
 try:
     from fastapi import Depends, FastAPI, routing
@@ -72,16 +72,6 @@ _TOO_MANY: Final = {
 }
 
 
-class RouteOptions(TypedDict, total=False):
-    """What a route may say of its own; `Terms` says what each is."""
-
-    key: KeySource | None
-    cost: int | Callable[[Call], Any]
-    skip: Callable[[Call], Any] | None
-    on_limit: Callable[[Call, Ruling], Any] | None
-    count: Callable[[int], bool] | None
-
-
 class RateLimit:
     """The limits of a FastAPI application.
 
@@ -109,7 +99,7 @@ class RateLimit:
         guard = self.guard
 
         async def charged(connection: HTTPConnection) -> Charge:
-            passage = _passage_of(connection)
+            passage = passage_of(connection.scope)
             call = AsgiCall(connection.scope, connection)
             known_as = name or passage.name_for(_route_name(connection.scope, call))
             return await passage.charge(guard.beside(terms, known_as), call)
@@ -148,16 +138,6 @@ class RateLimit:
         return dependant.call in self._charging or any(
             self._charges(each) for each in dependant.dependencies
         )
-
-
-def _passage_of(connection: HTTPConnection) -> Passage:
-    passage = connection.scope.get(PASSAGE)
-    if isinstance(passage, Passage):
-        return passage
-    raise ConfigError(
-        "a limit was asked for by an application that its RateLimit is not installed in; "
-        "make it with RateLimit(app) for the application that serves the request"
-    )
 
 
 def _route_name(scope: Any, call: Call) -> str:

@@ -20,8 +20,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final, NoReturn
 
-from tollkeeper.edge.answers import Answer, raw_headers_of
-from tollkeeper.edge.calls import Call
+from tollkeeper.edge.answers import Answer, RawHeader, raw_headers_of
+from tollkeeper.edge.calls import AsgiCall
 from tollkeeper.edge.charges import Charge, joined
 from tollkeeper.edge.guard import AsyncGuard, Refused
 from tollkeeper.errors import ConfigError, TollkeeperError, show
@@ -51,7 +51,7 @@ def _spellings(*names: str) -> frozenset[bytes]:
 
 _RETRY_AFTER: Final = _spellings("Retry-After")
 # Who sends one of these speaks of limits of its own.
-_OURS: Final = _spellings(
+_LIMITS: Final = _spellings(
     "RateLimit",
     "RateLimit-Limit",
     "RateLimit-Policy",
@@ -62,6 +62,15 @@ _OURS: Final = _spellings(
     "X-RateLimit-Remaining",
     "X-RateLimit-Reset",
 )
+_KNOWN: Final = _LIMITS | _RETRY_AFTER
+
+
+def _besides(theirs: list[RawHeader], ours: list[RawHeader]) -> list[RawHeader]:
+    """What we still say beside an application that says some of it itself."""
+    names = {name for name, _ in theirs}
+    if names & _LIMITS:
+        return []
+    return [header for header in ours if header[0] not in _RETRY_AFTER]
 
 
 class TurnedAway(TollkeeperError):
@@ -78,19 +87,19 @@ def is_turned_away(error: BaseException) -> bool:
 class Passage:
     """The way of one request, from the middleware that made it to the end of its response."""
 
-    __slots__ = ("_answer", "_charges", "_counts", "_scope", "_send", "_turned", "guard", "status")
+    __slots__ = ("_answer", "_charges", "_counts", "_send", "_turned", "guard", "status")
 
-    def __init__(self, guard: AsyncGuard, scope: Scope, send: Send) -> None:
+    def __init__(self, guard: AsyncGuard, send: Send) -> None:
+        # Not the scope, which has this: a circle would be left for the garbage collector.
         self.guard = guard
-        self._scope = scope
         self._send = send
         self._charges: list[tuple[AsyncGuard, Charge]] = []
         self._counts = False  # whether an outcome has a say in what the request costs
-        self._turned: tuple[AsyncGuard, Call] | None = None
+        self._turned: tuple[AsyncGuard, AsgiCall] | None = None
         self._answer: Answer | None = None
         self.status: int | None = None
 
-    async def charge(self, guard: AsyncGuard, call: Call) -> Charge:
+    async def charge(self, guard: AsyncGuard, call: AsgiCall) -> Charge:
         """Charge the request by another guard's limits. Raises TurnedAway where they refuse."""
         try:
             charge = await guard.enter(call)
@@ -99,7 +108,7 @@ class Passage:
             self._turn_away(guard, call)
         return self._charged(guard, call, charge)
 
-    def charge_now(self, guard: AsyncGuard, call: Call) -> None:
+    def charge_now(self, guard: AsyncGuard, call: AsgiCall) -> None:
         """The same by a guard that is quick, without a coroutine."""
         try:
             charge = guard.enter_now(call)
@@ -108,13 +117,13 @@ class Passage:
             self._turn_away(guard, call)
         self._charged(guard, call, charge)
 
-    def _charged(self, guard: AsyncGuard, call: Call, charge: Charge) -> Charge:
+    def _charged(self, guard: AsyncGuard, call: AsgiCall, charge: Charge) -> Charge:
         self._charges.append((guard, charge))
         if not charge.ruling.decision.allowed:
             self._turn_away(guard, call)
         if guard.terms.count is not None:
             self._counts = True
-        self._scope[CHARGE] = charge
+        call.scope[CHARGE] = charge
         return charge
 
     def name_for(self, route: str) -> str:
@@ -130,7 +139,7 @@ class Passage:
             name = f"{route} #{number}"
         return name
 
-    def _turn_away(self, guard: AsyncGuard, call: Call) -> NoReturn:
+    def _turn_away(self, guard: AsyncGuard, call: AsgiCall) -> NoReturn:
         self._turned = guard, call
         for _, charge in self._charges:
             charge.refund()  # what one limit denies costs nothing in the others
@@ -159,12 +168,14 @@ class Passage:
         if not ours:
             return message
         headers = list(message.get("headers") or ())
-        for name, _ in headers:
-            if name in _OURS:
-                return message
-            if name in _RETRY_AFTER:
-                ours = [each for each in ours if each[0] != b"retry-after"]
-        return {**message, "headers": headers + ours}
+        for header in headers:
+            if header[0] in _KNOWN:
+                ours = _besides(headers, ours)
+                break
+        headers += ours
+        changed = dict(message)
+        changed["headers"] = headers
+        return changed
 
     @property
     def ruling(self) -> Ruling:
@@ -214,11 +225,12 @@ class Passage:
 
     # ── A refusal ──────────────────────────────────────────────────────────────────────────────
 
-    async def _refuse(self, guard: AsyncGuard, call: Call, receive: Receive) -> None:
+    async def _refuse(self, guard: AsyncGuard, call: AsgiCall, receive: Receive) -> None:
         """Give back what was charged, and answer a request that was turned away."""
         await self._settle(None)
         self._turned = None  # from here on it is us who send
-        if self.status is not None and self._scope["type"] == "http":
+        scope = call.scope
+        if self.status is not None and scope["type"] == "http":
             raise TurnedAway("a request was limited when its response had started; limit it before")
         answer = self._answer
         if answer is None:
@@ -226,38 +238,50 @@ class Passage:
             response = await guard.response(call, ruling)
             answer = guard.refusal(ruling) if response is None else _answer_of(response)
             if answer is None:
-                await self._respond(response, receive)
+                await self._respond(response, scope, receive)
                 return
-        await self._send_answer(answer)
+        await self._send_answer(answer, scope)
 
-    async def _respond(self, response: Any, receive: Receive) -> None:
+    async def _respond(self, response: Any, scope: Scope, receive: Receive) -> None:
         """Send the application's own response, if it can still be sent."""
-        if self._scope["type"] == "http" or self._may_answer_websocket():
-            await response(self._scope, receive, self.send)
+        if scope["type"] == "http" or self._may_answer_websocket(scope):
+            await response(scope, receive, self.send)
         else:
             await self._close_websocket()
 
-    async def _send_answer(self, answer: Answer) -> None:
-        if self._scope["type"] == "http":
+    async def _send_answer(self, answer: Answer, scope: Scope) -> None:
+        if scope["type"] == "http":
             prefix = "http.response"
-        elif self._may_answer_websocket():
+        elif self._may_answer_websocket(scope):
             prefix = _DENIAL
         else:
             await self._close_websocket()
             return
         headers = [(name.lower().encode(), value.encode()) for name, value in answer.headers]
         headers.append((b"content-length", b"%d" % len(answer.body)))
-        body = b"" if self._scope.get("method") == "HEAD" else answer.body
+        body = b"" if scope.get("method") == "HEAD" else answer.body
         await self._send({"type": f"{prefix}.start", "status": answer.status, "headers": headers})
         await self._send({"type": f"{prefix}.body", "body": body})
 
-    def _may_answer_websocket(self) -> bool:
-        return self.status is None and _DENIAL in (self._scope.get("extensions") or ())
+    def _may_answer_websocket(self, scope: Scope) -> bool:
+        return self.status is None and _DENIAL in (scope.get("extensions") or ())
 
     async def _close_websocket(self) -> None:
         await self._send(
             {"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": "limit exceeded"}
         )
+
+
+def passage_of(scope: Scope) -> Passage:
+    """The passage that a request is on. Raises ConfigError where no middleware made one."""
+    passage = scope.get(PASSAGE)
+    if isinstance(passage, Passage):
+        return passage
+    raise ConfigError(
+        "a route's limit was asked for in an application where no RateLimit is installed; "
+        "add it to the application that serves the request: app.add_middleware(RateLimit, …), or "
+        "in FastAPI RateLimit(app)"
+    )
 
 
 def _answer_of(response: Any) -> Answer | None:

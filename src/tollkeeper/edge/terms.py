@@ -47,6 +47,16 @@ class Options(TypedDict, total=False):
     clock: Clock | None
 
 
+class RouteOptions(TypedDict, total=False):
+    """What a route may say of its own; `Terms` says what each is."""
+
+    key: KeySource | None
+    cost: int | Callable[[Call], Any]
+    skip: Callable[[Call], Any] | None
+    on_limit: Callable[[Call, Ruling], Any] | None
+    count: Callable[[int], bool] | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Terms:
     """On what terms a request may pass.
