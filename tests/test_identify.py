@@ -191,3 +191,21 @@ def test_a_wrong_by_is_refused(by: Any, problem: str) -> None:
 def test_the_bounds_are_what_the_docs_say() -> None:
     """512 characters, 16 parts."""
     assert (KEY_LENGTH_MAX, PARTS_MAX) == (512, 16)
+
+
+@pytest.mark.parametrize(
+    ("tenant", "user"),
+    [("t" * 250, "u" * 300), ("t" * 500, "u"), ("t" * 500, "u" * 500), ("é" * 300, "ü" * 300)],
+)
+def test_values_that_are_too_long_together_count_as_their_digests(tenant: str, user: str) -> None:
+    """Each would be a key, so together they are one; and others are others."""
+    by = ["tenant", "user"]
+    subject = subject_of_request(Request(tenant=tenant, user=user), by)
+    assert len(subject) <= KEY_LENGTH_MAX
+    assert subject == subject_of_request(Request(tenant=tenant, user=user), by)
+    others = [
+        Request(tenant=tenant + "x", user=user),
+        Request(tenant=tenant, user=user + "x"),
+        Request(tenant=user, user=tenant),
+    ]
+    assert subject not in {subject_of_request(other, by) for other in others}

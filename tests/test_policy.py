@@ -351,6 +351,14 @@ def test_long_paths_are_counted_by_their_digest() -> None:
     assert all(len(subject) < 64 for subject in subjects)
 
 
+def test_a_path_with_the_separator_is_counted_by_its_digest() -> None:
+    """A caller may send /a%1Fb, and gets a count of its own and no error."""
+    policy = policy_of("version: 1\nrules:\n  - {id: r, by: endpoint, limits: 1/s}\n")
+    found = {only(policy.plan(Request(endpoint=path), 1)).subject for path in ("/a%1Fb", "/a%1fc")}
+    assert len(found) == 2
+    assert all(subject.startswith("endpoint:#") for subject in found)
+
+
 @pytest.mark.parametrize("user", ["x" * 600, "a\x1fb", "\ud800", 42, b"42"], ids=repr)
 def test_what_cannot_be_a_key_is_refused(user: Any) -> None:
     """As everywhere else, with the reason."""

@@ -9,6 +9,7 @@ caller who controls one part of a key cannot reach into another's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Final
 
 from tollkeeper.errors import ConfigError, InvalidKey, show
@@ -18,6 +19,8 @@ KEY_LENGTH_MAX: Final = 512
 PARTS_MAX: Final = 16
 # The ASCII unit separator.
 SEPARATOR: Final = "\x1f"
+# Longer values are shortened where several have to fit one key.
+_LONG: Final = 48
 
 Key = str | tuple[str, ...]
 
@@ -86,7 +89,8 @@ def subject_of_request(request: Request, by: Sequence[str]) -> str:
     'tenant:t1\\x1fuser:42'
 
     The attribute's name is part of the subject, so that user 42 and tenant 42 are two. One that
-    the request does not have counts as `name` alone: all such requests share one quota.
+    the request does not have counts as `name` alone: all such requests share one quota. Values
+    that are keys each, but too long together, go by their digests.
     """
     parts = []
     for name in by:
@@ -97,7 +101,17 @@ def subject_of_request(request: Request, by: Sequence[str]) -> str:
                 f"text; write it as text"
             )
         parts.append(name if value is None else f"{name}:{value}")
+    if len(parts) > 1 and sum(map(len, parts)) + len(parts) > KEY_LENGTH_MAX:
+        parts = [_shortened(part, name) for part, name in zip(parts, by, strict=True)]
     return subject_of(tuple(parts))
+
+
+def _shortened(part: str, name: str) -> str:
+    """A part of a subject, by its digest if it is long and could be a key alone."""
+    if not _LONG < len(part) <= KEY_LENGTH_MAX or SEPARATOR in part:
+        return part
+    digest = blake2b(part.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return f"{name}:#{digest}"
 
 
 def check_by(by: Sequence[str]) -> tuple[str, ...]:

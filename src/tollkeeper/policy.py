@@ -55,7 +55,7 @@ _EVERYONE: Final = "*"
 _OWNERS: Final = ("user", "api_key", "tenant")
 # What is counted in another form than it came in: see Policy.subject_of.
 _REWRITTEN: Final = frozenset({"tier", "endpoint", "method"})
-# Beyond, a path is counted by its digest; a key may have KEY_LENGTH_MAX in all.
+# Beyond, a path is counted by its digest, as is one that holds %1F: a caller may send any path.
 _PATH_LENGTH_MAX: Final = 256
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -206,7 +206,7 @@ def _as_counted(request: Request, tier: str | None) -> Request:
     path = request.endpoint
     if isinstance(path, str):
         path = normalised(path)
-        if len(path) > _PATH_LENGTH_MAX:
+        if len(path) > _PATH_LENGTH_MAX or SEPARATOR in path:
             path = "#" + blake2b(path.encode("utf-8", "replace"), digest_size=16).hexdigest()
     method = request.method.upper() if isinstance(request.method, str) else request.method
     return replace(request, tier=tier, endpoint=path, method=method)

@@ -1,1 +1,1 @@
-"""Tests of the control plane that need no database."""
+"""Tests of the ways in and the answers out."""
