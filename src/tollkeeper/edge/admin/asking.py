@@ -21,6 +21,7 @@ from fastapi import Depends, Header, Query, Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
+from tollkeeper.control.tables import REASON_LENGTH_MAX
 from tollkeeper.edge.admin.plane import Asked, Condition, InForce, Plane
 from tollkeeper.edge.admin.problems import NotModified, Refusal, refusal_of
 from tollkeeper.edge.service.tokens import Need, Refused
@@ -33,6 +34,11 @@ ROLE: Final = "x-role"
 # Set for the operations that take more than JSON, and see to it themselves.
 ANY_CONTENT: Final = "x-any-content"
 
+# What a condition looks like, for those who read the description.
+_ETAGS: Final = r'^(\*|(W/)?"[^"]*"(, *(W/)?"[^"]*")*)$'
+_FIRST: Final = "(And `If-None-Match: *`: only if there is none yet.)"
+# In UTF-8 a character has up to four bytes, and each comes as a character of Latin-1.
+REASON_BYTES_MAX: Final = 4 * REASON_LENGTH_MAX
 _ETAG: Final = re.compile(r'\s*(W/)?"([^"]*)"\s*')
 _OURS: Final = re.compile(r"v(0|[1-9][0-9]{0,9})")
 _YAML: Final = frozenset({"application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml"})
@@ -183,6 +189,8 @@ async def text_of(request: Request) -> str:
             f"{_said(kind)}; send it as Content-Type: application/yaml or application/json",
         )
     raw = await request.body()
+    if not raw:
+        raise Refusal(422, "INVALID_DOCUMENT", "the document is empty; send it as the body")
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
@@ -232,7 +240,7 @@ def tags_of(header: str, *, weak: bool = False) -> list[str] | None:
         return None
     found: list[str] = []
     position = 0
-    while position < len(header):
+    while position < len(header) or not position:
         tag = _ETAG.match(header, position)
         end = tag.end() if tag else position
         if (
@@ -302,14 +310,20 @@ def _asked(
     ] = False,
     if_match: Annotated[
         str | None,
-        Header(description="Only if this is the newest version.", examples=['"v12"']),
+        Header(
+            description=f"Only if this is the newest version. {_FIRST}",
+            examples=['"v12"', "*"],
+            json_schema_extra={"pattern": _ETAGS},
+        ),
     ] = None,
-    if_none_match: Annotated[
-        str | None, Header(description="`*`: only if there is no version yet.", examples=["*"])
-    ] = None,
+    if_none_match: Annotated[str | None, Header(include_in_schema=False)] = None,
     x_reason: Annotated[
         str | None,
-        Header(description="Why, for the audit, if the body does not say it.", max_length=4_000),
+        Header(
+            description="Why, for the audit, if the body does not say it; in UTF-8.",
+            max_length=REASON_BYTES_MAX,
+            json_schema_extra={"maxLength": REASON_LENGTH_MAX},
+        ),
     ] = None,
 ) -> Asked:
     reason = x_reason or ""
@@ -323,5 +337,9 @@ PlaneOf = Annotated[Plane, Depends(plane_of)]
 AskedOf = Annotated[Asked, Depends(_asked)]
 IfNoneMatch = Annotated[
     str | None,
-    Header(description="304 if this is still the newest version.", examples=['"v12"']),
+    Header(
+        description="304 if this is still the newest version.",
+        examples=['"v12"'],
+        json_schema_extra={"pattern": _ETAGS},
+    ),
 ]
