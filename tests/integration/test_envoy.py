@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -31,18 +32,19 @@ BY_KEY = {"version": 1, "rules": [
 
 
 class Application:
-    """An HTTP server that counts what reaches it."""
+    """An HTTP server that counts what reaches it, and tells what it cost if it was told."""
 
     def __init__(self) -> None:
         self.served = 0
-        self.heads: list[bytes] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
-                self.heads.append(await reader.readuntil(b"\r\n\r\n"))
+                head = await reader.readuntil(b"\r\n\r\n")
                 self.served += 1
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+                cost = re.search(rb"(?i)^x-cost: (\d+)", head, re.MULTILINE)
+                used = b"x-tokens-used: %b\r\n" % cost[1] if cost else b""
+                writer.write(b"HTTP/1.1 200 OK\r\n%bcontent-length: 2\r\n\r\nok" % used)
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
@@ -245,7 +247,7 @@ async def test_what_a_response_has_cost_is_settled_when_it_is_over() -> None:
         settle = {"generic_key": {"descriptor_key": SETTLE, "descriptor_value": "1"}}
         filter_of(config)["rate_limits"] = [
             {"actions": actions, "hits_addend": {"number": 0}},
-            {"actions": [*actions, settle], "hits_addend": {"format": "%REQ(x-cost)%"},
+            {"actions": [*actions, settle], "hits_addend": {"format": "%RESP(x-tokens-used)%"},
              "apply_on_stream_done": True},
         ]  # fmt: skip
         rate_limits_of(config).clear()
