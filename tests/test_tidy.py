@@ -56,6 +56,7 @@ TESTED_IN = {
     "decide/stores/__init__.py": "decide/stores/test_uri.py",
     "decide/stores/redis/health.py": "integration/test_redis_health.py",
     "decide/stores/redis/__init__.py": "decide/stores/test_uri.py",
+    "decide/stores/redis/denied.py": "integration/test_redis_denials.py",
     "decide/stores/redis/drive.py": "integration/test_redis_faults.py",
     "decide/stores/redis/gates.py": "parity/test_redis_parity.py",
     "decide/stores/redis/pubsub.py": "integration/test_redis_pubsub.py",

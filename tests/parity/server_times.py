@@ -25,6 +25,9 @@ class TimedAnswers:
         self._note(answer)
         return self._answers.peek(answer, cost, early_ns)
 
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._answers, name)
+
     def _note(self, answer: list[int]) -> None:
         self.now_ns = (answer[0] if answer[0] >= 0 else ~answer[0]) * NS_PER_US
 

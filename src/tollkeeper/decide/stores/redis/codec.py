@@ -287,6 +287,55 @@ class Answers:
             self._rule,
         )
 
+    def granted(self, answer: list[int]) -> bool:
+        """Does the answer tell of units that were granted?"""
+        return len(answer) != self._numbers
+
+    def lasts(self, answer: list[int], cost: int) -> bool:
+        """Can a decision at a later time be worked out from this answer, all else being equal?
+
+        Not from a log's summary where several units are missing: it tells when all of them are
+        there, and not how many there are in between.
+        """
+        if cost == 1 or self.granted(answer):
+            return True
+        place = 1
+        for limit, _, kind in self._parts:
+            if kind == _LOG and answer[0] < 0:
+                missing = cost - max(limit.limit - answer[place + 1], 0)
+                if missing > 1:
+                    return False
+            place += _NUMBERS_OF_KIND[kind]
+        return True
+
+    def after(self, answer: list[int], spent: int, cost: int) -> list[int] | None:
+        """How the script would deny `cost` right after it let `spent` pass; None: who knows.
+
+        Only for what it would deny. Of a log it takes the time that must leave first, which an
+        answer that allows does not tell; unless the log was empty before.
+        """
+        if self.granted(answer):
+            return None
+        now_us = answer[0]
+        found = [~now_us]
+        place = 1
+        for limit, decide, kind in self._plain:
+            last_us = answer[place]
+            at_us = max(last_us, now_us)
+            if kind == _LOG:
+                alive = answer[place + 1] + spent
+                denies = cost > limit.limit - alive
+                if denies and alive != spent:
+                    return None
+                found += [at_us, alive, at_us if denies else 0]
+            else:
+                numbers = answer[place + 1 : place + _NUMBERS_OF_KIND[kind]]
+                state = (last_us * NS_PER_US, *numbers) if last_us >= 0 else None
+                last_ns, *numbers = decide(state, limit, now_us * NS_PER_US, spent)[0]
+                found += [last_ns // NS_PER_US, *numbers]
+            place += _NUMBERS_OF_KIND[kind]
+        return found
+
     def spent(self, answer: list[int], cost: int) -> list[int]:
         """What an allowed check spent: for each limit its own units, drawn ones, their end."""
         now_us = answer[0]

@@ -9,12 +9,13 @@ from typing import Any, Final
 
 from tollkeeper.decide.stores.redis.calls import Call, NotSent
 from tollkeeper.decide.stores.redis.codec import NS_PER_US, Answers, encode_gate, encode_numbers
+from tollkeeper.decide.stores.redis.denied import Denied, Sent, moment_ns
 from tollkeeper.decide.stores.redis.drive import Tasks, Threads
 from tollkeeper.decide.stores.redis.scripts import CHECK, GRANT, REFUND, RESET, Script
 from tollkeeper.errors import CapacityError, StoreError
 from tollkeeper.model import UNITS_MAX, Decision, Limit
 
-_SERVER_TIME: Final = b""
+SERVER_TIME: Final = b""
 _LOOK: Final = b"look"
 # Costs above this are not written out ahead.
 _USUAL_COSTS: Final = 16
@@ -23,7 +24,7 @@ _USUAL_COSTS: Final = 16
 class Commands:
     """How a rule's calls are spelled."""
 
-    __slots__ = ("_gate", "_head", "_key_head", "_tails", "answers", "now_ns")
+    __slots__ = ("_head", "_key_head", "_tails", "answers", "gate", "now_ns")
 
     def __init__(
         self,
@@ -35,7 +36,7 @@ class Commands:
         self.answers = Answers(limits, rule)
         self.now_ns = now_ns
         self._key_head = prefix.encode() + b":{"
-        self._gate = encode_gate(limits, rule)
+        self.gate = encode_gate(limits, rule)
         # EVALSHA <sha> 1 <key> <gate> <cost>, all but the key and the cost written out ahead.
         self._head = b"*6\r\n$7\r\nEVALSHA\r\n$40\r\n%b\r\n$1\r\n1\r\n$" % CHECK.sha
         self._tails = [self._tail(cost) for cost in range(_USUAL_COSTS)]
@@ -43,8 +44,8 @@ class Commands:
     def _tail(self, cost: int) -> bytes:
         digits = b"%d" % cost
         return b"\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (
-            len(self._gate),
-            self._gate,
+            len(self.gate),
+            self.gate,
             len(digits),
             digits,
         )
@@ -64,13 +65,13 @@ class Commands:
         return b"%b%d\r\n%b%b" % (self._head, len(key), key, tail)
 
     def call(self, script: Script, key: bytes, *arguments: bytes | int) -> Call:
-        return Call(script, key, (self._gate, *arguments))
+        return Call(script, key, (self.gate, *arguments))
 
     def now(self) -> tuple[bytes | int, int]:
         """The time to decide at, and by how much the caller is past that microsecond."""
         now_ns = self.now_ns()
         if now_ns is None:
-            return _SERVER_TIME, 0
+            return SERVER_TIME, 0
         now_ns = max(now_ns, 0)
         return now_ns // NS_PER_US, now_ns % NS_PER_US
 
@@ -97,36 +98,49 @@ class Commands:
 class Together:
     """One request of several subjects: the calls that check them, and those that take it back."""
 
-    __slots__ = ("_asked", "_early_ns", "calls")
+    __slots__ = ("_asked", "_denied", "_sent")
 
-    def __init__(self, asked: Sequence[tuple[RedisGate | AsyncRedisGate, str, int]]) -> None:
-        self._asked = asked
-        self._early_ns = 0
-        self.calls: list[Call] = []
-        for gate, subject, cost in asked:
-            now, self._early_ns = gate.commands.now()
-            key = gate.commands.key(subject)
-            self.calls.append(gate.commands.call(CHECK, key, cost, now))
+    def __init__(
+        self, asked: Sequence[tuple[RedisGate | AsyncRedisGate, str, int]], denied: Denied
+    ) -> None:
+        self._asked = [(gate.commands, subject, cost) for gate, subject, cost in asked]
+        self._denied = denied
+        now, early_ns = self._asked[0][0].now()
+        self._sent = Sent(now, early_ns, moment_ns(now, early_ns), denied.mark)
+
+    def known(self) -> list[Decision] | None:
+        """The decisions, where it is known that these are denied together."""
+        return self._denied.find_together(self._asked, self._sent.now, self._sent.early_ns)
+
+    def calls(self) -> list[Call]:
+        return [
+            commands.call(CHECK, commands.key(subject), cost, self._sent.now)
+            for commands, subject, cost in self._asked
+        ]
 
     def decisions(self, answers: Sequence[Any]) -> tuple[list[Decision], Exception | None]:
         """What was decided; and the first thing that went wrong."""
         decided: list[Decision] = []
         wrong: Exception | None = None
-        for (gate, _, cost), answer in zip(self._asked, answers, strict=True):
+        for (commands, _, cost), answer in zip(self._asked, answers, strict=True):
             if isinstance(answer, StoreError):
                 wrong = wrong or answer
                 continue
             try:
-                decided.append(gate.commands.answers.check(answer, cost, self._early_ns))
+                decided.append(commands.answers.check(answer, cost, self._sent.early_ns))
             except (CapacityError, StoreError) as error:
                 wrong = wrong or error
+        if wrong is None and not all(decided):
+            self._denied.keep_together(self._asked, answers, decided, self._sent)
+        else:
+            self._denied.drop_spent([subject for _, subject, _ in self._asked])
         return decided, wrong
 
     def undo(self, answers: Sequence[Any]) -> list[Call]:
         """The calls that put back what was taken."""
         return [
-            gate.commands.undo(subject, answer, cost)
-            for (gate, subject, cost), answer in zip(self._asked, answers, strict=True)
+            commands.undo(subject, answer, cost)
+            for (commands, subject, cost), answer in zip(self._asked, answers, strict=True)
             if cost and type(answer) is list and answer[0] >= 0
         ]
 
@@ -134,31 +148,44 @@ class Together:
 class RedisGate:
     """One rule's limits, for threads."""
 
-    __slots__ = ("_note", "_threads", "commands", "limits")
+    __slots__ = ("_denied", "_note", "_threads", "commands", "limits")
 
-    def __init__(self, commands: Commands, threads: Threads, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, commands: Commands, threads: Threads, denied: Denied, note: Callable[[str], None]
+    ) -> None:
         self.limits = commands.answers.limits
         self.commands = commands
         self._threads = threads
+        self._denied = denied
         self._note = note
 
     def check(self, subject: str, cost: int) -> Decision:
-        commands = self.commands
-        key = commands.key(subject)
+        commands, denied = self.commands, self._denied
         self._note(subject)
         now, early_ns = commands.now()
-        if now != _SERVER_TIME:
+        if subject in denied.kept:
+            known = denied.find(commands, subject, cost, now, early_ns)
+            if known is not None:
+                return known
+        mark = denied.mark
+        key = commands.key(subject)
+        if now != SERVER_TIME:
             call = commands.call(CHECK, key, cost, now)
+            sent_ns = moment_ns(now, early_ns)
             answer = self._threads.run(call, call.by_sha())
-            return commands.answers.check(answer, cost, early_ns)
-        started_ns = time.monotonic_ns()
-        try:
-            answer = self._threads.start(key, commands.check(key, cost))
-        except NotSent as error:
-            answer = error
-        if type(answer) is not list:
-            answer = self._threads.settled(commands.call(CHECK, key, cost), started_ns, answer)
-        return commands.answers.check(answer, cost)
+        else:
+            sent_ns = time.monotonic_ns()
+            try:
+                answer = self._threads.start(key, commands.check(key, cost))
+            except NotSent as error:
+                answer = error
+            if type(answer) is not list:
+                answer = self._threads.settled(commands.call(CHECK, key, cost), sent_ns, answer)
+        decision = commands.answers.check(answer, cost, early_ns)
+        if decision.remaining < cost or subject in denied.kept:
+            sent = Sent(now, early_ns, sent_ns, mark)
+            denied.keep((commands, subject, cost), answer, decision, sent)
+        return decision
 
     def peek(self, subject: str, cost: int) -> Decision:
         now, early_ns = self.commands.now()
@@ -167,31 +194,39 @@ class RedisGate:
         return self.commands.answers.peek(answer, cost, early_ns)
 
     def refund(self, subject: str, units: int) -> None:
-        self._run(self.commands.refund(subject, units))
+        self._give(subject, self.commands.refund(subject, units))
 
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
         if units:
-            self._run(self.commands.grant(subject, units, ttl_ns))
+            self._give(subject, self.commands.grant(subject, units, ttl_ns))
 
     def reset(self, subject: str) -> None:
-        self._run(self.commands.reset(subject))
+        self._give(subject, self.commands.reset(subject))
 
-    def _run(self, call: Call) -> None:
-        self._threads.run(call, call.by_sha())
+    def _give(self, subject: str, call: Call) -> None:
+        try:
+            self._threads.run(call, call.by_sha())
+        finally:  # one that failed may have been carried out
+            self._denied.drop(subject)
 
 
 class AsyncRedisGate:
     """One rule's limits, for asyncio: the verbs of RedisGate, awaited."""
 
-    __slots__ = ("_note", "_tasks", "_tasks_of", "commands", "limits")
+    __slots__ = ("_denied", "_note", "_tasks", "_tasks_of", "commands", "limits")
 
     def __init__(
-        self, commands: Commands, tasks_of: Callable[[], Tasks], note: Callable[[str], None]
+        self,
+        commands: Commands,
+        tasks_of: Callable[[], Tasks],
+        denied: Denied,
+        note: Callable[[str], None],
     ) -> None:
         self.limits = commands.answers.limits
         self.commands = commands
         self._tasks_of = tasks_of
         self._tasks: Tasks | None = None
+        self._denied = denied
         self._note = note
 
     def tasks(self) -> Tasks:
@@ -202,23 +237,33 @@ class AsyncRedisGate:
         return tasks
 
     async def check(self, subject: str, cost: int) -> Decision:
-        commands = self.commands
-        tasks = self.tasks()
-        key = commands.key(subject)
+        commands, denied = self.commands, self._denied
         self._note(subject)
         now, early_ns = commands.now()
-        if now != _SERVER_TIME:
+        if subject in denied.kept:
+            known = denied.find(commands, subject, cost, now, early_ns)
+            if known is not None:
+                return known
+        mark = denied.mark
+        tasks = self.tasks()
+        key = commands.key(subject)
+        if now != SERVER_TIME:
             call = commands.call(CHECK, key, cost, now)
+            sent_ns = moment_ns(now, early_ns)
             answer = await tasks.run(call, call.by_sha())
-            return commands.answers.check(answer, cost, early_ns)
-        started_ns = time.monotonic_ns()
-        try:
-            answer = await tasks.start(key, commands.check(key, cost))
-        except NotSent as error:
-            answer = error
-        if type(answer) is not list:
-            answer = await tasks.settled(commands.call(CHECK, key, cost), started_ns, answer)
-        return commands.answers.check(answer, cost)
+        else:
+            sent_ns = time.monotonic_ns()
+            try:
+                answer = await tasks.start(key, commands.check(key, cost))
+            except NotSent as error:
+                answer = error
+            if type(answer) is not list:
+                answer = await tasks.settled(commands.call(CHECK, key, cost), sent_ns, answer)
+        decision = commands.answers.check(answer, cost, early_ns)
+        if decision.remaining < cost or subject in denied.kept:
+            sent = Sent(now, early_ns, sent_ns, mark)
+            denied.keep((commands, subject, cost), answer, decision, sent)
+        return decision
 
     async def peek(self, subject: str, cost: int) -> Decision:
         now, early_ns = self.commands.now()
@@ -227,14 +272,17 @@ class AsyncRedisGate:
         return self.commands.answers.peek(answer, cost, early_ns)
 
     async def refund(self, subject: str, units: int) -> None:
-        await self._run(self.commands.refund(subject, units))
+        await self._give(subject, self.commands.refund(subject, units))
 
     async def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
         if units:
-            await self._run(self.commands.grant(subject, units, ttl_ns))
+            await self._give(subject, self.commands.grant(subject, units, ttl_ns))
 
     async def reset(self, subject: str) -> None:
-        await self._run(self.commands.reset(subject))
+        await self._give(subject, self.commands.reset(subject))
 
-    async def _run(self, call: Call) -> None:
-        await self.tasks().run(call, call.by_sha())
+    async def _give(self, subject: str, call: Call) -> None:
+        try:
+            await self.tasks().run(call, call.by_sha())
+        finally:  # one that failed, or was cancelled, may have been carried out
+            self._denied.drop(subject)
