@@ -40,8 +40,8 @@ class HttpEffort:
     paced_seconds: float
 
 
-FULL: Final = HttpEffort(rounds=5, run_seconds=2, paced_rounds=3, paced_seconds=1.0)
-QUICK: Final = HttpEffort(rounds=3, run_seconds=1, paced_rounds=3, paced_seconds=0.4)
+FULL: Final = HttpEffort(rounds=7, run_seconds=1, paced_rounds=3, paced_seconds=1.0)
+QUICK: Final = HttpEffort(rounds=3, run_seconds=1, paced_rounds=1, paced_seconds=0.5)
 
 
 @dataclass(frozen=True, slots=True)
