@@ -83,7 +83,10 @@ def wrk_path() -> str:
     """Where wrk is; ends the run with how to get it if it is nowhere."""
     found = shutil.which("wrk")
     if found is None:
-        sys.exit("wrk is not installed; try: apt-get install wrk (or leave out: --only http)")
+        sys.exit(
+            "wrk, which loads the servers of the http works, is not installed; try: "
+            "apt-get install wrk"
+        )
     return found
 
 
