@@ -82,12 +82,16 @@ def secrets_of(folder: Path) -> dict[str, str]:
 
 @asynccontextmanager
 async def admin_of(
-    folder: Path, rules: str | Document, database: str | None, poll: float = 3600.0
+    folder: Path,
+    rules: str | Document,
+    database: str | None,
+    poll: float = 3600.0,
+    store: str = "memory://",
 ) -> AsyncIterator[Admin]:
     """An admin API over a limiter with these rules, whose time stands still, and a client of it."""
     secrets = secrets_of(folder)
     clock = ManualClock()
-    async with AsyncLimiter.from_rules(rules, poll=poll, clock=clock) as limiter:
+    async with AsyncLimiter.from_rules(rules, poll=poll, clock=clock, store=store) as limiter:
         node = AdminNode(limiter, Tokens.load(folder / "tokens.json"), database=database)
         app = admin_app(node)
         headers = {"Authorization": f"Bearer {secrets['admin']}"}

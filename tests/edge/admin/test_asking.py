@@ -81,7 +81,9 @@ def test_entity_tags_are_read_as_http_writes_them(header: str, tags: list[str] |
     assert tags_of(header) == tags
 
 
-@pytest.mark.parametrize("header", ["", " ", "v1", '"v1', '"v1" "v2"', "*,*", '"v1";', '"a",' * 500])
+@pytest.mark.parametrize(
+    "header", ["", " ", "v1", '"v1', '"v1" "v2"', "*,*", '"v1";', '"a",' * 500]
+)
 def test_what_is_no_list_of_tags_is_refused(header: str) -> None:
     """Not taken for one that does not match: the caller would look for somebody else's change."""
     with pytest.raises(Refusal, match="is not a list of ETags"):

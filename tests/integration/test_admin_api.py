@@ -1,0 +1,221 @@
+"""The admin API on PostgreSQL, through Redis, and of a real service with several workers."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.edge.admin.nodes import Admin, admin_of, filled, secrets_of
+from tests.postgres_server import running_postgres
+from tests.redis_servers import running, until
+from tests.service_process import RULES, Answered, ServiceProcess, ask_on
+
+# Nobody asks while a test runs: what arrives was pushed.
+NEVER_S = 600.0
+SECONDS_MAX = 30.0
+
+
+def version_of(admin: Admin) -> str:
+    """The version of the rules in force in the node's limiter."""
+    return admin.node.limiter.rules_status().version
+
+
+# ------------------------------------------------------------------------------ control planes
+
+
+async def test_on_postgresql(tmp_path: Path) -> None:
+    """Every kind of change, conflicts, going back; each reaches the limiter by push."""
+    url = running_postgres().new_database()
+    await filled(url)
+    async with admin_of(tmp_path, url, url, poll=NEVER_S) as admin:
+        changes: list[tuple[str, str, Any]] = [
+            ("PUT", "/rules/search", {"by": ["tenant"], "limits": ["5/second"]}),
+            ("PUT", "/tiers/max", {"limits": ["500/second"], "reason": "größer 🦊\nzweite Zeile"}),
+            ("PUT", "/assignments/user:1", {"tier": "max"}),
+            ("POST", "/overrides", {"for": {"user": "9"}, "multiply": 2}),
+            ("POST", "/lists/deny", {"entry": "user:evil\0"}),
+            ("DELETE", "/lists/deny?entry=user:evil%00", None),
+            ("DELETE", "/overrides/user:9", None),
+            ("DELETE", "/assignments/user:1", None),
+            ("DELETE", "/tiers/max", None),
+            ("DELETE", "/rules/search", None),
+            ("POST", "/versions/4/rollback", None),
+        ]
+        for number, (method, path, body) in enumerate(changes, start=2):
+            headers = {"If-Match": f'"v{number - 1}"'}
+            made = await admin.ask(method, path, json=body, headers=headers)
+            assert made.headers["etag"] == f'"v{number}"'
+            await admin.refused(method, path, 412, json=body, headers=headers)
+        last = str(len(changes) + 1)
+        until(lambda: version_of(admin) == last, "the last version is in force", SECONDS_MAX)
+        history = (await admin.ask("GET", "/versions")).json()["items"]
+        assert [each["kind"] for each in history] == [
+            *("rollback", "remove-rule", "remove-tier", "unassign", "remove-override", "unlist"),
+            *("list", "override", "assign", "set-tier", "put-rule", "apply"),
+        ]
+        assert history[-3]["reason"] == "größer 🦊\nzweite Zeile"
+        assert (await admin.ask("GET", "/node")).json()["rules"]["version"] == last
+
+
+async def test_nodes_on_one_redis_are_told_of_a_change(tmp_path: Path) -> None:
+    """SQLite cannot push; the store that the nodes share does."""
+    url = f"sqlite:///{tmp_path / 'rules.db'}"
+    await filled(url)
+    uri = running("single").uri
+    async with admin_of(tmp_path, url, url, poll=NEVER_S, store=uri) as admin:
+        # The first may come before the limiter listens; then it looks when it begins to.
+        for number in ("2", "3"):
+            await admin.ask("PUT", "/tiers/max", json={"limits": f"{number}/second"})
+            until(lambda: version_of(admin) == number, f"version {number} is told", SECONDS_MAX)  # noqa: B023 - now
+
+
+# -------------------------------------------------------------------------------- a real service
+
+
+class Served:
+    """A service whose rules are in a database, and an administrator of it."""
+
+    def __init__(self, service: ServiceProcess, secret: str) -> None:
+        self.service = service
+        self.headers = {"Authorization": f"Bearer {secret}"}
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answered:
+        """Ask as the administrator."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        if body is not None:
+            named.setdefault("Content-Type", "application/json")
+        return self.service.ask(method, path, body, {**self.headers, **named})
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One with two workers."""
+    folder = tmp_path_factory.mktemp("served")
+    secrets = secrets_of(folder)
+    seed = folder / "seed.yaml"
+    seed.write_text(json.dumps(RULES), encoding="utf-8")
+    options = ("--seed", str(seed), "--tokens", str(folder / "tokens.json"))
+    with ServiceProcess(f"sqlite:///{folder / 'rules.db'}", *options, workers=2) as service:
+        yield Served(service, secrets["admin"])
+
+
+def test_a_change_is_read_by_every_worker_and_comes_into_force(served: Served) -> None:
+    """Read at once, whichever worker is asked; and followed by all of them."""
+    tenants = {"id": "tenants", "match": {"tenant": "*"}, "by": ["tenant"], "limits": ["7/hour"]}
+    more = {**RULES, "rules": [*RULES["rules"], tenants]}
+    made = served.ask("PUT", "/v1/admin/rules", more, If_Match='"v1"', X_Reason="real")
+    assert (made.status, made.headers["etag"]) == (200, '"v2"')
+    assert made.headers["x-tollkeeper-node"]
+    for _ in range(10):
+        assert served.ask("GET", "/v1/admin/rules").headers["etag"] == '"v2"'
+    in_force: dict[int, str] = {}
+
+    def all_follow() -> bool:
+        node = served.ask("GET", "/v1/admin/node").data
+        in_force[node["process"]] = node["rules"]["version"]
+        return sorted(in_force.values()) == ["2", "2"]
+
+    until(all_follow, "both workers have version 2", SECONDS_MAX, lambda: in_force)
+    check = served.ask("POST", "/v1/check", {"tenant": "acme"})
+    assert (check.data["rule"], check.data["limit"]) == ("tenants", 7)
+    again = served.ask("PUT", "/v1/admin/rules", more, If_Match='"v1"')
+    assert again.status == 200, "it is in force already"
+    assert served.ask("PUT", "/v1/admin/rules", RULES, If_Match='"v1"').status == 412
+
+
+def test_a_quota_is_one_for_all_workers(served: Served) -> None:
+    """Spent through one, told and forgotten through another."""
+    for _ in range(50):
+        assert served.ask("POST", "/v1/check", {"user": "quota"}).status == 200
+
+    def remaining() -> int:
+        rules = served.ask("GET", "/v1/admin/quota?user=quota").data["rules"]
+        return int(rules[0]["decision"]["remaining"])
+
+    assert max(remaining() for _ in range(10)) < 60, "100 an hour: it takes minutes to come back"
+    served.ask("POST", "/v1/admin/quota/reset", {"user": "quota"})
+    assert {remaining() for _ in range(10)} == {100}
+
+
+DEEP = b"[" * 200_000
+LONG = b"x" * 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("PUT", "/v1/admin/rules", DEEP),
+        ("PUT", "/v1/admin/rules", LONG),
+        ("PUT", "/v1/admin/rules", b"\0"),
+        ("PUT", "/v1/admin/rules", b"\xff\xfe\xfd"),
+        ("PUT", "/v1/admin/rules", b'{"version": 1, "rules": "\\u0000"}'),
+        ("PUT", "/v1/admin/rules/x", DEEP),
+        ("PUT", "/v1/admin/rules/x", b'{"by": "\\ud800", "limits": "5/s"}'),
+        ("PUT", "/v1/admin/rules/x", b'{"by": "user", "limits": "' + LONG + b'"}'),
+        ("PUT", "/v1/admin/tiers/a", b'{"limits": {"a": ' * 500 + b"1" + b"}}" * 500),
+        ("PUT", "/v1/admin/assignments/user:1", b'{"tier": "' + LONG + b'"}'),
+        ("POST", "/v1/admin/overrides", b'{"for": {"user": "\\u0000"}}'),
+        ("POST", "/v1/admin/lists/deny", b'{"entry": "ip:\\u0000"}'),
+        ("POST", "/v1/admin/explain", b'{"user": "' + LONG + b'"}'),
+        ("POST", "/v1/admin/explain", b'{"user": "\xff"}'),
+        ("POST", "/v1/admin/explain", b'{"user": "a\\u001fb"}'),
+        ("POST", "/v1/admin/quota/grant", b'{"units": 1e400}'),
+        ("POST", "/v1/admin/quota/grant", b'{"units": ' + b"9" * 10_000 + b"}"),
+        ("GET", "/v1/admin/quota?user=%ff", None),
+        ("GET", "/v1/admin/quota?" + "user=1&" * 5_000, None),
+        ("GET", "/v1/admin/rules/%00", None),
+        ("GET", "/v1/admin/rules/" + "x" * 8_000, None),
+        ("GET", "/v1/admin/versions/99999999999999999999", None),
+        ("DELETE", "/v1/admin/lists/deny?entry=" + "%00" * 2_000, None),
+    ],
+)
+def test_what_is_hostile_gets_a_clear_answer(
+    served: Served, method: str, path: str, body: bytes | None
+) -> None:
+    """4xx with a problem that says something, and the service goes on."""
+    answer = served.ask(method, path, body)
+    assert 400 <= answer.status < 500, answer.body[:500]
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.data["detail"]
+    assert len(answer.body) < 20_000
+
+
+@pytest.mark.parametrize("length", [b"6000000", b"999999999999999999"])
+def test_a_body_that_says_it_is_too_large_is_not_waited_for(served: Served, length: bytes) -> None:
+    """The answer comes before the body does."""
+    parts = urlsplit(served.service.url)
+    with socket.create_connection((parts.hostname, parts.port), SECONDS_MAX) as connection:
+        token = served.headers["Authorization"].encode()
+        connection.sendall(
+            b"PUT /v1/admin/rules HTTP/1.1\r\nHost: x\r\nContent-Type: application/yaml\r\n"
+            b"Authorization: " + token + b"\r\nContent-Length: " + length + b"\r\n\r\n"
+        )
+        assert connection.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_one_connection_serves_many_changes(served: Served) -> None:
+    """Refused ones in between leave it usable."""
+    connection = served.service.connect()
+    headers = {**served.headers, "Content-Type": "application/json"}
+    try:
+        for number in range(5):
+            path = f"/v1/admin/assignments/user:{number}"
+            refused = ask_on(connection, "PUT", path, {"tier": "gold"}, headers)
+            assert refused.status == 422
+            made = ask_on(connection, "PUT", "/v1/admin/tiers/t", {"limits": "5/s"}, headers)
+            assert made.status == 200
+    finally:
+        connection.close()
+
+
+def test_the_log_has_no_traceback_and_no_secret(served: Served) -> None:
+    """After all of the above."""
+    log = served.service.log_text()
+    assert "Traceback" not in log
+    assert served.headers["Authorization"].removeprefix("Bearer ") not in log

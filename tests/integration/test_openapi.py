@@ -1,0 +1,113 @@
+"""The service's description of itself is valid, complete, and what the service does."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+from openapi_spec_validator import validate
+
+from tests.edge.admin.nodes import secrets_of
+from tests.service_process import RULES, ServiceProcess
+from tollkeeper.edge.admin import page
+from tollkeeper.edge.service import openapi, openapi_checks
+from tollkeeper.match.document import schema
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServiceProcess, str]]:
+    """One with tokens, and an admin's secret."""
+    folder = tmp_path_factory.mktemp("openapi")
+    secrets = secrets_of(folder)
+    with ServiceProcess(RULES, "--tokens", str(folder / "tokens.json")) as service:
+        yield service, secrets["admin"]
+
+
+@pytest.fixture(scope="module")
+def document(service: tuple[ServiceProcess, str]) -> dict[str, Any]:
+    """As a client gets it."""
+    answer = service[0].ask("GET", "/openapi.json")
+    assert answer.status == 200
+    found: dict[str, Any] = answer.data
+    return found
+
+
+def test_the_document_is_valid(document: dict[str, Any]) -> None:
+    """By the specification of OpenAPI 3.1; every reference leads somewhere."""
+    assert document["openapi"].startswith("3.1")
+    validate(document)
+
+
+def test_every_schema_is_valid(document: dict[str, Any]) -> None:
+    """By the draft that OpenAPI 3.1 takes; no mark of ours is left in them."""
+    for part in document["components"]["schemas"].values():
+        Draft202012Validator.check_schema(part)
+    assert "x-rules" not in json.dumps(document)
+
+
+def test_every_operation_says_who_may_and_what_may_go_wrong(document: dict[str, Any]) -> None:
+    """A name of its own, a tag that is described, a sentence, and problems for refusals."""
+    names = [operation["operationId"] for _, _, operation in page.operations(document)]
+    assert len(names) == len(set(names))
+    tags = {tag["name"] for tag in document["tags"]}
+    for method, path, operation in page.operations(document):
+        where = f"{method} {path}"
+        assert set(operation["tags"]) <= tags, where
+        assert operation["summary"], where
+        assert operation["description"].endswith((".", "`")), where
+        if path.startswith("/v1/"):
+            assert operation["x-role"] in {"check", "read", "admin"}, where
+        if path.startswith("/v1/admin/"):
+            assert operation["security"] == [{"bearer": []}], where
+            assert {"401", "403"} <= operation["responses"].keys(), where
+        for status, response in operation["responses"].items():
+            if status[0] == "4":
+                assert list(response["content"]) == ["application/problem+json"], where
+
+
+def test_every_path_of_the_service_is_described(
+    service: tuple[ServiceProcess, str], document: dict[str, Any]
+) -> None:
+    """Whichever method is asked for, Allow names those of the document (and HEAD)."""
+    running, secret = service
+    headers = {"Authorization": f"Bearer {secret}"}
+    described: dict[str, set[str]] = {}
+    for method, path, _ in page.operations(document):
+        described.setdefault(path, set()).add(method)
+    for path, methods in described.items():
+        if path in {"/v1/authorize", "/v1/admin/rules/validate"}:
+            continue  # any method; and what is a rule's id too
+        concrete = re.sub(r"\{list_name\}", "deny", path)
+        concrete = re.sub(r"\{\w+\}", "1", concrete)
+        answer = running.ask("PATCH", concrete, headers=headers)
+        assert answer.status == 405, path
+        assert set(answer.headers["allow"].split(", ")) - {"HEAD"} == methods, path
+
+
+def test_a_raw_path_that_is_added_must_be_described() -> None:
+    """The routes of the application are those of the document."""
+    folder = Path(openapi_checks.__file__).parent
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
+    routes = set(re.findall(r'"(/(?:v1/(?!admin)[a-z/]+|healthz|readyz|metrics))": ', sources))
+    assert routes == openapi_checks.PATHS.keys()
+
+
+def test_rule_documents_are_described_by_their_own_schema() -> None:
+    """Each definition is a component, and what one accepts the other does."""
+    parts = openapi.rule_schemas()
+    assert {f"Rules{name[0].upper()}{name[1:]}" for name in schema()["$defs"]} < parts.keys()
+    whole = {"$ref": "#/components/schemas/RulesDocument", "components": {"schemas": parts}}
+    theirs, ours = Draft202012Validator(schema()), Draft202012Validator(whole)
+    for data in (
+        {"version": 1},
+        {"version": 2},
+        {"version": 1, "rules": [{"id": "a", "by": ["user"], "limits": ["5/s"]}]},
+        {"version": 1, "rules": [{"id": "a", "by": ["user"]}]},
+        {"version": 1, "tiers": {"free": "5/s"}, "deny": [1]},
+    ):
+        assert ours.is_valid(data) == theirs.is_valid(data), data
