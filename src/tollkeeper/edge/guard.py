@@ -97,11 +97,13 @@ class _Post:
         if terms.limiter is not None:
             self._check_limiter(terms.limiter)
             self.clock: Clock = terms.limiter._clock  # noqa: SLF001 - answers and waits by its time
+            self._on_failure = terms.limiter._on_failure  # noqa: SLF001 - and fails as it does
             self.store: Store = terms.limiter.store
             self._bind()
             self._opened = True
             return
         self.clock = clock_of(terms.clock)
+        self._on_failure = terms.on_failure
         self.store = (
             open_store(terms.store, self.clock) if isinstance(terms.store, str) else terms.store
         )
@@ -177,7 +179,7 @@ class _Post:
             skip=terms.skip or own.skip,
             on_limit=terms.on_limit or own.on_limit,
             style=own.style,
-            on_failure=own.limiter._on_failure if own.limiter else own.on_failure,  # noqa: SLF001 - its way
+            on_failure=self._on_failure,
             clock=self.clock,
         )
 

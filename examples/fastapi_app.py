@@ -1,0 +1,111 @@
+"""A FastAPI application with limits: for all of it, for some routes, and for failed logins.
+
+    python examples/fastapi_app.py                                    tries itself out
+    STORE=shared:///tmp/fastapi.limits uvicorn --app-dir examples --workers 4 fastapi_app:app
+
+With `shared://` the limits hold exactly over all workers of a machine, with `redis://` over many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+import httpx
+from fastapi import FastAPI, HTTPException, WebSocket
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel
+
+from tollkeeper.edge.fastapi import Charge, RateLimit
+
+app = FastAPI()
+limit = RateLimit(
+    app,
+    "1000/minute",
+    store=os.environ.get("STORE", "memory://"),
+    skip=lambda call: call.path == "/hello",
+)
+USERS = {"ada": "correct horse"}
+
+
+class Login(BaseModel):
+    user: str
+    password: str
+
+
+@app.get("/hello")
+async def hello() -> dict[str, object]:
+    return {"message": "hello", "worker": os.getpid()}
+
+
+# Whichever order is asked for, it is one limit: of the route, for each API key or else address.
+@app.get("/orders/{number}", dependencies=[limit("40/day", key=["header:X-API-Key", "address"])])
+def order(number: int) -> dict[str, int]:
+    return {"order": number, "worker": os.getpid()}
+
+
+@app.get("/search", dependencies=[limit("2/second")])
+async def search() -> dict[str, list[str]]:
+    return {"found": ["an order"]}
+
+
+# Only failures count. Who knows the password may log in as often as they like.
+@app.post("/login", dependencies=[limit("3/hour", count=lambda status: status == 401)])
+async def login(login: Login) -> dict[str, str]:
+    if USERS.get(login.user) != login.password:
+        raise HTTPException(401)
+    return {"welcome": login.user}
+
+
+# Charged for the most it may cost, and settled for what it did.
+@app.get("/complete")
+async def complete(prompt: str, charge: Annotated[Charge, limit("500/day", cost=100)]) -> list[str]:
+    words = f"You asked for {prompt}".split()
+    charge.settle(len(words))
+    return words
+
+
+@app.get("/stream")
+async def stream() -> StreamingResponse:
+    async def pieces() -> AsyncIterator[str]:
+        for _ in range(3):
+            yield f"{time.monotonic_ns()}\n"
+            await asyncio.sleep(0.2)
+
+    return StreamingResponse(pieces(), media_type="text/plain")
+
+
+@app.websocket("/echo", dependencies=[limit("5/day")])
+async def echo(websocket: WebSocket) -> None:
+    await websocket.accept()
+    async for text in websocket.iter_text():
+        await websocket.send_text(text)
+
+
+async def main() -> int | str:
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://example") as client:
+        orders = [(await client.get(f"/orders/{number}")).status_code for number in range(50)]
+        refused = await client.get("/orders/1")
+        passwords = ["correct horse"] * 5 + ["guess"] * 3 + ["correct horse"]
+        logins = [
+            (await client.post("/login", json={"user": "ada", "password": each})).status_code
+            for each in passwords
+        ]
+        await client.get("/complete?prompt=tea")
+        left = (await client.get("/complete?prompt=tea")).headers["X-RateLimit-Remaining"]
+    await limit.guard.close()
+    print(f"50 orders: {orders.count(200)} answered, {orders.count(429)} refused")
+    print(f"refused: {refused.status_code}, Retry-After {refused.headers['Retry-After']} s")
+    print(f"logins: {logins}")
+    print(f"left for completions, after one of 4 words and while another runs: {left}")
+    right = orders == [200] * 40 + [429] * 10 and logins == [200] * 5 + [401] * 3 + [429]
+    return 0 if right and left == "396" else "this is not what the limits say"
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))

@@ -1,0 +1,108 @@
+"""The FastAPI example in four worker processes of real servers, over real connections."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+
+from tests.integration import web_workers
+from tests.integration.asgi_servers import ROOT, serving
+from tests.integration.web_workers import CLIENTS, client
+
+STREAM_ATTEMPTS = 5
+
+
+class Served(NamedTuple):
+    """Where the example is, and what serves it."""
+
+    url: str
+    server: str
+
+
+@pytest.fixture(scope="module", params=["uvicorn", "granian"])
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """The example with its limits in one file that all workers share."""
+    store = f"shared://{tmp_path_factory.mktemp(request.param)}/limits"
+    with serving(request.param, "fastapi_app:app", ROOT / "examples", STORE=store) as url:
+        yield Served(url, request.param)
+
+
+@pytest.fixture
+def url(served: Served) -> str:
+    """Where the example is."""
+    return served.url
+
+
+def test_the_limit_is_exact_over_all_workers(url: str) -> None:
+    """100 requests of 8 clients, 4 processes, no store beside them: 40 pass."""
+    web_workers.holds_exactly(url, "/orders", "exact")
+
+
+def test_headers_on_200_and_429(url: str) -> None:
+    """Both limits' policies, the tightest's numbers, and when to come back."""
+    web_workers.tells_both_limits(url, "/orders/7", "GET /orders/{number}", "headers")
+
+
+def test_retry_after_once_waited_succeeds(url: str) -> None:
+    """A client that does what the header says, and nothing more, gets through."""
+    web_workers.lets_in_who_has_waited(url, "/search")
+
+
+def test_costs_are_settled(url: str) -> None:
+    """Before the client has its answer: the next request finds it, in whichever worker."""
+    web_workers.settles_costs(url)
+
+
+def test_a_stream_arrives_in_pieces(url: str) -> None:
+    """The first piece is here before the last is made: nothing was gathered on the way."""
+    for _ in range(STREAM_ATTEMPTS):  # a machine may pause; what gathers would fail each time
+        made, arrived = [], []
+        with client().stream("GET", f"{url}/stream") as answer:
+            for line in answer.iter_lines():
+                arrived.append(time.monotonic_ns())
+                made.append(int(line))
+        assert answer.headers["X-RateLimit-Limit"] == "1000"
+        assert len(made) == 3
+        if arrived[0] < made[-1]:
+            return
+    pytest.fail("the first piece never came before the last was made")
+
+
+def test_a_websocket_passes_and_one_too_many_is_refused(served: Served) -> None:
+    """What is said comes back, acceptance has the headers, and the sixth of five is turned down."""
+    address = served.url.replace("http", "ws") + "/echo"
+    for remaining in range(4, -1, -1):
+        with connect(address) as websocket:
+            for text in ("one", "two"):
+                websocket.send(text)
+                assert websocket.recv(timeout=30) == text
+            # granian sends no headers of an application's with an acceptance.
+            if served.server == "uvicorn":
+                assert websocket.response is not None
+                assert websocket.response.headers["X-RateLimit-Remaining"] == str(remaining)
+    with pytest.raises(InvalidStatus) as refused, connect(address):
+        pass
+    assert refused.value.response.status_code == 429
+    assert int(refused.value.response.headers["Retry-After"]) > 0
+
+
+def test_only_failed_logins_count(url: str) -> None:
+    """20 right passwords one after the other; of 20 guesses at once exactly 3 are looked at."""
+
+    def log_in(password: str) -> int:
+        body = {"user": "ada", "password": password}
+        return client().post(f"{url}/login", json=body).status_code
+
+    assert [log_in("correct horse") for _ in range(20)] == [200] * 20
+    with ThreadPoolExecutor(CLIENTS) as guessers:
+        assert Counter(guessers.map(log_in, ["guess"] * 20)) == {401: 3, 429: 17}
+    assert log_in("correct horse") == 429
