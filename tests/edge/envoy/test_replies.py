@@ -10,7 +10,7 @@ from tests.edge.envoy.running import codes, headers
 from tollkeeper import Decision, Limit
 from tollkeeper.edge.answers import Style
 from tollkeeper.edge.envoy.protocol.messages import RateLimitResponse
-from tollkeeper.edge.envoy.replies import Outcome, limit_of, merged, response_of
+from tollkeeper.edge.envoy.replies import Outcome, merged, response_of, tell
 from tollkeeper.errors import CapacityError, InvalidKey
 from tollkeeper.in_force import UNLIMITED
 from tollkeeper.ruling import Applied, Kind, Ruling
@@ -101,7 +101,8 @@ def test_a_status_without_numbers_has_no_limit(ruling: Ruling) -> None:
 )  # fmt: skip
 def test_a_window_in_envoys_units(per: float, unit: str, times: int) -> None:
     """The largest unit that it is a whole number of; none where it has parts of a second."""
-    found = limit_of(Limit(7, per=per), "rule")
+    found = RateLimitResponse.RateLimit()
+    tell(Limit(7, per=per), "rule", found)
     assert found.requests_per_unit == 7
     assert getattr(RateLimitResponse.RateLimit, unit) == found.unit
     assert (found.unit_multiplier.value if found.HasField("unit_multiplier") else 1) == times

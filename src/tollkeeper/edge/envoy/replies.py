@@ -25,7 +25,7 @@ from tollkeeper.edge.answers import (
     raw_headers_of,
     refusal_of,
 )
-from tollkeeper.edge.envoy.protocol.messages import HeaderValue, RateLimitResponse
+from tollkeeper.edge.envoy.protocol.messages import RateLimitResponse
 from tollkeeper.errors import CapacityError, InvalidKey
 from tollkeeper.in_force import combined
 from tollkeeper.model import Limit
@@ -57,28 +57,26 @@ _KINDS: Final[tuple[Kind, ...]] = ("blocked", "unavailable", "limited", "exempt"
 
 def response_of(outcomes: Sequence[Outcome], now_ns: int, style: Style) -> RateLimitResponse:
     """The whole answer, one status for each outcome. `now_ns` is the Unix time."""
-    statuses = [_status_of(each) for each in outcomes]
+    response = RateLimitResponse(overall_code=OK)
+    # Messages are added to and filled in place: one that is handed over is copied.
+    for each in outcomes:
+        _fill(response.statuses.add(), each)
     refusal = _failure_of(outcomes)
     if refusal is None:
         ruling = merged([each for each in outcomes if isinstance(each, Ruling)])
         if not over_limit(ruling):
-            headers = [
-                HeaderValue(key=name.decode("ascii"), value=value.decode("ascii"))
-                for name, value in raw_headers_of(ruling, now_ns, style)
-            ]
-            return RateLimitResponse(
-                overall_code=OK, statuses=statuses, response_headers_to_add=headers
-            )
+            for name, value in raw_headers_of(ruling, now_ns, style):
+                response.response_headers_to_add.add(
+                    key=name.decode("ascii"), value=value.decode("ascii")
+                )
+            return response
         refusal = refusal_of(ruling, now_ns, style)
+    response.overall_code = OVER_LIMIT
     refusal = _as_429(refusal)
-    return RateLimitResponse(
-        overall_code=OVER_LIMIT,
-        statuses=statuses,
-        response_headers_to_add=[
-            HeaderValue(key=name.lower(), value=value) for name, value in refusal.headers
-        ],
-        raw_body=refusal.body,
-    )
+    for header, text in refusal.headers:
+        response.response_headers_to_add.add(key=header.lower(), value=text)
+    response.raw_body = refusal.body
+    return response
 
 
 def _failure_of(outcomes: Sequence[Outcome]) -> Answer | None:
@@ -119,34 +117,34 @@ def merged(rulings: Sequence[Ruling]) -> Ruling:
     )
 
 
-def _status_of(outcome: Outcome) -> Status:
+def _fill(status: Status, outcome: Outcome) -> None:
+    status.code = OVER_LIMIT
     if isinstance(outcome, CapacityError):
-        return Status(code=OVER_LIMIT, current_limit=limit_of(outcome.limit, ""))
-    if isinstance(outcome, InvalidKey):
-        return Status(code=OVER_LIMIT)
-    decision = outcome.decision
-    code = OVER_LIMIT if over_limit(outcome) else OK
-    if outcome.kind != "limited" or decision.degraded:
-        return Status(code=code)  # nobody knows what remains, or there is no limit
-    seconds, nanos = divmod(decision.reset_after_ns, NS_PER_SECOND)
-    return Status(
-        code=code,
-        current_limit=limit_of(decision.policy, decision.rule),
-        limit_remaining=decision.remaining,
-        duration_until_reset={"seconds": seconds, "nanos": nanos},
-    )
+        tell(outcome.limit, "", status.current_limit)
+    elif isinstance(outcome, Ruling):
+        decision = outcome.decision
+        if decision.allowed:
+            status.code = OK
+        if outcome.kind != "limited" or decision.degraded:
+            return  # there is no limit, or nobody knows what remains of it
+        tell(decision.policy, decision.rule, status.current_limit)
+        status.limit_remaining = decision.remaining
+        seconds, nanos = divmod(decision.reset_after_ns, NS_PER_SECOND)
+        status.duration_until_reset.seconds = seconds
+        status.duration_until_reset.nanos = nanos
 
 
-def limit_of(limit: Limit, rule: str) -> RateLimit:
+def tell(limit: Limit, rule: str, into: RateLimit) -> None:
     """A limit as Envoy knows it: so many per unit, or per so many units.
 
-    A window of less than a second has no unit there.
+    A window that is not in whole seconds has no unit there.
     """
+    into.requests_per_unit = limit.limit
+    into.name = rule
     for unit, unit_ns in _UNITS:
         times, rest = divmod(limit.window_ns, unit_ns)
         if times and not rest:
-            several = {"value": times} if times > 1 else None
-            return RateLimit(
-                requests_per_unit=limit.limit, unit=unit, name=rule, unit_multiplier=several
-            )
-    return RateLimit(requests_per_unit=limit.limit, name=rule)
+            into.unit = unit
+            if times > 1:
+                into.unit_multiplier.value = times
+            return
