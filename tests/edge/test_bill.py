@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tollkeeper.edge.bill import Bill
+from tollkeeper import ConfigError
+from tollkeeper.edge.bill import HOOKS, Bill, plain
 from tollkeeper.edge.calls import WsgiCall
 from tollkeeper.edge.guard import Guard, Terms
 from tollkeeper.model import NAME_LENGTH_MAX
@@ -21,6 +22,19 @@ def guard(limits: str, name: str = "", **more: Any) -> Guard:
 
 def remaining(one: Guard) -> int:
     return int(one._limiter.peek(one._key_of(CALL)).remaining)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_async_hooks_are_refused_where_nobody_awaits(name: str) -> None:
+    """What they return is true: a `skip` would let everybody through."""
+
+    async def hook(*args: object) -> bool:
+        return False
+
+    with pytest.raises(ConfigError, match=f"{name}=.*hook is async"):
+        plain(Terms(limits="1/minute", **{name: hook}))  # type: ignore[arg-type]  # each takes one
+    terms = Terms(limits="1/minute", **{name: lambda *args: False})  # type: ignore[arg-type]  # same
+    assert plain(terms) is terms
 
 
 def test_what_one_denies_costs_nothing_in_the_others() -> None:

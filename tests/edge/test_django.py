@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from asgiref.sync import sync_to_async
 from django.http import HttpResponse
 from django.test import AsyncRequestFactory, Client, RequestFactory, override_settings
 
@@ -89,6 +90,28 @@ async def test_hooks_by_their_path_and_with_djangos_request(site: Site) -> None:
         refused = await site.get("/hello?key=a")
         assert (refused.status_code, json.loads(refused.body)) == (420, {"wait": 60.0})
         assert refused.headers["Retry-After"] == "60"
+
+
+async def test_async_hooks_are_awaited(site: Site) -> None:
+    """In the event loop, and from a thread in the loop that waits for it; a view's own as well."""
+
+    async def skip(call: Any) -> bool:
+        await asyncio.sleep(0)
+        return "skip" in call.native.GET
+
+    async def key(call: Any) -> str:
+        await asyncio.sleep(0)
+        return str(call.native.GET["key"])
+
+    with site.having(limits="1/minute", skip=skip, key=key):
+        for url in ("/hello", "/ahello"):
+            assert await site.statuses(f"{url}?skip", f"{url}?key={url}", f"{url}?key={url}") == [
+                *(200, 200, 429)
+            ]
+    with site.having(skip=skip, key=key):
+        for url in ("/search", "/asearch"):
+            urls = [f"{url}?skip", *[f"{url}?key=a"] * 3, f"{url}?key=b"]
+            assert await site.statuses(*urls) == [200, 200, 200, 429, 200]
 
 
 async def test_refusals_that_are_no_denials(site: Site) -> None:
@@ -207,6 +230,24 @@ async def test_streams_are_settled_at_their_end(site: Site, url: str) -> None:
         for task in list(settling):
             await task
         assert await site.left() == 79
+
+
+async def test_a_stream_is_settled_when_a_server_closes_it() -> None:
+    """As Django's ASGI handler does: from a thread, while the loop runs."""
+    with override_settings(TOLLKEEPER={"limits": "100/minute", "clock": ManualClock(NOW_S)}):
+        serve = RateLimitMiddleware(views.astream)
+        response = await serve(AsyncRequestFactory().get("/"))
+        assert [piece async for piece in response] == [b"0", b"1", b"2"]
+        await sync_to_async(response.close)()
+        response = await RateLimitMiddleware(views.ahello)(AsyncRequestFactory().get("/"))
+        assert response.headers["X-RateLimit-Remaining"] == "79"
+
+
+def test_a_view_that_returns_nothing_is_djangos_to_explain() -> None:
+    """We do not trip over it first."""
+    with override_settings(TOLLKEEPER={"limits": "100/minute"}):
+        nothing = rate_limit("1/minute")(lambda request: None)
+        assert nothing(RequestFactory().get("/")) is None
 
 
 def test_a_stream_is_not_read_ahead() -> None:

@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
-from flask import Blueprint, Flask, Response, g, jsonify, redirect, send_file, session
-from flask import request as flask_request
-from flask.testing import FlaskClient
+from flask import Blueprint, Flask, Response, session
+from flask.views import MethodView
 from werkzeug.test import TestResponse
 
+from tests.edge.flask_app import NOW_S, app_with, statuses
 from tollkeeper import ConfigError, Limiter
 from tollkeeper.edge.flask import RateLimit, charge
 from tollkeeper.testing import ManualClock
-
-NOW_S = 1_767_225_600
-
-
-def app_with(
-    limits: str | None = None, **options: Any
-) -> tuple[Flask, RateLimit, ManualClock, FlaskClient]:
-    """An application whose limits a test can watch, with a route that says hello."""
-    app = Flask(__name__)
-    app.secret_key = "of these tests"
-    app.testing = True
-    clock = ManualClock(NOW_S)
-    limit = RateLimit(app, limits, clock=clock, **options)
-
-    @app.get("/hello")
-    def hello() -> str:
-        return "hello"
-
-    return app, limit, clock, app.test_client()
-
-
-def statuses(client: FlaskClient, *paths: str, **more: Any) -> list[int]:
-    return [client.get(path, **more).status_code for path in paths]
 
 
 def policies(response: TestResponse) -> str:
@@ -268,6 +243,37 @@ def test_async_views_work() -> None:
     assert statuses(client, "/slow") == [200]
 
 
+def test_views_as_classes() -> None:
+    """Flask's own way to decorate them; all methods are one endpoint."""
+    app, limit, _, client = app_with()
+
+    class Item(MethodView):
+        decorators: ClassVar = [limit("1/minute")]
+
+        def get(self) -> str:
+            return "item"
+
+    app.add_url_rule("/item", view_func=Item.as_view("item"))
+    assert statuses(client, "/item", "/item") == [200, 429]
+
+
+def test_async_hooks_are_refused() -> None:
+    """Nobody would await them: of the application, its configuration, and a view."""
+
+    async def skip(call: Any) -> bool:
+        return False
+
+    with pytest.raises(ConfigError, match="is async"):
+        RateLimit(limits="1/minute", skip=skip)
+    _, limit, _, _ = app_with()
+    with pytest.raises(ConfigError, match="is async"):
+        limit("1/minute", skip=skip)
+    app = Flask(__name__)
+    app.config["TOLLKEEPER"] = {"skip": skip}
+    with pytest.raises(ConfigError, match="is async"):
+        RateLimit(app, "1/minute")
+
+
 def test_what_is_decorated_must_be_a_view() -> None:
     """Or a Blueprint; the limits themselves are read at once."""
     _, limit, _, _ = app_with()
@@ -323,116 +329,6 @@ def test_exempt_views_and_blueprints() -> None:
     assert statuses(client, "/healthz", "/status/", "/status/inner/") == [200] * 3
     assert statuses(client, "/metrics", "/metrics", "/metrics") == [200, 200, 429]
     assert "RateLimit" not in client.get("/healthz").headers
-
-
-# ------------------------------------------------------------------------------------- settling
-
-
-def left(client: FlaskClient) -> int:
-    """What is left of the application's limit, after the request that asks."""
-    return int(client.get("/hello").headers["X-RateLimit-Remaining"])
-
-
-def test_costs_are_settled() -> None:
-    """`charge` is the last that was made: the view's own, or else the application's."""
-    app, limit, _, client = app_with("100/minute", cost=10)
-
-    @app.get("/cheap")
-    def cheap() -> str:
-        charge.settle(3)
-        return str(charge.decision.remaining)
-
-    @app.get("/own")
-    @limit("50/minute", cost=20)
-    def own() -> str:
-        charge.refund()
-        return str(charge.decision.remaining)
-
-    assert client.get("/cheap").data == b"90"
-    assert left(client) == 87
-    assert [client.get("/own").data for _ in range(3)] == [b"30"] * 3
-
-
-def test_a_stream_is_untouched_and_settled_at_its_end() -> None:
-    """Each piece when it is asked for, and what it says of its cost counts."""
-    app, _, _, client = app_with("100/minute")
-    made = []
-
-    @app.get("/stream")
-    def stream() -> Response:
-        mine = flask_request.environ["tollkeeper.charge"]
-
-        def pieces() -> Iterator[str]:
-            for number in range(3):
-                made.append(number)
-                mine.settle(10 * number)
-                yield str(number)
-
-        return Response(pieces())
-
-    response = client.get("/stream", buffered=False)
-    assert response.headers["X-RateLimit-Remaining"] == "99"
-    pieces = response.iter_encoded()
-    assert next(iter(pieces)) == b"0"
-    assert made == [0]
-    assert b"".join(pieces) == b"12"
-    response.close()
-    assert left(client) == 79
-
-
-def test_a_file_is_sent() -> None:
-    """With the headers, by whatever way the server sends files."""
-    app, _, _, client = app_with("5/minute")
-    app.add_url_rule("/file", "file", lambda: send_file(io.BytesIO(b"file"), "text/plain"))
-    response = client.get("/file")
-    assert (response.data, response.headers["X-RateLimit-Remaining"]) == (b"file", "4")
-
-
-@pytest.mark.parametrize("testing", [True, False], ids=["raised", "answered"])
-def test_a_view_that_raises_is_a_500(testing: bool) -> None:
-    """Whether Flask answers for it or lets it through."""
-    seen: list[int] = []
-    app, _, _, client = app_with("5/minute", count=lambda status: bool(seen.append(status)))
-    app.testing = testing
-
-    @app.get("/raise")
-    def failing() -> str:
-        return str(1 / 0)
-
-    if testing:
-        with pytest.raises(ZeroDivisionError):
-            client.get("/raise")
-    else:
-        response = client.get("/raise")
-        assert (response.status_code, response.headers["X-RateLimit-Limit"]) == (500, "5")
-    assert set(seen) == {500}
-
-
-def test_only_failed_logins_count() -> None:
-    """Who knows the password is never held up; who guesses is, and so is who guesses right then."""
-    app, limit, _, client = app_with()
-
-    @app.get("/login/<word>")
-    @limit("2/minute", count=lambda status: status == 401)
-    def login(word: str) -> Any:
-        return redirect("/hello") if word == "right" else (jsonify(error="wrong"), 401)
-
-    tries = ["right", "right", "right", "wrong", "right", "wrong", "right"]
-    found = statuses(client, *[f"/login/{word}" for word in tries])
-    assert found == [302, 302, 302, 401, 302, 401, 429]
-
-
-def test_the_charge_where_nothing_is_limited() -> None:
-    """It can be settled, and nothing happens."""
-    app, _, _, client = app_with()
-
-    @app.get("/any")
-    def anything() -> str:
-        charge.settle(5)
-        g.seen = charge.decision.allowed
-        return str(g.seen)
-
-    assert client.get("/any").data == b"True"
 
 
 # ------------------------------------------------------------------------------------- mistakes

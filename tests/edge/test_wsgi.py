@@ -62,6 +62,10 @@ def environ_of(path: str = "/", **more: Any) -> dict[str, Any]:
     return environ
 
 
+async def async_hook(*args: Any) -> bool:
+    return False
+
+
 def hello(environ: Any, start_response: Any) -> Iterable[bytes]:
     start_response("200 OK", [("Content-Type", "text/plain")])
     return [b"hello"]
@@ -228,6 +232,7 @@ def test_the_style_of_headers() -> None:
         ({"limits": "1/minute", "rules": {}}, "both say"),
         ({"limits": "1/minute", "key": "headers:X"}, "not a source"),
         ({"limits": "1/minute", "skip": True}, "not a function"),
+        ({"limits": "1/minute", "skip": async_hook}, "skip=.* is async"),
     ],
 )
 def test_wrong_options_are_explained(options: dict[str, Any], words: str) -> None:

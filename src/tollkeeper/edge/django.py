@@ -34,7 +34,7 @@ from tollkeeper.edge.answers import Answer
 from tollkeeper.edge.bill import RouteOptions
 from tollkeeper.edge.charges import Charge
 from tollkeeper.edge.django_request import DjangoBill, DjangoCall, in_event_loop, template_of
-from tollkeeper.edge.django_site import desk
+from tollkeeper.edge.django_site import desk, for_threads
 from tollkeeper.edge.guard import AsyncGuard, Guard, Terms
 from tollkeeper.errors import ConfigError
 from tollkeeper.model import check_name
@@ -44,6 +44,7 @@ try:
     from django.core import exceptions  # type: ignore[import-untyped]  # has none
     from django.core.handlers.asgi import ASGIRequest  # type: ignore[import-untyped]  # has none
     from django.http import Http404, HttpResponse  # type: ignore[import-untyped]  # has none
+    from django.http.response import HttpResponseBase  # type: ignore[import-untyped]  # has none
     from django.views import View  # type: ignore[import-untyped]  # has none
 except ImportError as error:
     raise ConfigError(
@@ -99,16 +100,18 @@ def rate_limit(
     """
     check_name("name", name)
     terms = Terms(limits=limits, **options)
+    thread_terms = for_threads(terms)
 
     def decorate(view: Callable[..., Any]) -> Callable[..., Any]:
         def guards(request: Any) -> tuple[Any, Chosen]:
             # In the loop of an ASGI server; a loop that Django made for one view is no home for
             # connections, which outlive it.
             in_loop = in_event_loop() and isinstance(request, ASGIRequest)
-            outer = desk().async_guard if in_loop else desk().guard
+            outer: Any = desk().async_guard if in_loop else desk().guard
+            own = terms if in_loop else thread_terms
 
             def chosen(bill: DjangoBill) -> Any:
-                return outer.beside(terms, name or bill.name_of(_name_of(request, view)))
+                return outer.beside(own, name or bill.name_of(_name_of(request, view)))
 
             return outer, chosen
 
@@ -212,6 +215,8 @@ def _fail(bill: DjangoBill, error: BaseException) -> None:
 
 def _finish(bill: DjangoBill, response: Any) -> None:
     """Add the headers, and see to it that what a stream says of its cost is heard."""
+    if not isinstance(response, HttpResponseBase):
+        return  # Django explains that better
     bill.status = response.status_code
     for header, value in bill.headers_beside(response.headers):
         response.headers[header] = value

@@ -18,11 +18,13 @@ from typing import Any, Final
 from tollkeeper.arguments import clock_of
 from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores import open_store
+from tollkeeper.edge.bill import HOOKS, plain
 from tollkeeper.edge.django_request import run
 from tollkeeper.edge.guard import AsyncGuard, Guard, Terms
 from tollkeeper.errors import ConfigError, show
 
 try:
+    from asgiref.sync import async_to_sync, iscoroutinefunction
     from django import conf  # type: ignore[import-untyped]  # has none
     from django.core.signals import setting_changed  # type: ignore[import-untyped]  # has none
     from django.utils import module_loading  # type: ignore[import-untyped]  # has none
@@ -35,8 +37,6 @@ except ImportError as error:
 SETTING: Final = "TOLLKEEPER"
 # A site has limits or rules; a limiter could be for threads or for asyncio, but not for both.
 NAMES: Final = tuple(field.name for field in fields(Terms) if field.name != "limiter")
-# Functions may be named by where they are, as Django's own settings do.
-HOOKS: Final = ("key", "cost", "skip", "on_limit", "count")
 
 
 class Desk:
@@ -54,7 +54,7 @@ class Desk:
         """For threads."""
         if self._guard is None:
             with self._lock:
-                self._guard = self._guard or Guard(self._on_store())
+                self._guard = self._guard or Guard(for_threads(self._on_store()))
         return self._guard
 
     @property
@@ -96,6 +96,15 @@ def desk() -> Desk:
         return _desks[0]
 
 
+def for_threads(terms: Terms) -> Terms:
+    """The terms with hooks that a thread can call: an async one runs in the loop meanwhile."""
+    hooks = {name: getattr(terms, name) for name in HOOKS}
+    awaited: dict[str, Any] = {
+        name: async_to_sync(hook) for name, hook in hooks.items() if iscoroutinefunction(hook)
+    }
+    return plain(replace(terms, **awaited) if awaited else terms)
+
+
 def terms_of(setting: object) -> Terms:
     """The terms that a setting stands for."""
     example = f'{SETTING} = {{"limits": "100/minute", "store": "shared:///run/site.limits"}}'
@@ -115,7 +124,7 @@ def terms_of(setting: object) -> Terms:
 
 
 def _loaded(name: str, value: Any) -> Any:
-    """A function that the setting names by its path; everything else is as it stands."""
+    """A function that the setting names by its path, as Django's own do; else what it is."""
     if name not in HOOKS or not isinstance(value, str) or ":" in value or "." not in value:
         return value
     try:

@@ -31,7 +31,7 @@ from typing import Any, Final, ParamSpec, TypeVar, Unpack, cast
 
 from tollkeeper.arguments import Limits
 from tollkeeper.edge.answers import Answer
-from tollkeeper.edge.bill import Bill, RouteOptions
+from tollkeeper.edge.bill import Bill, RouteOptions, plain
 from tollkeeper.edge.calls import WsgiCall
 from tollkeeper.edge.charges import PASSED, Charge
 from tollkeeper.edge.guard import Guard, Options, Terms
@@ -74,15 +74,14 @@ class RateLimit:
     ) -> None:
         self._options: dict[str, Any] = {"limits": limits, **options}
         self._exempt: list[Blueprint] = []
-        Terms(
-            limits=limits, **options
-        )  # refuses what is wrong now, and not when there is an application
+        # What is wrong is refused now, and not when there is an application.
+        plain(Terms(limits=limits, **options))
         if app is not None:
             self.init_app(app)
 
     def init_app(self, app: Flask) -> None:
         """Limit an application."""
-        guard = Guard(Terms(**{**self._options, **_configured(app)}))
+        guard = Guard(plain(Terms(**{**self._options, **_configured(app)})))
         guards = app.extensions.setdefault(EXTENSION, {})
         if self in guards:
             guard.close()
@@ -104,7 +103,7 @@ class RateLimit:
         `key`, `skip` and `on_limit` are those of the application unless said here.
         """
         check_name("name", name)
-        terms = Terms(limits=limits, **options)
+        terms = plain(Terms(limits=limits, **options))
 
         def decorate(limited: View) -> View:
             if isinstance(limited, Blueprint):

@@ -23,7 +23,7 @@ from typing import Any, Final, Unpack
 
 from tollkeeper.arguments import Limits
 from tollkeeper.edge.answers import Answer
-from tollkeeper.edge.bill import Bill, Header
+from tollkeeper.edge.bill import Bill, Header, plain
 from tollkeeper.edge.calls import WsgiCall
 from tollkeeper.edge.guard import Guard, Options, Terms
 from tollkeeper.errors import ConfigError, show
@@ -49,7 +49,7 @@ class RateLimit:
         self, app: WsgiApp, limits: Limits | None = None, **options: Unpack[Options]
     ) -> None:
         self.app = app
-        self.guard = Guard(Terms(limits=limits, **options).demand("RateLimit"))
+        self.guard = Guard(plain(Terms(limits=limits, **options)).demand("RateLimit"))
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         """Serve one request, as WSGI says."""
