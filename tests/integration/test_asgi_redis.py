@@ -1,0 +1,125 @@
+"""The ASGI middleware on a store that is a trip away: awaited, settled, failing as it is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from tests.edge.asgi_driver import ask, hello, run_lifespan
+from tests.integration.asgi_servers import free_port
+from tests.redis_servers import Single, running
+from tollkeeper.edge.asgi import RateLimit
+from tollkeeper.edge.fastapi import RateLimit as FastRateLimit
+from tollkeeper.edge.guard import AsyncGuard
+
+
+@pytest.fixture
+def redis() -> Any:
+    """A real server without a key."""
+    server = running("single")
+    server.flush()
+    return server
+
+
+async def test_exactly_the_limit_passes_however_many_ask_at_once(redis: Any) -> None:
+    """100 requests in flight together, on two middlewares as in two processes: 40 pass."""
+    apps = [RateLimit(hello, "40/day", store=redis.uri) for _ in range(2)]
+    answers = await asyncio.gather(*(ask(apps[number % 2]) for number in range(100)))
+    assert Counter(each.status for each in answers) == {200: 40, 429: 60}
+    for app in apps:
+        await app.guard.close()
+
+
+async def test_costs_and_outcomes_are_settled_before_the_response_ends(redis: Any) -> None:
+    """Another process that is asked next finds what was given back."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope["tollkeeper.charge"].settle(4)
+        await hello(scope, receive, send)
+
+    one, two = (RateLimit(app, "500/day", store=redis.uri, cost=100) for _ in range(2))
+    left = [(await ask(each)).headers["x-ratelimit-remaining"] for each in (one, two) * 3]
+    assert left == [str(400 - 4 * number) for number in range(6)]
+    await one.guard.close()
+    await two.guard.close()
+
+
+async def test_a_cancelled_request_is_settled_all_the_same(redis: Any) -> None:
+    """The refund goes out though the task that asked for it is being cancelled."""
+    running_now = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope["tollkeeper.charge"].refund()
+        running_now.set()
+        await asyncio.Event().wait()
+
+    guarded = RateLimit(app, "10/day", store=redis.uri)
+    task = asyncio.create_task(ask(guarded))
+    await running_now.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    left = await guarded.guard._limiter.peek("address:192.0.2.1")
+    assert left.remaining == 10
+    await guarded.guard.close()
+
+
+async def test_a_denied_route_gives_back_what_the_application_charged(redis: Any) -> None:
+    """Several limits pass together or not at all, also where each is a trip of its own."""
+    app = FastAPI()
+    limit = FastRateLimit(app, "100/day", store=redis.uri)
+
+    @app.get("/x", dependencies=[limit("1/day")])
+    async def x() -> None: ...
+
+    statuses = [(await ask(app, "/x")).status for _ in range(5)]
+    assert statuses == [200] + [429] * 4
+    assert (await ask(app, "/nowhere")).headers["x-ratelimit-remaining"] == "98"
+    await limit.guard.close()
+
+
+@pytest.mark.parametrize(("on_failure", "status"), [("open", 200), ("closed", 503)])
+async def test_a_store_that_is_away_is_answered_as_was_asked_for(
+    on_failure: Any, status: int
+) -> None:
+    """Open lets pass, closed is a 503 with Retry-After; both say that they do not know."""
+    guarded = RateLimit(
+        hello, "10/day", store=f"redis://127.0.0.1:{free_port()}", on_failure=on_failure
+    )
+    seen = await ask(guarded)
+    assert seen.status == status
+    assert seen.headers["x-ratelimit-policy"] == "degraded"
+    assert ("retry-after" in seen.headers) is (status == 503)
+    await guarded.guard.close()
+
+
+async def test_a_store_that_goes_away_before_the_end_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The client has its response; the charge of the way in stays, and the log says so."""
+    with Single() as server:
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            scope["tollkeeper.charge"].refund()
+            await asyncio.to_thread(server.stop)
+            await hello(scope, receive, send)
+
+        guarded = RateLimit(app, "10/day", store=server.uri)
+        assert (await ask(guarded)).status == 200
+        assert "could not be settled" in caplog.text
+        await guarded.guard.close()
+
+
+async def test_the_store_is_closed_with_the_application(redis: Any) -> None:
+    """After the lifespan no connection is left, and a second start opens one again."""
+    app = FastAPI()
+    limit = FastRateLimit(app, "10/day", store=redis.uri)
+    assert isinstance(limit.guard, AsyncGuard)
+    for number in range(2):
+        assert (await ask(app)).headers["x-ratelimit-remaining"] == str(9 - number)
+        await run_lifespan(app)
+        assert not limit.guard._opened
