@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,6 +25,11 @@ SECONDS_MAX = 30.0
 def version_of(admin: Admin) -> str:
     """The version of the rules in force in the node's limiter."""
     return admin.node.limiter.rules_status().version
+
+
+def has(admin: Admin, version: str) -> bool:
+    """Is this version in force there?"""
+    return version_of(admin) == version
 
 
 # ------------------------------------------------------------------------------ control planes
@@ -53,7 +59,7 @@ async def test_on_postgresql(tmp_path: Path) -> None:
             assert made.headers["etag"] == f'"v{number}"'
             await admin.refused(method, path, 412, json=body, headers=headers)
         last = str(len(changes) + 1)
-        until(lambda: version_of(admin) == last, "the last version is in force", SECONDS_MAX)
+        until(partial(has, admin, last), "the last version is in force", SECONDS_MAX)
         history = (await admin.ask("GET", "/versions")).json()["items"]
         assert [each["kind"] for each in history] == [
             *("rollback", "remove-rule", "remove-tier", "unassign", "remove-override", "unlist"),
@@ -72,7 +78,7 @@ async def test_nodes_on_one_redis_are_told_of_a_change(tmp_path: Path) -> None:
         # The first may come before the limiter listens; then it looks when it begins to.
         for number in ("2", "3"):
             await admin.ask("PUT", "/tiers/max", json={"limits": f"{number}/second"})
-            until(lambda: version_of(admin) == number, f"version {number} is told", SECONDS_MAX)  # noqa: B023 - now
+            until(partial(has, admin, number), f"version {number} is told", SECONDS_MAX)
 
 
 # -------------------------------------------------------------------------------- a real service

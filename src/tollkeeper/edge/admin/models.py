@@ -34,6 +34,13 @@ Text = Annotated[str, Field(max_length=TEXT_LENGTH_MAX)]
 Reason = Annotated[
     str | None, Field(default=None, description="Why, for the audit.", max_length=1_000)
 ]
+NextBefore = Annotated[
+    int | None, Field(description="`before` for the next page; null: this is the last.")
+]
+NextOffset = Annotated[
+    int | None, Field(description="`offset` for the next page; null: this is the last.")
+]
+Total = Annotated[int, Field(description="How many there are on all pages.")]
 
 
 class _In(BaseModel):
@@ -142,29 +149,18 @@ class AuditOut(_Out):
     forced: str = Field(description="What was unsafe and forced all the same.")
 
 
-class _Newest(_Out):
-    """Rows, the newest first."""
-
-    next: int | None = Field(description="`before` for the next page; null: this is the last.")
-
-
-class VersionPage(_Newest):
+class VersionPage(_Out):
     """Versions, the newest first."""
 
     items: list[VersionOut]
+    next: NextBefore
 
 
-class AuditPage(_Newest):
+class AuditPage(_Out):
     """Entries of the audit, the newest first."""
 
     items: list[AuditOut]
-
-
-class _Page(_Out):
-    """Rows, in the document's order."""
-
-    total: int = Field(description="How many there are on all pages.")
-    next: int | None = Field(description="`offset` for the next page; null: this is the last.")
+    next: NextBefore
 
 
 # ------------------------------------------------------------------------------------- subjects
@@ -177,10 +173,12 @@ class TierOut(_Out):
     limits: list[LimitData] = Field(examples=[["1000/minute burst 200"]])
 
 
-class TierPage(_Page):
+class TierPage(_Out):
     """Tiers, in the document's order."""
 
     items: list[TierOut]
+    total: Total
+    next: NextOffset
 
 
 class TierIn(_In):
@@ -197,10 +195,12 @@ class AssignmentOut(_Out):
     tier: str = Field(examples=["pro"])
 
 
-class AssignmentPage(_Page):
+class AssignmentPage(_Out):
     """Assignments, in the document's order."""
 
     items: list[AssignmentOut]
+    total: Total
+    next: NextOffset
 
 
 class AssignmentIn(_In):
@@ -210,16 +210,20 @@ class AssignmentIn(_In):
     reason: Reason
 
 
-class OverridePage(_Page):
+class OverridePage(_Out):
     """Overrides, in the document's order: the first that fits counts."""
 
     items: list[OverrideData]
+    total: Total
+    next: NextOffset
 
 
-class EntryPage(_Page):
+class EntryPage(_Out):
     """The entries of a list."""
 
     items: list[str]
+    total: Total
+    next: NextOffset
 
 
 class EntryIn(_In):
