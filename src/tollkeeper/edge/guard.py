@@ -312,7 +312,7 @@ class Guard(_Post):
 
     def close(self) -> None:
         """Close what this guard opened. Using it again opens it again."""
-        for guard in self._beside.values():
+        for guard in list(self._beside.values()):
             guard.close()
         if self._opened and self.terms.limiter is None:
             self._opened = False
@@ -326,7 +326,8 @@ class AsyncGuard(_Post):
     """Terms in force, for asyncio: the verbs of Guard, awaited; its hooks may be async."""
 
     _takes = AsyncLimiter
-    _awaits: bool
+    # Whether the store is a trip away.
+    awaits: bool
     # Whether `enter_now` is enough: no hook, nothing to await, no leaky bucket.
     is_quick: bool
 
@@ -335,9 +336,9 @@ class AsyncGuard(_Post):
 
     def _bind(self) -> None:
         terms = self.terms
-        self._awaits = isinstance(self._limiter, AsyncLimiter)
+        self.awaits = isinstance(self._limiter, AsyncLimiter)
         self.is_quick = (
-            not self._awaits
+            not self.awaits
             and terms.limits is not None
             and all(limit.algorithm != "leaky_bucket" for limit in self._limiter.limits)
             and (terms.skip, self._key_hook, self._cost) == (None, None, None)
@@ -364,7 +365,7 @@ class AsyncGuard(_Post):
         units = self._units if self._cost is None else await _found(self._cost(call))
         try:
             ruling = self._limiter.judge(key, units)
-            if self._awaits:
+            if self.awaits:
                 ruling = await ruling
         except (CapacityError, ConfigError) as error:
             raise Refused(error) from error
@@ -388,7 +389,7 @@ class AsyncGuard(_Post):
             return
         try:
             settling = self._limiter.settle(charge.key, *due)
-            if self._awaits:
+            if self.awaits:
                 await settling
         except TollkeeperError as error:
             _not_settled(error)
@@ -400,11 +401,11 @@ class AsyncGuard(_Post):
 
     async def close(self) -> None:
         """Close what this guard opened. Using it again opens it again."""
-        for guard in self._beside.values():
+        for guard in list(self._beside.values()):
             await guard.close()
         if self._opened and self.terms.limiter is None:
             self._opened = self.is_quick = False
-            if self._awaits:
+            if self.awaits:
                 await self._limiter.close()
             elif self._limiter is not None:
                 # A thread that follows rules is waited for.

@@ -219,9 +219,14 @@ class Passage:
         """Settle a request whose handler raised, or whose task is being cancelled."""
         # Cancelled before there was an outcome: it counts, or guessers would just hang up.
         status = 500 if isinstance(error, Exception) else self.status
-        if self._unsettled():
+        if not self._unsettled():
+            return
+        settling = self._settle(status)
+        if any(guard.awaits for guard, _ in self._charges):
             # Shielded: a task that is cancelled may be so again at its next step.
-            await asyncio.shield(self._settle(status))
+            await asyncio.shield(settling)
+        else:
+            await settling
 
     # ── A refusal ──────────────────────────────────────────────────────────────────────────────
 
