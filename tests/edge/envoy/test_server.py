@@ -13,7 +13,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from tests.edge.envoy.running import Node, ask_on, asking, codes, entries, serving
+from tests.edge.envoy.running import Node, Serving, ask_on, asking, codes, entries, serving
 from tests.redis_servers.certificates import make_certificates
 from tollkeeper import Request
 from tollkeeper.edge.envoy.protocol.messages import SERVICE
@@ -23,7 +23,7 @@ from tollkeeper.errors import ConfigError
 RULES = {"version": 1, "rules": [
     {"id": "users", "match": {"user": "*"}, "by": ["user"], "limits": ["20/hour"]},
     {"id": "slow", "match": {"tenant": "*"}, "by": ["tenant"],
-     "limits": [{"limit": 2, "per": "1s", "algorithm": "leaky_bucket", "capacity": 4}]},
+     "limits": [{"limit": 1, "per": "1500ms", "algorithm": "leaky_bucket", "capacity": 4}]},
 ]}  # fmt: skip
 ANN = entries(("user", "ann"))
 
@@ -50,6 +50,16 @@ async def test_health_is_told_and_ends_with_the_server() -> None:
         stopping = asyncio.create_task(server.handle.stop(0.2))
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         await stopping
+
+
+async def test_a_server_that_drains_still_answers() -> None:
+    """Health says no, so that Envoys go elsewhere; those that have not yet are answered."""
+    async with serving(RULES) as server, grpc.aio.insecure_channel(server.target) as channel:
+        await server.handle.drain()
+        stub = health_pb2_grpc.HealthStub(channel)
+        found = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=10)
+        assert found.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert codes(await ask_on(channel)(ANN))[0] == "OK"
 
 
 async def test_reflection_tells_of_all_services() -> None:
@@ -109,6 +119,28 @@ async def test_a_message_has_at_most_a_mebibyte() -> None:
         assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+async def test_calls_at_a_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more fails at once, and is Envoy's to decide; the one under way is answered."""
+    monkeypatch.setattr("tollkeeper.edge.envoy.server.CALLS_MAX", 1)
+    slow = entries(("tenant", "acme"))
+    async with serving(RULES) as server, asking(server.target) as ask:
+        await ask(slow)
+        held = asyncio.ensure_future(ask(slow))
+        await until_held(server)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await ask(ANN)
+        assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert codes(await held)[0] == "OK"
+
+
+async def until_held(server: Serving) -> None:
+    """Until the second call of the slow rule's tenant is waiting for its turn."""
+    acme = Request(tenant="acme")
+    async with asyncio.timeout(10):
+        while (await server.limiter.peek(acme)).remaining > 2:  # noqa: ASYNC110 - it is a server's
+            await asyncio.sleep(0.005)
+
+
 async def test_an_error_reaches_the_caller_as_a_status() -> None:
     """With details that say what is wrong."""
     async with serving(RULES) as server, asking(server.target) as ask:
@@ -121,12 +153,10 @@ async def test_an_error_reaches_the_caller_as_a_status() -> None:
 async def test_a_call_under_way_is_answered_before_the_server_ends() -> None:
     """A stop waits for what is held, as long as its grace allows."""
     slow = entries(("tenant", "acme"))
-    acme = Request(tenant="acme")
     async with serving(RULES) as server, asking(server.target) as ask:
         assert codes(await ask(slow))[0] == "OK"
         held = asyncio.ensure_future(ask(slow))
-        while (await server.limiter.peek(acme)).remaining > 2:  # noqa: ASYNC110 - a server's
-            await asyncio.sleep(0.005)
+        await until_held(server)
         stopping = asyncio.create_task(server.handle.stop(10))
         assert codes(await held)[0] == "OK"
         await stopping

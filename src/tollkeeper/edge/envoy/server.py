@@ -102,12 +102,16 @@ class Handle:
         self._health = health_service
         self.port = port
 
+    async def drain(self) -> None:
+        """Tell whoever asks for our health to go elsewhere; calls are answered as before."""
+        await self._health.enter_graceful_shutdown()
+
     async def stop(self, grace_s: float = STOP_SECONDS) -> None:
         """Take no more calls, and end when those that are under way are answered.
 
         What is not answered within `grace_s` seconds is cut off.
         """
-        await self._health.enter_graceful_shutdown()
+        await self.drain()
         await self._server.stop(grace_s)
 
 
@@ -133,7 +137,11 @@ async def start(
         maximum_concurrent_rpcs=CALLS_MAX,
     )
     service = RateLimitService(
-        node.limiter, tokens=node.tokens, style=node.settings.style, on_failure=on_failure
+        node.limiter,
+        tokens=node.tokens,
+        style=node.settings.style,
+        on_failure=on_failure,
+        counters=getattr(node, "counters", None),
     )
     health_service = health.aio.HealthServicer()
     _register(server, service, health_service)

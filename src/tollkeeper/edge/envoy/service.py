@@ -12,7 +12,8 @@ long, if Envoy's `timeout` leaves the time; if not, it is over the limit and cos
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from time import perf_counter_ns
 from typing import Any, Final, NoReturn, Protocol
 
 from tollkeeper.clock import NS_PER_SECOND, Clock, SystemClock, seconds_from_ns
@@ -26,6 +27,7 @@ from tollkeeper.edge.service.tokens import Refused, Tokens, confined
 from tollkeeper.errors import CapacityError, ConfigError, InvalidKey, StoreError
 from tollkeeper.limiter_async import AsyncLimiter
 from tollkeeper.model import decision_with
+from tollkeeper.record.counters import Counters
 from tollkeeper.ruling import Ruling
 
 try:
@@ -71,6 +73,7 @@ class RateLimitService:
         style: Style | None = None,
         on_failure: FailurePolicy = "open",
         clock: Clock | None = None,
+        counters: Counters | None = None,
     ) -> None:
         """Answer by `limiter`.
 
@@ -78,11 +81,13 @@ class RateLimitService:
         `style`       which headers tell of limits.
         `on_failure`  for the limits that descriptors bring along; rules have their own.
         `clock`       the Unix time, for headers, and for waiting.
+        `counters`    where calls and their times are counted.
         """
         self._decider = Decider(limiter, on_failure)
         self._tokens = tokens
         self._style = style or Style()
         self._clock = clock or SystemClock()
+        self._counters = counters or Counters()
         self._remembered: dict[bytes, list[Asked]] = {}
         self._log_at_ns = 0
 
@@ -91,8 +96,9 @@ class RateLimitService:
         try:
             asked = self._remembered.get(body) or self._read(body)
             if self._tokens is not None:
-                asked = await _permitted(self._tokens, asked, call)
+                asked = await _permitted(self._tokens, asked, call, self._count)
             outcomes = await self._decided(asked, call)
+            self._count("OK")
             return response_of(outcomes, self._clock.now_ns(), self._style)
         except DecodeError:
             code, said = grpc.StatusCode.INVALID_ARGUMENT, "this is not a RateLimitRequest"
@@ -100,7 +106,12 @@ class RateLimitService:
             code, said = grpc.StatusCode.INVALID_ARGUMENT, str(error)
         except StoreError as error:
             code, said = grpc.StatusCode.UNAVAILABLE, str(error)
+        self._count(code.name)
         return await call.abort(code, said)
+
+    def _count(self, code: str) -> None:
+        counted = self._counters.grpc_requests
+        counted[code] = counted.get(code, 0) + 1
 
     def _read(self, body: bytes) -> list[Asked]:
         asked = asked_of(RateLimitRequest.FromString(body))
@@ -111,8 +122,10 @@ class RateLimitService:
         return asked
 
     async def _decided(self, asked: list[Asked], call: Call) -> Sequence[Outcome]:
+        began_ns = perf_counter_ns()
         try:
             rulings = await self._decider.decide(asked)
+            self._counters.decision_seconds.note(perf_counter_ns() - began_ns)
         except (CapacityError, InvalidKey) as error:
             self._log_seldom(error)
             return [await self._looked(each) for each in asked]
@@ -164,18 +177,20 @@ def _too_late(ruling: Ruling) -> Ruling:
     )
 
 
-async def _permitted(tokens: Tokens, asked: list[Asked], call: Call) -> list[Asked]:
+async def _permitted(
+    tokens: Tokens, asked: list[Asked], call: Call, count: Callable[[str], None]
+) -> list[Asked]:
     """What is asked, as far as the caller's token reaches; else the call is over."""
     token = tokens.permitted(_authorization(call), "check")
     if isinstance(token, Refused):
-        await _refuse(call, token)
+        await _refuse(call, token, count)
     if not token.scope:
         return asked
     within = []
     for each in asked:
         request = confined(token, each.request)
         if isinstance(request, Refused):
-            await _refuse(call, request)
+            await _refuse(call, request, count)
         within.append(each._replace(request=request))
     return within
 
@@ -187,7 +202,8 @@ def _authorization(call: Call) -> str | None:
     return None
 
 
-async def _refuse(call: Call, refused: Refused) -> NoReturn:
+async def _refuse(call: Call, refused: Refused, count: Callable[[str], None]) -> NoReturn:
     unknown = refused.status == 401
     code = grpc.StatusCode.UNAUTHENTICATED if unknown else grpc.StatusCode.PERMISSION_DENIED
+    count(code.name)
     await call.abort(code, refused.detail)
