@@ -18,41 +18,40 @@ NOW_NS = NOW_S * SECOND
 MOMENT = "Thu, 01 Jan 2026 00:00:07 GMT"
 
 
-def seconds_of(advice: Advice) -> tuple[float | None, float]:
-    wait = None if advice.wait_ns is None else advice.wait_ns / SECOND
-    return wait, advice.spent_ns / SECOND
+def seconds_of(advice: Advice) -> tuple[float | None, ...]:
+    return tuple(None if each is None else each / SECOND for each in advice)
 
 
 @pytest.mark.parametrize(
     ("headers", "wait_s", "spent_s"),
     [
-        ({}, None, 0),
+        ({}, None, None),
         # Retry-After, in each of its forms
-        ({"retry-after": "5"}, 5, 0),
-        ({"retry-after": "0"}, 0, 0),
-        ({"retry-after": " 5 "}, 5, 0),
-        ({"retry-after": "1.25"}, 1.25, 0),
-        ({"retry-after": "1."}, 1, 0),
-        ({"retry-after": "5, 9"}, 9, 0),
-        ({"retry-after": MOMENT}, 7, 0),
-        ({"retry-after": "Thursday, 01-Jan-26 00:00:07 GMT"}, 7, 0),
-        ({"retry-after": "Thu Jan  1 00:00:07 2026"}, 7, 0),
-        ({"retry-after": "Wed, 31 Dec 2025 23:59:00 GMT"}, 0, 0),
+        ({"retry-after": "5"}, 5, None),
+        ({"retry-after": "0"}, 0, None),
+        ({"retry-after": " 5 "}, 5, None),
+        ({"retry-after": "1.25"}, 1.25, None),
+        ({"retry-after": "1."}, 1, None),
+        ({"retry-after": "5, 9"}, 9, None),
+        ({"retry-after": MOMENT}, 7, None),
+        ({"retry-after": "Thursday, 01-Jan-26 00:00:07 GMT"}, 7, None),
+        ({"retry-after": "Thu Jan  1 00:00:07 2026"}, 7, None),
+        ({"retry-after": "Wed, 31 Dec 2025 23:59:00 GMT"}, 0, None),
         # the server's own date is what its other dates are meant by
-        ({"retry-after": MOMENT, "date": "Thu, 01 Jan 2026 00:00:03 GMT"}, 4, 0),
-        ({"retry-after": MOMENT, "date": "garbled"}, 7, 0),
+        ({"retry-after": MOMENT, "date": "Thu, 01 Jan 2026 00:00:03 GMT"}, 4, None),
+        ({"retry-after": MOMENT, "date": "garbled"}, 7, None),
         # what is not a time says nothing
-        ({"retry-after": "soon"}, None, 0),
-        ({"retry-after": "-5"}, None, 0),
-        ({"retry-after": "٥"}, None, 0),
-        ({"retry-after": ""}, None, 0),
-        ({"retry-after": "1" * 5_000}, WAIT_NS_MAX / SECOND, 0),
+        ({"retry-after": "soon"}, None, None),
+        ({"retry-after": "-5"}, None, None),
+        ({"retry-after": "٥"}, None, None),
+        ({"retry-after": ""}, None, None),
+        ({"retry-after": "1" * 5_000}, WAIT_NS_MAX / SECOND, None),
         # draft 10
         ({"ratelimit": '"orders";r=73;t=36'}, 36, 0),
         ({"ratelimit": '"orders";r=0;t=5'}, 5, 5),
         ({"ratelimit": '"a";r=0;t=5, "b";r=0;t=9, "c";r=7;t=60'}, 9, 9),
         ({"ratelimit": '"a, b\\"; r=0;t=99";r=3;t=4'}, 4, 0),
-        ({"ratelimit": '"orders";r=0'}, None, 0),
+        ({"ratelimit": '"orders";r=0'}, None, None),
         ({"ratelimit": '"orders";r=0;pk=:cGs=:;t=5'}, 5, 5),
         # draft 7
         ({"ratelimit": "limit=100, remaining=0, reset=5"}, 5, 5),
@@ -63,16 +62,16 @@ def seconds_of(advice: Advice) -> tuple[float | None, float]:
         ({"x-ratelimit-remaining": "0", "x-ratelimit-reset": str(NOW_S + 8)}, 8, 8),
         ({"x-ratelimit-remaining": "3", "x-ratelimit-reset": str(NOW_S + 8)}, 8, 0),
         ({"x-ratelimit-remaining": "0", "x-ratelimit-reset": "8"}, 8, 8),
-        ({"x-ratelimit-reset": str(NOW_S - 8)}, 0, 0),
-        ({"x-ratelimit-remaining": "-1"}, None, 0),
+        ({"x-ratelimit-reset": str(NOW_S - 8)}, 0, None),
+        ({"x-ratelimit-remaining": "-1"}, None, None),
         # the standard one goes before the draft, and the draft before the oldest
         ({"retry-after": "2", "ratelimit": '"a";r=0;t=5'}, 2, 5),
         ({"ratelimit": '"a";r=0;t=5', "x-ratelimit-reset": str(NOW_S + 60)}, 5, 5),
-        ({"ratelimit": "garbled", "x-ratelimit-reset": str(NOW_S + 60)}, 60, 0),
+        ({"ratelimit": "garbled", "x-ratelimit-reset": str(NOW_S + 60)}, 60, None),
     ],
 )
 def test_what_headers_ask_for(
-    headers: dict[str, str], wait_s: float | None, spent_s: float
+    headers: dict[str, str], wait_s: float | None, spent_s: float | None
 ) -> None:
     """Each header that servers send, and which goes before which."""
     assert seconds_of(advice_of(headers, NOW_NS)) == (wait_s, spent_s)
@@ -108,8 +107,8 @@ TEXTS = st.one_of(st.text(max_size=40), st.lists(st.sampled_from(PIECES)).map(""
 def test_any_headers_are_read(headers: dict[str, str], now_ns: int) -> None:
     """Whatever a server sends: no error, and lengths of time that can be waited for."""
     advice = advice_of(headers, now_ns)
-    assert advice.wait_ns is None or 0 <= advice.wait_ns <= WAIT_NS_MAX + SECOND
-    assert 0 <= advice.spent_ns <= WAIT_NS_MAX + SECOND
+    for found_ns in advice:
+        assert found_ns is None or 0 <= found_ns <= WAIT_NS_MAX + SECOND
 
 
 @given(

@@ -327,6 +327,35 @@ def test_what_is_held_back(clock: ManualClock, pace: str, url: str, times: list[
     assert after(origin) == times
 
 
+@pytest.mark.parametrize(
+    ("headers", "times"),
+    [
+        ({"RateLimit": '"default";r=9;t=5'}, [0, 0, 0]),
+        ({"RateLimit": '"default";r=0;t=2'}, [0, 0, 2]),
+        ({}, [0, 0, 5]),
+    ],
+    ids=["some left", "less to wait", "nothing said"],
+)
+def test_the_newest_answer_says_how_long(
+    clock: ManualClock, headers: dict[str, str], times: list[float]
+) -> None:
+    """A request that was on its way already comes back and knows better, or it does not."""
+
+    def ask_meanwhile(request: httpx.Request) -> httpx.Response:
+        answer = origin(request)
+        if len(origin.times) == 1:
+            client.get(URL)  # sent, and answered, before the first one's answer is read
+        return answer
+
+    spent = (200, {"RateLimit": '"default";r=0;t=5'})
+    origin = Origin((200, headers), spent, (200, {}), clock=clock)
+    transport = RetryTransport(httpx.MockTransport(ask_meanwhile), clock=clock, random=lambda: 0.0)
+    client = httpx.Client(transport=transport)
+    client.get(URL)
+    client.get(URL)
+    assert after(origin) == times
+
+
 def test_a_refusal_that_is_returned_holds_back_the_next(clock: ManualClock) -> None:
     """Even where it cannot be sent again itself."""
     origin = Origin((429, {"Retry-After": "5"}), (200, {}), clock=clock)

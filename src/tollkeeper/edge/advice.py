@@ -50,14 +50,15 @@ class Advice(NamedTuple):
 
     wait_ns: int | None
     """How long to wait before the same request is sent again; None where nothing is said."""
-    spent_ns: int
-    """Where the quota is used up, how long until there is more; else 0."""
+    spent_ns: int | None
+    """How long until there is more of a quota that is used up; 0 where some is left, and None
+    where nothing is said."""
 
 
 class _Quota(NamedTuple):
     """What is left of one quota, and when there is more, if the answer says so."""
 
-    spent: bool
+    spent: bool | None
     reset_ns: int | None
 
 
@@ -70,7 +71,12 @@ def advice_of(headers: Headers, now_ns: int) -> Advice:
         # Where nothing is used up, a request that costs more than one unit was denied.
         known = spent or [quota.reset_ns for quota in quotas if quota.reset_ns is not None]
         wait_ns = max(known, default=None)
-    return Advice(wait_ns, max(spent, default=0))
+    return Advice(wait_ns, max(spent, default=None if _nobody_knows(quotas) else 0))
+
+
+def _nobody_knows(quotas: list[_Quota]) -> bool:
+    """Whether a quota is used up for nobody knows how long, or there is none."""
+    return not quotas or any(quota.spent is not False for quota in quotas)
 
 
 def _retry_after_ns(headers: Headers, now_ns: int) -> int | None:
@@ -122,8 +128,9 @@ def _header(headers: Headers, name: str) -> str | None:
     return None if text is None else text[:HEADER_LENGTH_MAX]
 
 
-def _is_zero(text: str | None) -> bool:
-    return text is not None and _seconds_ns(text) == 0
+def _is_zero(text: str | None) -> bool | None:
+    number = None if text is None else _seconds_ns(text)
+    return None if number is None else number == 0
 
 
 def _reset_ns(text: str, now_ns: int) -> int | None:

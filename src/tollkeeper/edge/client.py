@@ -125,9 +125,9 @@ class _Places:
         return 0 if place is None or self._pace == "off" else place.free_ns
 
     def hold_back(self, key: Hashable, until_ns: int, now_ns: int) -> None:
+        """From when this may be sent to, as the newest answer says: also that it may at once."""
         with self._lock:
-            place = self._place(key, now_ns)
-            place.free_ns = max(place.free_ns, until_ns)
+            self._place(key, now_ns).free_ns = until_ns
 
     def spend(self, key: Hashable, now_ns: int) -> bool:
         """Take one retry out of the budget, if there is one."""
@@ -254,8 +254,10 @@ class _Course:
         retries, now_ns = self._retries, self._retries.clock.now_ns()
         advice = advice_of(response.headers, now_ns)
         again = self._may_repeat.get(response.status_code)
-        hold_ns = advice.spent_ns if again is None else max(advice.spent_ns, advice.wait_ns or 0)
-        if hold_ns:
+        hold_ns = advice.spent_ns
+        if again is not None and advice.wait_ns is not None:
+            hold_ns = max(advice.spent_ns or 0, advice.wait_ns)
+        if hold_ns is not None:
             retries.places.hold_back(self._held, now_ns + hold_ns, now_ns)
         if not again or self._attempt >= retries.attempts_max:
             return None
