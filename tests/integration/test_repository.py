@@ -123,6 +123,16 @@ async def test_history_and_audit_come_in_pages(repository: Repository) -> None:
     assert [each.version for each in await repository.audit(limit=2, before=4)] == [3, 2]
 
 
+async def test_lists_of_large_documents_may_leave_the_texts_out(repository: Repository) -> None:
+    """All else is the same; a difference is cut where it is asked to be."""
+    versions = (await filled(repository, 3))[::-1]
+    brief = await repository.history(texts=False)
+    assert brief == [replace(each, text="") for each in versions]
+    whole, cut = await repository.audit(), await repository.audit(diff_length_max=20)
+    assert cut == [replace(each, diff=each.diff[:20]) for each in whole]
+    assert len(whole[0].diff) > 20
+
+
 async def test_the_audit_says_who_changed_what_and_why(repository: Repository) -> None:
     """With the diff; of the first version it is the whole text."""
     await repository.apply(TEN, author="ann", reason="first", expected=0)

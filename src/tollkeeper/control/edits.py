@@ -119,7 +119,9 @@ def remove_entry(document: Document, name: ListName, entry: str) -> Document:
 
 
 def _with_list(document: Document, name: ListName, entries: tuple[str, ...]) -> Document:
-    return replace(document, **{name: entries})
+    if name == "allow":
+        return replace(document, allow=entries)
+    return replace(document, deny=entries)
 
 
 def _place_of(rules: list[Rule], rule_id: str) -> int:

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Final, Self
 
-from sqlalchemy import func, insert, select, text
+from sqlalchemy import func, insert, literal, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from tollkeeper.control import edits
@@ -146,15 +146,34 @@ class Repository:
                 raise edits.Missing(f"there is no version {number}; {there_is}")
         return Version(**row)
 
-    async def history(self, limit: int = 50, before: int | None = None) -> list[Version]:
-        """Versions, the newest first; those below the number `before`, if that is given."""
-        query = _page(select(versions), versions.c.number, limit, before)
+    async def history(
+        self, limit: int = 50, before: int | None = None, *, texts: bool = True
+    ) -> list[Version]:
+        """Versions, the newest first; those below the number `before`, if that is given.
+
+        Without `texts`, theirs are empty: a list of many large documents would fill the memory.
+        """
+        columns: list[Any] = [
+            column for column in versions.c if texts or column is not versions.c.text
+        ]
+        if not texts:
+            columns.append(literal("").label("text"))
+        query = _page(select(*columns), versions.c.number, limit, before)
         async with self._database.reading() as connection:
             return [Version(**row) for row in (await connection.execute(query)).mappings()]
 
-    async def audit(self, limit: int = 50, before: int | None = None) -> list[AuditEntry]:
-        """Who changed what, the newest first; below the version `before`, if that is given."""
-        query = _page(select(audit), audit.c.version, limit, before)
+    async def audit(
+        self, limit: int = 50, before: int | None = None, *, diff_length_max: int | None = None
+    ) -> list[AuditEntry]:
+        """Who changed what, the newest first; below the version `before`, if that is given.
+
+        With `diff_length_max`, longer differences are cut there.
+        """
+        columns: list[Any] = list(audit.c)
+        if diff_length_max is not None:
+            cut = func.substr(audit.c.diff, 1, diff_length_max).label("diff")
+            columns = [cut if column is audit.c.diff else column for column in columns]
+        query = _page(select(*columns), audit.c.version, limit, before)
         async with self._database.reading() as connection:
             return [AuditEntry(**row) for row in (await connection.execute(query)).mappings()]
 

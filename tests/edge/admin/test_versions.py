@@ -79,6 +79,17 @@ async def test_going_back_makes_a_new_version(admin: Admin) -> None:
     await admin.refused("POST", "/versions/9/rollback", 404)
 
 
+async def test_a_long_difference_is_cut_in_the_list(admin: Admin) -> None:
+    """It is whole where one version is asked for."""
+    rules = [{"id": f"r{n}", "by": ["user"], "limits": ["5/s"]} for n in range(1_000)]
+    await admin.ask("PUT", "/rules?force=true", json={"version": 1, "rules": rules})
+    entry = (await admin.ask("GET", "/audit?limit=1")).json()["items"][0]
+    whole = (await admin.ask("GET", "/versions/2/diff")).json()["diff"]
+    assert len(entry["diff"]) == 10_000
+    assert whole.startswith(entry["diff"])
+    assert len(whole) > 20_000
+
+
 async def test_the_audit_says_who_changed_what(admin: Admin) -> None:
     """With the difference."""
     await changed(admin, 1)

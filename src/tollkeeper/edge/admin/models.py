@@ -18,6 +18,8 @@ RULES: Final = "x-rules"
 
 PAGE_ROWS: Final = 50
 PAGE_ROWS_MAX: Final = 200
+# In a list of many; the first version's is the whole document.
+DIFF_LENGTH_MAX: Final = 10_000
 NUMBER_MAX: Final = 2**31 - 1
 TEXT_LENGTH_MAX: Final = 2_000
 ATTRIBUTES_MAX: Final = 64
@@ -145,7 +147,10 @@ class AuditOut(_Out):
     reason: str
     created_at: datetime
     kind: str
-    diff: str = Field(description="From the version before.")
+    diff: str = Field(
+        description=f"From the version before; of a long one, the first {DIFF_LENGTH_MAX:,} "
+        f"characters. `versions/{{number}}/diff` has all of it."
+    )
     forced: str = Field(description="What was unsafe and forced all the same.")
 
 

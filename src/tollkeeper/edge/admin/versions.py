@@ -22,6 +22,7 @@ from tollkeeper.edge.admin.answering import (
 )
 from tollkeeper.edge.admin.asking import AdminRoute, AskedOf, PlaneOf
 from tollkeeper.edge.admin.models import (
+    DIFF_LENGTH_MAX,
     NUMBER_MAX,
     AuditOut,
     AuditPage,
@@ -51,7 +52,7 @@ async def list_versions(
     """Versions without their texts, the newest first."""
     repository = await plane.repository()
     # One more than is shown tells whether there is a next page.
-    found = await repository.history(limit + 1, before)
+    found = await repository.history(limit + 1, before, texts=False)
     items = [version_out(each) for each in found[:limit]]
     following = items[-1].number if len(found) > limit else None
     if following is not None:
@@ -125,7 +126,7 @@ async def list_audit(
 ) -> AuditPage:
     """One entry for each version, the newest first."""
     repository = await plane.repository()
-    found = await repository.audit(limit + 1, before)
+    found = await repository.audit(limit + 1, before, diff_length_max=DIFF_LENGTH_MAX)
     items = [
         AuditOut(
             version=each.version,
