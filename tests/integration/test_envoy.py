@@ -260,7 +260,7 @@ async def test_what_a_response_has_cost_is_settled_when_it_is_over() -> None:
         for cost, left in (("2", 3), ("100", 0)):
             assert (await there.get(x_cost=cost)).status_code == 200
             async with asyncio.timeout(10):
-                while await remaining(service.limiter) != left:  # noqa: ASYNC110 - it is Envoy's turn
+                while await remaining(service.limiter) != left:  # noqa: ASYNC110 - Envoy asks
                     await asyncio.sleep(0.01)
         assert await there.statuses(2, x_cost="1") == [429, 429]
 
