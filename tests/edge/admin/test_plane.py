@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,33 @@ async def test_a_database_that_is_away(tmp_path: Path) -> None:
         await admin.ask("GET", "/quota?user=1")
         (tmp_path / "nowhere").mkdir()
         await admin.ask("GET", "/rules")
+
+
+async def test_rules_that_this_node_cannot_read(admin: Admin, tmp_path: Path) -> None:
+    """503, for it is nobody's request that is wrong; going back to a version before helps."""
+    await admin.ask("GET", "/rules")
+    with sqlite3.connect(tmp_path / "rules.db") as database:
+        database.execute(
+            "INSERT INTO tollkeeper_versions (number, created_at, author, reason, kind, base, text)"
+            " SELECT 2, created_at, author, reason, kind, 1, 'version: 99' FROM tollkeeper_versions"
+        )
+        database.execute(
+            "INSERT INTO tollkeeper_audit (version, created_at, author, reason, kind, diff, forced)"
+            " SELECT 2, created_at, author, reason, kind, diff, forced FROM tollkeeper_audit"
+        )
+    database.close()
+    found = await admin.refused("GET", "/rules", 503)
+    assert "the newest rules cannot be read by this node" in found["detail"]
+    assert (await admin.ask("GET", "/versions/2")).json()["text"] == "version: 99"
+    await admin.ask("POST", "/versions/1/rollback")
+    await admin.ask("GET", "/rules")
+
+
+async def test_going_back_wins_against_others_who_change(admin: Admin) -> None:
+    """Without a condition it is tried again, on whatever is newest then."""
+    others = [admin.ask("POST", "/lists/deny", json={"entry": f"user:{n}"}) for n in range(10)]
+    back = [admin.ask("POST", "/versions/1/rollback") for _ in range(3)]
+    await asyncio.gather(*others, *back)
 
 
 async def test_a_closed_plane_opens_again(admin: Admin) -> None:

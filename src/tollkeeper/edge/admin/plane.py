@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from tollkeeper.control.repository import Repository, Version
 from tollkeeper.control.sources import announce
@@ -21,9 +21,13 @@ from tollkeeper.control.versions import Kind
 from tollkeeper.edge.service.tokens import Tokens
 from tollkeeper.errors import ChangeRefused, StoreError, VersionConflict
 from tollkeeper.limiter_async import AsyncLimiter
+from tollkeeper.match.document import DocumentError
 from tollkeeper.match.rules import Document
 from tollkeeper.match.writing import to_yaml
 from tollkeeper.policy import Policy
+
+# Each lost race is a change that somebody else got through; whoever rolls back is in a hurry.
+ROLLBACK_ATTEMPTS_MAX: Final = 20
 
 log = logging.getLogger("tollkeeper.admin")
 
@@ -151,7 +155,14 @@ class Plane:
         version = await repository.current()
         if version is None:
             return InForce(Document(), etag_of(0), 0)
-        document = await repository.document_of(version)
+        try:
+            document = await repository.document_of(version)
+        except DocumentError as error:
+            # Not the caller's mistake: a newer Tollkeeper wrote it, or somebody's own program did.
+            raise StoreError(
+                f"the newest rules cannot be read by this node: {error}; "
+                f"update it, or go back to a version that it knows"
+            ) from error
         return InForce(document, etag_of(version.number), version.number, version.text)
 
     async def change(
@@ -189,15 +200,22 @@ class Plane:
     async def rollback(self, asked: Asked, number: int) -> Version:
         """Go back to an old version. Raises Missing, ChangeRefused, StoreError."""
         repository = await self.repository()
-        expected = await self._expected(repository, asked.condition)
-        version = await repository.rollback(
-            number,
-            author=asked.author,
-            reason=asked.reason,
-            expected=await repository.number() if expected is None else expected,
-        )
-        await self._announce(version)
-        return version
+        for attempt in range(1, ROLLBACK_ATTEMPTS_MAX + 1):
+            expected = await self._expected(repository, asked.condition)
+            try:
+                version = await repository.rollback(
+                    number,
+                    author=asked.author,
+                    reason=asked.reason,
+                    expected=await repository.number() if expected is None else expected,
+                )
+            except VersionConflict:
+                if expected is not None or attempt == ROLLBACK_ATTEMPTS_MAX:
+                    raise
+                continue
+            await self._announce(version)
+            return version
+        raise AssertionError("the last attempt returns or raises")
 
     async def _expected(self, repository: Repository, condition: Condition | None) -> int | None:
         if condition is None:
