@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -23,7 +22,8 @@ from tollkeeper.match.rules import Document, Limits
 from tollkeeper.model import UNITS_MAX, Decision, Limit, Request, decision_with
 from tollkeeper.penalties import Sentence, Terms, Watch, terms_of
 from tollkeeper.policy import FACTOR_STEPS, Item, Plan, Policy, factor_step
-from tollkeeper.ruling import Ruling
+from tollkeeper.record.tally import RuleCounts, Tally
+from tollkeeper.ruling import Kind, Ruling
 from tollkeeper.splitting import widened
 from tollkeeper.standby import Asked, LocalCounts, Standby
 
@@ -38,20 +38,15 @@ _LISTED: Final = {
     "deny": Decision(False, UNLIMITED, 0, DENIED_NS, DENIED_NS, rule="deny"),
 }
 
+_KINDS: Final[dict[str | None, Kind]] = {
+    None: "unlimited",
+    "allow": "exempt",
+    "deny": "blocked",
+}
+
 Items = Sequence[Item]
 
 _log = logging.getLogger("tollkeeper.penalties")
-
-
-@dataclass(slots=True)
-class RuleCounts:
-    """What a rule decided in this process so far. Counted without a lock: about right."""
-
-    allowed: int = 0
-    denied: int = 0
-    shadow_denied: int = 0
-    failed: int = 0
-    """Times that the store could not decide."""
 
 
 def combined(decisions: Sequence[Decision]) -> Decision:
@@ -109,6 +104,7 @@ class RulesInForce:
         """
         self.loads = Loads(clock.now_ns)
         self.counts: dict[str, RuleCounts] = {}
+        self.tally = Tally()
         self._store = store
         self._clock = clock
         self._on_failure = on_failure
@@ -196,6 +192,11 @@ class RulesInForce:
 
     def _sentence(self, item: Item, terms: Terms, level: int) -> None:
         sentence = self.watch.sentenced(who(item), terms, level, self._clock.now_ns())
+        counts = self._counts_of(item)
+        if sentence.blocked:
+            counts.blocks += 1
+        else:
+            counts.cooldowns += 1
         _log.warning(
             "rule %r: %s of %d s for %r, number %d",
             sentence.rule,
@@ -211,6 +212,25 @@ class RulesInForce:
         for item in items:
             self._counts_of(item).failed += 1
 
+    def _count_degraded(
+        self, items: Items, wanted: Sequence[FailurePolicy], answer: Decision, *, local: bool
+    ) -> None:
+        """Count what was answered in the store's place; `local`: this machine's counts did."""
+        for item, policy in zip(items, wanted, strict=True):
+            counts = self._counts_of(item)
+            if local and policy == "local":
+                counts.local_allowed += answer.allowed
+                counts.local_denied += not answer.allowed
+            else:
+                counts.policy_allowed += answer.allowed
+                counts.policy_denied += not answer.allowed
+
+    def _unruled(self, plan: Plan) -> Decision:
+        """The answer where no limit has a say, counted."""
+        kind = _KINDS[plan.verdict]
+        self.tally.unruled[kind] = self.tally.unruled.get(kind, 0) + 1
+        return without_rules(plan)
+
     def _concluded(self, items: Items, decisions: Sequence[Decision]) -> Decision:
         return combined(
             [self._heard(item, decision) for item, decision in zip(items, decisions, strict=True)]
@@ -218,7 +238,7 @@ class RulesInForce:
 
     def _ruling(self, plan: Plan, decision: Decision, shadow_denied: Sequence[str] = ()) -> Ruling:
         if plan.verdict is not None:
-            return Ruling(decision, kind="exempt" if plan.verdict == "allow" else "blocked")
+            return Ruling(decision, kind=_KINDS[plan.verdict])
         items = plan.enforced
         if not items:
             return Ruling(decision, (), "unlimited", tuple(shadow_denied))
@@ -240,7 +260,7 @@ class RulesInForce:
         rulings = []
         for plan in plans:
             found = [next(left) for _ in plan.enforced]
-            answer = self._concluded(plan.enforced, found) if found else without_rules(plan)
+            answer = self._concluded(plan.enforced, found) if found else self._unruled(plan)
             rulings.append(self._ruling(plan, answer))
         return rulings
 
@@ -252,7 +272,7 @@ class RulesInForce:
                 plan,
                 self._failed(plan.enforced, request, error, spend=True)
                 if plan.enforced
-                else without_rules(plan),
+                else self._unruled(plan),
             )
             for plan, (request, _) in zip(plans, asked, strict=True)
         ]
@@ -265,10 +285,28 @@ class RulesInForce:
             item.rule.rule.on_failure or self._on_failure for item in items
         ]
         self._local.note_failure()
+        self.tally.failed(error)
         if spend:
             self._count_failed(items)
         if "raise" in wanted:
+            for item in items if spend else ():
+                self._counts_of(item).raised += 1
             raise error
+        answer, local = self._in_its_place(items, wanted, request, error, spend=spend)
+        if spend:
+            self._count_degraded(items, wanted, answer, local=local)
+        return answer
+
+    def _in_its_place(
+        self,
+        items: Items,
+        wanted: Sequence[FailurePolicy],
+        request: Request,
+        error: StoreError,
+        *,
+        spend: bool,
+    ) -> tuple[Decision, bool]:
+        """The answer in the store's place, and whether this machine's counts gave it."""
         if "closed" not in wanted:
             counted = [
                 Asked(item.gate.limits, item.rule.rule.id, item.subject, item.units)
@@ -277,13 +315,12 @@ class RulesInForce:
             ]
             found = self._local.decide(counted, request.ip, spend=spend)
             if found:  # what is open knows nothing of remaining units
-                return combined(found)
-        return combined(
-            [
-                decision_on_failure(error, policy, item.gate.limits[0], item.rule.rule.id)
-                for item, policy in zip(items, wanted, strict=True)
-            ]
-        )
+                return combined(found), True
+        by_policy = [
+            decision_on_failure(error, policy, item.gate.limits[0], item.rule.rule.id)
+            for item, policy in zip(items, wanted, strict=True)
+        ]
+        return combined(by_policy), False
 
 
 def without_rules(plan: Plan) -> Decision:

@@ -29,9 +29,10 @@ from tollkeeper.decide.store import Gate, Store, StoreStats
 from tollkeeper.decide.stores import open_store
 from tollkeeper.errors import ConfigError, StoreError, show
 from tollkeeper.identify import Key, check_by, subject_of, subject_of_request
-from tollkeeper.in_force import RuleCounts, combined
+from tollkeeper.in_force import combined
 from tollkeeper.model import WINDOW_NS_MAX, Decision, Limit, Request, check_name
 from tollkeeper.penalties import Sentence
+from tollkeeper.record.tally import RuleCounts, Tally
 from tollkeeper.ruled import RuledGate
 from tollkeeper.ruled_async import AsyncRuledGate
 from tollkeeper.ruling import DEFAULT_NAME, Applied, Ruling
@@ -218,6 +219,10 @@ class Path:
     def counts(self) -> dict[str, RuleCounts]:
         """How often each rule allowed and denied, in this process, since it came into force."""
         return dict(self._ruled_gate().counts)
+
+    def tally(self) -> Tally:
+        """What this process has counted beside its rules: lists, errors, time on the way."""
+        return self._ruled_gate().tally
 
     def penalties(self) -> list[Sentence]:
         """The cool-downs and blocks that this process has given and that are not over yet.

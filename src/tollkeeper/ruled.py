@@ -142,7 +142,7 @@ class RuledGate(RulesInForce):
     def _checked(self, plan: Plan, request: Request) -> Decision:
         items = plan.enforced
         if not items:
-            return without_rules(plan)
+            return self._unruled(plan)
         try:
             if len(items) == 1:
                 item = items[0]

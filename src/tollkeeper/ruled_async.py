@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from time import perf_counter_ns
+from typing import Any, Final
 
 from tollkeeper.decide.together import check_together_async
-from tollkeeper.errors import CapacityError, StoreError
+from tollkeeper.errors import CapacityError, StoreError, StoreTimeout
 from tollkeeper.explain import Answer, Explanation, explained, with_answers
 from tollkeeper.in_force import (
     RulesInForce,
@@ -26,6 +27,9 @@ from tollkeeper.penalties import level_of, sentence_s
 from tollkeeper.policy import Item, Plan
 from tollkeeper.ruling import Ruling
 from tollkeeper.splitting import granted, summed
+
+# Quicker than any answer over a network.
+_TRIP_NS_MIN: Final = 20_000
 
 
 class AsyncRuledGate(RulesInForce):
@@ -146,20 +150,32 @@ class AsyncRuledGate(RulesInForce):
     async def _checked(self, plan: Plan, request: Request) -> Decision:
         items = plan.enforced
         if not items:
-            return without_rules(plan)
+            return self._unruled(plan)
+        began_ns = perf_counter_ns()
         try:
             if len(items) == 1:
                 item = items[0]
-                return self._heard(item, await item.gate.check(item.subject, item.units))
+                decision = await item.gate.check(item.subject, item.units)
+                self._waited(perf_counter_ns() - began_ns, decision.allowed)
+                return self._heard(item, decision)
             asked = [(item.gate, item.subject, item.units) for item in items]
-            return self._concluded(items, await check_together_async(self._store, asked))
+            decisions = await check_together_async(self._store, asked)
+            self._waited(perf_counter_ns() - began_ns, all(decisions))
+            return self._concluded(items, decisions)
         except StoreError as error:
+            if isinstance(error, StoreTimeout):
+                self._waited(perf_counter_ns() - began_ns, True)
             return self._failed(items, request, error, spend=True)
         except CapacityError as error:
             item = too_much_for_now(items, error)
             decision = not_now(await item.gate.peek(item.subject, 0))
             self._count(item, decision)
             return decision
+
+    def _waited(self, taken_ns: int, allowed: bool) -> None:
+        # A denial that came so soon was known here, and tells nothing of the store.
+        if allowed or taken_ns > _TRIP_NS_MIN:
+            self.tally.store_seconds.note(taken_ns)
 
     async def _ask_shadow(self, item: Item) -> str:
         """Its id, if it would have denied."""

@@ -68,6 +68,8 @@ class RulesStatus:
     """What is wrong since then; empty if nothing is."""
     push_error: str = ""
     """Why changes are not pushed but found by asking; empty if they are, or nobody pushes."""
+    failures: int = 0
+    """How often the source could not be read, or had a wrong document, since the start."""
 
 
 class Following(Protocol):
@@ -186,6 +188,7 @@ class Follower:
         self._looked_s = time.monotonic() if start.status.origin == "source" else None
         self._known = start.status.version if start.status.origin == "source" else ""
         self._push_errors: dict[str, str] = {}
+        self._failures = 0
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -207,7 +210,7 @@ class Follower:
         """How things stand now."""
         looked_s = self._looked_s
         age = None if looked_s is None else time.monotonic() - looked_s
-        return replace(self._status, age=age)
+        return replace(self._status, age=age, failures=self._failures)
 
     def stop(self) -> None:
         """End the thread, and wait for that a little."""
@@ -291,6 +294,7 @@ class Follower:
             if found is not None:
                 self._take(found)
         except Exception as error:  # whatever it is, the last good rules stay
+            self._failures += 1
             self._note(_words(error))
             return False
         self._looked_s = time.monotonic()

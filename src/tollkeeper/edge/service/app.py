@@ -61,6 +61,7 @@ class Service:
     def __init__(self, node: Node) -> None:
         self.node = node
         self.metrics = Metrics(node)
+        self._requests = node.counters.requests
         self._routes: dict[str, dict[str, Endpoint]] = {
             **checks.endpoints(node),
             **quotas.endpoints(node),
@@ -107,12 +108,14 @@ class Service:
         self, send: Send, scope: Scope, headers: dict[bytes, bytes], route: str, reply: Reply
     ) -> None:
         status, sent, body = reply
-        requests = self.metrics.requests
-        counted = (route, status)
-        requests[counted] = requests.get(counted, 0) + 1
+        self._count(route, status)
         sent += self._of_every_reply(scope, headers)
         await send({"type": "http.response.start", "status": status, "headers": sent})
         await send({"type": "http.response.body", "body": body})
+
+    def _count(self, route: str, status: int) -> None:
+        counted = (route, status)
+        self._requests[counted] = self._requests.get(counted, 0) + 1
 
     def _permitted(self, given: bytes | None, need: Need) -> Token:
         authorization = None if given is None else given.decode("latin-1")
@@ -154,8 +157,7 @@ class Service:
 
         async def send_as_ours(message: Message) -> None:
             if message["type"] == "http.response.start":
-                counted = ("(admin)", message["status"])
-                self.metrics.requests[counted] = self.metrics.requests.get(counted, 0) + 1
+                self._count("(admin)", message["status"])
                 message["headers"] = [
                     *message.get("headers", ()),
                     *self._of_every_reply(scope, headers),

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from time import perf_counter_ns
 from typing import Any, Final
 from urllib.parse import parse_qs
 
@@ -84,7 +85,10 @@ def _authorize(node: Node) -> Callable[[Asked], Awaitable[Reply]]:
             return refused_reply(token)
         try:
             request = in_scope(token, node.identity.request_of(_call(asked)))
-            ruling = await _held(node, request, await node.limiter.judge(request))
+            began_ns = perf_counter_ns()
+            ruling = await node.limiter.judge(request)
+            node.counters.decision_seconds.note(perf_counter_ns() - began_ns)
+            ruling = await _held(node, request, ruling)
             reply = ruling_reply(ruling, node.now_ns(), node.settings.style)
         except TollkeeperError as error:
             reply = _reply_of(error)

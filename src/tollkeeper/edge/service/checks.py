@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from time import perf_counter_ns
 from typing import Any
 
 import msgspec
@@ -46,13 +47,17 @@ def _check(node: Node) -> Callable[[Asked], Awaitable[Reply]]:
     read = reader_of(CheckBody)
     now_ns = node.now_ns
     style = node.settings.style
+    took = node.counters.decision_seconds.note
 
     async def check(asked: Asked) -> Reply:
         body = read(asked.body)
         request = request_of(body)
         if asked.token.scope:
             request = in_scope(asked.token, request)
-        return ruling_reply(await judge(request, body.cost), now_ns(), style)
+        began_ns = perf_counter_ns()
+        ruling = await judge(request, body.cost)
+        took(perf_counter_ns() - began_ns)
+        return ruling_reply(ruling, now_ns(), style)
 
     return check
 
@@ -62,12 +67,15 @@ def _batch(node: Node) -> Callable[[Asked], Awaitable[Reply]]:
     read = reader_of(BatchBody)
     # Over a network, all are asked at once; in memory, a task for each would only cost.
     waits = hasattr(limiter.store, "async_gate")
+    took = node.counters.decision_seconds.note
 
     async def batch(asked: Asked) -> Reply:
         body = read(asked.body)
         wanted = [(in_scope(asked.token, each.request()), each.cost) for each in body.checks]
         if body.atomic:
+            began_ns = perf_counter_ns()
             results = [_result(ruling) for ruling in await limiter.judge_all(wanted)]
+            took(perf_counter_ns() - began_ns)
         elif waits:
             results = await asyncio.gather(*(one(*each) for each in wanted))
         else:
@@ -75,8 +83,11 @@ def _batch(node: Node) -> Callable[[Asked], Awaitable[Reply]]:
         return data_reply({"results": results})
 
     async def one(request: Request, cost: int) -> dict[str, Any]:
+        began_ns = perf_counter_ns()
         try:
-            return _result(await limiter.judge(request, cost))
+            ruling = await limiter.judge(request, cost)
+            took(perf_counter_ns() - began_ns)
+            return _result(ruling)
         except CapacityError as error:
             return _failed(422, "COST_EXCEEDS_CAPACITY", error)
         except ConfigError as error:

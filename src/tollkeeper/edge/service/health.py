@@ -82,6 +82,6 @@ async def _store(node: Node) -> dict[str, Any]:
 
 def _metrics(metrics: Metrics) -> Handler:
     async def scrape(_: Asked) -> Reply:
-        return Reply(200, [(b"content-type", CONTENT_TYPE), NOT_KEPT], metrics.text())
+        return Reply(200, [(b"content-type", CONTENT_TYPE), NOT_KEPT], await metrics.scraped())
 
     return scrape

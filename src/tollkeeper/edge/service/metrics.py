@@ -1,12 +1,15 @@
 """GET /metrics: what all workers of this service have counted, for Prometheus.
 
 A scrape reaches one worker, and must tell of all. Each worker therefore leaves its counts in a file
-once a second, in a folder of this run of the service, and whoever is scraped adds them up: its own
-as they are, the others' as they were a second ago. What a worker had counted that has died is added
-to a file of its own when the next one starts, so that no counter ever goes down.
+once a second, in a folder of this run of the service, and whoever is scraped adds them up. Before
+it answers, it leaves its own: what was told once is then on file, and a worker that is killed the
+moment after takes nothing along. What a worker had counted that has died is added to a file of its
+own when the next one starts, under a lock that those who add up respect. So no counter goes down.
 
-Labels are bounded: routes are those that there are, and rules those of the document, the busiest
-of them by name.
+What the store holds is asked in a thread, at most every STATS_SECONDS: for a store in Redis it
+takes many trips. A scrape waits for it a moment, and a check never.
+
+Everything that is told is in `record/counters.py`, with its labels and their bounds.
 """
 
 from __future__ import annotations
@@ -15,52 +18,53 @@ import asyncio
 import fcntl
 import logging
 import os
-from collections import Counter
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
+from tollkeeper._version import __version__
+from tollkeeper.decide.store import StoreStats
 from tollkeeper.edge.service.node import Node
+from tollkeeper.errors import StoreError
+from tollkeeper.record.counters import FAMILIES, JOIN, Family, Reading, Snapshot
+from tollkeeper.record.histograms import LENGTH, cumulative
 
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 WRITE_SECONDS: Final = 1.0
-RULES_MAX: Final = 1_000
+STATS_SECONDS: Final = 15.0
+# How long a scrape waits for what the store holds; then it tells what was known before.
+STATS_WAIT_SECONDS: Final = 1.0
 FILE_BYTES_MAX: Final = 16 * 1024 * 1024
-_REST: Final = "(others)"
 _GONE: Final = "gone.json"
-_OUTCOMES: Final = ("allowed", "denied", "shadow_denied", "failed")
+_LOCK: Final = "lock"
 
 log = logging.getLogger("tollkeeper.service")
 
 
-class Counts(msgspec.Struct):
-    """What one worker has counted, as it is written."""
+@dataclass(slots=True)
+class Left:
+    """What one worker has counted, as it is written; or, of those that are gone, all of them."""
 
-    requests: dict[str, dict[int, int]] = msgspec.field(default_factory=dict)
-    """By route and status."""
-    checks: dict[str, dict[str, int]] = msgspec.field(default_factory=dict)
-    """By rule and outcome."""
-
-    def add(self, other: Counts) -> None:
-        """What the other has counted, too."""
-        for route, statuses in other.requests.items():
-            mine = self.requests.setdefault(route, {})
-            for status, count in statuses.items():
-                mine[status] = mine.get(status, 0) + count
-        for rule, outcomes in other.checks.items():
-            held = self.checks.setdefault(rule, {})
-            for outcome, count in outcomes.items():
-                held[outcome] = held.get(outcome, 0) + count
+    counted: Snapshot = field(default_factory=Snapshot)
+    folded: list[int] = field(default_factory=list)
+    """Of the gone: whose files are in it already, and only still to be removed."""
 
 
 _encode: Final = msgspec.json.Encoder().encode
-_decode: Final = msgspec.json.Decoder(Counts).decode
+_decode: Final = msgspec.json.Decoder(Left).decode
 
 
 class Metrics:
@@ -68,35 +72,22 @@ class Metrics:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        # Counted on the path of every request: one dict, no lock, for there is one event loop.
-        self.requests: dict[tuple[str, int], int] = {}
+        self._reading = Reading(node.limiter)
         self._folder = node.settings.counters
         self._written = b""
-        # Of rules that have left the document: their counts must not go down either.
-        self._before: dict[str, Counter[str]] = {}
-        self._last: dict[str, Counter[str]] = {}
+        self._stats: StoreStats | None = None
+        self._asked_s = -STATS_SECONDS
+        self._asking: asyncio.Task[None] | None = None
 
-    def counts(self) -> Counts:
+    def snapshot(self) -> Snapshot:
         """Of this worker, now."""
-        found = Counts(checks=self._checks())
-        for (route, status), count in list(self.requests.items()):
-            found.requests.setdefault(route, {})[status] = count
+        found = self._node.counters.snapshot()
+        found.add(self._reading.snapshot())
+        found.put("worker_starts", 1)
+        found.put("start_time_seconds", self._node.started_ns / 1e9)
+        found.put("build_info", 1, __version__)
+        found.put("records_dropped", _dropped(self._node))
         return found
-
-    def _checks(self) -> dict[str, dict[str, int]]:
-        now: dict[str, Counter[str]] = {}
-        for rule, counted in self._node.limiter.counts().items():
-            now[rule] = Counter({each: getattr(counted, each) for each in _OUTCOMES})
-        for rule, old in self._last.items():
-            if rule not in now or now[rule].total() < old.total():
-                kept = rule if len(self._before) < RULES_MAX else _REST
-                self._before.setdefault(kept, Counter()).update(old)
-        self._last = now
-        names = {*now, *self._before}
-        total = {
-            each: now.get(each, Counter()) + self._before.get(each, Counter()) for each in names
-        }
-        return {rule: dict(each) for rule, each in total.items() if each}
 
     async def keep_writing(self) -> None:
         """Leave the counts for the others, once a second, until cancelled."""
@@ -108,7 +99,7 @@ class Metrics:
         """Leave the counts for the others, if they have changed. A full disk is only told of."""
         if self._folder is None:
             return
-        text = _encode(self.counts())
+        text = _encode(Left(self.snapshot()))
         path = self._folder / f"{os.getpid()}.json"
         try:
             if text != self._written or not path.exists():
@@ -117,62 +108,64 @@ class Metrics:
         except OSError as error:
             log.warning("metrics: the counts are not written for the others: %s", error.strerror)
 
-    def total(self) -> Counts:
+    def total(self) -> Snapshot:
         """Of all workers of this service."""
-        total = self.counts()
-        own = f"{os.getpid()}.json"
-        for path in _files(self._folder):
-            if path.name != own and (found := _read(path)) is not None:
-                total.add(found)
+        own = os.getpid()
+        with _locked(self._folder, fcntl.LOCK_SH):
+            self.write()
+            total = self.snapshot()
+            gone = Left() if self._folder is None else _read(self._folder / _GONE) or Left()
+            total.add(gone.counted)
+            for path in _workers(self._folder):
+                number = int(path.stem)
+                if number != own and number not in gone.folded and (found := _read(path)):
+                    total.add(found.counted if _is_alive(path) else found.counted.lasting())
+        total.put("workers", self.workers())
         return total
 
     def workers(self) -> int:
         """How many workers are alive."""
-        alive = [path for path in _files(self._folder) if _is_alive(path)]
-        return max(len(alive), 1)
+        return max(sum(_is_alive(path) for path in _workers(self._folder)), 1)
+
+    async def scraped(self) -> bytes:
+        """What Prometheus reads, with what the store holds."""
+        if self._asking is None and time.monotonic() - self._asked_s >= STATS_SECONDS:
+            self._asking = asyncio.create_task(self._ask())
+        if self._asking is not None:
+            await asyncio.wait({self._asking}, timeout=STATS_WAIT_SECONDS)
+        return self.text()
+
+    async def _ask(self) -> None:
+        self._asked_s = time.monotonic()
+        try:
+            self._stats = await asyncio.to_thread(self._node.limiter.stats)
+        except StoreError:
+            self._stats = None  # nobody knows; what was known is no longer true
+        except Exception:
+            log.exception("metrics: the store does not say what it holds")
+        finally:
+            self._asking = None
 
     def text(self) -> bytes:
         """What Prometheus reads."""
+        total = self.total()
+        if self._stats is not None:
+            total.put("store_states", self._stats.states)
+            total.put("store_states_max", self._stats.states_max)
+            total.put("store_bytes", self._stats.bytes)
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Collector(self._families()))
+        registry.register(_Collector(_metric(family, total) for family in FAMILIES))
         text: bytes = generate_latest(registry)
         return text
 
-    def _families(self) -> list[Metric]:
-        total = self.total()
-        requests = CounterMetricFamily(
-            "tollkeeper_requests", "Requests answered.", labels=["route", "status"]
-        )
-        for route, statuses in sorted(total.requests.items()):
-            for status, count in sorted(statuses.items()):
-                requests.add_metric([route, str(status)], count)
-        checks = CounterMetricFamily(
-            "tollkeeper_checks", "What each rule decided.", labels=["rule", "outcome"]
-        )
-        for rule, outcomes in _busiest(total.checks):
-            for outcome, count in sorted(outcomes.items()):
-                checks.add_metric([rule, outcome], count)
-        return [requests, checks, *self._gauges()]
 
-    def _gauges(self) -> Iterator[Metric]:
-        status = self._node.limiter.rules_status()
-        info = GaugeMetricFamily(
-            "tollkeeper_rules_info", "The version of the rules in force.", labels=["version"]
-        )
-        info.add_metric([status.version], 1)
-        yield info
-        if status.age is not None:
-            yield GaugeMetricFamily(
-                "tollkeeper_rules_age_seconds",
-                "Seconds since the source of the rules said what is current.",
-                value=status.age,
-            )
-        yield GaugeMetricFamily("tollkeeper_workers", "Workers alive.", value=self.workers())
-        yield GaugeMetricFamily(
-            "tollkeeper_start_time_seconds",
-            "When this worker started, in Unix time.",
-            value=self._node.started_ns / 1e9,
-        )
+def _dropped(node: Node) -> int:
+    """What whoever keeps records had no room for; a node need not keep any."""
+    dropped = getattr(getattr(node, "recorder", None), "dropped", 0)
+    return int(dropped() if callable(dropped) else dropped)
+
+
+# ── As Prometheus reads it ─────────────────────────────────────────────────────────────────────
 
 
 class _Collector(Collector):
@@ -185,42 +178,68 @@ class _Collector(Collector):
         return self._families
 
 
-def _busiest(checks: dict[str, dict[str, int]]) -> list[tuple[str, dict[str, int]]]:
-    """At most RULES_MAX by name, the busiest; what the others counted is told together."""
-    ranked = sorted(checks.items(), key=lambda each: (-sum(each[1].values()), each[0]))
-    if len(ranked) <= RULES_MAX:
-        return sorted(ranked)
-    rest = Counts()
-    for _, outcomes in ranked[RULES_MAX:]:
-        rest.add(Counts(checks={_REST: outcomes}))
-    return [*sorted(ranked[:RULES_MAX]), (_REST, rest.checks[_REST])]
+def _metric(family: Family, total: Snapshot) -> Metric:
+    name = f"tollkeeper_{family.name}"
+    if family.kind == "histogram":
+        data = total.histograms.get(family.name, [0] * LENGTH)
+        ranges = [(_bound(upper), float(count)) for upper, count in cumulative(data)]
+        return HistogramMetricFamily(name, family.help, buckets=ranges, sum_value=data[-1] / 1e9)
+    kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+    metric: CounterMetricFamily | GaugeMetricFamily = kind(name, family.help, labels=family.labels)
+    values = total.values.get(family.name, {})
+    if family.kind == "counter" and not family.labels:
+        values = values or {"": 0}
+    for labels, value in sorted(values.items()):
+        metric.add_metric(labels.split(JOIN) if family.labels else [], value)
+    return metric
+
+
+def _bound(upper_s: float) -> str:
+    return "+Inf" if upper_s == float("inf") else f"{upper_s:g}"
+
+
+# ── The files ──────────────────────────────────────────────────────────────────────────────────
 
 
 def fold_dead(folder: Path) -> None:
-    """Add up what dead workers have left, and remove their files. A lock keeps others off."""
+    """Add up what dead workers have left, and remove their files."""
     try:
-        with (folder / "lock").open("w") as held:
-            fcntl.flock(held, fcntl.LOCK_EX)
-            dead = [path for path in _files(folder) if path.name != _GONE and not _is_alive(path)]
+        with _locked(folder, fcntl.LOCK_EX):
+            gone = _read(folder / _GONE) or Left()
+            # Of one who was killed in the middle of this.
+            for number in gone.folded:
+                (folder / f"{number}.json").unlink(missing_ok=True)
+            dead = [path for path in _workers(folder) if not _is_alive(path)]
             if not dead:
                 return
-            total = _read(folder / _GONE) or Counts()
             for path in dead:
-                total.add(_read(path) or Counts())
-            _replace(folder / _GONE, _encode(total))
+                if found := _read(path):
+                    gone.counted.add(found.counted.lasting())
+            gone.folded = [int(path.stem) for path in dead]
+            _replace(folder / _GONE, _encode(gone))
             for path in dead:
                 path.unlink(missing_ok=True)
+            gone.folded = []
+            _replace(folder / _GONE, _encode(gone))
     except OSError as error:
         log.warning("metrics: what dead workers left is not added up: %s", error.strerror)
 
 
-def _files(folder: Path | None) -> list[Path]:
-    return [] if folder is None else list(folder.glob("*.json"))
+@contextmanager
+def _locked(folder: Path | None, how: int) -> Iterator[None]:
+    """Keep those off who fold, or all; where there is no folder, there is nobody."""
+    with ExitStack() as stack:
+        if folder is not None:
+            with suppress(OSError):  # without a folder, or room in it, nobody folds either
+                fcntl.flock(stack.enter_context((folder / _LOCK).open("w")), how)
+        yield
+
+
+def _workers(folder: Path | None) -> list[Path]:
+    return [] if folder is None else [each for each in folder.glob("*.json") if each.stem.isdigit()]
 
 
 def _is_alive(path: Path) -> bool:
-    if not path.stem.isdecimal():
-        return False
     try:
         os.kill(int(path.stem), 0)
     except ProcessLookupError:
@@ -230,7 +249,7 @@ def _is_alive(path: Path) -> bool:
     return True
 
 
-def _read(path: Path) -> Counts | None:
+def _read(path: Path) -> Left | None:
     """What stands there; None if it is gone or cannot be read."""
     with suppress(OSError, msgspec.DecodeError):
         if path.stat().st_size <= FILE_BYTES_MAX:

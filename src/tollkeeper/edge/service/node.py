@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+from tollkeeper.record.counters import Counters
 
 if TYPE_CHECKING:
     from tollkeeper.edge.answers import Style
@@ -58,5 +60,7 @@ class Node:
     """The URL of the control plane's database; None where rules come from a file."""
     now_ns: Callable[[], int] = time.time_ns
     """The Unix time, for what headers say."""
+    counters: Counters = field(default_factory=Counters)
+    """What is counted on the path of requests."""
     stopping: bool = False
     """Set when the process was told to end: what is asked is still answered, but come no more."""
