@@ -345,9 +345,12 @@ async def _paced(limiter: AsyncLimiter, key: str, seconds: float) -> list[Outcom
 async def test_a_silent_connection_is_given_up_though_calls_keep_coming(
     server: Single, key: str
 ) -> None:
-    """There is always a call that is not overdue yet; the connection has still brought nothing."""
+    """There is always a call that is not overdue yet; the connection has still brought nothing.
+
+    Without a breaker, which would send no more calls.
+    """
     with Proxy(server.port) as proxy:
-        store = open_store(proxy.uri, deadline_ms=100)
+        store = open_store(proxy.uri, deadline_ms=100, breaker=False)
         limiter = AsyncLimiter(COUNTED, store=store, on_failure="raise")
         await limiter.check(key)
         proxy.mode = "hold"

@@ -161,7 +161,7 @@ def test_shadows_cost_no_further_deadline() -> None:
     )
     rules = document(user="open") + shadows
     with Single() as server:
-        store = open_store(server.uri, deadline_ms=DEADLINE_MS)
+        store = open_store(server.uri, deadline_ms=DEADLINE_MS, denied_cache_ms=0)
 
         def seconds_of(ask: Any) -> float:
             server.pause()
@@ -178,7 +178,7 @@ def test_shadows_cost_no_further_deadline() -> None:
         store.close()
 
         async def ask() -> float:
-            fresh = open_store(server.uri, deadline_ms=DEADLINE_MS)
+            fresh = open_store(server.uri, deadline_ms=DEADLINE_MS, denied_cache_ms=0)
             awaited = AsyncLimiter.from_rules(rules, store=fresh)
             answered: Awaitable[Decision] = awaited.check(ANN)
             assert not (await answered).degraded

@@ -14,12 +14,13 @@ from collections.abc import AsyncGenerator, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hiredis import ReplyError
 
 from tollkeeper.clock import NS_PER_SECOND
 from tollkeeper.decide.stores.redis.backoff import Backoff
+from tollkeeper.decide.stores.redis.breakers import Breakers
 from tollkeeper.decide.stores.redis.calls import (
     ASKING,
     Call,
@@ -32,11 +33,15 @@ from tollkeeper.decide.stores.redis.calls import (
     recover,
 )
 from tollkeeper.decide.stores.redis.config import Address, RedisConfig
+from tollkeeper.decide.stores.redis.probes import Prober, probe
 from tollkeeper.decide.stores.redis.scripts import CHECK
 from tollkeeper.decide.stores.redis.topology import Topology, slot_of
 from tollkeeper.decide.stores.redis.wire import Node
 from tollkeeper.decide.stores.redis.wire_async import AsyncNode
 from tollkeeper.errors import StoreError, StoreFull, StoreTimeout, StoreUnavailable, show
+
+if TYPE_CHECKING:
+    from tollkeeper.decide.stores.redis.gates import Commands
 
 Refusal = ReplyError | NotSent
 HELPERS_MAX: Final = 16
@@ -57,6 +62,7 @@ class Servers:
         self.closed = False
         # Times a call found no memory left; counted without a lock: about right.
         self.refused = 0
+        self.breakers = Breakers(config)
         self._lock = threading.Lock()
         self._start()
 
@@ -67,6 +73,14 @@ class Servers:
         self._finder = ThreadPoolExecutor(1, "tollkeeper-redis-find")
         self._finding: Future[None] | None = None
         self._backoff = Backoff()
+        single = self.config.mode == "standalone"
+        self._prober = Prober(
+            self.breakers,
+            lambda address: probe(address, self.config, self.tls),
+            self.helpers,
+            None if single else self.find,
+            None if single else self.topology.known,
+        )
 
     def slot(self, key: bytes) -> int:
         return slot_of(key) if self.clustered else 0
@@ -81,6 +95,14 @@ class Servers:
         if address is None:
             raise NotSent(f"no primary is known for {self.config.shown()}")
         return address
+
+    def require_closed(self, commands: Commands, subject: str) -> None:
+        """Raise StoreUnavailable if the breaker is open of the server that has a subject.
+
+        For a caller who knows that some breaker is open, and wants to do nothing in vain.
+        """
+        slot = slot_of(commands.key(subject)) if self.clustered else 0
+        self.breakers.require_closed(self.topology.address_of(slot))
 
     def _look(self) -> None:
         """Ask the Sentinels, in the background.
@@ -120,9 +142,11 @@ class Servers:
         """In a child process: start anew, whatever the parent's threads were at."""
         self._lock = threading.Lock()
         self.topology = Topology(self.config)
+        self.breakers.forked()
         self._start()
 
     def close(self) -> None:
+        self._prober.close()
         with self._lock:
             self.closed = True
             self.helpers.shutdown(wait=False, cancel_futures=True)
@@ -194,13 +218,13 @@ class Threads:
     """Calls from threads, each of which waits for its answer."""
 
     def __init__(self, servers: Servers) -> None:
-        self._servers = servers
+        self.servers = servers
         self._nodes: dict[Address, Node] = {}
         self._lock = threading.Lock()
 
     def start(self, key: bytes, payload: bytes) -> Any:
         """Send a call to the node that has the key; its reply, a refusal too. Raises NotSent."""
-        servers = self._servers
+        servers = self.servers
         address = servers.address_of(slot_of(key) if servers.clustered else 0)
         node = self._nodes.get(address)
         if node is None:
@@ -218,13 +242,13 @@ class Threads:
 
     def settled(self, call: Call, started_ns: int, reply: Any) -> Any:
         """The reply itself; or, if it is a refusal, what came of it in the end."""
-        servers = self._servers
+        servers = self.servers
         due_ns = started_ns + servers.config.deadline_ns
         return self._settled(call, servers.slot(call.key), due_ns, reply)
 
     def run_all(self, calls: Sequence[Call]) -> list[Any]:
         """The answers to several calls, those to one server in one trip; StoreErrors among them."""
-        servers = self._servers
+        servers = self.servers
         due_ns = time.monotonic_ns() + servers.config.deadline_ns
         answers: list[Any] = [None] * len(calls)
         by_address: dict[Address, list[int]] = {}
@@ -257,7 +281,7 @@ class Threads:
         """The reply itself; or, if it is a refusal, what came of it in the end."""
         if not isinstance(reply, Refusal):
             return _answer(call, reply)
-        plan = _plan(call, slot, due_ns, reply, self._servers)
+        plan = _plan(call, slot, due_ns, reply, self.servers)
         result = None
         while True:
             try:
@@ -265,12 +289,12 @@ class Threads:
             except StopIteration as done:
                 return _answer(call, done.value)
             except StoreFull:
-                self._servers.refused += 1
+                self.servers.refused += 1
                 raise
             result = self._take(step, plan)
 
     def _take(self, step: Step, plan: _Plan) -> Any:
-        servers = self._servers
+        servers = self.servers
         # Begun even when no time is left: whoever calls next will be glad of it.
         finding = servers.find() if isinstance(step, Refresh) else None
         left_ns = plan.left_ns()
@@ -303,7 +327,13 @@ class Threads:
             with self._lock:
                 node = self._nodes.setdefault(
                     address,
-                    Node(address, self._servers.config, self._servers.tls, self._servers.helpers),
+                    Node(
+                        address,
+                        self.servers.config,
+                        self.servers.tls,
+                        self.servers.helpers,
+                        self.servers.breakers.of(address),
+                    ),
                 )
         return node
 
@@ -427,7 +457,9 @@ class Tasks:
         if node is None:
             if self.loop is None:
                 raise _closed()
-            node = AsyncNode(self.loop, address, self._servers.config, self._servers.tls)
+            servers = self._servers
+            breaker = servers.breakers.of(address)
+            node = AsyncNode(self.loop, address, servers.config, servers.tls, breaker)
             self._nodes[address] = node
         return node
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 from tollkeeper.decide.stores.redis.calls import Call, NotSent
 from tollkeeper.decide.stores.redis.codec import NS_PER_US, Answers, encode_gate, encode_numbers
 from tollkeeper.decide.stores.redis.denied import Denied, Sent, moment_ns
-from tollkeeper.decide.stores.redis.drive import Tasks, Threads
+from tollkeeper.decide.stores.redis.drive import Servers, Tasks, Threads
 from tollkeeper.decide.stores.redis.scripts import CHECK, GRANT, REFUND, RESET, Script
 from tollkeeper.errors import CapacityError, StoreError
 from tollkeeper.model import UNITS_MAX, Decision, Limit
@@ -148,7 +148,7 @@ class Together:
 class RedisGate:
     """One rule's limits, for threads."""
 
-    __slots__ = ("_denied", "_note", "_threads", "commands", "limits")
+    __slots__ = ("_denied", "_note", "_servers", "_threads", "commands", "limits")
 
     def __init__(
         self, commands: Commands, threads: Threads, denied: Denied, note: Callable[[str], None]
@@ -156,6 +156,7 @@ class RedisGate:
         self.limits = commands.answers.limits
         self.commands = commands
         self._threads = threads
+        self._servers = threads.servers
         self._denied = denied
         self._note = note
 
@@ -167,6 +168,8 @@ class RedisGate:
             known = denied.find(commands, subject, cost, now, early_ns)
             if known is not None:
                 return known
+        if self._servers.breakers.any_open:
+            self._servers.require_closed(commands, subject)
         mark = denied.mark
         key = commands.key(subject)
         if now != SERVER_TIME:
@@ -213,17 +216,19 @@ class RedisGate:
 class AsyncRedisGate:
     """One rule's limits, for asyncio: the verbs of RedisGate, awaited."""
 
-    __slots__ = ("_denied", "_note", "_tasks", "_tasks_of", "commands", "limits")
+    __slots__ = ("_denied", "_note", "_servers", "_tasks", "_tasks_of", "commands", "limits")
 
     def __init__(
         self,
         commands: Commands,
+        servers: Servers,
         tasks_of: Callable[[], Tasks],
         denied: Denied,
         note: Callable[[str], None],
     ) -> None:
         self.limits = commands.answers.limits
         self.commands = commands
+        self._servers = servers
         self._tasks_of = tasks_of
         self._tasks: Tasks | None = None
         self._denied = denied
@@ -244,6 +249,8 @@ class AsyncRedisGate:
             known = denied.find(commands, subject, cost, now, early_ns)
             if known is not None:
                 return known
+        if self._servers.breakers.any_open:
+            self._servers.require_closed(commands, subject)
         mark = denied.mark
         tasks = self.tasks()
         key = commands.key(subject)

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 
 from tollkeeper import override
 from tollkeeper.clock import Clock, SystemClock
+from tollkeeper.decide.breaker import BreakerState
 from tollkeeper.decide.busiest import Busiest
 from tollkeeper.decide.store import StoreStats
+from tollkeeper.decide.stores.redis.breakers import Listener
 from tollkeeper.decide.stores.redis.config import RedisConfig
 from tollkeeper.decide.stores.redis.denied import Denied
 from tollkeeper.decide.stores.redis.drive import Servers, Tasks, Threads
@@ -52,9 +54,8 @@ class RedisStore:
     def async_gate(self, limits: Sequence[Limit], rule: str) -> AsyncRedisGate:
         """Prepare a rule's limits for asyncio."""
         self._require_open()
-        return AsyncRedisGate(
-            self._commands(limits, rule), self._tasks_here, self._denied, self._note
-        )
+        commands = self._commands(limits, rule)
+        return AsyncRedisGate(commands, self._servers, self._tasks_here, self._denied, self._note)
 
     def check_together(self, asked: Sequence[tuple[RedisGate, str, int]]) -> list[Decision]:
         """Check several subjects in one trip; if one denies, a second trip gives back to the rest.
@@ -157,6 +158,18 @@ class RedisStore:
         `denied_cache_hits`  denials that were answered without a trip
         """
         return {"denied_cache_hits": self._denied.hits}
+
+    def breakers(self) -> list[BreakerState]:
+        """How the breaker of each server is that was asked so far; costs nothing to ask."""
+        return [breaker.state() for breaker in self._servers.breakers.all()]
+
+    def on_breaker(self, listener: Listener) -> None:
+        """Call `listener` with the state after each change: open, half_open, closed.
+
+        It is called in the thread that saw the change, which may be that of a check or an event
+        loop's: it must not block. What it raises is ignored. The last sixteen listeners count.
+        """
+        self._servers.breakers.listen(listener)
 
     def busiest(self, count: int) -> list[tuple[str, int]]:
         """As this process sees them."""

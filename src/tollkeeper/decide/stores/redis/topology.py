@@ -102,6 +102,10 @@ class Topology:
             self.refresh()
         return list(dict.fromkeys(filter(None, self._found.slots)))
 
+    def known(self) -> set[Address]:
+        """Every server that is known to have a slot. From memory; may be empty."""
+        return set(filter(None, self._found.slots))
+
     def nodes(self) -> list[Address]:
         """Every server, replicas too; asks if none is known. Raises what `refresh` raises."""
         if not self._found.nodes:

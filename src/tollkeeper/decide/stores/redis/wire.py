@@ -23,6 +23,7 @@ import hiredis
 from tollkeeper.clock import NS_PER_SECOND
 from tollkeeper.decide.stores.redis import handshake
 from tollkeeper.decide.stores.redis.backoff import Backoff
+from tollkeeper.decide.stores.redis.breakers import NodeBreaker
 from tollkeeper.decide.stores.redis.calls import NotSent
 from tollkeeper.decide.stores.redis.config import Address, RedisConfig
 from tollkeeper.errors import StoreError, StoreTimeout, StoreUnavailable
@@ -41,7 +42,16 @@ _MAYBE: Final = "; the call may have been counted once"
 class Connection:
     """One socket, through the handshake."""
 
-    __slots__ = ("_deadline_ns", "_poll", "_reader", "_recv", "_send", "_socket", "used_ns")
+    __slots__ = (
+        "_deadline_ns",
+        "_poll",
+        "_reader",
+        "_recv",
+        "_send",
+        "_socket",
+        "began_ns",
+        "used_ns",
+    )
 
     def __init__(self, address: Address, config: RedisConfig, tls: ssl.SSLContext | None) -> None:
         self._reader = hiredis.Reader()
@@ -51,7 +61,7 @@ class Connection:
         self._send = self._socket.sendall
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
-        self.used_ns = 0
+        self.began_ns = self.used_ns = 0
         try:
             commands = handshake.greeting(config)
             greeting = handshake.payload(commands)
@@ -68,7 +78,7 @@ class Connection:
 
         `warning` ends the message of an error after which nobody knows what the server did.
         """
-        started_ns = time.monotonic_ns()
+        started_ns = self.began_ns = time.monotonic_ns()
         if deadline_ns != self._deadline_ns:
             self._set_deadline(deadline_ns)
         try:
@@ -162,8 +172,10 @@ class Node:
         config: RedisConfig,
         tls: ssl.SSLContext | None,
         dialer: Executor,
+        breaker: NodeBreaker,
     ) -> None:
         self.address = address
+        self._breaker = breaker
         self._config = config
         self._tls = tls
         self._dialer = dialer
@@ -174,6 +186,9 @@ class Node:
 
     def exchange(self, payload: bytes, replies: int, deadline_ns: int) -> list[Any]:
         """Send commands to this server. Raises NotSent when they have not left this process."""
+        breaker = self._breaker
+        if breaker.open:
+            raise breaker.refusal()
         connection = self._take()
         if connection is None:
             started_ns = time.monotonic_ns()
@@ -182,10 +197,14 @@ class Node:
             deadline_ns = max(deadline_ns - time.monotonic_ns() + started_ns, _LEFT_NS_MIN)
         try:
             found = connection.exchange(payload, replies, deadline_ns)
-        except BaseException:
+        except BaseException as error:
             connection.close()
+            if isinstance(error, StoreError):
+                breaker.failed(f"{self.address}: {error}", connection.began_ns)
             raise
         self._give(connection)
+        if breaker.stirred:
+            breaker.succeeded()
         return found
 
     def _take(self) -> Connection | None:
@@ -217,7 +236,10 @@ class Node:
             # Whoever calls next may have it; one that nobody has begun with nobody waits for.
             if not dialing.cancel():
                 dialing.add_done_callback(self._keep)
-            raise NotSent(f"no connection to {self.address} in {deadline_ns / 1e6:g} ms") from None
+            why = f"no connection to {self.address} in {deadline_ns / 1e6:g} ms"
+            if self._breaker.proven:
+                self._breaker.failed(why, began_ns)
+            raise NotSent(why) from None
         except (CancelledError, RuntimeError) as error:
             # The executor was shut down: by `close`, or because the process ends.
             raise StoreUnavailable("the store is closed; open another one") from error
@@ -231,7 +253,10 @@ class Node:
         except StoreError as error:
             with self._lock:
                 self._backoff.failed(began_ns, time.monotonic_ns(), str(error))
-            raise NotSent(f"cannot connect to {self.address}: {error}") from error
+            why = f"cannot connect to {self.address}: {error}"
+            self._breaker.failed(why, began_ns)
+            raise NotSent(why) from error
+        self._breaker.proven = True
         with self._lock:
             self._backoff.succeeded()
         return connection

@@ -25,6 +25,7 @@ import hiredis
 from tollkeeper.clock import NS_PER_SECOND
 from tollkeeper.decide.stores.redis import handshake
 from tollkeeper.decide.stores.redis.backoff import Backoff
+from tollkeeper.decide.stores.redis.breakers import NodeBreaker
 from tollkeeper.decide.stores.redis.calls import NotSent
 from tollkeeper.decide.stores.redis.config import Address, RedisConfig
 from tollkeeper.errors import StoreError, StoreTimeout, StoreUnavailable
@@ -44,8 +45,11 @@ Answer = asyncio.Future[Any]
 class Link(asyncio.Protocol):
     """One connection."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, deadline_s: float) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, deadline_s: float, breaker: NodeBreaker
+    ) -> None:
         self._loop = loop
+        self._breaker = breaker
         self._deadline_s = deadline_s
         self._reader = hiredis.Reader()
         self._transport: asyncio.Transport | None = None
@@ -63,6 +67,7 @@ class Link(asyncio.Protocol):
         self._why: Exception | None = None
         # Ends the message of an error after which nobody knows what the server did.
         self._warning = ""
+        self._closing = False
         self.closed = loop.create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -132,6 +137,8 @@ class Link(asyncio.Protocol):
             return
         if self._answered == before:
             return
+        if self._breaker.stirred:
+            self._breaker.succeeded(self._answered - before)
         self._lively_at = self._loop.time()
         batches = self._batches
         while batches and batches[0][1] <= self._answered:
@@ -141,9 +148,9 @@ class Link(asyncio.Protocol):
         """Fail what is overdue; look again when the next is."""
         self._timer = None
         now = self._loop.time()
-        last = 0
+        last, due = 0, now
         while self._batches and self._batches[0][0] <= now:
-            _, last = self._batches.popleft()
+            due, last = self._batches.popleft()
         # Only those that no earlier look has failed: a stopped server may owe thousands.
         first = max(self._settled, self._answered)
         for answer in islice(self._pending, first - self._answered, max(last - self._answered, 0)):
@@ -151,6 +158,9 @@ class Link(asyncio.Protocol):
                 answer.set_exception(
                     StoreTimeout(f"no answer in {1_000 * self._deadline_s:g} ms{self._warning}")
                 )
+        if last > first and self._warning:  # of a handshake, who connects will tell
+            # Also those that nobody waits for any more: the server owes them all the same.
+            self._tell(f"no answer in {1_000 * self._deadline_s:g} ms", last - first, due)
         self._settled = max(first, last)
         if not self._pending:
             return
@@ -158,8 +168,14 @@ class Link(asyncio.Protocol):
         if now - self._lively_at > silent_s:
             self._abort(StoreUnavailable(f"the server has been silent for {silent_s:g} s"))
             return
-        due = self._batches[0][0] if self._batches else now + self._deadline_s
-        self._timer = self._loop.call_at(due, self._expire)
+        next_due = self._batches[0][0] if self._batches else now + self._deadline_s
+        self._timer = self._loop.call_at(next_due, self._expire)
+
+    def _tell(self, why: str, count: int, due: float) -> None:
+        """So many calls failed, the last of which was due then."""
+        age_s = self._loop.time() - due + self._deadline_s
+        began_ns = time.monotonic_ns() - int(age_s * NS_PER_SECOND)
+        self._breaker.failed(f"{self._breaker.address}: {why}", began_ns, count)
 
     def _abort(self, why: Exception) -> None:
         self._why = why
@@ -171,6 +187,10 @@ class Link(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
         why = self._why or error or "the server closed it"
+        owed = len(self._pending) - max(self._settled - self._answered, 0)
+        if owed and self._warning and not self._closing:
+            due = self._batches[-1][0] if self._batches else self._loop.time()
+            self._tell(f"the connection broke: {why}", owed, due)
         unsent = len(self._buffer)
         for index, answer in enumerate(self._pending):
             if answer is None or answer.done():
@@ -192,6 +212,7 @@ class Link(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def close(self) -> None:
+        self._closing = True
         # At once: a server that takes nothing in would never let it be closed in good order.
         self._abort(StoreUnavailable("the store was closed"))
 
@@ -215,8 +236,10 @@ class AsyncNode:
         address: Address,
         config: RedisConfig,
         tls: ssl.SSLContext | None,
+        breaker: NodeBreaker,
     ) -> None:
         self.address = address
+        self._breaker = breaker
         self._loop = loop
         self._config = config
         self._tls = tls
@@ -229,6 +252,8 @@ class AsyncNode:
 
     def submit(self, payload: bytes, unwanted: int = 0) -> Answer:
         """Send a call, connecting first if need be. The future may fail with NotSent."""
+        if self._breaker.open:
+            raise self._breaker.refusal()
         link = self._link
         if link is not None and link.open:
             return link.submit(payload, unwanted)
@@ -257,7 +282,11 @@ class AsyncNode:
         if waiting.sent:
             waiting.answer.set_exception(StoreTimeout(f"no answer {in_ms}{_MAYBE}"))
         else:
-            waiting.answer.set_exception(NotSent(f"no connection to {self.address} {in_ms}"))
+            why = f"no connection to {self.address} {in_ms}"
+            if self._breaker.proven:
+                began_ns = time.monotonic_ns() - self._config.deadline_ns
+                self._breaker.failed(why, began_ns)
+            waiting.answer.set_exception(NotSent(why))
 
     async def _connect(self) -> None:
         began_ns = time.monotonic_ns()
@@ -266,11 +295,14 @@ class AsyncNode:
         except (OSError, TimeoutError, StoreError) as error:
             reason = _reason(error) or f"no answer in {self._config.connect_ns / 1e6:g} ms"
             self._backoff.failed(began_ns, time.monotonic_ns(), reason)
-            self._fail_waiting(f"cannot connect to {self.address}: {reason}")
+            why = f"cannot connect to {self.address}: {reason}"
+            self._breaker.failed(why, began_ns)
+            self._fail_waiting(why)
             return
         finally:
             self._connecting = None
         self._backoff.succeeded()
+        self._breaker.proven = True
         self._link = link
         while self._waiting:
             waiting = self._waiting.popleft()
@@ -287,7 +319,7 @@ class AsyncNode:
         """A connection, through the handshake."""
         loop, address = self._loop, self.address
         connect_s = self._config.connect_ns / NS_PER_SECOND
-        link = Link(loop, connect_s)
+        link = Link(loop, connect_s, self._breaker)
         async with asyncio.timeout(connect_s):
             name = None
             if self._tls is not None and self._config.tls is not None:

@@ -1,0 +1,330 @@
+"""The breaker of a server: opened by real failures, closed by probes, cheap while it is open."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from statistics import median
+from typing import cast
+
+import pytest
+
+from tests.integration.redis_wires import (
+    COUNTED,
+    SECONDS_MAX,
+    Client,
+    both_wires,
+    client,
+    clients_of_both,
+    outcome,
+)
+from tests.integration.tcp_proxy import Proxy
+from tests.redis_servers import Cluster, Single, until
+from tollkeeper import Limit, Limiter
+from tollkeeper.clock import SystemClock
+from tollkeeper.decide.breaker import BreakerState
+from tollkeeper.decide.stores import open_store
+from tollkeeper.decide.stores.memory import PythonMemoryStore
+from tollkeeper.decide.stores.redis.store import RedisStore
+from tollkeeper.decide.stores.redis.topology import slot_of
+from tollkeeper.errors import StoreError, StoreTimeout, StoreUnavailable
+
+# Short, so that a test need not wait a second for each probe.
+QUICK = {"breaker_open_ms": 100, "breaker_open_max_ms": 200}
+_numbers = count()
+
+
+@pytest.fixture
+def key() -> str:
+    """One that no other test uses."""
+    return f"key {next(_numbers)}"
+
+
+@pytest.fixture
+def server() -> Iterator[Single]:
+    """One that a test may kill."""
+    with Single() as started:
+        yield started
+
+
+def only(store: RedisStore) -> BreakerState:
+    """The state of the one server's breaker."""
+    (state,) = store.breakers()
+    return state
+
+
+def is_open(api: Client) -> bool:
+    """Has one failing check after another opened it?"""
+    outcome(api.start("anyone"))
+    return only(api.store).state != "closed"
+
+
+def calls_of(server: Single, *names: str) -> int:
+    """Calls of these commands that the server has got."""
+    stats = server.admin.info("commandstats")
+    return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in names)
+
+
+@both_wires
+def test_a_dead_server_opens_it_and_the_same_server_back_closes_it(
+    server: Single, key: str, wire: str
+) -> None:
+    """Calls fail at once and say why; then checks are exact again, without a restart."""
+    with client(wire, server.uri, **QUICK) as api:
+        assert api.check(key).allowed
+        assert only(api.store).state == "closed"
+        server.kill()
+        until(lambda: is_open(api), "the breaker is open", SECONDS_MAX)
+        error = outcome(api.start(key))
+        assert isinstance(error, StoreUnavailable)
+        for words in (str(server.port), "breaker is open", "refused"):
+            assert words in str(error)
+        state = only(api.store)
+        assert state.opened_times == 1
+        assert state.failures >= 5
+        assert state.next_probe_s is not None
+        assert 0 <= state.next_probe_s < 1
+        server.start()
+        until(api.works, "a check reaches it again", SECONDS_MAX)
+        assert only(api.store).state == "closed"
+        assert only(api.store).next_probe_s is None
+        assert [api.check(key).remaining for _ in range(2)] == [
+            COUNTED.limit - 1,
+            COUNTED.limit - 2,
+        ]
+
+
+@both_wires
+def test_a_silent_server_opens_it(server: Single, key: str, wire: str) -> None:
+    """SIGSTOP: after a few deadlines no call waits for another, and none is sent any more."""
+    with client(wire, server.uri, deadline_ms=40, **QUICK) as api:
+        assert api.check(key).allowed
+        server.pause()
+        assert isinstance(outcome(api.start(key)), StoreTimeout)
+        until(lambda: is_open(api), "the breaker is open", SECONDS_MAX)
+        assert "breaker is open" in str(outcome(api.start(key)))
+        server.resume()
+        until(api.works, "it answers again", SECONDS_MAX)
+        # What was sent before it opened may have counted; nothing after.
+        assert api.check(key).remaining >= COUNTED.limit - 10
+
+
+@both_wires
+def test_a_probe_is_nobodys_request(server: Single, key: str, wire: str) -> None:
+    """Calls that come while it is open reach the server never, also when it is well again."""
+    options = {"breaker_open_ms": 60_000, "breaker_open_max_ms": 60_000}
+    with client(wire, server.uri, deadline_ms=40, **options) as api:
+        assert api.check(key).allowed
+        server.pause()
+        until(lambda: is_open(api), "the breaker is open", SECONDS_MAX)
+        server.resume()
+        before = calls_of(server, "evalsha", "eval")
+        assert all(isinstance(outcome(api.start(key)), StoreUnavailable) for _ in range(50))
+        assert calls_of(server, "evalsha", "eval") == before
+
+
+def test_probes_look_and_leave_nothing_behind(server: Single, key: str) -> None:
+    """A PING and the script on a key of its own, which is not made."""
+    with Proxy(server.port) as proxy, client("threads", proxy.uri, deadline_ms=50, **QUICK) as api:
+        assert api.check(key).allowed
+        proxy.mode = "hold"
+        until(lambda: is_open(api), "the breaker is open", SECONDS_MAX)
+        server.admin.config_resetstat()
+        server.admin.script_flush()
+        proxy.mode = "pass"
+        until(lambda: only(api.store).state == "closed", "probes close it", SECONDS_MAX)
+        assert calls_of(server, "ping") >= 2
+        # The handshake has loaded the script again: the first check finds it.
+        assert api.check(key).allowed
+        assert calls_of(server, "eval") == 0
+        assert server.admin.keys("*probe*") == []
+
+
+def test_threads_and_loops_share_it(server: Single, key: str) -> None:
+    """What one wire found out, the other need not."""
+    with client("threads", server.uri, **QUICK) as api:
+        server.kill()
+        until(lambda: is_open(api), "the breaker is open", SECONDS_MAX)
+        limiter = Limiter(COUNTED, store=api.store, on_failure="raise")
+        with pytest.raises(StoreUnavailable, match="breaker is open"):
+            limiter.check(key)
+
+
+@both_wires
+def test_one_bad_moment_does_not_open_it(server: Single, key: str, wire: str) -> None:
+    """Forty calls that time out together, at the start or later, are one moment."""
+    with Proxy(server.port) as proxy:
+        proxy.accept_seconds = 0.6
+        with client(wire, proxy.uri, deadline_ms=200, connect_ms=5_000) as api:
+            slow = api.together([key] * 40)
+            assert any(isinstance(each, StoreError) for each in slow)
+            until(api.works, "it is connected", SECONDS_MAX)
+            assert only(api.store).opened_times == 0
+            proxy.accept_seconds = 0.0
+            server.pause()
+            late = api.together([key] * 40)
+            server.resume()
+            assert any(isinstance(each, StoreTimeout) for each in late)
+            until(api.works, "it answers", SECONDS_MAX)
+            assert only(api.store).opened_times == 0
+
+
+@both_wires
+def test_refusals_are_answers(server: Single, key: str, wire: str) -> None:
+    """A full server refuses every check, as often as it is asked, and is not left alone for it."""
+    server.admin.config_set("maxmemory", 1)
+    with client(wire, server.uri) as api:
+        errors = [outcome(api.start(key)) for _ in range(30)]
+        assert all("maxmemory" in str(error) for error in errors)
+        assert only(api.store).state == "closed"
+        assert only(api.store).failures == 0
+
+
+@both_wires
+def test_off_means_that_each_call_tries(server: Single, key: str, wire: str) -> None:
+    """`breaker=off`: as if there were none."""
+    with client(wire, server.uri, deadline_ms=30, breaker=False) as api:
+        assert api.check(key).allowed
+        server.pause()
+        for _ in range(8):
+            assert "breaker" not in str(outcome(api.start(key)))
+        server.resume()
+        assert only(api.store).opened_times == 0
+
+
+def test_listeners_are_told_of_every_change(server: Single, key: str) -> None:
+    """Open, half open, closed; one that fails does no harm."""
+    told: list[BreakerState] = []
+
+    def fail(state: BreakerState) -> None:
+        raise RuntimeError(state.address)
+
+    with client("threads", server.uri, **QUICK) as api:
+        api.store.on_breaker(fail)
+        api.store.on_breaker(told.append)
+        server.kill()
+        until(lambda: is_open(api), "the breaker is open", SECONDS_MAX)
+        server.start()
+        until(api.works, "it is closed", SECONDS_MAX)
+    assert [state.state for state in told] == ["open", "half_open", "closed"]
+    assert {state.address for state in told} == {f"127.0.0.1:{server.port}"}
+
+
+def test_a_dead_shard_does_not_open_the_others() -> None:
+    """Without a replica to take over, its keys fail at once, and all others are checked."""
+    with Cluster(full_coverage=False) as cluster:
+        keys = [f"key {number}" for number in range(30)]
+        owners = {key: cluster.node_of(slot_of(key.encode())).port for key in keys}
+        dead = cluster.node_of(slot_of(keys[0].encode()))
+        for node in cluster.nodes:
+            if node.admin.info("replication").get("master_port") == dead.port:
+                node.kill()
+        with clients_of_both(cluster.uri, deadline_ms=300, **QUICK) as clients:
+            for api in clients:
+                for key in keys:
+                    assert api.check(key).allowed
+            dead.kill()
+            for api in clients:
+                until(
+                    lambda api=api: "breaker is open" in str(outcome(api.start(keys[0]))),
+                    "the breaker of the dead one is open",
+                    SECONDS_MAX,
+                )
+                for key, port in owners.items():
+                    if port != dead.port:
+                        assert api.check(key).allowed
+                states = {state.address: state.state for state in api.store.breakers()}
+                assert states.pop(f"127.0.0.1:{dead.port}") != "closed"
+                assert set(states.values()) == {"closed"}
+
+
+def test_a_child_starts_with_it_closed(server: Single, key: str) -> None:
+    """A fork of a process whose breaker is open finds out for itself."""
+    store = cast("RedisStore", open_store(server.uri, deadline_ms=5_000, **QUICK))
+    limiter = Limiter(COUNTED, store=store, on_failure="raise")
+    server.kill()
+
+    def fails() -> bool:
+        with pytest.raises(StoreUnavailable):
+            limiter.check(key)
+        return only(store).state != "closed"
+
+    until(fails, "the breaker is open", SECONDS_MAX)
+    server.start()
+    child = os.fork()
+    if child == 0:
+        try:
+            right = not store.breakers() and limiter.check(key).allowed
+        except BaseException:  # the parent is told by the exit code
+            right = False
+        os._exit(0 if right else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    store.close()
+
+
+def test_a_closed_store_probes_no_more(server: Single, key: str) -> None:
+    """Its thread ends."""
+    with client("threads", server.uri, **QUICK) as api:
+        server.kill()
+        until(lambda: is_open(api), "the breaker is open", SECONDS_MAX)
+        prober = api.store._servers._prober
+        assert prober._thread is not None
+    until(lambda: prober._thread is None, "the thread has ended", SECONDS_MAX)
+
+
+def _each_us(work: Callable[[], object], times: int = 2_000) -> float:
+    """Microseconds a call, the median of a few rounds."""
+    rounds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        for _ in range(times):
+            work()
+        rounds.append((time.perf_counter() - started) / times * 1e6)
+    return median(rounds)
+
+
+def test_an_open_breaker_costs_about_what_a_local_check_costs(server: Single, key: str) -> None:
+    """Printed: a degraded answer of an open breaker, beside checks that ask nobody."""
+    options = {"breaker_open_ms": 60_000, "breaker_open_max_ms": 60_000}
+    limits = Limit(1_000_000, per=1)
+    with client("threads", server.uri, limits, on_failure="open", **options) as api:
+        server.kill()
+        until(lambda: is_open(api), "the breaker is open", SECONDS_MAX)
+        degraded = Limiter(limits, store=api.store, on_failure="open")
+        local = Limiter(limits, store="memory://")
+        plain = Limiter(limits, store=PythonMemoryStore(SystemClock(), 10))
+        assert degraded.check(key).degraded
+        costs = {
+            "breaker open": _each_us(lambda: degraded.check(key)),
+            "memory:// in C": _each_us(lambda: local.check(key)),
+            "memory:// in Python": _each_us(lambda: plain.check(key)),
+        }
+        print("; ".join(f"{name} {us:.2f} µs" for name, us in costs.items()))
+        # A trip to a server on this machine takes 35 at least, and a deadline 50,000.
+        assert costs["breaker open"] < 30
+
+
+@both_wires
+def test_limits_hold_through_an_outage(key: str, wire: str) -> None:
+    """Not one more is admitted by the server, whatever its breaker did in between."""
+    limits = Limit(50, per=86_400)
+    with Single(aof=True) as durable, client(wire, durable.uri, limits, **QUICK) as api:
+        assert all(api.check(key).allowed for _ in range(20))
+        durable.kill()
+        until(lambda: is_open(api), "the breaker is open", SECONDS_MAX)
+        durable.start()
+        until(api.works, "it is back", SECONDS_MAX)
+        assert sum(api.check(key).allowed for _ in range(60)) == 30
+
+
+def test_a_client_of_each_wire_recovers(server: Single, key: str) -> None:
+    """Both at once, on stores of their own."""
+    with clients_of_both(server.uri, **QUICK) as clients:
+        server.kill()
+        for api in clients:
+            until(lambda api=api: is_open(api), "the breaker is open", SECONDS_MAX)
+        server.start()
+        for api in clients:
+            until(api.works, "it is back", SECONDS_MAX)
