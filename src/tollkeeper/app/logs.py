@@ -20,8 +20,9 @@ from typing import Any, Final, Literal
 LINE_LENGTH_MAX: Final = 8_192
 
 _TOKEN: Final = re.compile(r"tk_[A-Za-z0-9_-]{16,}")
-_BEARER: Final = re.compile(r"(?i)(bearer|basic)\s+[A-Za-z0-9._~+/=-]+")
-_PASSWORD: Final = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*://)[^/\s@]*@", re.IGNORECASE)
+_BEARER: Final = re.compile(r"(?i)\b(bearer|basic)\s{1,9}[A-Za-z0-9._~+/=-]+")
+# Bounds, so that no text takes long: these run on whatever anybody logs.
+_PASSWORD: Final = re.compile(r"(?i)(?P<scheme>[a-z][a-z0-9+.-]{0,30}://)[^/\s@]{0,1000}@")
 _ACCESS: Final = "granian.access"
 # What of a request is told: neither its query nor its headers, where keys are.
 _ACCESS_FIELDS: Final = ("addr", "method", "path", "protocol", "status")
@@ -55,7 +56,8 @@ class _Formatter(logging.Formatter):
         text = record.getMessage()
         if record.exc_info:
             text = f"{text}\n{self.formatException(record.exc_info)}"
-        return without_secrets(text)[:LINE_LENGTH_MAX]
+        # Twice as much is looked at: what is cut in half could not be known for a secret.
+        return without_secrets(text[: 2 * LINE_LENGTH_MAX])[:LINE_LENGTH_MAX]
 
 
 class JsonFormatter(_Formatter):
@@ -93,7 +95,7 @@ def _access(args: Any) -> dict[str, Any]:
     found = {name: args.get(name) for name in _ACCESS_FIELDS}
     path = found.get("path")
     if isinstance(path, str):
-        found["path"] = without_secrets(path)[:LINE_LENGTH_MAX]
+        found["path"] = without_secrets(path[: 2 * LINE_LENGTH_MAX])[:LINE_LENGTH_MAX]
     return {"event": "access", **found, "duration_ms": round(args.get("dt_ms", 0.0), 3)}
 
 

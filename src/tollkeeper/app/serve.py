@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tollkeeper.app.rules_print import telling
+from tollkeeper.app.rules_print import TROUBLE, telling
 
 
 def _option(*names: str, **how: Any) -> Any:
@@ -167,15 +167,14 @@ def serve(
     --config file (node-id: eu-1). It listens on this machine alone unless told otherwise, and for
     others it wants tokens.
 
-    Exit code: 0 it was told to end; 1 a worker died again and again, or the rules are wrong; 2 it
-    could not be started.
+    Exit code: 0 it was told to end; 1 a worker died again and again; 2 it could not be started.
 
     Example: tollkeeper serve --rules limits.yaml
 
     Example: tollkeeper serve --rules postgresql://app@db/rules --store redis://cache --host 0.0.0.0
     """
     given = dict(locals())
-    with telling(as_json=False):
+    with telling(as_json=False, problems=TROUBLE):
         from tollkeeper.app.settings import Settings  # noqa: PLC0415 - needs what an extra brings
         from tollkeeper.app.starting import run  # noqa: PLC0415 - same
 

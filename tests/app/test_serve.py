@@ -1,0 +1,203 @@
+"""`tollkeeper serve`, before it serves: what it refuses, and how it says so."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tollkeeper.app import starting
+from tollkeeper.app.cli import app
+from tollkeeper.app.server import started_line, url_of
+from tollkeeper.app.settings import NAMES, Settings
+from tollkeeper.control.repository import Repository
+from tollkeeper.edge.service import token_file
+from tollkeeper.errors import ConfigError
+
+run = CliRunner()
+RULES = "version: 1\nrules:\n  - {id: a, by: [user], limits: [5/minute]}\n"
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> str:
+    """A rule document."""
+    path = tmp_path / "limits.yaml"
+    path.write_text(RULES)
+    return str(path)
+
+
+def given(tmp_path: Path, **more: Any) -> Settings:
+    """Settings in a folder of the test's."""
+    return Settings.gather({"data": str(tmp_path / "data"), **more})
+
+
+def test_every_setting_is_an_option_and_a_variable() -> None:
+    """The three have the same names."""
+    text = run.invoke(app, ["serve", "--help"], env={"COLUMNS": "300", "TERM": "dumb"}).output
+    for name in NAMES:
+        option = "--" + name.replace("_", "-")
+        assert option in text, option
+        assert f"TOLLKEEPER_{name.upper()}" in text, name
+
+
+FAR: list[tuple[dict[str, Any], bool]] = [
+    ({}, True),
+    ({"host": "0.0.0.0"}, False),
+    ({"host": "0.0.0.0", "insecure_no_tokens": True}, True),
+    ({"grpc": "0.0.0.0:8081"}, False),
+]
+
+
+@pytest.mark.parametrize(("more", "fine"), FAR)
+def test_others_are_asked_for_tokens(more: dict[str, Any], fine: bool, tmp_path: Path) -> None:
+    """An address that others reach, and no tokens: refused, unless one insists."""
+    settings = given(tmp_path, **more)
+    if fine:
+        starting.check_access(settings)
+        return
+    with pytest.raises(ConfigError, match="tollkeeper token create"):
+        starting.check_access(settings)
+    token_file.create(settings.tokens_path, "a", "check")
+    starting.check_access(settings)
+
+
+def test_tokens_that_were_named_must_be_there(tmp_path: Path) -> None:
+    """A misspelt path must not open the doors."""
+    with pytest.raises(ConfigError, match="does not exist"):
+        starting.check_access(given(tmp_path, tokens=str(tmp_path / "tokns.json")))
+
+
+def test_a_port_that_somebody_has_is_refused(tmp_path: Path) -> None:
+    """Workers share ports; another service must not get half of the requests."""
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        for more in ({"port": port}, {"port": 0, "grpc": f"127.0.0.1:{port}"}):
+            with (
+                pytest.raises(ConfigError, match="in use"),
+                starting.ports(given(tmp_path, **more)),
+            ):
+                pass
+
+
+def test_port_0_is_one_that_is_kept(tmp_path: Path) -> None:
+    """The same for all workers, and nobody else's meanwhile."""
+    settings = given(tmp_path, port=0, grpc="[::1]:0")
+    with starting.ports(settings) as found:
+        assert found.port
+        assert found.grpc.startswith("[::1]:")
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", found.port))
+
+
+def test_the_folder_of_a_run_is_its_own(tmp_path: Path) -> None:
+    """What a killed run has left is removed; what another has is not."""
+    data = tmp_path / "data"
+    (data / "run-99999999").mkdir(parents=True)
+    (data / f"run-{os.getppid()}").mkdir()
+    (data / "run-x").mkdir()
+    with starting.run_folder(given(tmp_path)) as folder:
+        assert folder.is_dir()
+        assert {each.name for each in data.iterdir()} == {
+            folder.name,
+            f"run-{os.getppid()}",
+            "run-x",
+        }
+    assert not folder.exists()
+
+
+def test_a_database_is_seeded_once(tmp_path: Path, rules: str) -> None:
+    """The document becomes version 1; later ones are changed elsewhere."""
+    settings = given(tmp_path, seed=rules)
+    Path(settings.data).mkdir()
+    assert asyncio.run(starting.prepared(settings)) == "1"
+    assert asyncio.run(starting.prepared(settings)) == "1"
+    assert settings.database is not None
+
+    async def authors(url: str) -> list[tuple[int, str]]:
+        async with await Repository.open(url) as repository:
+            return [(each.number, each.author) for each in await repository.history()]
+
+    assert asyncio.run(authors(settings.database)) == [(1, "tollkeeper serve")]
+
+
+def test_a_database_without_rules_says_how_to_get_some(tmp_path: Path) -> None:
+    """The first thing that anybody meets."""
+    Path(given(tmp_path).data).mkdir()
+    with pytest.raises(ConfigError, match="tollkeeper serve --seed"):
+        asyncio.run(starting.prepared(given(tmp_path)))
+
+
+WRONG: list[tuple[list[str], int, str]] = [
+    (["--port", "70000"], 2, "not between"),
+    (["--rules", "missing.yaml"], 2, "missing.yaml"),
+    (["--store", "nonsense://"], 2, "scheme"),
+    (["--identify", "user=nonsense"], 2, "nonsense"),
+    (["--trusted-proxy", "nonsense"], 2, "nonsense"),
+    (["--tls-cert", "a", "--tls-key", "b"], 2, "cannot be read"),
+    (["--config", "missing.yaml"], 2, "missing.yaml"),
+    (["--on-failure", "perhaps"], 2, "open, closed"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "said"), WRONG)
+def test_what_is_wrong_is_said_before_anything_starts(
+    arguments: list[str],
+    code: int,
+    said: str,
+    tmp_path: Path,
+    rules: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One line on the standard error, no traceback, no worker."""
+    monkeypatch.setattr(starting.logging.config, "dictConfig", lambda _: None)
+    given_rules = [] if "--rules" in arguments else ["--rules", rules]
+    ports = [] if "--port" in arguments else ["--port", "0"]
+    done = run.invoke(
+        app,
+        ["serve", "--data", str(tmp_path / "d"), "--no-grpc", *ports, *given_rules, *arguments],
+    )
+    assert done.exit_code == code, done.output
+    assert said in done.stderr
+    assert "Traceback" not in done.output
+
+
+def test_a_document_that_is_wrong_says_every_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `tollkeeper rules validate` does."""
+    monkeypatch.setattr(starting.logging.config, "dictConfig", lambda _: None)
+    path = tmp_path / "wrong.yaml"
+    path.write_text("version: 1\nrules:\n  - {id: a, by: [user], limits: [5/fortnite]}\n")
+    done = run.invoke(
+        app,
+        ["serve", "--data", str(tmp_path), "--no-grpc", "--port", "0", "--rules", str(path)],
+    )
+    assert done.exit_code == 2
+    assert "wrong.yaml:3" in done.stderr
+
+
+def test_the_line_at_the_start_has_what_one_needs(tmp_path: Path) -> None:
+    """Where, which rules, which store without its password, and a command that works."""
+    settings = given(
+        tmp_path,
+        rules="postgresql://app:pa55@db/rules",
+        store="redis://app:pa55@cache/0",
+        host="0.0.0.0",
+        tls_cert="c",
+        tls_key="k",
+    )
+    line = started_line(settings, "12")
+    assert "pa55" not in line
+    assert "version 12" in line
+    assert url_of(settings) == "https://127.0.0.1:8080"
+    assert "curl -k https://127.0.0.1:8080/v1/check -d" in line
+    token_file.create(settings.tokens_path, "a", "check")
+    assert "$TOLLKEEPER_TOKEN" in started_line(settings, "12")
