@@ -224,4 +224,5 @@ def test_the_log_has_no_traceback_and_no_secret(served: Served) -> None:
     """After all of the above."""
     log = served.service.log_text()
     assert "Traceback" not in log
+    assert "Warning" not in log
     assert served.headers["Authorization"].removeprefix("Bearer ") not in log
