@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from inspect import isawaitable
 from typing import Any, Final, Unpack
 
@@ -83,11 +83,12 @@ class RateLimitMiddleware:
 
     def __call__(self, request: Any) -> Any:
         """Serve a request, as Django says."""
+        respond = partial(self._get_response, request)
         if self._is_async:
             guard = desk().async_guard
-            return _serve_async(request, guard, lambda _: guard, self._get_response)
-        sync_guard = desk().guard
-        return _serve(request, sync_guard, lambda _: sync_guard, self._get_response)
+            return _serve_async(request, guard, lambda _: guard, respond)
+        thread_guard = desk().guard
+        return _serve(request, thread_guard, lambda _: thread_guard, respond)
 
 
 def rate_limit(
@@ -119,15 +120,15 @@ def rate_limit(
 
             @wraps(view)
             async def limited_async(request: Any, *args: Any, **kwargs: Any) -> Any:
-                called = lambda request: view(request, *args, **kwargs)  # noqa: E731 - one line
-                return await _serve_async(request, *guards(request), called)
+                respond = partial(view, request, *args, **kwargs)
+                return await _serve_async(request, *guards(request), respond)
 
             return limited_async
 
         @wraps(view)
         def limited(request: Any, *args: Any, **kwargs: Any) -> Any:
-            called = lambda request: view(request, *args, **kwargs)  # noqa: E731 - one line
-            return _serve(request, *guards(request), called)
+            respond = partial(view, request, *args, **kwargs)
+            return _serve(request, *guards(request), respond)
 
         return limited
 
@@ -155,13 +156,13 @@ def _name_of(request: Any, view: Callable[..., Any]) -> str:
     return name_of(view) if match is None else template_of(match.route)
 
 
-def _serve(request: Any, outer: Guard, chosen: Chosen, respond: Callable[[Any], Any]) -> Any:
+def _serve(request: Any, outer: Guard, chosen: Chosen, respond: Callable[[], Any]) -> Any:
     """Charge a request, have it answered, and, where nobody outside does, finish it."""
     bill, is_outermost = _bill_of(request, outer)
     try:
         refusal = bill.refusal(chosen(bill), DjangoCall(request))
         request.charge = bill.charge
-        response = respond(request) if refusal is None else _response_of(refusal)
+        response = respond() if refusal is None else _response_of(refusal)
     except BaseException as error:
         if is_outermost:
             _fail(bill, error)
@@ -174,14 +175,14 @@ def _serve(request: Any, outer: Guard, chosen: Chosen, respond: Callable[[Any], 
 
 
 async def _serve_async(
-    request: Any, outer: Guard | AsyncGuard, chosen: Chosen, respond: Callable[[Any], Any]
+    request: Any, outer: Guard | AsyncGuard, chosen: Chosen, respond: Callable[[], Any]
 ) -> Any:
     """The same in the event loop."""
     bill, is_outermost = _bill_of(request, outer)
     try:
         refusal = await bill.refusal_async(chosen(bill), DjangoCall(request))
         request.charge = bill.charge
-        response = respond(request) if refusal is None else _response_of(refusal)
+        response = respond() if refusal is None else _response_of(refusal)
         if isawaitable(response):
             response = await response
     except BaseException as error:
