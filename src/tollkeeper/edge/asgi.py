@@ -87,7 +87,7 @@ class RateLimit:
         passage = scope[PASSAGE] = Passage(guard, send)
         try:
             if guard.is_quick:
-                passage.charge_now(guard, call)
+                passage.charge_now(call)
             else:
                 await passage.charge(guard, call)
             await self.app(scope, receive, passage.send)

@@ -87,13 +87,14 @@ def is_turned_away(error: BaseException) -> bool:
 class Passage:
     """The way of one request, from the middleware that made it to the end of its response."""
 
-    __slots__ = ("_answer", "_charges", "_counts", "_send", "_turned", "guard", "status")
+    __slots__ = ("_answer", "_charge", "_counts", "_further", "_send", "_turned", "guard", "status")
 
     def __init__(self, guard: AsyncGuard, send: Send) -> None:
         # Not the scope, which has this: a circle would be left for the garbage collector.
         self.guard = guard
         self._send = send
-        self._charges: list[tuple[AsyncGuard, Charge]] = []
+        self._charge: Charge | None = None  # the guard's own
+        self._further: list[tuple[AsyncGuard, Charge]] | None = None
         self._counts = False  # whether an outcome has a say in what the request costs
         self._turned: tuple[AsyncGuard, AsgiCall] | None = None
         self._answer: Answer | None = None
@@ -108,23 +109,33 @@ class Passage:
             self._turn_away(guard, call)
         return self._charged(guard, call, charge)
 
-    def charge_now(self, guard: AsyncGuard, call: AsgiCall) -> None:
-        """The same by a guard that is quick, without a coroutine."""
+    def charge_now(self, call: AsgiCall) -> None:
+        """Charge the request first by the guard itself, which is quick: without a coroutine."""
         try:
-            charge = guard.enter_now(call)
+            charge = self.guard.enter_now(call)
         except Refused as refused:
             self._answer = refused.answer
-            self._turn_away(guard, call)
-        self._charged(guard, call, charge)
+            self._turn_away(self.guard, call)
+        self._charged(self.guard, call, charge)
 
     def _charged(self, guard: AsyncGuard, call: AsgiCall, charge: Charge) -> Charge:
-        self._charges.append((guard, charge))
+        if self._charge is None:
+            self._charge = charge
+        elif self._further is None:
+            self._further = [(guard, charge)]
+        else:
+            self._further.append((guard, charge))
         if not charge.ruling.decision.allowed:
             self._turn_away(guard, call)
-        if guard.terms.count is not None:
+        if guard.counts_some:
             self._counts = True
         call.scope[CHARGE] = charge
         return charge
+
+    def _charges(self) -> list[tuple[AsyncGuard, Charge]]:
+        """All of them, in the order they were made."""
+        first = [] if self._charge is None else [(self.guard, self._charge)]
+        return first + (self._further or [])
 
     def name_for(self, route: str) -> str:
         """What a route's further limits are kept under: each that a request meets by itself.
@@ -132,7 +143,7 @@ class Passage:
         A route may have several: of the application, of its router, its own. They come in the
         same order each time.
         """
-        taken = {guard.terms.name for guard, _ in self._charges}
+        taken = {guard.terms.name for guard, _ in self._charges()}
         name, number = route, 1
         while name in taken:
             number += 1
@@ -141,7 +152,7 @@ class Passage:
 
     def _turn_away(self, guard: AsyncGuard, call: AsgiCall) -> NoReturn:
         self._turned = guard, call
-        for _, charge in self._charges:
+        for _, charge in self._charges():
             charge.refund()  # what one limit denies costs nothing in the others
         raise TurnedAway("the request was refused")
 
@@ -164,36 +175,31 @@ class Passage:
     def _with_headers(self, message: Message) -> Message:
         """The message with our headers. The application's is left as it is: it may use it again."""
         guard = self.guard
-        ours = raw_headers_of(self.ruling, guard.clock.now_ns(), guard.style)
+        ours = raw_headers_of(self.ruling, guard.now_ns(), guard.style)
         if not ours:
             return message
-        headers = list(message.get("headers") or ())
-        for header in headers:
-            if header[0] in _KNOWN:
-                ours = _besides(headers, ours)
+        theirs = list(message.get("headers") or ())
+        for name, _ in theirs:
+            if name in _KNOWN:
+                ours = _besides(theirs, ours)
                 break
-        headers += ours
         changed = dict(message)
-        changed["headers"] = headers
+        changed["headers"] = theirs + ours
         return changed
 
     @property
     def ruling(self) -> Ruling:
         """What was decided on the request in all."""
-        charges = self._charges
-        if len(charges) == 1:
-            return charges[0][1].ruling
-        return joined([charge.ruling for _, charge in charges])
+        if self._further is None and self._charge is not None:
+            return self._charge.ruling
+        return joined([charge.ruling for _, charge in self._charges()])
 
     # ── Afterwards ─────────────────────────────────────────────────────────────────────────────
 
     def _unsettled(self) -> bool:
-        if self._counts:
+        if self._counts or (self._charge is not None and self._charge.changed):
             return True
-        for _, charge in self._charges:  # noqa: SIM110 - a generator takes twice as long
-            if charge.changed:
-                return True
-        return False
+        return self._further is not None and any(charge.changed for _, charge in self._further)
 
     @property
     def is_finished(self) -> bool:
@@ -205,7 +211,7 @@ class Passage:
         await self._send(message)
 
     async def _settle(self, status: int | None) -> None:
-        for guard, charge in self._charges:
+        for guard, charge in self._charges():
             await guard.leave(charge, status)
 
     async def finish(self, receive: Receive) -> None:
@@ -222,7 +228,7 @@ class Passage:
         if not self._unsettled():
             return
         settling = self._settle(status)
-        if any(guard.awaits for guard, _ in self._charges):
+        if any(guard.awaits for guard, _ in self._charges()):
             # Shielded: a task that is cancelled may be so again at its next step.
             await asyncio.shield(settling)
         else:
