@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -161,7 +161,7 @@ def test_a_limiter_without_rules_is_read_too() -> None:
 
 def test_kinds_without_a_rule_are_those_of_rulings() -> None:
     """One word for one idea."""
-    assert {"unlimited", "exempt", "blocked"} < set(Kind.__args__)  # type: ignore[attr-defined]  # a Literal has them
+    assert {"unlimited", "exempt", "blocked"} < set(get_args(Kind))
 
 
 class _Away:
@@ -181,8 +181,8 @@ class _Away:
 
     def breakers(self) -> list[Any]:
         return [
-            SimpleNamespace(address="h:1", state="open", opened_times=3),
-            SimpleNamespace(address="h:2", state="closed", opened_times=0),
+            SimpleNamespace(address="h:1", state="open", opened_times=3, failed_calls=9),
+            SimpleNamespace(address="h:2", state="closed", opened_times=0, failed_calls=1),
         ]
 
 
@@ -201,6 +201,7 @@ def test_a_store_that_is_away_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
             f"users{JOIN}denied{JOIN}denied_cache": 2,
         }
         assert found["breaker_state"] == {"h:1": 2, "h:2": 0}
+        assert found["node_failures"] == {"h:1": 9, "h:2": 1}
         assert found["breaker_opened"] == {"h:1": 3, "h:2": 0}
         assert found["denied_cache_hits"] == {"": 11}
         assert found["coalesced_checks"] == {"": 7}

@@ -10,7 +10,6 @@ from tollkeeper import Limit, Limiter, Request
 from tollkeeper.decide.failure import FailurePolicy
 from tollkeeper.decide.stores import open_store
 from tollkeeper.errors import StoreError, StoreFull, StoreTimeout, StoreUnavailable
-from tollkeeper.record import tally as tallies
 from tollkeeper.record.tally import RuleCounts, Tally
 
 WHO = Request(user="1")
@@ -43,7 +42,7 @@ def test_what_is_answered_in_the_stores_place_is_counted(
         for _ in range(3):
             assert limiter.check(WHO).degraded
         assert limiter.counts()["users"] == expected
-        assert limiter.tally().errors == {("full", ""): 3}
+        assert limiter.tally().errors == {"full": 3}
 
 
 def test_an_error_that_is_raised_is_counted() -> None:
@@ -67,18 +66,7 @@ def test_errors_have_three_kinds(error: StoreError, kind: str) -> None:
     """By what an operator looks into."""
     found = Tally()
     found.failed(error)
-    assert found.errors == {(kind, ""): 1}
-
-
-def test_servers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond, errors are counted without their server."""
-    monkeypatch.setattr(tallies, "ERRORS_MAX", 2)
-    found = Tally()
-    for port in (1, 2, 3, 4, 1):
-        error = StoreTimeout("")
-        error.node = f"h:{port}"  # type: ignore[attr-defined]  # as the store sets it
-        found.failed(error)
-    assert found.errors == {("timeout", "h:1"): 2, ("timeout", "h:2"): 1, ("timeout", ""): 2}
+    assert found.errors == {kind: 1}
 
 
 def test_checks_without_a_rule_are_counted_by_why() -> None:

@@ -69,6 +69,8 @@ class BreakerState:
     """Seconds until the next probe; None while it is closed."""
     reason: str
     """What failed last; empty if nothing has."""
+    failed_calls: int = 0
+    """All calls that failed so far, probes not counted."""
 
 
 @dataclass(slots=True)

@@ -55,7 +55,8 @@ FAMILIES: Final = (
     Family("requests", "counter", "Requests answered over HTTP.", ("route", "status")),
     Family("grpc_requests", "counter", "Calls answered over gRPC.", ("code",)),
     Family("store_seconds", "histogram", "How long checks waited for a store that is away."),
-    Family("store_errors", "counter", "Checks that the store failed.", ("kind", "node")),
+    Family("store_errors", "counter", "Checks that the store failed, by kind.", ("kind",)),
+    Family("node_failures", "counter", "Calls that a server of the store failed.", ("node",)),
     Family("store_states", "gauge", "States that the store holds."),
     Family("store_states_max", "gauge", "States that fit the store; 0: it has no bound."),
     Family("store_bytes", "gauge", "Memory that the states take."),
@@ -197,7 +198,7 @@ _OF_RULES: Final = {
 }
 # What a check without a rule is counted under.
 NO_RULE: Final = "(none)"
-_STATES: Final = {"closed": 0, "half_open": 1, "half-open": 1, "open": 2}
+_STATES: Final = {"closed": 0, "half_open": 1, "open": 2}
 
 
 class Reading:
@@ -254,8 +255,8 @@ class Reading:
         tally = self._limiter.tally()
         for kind, count in list(tally.unruled.items()):
             found.put("checks", count, NO_RULE, kind, "none")
-        for (kind, node), count in list(tally.errors.items()):
-            found.put("store_errors", count, kind, node)
+        for kind in ("timeout", "unavailable", "full"):
+            found.put("store_errors", tally.errors.get(kind, 0), kind)
         found.histograms["store_seconds"] = tally.store_seconds.data()
 
     def _rules_status(self, found: Snapshot) -> None:
@@ -274,5 +275,6 @@ class Reading:
         found.put("coalesced_checks", counters.get("coalesced_checks", 0))
         for breaker in list(getattr(store, "breakers", list)())[:NODES_MAX]:
             node = str(breaker.address)
-            found.put("breaker_state", _STATES.get(str(breaker.state), 0), node)
+            found.put("breaker_state", _STATES[breaker.state], node)
             found.put("breaker_opened", breaker.opened_times, node)
+            found.put("node_failures", breaker.failed_calls, node)

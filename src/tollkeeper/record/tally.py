@@ -8,8 +8,6 @@ from typing import Final
 from tollkeeper.errors import StoreError, StoreFull, StoreTimeout
 from tollkeeper.record.histograms import Histogram
 
-# Kinds of errors, times servers: those beyond are counted without the server.
-ERRORS_MAX: Final = 192
 _ERRORS: Final = {StoreTimeout: "timeout", StoreFull: "full"}
 
 
@@ -41,15 +39,12 @@ class Tally:
 
     unruled: dict[str, int] = field(default_factory=dict)
     """Checks that no limit had a say in, by why."""
-    errors: dict[tuple[str, str], int] = field(default_factory=dict)
-    """Checks that the store failed, by kind of error and by server, where that is known."""
+    errors: dict[str, int] = field(default_factory=dict)
+    """Checks that the store failed: timeout, unavailable or full."""
     store_seconds: Histogram = field(default_factory=Histogram)
     """How long checks waited for a store that is a trip away."""
 
     def failed(self, error: StoreError) -> None:
         """Count an error."""
         kind = next((name for of, name in _ERRORS.items() if isinstance(error, of)), "unavailable")
-        counted = (kind, getattr(error, "node", ""))
-        if counted not in self.errors and len(self.errors) >= ERRORS_MAX:
-            counted = (kind, "")
-        self.errors[counted] = self.errors.get(counted, 0) + 1
+        self.errors[kind] = self.errors.get(kind, 0) + 1

@@ -6,7 +6,8 @@ import asyncio
 import os
 import threading
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,6 +16,7 @@ from tests.edge.service.asking import RULES, asking
 from tollkeeper.decide.store import StoreStats
 from tollkeeper.edge.service import metrics
 from tollkeeper.edge.service.metrics import Left, _encode, fold_dead
+from tollkeeper.edge.service.node import Node
 from tollkeeper.errors import StoreUnavailable
 from tollkeeper.record.counters import FAMILIES, Snapshot
 
@@ -205,11 +207,9 @@ async def test_a_folder_that_is_gone_stops_nothing(caplog: pytest.LogCaptureFixt
         assert (await ask("GET", "/metrics")).status == 200
 
 
-async def test_what_records_had_no_room_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_records_had_no_room_for_is_told() -> None:
     """By whoever keeps records, if anybody does."""
 
-    class Recorder:
-        dropped = 5
-
-    assert metrics._dropped(type("Node", (), {"recorder": Recorder()})()) == 5  # type: ignore[arg-type]  # all that is looked at
-    assert metrics._dropped(type("Node", (), {})()) == 0  # type: ignore[arg-type]  # same
+    async with asking() as ask:
+        assert metrics._dropped(ask.node) == 0
+    assert metrics._dropped(cast("Node", SimpleNamespace(recorder=SimpleNamespace(dropped=5)))) == 5

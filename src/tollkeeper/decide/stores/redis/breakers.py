@@ -52,6 +52,7 @@ class NodeBreaker:
         "_reason",
         "_refusal",
         "address",
+        "failed_calls",
         "open",
         "proven",
         "stirred",
@@ -67,6 +68,7 @@ class NodeBreaker:
         self._lock = threading.Lock()
         self._reason = ""
         self._refusal = ""
+        self.failed_calls = 0
         self.open = False
         # Is there anything to count? Else a success need not be told.
         self.stirred = False
@@ -79,6 +81,7 @@ class NodeBreaker:
 
     def failed(self, reason: object, began_ns: int, count: int = 1) -> None:
         """So many calls failed, the last of which began then."""
+        self.failed_calls += count
         if not self._on:
             return
         with self._lock:
@@ -120,6 +123,7 @@ class NodeBreaker:
                 breaker.opened_times,
                 due_s if self.open else None,
                 self._reason,
+                self.failed_calls,
             )
 
     def _step(self, step: Callable[[int], None], reason: str | None = None) -> None:

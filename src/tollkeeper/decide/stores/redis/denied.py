@@ -42,11 +42,13 @@ class Sent(NamedTuple):
 class Denied:
     """The denials of one store, for all of its gates."""
 
-    __slots__ = ("_denials", "_longest_ns", "kept")
+    __slots__ = ("_denials", "_longest_ns", "by_rule", "kept")
 
     def __init__(self, longest_ns: int) -> None:
         self._longest_ns = longest_ns
         self._denials: Denials[list[list[int]]] = Denials()
+        # Checks that were answered from here; there are no more rules than gates were made for.
+        self.by_rule: dict[str, int] = {}
         # A subject that is not in it has none: one look that every check can afford.
         self.kept = self._denials.kept
 
@@ -69,7 +71,9 @@ class Denied:
         if denial is None:
             return None
         later = _later(denial.answer[0], denial.told_ns, now, now_ns)
-        return commands.answers.check(later, cost, early_ns)
+        decision = commands.answers.check(later, cost, early_ns)
+        self._count(decision.rule)
+        return decision
 
     def keep(self, asked: Asked, answer: list[int], decision: Decision, sent: Sent) -> None:
         """Keep what a check has told about those to come: that they are denied, until then.
@@ -104,10 +108,17 @@ class Denied:
         denial = self._denials.find([subject for _, subject, _ in asked], _question(asked), now_ns)
         if denial is None:
             return None
-        return [
+        found = [
             commands.answers.check(_later(answer, denial.told_ns, now, now_ns), cost, early_ns)
             for (commands, _, cost), answer in zip(asked, denial.answer, strict=True)
         ]
+        for decision in found:
+            if not decision.allowed:
+                self._count(decision.rule)
+        return found
+
+    def _count(self, rule: str) -> None:
+        self.by_rule[rule] = self.by_rule.get(rule, 0) + 1
 
     def keep_together(
         self,

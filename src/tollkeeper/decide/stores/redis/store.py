@@ -159,6 +159,10 @@ class RedisStore:
         """
         return {"denied_cache_hits": self._denied.hits}
 
+    def denied_by_rule(self) -> dict[str, int]:
+        """The same denials by their rules; those of several rules at once are under each."""
+        return dict(self._denied.by_rule)
+
     def breakers(self) -> list[BreakerState]:
         """How the breaker of each server is that was asked so far; costs nothing to ask."""
         return [breaker.state() for breaker in self._servers.breakers.all()]
