@@ -192,7 +192,28 @@ def test_what_is_hostile_gets_a_clear_answer(
     assert len(answer.body) < 20_000
 
 
-@pytest.mark.parametrize("length", [b"6000000", b"999999999999999999"])
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status"),
+    [
+        ("PUT", "/v1/admin/rules", {}, 413),
+        ("POST", "/v1/admin/explain", {}, 413),
+        ("PUT", "/v1/admin/rules", {"Authorization": "Bearer wrong"}, 401),
+        ("POST", "/v1/admin/explain", {"Content-Type": "text/plain"}, 415),
+        ("POST", "/v1/admin/node", {}, 405),
+        ("PUT", "/v1/admin/nope", {}, 404),
+    ],
+)
+def test_who_sends_too_much_is_told_so(
+    served: Served, method: str, path: str, headers: dict[str, str], status: int
+) -> None:
+    """Also a client that writes all of a body before it reads a word."""
+    named = {name.replace("-", "_"): value for name, value in headers.items()}
+    answer = served.ask(method, path, b"x" * 6_000_000, **named)
+    assert answer.status == status
+    assert answer.data["detail"]
+
+
+@pytest.mark.parametrize("length", [b"9000000", b"999999999999999999"])
 def test_a_body_that_says_it_is_too_large_is_not_waited_for(served: Served, length: bytes) -> None:
     """The answer comes before the body does."""
     parts = urlsplit(served.service.url)

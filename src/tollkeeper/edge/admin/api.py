@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tollkeeper._version import __version__
 from tollkeeper.edge.admin import page, problems, quotas, rules, subjects, versions
 from tollkeeper.edge.admin.answering import PREFIX
+from tollkeeper.edge.admin.draining import Draining
 from tollkeeper.edge.admin.plane import AdminNode, Plane
 from tollkeeper.edge.service import openapi
 
@@ -45,7 +46,7 @@ def admin_app(node: AdminNode) -> FastAPI:
         # A slash too many is another URL: to redirect would drop the body's method on some clients.
         redirect_slashes=False,
         lifespan=_lifespan,
-        middleware=[Middleware(_Headers)],
+        middleware=[Middleware(Draining), Middleware(_Headers)],
     )
     app.state.plane = Plane(node)
     routers = [module.router for module in (rules, subjects, versions, quotas)]

@@ -22,6 +22,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from tollkeeper.control.tables import REASON_LENGTH_MAX
+from tollkeeper.edge.admin.models import NUMBER_MAX
 from tollkeeper.edge.admin.plane import Asked, Condition, InForce, Plane
 from tollkeeper.edge.admin.problems import NotModified, Refusal, refusal_of
 from tollkeeper.edge.service.tokens import Need, Refused
@@ -164,11 +165,11 @@ def strict_json(raw: bytes) -> Any:
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        double = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{show(double)} is given twice in one object")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{show(name)} is given twice in one object")
+        found[name] = value
     return found
 
 
@@ -272,8 +273,8 @@ def condition_of(if_match: str | None, if_none_match: str | None) -> Condition |
     tags = tags_of(if_match)
     if tags is None:
         return Condition(any_version=True)
-    ours = (_OURS.fullmatch(tag) for tag in tags)
-    return Condition(frozenset(int(tag[1]) for tag in ours if tag))
+    ours = (int(tag[1]) for tag in map(_OURS.fullmatch, tags) if tag)
+    return Condition(frozenset(number for number in ours if number <= NUMBER_MAX))
 
 
 def refuse_known(etag: str, if_none_match: str | None) -> None:

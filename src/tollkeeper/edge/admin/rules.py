@@ -194,9 +194,10 @@ async def put_rule(
     The first rule that matches applies, so `before` moves it. The body is the rule as it stands in
     the document; its `id` may be left out.
     """
-    found = await plane.in_force() if plane.node.database else None
-    await plane.repository()
-    tiers = to_data(Document(tiers=found.document.tiers)).get("tiers", {}) if found else {}
+    await plane.repository()  # same
+    found = await plane.in_force()
+    # A rule may name tiers; whether those are still there is found when it is applied.
+    tiers = to_data(Document(tiers=found.document.tiers)).get("tiers", {})
     parsed = await asyncio.to_thread(_parsed, id, rule, tiers)
     version = await plane.change(
         asked, "put-rule", lambda document: edits.put_rule(document, parsed, before)
