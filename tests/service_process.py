@@ -138,6 +138,8 @@ class ServiceProcess(Startable):
 
     def launch(self) -> None:
         """Start it without waiting."""
+        if self._process is not None:
+            self._process.wait()
         clean = {k: v for k, v in os.environ.items() if not k.startswith("TOLLKEEPER_")}
         self._logged = self._log.stat().st_size if self._log.exists() else 0
         with self._log.open("ab") as log:
@@ -157,9 +159,9 @@ class ServiceProcess(Startable):
         if not started:
             return False
         self.url, self.grpc = started[-1]["url"], started[-1]["grpc"]
-        return len(self.worker_pids()) == self.workers and self._listening()
+        return len(self.worker_pids()) == self.workers and self.is_listening()
 
-    def _listening(self) -> bool:
+    def is_listening(self) -> bool:
         """Does every worker listen? Each has a socket of its own on the port."""
         port = urlsplit(self.url).port or 0
         lines = Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]

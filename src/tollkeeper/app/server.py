@@ -182,7 +182,7 @@ def started_line(settings: Settings, version: str) -> str:
         options += '-H "Authorization: Bearer $TOLLKEEPER_TOKEN" '
     grpc = f", gRPC {settings.grpc}" if settings.grpc else ""
     return (
-        f"tollkeeper {__version__} on {url}{grpc}; {settings.workers} workers; "
+        f"tollkeeper {__version__} on {url}{grpc}; workers: {settings.workers}; "
         f"rules {_shown(settings.rules)}, version {version}; store {_shown(settings.store)}; "
         f'try: curl {options}{url}/v1/check -d \'{{"user": "42"}}\''
     )

@@ -1,0 +1,207 @@
+"""A real `tollkeeper serve` and what it is sent: by whom, how much, and how well-formed."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.redis_servers.certificates import make_certificates
+from tests.redis_servers.waiting import until
+from tests.service_process import RULES, ServiceProcess, run_to_end
+from tollkeeper.edge.service import token_file
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[ServiceProcess]:
+    """One for all the tests that leave it as it was."""
+    with ServiceProcess(RULES, "--access-log") as running:
+        yield running
+
+
+# ── Whatever is sent ───────────────────────────────────────────────────────────────────────────
+
+DEEP = b'{"attributes":' + b'{"a":' * 20_000
+BODIES: list[tuple[str, bytes, int, str]] = [
+    ("NUL", b'{"user":"a\0b"}', 400, "byte"),
+    ("NUL, escaped", b'{"user":"a\\u0000b"}', 400, "NUL character in it - at `$.user`"),
+    ("a megabyte", b'{"user":"' + b"x" * 2**20 + b'"}', 413, "65,536 bytes"),
+    ("five megabytes", b" " * (5 * 2**20), 413, "65,536 bytes"),
+    ("not UTF-8", b'{"user":"\xff\xfe"}', 400, "not UTF-8 (byte 9)"),
+    ("nested", DEEP, 413, "65,536 bytes"),
+    ("nested less", DEEP[:60_000], 400, "the body"),
+    ("not JSON", b"user=42", 400, "JSON is malformed"),
+    ("nothing", b"", 400, "truncated"),
+    ("another field", b'{"usr":"42"}', 400, "unknown field `usr`"),
+    ("a key too long", b'{"user":"' + b"x" * 2_000 + b'"}', 400, "512"),
+    ("too large a number", b'{"cost":' + b"9" * 5_000 + b"}", 400, "the body"),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [each[1:] for each in BODIES],
+    ids=[each[0] for each in BODIES],
+)
+def test_a_body_that_is_wrong_is_4xx_and_says_why(
+    service: ServiceProcess, body: bytes, status: int, said: str
+) -> None:
+    """As problem JSON; and the service is as well as before."""
+    answer = service.ask("POST", "/v1/check", body)
+    assert answer.status == status
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert said in answer.data["detail"]
+    assert service.ask("POST", "/v1/check", {"endpoint": "/"}).status == 200
+
+
+QUERIES = [
+    ("user=%00", 400),
+    ("user=%ff", 400),
+    ("usr=1", 400),
+    ("user=" + "x" * 20_000, 400),
+    ("user=1&user=2", 400),
+    ("&".join(f"attributes.a{n}=1" for n in range(200)), 400),
+]
+
+
+@pytest.mark.parametrize(("query", "status"), QUERIES, ids=lambda value: str(value)[:20])
+def test_a_query_that_is_wrong_is_4xx(service: ServiceProcess, query: str, status: int) -> None:
+    """With the field."""
+    answer = service.ask("GET", f"/v1/quota?{query}")
+    assert answer.status == status
+    assert answer.data["error"]["code"] == "INVALID_REQUEST"
+
+
+HEADS: list[tuple[str, bytes]] = [
+    ("NUL", b"X-Request-Id: a\0b"),
+    ("a megabyte", b"X-Request-Id: " + b"a" * 2**20),
+    ("a thousand of them", b"\r\n".join(b"X-%d: a" % n for n in range(1_000))),
+    ("no name", b": a"),
+    ("folded", b"X-Request-Id: a\r\n b"),
+    ("two lengths", b"Content-Length: 2\r\nContent-Length: 3"),
+    ("a length that is none", b"Content-Length: x"),
+]
+
+
+@pytest.mark.parametrize("head", [each[1] for each in HEADS], ids=[each[0] for each in HEADS])
+def test_a_head_that_is_wrong_is_4xx(service: ServiceProcess, head: bytes) -> None:
+    """Or is hung up on, where it does not end."""
+    said = raw(service, b"POST /v1/check HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n\r\n{}")
+    assert said == b"" or said.startswith(b"HTTP/1.1 4"), said[:200]
+    assert service.ask("GET", "/healthz").status == 200
+
+
+@pytest.mark.parametrize("value", ["é", "\x01", "a" * 500, "x" * 50_000])
+def test_a_header_that_is_odd_is_no_error(service: ServiceProcess, value: str) -> None:
+    """It is only not taken for a name of the request."""
+    said = raw(
+        service,
+        b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Request-Id: "
+        + value.encode("latin-1")
+        + b"\r\nAuthorization: "
+        + value.encode("latin-1")
+        + b"\r\n\r\n",
+    )
+    assert said.split()[1] in {b"200", b"400", b"431"}
+
+
+def raw(service: ServiceProcess, request: bytes) -> bytes:
+    """What comes back for these bytes, up to its end or a moment's silence."""
+    parts = urlsplit(service.url)
+    with socket.create_connection((parts.hostname, parts.port), 10) as connection:
+        connection.settimeout(10)
+        said = b""
+        try:
+            connection.sendall(request)
+            while piece := connection.recv(65_536):
+                said += piece
+                if b"\r\n\r\n" in said:
+                    break
+        except OSError:
+            return said
+        return said
+
+
+def test_the_access_log_has_no_keys(service: ServiceProcess) -> None:
+    """Neither in a query nor in a body; but what was asked, and what was answered."""
+    service.ask("GET", "/v1/quota?api_key=sk_very_secret")
+    service.ask("POST", "/v1/check", {"api_key": "sk_very_secret"})
+
+    def logged() -> list[tuple[str, int]]:
+        found = [each for each in service.events() if each["event"] == "access"]
+        return [(each["path"], each["status"]) for each in found]
+
+    until(lambda: {("/v1/quota", 200), ("/v1/check", 200)} <= set(logged()), "it is logged", 10)
+    assert "sk_very_secret" not in service.log_text()
+
+
+# ── By whom ────────────────────────────────────────────────────────────────────────────────────
+
+
+def bearer(secret: str) -> dict[str, str]:
+    """The header."""
+    return {"Authorization": f"Bearer {secret}"}
+
+
+def test_a_callers_token_is_for_the_caller_alone() -> None:
+    """It cannot read or spend another's quota, over any endpoint; the log has no secret."""
+    with ServiceProcess(RULES) as service:
+        # Open, until there are tokens: then within a second it is not.
+        assert service.ask("POST", "/v1/check", {"user": "1"}).status == 200
+        path = service.data / "tokens.json"
+        own = token_file.create(path, "one", "check", {"user": "1"})
+        admin = token_file.create(path, "root", "admin")
+        until(lambda: service.ask("GET", "/v1/quota?user=1").status == 401, "it is closed", 5)
+        for method, url, body in (
+            ("POST", "/v1/check", {"user": "2"}),
+            ("POST", "/v1/check/batch", {"checks": [{"user": "1"}, {"user": "2"}]}),
+            ("POST", "/v1/settle", {"user": "2", "reserved": 1, "actual": 0}),
+            ("GET", "/v1/quota?user=2", None),
+            ("DELETE", "/v1/quota?user=1", None),
+            ("POST", "/v1/quota/grant", {"user": "1", "units": 1}),
+            ("GET", "/v1/admin/rules", None),
+        ):
+            assert service.ask(method, url, body, bearer(own)).status == 403, (method, url)
+        quota = service.ask("GET", "/v1/quota?user=2", headers=bearer(admin)).data
+        assert quota["rules"][0]["limits"][0]["remaining"] == 100
+        answer = service.ask("POST", "/v1/check", {}, bearer(own))
+        assert (answer.status, answer.data["remaining"]) == (200, 98)
+        assert service.ask("GET", "/v1/admin/rules", headers=bearer(admin)).status == 200
+        token_file.remove(path, "one")
+        until(lambda: service.ask("POST", "/v1/check", {}, bearer(own)).status == 401, "out", 5)
+        assert own not in service.log_text()
+        assert admin not in service.log_text()
+
+
+def test_other_machines_are_let_in_with_tokens_only(tmp_path: Path) -> None:
+    """An address that others reach, without tokens: it does not start, and says what to do."""
+    rules = tmp_path / "rules.json"
+    rules.write_text(json.dumps(RULES))
+    done = run_to_end(
+        ["serve", "--host", "0.0.0.0", "--rules", str(rules), "--data", str(tmp_path / "data")]
+    )
+    assert done.returncode == 2
+    assert "tollkeeper token create" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_tls(tmp_path: Path) -> None:
+    """With a certificate it speaks TLS 1.2 and up, and nothing else."""
+    made = make_certificates(tmp_path)
+    options = ("--tls-cert", str(made.server_cert_path), "--tls-key", str(made.server_key_path))
+    with ServiceProcess(RULES, *options) as service:
+        assert service.url.startswith("https://127.0.0.1:")
+        context = ssl.create_default_context(cafile=str(made.ca_path))
+        parts = urlsplit(service.url)
+        with (
+            socket.create_connection((parts.hostname, parts.port), 10) as plain,
+            context.wrap_socket(plain, server_hostname="127.0.0.1") as secured,
+        ):
+            assert secured.version() in {"TLSv1.2", "TLSv1.3"}
+        assert service.ask("POST", "/v1/check", {"user": "42"}).status == 200
+        assert not raw(service, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n").startswith(b"HTTP")
