@@ -248,6 +248,7 @@ class RulesInForce:
             tuple([item.applied for item in items]),
             "unavailable" if failed else "limited",
             tuple(shadow_denied),
+            tuple([(item.who, item.units) for item in items]),
         )
 
     def _closed(self, items: Items) -> bool:

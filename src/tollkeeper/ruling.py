@@ -50,3 +50,5 @@ class Ruling(NamedTuple):
     """
     shadow_denied: tuple[str, ...] = ()
     """The rules in shadow mode that would have denied it."""
+    counted: tuple[tuple[str, int], ...] = ()
+    """For each of `applied`, who is counted and for how many units; () where that is not known."""

@@ -231,7 +231,7 @@ def policy_names_of(ruling: Ruling) -> list[str]:
 
 def raw_headers_of(ruling: Ruling, now_ns: int, style: Style = _STYLE) -> list[RawHeader]:
     """The headers of an answer as ASGI wants them: bytes, the names in small letters."""
-    decision, applied, kind, _ = ruling
+    decision, applied, kind, _, _ = ruling
     if kind != "limited" or decision.degraded or not decision.allowed or style.draft != 10:
         return _raw_headers_in_full(ruling, now_ns, style)
     known = _known.get(applied) or _learn(applied)
@@ -259,7 +259,7 @@ def raw_headers_of(ruling: Ruling, now_ns: int, style: Style = _STYLE) -> list[R
 
 def _raw_headers_in_full(ruling: Ruling, now_ns: int, style: Style) -> list[RawHeader]:
     """Every kind of answer in every style; the common one has a short cut above."""
-    decision, applied, kind, _ = ruling
+    decision, applied, kind, _, _ = ruling
     if kind in {"unlimited", "blocked"}:
         return []
     if kind == "exempt":

@@ -215,7 +215,7 @@ encode: Final = msgspec.json.Encoder().encode
 
 def verdict_of(ruling: Ruling) -> Verdict:
     """What a ruling says, for a program."""
-    decision, _, kind, shadow_denied = ruling
+    decision, _, kind, shadow_denied, _ = ruling
     if kind == "limited" and not decision.degraded:
         return Verdict(
             decision.allowed,
