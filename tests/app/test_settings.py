@@ -30,7 +30,8 @@ def test_the_command_line_goes_before_the_file(tmp_path: Path) -> None:
         "port: 9000\nnode-id: eu-1\ntrusted_proxy: [10.0.0.0/8]\nidentify: api_key=header:X-Key\n"
         "drain-seconds: 3\ngrpc: no\ndraft: 7\naccess-log: true\n"
     )
-    settings = Settings.gather({"port": 9001, "node_id": None}, str(config))
+    given: dict[str, Any] = {"port": 9001, "node_id": None, "trusted_proxy": [], "identify": None}
+    settings = Settings.gather(given, str(config))
     assert (settings.port, settings.node_id, settings.drain_seconds) == (9001, "eu-1", 3.0)
     assert settings.trusted_proxy == ("10.0.0.0/8",)
     assert settings.sources == {"api_key": ["header:X-Key"]}

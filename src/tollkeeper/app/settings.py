@@ -95,10 +95,10 @@ class Settings:
     def gather(cls, given: Mapping[str, Any], config: str | None = None) -> Self:
         """What was given, over what the file says, over the defaults; complete and checked.
 
-        `given` has None for what was not given. Raises ConfigError.
+        `given` has None, or nothing in a list, for what was not given. Raises ConfigError.
         """
         found = {} if config is None else _read(Path(config))
-        found |= {name: value for name, value in given.items() if value is not None}
+        found |= {name: value for name, value in given.items() if value not in (None, [], ())}
         settings = cls(**{name: _checked(name, value) for name, value in found.items()})
         return settings.complete()
 

@@ -58,6 +58,7 @@ def check_access(settings: Settings) -> None:
 
 
 def check_tls(settings: Settings) -> None:
+    """Can the certificate and its key be read? Raises ConfigError."""
     for name, file in (("--tls-cert", settings.tls_cert), ("--tls-key", settings.tls_key)):
         if file and not os.access(file, os.R_OK):
             raise ConfigError(f"{name} {file} cannot be read")
