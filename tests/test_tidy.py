@@ -47,6 +47,7 @@ TESTED_IN = {
     "edge/admin/models.py": "edge/admin/test_asking.py",
     "edge/service/openapi.py": "integration/test_openapi.py",
     "edge/service/openapi_checks.py": "integration/test_openapi.py",
+    "operations/__init__.py": "integration/test_alerts.py",
     "override.py": "testing/test_switches.py",
     "in_force.py": "test_ruled.py",
     "path.py": "test_limiter.py",

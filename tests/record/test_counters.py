@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -49,6 +50,14 @@ def test_names_are_as_prometheus_wants_them() -> None:
         assert family.full_name.endswith("_total") == (family.kind == "counter")
         known = {"rule", "outcome", "source", "route", "status", "code", "kind", "node", "version"}
         assert set(family.labels) <= known
+
+
+def test_the_reference_has_them_all() -> None:
+    """Each with its labels, and none that there is not."""
+    page = (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(tollkeeper_\w+)` \| ([a-z, ]*)\|", page, re.MULTILINE)
+    told = {name: tuple(filter(None, labels.strip().split(", "))) for name, labels in rows}
+    assert told == {family.full_name: family.labels for family in FAMILIES}
 
 
 def test_counters_are_added_and_of_gauges_the_worst_is_told() -> None:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from tollkeeper._version import __version__
 from tollkeeper.app.doctor import Report, examine
+from tollkeeper.app.metrics import app as metrics
 from tollkeeper.app.remote import COMMANDS, RemoteCommand
 from tollkeeper.app.rules import app as rules
 from tollkeeper.app.rules_options import Command
@@ -30,6 +31,7 @@ app: Final = typer.Typer(
 
 app.add_typer(rules, name="rules")
 app.add_typer(tokens, name="token")
+app.add_typer(metrics, name="metrics")
 app.command(cls=Command)(serve)
 for command in COMMANDS:
     app.command(cls=RemoteCommand)(command)

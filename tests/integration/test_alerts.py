@@ -1,0 +1,62 @@
+"""The alerts, by Prometheus' own tool: each fires when it should, and not otherwise."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.prometheus_process import promtool
+from tollkeeper import operations
+
+ROOT = Path(__file__).parents[2]
+RULES: list[dict[str, Any]] = yaml.safe_load(operations.read(operations.ALERTS))["groups"][0][
+    "rules"
+]
+NAMES = [rule["alert"] for rule in RULES]
+
+
+def findings(
+    folder: Path, rules: list[dict[str, Any]], names: Sequence[str] = NAMES
+) -> subprocess.CompletedProcess[str]:
+    """What promtool says of these alerts and the shipped tests of those that are named."""
+    written = {"groups": [{"name": "tollkeeper", "rules": rules}]}
+    (folder / operations.ALERTS).write_text(yaml.safe_dump(written), encoding="utf-8")
+    shipped = yaml.safe_load(operations.read(operations.ALERTS_TEST))
+    wanted = [each for each in shipped["tests"] if each["alert_rule_test"][0]["alertname"] in names]
+    tests = folder / operations.ALERTS_TEST
+    tests.write_text(yaml.safe_dump({**shipped, "tests": wanted}), encoding="utf-8")
+    return promtool("test", "rules", str(tests))
+
+
+def test_promtool_accepts_the_alerts_and_their_tests_pass(tmp_path: Path) -> None:
+    """As they are shipped: the syntax, and every test."""
+    alerts = tmp_path / operations.ALERTS
+    alerts.write_text(operations.read(operations.ALERTS), encoding="utf-8")
+    checked = promtool("check", "rules", str(alerts))
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    found = findings(tmp_path, RULES)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+@pytest.mark.parametrize("expr", ["vector(0) > 1", "vector(1)"], ids=["never", "always"])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_alert_that_never_or_always_fires_fails_its_test(
+    name: str, expr: str, tmp_path: Path
+) -> None:
+    """So each has a test that it fires, and one that it does not."""
+    changed = [{**rule, "expr": expr} if rule["alert"] == name else rule for rule in RULES]
+    found = findings(tmp_path, changed, [name])
+    assert found.returncode != 0
+    assert f"alertname: {name}" in found.stdout + found.stderr
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_alert_has_a_runbook(name: str) -> None:
+    """The link's anchor is a heading of the page."""
+    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8").splitlines()
+    assert f"### {name}" in page
