@@ -34,7 +34,7 @@ from tollkeeper import ConfigError
 from tollkeeper.edge.answers import Style
 from tollkeeper.edge.asgi import RateLimit
 from tollkeeper.edge.asgi import limited as limited_endpoint
-from tollkeeper.testing import ManualClock
+from tollkeeper.testing import ManualClock, limiting_off
 
 HEADERS = {
     "x-ratelimit-limit": "2",
@@ -434,3 +434,22 @@ def test_no_request_makes_the_middleware_fail(
     seen = asyncio.run(ask_scope(app, scope))
     assert seen.status in {200, 307, 404, 405}
     assert seen.headers["x-ratelimit-limit"] == "1000000"
+
+
+async def test_while_limiting_is_switched_off_nothing_is_said_or_counted() -> None:
+    """A test that switches limiting off does so for requests that take the short way too."""
+    guarded = limited(limits="1/minute")
+    assert (await ask(guarded)).status == 200
+    with limiting_off():
+        for _ in range(3):
+            seen = await ask(guarded)
+            assert (seen.status, seen.headers) == (200, {"x-mine": "1"})
+    assert (await ask(guarded)).status == 429
+
+
+async def test_the_short_way_and_the_long_way_are_one() -> None:
+    """The first request of an address is decided at length and the next shortly: same answers."""
+    short, long = limited(limits="3/minute"), limited(limits="3/minute", skip=lambda call: False)
+    for _ in range(5):
+        one, other = await ask(short), await ask(long)
+        assert (one.status, one.headers, one.body) == (other.status, other.headers, other.body)

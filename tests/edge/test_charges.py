@@ -107,6 +107,13 @@ def test_of_several_rulings_the_tightest_speaks_and_all_are_listed() -> None:
     assert whole.shadow_denied == ("s",)
 
 
+def test_who_was_counted_is_known_of_all_or_of_none() -> None:
+    """It goes with the rules, one for one, so a part of it would be wrong."""
+    known = _ruling()._replace(counted=(("user:1", 2),))
+    assert joined([known, known]).counted == (("user:1", 2), ("user:1", 2))
+    assert joined([known, _ruling()]).counted == ()
+
+
 def test_a_denial_speaks_before_all_that_allowed() -> None:
     """The last of several rulings is the one that can deny, whatever remains elsewhere."""
     allowed, denied = _ruling(remaining=0), _ruling(allowed=False, remaining=3)

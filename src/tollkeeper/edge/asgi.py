@@ -34,6 +34,7 @@ from tollkeeper.edge.passage import (
     Send,
     is_turned_away,
     passage_of,
+    started_now,
 )
 from tollkeeper.edge.templates import RoutedCall
 from tollkeeper.edge.terms import Options, RouteOptions, Terms
@@ -76,20 +77,19 @@ class RateLimit:
         if kind not in {"http", "websocket"}:
             await self.app(scope, receive, self._closing(send) if kind == "lifespan" else send)
             return
-        call = RoutedCall(scope, self.app)
-        outer = scope.get(PASSAGE)
-        if outer is not None:
+        if PASSAGE in scope:
             # Another of these is around this one: it has the headers and the answers.
-            await outer.charge(self.guard, call)
+            await scope[PASSAGE].charge(self.guard, RoutedCall(scope, self.app))
             await self.app(scope, receive, send)
             return
-        guard = self.guard
-        passage = scope[PASSAGE] = Passage(guard, send)
+        started = started_now(self.guard, scope, send)
+        passage = started or Passage(self.guard, send)
         try:
-            if guard.is_quick:
-                passage.charge_now(call)
-            else:
-                await passage.charge(guard, call)
+            if started is None:
+                scope[PASSAGE] = passage
+                await passage.enter(RoutedCall(scope, self.app))
+            elif not passage.decision.allowed:
+                passage.turn_away(self.guard, RoutedCall(scope, self.app))
             await self.app(scope, receive, passage.send)
         except GeneratorExit:
             raise  # the event loop is gone, and nothing can be awaited any more
@@ -97,7 +97,7 @@ class RateLimit:
             if not is_turned_away(error):
                 await passage.fail(error)
                 raise
-        if not passage.is_finished:
+        if passage.changed or passage.is_open or passage.turned is not None:
             await passage.finish(receive)
 
     def _closing(self, send: Send) -> Send:

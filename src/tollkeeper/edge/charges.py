@@ -33,20 +33,22 @@ class Charge:
     >>> charge.settle(37)
     """
 
-    __slots__ = ("_charged", "_wanted", "changed", "key", "ruling")
+    __slots__ = ("_charged", "_ruling", "_wanted", "changed", "decision", "key")
 
     def __init__(self, ruling: Ruling, key: Key | Request = "", units: int = 0) -> None:
         """`ruling` has spent `units` of `key`'s quota, if it allowed the request."""
-        self.ruling = ruling
+        self._ruling: Ruling | None = ruling
+        self.decision = ruling.decision
+        """What was decided on the request."""
         self.key = key
         self._charged = self._wanted = units
         self.changed = False
         """Whether the application has said something that is not applied yet."""
 
     @property
-    def decision(self) -> Decision:
-        """What was decided on the request."""
-        return self.ruling.decision
+    def ruling(self) -> Ruling:
+        """What was decided on the request, and on what grounds."""
+        return PASSED if self._ruling is None else self._ruling
 
     def settle(self, units: int) -> None:
         """Make the request cost so many units in all. The last call counts.
@@ -62,6 +64,11 @@ class Charge:
         self._wanted = 0
         self.changed = True
 
+    @property
+    def units(self) -> int:
+        """What is charged now."""
+        return self._charged
+
     def take(self, counts: bool = True) -> tuple[int, int] | None:
         """What is charged and what is to be, if that differs; from then on the latter is.
 
@@ -69,7 +76,7 @@ class Charge:
         """
         self.changed = False
         wanted = self._wanted if counts else 0
-        decision = self.ruling.decision
+        decision = self.decision
         # A degraded answer spent nothing, nor did a denied one: there is nothing to settle.
         charged = decision.allowed and not decision.degraded and self.ruling.kind == "limited"
         if not charged or wanted == self._charged:
@@ -98,4 +105,12 @@ def joined(rulings: Sequence[Ruling]) -> Ruling:
         tuple(rule for each in rulings for rule in each.applied),
         last.kind if denied else "limited",
         shadow_denied,
+        _counted(rulings),
     )
+
+
+def _counted(rulings: Sequence[Ruling]) -> tuple[tuple[str, int], ...]:
+    """Who is counted by each rule of all the rulings, if each of them knows."""
+    if any(len(each.counted) != len(each.applied) for each in rulings):
+        return ()
+    return tuple(who for each in rulings for who in each.counted)

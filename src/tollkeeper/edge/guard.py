@@ -23,7 +23,6 @@ from dataclasses import replace
 from inspect import isawaitable
 from typing import Any, ClassVar, Final, Self, cast
 
-from tollkeeper import override
 from tollkeeper.arguments import clock_of
 from tollkeeper.clock import Clock, seconds_from_ns
 from tollkeeper.decide.store import Store
@@ -33,14 +32,15 @@ from tollkeeper.edge.calls import Call, digest_of
 from tollkeeper.edge.charges import PASSED, Charge
 from tollkeeper.edge.claims import Claim
 from tollkeeper.edge.identity import NOBODY, Compiled, Identity, Source
+from tollkeeper.edge.prepared import Prepared, prepared
 from tollkeeper.edge.terms import KeySource, Options, Terms
 from tollkeeper.errors import CapacityError, ConfigError, TollkeeperError, show
 from tollkeeper.identify import Key
 from tollkeeper.limiter import Limiter
 from tollkeeper.limiter_async import AsyncLimiter
 from tollkeeper.match.paths import normalised
-from tollkeeper.model import Request
-from tollkeeper.ruling import Applied, Ruling
+from tollkeeper.model import Decision, Request
+from tollkeeper.ruling import Ruling
 
 __all__ = ["LOG", "AsyncGuard", "Guard", "KeySource", "Options", "Refused", "Terms"]
 
@@ -72,7 +72,7 @@ class _Post:
         self._per_route = terms.per_route
         self._set_key(terms.key)
         self._cost = terms.cost if callable(terms.cost) else None
-        self._units = 1 if callable(terms.cost) else terms.cost
+        self.units = 1 if callable(terms.cost) else terms.cost
         self._lock = threading.Lock()  # of opening again, which is seldom done
         self._opened = False
         self._open()
@@ -305,7 +305,7 @@ class Guard(_Post):
             return Charge(PASSED)
         hook = self._key_hook
         key = self._key_of(call) if hook is None else self._key_from(hook(call), call)
-        units = self._units if self._cost is None else self._cost(call)
+        units = self.units if self._cost is None else self._cost(call)
         try:
             ruling = self._limiter.judge(key, units)
         except (CapacityError, ConfigError) as error:
@@ -362,6 +362,8 @@ class AsyncGuard(_Post):
     awaits: bool
     # Whether `enter_now` is enough: no hook, nothing to await, no leaky bucket.
     is_quick: bool
+    # Keys by peer, for who decides without even a call (`passage.started_now`); else None.
+    peers: dict[str, str] | None
 
     def _kind(self) -> type[Limiter | AsyncLimiter]:
         return AsyncLimiter if hasattr(self.store, "async_gate") else Limiter
@@ -369,33 +371,34 @@ class AsyncGuard(_Post):
     def _bind(self) -> None:
         terms = self.terms
         self.awaits = isinstance(self._limiter, AsyncLimiter)
-        self._applied: tuple[Applied, ...] | None = None
+        self.prepared: Prepared | None = None
         self.is_quick = (
             not self.awaits
             and terms.limits is not None
             and all(limit.algorithm != "leaky_bucket" for limit in self._limiter.limits)
             and (terms.skip, self._key_hook, self._cost) == (None, None, None)
         )
+        self.peers = None
+        if self.is_quick:
+            self.check = self._limiter.check
+            if self.units <= min(limit.capacity for limit in self._limiter.limits):
+                self.peers = self._by_peer
 
     def enter_now(self, call: Call) -> Charge:
         """Charge a call without waiting for anything; for a guard that `is_quick`."""
         key = self._key_of(call)
-        units = self._units
         try:
-            return Charge(self._judged(key, units), key, units)
+            ruling = self._limiter.judge(key, self.units)
         except (CapacityError, ConfigError) as error:
             raise Refused(error) from error
+        if self.prepared is None:
+            self.prepared = prepared(ruling, self.now_ns(), self.style)
+        return Charge(ruling, key, self.units)
 
-    def _judged(self, key: Key | Request, units: int) -> Ruling:
-        """`Limiter.judge` in half the time, for what nearly always is so: the store decided."""
-        if self._applied is None or override.limiting_off:
-            ruling: Ruling = self._limiter.judge(key, units)
-            self._applied = ruling.applied or None
-            return ruling
-        decision = self._limiter.check(key, units)
-        kind = "unavailable" if decision.degraded and not decision.allowed else "limited"
-        # A NamedTuple's own constructor takes three times as long.
-        return tuple.__new__(Ruling, (decision, self._applied, kind, ()))
+    def ruling_of(self, decision: Decision) -> Ruling:
+        """What `judge` makes of a decision that `check` returned."""
+        ruling: Ruling = self._limiter._ruling(decision)  # noqa: SLF001 - it would decide again
+        return ruling
 
     async def enter(self, call: Call) -> Charge:
         """Charge a call, and hold it for as long as a leaky bucket asks. See Guard.enter."""
@@ -406,7 +409,7 @@ class AsyncGuard(_Post):
             return Charge(PASSED)
         hook = self._key_hook
         key = self._key_of(call) if hook is None else self._key_from(await _found(hook(call)), call)
-        units = self._units if self._cost is None else await _found(self._cost(call))
+        units = self.units if self._cost is None else await _found(self._cost(call))
         try:
             ruling = self._limiter.judge(key, units)
             if self.awaits:
@@ -449,6 +452,7 @@ class AsyncGuard(_Post):
             await guard.close()
         if self._opened and self.terms.limiter is None:
             self._opened = self.is_quick = False
+            self.peers = None
             if self.awaits:
                 await self._limiter.close()
             elif self._limiter is not None:

@@ -20,11 +20,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final, NoReturn
 
+from tollkeeper import override
 from tollkeeper.edge.answers import Answer, RawHeader, raw_headers_of
 from tollkeeper.edge.calls import AsgiCall
-from tollkeeper.edge.charges import Charge, joined
+from tollkeeper.edge.charges import PASSED, Charge, joined
 from tollkeeper.edge.guard import AsyncGuard, Refused
+from tollkeeper.edge.prepared import Prepared
 from tollkeeper.errors import ConfigError, TollkeeperError, show
+from tollkeeper.identify import Key
+from tollkeeper.model import Decision, Request
 from tollkeeper.ruling import Ruling
 
 Scope = MutableMapping[str, Any]
@@ -84,58 +88,95 @@ def is_turned_away(error: BaseException) -> bool:
     return isinstance(error, TurnedAway)
 
 
-class Passage:
-    """The way of one request, from the middleware that made it to the end of its response."""
+class Passage(Charge):
+    """The way of one request, from the middleware that made it to the end of its response.
 
-    __slots__ = ("_answer", "_charge", "_counts", "_further", "_send", "_turned", "guard", "status")
+    It is itself the charge by the middleware's own limits, because nearly every request has just
+    that one.
+    """
 
-    def __init__(self, guard: AsyncGuard, send: Send) -> None:
+    __slots__ = (
+        "_answer",
+        "_further",
+        "_prepared",
+        "_send",
+        "guard",
+        "is_open",
+        "status",
+        "turned",
+    )
+
+    def __init__(
+        self,
+        guard: AsyncGuard,
+        send: Send,
+        decision: Decision = PASSED.decision,
+        key: Key | Request = "",
+        units: int = 0,
+    ) -> None:
         # Not the scope, which has this: a circle would be left for the garbage collector.
         self.guard = guard
         self._send = send
-        self._charge: Charge | None = None  # the guard's own
+        self.decision = decision
+        self.key = key
+        self._charged = self._wanted = units
+        self.changed = False
+        self._ruling: Ruling | None = None  # made when it is asked for
+        self._prepared: Prepared | None = None
         self._further: list[tuple[AsyncGuard, Charge]] | None = None
-        self._counts = False  # whether an outcome has a say in what the request costs
-        self._turned: tuple[AsyncGuard, AsgiCall] | None = None
+        # Whether the request's end has a say in what it costs, or may have.
+        self.is_open = guard.counts_some
+        # By whom the request was refused.
+        self.turned: tuple[AsyncGuard, AsgiCall] | None = None
         self._answer: Answer | None = None
         self.status: int | None = None
 
+    @property
+    def ruling(self) -> Ruling:
+        """What the middleware's own limits decided."""
+        if self._ruling is None:
+            passed = self.decision is PASSED.decision
+            self._ruling = PASSED if passed else self.guard.ruling_of(self.decision)
+        return self._ruling
+
+    async def enter(self, call: AsgiCall) -> None:
+        """Charge the request by the guard's own limits. Raises TurnedAway where they refuse."""
+        guard = self.guard
+        try:
+            charge = guard.enter_now(call) if guard.is_quick else await guard.enter(call)
+        except Refused as refused:
+            self._answer = refused.answer
+            self.turn_away(guard, call)
+        self._ruling = charge.ruling
+        self.decision = charge.decision
+        self.key = charge.key
+        self._charged = self._wanted = charge.units
+        call.scope[CHARGE] = self
+        if not self.decision.allowed:
+            self.turn_away(guard, call)
+        if guard.is_quick and charge.ruling.kind == "limited" and not self.decision.degraded:
+            self._prepared = guard.prepared
+
     async def charge(self, guard: AsyncGuard, call: AsgiCall) -> Charge:
         """Charge the request by another guard's limits. Raises TurnedAway where they refuse."""
+        self.is_open = True
+        self._prepared = None  # it is several limits that are to be told of
         try:
             charge = await guard.enter(call)
         except Refused as refused:
             self._answer = refused.answer
-            self._turn_away(guard, call)
-        return self._charged(guard, call, charge)
-
-    def charge_now(self, call: AsgiCall) -> None:
-        """Charge the request first by the guard itself, which is quick: without a coroutine."""
-        try:
-            charge = self.guard.enter_now(call)
-        except Refused as refused:
-            self._answer = refused.answer
-            self._turn_away(self.guard, call)
-        self._charged(self.guard, call, charge)
-
-    def _charged(self, guard: AsyncGuard, call: AsgiCall, charge: Charge) -> Charge:
-        if self._charge is None:
-            self._charge = charge
-        elif self._further is None:
-            self._further = [(guard, charge)]
-        else:
-            self._further.append((guard, charge))
-        if not charge.ruling.decision.allowed:
-            self._turn_away(guard, call)
-        if guard.counts_some:
-            self._counts = True
+            self.turn_away(guard, call)
+        if self._further is None:
+            self._further = []
+        self._further.append((guard, charge))
+        if not charge.decision.allowed:
+            self.turn_away(guard, call)
         call.scope[CHARGE] = charge
         return charge
 
     def _charges(self) -> list[tuple[AsyncGuard, Charge]]:
         """All of them, in the order they were made."""
-        first = [] if self._charge is None else [(self.guard, self._charge)]
-        return first + (self._further or [])
+        return [(self.guard, self), *(self._further or ())]
 
     def name_for(self, route: str) -> str:
         """What a route's further limits are kept under: each that a request meets by itself.
@@ -150,8 +191,9 @@ class Passage:
             name = f"{route} #{number}"
         return name
 
-    def _turn_away(self, guard: AsyncGuard, call: AsgiCall) -> NoReturn:
-        self._turned = guard, call
+    def turn_away(self, guard: AsyncGuard, call: AsgiCall) -> NoReturn:
+        """Refuse the request, for `guard`: unwinds what runs, and the middleware answers."""
+        self.turned = guard, call
         for _, charge in self._charges():
             charge.refund()  # what one limit denies costs nothing in the others
         raise TurnedAway("the request was refused")
@@ -160,22 +202,26 @@ class Passage:
 
     def send(self, message: Message) -> Awaitable[None]:
         """Send a message, with our headers where a response starts. Not async: one frame less."""
-        kind = message["type"]
-        if self._turned is not None:
+        if self.turned is not None:
             return _nothing()
+        kind = message["type"]
         if kind in _STARTS:
             self.status = message.get("status", 101)
             return self._send(self._with_headers(message))
-        if kind in _ENDS and not message.get("more_body") and self._unsettled():
-            return self._settle_and_send(message)
-        if kind == "websocket.close" and self.status is None:
+        if kind in _ENDS:
+            if (self.changed or self.is_open) and not message.get("more_body"):
+                return self._settle_and_send(message)
+        elif kind == "websocket.close" and self.status is None:
             self.status = 403  # what a server answers to a handshake that is not accepted
         return self._send(message)
 
     def _with_headers(self, message: Message) -> Message:
         """The message with our headers. The application's is left as it is: it may use it again."""
         guard = self.guard
-        ours = raw_headers_of(self.ruling, guard.now_ns(), guard.style)
+        if self._prepared is not None:
+            ours = self._prepared.headers(self.decision, guard.now_ns())
+        else:
+            ours = raw_headers_of(self._joint_ruling(), guard.now_ns(), guard.style)
         if not ours:
             return message
         theirs = list(message.get("headers") or ())
@@ -187,24 +233,13 @@ class Passage:
         changed["headers"] = theirs + ours
         return changed
 
-    @property
-    def ruling(self) -> Ruling:
+    def _joint_ruling(self) -> Ruling:
         """What was decided on the request in all."""
-        if self._further is None and self._charge is not None:
-            return self._charge.ruling
+        if self._further is None:
+            return self.ruling
         return joined([charge.ruling for _, charge in self._charges()])
 
     # ── Afterwards ─────────────────────────────────────────────────────────────────────────────
-
-    def _unsettled(self) -> bool:
-        if self._counts or (self._charge is not None and self._charge.changed):
-            return True
-        return self._further is not None and any(charge.changed for _, charge in self._further)
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether nothing is left to do when the application has returned."""
-        return self._turned is None and not self._unsettled()
 
     async def _settle_and_send(self, message: Message) -> None:
         await self._settle(self.status)
@@ -216,8 +251,8 @@ class Passage:
 
     async def finish(self, receive: Receive) -> None:
         """Apply what was said after the response had gone out, or refuse the request."""
-        if self._turned is not None:
-            await self._refuse(*self._turned, receive)
+        if self.turned is not None:
+            await self._refuse(*self.turned, receive)
         else:
             await self._settle(self.status)
 
@@ -225,7 +260,7 @@ class Passage:
         """Settle a request whose handler raised, or whose task is being cancelled."""
         # Cancelled before there was an outcome: it counts, or guessers would just hang up.
         status = 500 if isinstance(error, Exception) else self.status
-        if not self._unsettled():
+        if not (self.changed or self.is_open):
             return
         settling = self._settle(status)
         if any(guard.awaits for guard, _ in self._charges()):
@@ -239,13 +274,13 @@ class Passage:
     async def _refuse(self, guard: AsyncGuard, call: AsgiCall, receive: Receive) -> None:
         """Give back what was charged, and answer a request that was turned away."""
         await self._settle(None)
-        self._turned = None  # from here on it is us who send
+        self.turned = None  # from here on it is us who send
         scope = call.scope
         if self.status is not None and scope["type"] == "http":
             raise TurnedAway("a request was limited when its response had started; limit it before")
         answer = self._answer
         if answer is None:
-            ruling = self.ruling
+            ruling = self._joint_ruling()
             response = await guard.response(call, ruling)
             answer = guard.refusal(ruling) if response is None else _answer_of(response)
             if answer is None:
@@ -281,6 +316,27 @@ class Passage:
         await self._send(
             {"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": "limit exceeded"}
         )
+
+
+def started_now(guard: AsyncGuard, scope: Scope, send: Send) -> Passage | None:
+    """The passage of a request that a guard can decide by its peer alone; else None.
+
+    The short way of nearly all requests: no call, no charge beside the passage, no ruling before
+    somebody asks for it.
+    """
+    client = scope.get("client")
+    if guard.peers is None or not client or override.limiting_off:
+        return None
+    key = guard.peers.get(client[0])
+    if key is None:
+        return None
+    units = guard.units
+    decision = guard.check(key, units)
+    passage = Passage(guard, send, decision, key, units)
+    if decision.allowed and not decision.degraded:
+        passage._prepared = guard.prepared  # noqa: SLF001 - it is ours
+    scope[PASSAGE] = scope[CHARGE] = passage
+    return passage
 
 
 def passage_of(scope: Scope) -> Passage:

@@ -1,0 +1,78 @@
+"""Prepared headers: the same bytes as those that are worked out each time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tollkeeper import Decision, Limit, Limiter
+from tollkeeper.edge.answers import Style, raw_headers_of
+from tollkeeper.edge.prepared import prepared
+from tollkeeper.model import WINDOW_NS_MAX
+from tollkeeper.ruling import Applied, Ruling
+
+NOW_NS = 1_794_837_002_123_456_789
+
+
+@given(
+    name=st.text(max_size=30),
+    limit=st.integers(1, 10**9),
+    per=st.sampled_from([0.001, 0.5, 1, 60, 86_400]),
+    told=st.lists(
+        st.tuples(
+            st.integers(0, 10**9),
+            st.integers(0, WINDOW_NS_MAX),
+            st.integers(0, 10**11),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+)
+def test_they_are_the_same_bytes(
+    name: str, limit: int, per: float, told: list[tuple[int, int, int]]
+) -> None:
+    """For any limit under any name, and decisions on it at any times, one after another."""
+    policy = Limit(limit, per=per)
+    applied = (Applied(name, [policy]),)
+    sample = Ruling(Decision(True, policy, 1, rule=name), applied)
+    made = prepared(sample, NOW_NS, Style())
+    assert made is not None
+    for remaining, reset_after_ns, later_ns in told:
+        decision = Decision(True, policy, remaining, reset_after_ns=reset_after_ns, rule=name)
+        wanted = raw_headers_of(Ruling(decision, applied), NOW_NS + later_ns, Style())
+        assert made.headers(decision, NOW_NS + later_ns) == wanted
+
+
+POLICY = Limit(5, per=60)
+ONE = (Applied("a", [POLICY]),)
+ALLOWED = Decision(True, POLICY, 4)
+
+
+@pytest.mark.parametrize(
+    ("ruling", "style"),
+    [
+        (Ruling(Decision(False, POLICY, 0), ONE), Style()),
+        (Ruling(Decision(True, POLICY, 0, degraded=True), ONE), Style()),
+        (Ruling(ALLOWED, (Applied("a", [POLICY, Limit(9, per=1)]),)), Style()),
+        (Ruling(ALLOWED, ONE * 2), Style()),
+        (Ruling(ALLOWED, (), "unlimited"), Style()),
+        (Ruling(ALLOWED, ONE, "exempt"), Style()),
+        (Ruling(ALLOWED, ONE), Style(draft=7)),
+        (Ruling(ALLOWED, ONE), Style(draft=6)),
+        (Ruling(ALLOWED, ONE), Style(draft=None)),
+        (Ruling(ALLOWED, ONE), Style(legacy=False)),
+    ],
+)
+def test_what_changes_in_more_than_numbers_is_not_prepared(ruling: Ruling, style: Style) -> None:
+    """Several limits, other styles and other kinds of answers are worked out each time."""
+    assert prepared(ruling, NOW_NS, style) is None
+
+
+def test_a_limiters_own_rulings_are_prepared() -> None:
+    """The kernel's decisions have what is needed, as ours do."""
+    limiter = Limiter("3/minute", name="orders")
+    made = prepared(limiter.judge("k"), NOW_NS, Style())
+    assert made is not None
+    ruling = limiter.judge("k")
+    assert made.headers(ruling.decision, NOW_NS) == raw_headers_of(ruling, NOW_NS, Style())
