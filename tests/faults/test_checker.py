@@ -1,0 +1,84 @@
+"""The checker finds what is over a limit, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.faults.checker import Admitted, excess
+from tollkeeper import Limit, Limiter
+from tollkeeper.model import ALGORITHM_NAMES, AlgorithmName
+from tollkeeper.testing import ManualClock
+
+S = 10**9
+START_NS = 1_700_000_000 * S
+
+
+def at(*seconds: float, took_s: float = 0.0) -> list[Admitted]:
+    """One unit sent at each of these moments."""
+    sent = [START_NS + round(each * S) for each in seconds]
+    return [Admitted(each, each + round(took_s * S)) for each in sent]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "admitted", "over"),
+    [
+        ("token_bucket", at(0, 0, 0, 0), 0),
+        ("token_bucket", at(0, 0, 0, 0, 0), 1),
+        ("token_bucket", at(0, 0, 0, 0, 0.25), 0),
+        ("token_bucket", at(0, 0, 0, 0, 0.2), 1),
+        # Over by what was admitted in an interval, not since the beginning.
+        ("token_bucket", at(0, 9, 9, 9, 9, 9, 9), 2),
+        ("leaky_bucket", at(0, 0, 0, 0, 0), 1),
+        ("sliding_window_log", at(0, 0.3, 0.6, 0.9, 1.0), 0),
+        ("sliding_window_log", at(0, 0.3, 0.6, 0.9, 0.99), 1),
+        ("sliding_window_log", at(0, 0.3, 0.6, 0.9, 1.1, 1.2), 1),
+        ("fixed_window", at(0.9, 0.9, 0.9, 0.9, 1.0, 1.0, 1.0, 1.0), 0),
+        ("fixed_window", at(0.5, 0.6, 0.7, 0.8, 0.9), 1),
+        ("sliding_window_counter", at(0.9, 0.9, 0.9, 0.9, 1.5, 1.5), 0),
+        ("sliding_window_counter", at(0.9, 0.9, 0.9, 0.9, 1.5, 1.6, 1.6), 1),
+        ("sliding_window_counter", at(0.5, 0.6, 0.7, 0.8, 0.9), 1),
+    ],
+)
+def test_each_bound(algorithm: AlgorithmName, admitted: list[Admitted], over: int) -> None:
+    """Of 4 a second: what may be admitted is not over, and one more is over by one."""
+    assert excess(Limit(4, per=1, algorithm=algorithm), admitted) == over
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+def test_nobody_is_over_by_how_long_an_answer_took(algorithm: AlgorithmName) -> None:
+    """Five that were sent together and answered two seconds later may have been admitted then."""
+    limit = Limit(4, per=1, algorithm=algorithm)
+    assert excess(limit, at(0.1, 0.1, 0.1, 0.1, 0.1, took_s=2)) == 0
+    assert excess(limit, at(0.1, 0.1, 0.1, 0.1, 0.1, took_s=0.001)) == 1
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+def test_units_are_counted(algorithm: AlgorithmName) -> None:
+    """Not requests."""
+    limit = Limit(4, per=1, algorithm=algorithm)
+    assert excess(limit, [Admitted(START_NS, START_NS, 9)]) == 5
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+@given(gaps_ms=st.lists(st.integers(0, 700), min_size=5, max_size=60))
+def test_what_a_limiter_admits_is_not_over_and_one_more_is(
+    algorithm: AlgorithmName, gaps_ms: list[int]
+) -> None:
+    """Whenever it was asked. One more, where it was denied, is found out."""
+    clock = ManualClock(1_700_000_000)
+    limiter = Limiter(Limit(4, per=1, algorithm=algorithm), clock=clock)
+    admitted: list[Admitted] = []
+    denied: Admitted | None = None
+    for gap_ms in gaps_ms:
+        clock.advance_ns(gap_ms * 1_000_000)
+        asked = Admitted(clock.now_ns(), clock.now_ns())
+        if limiter.check("ann"):
+            admitted.append(asked)
+        elif limiter.peek("ann").retry_after > 0.01:
+            denied = asked
+            break
+    assert excess(limiter.limits[0], admitted) == 0
+    if denied is not None:
+        assert excess(limiter.limits[0], [*admitted, denied]) >= 1
