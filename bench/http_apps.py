@@ -146,6 +146,19 @@ def fastapi_bare() -> Any:
     return app
 
 
+async def _nothing() -> None:
+    """A dependency's least."""
+
+
+def fastapi_dependency() -> Any:
+    """What FastAPI itself takes for a dependency."""
+    from fastapi import Depends  # noqa: PLC0415 - see the module
+
+    app = _fastapi()
+    app.get("/", dependencies=[Depends(_nothing)])(_ok_json)
+    return app
+
+
 def fastapi_ours() -> Any:
     """Our middleware on FastAPI, counting in the process."""
     from tollkeeper.edge.asgi import RateLimit  # noqa: PLC0415 - see the module

@@ -4,7 +4,8 @@ All servers of a table run at once and idle until it is their turn. A run is wrk
 gives requests a second, and the processor time that the server took for each. In every round each
 server has one run, in an order that rotates; over rounds, medians; a ratio is the median of the
 rounds' own ratios. Processor time says the same as requests a second where the server has a
-processor to itself, and more where it has not: time that others took is not in it.
+processor to itself, and more where it has not: time that others took is not in it, only what they
+pushed out of the caches.
 
 Then the same with a load of half of what the slowest of them takes, the same for all, for p50 and
 p99 (see `http_load.py`); what a server adds is the difference to the first one in the same round.
@@ -125,7 +126,8 @@ def measure(
         turns = list(zip(rows, contenders, servers, strict=True))
         with on_processors(placement.callers):
             for _, contender, server in turns:
-                wrk(server.port, contender.requests, WARM_UP_SECONDS)
+                with server.told():
+                    wrk(server.port, contender.requests, WARM_UP_SECONDS)
             for number in range(effort.rounds):
                 first = number % len(turns)
                 for row, contender, server in turns[first:] + turns[:first]:
@@ -137,15 +139,18 @@ def measure(
                 first = number % len(timed) if timed else 0
                 for row, contender, server in timed[first:] + timed[:first]:
                     progress(f"{name}: half load, round {number + 1}, {row.name} …")
-                    requests = contender.requests
-                    row.paced.append(paced(server.port, requests, half, effort.paced_seconds))
+                    with server.told():
+                        row.paced.append(
+                            paced(server.port, contender.requests, half, effort.paced_seconds)
+                        )
     return HttpWork(name, placement.name, rows, half)
 
 
 def _run(row: HttpRow, contender: Contender, server: Serving, seconds: int) -> None:
     sessions = {server.session, *(each.session for each in contender.beside)}
     before_us = _processor_us(sessions)
-    rate = wrk(server.port, contender.requests, seconds)
+    with server.told():
+        rate = wrk(server.port, contender.requests, seconds)
     row.rates.append(rate)
     row.cpu_us.append((_processor_us(sessions) - before_us) / (rate * seconds))
 

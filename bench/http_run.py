@@ -45,6 +45,7 @@ _FASTAPI: Final = (
     ("fastapi_bare", "FastAPI", False),
     ("fastapi_ours", "tollkeeper, memory", True),
     ("fastapi_ours_shared", "tollkeeper, shared", True),
+    ("fastapi_dependency", "a dependency that does nothing", False),
     ("fastapi_ours_dependency", "tollkeeper dependency, memory", True),
     ("fastapi_slowapi", "slowapi SlowAPIMiddleware", False),
     ("fastapi_slowapi_decorator", "slowapi @limiter.limit", False),

@@ -110,6 +110,15 @@ class Serving:
             process.wait(STOP_SECONDS_MAX)
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Add which server it was, and the end of its log, to what goes wrong in this block."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"{self.name}: {self._tail()}")
+            raise
+
     def _ready(self) -> bool:
         assert self._process is not None
         if self._process.poll() is not None:
