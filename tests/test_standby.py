@@ -178,7 +178,7 @@ def test_wrong_settings_are_refused(how: dict[str, Any], problem: str) -> None:
 def test_what_is_no_standby_is_refused() -> None:
     """With an example of one."""
     with pytest.raises(ConfigError, match=r"standby=Standby\(nodes=20\)"):
-        Limiter("1/minute", standby=3)  # type: ignore[arg-type]
+        Limiter("1/minute", standby=3)  # type: ignore[arg-type]  # on purpose
 
 
 def test_a_file_that_cannot_be_used_is_known_at_the_start() -> None:

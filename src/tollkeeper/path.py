@@ -32,6 +32,7 @@ from tollkeeper.identify import Key, check_by, subject_of, subject_of_request
 from tollkeeper.in_force import combined
 from tollkeeper.model import WINDOW_NS_MAX, Decision, Limit, Request, check_name
 from tollkeeper.penalties import Sentence
+from tollkeeper.policy import Policy
 from tollkeeper.record.tally import RuleCounts, Tally
 from tollkeeper.ruled import RuledGate
 from tollkeeper.ruled_async import AsyncRuledGate
@@ -199,6 +200,21 @@ class Path:
         """The store, to share with another limiter."""
         return self._store
 
+    @property
+    def clock(self) -> Clock:
+        """What it waits by, and decides by where the store has no time of its own."""
+        return self._clock
+
+    @property
+    def on_failure(self) -> FailurePolicy:
+        """What it answers when the store cannot decide; a rule may say otherwise."""
+        return self._on_failure
+
+    @property
+    def policy(self) -> Policy:
+        """The rules in force, compiled. They never change; others take their place."""
+        return self._ruled_gate().policy
+
     def stats(self) -> StoreStats:
         """What the store holds."""
         return self._store.stats()
@@ -212,7 +228,7 @@ class Path:
 
     def rules_status(self) -> RulesStatus:
         """Which version of the rules is in force, where it came from, and how fresh it is."""
-        version = self._ruled_gate().policy.version
+        version = self.policy.version
         assert self._follower is not None, "every limiter from rules has one"  # noqa: S101 - ours
         return replace(self._follower.status(), version=version)
 

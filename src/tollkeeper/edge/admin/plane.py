@@ -120,7 +120,7 @@ class Plane:
 
     def policy(self) -> Policy:
         """The rules in force in this node, now."""
-        return self.node.limiter._ruled_gate().policy  # noqa: SLF001 - no other way to it yet
+        return self.node.limiter.policy
 
     async def repository(self) -> Repository:
         """The database of the rules. Raises NoDatabase, StoreError."""

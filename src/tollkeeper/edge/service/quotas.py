@@ -42,7 +42,7 @@ def _look(node: Node) -> Handler:
     async def look(asked: Asked) -> Reply:
         request = in_scope(asked.token, request_of_query(asked.scope["query_string"]))
         # Not `explain`, which asks all rules, and with 10,000 of them takes 100 ms.
-        policy = node.limiter._ruled_gate().policy  # noqa: SLF001 - no other way to the plan
+        policy = node.limiter.policy
         plan = policy.plan(request, 1)
         items = [*plan.enforced, *plan.shadowed]
         kind = "limited" if plan.enforced else _KINDS[plan.verdict]
