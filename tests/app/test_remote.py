@@ -82,6 +82,7 @@ def test_several_are_summed_up() -> None:
 
 LEFT = "73 of 100 left of rule orders"
 POLICY = "the store cannot decide, so the failure policy of rule orders does"
+SHADOW = "would be denied by the shadow rules"
 CLOSED = {"kind": "unavailable", "allowed": False, "degraded": True, "retry_after": 1.0}
 
 
@@ -156,7 +157,11 @@ def test_where_nobody_listens_it_says_how_to_start_one(arguments: list[str]) -> 
 @pytest.mark.parametrize(
     ("status", "body", "words"),
     [
-        (401, {"detail": "no token"}, "wants a token: no token. Here it is given in TOLLKEEPER_TOKEN"),
+        (
+            401,
+            {"detail": "no token"},
+            "wants a token: no token. Here it is given in TOLLKEEPER_TOKEN",
+        ),
         (403, {"detail": "tenant must be acme"}, "the token may not do this: tenant must be acme"),
         (422, {"title": "never fits", "status": 422}, "answers 422: never fits"),
         (400, {"detail": "a\x1b[31m\nb" + "c" * 10_000}, "answers 400: a [31m bccc"),
