@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import cast
+
+from tests.faults.conditions import FarRedis, reset_all
 from tests.faults.load import later, now_ns, steady_load, until_calm
 from tests.faults.telling import verify
+from tests.integration.tcp_proxy import Mode, Proxy
 from tests.redis_servers import Single
 
 BEFORE_S = 1.0
@@ -44,5 +49,39 @@ async def test_out_of_memory() -> None:
             healed_ns = now_ns()
             await until_calm(record)
         found = verify(record, "Redis out of memory for 1.5 s", healed_ns)
+        assert all(each.degraded for each in found.values())
+        assert found["closed"].over == 0
+
+
+async def test_a_network_that_misbehaves() -> None:
+    """It drops, delays, truncates and resets, one after the other and again."""
+    quick = "?breaker_open_ms=200&breaker_open_max_ms=400"
+    with Single() as server, Proxy(server.port) as proxy:
+        async with steady_load(f"{proxy.uri}{quick}") as record:
+            await asyncio.sleep(BEFORE_S)
+            for mode in ("hold", "drip", "cut", "swallow"):
+                proxy.mode = cast("Mode", mode)
+                await asyncio.sleep(0.7)
+                proxy.mode = "pass"
+                await asyncio.to_thread(reset_all, proxy)
+                await asyncio.sleep(0.5)
+            for _ in range(10):
+                await later(0.1, lambda: reset_all(proxy))
+            healed_ns = now_ns()
+            await until_calm(record)
+        found = verify(record, "drops, delays, cuts and resets", healed_ns)
+        assert all(each.degraded for each in found.values())
+        assert found["closed"].over == 0
+
+
+async def test_a_partition() -> None:
+    """The cable between a node and its Redis is pulled for two seconds: nobody is told."""
+    with FarRedis() as far:
+        async with steady_load(far.uri) as record:
+            await later(BEFORE_S, far.part)
+            await later(2.0, far.join)
+            healed_ns = now_ns()
+            await until_calm(record)
+        found = verify(record, "partition of 2 s", healed_ns)
         assert all(each.degraded for each in found.values())
         assert found["closed"].over == 0
