@@ -41,6 +41,20 @@ async def test_every_limit_of_every_rule_is_told() -> None:
         assert orders["limits"][1]["reset_after"] == 6.0
 
 
+async def test_a_rule_in_parts_is_told_as_a_whole() -> None:
+    """The limit as it was written, and what is left of all parts together."""
+    rules = {
+        "version": 1,
+        "rules": [{"id": "hot", "by": "user", "limits": "100/minute", "split": 8}],
+    }
+    async with asking(rules=rules) as ask:
+        for _ in range(5):
+            assert (await ask.check(user="1")).status == 200
+        [rule] = (await ask("GET", "/v1/quota?user=1")).data["rules"]
+        assert rule["subject"] == "user:1"
+        assert [(each["limit"], each["remaining"]) for each in rule["limits"]] == [(100, 95)]
+
+
 KINDS = [
     ("endpoint=/nothing", "unlimited", []),
     ("api_key=sk_internal_1&user=1", "exempt", []),

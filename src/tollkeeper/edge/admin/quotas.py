@@ -43,6 +43,7 @@ from tollkeeper.match.writing import limit_data, to_data
 from tollkeeper.model import REQUEST_FIELDS, UNITS_MAX, Decision
 from tollkeeper.model import Request as Asker
 from tollkeeper.policy import FACTOR_STEPS, Item
+from tollkeeper.splitting import summed
 
 router = APIRouter(tags=["quotas"], route_class=AdminRoute)
 
@@ -94,8 +95,7 @@ async def _quota(plane: Plane, request: Asker, cost: int = 1) -> QuotaOut:
 async def _applying(item: Item) -> QuotaRuleOut:
     decision, error = None, None
     try:
-        found = item.gate.peek(item.subject, item.units)
-        decision = _decision(await found if isawaitable(found) else found)
+        decision = _decision(await _look(item))
     except (StoreError, CapacityError) as reason:
         error = str(reason)
     rule = item.rule.rule
@@ -103,14 +103,24 @@ async def _applying(item: Item) -> QuotaRuleOut:
         id=rule.id,
         mode=rule.mode,
         by=list(rule.by),
-        subject=_subject(item.subject),
+        subject=_subject(item.who),
         units=item.units,
-        limits=[limit_data(each) for each in item.gate.limits],
+        limits=[limit_data(each) for each in item.in_force.limits],
         source=f"{item.choice.source} {item.choice.detail}".strip(),
         factor=item.step / FACTOR_STEPS,
         decision=decision,
         error=error,
     )
+
+
+async def _look(item: Item) -> Decision:
+    looks: list[Decision] = []
+    for gate, subject in item.parts:
+        found = gate.peek(subject, item.units)
+        looks.append(await found if isawaitable(found) else found)
+    if len(looks) == 1:
+        return looks[0]
+    return summed(looks, item.gate.limits, item.in_force.limits)
 
 
 @router.get("/quota", operation_id="get_admin_quota", summary="A quota", responses=refusals(*READ))

@@ -54,14 +54,20 @@ def _look(node: Node) -> Handler:
 async def _rule(single: _SingleLimits, item: Item) -> dict[str, Any]:
     rule = item.rule.rule
     limits = []
-    for limit in item.gate.limits:
-        found = await single.peek(rule.id, limit, item.subject)
-        numbers = {"remaining": found.remaining, "reset_after": found.reset_after}
+    for place, limit in enumerate(item.in_force.limits):
+        # Several where the rule keeps its limits in parts; together they are the whole.
+        looks = [
+            await single.peek(rule.id, gate.limits[place], subject) for gate, subject in item.parts
+        ]
+        numbers = {
+            "remaining": sum(look.remaining for look in looks),
+            "reset_after": max(look.reset_after for look in looks),
+        }
         limits.append({**limit_data(limit), **numbers})
     return {
         "rule": rule.id,
         "mode": rule.mode,
-        "subject": item.subject.replace(SEPARATOR, " "),
+        "subject": item.who.replace(SEPARATOR, " "),
         "source": f"{item.choice.source} {item.choice.detail}".strip(),
         "cost": item.units,
         "limits": limits,
