@@ -43,6 +43,8 @@ from tollkeeper.errors import show
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:+/=@-]{1,128}")
 _ADMIN: Final = ("/v1/admin", "/docs", "/openapi.json")
 _CLOSE: Final = (b"connection", b"close")
+# The methods of a path that there is not.
+_NOWHERE: Final[dict[str, Endpoint]] = {}
 
 # Three times as fast as calling the class, which would do the same in Python.
 _asked: Final = tuple.__new__
@@ -83,9 +85,9 @@ class Service:
             return
         path = scope["path"]
         headers = dict(scope["headers"])
-        methods = self._routes.get(path)
-        if methods is None:
-            await self._elsewhere(scope, headers, receive, send)
+        methods = self._routes.get(path, _NOWHERE)
+        if methods is _NOWHERE and _is_administration(path):
+            await self._administer(scope, headers, receive, send)
             return
         try:
             handle, need, bytes_max = methods.get(scope["method"]) or _any_method(scope, methods)
@@ -97,25 +99,16 @@ class Service:
                 # A server may say `more_body` because it has not looked whether the end is next.
                 if headers.get(b"content-length") != b"%d" % len(body) or len(body) > bytes_max:
                     body = await rest_of_body(receive, message, headers, bytes_max)
-            reply = await handle(_asked(Asked, (scope, headers, body, token)))
+            status, sent, body = await handle(_asked(Asked, (scope, headers, body, token)))
         except ClientGone:
             return
         except Exception as error:
-            reply = error_reply(error) or _defect(scope)
-        await self._send(send, scope, headers, path, reply)
-
-    async def _send(
-        self, send: Send, scope: Scope, headers: dict[bytes, bytes], route: str, reply: Reply
-    ) -> None:
-        status, sent, body = reply
-        self._count(route, status)
+            status, sent, body = error_reply(error) or _defect(scope)
+        requests, counted = self._requests, (path if methods else "(none)", status)
+        requests[counted] = requests.get(counted, 0) + 1
         sent += self._of_every_reply(scope, headers)
         await send({"type": "http.response.start", "status": status, "headers": sent})
         await send({"type": "http.response.body", "body": body})
-
-    def _count(self, route: str, status: int) -> None:
-        counted = (route, status)
-        self._requests[counted] = self._requests.get(counted, 0) + 1
 
     def _permitted(self, given: bytes | None, need: Need) -> Token:
         authorization = None if given is None else given.decode("latin-1")
@@ -126,25 +119,14 @@ class Service:
 
     def _of_every_reply(
         self, scope: Scope, headers: dict[bytes, bytes]
-    ) -> list[tuple[bytes, bytes]]:
+    ) -> tuple[tuple[bytes, bytes], ...]:
         name = headers.get(b"x-request-id")
         if name is None or not _REQUEST_ID.fullmatch(name):
             name = b"%b-%x" % (self._id_start, next(self._ids))
-        always = [self._node_header, (b"x-request-id", name)]
         if self.node.stopping and scope["http_version"] < "2":
             # Whoever reuses connections shall find another node before this one is gone.
-            always.append(_CLOSE)
-        return always
-
-    async def _elsewhere(
-        self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send
-    ) -> None:
-        """A path that is not ours: what administrators ask for, or nothing."""
-        path: str = scope["path"]
-        if path in _ADMIN or path.startswith(f"{_ADMIN[0]}/"):
-            await self._administer(scope, headers, receive, send)
-        else:
-            await self._send(send, scope, headers, "(none)", _not_found(path))
+            return self._node_header, (b"x-request-id", name), _CLOSE
+        return self._node_header, (b"x-request-id", name)
 
     async def _administer(
         self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send
@@ -157,7 +139,8 @@ class Service:
 
         async def send_as_ours(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._count("(admin)", message["status"])
+                counted = ("(admin)", message["status"])
+                self._requests[counted] = self._requests.get(counted, 0) + 1
                 message["headers"] = [
                     *message.get("headers", ()),
                     *self._of_every_reply(scope, headers),
@@ -188,13 +171,15 @@ class Service:
 
     async def stop(self) -> None:
         """What was counted last is written; nothing is answered after this."""
+        if self._admin is not None:
+            await self._admin.state.plane.close()
         self._writing.cancel()
         await asyncio.gather(self._writing, return_exceptions=True)
         self.metrics.write()
 
 
-def _not_found(path: str) -> Reply:
-    return problem_reply(404, "NOT_FOUND", f"there is no {show(path)}; /docs lists what there is")
+def _is_administration(path: str) -> bool:
+    return path in _ADMIN or path.startswith(f"{_ADMIN[0]}/")
 
 
 def _any_method(scope: Scope, methods: dict[str, Endpoint]) -> Endpoint:
@@ -202,15 +187,13 @@ def _any_method(scope: Scope, methods: dict[str, Endpoint]) -> Endpoint:
     endpoint = methods.get("*")
     if endpoint is not None:
         return endpoint
+    if not methods:
+        detail = f"there is no {show(scope['path'])}; /docs lists what there is"
+        raise Refusal(problem_reply(404, "NOT_FOUND", detail))
     allowed = ", ".join(methods)
-    raise Refusal(
-        problem_reply(
-            405,
-            "METHOD_NOT_ALLOWED",
-            f"{show(scope['method'])} is not what this is for; use {allowed}",
-            [(b"allow", allowed.encode("ascii"))],
-        )
-    )
+    detail = f"{show(scope['method'])} is not what this is for; use {allowed}"
+    headers = [(b"allow", allowed.encode("ascii"))]
+    raise Refusal(problem_reply(405, "METHOD_NOT_ALLOWED", detail, headers))
 
 
 def _defect(scope: Scope) -> Reply:

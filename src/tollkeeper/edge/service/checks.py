@@ -1,7 +1,7 @@
 """POST /v1/check, its batch, and /v1/settle.
 
 A check is on the path of somebody's request, so everything that can be looked up is looked up when
-the handlers are made, and nothing but the store is waited for.
+the handlers are made, and nothing is waited for but a store that is a trip away.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
+from tollkeeper import override
 from tollkeeper.edge.answers import status_of
 from tollkeeper.edge.problems import problem
 from tollkeeper.edge.service.asked import Asked, Endpoint, in_scope
@@ -28,7 +29,12 @@ from tollkeeper.edge.service.wire import (
 )
 from tollkeeper.errors import CapacityError, ConfigError, StoreError
 from tollkeeper.model import Request
+from tollkeeper.ruled import RuledGate
 from tollkeeper.ruling import Ruling
+
+# Of bodies that were read before: at most 2 MB in all.
+KNOWN_MAX: Final = 2_048
+KNOWN_BYTES_MAX: Final = 512
 
 
 def endpoints(node: Node) -> dict[str, dict[str, Endpoint]]:
@@ -43,23 +49,57 @@ def endpoints(node: Node) -> dict[str, dict[str, Endpoint]]:
 
 
 def _check(node: Node) -> Callable[[Asked], Awaitable[Reply]]:
+    asked_before = _AskedBefore()
+    known = asked_before.known
     judge = node.limiter.judge
-    read = reader_of(CheckBody)
+    at_once = _at_once(node)
     now_ns = node.now_ns
     style = node.settings.style
     took = node.counters.decision_seconds.note
 
     async def check(asked: Asked) -> Reply:
-        body = read(asked.body)
-        request = request_of(body)
-        if asked.token.scope:
+        body = asked[2]
+        request, cost = known.get(body) or asked_before.read(body)
+        scope = asked[3].scope
+        if scope:
             request = in_scope(asked.token, request)
         began_ns = perf_counter_ns()
-        ruling = await judge(request, body.cost)
+        if at_once is not None and not override.limiting_off:
+            ruling = at_once(request, cost, spend=True)
+        else:
+            ruling = await judge(request, cost)
         took(perf_counter_ns() - began_ns)
         return ruling_reply(ruling, now_ns(), style)
 
     return check
+
+
+class _AskedBefore:
+    """Bodies that were read before: whoever asks often asks the same, byte for byte.
+
+    Reading one takes a microsecond, a tenth of what a check takes here; to look it up, a tenth of
+    that. A request never changes, so all who ask the same can have the same one.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[bytes, tuple[Request, int]] = {}
+        self._read = reader_of(CheckBody)
+
+    def read(self, body: bytes) -> tuple[Request, int]:
+        """The request and its cost. Raises ConfigError."""
+        fields = self._read(body)
+        found = request_of(fields), fields.cost
+        if len(body) <= KNOWN_BYTES_MAX:
+            if len(self.known) >= KNOWN_MAX:
+                self.known.clear()
+            self.known[body] = found
+        return found
+
+
+def _at_once(node: Node) -> Callable[..., Ruling] | None:
+    """What `limiter.judge` calls where the store does no I/O: then there is nothing to await."""
+    gate = node.limiter._ruled_gate()  # noqa: SLF001 - on the path of every check
+    return gate.judge if isinstance(gate, RuledGate) else None
 
 
 def _batch(node: Node) -> Callable[[Asked], Awaitable[Reply]]:

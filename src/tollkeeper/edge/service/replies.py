@@ -36,6 +36,10 @@ class Reply(NamedTuple):
     body: bytes = b""
 
 
+# Three times as fast as calling the class, which would do the same in Python.
+_reply: Final = tuple.__new__
+
+
 class Refusal(Exception):
     """A request that is answered with this, whatever it asked for."""
 
@@ -67,9 +71,9 @@ def refused_reply(refused: Refused) -> Reply:
 def ruling_reply(ruling: Ruling, now_ns: int, style: Style) -> Reply:
     """The answer to a check: the verdict, or the problem with the verdict's members in it."""
     headers = raw_headers_of(ruling, now_ns, style)
-    if ruling.decision.allowed:
+    if ruling[0].allowed:
         headers.append(JSON)
-        return Reply(200, headers, encode(verdict_of(ruling)))
+        return _reply(Reply, (200, headers, encode(verdict_of(ruling))))
     return _denied(ruling, now_ns, headers)
 
 
