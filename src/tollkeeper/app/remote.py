@@ -16,6 +16,7 @@ import typer
 from tollkeeper.app import remote_print
 from tollkeeper.app.remote_quota import verdict_of_quota
 from tollkeeper.app.remote_service import URL_DEFAULT, Service, Unanswered
+from tollkeeper.app.rules_explain import attributes_of
 from tollkeeper.app.rules_options import Command, JsonOption
 from tollkeeper.app.rules_print import OK, PROBLEMS, say, say_json, telling
 from tollkeeper.clock import NS_PER_SECOND
@@ -284,20 +285,8 @@ def _fields(  # the request as the service takes it: what is not given is left o
     }
     fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if attribute:
-        fields["attributes"] = _attributes(attribute)
+        fields["attributes"] = attributes_of(attribute)
     return fields
-
-
-def _attributes(given: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for each in given:
-        name, equals, value = each.partition("=")
-        if not (name and equals):
-            raise ConfigError(f"--attribute {show(each)} has no name or no =; try region=eu")
-        if name in found:
-            raise ConfigError(f"--attribute {show(name)} is given twice")
-        found[name] = value
-    return found
 
 
 def _seconds(text: str) -> float:

@@ -72,7 +72,7 @@ def explain(
     with telling(as_json):
         source = from_either(file, database, url_was_typed=was_typed(context, "database"))
         request = Request(
-            user, api_key, ip, tenant, tier, endpoint, method, _attributes(attribute or ())
+            user, api_key, ip, tenant, tier, endpoint, method, attributes_of(attribute or ())
         )
         with (
             closing(_opened(store)) as opened,
@@ -87,7 +87,8 @@ def explain(
         raise typer.Exit(TROUBLE if untold else OK)
 
 
-def _attributes(given: Sequence[str]) -> dict[str, str]:
+def attributes_of(given: Sequence[str]) -> dict[str, str]:
+    """`--attribute name=value`, each of them. Raises ConfigError."""
     found: dict[str, str] = {}
     for each in given:
         name, equals, value = each.partition("=")
