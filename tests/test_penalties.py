@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.redis_servers import Single, running
+from tests.redis_servers import Single
 from tollkeeper import AsyncLimiter, Limiter, Request
 from tollkeeper.decide.store import Store
-from tollkeeper.decide.stores import open_store
 from tollkeeper.match.rules import Penalty
 from tollkeeper.penalties import LOOK_NS, WATCHED_MAX, Sentence, Watch, sentence_s
 from tollkeeper.testing import ManualClock
@@ -28,25 +25,6 @@ rules:
 """
 ANN = Request(user="ann", tenant="acme")
 BOB = Request(user="bob", tenant="acme")
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock(start=1_800_000_000)
-
-
-@pytest.fixture(params=["memory", "shared", "redis"])
-def store(request: pytest.FixtureRequest, clock: ManualClock, tmp_path: Path) -> Iterator[Store]:
-    """Each kind of store, empty."""
-    uri, options = "memory://", {}
-    if request.param == "shared":
-        uri = f"shared://{tmp_path}/api.limits"
-    if request.param == "redis":
-        running("single").flush()
-        uri, options = running("single").uri, {"deadline_ms": 10_000}
-    opened = open_store(uri, clock, **options)
-    yield opened
-    opened.close()
 
 
 def storm(limiter: Limiter, times: int) -> list[float]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,6 @@ from tollkeeper import (
     Request,
 )
 from tollkeeper.decide.store import Store
-from tollkeeper.decide.stores import open_store
 from tollkeeper.explain import Explanation
 from tollkeeper.in_force import DENIED_NS
 from tollkeeper.match.document import DocumentError
@@ -36,28 +33,6 @@ rules:
 """
 ANN = Request(user="ann", tenant="acme")
 BOB = Request(user="bob", tenant="acme")
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock(start=1_800_000_000)
-
-
-@pytest.fixture(params=["memory", "shared", "redis"])
-def store(request: pytest.FixtureRequest, clock: ManualClock, tmp_path: Path) -> Iterator[Store]:
-    """Each kind of store, empty."""
-    uri = "memory://"
-    options: dict[str, object] = {}
-    if request.param == "shared":
-        uri = f"shared://{tmp_path}/api.limits"
-    if request.param == "redis":
-        server = running("single")
-        server.flush()
-        # A machine that tests may pause for longer than a production's deadline.
-        uri, options = server.uri, {"deadline_ms": 10_000}
-    opened = open_store(uri, clock, **options)
-    yield opened
-    opened.close()
 
 
 def answers(limiter: Limiter, *requests: Request) -> list[bool]:

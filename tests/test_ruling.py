@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.redis_servers import Single, running
+from tests.redis_servers import Single
 from tollkeeper import (
     AsyncLimiter,
     CapacityError,
@@ -21,7 +20,6 @@ from tollkeeper import (
     StoreError,
 )
 from tollkeeper.decide.store import Store
-from tollkeeper.decide.stores import open_store
 from tollkeeper.ruling import Applied, Ruling
 from tollkeeper.testing import ManualClock, limiting_off
 
@@ -58,28 +56,6 @@ class Awaited:
             return self._runner.run(ask())
 
         return awaited
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock(start=1_800_000_000)
-
-
-@pytest.fixture(params=["memory", "shared", "redis"])
-def store(request: pytest.FixtureRequest, clock: ManualClock, tmp_path: Path) -> Iterator[Store]:
-    """Each kind of store, empty."""
-    uri = "memory://"
-    options: dict[str, object] = {}
-    if request.param == "shared":
-        uri = f"shared://{tmp_path}/api.limits"
-    if request.param == "redis":
-        server = running("single")
-        server.flush()
-        # A machine that tests may pause for longer than a production's deadline.
-        uri, options = server.uri, {"deadline_ms": 10_000}
-    opened = open_store(uri, clock, **options)
-    yield opened
-    opened.close()
 
 
 @pytest.fixture(params=["threads", "asyncio"])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -15,7 +13,6 @@ from tests.promises.strategies import limits as any_limits
 from tests.redis_servers import running
 from tollkeeper import AsyncLimiter, CapacityError, Limit, Limiter, Request
 from tollkeeper.decide.store import Store
-from tollkeeper.decide.stores import open_store
 from tollkeeper.model import ALGORITHM_NAMES, BUCKETS
 from tollkeeper.splitting import granted, parts_of, share
 from tollkeeper.testing import ManualClock
@@ -46,25 +43,6 @@ def test_grants_are_spread_whole(units: int, parts: int) -> None:
     spread = granted(units, parts)
     assert sum(spread) == units
     assert max(spread) - min(spread) <= 1
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock(start=1_800_000_000)
-
-
-@pytest.fixture(params=["memory", "shared", "redis"])
-def store(request: pytest.FixtureRequest, clock: ManualClock, tmp_path: Path) -> Iterator[Store]:
-    """Each kind of store, empty."""
-    uri, options = "memory://", {}
-    if request.param == "shared":
-        uri = f"shared://{tmp_path}/api.limits"
-    if request.param == "redis":
-        running("single").flush()
-        uri, options = running("single").uri, {"deadline_ms": 10_000}
-    opened = open_store(uri, clock, **options)
-    yield opened
-    opened.close()
 
 
 def test_never_over_and_all_of_it(store: Store, clock: ManualClock) -> None:

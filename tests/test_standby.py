@@ -18,11 +18,6 @@ from tollkeeper.testing import ManualClock
 TEN = (Limit(10, per=60),)
 
 
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock(start=1_800_000_000)
-
-
 @pytest.fixture(scope="module")
 def dead() -> Iterator[str]:
     """The URI of a server that is gone: nobody listens on its port."""
