@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.redis_servers import Single, running
-from tollkeeper.decide.stores.redis import codec
-from tollkeeper.decide.stores.redis.codec import (
+from tollkeeper.decide.stores.redis import encode
+from tollkeeper.decide.stores.redis.codec import Answers
+from tollkeeper.decide.stores.redis.encode import (
     FIELD_BYTES_MAX,
-    Answers,
     encode_gate,
     encode_numbers,
     field_of,
@@ -146,7 +146,7 @@ def test_limits_that_cannot_be_told_apart_are_refused() -> None:
 
 def test_two_that_share_a_number_by_chance_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would count as one: better an error when the limiter is made."""
-    monkeypatch.setattr(codec, "id_of", lambda limit: 2)
+    monkeypatch.setattr(encode, "id_of", lambda limit: 2)
     with pytest.raises(ConfigError, match="cannot be told apart"):
         encode_gate([Limit(5, per=60), Limit(5, per=61)], "rule")
 

@@ -1,4 +1,4 @@
-"""A rule's limits as the scripts read them, and the scripts' answers as decisions.
+"""The scripts' answers as decisions.
 
 The scripts decide and charge; what a decision says besides (what remains, when to come back) is
 worked out here, by the reference algorithms, from the states as they were before. So there is one
@@ -9,43 +9,32 @@ up to whole ones, because a request that came a part of one early would be denie
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from hashlib import blake2b
 from typing import Final, NamedTuple, cast
 
 from tollkeeper.decide import credit as credits_
 from tollkeeper.decide.algorithms import ALGORITHMS, Algorithm, Outcome, State
 from tollkeeper.decide.combine import combine
 from tollkeeper.decide.credit import Credit
-from tollkeeper.errors import CapacityError, ConfigError, StoreUnavailable, show
+from tollkeeper.decide.stores.redis.encode import (
+    BUCKET,
+    COUNTER,
+    FIXED,
+    KINDS,
+    LOG,
+    NS_PER_US,
+    NUMBERS_OF_KIND,
+    TIME_BYTES,
+    encode_gate,
+    encode_numbers,
+)
+from tollkeeper.errors import CapacityError, StoreUnavailable, show
 from tollkeeper.model import (
-    MICROS_PER_UNIT,
-    AlgorithmName,
     Decision,
     Limit,
     decision_with,
 )
 
-NS_PER_US: Final = 1_000
-# A rule's name is its field, so that an operator can read a hash; a longer one goes by its digest.
-FIELD_BYTES_MAX: Final = 12
-_DIGEST_MARK: Final = b"\x03"  # no name begins so: names are printable
-_TIME_BYTES: Final = 7
-
-# As in state.lua. A leaky bucket admits what a token bucket does.
-_BUCKET, _FIXED, _COUNTER, _LOG = 1, 2, 3, 4
-_KINDS: Final[dict[AlgorithmName, int]] = {
-    "token_bucket": _BUCKET,
-    "leaky_bucket": _BUCKET,
-    "fixed_window": _FIXED,
-    "sliding_window_counter": _COUNTER,
-    "sliding_window_log": _LOG,
-}
-_NUMBERS_OF_KIND: Final = {_BUCKET: 2, _FIXED: 2, _COUNTER: 3, _LOG: 3}
-
-# Times in one chunk of a log. Nine are 63 bytes, which keeps a small hash in its compact form; a
-# long log is in longer chunks, so that a million times are not a hundred thousand fields.
-_CHUNKS: Final = ((9, 9), (4_096, 64), (1_000_000, 512))
+__all__ = ["NS_PER_US", "Answers", "encode_gate", "encode_numbers"]
 
 
 class _InMicroseconds:
@@ -73,86 +62,6 @@ class _InMicroseconds:
 _ALGORITHMS: Final = {name: _InMicroseconds(each) for name, each in ALGORITHMS.items()}
 
 
-def field_of(rule: str) -> bytes:
-    """The rule's field in a subject's hash."""
-    name = rule.encode()
-    if len(name) <= FIELD_BYTES_MAX:
-        return name
-    return _DIGEST_MARK + blake2b(name, digest_size=FIELD_BYTES_MAX - 1).digest()
-
-
-def id_of(limit: Limit) -> int:
-    """The limit's number among those of its rule, below 2**32; odd where a state has a second part.
-
-    That is up to the algorithm, which is part of a limit's identity.
-    """
-    digest = blake2b(limit.identity.encode(), digest_size=4).digest()
-    number = int.from_bytes(digest) % (2**31 - 1) + 1
-    return 2 * number + (_KINDS[limit.algorithm] in {_COUNTER, _LOG})
-
-
-def encode_gate(limits: Sequence[Limit], rule: str) -> bytes:
-    """The first argument of every script: the rule's field, and seven numbers a limit."""
-    by_id: dict[int, Limit] = {}
-    values: list[int] = []
-    for limit in limits:
-        number = id_of(limit)
-        other = by_id.setdefault(number, limit)
-        if other is not limit:  # about once in 200 million rules of four limits
-            raise ConfigError(f"{other!r} and {limit!r} cannot be told apart; name one of them")
-        values += [
-            _KINDS[limit.algorithm],
-            number,
-            limit.capacity,
-            *_refill_per_us(limit),
-            limit.window_ns // NS_PER_US,
-            _last_number(limit),
-        ]
-    return b"".join((_array_head(1 + len(values)), _text(field_of(rule)), *map(_number, values)))
-
-
-def encode_numbers(values: Sequence[int]) -> bytes:
-    """Several numbers as one argument of a script."""
-    return b"".join((_array_head(len(values)), *map(_number, values)))
-
-
-def _refill_per_us(limit: Limit) -> tuple[int, int]:
-    """The refill in lowest terms, as millionths of a unit over microseconds."""
-    numerator, denominator = limit.micros_numerator, limit.ns_denominator
-    for factor in (5, 5, 5, 2, 2, 2):
-        if denominator % factor == 0:
-            denominator //= factor
-        else:
-            numerator *= factor
-    return numerator, denominator
-
-
-def _last_number(limit: Limit) -> int:
-    """For a bucket, in how many microseconds it fills from empty; for a log, times in a chunk."""
-    if limit.algorithm == "sliding_window_log":
-        return next(per_chunk for limit_max, per_chunk in _CHUNKS if limit.limit <= limit_max)
-    numerator, denominator = _refill_per_us(limit)
-    return -(-limit.capacity * MICROS_PER_UNIT * denominator // numerator)
-
-
-def _array_head(length: int) -> bytes:
-    return b"\xdc" + length.to_bytes(2)
-
-
-def _text(value: bytes) -> bytes:
-    return bytes((0xA0 | len(value),)) + value
-
-
-def _number(value: int) -> bytes:
-    """Msgpack of a number from 0 to 2**64 - 1, in the shortest form."""
-    if value < 0x80:
-        return bytes((value,))
-    for mark, size in ((b"\xcc", 1), (b"\xcd", 2), (b"\xce", 4)):
-        if value < 1 << 8 * size:
-            return mark + value.to_bytes(size)
-    return b"\xcf" + value.to_bytes(8)
-
-
 # A limit's state for the reference to decide on. A log without its times is a _LogSummary.
 _Held = tuple[Limit, Algorithm, State, Credit | None]
 
@@ -175,16 +84,16 @@ class Answers:
         self.limits = limits
         self._rule = rule
         self._parts = tuple(
-            (limit, _ALGORITHMS[limit.algorithm], _KINDS[limit.algorithm]) for limit in limits
+            (limit, _ALGORITHMS[limit.algorithm], KINDS[limit.algorithm]) for limit in limits
         )
-        self._numbers = 1 + sum(_NUMBERS_OF_KIND[kind] for _, _, kind in self._parts)
+        self._numbers = 1 + sum(NUMBERS_OF_KIND[kind] for _, _, kind in self._parts)
         self._plain = tuple(
             (limit, ALGORITHMS[limit.algorithm].decide, kind) for limit, _, kind in self._parts
         )
         # The usual case, decided without a loop.
         self._only = (
             ALGORITHMS[limits[0].algorithm].decide
-            if len(limits) == 1 and self._parts[0][2] in {_BUCKET, _FIXED}
+            if len(limits) == 1 and self._parts[0][2] in {BUCKET, FIXED}
             else None
         )
 
@@ -221,10 +130,7 @@ class Answers:
         else:
             decision = self._decide(answer, cost, cost)
         if decision.allowed is not passed:
-            raise StoreUnavailable(
-                f"the server and this library disagree about {answer!r} at a cost of {cost}; "
-                f"this is a defect of Tollkeeper, please report it"
-            )
+            raise _disagreement(answer, cost)
         return _earlier(decision, early_ns) if early_ns else decision
 
     def peek(self, answer: list[int], cost: int, early_ns: int = 0) -> Decision:
@@ -247,13 +153,13 @@ class Answers:
         policy = self.limits[0]
         for limit, decide, kind in self._plain:
             last_us = answer[place]
-            if kind == _LOG:
+            if kind == LOG:
                 log = _LogSummary(last_us, answer[place + 1], answer[place + 2], now_us)
                 outcome = _log_outcome(log, limit, cost)
                 place += 3
             else:
                 state: State = None
-                if kind == _COUNTER:
+                if kind == COUNTER:
                     if last_us >= 0:
                         state = (last_us * NS_PER_US, answer[place + 1], answer[place + 2])
                     place += 3
@@ -287,6 +193,71 @@ class Answers:
             self._rule,
         )
 
+    def checks(self, answer: list[int], cost: int, count: int, early_ns: int = 0) -> list[Decision]:
+        """The decisions on so many checks one after another at that instant, which passed as one.
+
+        `answer` is that of the one, of so many times the cost.
+        """
+        if self._only is not None and len(answer) == self._numbers and not early_ns:
+            return self._checks_of_one(answer, cost, count)
+        try:
+            held = self._held(answer, answer[0])
+        except (IndexError, TypeError, StopIteration) as error:
+            raise _no_answer(answer) from error
+        now_ns = answer[0] * NS_PER_US
+        decisions: list[Decision] = []
+        for _ in range(count):
+            stepped = [_step(each, now_ns, cost) for each in held]
+            held = [each for each, _ in stepped]
+            decision = combine(self.limits, [outcome for _, outcome in stepped], self._rule)
+            if not decision.allowed:
+                raise _disagreement(answer, cost)
+            decisions.append(_earlier(decision, early_ns) if early_ns else decision)
+        return decisions
+
+    def _checks_of_one(self, answer: list[int], cost: int, count: int) -> list[Decision]:
+        """`checks`, where there is one limit and nothing granted: in a third of the time."""
+        now_us, last_us, amount = answer
+        limit, rule, decide = self.limits[0], self._rule, self._plain[0][1]
+        now_ns = now_us * NS_PER_US
+        state: State = None if last_us < 0 else (last_us * NS_PER_US, amount)
+        decisions: list[Decision] = []
+        for _ in range(count):
+            state, (allowed, remaining, _, reset_ns, delay_ns) = decide(state, limit, now_ns, cost)
+            if not allowed:
+                raise _disagreement(answer, cost)
+            reset_ns = -(-reset_ns // NS_PER_US) * NS_PER_US
+            decisions.append(Decision(True, limit, remaining, 0, reset_ns, delay_ns, rule))
+        return decisions
+
+    def fits(self, answer: list[int], cost: int) -> int:
+        """How many checks of a cost would have passed, one after another, by a denial's states."""
+        now_us = ~answer[0]
+        rooms: list[int] = []
+        for limit, algorithm, state, credit in self._held(answer, now_us):
+            if isinstance(state, _LogSummary):
+                room = limit.limit - state.alive
+            else:
+                room = algorithm.decide(state, limit, now_us * NS_PER_US, 0)[1].remaining
+            if credit is not None and credit[1] > now_us * NS_PER_US:
+                room += credit[0]
+            rooms.append(room)
+        return max(min(rooms), 0) // cost
+
+    def tells(self, answer: list[int], cost: int, count: int) -> bool:
+        """Does a denial of so many times a cost tell how that cost itself is denied?
+
+        Of a log that denies it, only where it was asked for: it tells when what was asked for fits.
+        """
+        if count == 1 or self.granted(answer):
+            return True
+        place = 1
+        for limit, _, kind in self._parts:
+            if kind == LOG and cost > limit.limit - answer[place + 1]:
+                return False
+            place += NUMBERS_OF_KIND[kind]
+        return True
+
     def granted(self, answer: list[int]) -> bool:
         """Does the answer tell of units that were granted?"""
         return len(answer) != self._numbers
@@ -301,11 +272,11 @@ class Answers:
             return True
         place = 1
         for limit, _, kind in self._parts:
-            if kind == _LOG and answer[0] < 0:
+            if kind == LOG and answer[0] < 0:
                 missing = cost - max(limit.limit - answer[place + 1], 0)
                 if missing > 1:
                     return False
-            place += _NUMBERS_OF_KIND[kind]
+            place += NUMBERS_OF_KIND[kind]
         return True
 
     def after(self, answer: list[int], spent: int, cost: int) -> list[int] | None:
@@ -322,18 +293,18 @@ class Answers:
         for limit, decide, kind in self._plain:
             last_us = answer[place]
             at_us = max(last_us, now_us)
-            if kind == _LOG:
+            if kind == LOG:
                 alive = answer[place + 1] + spent
                 denies = cost > limit.limit - alive
                 if denies and alive != spent:
                     return None
                 found += [at_us, alive, at_us if denies else 0]
             else:
-                numbers = answer[place + 1 : place + _NUMBERS_OF_KIND[kind]]
+                numbers = answer[place + 1 : place + NUMBERS_OF_KIND[kind]]
                 state = (last_us * NS_PER_US, *numbers) if last_us >= 0 else None
                 last_ns, *numbers = decide(state, limit, now_us * NS_PER_US, spent)[0]
                 found += [last_ns // NS_PER_US, *numbers]
-            place += _NUMBERS_OF_KIND[kind]
+            place += NUMBERS_OF_KIND[kind]
         return found
 
     def spent(self, answer: list[int], cost: int) -> list[int]:
@@ -385,11 +356,11 @@ class Answers:
         for limit, algorithm, kind in self._parts:
             last_us = next(numbers)
             state: State = None
-            if kind in {_BUCKET, _FIXED}:
+            if kind in {BUCKET, FIXED}:
                 amount = next(numbers)
                 if last_us >= 0:
                     state = (last_us * NS_PER_US, amount)
-            elif kind == _COUNTER:
+            elif kind == COUNTER:
                 previous, current = next(numbers), next(numbers)
                 if last_us >= 0:
                     state = (last_us * NS_PER_US, previous, current)
@@ -414,12 +385,33 @@ def _no_answer(answer: object) -> StoreUnavailable:
     )
 
 
+def _disagreement(answer: list[int], cost: int) -> StoreUnavailable:
+    return StoreUnavailable(
+        f"the server and this library disagree about {answer!r} at a cost of {cost}; "
+        f"this is a defect of Tollkeeper, please report it"
+    )
+
+
+def _step(held: _Held, now_ns: int, cost: int) -> tuple[_Held, Outcome]:
+    """One limit's state after a check, and what it said."""
+    limit, algorithm, state, credit = held
+    if isinstance(state, _LogSummary):
+        outcome = _log_outcome(state, limit, cost)
+        last_us = max(state.last_us, state.now_us)
+        state = _LogSummary(last_us, state.alive + cost, 0, state.now_us)
+    elif credit is None:
+        state, outcome = algorithm.decide(state, limit, now_ns, cost)
+    else:
+        state, credit, outcome = credits_.decide(algorithm, state, credit, limit, now_ns, cost)
+    return (limit, algorithm, state, credit), outcome
+
+
 def _times_ns(packed: bytes) -> array[int]:
     return array(
         "q",
         (
-            int.from_bytes(packed[start : start + _TIME_BYTES]) * NS_PER_US
-            for start in range(0, len(packed), _TIME_BYTES)
+            int.from_bytes(packed[start : start + TIME_BYTES]) * NS_PER_US
+            for start in range(0, len(packed), TIME_BYTES)
         ),
     )
 

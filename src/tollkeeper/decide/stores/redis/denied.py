@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from tollkeeper.decide.denials import Denial, Denials
-from tollkeeper.decide.stores.redis.codec import NS_PER_US
+from tollkeeper.decide.stores.redis.encode import NS_PER_US
 from tollkeeper.model import Decision
 
 if TYPE_CHECKING:
@@ -75,10 +75,13 @@ class Denied:
         self._count(decision.rule)
         return decision
 
-    def keep(self, asked: Asked, answer: list[int], decision: Decision, sent: Sent) -> None:
+    def keep(
+        self, asked: Asked, answer: list[int], decision: Decision, sent: Sent, times: int = 1
+    ) -> None:
         """Keep what a check has told about those to come: that they are denied, until then.
 
-        Called for a denial; and for one that spent, so that less remains than it cost.
+        Called for a denial; and for one that spent, so that less remains than it cost. `times` is
+        how many checks that spent were one call; the decision is that of the last.
         """
         commands, subject, cost = asked
         answers = commands.answers
@@ -90,7 +93,7 @@ class Denied:
             return
         told = None
         if self._longest_ns and decision.remaining < cost:
-            told = answers.after(answer, cost, cost)
+            told = answers.after(answer, times * cost, cost)
         if told is None or not answers.lasts(told, cost):
             self._drop_kept(subject)
             return

@@ -33,6 +33,8 @@ from tollkeeper.decide.stores.redis.calls import (
     recover,
 )
 from tollkeeper.decide.stores.redis.config import Address, RedisConfig
+from tollkeeper.decide.stores.redis.denied import Denied
+from tollkeeper.decide.stores.redis.flights import Flights
 from tollkeeper.decide.stores.redis.probes import Prober, probe
 from tollkeeper.decide.stores.redis.scripts import CHECK
 from tollkeeper.decide.stores.redis.topology import Topology, slot_of
@@ -353,8 +355,9 @@ class Threads:
 class Tasks:
     """Calls from the tasks of one event loop."""
 
-    def __init__(self, servers: Servers, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, servers: Servers, loop: asyncio.AbstractEventLoop, denied: Denied) -> None:
         self._servers = servers
+        self.flights = Flights(loop, servers.config.deadline_ns, denied, self)
         # None once it is closed: then the store does not keep a loop that is gone.
         self.loop: asyncio.AbstractEventLoop | None = loop
         self._nodes: dict[Address, AsyncNode] = {}

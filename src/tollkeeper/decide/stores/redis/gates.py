@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from tollkeeper.decide.coalesce import together_max
 from tollkeeper.decide.stores.redis.calls import Call, NotSent
-from tollkeeper.decide.stores.redis.codec import NS_PER_US, Answers, encode_gate, encode_numbers
+from tollkeeper.decide.stores.redis.codec import Answers
 from tollkeeper.decide.stores.redis.denied import Denied, Sent, moment_ns
 from tollkeeper.decide.stores.redis.drive import Servers, Tasks, Threads
+from tollkeeper.decide.stores.redis.encode import NS_PER_US, encode_gate, encode_numbers
 from tollkeeper.decide.stores.redis.scripts import CHECK, GRANT, REFUND, RESET, Script
 from tollkeeper.errors import CapacityError, StoreError
 from tollkeeper.model import UNITS_MAX, Decision, Limit
@@ -216,7 +218,16 @@ class RedisGate:
 class AsyncRedisGate:
     """One rule's limits, for asyncio: the verbs of RedisGate, awaited."""
 
-    __slots__ = ("_denied", "_note", "_servers", "_tasks", "_tasks_of", "commands", "limits")
+    __slots__ = (
+        "_capacity",
+        "_denied",
+        "_note",
+        "_servers",
+        "_tasks",
+        "_tasks_of",
+        "commands",
+        "limits",
+    )
 
     def __init__(
         self,
@@ -229,6 +240,9 @@ class AsyncRedisGate:
         self.limits = commands.answers.limits
         self.commands = commands
         self._servers = servers
+        # What may go as one; 0: nothing is to.
+        coalesced = servers.config.coalesce
+        self._capacity = min(limit.capacity for limit in self.limits) if coalesced else 0
         self._tasks_of = tasks_of
         self._tasks: Tasks | None = None
         self._denied = denied
@@ -251,25 +265,36 @@ class AsyncRedisGate:
                 return known
         if self._servers.breakers.any_open:
             self._servers.require_closed(commands, subject)
-        mark = denied.mark
         tasks = self.tasks()
+        question = (commands, subject, cost)
+        flights = None
+        if most := together_max(self._capacity, cost):
+            flights = tasks.flights
+            if question in flights.under_way and flights.must_wait(question):
+                return await flights.join(question, most)
+            flights.begin(question)
+        mark = denied.mark
         key = commands.key(subject)
-        if now != SERVER_TIME:
-            call = commands.call(CHECK, key, cost, now)
-            sent_ns = moment_ns(now, early_ns)
-            answer = await tasks.run(call, call.by_sha())
-        else:
-            sent_ns = time.monotonic_ns()
-            try:
-                answer = await tasks.start(key, commands.check(key, cost))
-            except NotSent as error:
-                answer = error
-            if type(answer) is not list:
-                answer = await tasks.settled(commands.call(CHECK, key, cost), sent_ns, answer)
+        try:
+            if now != SERVER_TIME:
+                call = commands.call(CHECK, key, cost, now)
+                sent_ns = moment_ns(now, early_ns)
+                answer = await tasks.run(call, call.by_sha())
+            else:
+                sent_ns = time.monotonic_ns()
+                try:
+                    answer = await tasks.start(key, commands.check(key, cost))
+                except NotSent as error:
+                    answer = error
+                if type(answer) is not list:
+                    call = commands.call(CHECK, key, cost)
+                    answer = await tasks.settled(call, sent_ns, answer)
+        finally:
+            if flights is not None:
+                flights.land(question)
         decision = commands.answers.check(answer, cost, early_ns)
         if decision.remaining < cost or subject in denied.kept:
-            sent = Sent(now, early_ns, sent_ns, mark)
-            denied.keep((commands, subject, cost), answer, decision, sent)
+            denied.keep(question, answer, decision, Sent(now, early_ns, sent_ns, mark))
         return decision
 
     async def peek(self, subject: str, cost: int) -> Decision:

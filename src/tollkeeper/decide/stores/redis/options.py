@@ -47,6 +47,7 @@ def _text(name: str, value: object) -> str:
 
 
 def encodes(text: str) -> bool:
+    """Can UTF-8 write it? Halves of surrogate pairs it cannot."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 

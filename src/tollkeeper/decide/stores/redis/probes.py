@@ -23,8 +23,8 @@ from typing import Final
 from tollkeeper.clock import NS_PER_SECOND
 from tollkeeper.decide.stores.redis.breakers import Breakers, NodeBreaker
 from tollkeeper.decide.stores.redis.calls import Call, pack
-from tollkeeper.decide.stores.redis.codec import encode_gate
 from tollkeeper.decide.stores.redis.config import Address, RedisConfig
+from tollkeeper.decide.stores.redis.encode import encode_gate
 from tollkeeper.decide.stores.redis.scripts import CHECK
 from tollkeeper.decide.stores.redis.wire import Connection
 from tollkeeper.errors import StoreError

@@ -110,7 +110,7 @@ class RedisStore:
         with self._lock:
             tasks = self._tasks.get(loop)
             if tasks is None:
-                tasks = self._tasks[loop] = Tasks(self._servers, loop)
+                tasks = self._tasks[loop] = Tasks(self._servers, loop, self._denied)
             return tasks
 
     def _note(self, subject: str) -> None:

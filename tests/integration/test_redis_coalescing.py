@@ -1,0 +1,276 @@
+"""Checks of a hot key that go as one call: exact, each with its own decision, and few calls."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from itertools import count
+from random import Random
+from typing import cast
+
+import pytest
+
+from tests.integration.redis_hammer import Job, admitted, hammer
+from tests.integration.redis_wires import COUNTED, SECONDS_MAX, YEAR, counted
+from tests.integration.tcp_proxy import Proxy
+from tests.redis_servers import Single
+from tollkeeper import AsyncLimiter, Decision, Limit
+from tollkeeper.clock import Clock
+from tollkeeper.decide.stores import open_store
+from tollkeeper.decide.stores.redis.flights import FREE_MAX
+from tollkeeper.decide.stores.redis.store import RedisStore
+from tollkeeper.errors import StoreError, StoreTimeout
+from tollkeeper.model import ALGORITHM_NAMES, AlgorithmName
+from tollkeeper.testing import ManualClock
+
+every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+_numbers = count()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Single]:
+    """One for all: each test has a key of its own."""
+    with Single() as started:
+        yield started
+
+
+@pytest.fixture
+def key() -> str:
+    """One that no other test uses."""
+    return f"key {next(_numbers)}"
+
+
+@asynccontextmanager
+async def limiter_of(
+    uri: str, limits: Limit | Sequence[Limit], clock: Clock | None = None, **options: object
+) -> AsyncIterator[AsyncLimiter]:
+    """A limiter on a store of its own."""
+    options.setdefault("deadline_ms", 5_000)
+    store = cast("RedisStore", open_store(uri, clock, **options))
+    yield AsyncLimiter(limits, store=store, on_failure="raise")
+    await store.aclose()
+
+
+def calls_of(server: Single) -> int:
+    """Script calls that the server has got."""
+    stats = server.admin.info("commandstats")
+    return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("evalsha", "eval"))
+
+
+async def at_once(limiter: AsyncLimiter, key: str, times: int, cost: int = 1) -> list[Decision]:
+    """So many checks at the same time; the decisions in the order they were asked for."""
+    return list(await asyncio.gather(*(limiter.check(key, cost) for _ in range(times))))
+
+
+@every_algorithm
+@pytest.mark.parametrize("cost", [1, 3])
+async def test_each_decision_is_what_it_would_have_been_alone(
+    server: Single, key: str, algorithm: AlgorithmName, cost: int
+) -> None:
+    """Field by field, as of one check after another at that instant: below, at and over a limit,
+    with units granted too."""
+    random = Random(f"{algorithm} {cost}")
+    clock = ManualClock(1_700_000_000)
+    limits = [
+        Limit(100, per=10, algorithm=algorithm),
+        Limit(160, per=30, name="longer"),
+    ]
+    one_by_one = {"coalesce": False, "denied_cache_ms": 0}
+    async with (
+        limiter_of(server.uri, limits, clock) as together,
+        limiter_of(server.uri, limits, clock, **one_by_one) as alone,
+    ):
+        before = calls_of(server)
+        checks = 0
+        for _ in range(12):
+            times = random.randint(1, 60)
+            got = await at_once(together, f"{key} together", times, cost)
+            calls = calls_of(server)
+            wanted = [await alone.check(f"{key} alone", cost) for _ in range(times)]
+            before += calls_of(server) - calls
+            assert got == wanted
+            checks += times
+            if random.random() < 0.3:
+                for limiter, name in ((together, "together"), (alone, "alone")):
+                    await limiter.grant(f"{key} {name}", 40, 2)
+            clock.advance(random.choice((0, 0.001, 0.5, 3)))
+        assert calls_of(server) - before < checks * 3 // 4
+
+
+@every_algorithm
+async def test_a_log_among_several_limits_denies_as_it_would_alone(
+    server: Single, key: str, algorithm: AlgorithmName
+) -> None:
+    """It tells of its times only what was asked for, and so it is asked once more."""
+    clock = ManualClock(1_700_000_000)
+    limits = [
+        Limit(40, per=10, algorithm="sliding_window_log"),
+        Limit(60, per=10, algorithm=algorithm, name="other"),
+    ]
+    one_by_one = {"coalesce": False, "denied_cache_ms": 0}
+    async with (
+        limiter_of(server.uri, limits, clock) as together,
+        limiter_of(server.uri, limits, clock, **one_by_one) as alone,
+    ):
+        for _ in range(6):
+            got = await at_once(together, f"{key} together", 30)
+            assert got == [await alone.check(f"{key} alone") for _ in range(30)]
+            clock.advance(1.7)
+
+
+async def test_a_hot_key_costs_few_calls(server: Single, key: str) -> None:
+    """256 tasks on one key; printed: checks a second, and calls for each check."""
+    checks = 40
+    rates = {}
+    for coalesce in (False, True):
+
+        async def work(limiter: AsyncLimiter) -> None:
+            for _ in range(checks):
+                assert (await limiter.check(key)).allowed
+
+        async with limiter_of(server.uri, Limit(10**9, per=1), coalesce=coalesce) as limiter:
+            await limiter.check(key)
+            before, started = calls_of(server), time.perf_counter()
+            await asyncio.gather(*(work(limiter) for _ in range(256)))
+            seconds = time.perf_counter() - started
+            calls = (calls_of(server) - before) / (256 * checks)
+        rates[coalesce] = calls
+        print(
+            f"coalesce={coalesce}: {256 * checks / seconds:,.0f} checks/s, {calls:.3f} calls each"
+        )
+    assert rates[False] == 1
+    assert rates[True] < 0.1
+
+
+async def test_a_few_callers_do_not_wait_for_one_another(server: Single, key: str) -> None:
+    """They go by themselves, as they do without it."""
+    async with limiter_of(server.uri, COUNTED) as limiter:
+        await limiter.check(key)
+        before = calls_of(server)
+        await at_once(limiter, key, FREE_MAX)
+        assert calls_of(server) - before == FREE_MAX
+
+
+@every_algorithm
+def test_exactly_the_limit_across_processes(
+    server: Single, key: str, algorithm: AlgorithmName
+) -> None:
+    """256 tasks in each of three processes on one hot key: to the unit."""
+    limits = [{"limit": 3_000, "per": YEAR, "algorithm": algorithm}]
+    job = Job(server.uri, limits, keys=[key], wire="asyncio", at_once=256)
+    assert admitted(hammer([job] * 3)) == {key: 3_000}
+
+
+async def test_two_stores_that_race_admit_no_more_than_there_is(server: Single, key: str) -> None:
+    """Between two calls of one, the other spends: whoever loses asks alone."""
+    clock = ManualClock(1_700_000_000)
+    limit = Limit(50, per=10)
+    async with (
+        limiter_of(server.uri, limit, clock) as one,
+        limiter_of(server.uri, limit, clock) as other,
+    ):
+        for _ in range(20):
+            got = await asyncio.gather(at_once(one, key, 40), at_once(other, key, 40))
+            assert sum(each.allowed for found in got for each in found) == 50
+            clock.advance(10)
+
+
+async def test_who_is_cancelled_while_waiting_costs_nothing(server: Single, key: str) -> None:
+    """It was not sent; those beside it are answered as ever."""
+    with Proxy(server.port) as proxy:
+        async with limiter_of(proxy.uri, COUNTED) as limiter:
+            await limiter.check(key)
+            server.pause()
+            checks = [asyncio.ensure_future(limiter.check(key)) for _ in range(FREE_MAX + 40)]
+            await asyncio.sleep(0.05)
+            for check in checks[FREE_MAX : FREE_MAX + 25]:
+                check.cancel()
+            server.resume()
+            outcomes = await asyncio.gather(*checks, return_exceptions=True)
+    assert sum(isinstance(each, Decision) for each in outcomes) == FREE_MAX + 15
+    assert counted(server.uri, key) == 1 + FREE_MAX + 15
+
+
+async def test_who_flies_first_and_is_cancelled_takes_nobody_along(
+    server: Single, key: str
+) -> None:
+    """Those who waited for it go on."""
+    with Proxy(server.port) as proxy:
+        async with limiter_of(proxy.uri, COUNTED) as limiter:
+            await limiter.check(key)
+            server.pause()
+            checks = [asyncio.ensure_future(limiter.check(key)) for _ in range(FREE_MAX + 10)]
+            await asyncio.sleep(0.05)
+            for check in checks[:FREE_MAX]:
+                check.cancel()
+            await asyncio.sleep(0.05)
+            server.resume()
+            await asyncio.wait_for(asyncio.gather(*checks[FREE_MAX:]), SECONDS_MAX)
+
+
+async def test_each_ends_by_its_own_deadline(server: Single, key: str) -> None:
+    """A server that does not answer: whoever waits counts from when it came."""
+    deadline_s = 0.3
+    with Proxy(server.port) as proxy:
+        options = {"deadline_ms": 1_000 * deadline_s, "breaker": False}
+        async with limiter_of(proxy.uri, COUNTED, **options) as limiter:
+            await limiter.check(key)
+            proxy.mode = "hold"
+
+            async def timed() -> tuple[float, Exception | None]:
+                started = time.monotonic()
+                try:
+                    await limiter.check(key)
+                except StoreError as error:
+                    return time.monotonic() - started, error
+                return time.monotonic() - started, None
+
+            checks = []
+            for _ in range(30):
+                checks += [asyncio.ensure_future(timed()) for _ in range(5)]
+                await asyncio.sleep(0.02)
+            found = await asyncio.gather(*checks)
+    assert all(isinstance(error, StoreError) for _, error in found)
+    assert any(isinstance(error, StoreTimeout) for _, error in found)
+    # Other people's work is on the same cores; twice the deadline would be a whole one too long.
+    assert max(seconds for seconds, _ in found) < 2 * deadline_s
+
+
+async def test_a_connection_that_breaks_fails_everyone_and_nobody_hangs(
+    server: Single, key: str
+) -> None:
+    """Each has an error of its own, and the next check is as ever."""
+    with Proxy(server.port) as proxy:
+        async with limiter_of(proxy.uri, COUNTED, breaker=False) as limiter:
+            await limiter.check(key)
+            proxy.mode = "hold"
+            checks = [asyncio.ensure_future(limiter.check(key)) for _ in range(60)]
+            await asyncio.sleep(0.05)
+            proxy.mode = "cut"
+            proxy.break_all()
+            outcomes = await asyncio.gather(*checks, return_exceptions=True)
+            errors = [each for each in outcomes if isinstance(each, StoreError)]
+            assert len(errors) == len({id(each) for each in errors}) > 0
+            proxy.mode = "pass"
+            for _ in range(200):
+                with suppress(StoreError):
+                    assert (await limiter.check(key)).allowed
+                    break
+                await asyncio.sleep(0.01)
+            else:
+                pytest.fail("no check passes again")
+
+
+async def test_a_denied_hot_key_is_denied_together(server: Single, key: str) -> None:
+    """Those who wait for the first denial have it, and no call of their own."""
+    async with limiter_of(server.uri, Limit(20, per=YEAR)) as limiter:
+        before = calls_of(server)
+        found = await at_once(limiter, key, 200)
+        assert sum(each.allowed for each in found) == 20
+        # Twenty fit at most, so they leave in lists of twenty, with three calls each at most.
+        assert calls_of(server) - before <= FREE_MAX + 3 * 200 // 20
+        again = calls_of(server)
+        assert not any(each.allowed for each in await at_once(limiter, key, 200))
+        assert calls_of(server) == again
