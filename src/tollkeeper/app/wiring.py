@@ -10,8 +10,9 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -33,6 +34,8 @@ from tollkeeper.standby import Standby
 _PARENT_SECONDS: Final = 1.0
 # How long gRPC may take to answer what has begun.
 _GRPC_GRACE_SECONDS: Final = 5.0
+
+Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 log = logging.getLogger("tollkeeper.service")
 
@@ -76,6 +79,21 @@ def open_node(settings: Settings, counters: Path | None) -> Node:
     )
 
 
+def traced(node: Node) -> Callable[[Service], Asgi]:
+    """Tell OpenTelemetry, where somebody has configured it in this process.
+
+    Nobody has who has not imported it; then it is not imported here either. Gives what to put
+    around the service, so that its spans are in the trace of those who ask.
+    """
+    if "opentelemetry" in sys.modules:
+        from tollkeeper.record import otel  # noqa: PLC0415 - see above
+
+        if otel.configured():
+            otel.instrument(node.limiter)
+            return otel.in_callers_trace
+    return lambda answering: answering
+
+
 class Worker:
     """The application that each worker process runs: a Service, once the server has started."""
 
@@ -84,7 +102,7 @@ class Worker:
         self._settings = settings
         self._counters = counters
         self._parent = parent
-        self._service: Service | None = None
+        self._service: Asgi | None = None
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Not a coroutine itself: one less on the path of every request."""
@@ -110,6 +128,7 @@ class Worker:
         fold_dead(self._counters)
         node = open_node(self._settings, self._counters)
         stack.push_async_callback(node.limiter.close)
+        around = traced(node)
         answering = service(node)
         await answering.start()
         stack.push_async_callback(answering.stop)
@@ -118,7 +137,7 @@ class Worker:
         self._heed_signals(node)
         watching = asyncio.create_task(self._watch_parent())
         stack.callback(watching.cancel)
-        self._service = answering
+        self._service = around(answering)
 
     async def _start_grpc(self, node: Node, stack: AsyncExitStack) -> None:
         # Imported here: a service without gRPC needs none of its libraries.
