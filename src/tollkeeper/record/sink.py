@@ -1,0 +1,325 @@
+"""From memory to the database, in batches: later, at its own pace, and only once.
+
+What is offered waits here, EVENTS_MAX decisions and BUCKETS_MAX of usage at most: of decisions that
+are too many the newest are dropped, and counted. A batch is one transaction. If it fails, the same
+batch is tried again after a pause that doubles up to RETRY_SECONDS_MAX, while what comes waits and,
+if it is too much, is dropped.
+
+Whether a transaction was committed whose answer never came, nobody can know. So each batch has a
+number, and the writer's last one is written with it: a batch that is already there is not added
+again. Sums are exact, whatever happens to connections.
+
+All of this runs in an event loop of its own, in a thread of its own (`recorder.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+from sqlalchemy import text
+
+from tollkeeper.errors import ConfigError, StoreError
+from tollkeeper.record import tables
+from tollkeeper.record.events import Event
+from tollkeeper.record.trimming import TEND_SECONDS, Keep, Trimmer
+from tollkeeper.record.usage import Usage, Used
+
+if TYPE_CHECKING:
+    from datetime import date
+
+    from sqlalchemy.ext.asyncio import AsyncConnection
+
+    from tollkeeper.control.database import Database
+
+EVENTS_MAX: Final = 10_000
+BATCH_EVENTS_MAX: Final = 1_000
+BATCH_BUCKETS_MAX: Final = 5_000
+# So many rows are bound at a time: Python's lock is let go of between, for whoever answers.
+STATEMENT_ROWS: Final = 200
+RETRY_SECONDS_MIN: Final = 0.5
+RETRY_SECONDS_MAX: Final = 30.0
+# Waiting for other writers and for an answer, in PostgreSQL.
+_LOCK_MS: Final = 5_000
+_STATEMENT_MS: Final = 15_000
+# The largest number that both databases take.
+_NUMBER_MAX: Final = 2**63 - 1
+
+_IS_FIRST: Final = text(
+    "INSERT INTO tollkeeper_record_writers AS kept (writer, batch, at_s) "
+    "VALUES (:writer, :batch, :at_s) ON CONFLICT (writer) DO UPDATE "
+    "SET batch = excluded.batch, at_s = excluded.at_s WHERE kept.batch < excluded.batch"
+)
+_ADD_EVENT: Final = text(
+    f"INSERT INTO tollkeeper_decisions ({', '.join(Event._fields)}) "  # noqa: S608 - our own names
+    f"VALUES ({', '.join(f':{name}' for name in Event._fields)})"
+)
+_ADD_USAGE: Final = text(
+    "INSERT INTO tollkeeper_usage AS kept "
+    "(subject, rule, step_s, start_s, allowed, denied, units) "
+    "VALUES (:subject, :rule, 60, :start_s, :allowed, :denied, :units) "
+    "ON CONFLICT (subject, rule, start_s, step_s) DO UPDATE SET "
+    "allowed = kept.allowed + excluded.allowed, denied = kept.denied + excluded.denied, "
+    "units = kept.units + excluded.units"
+)
+# What is wrong with a value, and not with the database: SQLSTATE's class, and what drivers raise.
+_DATA_CLASS: Final = "22"
+
+log = logging.getLogger("tollkeeper.record")
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How often what is written."""
+
+    write_seconds: float = 1.0
+    usage_seconds: float = 5.0
+    """A bucket that is added to every second is written every so many."""
+
+
+class Batch(NamedTuple):
+    """What is written in one transaction."""
+
+    number: int
+    events: list[Event]
+    usage: list[Used]
+
+
+class Sink:
+    """Writes records to one database. For one event loop but for `dropped`."""
+
+    def __init__(
+        self,
+        database: Database,
+        keep: Keep | None = None,
+        pace: Pace | None = None,
+        now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._database = database
+        self._pace = pace or Pace()
+        self._now_ns = now_ns
+        self._keep = keep or Keep()
+        self._trimmer = Trimmer(self.transaction, self._keep, is_postgresql=database.is_postgresql)
+        self._events: deque[Event] = deque()
+        self._usage = Usage()
+        self._usage_due_s = 0.0
+        self._numbers = 0
+        self._writer = secrets.token_hex(8)
+        self._pending: Batch | None = None
+        self._days: set[date] = set()
+        self._is_made = False
+        self._tend_at_s = 0.0
+        self._failures = 0
+        self._wake = asyncio.Event()
+        self._dropped = 0
+        self.written = 0
+        """Decisions that are in the database."""
+
+    def dropped(self) -> int:
+        """Decisions and counts that are lost."""
+        return self._dropped + self._usage.dropped
+
+    def offer(self, events: Sequence[Event]) -> None:
+        """Decisions to write; those that there is no room for are dropped."""
+        room = max(EVENTS_MAX - len(self._events), 0)
+        self._events.extend(events[:room])
+        self._dropped += max(len(events) - room, 0)
+        if len(self._events) >= BATCH_EVENTS_MAX:
+            self._wake.set()
+
+    @property
+    def usage(self) -> Usage:
+        """What usage is added to."""
+        return self._usage
+
+    # ── The loop ─────────────────────────────────────────────────────────────────────────────
+
+    async def run(self) -> None:
+        """Write until cancelled; what cannot be written is tried again."""
+        while True:
+            pause_s = await self._round()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), pause_s)
+            if self._failures:  # a full queue is no reason to ask sooner
+                await asyncio.sleep(pause_s)
+            self._wake.clear()
+
+    async def _round(self) -> float:
+        """Write what is due; how long to wait then."""
+        try:
+            await self._prepare()
+            while await self.write():
+                pass
+            await self._tend()
+        except StoreError as error:
+            self._failures += 1
+            if self._failures == 1:
+                log.warning("records are not written, and kept as far as they fit: %s", error)
+            most = min(RETRY_SECONDS_MIN * 2.0 ** (self._failures - 1), RETRY_SECONDS_MAX)
+            return most * random.uniform(0.5, 1.0)  # noqa: S311 - so that not all come at once
+        except ConfigError as error:
+            # Tables of another version: nothing that waiting for a second would change.
+            self._failures += 1
+            log.error("records are not written: %s", error)  # noqa: TRY400 - it says it all
+            return RETRY_SECONDS_MAX
+        if self._failures:
+            log.info("records are written again; %d are lost until now", self.dropped())
+            self._failures = 0
+        return self._pace.write_seconds
+
+    async def finish(self) -> None:
+        """Write all that is there, once. Raises StoreError."""
+        await self._prepare()
+        while self._pending or self._events or len(self._usage):
+            self._usage_due_s = 0.0
+            await self.write()
+
+    async def close(self) -> None:
+        """Close the database."""
+        await self._database.close()
+
+    # ── Writing ──────────────────────────────────────────────────────────────────────────────
+
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[AsyncConnection]:
+        """One that may write. Not the rules' `writing` in PostgreSQL: its writers take turns."""
+        if not self._database.is_postgresql:
+            async with self._database.writing() as connection:
+                yield connection
+            return
+        async with self._database.reading() as connection:
+            await connection.execute(
+                text(
+                    f"SELECT set_config('lock_timeout', '{_LOCK_MS}', true), "
+                    f"set_config('statement_timeout', '{_STATEMENT_MS}', true), "
+                    f"set_config('idle_in_transaction_session_timeout', '{_STATEMENT_MS}', true)"
+                )
+            )
+            yield connection
+
+    async def _prepare(self) -> None:
+        """Tables, and the partitions of these days."""
+        if self._is_made:
+            return
+        is_postgresql = self._database.is_postgresql
+        await self._database.reach()
+        async with self._database.reading() as connection:
+            found = await tables.version(connection, is_postgresql=is_postgresql)
+        tables.check_version(found, self._database.name)
+        if found is None:
+            async with self.transaction() as connection:
+                await tables.make(connection, is_postgresql=is_postgresql)
+        self._is_made = True
+
+    async def write(self) -> bool:
+        """Write one batch; is there another one to be written now? Raises StoreError."""
+        batch = self._pending or self._next()
+        if batch is None:
+            return False
+        self._pending = batch
+        try:
+            await self._add(batch)
+        except StoreError as error:
+            if not _is_about_data(error):
+                raise
+            self._lose(batch, error)
+        except (ValueError, OverflowError, TypeError) as error:  # what a driver cannot encode
+            self._lose(batch, error)
+        self._pending = None
+        self.written += len(batch.events)
+        return len(self._events) >= BATCH_EVENTS_MAX or self._is_usage_due()
+
+    def _next(self) -> Batch | None:
+        events = [self._events.popleft() for _ in range(min(len(self._events), BATCH_EVENTS_MAX))]
+        usage: list[Used] = []
+        if self._is_usage_due():
+            usage = self._usage.take(BATCH_BUCKETS_MAX)
+            if not len(self._usage):
+                self._usage_due_s = time.monotonic() + self._pace.usage_seconds
+        if not events and not usage:
+            return None
+        self._numbers += 1
+        return Batch(self._numbers, events, usage)
+
+    def _is_usage_due(self) -> bool:
+        return len(self._usage) > 0 and time.monotonic() >= self._usage_due_s
+
+    async def _add(self, batch: Batch) -> None:
+        events = batch.events
+        if self._database.is_postgresql and events:
+            events = await self._with_partitions(events)
+        async with self.transaction() as connection:
+            written = {
+                "writer": self._writer,
+                "batch": batch.number,
+                "at_s": self._now_ns() // 10**9,
+            }
+            first = await connection.execute(_IS_FIRST, written)
+            if not first.rowcount:
+                return  # the last attempt was committed, and we did not hear of it
+            for rows in _chunks(events):
+                await connection.execute(_ADD_EVENT, [_row(each._asdict()) for each in rows])
+            for used in _chunks(batch.usage):
+                await connection.execute(_ADD_USAGE, [_row(each._asdict()) for each in used])
+
+    async def _with_partitions(self, events: Sequence[Event]) -> list[Event]:
+        """Those that have a partition, or get one: of days that are kept, and not yet to come."""
+        now_us = self._now_ns() // 1_000
+        ahead = tables.days_ahead(now_us)
+        oldest = tables.day_of(now_us - self._keep.decisions_days * tables.DAY_US)
+        kept = [each for each in events if oldest <= tables.day_of(each.at_us) <= ahead[-1]]
+        self._dropped += len(events) - len(kept)
+        wanted = {tables.day_of(each.at_us) for each in kept}
+        if not wanted <= self._days:
+            async with self.transaction() as connection:
+                await tables.make_days(connection, {*ahead, *wanted})
+            # Not for good: they are dropped when they are old.
+            self._days = {*ahead, *wanted}
+        return kept
+
+    def _lose(self, batch: Batch, error: Exception) -> None:
+        log.error("a batch of records is lost: %s", error)
+        self._dropped += len(batch.events) + sum(each.allowed + each.denied for each in batch.usage)
+
+    async def _tend(self) -> None:
+        if time.monotonic() < self._tend_at_s:
+            return
+        # Not all at the same moment: the first who comes does it for all.
+        self._tend_at_s = time.monotonic() + TEND_SECONDS * random.uniform(0.5, 1.0)  # noqa: S311 - same
+        if await self._trimmer.tend(self._now_ns() // 10**9):
+            self._days = set()
+
+
+def _row(values: dict[str, Any]) -> dict[str, Any]:
+    """With numbers that fit."""
+    for name in ("units", "cost"):
+        if name in values:
+            values[name] = min(values[name], _NUMBER_MAX)
+    return values
+
+
+def _chunks(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    for start in range(0, len(rows), STATEMENT_ROWS):
+        yield rows[start : start + STATEMENT_ROWS]
+
+
+def _is_about_data(error: StoreError) -> bool:
+    """Would the same batch fail again, whatever the state of the database?"""
+    found: BaseException | None = error
+    for _ in range(5):
+        if found is None:
+            return False
+        if str(getattr(found, "sqlstate", "") or "").startswith(_DATA_CLASS):
+            return True
+        found = getattr(found, "orig", None) or found.__cause__
+    return False
