@@ -1,0 +1,115 @@
+"""A node in a process of its own, that asks steadily and tells afterwards what it was answered.
+
+    python -m tests.faults.nodes '{"name": "late", "uri": "redis://…", "rules": "…", "keys": […]}'
+
+It says how wrong its wall clock is, asks until a line comes, and prints what it has noted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tests.faults.load import (
+    EPOCH_NS,
+    EPOCH_VARIABLE,
+    RULES_TEXT,
+    Key,
+    Noted,
+    Record,
+    ask_in_tasks,
+    now_ns,
+    watch_lag,
+)
+from tests.redis_servers.scratch import scratch
+from tests.redis_servers.server import Startable
+from tollkeeper import AsyncLimiter
+from tollkeeper.standby import Standby
+
+ENDS_S_MAX = 30.0
+
+
+class NodeProcess(Startable):
+    """One of them, in a `with` block.
+
+    `env`  further environment variables: of a wrong clock, for example
+    """
+
+    def __init__(
+        self,
+        name: str,
+        uri: str,
+        keys: Sequence[Key],
+        *,
+        rules: str = RULES_TEXT,
+        nodes: int = 1,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self._options = {"name": name, "uri": uri, "keys": keys, "rules": rules, "nodes": nodes}
+        self._env = {**os.environ, EPOCH_VARIABLE: str(EPOCH_NS), **(env or {})}
+        self._process: subprocess.Popen[str] | None = None
+        self.clock_off_s = 0.0
+        """How far its wall clock is from ours."""
+
+    def start(self) -> None:
+        """Until it asks."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.nodes", json.dumps(self._options)],
+            env=self._env,
+            process_group=scratch().process_group,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        self.clock_off_s = json.loads(self._process.stdout.readline())["off_s"]
+
+    def finish(self, record: Record) -> None:
+        """Let it end, and put what it has noted with the rest."""
+        assert self._process is not None
+        printed, _ = self._process.communicate("\n", timeout=ENDS_S_MAX)
+        assert self._process.returncode == 0, printed
+        told = json.loads(printed)
+        record.lag_ns = max(record.lag_ns, told["lag_ns"])
+        record.noted += [Noted(Key(*key), *rest) for key, *rest in told["noted"]]
+
+    def stop(self) -> None:
+        """End it, however it is."""
+        if self._process is not None:
+            with self._process as process:  # which closes its pipes and waits for it
+                process.kill()
+
+
+async def _run(options: Mapping[str, Any]) -> Record:
+    record = Record()
+    keys = [Key(*each) for each in options["keys"]]
+    async with AsyncLimiter.from_rules(
+        options["rules"], store=options["uri"], standby=Standby(nodes=options["nodes"])
+    ) as limiter:
+        tasks = [
+            asyncio.create_task(ask_in_tasks(limiter, record, keys, options["name"])),
+            asyncio.create_task(watch_lag(record)),
+        ]
+        print(json.dumps({"off_s": (time.time_ns() - now_ns()) / 1e9}), flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
+        for task in tasks:
+            assert not task.done(), task.exception()
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return record
+
+
+def main() -> None:
+    """Until its input ends."""
+    record = asyncio.run(_run(json.loads(sys.argv[1])))
+    print(json.dumps({"lag_ns": record.lag_ns, "noted": record.noted}))
+
+
+if __name__ == "__main__":
+    main()

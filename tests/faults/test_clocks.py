@@ -1,0 +1,38 @@
+"""Nodes whose clocks are wrong by a minute."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.faults.conditions import wrong_clock
+from tests.faults.load import KEYS, later, now_ns, steady_load, until_calm
+from tests.faults.nodes import NodeProcess
+from tests.faults.telling import verify
+from tests.redis_servers import Single
+
+
+async def test_clocks_that_are_a_minute_wrong() -> None:
+    """One node a minute ahead, one a minute behind and one right share exact limits on Redis."""
+    with (
+        Single() as server,
+        NodeProcess("ahead", server.uri, KEYS, env=wrong_clock(60)) as ahead,
+        NodeProcess("behind", server.uri, KEYS, env=wrong_clock(-60)) as behind,
+    ):
+        assert ahead.clock_off_s == pytest.approx(60, abs=1)
+        assert behind.clock_off_s == pytest.approx(-60, abs=1)
+        async with steady_load(server.uri) as record:
+            await later(3.0)
+            await until_calm(record)
+        for node in (ahead, behind):
+            await asyncio.to_thread(node.finish, record)
+    verify(record, "clocks 60 s ahead and behind", now_ns())
+    exact = [each for each in record.noted if each.allowed and not each.degraded]
+    share = {
+        name: sum(each.source == name for each in exact)
+        for name in ("ahead", "behind", "tasks", "threads")
+    }
+    print(f"admitted by node: {share}")
+    # None is served at the others' cost, and none is shut out.
+    assert all(count > 0.05 * len(exact) for count in share.values())
