@@ -146,10 +146,12 @@ class Tokens:
         )
 
     def _advice(self, needed: Need) -> str:
-        where = "" if self._path is not None else " --tokens FILE"
-        start = "" if self._path is not None else " and start with `tollkeeper serve --tokens FILE`"
+        # Not where the file is: whoever reads this may be a stranger.
+        what = "the service's token file"
+        if self._path is None:
+            what = "and start with `tollkeeper serve --tokens FILE`"
         role = _ROLE_FOR[needed]
-        return f"make one with: tollkeeper token create NAME --role {role}{where}{start}"
+        return f"make one with: tollkeeper token create NAME --role {role} --tokens FILE ({what})"
 
     def _look_again(self) -> None:
         self._look_at_s = self._monotonic_s() + LOOK_SECONDS
