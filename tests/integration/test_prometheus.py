@@ -1,0 +1,201 @@
+"""A real Prometheus scrapes a real service; sums of workers never go down, also when they die."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+import grpc
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.edge.envoy.running import ask_on, entries
+from tests.prometheus_process import PrometheusProcess, promtool
+from tests.redis_servers import Single, until
+from tests.service_process import ServiceProcess
+from tollkeeper import operations
+from tollkeeper.record.counters import FAMILIES
+
+WAIT_SECONDS = 60.0
+
+RULES: dict[str, Any] = {
+    "version": 1,
+    "rules": [
+        {
+            "id": "users",
+            "match": {"user": "*"},
+            "by": ["user"],
+            "limits": ["3/hour"],
+            "on_failure": "local",
+            "penalty": {"after": 2, "within": "1m", "cooldown": "10s", "block_after": 1},
+        },
+        {"id": "tenants", "match": {"tenant": "*"}, "by": ["tenant"], "limits": ["1000/hour"]},
+    ],
+    "deny": ["api_key:bad"],
+}
+
+
+def scrape(service: ServiceProcess) -> str:
+    """What Prometheus would read. A worker that is killed may take a connection along."""
+    for _ in range(10):
+        with suppress(OSError, http.client.HTTPException):
+            answer = service.ask("GET", "/metrics")
+            assert answer.status == 200
+            return answer.body.decode()
+    raise AssertionError("ten scrapes in a row met a dead worker")
+
+
+def _is(found: Callable[[], float], wanted: float) -> bool:
+    return found() == wanted
+
+
+def counters(text: str) -> dict[tuple[str, tuple[str, ...]], float]:
+    """What must never go down, by name and labels."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.values()))): sample.value
+        for family in text_string_to_metric_families(text)
+        if family.type in {"counter", "histogram"}
+        for sample in family.samples
+    }
+
+
+def with_samples(text: str) -> set[str]:
+    """The names of families that have a value."""
+    return {
+        family.name + ("_total" if family.type == "counter" else "")
+        for family in text_string_to_metric_families(text)
+        if family.samples
+    }
+
+
+def checked(service: ServiceProcess, times: int, **fields: Any) -> list[int]:
+    """So many checks, each on a connection of its own, so that all workers get some."""
+    with ThreadPoolExecutor(8) as pool:
+        asked = pool.map(lambda _: service.ask("POST", "/v1/check", fields).status, range(times))
+        return list(asked)
+
+
+def test_sums_never_go_down_and_nothing_is_lost_with_a_worker() -> None:
+    """Four workers, of which two are killed under way: whoever is scraped tells all checks.
+
+    A worker that is killed takes along what it counted since it last wrote, within a second, unless
+    it was told of in a scrape; so the count is exact where a scrape came between.
+    """
+    rules = {"version": 1, "rules": [{"id": "users", "by": ["user"], "limits": ["100000/hour"]}]}
+    with ServiceProcess(rules, workers=4) as service:
+        told: dict[tuple[str, tuple[str, ...]], float] = {}
+
+        def scraped() -> dict[tuple[str, tuple[str, ...]], float]:
+            now = counters(scrape(service))
+            lower = {
+                name: (was, now.get(name)) for name, was in told.items() if was > now.get(name, -1)
+            }
+            assert not lower
+            told.update(now)
+            return now
+
+        def allowed() -> float:
+            name = ("tollkeeper_checks_total", ("allowed", "store", "users"))
+            return scraped().get(name, 0)
+
+        total = 0
+        for victims in (0, 1, 1, 0):
+            total += len(checked(service, 60, user="1"))
+            wanted = partial(_is, allowed, total)
+            until(wanted, f"{total} checks are told", WAIT_SECONDS, allowed)
+            for pid in service.worker_pids()[:victims]:
+                os.kill(pid, signal.SIGKILL)
+            for _ in range(10):
+                scraped()
+            until(lambda: len(service.worker_pids()) == 4, "all are back", WAIT_SECONDS)
+        found = {name: value for (name, _), value in scraped().items()}
+        assert allowed() == total
+        assert found["tollkeeper_worker_starts_total"] == 6
+        assert found["tollkeeper_decision_seconds_count"] == total
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[Single]:
+    """A Redis of its own: it is killed."""
+    with Single() as server:
+        yield server
+
+
+def names_used() -> set[str]:
+    """Every metric that the alerts and the dashboard name."""
+    alerts = yaml.safe_load(operations.read(operations.ALERTS))
+    dashboard = json.loads(operations.read(operations.DASHBOARD))
+    texts = [rule["expr"] for group in alerts["groups"] for rule in group["rules"]]
+    texts += [each["expr"] for panel in dashboard["panels"] for each in panel.get("targets", ())]
+    texts += [
+        each["definition"] for each in dashboard["templating"]["list"] if "definition" in each
+    ]
+    found = {name for text in texts for name in re.findall(r"tollkeeper_\w+", text)}
+    return {re.sub(r"(_seconds)_(bucket|count|sum)$", r"\1", name) for name in found}
+
+
+def test_the_dashboard_shows_every_metric() -> None:
+    """What is told is looked at; and all that is looked at is told."""
+    assert names_used() == {family.full_name for family in FAMILIES}
+
+
+async def ask_grpc(target: str) -> None:
+    """One call, as Envoy makes it."""
+    async with grpc.aio.insecure_channel(target) as channel:
+        await ask_on(channel)(entries(("tenant", "t")))
+
+
+def quickened() -> str:
+    """The shipped alerts, for a test that cannot wait for minutes: only times are changed."""
+    alerts = yaml.safe_load(operations.read(operations.ALERTS))
+    for rule in alerts["groups"][0]["rules"]:
+        rule["expr"] = re.sub(r"\[\d+[smh]\]", "[5s]", rule["expr"])
+        rule["for"] = "1s"
+    return yaml.safe_dump(alerts)
+
+
+async def test_a_real_prometheus_scrapes_and_alerts_when_the_store_is_gone(redis: Single) -> None:
+    """What the service tells is what promtool accepts; Redis dies, and the alerts fire.
+
+    Before that, none does. In the end every metric that alerts and dashboard name has a value.
+    """
+    with (
+        ServiceProcess(RULES, "--store", redis.uri, workers=2, grpc=True) as service,
+        PrometheusProcess(urlsplit(service.url).netloc, quickened()) as prometheus,
+    ):
+        assert 429 in checked(service, 20, user="1")
+        checked(service, 20, tenant="t")
+        checked(service, 2, api_key="bad")
+        await ask_grpc(service.grpc)
+        until(
+            lambda: prometheus.query("tollkeeper_checks_total{outcome='blocked'} == 2"),
+            "Prometheus has what was checked",
+            WAIT_SECONDS,
+            lambda: prometheus.query("tollkeeper_checks_total"),
+        )
+        assert not prometheus.firing() & {"TollkeeperDegraded", "TollkeeperBreakerOpen"}
+        redis.kill()
+
+        def fires() -> bool:
+            checked(service, 8, tenant="t")
+            return {"TollkeeperDegraded", "TollkeeperBreakerOpen"} <= prometheus.firing()
+
+        until(fires, "the alerts fire", WAIT_SECONDS, prometheus.firing)
+        checked(service, 2, user="2")
+        text = scrape(service)
+        assert promtool("check", "metrics", given=text).returncode == 0
+        # What the store holds is not known while it is away.
+        unknown = {f"tollkeeper_store_{each}" for each in ("states", "states_max", "bytes")}
+        missing = names_used() - with_samples(text)
+        assert missing <= unknown
+        assert "local" in text
