@@ -97,7 +97,7 @@ class RateLimit:
             if not is_turned_away(error):
                 await passage.fail(error)
                 raise
-        if passage.changed or passage.is_open or passage.turned is not None:
+        if passage.turned is not None or not passage.is_settled:
             await passage.finish(receive)
 
     def _closing(self, send: Send) -> Send:

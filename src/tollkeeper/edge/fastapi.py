@@ -99,10 +99,18 @@ class RateLimit:
         guard = self.guard
 
         async def charged(connection: HTTPConnection) -> Charge:
-            passage = passage_of(connection.scope)
-            call = AsgiCall(connection.scope, connection)
-            known_as = name or passage.name_for(_route_name(connection.scope, call))
-            return await passage.charge(guard.beside(terms, known_as), call)
+            scope = connection.scope
+            passage = passage_of(scope)
+            call = AsgiCall(scope, connection)
+            route, context = scope.get("route"), _context_of(scope)
+            # By number, since routes are no keys; they are kept, so that no other gets theirs.
+            by = terms, id(route), id(context), scope.get("root_path")
+            known = guard.remembered.get(by)
+            if known is not None:
+                return await passage.charge(known[0], call)
+            known_as = name or passage.name_for(_route_name(route, call))
+            found = guard.remember(by, guard.beside(terms, known_as), alive=(route, context))
+            return await passage.charge(found, call)
 
         self._charging.add(charged)
         return Depends(charged)
@@ -140,9 +148,15 @@ class RateLimit:
         )
 
 
-def _route_name(scope: Any, call: Call) -> str:
+def _context_of(scope: Any) -> object:
+    """Where a route is: since FastAPI has included routers as they are, it may be in several."""
+    included = scope.get("fastapi")
+    return included.get("effective_route_context") if isinstance(included, dict) else None
+
+
+def _route_name(route: object, call: Call) -> str:
     """What a route's count is kept under: "GET /users/{id}"."""
-    methods = getattr(scope.get("route"), "methods", None) or ()
+    methods = getattr(route, "methods", None) or ()
     name = " ".join([*([",".join(sorted(methods))] if methods else []), call.route or call.path])
     if len(name) <= _ROUTE_NAME_LENGTH_MAX and name.isprintable():
         return name

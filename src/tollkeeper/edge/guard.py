@@ -107,6 +107,8 @@ class _Post:
         """Open what the terms name: at the start, and again if used after it was closed."""
         terms = self.terms
         self._beside: dict[tuple[Terms, str], Self] = {}
+        # For integrations: those guards again, by whatever they find them by; BESIDE_MAX at most.
+        self.remembered: dict[object, tuple[Self, object]] = {}
         self._limiter: Any = terms.limiter
         self._owns_store = terms.limiter is None and isinstance(terms.store, str)
         if terms.limiter is not None:
@@ -183,6 +185,20 @@ class _Post:
                 self._beside.clear()
             found = self._beside[terms, name] = type(self)(self._completed(terms, name))
         return found
+
+    def remember(self, by: object, guard: Self, alive: object = None) -> Self:
+        """Keep a guard that is beside this one, by `by`, and with it what has to stay `alive`."""
+        if len(self.remembered) >= BESIDE_MAX:
+            self.remembered.clear()
+        self.remembered[by] = guard, alive
+        return guard
+
+    def _leave_alone(self) -> list[Self]:
+        """The guards beside this one, which it knows no more: their store is about to be closed."""
+        guards = list(self._beside.values())
+        self._beside.clear()
+        self.remembered.clear()
+        return guards
 
     def _completed(self, terms: Terms, name: str) -> Terms:
         own = self.terms
@@ -344,7 +360,7 @@ class Guard(_Post):
 
     def close(self) -> None:
         """Close what this guard opened. Using it again opens it again."""
-        for guard in list(self._beside.values()):
+        for guard in self._leave_alone():
             guard.close()
         if self._opened and self.terms.limiter is None:
             self._opened = False
@@ -448,7 +464,7 @@ class AsyncGuard(_Post):
 
     async def close(self) -> None:
         """Close what this guard opened. Using it again opens it again."""
-        for guard in list(self._beside.values()):
+        for guard in self._leave_alone():
             await guard.close()
         if self._opened and self.terms.limiter is None:
             self._opened = self.is_quick = False

@@ -124,7 +124,7 @@ class Passage(Charge):
         self._ruling: Ruling | None = None  # made when it is asked for
         self._prepared: Prepared | None = None
         self._further: list[tuple[AsyncGuard, Charge]] | None = None
-        # Whether the request's end has a say in what it costs, or may have.
+        # Whether the request's outcome has a say in what it costs.
         self.is_open = guard.counts_some
         # By whom the request was refused.
         self.turned: tuple[AsyncGuard, AsgiCall] | None = None
@@ -159,16 +159,17 @@ class Passage(Charge):
 
     async def charge(self, guard: AsyncGuard, call: AsgiCall) -> Charge:
         """Charge the request by another guard's limits. Raises TurnedAway where they refuse."""
-        self.is_open = True
         self._prepared = None  # it is several limits that are to be told of
         try:
-            charge = await guard.enter(call)
+            charge = guard.enter_now(call) if guard.is_quick else await guard.enter(call)
         except Refused as refused:
             self._answer = refused.answer
             self.turn_away(guard, call)
         if self._further is None:
             self._further = []
         self._further.append((guard, charge))
+        if guard.counts_some:
+            self.is_open = True
         if not charge.decision.allowed:
             self.turn_away(guard, call)
         call.scope[CHARGE] = charge
@@ -209,7 +210,7 @@ class Passage(Charge):
             self.status = message.get("status", 101)
             return self._send(self._with_headers(message))
         if kind in _ENDS:
-            if (self.changed or self.is_open) and not message.get("more_body"):
+            if not self.is_settled and not message.get("more_body"):
                 return self._settle_and_send(message)
         elif kind == "websocket.close" and self.status is None:
             self.status = 403  # what a server answers to a handshake that is not accepted
@@ -237,9 +238,18 @@ class Passage(Charge):
         """What was decided on the request in all."""
         if self._further is None:
             return self.ruling
+        if len(self._further) == 1 and self.decision is PASSED.decision:
+            return self._further[0][1].ruling
         return joined([charge.ruling for _, charge in self._charges()])
 
     # ── Afterwards ─────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing was said of the cost that is not applied yet, nor the end may say it."""
+        if self.changed or self.is_open:
+            return False
+        return self._further is None or not any(charge.changed for _, charge in self._further)
 
     async def _settle_and_send(self, message: Message) -> None:
         await self._settle(self.status)
@@ -260,7 +270,7 @@ class Passage(Charge):
         """Settle a request whose handler raised, or whose task is being cancelled."""
         # Cancelled before there was an outcome: it counts, or guessers would just hang up.
         status = 500 if isinstance(error, Exception) else self.status
-        if not (self.changed or self.is_open):
+        if self.is_settled:
             return
         settling = self._settle(status)
         if any(guard.awaits for guard, _ in self._charges()):
@@ -324,17 +334,21 @@ def started_now(guard: AsyncGuard, scope: Scope, send: Send) -> Passage | None:
     The short way of nearly all requests: no call, no charge beside the passage, no ruling before
     somebody asks for it.
     """
-    client = scope.get("client")
-    if guard.peers is None or not client or override.limiting_off:
+    peers = guard.peers
+    if peers is not None:
+        client = scope.get("client")
+        key = peers.get(client[0]) if client and not override.limiting_off else None
+        if key is None:
+            return None
+        units = guard.units
+        decision = guard.check(key, units)
+        passage = Passage(guard, send, decision, key, units)
+        if decision.allowed and not decision.degraded:
+            passage._prepared = guard.prepared  # noqa: SLF001 - it is ours
+    elif guard.terms.says_limits:
         return None
-    key = guard.peers.get(client[0])
-    if key is None:
-        return None
-    units = guard.units
-    decision = guard.check(key, units)
-    passage = Passage(guard, send, decision, key, units)
-    if decision.allowed and not decision.degraded:
-        passage._prepared = guard.prepared  # noqa: SLF001 - it is ours
+    else:
+        passage = Passage(guard, send)  # only routes have limits
     scope[PASSAGE] = scope[CHARGE] = passage
     return passage
 

@@ -15,6 +15,8 @@ from tollkeeper.edge.answers import RawHeader, Style, raw_headers_of
 from tollkeeper.model import Decision
 from tollkeeper.ruling import Ruling
 
+_ALMOST_A_SECOND_NS: Final = NS_PER_SECOND - 1
+
 _NAMES: Final = [
     b"x-ratelimit-limit",
     b"x-ratelimit-remaining",
@@ -27,12 +29,13 @@ _NAMES: Final = [
 class Prepared:
     """The headers of one limiter's allowed requests."""
 
-    __slots__ = ("_limit", "_policy", "_reset", "_reset_s", "_start")
+    __slots__ = ("_after", "_limit", "_policy", "_reset", "_start")
 
     def __init__(self, sample: list[RawHeader]) -> None:
         """`sample` is what a ruling of the limiter had."""
-        self._limit, _, self._reset, state, self._policy = sample
-        self._reset_s = int(self._reset[1])
+        self._limit, _, reset, state, self._policy = sample
+        self._reset = int(reset[1]), reset
+        self._after = -1, b""
         # "name";r=73;t=36, and whatever a name holds, the last ;r= is the one before the number.
         name, between, _ = state[1].rpartition(b";r=")
         self._start = name + between
@@ -40,21 +43,23 @@ class Prepared:
     def headers(self, decision: Decision, now_ns: int) -> list[RawHeader]:
         """As `raw_headers_of` has them, for a decision that allows and is not degraded."""
         remaining = b"%d" % decision.remaining
-        reset_after_ns = decision.reset_after_ns
-        # -(a // -b) rounds up.
-        reset_s = -((now_ns + reset_after_ns) // -NS_PER_SECOND)
-        reset = self._reset
-        if reset_s != self._reset_s:
-            # The same for many requests in a row. Two threads that do this at once do no harm:
-            # each uses what it has made itself.
-            reset = self._reset = (b"x-ratelimit-reset", b"%d" % reset_s)
-            self._reset_s = reset_s
-        state = b"%b%b;t=%d" % (self._start, remaining, -(reset_after_ns // -NS_PER_SECOND))
+        # What is less than a second more is a second more: rounded up.
+        after_ns = decision.reset_after_ns + _ALMOST_A_SECOND_NS
+        # The two times are the same for many requests in a row, and kept until they change. Two
+        # threads that do so at once do no harm: each uses what it has looked at or made itself.
+        reset, after = self._reset, self._after
+        reset_s = (now_ns + after_ns) // NS_PER_SECOND
+        if reset_s != reset[0]:
+            header = (b"x-ratelimit-reset", b"%d" % reset_s)
+            reset = self._reset = (reset_s, header)
+        after_s = after_ns // NS_PER_SECOND
+        if after_s != after[0]:
+            after = self._after = (after_s, b";t=%d" % after_s)
         return [
             self._limit,
             (b"x-ratelimit-remaining", remaining),
-            reset,
-            (b"ratelimit", state),
+            reset[1],
+            (b"ratelimit", self._start + remaining + after[1]),
             self._policy,
         ]
 
