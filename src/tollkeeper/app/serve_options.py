@@ -132,6 +132,40 @@ LegacyHeaders = Annotated[
     bool | None,
     _option("--legacy-headers/--no-legacy-headers", help="X-RateLimit-…. [default: yes]"),
 ]
+Record = Annotated[
+    str | None,
+    _option(
+        "--record",
+        metavar="URL|off",
+        help="Where decisions and usage are kept: sqlite:///records.db, "
+        "postgresql://user@host/name. [default: a database in the data folder]",
+    ),
+]
+Sample = Annotated[
+    float | None,
+    _option(
+        "--sample",
+        metavar="SHARE",
+        help="Of the decisions that allow, how many are kept, from 0 to 1; all that deny are. "
+        "[default: 0.01]",
+    ),
+]
+RecordSubjects = Annotated[
+    str | None,
+    _option(
+        "--record-subjects",
+        metavar="plain|hashed|none",
+        help="Who was counted, as it is recorded. [default: plain]",
+    ),
+]
+KeepDecisions = Annotated[
+    int | None,
+    _option("--keep-decisions", metavar="DAYS", help="How long decisions are kept. [default: 7]"),
+]
+KeepUsage = Annotated[
+    int | None,
+    _option("--keep-usage", metavar="DAYS", help="How long usage is kept. [default: 90]"),
+]
 LogFormat = Annotated[
     str | None, _option("--log-format", metavar="json|text", help="[default: json]")
 ]

@@ -22,10 +22,12 @@ from tollkeeper.errors import ConfigError, show
 LogFormat = Literal["json", "text"]
 OnFailure = Literal["open", "closed"]
 Draft = Literal["10", "7", "6", "none"]
+RecordSubjects = Literal["plain", "hashed", "none"]
 
 WORKERS_MAX: Final = 512
 NODES_MAX: Final = 10_000
 SECONDS_MAX: Final = 3_600.0
+DAYS_MAX: Final = 3_650
 CONFIG_BYTES_MAX: Final = 1024 * 1024
 _LISTED_MAX: Final = 100
 _ADDRESS: Final = re.compile(r"(?P<host>\[[0-9a-fA-F:.%]+\]|[^:\[\]\s]+):(?P<port>[0-9]{1,5})")
@@ -84,6 +86,15 @@ class Settings:
     node_id: str = ""
     draft: Draft = "10"
     legacy_headers: bool = True
+    record: str = ""
+    """Where decisions and usage are kept; empty: a database in the data folder; "off": nowhere."""
+    sample: float = 0.01
+    """The share of the decisions that allow of which each is kept; all that deny are."""
+    record_subjects: RecordSubjects = "plain"
+    keep_decisions: int = 7
+    """Days."""
+    keep_usage: int = 90
+    """Days."""
     log_format: LogFormat = "json"
     access_log: bool = False
     drain_seconds: float = 1.0
@@ -112,6 +123,7 @@ class Settings:
             rules=self.rules or f"sqlite:///{data / 'rules.db'}",
             store=self.store or f"shared://{quote(str(data / 'limits'))}",
             node_id=self.node_id or default_node_id(),
+            record=self.record or f"sqlite:///{data / 'records.db'}",
         )
         settings.check()
         return settings
@@ -121,6 +133,9 @@ class Settings:
         _within("port", self.port, 0, 65_535)
         _within("workers", self.workers, 1, WORKERS_MAX)
         _within("nodes", self.nodes, 1, NODES_MAX)
+        _within("sample", self.sample, 0, 1)
+        _within("keep-decisions", self.keep_decisions, 1, DAYS_MAX)
+        _within("keep-usage", self.keep_usage, 1, DAYS_MAX)
         _within("drain-seconds", self.drain_seconds, 0, SECONDS_MAX)
         _within("shutdown-seconds", self.shutdown_seconds, 1, SECONDS_MAX)
         if self.grpc:
@@ -258,6 +273,8 @@ def _checked(name: str, value: Any) -> Any:
         return float(value)
     if name == "grpc" and value is False:  # as YAML has `grpc: no`
         return ""
+    if name == "record" and value is False:  # as YAML has `record: off`
+        return "off"
     if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
         raise ConfigError(f"{shown} is not {_KINDS[wanted]}")
     return value

@@ -159,6 +159,8 @@ async def prepared(settings: Settings) -> str:
         ) from error
 
     wiring.identity_of(settings)
+    # Only whether it can be one: a database that is away now is no reason not to limit.
+    wiring.check_record(settings)
     if settings.database and settings.seed:
         await _seed(settings.database, settings.seed)
     try:

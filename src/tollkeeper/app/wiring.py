@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from tollkeeper.app.logs import event
 from tollkeeper.app.settings import Settings
+from tollkeeper.control.database import Database
 from tollkeeper.edge.answers import Style
 from tollkeeper.edge.identity import Identity
 from tollkeeper.edge.service import node as nodes
@@ -28,6 +29,11 @@ from tollkeeper.edge.service.metrics import fold_dead
 from tollkeeper.edge.service.node import Node
 from tollkeeper.edge.service.tokens import Tokens
 from tollkeeper.limiter_async import AsyncLimiter
+from tollkeeper.record.live import Live, Standing
+from tollkeeper.record.reading import Records
+from tollkeeper.record.recorder import Recorder
+from tollkeeper.record.sink import Sink
+from tollkeeper.record.trimming import Keep
 from tollkeeper.standby import Standby
 
 # How often a worker looks whether its parent is still there.
@@ -65,17 +71,52 @@ def style_of(settings: Settings) -> Style:
     return Style(draft=drafts[settings.draft], legacy=settings.legacy_headers)
 
 
+def check_record(settings: Settings) -> None:
+    """Raises ConfigError where no records can be kept, whatever comes."""
+    if settings.record != "off":
+        Database(settings.record)
+
+
+def recorder_of(
+    settings: Settings, limiter: AsyncLimiter, counters: Path | None
+) -> Recorder | None:
+    """What records the decisions of a worker; it has yet to be started."""
+    if settings.record == "off":
+        return None
+    database = Database(settings.record)
+    keep = Keep(settings.keep_decisions, settings.keep_usage)
+
+    def penalties() -> list[Standing]:
+        return [
+            Standing(each.rule, each.subject, each.level, each.seconds, each.blocked, each.until_ns)
+            for each in limiter.penalties()
+        ]
+
+    return Recorder(
+        # A connection belongs to the event loop that it was made in.
+        lambda: Sink(database.again(), keep),
+        Records(database, settings.record_subjects),
+        node=settings.node_id,
+        share=settings.sample,
+        subjects=settings.record_subjects,
+        live=None if counters is None else Live(counters),
+        penalties=penalties,
+    )
+
+
 def open_node(settings: Settings, counters: Path | None) -> Node:
-    """A node with everything open. Whoever has it closes its limiter."""
+    """A node with everything open. Whoever has it closes its limiter, and stops its recorder."""
     answering = nodes.Settings(style_of(settings), counters=counters, worker=os.getpid())
+    limiter = open_limiter(settings)
     return Node(
-        limiter=open_limiter(settings),
+        limiter=limiter,
         tokens=Tokens.load(settings.tokens_path),
         node_id=settings.node_id,
         identity=identity_of(settings),
         settings=answering,
         started_ns=time.time_ns(),
         database=settings.database,
+        recorder=recorder_of(settings, limiter, counters),
     )
 
 
@@ -128,6 +169,9 @@ class Worker:
         fold_dead(self._counters)
         node = open_node(self._settings, self._counters)
         stack.push_async_callback(node.limiter.close)
+        if node.recorder is not None:
+            await node.recorder.start()
+            stack.push_async_callback(node.recorder.stop)
         around = traced(node)
         answering = service(node)
         await answering.start()

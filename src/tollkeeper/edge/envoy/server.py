@@ -142,6 +142,7 @@ async def start(
         style=node.settings.style,
         on_failure=on_failure,
         counters=getattr(node, "counters", None),
+        recorder=getattr(node, "recorder", None),
     )
     health_service = health.aio.HealthServicer()
     _register(server, service, health_service)

@@ -12,9 +12,10 @@ long, if Envoy's `timeout` leaves the time; if not, it is over the limit and cos
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns
-from typing import Any, Final, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
 from tollkeeper.clock import NS_PER_SECOND, Clock, SystemClock, seconds_from_ns
 from tollkeeper.decide.failure import FailurePolicy
@@ -29,6 +30,9 @@ from tollkeeper.limiter_async import AsyncLimiter
 from tollkeeper.model import decision_with
 from tollkeeper.record.counters import Counters
 from tollkeeper.ruling import Ruling
+
+if TYPE_CHECKING:
+    from tollkeeper.record.recorder import Recorder
 
 try:
     import grpc
@@ -74,6 +78,7 @@ class RateLimitService:
         on_failure: FailurePolicy = "open",
         clock: Clock | None = None,
         counters: Counters | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         """Answer by `limiter`.
 
@@ -82,12 +87,14 @@ class RateLimitService:
         `on_failure`  for the limits that descriptors bring along; rules have their own.
         `clock`       the Unix time, for headers, and for waiting.
         `counters`    where calls and their times are counted.
+        `recorder`    what keeps decisions and usage.
         """
         self._decider = Decider(limiter, on_failure)
         self._tokens = tokens
         self._style = style or Style()
         self._clock = clock or SystemClock()
         self._counters = counters or Counters()
+        self._recorder = recorder
         self._remembered: dict[bytes, list[Asked]] = {}
         self._log_at_ns = 0
 
@@ -99,6 +106,8 @@ class RateLimitService:
                 asked = await _permitted(self._tokens, asked, call, self._count)
             outcomes = await self._decided(asked, call)
             self._count("OK")
+            if self._recorder is not None:
+                _record(self._recorder, asked, outcomes)
             return response_of(outcomes, self._clock.now_ns(), self._style)
         except DecodeError:
             code, said = grpc.StatusCode.INVALID_ARGUMENT, "this is not a RateLimitRequest"
@@ -166,6 +175,18 @@ class RateLimitService:
         if now_ns >= self._log_at_ns:
             self._log_at_ns = now_ns + LOG_EVERY_NS
             log.warning("over the limit, and no wait would help: %s", error)
+
+
+def _record(recorder: Recorder, asked: Sequence[Asked], outcomes: Sequence[Outcome]) -> None:
+    """Keep what was decided on those that spend; of one that can never pass, nothing was."""
+    rulings = [each for each in outcomes if isinstance(each, Ruling)]
+    if len(rulings) == len(asked):
+        pairs = [(each, ruling) for each, ruling in zip(asked, rulings, strict=True) if each.spends]
+        recorder.note_all(
+            [(each.request, each.units) for each, _ in pairs],
+            [ruling for _, ruling in pairs],
+            time.time_ns(),
+        )
 
 
 def _too_late(ruling: Ruling) -> Ruling:

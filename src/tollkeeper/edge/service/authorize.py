@@ -89,6 +89,8 @@ def _authorize(node: Node) -> Callable[[Asked], Awaitable[Reply]]:
             ruling = await node.limiter.judge(request)
             node.counters.decision_seconds.note(perf_counter_ns() - began_ns)
             ruling = await _held(node, request, ruling)
+            if node.recorder is not None:
+                node.recorder.note(request, ruling, 1, node.now_ns())
             reply = ruling_reply(ruling, node.now_ns(), node.settings.style)
         except TollkeeperError as error:
             reply = _reply_of(error)

@@ -56,6 +56,7 @@ def _check(node: Node) -> Callable[[Asked], Awaitable[Reply]]:
     now_ns = node.now_ns
     style = node.settings.style
     took = node.counters.decision_seconds.note
+    recorder = node.recorder
 
     async def check(asked: Asked) -> Reply:
         body = asked[2]
@@ -69,7 +70,10 @@ def _check(node: Node) -> Callable[[Asked], Awaitable[Reply]]:
         else:
             ruling = await judge(request, cost)
         took(perf_counter_ns() - began_ns)
-        return ruling_reply(ruling, now_ns(), style)
+        told_ns = now_ns()
+        if recorder is not None:
+            recorder.note(request, ruling, cost, told_ns)
+        return ruling_reply(ruling, told_ns, style)
 
     return check
 
@@ -116,8 +120,11 @@ def _batch(node: Node) -> Callable[[Asked], Awaitable[Reply]]:
         wanted = [(in_scope(asked.token, each.request()), each.cost) for each in body.checks]
         if body.atomic:
             began_ns = perf_counter_ns()
-            results = [_result(ruling) for ruling in await limiter.judge_all(wanted)]
+            rulings = await limiter.judge_all(wanted)
             took(perf_counter_ns() - began_ns)
+            if node.recorder is not None:
+                node.recorder.note_all(wanted, rulings, node.now_ns())
+            results = [_result(ruling) for ruling in rulings]
         elif waits:
             results = await asyncio.gather(*(one(*each) for each in wanted))
         else:
@@ -129,6 +136,8 @@ def _batch(node: Node) -> Callable[[Asked], Awaitable[Reply]]:
         try:
             ruling = await limiter.judge(request, cost)
             took(perf_counter_ns() - began_ns)
+            if node.recorder is not None:
+                node.recorder.note(request, ruling, cost, node.now_ns())
             return _result(ruling)
         except CapacityError as error:
             return _failed(422, "COST_EXCEEDS_CAPACITY", error)

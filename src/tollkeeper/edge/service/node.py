@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from tollkeeper.edge.service.patience import BODY_SECONDS_MAX
 from tollkeeper.record.counters import Counters
 
 if TYPE_CHECKING:
@@ -19,13 +20,12 @@ if TYPE_CHECKING:
     from tollkeeper.edge.identity import Identity
     from tollkeeper.edge.service.tokens import Tokens
     from tollkeeper.limiter_async import AsyncLimiter
+    from tollkeeper.record.recorder import Recorder
 
 # A check is a few hundred bytes; a batch of a hundred, some ten thousand.
 BODY_BYTES_MAX: Final = 64 * 1024
 BATCH_BYTES_MAX: Final = 1024 * 1024
 BATCH_CHECKS_MAX: Final = 100
-# More than this in the headers of one request is nobody's honest wish.
-HEADER_BYTES_MAX: Final = 32 * 1024
 # A leaky bucket's turn that comes later than this is not waited for with an open connection.
 HOLD_SECONDS_MAX: Final = 30.0
 
@@ -38,7 +38,8 @@ class Settings:
     """Which headers tell of limits."""
     body_bytes_max: int = BODY_BYTES_MAX
     batch_bytes_max: int = BATCH_BYTES_MAX
-    header_bytes_max: int = HEADER_BYTES_MAX
+    body_seconds_max: float = BODY_SECONDS_MAX
+    """How long a body may take to arrive."""
     counters: Path | None = None
     """The folder where workers leave their counters for each other; None: alone."""
     worker: int = 0
@@ -62,5 +63,7 @@ class Node:
     """The Unix time, for what headers say."""
     counters: Counters = field(default_factory=Counters)
     """What is counted on the path of requests."""
+    recorder: Recorder | None = None
+    """What keeps decisions and usage; None: nothing is kept."""
     stopping: bool = False
     """Set when the process was told to end: what is asked is still answered, but come no more."""
