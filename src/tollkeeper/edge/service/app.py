@@ -13,6 +13,7 @@ import asyncio
 import logging
 import re
 import secrets
+from asyncio import CancelledError, current_task
 from itertools import count
 from typing import Any, Final
 
@@ -29,6 +30,7 @@ from tollkeeper.edge.service.asked import (
 )
 from tollkeeper.edge.service.metrics import Metrics
 from tollkeeper.edge.service.node import Node
+from tollkeeper.edge.service.patience import Patience
 from tollkeeper.edge.service.replies import (
     Refusal,
     Reply,
@@ -64,6 +66,8 @@ class Service:
         self.node = node
         self.metrics = Metrics(node)
         self._requests = node.counters.requests
+        self._patience = Patience(node.settings.body_seconds_max)
+        self._waiting = self._patience.waiting
         self._routes: dict[str, dict[str, Endpoint]] = {
             **checks.endpoints(node),
             **quotas.endpoints(node),
@@ -94,14 +98,23 @@ class Service:
             token = OPEN if need is None else self._permitted(headers.get(b"authorization"), need)
             body = b""
             if bytes_max:
-                message = await receive()
-                body = message.get("body", b"")
-                # A server may say `more_body` because it has not looked whether the end is next.
-                if headers.get(b"content-length") != b"%d" % len(body) or len(body) > bytes_max:
-                    body = await rest_of_body(receive, message, headers, bytes_max)
+                task = current_task()
+                self._waiting[task] = self._patience.now_s
+                try:
+                    message = await receive()
+                    body = message.get("body", b"")
+                    # A server may say `more_body` because it has not seen the end, which is next.
+                    if headers.get(b"content-length") != b"%d" % len(body) or len(body) > bytes_max:
+                        body = await rest_of_body(receive, message, headers, bytes_max)
+                finally:
+                    self._waiting.pop(task, None)
             status, sent, body = await handle(_asked(Asked, (scope, headers, body, token)))
         except ClientGone:
             return
+        except CancelledError:
+            if not self._patience.ended():
+                raise
+            status, sent, body = _too_slow()
         except Exception as error:
             status, sent, body = error_reply(error) or _defect(scope)
         requests, counted = self._requests, (path if methods else "(none)", status)
@@ -167,14 +180,18 @@ class Service:
 
     async def start(self) -> None:
         """Begin to count for the others. Whoever made the node closes it."""
-        self._writing = asyncio.create_task(self.metrics.keep_writing())
+        self._tasks = [
+            asyncio.create_task(self.metrics.keep_writing()),
+            asyncio.create_task(self._patience.keep_looking()),
+        ]
 
     async def stop(self) -> None:
         """What was counted last is written; nothing is answered after this."""
         if self._admin is not None:
             await self._admin.state.plane.close()
-        self._writing.cancel()
-        await asyncio.gather(self._writing, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self.metrics.write()
 
 
@@ -194,6 +211,11 @@ def _any_method(scope: Scope, methods: dict[str, Endpoint]) -> Endpoint:
     detail = f"{show(scope['method'])} is not what this is for; use {allowed}"
     headers = [(b"allow", allowed.encode("ascii"))]
     raise Refusal(problem_reply(405, "METHOD_NOT_ALLOWED", detail, headers))
+
+
+def _too_slow() -> Reply:
+    detail = "the body did not arrive in time; send it in one piece"
+    return problem_reply(408, "BODY_TOO_SLOW", detail, [_CLOSE])
 
 
 def _defect(scope: Scope) -> Reply:
