@@ -35,6 +35,7 @@ TESTED_IN = {
     "app/serve_options.py": "app/test_serve.py",
     "app/server.py": "integration/test_service_running.py",
     "app/starting.py": "app/test_serve.py",
+    "app/top_view.py": "app/test_top.py",
     "app/wiring.py": "integration/test_service_running.py",
     "control/listening.py": "integration/test_repository_listen.py",
     "control/migrations/env.py": "integration/test_repository_schema.py",

@@ -21,25 +21,23 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from inspect import isawaitable
-from typing import Any, ClassVar, Final, Self, cast
+from typing import Any, ClassVar, Final, Self
 
 from tollkeeper.arguments import clock_of
 from tollkeeper.clock import Clock, seconds_from_ns
 from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores import open_store
 from tollkeeper.edge.answers import Answer, bad_request_of, capacity_refusal_of, refusal_of
-from tollkeeper.edge.calls import Call, digest_of
+from tollkeeper.edge.calls import Call
 from tollkeeper.edge.charges import PASSED, Charge
-from tollkeeper.edge.claims import Claim
-from tollkeeper.edge.identity import NOBODY, Compiled, Identity, Source
+from tollkeeper.edge.identity import Identity
+from tollkeeper.edge.keys import Keys
 from tollkeeper.edge.prepared import Prepared, prepared
 from tollkeeper.edge.terms import KeySource, Options, Terms
 from tollkeeper.errors import CapacityError, ConfigError, TollkeeperError, show
-from tollkeeper.identify import Key
 from tollkeeper.limiter import Limiter
 from tollkeeper.limiter_async import AsyncLimiter
-from tollkeeper.match.paths import normalised
-from tollkeeper.model import Decision, Request
+from tollkeeper.model import Decision
 from tollkeeper.ruling import Ruling
 
 __all__ = ["LOG", "AsyncGuard", "Guard", "KeySource", "Options", "Refused", "Terms"]
@@ -48,10 +46,6 @@ LOG: Final = logging.getLogger("tollkeeper.edge")
 
 # Guards that one made for the routes of an application: more than any application has.
 BESIDE_MAX: Final = 10_000
-# A longer path is hashed, so that it is a key like any other.
-ROUTE_LENGTH_MAX: Final = 200
-# Addresses whose keys are remembered; all are forgotten when there are more. About 2 MB.
-PEERS_MAX: Final = 10_000
 
 
 class _Post:
@@ -69,34 +63,13 @@ class _Post:
         )
         # Whether an outcome has a say in what a request costs.
         self.counts_some = terms.count is not None
-        self._per_route = terms.per_route
-        self._set_key(terms.key)
         self._cost = terms.cost if callable(terms.cost) else None
         self.units = 1 if callable(terms.cost) else terms.cost
         self._lock = threading.Lock()  # of opening again, which is seldom done
+        self._keys = Keys(terms, self.identity, self._has_rules())
+        self._key_of = self._keys.of
         self._opened = False
         self._open()
-        self._by_request = terms.key is None and self._has_rules()
-
-    def _set_key(self, key: KeySource | None) -> None:
-        self._key_hook = key if callable(key) and not isinstance(key, Claim) else None
-        # Checked and compiled once; a text is one source, and the address is what all have.
-        self._sources = self.identity.compiled(
-            "address" if key is None or self._key_hook is not None else cast("Source", key)
-        )
-        # A key of one piece is decided fastest. It takes sources that cannot be mistaken for one
-        # another, and no hook, whose keys may look like anything.
-        self._one_piece = self._key_hook is None and not _ambiguous(self._sources)
-        # Where the address is the peer's and nothing else is asked for, keys are remembered.
-        self._by_peer: dict[str, str] | None = None
-        if (
-            self._key_hook is None
-            and not self._per_route
-            and [source.label for source in self._sources] == ["address"]
-            and not isinstance(self.terms.identify, Identity)
-            and not self.terms.trusted_proxies
-        ):
-            self._by_peer = {}
 
     def _reopen(self) -> None:
         with self._lock:
@@ -216,44 +189,6 @@ class _Post:
             clock=self.clock,
         )
 
-    def _key_of(self, call: Call) -> Key | Request:
-        """Who is counted, where no hook says it."""
-        if self._by_request:
-            return self.identity.request_of(call)
-        if self._by_peer is not None:
-            peer = call.peer
-            return (self._by_peer.get(peer) if peer else None) or self._learn(peer, call)
-        return self._looked_for(call)
-
-    def _learn(self, peer: str | None, call: Call) -> Key:
-        """The key of an address that was not seen for a while."""
-        key = self._looked_for(call)
-        if self._by_peer is not None and peer is not None and isinstance(key, str):
-            if len(self._by_peer) >= PEERS_MAX:
-                self._by_peer.clear()
-            self._by_peer[peer] = key
-        return key
-
-    def _looked_for(self, call: Call) -> Key:
-        who, value = NOBODY
-        for label, read in self._sources:
-            found = read(call)
-            if found is not None:
-                who, value = label, found
-                break
-        if self._per_route:
-            return who, value, _route_of(call)
-        return f"{who}:{value}" if self._one_piece else (who, value)
-
-    def _key_from(self, found: Any, call: Call) -> Key | Request:
-        """Who is counted, of what the application's own hook found."""
-        if found is None:
-            return self.identity.request_of(call) if self._has_rules() else self._key_of(call)
-        if not self._per_route or isinstance(found, Request):
-            return cast("Key", found)
-        parts = found if isinstance(found, tuple) else (found,)
-        return (*parts, _route_of(call))
-
     def _counts(self, status: int | None) -> bool:
         count = self.terms.count
         return count is None or status is None or bool(count(status))
@@ -277,22 +212,6 @@ class Refused(TollkeeperError):
 
     def __reduce__(self) -> tuple[type[Refused], tuple[CapacityError | ConfigError]]:
         return type(self), (self.error,)
-
-
-def _ambiguous(sources: tuple[Compiled, ...]) -> bool:
-    """Whether "label:value" of one source may be that of another: query:a and query:a:b."""
-    labels = [source.label for source in sources]
-    return any(
-        other.startswith(f"{label}:") for label in labels for other in labels if other != label
-    )
-
-
-def _route_of(call: Call) -> str:
-    """The route's template, or the path; short enough for a key, whatever a client sends."""
-    route = call.route or normalised(call.path)
-    if 0 < len(route) <= ROUTE_LENGTH_MAX and route.isascii() and route.isprintable():
-        return route
-    return digest_of(route)
 
 
 def _article(noun: str) -> str:
@@ -319,8 +238,8 @@ class Guard(_Post):
         skip = self.terms.skip
         if self._limiter is None or (skip is not None and skip(call)):
             return Charge(PASSED)
-        hook = self._key_hook
-        key = self._key_of(call) if hook is None else self._key_from(hook(call), call)
+        hook = self._keys.hook
+        key = self._key_of(call) if hook is None else self._keys.of_hook(hook(call), call)
         units = self.units if self._cost is None else self._cost(call)
         try:
             ruling = self._limiter.judge(key, units)
@@ -392,13 +311,13 @@ class AsyncGuard(_Post):
             not self.awaits
             and terms.limits is not None
             and all(limit.algorithm != "leaky_bucket" for limit in self._limiter.limits)
-            and (terms.skip, self._key_hook, self._cost) == (None, None, None)
+            and (terms.skip, self._keys.hook, self._cost) == (None, None, None)
         )
         self.peers = None
         if self.is_quick:
             self.check = self._limiter.check
             if self.units <= min(limit.capacity for limit in self._limiter.limits):
-                self.peers = self._by_peer
+                self.peers = self._keys.by_peer
 
     def enter_now(self, call: Call) -> Charge:
         """Charge a call without waiting for anything; for a guard that `is_quick`."""
@@ -423,8 +342,11 @@ class AsyncGuard(_Post):
         skip = self.terms.skip
         if self._limiter is None or (skip is not None and await _found(skip(call))):
             return Charge(PASSED)
-        hook = self._key_hook
-        key = self._key_of(call) if hook is None else self._key_from(await _found(hook(call)), call)
+        hook = self._keys.hook
+        if hook is None:
+            key = self._key_of(call)
+        else:
+            key = self._keys.of_hook(await _found(hook(call)), call)
         units = self.units if self._cost is None else await _found(self._cost(call))
         try:
             ruling = self._limiter.judge(key, units)
