@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ FILES: list[tuple[str, str]] = [
     ("node-id: a\nnode_id: b", "twice"),
     ("on-failure: maybe", "one of open, closed"),
     ("draft: 8", "one of 10, 7, 6, none"),
-    ("log-format: xml", "one of json, text"),
+    ("log-format: xml", "one of auto, json, text"),
     ("access-log: 5", "true or false"),
     ("trusted-proxy: 5", "a list"),
     ("[1, 2]", "not a list of settings"),
@@ -131,6 +132,14 @@ def test_an_address_is_a_host_and_a_port() -> None:
     for wrong in ("8081", ":8081", "host:", "::1:80", "host:port", "a b:1"):
         with pytest.raises(ConfigError):
             address_of(wrong)
+
+
+def test_a_terminal_gets_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe or a file gets JSON; whoever says it gets what he says."""
+    assert Settings.gather({}).log_format == "json"
+    assert Settings.gather({"log_format": "text"}).log_format == "text"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert Settings.gather({}).log_format == "text"
 
 
 def test_a_store_on_this_machine_needs_no_file_for_its_absence() -> None:

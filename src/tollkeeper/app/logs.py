@@ -15,7 +15,7 @@ import logging
 import os
 import re
 from datetime import UTC, datetime
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 LINE_LENGTH_MAX: Final = 8_192
 
@@ -104,9 +104,9 @@ def _time(seconds: float) -> str:
     return text.replace("+00:00", "Z")
 
 
-def configuration(log_format: Literal["json", "text"], node: str) -> dict[str, Any]:
-    """For `logging.config.dictConfig`, in this process and in each worker."""
-    formatter = "JsonFormatter" if log_format == "json" else "TextFormatter"
+def configuration(log_format: str, node: str) -> dict[str, Any]:
+    """For `logging.config.dictConfig`, in this process and in each worker: `text`, or JSON."""
+    formatter = "TextFormatter" if log_format == "text" else "JsonFormatter"
     handled = {"handlers": ["stderr"], "propagate": False}
     return {
         "version": 1,

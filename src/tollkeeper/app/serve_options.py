@@ -167,7 +167,8 @@ KeepUsage = Annotated[
     _option("--keep-usage", metavar="DAYS", help="How long usage is kept. [default: 90]"),
 ]
 LogFormat = Annotated[
-    str | None, _option("--log-format", metavar="json|text", help="[default: json]")
+    str | None,
+    _option("--log-format", metavar="auto|json|text", help="[default: text for a terminal]"),
 ]
 AccessLog = Annotated[
     bool | None, _option("--access-log/--no-access-log", help="A line for each request.")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from ipaddress import ip_address
@@ -19,7 +20,7 @@ from urllib.parse import quote
 
 from tollkeeper.errors import ConfigError, show
 
-LogFormat = Literal["json", "text"]
+LogFormat = Literal["auto", "json", "text"]
 OnFailure = Literal["open", "closed"]
 Draft = Literal["10", "7", "6", "none"]
 RecordSubjects = Literal["plain", "hashed", "none"]
@@ -47,6 +48,10 @@ def _processors() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _log_format() -> LogFormat:
+    return "text" if sys.stderr is not None and sys.stderr.isatty() else "json"
 
 
 def default_node_id() -> str:
@@ -95,7 +100,8 @@ class Settings:
     """Days."""
     keep_usage: int = 90
     """Days."""
-    log_format: LogFormat = "json"
+    log_format: LogFormat = "auto"
+    """`auto`: text for a terminal, JSON for everything else."""
     access_log: bool = False
     drain_seconds: float = 1.0
     """From the signal to end until no new connection is taken."""
@@ -123,6 +129,7 @@ class Settings:
             rules=self.rules or f"sqlite:///{data / 'rules.db'}",
             store=self.store or f"shared://{quote(str(data / 'limits'))}",
             node_id=self.node_id or default_node_id(),
+            log_format=_log_format() if self.log_format == "auto" else self.log_format,
             record=self.record or f"sqlite:///{data / 'records.db'}",
         )
         settings.check()
