@@ -77,8 +77,10 @@ def test_different_clients_have_different_keys(
 def test_a_hook_cannot_be_made_to_name_an_address() -> None:
     """A client that sends the text of somebody's address is not counted as that address."""
     made = _keys(key=lambda call: call.header("x-user"))
-    spoofed = made.of_hook("address:192.0.2.1", _call())
-    assert subject_of(spoofed) != subject_of(made.of_hook(None, _call()))  # type: ignore[arg-type]  # no Request here
+    spoofed, own = made.of_hook("address:192.0.2.1", _call()), made.of_hook(None, _call())
+    assert not isinstance(spoofed, Request)
+    assert not isinstance(own, Request)
+    assert subject_of(spoofed) != subject_of(own)
 
 
 def test_what_is_remembered_of_peers_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
