@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -21,10 +22,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.edge.envoy.running import ask_on, entries
 from tests.prometheus_process import PrometheusProcess, promtool
-from tests.redis_servers import Single, until
+from tests.redis_servers import Single, running, until
 from tests.service_process import ServiceProcess
-from tollkeeper import operations
-from tollkeeper.record.counters import FAMILIES
+from tollkeeper import AsyncLimiter, Request, operations
+from tollkeeper.record.counters import FAMILIES, JOIN, Reading
 
 WAIT_SECONDS = 60.0
 
@@ -129,6 +130,28 @@ def redis() -> Iterator[Single]:
     """A Redis of its own: it is killed."""
     with Single() as server:
         yield server
+
+
+async def test_what_a_store_in_redis_counts_is_read() -> None:
+    """64 checks of one key at once, of which 30 pass: each is counted once, by who decided."""
+    rules = {"version": 1, "rules": [{"id": "users", "by": ["user"], "limits": ["30/hour"]}]}
+    server = running("single")
+    server.flush()
+    async with AsyncLimiter.from_rules(rules, store=server.uri) as limiter:
+        await asyncio.gather(*(limiter.check(Request(user="1")) for _ in range(64)))
+        for _ in range(10):
+            await limiter.check(Request(user="1"))
+        found = Reading(limiter).snapshot()
+        checks = {key.replace(JOIN, " "): n for key, n in found.values["checks"].items()}
+        assert checks["users allowed store"] == 30
+        assert checks["users denied store"] + checks["users denied denied_cache"] == 44
+        assert checks["users denied denied_cache"] >= 10
+        assert found.values["coalesced_checks"][""] > 0
+        assert found.values["denied_cache_hits"][""] >= 10
+        assert 0 < sum(found.histograms["store_seconds"][:-1]) <= 64
+        (node,) = found.values["breaker_state"]
+        assert node.startswith("127.0.0.1:")
+        assert found.values["node_failures"] == {node: 0}
 
 
 def names_used() -> set[str]:

@@ -61,6 +61,7 @@ class Flights:
         "_loop",
         "_tasks",
         "_waiting",
+        "coalesced",
         "under_way",
     )
 
@@ -76,6 +77,8 @@ class Flights:
         self._large: dict[Question, int] = {}
         self._waiting: dict[Question, list[Waiter]] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # or nobody would keep them
+        # Checks that waited to go with others.
+        self.coalesced = 0
 
     def must_wait(self, question: Question) -> bool:
         """Is one more to wait for a flight to be back?
@@ -123,6 +126,7 @@ class Flights:
     async def _fly(self, question: Question, waiters: list[Waiter]) -> None:
         # One that was cancelled meanwhile was not sent, and costs nothing.
         waiters = [each for each in waiters if not each.decision.done()]
+        self.coalesced += len(waiters)
         landing = _Landing(self._loop, waiters, lambda: self._land_large(question))
         try:
             await self._decide(question, list(waiters), landing)

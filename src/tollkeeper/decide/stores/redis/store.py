@@ -157,7 +157,9 @@ class RedisStore:
 
         `denied_cache_hits`  denials that were answered without a trip
         """
-        return {"denied_cache_hits": self._denied.hits}
+        coalesced = sum(tasks.flights.coalesced for tasks in list(self._tasks.values()))
+        return {"denied_cache_hits": self._denied.hits, "coalesced_checks": coalesced}
+        `coalesced_checks`   checks that waited to go with others, in event loops that there are
 
     def denied_by_rule(self) -> dict[str, int]:
         """The same denials by their rules; those of several rules at once are under each."""
