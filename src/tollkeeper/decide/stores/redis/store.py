@@ -156,10 +156,10 @@ class RedisStore:
         """What this process has counted since the store was opened; costs nothing to ask.
 
         `denied_cache_hits`  denials that were answered without a trip
+        `coalesced_checks`   checks that waited to go with others, in event loops that there are
         """
         coalesced = sum(tasks.flights.coalesced for tasks in list(self._tasks.values()))
         return {"denied_cache_hits": self._denied.hits, "coalesced_checks": coalesced}
-        `coalesced_checks`   checks that waited to go with others, in event loops that there are
 
     def denied_by_rule(self) -> dict[str, int]:
         """The same denials by their rules; those of several rules at once are under each."""
