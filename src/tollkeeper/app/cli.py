@@ -20,6 +20,7 @@ from tollkeeper.app.rules import app as rules
 from tollkeeper.app.rules_options import Command
 from tollkeeper.app.serve import serve
 from tollkeeper.app.tokens import app as tokens
+from tollkeeper.app.top import top
 
 app: Final = typer.Typer(
     help="Rate limits that are never exceeded, at the speed of local memory.",
@@ -33,7 +34,7 @@ app.add_typer(rules, name="rules")
 app.add_typer(tokens, name="token")
 app.add_typer(metrics, name="metrics")
 app.command(cls=Command)(serve)
-for command in COMMANDS:
+for command in (*COMMANDS, top):
     app.command(cls=RemoteCommand)(command)
 
 _COLOURS: Final = {"ok": "green", "warning": "yellow", "problem": "bold red"}

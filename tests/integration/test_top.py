@@ -1,0 +1,244 @@
+"""`tollkeeper top` of a real service with a real Redis: in a terminal, in a pipe, as JSON.
+
+The terminal is one of the kernel's (a pty). What is written to it is looked at as bytes: the screen
+is entered and left, frames come, and a new size is followed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
+
+import pytest
+
+from tests.redis_servers import Single, until
+from tests.service_process import ServiceProcess, ask_on, run_to_end
+
+RULES = {
+    "version": 1,
+    "rules": [
+        {"id": "users", "match": {"user": "*"}, "by": ["user"], "limits": ["5/hour"]},
+        {"id": "keys", "match": {"api_key": "*"}, "by": ["api_key"], "limits": ["9000/second"]},
+    ],
+}
+SECONDS_MAX = 30.0
+ENTERED, LEFT, HOME = b"\x1b[?1049h", b"\x1b[?1049l", b"\x1b[H"
+_SEQUENCE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[Single]:
+    """One that a test may stop."""
+    with Single() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def service(redis: Single) -> Iterator[ServiceProcess]:
+    """With two workers, so that what is shown is of both."""
+    with ServiceProcess(RULES, "--store", redis.uri, workers=2) as process:
+        yield process
+
+
+@contextmanager
+def load(service: ServiceProcess) -> Iterator[None]:
+    """Somebody who asks all the time."""
+    done = Event()
+
+    def ask() -> None:
+        connection = service.connect()
+        while not done.wait(0.01):
+            ask_on(connection, "POST", "/v1/check", {"user": "ann", "api_key": "sk_1"})
+        connection.close()
+
+    thread = Thread(target=ask)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+class Terminal:
+    """A command in a terminal of its own."""
+
+    def __init__(self, *arguments: str, columns: int = 100, lines: int = 24) -> None:
+        self._ours, theirs = pty.openpty()
+        self.written = b""
+        self.resize(columns, lines)
+        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "", "LINES": ""}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tollkeeper", *arguments],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            env={name: value for name, value in environment.items() if value},
+        )
+        os.close(theirs)
+
+    def resize(self, columns: int, lines: int) -> None:
+        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def read(self) -> bytes:
+        """All that was written so far."""
+        while select.select([self._ours], [], [], 0.01)[0]:
+            try:
+                found = os.read(self._ours, 65_536)
+            except OSError:  # the other end is closed
+                break
+            if not found:
+                break
+            self.written += found
+        return self.written
+
+    def frames(self) -> list[str]:
+        """The whole frames so far, as text."""
+        pieces = self.read().split(HOME)[1:]
+        return [_SEQUENCE.sub(b"", piece).decode(errors="replace") for piece in pieces]
+
+    def await_frame(self, *words: str) -> str:
+        """The last frame, once it has these words."""
+
+        def found() -> str | None:
+            last = (self.frames() or [""])[-1]
+            return last if all(word in last for word in words) else None
+
+        return until(found, f"a frame with {words}", SECONDS_MAX, lambda: self.frames()[-1:])
+
+    def close(self) -> int:
+        """Its exit code."""
+        try:
+            self.read()
+            return self.process.wait(SECONDS_MAX)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            os.close(self._ours)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_terminal_shows_frames_and_is_left_as_it_was(
+    how: signal.Signals, service: ServiceProcess
+) -> None:
+    """Rates of all workers; Ctrl-C, or being told to end, ends it without a word."""
+    with load(service):
+        terminal = Terminal("top", "--interval", "1", "--url", service.url)
+        try:
+            frame = terminal.await_frame("users", "keys", "DENIED/S", " denied (")
+            assert "2 workers" in frame
+            assert "closed" in frame
+            terminal.await_frame("waited for p50")
+            terminal.process.send_signal(how)
+            until(lambda: terminal.process.poll() is not None, "it has ended", SECONDS_MAX)
+        finally:
+            code = terminal.close()
+    written = terminal.written
+    assert code == 0
+    assert written.index(ENTERED) < written.index(LEFT)
+    assert b"\x1b[?25h" in written[written.index(LEFT) - 20 :]  # the cursor is back
+    assert b"Traceback" not in written
+    assert b"Abort" not in written
+
+
+def test_a_new_size_is_followed_at_once(service: ServiceProcess) -> None:
+    """Not at the next interval: that is an hour away."""
+    terminal = Terminal("top", "--interval", "3600", "--url", service.url)
+    try:
+        wide = terminal.await_frame("service", "RULE")
+        assert len(wide.splitlines()) == 24
+        terminal.resize(60, 12)
+        until(
+            lambda: len((terminal.frames() or [""])[-1].splitlines()) == 12,
+            "a frame of twelve lines",
+            SECONDS_MAX,
+            lambda: terminal.frames()[-1:],
+        )
+        assert max(len(line) for line in terminal.frames()[-1].splitlines()) <= 60
+        terminal.process.send_signal(signal.SIGINT)
+    finally:
+        assert terminal.close() == 0
+
+
+def test_a_service_that_goes_away_leaves_the_last_frame() -> None:
+    """With a line that says why; and when it is back, so are the numbers."""
+    with ServiceProcess(RULES) as service:
+        port = service.url.rpartition(":")[2]
+        terminal = Terminal("top", "--interval", "1", "--url", service.url)
+        try:
+            terminal.await_frame("service", "ready")
+            service.end()
+            frame = terminal.await_frame("as it was", "cannot be asked")
+            assert f":{port}" in frame
+            assert "RULE" in frame
+            terminal.process.send_signal(signal.SIGINT)
+        finally:
+            assert terminal.close() == 0
+
+
+def test_once_and_json_print_one_frame(service: ServiceProcess) -> None:
+    """In a pipe: plain lines, and rates as the load makes them."""
+    with load(service):
+        done = run_to_end(["top", "--once", "--interval", "2", "--url", service.url])
+        told = run_to_end(["top", "--json", "--interval", "3", "--url", service.url])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(f"service   {service.url}")
+    assert [line.split()[0] for line in lines[-3:]] == ["RULE", "keys", "users"]
+    found = json.loads(told.stdout)
+    assert found["workers"] == 2
+    rules = {rule["rule"]: rule for rule in found["rules"]}
+    assert rules["keys"]["allowed"] > 0
+    assert rules["keys"]["denied"] == 0
+    assert rules["users"]["denied"] > 0
+    assert 0 < found["store"]["p50_s"] <= found["store"]["p99_s"]
+    assert [each["state"] for each in found["breakers"]] == ["closed"]
+
+
+def test_a_pipe_gets_frame_after_frame_until_it_is_closed(service: ServiceProcess) -> None:
+    """As with any program: `tollkeeper top | head`."""
+    command = [sys.executable, "-m", "tollkeeper", "top", "--interval", "1", "--url", service.url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            read = b""
+            while read.count(b"service ") < 2:
+                piece = process.stdout.readline()
+                assert piece, process.stderr.read()
+                read += piece
+            process.stdout.close()
+            assert process.wait(SECONDS_MAX) == 141
+            assert process.stderr.read() == b""
+        finally:
+            process.kill()
+    assert b"\x1b" not in read
+
+
+def test_a_store_that_is_away_is_seen(service: ServiceProcess, redis: Single) -> None:
+    """Degraded checks, the errors, and the breaker that opened."""
+    with load(service):
+        redis.pause()
+        try:
+            terminal = Terminal("top", "--interval", "1", "--url", service.url, columns=160)
+            try:
+                terminal.await_frame("away: ", " open (")
+                terminal.process.send_signal(signal.SIGINT)
+            finally:
+                assert terminal.close() == 0
+        finally:
+            redis.resume()
