@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from sqlalchemy import text
 
-from tollkeeper.record.events import PART, Event, Subjects, told
+from tollkeeper.record.events import PART, SUBJECT_LENGTH_MAX, Event, Subjects, cleaned, told
 
 if TYPE_CHECKING:
     from tollkeeper.control.database import Database
@@ -156,7 +156,7 @@ class Records:
             given["subject"] = told(wanted.subject, self._subjects)
         if wanted.rule is not None:
             conditions.append("rule = :rule")
-            given["rule"] = wanted.rule
+            given["rule"] = cleaned(wanted.rule, SUBJECT_LENGTH_MAX)
         find = "strpos" if self._database.is_postgresql else "instr"
         for number, (name, value) in enumerate(wanted.scope.items()):
             # Whole parts, wherever they stand: "tenant:acme" is no part of "tenant:acme-2".

@@ -46,6 +46,7 @@ class AdminNode:
     node_id: str = "node-1"
     started_ns: int = field(default_factory=time.time_ns)
     database: str | None = None
+    recorder: Any = None
 
 
 @dataclass

@@ -17,7 +17,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tollkeeper._version import __version__
-from tollkeeper.edge.admin import page, problems, quotas, rules, subjects, versions
+from tollkeeper.edge.admin import page, problems, quotas, records, rules, subjects, versions
 from tollkeeper.edge.admin.answering import PREFIX
 from tollkeeper.edge.admin.draining import Draining
 from tollkeeper.edge.admin.plane import AdminNode, Plane
@@ -49,7 +49,7 @@ def admin_app(node: AdminNode) -> FastAPI:
         middleware=[Middleware(Draining), Middleware(_Headers)],
     )
     app.state.plane = Plane(node)
-    routers = [module.router for module in (rules, subjects, versions, quotas)]
+    routers = [module.router for module in (rules, subjects, versions, quotas, records)]
     for router in routers:
         app.include_router(router, prefix=PREFIX)
     problems.install(app, PREFIX, [route for router in routers for route in router.routes])

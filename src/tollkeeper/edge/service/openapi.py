@@ -39,6 +39,7 @@ TAGS: Final = [
     {"name": "lists", "description": "Who is never limited, and who is always denied."},
     {"name": "versions", "description": "History, going back, and the audit."},
     {"name": "quotas", "description": "What somebody has left under each rule, and why."},
+    {"name": "records", "description": "What was decided, who used how much, who asks most."},
     {"name": "node", "description": "The process that answers."},
 ]
 
