@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from operator import add
+from operator import add, attrgetter, sub
 from typing import Any, Final, Literal, NamedTuple
 
 from tollkeeper.errors import ConfigError
@@ -82,6 +82,7 @@ FAMILIES: Final = (
 BY_NAME: Final = {family.name: family for family in FAMILIES}
 
 Values = dict[str, float]
+Row = tuple[int, ...]
 _MERGES: Final[dict[Merge, Callable[[float, float], float]]] = {"sum": add, "max": max, "min": min}
 
 
@@ -142,42 +143,35 @@ class Snapshot:
 
 
 class Lasting:
-    """Counts by rule that do not go down when a rule leaves the document, or comes back."""
+    """Counts by rule that do not go down when a rule leaves the document, or comes back.
+
+    What a rule has counted since the last look is added to its total. A rule whose counts are lower
+    than they were has begun anew, and all that it has counted is new.
+    """
 
     def __init__(self) -> None:
-        self._names: set[str] = set()
-        self._before: dict[str, Values] = {}
-        self._last: dict[str, Values] = {}
+        self.totals: dict[str, list[int]] = {}
+        """By the name that the rule goes by."""
+        self._last: dict[str, Row] = {}
 
-    def updated(self, now: Mapping[str, Values]) -> dict[str, Values]:
-        """All that was ever counted, by rule; `now` is what the rules in force have counted."""
-        for rule, old in self._last.items():
-            # A count that is less than it was has begun anew.
-            if any(now.get(rule, {}).get(each, 0) < count for each, count in old.items()):
-                _add(self._before, rule, old)
-        self._last = {rule: dict(values) for rule, values in now.items()}
-        total: dict[str, Values] = {}
-        for source in (self._before, now):
-            for rule, values in source.items():
-                _add(total, self.name(rule), values)
-        return total
+    def update(self, now: dict[str, Row]) -> None:
+        """Add what is new; `now` is what the rules in force have counted, field by field."""
+        last = self._last
+        for rule, row in now.items():
+            old = last.get(rule)
+            if row == old:  # as for most of ten thousand rules in any second
+                continue
+            new = list(row) if old is None else list(map(sub, row, old))
+            if min(new) < 0:
+                new = list(row)
+            name = self.name(rule)
+            total = self.totals.get(name)
+            self.totals[name] = new if total is None else list(map(add, total, new))
+        self._last = now
 
     def name(self, rule: str) -> str:
         """The rule, if it is among the first RULES_MAX that were counted."""
-        if rule in self._names:
-            return rule
-        if len(self._names) >= RULES_MAX:
-            return OTHERS
-        self._names.add(rule)
-        return rule
-
-
-def _add(total: dict[str, Values], rule: str, values: Values) -> None:
-    # What is kept of rules that are gone has a bound as well.
-    kept = rule if rule in total or len(total) <= RULES_MAX else OTHERS
-    mine = total.setdefault(kept, {})
-    for name, count in values.items():
-        mine[name] = mine.get(name, 0) + count
+        return rule if rule in self.totals or len(self.totals) < RULES_MAX else OTHERS
 
 
 # ── From a limiter ─────────────────────────────────────────────────────────────────────────────
@@ -196,6 +190,9 @@ _OF_RULES: Final = {
     "cooldowns": ("penalties", "cooldown"),
     "blocks": ("penalties", "block"),
 }
+_ROW: Final[Callable[[Any], Row]] = attrgetter(*_OF_RULES)
+_NOTHING: Final = [0] * len(_OF_RULES)
+_DENIED: Final = list(_OF_RULES).index("denied")
 # What a check without a rule is counted under.
 NO_RULE: Final = "(none)"
 _STATES: Final = {"closed": 0, "half_open": 1, "open": 2}
@@ -208,7 +205,7 @@ class Reading:
         self._limiter = limiter
         self._lasting = Lasting()
         # Denials that the store was asked for, by rule; a change of mode must not lower them.
-        self._asked: dict[str, float] = {}
+        self._asked: dict[str, int] = {}
 
     def snapshot(self) -> Snapshot:
         """Everything that needs no I/O. A limiter without rules has counted nothing of its own."""
@@ -225,28 +222,30 @@ class Reading:
         return found
 
     def _of_rules(self, found: Snapshot, counts: Mapping[str, Any]) -> None:
-        now: dict[str, Values] = {}
-        for rule, counted in counts.items():
-            values = {each: getattr(counted, each) for each in _OF_RULES}
-            now[rule] = {each: value for each, value in values.items() if value}
-        total = self._lasting.updated(now)
-        for rule, values in total.items():
-            for name, count in values.items():
-                family, *labels = _OF_RULES[name]
-                found.put(family, count, rule, *labels)
-        self._from_cache(found, total)
+        lasting = self._lasting
+        lasting.update({rule: _ROW(counted) for rule, counted in counts.items()})
+        columns = [
+            (found.values.setdefault(family, {}), JOIN.join(("", *labels)))
+            for family, *labels in _OF_RULES.values()
+        ]
+        for rule, total in lasting.totals.items():
+            for (values, labels), count in zip(columns, total, strict=True):
+                if count:
+                    values[rule + labels] = count
+        self._from_cache(found)
 
-    def _from_cache(self, found: Snapshot, total: Mapping[str, Values]) -> None:
+    def _from_cache(self, found: Snapshot) -> None:
         """Tell denials that the store was not asked for apart from the others."""
         cached: dict[str, int] = {}
         for rule, hits in getattr(self._limiter.store, "denied_by_rule", dict)().items():
             name = self._lasting.name(rule)
             cached[name] = cached.get(name, 0) + hits
         for rule, hits in cached.items():
+            denied = self._lasting.totals.get(rule, _NOTHING)[_DENIED]
             # Hits of a rule in shadow mode are no denials.
-            known = min(hits, int(total.get(rule, {}).get("denied", 0)))
+            known = min(hits, denied)
             if known:
-                asked = max(total[rule]["denied"] - known, self._asked.get(rule, 0))
+                asked = max(denied - known, self._asked.get(rule, 0))
                 self._asked[rule] = asked
                 found.put("checks", asked, rule, "denied", "store")
                 found.put("checks", known, rule, "denied", "denied_cache")

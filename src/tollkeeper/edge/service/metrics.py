@@ -44,6 +44,8 @@ from tollkeeper.record.histograms import LENGTH, cumulative
 
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 WRITE_SECONDS: Final = 1.0
+# Of a worker's time, what it may take at most to leave them.
+WRITE_SHARE_MAX: Final = 0.01
 STATS_SECONDS: Final = 15.0
 # How long a scrape waits for what the store holds; then it tells what was known before.
 STATS_WAIT_SECONDS: Final = 1.0
@@ -90,10 +92,15 @@ class Metrics:
         return found
 
     async def keep_writing(self) -> None:
-        """Leave the counts for the others, once a second, until cancelled."""
+        """Leave the counts for the others, once a second, until cancelled.
+
+        With ten thousand rules that are all busy it takes some 20 ms, and is done less often.
+        """
         while self._folder is not None:
+            began_s = time.monotonic()
             self.write()
-            await asyncio.sleep(WRITE_SECONDS)
+            taken_s = time.monotonic() - began_s
+            await asyncio.sleep(max(WRITE_SECONDS, taken_s / WRITE_SHARE_MAX))
 
     def write(self) -> None:
         """Leave the counts for the others, if they have changed. A full disk is only told of."""
