@@ -83,7 +83,7 @@ def test_what_was_asked_before_a_drop_is_not_kept_after_it() -> None:
 def test_who_spends_the_last_replaces_what_was_kept() -> None:
     """All else of the subject goes, and the denial that follows is kept."""
     denials = kept("a")
-    denials.drop_for("a", ("gate", 2), denial(), denials.mark)
+    denials.drop_for(["a"], ["a"], ("gate", 2), denial(), denials.mark)
     assert denials.find(["a"], QUESTION, 5) is None
     assert denials.find(["a"], ("gate", 2), 5) is not None
 
@@ -93,8 +93,18 @@ def test_who_spends_the_last_keeps_nothing_if_something_was_given_back() -> None
     denials = kept("a")
     mark = denials.mark
     denials.drop("a")
-    denials.drop_for("a", QUESTION, denial(), mark)
+    denials.drop_for(["a"], ["a"], QUESTION, denial(), mark)
     assert denials.find(["a"], QUESTION, 5) is None
+
+
+def test_what_was_paid_back_is_dropped_and_the_denial_of_all_is_kept() -> None:
+    """Someone asked for "a" alone while it was charged: that denial counts no more."""
+    denials = kept("a")
+    mark = denials.mark
+    denials.drop_for(["a"], ["a", "b"], "both", denial(), mark)
+    denials.keep(["a"], QUESTION, denial(), mark)
+    assert denials.find(["a"], QUESTION, 5) is None
+    assert denials.find(["a", "b"], "both", 5) is not None
 
 
 def test_a_drop_that_was_forgotten_still_counts() -> None:

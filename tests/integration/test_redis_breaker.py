@@ -90,6 +90,7 @@ def test_a_dead_server_opens_it_and_the_same_server_back_closes_it(
         until(api.works, "a check reaches it again", SECONDS_MAX)
         assert only(api.store).state == "closed"
         assert only(api.store).next_probe_s is None
+        assert [each.opened_times for each in api.store.health().breakers] == [1]
         assert [api.check(key).remaining for _ in range(2)] == [
             COUNTED.limit - 1,
             COUNTED.limit - 2,

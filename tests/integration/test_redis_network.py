@@ -386,7 +386,7 @@ async def test_what_may_be_under_way_is_bounded(
     """Beyond PENDING_MAX a call fails at once, and is not sent; before and after the connection."""
     monkeypatch.setattr(wire_async, "PENDING_MAX", 10)
     with Proxy(server.port, "swallow") as proxy:
-        store = open_store(proxy.uri, deadline_ms=200)
+        store = open_store(proxy.uri, deadline_ms=200, coalesce=False)
         limiter = AsyncLimiter(COUNTED, store=store, on_failure="raise")
         for sent in (10, 0):  # of the second thirty, none: the first are still owed their answers
             calls = [limiter.check(key) for _ in range(30)]

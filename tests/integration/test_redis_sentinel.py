@@ -68,7 +68,7 @@ def test_the_primary_is_found(servers: Sentinels, key: str, wire: str) -> None:
     """Through any of the Sentinels, and then it is asked directly; a database counts for itself."""
     primary = primary_of(servers)
     before = calls_of(primary)
-    with client(wire, servers.uri) as api:
+    with client(wire, servers.uri, coalesce=False) as api:
         assert not errors_of(api.together([key] * 50))
         assert api.peek(key).remaining == COUNTED.limit - 50
     assert calls_of(primary) >= before + 51

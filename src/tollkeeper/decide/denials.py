@@ -90,7 +90,7 @@ class Denials(Generic[Answer]):
     ) -> None:
         """Keep a denial, unless a subject of it was dropped since `mark` was read."""
         with self._lock:
-            if all(self._drops.get(subject, self._forgotten) <= mark for subject in subjects):
+            if self._undisturbed(subjects, mark):
                 for subject in subjects:
                     self._put(subject, question, denial)
 
@@ -99,13 +99,29 @@ class Denials(Generic[Answer]):
         with self._lock:
             self._drop(subject)
 
-    def drop_for(self, subject: str, question: Hashable, denial: Denial[Answer], mark: int) -> None:
-        """`drop`, because the subject spent the last that there was; and `keep` what follows."""
+    def drop_for(
+        self,
+        dropped: Collection[str],
+        subjects: Collection[str],
+        question: Hashable,
+        denial: Denial[Answer],
+        mark: int,
+    ) -> None:
+        """`drop` some, because of what was asked; and `keep` the denial that it came to.
+
+        Whoever spends the last unit drops what is kept, and knows what follows. Subjects that are
+        denied together have been charged and paid back, and are still denied together.
+        """
         with self._lock:
-            undisturbed = self._drops.get(subject, self._forgotten) <= mark
-            self._drop(subject)
+            undisturbed = self._undisturbed(subjects, mark)
+            for subject in dropped:
+                self._drop(subject)
             if undisturbed:
-                self._put(subject, question, denial)
+                for subject in subjects:
+                    self._put(subject, question, denial)
+
+    def _undisturbed(self, subjects: Collection[str], mark: int) -> bool:
+        return all(self._drops.get(subject, self._forgotten) <= mark for subject in subjects)
 
     def _put(self, subject: str, question: Hashable, denial: Denial[Answer]) -> None:
         # To the end: the oldest are first.

@@ -99,7 +99,7 @@ class Denied:
             return
         follows = answers.check(told, cost, sent.early_ns)
         denial = self._denial([told], follows.retry_after_ns, sent)
-        self._denials.drop_for(subject, question, denial, sent.mark)
+        self._denials.drop_for((subject,), (subject,), question, denial, sent.mark)
 
     def find_together(
         self, asked: Sequence[Asked], now: Now, early_ns: int
@@ -132,26 +132,29 @@ class Denied:
     ) -> None:
         """Keep that these were denied together, until the first that denied would not.
 
-        Not where units were granted: one that passes now may not when those are over.
+        Called when those that were charged have been paid back: whoever asked in between may have
+        been denied for it. Not kept where units were granted: one that passes now may not when
+        those are over.
         """
-        if not self._longest_ns:
-            return
-        waits = [decision.retry_after_ns for decision in decisions if not decision.allowed]
+        paid_back = [each[1] for each, answer in zip(asked, answers, strict=True) if answer[0] >= 0]
         for (commands, _, cost), answer in zip(asked, answers, strict=True):
-            if commands.answers.granted(answer) or not commands.answers.lasts(answer, cost):
+            told = commands.answers
+            if not self._longest_ns or told.granted(answer) or not told.lasts(answer, cost):
+                self.drop_all(paid_back)
                 return
+        waits = [decision.retry_after_ns for decision in decisions if not decision.allowed]
         denial = self._denial(list(answers), min(waits), sent)
         subjects = {subject for _, subject, _ in asked}
-        self._denials.keep(subjects, _question(asked), denial, sent.mark)
+        self._denials.drop_for(paid_back, subjects, _question(asked), denial, sent.mark)
 
     def drop(self, subject: str) -> None:
         """The subject was given something back, or more, or all."""
         self._denials.drop(subject)
 
-    def drop_spent(self, subjects: Sequence[str]) -> None:
-        """Some of these may have been charged: what is kept of them tells of more than remains."""
+    def drop_all(self, subjects: Sequence[str]) -> None:
+        """`drop` each of them."""
         for subject in subjects:
-            self._drop_kept(subject)
+            self._denials.drop(subject)
 
     def _drop_kept(self, subject: str) -> None:
         if subject in self.kept:

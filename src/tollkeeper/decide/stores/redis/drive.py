@@ -385,6 +385,14 @@ class Tasks:
             node = self._node(address)
         return node.submit(payload)
 
+    def unconnected(self, key: bytes) -> str | None:
+        """Where a call of the key would wait for a connection; None: it would leave at once."""
+        address = self._servers.topology.address_of(self._servers.slot(key))
+        node = self._nodes.get(address) if address is not None else None
+        if node is not None and node.connected:
+            return None
+        return str(address or self._servers.config.shown())
+
     async def run(self, call: Call, payload: bytes) -> Any:
         """The answer to one call, which `payload` already spells."""
         started_ns = time.monotonic_ns()

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tollkeeper.clock import NS_PER_SECOND
 from tollkeeper.decide.coalesce import Ask, DenyRest, Reply, rounds
+from tollkeeper.decide.stores.redis.calls import NotSent
 from tollkeeper.decide.stores.redis.denied import Denied, Sent, moment_ns
 from tollkeeper.decide.stores.redis.scripts import CHECK
 from tollkeeper.errors import StoreError, StoreTimeout, StoreUnavailable
@@ -58,17 +59,17 @@ class Flights:
         "_deadline_ns",
         "_denied",
         "_large",
-        "_loop",
         "_tasks",
         "_waiting",
         "coalesced",
+        "loop",
         "under_way",
     )
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, deadline_ns: int, denied: Denied, calls: Tasks
     ) -> None:
-        self._loop = loop
+        self.loop = loop
         self._deadline_ns = deadline_ns
         self._denied = denied
         self._calls = calls
@@ -93,7 +94,7 @@ class Flights:
 
     def join(self, question: Question, most: int) -> asyncio.Future[Decision]:
         """Wait for a flight to be back. A list that is full leaves at once."""
-        waiter = Waiter(time.monotonic_ns() + self._deadline_ns, self._loop.create_future())
+        waiter = Waiter(time.monotonic_ns() + self._deadline_ns, self.loop.create_future())
         waiters = self._waiting.setdefault(question, [])
         waiters.append(waiter)
         if len(waiters) >= most:
@@ -110,24 +111,31 @@ class Flights:
         if question in self._waiting and question not in self._large:
             self._leave(question)
 
-    def _land_large(self, question: Question) -> None:
+    def land_large(self, question: Question) -> None:
+        """`land`, for a flight of several."""
         _less(self._large, question)
         _less(self.under_way, question)
         if question in self._waiting:
             self._leave(question)
 
     def _leave(self, question: Question) -> None:
+        waiters = self._waiting.pop(question)
+        if all(each.decision.done() for each in waiters):
+            return
         self.begin(question)
         self._large[question] = self._large.get(question, 0) + 1
-        task = self._loop.create_task(self._fly(question, self._waiting.pop(question)))
+        task = self.loop.create_task(self._fly(question, waiters))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _fly(self, question: Question, waiters: list[Waiter]) -> None:
         # One that was cancelled meanwhile was not sent, and costs nothing.
         waiters = [each for each in waiters if not each.decision.done()]
+        if not waiters:
+            self.land_large(question)
+            return
         self.coalesced += len(waiters)
-        landing = _Landing(self._loop, waiters, lambda: self._land_large(question))
+        landing = _Landing(self, question, waiters)
         try:
             await self._decide(question, list(waiters), landing)
         except Exception as error:  # a defect too: everyone is to see it
@@ -142,11 +150,10 @@ class Flights:
         if known is not None:
             _give(waiters, [known] * len(waiters))
             return
-        if not waiters:
-            return
         steps = rounds(len(waiters))
         step = next(steps)
         while isinstance(step, Ask) and not landing.landed:
+            landing.sent = landing.sent or self.unconnected(question) is None
             sent, answer = await self._ask(question, step.count)
             last = _Answered(sent, answer, step.count)
             reply, decisions = self._reply(question, last)
@@ -171,6 +178,11 @@ class Flights:
         sent = Sent(now, early_ns, moment_ns(now, early_ns), mark)
         call = commands.call(CHECK, commands.key(subject), count * cost, now)
         return sent, await self._calls.run(call, call.by_sha())
+
+    def unconnected(self, question: Question) -> str | None:
+        """Where a call would wait for a connection; None: it would leave at once."""
+        commands, subject, _ = question
+        return self._calls.unconnected(commands.key(subject))
 
     def _known(self, question: Question) -> Decision | None:
         commands, subject, cost = question
@@ -225,22 +237,19 @@ class _Landing:
     timer for all, at the next one's deadline.
     """
 
-    __slots__ = ("_land", "_loop", "_timer", "_waiters", "landed")
+    __slots__ = ("_flights", "_question", "_timer", "_waiters", "landed", "sent")
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        waiters: Sequence[Waiter],
-        land: Callable[[], None],
-    ) -> None:
-        self._loop = loop
+    def __init__(self, flights: Flights, question: Question, waiters: Sequence[Waiter]) -> None:
+        self._flights = flights
+        self._question = question
         self._waiters = waiters
-        self._land = land
-        self._timer: asyncio.TimerHandle | None = None
         self.landed = False
-        if waiters:
-            later_s = (waiters[0].due_ns - time.monotonic_ns()) / NS_PER_SECOND
-            self._timer = loop.call_later(later_s, self._look)
+        # Has a call of this flight left?
+        self.sent = False
+        self._timer = self._later(waiters[0].due_ns - time.monotonic_ns())
+
+    def _later(self, pause_ns: int) -> asyncio.TimerHandle:
+        return self._flights.loop.call_later(pause_ns / NS_PER_SECOND, self._look)
 
     def _look(self) -> None:
         now_ns = time.monotonic_ns()
@@ -248,29 +257,30 @@ class _Landing:
             if waiter.decision.done():
                 continue
             if waiter.due_ns > now_ns:
-                later_s = (waiter.due_ns - now_ns) / NS_PER_SECOND
-                self._timer = self._loop.call_later(later_s, self._look)
+                self._timer = self._later(waiter.due_ns - now_ns)
                 return
-            waiter.decision.set_exception(_too_late())
+            waiter.decision.set_exception(self._too_late())
         self.land()
+
+    def _too_late(self) -> StoreError:
+        # A call that waits for its connection has not left, unless it is there by now.
+        where = None if self.sent else self._flights.unconnected(self._question)
+        if where is None:
+            return StoreTimeout("no answer by the deadline; the call may have been counted once")
+        return NotSent(f"no connection to {where} by the deadline")
 
     def land(self) -> None:
         """It is over; once."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()
         if not self.landed:
             self.landed = True
-            self._land()
+            self._flights.land_large(self._question)
 
 
 def _less(counts: dict[Question, int], question: Question) -> None:
     left = counts.pop(question) - 1
     if left:
         counts[question] = left
-
-
-def _too_late() -> StoreTimeout:
-    return StoreTimeout("no answer by the deadline; the call may have been counted once")
 
 
 def _give(waiters: Sequence[Waiter], decisions: Sequence[Decision]) -> None:

@@ -132,11 +132,16 @@ class Together:
                 decided.append(commands.answers.check(answer, cost, self._sent.early_ns))
             except (CapacityError, StoreError) as error:
                 wrong = wrong or error
+        return decided, wrong
+
+    def keep(
+        self, answers: Sequence[Any], decided: Sequence[Decision], wrong: Exception | None
+    ) -> None:
+        """When all is done, and undone: note what it tells of requests to come."""
         if wrong is None and not all(decided):
             self._denied.keep_together(self._asked, answers, decided, self._sent)
         else:
-            self._denied.drop_spent([subject for _, subject, _ in self._asked])
-        return decided, wrong
+            self._denied.drop_all([subject for _, subject, _ in self._asked])
 
     def undo(self, answers: Sequence[Any]) -> list[Call]:
         """The calls that put back what was taken."""

@@ -36,6 +36,7 @@ from redis.exceptions import (
 )
 
 from tollkeeper.clock import NS_PER_SECOND
+from tollkeeper.decide.breaker import BreakerState
 from tollkeeper.decide.stores.redis.config import Address, Mode, RedisConfig
 from tollkeeper.decide.stores.redis.findings import (
     FORBIDDEN,
@@ -95,6 +96,8 @@ class RedisHealth:
     """Of 16,384, as the node knows it that sees fewest."""
     findings: tuple[Finding, ...]
     """What is wrong."""
+    breakers: tuple[BreakerState, ...] = ()
+    """Of the servers that this process has called, by the store that was asked."""
 
     @property
     def warnings(self) -> list[str]:

@@ -78,10 +78,12 @@ class Prober:
         with self._wake:
             if self._thread is None and not self._closed:
                 # A daemon: a process that ends does not wait for servers that are gone.
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=self._watch, name="tollkeeper-redis-probe", daemon=True
                 )
-                self._thread.start()
+                with suppress(RuntimeError):  # the process ends, and starts no more of them
+                    thread.start()
+                    self._thread = thread
             self._wake.notify()
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tollkeeper import override
 from tollkeeper.clock import Clock, SystemClock
@@ -72,6 +73,7 @@ class RedisStore:
         decided, wrong = together.decisions(answers)
         if wrong is not None or not all(decided):
             self._threads.run_all(together.undo(answers))
+        together.keep(answers, decided, wrong)
         if wrong is not None:
             raise wrong
         return decided
@@ -89,9 +91,16 @@ class RedisStore:
         tasks = self._tasks_here()
         answers = await tasks.run_all(together.calls())
         decided, wrong = together.decisions(answers)
+
+        async def give_back() -> None:
+            await tasks.run_all(together.undo(answers))
+            together.keep(answers, decided, wrong)
+
         if wrong is not None or not all(decided):
             # Shielded: a caller who is cancelled here has still been given back.
-            await asyncio.shield(tasks.run_all(together.undo(answers)))
+            await asyncio.shield(give_back())
+        else:
+            together.keep(answers, decided, wrong)
         if wrong is not None:
             raise wrong
         return decided
@@ -150,7 +159,8 @@ class RedisStore:
         `asyncio.to_thread`. Raises StoreUnavailable if no server at all answers.
         """
         self._require_open()
-        return health(self._servers.topology, self.config)
+        found = health(self._servers.topology, self.config)
+        return replace(found, breakers=tuple(self.breakers()))
 
     def counters(self) -> dict[str, int]:
         """What this process has counted since the store was opened; costs nothing to ask.

@@ -259,6 +259,11 @@ class AsyncNode:
             return link.submit(payload, unwanted)
         return self._wait_for_link(payload, unwanted)
 
+    @property
+    def connected(self) -> bool:
+        """Would a call leave at once?"""
+        return self._link is not None and self._link.open
+
     def _wait_for_link(self, payload: bytes, unwanted: int) -> Answer:
         if self._closed:
             raise StoreUnavailable("the store is closed; open another one")
