@@ -61,7 +61,9 @@ bodies = st.one_of(
 values = st.binary(max_size=40) | st.sampled_from([b"/slow", b"/orders?a=%ff&b", b"Bearer x", b"9"])
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     method=st.sampled_from(["GET", "POST", "DELETE", "PUT", "HEAD", "X"]),
     path=st.sampled_from(PATHS),
