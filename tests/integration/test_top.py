@@ -81,11 +81,11 @@ class Terminal:
         self.resize(columns, lines)
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "", "LINES": ""}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tollkeeper", *arguments],
+            # Its controlling terminal, so that the kernel tells it of a new size.
+            ["setsid", "--ctty", sys.executable, "-m", "tollkeeper", *arguments],
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
-            start_new_session=True,
             env={name: value for name, value in environment.items() if value},
         )
         os.close(theirs)
