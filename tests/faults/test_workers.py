@@ -5,17 +5,53 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 from tests.faults.load import Key, Record, document, now_ns
 from tests.faults.service_load import ServiceAskers
 from tests.faults.telling import verify
 from tests.redis_servers.waiting import until
 from tests.service_process import ServiceProcess
+from tollkeeper.app.server import QUICK_END_SECONDS, QUICK_ENDS_MAX, Restarts
 from tollkeeper.model import ALGORITHM_NAMES
 
 WORKERS = 4
 KEYS = tuple(Key("closed", algorithm) for algorithm in ALGORITHM_NAMES)
+KILLS = 4
 REPLACED_S_MAX = 30.0
+
+
+def _started(pid: int) -> int:
+    """When a process was started, in ticks since boot; 0 if it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
+    except OSError:
+        return 0
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def _all_there(service: ServiceProcess, killed: int) -> bool:
+    alive = service.worker_pids()
+    return len(alive) == WORKERS and killed not in alive and service.is_listening()
+
+
+def test_who_ends_often_and_soon_ends_all() -> None:
+    """A worker that was killed a few times is started again; one that never is well is not."""
+    now = 1_000.0
+    restarts = Restarts(lambda: now)
+    for _ in range(QUICK_ENDS_MAX):
+        restarts[0] = now
+        restarts.clear()
+        assert restarts.get(0) == 0
+    # Long enough well in between: it begins anew.
+    restarts[0], now = now, now + QUICK_END_SECONDS + 1
+    assert restarts.get(0) == 0
+    for _ in range(QUICK_ENDS_MAX):
+        restarts[0] = restarts[1] = now
+        assert restarts.get(0) == 0
+    assert restarts.get(1) == 0
+    restarts[0] = now
+    assert restarts.get(0) == now
 
 
 async def test_workers_are_killed() -> None:
@@ -24,14 +60,17 @@ async def test_workers_are_killed() -> None:
     with ServiceProcess(document(), workers=WORKERS) as service:
         askers = ServiceAskers(service, record, KEYS)
         try:
-            for _ in range(3):
-                await asyncio.sleep(0.7)
-                assert service.worker_pids(), service.log_end()
-                os.kill(service.worker_pids()[0], signal.SIGKILL)
+            for _ in range(KILLS):
+                await asyncio.sleep(0.8)
+                alive = service.worker_pids()
+                assert alive, service.log_end()
+                # The youngest, which was started in the place of the one before.
+                killed = max(alive, key=_started)
+                os.kill(killed, signal.SIGKILL)
             healed_ns = now_ns()
             await asyncio.to_thread(
                 until,
-                lambda: len(service.worker_pids()) == WORKERS and service.is_listening(),
+                lambda: _all_there(service, killed),
                 "all workers are there again",
                 REPLACED_S_MAX,
                 service.log_end,
@@ -42,8 +81,8 @@ async def test_workers_are_killed() -> None:
             await asyncio.to_thread(askers.stop)
     verify(
         record,
-        f"3 of {WORKERS} workers killed: {record.lost} requests cut, all there again after "
-        f"{back_s:.1f} s",
+        f"workers killed {KILLS} times of {WORKERS}: {record.lost} requests cut, all there "
+        f"again after {back_s:.1f} s",
     )
     late = [each for each in record.noted if each.sent_ns > healed_ns and each.allowed]
     assert late, "nobody was admitted afterwards"

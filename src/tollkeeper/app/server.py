@@ -19,10 +19,12 @@ import os
 import signal
 import ssl
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any, Final
 
 from granian import Granian
@@ -43,6 +45,11 @@ HEAD_BYTES_MAX: Final = 64 * 1024
 HEAD_READ_MS: Final = 10_000
 READY_SECONDS_MAX: Final = 60.0
 _READY_PAUSE_SECONDS: Final = 0.05
+# A worker that ends so often in a row, each time this soon after it was started again, never will
+# be well; one that was killed a few times, by an operator or for its memory, is no reason to end
+# those that are.
+QUICK_ENDS_MAX: Final = 5
+QUICK_END_SECONDS: Final = 5.5
 _ANY_HOST: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - to ask, not to listen
 
 log = logging.getLogger("tollkeeper.service")
@@ -93,6 +100,7 @@ def _server(settings: Settings) -> Draining:
         workers_kill_timeout=int(settings.shutdown_seconds),
     )
     server.drain_s = settings.drain_seconds
+    server.respawned_wrks = Restarts()
     return server
 
 
@@ -119,6 +127,31 @@ class Draining(Granian):  # type: ignore[misc, valid-type]  # a variable: one of
             timer.start()
         else:
             super().signal_handler_interrupt()
+
+
+class Restarts(dict[int, float]):
+    """When each worker was last started again, by its number.
+
+    granian ends all workers when it finds here that one of them ended within QUICK_END_SECONDS of
+    being started again, the first time already. So it is told only when it has happened often.
+    """
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._quick_ends: Counter[int] = Counter()
+
+    def get(self, number: int, default: float = 0.0) -> float:  # type: ignore[override]  # narrower
+        """Asked when that worker has ended. `default` is as good as long ago."""
+        started = super().get(number, default)
+        if self._clock() - started > QUICK_END_SECONDS:
+            del self._quick_ends[number]
+            return default
+        self._quick_ends[number] += 1
+        return started if self._quick_ends[number] > QUICK_ENDS_MAX else default
+
+    def clear(self) -> None:
+        """Not what others have done before: every worker has a history of its own."""
 
 
 # ── The one line at the start ──────────────────────────────────────────────────────────────────
