@@ -97,8 +97,12 @@ class Proxy:
         while not self._closed.is_set():
             try:
                 client, _ = self._listener.accept()
-                server = socket.create_connection((HOST, self._server_port))
             except OSError:
+                continue
+            try:
+                server = socket.create_connection((HOST, self._server_port))
+            except OSError:  # it is down
+                client.close()
                 continue
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:

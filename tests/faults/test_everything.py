@@ -1,0 +1,166 @@
+"""Everything at once, by a seed that is printed: FAULTS_SEED=… makes the same run again.
+
+Redis is killed, stopped and filled, the network before it drops, delays, cuts and resets,
+PostgreSQL is killed and its rules change, workers of a service are killed, and one node's clock is
+a minute ahead. Each goes on by itself and pays no heed to the others. What the seed decides
+is what each does and when it means to; how long a server takes to start is the machine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from random import Random, SystemRandom
+from typing import cast
+
+from tests.faults.conditions import reset_all, wrong_clock
+from tests.faults.load import KEYS, LIMIT, Record, document, now_ns, running_load, until_calm
+from tests.faults.nodes import NodeProcess
+from tests.faults.service_load import ServiceAskers
+from tests.faults.telling import verify
+from tests.integration.tcp_proxy import Mode, Proxy
+from tests.postgres_server import Postgres
+from tests.redis_servers import Single
+from tests.service_process import ServiceProcess
+from tollkeeper import AsyncLimiter, Limiter
+from tollkeeper.control.repository import Repository
+from tollkeeper.errors import TollkeeperError
+from tollkeeper.match.document import read
+from tollkeeper.standby import Standby
+
+SECONDS = 8.0
+# Tasks, threads, the service, and the node with the wrong clock.
+NODES = 4
+QUICK = "?breaker_open_ms=200&breaker_open_max_ms=500"
+MODES = ("hold", "swallow", "cut", "drip", "reset")
+
+
+class Chaos:
+    """What breaks what, each with a generator of its own, until the time is up."""
+
+    def __init__(
+        self, seed: int, server: Single, proxy: Proxy, database: Postgres, url: str
+    ) -> None:
+        self._seed = seed
+        self._server, self._proxy, self._database, self._url = server, proxy, database, url
+        self._ends_ns = now_ns() + int(SECONDS * 1e9)
+        self.done: dict[str, int] = {}
+
+    async def run(self, service: ServiceProcess) -> None:
+        """All of it; everything is whole again at the end."""
+        await asyncio.gather(
+            self._repeat("redis", self._break_redis, 0.8),
+            self._repeat("network", self._break_network, 0.6),
+            self._repeat("postgresql", self._break_database, 1.5),
+            self._repeat("worker", lambda random: self._kill_worker(service, random), 1.5),
+            self._repeat("rules", self._change_rules, 0.7),
+        )
+
+    async def _repeat(
+        self, name: str, work: Callable[[Random], Awaitable[str]], pause_s: float
+    ) -> None:
+        random = Random(f"{self._seed} {name}")
+        while now_ns() < self._ends_ns:
+            await asyncio.sleep(random.uniform(0.2, 2 * pause_s))
+            what = await work(random)
+            self.done[what] = self.done.get(what, 0) + 1
+
+    async def _break_redis(self, random: Random) -> str:
+        server, what = self._server, random.choice(("killed", "stopped", "full"))
+        seconds = random.uniform(0.1, 0.8)
+        if what == "killed":
+            await asyncio.to_thread(server.kill)
+            await asyncio.sleep(seconds)
+            await asyncio.to_thread(server.start)
+        elif what == "stopped":
+            server.pause()
+            await asyncio.sleep(seconds)
+            server.resume()
+        else:
+            await asyncio.to_thread(server.admin.config_set, "maxmemory", 1)
+            await asyncio.sleep(seconds)
+            await asyncio.to_thread(server.admin.config_set, "maxmemory", 0)
+        return f"Redis {what}"
+
+    async def _break_network(self, random: Random) -> str:
+        mode = random.choice(MODES)
+        if mode != "reset":
+            self._proxy.mode = cast("Mode", mode)
+            await asyncio.sleep(random.uniform(0.1, 0.5))
+            self._proxy.mode = "pass"
+        await asyncio.to_thread(reset_all, self._proxy)
+        return f"network {mode}"
+
+    async def _break_database(self, random: Random) -> str:
+        await asyncio.to_thread(self._database.kill)
+        await asyncio.sleep(random.uniform(0.1, 0.6))
+        await asyncio.to_thread(self._database.start)
+        return "PostgreSQL killed"
+
+    async def _kill_worker(self, service: ServiceProcess, random: Random) -> str:
+        alive = service.worker_pids()
+        assert service.pid is not None, service.log_end()
+        if len(alive) < 2:
+            return "worker spared"
+        os.kill(random.choice(alive), signal.SIGKILL)
+        return "worker killed"
+
+    async def _change_rules(self, random: Random) -> str:
+        try:
+            await change_rules(self._url, random.choice((LIMIT // 2, LIMIT)))
+        except (TollkeeperError, OSError):
+            return "rules not changed"  # their database is away
+        return "rules changed"
+
+
+async def change_rules(url: str, limit: int) -> None:
+    """Apply a version with this limit."""
+    async with await Repository.open(url) as repository:
+        number = await repository.number()
+        changed = read(json.dumps(document(limit=limit), indent=1))
+        await repository.apply(changed, author="ann", expected=number)
+
+
+@asynccontextmanager
+async def all_nodes(url: str, uri: str, record: Record) -> AsyncIterator[ServiceProcess]:
+    """Everyone who asks: tasks and threads here, a service, and a node with a wrong clock."""
+    standby = Standby(nodes=NODES)
+    with (
+        ServiceProcess(url, "--store", uri, "--nodes", str(NODES), workers=2) as service,
+        NodeProcess("ahead", uri, KEYS, rules=url, nodes=NODES, env=wrong_clock(60)) as ahead,
+    ):
+        async with AsyncLimiter.from_rules(url, store=uri, standby=standby) as awaited:
+            with Limiter.from_rules(url, store=uri, standby=standby) as threaded:
+                async with running_load(record, awaited, threaded):
+                    askers = ServiceAskers(service, record, KEYS, threads=1)
+                    try:
+                        yield service
+                    finally:
+                        await asyncio.to_thread(askers.stop)
+        await asyncio.to_thread(ahead.finish, record)
+
+
+async def test_everything_at_once() -> None:
+    """Whatever happens together: what Redis admits is never over, each policy does as it says,
+    nobody waits, and when it has ended all is exact again by itself."""
+    seed = int(os.environ.get("FAULTS_SEED") or SystemRandom().randrange(10**6))
+    print(f"FAULTS_SEED={seed}")
+    record = Record()
+    with Single(aof=True) as server, Proxy(server.port) as proxy, Postgres() as database:
+        url = database.new_database()
+        await change_rules(url, LIMIT)
+        async with all_nodes(url, f"{proxy.uri}{QUICK}", record) as service:
+            chaos = Chaos(seed, server, proxy, database, url)
+            await chaos.run(service)
+            await change_rules(url, LIMIT)
+            healed_ns = now_ns()
+            await until_calm(record)
+    done = ", ".join(f"{times}× {what}" for what, times in sorted(chaos.done.items()))
+    print(f"{done}; {record.lost} requests cut")
+    found = verify(record, f"everything at once, seed {seed}", healed_ns)
+    assert found["closed"].over == 0
+    assert all(each.degraded for each in found.values())
