@@ -24,6 +24,9 @@ if [ "$purpose" != run ]; then
     need redis-sentinel redis-sentinel
     need openssl openssl
     need nginx nginx-light
+    need promtool prometheus
+    need faketime faketime
+    need ip iproute2
     # Debian keeps the programs of PostgreSQL's server in a folder for each version.
     command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 \
         || missing="$missing postgresql"
@@ -51,6 +54,7 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
             # nor when the machine starts
             redis-* | postgresql) update-rc.d "$package" disable ;;
             nginx-light) update-rc.d nginx disable ;;
+            prometheus) update-rc.d prometheus disable ;;
         esac
     done
 else
