@@ -194,6 +194,7 @@ def test_a_source_that_is_away_changes_nothing(
         looks = source.looks
         until(lambda: source.looks > looks + 5, "it is asked again and again", SECONDS_MAX)
     assert limiter.rules_status().error == str(error)
+    assert limiter.rules_status().failures >= 5
     assert in_force(limiter) == 5
     assert [record.message for record in caplog.records] == [
         f"rules: version v5 stays in force: {error}"

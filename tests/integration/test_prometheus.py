@@ -41,6 +41,13 @@ RULES: dict[str, Any] = {
             "penalty": {"after": 2, "within": "1m", "cooldown": "10s", "block_after": 1},
         },
         {"id": "tenants", "match": {"tenant": "*"}, "by": ["tenant"], "limits": ["1000/hour"]},
+        {
+            "id": "trial",
+            "match": {"tenant": "*"},
+            "by": [],
+            "limits": ["1/hour"],
+            "mode": "shadow",
+        },
     ],
     "deny": ["api_key:bad"],
 }
@@ -172,10 +179,30 @@ def test_the_dashboard_shows_every_metric() -> None:
     assert names_used() == {family.full_name for family in FAMILIES}
 
 
+def shown(prometheus: PrometheusProcess, asked: list[str]) -> bool:
+    """Has a panel anything to show? A query that Prometheus cannot read raises."""
+    found = [prometheus.query(each) for each in asked]
+    return any(found)
+
+
 async def ask_grpc(target: str) -> None:
     """One call, as Envoy makes it."""
     async with grpc.aio.insecure_channel(target) as channel:
         await ask_on(channel)(entries(("tenant", "t")))
+
+
+def queries() -> dict[str, list[str]]:
+    """The dashboard's, by panel, with its variables filled in."""
+    filled = {"$__rate_interval": "5s", "$job": ".*", "$instance": ".*"}
+    found: dict[str, list[str]] = {}
+    for panel in json.loads(operations.read(operations.DASHBOARD))["panels"]:
+        for target in panel.get("targets", ()):
+            text = target["expr"]
+            for variable, value in filled.items():
+                text = text.replace(variable, value)
+            assert "$" not in text
+            found.setdefault(panel["title"], []).append(text)
+    return found
 
 
 def quickened() -> str:
@@ -206,7 +233,11 @@ async def test_a_real_prometheus_scrapes_and_alerts_when_the_store_is_gone(redis
             WAIT_SECONDS,
             lambda: prometheus.query("tollkeeper_checks_total"),
         )
+        assert prometheus.query("tollkeeper_grpc_requests_total{code='OK'} == 1")
         assert not prometheus.firing() & {"TollkeeperDegraded", "TollkeeperBreakerOpen"}
+        holding = {"States", "Memory of the states"}
+        panels = queries()
+        assert not [name for name in holding if not shown(prometheus, panels[name])]
         redis.kill()
 
         def fires() -> bool:
@@ -214,6 +245,9 @@ async def test_a_real_prometheus_scrapes_and_alerts_when_the_store_is_gone(redis
             return {"TollkeeperDegraded", "TollkeeperBreakerOpen"} <= prometheus.firing()
 
         until(fires, "the alerts fire", WAIT_SECONDS, prometheus.firing)
+        # Every panel shows something, but for what the store held.
+        empty = {name for name, asked in panels.items() if not shown(prometheus, asked)}
+        assert empty <= holding
         checked(service, 2, user="2")
         text = scrape(service)
         assert promtool("check", "metrics", given=text).returncode == 0
