@@ -86,8 +86,8 @@ class _Post:
         self._owns_store = terms.limiter is None and isinstance(terms.store, str)
         if terms.limiter is not None:
             self._check_limiter(terms.limiter)
-            self.clock: Clock = terms.limiter._clock  # noqa: SLF001 - answers and waits by its time
-            self._on_failure = terms.limiter._on_failure  # noqa: SLF001 - and fails as it does
+            self.clock: Clock = terms.limiter.clock
+            self._on_failure = terms.limiter.on_failure
             self.store: Store = terms.limiter.store
             self._bind()
             self._opened = True
