@@ -46,6 +46,8 @@ TESTED_IN = {
     "control/versions.py": "integration/test_repository.py",
     "edge/admin/answering.py": "edge/admin/test_subjects.py",
     "edge/admin/models.py": "edge/admin/test_asking.py",
+    "edge/admin/record_asking.py": "edge/admin/test_records.py",
+    "edge/admin/record_models.py": "edge/admin/test_records.py",
     "edge/service/openapi.py": "integration/test_openapi.py",
     "edge/service/openapi_checks.py": "integration/test_openapi.py",
     "operations/__init__.py": "integration/test_alerts.py",
@@ -75,6 +77,8 @@ TESTED_IN = {
     "edge/service/node.py": "edge/service/test_app.py",
     "edge/envoy/protocol/files.py": "edge/envoy/protocol/test_messages.py",
     "match/rules.py": "match/test_table.py",
+    "record/reading.py": "integration/test_records_databases.py",
+    "record/tables.py": "integration/test_records_databases.py",
     "testing/__init__.py": "testing/test_switches.py",
 }
 

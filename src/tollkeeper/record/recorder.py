@@ -233,8 +233,9 @@ class Recorder:
         writing = asyncio.create_task(sink.run())
         ending = asyncio.create_task(self._ending.wait())
         await asyncio.wait({writing, ending}, return_when=asyncio.FIRST_COMPLETED)
-        writing.cancel()
+        sink.stop()
         try:
+            # Nobody who writes is cut off but by the time: it might be in the middle of a commit.
             async with asyncio.timeout(STOP_SECONDS_MAX):
                 await asyncio.gather(writing, *self._taking, return_exceptions=True)
                 await sink.finish()

@@ -18,6 +18,7 @@ import asyncio
 import logging
 import random
 import secrets
+import sqlite3
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -71,7 +72,8 @@ _ADD_USAGE: Final = text(
     "units = kept.units + excluded.units"
 )
 # What is wrong with a value, and not with the database: SQLSTATE's class, and what drivers raise.
-_DATA_CLASS: Final = "22"
+_DATA_CLASSES: Final = ("22", "23")
+_DATA_ERRORS: Final = (sqlite3.DataError, sqlite3.IntegrityError, sqlite3.InterfaceError)
 
 log = logging.getLogger("tollkeeper.record")
 
@@ -121,6 +123,7 @@ class Sink:
         self._tend_at_s = 0.0
         self._failures = 0
         self._wake = asyncio.Event()
+        self._stopping = asyncio.Event()
         self._dropped = 0
         self.written = 0
         """Decisions that are in the database."""
@@ -145,14 +148,19 @@ class Sink:
     # ── The loop ─────────────────────────────────────────────────────────────────────────────
 
     async def run(self) -> None:
-        """Write until cancelled; what cannot be written is tried again."""
-        while True:
+        """Write until `stop`; what cannot be written is tried again."""
+        while not self._stopping.is_set():
             pause_s = await self._round()
+            # While it fails, a full queue is no reason to ask sooner.
+            waking = self._stopping if self._failures else self._wake
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), pause_s)
-            if self._failures:  # a full queue is no reason to ask sooner
-                await asyncio.sleep(pause_s)
+                await asyncio.wait_for(waking.wait(), pause_s)
             self._wake.clear()
+
+    def stop(self) -> None:
+        """Have `run` return when what it writes now is written. See `finish` for the rest."""
+        self._stopping.set()
+        self._wake.set()
 
     async def _round(self) -> float:
         """Write what is due; how long to wait then."""
@@ -171,6 +179,10 @@ class Sink:
             # Tables of another version: nothing that waiting for a second would change.
             self._failures += 1
             log.error("records are not written: %s", error)  # noqa: TRY400 - it says it all
+            return RETRY_SECONDS_MAX
+        except Exception:
+            self._failures += 1
+            log.exception("records are not written, because of a defect")
             return RETRY_SECONDS_MAX
         if self._failures:
             log.info("records are written again; %d are lost until now", self.dropped())
@@ -319,7 +331,9 @@ def _is_about_data(error: StoreError) -> bool:
     for _ in range(5):
         if found is None:
             return False
-        if str(getattr(found, "sqlstate", "") or "").startswith(_DATA_CLASS):
+        if str(getattr(found, "sqlstate", "") or "").startswith(_DATA_CLASSES):
+            return True
+        if isinstance(found, _DATA_ERRORS) or "binding parameter" in str(found):
             return True
         found = getattr(found, "orig", None) or found.__cause__
     return False

@@ -1,0 +1,264 @@
+"""Records in SQLite and PostgreSQL: the same rows, partitions by day, writers beside each other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import date, timedelta
+from pathlib import Path
+
+import pytest
+
+from tests.postgres_server import Postgres, running_postgres
+from tests.record.databases import event, rows, until_async
+from tollkeeper.control.database import Database
+from tollkeeper.errors import StoreError
+from tollkeeper.record import sink as sinks
+from tollkeeper.record import tables
+from tollkeeper.record.events import PART
+from tollkeeper.record.reading import Cursor, Records, Wanted
+from tollkeeper.record.sink import EVENTS_MAX, Pace, Sink
+from tollkeeper.record.trimming import Keep, Trimmer
+from tollkeeper.testing import ManualClock
+
+# 2027-01-15T08:00:00Z.
+NOW_S = 1_800_000_000
+NOW_US = NOW_S * 10**6
+TODAY = date(2027, 1, 15)
+DAY_S = 86_400
+ALL = Wanted(NOW_US - 10 * DAY_S * 10**6, NOW_US + DAY_S * 10**6)
+SUMS = "SELECT count(*), sum(allowed), sum(denied), sum(units) FROM tollkeeper_usage"
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Of a database without tables."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'records.db'}"
+    return running_postgres().new_database()
+
+
+@pytest.fixture
+async def sink(url: str) -> AsyncIterator[Sink]:
+    """That writes there, at a time that stands still."""
+    made = Sink(Database(url), now_ns=lambda: NOW_S * 10**9)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def records(url: str) -> AsyncIterator[Records]:
+    """That reads there."""
+    made = Records(Database(url))
+    yield made
+    await made.close()
+
+
+async def test_what_is_written_is_read(sink: Sink, records: Records) -> None:
+    """Every field, and every text that a request may bring."""
+    strange = event(
+        NOW_US,
+        subject=f"tenant:größe{PART}user:🦊'%_\\",
+        endpoint="/a'b\"c\n",
+        cost=1_000_000_000,
+        retry_after_ms=366 * DAY_S * 1_000,
+        degraded=1,
+        shadow_denied='["a", "b"]',
+    )
+    sink.offer([strange])
+    await sink.finish()
+    found = await records.decisions(ALL, 10)
+    assert [row.event for row in found] == [strange]
+    assert found[0].shadow_denied == ["a", "b"]
+    assert len(await records.decisions(Wanted(0, 2 * NOW_US, subject=strange.subject), 10)) == 1
+
+
+async def test_pages_hold_every_row_once(sink: Sink, records: Records) -> None:
+    """Decisions of the same moment too; usage across the edges of its steps."""
+    sink.offer([event(NOW_US - number // 3) for number in range(50)])
+    for number in range(400):
+        sink.usage.add((f"user:{number % 7}", f"r{number % 2}", NOW_S // 60 - number), [1, 2, 3])
+    await sink.finish()
+    seen: list[int] = []
+    cursor = None
+    while page := await records.decisions(ALL, 7, cursor):
+        seen += [row.id for row in page]
+        cursor = Cursor(page[-1].event.at_us, page[-1].id)
+    assert len(seen) == len(set(seen)) == 50
+    for step in ("minute", "hour", "day"):
+        found = []
+        last = None
+        while usage := await records.usage(ALL, step, 11, last):  # type: ignore[arg-type]  # one of three
+            found += usage
+            last = usage[-1]
+        assert len(found) == len({each[:4] for each in found})
+        assert sum(each.allowed for each in found) == 400
+        assert sum(each.units for each in found) == 1_200
+        assert [each[:1] for each in found] == sorted(each[:1] for each in found)
+
+
+async def test_scopes_are_whole_parts(sink: Sink, records: Records) -> None:
+    """Wherever they stand, and all of them."""
+    subjects = [
+        "tenant:acme",
+        f"tenant:acme{PART}user:1",
+        f"user:1{PART}tenant:acme",
+        "tenant:acme-2",
+        f"tenant:ac{PART}user:1",
+        "user:tenant:acme",
+    ]
+    for subject in subjects:
+        sink.usage.add((subject, "orders", NOW_S // 60), [1, 0, 1])
+    await sink.finish()
+
+    async def seen(scope: dict[str, str]) -> list[str]:
+        wanted = Wanted(ALL.from_us, ALL.to_us, scope=scope)
+        return sorted(row.subject for row in await records.usage(wanted, "hour", 100))
+
+    assert await seen({"tenant": "acme"}) == sorted(subjects[:3])
+    assert await seen({"tenant": "acme", "user": "1"}) == sorted(subjects[1:3])
+    assert await seen({"tenant": "nobody"}) == []
+    assert await seen({}) == sorted(subjects)
+
+
+async def test_writers_beside_each_other_add_up(url: str) -> None:
+    """Eight at a time, on the same rows in different orders; tables are made once."""
+
+    async def write(number: int) -> None:
+        sink = Sink(Database(url), now_ns=lambda: NOW_S * 10**9)
+        for turn in range(5):
+            for bucket in range(100):
+                who = f"user:{(bucket * (number + 3)) % 101}"
+                sink.usage.add((who, "orders", NOW_S // 60), [1, 0, 2])
+            sink.offer([event(NOW_US - turn, node=f"n{number}")] * 20)
+            await sink.finish()
+        await sink.close()
+
+    await asyncio.gather(*(write(number) for number in range(8)))
+    found = await rows(url, SUMS)
+    assert [int(each) for each in found[0][1:]] == [4_000, 0, 8_000]
+    assert await rows(url, "SELECT count(*) FROM tollkeeper_decisions") == [(800,)]
+
+
+async def test_hours_and_their_sums(url: str, sink: Sink, records: Records) -> None:
+    """Old minutes become hours while somebody else goes on adding to them."""
+    trimmer = Trimmer(sink.transaction, Keep(), is_postgresql=url.startswith("postgresql"))
+    await sink.finish()
+    other = Sink(Database(url), now_ns=lambda: NOW_S * 10**9)
+
+    async def add() -> None:
+        for number in range(200):
+            for minutes in (3_000, 3_001, 3_100):
+                other.usage.add((f"user:{number % 9}", "orders", NOW_S // 60 - minutes), [1, 1, 1])
+            if number % 10 == 0:
+                await other.finish()
+        await other.finish()
+
+    async def tend() -> None:
+        for turn in range(10):
+            await trimmer.tend(NOW_S + 60 * turn)
+
+    await asyncio.gather(add(), tend())
+    await trimmer.tend(NOW_S + 6_000)
+    await other.close()
+    found = await rows(url, f"{SUMS} WHERE step_s = 3600")
+    assert [int(each) for each in found[0][1:]] == [600, 600, 600]
+    assert await rows(url, "SELECT count(*) FROM tollkeeper_usage WHERE step_s = 60") == [(0,)]
+    by_minute = await records.usage(ALL, "minute", 1_000)
+    assert {row.step_s for row in by_minute} == {3600}, "what there is only by the hour"
+
+
+# ----------------------------------------------------------------------------- PostgreSQL's days
+
+
+async def days_of(url: str) -> list[date]:
+    """The partitions that there are."""
+    database = Database(url)
+    async with database.reading() as connection:
+        found = await tables.days(connection)
+    await database.close()
+    return found
+
+
+async def test_partitions_appear_ahead_and_are_dropped_by_age() -> None:
+    """Day after day; what was written a week ago goes with its day."""
+    url = running_postgres().new_database()
+    clock = ManualClock(start=NOW_S)
+    sink = Sink(Database(url), Keep(decisions_days=7), now_ns=clock.now_ns)
+    trimmer = Trimmer(sink.transaction, Keep(decisions_days=7), is_postgresql=True)
+    for day in range(20):
+        sink.offer([event(clock.now_ns() // 1_000)])
+        await sink.finish()
+        await trimmer.tend(clock.now_ns() // 10**9)
+        today = TODAY + timedelta(days=day)
+        first = max(TODAY, today - timedelta(days=7))
+        ahead = today + timedelta(days=tables.DAYS_AHEAD)
+        assert await days_of(url) == [
+            first + timedelta(days=each) for each in range((ahead - first).days + 1)
+        ]
+        clock.advance(DAY_S)
+    assert await rows(url, "SELECT count(*) FROM tollkeeper_decisions") == [(8,)]
+    assert sink.dropped() == 0
+    await sink.close()
+
+
+async def test_decisions_of_no_day_that_is_kept_are_dropped_and_counted() -> None:
+    """Of a clock that is wrong by months; the others of the batch are written."""
+    url = running_postgres().new_database()
+    sink = Sink(Database(url), now_ns=lambda: NOW_S * 10**9)
+    month_us = 31 * DAY_S * 10**6
+    sink.offer([event(at_us) for at_us in (NOW_US - month_us, NOW_US, NOW_US + month_us)])
+    await sink.finish()
+    assert sink.dropped() == 2
+    assert await rows(url, "SELECT at_us FROM tollkeeper_decisions") == [(NOW_US,)]
+    await sink.close()
+
+
+async def test_a_server_that_stands_still_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped in the middle: what comes is kept as far as it fits; then all is there, once."""
+    monkeypatch.setattr("tollkeeper.control.database.TRANSACTION_SECONDS_MAX", 0.5)
+    monkeypatch.setattr("tollkeeper.control.database.CONNECT_SECONDS_MAX", 0.5)
+    monkeypatch.setattr(sinks, "RETRY_SECONDS_MIN", 0.05)
+    monkeypatch.setattr(sinks, "RETRY_SECONDS_MAX", 0.2)
+    with Postgres() as server:
+        url = server.new_database()
+        quick = Pace(write_seconds=0.02, usage_seconds=0.02)
+        sink = Sink(Database(url), pace=quick, now_ns=lambda: NOW_S * 10**9)
+        running = asyncio.create_task(sink.run())
+        sink.offer([event(NOW_US)])
+        await until_async(lambda: sink.written == 1, "the first is written")
+        server.pause()
+        try:
+            for _ in range(3):
+                sink.offer([event(NOW_US)] * EVENTS_MAX)
+                sink.usage.add(("user:1", "orders", NOW_S // 60), [1, 1, 1])
+                failures = sink._failures
+                await until_async(lambda: sink._failures > failures, "it fails again")  # noqa: B023 - asked at once
+            assert len(sink._events) <= EVENTS_MAX
+            assert sink.dropped() >= EVENTS_MAX
+        finally:
+            server.resume()
+        kept = 1 + 3 * EVENTS_MAX - sink.dropped()
+        await until_async(lambda: sink.written == kept, "all that was kept is written")
+        sink.stop()
+        await running
+        await sink.finish()
+        await sink.close()
+        assert await rows(url, "SELECT count(*) FROM tollkeeper_decisions") == [(kept,)]
+        assert [int(each) for each in (await rows(url, SUMS))[0]] == [1, 3, 3, 3]
+
+
+async def test_a_user_who_may_not_make_tables() -> None:
+    """What he may not do is said."""
+    server = running_postgres()
+    url = server.new_database()
+    name = url.rpartition("/")[2]
+    server.run(
+        f"CREATE ROLE r_{name} LOGIN PASSWORD 'x'; REVOKE CREATE ON SCHEMA public FROM PUBLIC", name
+    )
+    other = url.replace(url.partition("://")[2].partition("@")[0], f"r_{name}:x")
+    sink = Sink(Database(other), now_ns=lambda: NOW_S * 10**9)
+    sink.offer([event(NOW_US)])
+    with pytest.raises(StoreError, match="permission denied"):
+        await sink.finish()
+    await sink.close()
