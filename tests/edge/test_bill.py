@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from tollkeeper import ConfigError
-from tollkeeper.edge.bill import HOOKS, Bill, plain
+from tollkeeper.edge.bill import Bill
 from tollkeeper.edge.calls import WsgiCall
 from tollkeeper.edge.guard import Guard, Terms
+from tollkeeper.edge.terms import HOOKS, plain
 from tollkeeper.model import NAME_LENGTH_MAX
 from tollkeeper.testing import ManualClock
 

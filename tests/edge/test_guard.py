@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from tollkeeper import AsyncLimiter, ConfigError, Limit, Limiter, Request, StoreUnavailable
+from tollkeeper import (
+    AsyncLimiter,
+    ConfigError,
+    Limit,
+    Limiter,
+    Request,
+    Standby,
+    StoreUnavailable,
+)
 from tollkeeper.edge.answers import Style
 from tollkeeper.edge.calls import WsgiCall
 from tollkeeper.edge.charges import Charge
@@ -441,3 +449,37 @@ def test_the_refusal_has_the_style_that_was_asked_for(make: Make) -> None:
     ruling = guard.enter(_call()).ruling
     names = {name for name, _ in getattr(guard, "guard", guard).refusal(ruling).headers}
     assert names == {"Retry-After", "Content-Type", "Cache-Control"}
+
+
+def test_a_guard_for_threads_takes_no_async_hook() -> None:
+    """What nobody awaits is true, and everybody would be skipped."""
+
+    async def skip(call: Any) -> bool:
+        return False
+
+    with pytest.raises(ConfigError, match="is async"):
+        Guard(Terms(limits="1/minute", skip=skip))
+
+
+@pytest.mark.parametrize("kind", [Guard, AsyncGuard])
+def test_a_guard_stands_by_as_it_is_told(kind: Any) -> None:
+    """With a store that is away, each of four machines lets a quarter pass."""
+    terms = Terms(
+        limits="8/minute",
+        store="redis://127.0.0.1:1",
+        on_failure="local",
+        standby=Standby(nodes=4),
+    )
+
+    async def admitted() -> int:
+        guard = kind(terms)
+        charges = []
+        for _ in range(5):
+            charge = guard.enter(_call())
+            charges.append(charge if kind is Guard else await charge)
+        closed = guard.close()
+        if closed is not None:
+            await closed
+        return sum(charge.decision.allowed for charge in charges)
+
+    assert asyncio.run(admitted()) == 2

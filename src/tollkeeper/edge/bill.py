@@ -9,16 +9,14 @@ This is for the frameworks that are not pure ASGI; `passage.py` is the same for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from hashlib import blake2b
-from typing import Any, Final, TypedDict
+from typing import Any, Final
 
-from tollkeeper.arguments import kind_of, name_of
 from tollkeeper.edge.answers import headers_of
 from tollkeeper.edge.calls import Call
 from tollkeeper.edge.charges import PASSED, Charge, joined
-from tollkeeper.edge.guard import AsyncGuard, Guard, KeySource, Refused, Terms
-from tollkeeper.errors import ConfigError
+from tollkeeper.edge.guard import AsyncGuard, Guard, Refused
 from tollkeeper.model import NAME_LENGTH_MAX
 from tollkeeper.ruling import Ruling
 
@@ -29,34 +27,6 @@ _OURS: Final = ("ratelimit", "x-ratelimit-")
 _RETRY_AFTER: Final = "retry-after"
 # Room for the "#2" of a route's second limit.
 _NAME_LENGTH_MAX: Final = NAME_LENGTH_MAX - 8
-
-
-class RouteOptions(TypedDict, total=False):
-    """What a route may say of its own; `Terms` says what each is."""
-
-    key: KeySource | None
-    cost: int | Callable[[Call], Any]
-    skip: Callable[[Call], Any] | None
-    on_limit: Callable[[Call, Ruling], Any] | None
-    count: Callable[[int], bool] | None
-
-
-HOOKS: Final = ("key", "cost", "skip", "on_limit", "count")
-
-
-def plain(terms: Terms) -> Terms:
-    """The terms themselves. Raises ConfigError for a hook that is async: nobody would await it.
-
-    What an async function returns is true, so a `skip` of that kind would let everybody through.
-    """
-    for name in HOOKS:
-        hook = getattr(terms, name)
-        if callable(hook) and kind_of(hook) != "plain":
-            raise ConfigError(
-                f"{name}={name_of(hook)} is async, and here it is called in a thread, where "
-                f"nothing is awaited; write a plain function"
-            )
-    return terms
 
 
 class Bill:

@@ -31,11 +31,11 @@ from typing import Any, Final, Unpack
 
 from tollkeeper.arguments import Limits, name_of
 from tollkeeper.edge.answers import Answer
-from tollkeeper.edge.bill import RouteOptions
 from tollkeeper.edge.charges import Charge
 from tollkeeper.edge.django_request import DjangoBill, DjangoCall, in_event_loop, template_of
 from tollkeeper.edge.django_site import desk, for_threads
 from tollkeeper.edge.guard import AsyncGuard, Guard, Terms
+from tollkeeper.edge.terms import RouteOptions
 from tollkeeper.errors import ConfigError
 from tollkeeper.model import check_name
 

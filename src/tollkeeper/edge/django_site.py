@@ -18,9 +18,9 @@ from typing import Any, Final
 from tollkeeper.arguments import clock_of
 from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores import open_store
-from tollkeeper.edge.bill import HOOKS, plain
 from tollkeeper.edge.django_request import run
 from tollkeeper.edge.guard import AsyncGuard, Guard, Terms
+from tollkeeper.edge.terms import HOOKS, plain
 from tollkeeper.errors import ConfigError, show
 
 try:

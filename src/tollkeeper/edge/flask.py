@@ -31,10 +31,11 @@ from typing import Any, Final, ParamSpec, TypeVar, Unpack, cast
 
 from tollkeeper.arguments import Limits
 from tollkeeper.edge.answers import Answer
-from tollkeeper.edge.bill import Bill, RouteOptions, plain
+from tollkeeper.edge.bill import Bill
 from tollkeeper.edge.calls import WsgiCall
 from tollkeeper.edge.charges import PASSED, Charge
 from tollkeeper.edge.guard import Guard, Options, Terms
+from tollkeeper.edge.terms import RouteOptions, plain
 from tollkeeper.edge.wsgi import BILL, CHARGE, billed
 from tollkeeper.errors import ConfigError, show
 from tollkeeper.model import check_name

@@ -33,7 +33,7 @@ from tollkeeper.edge.charges import PASSED, Charge
 from tollkeeper.edge.identity import Identity
 from tollkeeper.edge.keys import Keys
 from tollkeeper.edge.prepared import Prepared, prepared
-from tollkeeper.edge.terms import KeySource, Options, Terms
+from tollkeeper.edge.terms import KeySource, Options, Terms, plain
 from tollkeeper.errors import CapacityError, ConfigError, TollkeeperError, show
 from tollkeeper.limiter import Limiter
 from tollkeeper.limiter_async import AsyncLimiter
@@ -121,6 +121,7 @@ class _Post:
             "store": self.store,
             "clock": terms.clock,
             "on_failure": terms.on_failure,
+            "standby": terms.standby,
         }
         if terms.limits is not None:
             return kind(terms.limits, name=terms.name, **on_store)
@@ -186,6 +187,7 @@ class _Post:
             on_limit=terms.on_limit or own.on_limit,
             style=own.style,
             on_failure=self._on_failure,
+            standby=own.standby,
             clock=self.clock,
         )
 
@@ -227,6 +229,9 @@ class Guard(_Post):
     """Terms in force, for threads."""
 
     _takes = Limiter
+
+    def __init__(self, terms: Terms) -> None:
+        super().__init__(plain(terms))
 
     def enter(self, call: Call) -> Charge:
         """Charge a call, and hold it for as long as a leaky bucket asks.

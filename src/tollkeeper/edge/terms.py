@@ -10,7 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Self, TypedDict
 
-from tollkeeper.arguments import Limits, Rules, clock_of, limits_of, units_of
+from tollkeeper.arguments import (
+    Limits,
+    Rules,
+    clock_of,
+    kind_of,
+    limits_of,
+    name_of,
+    units_of,
+)
 from tollkeeper.clock import Clock
 from tollkeeper.decide.failure import FailurePolicy, check_policy
 from tollkeeper.decide.store import Store
@@ -22,6 +30,7 @@ from tollkeeper.limiter import Limiter
 from tollkeeper.limiter_async import AsyncLimiter
 from tollkeeper.model import check_name
 from tollkeeper.ruling import Ruling
+from tollkeeper.standby import Standby, standby_of
 
 KeySource = Source | Sequence[Source] | Callable[[Call], Any]
 """Where the key comes from. A function alone may return any Key, a Request, or None."""
@@ -44,6 +53,7 @@ class Options(TypedDict, total=False):
     style: Style
     name: str
     on_failure: FailurePolicy
+    standby: Standby | None
     clock: Clock | None
 
 
@@ -69,7 +79,8 @@ class Terms:
 
     And how it is done:
 
-    `store`, `name`, `on_failure` and `clock` as of `Limiter`, for a limiter that is made here.
+    `store`, `name`, `on_failure`, `standby` and `clock` as of `Limiter`, for a limiter that is made
+    here.
     `identify`         an Identity, or its fields: {"user": "session:user_id", …}.
     `trusted_proxies`  whose forwarded addresses are believed, as of Identity.
     `key`              whom `limits` count: the first source that finds something; by default the
@@ -101,6 +112,7 @@ class Terms:
     style: Style = field(default_factory=Style)
     name: str = ""
     on_failure: FailurePolicy = "open"
+    standby: Standby | None = None
     clock: Clock | None = None
 
     def __post_init__(self) -> None:
@@ -111,6 +123,7 @@ class Terms:
             )
         check_name("name", self.name)
         check_policy(self.on_failure)
+        standby_of(self.standby)
         clock_of(self.clock)
         for name in ("skip", "on_limit", "count"):
             hook = getattr(self, name)
@@ -158,3 +171,21 @@ _HOOKS: Final = {
     "on_limit": "for example on_limit=lambda call, ruling: Response(status_code=429)",
     "count": "for example count=lambda status: status in (401, 403)",
 }
+
+
+HOOKS: Final = ("key", "cost", "skip", "on_limit", "count")
+
+
+def plain(terms: Terms) -> Terms:
+    """The terms themselves. Raises ConfigError for a hook that is async: nobody would await it.
+
+    What an async function returns is true, so a `skip` of that kind would let everybody through.
+    """
+    for name in HOOKS:
+        hook = getattr(terms, name)
+        if callable(hook) and kind_of(hook) != "plain":
+            raise ConfigError(
+                f"{name}={name_of(hook)} is async, and here it is called in a thread, where "
+                f"nothing is awaited; write a plain function"
+            )
+    return terms

@@ -23,9 +23,10 @@ from typing import Any, Final, Unpack
 
 from tollkeeper.arguments import Limits
 from tollkeeper.edge.answers import Answer
-from tollkeeper.edge.bill import Bill, Header, plain
+from tollkeeper.edge.bill import Bill, Header
 from tollkeeper.edge.calls import WsgiCall
 from tollkeeper.edge.guard import Guard, Options, Terms
+from tollkeeper.edge.terms import plain
 from tollkeeper.errors import ConfigError, show
 
 Environ = MutableMapping[str, Any]
