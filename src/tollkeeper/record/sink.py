@@ -307,7 +307,8 @@ class Sink:
         if time.monotonic() < self._tend_at_s:
             return
         # Not all at the same moment: the first who comes does it for all.
-        self._tend_at_s = time.monotonic() + TEND_SECONDS * random.uniform(0.5, 1.0)  # noqa: S311 - same
+        spread = random.uniform(0.5, 1.0)  # noqa: S311 - same
+        self._tend_at_s = time.monotonic() + TEND_SECONDS * spread
         if await self._trimmer.tend(self._now_ns() // 10**9):
             self._days = set()
 

@@ -69,6 +69,10 @@ ON CONFLICT (subject, rule, start_s, step_s) DO UPDATE SET
     units = units + excluded.units
 """  # noqa: S608 - a text of ours
 _REMOVE_MINUTES: Final = f"DELETE FROM tollkeeper_usage WHERE rowid IN ({_OLD_MINUTES})"  # noqa: S608 - same
+_REMOVE_USAGE: Final = (
+    "DELETE FROM tollkeeper_usage WHERE {row} IN (SELECT {row} FROM tollkeeper_usage "
+    "WHERE start_s < :before ORDER BY start_s LIMIT :most)"
+)
 
 Transaction = Callable[[], AbstractAsyncContextManager["AsyncConnection"]]
 
@@ -104,10 +108,8 @@ class Trimmer:
                 before_us,
             )
         await self._roll_up(now_s)
-        row = "ctid" if self._is_postgresql else "rowid"
         await self._in_steps(
-            f"DELETE FROM tollkeeper_usage WHERE {row} IN (SELECT {row} FROM tollkeeper_usage "  # noqa: S608 - one of two words
-            f"WHERE start_s < :before ORDER BY start_s LIMIT :most)",
+            _REMOVE_USAGE.format(row="ctid" if self._is_postgresql else "rowid"),
             now_s - self._keep.usage_days * DAY_SECONDS,
         )
         return True
