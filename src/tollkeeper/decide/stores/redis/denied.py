@@ -38,36 +38,37 @@ class Sent(NamedTuple):
     sent_ns: int
     mark: int
 
+    @classmethod
+    def of(cls, now: Now, early_ns: int, started_ns: int, mark: int) -> Sent:
+        """By the clock that decides: a test's, or for the server's our own, read before."""
+        by_us = started_ns if type(now) is bytes else _moment_ns(now, early_ns)
+        return cls(now, early_ns, by_us, mark)
+
 
 class Denied:
     """The denials of one store, for all of its gates."""
 
-    __slots__ = ("_denials", "_longest_ns", "by_rule", "kept")
+    __slots__ = ("_longest_ns", "by_rule", "denials", "kept")
 
     def __init__(self, longest_ns: int) -> None:
         self._longest_ns = longest_ns
-        self._denials: Denials[list[list[int]]] = Denials()
+        self.denials: Denials[list[list[int]]] = Denials()
         # Checks that were answered from here; there are no more rules than gates were made for.
         self.by_rule: dict[str, int] = {}
         # A subject that is not in it has none: one look that every check can afford.
-        self.kept = self._denials.kept
+        self.kept = self.denials.kept
 
     @property
     def hits(self) -> int:
         """Checks that were answered from here."""
-        return self._denials.hits
-
-    @property
-    def mark(self) -> int:
-        """What `keep` wants to know, read before the question is sent."""
-        return self._denials.mark
+        return self.denials.hits
 
     def find(
         self, commands: Commands, subject: str, cost: int, now: Now, early_ns: int
     ) -> Decision | None:
         """The decision on a check as of now, if a denial of it is kept."""
-        now_ns = moment_ns(now, early_ns)
-        denial = self._denials.find((subject,), (commands.gate, cost), now_ns)
+        now_ns = _moment_ns(now, early_ns)
+        denial = self.denials.find((subject,), (commands.gate, cost), now_ns)
         if denial is None:
             return None
         later = _later(denial.answer[0], denial.told_ns, now, now_ns)
@@ -89,7 +90,7 @@ class Denied:
         if not decision.allowed:
             if self._longest_ns and answers.lasts(answer, cost):
                 denial = self._denial([answer], decision.retry_after_ns, sent)
-                self._denials.keep((subject,), question, denial, sent.mark)
+                self.denials.keep((subject,), question, denial, sent.mark)
             return
         told = None
         if self._longest_ns and decision.remaining < cost:
@@ -99,7 +100,7 @@ class Denied:
             return
         follows = answers.check(told, cost, sent.early_ns)
         denial = self._denial([told], follows.retry_after_ns, sent)
-        self._denials.drop_for((subject,), (subject,), question, denial, sent.mark)
+        self.denials.drop_for((subject,), (subject,), question, denial, sent.mark)
 
     def find_together(
         self, asked: Sequence[Asked], now: Now, early_ns: int
@@ -107,8 +108,8 @@ class Denied:
         """The decisions on several subjects at once, if a denial of just these is kept."""
         if asked[0][1] not in self.kept:
             return None
-        now_ns = moment_ns(now, early_ns)
-        denial = self._denials.find([subject for _, subject, _ in asked], _question(asked), now_ns)
+        now_ns = _moment_ns(now, early_ns)
+        denial = self.denials.find([subject for _, subject, _ in asked], _question(asked), now_ns)
         if denial is None:
             return None
         found = [
@@ -145,25 +146,25 @@ class Denied:
         waits = [decision.retry_after_ns for decision in decisions if not decision.allowed]
         denial = self._denial(list(answers), min(waits), sent)
         subjects = {subject for _, subject, _ in asked}
-        self._denials.drop_for(paid_back, subjects, _question(asked), denial, sent.mark)
+        self.denials.drop_for(paid_back, subjects, _question(asked), denial, sent.mark)
 
     def drop(self, subject: str) -> None:
         """The subject was given something back, or more, or all."""
-        self._denials.drop(subject)
+        self.denials.drop(subject)
 
     def drop_all(self, subjects: Sequence[str]) -> None:
         """`drop` each of them."""
         for subject in subjects:
-            self._denials.drop(subject)
+            self.denials.drop(subject)
 
     def _drop_kept(self, subject: str) -> None:
         if subject in self.kept:
-            self._denials.drop(subject)
+            self.denials.drop(subject)
 
     def forget(self) -> None:
         """All of it, in a child process too."""
-        self._denials.reset()
-        self.kept = self._denials.kept
+        self.denials.reset()
+        self.kept = self.denials.kept
 
     def _denial(
         self, answers: list[list[int]], wait_ns: int, sent: Sent
@@ -178,7 +179,7 @@ def _question(asked: Sequence[Asked]) -> tuple[tuple[bytes, str, int], ...]:
     return tuple((commands.gate, subject, cost) for commands, subject, cost in asked)
 
 
-def moment_ns(now: Now, early_ns: int) -> int:
+def _moment_ns(now: Now, early_ns: int) -> int:
     """Now, by the clock that decides: a test's, or ours for how long the server's has run on."""
     return now * NS_PER_US + early_ns if type(now) is int else time.monotonic_ns()
 

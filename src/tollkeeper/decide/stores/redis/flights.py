@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from tollkeeper.clock import NS_PER_SECOND
 from tollkeeper.decide.coalesce import Ask, DenyRest, Reply, rounds
 from tollkeeper.decide.stores.redis.calls import NotSent
-from tollkeeper.decide.stores.redis.denied import Denied, Sent, moment_ns
+from tollkeeper.decide.stores.redis.denied import Denied, Sent
 from tollkeeper.decide.stores.redis.scripts import CHECK
 from tollkeeper.errors import StoreError, StoreTimeout, StoreUnavailable
 from tollkeeper.model import Decision
@@ -60,10 +60,10 @@ class Flights:
         "_denied",
         "_large",
         "_tasks",
-        "_waiting",
         "coalesced",
         "loop",
         "under_way",
+        "waiting",
     )
 
     def __init__(
@@ -76,7 +76,7 @@ class Flights:
         # By question: how many flights; how many of them are of several; and who waits.
         self.under_way: dict[Question, int] = {}
         self._large: dict[Question, int] = {}
-        self._waiting: dict[Question, list[Waiter]] = {}
+        self.waiting: dict[Question, list[Waiter]] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # or nobody would keep them
         # Checks that waited to go with others.
         self.coalesced = 0
@@ -95,7 +95,7 @@ class Flights:
     def join(self, question: Question, most: int) -> asyncio.Future[Decision]:
         """Wait for a flight to be back. A list that is full leaves at once."""
         waiter = Waiter(time.monotonic_ns() + self._deadline_ns, self.loop.create_future())
-        waiters = self._waiting.setdefault(question, [])
+        waiters = self.waiting.setdefault(question, [])
         waiters.append(waiter)
         if len(waiters) >= most:
             self._leave(question)
@@ -108,18 +108,18 @@ class Flights:
     def land(self, question: Question) -> None:
         """It is back: those who wait are the next flight, unless one of several is under way."""
         _less(self.under_way, question)
-        if question in self._waiting and question not in self._large:
+        if question in self.waiting and question not in self._large:
             self._leave(question)
 
     def land_large(self, question: Question) -> None:
         """`land`, for a flight of several."""
         _less(self._large, question)
         _less(self.under_way, question)
-        if question in self._waiting:
+        if question in self.waiting:
             self._leave(question)
 
     def _leave(self, question: Question) -> None:
-        waiters = self._waiting.pop(question)
+        waiters = self.waiting.pop(question)
         if all(each.decision.done() for each in waiters):
             return
         self.begin(question)
@@ -173,9 +173,9 @@ class Flights:
     async def _ask(self, question: Question, count: int) -> tuple[Sent, list[int]]:
         """Check so many times the cost: when it was asked for, and the script's answer."""
         commands, subject, cost = question
-        mark = self._denied.mark
+        mark = self._denied.denials.mark
         now, early_ns = commands.now()
-        sent = Sent(now, early_ns, moment_ns(now, early_ns), mark)
+        sent = Sent.of(now, early_ns, time.monotonic_ns(), mark)
         call = commands.call(CHECK, commands.key(subject), count * cost, now)
         return sent, await self._calls.run(call, call.by_sha())
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 from tollkeeper.decide.coalesce import together_max
 from tollkeeper.decide.stores.redis.calls import Call, NotSent
 from tollkeeper.decide.stores.redis.codec import Answers
-from tollkeeper.decide.stores.redis.denied import Denied, Sent, moment_ns
+from tollkeeper.decide.stores.redis.denied import Denied, Sent
 from tollkeeper.decide.stores.redis.drive import Servers, Tasks, Threads
 from tollkeeper.decide.stores.redis.encode import NS_PER_US, encode_gate, encode_numbers
 from tollkeeper.decide.stores.redis.scripts import CHECK, GRANT, REFUND, RESET, Script
@@ -66,6 +66,12 @@ class Commands:
         tail = self._tails[cost] if cost < _USUAL_COSTS else self._tail(cost)
         return b"%b%d\r\n%b%b" % (self._head, len(key), key, tail)
 
+    def check_at(self, key: bytes, cost: int, now: bytes | int) -> bytes:
+        """The bytes of a check at a time that was given, or by the server's clock."""
+        if now == SERVER_TIME:
+            return self.check(key, cost)
+        return self.call(CHECK, key, cost, now).by_sha()
+
     def call(self, script: Script, key: bytes, *arguments: bytes | int) -> Call:
         return Call(script, key, (self.gate, *arguments))
 
@@ -108,7 +114,7 @@ class Together:
         self._asked = [(gate.commands, subject, cost) for gate, subject, cost in asked]
         self._denied = denied
         now, early_ns = self._asked[0][0].now()
-        self._sent = Sent(now, early_ns, moment_ns(now, early_ns), denied.mark)
+        self._sent = Sent.of(now, early_ns, time.monotonic_ns(), denied.denials.mark)
 
     def known(self) -> list[Decision] | None:
         """The decisions, where it is known that these are denied together."""
@@ -155,7 +161,7 @@ class Together:
 class RedisGate:
     """One rule's limits, for threads."""
 
-    __slots__ = ("_denied", "_note", "_servers", "_threads", "commands", "limits")
+    __slots__ = ("_breakers", "_denied", "_note", "_servers", "_threads", "commands", "limits")
 
     def __init__(
         self, commands: Commands, threads: Threads, denied: Denied, note: Callable[[str], None]
@@ -164,6 +170,7 @@ class RedisGate:
         self.commands = commands
         self._threads = threads
         self._servers = threads.servers
+        self._breakers = threads.servers.breakers
         self._denied = denied
         self._note = note
 
@@ -175,25 +182,21 @@ class RedisGate:
             known = denied.find(commands, subject, cost, now, early_ns)
             if known is not None:
                 return known
-        if self._servers.breakers.any_open:
+        if self._breakers.any_open:
             self._servers.require_closed(commands, subject)
-        mark = denied.mark
+        mark = denied.denials.mark
         key = commands.key(subject)
-        if now != SERVER_TIME:
+        started_ns = time.monotonic_ns()
+        try:
+            answer = self._threads.start(key, commands.check_at(key, cost, now))
+        except NotSent as error:
+            answer = error
+        if type(answer) is not list:
             call = commands.call(CHECK, key, cost, now)
-            sent_ns = moment_ns(now, early_ns)
-            answer = self._threads.run(call, call.by_sha())
-        else:
-            sent_ns = time.monotonic_ns()
-            try:
-                answer = self._threads.start(key, commands.check(key, cost))
-            except NotSent as error:
-                answer = error
-            if type(answer) is not list:
-                answer = self._threads.settled(commands.call(CHECK, key, cost), sent_ns, answer)
+            answer = self._threads.settled(call, started_ns, answer)
         decision = commands.answers.check(answer, cost, early_ns)
         if decision.remaining < cost or subject in denied.kept:
-            sent = Sent(now, early_ns, sent_ns, mark)
+            sent = Sent.of(now, early_ns, started_ns, mark)
             denied.keep((commands, subject, cost), answer, decision, sent)
         return decision
 
@@ -224,6 +227,7 @@ class AsyncRedisGate:
     """One rule's limits, for asyncio: the verbs of RedisGate, awaited."""
 
     __slots__ = (
+        "_breakers",
         "_capacity",
         "_denied",
         "_note",
@@ -245,6 +249,7 @@ class AsyncRedisGate:
         self.limits = commands.answers.limits
         self.commands = commands
         self._servers = servers
+        self._breakers = servers.breakers
         # What may go as one; 0: nothing is to.
         coalesced = servers.config.coalesce
         self._capacity = min(limit.capacity for limit in self.limits) if coalesced else 0
@@ -268,38 +273,37 @@ class AsyncRedisGate:
             known = denied.find(commands, subject, cost, now, early_ns)
             if known is not None:
                 return known
-        if self._servers.breakers.any_open:
+        if self._breakers.any_open:
             self._servers.require_closed(commands, subject)
         tasks = self.tasks()
-        question = (commands, subject, cost)
-        flights = None
-        if most := together_max(self._capacity, cost):
-            flights = tasks.flights
-            if question in flights.under_way and flights.must_wait(question):
-                return await flights.join(question, most)
-            flights.begin(question)
-        mark = denied.mark
+        flights = tasks.flights
         key = commands.key(subject)
+        question = (commands, subject, cost)
+        if question not in flights.under_way:
+            flights.under_way[question] = 1
+        elif (most := together_max(self._capacity, cost)) and flights.must_wait(question):
+            return await flights.join(question, most)
+        else:
+            flights.begin(question)
+        mark = denied.denials.mark
+        started_ns = time.monotonic_ns()
         try:
-            if now != SERVER_TIME:
+            try:
+                answer = await tasks.start(key, commands.check_at(key, cost, now))
+            except NotSent as error:
+                answer = error
+            if type(answer) is not list:
                 call = commands.call(CHECK, key, cost, now)
-                sent_ns = moment_ns(now, early_ns)
-                answer = await tasks.run(call, call.by_sha())
-            else:
-                sent_ns = time.monotonic_ns()
-                try:
-                    answer = await tasks.start(key, commands.check(key, cost))
-                except NotSent as error:
-                    answer = error
-                if type(answer) is not list:
-                    call = commands.call(CHECK, key, cost)
-                    answer = await tasks.settled(call, sent_ns, answer)
+                answer = await tasks.settled(call, started_ns, answer)
         finally:
-            if flights is not None:
+            if flights.waiting or flights.under_way[question] > 1:
                 flights.land(question)
+            else:  # the same, without a call: it was the only one, as most are
+                del flights.under_way[question]
         decision = commands.answers.check(answer, cost, early_ns)
         if decision.remaining < cost or subject in denied.kept:
-            denied.keep(question, answer, decision, Sent(now, early_ns, sent_ns, mark))
+            sent = Sent.of(now, early_ns, started_ns, mark)
+            denied.keep(question, answer, decision, sent)
         return decision
 
     async def peek(self, subject: str, cost: int) -> Decision:
