@@ -68,9 +68,9 @@ ON CONFLICT (subject, rule, start_s, step_s) DO UPDATE SET
     denied = denied + excluded.denied,
     units = units + excluded.units
 """  # noqa: S608 - a text of ours
-_REMOVE_MINUTES: Final = "DELETE FROM tollkeeper_usage WHERE rowid IN ({old})".format(
-    old=_OLD_MINUTES
-)
+_REMOVE_MINUTES: Final = f"""
+DELETE FROM tollkeeper_usage WHERE rowid IN ({_OLD_MINUTES})
+"""  # noqa: S608 - same
 _REMOVE_USAGE: Final = (
     "DELETE FROM tollkeeper_usage WHERE {row} IN (SELECT {row} FROM tollkeeper_usage "
     "WHERE start_s < :before ORDER BY start_s LIMIT :most)"
