@@ -248,3 +248,96 @@ def test_what_no_script_of_ours_says_is_an_error_of_the_store(
     for read in (answers.check, answers.peek):
         with pytest.raises(StoreUnavailable):
             read(answer, 1)
+
+
+# States of two limits, as of some time before now; None where there is none yet.
+_ALGORITHMS_PLAIN = [name for name in ALGORITHM_NAMES if name != "sliding_window_log"]
+_AGES_US = st.integers(0, 20_000_000)
+
+
+@st.composite
+def plain_answers(draw: st.DrawFn) -> tuple[Answers, list[int]]:
+    """One or two limits without a log, and the script's answer to a check that was allowed."""
+    names = draw(st.lists(st.sampled_from(_ALGORITHMS_PLAIN), min_size=1, max_size=2))
+    limits = tuple(
+        Limit(draw(st.integers(5, 40)), per=10, algorithm=cast("Any", name), name=f"n{index}")
+        for index, name in enumerate(names)
+    )
+    answer = [NOW_US]
+    for limit in limits:
+        wide = limit.algorithm == "sliding_window_counter"
+        if draw(st.booleans()):
+            answer += [-1, 0, 0][: 3 if wide else 2]
+            continue
+        used = draw(st.integers(0, limit.limit))
+        answer.append(NOW_US - draw(_AGES_US))
+        if wide:
+            answer.append(draw(st.integers(0, limit.limit - used)))
+        answer.append(used * (1 if limit.algorithm == "fixed_window" or wide else 1_000_000))
+    return Answers(limits, "rule"), answer
+
+
+def denied(answer: list[int]) -> list[int]:
+    """The same states, and a denial."""
+    return [~answer[0], *answer[1:]]
+
+
+@given(plain_answers(), st.integers(1, 3))
+def test_as_many_fit_as_pass_one_after_another(found: tuple[Answers, list[int]], cost: int) -> None:
+    """Those that went as one get the decisions of singles, and one more would be denied as told."""
+    answers, answer = found
+    count = answers.fits(denied(answer), cost)
+    if not count:
+        return
+    decisions = answers.checks(answer, cost, count)
+    assert decisions[0] == answers.check(answer, cost)
+    # Remaining falls by the cost each time, and the last leaves less than one more would take.
+    remaining = [decision.remaining for decision in decisions]
+    assert remaining == sorted(remaining, reverse=True)
+    assert remaining[-1] < cost
+    follows = answers.after(answer, count * cost, cost)
+    assert follows is not None
+    told = answers.check(follows, cost)
+    assert not told.allowed
+    assert told.remaining == remaining[-1]
+    assert told.retry_after_ns > 0
+    with pytest.raises(StoreUnavailable, match="this is a defect"):
+        answers.checks(answer, cost, count + 1)
+
+
+def test_checks_that_drew_on_a_grant_are_told_one_by_one() -> None:
+    """Own units first, and what remains counts both."""
+    answers = Answers((MINUTE,), "")
+    answer = [NOW_US, NOW_US, 8_000_000, 5, NOW_US + 1_000_000]
+    assert answers.fits(denied(answer), 2) == 3
+    assert [each.remaining for each in answers.checks(answer, 2, 3)] == [5, 3, 1]
+    assert answers.after(answer, 6, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("alive", "cost", "count", "fits", "tells"),
+    [(3, 1, 1, 0, True), (3, 1, 2, 0, False), (1, 1, 5, 2, True), (0, 2, 3, 1, True)],
+)
+def test_a_log_tells_how_many_fit_and_of_a_denial_only_what_was_asked(
+    alive: int, cost: int, count: int, fits: int, tells: bool
+) -> None:
+    """The time that must leave first is that of what was asked for."""
+    answers = Answers((limit_of("sliding_window_log", 3),), "")
+    answer = [~NOW_US, NOW_US - 5, alive, NOW_US - 9]
+    assert answers.fits(answer, cost) == fits
+    assert answers.tells(answer, cost, count) is tells
+
+
+def test_what_follows_the_last_of_a_log_is_known_only_if_it_was_empty() -> None:
+    """Then all of its times are now; else the oldest is one that nobody told."""
+    answers = Answers((limit_of("sliding_window_log", 3),), "")
+    assert answers.after([NOW_US, -1, 0, 0], 3, 1) == [~NOW_US, NOW_US, 3, NOW_US]
+    assert answers.after([NOW_US, NOW_US - 5, 1, 0], 2, 1) is None
+    assert answers.after([NOW_US, NOW_US - 5, 1, 0], 1, 1) == [~NOW_US, NOW_US, 2, 0]
+
+
+@pytest.mark.parametrize(("alive", "cost", "lasts"), [(3, 1, True), (2, 2, True), (2, 3, False)])
+def test_a_logs_denial_lasts_where_one_unit_is_missing(alive: int, cost: int, lasts: bool) -> None:
+    """With more missing, some come back before the last, and it does not tell when."""
+    answers = Answers((limit_of("sliding_window_log", 3),), "")
+    assert answers.lasts([~NOW_US, NOW_US - 5, alive, NOW_US - 9], cost) is lasts

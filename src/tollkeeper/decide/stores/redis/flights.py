@@ -194,6 +194,8 @@ class Flights:
         """What an answer means for those that are left, and the decisions on those it allowed."""
         commands, subject, cost = question
         answers = commands.answers
+        # What no script says is found out here, and that the server decided as we would.
+        answers.check(last.answer, last.count * cost)
         if last.answer[0] < 0:
             fits = answers.fits(last.answer, cost)
             return Reply(False, fits, answers.tells(last.answer, cost, last.count)), []
