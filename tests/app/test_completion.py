@@ -51,7 +51,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
     ("words", "wanted"),
     [
         (["tollkeeper", "ru"], {"rules"}),
-        (["tollkeeper", "re"], {"reset"}),
+        (["tollkeeper", "re"], {"reset", "reconcile"}),
         (["tollkeeper", "rules", "ro"], {"rollback"}),
         (["tollkeeper", "check", "--at"], {"--attribute"}),
         (["tollkeeper", "check", "--user", "42", "--co"], {"--cost", "--count"}),

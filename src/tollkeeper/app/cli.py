@@ -15,6 +15,7 @@ from rich.text import Text
 from tollkeeper._version import __version__
 from tollkeeper.app.doctor import Report, examine
 from tollkeeper.app.metrics import app as metrics
+from tollkeeper.app.reconcile_command import ReconcileCommand, reconcile_command
 from tollkeeper.app.remote import COMMANDS, RemoteCommand
 from tollkeeper.app.rules import app as rules
 from tollkeeper.app.rules_options import Command
@@ -36,6 +37,7 @@ app.add_typer(metrics, name="metrics")
 app.command(cls=Command)(serve)
 for command in (*COMMANDS, top):
     app.command(cls=RemoteCommand)(command)
+app.command("reconcile", cls=ReconcileCommand)(reconcile_command)
 
 _COLOURS: Final = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 

@@ -217,10 +217,9 @@ def _keys(answer: Mapping[str, Any] | None) -> tuple[Key, ...] | None:
     """Who comes most, as far as it can be understood."""
     if answer is None:
         return None
-    listed = next((each for each in answer.values() if isinstance(each, list)), [])
     return tuple(
         Key(str(each.get("subject", "?")), str(each.get("rule", "")), _rate(each))
-        for each in dicts(listed)[:KEYS_MAX]
+        for each in dicts(answer.get("items"))[:KEYS_MAX]
     )
 
 
