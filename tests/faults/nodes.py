@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -107,6 +108,8 @@ async def _run(options: Mapping[str, Any]) -> Record:
 
 def main() -> None:
     """Until its input ends."""
+    # What happens to its rules is no news here.
+    logging.getLogger("tollkeeper").setLevel(logging.ERROR)
     record = asyncio.run(_run(json.loads(sys.argv[1])))
     print(json.dumps({"lag_ns": record.lag_ns, "noted": record.noted}))
 

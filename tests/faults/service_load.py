@@ -6,11 +6,13 @@ nobody knows; it was not answered, so it is not an admission.
 
 from __future__ import annotations
 
+import asyncio
 import http.client
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from threading import Event, Thread
 
-from tests.faults.load import GAP_S, Key, Record, now_ns
+from tests.faults.load import GAP_S, Key, Record, now_ns, watch_lag
 from tests.service_process import ServiceProcess, ask_on
 
 # A refused connection is tried again after this long.
@@ -65,3 +67,17 @@ class ServiceAskers:
             thread.join()
         if self.failures:
             raise self.failures[0]
+
+
+@asynccontextmanager
+async def service_load(
+    service: ServiceProcess, record: Record, keys: Sequence[Key], threads: int = 4
+) -> AsyncIterator[None]:
+    """Threads that ask for as long as the block lasts."""
+    lag = asyncio.create_task(watch_lag(record))
+    askers = ServiceAskers(service, record, keys, threads)
+    try:
+        yield
+    finally:
+        lag.cancel()
+        await asyncio.to_thread(askers.stop)

@@ -89,13 +89,13 @@ def _assert_as_chosen(policy: str, key: Key, noted: list[Noted]) -> None:
     else:
         # Each node has its part of the limit: together they keep the whole.
         admitted = [each.admitted for each in degraded if each.allowed]
-        assert excess(limit_of(key.algorithm), admitted) == 0, "the nodes' parts were over"
+        assert excess(limit_of(key.case), admitted) == 0, "the nodes' parts were over"
 
 
 def _told(record: Record, keys: Collection[Key]) -> Told:
     noted = [each for key in keys for each in record.of(key)]
     over = sum(
-        excess(limit_of(key.algorithm), [each.admitted for each in record.of(key) if each.allowed])
+        excess(limit_of(key.case), [each.admitted for each in record.of(key) if each.allowed])
         for key in keys
     )
     return Told(

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 
 from tests.faults.checker import excess
 from tests.faults.load import (
     KEYS,
-    PER_S,
     Record,
     document,
     later,
+    limit_of,
     now_ns,
     running_load,
 )
 from tests.faults.telling import verify
 from tests.postgres_server import Postgres
 from tests.redis_servers import Single
-from tollkeeper import AsyncLimiter, Limit, Limiter
+from tollkeeper import AsyncLimiter, Limiter
 from tollkeeper.control.repository import Repository
 from tollkeeper.match.document import read
 
@@ -51,7 +52,7 @@ def over_between(record: Record, limit: int, from_ns: int, to_ns: int) -> int:
     """By how much an interval with one limit in force is over it, all keys together."""
     return sum(
         excess(
-            Limit(limit, per=PER_S, algorithm=key.algorithm),  # type: ignore[arg-type]  # of the five
+            limit_of(key.case, limit),
             [
                 each.admitted
                 for each in record.of(key)
@@ -60,6 +61,10 @@ def over_between(record: Record, limit: int, from_ns: int, to_ns: int) -> int:
         )
         for key in KEYS
     )
+
+
+def _changed(limiters: Sequence[AsyncLimiter | Limiter], before: str) -> bool:
+    return all(each.rules_status().version != before for each in limiters)
 
 
 async def test_rules_change_under_load(tmp_path: Path) -> None:
@@ -80,9 +85,7 @@ async def test_rules_change_under_load(tmp_path: Path) -> None:
                     began_ns = now_ns()
                     written(path, limit)
                     in_force_ns = await until_true(
-                        lambda before=before: all(
-                            each.rules_status().version != before for each in (awaited, threaded)
-                        ),
+                        partial(_changed, (awaited, threaded), before),
                         "a version is in force",
                     )
                     delays_s.append((in_force_ns - began_ns) / 1e9)
@@ -127,7 +130,8 @@ async def test_postgresql_is_killed() -> None:
                 await later(1.0, database.kill)
                 killed_ns = now_ns()
                 seen_ns = await until_true(
-                    lambda: all(each.rules_status().error for each in limiters), "it is noticed"
+                    lambda: all(bool(each.rules_status().error) for each in limiters),
+                    "it is noticed",
                 )
                 await later(0.5, database.start)
                 healed_ns = now_ns()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import cast
 
 from tests.faults.conditions import FarRedis, reset_all
 from tests.faults.load import later, now_ns, steady_load, until_calm
@@ -12,6 +11,7 @@ from tests.integration.tcp_proxy import Mode, Proxy
 from tests.redis_servers import Single
 
 BEFORE_S = 1.0
+MODES: tuple[Mode, ...] = ("hold", "drip", "cut", "swallow")
 
 
 async def test_killed_and_started_again() -> None:
@@ -59,14 +59,14 @@ async def test_a_network_that_misbehaves() -> None:
     with Single() as server, Proxy(server.port) as proxy:
         async with steady_load(f"{proxy.uri}{quick}") as record:
             await asyncio.sleep(BEFORE_S)
-            for mode in ("hold", "drip", "cut", "swallow"):
-                proxy.mode = cast("Mode", mode)
+            for _ in range(10):
+                await later(0.1, lambda: reset_all(proxy))
+            for mode in MODES:
+                await asyncio.sleep(0.5)
+                proxy.mode = mode
                 await asyncio.sleep(0.7)
                 proxy.mode = "pass"
                 await asyncio.to_thread(reset_all, proxy)
-                await asyncio.sleep(0.5)
-            for _ in range(10):
-                await later(0.1, lambda: reset_all(proxy))
             healed_ns = now_ns()
             await until_calm(record)
         found = verify(record, "drops, delays, cuts and resets", healed_ns)

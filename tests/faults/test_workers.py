@@ -7,16 +7,15 @@ import os
 import signal
 from pathlib import Path
 
-from tests.faults.load import Key, Record, document, now_ns
-from tests.faults.service_load import ServiceAskers
+from tests.faults.load import CASES, Key, Record, document, now_ns
+from tests.faults.service_load import service_load
 from tests.faults.telling import verify
 from tests.redis_servers.waiting import until
 from tests.service_process import ServiceProcess
 from tollkeeper.app.server import QUICK_END_SECONDS, QUICK_ENDS_MAX, Restarts
-from tollkeeper.model import ALGORITHM_NAMES
 
 WORKERS = 4
-KEYS = tuple(Key("closed", algorithm) for algorithm in ALGORITHM_NAMES)
+KEYS = tuple(Key("closed", case) for case in CASES)
 KILLS = 4
 REPLACED_S_MAX = 30.0
 
@@ -58,8 +57,7 @@ async def test_workers_are_killed() -> None:
     """On a file that all share, SIGKILL at any moment loses nothing that was counted."""
     record = Record()
     with ServiceProcess(document(), workers=WORKERS) as service:
-        askers = ServiceAskers(service, record, KEYS)
-        try:
+        async with service_load(service, record, KEYS):
             for _ in range(KILLS):
                 await asyncio.sleep(0.8)
                 alive = service.worker_pids()
@@ -77,8 +75,6 @@ async def test_workers_are_killed() -> None:
             )
             back_s = (now_ns() - healed_ns) / 1e9
             await asyncio.sleep(0.7)
-        finally:
-            await asyncio.to_thread(askers.stop)
     verify(
         record,
         f"workers killed {KILLS} times of {WORKERS}: {record.lost} requests cut, all there "
