@@ -48,9 +48,10 @@ BATCH_BUCKETS_MAX: Final = 5_000
 STATEMENT_ROWS: Final = 200
 RETRY_SECONDS_MIN: Final = 0.5
 RETRY_SECONDS_MAX: Final = 30.0
-# Waiting for other writers and for an answer, in PostgreSQL.
+# One transaction, in PostgreSQL, with all its waiting: for other writers, and for an answer.
+WRITE_SECONDS_MAX: Final = 10.0
 _LOCK_MS: Final = 5_000
-_STATEMENT_MS: Final = 15_000
+_STATEMENT_MS: Final = 10_000
 # The largest number that both databases take.
 _NUMBER_MAX: Final = 2**63 - 1
 
@@ -209,15 +210,19 @@ class Sink:
             async with self._database.writing() as connection:
                 yield connection
             return
-        async with self._database.reading() as connection:
-            await connection.execute(
-                text(
-                    f"SELECT set_config('lock_timeout', '{_LOCK_MS}', true), "
-                    f"set_config('statement_timeout', '{_STATEMENT_MS}', true), "
-                    f"set_config('idle_in_transaction_session_timeout', '{_STATEMENT_MS}', true)"
-                )
-            )
-            yield connection
+        bounds_ms = {
+            "lock_timeout": _LOCK_MS,
+            "statement_timeout": _STATEMENT_MS,
+            "idle_in_transaction_session_timeout": _STATEMENT_MS,
+        }
+        calls = ", ".join(f"set_config('{name}', '{ms}', true)" for name, ms in bounds_ms.items())
+        with self._database.errors():
+            async with (
+                asyncio.timeout(WRITE_SECONDS_MAX),
+                self._database.reading() as connection,
+            ):
+                await connection.execute(text(f"SELECT {calls}"))
+                yield connection
 
     async def _prepare(self) -> None:
         """Tables, and the partitions of these days."""
