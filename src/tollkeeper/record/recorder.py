@@ -41,6 +41,7 @@ HAND_OVER_SECONDS: Final = 1.0
 IDLE_TICKS: Final = 5
 # How long the end waits for what was last recorded to be written.
 STOP_SECONDS_MAX: Final = 5.0
+CLOSE_SECONDS_MAX: Final = 1.0
 # What the thread does at a time, some 200 µs, and how long it then lets others go on.
 PORTION: Final = 100
 PORTION_PAUSE_SECONDS: Final = 0.000_5
@@ -211,7 +212,7 @@ class Recorder:
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._ending.set)
             await asyncio.to_thread(self._thread.join, 2 * STOP_SECONDS_MAX)
-        await self.records.close()
+        await _closed(self.records)
 
     # ── In the thread ────────────────────────────────────────────────────────────────────────
 
@@ -241,9 +242,7 @@ class Recorder:
                 await sink.finish()
         except (StoreError, ConfigError, TimeoutError) as error:
             log.warning("the last records are not written: %s", str(error) or "no time is left")
-        with suppress(TimeoutError):
-            async with asyncio.timeout(1):
-                await sink.close()
+        await _closed(sink)
 
     def _take(self, handed: _Handed) -> None:
         task = asyncio.get_running_loop().create_task(self._taken(handed))
@@ -331,6 +330,13 @@ class Recorder:
         yield self._known()
         if self._live is not None:
             yield from self._live.others()
+
+
+async def _closed(connections: Records | Sink) -> None:
+    """Close them; a server that does not answer is not waited for."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(CLOSE_SECONDS_MAX):
+            await connections.close()
 
 
 def _portions(items: Sequence[Portion]) -> Iterator[Sequence[Portion]]:
