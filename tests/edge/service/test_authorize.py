@@ -69,6 +69,45 @@ async def test_a_gateway_says_what_it_asks_about(headers: dict[str, str]) -> Non
         assert "X-Original-URI" in answer.data["detail"]
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {**TRAEFIK, "X-Original-URI": "/free"},
+        {**NGINX, "X-Forwarded-Uri": "/free"},
+    ],
+)
+async def test_a_client_cannot_name_another_request(headers: dict[str, str]) -> None:
+    """A gateway overwrites its own header and passes the other's on: both are one too many."""
+    async with asking() as ask:
+        answer = await ask("GET", "/v1/authorize", b"", headers)
+        assert answer.status == 400
+        assert "both" in answer.data["detail"]
+
+
+@pytest.mark.parametrize(
+    ("gateway", "clients"), [(TRAEFIK, "X-Original-Method"), (NGINX, "X-Forwarded-Method")]
+)
+async def test_a_client_cannot_name_another_method(gateway: dict[str, str], clients: str) -> None:
+    """The method is taken from where the URI is."""
+    match = {"endpoint": "/orders", "method": "POST"}
+    rules = {
+        "version": 1,
+        "rules": [{"id": "posts", "match": match, "by": ["api_key"], "limits": ["1/hour"]}],
+    }
+    async with asking(rules=rules) as ask:
+        headers = {**gateway, clients: "GET"}
+        found = [(await ask("GET", "/v1/authorize", b"", headers)).status for _ in range(2)]
+        assert found == [200, 429]
+
+
+async def test_a_query_of_many_fields_is_refused() -> None:
+    """And is no defect."""
+    async with asking() as ask:
+        answer = await ask("GET", f"/v1/authorize?{'a=1&' * 200}", b"", NGINX)
+        assert answer.status == 400
+        assert "100" in answer.data["detail"]
+
+
 async def test_an_address_is_believed_from_trusted_proxies_alone() -> None:
     """From anybody else, X-Forwarded-For changes nothing: all are the peer."""
     rules = {"version": 1, "rules": [{"id": "ips", "by": ["ip"], "limits": ["1/hour"]}]}

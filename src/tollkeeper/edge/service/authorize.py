@@ -2,7 +2,9 @@
 
 nginx (`auth_request`) and Traefik (`forwardAuth`) send the client's headers along and say in others
 what was asked for. Who the client is, `Identity` finds as in a middleware; addresses that headers
-claim are believed only where the gateway itself is a trusted proxy.
+claim are believed only where the gateway itself is a trusted proxy. nginx writes X-Original-URI and
+Traefik X-Forwarded-Uri, and each passes on what its clients write in the other's: a request that
+has both is refused, or clients could say what they are limited for.
 
 A client's `Authorization` is the client's. The gateway's own token, where one is asked for, comes
 as `X-Tollkeeper-Token`.
@@ -33,6 +35,7 @@ from tollkeeper.ruling import Ruling
 URI_LENGTH_MAX: Final = 16_384
 TOKEN_HEADER: Final = b"x-tollkeeper-token"
 _METHOD_LENGTH_MAX: Final = 32
+_QUERY_FIELDS_MAX: Final = 100
 _HOLD_NS_MAX: Final = int(HOLD_SECONDS_MAX * 1e9)
 
 
@@ -110,7 +113,12 @@ def _reply_of(error: TollkeeperError) -> Reply:
 
 
 def _denied_status(query: bytes) -> int | None:
-    given = parse_qs(query.decode("latin-1"), max_num_fields=100).get("denied")
+    try:
+        given = parse_qs(query.decode("latin-1"), max_num_fields=_QUERY_FIELDS_MAX).get("denied")
+    except ValueError:
+        raise ConfigError(
+            f"the query has more than {_QUERY_FIELDS_MAX} fields, and only `denied` is known here"
+        ) from None
     if not given:
         return None
     text = given[-1]
@@ -122,18 +130,30 @@ def _denied_status(query: bytes) -> int | None:
 
 
 def _call(asked: Asked) -> ForwardedCall:
-    headers = asked.headers
-    uri = headers.get(b"x-original-uri") or headers.get(b"x-forwarded-uri")
+    uri, method = _named(asked.headers)
     if not uri or len(uri) > URI_LENGTH_MAX:
         raise ConfigError(
             f"the header X-Original-URI (nginx) or X-Forwarded-Uri (Traefik) says which request is "
             f"asked about, in at most {URI_LENGTH_MAX:,} bytes; send one of them"
         )
-    method = headers.get(b"x-original-method") or headers.get(b"x-forwarded-method") or b""
     if len(method) > _METHOD_LENGTH_MAX:
         raise ConfigError(f"a method has at most {_METHOD_LENGTH_MAX} characters")
     named = method.decode("latin-1") or asked.scope["method"]
     return ForwardedCall(asked.scope, named, uri.decode("latin-1"))
+
+
+def _named(headers: Mapping[bytes, bytes]) -> tuple[bytes, bytes]:
+    """The URI and the method that the gateway names, both in its own words. Raises ConfigError."""
+    original = headers.get(b"x-original-uri")
+    forwarded = headers.get(b"x-forwarded-uri")
+    if original and forwarded:
+        raise ConfigError(
+            "X-Original-URI (nginx) and X-Forwarded-Uri (Traefik) are both there, and one of them "
+            "may be the client's; have the gateway remove the one that it does not write"
+        )
+    if original:
+        return original, headers.get(b"x-original-method", b"")
+    return forwarded or b"", headers.get(b"x-forwarded-method", b"")
 
 
 async def _held(node: Node, request: Request, ruling: Ruling) -> Ruling:
