@@ -9,6 +9,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Self
 
@@ -21,17 +22,22 @@ from tests.redis_servers.server import Startable, program_path
 from tests.redis_servers.waiting import until
 
 READY_S_MAX = 20.0
-# A network for documentation that is routed nowhere, and of it a part that others hardly use.
-_HERE, _THERE, _PREFIX = "198.18.241.1", "198.18.241.2", 30
+# Of the networks that are set aside for tests, a part of four addresses for each process.
+_NETWORK, _PARTS = IPv4Address("198.18.0.0"), 16_384
+_PREFIX = 30
 _PORT = 6379
+# Their numbers in Linux: networks, and mounts and namespaces.
+_CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def needs_root(what: str) -> None:
-    """Skip what only root can do; where everything must be shown, fail."""
-    if os.geteuid() == 0:
+    """Skip what only root can do, with all that root may; where all must be shown, fail."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    held = int(status.partition("CapEff:")[2].split()[0], 16)
+    if all(held >> number & 1 for number in (_CAP_NET_ADMIN, _CAP_SYS_ADMIN)):
         return
-    reason = f"{what} takes root; run the tests as root to see it"
+    reason = f"{what} takes root with CAP_NET_ADMIN and CAP_SYS_ADMIN; run the tests as root"
     if os.environ.get("CI") == "true":
         pytest.fail(reason)
     pytest.skip(reason)
@@ -47,54 +53,77 @@ def reset_all(proxy: Proxy) -> None:
     proxy.break_all()
 
 
-def _ip(*words: str, check: bool = True) -> None:
-    done = subprocess.run(
-        [program_path("ip", "iproute2"), *words], capture_output=True, check=False, text=True
-    )
-    assert not check or done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+def _run(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, check=False, text=True)
+    assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"
+
+
+def _ip(*words: str) -> None:
+    _run(program_path("ip", "iproute2"), *words)
 
 
 class FarRedis(Startable):
-    """A redis-server in a network of its own, at the far end of a cable that can be pulled."""
+    """A redis-server in a network of its own, at the far end of a cable that can be pulled.
+
+    The network is the process's: however that ends, network and cable are gone.
+    """
 
     def __init__(self) -> None:
         self.folder = scratch().new_folder("far")
-        self._space = f"tk{os.getpid()}"
-        self._near, self._far = f"tkn{os.getpid()}", f"tkf{os.getpid()}"
+        number = os.getpid()
+        self._near, self._far = f"tkn{number}", f"tkf{number}"
+        part = _NETWORK + 4 * (number % _PARTS)
+        self._here, self._there = str(part + 1), str(part + 2)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def uri(self) -> str:
         """The store's URI."""
-        return f"redis://{_THERE}:{_PORT}/0"
+        return f"redis://{self._there}:{_PORT}/0"
 
     def start(self) -> None:
         """Lay the cable, start the server, and wait until it answers."""
-        _ip("netns", "add", self._space)
-        _ip("link", "add", self._near, "type", "veth", "peer", "name", self._far)
-        _ip("link", "set", self._far, "netns", self._space)
-        _ip("address", "add", f"{_HERE}/{_PREFIX}", "dev", self._near)
+        process = self._launch()
+        own = Path("/proc/self/ns/net").readlink()
+        theirs = Path(f"/proc/{process.pid}/ns/net")
+        until(lambda: theirs.readlink() != own, "a network of its own", READY_S_MAX, self._log)
+        peer = ("peer", "name", self._far, "netns", str(process.pid))
+        _ip("link", "add", self._near, "type", "veth", *peer)
+        _ip("address", "add", f"{self._here}/{_PREFIX}", "dev", self._near)
         _ip("link", "set", self._near, "up")
-        _ip("-n", self._space, "address", "add", f"{_THERE}/{_PREFIX}", "dev", self._far)
+        self._there_ip("address", "add", f"{self._there}/{_PREFIX}", "dev", self._far)
         self.join()
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        until(self._answers, "the far Redis answers", READY_S_MAX, self._log)
+
+    def _launch(self) -> subprocess.Popen[bytes]:
+        """A shell in a new network, that becomes the server when it is told to."""
+        server = (
+            *(program_path("redis-server"), "--port", str(_PORT), "--bind", self._there),
+            *("--save", "", "--appendonly", "no", "--protected-mode", "no"),
+        )
+        waiting = ("sh", "-c", 'read -r _; exec "$@"', "sh", *server)
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [
-                    *(program_path("ip", "iproute2"), "netns", "exec", self._space),
-                    *(program_path("redis-server"), "--port", str(_PORT), "--save", ""),
-                    *("--bind", _THERE, "--protected-mode", "no", "--appendonly", "no"),
-                ],
+                [program_path("unshare", "util-linux"), "--net", *waiting],
                 cwd=self.folder,
                 process_group=scratch().process_group,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
         scratch().stop_at_exit(self, self.stop)
-        until(self._answers, "the far Redis answers", READY_S_MAX, self._log)
+        return self._process
+
+    def _there_ip(self, *words: str) -> None:
+        assert self._process is not None
+        inside = (program_path("nsenter", "util-linux"), "--net", "--target")
+        _run(*inside, str(self._process.pid), program_path("ip", "iproute2"), *words)
 
     def _answers(self) -> bool:
-        client = redis.Redis(_THERE, _PORT, socket_timeout=0.5, socket_connect_timeout=0.5)
+        client = redis.Redis(self._there, _PORT, socket_timeout=0.5, socket_connect_timeout=0.5)
         try:
             return bool(client.ping())
         except redis.RedisError:
@@ -107,19 +136,17 @@ class FarRedis(Startable):
 
     def part(self) -> None:
         """Pull the cable: nothing arrives in either direction, and nobody is told."""
-        _ip("-n", self._space, "link", "set", self._far, "down")
+        self._there_ip("link", "set", self._far, "down")
 
     def join(self) -> None:
         """Put it in again."""
-        _ip("-n", self._space, "link", "set", self._far, "up")
+        self._there_ip("link", "set", self._far, "up")
 
     def stop(self) -> None:
-        """End the server, and remove the network with it."""
+        """End the server, and with it its network."""
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        _ip("link", "delete", self._near, check=False)
-        _ip("netns", "delete", self._space, check=False)
+            with self._process as process:  # which closes its pipe and waits for it
+                process.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
         scratch().forget(self)
 
