@@ -20,6 +20,8 @@ from hashlib import blake2b
 from typing import Any, Final, Protocol
 from urllib.parse import quote_from_bytes, unquote_plus
 
+from tollkeeper.edge.mounts import mount_template_of, mounted_path_of
+
 # Of a query or of the cookies.
 CHARACTERS_MAX: Final = 65_536
 FIELDS_MAX: Final = 1_000
@@ -170,20 +172,20 @@ def _template_of(scope: Mapping[str, Any]) -> str | None:
     template = getattr(context, "path", None) or getattr(route, "path", None)
     if not isinstance(template, str) or not template:
         return None
-    mounted_at = _mounted_at(scope)
+    before = mounted_at(scope)
     if context is None and hasattr(route, "routes"):
         # The last that matched is a mount: what is mounted there does not say more.
-        return f"{mounted_at}/{{path:path}}"
-    return mounted_at + template
+        return f"{before}/{{path:path}}"
+    return before + template
 
 
-def _mounted_at(scope: Mapping[str, Any]) -> str:
-    """The part of the path that mounts have matched."""
-    before = scope.get("app_root_path")
-    now = scope.get("root_path")
-    if not isinstance(before, str) or not isinstance(now, str):
+def mounted_at(scope: Mapping[str, Any]) -> str:
+    """The part of the path that mounts have matched: their templates, where a router knows."""
+    path = mounted_path_of(scope)
+    if not path:
         return ""
-    return quoted_path(_bytes_of(now.removeprefix(before)))
+    template = mount_template_of(scope)
+    return quoted_path(_bytes_of(path)) if template is None else template
 
 
 class WsgiCall:

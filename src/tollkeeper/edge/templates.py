@@ -13,15 +13,10 @@ the path itself is the endpoint.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping
-from typing import Any, Final
+from typing import Any
 
-from tollkeeper.edge.calls import AsgiCall
-
-# The values of Starlette's Match; by number, because it need not be installed.
-_NONE: Final = 0
-_FULL: Final = 2
-# Of mounts in one another; more is a loop.
-_DEPTH_MAX: Final = 32
+from tollkeeper.edge.calls import AsgiCall, mounted_at
+from tollkeeper.edge.mounts import DEPTH_MAX, FULL, NONE, flat
 
 
 class RoutedCall(AsgiCall):
@@ -38,42 +33,42 @@ class RoutedCall(AsgiCall):
     @property
     def route(self) -> str | None:
         """The template, from the framework if it has routed, or by asking its routes."""
-        found = AsgiCall.route.fget(self)  # type: ignore[attr-defined]  # a property has one
-        if found is not None:
-            return str(found)
-        routes = getattr(self.scope.get("app", self._app), "routes", None)
-        return template_of(routes, self.scope) if isinstance(routes, list) else None
+        known = AsgiCall.route.fget(self)  # type: ignore[attr-defined]  # a property has one
+        if known is not None and not hasattr(self.scope.get("route"), "routes"):
+            return str(known)
+        # Nobody has routed, or no further than to a mount.
+        routes = self._routes()
+        asked = template_of(routes, self.scope) if isinstance(routes, list) else None
+        return asked or known
+
+    def _routes(self) -> Any:
+        """Those that the request has yet to pass."""
+        app, router = self.scope.get("app"), self.scope.get("router")
+        # Who has routed already is not asked again: what it has mounted did not name itself.
+        has_routed = router is not None and getattr(app, "router", None) is router
+        if app is None or has_routed:
+            app = self._app
+        return getattr(app, "routes", None)
 
 
 def template_of(routes: Iterable[Any], scope: Mapping[str, Any]) -> str | None:
     """The template of the route among `routes` that would serve `scope`. Never raises."""
     try:
-        found = _served(routes, scope, _DEPTH_MAX)
+        found = _served(routes, scope, DEPTH_MAX)
     except Exception:  # a route may be anything; then the path is the endpoint
         return None
-    return None if found is None else _mounted_at(scope) + found
+    return None if found is None else mounted_at(scope) + found
 
 
 def _served(routes: Iterable[Any], scope: Mapping[str, Any], depth: int) -> str | None:
     partial: tuple[Any, Mapping[str, Any]] | None = None
-    for route in _flat(routes, depth):
+    for route in flat(routes, depth):
         match, child = route.matches(scope)
-        if match.value == _FULL:
+        if match.value == FULL:
             return _path(route, {**scope, **child}, depth)
-        if match.value != _NONE and partial is None:
+        if match.value != NONE and partial is None:
             partial = route, child
     return None if partial is None else _path(partial[0], {**scope, **partial[1]}, depth)
-
-
-def _flat(routes: Iterable[Any], depth: int) -> Iterable[Any]:
-    """The routes themselves: FastAPI keeps those of an included router behind one of its own."""
-    for route in routes:
-        included = getattr(route, "effective_candidates", None)
-        if included is None:
-            # A route that was included from plain Starlette is kept beside its whole path.
-            yield getattr(route, "starlette_route", None) or route
-        elif depth:
-            yield from _flat(included(), depth - 1)
 
 
 def _path(route: Any, scope: Mapping[str, Any], depth: int) -> str | None:
@@ -82,11 +77,3 @@ def _path(route: Any, scope: Mapping[str, Any], depth: int) -> str | None:
         return path if isinstance(path, str) and path else None
     inner = _served(route.routes, scope, depth - 1) if depth else None
     return None if inner is None else f"{path}{inner}"
-
-
-def _mounted_at(scope: Mapping[str, Any]) -> str:
-    """Where the application that asks is mounted itself, if it is."""
-    root, before = scope.get("root_path"), scope.get("app_root_path")
-    if isinstance(root, str) and isinstance(before, str):
-        return root.removeprefix(before)
-    return ""
