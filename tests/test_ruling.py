@@ -256,6 +256,25 @@ def test_settling_a_rule_that_charges_several_units_for_each(face: Any) -> None:
     assert limiter.peek(dear, 0).remaining == 0
 
 
+class Hurrying(ManualClock):
+    """A clock that goes on by 10 µs whenever it is read, and not for ever."""
+
+    def now_ns(self) -> int:
+        self.advance_ns(10_000)
+        assert super().now_ns() < 1_000_000_000, "it was read 100,000 times"
+        return super().now_ns()
+
+
+@pytest.mark.parametrize("kind", [Limiter, AsyncLimiter])
+async def test_settling_ends_though_a_limit_is_refilled_as_fast_as_it_is_asked(kind: Any) -> None:
+    """Who settles a huge cost would otherwise have this process to himself."""
+    limiter = kind("1000000/second", clock=Hurrying())
+    unsettled = limiter.settle("ann", 0, 1_000_000_000)
+    if kind is AsyncLimiter:
+        unsettled = await unsettled
+    assert 990_000_000 < unsettled <= 999_000_000
+
+
 def test_a_store_that_is_away_is_told_apart() -> None:
     """`closed` denies as unavailable; `open` lets pass, degraded; for limits and for rules."""
     with Single() as server:

@@ -26,7 +26,7 @@ from tollkeeper.errors import CapacityError, ConfigError, LimitExceeded, StoreEr
 from tollkeeper.explain import Explanation
 from tollkeeper.identify import Key
 from tollkeeper.model import Decision, Request, decision_with
-from tollkeeper.path import Duration, Path, less, pause_ns, to_settle
+from tollkeeper.path import SETTLE_ATTEMPTS_MAX, Duration, Path, less, pause_ns, to_settle
 from tollkeeper.ruled import RuledGate
 from tollkeeper.ruled_async import AsyncRuledGate
 from tollkeeper.ruling import Ruling
@@ -146,8 +146,10 @@ class AsyncLimiter(Path):
         if units < 0:
             await self.refund(key, -units)
         left = attempt = max(units, 0)
-        while left and attempt:
+        for _ in range(SETTLE_ATTEMPTS_MAX):
             attempt = min(attempt, left)
+            if not attempt:
+                break
             try:
                 look = await self.peek(key, attempt)
             except CapacityError:

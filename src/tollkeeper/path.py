@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 Duration = float | timedelta
 
+# To settle, so many attempts: halving the largest cost takes 30, and a limit that is refilled
+# faster than it is asked has a little room for ever.
+SETTLE_ATTEMPTS_MAX = 64
 # A longer timeout is as good as none, and would not fit a clock.
 _TIMEOUT_NS_MAX = 100 * WINDOW_NS_MAX
 
