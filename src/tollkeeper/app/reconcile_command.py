@@ -147,7 +147,7 @@ def reconcile_command(
 
     Example: tollkeeper reconcile --store redis://localhost:6379 --every 1h >> reconcile.log
     """
-    with telling(as_json or every is not None, problems=TROUBLE):
+    with telling(as_json, problems=TROUBLE):
         service = _Service(url, token, timeout, ca)
         since_s = _seconds("--since", since)
         asked = Asked(

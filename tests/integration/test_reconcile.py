@@ -1,0 +1,545 @@
+"""What a real Redis holds, looked over: each defect is made by hand, found, and mended on request.
+
+What is healthy is compared before and after, byte by byte: nothing of it may change.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+
+from tests.redis_servers import Cluster, Single, User, running, until
+from tests.service_process import run_to_end
+from tollkeeper import Limit, Limiter
+from tollkeeper.app import reconcile as reconciling
+from tollkeeper.app.reconcile import Asked, Finding, Report, reconcile
+from tollkeeper.decide.stores.redis.config import parse
+from tollkeeper.decide.stores.redis.reconcile import (
+    PAGE_KEYS,
+    Pace,
+    Walked,
+    remove,
+    set_expiry,
+    walk,
+)
+from tollkeeper.decide.stores.redis.topology import Topology, slot_of
+from tollkeeper.errors import StoreUnavailable
+from tollkeeper.match.document import from_data
+from tollkeeper.match.rules import Document
+
+ALGORITHMS: tuple[Any, ...] = (
+    *("token_bucket", "leaky_bucket", "fixed_window"),
+    *("sliding_window_counter", "sliding_window_log"),
+)
+SECONDS_MAX = 30.0
+# Done on the primary, and told to no replica.
+UNREPLICATED = "redis.set_repl(redis.REPL_NONE) return redis.call(unpack(ARGV))"
+
+
+@pytest.fixture
+def single() -> Iterator[Single]:
+    """One server for all, empty."""
+    server = running("single")
+    assert isinstance(server, Single)
+    server.flush()
+    yield server
+    server.flush()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """Three primaries with a replica each, empty."""
+    servers = running("cluster")
+    assert isinstance(servers, Cluster)
+    servers.flush()
+    yield servers
+    servers.flush()
+
+
+def document(limits: str = "100/hour", rule: str = "orders") -> Document:
+    rules = [{"id": rule, "by": ["user"], "limits": [limits]}]
+    return from_data({"version": 1, "rules": rules})
+
+
+def spend(uri: str, keys: int = 20, rule: str = "orders") -> list[bytes]:
+    """Healthy states; their keys."""
+    with Limiter("100/hour", store=uri, name=rule) as limiter:
+        for number in range(keys):
+            limiter.check(f"user:{number}")
+    return [b"tk:{user:%d}" % number for number in range(keys)]
+
+
+def looked(uri: str, **options: Any) -> Report:
+    return reconcile(Asked(uri, **{"pause_seconds": 0.0, **options}))
+
+
+def found(report: Report, check: str) -> list[Finding]:
+    return [each for each in report.findings if each.check == check]
+
+
+def wrong(report: Report) -> dict[str, str]:
+    """What is not as it should be, by check."""
+    return {each.check: each.what for each in report.findings if each.level != "ok"}
+
+
+def dumped(server: Single) -> dict[str, Any]:
+    """Everything that there is, byte by byte, and whether it expires."""
+    keys = sorted(server.admin.keys("*"))
+    return {key: (server.admin.dump(key), server.admin.pttl(key) > 0) for key in keys}
+
+
+# ------------------------------------------------------------------------------------ healthy
+
+
+def test_what_tollkeeper_writes_has_no_defect(single: Single) -> None:
+    """All algorithms, long rules, long logs, grants, refunds and resets; and it counts them all."""
+    for algorithm in ALGORITHMS:
+        limits = [
+            Limit(60, per=60, algorithm=algorithm),
+            Limit(3_000, per=3_600, algorithm=algorithm),
+        ]
+        for rule in ("short", f"a-rule-whose-name-is-a-digest-{algorithm}"):
+            with Limiter(limits, store=single.uri, name=rule) as limiter:
+                for number in range(10):
+                    limiter.check(f"user:{number}", cost=40)
+                    limiter.check(f"user:{number}", cost=40)
+                    limiter.refund(f"user:{number}", 5)
+                    if number % 2:
+                        limiter.grant(f"user:{number}", 7, ttl=100_000)
+                    if number % 3 == 0:
+                        limiter.reset(f"user:{number}")
+    many = [Limit(1_000 + number, per=60 + number) for number in range(12)]
+    with Limiter(many, store=single.uri, name="many") as limiter:
+        limiter.check("user:1")
+    logs = [Limit(4_000, per=per, algorithm="sliding_window_log") for per in (50, 60, 70)]
+    with Limiter(logs, store=single.uri, name="logs") as limiter:
+        limiter.check("user:2", cost=4_000)
+        assert single.admin.hlen("tk:{user:2}") > 128
+        counted = limiter.stats()
+    report = looked(single.uri, document=document("100/hour"))
+    assert wrong(report) == {}
+    assert report.exit_code == 0
+    assert report.counted["states"] == counted.states
+    assert report.counted["keys"] == single.admin.dbsize()
+    assert 0 < report.counted["bytes a state"] < 20_000
+
+
+def test_memory_is_told_by_the_state(single: Single) -> None:
+    """As the server has it."""
+    keys = spend(single.uri, 50)
+    told = looked(single.uri).counted
+    held = sum(single.admin.memory_usage(key) for key in keys)
+    assert told["bytes"] == held
+    assert told["bytes a state"] == held // 50
+
+
+# ------------------------------------------------------------------------------------ defects
+
+Make = Callable[[Any, bytes], object]
+DEFECTS: dict[str, tuple[str, Make]] = {
+    "persist": ("no expiry", lambda server, key: server.persist(key)),
+    "a list": ("wrong type", lambda server, key: (server.delete(key), server.rpush(key, "1"))),
+    "a text": ("wrong type", lambda server, key: server.set(key, "1", ex=900)),
+    "garbage": ("unreadable", lambda server, key: server.hset(key, "orders", "{'v': 2}")),
+    "cut off": ("unreadable", lambda server, key: server.hset(key, "orders", b"\x95\xcf\x00")),
+    "a map": ("unreadable", lambda server, key: server.hset(key, "orders", b"\x81\xa1v\x02")),
+    "a piece": ("unreadable", lambda server, key: server.hset(key, b"\x021:gone", b"12")),
+    "expires late": ("long expiry", lambda server, key: server.expire(key, 90 * 86_400)),
+    "a name": ("not ours", lambda server, key: server.set(b"%b:old" % key, "1", ex=900)),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_defect_is_found_and_nothing_is_changed(defect: str, single: Single) -> None:
+    """It is the only one, its key is named, and without --repair all is as it was."""
+    kind, make = DEFECTS[defect]
+    keys = spend(single.uri)
+    make(single.admin, keys[7])
+    before = dumped(single)
+    report = looked(single.uri, document=document())
+    assert set(wrong(report)) == {kind}
+    (finding,) = found(report, kind)
+    assert report.exit_code == 1
+    assert "tk:{user:7}" in finding.where[0]
+    assert finding.remedy
+    assert (report.repairs, dumped(single)) == ((), before)
+
+
+@pytest.mark.parametrize("repair", ["expiry", "all"])
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_defect_is_mended_as_far_as_is_asked(defect: str, repair: str, single: Single) -> None:
+    """Expiries by both, removal by one of them; what is healthy stays as it is, byte by byte."""
+    kind, make = DEFECTS[defect]
+    keys = spend(single.uri)
+    spend(single.uri, rule="other")
+    single.admin.set("else:{user:7}", "somebody else's")
+    make(single.admin, keys[7])
+    before = dumped(single)
+    mendable = {"no expiry"} if repair == "expiry" else {"no expiry", "wrong type", "unreadable"}
+    report = looked(single.uri, document=document(), repair=repair)
+    assert [each.done for each in report.repairs] == ([True] if kind in mendable else [])
+    after = dumped(single)
+    changed = {key for key in before | after if before.get(key) != after.get(key)}
+    assert changed == ({"tk:{user:7}"} if kind in mendable else set())
+    again = looked(single.uri, document=document())
+    assert wrong(again) == ({} if kind in mendable else wrong(report))
+    if kind == "unreadable" and repair == "all":
+        assert single.admin.hexists(keys[7], "other")
+        assert single.admin.pttl(keys[7]) > 0
+
+
+def test_an_expiry_is_as_long_as_any_limit_could_need(single: Single) -> None:
+    """By the rules; or, without them, by what the states themselves say."""
+    keys = spend(single.uri)
+    lives_ms = single.admin.pttl(keys[0])
+    for key in keys[:2]:
+        single.admin.persist(key)
+    looked(single.uri, repair="expiry")
+    assert lives_ms - SECONDS_MAX * 1_000 < single.admin.pttl(keys[0]) <= max(lives_ms, 60_000)
+    single.admin.persist(keys[1])
+    looked(single.uri, document=document("10/day"), repair="expiry")
+    assert 86_400_000 <= single.admin.pttl(keys[1]) <= 1.2 * 86_400_000
+
+
+def test_what_says_not_how_long_it_is_needed_waits_for_the_rules(single: Single) -> None:
+    """An unreadable key without an expiry is left alone until somebody knows."""
+    single.admin.hset("tk:{user:1}", "orders", "garbage")
+    left = looked(single.uri, repair="expiry")
+    assert [(each.done, "--rules" in each.what) for each in left.repairs] == [(False, True)]
+    assert single.admin.pttl("tk:{user:1}") == -1
+    mended = looked(single.uri, repair="expiry", document=document())
+    assert [each.done for each in mended.repairs] == [True]
+
+
+def test_a_mended_subject_is_limited_again(single: Single) -> None:
+    """That is what it is for: its checks failed, and now they count."""
+    spend(single.uri)
+    single.admin.hset("tk:{user:3}", "orders", "garbage")
+    with Limiter("100/hour", store=single.uri, name="orders", on_failure="closed") as limiter:
+        assert limiter.check("user:3").degraded
+        looked(single.uri, repair="all")
+        decision = limiter.check("user:3")
+        assert (decision.allowed, decision.degraded, decision.remaining) == (True, False, 99)
+
+
+def test_what_has_changed_meanwhile_is_not_touched(single: Single) -> None:
+    """Between looking and mending a key may have become healthy."""
+    keys = spend(single.uri)
+    values = {key: single.admin.dump(key) for key in keys}
+    single.admin.hset(keys[1], "orders", "garbage")
+    single.admin.persist(keys[2])
+    single.admin.set(keys[3], "text")
+    with_topology = Topology(parse(single.uri))
+    try:
+        (walked,) = walk(with_topology, "tk", Pace(pause_seconds=0))
+        for key in keys[1:4]:
+            single.admin.restore(key, 100_000, values[key], replace=True)
+        before = dumped(single)
+        assert {defect.kind for defect in walked.defects} >= {"unreadable", "no expiry"}
+        for defect in walked.defects:
+            assert not remove(with_topology, walked.address, defect)
+            assert not set_expiry(with_topology, walked.address, defect.key, 1)
+        assert dumped(single) == before
+    finally:
+        with_topology.close()
+
+
+def test_a_grant_may_last_longer_than_the_limits(single: Single) -> None:
+    """Somebody chose its end; a key that lives until then is none to wonder about."""
+    with Limiter("100/hour", store=single.uri, name="orders") as limiter:
+        limiter.grant("user:1", 5, ttl=30 * 86_400)
+    assert wrong(looked(single.uri, document=document())) == {}
+
+
+def test_of_another_prefix_nothing_is_seen(single: Single) -> None:
+    """Each looks after its own."""
+    spend(single.uri)
+    single.admin.hset("app:{user:1}", "orders", "garbage")
+    assert wrong(looked(single.uri)) == {}
+    assert wrong(looked(single.uri, options={"prefix": "app"})).keys() == {
+        "no expiry",
+        "unreadable",
+    }
+
+
+# --------------------------------------------------------------------------------- the walk
+
+
+def test_many_keys_are_walked_page_by_page_with_a_rest(single: Single) -> None:
+    """Each key is counted once; or so many as are asked for."""
+    keys = 3 * PAGE_KEYS
+    pipeline = single.admin.pipeline()
+    for number in range(keys):
+        pipeline.hset(
+            f"tk:{{user:{number}}}",
+            "a",
+            b"\x95\xcf\x00\x06\x00\x00\x00\x00\x00\x00\x64\x04\x00\x01",
+        )
+        pipeline.expire(f"tk:{{user:{number}}}", 900)
+    pipeline.execute()
+    rests: list[float] = []
+    topology = Topology(parse(single.uri))
+    try:
+        (walked,) = walk(topology, "tk", Pace(0, 0.25, sleep=rests.append))
+        assert (walked.keys, walked.states, walked.complete) == (keys, keys, True)
+        assert walked.defects == []
+        assert len(rests) >= 2
+        assert set(rests) == {0.25}
+        assert len(walked.sample) == 200
+        (some,) = walk(topology, "tk", Pace(keys_max=700, pause_seconds=0))
+        assert (some.keys, some.complete) == (700, False)
+    finally:
+        topology.close()
+    (finding,) = found(looked(single.uri, keys_max=700), "keys")
+    assert "and not all" in finding.what
+    assert "--limit-keys" in finding.remedy
+
+
+def test_one_who_holds_most_of_it_is_told(single: Single, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant that makes up users; among few states it is no wonder."""
+    with Limiter("9/hour", store=single.uri, name="orders") as limiter:
+        for number in range(60):
+            tenant = "tenant:acme" if number % 2 else f"tenant:{number}"
+            limiter.check((tenant, f"user:{number}"))
+    assert wrong(looked(single.uri)) == {}
+    monkeypatch.setattr(reconciling, "STATES_MIN", 50)
+    assert wrong(looked(single.uri)) == {"shares": "tenant:acme has 50% of all 60 states"}
+
+
+def test_states_are_told_by_rule(single: Single) -> None:
+    """Those that have any, and those of rules that are gone."""
+    spend(single.uri, 20, "orders")
+    spend(single.uri, 5, "removed")
+    told = found(looked(single.uri, document=document()), "rules kept")
+    assert [each.level for each in told] == ["ok", "ok"]
+    assert told[0].what == "1 of 1 rules have states in the store"
+    assert told[1].where == ("removed 5",)
+
+
+def test_a_user_who_may_not_look_is_told_what_is_missing() -> None:
+    """And one who may do no more than that can look at everything."""
+    needed = "+scan +type +pttl +hlen +hgetall +hkeys +hmget +time +dbsize +info +memory|usage"
+    users = [User("none", "a", "~* +ping"), User("some", "b", f"~tk:* {needed} +ping")]
+    with Single(users=users) as server:
+        server.admin.hset("tk:{user:1}", "a", "garbage")
+        with pytest.raises(StoreUnavailable, match=r"the user needs \+scan \+type"):
+            looked(server.uri)
+        uri = server.uri.replace("none:a@", "some:b@")
+        assert wrong(looked(uri)).keys() == {"no expiry", "unreadable"}
+
+
+# ------------------------------------------------------------------------------------ cluster
+
+
+def test_a_cluster_is_looked_at_node_by_node(cluster: Cluster) -> None:
+    """A defect on each primary is found there, and mended there; the replicas are alike."""
+    keys = spend(cluster.uri, 60)
+    broken = {cluster.node_of(slot_of(key)).port: key for key in keys}
+    assert len(broken) == 3
+    for port, key in broken.items():
+        server = next(node for node in cluster.nodes if node.port == port)
+        server.admin.persist(key)
+        server.admin.hset(key, "new", "garbage")
+    report = looked(cluster.uri)
+    assert wrong(report).keys() == {"no expiry", "unreadable"}
+    for check in ("no expiry", "unreadable"):
+        (finding,) = found(report, check)
+        for port, key in broken.items():
+            assert any(f"{key.decode()} on 127.0.0.1:{port}" in each for each in finding.where)
+    assert (report.counted["keys"], report.counted["primaries"]) == (60, 3)
+    mended = looked(cluster.uri, repair="all")
+    assert sum(each.done for each in mended.repairs) == 6
+    after = looked(cluster.uri)
+    assert wrong(after) == {}
+    assert after.counted["states"] == 60
+    (drift,) = found(after, "drift")
+    assert "keys are alike on 3 replicas" in drift.what
+
+
+def test_what_only_the_primary_has_is_drift(cluster: Cluster) -> None:
+    """A write that no replica was told of, on one of three."""
+    keys = spend(cluster.uri, 60)
+    node = cluster.node_of(slot_of(keys[0]))
+    node.admin.eval(UNREPLICATED, 1, keys[0], "HSET", keys[0], "secret", "1")
+    report = looked(cluster.uri)
+    drift = [each for each in found(report, "drift") if each.level == "problem"]
+    assert len(drift) == 1
+    assert f"of 127.0.0.1:{node.port}" in drift[0].where[0]
+    assert drift[0].where[1] == "tk:{user:0}: its fields differ"
+    cluster.flush()
+
+
+# -------------------------------------------------------------------------------- replication
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Single, Single]]:
+    """A primary, and a replica of it."""
+    with Single(lines=["repl-diskless-sync-delay 0"]) as primary:
+        lines = [f"replicaof 127.0.0.1 {primary.port}", "replica-read-only no"]
+        with Single(lines=lines) as replica:
+            until(
+                lambda: (
+                    primary.admin.info("replication").get("slave0", {}).get("state") == "online"
+                ),
+                "the replica is in sync",
+                SECONDS_MAX,
+            )
+            yield primary, replica
+
+
+def in_sync(primary: Single) -> None:
+    primary.admin.wait(1, 10_000)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("field", "its fields differ"),
+        ("missing", "it is not there"),
+        ("extra", "it is there, and not on the primary"),
+        ("expiry", "only one of the two expires"),
+        ("later", " s apart"),
+    ],
+)
+def test_a_replica_that_differs_is_told(how: str, words: str, pair: tuple[Single, Single]) -> None:
+    """Which key, and how; that of the others is alike is counted."""
+    primary, replica = pair
+    primary.flush()
+    spend(primary.uri)
+    in_sync(primary)
+    key = "tk:{user:5}"
+    match how:
+        case "field":
+            replica.admin.hset(key, "orders", "other")
+        case "missing":
+            replica.admin.delete(key)
+        case "extra":
+            key = "tk:{user:more}"
+            replica.admin.hset(key, "orders", "1")
+        case "expiry":
+            replica.admin.persist(key)
+        case _:
+            replica.admin.expire(key, 90_000)
+    report = looked(primary.uri)
+    (finding,) = [each for each in found(report, "drift") if each.level == "problem"]
+    assert finding.where[0] == f"127.0.0.1:{replica.port} of 127.0.0.1:{primary.port}"
+    assert finding.where[1].startswith(key)
+    assert words in finding.where[1]
+    assert finding.what.startswith("1 of ")
+    replica.admin.delete(key)
+
+
+def test_what_is_on_the_way_is_no_drift(pair: tuple[Single, Single]) -> None:
+    """Keys that are spent on all the time differ now and then, and have not drifted apart."""
+    primary, _ = pair
+    primary.flush()
+    done = Event()
+
+    def ask() -> None:
+        with Limiter("1000000/hour", store=primary.uri, name="orders") as limiter:
+            number = 0
+            while not done.is_set():
+                number += 1
+                limiter.check(f"user:{number % 50}")
+
+    thread = Thread(target=ask)
+    thread.start()
+    try:
+        until(lambda: primary.admin.dbsize() == 50, "all have been there", SECONDS_MAX)
+        for _ in range(20):
+            assert wrong(looked(primary.uri)) == {}
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_a_replica_that_does_not_answer_is_told(pair: tuple[Single, Single]) -> None:
+    """It is not compared, and the rest is looked at all the same."""
+    primary, replica = pair
+    primary.flush()
+    spend(primary.uri)
+    in_sync(primary)
+    replica.pause()
+    try:
+        report = looked(primary.uri, options={"connect_ms": 300})
+    finally:
+        replica.resume()
+    told = [each for each in found(report, "drift") if each.level == "warning"]
+    assert [each.what for each in told] == [
+        f"not compared: 127.0.0.1:{replica.port}: no answer in time"
+    ]
+    assert report.counted["keys"] == 20
+
+
+# ------------------------------------------------------------------------------------ the command
+
+
+def test_the_command_says_each_thing_that_it_mends(single: Single) -> None:
+    """In lines and in JSON; `--repair` alone is for expiries."""
+    keys = spend(single.uri)
+    single.admin.persist(keys[0])
+    single.admin.set(keys[1], "text")
+    done = run_to_end(["reconcile", "--store", single.uri, "--repair", "--pause", "0"])
+    assert (done.returncode, done.stderr) == (1, "")
+    mended = [line for line in done.stdout.splitlines() if line.startswith("mended")]
+    assert len(mended) == 1
+    assert f"tk:{{user:0}} on 127.0.0.1:{single.port}: expires in " in mended[0]
+    assert single.admin.type(keys[1]) == "string"
+    all_of_it = run_to_end(["reconcile", "--store", single.uri, "--repair=all", "--json"])
+    told = json.loads(all_of_it.stdout)
+    assert [(each["key"], each["done"]) for each in told["repairs"]] == [("tk:{user:1}", True)]
+    clean = run_to_end(["reconcile", "--store", single.uri])
+    assert clean.returncode == 0, clean.stdout
+
+
+def test_as_a_job_it_prints_a_line_each_time_until_it_is_told_to_end() -> None:
+    """Also while the store is away; and ends with exit code 0."""
+    with Single() as server:
+        spend(server.uri)
+        command = [sys.executable, "-m", "tollkeeper", "reconcile", "--store", server.uri]
+        with subprocess.Popen([*command, "--every", "1s"], stdout=subprocess.PIPE) as process:
+            try:
+                assert process.stdout is not None
+                first = json.loads(process.stdout.readline())
+                assert (first["exit_code"], first["counted"]["keys"]) == (0, 20)
+                server.kill()
+                while (line := json.loads(process.stdout.readline()))["exit_code"] == 0:
+                    pass
+                assert (line["exit_code"], "error" in line) == (2, True)
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(SECONDS_MAX) == 0
+            finally:
+                process.kill()
+
+
+def test_defects_beyond_what_is_kept_are_counted(
+    single: Single, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report says how many there are, and names a few; one run mends so many at most."""
+    keys = spend(single.uri)
+    for key in keys:
+        single.admin.persist(key)
+    monkeypatch.setattr(reconciling, "REPAIRS_MAX", 8)
+    report = looked(single.uri, repair="expiry")
+    (finding,) = found(report, "no expiry")
+    assert finding.what.startswith("20 keys")
+    assert finding.where[-1] == "and 15 more"
+    assert sum(each.done for each in report.repairs) == 8
+    assert isinstance(walked_of(single), Walked)
+    assert walked_of(single).counts["no expiry"] == 12
+
+
+def walked_of(server: Single) -> Walked:
+    topology = Topology(parse(server.uri))
+    try:
+        return walk(topology, "tk", Pace(pause_seconds=0))[0]
+    finally:
+        topology.close()
