@@ -67,6 +67,25 @@ def test_no_secret_gets_into_a_line(secret: str, formatter: logging.Formatter) -
     assert "ValueError" in line
 
 
+@pytest.mark.parametrize("formatter", [JsonFormatter("n"), TextFormatter("n")])
+def test_a_path_cannot_write_lines_of_its_own(formatter: logging.Formatter) -> None:
+    """Neither the end of a line nor what a terminal obeys gets out; a traceback keeps its lines."""
+    args = {
+        "addr": "192.0.2.1",
+        "method": "GET",
+        "path": "/a\nb\x1b[2J\r",
+        "status": 404,
+        "dt_ms": 1,
+    }
+    line = formatter.format(record(ACCESS_FORMAT, args, name="granian.access"))
+    assert line.isprintable()
+    assert "/a" in line
+    line = formatter.format(record("said: %s", "a\x1b[2J\nb"))
+    assert "\x1b" not in line
+    if isinstance(formatter, TextFormatter):
+        assert line.endswith("a\\x1b[2J\nb")
+
+
 def test_what_is_no_secret_stays() -> None:
     """An address without a password, a key's first letters."""
     text = "redis://cache:6379/0 tk_ a@b.example"

@@ -82,13 +82,30 @@ class JsonFormatter(_Formatter):
 
 
 class TextFormatter(_Formatter):
-    """A line for people. What is told of more than one line stays so."""
+    """A line for people. What is told of more than one line stays so, but for requests.
+
+    A path comes from anybody, and may hold the end of a line, or what a terminal obeys.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """The time, how bad it is where it is bad, and the message."""
         time = datetime.fromtimestamp(record.created, UTC).astimezone().strftime("%H:%M:%S")
         level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
-        return f"{time} {level}{self._message(record)}"
+        kept = "" if record.name == _ACCESS else "\n"
+        return f"{time} {level}{_printable(self._message(record), kept)}"
+
+
+def _printable(text: str, kept: str) -> str:
+    """The text, with what cannot be printed written as in Python, but for what is `kept`.
+
+    >>> _printable("/a\\x1b[31m\\nb", kept="")
+    '/a\\\\x1b[31m\\\\nb'
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() or each in kept else repr(each)[1:-1] for each in text
+    )
 
 
 def _access(args: Any) -> dict[str, Any]:
