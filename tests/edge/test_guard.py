@@ -22,7 +22,7 @@ from tollkeeper import (
 from tollkeeper.edge.answers import Style
 from tollkeeper.edge.calls import WsgiCall
 from tollkeeper.edge.charges import Charge
-from tollkeeper.edge.guard import AsyncGuard, Guard, Refused, Terms
+from tollkeeper.edge.guard import AsyncGuard, Guard, Options, Refused, Terms
 from tollkeeper.testing import ManualClock
 
 RULES = """
@@ -391,12 +391,17 @@ async def test_every_hook_may_be_async() -> None:
     async def on_limit(call: Any, ruling: Any) -> str:
         return "mine"
 
-    terms = Terms(limits="4/minute", key=key, cost=cost, skip=skip, on_limit=on_limit)
-    guard = AsyncGuard(terms)
+    async def count(status: int) -> bool:
+        return status == 401
+
+    hooks: Options = {"key": key, "cost": cost, "skip": skip, "on_limit": on_limit, "count": count}
+    guard = AsyncGuard(Terms(limits="4/minute", **hooks))
     charge = await guard.enter(_call(user="1"))
     assert (charge.key, charge.decision.remaining) == ("1", 2)
     assert (await guard.enter(_call("/free"))).ruling.kind == "unlimited"
     assert await guard.response(_call(), charge.ruling) == "mine"
+    await guard.leave(charge, 200)
+    assert charge.units == 0
     await guard.close()
 
 

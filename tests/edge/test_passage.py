@@ -169,6 +169,39 @@ async def test_a_handler_that_raises_counts_as_500_and_still_settles() -> None:
     assert _remaining(guarded) == 2
 
 
+@pytest.mark.parametrize("gone_at", ["http.response.start", "http.response.body"])
+async def test_a_guess_whose_client_hangs_up_counts(gone_at: str) -> None:
+    """A server may raise where the other end is gone: the outcome is what was answered."""
+
+    async def login(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 401, "headers": []})
+        await send({"type": "http.response.body", "body": b"no"})
+
+    async def send(message: Any) -> None:
+        if message["type"] == gone_at:
+            raise OSError("the client is gone")
+
+    guarded = limited(login, count=lambda status: status == 401)
+    for _ in range(2):
+        with pytest.raises(OSError, match="gone"):
+            await guarded(scope_of(), None, send)  # type: ignore[arg-type]  # nothing is received
+    assert _remaining(guarded) == 0
+    assert (await ask(guarded)).status == 429
+
+
+async def test_what_fails_after_the_response_does_not_change_its_outcome() -> None:
+    """A background task that raises makes no 500 of what the client has seen."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await hello(scope, receive, send)
+        raise ZeroDivisionError("in the background")
+
+    guarded = limited(app, count=lambda status: status < 500)
+    with pytest.raises(ZeroDivisionError):
+        await ask(guarded)
+    assert _remaining(guarded) == 1
+
+
 @pytest.mark.parametrize(("said", "left"), [(None, 1), (0, 2)])
 async def test_a_request_that_is_cancelled_still_settles(said: int | None, left: int) -> None:
     """A client that hangs up has its outcome counted, unless the application said otherwise."""

@@ -191,9 +191,10 @@ class _Post:
             clock=self.clock,
         )
 
-    def _counts(self, status: int | None) -> bool:
+    def _counts(self, status: int | None) -> Any:
+        """What the hook says of an outcome; true where there is no hook, or no outcome."""
         count = self.terms.count
-        return count is None or status is None or bool(count(status))
+        return count is None or status is None or count(status)
 
     def refusal(self, ruling: Ruling) -> Answer:
         """The answer to a denied request, where no hook has another."""
@@ -269,7 +270,7 @@ class Guard(_Post):
         `status` is the response's, 500 for a handler that raised, None for no outcome at all. A
         store that fails is logged, and the request keeps what it was charged on the way in.
         """
-        due = charge.take(self._counts(status))
+        due = charge.take(bool(self._counts(status)))
         if due is None:
             return
         try:
@@ -374,7 +375,7 @@ class AsyncGuard(_Post):
 
     async def leave(self, charge: Charge, status: int | None = None) -> None:
         """Apply what the request turned out to cost. See Guard.leave."""
-        due = charge.take(self._counts(status))
+        due = charge.take(bool(await _found(self._counts(status))))
         if due is None:
             return
         try:

@@ -268,8 +268,11 @@ class Passage(Charge):
 
     async def fail(self, error: BaseException) -> None:
         """Settle a request whose handler raised, or whose task is being cancelled."""
-        # Cancelled before there was an outcome: it counts, or guessers would just hang up.
-        status = 500 if isinstance(error, Exception) else self.status
+        # What was sent is the outcome: where the client has hung up, `send` may raise, and a guess
+        # is not let off with a 500. Who is cancelled without one counts: guessers would hang up.
+        status = self.status
+        if status is None and isinstance(error, Exception):
+            status = 500
         if self.is_settled:
             return
         settling = self._settle(status)

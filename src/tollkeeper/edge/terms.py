@@ -49,7 +49,7 @@ class Options(TypedDict, total=False):
     cost: int | Callable[[Call], Any]
     skip: Callable[[Call], Any] | None
     on_limit: Callable[[Call, Ruling], Any] | None
-    count: Callable[[int], bool] | None
+    count: Callable[[int], Any] | None
     style: Style
     name: str
     on_failure: FailurePolicy
@@ -64,7 +64,7 @@ class RouteOptions(TypedDict, total=False):
     cost: int | Callable[[Call], Any]
     skip: Callable[[Call], Any] | None
     on_limit: Callable[[Call, Ruling], Any] | None
-    count: Callable[[int], bool] | None
+    count: Callable[[int], Any] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -108,7 +108,7 @@ class Terms:
     cost: int | Callable[[Call], Any] = 1
     skip: Callable[[Call], Any] | None = None
     on_limit: Callable[[Call, Ruling], Any] | None = None
-    count: Callable[[int], bool] | None = None
+    count: Callable[[int], Any] | None = None
     style: Style = field(default_factory=Style)
     name: str = ""
     on_failure: FailurePolicy = "open"
