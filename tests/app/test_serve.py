@@ -17,6 +17,7 @@ from tollkeeper.app.server import started_line, url_of
 from tollkeeper.app.settings import NAMES, Settings
 from tollkeeper.control.repository import Repository
 from tollkeeper.edge.service import token_file
+from tollkeeper.edge.service.tokens import Tokens
 from tollkeeper.errors import ConfigError
 
 run = CliRunner()
@@ -64,6 +65,23 @@ def test_others_are_asked_for_tokens(more: dict[str, Any], fine: bool, tmp_path:
         starting.check_access(settings)
     token_file.create(settings.tokens_path, "a", "check")
     starting.check_access(settings)
+
+
+def test_a_worker_that_starts_later_asks_for_the_tokens_too(tmp_path: Path) -> None:
+    """Though the file has gone since: the settings that workers get name it."""
+    settings = given(tmp_path, host="0.0.0.0")
+    token_file.create(settings.tokens_path, "a", "check")
+    seen = starting.check_access(settings)
+    settings.tokens_path.unlink()
+    assert seen.tokens
+    assert Tokens.load(seen.tokens_path, demanded=bool(seen.tokens)).demanded
+    assert starting.check_access(given(tmp_path)).tokens == ""
+
+
+def test_it_is_said_which_address_others_reach(tmp_path: Path) -> None:
+    """Of the two that it listens on."""
+    with pytest.raises(ConfigError, match=r"^0\.0\.0\.0 can be reached"):
+        starting.check_access(given(tmp_path, grpc="0.0.0.0:8081"))
 
 
 def test_tokens_that_were_named_must_be_there(tmp_path: Path) -> None:

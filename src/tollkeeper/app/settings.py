@@ -178,10 +178,15 @@ class Settings:
         return Path(self.tokens) if self.tokens else Path(self.data) / "tokens.json"
 
     @property
+    def far_host(self) -> str | None:
+        """What it listens on that other machines can reach; None: only this machine itself can."""
+        hosts = [self.host, *([address_of(self.grpc)[0]] if self.grpc else [])]
+        return next((host for host in hosts if not _is_loopback(host)), None)
+
+    @property
     def is_local(self) -> bool:
         """Can only this machine itself reach it?"""
-        hosts = [self.host, *([address_of(self.grpc)[0]] if self.grpc else [])]
-        return all(_is_loopback(host) for host in hosts)
+        return self.far_host is None
 
     @property
     def sources(self) -> dict[str, list[Any]]:

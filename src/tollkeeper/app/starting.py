@@ -29,7 +29,7 @@ log = logging.getLogger("tollkeeper.service")
 def run(settings: Settings) -> None:
     """Serve until told to end. Raises ConfigError or StoreError for what cannot be started."""
     logging.config.dictConfig(logs.configuration(settings.log_format, settings.node_id))
-    check_access(settings)
+    settings = check_access(settings)
     check_tls(settings)
     with run_folder(settings) as counters, ports(settings) as listening:
         version = asyncio.run(prepared(listening))
@@ -40,8 +40,12 @@ def run(settings: Settings) -> None:
     log.info("ended", extra=logs.event("ended"))
 
 
-def check_access(settings: Settings) -> None:
-    """Who could reach the service without a token? Raises ConfigError if that is everybody."""
+def check_access(settings: Settings) -> Settings:
+    """Who could reach the service without a token? Raises ConfigError if that is everybody.
+
+    Tokens that are there now are named in the settings that it gives: a worker that starts later,
+    and finds them gone, must not take that for none being wanted.
+    """
     path = settings.tokens_path
     if settings.tokens and not path.exists():
         raise ConfigError(
@@ -51,10 +55,11 @@ def check_access(settings: Settings) -> None:
     tokens = Tokens.load(path)
     if not tokens.demanded and not settings.is_local and not settings.insecure_no_tokens:
         raise ConfigError(
-            f"{settings.host} can be reached from other machines, and whoever reaches it could "
+            f"{settings.far_host} can be reached from other machines, and whoever reaches it could "
             f"spend everybody's quota: make a token with `tollkeeper token create NAME --role "
             f"check --tokens {path}`, or stay on 127.0.0.1, or say --insecure-no-tokens"
         )
+    return replace(settings, tokens=str(path)) if tokens.demanded else settings
 
 
 def check_tls(settings: Settings) -> None:

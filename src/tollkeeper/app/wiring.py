@@ -111,7 +111,7 @@ def open_node(settings: Settings, counters: Path | None) -> Node:
     limiter = open_limiter(settings)
     return Node(
         limiter=limiter,
-        tokens=Tokens.load(settings.tokens_path),
+        tokens=Tokens.load(settings.tokens_path, demanded=bool(settings.tokens)),
         node_id=settings.node_id,
         identity=identity_of(settings),
         settings=answering,

@@ -123,6 +123,18 @@ def test_a_file_that_is_lost_opens_nothing(harm: str, tmp_path: Path) -> None:
     assert may(tokens.permitted(bearer(secret), "check")) is True
 
 
+def test_tokens_that_are_demanded_and_gone_open_nothing(tmp_path: Path) -> None:
+    """Of a worker that is started again: others have seen the file, and it has gone since."""
+    path = tmp_path / "tokens.json"
+    clock = Seconds()
+    tokens = Tokens.load(path, clock, demanded=True)
+    assert tokens.demanded
+    assert may(tokens.permitted(None, "check")) == 401
+    secret = token_file.create(path, "t", "check")
+    clock.now_s += 1
+    assert may(tokens.permitted(bearer(secret), "check")) is True
+
+
 def test_a_file_that_is_wrong_at_the_start_is_an_error(tmp_path: Path) -> None:
     """There are no tokens to stay with."""
     path = tmp_path / "tokens.json"

@@ -92,13 +92,19 @@ class Tokens:
 
     @classmethod
     def load(
-        cls, path: Path | str | None, monotonic_s: Callable[[], float] = time.monotonic
+        cls,
+        path: Path | str | None,
+        monotonic_s: Callable[[], float] = time.monotonic,
+        *,
+        demanded: bool = False,
     ) -> Self:
         """The tokens in a file; None, or a file that does not exist yet, asks checks for none.
 
-        Raises ConfigError for a file that cannot be read.
+        Unless they are `demanded`: a file that has gone since somebody saw it opens nothing. Raises
+        ConfigError for a file that cannot be read.
         """
         tokens = cls(None if path is None else Path(path), monotonic_s)
+        tokens._demanded = demanded
         tokens._look()
         tokens._look_at_s = monotonic_s() + LOOK_SECONDS
         return tokens
