@@ -21,6 +21,10 @@ try:
     from bench.memory import bytes_per_key
     from bench.peers import PEERS
     from bench.processes import Throughput, measure_processes
+    from bench.record import FULL as RECORD_FULL
+    from bench.record import QUICK as RECORD_QUICK
+    from bench.record import WORKS as RECORD_WORKS
+    from bench.record import run_record
     from bench.redis_measure import FULL as REDIS_FULL
     from bench.redis_measure import QUICK as REDIS_QUICK
     from bench.redis_run import WORKS as REDIS_WORKS
@@ -69,18 +73,25 @@ def main() -> None:
         HTTP_QUICK if options.quick else HTTP_FULL,
         _progress,
     )
-    if not (results or throughputs or rules or redis or http):
+    record = run_record(
+        lambda work: _wanted(options, "", work),
+        RECORD_QUICK if options.quick else RECORD_FULL,
+        _progress,
+    )
+    if not (results or throughputs or rules or redis or http or record):
         sys.exit(f"nothing is called {' '.join(options.only)}; see --help")
     if options.json:
         written = as_json(results, throughputs, effort, found)
         written["rules"] = rules
         written["redis"] = redis
         written["http"] = http
+        written["record"] = record
         options.json.write_text(json.dumps(written, indent=2) + "\n")
 
 
 def _options() -> argparse.Namespace:
     works = [*(scene.name for scene in SCENES), PROCESSES, *RULES_WORKS, *REDIS_WORKS, *HTTP_WORKS]
+    works += RECORD_WORKS
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         description="Tollkeeper beside limits and throttled-py, on the same work: in process; its "

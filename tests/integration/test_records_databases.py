@@ -225,7 +225,7 @@ async def test_a_server_that_stands_still_is_waited_out(monkeypatch: pytest.Monk
     monkeypatch.setattr(sinks, "RETRY_SECONDS_MAX", 0.2)
     with Postgres() as server:
         url = server.new_database()
-        quick = Pace(write_seconds=0.02, usage_seconds=0.02)
+        quick = Pace(write_seconds=0.02, usage_seconds=0.02, batch_seconds=0)
         sink = Sink(Database(url), pace=quick, now_ns=lambda: NOW_S * 10**9)
         running = asyncio.create_task(sink.run())
         sink.offer([event(NOW_US)])

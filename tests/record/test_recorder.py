@@ -34,7 +34,7 @@ allow: ["user:root"]
 deny: ["user:mallory"]
 """
 )
-QUICK = Pace(write_seconds=0.02, usage_seconds=0.02)
+QUICK = Pace(write_seconds=0.02, usage_seconds=0.02, batch_seconds=0)
 USAGE = "SELECT subject, rule, allowed, denied, units FROM tollkeeper_usage ORDER BY subject, rule"
 ANN = Request(user="ann")
 

@@ -15,7 +15,7 @@ from tollkeeper.errors import ConfigError, StoreError
 from tollkeeper.record import sink as sinks
 from tollkeeper.record.sink import BATCH_EVENTS_MAX, EVENTS_MAX, Pace, Sink
 
-QUICK = Pace(write_seconds=0.01, usage_seconds=0.01)
+QUICK = Pace(write_seconds=0.01, usage_seconds=0.01, batch_seconds=0)
 COUNTS = "SELECT count(*), coalesce(sum(allowed), 0), coalesce(sum(units), 0) FROM tollkeeper_usage"
 DECISIONS = "SELECT count(*) FROM tollkeeper_decisions"
 

@@ -278,7 +278,10 @@ class Recorder:
         with self._lock:
             self._sketches["checks"].add(checks, now_s)
             self._sketches["denied"].add(denied, now_s)
-        for noted in _portions(handed.noted):
+        # What will not fit need not be made.
+        fits = handed.noted[: self._sink.room]
+        self._sink.drop(len(handed.noted) - len(fits))
+        for noted in _portions(fits):
             self._sink.offer([event_of(each, self._node, self.subjects) for each in noted])
             await asyncio.sleep(PORTION_PAUSE_SECONDS)
 

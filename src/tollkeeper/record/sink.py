@@ -45,7 +45,7 @@ EVENTS_MAX: Final = 10_000
 BATCH_EVENTS_MAX: Final = 1_000
 BATCH_BUCKETS_MAX: Final = 5_000
 # So many rows are bound at a time: Python's lock is let go of between, for whoever answers.
-STATEMENT_ROWS: Final = 200
+STATEMENT_ROWS: Final = 100
 RETRY_SECONDS_MIN: Final = 0.5
 RETRY_SECONDS_MAX: Final = 30.0
 # One transaction, in PostgreSQL, with all its waiting: for other writers, and for an answer.
@@ -88,6 +88,9 @@ class Pace:
     write_seconds: float = 1.0
     usage_seconds: float = 5.0
     """A bucket that is added to every second is written every so many."""
+    batch_seconds: float = 0.5
+    """Between full batches: 2,000 decisions a second. Each takes 20 µs of the worker's time, and
+    whoever is denied a hundred thousand times must not cost those who are answered."""
 
 
 class Batch(NamedTuple):
@@ -133,13 +136,22 @@ class Sink:
         """Decisions and counts that are lost."""
         return self._dropped + self._usage.dropped
 
+    @property
+    def room(self) -> int:
+        """How many more decisions fit."""
+        return max(EVENTS_MAX - len(self._events), 0)
+
     def offer(self, events: Sequence[Event]) -> None:
         """Decisions to write; those that there is no room for are dropped."""
-        room = max(EVENTS_MAX - len(self._events), 0)
+        room = self.room
         self._events.extend(events[:room])
-        self._dropped += max(len(events) - room, 0)
+        self.drop(max(len(events) - room, 0))
         if len(self._events) >= BATCH_EVENTS_MAX:
             self._wake.set()
+
+    def drop(self, count: int) -> None:
+        """Count so many that are lost."""
+        self._dropped += count
 
     @property
     def usage(self) -> Usage:
@@ -167,8 +179,9 @@ class Sink:
         """Write what is due; how long to wait then."""
         try:
             await self._prepare()
-            while await self.write():
-                pass
+            while await self.write() and not self._stopping.is_set():
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), self._pace.batch_seconds)
             await self._tend()
         except StoreError as error:
             self._failures += 1
