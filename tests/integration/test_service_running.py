@@ -11,11 +11,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.redis_servers.waiting import until
 from tests.service_process import ServiceProcess, ask_on
+from tollkeeper.edge.envoy.protocol.messages import SERVICE as RATE_LIMIT_SERVICE
 
 
 def limited(limit: Any, **more: Any) -> dict[str, Any]:
@@ -140,6 +143,25 @@ def test_the_end_under_load_loses_no_answer() -> None:
             client.join(20)
         assert [client.lost for client in clients if client.lost] == []
         assert sum((client.answers for client in clients), Counter()).keys() == {200}
+
+
+def test_gateways_are_told_of_the_end_before_it_comes() -> None:
+    """Over gRPC too: while it drains, the health service says NOT_SERVING."""
+    status = health_pb2.HealthCheckResponse
+    with ServiceProcess(limited("5/day"), "--drain-seconds", "20", grpc=True) as service:
+        with grpc.insecure_channel(service.grpc) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            asked = health_pb2.HealthCheckRequest(service=RATE_LIMIT_SERVICE)
+            assert stub.Check(asked, timeout=10).status == status.SERVING
+            assert service.pid is not None
+            os.kill(service.pid, signal.SIGTERM)
+            until(
+                lambda: stub.Check(asked, timeout=10).status == status.NOT_SERVING,
+                "gateways are sent elsewhere",
+                10,
+            )
+        # The second one does not drain.
+        assert service.end(signal.SIGTERM) == 0
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -43,6 +43,8 @@ _PARENT_SECONDS: Final = 1.0
 _GRPC_GRACE_SECONDS: Final = 5.0
 
 Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
+# Tells those who ask to go elsewhere.
+Drain = Callable[[], Coroutine[Any, Any, None]]
 
 log = logging.getLogger("tollkeeper.service")
 
@@ -177,9 +179,8 @@ class Worker:
         answering = service(node)
         await answering.start()
         stack.push_async_callback(answering.stop)
-        if self._settings.grpc:
-            await self._start_grpc(node, stack)
-        self._heed_signals(node)
+        drains = [await self._start_grpc(node, stack)] if self._settings.grpc else []
+        self._heed_signals(node, drains)
         watching = asyncio.create_task(self._watch_parent())
         stack.callback(watching.cancel)
         self._service = around(answering)
@@ -188,7 +189,7 @@ class Worker:
         gc.collect()
         gc.freeze()
 
-    async def _start_grpc(self, node: Node, stack: AsyncExitStack) -> None:
+    async def _start_grpc(self, node: Node, stack: AsyncExitStack) -> Drain:
         # Imported here: a service without gRPC needs none of its libraries.
         from tollkeeper.edge.envoy.server import Tls, start  # noqa: PLC0415 - see above
 
@@ -198,12 +199,16 @@ class Worker:
             tls = Tls(Path(settings.tls_cert), Path(settings.tls_key))
         handle = await start(node, settings.grpc, tls, on_failure=settings.on_failure)
         stack.push_async_callback(handle.stop, _GRPC_GRACE_SECONDS)
+        return handle.drain
 
-    def _heed_signals(self, node: Node) -> None:
+    def _heed_signals(self, node: Node, drains: Sequence[Drain]) -> None:
         """SIGUSR1, from the parent: the end is near. SIGTERM is the server's, and is the end."""
+        draining: list[asyncio.Task[None]] = []  # a task that nobody holds may be collected
 
         def stopping() -> None:
-            node.stopping = True
+            if not node.stopping:
+                node.stopping = True
+                draining.extend(asyncio.create_task(drain()) for drain in drains)
 
         with suppress(NotImplementedError, ValueError):
             asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, stopping)
