@@ -116,7 +116,7 @@ async def test_async_hooks_are_awaited(site: Site) -> None:
 
 async def test_refusals_that_are_no_denials(site: Site) -> None:
     """A cost that never fits is a 422, a key that is none a 400."""
-    with site.having(limits="1/minute", cost=2):
+    with site.having(limits="1/minute", cost=lambda call: 2):
         assert await site.statuses("/hello") == [422]
     with site.having(limits="1/minute", key=lambda call: ""):
         assert await site.statuses("/hello") == [400]

@@ -285,7 +285,7 @@ async def test_a_cost_that_never_fits_is_a_422() -> None:
     """Raised in a dependency, it is an answer too, and what was charged before is given back."""
     app, limit = _limited("10/minute")
 
-    @app.get("/x", dependencies=[limit("5/minute", cost=6)])
+    @app.get("/x", dependencies=[limit("5/minute", cost=lambda call: 6)])
     async def x() -> None: ...
 
     assert await _statuses(app, *["/x"] * 11) == [422] * 11

@@ -259,7 +259,7 @@ def test_a_leaky_bucket_holds_before_the_application_runs(make: Make) -> None:
 def test_a_cost_that_can_never_fit_is_a_422(make: Make) -> None:
     """No wait would help, and the answer says so."""
     with pytest.raises(Refused) as refused:
-        make(limits="10/minute", cost=11).enter(_call())
+        make(limits="10/minute", cost=lambda call: 11).enter(_call())
     assert refused.value.answer.status == 422
 
 

@@ -95,7 +95,11 @@ async def test_a_hook_that_raises_is_the_applications_error() -> None:
 
 @pytest.mark.parametrize(
     ("options", "status"),
-    [({"cost": 3}, 422), ({"key": lambda call: ""}, 400), ({"cost": lambda call: -1}, 400)],
+    [
+        ({"cost": lambda call: 3}, 422),
+        ({"key": lambda call: ""}, 400),
+        ({"cost": lambda call: -1}, 400),
+    ],
 )
 async def test_what_cannot_be_counted_is_refused_and_never_a_500(
     options: dict[str, Any], status: int

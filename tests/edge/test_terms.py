@@ -7,8 +7,11 @@ from typing import Any, get_type_hints
 import pytest
 
 from tollkeeper import ConfigError, Limiter
+from tollkeeper.edge import asgi, fastapi, flask, wsgi
 from tollkeeper.edge.identity import Identity
 from tollkeeper.edge.terms import Options, Terms
+from tollkeeper.standby import Standby
+from tollkeeper.testing import ManualClock
 
 RULES = """
 version: 1
@@ -27,6 +30,7 @@ rules:
         ({"limits": "1/s", "count": 401}, "count=401 is not a function"),
         ({"limits": "1/s", "on_limit": True}, "on_limit=True is not a function"),
         ({"limits": "1/s", "cost": -1}, "cost"),
+        ({"limits": "10/s; 5/minute", "cost": 6}, "cost=6 never fits"),
         ({"limits": "1/s", "style": "draft-7"}, "is not a Style"),
         ({"limits": "1/s", "on_failure": "perhaps"}, "on_failure"),
         ({"limits": "1/s", "name": "a\nb"}, "name="),
@@ -35,6 +39,8 @@ rules:
         ({"rules": RULES, "key": "header:X"}, "each rule's `by`"),
         ({"limiter": Limiter("1/s"), "store": "redis://x"}, "has a store"),
         ({"limiter": Limiter("1/s"), "on_failure": "closed"}, "has a store"),
+        ({"limiter": Limiter("1/s"), "clock": ManualClock()}, "and a clock"),
+        ({"limiter": Limiter("1/s"), "standby": Standby()}, "a standby"),
         ({"identify": Identity(), "trusted_proxies": ["10.0.0.0/8"]}, "to the Identity"),
     ],
 )
@@ -49,6 +55,13 @@ def test_an_integration_may_demand_limits() -> None:
     with pytest.raises(ConfigError, match='RateLimit needs limits="100/minute"'):
         Terms().demand("RateLimit")
     assert Terms(limits="1/s").demand("RateLimit").says_limits
+
+
+@pytest.mark.parametrize("integration", [asgi, fastapi, flask, wsgi])
+def test_what_is_no_application_is_refused(integration: Any) -> None:
+    """Who forgets it is told so, and not what a text cannot do."""
+    with pytest.raises(ConfigError, match=r"'100/minute' is not an? .*application; write"):
+        integration.RateLimit("100/minute")
 
 
 def test_options_are_the_names_of_terms() -> None:

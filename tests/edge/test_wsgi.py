@@ -164,7 +164,7 @@ def test_rules_and_a_limiter_of_ones_own() -> None:
 
 def test_a_cost_that_can_never_fit_is_a_422() -> None:
     """No wait would help, and the answer says so."""
-    got = Got(limited(cost=3), environ_of())
+    got = Got(limited(cost=lambda call: 3), environ_of())
     assert got.status == 422
     assert "Retry-After" not in got.headers
 
@@ -473,7 +473,7 @@ def test_two_in_one_another_answer_as_one() -> None:
 
 def test_a_refusal_further_in_costs_nothing_outside() -> None:
     """Also one that is no denial."""
-    inner = limited(cost=3)
+    inner = limited(cost=lambda call: 3)
     outer = limited(inner, limits="5/minute")
     assert Got(outer, environ_of()).status == 422
     assert remaining(outer) == 5

@@ -37,7 +37,7 @@ from tollkeeper.edge.passage import (
     started_now,
 )
 from tollkeeper.edge.templates import RoutedCall
-from tollkeeper.edge.terms import Options, RouteOptions, Terms
+from tollkeeper.edge.terms import Options, RouteOptions, Terms, application
 from tollkeeper.errors import ConfigError, show
 from tollkeeper.model import NAME_LENGTH_MAX, check_name
 
@@ -68,7 +68,7 @@ class RateLimit:
         **options: Unpack[Options],
     ) -> None:
         """`guard` is one that is already made, instead of limits and options."""
-        self.app = app
+        self.app = application(app)
         self.guard = guard or AsyncGuard(Terms(limits=limits, **options).demand("RateLimit"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -31,7 +31,7 @@ from tollkeeper.edge.charges import Charge
 from tollkeeper.edge.guard import AsyncGuard
 from tollkeeper.edge.passage import passage_of
 from tollkeeper.edge.terms import Options, RouteOptions, Terms
-from tollkeeper.errors import ConfigError
+from tollkeeper.errors import ConfigError, show
 from tollkeeper.model import NAME_LENGTH_MAX, check_name
 
 try:
@@ -82,6 +82,11 @@ class RateLimit:
     def __init__(
         self, app: FastAPI, limits: Limits | None = None, **options: Unpack[Options]
     ) -> None:
+        if not isinstance(app, FastAPI):
+            raise ConfigError(
+                f"{show(app)} is not a FastAPI application; write RateLimit(app, …). "
+                f"For app.add_middleware(RateLimit, …) there is tollkeeper.edge.asgi.RateLimit"
+            )
         self.guard = AsyncGuard(Terms(limits=limits, **options))
         self._charging: set[Callable[..., Any]] = set()
         app.add_middleware(asgi.RateLimit, guard=self.guard)

@@ -82,6 +82,8 @@ class RateLimit:
 
     def init_app(self, app: Flask) -> None:
         """Limit an application."""
+        if not isinstance(app, Flask):
+            raise ConfigError(f"{show(app)} is not a Flask application; write RateLimit(app, …)")
         guard = Guard(plain(Terms(**{**self._options, **_configured(app)})))
         guards = app.extensions.setdefault(EXTENSION, {})
         if self in guards:

@@ -136,8 +136,16 @@ class Terms:
                 f"style={show(self.style)} is not a Style; for example Style(draft=7)"
             )
         if self.limits is not None:
-            limits_of(self.limits)
+            self._check_limits(self.limits)
         self._check_what_goes_together()
+
+    def _check_limits(self, limits: Limits) -> None:
+        least = min(limits_of(limits), key=lambda limit: limit.capacity)
+        if not callable(self.cost) and self.cost > least.capacity:
+            raise ConfigError(
+                f"cost={self.cost} never fits into {least!r}: every request would be refused; "
+                f"a cost of at most {least.capacity} does, or a larger burst"
+            )
 
     def _check_what_goes_together(self) -> None:
         if isinstance(self.identify, Identity) and self.trusted_proxies:
@@ -149,8 +157,15 @@ class Terms:
                 f"key={show(self.key)} is for limits; with rules, each rule's `by` says whom it "
                 f'counts, and identify={{"api_key": "header:X-API-Key"}} finds them'
             )
-        if self.limiter is not None and (self.store != "memory://" or self.on_failure != "open"):
-            raise ConfigError("the limiter that you pass has a store and an on_failure already")
+        if self.limiter is not None and not self._leaves_to_limiter():
+            raise ConfigError(
+                "the limiter that you pass has a store, an on_failure, a standby and a clock "
+                "already; give them to it"
+            )
+
+    def _leaves_to_limiter(self) -> bool:
+        said = (self.store, self.on_failure, self.standby, self.clock)
+        return said == ("memory://", "open", None, None)
 
     @property
     def says_limits(self) -> bool:
@@ -174,6 +189,13 @@ _HOOKS: Final = {
 
 
 HOOKS: Final = ("key", "cost", "skip", "on_limit", "count")
+
+
+def application(app: Any) -> Any:
+    """The application itself. Raises ConfigError for what cannot be one."""
+    if callable(app):
+        return app
+    raise ConfigError(f"{show(app)} is not an application; write RateLimit(app, limits=…)")
 
 
 def plain(terms: Terms) -> Terms:

@@ -26,7 +26,7 @@ from tollkeeper.edge.answers import Answer
 from tollkeeper.edge.bill import Bill, Header
 from tollkeeper.edge.calls import WsgiCall
 from tollkeeper.edge.guard import Guard, Options, Terms
-from tollkeeper.edge.terms import plain
+from tollkeeper.edge.terms import application, plain
 from tollkeeper.errors import ConfigError, show
 
 Environ = MutableMapping[str, Any]
@@ -49,7 +49,7 @@ class RateLimit:
     def __init__(
         self, app: WsgiApp, limits: Limits | None = None, **options: Unpack[Options]
     ) -> None:
-        self.app = app
+        self.app: WsgiApp = application(app)
         self.guard = Guard(plain(Terms(limits=limits, **options)).demand("RateLimit"))
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
