@@ -62,12 +62,13 @@ async def test_on_limit_may_say_retry_after_itself() -> None:
 
 
 async def test_on_limit_may_answer_with_an_answer_or_an_error() -> None:
-    """An Answer is sent as it is; what is no response is told to the developer."""
+    """An Answer gets our headers too; what is no response is told to the developer."""
     found: list[Any] = [Answer(200, [("X-Mine", "1")], b"ok"), "nonsense"]
     guarded = limited(limits="1/minute", on_limit=lambda call, ruling: found.pop(0))
     await ask(guarded)
     seen = await ask(guarded)
     assert (seen.status, seen.body, seen.headers["x-mine"]) == (200, b"ok", "1")
+    assert (seen.headers["retry-after"], seen.headers["x-ratelimit-limit"]) == ("60", "1")
     with pytest.raises(ConfigError, match="on_limit returned 'nonsense'"):
         await ask(guarded)
 

@@ -291,15 +291,18 @@ class Passage(Charge):
         scope = call.scope
         if self.status is not None and scope["type"] == "http":
             raise TurnedAway("a request was limited when its response had started; limit it before")
-        answer = self._answer
+        answer, send = self._answer, self._send
         if answer is None:
             ruling = self._joint_ruling()
             response = await guard.response(call, ruling)
-            answer = guard.refusal(ruling) if response is None else _answer_of(response)
+            if response is None:
+                answer = guard.refusal(ruling)
+            else:
+                answer, send = _answer_of(response), self.send  # with our headers
             if answer is None:
                 await self._respond(response, scope, receive)
                 return
-        await self._send_answer(answer, scope)
+        await self._send_answer(answer, scope, send)
 
     async def _respond(self, response: Any, scope: Scope, receive: Receive) -> None:
         """Send the application's own response, if it can still be sent."""
@@ -308,7 +311,7 @@ class Passage(Charge):
         else:
             await self._close_websocket()
 
-    async def _send_answer(self, answer: Answer, scope: Scope) -> None:
+    async def _send_answer(self, answer: Answer, scope: Scope, send: Send) -> None:
         if scope["type"] == "http":
             prefix = "http.response"
         elif self._may_answer_websocket(scope):
@@ -319,8 +322,8 @@ class Passage(Charge):
         headers = [(name.lower().encode(), value.encode()) for name, value in answer.headers]
         headers.append((b"content-length", b"%d" % len(answer.body)))
         body = b"" if scope.get("method") == "HEAD" else answer.body
-        await self._send({"type": f"{prefix}.start", "status": answer.status, "headers": headers})
-        await self._send({"type": f"{prefix}.body", "body": body})
+        await send({"type": f"{prefix}.start", "status": answer.status, "headers": headers})
+        await send({"type": f"{prefix}.body", "body": body})
 
     def _may_answer_websocket(self, scope: Scope) -> bool:
         return self.status is None and _DENIAL in (scope.get("extensions") or ())
