@@ -303,8 +303,8 @@ def test_an_open_breaker_costs_about_what_a_local_check_costs(server: Single, ke
             "memory:// in Python": _each_us(lambda: plain.check(key)),
         }
         print("; ".join(f"{name} {us:.2f} µs" for name, us in costs.items()))
-        # A trip to a server on this machine takes 35 at least, and a deadline 50,000.
-        assert costs["breaker open"] < 30
+        # Without it, a call to a server that is silent takes a deadline: here 5,000,000.
+        assert costs["breaker open"] < 1_000
 
 
 @both_wires
