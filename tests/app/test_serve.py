@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.redis_servers.certificates import make_certificates
 from tollkeeper.app import starting
 from tollkeeper.app.cli import app
 from tollkeeper.app.server import started_line, url_of
@@ -185,6 +186,37 @@ def test_what_is_wrong_is_said_before_anything_starts(
     assert done.exit_code == code, done.output
     assert said in done.stderr
     assert "Traceback" not in done.output
+
+
+def test_certificates_that_cannot_be_used_are_told(tmp_path: Path) -> None:
+    """By name: no certificate at all, and the key of another."""
+    made = make_certificates(tmp_path)
+    nothing = tmp_path / "nothing.pem"
+    nothing.write_text("nothing")
+
+    def check(certificate: Path, key: Path) -> None:
+        starting.check_tls(given(tmp_path, tls_cert=str(certificate), tls_key=str(key)))
+
+    check(made.server_cert_path, made.server_key_path)
+    for certificate, key in (
+        (nothing, made.server_key_path),
+        (made.server_cert_path, nothing),
+        (made.server_cert_path, made.client_key_path),
+    ):
+        with pytest.raises(ConfigError, match=r"--tls-cert .* are not a certificate and its key"):
+            check(certificate, key)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        check(tmp_path, made.server_key_path)
+
+
+def test_what_a_service_makes_is_for_its_user_alone(tmp_path: Path) -> None:
+    """Also in a folder that others can read."""
+    settings = given(tmp_path)
+    Path(settings.data).mkdir(mode=0o755)
+    with starting.private_files(), starting.run_folder(settings) as folder:
+        written = folder / "x"
+        written.write_text("")
+        assert written.stat().st_mode & 0o077 == 0
 
 
 def test_a_document_that_is_wrong_says_every_place(

@@ -13,15 +13,19 @@ import logging.config
 import os
 import shutil
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from tollkeeper.app import logs
 from tollkeeper.app.settings import Settings, address_of
 from tollkeeper.edge.service.tokens import Tokens
 from tollkeeper.errors import ConfigError
+
+_OTHERS_NOTHING: Final = 0o077
 
 log = logging.getLogger("tollkeeper.service")
 
@@ -31,7 +35,7 @@ def run(settings: Settings) -> None:
     logging.config.dictConfig(logs.configuration(settings.log_format, settings.node_id))
     settings = check_access(settings)
     check_tls(settings)
-    with run_folder(settings) as counters, ports(settings) as listening:
+    with private_files(), run_folder(settings) as counters, ports(settings) as listening:
         version = asyncio.run(prepared(listening))
         # Imported here: that the extra is there was seen just before.
         from tollkeeper.app.server import serve_until_told  # noqa: PLC0415 - see above
@@ -63,13 +67,38 @@ def check_access(settings: Settings) -> Settings:
 
 
 def check_tls(settings: Settings) -> None:
-    """Can the certificate and its key be read? Raises ConfigError."""
+    """Can the certificate and its key be used? Raises ConfigError."""
     for name, file in (("--tls-cert", settings.tls_cert), ("--tls-key", settings.tls_key)):
-        if file and not os.access(file, os.R_OK):
+        if file and not (os.access(file, os.R_OK) and Path(file).is_file()):
             raise ConfigError(f"{name} {file} cannot be read")
+    if not settings.tls_cert:
+        return
+    try:
+        # What asks for a pass phrase gets none: nobody is there to type it when it starts again.
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+            settings.tls_cert, settings.tls_key, password=lambda: ""
+        )
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError(
+            f"--tls-cert {settings.tls_cert} and --tls-key {settings.tls_key} are not a "
+            f"certificate and its key, both in PEM and the key without a pass phrase ({error})"
+        ) from None
 
 
 # ── What a run needs ───────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """What is made inside, by this process and its workers, is for its user alone.
+
+    Records have the keys of clients in them, and the data folder may be one that others can read.
+    """
+    before = os.umask(_OTHERS_NOTHING)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 @contextmanager
