@@ -111,8 +111,10 @@ def test_what_is_wrong_is_in_the_frame() -> None:
 
 def test_keys_are_shown_beside_each_other() -> None:
     """Those checked most, and those denied most; without the list, nothing is."""
-    most = {"items": [{"subject": "user:42", "rule": "orders", "per_second": 12.5}]}
-    denied = {"items": [{"subject": "api_key:sk\x1b[2J", "rule": "orders", "per_second": 3}]}
+    most = {"items": [{"subject": ["user:42"], "rule": "orders", "per_second": 12.5}]}
+    denied = {
+        "items": [{"subject": ["api_key:sk\x1b[2J", "ip:1"], "rule": "orders", "per_second": 3}]
+    }
     found = frame("", metrics(), checked_most=most, denied_most=denied)
     text = shown(found)
     assert text[-2].split() == ["CHECKED", "MOST", "RULE", "/S", "DENIED", "MOST", "RULE", "/S"]
@@ -129,7 +131,9 @@ def test_a_frame_fits_its_terminal(height: int, width: int) -> None:
         f'tollkeeper_checks_total{{outcome="denied",rule="rule-{number}",source="store"}} {number}'
         for number in range(200)
     )
-    keys = {"items": [{"subject": "x" * 400, "rule": "r" * 90, "per_second": 1} for _ in range(20)]}
+    keys = {
+        "items": [{"subject": ["x" * 400], "rule": "r" * 90, "per_second": 1} for _ in range(20)]
+    }
     found = frame("", metrics(extra=many), checked_most=keys, denied_most=keys)
     lines = shown(found, width, height, note="as it was 3 s ago: nobody answers")
     assert len(lines) <= max(height, 14)  # of fewer lines, the terminal shows the first

@@ -45,22 +45,37 @@ def redis() -> Iterator[Single]:
         yield server
 
 
+class Served(ServiceProcess):
+    """A service with a token for those who check, and one for those who look."""
+
+    def __init__(self, *options: str) -> None:
+        super().__init__(RULES, *options, workers=2)
+        self.check, self.read = self._token("check"), self._token("read")
+
+    def _token(self, role: str) -> str:
+        made = run_to_end(
+            ["token", "create", role, "--role", role, "--data", str(self.data), "--json"]
+        )
+        return str(json.loads(made.stdout)["token"])
+
+
 @pytest.fixture(scope="module")
-def service(redis: Single) -> Iterator[ServiceProcess]:
+def service(redis: Single) -> Iterator[Served]:
     """With two workers, so that what is shown is of both."""
-    with ServiceProcess(RULES, "--store", redis.uri, workers=2) as process:
+    with Served("--store", redis.uri) as process:
         yield process
 
 
 @contextmanager
-def load(service: ServiceProcess) -> Iterator[None]:
+def load(service: Served) -> Iterator[None]:
     """Somebody who asks all the time."""
     done = Event()
+    token = {"authorization": f"Bearer {service.check}"}
 
     def ask() -> None:
         connection = service.connect()
         while not done.wait(0.01):
-            ask_on(connection, "POST", "/v1/check", {"user": "ann", "api_key": "sk_1"})
+            ask_on(connection, "POST", "/v1/check", {"user": "ann", "api_key": "sk_1"}, token)
         connection.close()
 
     thread = Thread(target=ask)
@@ -75,11 +90,14 @@ def load(service: ServiceProcess) -> Iterator[None]:
 class Terminal:
     """A command in a terminal of its own."""
 
-    def __init__(self, *arguments: str, columns: int = 100, lines: int = 24) -> None:
+    def __init__(
+        self, *arguments: str, columns: int = 100, lines: int = 24, token: str = ""
+    ) -> None:
         self._ours, theirs = pty.openpty()
         self.written = b""
         self.resize(columns, lines)
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "", "LINES": ""}
+        environment["TOLLKEEPER_TOKEN"] = token
         self.process = subprocess.Popen(
             # Its controlling terminal, so that the kernel tells it of a new size.
             ["setsid", "--ctty", sys.executable, "-m", "tollkeeper", *arguments],
@@ -132,7 +150,7 @@ class Terminal:
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_a_terminal_shows_frames_and_is_left_as_it_was(
-    how: signal.Signals, service: ServiceProcess
+    how: signal.Signals, service: Served
 ) -> None:
     """Rates of all workers; Ctrl-C, or being told to end, ends it without a word."""
     with load(service):
@@ -154,7 +172,27 @@ def test_a_terminal_shows_frames_and_is_left_as_it_was(
     assert b"Abort" not in written
 
 
-def test_a_new_size_is_followed_at_once(service: ServiceProcess) -> None:
+def test_those_who_come_most_are_named_to_who_may_see_them(service: Served) -> None:
+    """With a token for reading; without one, all the rest is shown."""
+    with load(service):
+        url = service.url
+        terminal = Terminal("top", "--interval", "1", "--url", url, token=service.read)
+        try:
+            terminal.await_frame("CHECKED MOST", "DENIED MOST", "user:ann", "api_key:sk_1")
+            terminal.process.send_signal(signal.SIGINT)
+        finally:
+            assert terminal.close() == 0
+    for token, named in ((service.read, True), (service.check, False), ("", False)):
+        told = run_to_end(
+            ["top", "--json", "--interval", "1", "--url", url], TOLLKEEPER_TOKEN=token
+        )
+        found = json.loads(told.stdout)
+        assert (found["denied_most"] is not None) is named
+        assert found["rules"]
+    assert service.read.encode() not in terminal.written
+
+
+def test_a_new_size_is_followed_at_once(service: Served) -> None:
     """Not at the next interval: that is an hour away."""
     terminal = Terminal("top", "--interval", "3600", "--url", service.url)
     try:
@@ -189,7 +227,7 @@ def test_a_service_that_goes_away_leaves_the_last_frame() -> None:
             assert terminal.close() == 0
 
 
-def test_once_and_json_print_one_frame(service: ServiceProcess) -> None:
+def test_once_and_json_print_one_frame(service: Served) -> None:
     """In a pipe: plain lines, and rates as the load makes them."""
     with load(service):
         done = run_to_end(["top", "--once", "--interval", "2", "--url", service.url])
@@ -209,7 +247,7 @@ def test_once_and_json_print_one_frame(service: ServiceProcess) -> None:
     assert [each["state"] for each in found["breakers"]] == ["closed"]
 
 
-def test_a_pipe_gets_frame_after_frame_until_it_is_closed(service: ServiceProcess) -> None:
+def test_a_pipe_gets_frame_after_frame_until_it_is_closed(service: Served) -> None:
     """As with any program: `tollkeeper top | head`."""
     command = [sys.executable, "-m", "tollkeeper", "top", "--interval", "1", "--url", service.url]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -229,7 +267,7 @@ def test_a_pipe_gets_frame_after_frame_until_it_is_closed(service: ServiceProces
     assert b"\x1b" not in read
 
 
-def test_a_store_that_is_away_is_seen(service: ServiceProcess, redis: Single) -> None:
+def test_a_store_that_is_away_is_seen(service: Served, redis: Single) -> None:
     """Degraded checks, the errors, and the breaker that opened."""
     with load(service):
         redis.pause()

@@ -127,7 +127,7 @@ class _Frames:
         """Who comes most; None where the service keeps no such list, or not for this token."""
         query = {"by": by, "limit": str(KEYS_MAX)}
         try:
-            return self._service.ask("GET", "/v1/admin/top", query=query)
+            return self._service.ask("GET", "/v1/admin/top", query=query, expected="items")
         except Unanswered as error:
             if error.status in {401, 403, 404}:
                 return None

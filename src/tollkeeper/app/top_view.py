@@ -218,9 +218,14 @@ def _keys(answer: Mapping[str, Any] | None) -> tuple[Key, ...] | None:
     if answer is None:
         return None
     return tuple(
-        Key(str(each.get("subject", "?")), str(each.get("rule", "")), _rate(each))
+        Key(_subject(each.get("subject")), str(each.get("rule", "")), _rate(each))
         for each in dicts(answer.get("items"))[:KEYS_MAX]
     )
+
+
+def _subject(told: object) -> str:
+    """Its parts beside each other; none where the service records nobody's name."""
+    return " ".join(map(str, told)) if isinstance(told, list) and told else "?"
 
 
 def _rate(each: Mapping[str, Any]) -> float | None:
