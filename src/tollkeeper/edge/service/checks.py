@@ -17,6 +17,7 @@ from tollkeeper import override
 from tollkeeper.edge.answers import status_of
 from tollkeeper.edge.problems import problem
 from tollkeeper.edge.service.asked import Asked, Endpoint, in_scope
+from tollkeeper.edge.service.giving_back import give_back
 from tollkeeper.edge.service.node import Node
 from tollkeeper.edge.service.replies import Reply, data_reply, ruling_reply
 from tollkeeper.edge.service.wire import (
@@ -165,6 +166,10 @@ def _settle(node: Node) -> Callable[[Asked], Awaitable[Reply]]:
     async def settle(asked: Asked) -> Reply:
         body = read(asked.body)
         request = in_scope(asked.token, body.request())
+        if body.actual < body.reserved:
+            units = body.reserved - body.actual
+            await give_back(node.limiter, asked.token.scope, request, units)
+            return data_reply({"unsettled": 0})
         return data_reply(
             {"unsettled": await node.limiter.settle(request, body.reserved, body.actual)}
         )
