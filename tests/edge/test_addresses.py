@@ -50,6 +50,29 @@ def test_an_untrusted_peer_changes_nothing(proxies: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("proxies", "peers", "warned"),
+    [
+        ([], [PROXY, "192.168.0.7", PROXY], [PROXY]),
+        ([], ["::1"], ["::1"]),
+        ([], [CLIENT], []),  # anybody could fill the log
+        (["loopback"], [PROXY], []),
+        (["unix"], [PROXY], []),
+    ],
+)
+def test_a_proxy_that_nobody_has_named_is_told_of_once(
+    proxies: list[str], peers: list[str], warned: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Everybody behind it counts as one client, which the operator should not have to find out."""
+    known = ClientAddresses(proxies)
+    for peer in peers:
+        known.of(call_of(peer, x_forwarded_for="1.2.3.4"))
+    known.of(call_of("10.9.9.9"))
+    assert [re.findall(r'trusted_proxies=\["(.*)"\]', each) for each in caplog.messages] == [
+        [peer] for peer in warned
+    ]
+
+
+@pytest.mark.parametrize(
     ("header", "client"),
     [
         (CLIENT, CLIENT),

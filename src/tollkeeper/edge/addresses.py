@@ -22,6 +22,7 @@ the network's first one, without a length, so that rules and lists can still mat
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -31,6 +32,8 @@ from typing import Final, Literal, get_args
 from tollkeeper.edge.calls import Call, clean_value
 from tollkeeper.errors import ConfigError, show
 from tollkeeper.match.networks import Address, Network, address_of, compile_network
+
+LOG: Final = logging.getLogger("tollkeeper.edge")
 
 ForwardedHeader = Literal["x-forwarded-for", "forwarded", "x-real-ip"]
 FORWARDED_HEADERS: Final[tuple[ForwardedHeader, ...]] = get_args(ForwardedHeader)
@@ -46,6 +49,7 @@ _WORDS: Final = {
     "loopback": ("127.0.0.0/8", "::1"),
     "private": ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7"),
 }
+_NEAR: Final = tuple(compile_network(each) for several in _WORDS.values() for each in several)
 # A socket of the file system: its other end has no address, and is on this machine.
 _UNIX: Final = "unix"
 _EXAMPLE: Final = 'for example trusted_proxies=["10.0.0.0/8", "loopback"]'
@@ -89,6 +93,8 @@ class ClientAddresses:
         networks, self._trusts_unix = _compiled(trusted_proxies)
         # A network's shift is worked out here, once.
         self._networks = tuple((each.version, each.shift, each.prefix) for each in networks)
+        self._trusts_some = bool(trusted_proxies)
+        self._has_warned = False
         self._ipv6_shift = 128 - ipv6_prefix
         self._forwarded = forwarded
         # For a peer: its address if it is a trusted proxy, else None, and how it is written.
@@ -99,11 +105,13 @@ class ClientAddresses:
         peer = call.peer
         if peer is None:
             return self._behind(call, None) if self._trusts_unix else None
-        proxy, text = self._peers.get(peer) or self._learn(peer)
+        proxy, text = self._peers.get(peer) or self._learn(peer, call)
         return text if proxy is None else self._behind(call, proxy)
 
-    def _learn(self, peer: str) -> tuple[Address | None, str]:
+    def _learn(self, peer: str, call: Call) -> tuple[Address | None, str]:
         address = address_of(peer)
+        if not self._trusts_some and not self._has_warned:
+            self._has_warned = _warn_of_proxy(peer, call)
         # What is no address is what a test or a server calls the other end: itself.
         text = clean_value(peer) or peer if address is None else self._text(address)
         trusted = address if address is not None and self._trusts(address) else None
@@ -154,6 +162,24 @@ class ClientAddresses:
             return inet_ntop(AF_INET, value.to_bytes(4))
         shift = 0 if address == _LOOPBACK else self._ipv6_shift
         return inet_ntop(AF_INET6, (value >> shift << shift).to_bytes(16))
+
+
+def _warn_of_proxy(peer: str, call: Call) -> bool:
+    """Tell the operator, if this looks like a proxy that nobody has named: all behind it are one.
+
+    Only of a peer that is near: from elsewhere, anybody can write the header.
+    """
+    if not any(network.contains(peer) for network in _NEAR):
+        return False
+    if call.header("x-forwarded-for") is None and call.header("forwarded") is None:
+        return False
+    LOG.warning(
+        "%s forwards requests of others, and no trusted_proxies are named, so that all of them "
+        'count as one client; if it is your proxy, say trusted_proxies=["%s"]',
+        peer,
+        peer,
+    )
+    return True
 
 
 def _compiled(trusted_proxies: Sequence[str]) -> tuple[tuple[Network, ...], bool]:
