@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import operator
 from collections.abc import AsyncIterator
 from datetime import date, timedelta
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -217,6 +215,12 @@ async def test_decisions_of_no_day_that_is_kept_are_dropped_and_counted() -> Non
     await sink.close()
 
 
+async def failed_again(sink: Sink) -> None:
+    """Wait until one more attempt has failed."""
+    failures = sink._failures
+    await until_async(lambda: sink._failures > failures, "it fails again")
+
+
 async def test_a_server_that_stands_still_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped in the middle: what comes is kept as far as it fits; then all is there, once."""
     monkeypatch.setattr("tollkeeper.control.database.TRANSACTION_SECONDS_MAX", 0.5)
@@ -235,8 +239,7 @@ async def test_a_server_that_stands_still_is_waited_out(monkeypatch: pytest.Monk
             for _ in range(3):
                 sink.offer([event(NOW_US)] * EVENTS_MAX)
                 sink.usage.add(("user:1", "orders", NOW_S // 60), [1, 1, 1])
-                fails = partial(operator.lt, sink._failures)
-                await until_async(lambda: fails(sink._failures), "it fails again")  # noqa: B023 - now
+                await failed_again(sink)
             assert len(sink._events) <= EVENTS_MAX
             assert sink.dropped() >= EVENTS_MAX
         finally:

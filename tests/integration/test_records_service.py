@@ -151,7 +151,7 @@ def test_a_locked_file_is_nothing_to_checks(tmp_path: Path) -> None:
         path = found.service.data / "records.db"
         until(path.exists, "the file is there", SECONDS_MAX)
         found.deny(BATCH)
-        until(lambda: found.usage(), "it is written to", SECONDS_MAX)  # noqa: PLW0108 - asked anew
+        until(found.usage, "it is written to", SECONDS_MAX)
         with sqlite3.connect(path, isolation_level=None) as other:
             other.execute("BEGIN IMMEDIATE")
             found.deny(STORM)
@@ -186,7 +186,7 @@ def test_a_server_that_stands_still_is_nothing_to_checks(tmp_path: Path) -> None
         url = server.new_database()
         with recorded(tmp_path, "--record", url, "--sample", "1", workers=2) as found:
             found.deny(BATCH)
-            until(lambda: found.usage(), "it is written to", SECONDS_MAX)  # noqa: PLW0108 - asked anew
+            until(found.usage, "it is written to", SECONDS_MAX)
             server.pause()
             try:
                 found.deny(STORM)
