@@ -346,6 +346,18 @@ async def test_a_token_spends_in_its_scope_alone(tokens: tuple[Tokens, dict[str,
         assert await ask.left(user="ann") == 4
 
 
+async def test_a_token_gives_back_in_its_scope_alone(tokens: tuple[Tokens, dict[str, str]]) -> None:
+    """Ann's units are not a domain's to give back: she may have spent them in another."""
+    known, authorization = tokens
+    back = {**ANN, "hits_addend": {"value": 1}, "is_negative_hits": True}
+    async with asking(tokens=known) as ask:
+        await ask(ANN, hits_addend=5, call=Call(authorization=authorization["envoy"]))
+        for name, left in (("shop", 0), ("ann", 1), ("envoy", 2)):
+            response = await ask(back, call=Call(authorization=authorization[name]))
+            assert codes(response)[0] == "OK"
+            assert await ask.left(user="ann") == left
+
+
 async def test_a_file_without_tokens_asks_for_none(tmp_path: Path) -> None:
     """Until the first token is made, whoever reaches the service may ask."""
     async with asking(tokens=Tokens.load(tmp_path / "none.json")) as ask:

@@ -22,6 +22,7 @@ from typing import Final
 
 from tollkeeper.decide.failure import FailurePolicy
 from tollkeeper.edge.envoy.mapping import Asked, Override, everything_of
+from tollkeeper.edge.service.giving_back import give_back
 from tollkeeper.errors import StoreError
 from tollkeeper.identify import Key
 from tollkeeper.in_force import DENIED_NS, UNLIMITED
@@ -93,7 +94,9 @@ class Decider:
             found.update(zip(ruled, rulings, strict=True))
 
     async def _settle(self, asked: Sequence[Asked]) -> None:
-        await self.give_back(each._replace(units=-each.units) for each in asked if each.units < 0)
+        for each in asked:
+            if each.units < 0:
+                await self._return(each._replace(units=-each.units))
         for each in asked:
             if each.settles and each.units > 0 and (counted := self._counted(each)):
                 with suppress(StoreError):  # what cannot be counted now is not counted
@@ -136,6 +139,14 @@ class Decider:
                 with suppress(StoreError):
                     # Shielded: a call that is cancelled meanwhile has still given back.
                     await asyncio.shield(counted[0].refund(counted[1], each.units))
+
+    async def _return(self, asked: Asked) -> None:
+        """Give back what the caller says it was charged: as far as its token reaches."""
+        if not asked.scope or asked.override is not None:  # such a limit counts it alone
+            await self.give_back([asked])
+            return
+        with suppress(StoreError):
+            await asyncio.shield(give_back(self._limiter, asked.scope, asked.request, asked.units))
 
     def _counted(self, asked: Asked) -> tuple[AsyncLimiter, Key | Request] | None:
         """Where it is counted, and as whom; None where nothing is."""

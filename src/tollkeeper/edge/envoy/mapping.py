@@ -29,7 +29,7 @@ a denial costs nothing; with an entry of the key SETTLE it is never denied, and 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from ipaddress import IPv6Address
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -100,6 +100,8 @@ class Asked(NamedTuple):
     override: Override | None = None
     settles: bool = False
     """Spend as much as fits, and do not deny: the request is over."""
+    scope: Mapping[str, str] | None = None
+    """What the caller's token is confined to."""
 
     @property
     def spends(self) -> bool:

@@ -212,7 +212,7 @@ async def _permitted(
         request = confined(token, each.request)
         if isinstance(request, Refused):
             await _refuse(call, request, count)
-        within.append(each._replace(request=request))
+        within.append(each._replace(request=request, scope=token.scope))
     return within
 
 
