@@ -162,6 +162,17 @@ async def test_what_is_not_taken_is_bounded(make: Make, limiter: AsyncLimiter) -
     await recorder.stop()
 
 
+async def test_what_waits_is_bounded_in_bytes(make: Make, limiter: AsyncLimiter) -> None:
+    """A request may be as long as a body; what is put aside of it is not."""
+    recorder = make(share=1.0)
+    await noted(recorder, limiter, Request(api_key="k" * 50_000, endpoint="/" * 50_000))
+    await noted(recorder, limiter, Request(user="root", method="M" * 50_000))
+    for _, _, _, known, endpoint, method in recorder._noted:
+        assert len(known) + len(endpoint or "") + len(method or "") < 1_200
+    assert all(len(subject) < 1_000 for subject, _, _ in recorder._usage.buckets)
+    await recorder.stop()
+
+
 async def test_subjects_are_told_as_wanted(
     make: Make, limiter: AsyncLimiter, url: str, tmp_path: Path
 ) -> None:

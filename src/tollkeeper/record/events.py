@@ -64,7 +64,7 @@ def known_as(request: Request) -> str:
     for name in _KNOWN_BY:
         value = getattr(request, name)
         if value is not None:
-            return f"{name}:{value}"
+            return f"{name}:{value}"[:SUBJECT_LENGTH_MAX]
     return ""
 
 

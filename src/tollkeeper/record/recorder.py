@@ -25,7 +25,16 @@ from random import random
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeVar
 
 from tollkeeper.errors import ConfigError, StoreError
-from tollkeeper.record.events import LISTED, Noted, Subjects, event_of, known_as, told
+from tollkeeper.record.events import (
+    ENDPOINT_LENGTH_MAX,
+    LISTED,
+    METHOD_LENGTH_MAX,
+    Noted,
+    Subjects,
+    event_of,
+    known_as,
+    told,
+)
 from tollkeeper.record.live import PENALTIES_MAX, Counted, Known, Live, Standing
 from tollkeeper.record.sink import BATCH_EVENTS_MAX, EVENTS_MAX, Sink
 from tollkeeper.record.sketch import Heavy, Sketch
@@ -133,7 +142,13 @@ class Recorder:
                 self._dropped += 1
                 return
             known = "" if counted else known_as(request)
-            noted.append((now_ns, ruling, cost, known, request.endpoint, request.method))
+            endpoint, method = request.endpoint, request.method
+            # What waits is bounded in bytes, too: a path may be as long as a body.
+            if endpoint is not None and len(endpoint) > ENDPOINT_LENGTH_MAX:
+                endpoint = endpoint[: ENDPOINT_LENGTH_MAX + 1]
+            if method is not None and len(method) > METHOD_LENGTH_MAX:
+                method = method[: METHOD_LENGTH_MAX + 1]
+            noted.append((now_ns, ruling, cost, known, endpoint, method))
             if len(noted) == BATCH_EVENTS_MAX:
                 self._hand_over()
 
