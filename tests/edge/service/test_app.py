@@ -146,6 +146,9 @@ async def test_a_defect_is_500_and_in_the_log(
         assert answer.status == 500
         assert b"inside" not in answer.body
         assert "the inside" in caplog.text
+        for _ in range(50):
+            assert (await ask("GET", "/readyz")).status == 500
+        assert caplog.text.count("a defect at") == 1, "a defect may not fill the disk"
 
 
 async def test_a_websocket_is_closed() -> None:

@@ -13,7 +13,9 @@ import asyncio
 import logging
 import re
 import secrets
+import time
 from asyncio import CancelledError, current_task
+from collections.abc import Callable
 from itertools import count
 from typing import Any, Final
 
@@ -48,6 +50,7 @@ _CLOSE: Final = (b"connection", b"close")
 # The methods of a path that there is not.
 _NOWHERE: Final[dict[str, Endpoint]] = {}
 
+_TELL_SECONDS: Final = 1.0
 # Three times as fast as calling the class, which would do the same in Python.
 _asked: Final = tuple.__new__
 
@@ -77,6 +80,7 @@ class Service:
         self._node_header = (b"x-tollkeeper-node", node.node_id.encode("latin-1", "replace"))
         self._id_start = secrets.token_hex(6).encode("ascii")
         self._ids = count(1)
+        self._defects = _Defects()
         self._admin: Any = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,7 +120,7 @@ class Service:
                 raise
             status, sent, body = _too_slow()
         except Exception as error:
-            status, sent, body = error_reply(error) or _defect(scope)
+            status, sent, body = error_reply(error) or self._defects.reply(scope)
         requests, counted = self._requests, (path if methods else "(none)", status)
         requests[counted] = requests.get(counted, 0) + 1
         sent += self._of_every_reply(scope, headers)
@@ -218,6 +222,21 @@ def _too_slow() -> Reply:
     return problem_reply(408, "BODY_TOO_SLOW", detail, [_CLOSE])
 
 
-def _defect(scope: Scope) -> Reply:
-    log.exception("a defect at %s %s", scope["method"], show(scope["path"]))
-    return problem_reply(500, "INTERNAL", "a defect of the service; its log says more")
+class _Defects:
+    """What is told of defects: one a second, for a defect on the path of checks is one a check."""
+
+    def __init__(self, monotonic_s: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic_s = monotonic_s
+        self._tell_at_s = 0.0
+        self._untold = 0
+
+    def reply(self, scope: Scope) -> Reply:
+        """In an exception's handler: what the client gets, and a line in the log."""
+        now_s = self._monotonic_s()
+        if now_s >= self._tell_at_s:
+            what = scope["method"], show(scope["path"]), self._untold
+            log.exception("a defect at %s %s (and %d untold before)", *what)
+            self._tell_at_s, self._untold = now_s + _TELL_SECONDS, 0
+        else:
+            self._untold += 1
+        return problem_reply(500, "INTERNAL", "a defect of the service; its log says more")
