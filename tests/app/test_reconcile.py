@@ -251,7 +251,7 @@ def test_a_service_tells_its_rules_and_which_were_met(store: str, url: str) -> N
     """With a token; without one, the rules have to be given."""
     told = run("--store", store, "--url", url, "--token", "tk_read")
     assert told.exit_code == 1
-    assert "1 rules have decided nothing since 2023-11-14 22:13:20Z" in told.output
+    assert "rules that have decided nothing since 2023-11-14 22:13:20Z: 1" in told.output
     assert "   old\n" in told.output
     assert "tk_read" not in told.output
     untold = run("--store", store, "--url", url)
@@ -298,7 +298,7 @@ def test_rules_that_were_not_used_are_told(store: str) -> None:
     )
     (finding,) = found(reconcile(asked), "traffic")
     assert (finding.level, finding.where) == ("warning", ("vip", "old"))
-    assert finding.what == "2 rules have decided nothing since 2026-11-08"
+    assert finding.what == "rules that have decided nothing since 2026-11-08: 2"
 
 
 # ------------------------------------------------------------------------------------ reports

@@ -360,7 +360,7 @@ def test_a_cluster_is_looked_at_node_by_node(cluster: Cluster) -> None:
     assert wrong(after) == {}
     assert after.counted["states"] == 60
     (drift,) = found(after, "drift")
-    assert "keys are alike on 3 replicas" in drift.what
+    assert drift.what.endswith("are alike; replicas: 3")
 
 
 def test_what_only_the_primary_has_is_drift(cluster: Cluster) -> None:
@@ -376,7 +376,32 @@ def test_what_only_the_primary_has_is_drift(cluster: Cluster) -> None:
     cluster.flush()
 
 
+def test_clocks_that_are_apart_are_told(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `doctor` tells it; these servers share one, so here any distance at all counts as one."""
+    spend(cluster.uri)
+    (fine,) = found(looked(cluster.uri), "clock")
+    assert (fine.level, "servers are together" in fine.what) == ("ok", True)
+    monkeypatch.setattr("tollkeeper.decide.stores.redis.findings.CLOCK_SPREAD_MS_MAX", -1.0)
+    (apart,) = found(looked(cluster.uri), "clock")
+    assert apart.level == "warning"
+    assert "NTP" in apart.remedy
+    assert len(apart.where) == 2
+
+
 # -------------------------------------------------------------------------------- replication
+
+
+def test_behind_sentinels_the_primary_is_walked_and_its_replicas_compared() -> None:
+    """Wherever it is now."""
+    servers = running("sentinel")
+    servers.flush()
+    spend(servers.uri)
+    report = looked(servers.uri)
+    assert wrong(report).keys() <= {"connection"}
+    assert (report.counted["keys"], report.counted["primaries"]) == (20, 1)
+    (drift,) = found(report, "drift")
+    assert (drift.level, "were compared and are alike; replicas: " in drift.what) == ("ok", True)
+    servers.flush()
 
 
 @pytest.fixture(scope="module")
@@ -433,7 +458,7 @@ def test_a_replica_that_differs_is_told(how: str, words: str, pair: tuple[Single
     assert finding.where[0] == f"127.0.0.1:{replica.port} of 127.0.0.1:{primary.port}"
     assert finding.where[1].startswith(key)
     assert words in finding.where[1]
-    assert finding.what.startswith("1 of ")
+    assert ", 1 differ from the primary's" in finding.what
     replica.admin.delete(key)
 
 
@@ -530,7 +555,7 @@ def test_defects_beyond_what_is_kept_are_counted(
     monkeypatch.setattr(reconciling, "REPAIRS_MAX", 8)
     report = looked(single.uri, repair="expiry")
     (finding,) = found(report, "no expiry")
-    assert finding.what.startswith("20 keys")
+    assert finding.what.endswith("stay for good: 20")
     assert finding.where[-1] == "and 15 more"
     assert sum(each.done for each in report.repairs) == 8
     assert isinstance(walked_of(single), Walked)

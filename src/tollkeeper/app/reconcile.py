@@ -219,7 +219,7 @@ def _walked(
                 where = (*where, f"and {count - len(where):,} more")
             yield Finding(kind, level, what.format(count=f"{count:,}"), where, remedy)
     if done := sum(repair.done for repair in repairs):
-        yield Finding("repair", "ok", f"{done:,} of them were mended")
+        yield Finding("repair", "ok", f"mended: {done:,}")
     yield _memory(walked)
     yield from _anomalies(walked)
     if asked.document is not None:
@@ -229,27 +229,27 @@ def _walked(
 _DEFECTS: Final[Mapping[Kind, tuple[Level, str, str]]] = {
     "no expiry": (
         "problem",
-        "{count} keys have no expiry, and would stay for good",
-        "--repair gives them one; who wrote or restored them?",
+        "keys that never expire, and would stay for good: {count}",
+        "--repair gives them an expiry; who wrote or restored them?",
     ),
     "wrong type": (
         "problem",
-        "{count} keys are no hashes: every check of their subjects fails",
+        "keys that are no hashes, so that checks of their subjects fail: {count}",
         "give the program that writes them another prefix; --repair=all removes them",
     ),
     "unreadable": (
         "problem",
-        "{count} fields cannot be read: checks of their subjects fail, or are wrong",
+        "fields that cannot be read, so that checks of their subjects fail: {count}",
         "is another version using this prefix? --repair=all removes them, to begin anew",
     ),
     "long expiry": (
         "warning",
-        "{count} keys live far longer than any limit in force could need",
+        "keys that live far longer than any limit in force could need: {count}",
         "were limits shortened, or is the wrong document given? They go by themselves",
     ),
     "not ours": (
         "warning",
-        "{count} keys have names that begin like ours and are not",
+        "keys whose names begin like ours and are not: {count}",
         "give the other program another prefix; they are never touched here",
     ),
 }
@@ -328,7 +328,7 @@ def _drift(compared: Sequence[Compared]) -> Iterator[Finding]:
     elif fine:
         keys = sum(one.compared for one in fine)
         unsettled = sum(one.unsettled for one in fine)
-        what = f"{keys:,} keys are alike on {len(fine)} replicas"
+        what = f"{keys:,} keys were compared and are alike; replicas: {len(fine)}"
         if unsettled:
             what += f"; {unsettled:,} changed all the while, and say nothing"
         yield Finding("drift", "ok", what)
@@ -339,7 +339,7 @@ def _drift(compared: Sequence[Compared]) -> Iterator[Finding]:
             yield Finding("drift", "warning", f"not compared: {one.error}", where, remedy)
         elif one.drifted:
             named = [f"{key_text(key)}: {how}" for key, how in one.drifted[:EXAMPLES_MAX]]
-            what = f"{len(one.drifted):,} of {one.compared:,} keys differ from the primary's"
+            what = f"of {one.compared:,} keys, {len(one.drifted):,} differ from the primary's"
             if one.behind:
                 what += ", which it has not caught up with"
             remedy = "after a fail-over its quota would be wrong: let it copy anew (REPLICAOF)"
@@ -359,7 +359,11 @@ def _clocks(topology: Topology, config: RedisConfig) -> Iterator[Finding]:
         yield Finding(each.check, each.level, each.found, each.nodes, each.remedy)
     if not any(each.check == "clock" for each in told):
         asked = sum(node.clock_offset_ms is not None for node in health.nodes)
-        what = f"the clocks of {asked} servers are together" if asked > 1 else "there is but one"
+        what = (
+            f"the clocks of {asked} servers are together"
+            if asked > 1
+            else "one is known: none to compare"
+        )
         yield Finding("clock", "ok", what)
 
 
@@ -425,23 +429,23 @@ def _traffic(asked: Asked, document: Document) -> Iterator[Finding]:
     since = ""
     if asked.used is not None:
         idle = [each.id for each in reconcile_rules.in_force(document) if each.id not in asked.used]
-        since = f"since {asked.used_since}"
+        since = f" since {asked.used_since}"
     elif asked.metrics is not None:
         idle = reconcile_rules.without_checks(document, asked.metrics)
         started_s = asked.metrics.value("tollkeeper_start_time_seconds")
         if started_s is not None:
-            since = f"since {datetime.fromtimestamp(started_s, UTC):%Y-%m-%d %H:%M:%S}Z"
+            since = f" since {datetime.fromtimestamp(started_s, UTC):%Y-%m-%d %H:%M:%S}Z"
         if idle is None:
             yield Finding("traffic", "ok", "not known: the service has too many rules to name each")
     else:
         yield Finding("traffic", "ok", "not looked at: give --url, or --records and --since")
     if idle:
         named = (*idle[:RULES_TOLD_MAX], *(["…"] if len(idle) > RULES_TOLD_MAX else []))
-        what = f"{len(idle):,} rules have decided nothing {since}".rstrip()
+        what = f"rules that have decided nothing{since}: {len(idle):,}"
         remedy = "are their endpoints spelled as requests have them? tollkeeper rules explain"
         yield Finding("traffic", "warning", what, named, remedy)
     elif idle is not None:
-        yield Finding("traffic", "ok", f"every rule has decided something {since}".rstrip())
+        yield Finding("traffic", "ok", f"every rule has decided something{since}")
 
 
 def key_text(key: bytes) -> str:

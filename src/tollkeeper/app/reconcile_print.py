@@ -57,7 +57,7 @@ def say_report(report: Report) -> None:
         done = "mended" if repair.done else "left"
         say(f"{done:{_LEVEL_WIDTH}}{repair.key} on {repair.node}: {repair.what}")
     levels = Counter(finding.level for finding in report.findings)
-    counted = ", ".join(f"{value:,} {name}" for name, value in report.counted.items())
+    counted = ", ".join(f"{name} {value:,}" for name, value in report.counted.items())
     say(
         f"{report.store}: problems {levels['problem']}, warnings {levels['warning']}; {counted}; "
         f"{report.seconds:g} s"
