@@ -2,7 +2,7 @@
 
     python -m tests.faults.nodes '{"name": "late", "uri": "redis://…", "rules": "…", "keys": […]}'
 
-It says how wrong its wall clock is, asks until a line comes, and prints what it has noted.
+It says how far its wall clock is ahead, asks until a line comes, and prints what it has noted.
 """
 
 from __future__ import annotations
@@ -55,11 +55,9 @@ class NodeProcess(Startable):
         self._options = {"name": name, "uri": uri, "keys": keys, "rules": rules, "nodes": nodes}
         self._env = {**os.environ, EPOCH_VARIABLE: str(EPOCH_NS), **(env or {})}
         self._process: subprocess.Popen[str] | None = None
-        self.clock_off_s = 0.0
-        """How far its wall clock is from ours."""
 
     def start(self) -> None:
-        """Until it asks."""
+        """Start it without waiting, so that several can be starting at a time."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.nodes", json.dumps(self._options)],
             env=self._env,
@@ -68,8 +66,12 @@ class NodeProcess(Startable):
             stdout=subprocess.PIPE,
             text=True,
         )
+
+    def ready(self) -> float:
+        """Wait until it asks; how many seconds its wall clock is ahead of ours."""
+        assert self._process is not None
         assert self._process.stdout is not None
-        self.clock_off_s = json.loads(self._process.stdout.readline())["off_s"]
+        return float(json.loads(self._process.stdout.readline())["ahead_s"])
 
     def finish(self, record: Record) -> None:
         """Let it end, and put what it has noted with the rest."""
@@ -97,7 +99,7 @@ async def _run(options: Mapping[str, Any]) -> Record:
             asyncio.create_task(ask_in_tasks(limiter, record, keys, options["name"])),
             asyncio.create_task(watch_lag(record)),
         ]
-        print(json.dumps({"off_s": (time.time_ns() - now_ns()) / 1e9}), flush=True)
+        print(json.dumps({"ahead_s": (time.time_ns() - now_ns()) / 1e9}), flush=True)
         await asyncio.to_thread(sys.stdin.readline)
         for task in tasks:
             assert not task.done(), task.exception()

@@ -17,6 +17,8 @@ from contextlib import asynccontextmanager
 from random import Random, SystemRandom
 from typing import cast
 
+import pytest
+
 from tests.faults.conditions import reset_all, wrong_clock
 from tests.faults.load import KEYS, LIMIT, Record, document, now_ns, running_load, until_calm
 from tests.faults.nodes import NodeProcess
@@ -32,7 +34,7 @@ from tollkeeper.errors import TollkeeperError
 from tollkeeper.match.document import read
 from tollkeeper.standby import Standby
 
-SECONDS = 7.0
+SECONDS = 6.0
 # Tasks, threads, the service, and the node with the wrong clock.
 NODES = 4
 QUICK = "?breaker_open_ms=200&breaker_open_max_ms=500"
@@ -138,9 +140,10 @@ async def all_nodes(url: str, uri: str, record: Record) -> AsyncIterator[Service
     """Everyone who asks: tasks and threads here, a service, and a node with a wrong clock."""
     standby = Standby(nodes=NODES)
     with (
-        ServiceProcess(url, "--store", uri, "--nodes", str(NODES), workers=2) as service,
         NodeProcess("ahead", uri, KEYS, rules=url, nodes=NODES, env=wrong_clock(60)) as ahead,
+        ServiceProcess(url, "--store", uri, "--nodes", str(NODES), workers=2) as service,
     ):
+        assert await asyncio.to_thread(ahead.ready) == pytest.approx(60, abs=1)
         async with AsyncLimiter.from_rules(url, store=uri, standby=standby) as awaited:
             with Limiter.from_rules(url, store=uri, standby=standby) as threaded:
                 async with (
