@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.edge.admin.nodes import Admin, admin, template
+from tollkeeper.edge.admin import asking
 from tollkeeper.edge.admin.asking import (
     BODY_BYTES_MAX,
     condition_of,
@@ -204,6 +207,47 @@ async def test_a_body_has_a_bound(admin: Admin) -> None:
         await admin.refused(method, path, 413, content=too_long, headers=JSON)
     whole = b'{"user": "7"}'.ljust(BODY_BYTES_MAX)
     await admin.ask("POST", "/explain", 200, content=whole, headers=JSON)
+
+
+async def sent_in_part(admin: Admin, rest: Callable[[], Awaitable[Any]]) -> tuple[int, Any]:
+    """The answer to a change of whose body half arrives; `rest` is what then comes."""
+    pieces = [{"type": "http.request", "body": b"{", "more_body": True}]
+    said: list[Any] = []
+
+    async def receive() -> Any:
+        return pieces.pop() if pieces else await rest()
+
+    async def send(message: Any) -> None:
+        said.append(message)
+
+    token = f"Bearer {admin.secrets['admin']}".encode()
+    scope = {
+        "type": "http",
+        "method": "PUT",
+        "path": "/v1/admin/rules",
+        "query_string": b"",
+        "headers": [(b"authorization", token), (b"content-type", b"application/json")],
+    }
+    await admin.app(scope, receive, send)
+    return said[0]["status"], json.loads(said[1]["body"])["error"]["code"]
+
+
+async def test_a_body_that_is_cut_short_is_refused(admin: Admin) -> None:
+    """And is no defect of ours, told by a traceback."""
+
+    async def gone() -> Any:
+        return {"type": "http.disconnect"}
+
+    assert await sent_in_part(admin, gone) == (400, "BODY_INCOMPLETE")
+
+
+async def test_a_body_that_does_not_arrive_is_not_waited_for(
+    admin: Admin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has a token of any role could otherwise keep as many places as he likes."""
+    monkeypatch.setattr(asking, "BODY_SECONDS_MAX", 0.0)
+    never = asyncio.Event()
+    assert await sent_in_part(admin, never.wait) == (408, "BODY_TOO_SLOW")
 
 
 # --------------------------------------------------------------------------------------- bodies

@@ -83,11 +83,13 @@ async def test_a_body_in_pieces_is_one_body() -> None:
         assert answer.data["rule"] == "users"
 
 
-async def test_whoever_hangs_up_is_not_answered_nor_charged() -> None:
-    """A body that never ends is no request."""
+async def test_whoever_hangs_up_is_not_charged() -> None:
+    """A body that never ends is no request; who closed only his side still reads the answer."""
     async with asking() as ask:
         answer = await ask("POST", "/v1/check", b'{"user":"42"}', chunks=[], declare=True)
-        assert answer.status == 0
+        assert answer.status == 400
+        assert answer.data["error"]["code"] == "BODY_INCOMPLETE"
+        assert answer.headers["connection"] == "close"
         assert (await ask.check(user="42")).data["remaining"] == 2
 
 

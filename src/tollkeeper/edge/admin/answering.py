@@ -26,6 +26,7 @@ _MEANING: Final[dict[int, str]] = {
     401: "No token, or one that is not known.",
     403: "The token may not do this.",
     404: "There is no such thing.",
+    408: "The body does not arrive.",
     409: "It is unsafe (ask again with `?force=true`), or the rules come from a file.",
     412: "There is another version than the expected one; the ETag names it.",
     413: "The body is too large.",
@@ -34,7 +35,7 @@ _MEANING: Final[dict[int, str]] = {
     503: "The database or the store cannot be asked.",
 }
 READ: Final = (400, 401, 403, 422, 503)
-WRITE: Final = (*READ, 409, 412, 413, 415)
+WRITE: Final = (*READ, 408, 409, 412, 413, 415)
 
 _ETAG_HEADER: Final = {
     "ETag": {

@@ -10,6 +10,7 @@ Conditions are those of HTTP. `If-Match: "v12"` makes a change only if version 1
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Callable, Coroutine
@@ -19,6 +20,7 @@ from urllib.parse import unquote_to_bytes
 
 from fastapi import Depends, Header, Query, Request
 from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from tollkeeper.control.tables import REASON_LENGTH_MAX
@@ -29,6 +31,8 @@ from tollkeeper.edge.service.tokens import Need, Refused
 from tollkeeper.errors import show
 
 BODY_BYTES_MAX: Final = 5 * 2**20
+# Longer than a check's: a document of megabytes may come over a slow line.
+BODY_SECONDS_MAX: Final = 30.0
 CONDITION_LENGTH_MAX: Final = 1_000
 # What a role is called in the description of an operation.
 ROLE: Final = "x-role"
@@ -90,11 +94,19 @@ class _Bounded(Request):
             raise _too_large()
         chunks: list[bytes] = []
         count = 0
-        async for chunk in self.stream():
-            count += len(chunk)
-            if count > BODY_BYTES_MAX:
-                raise _too_large()
-            chunks.append(chunk)
+        try:
+            async with asyncio.timeout(BODY_SECONDS_MAX):
+                async for chunk in self.stream():
+                    count += len(chunk)
+                    if count > BODY_BYTES_MAX:
+                        raise _too_large()
+                    chunks.append(chunk)
+        except TimeoutError:
+            detail = f"the body did not arrive in {BODY_SECONDS_MAX:g} s; send it in one piece"
+            raise Refusal(408, "BODY_TOO_SLOW", detail, {"Connection": "close"}) from None
+        except ClientDisconnect:
+            detail = "the body ended before its end; send all of it"
+            raise Refusal(400, "BODY_INCOMPLETE", detail, {"Connection": "close"}) from None
         return b"".join(chunks)
 
 

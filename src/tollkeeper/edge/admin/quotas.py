@@ -49,7 +49,7 @@ router = APIRouter(tags=["quotas"], route_class=AdminRoute)
 
 # Of the rules that do not apply; those that do are all shown.
 OTHERS_MAX: Final = 200
-_POST: Final = (*READ, 413, 415)
+_POST: Final = (*READ, 408, 413, 415)
 _ATTRIBUTE: Final = "attributes."
 
 log = logging.getLogger("tollkeeper.admin")

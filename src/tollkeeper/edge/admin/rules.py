@@ -117,7 +117,7 @@ async def put_rules(
     "/rules/validate",
     operation_id="validate_rules",
     summary="What a document would meet",
-    responses=refusals_of(400, 401, 403, 413, 415, 422, 503),
+    responses=refusals_of(400, 401, 403, 408, 413, 415, 422, 503),
     openapi_extra={**_BODY, ROLE: "read"},
 )
 async def validate_rules(request: Request, plane: PlaneOf) -> ValidationOut:

@@ -114,7 +114,8 @@ class Service:
                     self._waiting.pop(task, None)
             status, sent, body = await handle(_asked(Asked, (scope, headers, body, token)))
         except ClientGone:
-            return
+            # Who closed only his side still reads; of who has gone, the server knows.
+            status, sent, body = _cut_short()
         except CancelledError:
             if not self._patience.ended():
                 raise
@@ -220,6 +221,11 @@ def _any_method(scope: Scope, methods: dict[str, Endpoint]) -> Endpoint:
 def _too_slow() -> Reply:
     detail = "the body did not arrive in time; send it in one piece"
     return problem_reply(408, "BODY_TOO_SLOW", detail, [_CLOSE])
+
+
+def _cut_short() -> Reply:
+    detail = "the body ended before its end; send all of it"
+    return problem_reply(400, "BODY_INCOMPLETE", detail, [_CLOSE])
 
 
 class _Defects:

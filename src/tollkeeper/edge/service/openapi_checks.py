@@ -155,6 +155,7 @@ _MEANING: Final[dict[int, str]] = {
     400: "The request cannot be read; the detail says where.",
     401: "No token, or one that is not known.",
     403: "The token may not do this, or the client is on the deny list.",
+    408: "The body does not arrive.",
     413: "The body is too large.",
     422: "The cost can never fit a limit; no wait would help.",
     429: "Over a limit. `Retry-After` says when the same cost would pass.",
@@ -234,7 +235,7 @@ _CHECKS: Final[Json] = {
             requestBody=_body("Check"),
             responses=_responses(
                 _good("Verdict", "It may pass.", _LIMIT_HEADERS),
-                *(400, 401, 403, 413, 422, 429, 503),
+                *(400, 401, 403, 408, 413, 422, 429, 503),
             ),
         )
     },
@@ -248,7 +249,7 @@ _CHECKS: Final[Json] = {
             requestBody=_body("Batch"),
             responses=_responses(
                 _good("BatchResults", "What each is answered, in their order."),
-                *(400, 401, 403, 413, 422, 503),
+                *(400, 401, 403, 408, 413, 422, 503),
             ),
         )
     },
@@ -261,7 +262,7 @@ _CHECKS: Final[Json] = {
             "check",
             requestBody=_body("Settle"),
             responses=_responses(
-                _good("Settled", "What did not fit."), *(400, 401, 403, 413, 422, 503)
+                _good("Settled", "What did not fit."), *(400, 401, 403, 408, 413, 422, 503)
             ),
         )
     },
@@ -343,7 +344,7 @@ _QUOTA: Final[Json] = {
             "admin",
             requestBody=_body("Grant"),
             responses=_responses(
-                {"description": "Given."}, 400, 401, 403, 413, 422, 503, status="204"
+                {"description": "Given."}, 400, 401, 403, 408, 413, 422, 503, status="204"
             ),
         )
     },
