@@ -330,6 +330,18 @@ async def test_who_has_no_token_may_not_ask(tokens: tuple[Tokens, dict[str, str]
         assert await ask.left(user="ann") == 4
 
 
+@pytest.mark.parametrize("body", [b"\xff\xff", b"", b"x" * 100_000])
+async def test_nothing_is_read_for_who_has_no_token(
+    body: bytes, tokens: tuple[Tokens, dict[str, str]]
+) -> None:
+    """Not even whether it could be read is told."""
+    async with AsyncLimiter.from_rules(RULES) as limiter:
+        service = RateLimitService(limiter, tokens=tokens[0])
+        with pytest.raises(Aborted) as error:
+            await service.should_rate_limit(body, Call())
+        assert error.value.code == grpc.StatusCode.UNAUTHENTICATED
+
+
 async def test_a_token_spends_in_its_scope_alone(tokens: tuple[Tokens, dict[str, str]]) -> None:
     """Another's quota cannot be spent; what the scope says is filled in where it is not said."""
     known, authorization = tokens

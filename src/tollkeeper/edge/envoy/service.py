@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
@@ -24,7 +24,7 @@ from tollkeeper.edge.envoy.deciding import Decider, was_charged
 from tollkeeper.edge.envoy.mapping import Asked, asked_of
 from tollkeeper.edge.envoy.protocol.messages import RateLimitRequest, RateLimitResponse
 from tollkeeper.edge.envoy.replies import Outcome, response_of
-from tollkeeper.edge.service.tokens import Refused, Tokens, confined
+from tollkeeper.edge.service.tokens import Refused, Token, Tokens, confined
 from tollkeeper.errors import CapacityError, ConfigError, InvalidKey, StoreError
 from tollkeeper.limiter_async import AsyncLimiter
 from tollkeeper.model import decision_with
@@ -101,9 +101,11 @@ class RateLimitService:
     async def should_rate_limit(self, body: bytes, call: Call) -> RateLimitResponse:
         """One call."""
         try:
+            # The token first: who has none does not get us to read, nor to remember.
+            token = None if self._tokens is None else await self._permitted(self._tokens, call)
             asked = self._remembered.get(body) or self._read(body)
-            if self._tokens is not None:
-                asked = await _permitted(self._tokens, asked, call, self._count)
+            if token is not None and token.scope:
+                asked = await self._confined(token, asked, call)
             outcomes = await self._decided(asked, call)
             self._count("OK")
             if self._recorder is not None:
@@ -117,6 +119,29 @@ class RateLimitService:
             code, said = grpc.StatusCode.UNAVAILABLE, str(error)
         self._count(code.name)
         return await call.abort(code, said)
+
+    async def _permitted(self, tokens: Tokens, call: Call) -> Token:
+        """Who asks, if he may; else the call is over."""
+        token = tokens.permitted(_authorization(call), "check")
+        if isinstance(token, Refused):
+            await self._refuse(call, token)
+        return token
+
+    async def _confined(self, token: Token, asked: list[Asked], call: Call) -> list[Asked]:
+        """What is asked, if the caller's token reaches so far; else the call is over."""
+        within = []
+        for each in asked:
+            request = confined(token, each.request)
+            if isinstance(request, Refused):
+                await self._refuse(call, request)
+            within.append(each._replace(request=request, scope=token.scope))
+        return within
+
+    async def _refuse(self, call: Call, refused: Refused) -> NoReturn:
+        unknown = refused.status == 401
+        code = grpc.StatusCode.UNAUTHENTICATED if unknown else grpc.StatusCode.PERMISSION_DENIED
+        self._count(code.name)
+        await call.abort(code, refused.detail)
 
     def _count(self, code: str) -> None:
         counted = self._counters.grpc_requests
@@ -198,33 +223,8 @@ def _too_late(ruling: Ruling) -> Ruling:
     )
 
 
-async def _permitted(
-    tokens: Tokens, asked: list[Asked], call: Call, count: Callable[[str], None]
-) -> list[Asked]:
-    """What is asked, as far as the caller's token reaches; else the call is over."""
-    token = tokens.permitted(_authorization(call), "check")
-    if isinstance(token, Refused):
-        await _refuse(call, token, count)
-    if not token.scope:
-        return asked
-    within = []
-    for each in asked:
-        request = confined(token, each.request)
-        if isinstance(request, Refused):
-            await _refuse(call, request, count)
-        within.append(each._replace(request=request, scope=token.scope))
-    return within
-
-
 def _authorization(call: Call) -> str | None:
     for key, value in call.invocation_metadata() or ():
         if key == "authorization" and isinstance(value, str):
             return value
     return None
-
-
-async def _refuse(call: Call, refused: Refused, count: Callable[[str], None]) -> NoReturn:
-    unknown = refused.status == 401
-    code = grpc.StatusCode.UNAUTHENTICATED if unknown else grpc.StatusCode.PERMISSION_DENIED
-    count(code.name)
-    await call.abort(code, refused.detail)
