@@ -3,6 +3,10 @@
 A node whose store or rules are away is still ready: it answers as `on_failure` says and with the
 last good rules, while nodes that are taken out answer nobody. The body tells what is wrong. Only a
 node that is ending says 503.
+
+None of them wants a token, for balancers and monitors have none. But errors name hosts and files,
+and where tokens are asked for, strangers may be near: they are told that there is an error, and
+those with a token which.
 """
 
 from __future__ import annotations
@@ -15,12 +19,14 @@ from tollkeeper.edge.service.asked import Asked, Endpoint
 from tollkeeper.edge.service.metrics import CONTENT_TYPE, Metrics
 from tollkeeper.edge.service.node import Node
 from tollkeeper.edge.service.replies import NOT_KEPT, Reply, data_reply
+from tollkeeper.edge.service.tokens import Refused
 from tollkeeper.errors import StoreError
 from tollkeeper.model import Limit
 
 # What the store is asked, to see whether it answers; nothing is spent.
 _PROBE: Final = (Limit(1, per=1),)
 _PROBE_RULE: Final = "tollkeeper.ready"
+_UNTOLD: Final = "there is one; it is told to those who bring a token, and in the log"
 
 Handler = Callable[[Asked], Awaitable[Reply]]
 
@@ -43,18 +49,29 @@ def _alive(node: Node) -> Handler:
 
 
 def _ready(node: Node, metrics: Metrics) -> Handler:
-    async def ready(_: Asked) -> Reply:
+    async def ready(asked: Asked) -> Reply:
+        rules, store = _rules(node), await _store(node)
+        if not _is_known(node, asked):
+            for part in (rules, store):
+                part["error"] = part["error"] and _UNTOLD
         found = {
             "status": "stopping" if node.stopping else "ready",
             "node": node.node_id,
             "worker": node.settings.worker,
             "workers": metrics.workers(),
-            "rules": _rules(node),
-            "store": await _store(node),
+            "rules": rules,
+            "store": store,
         }
         return data_reply(found, 503 if node.stopping else 200)
 
     return ready
+
+
+def _is_known(node: Node, asked: Asked) -> bool:
+    """Has whoever asks a token, of any role, or is none asked for?"""
+    given = asked.headers.get(b"authorization")
+    authorization = None if given is None else given.decode("latin-1")
+    return not isinstance(node.tokens.permitted(authorization, "quota"), Refused)
 
 
 def _rules(node: Node) -> dict[str, Any]:
