@@ -106,6 +106,37 @@ def test_what_is_empty_is_absent(source: Any, call: Call) -> None:
     assert subject_of(NOBODY)
 
 
+@pytest.mark.parametrize(
+    ("source", "name", "value"),
+    [
+        ("header:X-API-Key", b"x-api-key", "{}"),
+        ("header:Authorization", b"authorization", "Basic {}"),
+        ("bearer", b"authorization", "Bearer {}"),
+        ("claim:sub", b"authorization", "Bearer {}"),
+        (Claim("sub", trusted_gateway=True, header="X-Token"), b"x-token", "{}"),
+        ("query:key", None, "key={}"),
+        ("cookie:sid", b"cookie", "sid={}"),
+    ],
+)
+def test_a_value_that_comes_twice_is_no_new_client(
+    source: Any, name: bytes | None, value: str
+) -> None:
+    """A framework takes the first or the last: who adds another shares one count, or has none."""
+
+    def key_of(*values: str) -> tuple[str, str]:
+        texts = [value.format(each).encode() for each in values]
+        headers = [] if name is None else [(name, each) for each in texts]
+        query = b"&".join(texts) if name is None else b""
+        scope = {"type": "http", "headers": headers, "query_string": query, "client": (PEER, 1)}
+        return Identity().key_of(AsgiCall(scope), [source, "address"])
+
+    own, *made_up = [unsigned({"sub": each}) for each in ("own", "a", "b", "c")]
+    found = {key_of(own, each) for each in made_up} | {key_of(each, own) for each in made_up}
+    assert len(found) == 1
+    assert found.isdisjoint({key_of(own), key_of(made_up[0])})
+    assert key_of(own, own) == key_of(own)
+
+
 def test_no_source_finds_anything_in_an_empty_call() -> None:
     """Nor do they mind."""
     sources = ["header:x", "bearer", "claim:x", "query:x", "cookie:x", "session:x", "address"]

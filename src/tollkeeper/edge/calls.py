@@ -2,8 +2,14 @@
 
 A `Call` is a view and holds nothing of its own: a header, a cookie or a query field is looked for
 when it is asked for, and most requests ask for one or two. What is looked at is bounded, because
-anybody can send anything: the first 64 KiB of a query or of the cookies, and 1,000 fields of it.
-Nothing that a client sends makes a Call raise.
+anybody can send anything: the first 64 KiB of a query or of the cookies. Nothing that a client
+sends makes a Call raise.
+
+**Twice.** Of two fields of one name some frameworks take the first and some the last. A client
+could show us one and the application the other: a new key with every request, and its own beside
+it. So different values of one name are nobody's: `UNCLEAR`, which all who send them share. So is a
+query that is too long to look through. Cookies are an exception, because browsers send two of one
+name for two paths: then there is none, and the next source is asked.
 
 A value becomes part of a key, so `clean_value` gives any text a form that a key may have: what is
 too long or cannot be printed is replaced by a digest of it, marked with a `#`. So is what begins
@@ -15,7 +21,7 @@ for the start of the query by whoever reads it next (see `match/paths.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from hashlib import blake2b
 from typing import Any, Final, Protocol
 from urllib.parse import quote_from_bytes, unquote_plus
@@ -24,12 +30,13 @@ from tollkeeper.edge.mounts import mount_template_of, mounted_path_of
 
 # Of a query or of the cookies.
 CHARACTERS_MAX: Final = 65_536
-FIELDS_MAX: Final = 1_000
 # Of headers that are remembered.
 NAMES_MAX: Final = 1_024
 # Beyond, a value is replaced by its digest; a key may have twice as much in all.
 VALUE_LENGTH_MAX: Final = 256
 DIGEST_MARK: Final = "#"
+# What is sent in several versions, or may be where nobody looks. In a key it is a digest.
+UNCLEAR: Final = "#unclear"
 
 # What may stand in a path as it is (RFC 3986, pchar and the slash).
 _SAFE_IN_PATH: Final = "/:@!$&'()*+,;=~"
@@ -72,12 +79,16 @@ class Call(Protocol):
         """A header, its lines joined by commas; None if there is none."""
         ...
 
+    def lines(self, name: str) -> list[str]:
+        """The lines of a header, as far as the server has kept them apart."""
+        ...
+
     def query(self, name: str) -> str | None:
-        """A field of the query, decoded; the first of several."""
+        """A field of the query, decoded; UNCLEAR where there are different ones."""
         ...
 
     def cookie(self, name: str) -> str | None:
-        """A cookie; the first of several."""
+        """A cookie; None where there are different ones."""
         ...
 
 
@@ -131,9 +142,15 @@ class AsgiCall:
 
     def header(self, name: str) -> str | None:
         """A header, its lines joined by commas; None if there is none."""
-        return self._lines(name, b", ")
+        return self._joined(name, b", ")
 
-    def _lines(self, name: str, joint: bytes) -> str | None:
+    def lines(self, name: str) -> list[str]:
+        """The lines of a header."""
+        wanted = _raw_name(name)
+        headers = self.scope.get("headers") or ()
+        return [value.decode("latin-1") for key, value in headers if key == wanted]
+
+    def _joined(self, name: str, joint: bytes) -> str | None:
         wanted = _raw_names.get(name) or _raw_name(name)
         found: bytes | None = None
         for key, value in self.scope.get("headers") or ():
@@ -142,14 +159,14 @@ class AsgiCall:
         return None if found is None else found.decode("latin-1")
 
     def query(self, name: str) -> str | None:
-        """A field of the query, decoded; the first of several."""
+        """A field of the query, decoded; UNCLEAR where there are different ones."""
         raw: bytes = self.scope.get("query_string") or b""
-        return query_field(raw[:CHARACTERS_MAX].decode("latin-1"), name) if raw else None
+        return query_field(raw[: CHARACTERS_MAX + 1].decode("latin-1"), name) if raw else None
 
     def cookie(self, name: str) -> str | None:
-        """A cookie; the first of several."""
+        """A cookie; None where there are different ones."""
         # HTTP/2 may send each in a line of its own (RFC 9113, 8.2.3).
-        text = self._lines("cookie", b"; ")
+        text = self._joined("cookie", b"; ")
         return cookie_of(text, name) if text else None
 
 
@@ -248,13 +265,18 @@ class WsgiCall:
         value = self.environ.get(key)
         return value if isinstance(value, str) else None
 
+    def lines(self, name: str) -> list[str]:
+        """The header as it is: a server has joined its lines."""
+        value = self.header(name)
+        return [] if value is None else [value]
+
     def query(self, name: str) -> str | None:
-        """A field of the query, decoded; the first of several."""
+        """A field of the query, decoded; UNCLEAR where there are different ones."""
         text: str = self.environ.get("QUERY_STRING") or ""
-        return query_field(text[:CHARACTERS_MAX], name) if text else None
+        return query_field(text, name) if text else None
 
     def cookie(self, name: str) -> str | None:
-        """A cookie; the first of several."""
+        """A cookie; None where there are different ones."""
         text = self.header("cookie")
         return cookie_of(text, name) if text else None
 
@@ -275,37 +297,57 @@ def _bytes_of(text: str) -> bytes:
         return text.encode("utf-8", "surrogatepass")
 
 
-def query_field(text: str, name: str) -> str | None:
-    """The first field of that name in a query, decoded. Bad percent-escapes stay as they are.
+def sole_header(call: Call, name: str) -> str | None:
+    """A header of which there is one: UNCLEAR where its lines differ."""
+    value = call.header(name)
+    if value is None or "," not in value:
+        return value
+    return _one_of(call.lines(name))
 
-    >>> query_field("page=2&api%5Fkey=a+b&api_key=c", "api_key")
+
+def query_field(text: str, name: str) -> str | None:
+    """The field of that name in a query, decoded. Bad percent-escapes stay as they are.
+
+    >>> query_field("page=2&api%5Fkey=a+b&api_key=", "api_key")
     'a b'
+    >>> query_field("api_key=a&api_key=b", "api_key")
+    '#unclear'
     """
-    for field in _fields(text, "&"):
+    found = []
+    for field in text[:CHARACTERS_MAX].split("&"):
         key, _, value = field.partition("=")
         if key == name or (("%" in key or "+" in key) and unquote_plus(key) == name):
-            return unquote_plus(value)
-    return None
+            found.append(unquote_plus(value))
+    return _one_of(found) if len(text) <= CHARACTERS_MAX else UNCLEAR
 
 
 def cookie_of(text: str, name: str) -> str | None:
-    """The first cookie of that name in a Cookie header.
+    """The cookie of that name in a Cookie header.
 
     >>> cookie_of('theme=dark; sid="42"', "sid")
     '42'
     """
-    for field in _fields(text, ";"):
+    found = []
+    for field in text[:CHARACTERS_MAX].split(";"):
         key, equals, value = field.partition("=")
         if equals and key.strip() == name:
-            value = value.strip()
-            if len(value) > 1 and value[0] == value[-1] == '"':
-                return value[1:-1]
-            return value
-    return None
+            found.append(_unquoted(value.strip()))
+    cookie = _one_of(found)
+    return None if cookie == UNCLEAR else cookie
 
 
-def _fields(text: str, between: str) -> Iterator[str]:
-    yield from text[:CHARACTERS_MAX].split(between, FIELDS_MAX)[:FIELDS_MAX]
+def _unquoted(value: str) -> str:
+    return value[1:-1] if len(value) > 1 and value[0] == value[-1] == '"' else value
+
+
+def _one_of(values: list[str]) -> str | None:
+    """The value that all are which are not empty; UNCLEAR where they differ."""
+    if len(values) < 2:
+        return values[0] if values else None
+    different = {stripped for value in values if (stripped := value.strip())}
+    if len(different) > 1:
+        return UNCLEAR
+    return different.pop() if different else ""
 
 
 def clean_value(text: str) -> str | None:

@@ -19,7 +19,7 @@ from base64 import urlsafe_b64decode
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from tollkeeper.edge.calls import Call
+from tollkeeper.edge.calls import UNCLEAR, Call, sole_header
 from tollkeeper.errors import ConfigError, show
 
 # Servers allow headers of about this size; a token with more is none of ours.
@@ -102,7 +102,9 @@ class Claim:
 
     def __call__(self, call: Call) -> str | None:
         """The claim's value as text; None without a token that is good and has it."""
-        value = call.header(self._header)
+        value = sole_header(call, self._header)
+        if value == UNCLEAR:
+            return value
         token = bearer_of(value)
         if token is None and self._header != "authorization" and value:
             token = value.strip()  # headers of gateways hold the token alone

@@ -26,7 +26,7 @@ from inspect import iscoroutinefunction
 from typing import Final, NamedTuple
 
 from tollkeeper.edge.addresses import ClientAddresses, ForwardedHeader
-from tollkeeper.edge.calls import Call, clean_value, digest_of
+from tollkeeper.edge.calls import UNCLEAR, Call, clean_value, digest_of, sole_header
 from tollkeeper.edge.claims import Claim, bearer_of
 from tollkeeper.errors import ConfigError, show
 from tollkeeper.model import NAME_LENGTH_MAX, REQUEST_FIELDS, Request
@@ -230,16 +230,17 @@ def _compiled_text(source: str, what: str) -> Compiled:
 
 
 def _of_header(name: str, call: Call) -> str | None:
-    value = call.header(name)
+    value = sole_header(call, name)
     return clean_value(value) if value else None
 
 
 def _of_secret_header(name: str, call: Call) -> str | None:
-    return _digest(call.header(name))
+    return _digest(sole_header(call, name))
 
 
 def _of_bearer(call: Call) -> str | None:
-    return _digest(bearer_of(call.header("authorization")))
+    value = sole_header(call, "authorization")
+    return _digest(value if value == UNCLEAR else bearer_of(value))
 
 
 def _of_query(name: str, call: Call) -> str | None:

@@ -57,6 +57,10 @@ class ForwardedCall:
         """A header of the client's."""
         return self._call.header(name)
 
+    def lines(self, name: str) -> list[str]:
+        """The lines of a header of the client's."""
+        return self._call.lines(name)
+
     def query(self, name: str) -> str | None:
         """A field of the query that the client asked with."""
         return query_field(self._query, name) if self._query else None
