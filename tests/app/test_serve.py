@@ -132,6 +132,17 @@ def test_the_folder_of_a_run_is_its_own(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("name", ["a b", "a?b", "a#b", "a%41b", "é"])
+def test_a_data_folder_may_have_any_name(name: str, tmp_path: Path, rules: str) -> None:
+    """What is kept is kept in it, though it is named in URLs."""
+    data = tmp_path / name
+    settings = Settings.gather({"data": str(data), "seed": rules})
+    data.mkdir()
+    assert asyncio.run(starting.prepared(settings)) == "1"
+    assert {"rules.db", "limits"} <= {each.name for each in data.iterdir()}
+    assert {each.name for each in tmp_path.iterdir()} == {name, "limits.yaml"}
+
+
 def test_a_database_is_seeded_once(tmp_path: Path, rules: str) -> None:
     """The document becomes version 1; later ones are changed elsewhere."""
     settings = given(tmp_path, seed=rules)

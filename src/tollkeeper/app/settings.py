@@ -126,11 +126,11 @@ class Settings:
             self,
             data=str(data),
             workers=self.workers or _processors(),
-            rules=self.rules or f"sqlite:///{data / 'rules.db'}",
+            rules=self.rules or f"sqlite:///{quote(str(data / 'rules.db'))}",
             store=self.store or f"shared://{quote(str(data / 'limits'))}",
             node_id=self.node_id or default_node_id(),
             log_format=_log_format() if self.log_format == "auto" else self.log_format,
-            record=self.record or f"sqlite:///{data / 'records.db'}",
+            record=self.record or f"sqlite:///{quote(str(data / 'records.db'))}",
         )
         settings.check()
         return settings
