@@ -24,7 +24,7 @@ from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.redis.config import SCHEMES as REDIS_SCHEMES
 from tollkeeper.decide.stores.redis.config import RedisConfig
 from tollkeeper.decide.stores.redis.config import parse as parse_redis
-from tollkeeper.errors import ConfigError
+from tollkeeper.errors import ConfigError, StoreError
 from tollkeeper.match.rules import Document
 
 if TYPE_CHECKING:
@@ -384,10 +384,17 @@ class _Repairs:
         for one in self._walked:
             for defect in one.defects:
                 mend = self._mending(one, defect) if left else None
-                if mend is not None:
-                    left -= 1
-                    what, do = mend
-                    yield Repair(defect.node, key_text(defect.key), what, do())
+                if mend is None:
+                    continue
+                left -= 1
+                what, do = mend
+                try:
+                    done = do()
+                except StoreError as error:
+                    # What was done before is told all the same; the next would fail as well.
+                    yield Repair(defect.node, key_text(defect.key), str(error), done=False)
+                    return
+                yield Repair(defect.node, key_text(defect.key), what, done)
 
     def _mending(self, one: Walked, defect: Defect) -> tuple[str, Callable[[], bool]] | None:
         from tollkeeper.decide.stores.redis import reconcile as walking  # noqa: PLC0415 - an extra

@@ -33,7 +33,7 @@ from tollkeeper.match.rules import Document
 from tollkeeper.rates import UNIT_NS
 
 LIMIT_KEYS: Final = 1_000_000
-PAUSE_MS: Final = 10.0
+PAUSE_MS: Final = 2.0
 PAUSE_MS_MAX: Final = 60_000.0
 TIME_S_MIN: Final = 1.0
 TIME_S_MAX: Final = 366 * 86_400.0
@@ -97,7 +97,7 @@ LimitOption = Annotated[
     int, typer.Option("--limit-keys", metavar="N", help="At most so many a primary; 0: all.")
 ]
 PauseOption = Annotated[
-    float, typer.Option("--pause", metavar="MS", help="How long to rest after each 500 keys.")
+    float, typer.Option("--pause", metavar="MS", help="How long to rest after each 100 keys.")
 ]
 PrefixOption = Annotated[
     str | None,
@@ -190,7 +190,7 @@ def _keys_max(count: int) -> int:
 
 def _pause_s(pause_ms: float) -> float:
     if not 0 <= pause_ms <= PAUSE_MS_MAX:
-        raise ConfigError(f"--pause {pause_ms:g} is not between 0 and {PAUSE_MS_MAX:g} ms; try 10")
+        raise ConfigError(f"--pause {pause_ms:g} is not between 0 and {PAUSE_MS_MAX:g} ms; try 2")
     return pause_ms / 1_000
 
 

@@ -5,10 +5,11 @@ restored from old backups, other programs write under the same prefix, versions 
 key without an expiry stays for good, and one that no script can read fails every check of its
 subject. So now and then somebody looks.
 
-The keys are walked with SCAN, PAGE_KEYS at a time and with a pause in between, so that no server
-and no check notices. Each is asked for its type, its expiry and its fields, in two or three trips a
-page. A key that was changed, moved or dropped meanwhile is no defect, and what cannot be read is
-read a second time before it is called so.
+The keys are walked with SCAN and looked at LOOK_KEYS at a time, with a pause in between. Each is
+asked for its type, its expiry and its fields, in two or three trips for all of them, which keep a
+server busy for less than a millisecond: so long a check may have to wait for one of them. A key
+that was changed, moved or dropped meanwhile is no defect, and what cannot be read is read a second
+time before it is called so.
 
 Mending is a second thing, and only for those who ask. Each step is a script that looks again and
 changes nothing where the key is no longer as it was found. Only keys `<prefix>:{…}` are touched.
@@ -33,7 +34,8 @@ from tollkeeper.decide.stores.redis.topology import Topology
 from tollkeeper.errors import StoreError, StoreTimeout, StoreUnavailable
 
 PAGE_KEYS: Final = 500
-PAUSE_SECONDS: Final = 0.01
+LOOK_KEYS: Final = 100
+PAUSE_SECONDS: Final = 0.002
 # A hash with more fields is read by its names, and only the rules' own fields of it.
 FIELDS_READ_MAX: Final = 128
 FIELDS_NAMED_MAX: Final = 20_000
@@ -155,10 +157,9 @@ class _Walk:
         return self._found
 
     def _pages(self) -> Iterator[list[bytes]]:
+        """Keys to be looked at together, with a rest after each lot, and after each step."""
         cursor, first = 0, True
         while first or cursor:
-            if not first:
-                self._pace.sleep(self._pace.pause_seconds)
             first = False
             how = ("MATCH", self._head + b"*", "COUNT", PAGE_KEYS)
             cursor, found = self._client.execute_command("SCAN", cursor, *how)
@@ -167,9 +168,10 @@ class _Walk:
                 room = self._pace.keys_max - self._found.keys
                 if len(page) > room or (len(page) == room and cursor):
                     self._found.complete = False
-                    yield page[:room]
-                    return
-            yield page
+                    page, cursor = page[:room], 0
+            for start in range(0, max(len(page), 1), LOOK_KEYS):
+                yield page[start : start + LOOK_KEYS]
+                self._pace.sleep(self._pace.pause_seconds)
 
     def _new(self, keys: Iterable[bytes]) -> list[bytes]:
         """Those that were not there before."""
@@ -182,7 +184,9 @@ class _Walk:
         return page
 
     def _look(self, page: Sequence[bytes]) -> None:
-        """One page: types and expiries first, then the fields."""
+        """Types and expiries first, then the fields."""
+        if not page:
+            return
         words = ("TYPE", "PTTL", "HLEN", "MEMORY USAGE")
         commands = [(word, key) for key in page for word in words]
         replies = asked(self._client, [("TIME",), *commands])
@@ -346,7 +350,10 @@ def error_of(address: Address, error: Exception) -> StoreError:
     said = (below.strerror if isinstance(below, OSError) else None) or str(error)
     text = said.partition(_REPEATED)[0].strip() or type(error).__name__
     if isinstance(error, NoPermissionError):
-        text += "; to look, the user needs +scan +type +pttl +hlen +hgetall +hkeys +hmget +time"
+        text += (
+            "; to look, the user needs +scan +type +pttl +hlen +hgetall +hkeys +hmget +time +info, "
+            "and to mend +eval +pexpire +hget +hdel +del"
+        )
     return StoreUnavailable(f"{address}: {text}")
 
 
