@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, assert_type
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import pytest
 from fastapi import APIRouter, FastAPI
@@ -193,7 +193,16 @@ def test_a_path_without_raw_path() -> None:
 
 def test_a_query_on_the_raw_path_is_left_out() -> None:
     """Some servers put it there."""
-    assert asgi(raw_path=b"/a%3Fb?c=d").path == "/a%3Fb"
+    assert asgi("/a?b", raw_path=b"/a%3Fb?c=d").path == "/a%3Fb"
+    assert asgi("/a", raw_path=b"/a?c=d").path == "/a"
+    assert AsgiCall({"type": "http", "raw_path": b"/a%20b?c=d"}).path == "/a%20b"
+
+
+@pytest.mark.parametrize("raw", ["/admin%2Fkeys", "/admin%2fkeys", "/%61dmin/keys"])
+def test_a_path_is_that_by_which_applications_route(raw: str) -> None:
+    """To them an encoded slash is a slash, and no way around a limit on the path."""
+    assert asgi(unquote(raw), raw_path=raw.encode()).path == "/admin/keys"
+    assert wsgi(unquote(raw)).path == "/admin/keys"
 
 
 def test_a_wsgi_path_is_where_it_is_mounted_and_the_rest() -> None:

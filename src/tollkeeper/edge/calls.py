@@ -52,7 +52,7 @@ class Call(Protocol):
 
     @property
     def path(self) -> str:
-        """The path as it came, still percent-encoded, without the query."""
+        """The path that the application is asked for, percent-encoded, without the query."""
         ...
 
     @property
@@ -114,12 +114,13 @@ class AsgiCall:
 
     @property
     def path(self) -> str:
-        """The path as it came, still percent-encoded, without the query."""
-        raw = self.scope.get("raw_path")
-        if isinstance(raw, bytes) and raw:
+        """The path that the application is asked for, percent-encoded, without the query."""
+        raw, path = self.scope.get("raw_path"), self.scope.get("path")
+        # Applications route by the decoded path, where %2F is a slash like any other. So it is that
+        # which is encoded anew, or /admin%2Fkeys would slip past a limit on /admin/keys.
+        if isinstance(raw, bytes) and raw and (b"%" not in raw or not isinstance(path, str)):
             # Some servers leave the query on.
             return raw.partition(b"?")[0].decode("latin-1")
-        path = self.scope.get("path")
         return quoted_path(_bytes_of(path)) if isinstance(path, str) else "/"
 
     @property
