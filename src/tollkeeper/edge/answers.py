@@ -46,7 +46,6 @@ __all__ = [
     "capacity_refusal_of",
     "headers_of",
     "over_limit",
-    "policy_names_of",
     "problem_of",
     "raw_headers_of",
     "refusal_of",
@@ -218,12 +217,6 @@ def _listed(items: Iterator[bytes]) -> RawHeader | None:
             break
         value = longer
     return (b"ratelimit-policy", value) if value else None
-
-
-def policy_names_of(ruling: Ruling) -> list[str]:
-    """The names of all limits that applied, as `RateLimit-Policy` has them."""
-    known = _known.get(ruling.applied) or _learn(ruling.applied)
-    return [each.name for each in known.policies]
 
 
 # ── Headers ────────────────────────────────────────────────────────────────────────────────────
