@@ -224,3 +224,30 @@ async def test_admin_endpoints_want_a_token_even_where_checks_do_not() -> None:
         assert answer.status == 401
         assert "--role admin" in answer.data["detail"]
         assert (await ask("GET", "/v1/admin/rules")).status == 401
+
+
+PAGES: list[tuple[str, str, dict[str, Any]]] = [
+    ("POST", "/v1/check", {"user": "1"}),
+    ("POST", "/v1/check/batch", {"checks": [{"user": "1"}]}),
+    ("POST", "/v1/settle", {"user": "1", "reserved": 3, "actual": 0}),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body"), PAGES)
+async def test_a_page_in_a_browser_cannot_spend_without_a_token(
+    method: str, path: str, body: dict[str, Any], tmp_path: Path
+) -> None:
+    """Any page may send such a request to this machine; with a token, somebody let it."""
+    origin = {"Origin": "https://shop.example"}
+    async with asking() as ask:
+        answer = await ask(method, path, body, origin)
+        assert answer.status == 403
+        assert "Origin" in answer.data["detail"]
+        assert not any(name.startswith("access-control") for name in answer.headers)
+        assert (await ask.check(user="1")).data["remaining"] == 2
+        gateway = {**origin, "X-Original-URI": "/", "X-API-Key": "k"}
+        assert (await ask("GET", "/v1/authorize", b"", gateway)).status == 200
+    secret = token_file.create(tmp_path / "tokens.json", "t", "check")
+    async with asking(tmp_path / "tokens.json") as ask:
+        headers = {**origin, "Authorization": f"Bearer {secret}"}
+        assert (await ask(method, path, body, headers)).status == 200

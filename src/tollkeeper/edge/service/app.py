@@ -47,6 +47,12 @@ from tollkeeper.errors import show
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:+/=@-]{1,128}")
 _ADMIN: Final = ("/v1/admin", "/docs", "/openapi.json")
 _CLOSE: Final = (b"connection", b"close")
+# Only browsers send Origin. Where this machine may ask without a token, every page that is open in
+# a browser on it could: it reads no answer, but it would spend.
+_OF_A_PAGE: Final = (
+    "a page in a browser asks, by its Origin header, and without tokens those are not let in; "
+    "ask from a program, or make a token: tollkeeper token create NAME --role check"
+)
 # The methods of a path that there is not.
 _NOWHERE: Final[dict[str, Endpoint]] = {}
 
@@ -99,7 +105,7 @@ class Service:
             return
         try:
             handle, need, bytes_max = methods.get(scope["method"]) or _any_method(scope, methods)
-            token = OPEN if need is None else self._permitted(headers.get(b"authorization"), need)
+            token = OPEN if need is None else self._permitted(headers, need)
             body = b""
             if bytes_max:
                 task = current_task()
@@ -128,11 +134,14 @@ class Service:
         await send({"type": "http.response.start", "status": status, "headers": sent})
         await send({"type": "http.response.body", "body": body})
 
-    def _permitted(self, given: bytes | None, need: Need) -> Token:
+    def _permitted(self, headers: dict[bytes, bytes], need: Need) -> Token:
+        given = headers.get(b"authorization")
         authorization = None if given is None else given.decode("latin-1")
         found = self.node.tokens.permitted(authorization, need)
         if isinstance(found, Refused):
             raise Refusal(refused_reply(found))
+        if found is OPEN and b"origin" in headers:
+            raise Refusal(refused_reply(Refused(403, _OF_A_PAGE)))
         return found
 
     def _of_every_reply(
