@@ -131,7 +131,7 @@ def test_usage_of_four_workers_adds_up(tmp_path: Path) -> None:
 
 def test_who_asks_most_is_known_to_whichever_worker_is_asked(tmp_path: Path) -> None:
     """Of all of them, in seconds."""
-    with recorded(tmp_path, workers=3) as found:
+    with recorded(tmp_path, workers=2) as found:
         found.check([{"user": "hot"}] * 300 + [{"user": f"{number}"} for number in range(60)])
 
         def told() -> bool:
