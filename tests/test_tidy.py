@@ -67,7 +67,7 @@ TESTED_IN = {
     "decide/stores/redis/__init__.py": "decide/stores/test_uri.py",
     "decide/stores/redis/breakers.py": "integration/test_redis_breaker.py",
     "decide/stores/redis/denied.py": "integration/test_redis_denials.py",
-    "decide/stores/redis/drift.py": "integration/test_reconcile.py",
+    "decide/stores/redis/drift.py": "integration/test_reconcile_replicated.py",
     "decide/stores/redis/drive.py": "integration/test_redis_faults.py",
     "decide/stores/redis/encode.py": "decide/stores/redis/test_codec.py",
     "decide/stores/redis/flights.py": "integration/test_redis_coalescing.py",
