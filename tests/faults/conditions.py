@@ -31,11 +31,16 @@ _CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def needs_root(what: str) -> None:
-    """Skip what only root can do, with all that root may; where all must be shown, fail."""
+def has_root() -> bool:
+    """May this process do all that root may? Not in every container."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     held = int(status.partition("CapEff:")[2].split()[0], 16)
-    if all(held >> number & 1 for number in (_CAP_NET_ADMIN, _CAP_SYS_ADMIN)):
+    return all(held >> number & 1 for number in (_CAP_NET_ADMIN, _CAP_SYS_ADMIN))
+
+
+def needs_root(what: str) -> None:
+    """Skip what only root can do; where all must be shown, fail."""
+    if has_root():
         return
     reason = f"{what} takes root with CAP_NET_ADMIN and CAP_SYS_ADMIN; run the tests as root"
     if os.environ.get("CI") == "true":
@@ -168,6 +173,15 @@ def small_disk(kilobytes: int) -> Iterator[Path]:
         subprocess.run([program_path("umount"), "--lazy", folder], check=False)
         with suppress(OSError):
             folder.rmdir()
+
+
+def fill(disk: Path) -> Path:
+    """A file that takes all that is left of a disk."""
+    path = disk / "filler"
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while True:  # until nothing is left
+            file.write(bytes(4_096))
+    return path
 
 
 def wrong_clock(seconds: int) -> dict[str, str]:

@@ -55,7 +55,7 @@ class ServiceAskers:
                 asked = {"user": key.user, "endpoint": key.request.endpoint}
                 sent_ns = now_ns()
                 answer = ask_on(connection, "POST", "/v1/check", asked)
-                assert answer.status in _STATUSES, answer
+                assert answer.status in _STATUSES, (answer, self._service.log_end())
                 degraded = answer.headers.get("x-ratelimit-policy") == "degraded"
                 self._record.put(key, sent_ns, answer.status == 200, degraded, "service")
                 self._stopped.wait(GAP_S / len(self._keys))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from contextlib import suppress
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.faults.conditions import small_disk
+from tests.faults.conditions import fill, small_disk
 from tests.faults.load import CASES, Key, Record, document, now_ns
 from tests.faults.service_load import service_load
 from tests.faults.telling import verify
@@ -24,15 +23,6 @@ NOTICED_S_MAX = 20.0
 WRITTEN_S_MAX = 60.0
 # One more than there is room for, by far: what cannot be kept is denials of one who asks too much.
 BATCHES = EVENTS_MAX * 3 // 2 // BATCH_CHECKS_MAX
-
-
-def fill(disk: Path) -> Path:
-    """A file that takes all that is left."""
-    path = disk / "filler"
-    with path.open("wb", buffering=0) as file, suppress(OSError):
-        while True:  # until nothing is left
-            file.write(bytes(4_096))
-    return path
 
 
 def said(service: ServiceProcess, words: str) -> bool:
@@ -108,4 +98,6 @@ async def test_the_disk_of_the_records_is_full() -> None:
             f"{back_s:.1f} s after there was room",
         )
         assert found["closed"].degraded == 0
-        assert used(path) == len(record.noted) + asked
+        answered = len(record.noted) + asked
+        # Of a request that was cut nobody knows whether it was decided.
+        assert answered <= used(path) <= answered + record.lost

@@ -1,9 +1,10 @@
 """Everything at once, by a seed that is printed: FAULTS_SEED=… makes the same run again.
 
 Redis is killed, stopped and filled, the network before it drops, delays, cuts and resets,
-PostgreSQL is killed and its rules change, workers of a service are killed, and one node's clock is
-a minute ahead. Each goes on by itself and pays no heed to the others. What the seed decides
-is what each does and when it means to; how long a server takes to start is the machine's.
+PostgreSQL is killed and its rules change, workers of a service are killed, the disk of its records
+is full, and one node's clock is a minute ahead. Each goes on by itself and pays no heed to the
+others. What the seed decides is what each does and when it means to; how long a server takes to
+start is the machine's. A partition is here the network that holds everything back.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
+from pathlib import Path
 from random import Random, SystemRandom
 from typing import cast
 
 import pytest
 
-from tests.faults.conditions import reset_all, wrong_clock
+from tests.faults.conditions import fill, has_root, reset_all, small_disk, wrong_clock
 from tests.faults.load import KEYS, LIMIT, Record, document, now_ns, running_load, until_calm
 from tests.faults.nodes import NodeProcess
 from tests.faults.service_load import service_load
@@ -37,6 +39,7 @@ from tollkeeper.standby import Standby
 SECONDS = 6.0
 # Tasks, threads, the service, and the node with the wrong clock.
 NODES = 4
+DISK_KILOBYTES = 8_192
 QUICK = "?breaker_open_ms=200&breaker_open_max_ms=500"
 MODES = ("hold", "swallow", "cut", "drip", "reset")
 
@@ -45,10 +48,11 @@ class Chaos:
     """What breaks what, each with a generator of its own, until the time is up."""
 
     def __init__(
-        self, seed: int, server: Single, proxy: Proxy, database: Postgres, url: str
+        self, seed: int, server: Single, proxy: Proxy, database: Postgres, url: str, disk: Path
     ) -> None:
         self._seed = seed
         self._server, self._proxy, self._database, self._url = server, proxy, database, url
+        self._disk = disk
         self._ends_ns = now_ns() + int(SECONDS * 1e9)
         self.done: dict[str, int] = {}
         self.healed_ns = 0
@@ -62,6 +66,7 @@ class Chaos:
             self._repeat("postgresql", self._break_database, 1.5),
             self._repeat("worker", lambda random: self._kill_worker(service, random), 1.5),
             self._repeat("rules", self._change_rules, 0.7),
+            self._repeat("disk", self._fill_disk, 1.0),
         )
 
     async def _repeat(
@@ -115,6 +120,14 @@ class Chaos:
         os.kill(random.choice(alive), signal.SIGKILL)
         return "worker killed"
 
+    async def _fill_disk(self, random: Random) -> str:
+        if not has_root():
+            return "disk spared"  # it is everybody's
+        filler = await asyncio.to_thread(fill, self._disk)
+        await asyncio.sleep(random.uniform(0.3, 1.5))
+        filler.unlink()
+        return "disk full"
+
     async def _change_rules(self, random: Random) -> str:
         try:
             await asyncio.to_thread(change_rules, self._url, random.choice((LIMIT // 2, LIMIT)))
@@ -136,12 +149,16 @@ def change_rules(url: str, limit: int) -> None:
 
 
 @asynccontextmanager
-async def all_nodes(url: str, uri: str, record: Record) -> AsyncIterator[ServiceProcess]:
+async def all_nodes(
+    url: str, uri: str, record: Record, disk: Path
+) -> AsyncIterator[ServiceProcess]:
     """Everyone who asks: tasks and threads here, a service, and a node with a wrong clock."""
     standby = Standby(nodes=NODES)
+    recording = ("--record", f"sqlite:///{disk / 'records.db'}", "--sample", "1")
+    shared = ("--store", uri, "--nodes", str(NODES))
     with (
         NodeProcess("ahead", uri, KEYS, rules=url, nodes=NODES, env=wrong_clock(60)) as ahead,
-        ServiceProcess(url, "--store", uri, "--nodes", str(NODES), workers=2) as service,
+        ServiceProcess(url, *shared, *recording, workers=2) as service,
     ):
         assert await asyncio.to_thread(ahead.ready) == pytest.approx(60, abs=1)
         async with AsyncLimiter.from_rules(url, store=uri, standby=standby) as awaited:
@@ -154,17 +171,22 @@ async def all_nodes(url: str, uri: str, record: Record) -> AsyncIterator[Service
         await asyncio.to_thread(ahead.finish, record)
 
 
-async def test_everything_at_once() -> None:
+async def test_everything_at_once(tmp_path: Path) -> None:
     """Whatever happens together: what Redis admits is never over, each policy does as it says,
     nobody waits, and when it has ended all is exact again by itself."""
     seed = int(os.environ.get("FAULTS_SEED") or SystemRandom().randrange(10**6))
     print(f"FAULTS_SEED={seed}")
     record = Record()
-    with Single(aof=True) as server, Proxy(server.port) as proxy, Postgres() as database:
+    with (
+        Single(aof=True) as server,
+        Proxy(server.port) as proxy,
+        Postgres() as database,
+        small_disk(DISK_KILOBYTES) if has_root() else nullcontext(tmp_path) as disk,
+    ):
         url = database.new_database()
         await asyncio.to_thread(change_rules, url, LIMIT)
-        async with all_nodes(url, f"{proxy.uri}{QUICK}", record) as service:
-            chaos = Chaos(seed, server, proxy, database, url)
+        async with all_nodes(url, f"{proxy.uri}{QUICK}", record, disk) as service:
+            chaos = Chaos(seed, server, proxy, database, url, disk)
             await chaos.run(service)
             await asyncio.to_thread(change_rules, url, LIMIT)
             await until_calm(record)
