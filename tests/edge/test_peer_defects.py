@@ -19,6 +19,8 @@ from flask import Flask
 
 from tests.edge.asgi_driver import App, ask, hello, limited
 from tollkeeper.edge import asgi, fastapi, flask
+from tollkeeper.edge.calls import AsgiCall
+from tollkeeper.edge.guard import Guard, Terms
 
 THREADS = 16
 
@@ -79,6 +81,20 @@ async def test_guesses_at_once_that_pass_a_limit_on_outcomes() -> None:
     answer.set()
     assert [(await next(done)).status for _ in range(3)] == [401] * 3
     assert len(tried) == 3
+
+
+@pytest.mark.parametrize("hook", ["skip", "count"])
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+def test_a_hook_that_nobody_awaits(hook: str) -> None:
+    """Defect: what a thread would have to await is true, so that everybody is let through."""
+
+    async def asked() -> bool:
+        return False
+
+    hooks: dict[str, Any] = {hook: lambda _: asked()}
+    guard = Guard(Terms(limits="1/minute", **hooks))
+    with pytest.raises(TypeError, match=f"{hook} returned <coroutine .* return True or False"):
+        guard.leave(guard.enter(AsgiCall({"type": "http"})), 200)
 
 
 def test_threads_that_meet_a_route_for_the_first_time_at_once() -> None:

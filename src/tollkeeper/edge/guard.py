@@ -242,7 +242,7 @@ class Guard(_Post):
         if not self._opened:
             self._reopen()
         skip = self.terms.skip
-        if self._limiter is None or (skip is not None and skip(call)):
+        if self._limiter is None or (skip is not None and _said("skip", skip(call))):
             return Charge(PASSED)
         hook = self._keys.hook
         key = self._key_of(call) if hook is None else self._keys.of_hook(hook(call), call)
@@ -270,7 +270,7 @@ class Guard(_Post):
         `status` is the response's, 500 for a handler that raised, None for no outcome at all. A
         store that fails is logged, and the request keeps what it was charged on the way in.
         """
-        due = charge.take(bool(self._counts(status)))
+        due = charge.take(_said("count", self._counts(status)))
         if due is None:
             return
         try:
@@ -406,6 +406,16 @@ class AsyncGuard(_Post):
             if self._owns_store:
                 aclose = getattr(self.store, "aclose", None)
                 await (_called(self.store.close) if aclose is None else aclose())
+
+
+def _said(hook: str, value: Any) -> bool:
+    """Yes or no, of a hook that is not awaited."""
+    if isawaitable(value):
+        # It would be true: nobody would be limited, and nobody would notice.
+        raise TypeError(
+            f"{hook} returned {show(value)}, which nothing awaits in a thread; return True or False"
+        )
+    return bool(value)
 
 
 async def _called(function: Callable[[], None]) -> None:
