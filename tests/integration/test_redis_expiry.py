@@ -283,7 +283,8 @@ def test_keys_are_gone_soon_after_their_quotas_are_whole(
     )
     for subject in ("spent 0", "refunded 0", "granted 0"):
         assert gate.peek(subject, 10).remaining == 10
-    assert server.admin.info("stats")["expired_keys"] >= expired + 150
+    # A refund that comes after the window deletes the key instead; the other 100 expire.
+    assert server.admin.info("stats")["expired_keys"] >= expired + 100
 
 
 @every_algorithm
