@@ -14,6 +14,7 @@ from tests.edge.service.asking import Asking, asking
 from tollkeeper import AsyncLimiter
 from tollkeeper.control.database import Database
 from tollkeeper.edge.envoy.server import start
+from tollkeeper.edge.service import token_file
 from tollkeeper.record.reading import Records
 from tollkeeper.record.recorder import Recorder
 from tollkeeper.record.sink import Sink
@@ -72,6 +73,33 @@ async def test_batches(ask: Asking) -> None:
     }
     await ask("POST", "/v1/check/batch", {"checks": [two], "atomic": True})
     assert used(ask.node.recorder)["user:2", "users"] == [3, 0, 3]
+
+
+async def test_what_is_settled_is_what_was_used(ask: Asking) -> None:
+    """Units that are given back or spent afterwards, as far as they fitted; no request more."""
+    for user, reserved, actual in (("1", 2, 1), ("2", 1, 3), ("3", 1, 9), ("4", 1, 1)):
+        await ask.check(user=user, cost=reserved)
+        body = {"user": user, "reserved": reserved, "actual": actual}
+        assert (await ask("POST", "/v1/settle", body)).status == 200
+    found = used(ask.node.recorder)
+    assert [found[f"user:{user}", "users"] for user in "1234"] == [
+        *([1, 0, 1], [1, 0, 3], [1, 0, 3], [1, 0, 1])
+    ]
+
+
+async def test_a_token_with_a_scope_takes_nothing_off_its_usage(tmp_path: Path) -> None:
+    """Whoever is billed for it could take it all back."""
+    tokens = tmp_path / "tokens.json"
+    secret = token_file.create(tokens, "ann", "check", {"user": "ann"})
+    headers = {"Authorization": f"Bearer {secret}"}
+    async with asking(tokens) as made:
+        made.node.recorder = recorder_at(tmp_path)
+        ask = Asking(made.node, made.clock)
+        await ask("POST", "/v1/check", {"cost": 2}, headers)
+        for actual in (0, 3):
+            body = {"reserved": 2, "actual": actual}
+            assert (await ask("POST", "/v1/settle", body, headers)).status == 200
+        assert used(ask.node.recorder) == {("user:ann", "users"): [1, 0, 3]}
 
 
 async def test_a_gateway(ask: Asking) -> None:

@@ -161,6 +161,19 @@ class Recorder:
             if all_pass or not ruling.decision.allowed:
                 self.note(request, ruling, cost, now_ns)
 
+    def settle(self, ruling: Ruling, units: int, now_ns: int) -> None:
+        """Correct usage by units that were spent, or given back (below 0), after a check.
+
+        `ruling` is one on the same request for one unit: it says who is counted, and how dear.
+        """
+        minute = now_ns // MINUTE_NS
+        for applied, (subject, each) in zip(ruling.applied, ruling.counted, strict=False):
+            bucket = (subject, applied.rule, minute)
+            counts = self._buckets.get(bucket)
+            if counts is None:
+                counts = self._usage.new(bucket)
+            counts[2] += units * each
+
     def _note_several(self, ruling: Ruling, allowed: bool, minute: int) -> None:
         buckets = self._buckets
         rule = ruling.decision.rule

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from time import perf_counter_ns
 from typing import Any, Final
 
@@ -169,9 +170,21 @@ def _settle(node: Node) -> Callable[[Asked], Awaitable[Reply]]:
         if body.actual < body.reserved:
             units = body.reserved - body.actual
             await give_back(node.limiter, asked.token.scope, request, units)
+            if not asked.token.scope:  # or a customer could take back what he is billed for
+                await _record_settled(node, request, -units)
             return data_reply({"unsettled": 0})
-        return data_reply(
-            {"unsettled": await node.limiter.settle(request, body.reserved, body.actual)}
-        )
+        unsettled = await node.limiter.settle(request, body.reserved, body.actual)
+        await _record_settled(node, request, body.actual - body.reserved - unsettled)
+        return data_reply({"unsettled": unsettled})
 
     return settle
+
+
+async def _record_settled(node: Node, request: Request, units: int) -> None:
+    """Usage is what was spent in the end; who is counted is asked for one unit, and not spent."""
+    if node.recorder is None or not units:
+        return
+    with suppress(CapacityError, StoreError):
+        ruling = await node.limiter.judge(request, 1, spend=False)
+        if not ruling.decision.degraded:
+            node.recorder.settle(ruling, units, node.now_ns())
