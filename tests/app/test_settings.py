@@ -147,3 +147,14 @@ def test_a_store_on_this_machine_needs_no_file_for_its_absence() -> None:
     assert Settings.gather({}).standby == "memory://"
     redis = Settings.gather({"store": "redis://cache", "data": "/var/lib/x"})
     assert redis.standby == "shared:///var/lib/x/standby"
+
+
+@pytest.mark.parametrize("said", ["record: off", "record: no", 'record: "off"'])
+def test_records_are_in_the_data_folder_or_nowhere(said: str, tmp_path: Path) -> None:
+    """YAML takes `off` for false, and it means the same."""
+    assert Settings.gather({"data": str(tmp_path)}).record == f"sqlite:///{tmp_path}/records.db"
+    config = tmp_path / "config.yaml"
+    config.write_text(f"{said}\nsample: 1\nkeep-usage: 30\nrecord-subjects: hashed\n")
+    settings = Settings.gather({}, str(config))
+    assert (settings.record, settings.sample, settings.keep_usage) == ("off", 1.0, 30)
+    assert settings.record_subjects == "hashed"
