@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Mount, Route
 
-from tests.edge.asgi_driver import ask
+from tests.edge.asgi_driver import ask, hello
 from tollkeeper.edge import fastapi
 from tollkeeper.edge.asgi import RateLimit
 from tollkeeper.edge.mounts import mount_template_of, mounted_path_of
@@ -90,13 +90,21 @@ async def test_a_mounts_parameter_does_not_slip_past_a_limit(make: Callable[[], 
     assert (await ask(app, "/tenants/1/browse")).status == 200
 
 
-async def test_what_is_mounted_and_has_no_routes_counts_as_one() -> None:
-    """Nobody knows its endpoints, and its path is not asked of the application around it."""
-    below = RateLimit(GZipMiddleware(Starlette(routes=[SEARCH])), **_options())
-    outer = [Route("/search/{word}", _found), Mount("/tenants/{tenant}", app=below)]
+RULES = """
+version: 1
+rules:
+  - {id: login, by: [ip], match: {endpoint: /tenants/*/login}, limits: ["2/minute"]}
+"""
+
+
+async def test_what_is_mounted_and_has_no_routes_goes_by_its_path() -> None:
+    """Nobody knows its endpoints, but a rule may; and those around it are not asked for them."""
+    below = RateLimit(GZipMiddleware(hello), rules=RULES, clock=ManualClock(1_000))
+    outer = [Route("/login", _found), Mount("/tenants/{tenant}", app=below)]
     app = Starlette(routes=outer)
-    paths = [f"/tenants/{number}/search/{number}" for number in range(3)]
+    paths = [f"/tenants/{number}/login" for number in range(3)]
     assert [(await ask(app, path)).status for path in paths] == [200, 200, 429]
+    assert (await ask(app, "/tenants/1/other")).status == 200
 
 
 def _scope(**more: Any) -> dict[str, Any]:

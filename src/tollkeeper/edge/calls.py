@@ -187,14 +187,14 @@ def _template_of(scope: Mapping[str, Any]) -> str | None:
     # Since FastAPI has included routers as they are, only this knows a route's whole path.
     found = scope.get("fastapi")
     context = found.get("effective_route_context") if isinstance(found, dict) else None
+    if context is None and hasattr(route, "routes"):
+        # The last that matched is a mount, and what is mounted there does not say more. It stands
+        # for many endpoints, of which a rule may mean one.
+        return None
     template = getattr(context, "path", None) or getattr(route, "path", None)
     if not isinstance(template, str) or not template:
         return None
-    before = mounted_at(scope)
-    if context is None and hasattr(route, "routes"):
-        # The last that matched is a mount: what is mounted there does not say more.
-        return f"{before}/{{path:path}}"
-    return before + template
+    return mounted_at(scope) + template
 
 
 def mounted_at(scope: Mapping[str, Any]) -> str:

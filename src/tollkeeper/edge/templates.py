@@ -34,12 +34,11 @@ class RoutedCall(AsgiCall):
     def route(self) -> str | None:
         """The template, from the framework if it has routed, or by asking its routes."""
         known = AsgiCall.route.fget(self)  # type: ignore[attr-defined]  # a property has one
-        if known is not None and not hasattr(self.scope.get("route"), "routes"):
+        if known is not None:
             return str(known)
         # Nobody has routed, or no further than to a mount.
         routes = self._routes()
-        asked = template_of(routes, self.scope) if isinstance(routes, list) else None
-        return asked or known
+        return template_of(routes, self.scope) if isinstance(routes, list) else None
 
     def _routes(self) -> Any:
         """Those that the request has yet to pass."""
