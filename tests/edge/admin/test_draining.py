@@ -88,3 +88,26 @@ async def test_a_client_that_stops_in_the_middle_gets_its_answer(
     exchange = Exchange(1, {"transfer-encoding": "chunked"})
     exchange.left = 0
     assert await exchange.run(0) == ["start", "body"]
+
+
+async def test_few_are_waited_for_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers who never end their bodies do not get all places."""
+    monkeypatch.setattr(draining, "DROPPING_MAX", 2)
+
+    async def app(_: Any, __: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 401})
+
+    around = Draining(app)
+    endless = [Exchange(0, {"content-length": "10"}) for _ in range(3)]
+
+    def asked(each: Exchange) -> asyncio.Task[None]:
+        answering: Any = around(each.scope, each.receive, each.send)  # type: ignore[arg-type]  # same
+        return asyncio.create_task(answering)
+
+    waiting = [asked(each) for each in endless]
+    await asyncio.wait(waiting[2:], timeout=5)
+    assert [each.seen for each in endless] == [[], [], ["start"]]
+    for task in waiting[:2]:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert around._dropping == 0, "a place is free again"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.edge.service.asking import Asking, asking
+from tollkeeper.edge.service import patience
 
 SECONDS_MAX = 10.0
 
@@ -47,16 +48,36 @@ async def test_who_waits_too_long_is_answered_408() -> None:
         said: list[Any] = []
         waiting = asyncio.create_task(half(ask, said))
         await settled()
-        patience = ask.service._patience
-        patience.look(SECONDS_MAX)
+        looking = ask.service._patience
+        looking.look(SECONDS_MAX)
         await settled()
         assert not said
-        patience.look(1.0)
+        looking.look(1.0)
         await asyncio.wait_for(waiting, 5)
         assert said[0]["status"] == 408
         assert (b"connection", b"close") in said[0]["headers"]
-        assert not patience.waiting
-        assert not patience._interrupted
+        assert not looking.waiting
+        assert not looking._interrupted
+
+
+async def test_a_crowd_that_waits_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places are few: who takes them all with bodies that never come has them for a moment."""
+    monkeypatch.setattr(patience, "CROWD", 2)
+    async with asking() as ask:
+        said: list[Any] = []
+        waiting = [asyncio.create_task(half(ask, said)) for _ in range(2)]
+        await settled()
+        looking = ask.service._patience
+        looking.look(2.0)
+        await settled()
+        assert not said, "two are no crowd"
+        waiting.append(asyncio.create_task(half(ask, said)))
+        await settled()
+        looking.look(0.5)
+        await asyncio.wait(waiting[:2], timeout=5)
+        assert [each["status"] for each in said if "status" in each] == [408, 408]
+        assert not waiting[2].done(), "it has just come"
+        waiting[2].cancel()
 
 
 async def test_whoever_is_cancelled_by_others_is_cancelled() -> None:

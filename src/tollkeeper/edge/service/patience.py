@@ -4,6 +4,9 @@ A timer for each request would cost a tenth of what a check costs, and nearly no
 Instead, whoever waits for a body is on a list, and the list is looked at once a second: two entries
 in a dict are all that a request pays. Who has been on it for too long is interrupted, and answers
 408 in place of what it waited for.
+
+A worker answers only so many at a time. Where many wait, it may be that somebody takes all places
+with bodies that never come; then there is far less patience, and the others have their turn soon.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ from typing import Any, Final
 
 BODY_SECONDS_MAX: Final = 10.0
 LOOK_SECONDS: Final = 1.0
+# With more than this, the places of a worker (`BACKPRESSURE`) may soon be gone.
+CROWD: Final = 256
+CROWDED_SECONDS_MAX: Final = 1.0
 
 _Task = asyncio.Task[Any]
 
@@ -37,8 +43,11 @@ class Patience:
     def look(self, passed_s: float) -> None:
         """So much time has passed: whose patience is at an end?"""
         self.now_s += passed_s
+        seconds_max = self._seconds_max
+        if len(self.waiting) > CROWD:
+            seconds_max = min(seconds_max, CROWDED_SECONDS_MAX)
         for task, since_s in list(self.waiting.items()):
-            if task is not None and self.now_s - since_s > self._seconds_max:
+            if task is not None and self.now_s - since_s > seconds_max:
                 del self.waiting[task]
                 self._interrupted.add(task)
                 task.cancel()
