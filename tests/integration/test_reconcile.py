@@ -30,6 +30,7 @@ from tollkeeper.decide.stores.redis.reconcile import (
 )
 from tollkeeper.decide.stores.redis.topology import Topology
 from tollkeeper.errors import StoreUnavailable
+from tollkeeper.match.document import from_data
 
 ALGORITHMS: tuple[Any, ...] = (
     *("token_bucket", "leaky_bucket", "fixed_window"),
@@ -175,6 +176,22 @@ def test_what_says_not_how_long_it_is_needed_waits_for_the_rules(single: Single)
     assert single.admin.pttl("tk:{user:1}") == -1
     mended = looked(single.uri, repair="expiry", document=document())
     assert [each.done for each in mended.repairs] == [True]
+
+
+def test_a_log_without_its_times_is_found_by_its_rule(single: Single) -> None:
+    """Whether a state is a log, the rules know; what is healthy is called so with them."""
+    limit = {"limit": 5, "per": "1h", "algorithm": "sliding_window_log"}
+    rules = {"version": 1, "rules": [{"id": "orders", "by": ["user"], "limits": [limit]}]}
+    logs = [Limit(5, per=3_600, algorithm="sliding_window_log")]
+    with Limiter(logs, store=patient(single.uri), name="orders") as limiter:
+        for number in range(3):
+            limiter.check(f"user:{number}")
+    assert wrong(looked(single.uri, document=from_data(rules))) == {}
+    chunk = next(each for each in single.admin.hkeys("tk:{user:1}") if each.startswith("\x01"))
+    single.admin.hdel("tk:{user:1}", chunk)
+    (finding,) = found(looked(single.uri, document=from_data(rules)), "unreadable")
+    assert finding.where[0].startswith("tk:{user:1} on ")
+    assert "times is missing" in finding.where[0]
 
 
 def test_a_mended_subject_is_limited_again(single: Single) -> None:

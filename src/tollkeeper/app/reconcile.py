@@ -169,7 +169,8 @@ def _redis(asked: Asked) -> tuple[str, list[Finding], dict[str, int], tuple[Repa
 
     needed_ms = 0 if asked.document is None else reconcile_rules.needed_ms(asked.document)
     pause_s = walking.PAUSE_SECONDS if asked.pause_seconds is None else asked.pause_seconds
-    pace = walking.Pace(asked.keys_max, pause_s, ttl_ms_max=needed_ms or None)
+    logs = frozenset() if asked.document is None else reconcile_rules.logs_of(asked.document)
+    pace = walking.Pace(asked.keys_max, pause_s, ttl_ms_max=needed_ms or None, logs=logs)
     with closing(Topology(config)) as topology:
         walked = walking.walk(topology, config.prefix, pace)
         compared = [

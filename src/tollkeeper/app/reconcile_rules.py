@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Final
 
 from tollkeeper.app.scrape import Scrape
-from tollkeeper.decide.stores.redis.encode import field_of
+from tollkeeper.decide.stores.redis.encode import field_of, id_of
 from tollkeeper.match.rules import Document, Limits, Rule
 from tollkeeper.match.safety import Finding as SafetyFinding
 from tollkeeper.match.safety import findings
@@ -52,6 +52,12 @@ def _limit_ms(limit: Limit) -> int:
         return -(-limit.capacity * limit.window_ns // limit.limit // _NS_PER_MS)
     windows = 2 if limit.algorithm == "sliding_window_counter" else 1
     return -(-windows * limit.window_ns // _NS_PER_MS)
+
+
+def logs_of(document: Document) -> frozenset[int]:
+    """The numbers under which Redis keeps the limits that are logs."""
+    limits = chain.from_iterable(_all_limits(document))
+    return frozenset(id_of(limit) for limit in limits if limit.algorithm == "sliding_window_log")
 
 
 def covered(document: Document) -> list[SafetyFinding]:

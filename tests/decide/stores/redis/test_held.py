@@ -89,6 +89,14 @@ def test_a_log_has_all_its_chunks(kept: int, start: int) -> None:
         assert set(found.unreadable[0].fields) == set(values)
 
 
+def test_a_log_without_any_chunk_is_told_where_it_is_known_to_be_one() -> None:
+    """A counter of the same numbers has none, and is well."""
+    state = {b"a": packed(*log_of(2))}
+    assert read(state).unreadable == ()
+    assert only_wrong(read(state, logs={9})) == "a part of a log's times is missing"
+    assert read({b"a": packed(*COUNTER)}, logs={9}).unreadable == ()
+
+
 def test_a_chunk_that_is_cut_off_is_told() -> None:
     """A time has seven bytes."""
     values = {b"a": packed(*log_of(2)), b"\x019.0:a": b"1234567123"}

@@ -89,8 +89,16 @@ def is_part(name: bytes) -> bool:
     return name[:1] in {b"\x01", b"\x02"}
 
 
-def read(values: Mapping[bytes, bytes], names: Container[bytes] | None = None) -> Read:
-    """What is in a hash. `names`: of all its fields, where `values` leaves out chunks of logs."""
+def read(
+    values: Mapping[bytes, bytes],
+    names: Container[bytes] | None = None,
+    logs: Container[int] = frozenset(),
+) -> Read:
+    """What is in a hash.
+
+    `names` are those of all its fields, where `values` leaves out chunks of logs. `logs` are the
+    limits' numbers (`encode.id_of`) that are known to be logs.
+    """
     rules: dict[bytes, Held] = {}
     wrong: list[Unreadable] = []
     parts: dict[bytes, list[bytes]] = {}
@@ -104,7 +112,7 @@ def read(values: Mapping[bytes, bytes], names: Container[bytes] | None = None) -
         mine = parts.pop(name, [])
         try:
             held, used = _rule(name, raw, values)
-            used |= _check_logs(name, held, values, present)
+            used |= _check_logs(name, held, values, present, logs)
         except ValueError as error:
             wrong.append(Unreadable(name, raw, str(error), (name, *mine)))
             continue
@@ -157,13 +165,17 @@ def _held(numbers: list[float]) -> Held:
 
 
 def _check_logs(
-    name: bytes, held: Held, values: Mapping[bytes, bytes], present: Container[bytes]
+    name: bytes,
+    held: Held,
+    values: Mapping[bytes, bytes],
+    present: Container[bytes],
+    logs: Container[int],
 ) -> set[bytes]:
     """Every chunk that a log needs is there, and whole. Raises ValueError."""
     used: set[bytes] = set()
     for state in held.states:
         # Which algorithm a limit has is not in its state. A counter's is odd as well, and has no
-        # chunk at all; so a log is what has one.
+        # chunk at all; so a log is what has one, or what the rules say is one.
         per_chunk = int(state.b) % 1_024
         kept = int(state.b) // 1_024
         if state.is_grant or not state.id % 2 or not 0 < per_chunk <= CHUNK_TIMES_MAX:
@@ -173,7 +185,7 @@ def _check_logs(
             continue
         chunks = [b"\x01%d.%d:%b" % (state.id, number, name) for number in range(first, last + 1)]
         there = [chunk in present for chunk in chunks]
-        if not any(there):
+        if not any(there) and state.id not in logs:
             continue
         if not all(there):
             raise ValueError("a part of a log's times is missing")

@@ -123,6 +123,8 @@ class Pace:
     pause_seconds: float = PAUSE_SECONDS
     ttl_ms_max: int | None = None
     """What no limit in force could need; None: nobody knows the limits."""
+    logs: frozenset[int] = frozenset()
+    """The limits' numbers that are known to be logs."""
     sleep: Callable[[float], None] = time.sleep
 
 
@@ -249,7 +251,7 @@ class _Walk:
         ):
             _refuse_forbidden(values)
             if isinstance(values, dict):
-                found[key] = held.read(values)
+                found[key] = held.read(values, logs=self._pace.logs)
         for key in large:
             found[key] = self._read_large(key)
         return found
@@ -264,7 +266,8 @@ class _Walk:
             _refuse_forbidden(error)
             return held.Read()  # another node has it now, or it is something else
         pairs = zip(wanted, values, strict=True)
-        return held.read({name: value for name, value in pairs if value is not None}, set(names))
+        known = {name: value for name, value in pairs if value is not None}
+        return held.read(known, set(names), self._pace.logs)
 
     def _judge(self, key: bytes, ttl_ms: int, read: held.Read, now_us: int) -> None:
         self._found.states += read.states
