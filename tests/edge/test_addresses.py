@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tollkeeper import ConfigError, Request
 from tollkeeper.edge import addresses
 from tollkeeper.edge.addresses import ClientAddresses
-from tollkeeper.edge.calls import AsgiCall, Call, clean_value
+from tollkeeper.edge.calls import AsgiCall, Call, clean_value, digest_of
 from tollkeeper.match.lists import Lists
 from tollkeeper.match.networks import address_of
 
@@ -197,6 +197,7 @@ def test_lists_still_match() -> None:
 def test_a_peer_that_is_no_address_is_itself() -> None:
     """Test clients are called "testclient"."""
     assert ClientAddresses(["loopback"]).of(call_of("testclient")) == "testclient"
+    assert ClientAddresses().of(call_of("\x1f")) == digest_of("\x1f")
     assert ClientAddresses().of(call_of(None)) is None
 
 

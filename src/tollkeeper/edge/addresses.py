@@ -29,7 +29,7 @@ from itertools import islice
 from socket import AF_INET, AF_INET6, inet_ntop
 from typing import Final, Literal, get_args
 
-from tollkeeper.edge.calls import Call, clean_value
+from tollkeeper.edge.calls import Call, clean_value, digest_of
 from tollkeeper.errors import ConfigError, show
 from tollkeeper.match.networks import Address, Network, address_of, compile_network
 
@@ -113,7 +113,7 @@ class ClientAddresses:
         if not self._trusts_some and not self._has_warned:
             self._has_warned = _warn_of_proxy(peer, call)
         # What is no address is what a test or a server calls the other end: itself.
-        text = clean_value(peer) or peer if address is None else self._text(address)
+        text = clean_value(peer) or digest_of(peer) if address is None else self._text(address)
         trusted = address if address is not None and self._trusts(address) else None
         if len(self._peers) >= PEERS_MAX:
             self._peers.clear()
