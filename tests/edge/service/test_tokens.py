@@ -123,6 +123,29 @@ def test_a_file_that_is_lost_opens_nothing(harm: str, tmp_path: Path) -> None:
     assert may(tokens.permitted(bearer(secret), "check")) is True
 
 
+def test_a_file_that_could_not_be_opened_is_read_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whose rights were taken away meanwhile has lost them, though the file looks as it did."""
+    path = tmp_path / "tokens.json"
+    secret = token_file.create(path, "t", "check")
+    clock = Seconds()
+    tokens = Tokens.load(path, clock)
+    token_file.remove(path, "t")
+    with monkeypatch.context() as failing:
+
+        def full(*_: object, **__: object) -> None:
+            raise OSError(24, "Too many open files")
+
+        failing.setattr(Path, "open", full)
+        for _ in range(3):
+            clock.now_s += 1
+            assert may(tokens.permitted(bearer(secret), "check")) is True
+        assert caplog.text.count("Too many open files") == 1
+    clock.now_s += 1
+    assert may(tokens.permitted(bearer(secret), "check")) == 401
+
+
 def test_tokens_that_are_demanded_and_gone_open_nothing(tmp_path: Path) -> None:
     """Of a worker that is started again: others have seen the file, and it has gone since."""
     path = tmp_path / "tokens.json"

@@ -86,6 +86,7 @@ class Tokens:
         self._monotonic_s = monotonic_s
         self._look_at_s = 0.0
         self._seen: tuple[int, int, int] | None = None
+        self._told = ""
         # By the beginning of the hash; what is compared in constant time is the rest.
         self._by_place: dict[bytes, list[tuple[bytes, Token]]] = {}
         self._demanded = False
@@ -163,8 +164,11 @@ class Tokens:
         self._look_at_s = self._monotonic_s() + LOOK_SECONDS
         try:
             self._look()
+            self._told = ""
         except ConfigError as error:
-            log.warning("tokens: those that were read last stay: %s", error)
+            if str(error) != self._told:  # it is read again every second, and told once
+                self._told = str(error)
+                log.warning("tokens: those that were read last stay: %s", error)
 
     def _look(self) -> None:
         """Read the file, if it looks different. Raises ConfigError."""
@@ -183,8 +187,10 @@ class Tokens:
         looks = (found.st_ino, found.st_ctime_ns, found.st_size)
         if looks == self._seen:
             return
-        self._seen = looks
+        # Only what was read is known: one that could not be opened for a moment may be the one that
+        # takes somebody's rights away.
         self._use(token_file.read(self._path))
+        self._seen = looks
 
     def _use(self, tokens: tuple[Token, ...]) -> None:
         places: dict[bytes, list[tuple[bytes, Token]]] = {}
