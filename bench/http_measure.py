@@ -112,8 +112,12 @@ def measure(
     placement: Placement,
     effort: HttpEffort,
     progress: Progress,
+    load: float | None = None,
 ) -> HttpWork:
-    """Start them, measure them side by side, and stop them."""
+    """Start them, measure them side by side, and stop them.
+
+    `load` is how many requests a second come in the paced runs, if not half of what they take.
+    """
     rows = [HttpRow(each.name, each.ours) for each in contenders]
     with ExitStack() as stack:
         servers = []
@@ -133,7 +137,7 @@ def measure(
                 for row, contender, server in turns[first:] + turns[:first]:
                     progress(f"{name}: round {number + 1}, {row.name} …")
                     _run(row, contender, server, effort.run_seconds)
-            half = _half_load(turns)
+            half = load or _half_load(turns)
             timed = [turn for turn in turns if turn[1].timed]
             for number in range(effort.paced_rounds):
                 first = number % len(timed) if timed else 0
