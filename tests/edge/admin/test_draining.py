@@ -101,8 +101,10 @@ async def test_few_are_waited_for_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     endless = [Exchange(0, {"content-length": "10"}) for _ in range(3)]
 
     def asked(each: Exchange) -> asyncio.Task[None]:
-        answering: Any = around(each.scope, each.receive, each.send)  # type: ignore[arg-type]  # same
-        return asyncio.create_task(answering)
+        scope: Any = each.scope
+        receive: Any = each.receive
+        send: Any = each.send
+        return asyncio.create_task(around(scope, receive, send))
 
     waiting = [asked(each) for each in endless]
     await asyncio.wait(waiting[2:], timeout=5)
