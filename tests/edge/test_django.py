@@ -10,6 +10,7 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.http import HttpResponse
 from django.test import AsyncRequestFactory, Client, RequestFactory, override_settings
+from django.views import View
 
 from tests.edge import django_site as views
 from tests.edge.django_site import NOW_S, OURS, Site
@@ -205,6 +206,21 @@ def test_wrong_decorators_are_explained(arguments: tuple[str], words: str) -> No
     more: dict[str, Any] = {"skip": "yes"} if "function" in words else {}
     with pytest.raises(ConfigError, match=words):
         rate_limit(*arguments, **more)
+
+
+def test_classes_are_decorated_in_djangos_way() -> None:
+    """Who decorates one, or its method, as a function is told how."""
+
+    class Page(View):
+        @rate_limit("1/minute")
+        def get(self, request: Any) -> HttpResponse:
+            return HttpResponse()
+
+    for wrong in (Page, "page"):
+        with pytest.raises(ConfigError, match="is not a function; for a class write @method_dec"):
+            rate_limit("1/minute")(wrong)  # type: ignore[arg-type]  # it is wrong
+    with pytest.raises(ConfigError, match=r"Page.get is a method, with self first; for a class"):
+        Page.as_view()(RequestFactory().get("/"))
 
 
 # ------------------------------------------------------------------------------------- settling

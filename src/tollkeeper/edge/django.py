@@ -36,7 +36,7 @@ from tollkeeper.edge.django_request import DjangoBill, DjangoCall, in_event_loop
 from tollkeeper.edge.django_site import desk, for_threads
 from tollkeeper.edge.guard import AsyncGuard, Guard, Terms
 from tollkeeper.edge.terms import RouteOptions
-from tollkeeper.errors import ConfigError
+from tollkeeper.errors import ConfigError, show
 from tollkeeper.model import check_name
 
 try:
@@ -62,6 +62,8 @@ _STATUSES: Final = (
     (exceptions.SuspiciousOperation, 400),
     (exceptions.BadRequest, 400),
 )
+
+_FOR_CLASSES: Final = 'for a class write @method_decorator(rate_limit(…), name="dispatch")'
 
 Chosen = Callable[[DjangoBill], Any]
 """The guard that a request is charged by, whose name may depend on what is on the bill."""
@@ -104,7 +106,12 @@ def rate_limit(
     thread_terms = for_threads(terms)
 
     def decorate(view: Callable[..., Any]) -> Callable[..., Any]:
+        if isinstance(view, type) or not callable(view):
+            raise ConfigError(f"{show(view)} is not a function; {_FOR_CLASSES}")
+
         def guards(request: Any) -> tuple[Any, Chosen]:
+            if isinstance(request, View):
+                raise ConfigError(f"{name_of(view)} is a method, with self first; {_FOR_CLASSES}")
             # In the loop of an ASGI server; a loop that Django made for one view is no home for
             # connections, which outlive it.
             in_loop = in_event_loop() and isinstance(request, ASGIRequest)
