@@ -105,7 +105,7 @@ def _timed_ns(recorder: Recorder, request: Request, ruling: Ruling) -> float:
     return (time.thread_time_ns() - began_ns) / CALLS
 
 
-def _no_sink() -> Sink:
+def _no_sink(_: object) -> Sink:
     raise AssertionError("it is not started")
 
 

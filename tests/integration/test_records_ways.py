@@ -30,7 +30,9 @@ rules:
 def recorder_at(folder: Path) -> Recorder:
     """One that is not started: what it has noted stays with it."""
     url = f"sqlite:///{folder / 'records.db'}"
-    return Recorder(lambda: Sink(Database(url)), Records(Database(url)), share=0.0)
+    return Recorder(
+        lambda row_of: Sink(Database(url), row_of=row_of), Records(Database(url)), share=0.0
+    )
 
 
 def used(recorder: Recorder) -> dict[tuple[str, str], list[int]]:

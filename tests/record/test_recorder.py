@@ -61,7 +61,10 @@ def make(url: str) -> Make:
 
     def made(**options: Any) -> Recorder:
         return Recorder(
-            lambda: Sink(Database(url), pace=QUICK), Records(Database(url)), node="eu-1", **options
+            lambda row_of: Sink(Database(url), pace=QUICK, row_of=row_of),
+            Records(Database(url)),
+            node="eu-1",
+            **options,
         )
 
     return made
@@ -219,7 +222,9 @@ async def test_a_database_that_is_away_costs_nothing(
     """Checks go on, who asks most is known, and the end does not wait for long."""
     monkeypatch.setattr(recorders, "STOP_SECONDS_MAX", 0.5)
     gone = f"sqlite:///{tmp_path / 'nowhere' / 'records.db'}"
-    recorder = Recorder(lambda: Sink(Database(gone), pace=QUICK), Records(Database(gone)))
+    recorder = Recorder(
+        lambda row_of: Sink(Database(gone), pace=QUICK, row_of=row_of), Records(Database(gone))
+    )
     await recorder.start()
     for _ in range(3):
         await noted(recorder, limiter, ANN)

@@ -97,7 +97,7 @@ def recorder_of(
 
     return Recorder(
         # A connection belongs to the event loop that it was made in.
-        lambda: Sink(database.again(), keep),
+        lambda row_of: Sink(database.again(), keep, row_of=row_of),
         Records(database, settings.record_subjects),
         node=settings.node_id,
         share=settings.sample,

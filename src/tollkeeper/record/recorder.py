@@ -7,7 +7,7 @@ there, both are handed over as they are, and empty ones put in their place: a co
 much it is.
 
 A thread with an event loop of its own takes them: it counts who asks most, adds the buckets to
-those that wait for the database, makes rows of the tuples, and writes (`sink.py`). It works in
+those that wait for the database, and makes rows of the tuples and writes (`sink.py`). It works in
 small portions with a pause after each, because while it holds Python's lock nobody is answered. If
 it is behind, nothing is handed over; what is here then fills up, and what does not fit is dropped
 and counted. So nothing that happens there reaches a request: not a slow database, nor a dead one.
@@ -29,6 +29,7 @@ from tollkeeper.record.events import (
     ENDPOINT_LENGTH_MAX,
     LISTED,
     METHOD_LENGTH_MAX,
+    Event,
     Noted,
     Subjects,
     event_of,
@@ -72,7 +73,7 @@ class Recorder:
 
     def __init__(
         self,
-        sink: Callable[[], Sink],
+        sink: Callable[[Callable[[Noted], Event]], Sink],
         records: Records,
         *,
         node: str = "",
@@ -84,7 +85,8 @@ class Recorder:
     ) -> None:
         """Not yet writing: see `start`.
 
-        `sink`       makes what writes, in the event loop that it will write in.
+        `sink`       makes what writes, in the event loop that it will write in, from what makes a
+                     row of what was noted.
         `records`    what reads the same database, for whoever asks.
         `share`      of the decisions that allow, how many are kept; all that deny are.
         `subjects`   how much is told of who was counted.
@@ -256,7 +258,7 @@ class Recorder:
     async def _work(self) -> None:
         self._taking: set[asyncio.Task[None]] = set()
         self._ending = asyncio.Event()
-        self._sink = sink = self._make_sink()
+        self._sink = sink = self._make_sink(self._row_of)
         self._loop = asyncio.get_running_loop()
         self._ready.set()
         writing = asyncio.create_task(sink.run())
@@ -306,12 +308,10 @@ class Recorder:
         with self._lock:
             self._sketches["checks"].add(checks, now_s)
             self._sketches["denied"].add(denied, now_s)
-        # What will not fit need not be made.
-        fits = handed.noted[: self._sink.room]
-        self._sink.drop(len(handed.noted) - len(fits))
-        for noted in _portions(fits):
-            self._sink.offer([event_of(each, self._node, self.subjects) for each in noted])
-            await asyncio.sleep(PORTION_PAUSE_SECONDS)
+        self._sink.offer(handed.noted)
+
+    def _row_of(self, noted: Noted) -> Event:
+        return event_of(noted, self._node, self.subjects)
 
     def _leave(self) -> None:
         """Tell the other workers."""

@@ -48,6 +48,7 @@ BATCH_BUCKETS_MAX: Final = 5_000
 STATEMENT_ROWS: Final = 100
 RETRY_SECONDS_MIN: Final = 0.5
 RETRY_SECONDS_MAX: Final = 30.0
+_PAUSE_SECONDS: Final = 0.000_5
 # One transaction, in PostgreSQL, with all its waiting: for other writers, and for an answer.
 WRITE_SECONDS_MAX: Final = 10.0
 _LOCK_MS: Final = 5_000
@@ -110,13 +111,19 @@ class Sink:
         keep: Keep | None = None,
         pace: Pace | None = None,
         now_ns: Callable[[], int] = time.time_ns,
+        row_of: Callable[[Any], Event] | None = None,
     ) -> None:
+        """Nothing is asked of the database yet.
+
+        `row_of` makes a row of what is offered, when its turn comes; None: it is one.
+        """
         self._database = database
+        self._row_of = row_of
         self._pace = pace or Pace()
         self._now_ns = now_ns
         self._keep = keep or Keep()
         self._trimmer = Trimmer(self.transaction, self._keep, is_postgresql=database.is_postgresql)
-        self._events: deque[Event] = deque()
+        self._events: deque[Any] = deque()
         self._usage = Usage()
         self._usage_due_s = 0.0
         self._numbers = 0
@@ -141,7 +148,7 @@ class Sink:
         """How many more decisions fit."""
         return max(EVENTS_MAX - len(self._events), 0)
 
-    def offer(self, events: Sequence[Event]) -> None:
+    def offer(self, events: Sequence[Any]) -> None:
         """Decisions to write; those that there is no room for are dropped."""
         room = self.room
         self._events.extend(events[:room])
@@ -253,7 +260,7 @@ class Sink:
 
     async def write(self) -> bool:
         """Write one batch; is there another one to be written now? Raises StoreError."""
-        batch = self._pending or self._next()
+        batch = self._pending or await self._next()
         if batch is None:
             return False
         self._pending = batch
@@ -269,8 +276,9 @@ class Sink:
         self.written += len(batch.events)
         return len(self._events) >= BATCH_EVENTS_MAX or self._is_usage_due()
 
-    def _next(self) -> Batch | None:
-        events = [self._events.popleft() for _ in range(min(len(self._events), BATCH_EVENTS_MAX))]
+    async def _next(self) -> Batch | None:
+        count = min(len(self._events), BATCH_EVENTS_MAX)
+        events = await self._made([self._events.popleft() for _ in range(count)])
         usage: list[Used] = []
         if self._is_usage_due():
             usage = self._usage.take(BATCH_BUCKETS_MAX)
@@ -280,6 +288,16 @@ class Sink:
             return None
         self._numbers += 1
         return Batch(self._numbers, events, usage)
+
+    async def _made(self, offered: list[Any]) -> list[Event]:
+        """The rows, made a few at a time: while one is made, nobody is answered."""
+        if self._row_of is None:
+            return offered
+        rows: list[Event] = []
+        for some in _chunks(offered):
+            rows += map(self._row_of, some)
+            await asyncio.sleep(_PAUSE_SECONDS)
+        return rows
 
     def _is_usage_due(self) -> bool:
         return len(self._usage) > 0 and time.monotonic() >= self._usage_due_s

@@ -51,7 +51,7 @@ async def recording(tmp_path: Path) -> AsyncIterator[Admin]:
     await filled(url, EVENTS, USAGE)
     async with admin_of(tmp_path, read(RULES), None) as admin:
         records = Records(Database(url))
-        admin.node.recorder = Recorder(lambda: Sink(Database(url)), records)
+        admin.node.recorder = Recorder(lambda row_of: Sink(Database(url), row_of=row_of), records)
         yield admin
         await records.close()
 
@@ -317,7 +317,9 @@ async def test_penalties(recording: Admin, tmp_path: Path) -> None:
     ]
     url = f"sqlite:///{tmp_path / 'records.db'}"
     recording.node.recorder = Recorder(
-        lambda: Sink(Database(url)), Records(Database(url)), penalties=lambda: given
+        lambda row_of: Sink(Database(url), row_of=row_of),
+        Records(Database(url)),
+        penalties=lambda: given,
     )
     found = (await asked(recording, "/penalties"))["items"]
     assert [(each["subject"], each["kind"], each["level"]) for each in found] == [
@@ -339,6 +341,8 @@ async def test_a_node_that_keeps_no_records_says_so(recording: Admin) -> None:
 async def test_a_database_that_is_away_is_no_defect(recording: Admin, tmp_path: Path) -> None:
     """503, and when to come back."""
     url = f"sqlite:///{tmp_path / 'nowhere' / 'records.db'}"
-    recording.node.recorder = Recorder(lambda: Sink(Database(url)), Records(Database(url)))
+    recording.node.recorder = Recorder(
+        lambda row_of: Sink(Database(url), row_of=row_of), Records(Database(url))
+    )
     for path in ("/usage", "/usage?format=csv", "/decisions"):
         await recording.refused("GET", path, 503)
