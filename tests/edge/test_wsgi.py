@@ -382,7 +382,7 @@ def test_what_is_settled_before_the_response_is_known_when_it_starts() -> None:
 
 
 def test_what_is_settled_in_a_stream_is_known_at_its_end() -> None:
-    """The last word counts."""
+    """What was said first, before anything of it goes out; and the last word counts."""
 
     def app(environ: Any, start_response: Any) -> Iterator[bytes]:
         start_response("200 OK", [])
@@ -391,8 +391,9 @@ def test_what_is_settled_in_a_stream_is_known_at_its_end() -> None:
         environ[CHARGE].settle(3)
 
     limit = limited(app, "10/minute")
-    Got(limit, environ_of())
-    assert remaining(limit) == 7
+    body = iter(limit(environ_of(), lambda *_: lambda _: None))
+    assert (next(body), remaining(limit)) == (b"a", 5)
+    assert (list(body), remaining(limit)) == ([], 7)
 
 
 def test_a_client_that_hangs_up_is_settled() -> None:

@@ -115,12 +115,13 @@ def _is_whole(body: Iterable[bytes], environ: Environ) -> bool:
 class _Body:
     """What an application returned, with an eye on its end."""
 
-    __slots__ = ("_bill", "_body", "_iterator")
+    __slots__ = ("_bill", "_body", "_has_begun", "_iterator")
 
     def __init__(self, body: Iterable[bytes], bill: Bill) -> None:
         self._body = body
         self._bill = bill
         self._iterator: Iterator[bytes] | None = None
+        self._has_begun = bill.status is not None
 
     def __iter__(self) -> Iterator[bytes]:
         self._iterator = iter(self._body)
@@ -130,13 +131,17 @@ class _Body:
         if self._iterator is None:
             self._iterator = iter(self._body)
         try:
-            return next(self._iterator)
+            piece = next(self._iterator)
         except StopIteration:
             self._bill.settle()  # before the server tells the client that this was all
             raise
         except BaseException as error:
             self._bill.fail(error)
             raise
+        if not self._has_begun and self._bill.status is not None:
+            self._has_begun = True
+            self._bill.settle()  # before the client sees anything of it
+        return piece
 
     def close(self) -> None:
         """Called by the server however the response ended."""
