@@ -50,14 +50,7 @@ async def storm(limiter: AsyncLimiter, record: Record, keys: Sequence[Key]) -> N
     ("who", "tries"),
     [
         ("a client of each rule", 4),
-        pytest.param(
-            "one client of all rules",
-            1,
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="an admission by one rule drops the denials that others keep of the client",
-            ),
-        ),
+        ("one client of all rules", 4),
     ],
 )
 async def test_a_retry_storm_costs_the_store_almost_nothing(who: str, tries: int) -> None:

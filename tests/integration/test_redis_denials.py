@@ -221,7 +221,7 @@ def test_changed_limits_are_another_question(server: Single, key: str, wire: str
 
 @both_wires
 def test_several_subjects_denied_together_make_no_trip(server: Single, key: str, wire: str) -> None:
-    """Until one of them is given something; nobody was charged meanwhile."""
+    """Until one that denies is given something; nobody was charged meanwhile."""
     subjects = [f"{key} user", f"{key} tenant"]
     with client(wire, server.uri, Limit(2, per=YEAR), **LONG) as api:
         api.check(subjects[1])
@@ -235,10 +235,32 @@ def test_several_subjects_denied_together_make_no_trip(server: Single, key: str,
                 assert [decision.remaining for decision in answered] == [0, 0]
 
         assert calls_during(server, ask) == 0
-        for subject in subjects:
+        for subject, asked in zip(subjects, (False, True), strict=True):
             _refund(api, subject)
-            assert calls_during(server, lambda: api.start_all(subjects).result()) > 0
+            calls = calls_during(server, lambda: api.start_all(subjects).result())
+            assert (calls > 0) is asked
         assert [api.peek(subject).remaining for subject in subjects] == [1, 0]
+
+
+@both_wires
+def test_users_that_share_a_tenant_make_no_trip_when_denied(
+    server: Single, key: str, wire: str
+) -> None:
+    """Each is denied by its own limit; that the tenant is charged and paid back ends nothing."""
+    users = [[f"{key} {name}", f"{key} tenant"] for name in ("ann", "bob", "cid")]
+    with client(wire, server.uri, Limit(6, per=YEAR), **LONG) as api:
+        for user, _ in users:
+            api.check(user, 6)
+        for both in users:
+            assert not all(api.start_all(both).result())
+
+        def ask() -> None:
+            for both in users * 20:
+                answered = api.start_all(both).result()
+                assert [decision.allowed for decision in answered] == [False, True]
+
+        assert calls_during(server, ask) == 0
+        assert api.peek(f"{key} tenant").remaining == 6
 
 
 def test_a_store_that_is_closed_answers_nothing(server: Single, key: str) -> None:

@@ -10,9 +10,17 @@ kept of the subject, and whatever was asked before they were done is not kept an
 other processes are not heard of. So a denial is kept for a second at most, as a rule: that is how
 late a unit given back elsewhere may be seen here. A changed limit is another question.
 
-One thing makes a denial last longer: that a smaller cost was allowed meanwhile. It drops what is
-kept too, here; where another process spent, a denial of a cost above 1 may for that second tell of
-more than remains. A cost of 1 is denied only where nothing remains.
+One thing makes a denial last longer: that a smaller cost was allowed meanwhile, under the same
+limits. It drops what is kept too, here; where another process spent, a denial of a cost above 1 may
+for that second tell of more than remains. A cost of 1 is denied only where nothing remains.
+
+And one thing makes a denial wrong: that it was asked for while a request of several subjects was
+charged, which was then denied by another of them and paid back. So what was asked for in between is
+dropped, and what was known before stays.
+
+A question may be about several subjects, and is denied because of some of them: those are its
+*places*. What happens to the others changes nothing: a tenant whose users are all denied, each by a
+limit of their own, spends and is paid back all the time.
 
 Whoever spends the last unit knows the denial that follows, and need not ask for it either.
 
@@ -24,13 +32,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Hashable
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 ENTRIES_MAX: Final = 16_384
-# Subjects whose last drop is known; for the others, the last that was forgotten counts.
-DROPS_MAX: Final = 1_024
+# Places and subjects whose last drop is known; for others, the last that was forgotten counts.
+DROPS_MAX: Final = 4_096
 
 Answer = TypeVar("Answer")
+# Limits, and the subject that they count.
+Place = tuple[Hashable, str]
 
 
 class Denial(NamedTuple, Generic[Answer]):
@@ -43,15 +53,17 @@ class Denial(NamedTuple, Generic[Answer]):
     told_ns: int
     """When it was answered. The store decided then or earlier."""
     answer: Answer
+    places: tuple[Place, ...]
+    """Where it was denied."""
 
 
 class Denials(Generic[Answer]):
-    """Bounded; the subject whose denial is oldest goes first. For any number of threads.
+    """Bounded; the oldest goes first. For any number of threads.
 
-    A *question* is whatever tells two checks of a subject apart: the limits and the cost.
+    A *question* is whatever tells two checks apart: limits, subjects and costs.
     """
 
-    __slots__ = ("_drops", "_forgotten", "_lock", "count", "entries_max", "hits", "kept", "mark")
+    __slots__ = ("_drops", "_entries", "_forgotten", "_lock", "entries_max", "hits", "kept", "mark")
 
     def __init__(self, entries_max: int = ENTRIES_MAX) -> None:
         self.entries_max = entries_max
@@ -60,89 +72,114 @@ class Denials(Generic[Answer]):
     def reset(self) -> None:
         """Forget everything: also for a child process, whose parent may have been half way."""
         self._lock = threading.Lock()
-        # By subject, so that a subject's denials go together. Read without the lock.
-        self.kept: dict[str, dict[Hashable, Denial[Answer]]] = {}
-        self.count = 0
+        self._entries: dict[Hashable, Denial[Answer]] = {}
+        # The questions that a subject is denied in. Read without the lock.
+        self.kept: dict[str, set[Hashable]] = {}
         # Questions that were answered from here; counted without a lock: about right.
         self.hits = 0
         # Grows with each drop. Noted before a question is sent, it tells whether one came since.
         self.mark = 0
-        self._drops: dict[str, int] = {}
+        self._drops: dict[Hashable, int] = {}
         self._forgotten = 0
 
-    def find(
-        self, subjects: Collection[str], question: Hashable, now_ns: int
-    ) -> Denial[Answer] | None:
-        """The denial that is good now, if it is kept for each of the subjects."""
-        found: Denial[Answer] | None = None
-        for subject in subjects:
-            found = self.kept.get(subject, _NOTHING).get(question)
-            if found is None:
-                return None
+    @property
+    def count(self) -> int:
+        """How many are kept."""
+        return len(self._entries)
+
+    def find(self, question: Hashable, now_ns: int) -> Denial[Answer] | None:
+        """The denial that is good now."""
+        found = self._entries.get(question)
         # A clock that was set back is before it was asked: nobody knows what was true then.
         if found is None or not found.sent_ns <= now_ns < found.until_ns:
             return None
         self.hits += 1
         return found
 
-    def keep(
-        self, subjects: Collection[str], question: Hashable, denial: Denial[Answer], mark: int
-    ) -> None:
-        """Keep a denial, unless a subject of it was dropped since `mark` was read."""
+    def keep(self, question: Hashable, denial: Denial[Answer], mark: int) -> None:
+        """Keep a denial, unless something happened at its places since `mark` was read."""
         with self._lock:
-            if self._undisturbed(subjects, mark):
-                for subject in subjects:
-                    self._put(subject, question, denial)
+            if self._undisturbed(denial, mark):
+                self._put(question, denial)
 
-    def drop(self, subject: str) -> None:
-        """A subject was given something, or spent: keep no denial that was asked for before now."""
+    def given(self, subject: str) -> None:
+        """A subject was given something: keep no denial of it that was asked for before now."""
         with self._lock:
-            self._drop(subject)
+            self._note(subject)
+            for question in list(self.kept.get(subject, ())):
+                self._remove(question)
 
-    def drop_for(
+    def spent(
         self,
-        dropped: Collection[str],
-        subjects: Collection[str],
-        question: Hashable,
-        denial: Denial[Answer],
-        mark: int,
+        places: Collection[Place],
+        question: Hashable = None,
+        follows: Denial[Answer] | None = None,
+        mark: int = 0,
     ) -> None:
-        """`drop` some, because of what was asked; and `keep` the denial that it came to.
+        """Something was spent: drop what was denied there, and keep the denial that follows."""
+        with self._lock:
+            undisturbed = follows is not None and self._undisturbed(follows, mark)
+            for place in places:
+                self._drop(place, since_ns=None)
+            if follows is not None and undisturbed:
+                self._put(question, follows)
 
-        Whoever spends the last unit drops what is kept, and knows what follows. Subjects that are
-        denied together have been charged and paid back, and are still denied together.
+    def paid_back(
+        self,
+        places: Collection[Place],
+        since_ns: int,
+        question: Hashable = None,
+        denial: Denial[Answer] | None = None,
+        mark: int = 0,
+    ) -> None:
+        """Something was spent at `since_ns` and is given back: drop what was denied meanwhile.
+
+        And keep the denial that it was given back for.
         """
         with self._lock:
-            undisturbed = self._undisturbed(subjects, mark)
-            for subject in dropped:
-                self._drop(subject)
-            if undisturbed:
-                for subject in subjects:
-                    self._put(subject, question, denial)
+            undisturbed = denial is not None and self._undisturbed(denial, mark)
+            for place in places:
+                self._drop(place, since_ns)
+            if denial is not None and undisturbed:
+                self._put(question, denial)
 
-    def _undisturbed(self, subjects: Collection[str], mark: int) -> bool:
-        return all(self._drops.get(subject, self._forgotten) <= mark for subject in subjects)
+    def _undisturbed(self, denial: Denial[Answer], mark: int) -> bool:
+        last, forgotten = self._drops, self._forgotten
+        return all(
+            last.get(place, forgotten) <= mark and last.get(place[1], forgotten) <= mark
+            for place in denial.places
+        )
 
-    def _put(self, subject: str, question: Hashable, denial: Denial[Answer]) -> None:
-        # To the end: the oldest are first.
-        denials = self.kept.pop(subject, {})
-        self.count -= len(denials)
-        while self.count + len(denials) >= self.entries_max and (self.kept or denials):
-            if self.kept:
-                self.count -= len(self.kept.pop(next(iter(self.kept))))
-            else:
-                denials = {}
-        denials[question] = denial
-        self.count += len(denials)
-        self.kept[subject] = denials
+    def _put(self, question: Hashable, denial: Denial[Answer]) -> None:
+        self._remove(question)  # to the end: the oldest are first
+        if len(self._entries) >= self.entries_max:
+            self._remove(next(iter(self._entries)))
+        self._entries[question] = denial
+        for _, subject in denial.places:
+            self.kept.setdefault(subject, set()).add(question)
 
-    def _drop(self, subject: str) -> None:
+    def _remove(self, question: Hashable) -> None:
+        denial = self._entries.pop(question, None)
+        if denial is None:
+            return
+        for _, subject in denial.places:
+            questions = self.kept.get(subject)
+            if questions is not None:
+                questions.discard(question)
+                if not questions:
+                    del self.kept[subject]
+
+    def _drop(self, place: Place, since_ns: int | None) -> None:
+        """What is denied at a place; only what was asked for since then, if that is told."""
+        self._note(place)
+        for question in list(self.kept.get(place[1], ())):
+            denial = self._entries[question]
+            if place in denial.places and (since_ns is None or denial.sent_ns >= since_ns):
+                self._remove(question)
+
+    def _note(self, what: Hashable) -> None:
         self.mark += 1
-        self._drops.pop(subject, None)
-        self._drops[subject] = self.mark
+        self._drops.pop(what, None)
+        self._drops[what] = self.mark
         if len(self._drops) > DROPS_MAX:
             self._forgotten = self._drops.pop(next(iter(self._drops)))
-        self.count -= len(self.kept.pop(subject, _NOTHING))
-
-
-_NOTHING: Final[dict[Hashable, Any]] = {}

@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from tollkeeper.decide.denials import Denial, Denials
+from tollkeeper.decide.denials import Denial, Denials, Place
 from tollkeeper.decide.stores.redis.encode import NS_PER_US
 from tollkeeper.model import Decision
 
@@ -68,7 +68,7 @@ class Denied:
     ) -> Decision | None:
         """The decision on a check as of now, if a denial of it is kept."""
         now_ns = _moment_ns(now, early_ns)
-        denial = self.denials.find((subject,), (commands.gate, cost), now_ns)
+        denial = self.denials.find(((commands.gate, subject, cost),), now_ns)
         if denial is None:
             return None
         later = _later(denial.answer[0], denial.told_ns, now, now_ns)
@@ -86,30 +86,32 @@ class Denied:
         """
         commands, subject, cost = asked
         answers = commands.answers
-        question = (commands.gate, cost)
+        question = _question([asked])
+        place = (commands.gate, subject)
         if not decision.allowed:
             if self._longest_ns and answers.lasts(answer, cost):
-                denial = self._denial([answer], decision.retry_after_ns, sent)
-                self.denials.keep((subject,), question, denial, sent.mark)
+                denial = self._denial([answer], decision.retry_after_ns, sent, (place,))
+                self.denials.keep(question, denial, sent.mark)
             return
         told = None
         if self._longest_ns and decision.remaining < cost:
             told = answers.after(answer, times * cost, cost)
         if told is None or not answers.lasts(told, cost):
-            self._drop_kept(subject)
+            if subject in self.kept:
+                self.denials.spent([place])
             return
         follows = answers.check(told, cost, sent.early_ns)
-        denial = self._denial([told], follows.retry_after_ns, sent)
-        self.denials.drop_for((subject,), (subject,), question, denial, sent.mark)
+        denial = self._denial([told], follows.retry_after_ns, sent, (place,))
+        self.denials.spent([place], question, denial, sent.mark)
 
     def find_together(
         self, asked: Sequence[Asked], now: Now, early_ns: int
     ) -> list[Decision] | None:
         """The decisions on several subjects at once, if a denial of just these is kept."""
-        if asked[0][1] not in self.kept:
+        if not self.kept:
             return None
         now_ns = _moment_ns(now, early_ns)
-        denial = self.denials.find([subject for _, subject, _ in asked], _question(asked), now_ns)
+        denial = self.denials.find(_question(asked), now_ns)
         if denial is None:
             return None
         found = [
@@ -137,29 +139,24 @@ class Denied:
         been denied for it. Not kept where units were granted: one that passes now may not when
         those are over.
         """
-        paid_back = [each[1] for each, answer in zip(asked, answers, strict=True) if answer[0] >= 0]
+        charged = _places(asked, answers, passed=True)
         for (commands, _, cost), answer in zip(asked, answers, strict=True):
             told = commands.answers
             if not self._longest_ns or told.granted(answer) or not told.lasts(answer, cost):
-                self.drop_all(paid_back)
+                self.denials.paid_back(charged, sent.sent_ns)
                 return
         waits = [decision.retry_after_ns for decision in decisions if not decision.allowed]
-        denial = self._denial(list(answers), min(waits), sent)
-        subjects = {subject for _, subject, _ in asked}
-        self.denials.drop_for(paid_back, subjects, _question(asked), denial, sent.mark)
+        places = _places(asked, answers, passed=False)
+        denial = self._denial(list(answers), min(waits), sent, places)
+        self.denials.paid_back(charged, sent.sent_ns, _question(asked), denial, sent.mark)
+
+    def spend_all(self, asked: Sequence[Asked]) -> None:
+        """All of them were charged; or nobody knows which."""
+        self.denials.spent([(commands.gate, subject) for commands, subject, _ in asked])
 
     def drop(self, subject: str) -> None:
         """The subject was given something back, or more, or all."""
-        self.denials.drop(subject)
-
-    def drop_all(self, subjects: Sequence[str]) -> None:
-        """`drop` each of them."""
-        for subject in subjects:
-            self.denials.drop(subject)
-
-    def _drop_kept(self, subject: str) -> None:
-        if subject in self.kept:
-            self.denials.drop(subject)
+        self.denials.given(subject)
 
     def forget(self) -> None:
         """All of it, in a child process too."""
@@ -167,16 +164,27 @@ class Denied:
         self.kept = self.denials.kept
 
     def _denial(
-        self, answers: list[list[int]], wait_ns: int, sent: Sent
+        self, answers: list[list[int]], wait_ns: int, sent: Sent, places: tuple[Place, ...]
     ) -> Denial[list[list[int]]]:
         # By a test's clock the time that was sent along is the one that was decided at.
         told_ns = time.monotonic_ns() if type(sent.now) is bytes else sent.sent_ns
         until_ns = sent.sent_ns + min(wait_ns, self._longest_ns)
-        return Denial(sent.sent_ns, until_ns, told_ns, answers)
+        return Denial(sent.sent_ns, until_ns, told_ns, answers, places)
 
 
 def _question(asked: Sequence[Asked]) -> tuple[tuple[bytes, str, int], ...]:
     return tuple((commands.gate, subject, cost) for commands, subject, cost in asked)
+
+
+def _places(
+    asked: Sequence[Asked], answers: Sequence[list[int]], *, passed: bool
+) -> tuple[Place, ...]:
+    """Where the script let pass, or where it denied."""
+    return tuple(
+        (commands.gate, subject)
+        for (commands, subject, _), answer in zip(asked, answers, strict=True)
+        if (answer[0] >= 0) is passed
+    )
 
 
 def _moment_ns(now: Now, early_ns: int) -> int:

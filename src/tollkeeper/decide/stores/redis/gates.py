@@ -147,7 +147,7 @@ class Together:
         if wrong is None and not all(decided):
             self._denied.keep_together(self._asked, answers, decided, self._sent)
         else:
-            self._denied.drop_all([subject for _, subject, _ in self._asked])
+            self._denied.spend_all(self._asked)
 
     def undo(self, answers: Sequence[Any]) -> list[Call]:
         """The calls that put back what was taken."""
