@@ -35,6 +35,7 @@ from tollkeeper.edge.admin.models import (
     StoreOut,
 )
 from tollkeeper.edge.admin.plane import Plane
+from tollkeeper.edge.service.clients import counted_address
 from tollkeeper.errors import CapacityError, ConfigError, StoreError, show
 from tollkeeper.explain import Explanation, RuleExplained
 from tollkeeper.identify import SEPARATOR
@@ -59,7 +60,12 @@ _Field = Annotated[str | None, Query(max_length=TEXT_LENGTH_MAX)]
 
 def _asker(body: RequestIn) -> Asker:
     fields = {name: getattr(body, name) for name in REQUEST_FIELDS}
+    fields["ip"] = _counted(fields["ip"])
     return Asker(**fields, attributes=body.attributes)
+
+
+def _counted(ip: str | None) -> str | None:
+    return None if ip is None else counted_address(ip)
 
 
 def _decision(decision: Decision | None) -> DecisionOut | None:
@@ -141,7 +147,7 @@ async def get_quota(
     Other attributes of a request are asked for as `attributes.region=eu`.
     """
     attributes = _attributes(request)
-    asker = Asker(user, api_key, ip, tenant, tier, endpoint, method, attributes)
+    asker = Asker(user, api_key, _counted(ip), tenant, tier, endpoint, method, attributes)
     return await _quota(plane, asker, cost)
 
 

@@ -31,10 +31,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from ipaddress import IPv6Address
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tollkeeper.clock import NS_PER_SECOND
+from tollkeeper.edge.service.clients import counted_address
 from tollkeeper.errors import ConfigError, show
 from tollkeeper.identify import KEY_LENGTH_MAX, PARTS_MAX, SEPARATOR
 from tollkeeper.match.networks import address_of
@@ -54,8 +54,6 @@ VALUE_LENGTH_MAX: Final = 256
 NAMES_MAX: Final = 1_024
 _DIGEST_BYTES: Final = 16
 _DIGEST_LENGTH: Final = 1 + 2 * _DIGEST_BYTES
-# Whoever has one address of IPv6 has a whole network of this size.
-IPV6_PREFIX: Final = 64
 
 _DAY_NS: Final = 86_400 * NS_PER_SECOND
 # Envoy's numbers of units. A month is 30 days and a year 365, as in rates.
@@ -241,14 +239,8 @@ def _digest(value: str | bytes) -> str:
 def _address(text: str) -> str:
     """An address as it is counted; a masked one (`192.0.2.0/24`) by its first address."""
     start = text.partition("/")[0]
-    found = address_of(start)
-    if found is None:
-        return text
-    version, number = found
-    if version == 4:
-        return start if ":" not in start else ".".join(map(str, number.to_bytes(4)))
-    shift = 0 if number == 1 else 128 - IPV6_PREFIX  # ::1 is this machine and no network
-    return str(IPv6Address(number >> shift << shift))
+    # What is no address stays whole: a mask would be all that tells it from others.
+    return text if address_of(start) is None else counted_address(start)
 
 
 def everything_of(request: Request) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple, Self
 
 from tollkeeper.edge.service import token_file
+from tollkeeper.edge.service.clients import counted_address
 from tollkeeper.edge.service.token_file import Role, Token
 from tollkeeper.errors import ConfigError, show
 from tollkeeper.model import REQUEST_FIELDS, Request
@@ -207,7 +208,8 @@ def confined(token: Token, request: Request) -> Request | Refused:
         return request
     filled: dict[str, str] = {}
     attributes: dict[str, str] = {}
-    for name, wanted in token.scope.items():
+    for name, given in token.scope.items():
+        wanted = counted_address(given) if name == "ip" else given
         is_field = name in REQUEST_FIELDS
         value = getattr(request, name) if is_field else request.attributes.get(name)
         if value is None:

@@ -16,6 +16,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
+from tollkeeper.edge.service.clients import counted_address
 from tollkeeper.edge.service.node import BATCH_CHECKS_MAX
 from tollkeeper.errors import ConfigError, show
 from tollkeeper.model import REQUEST_FIELDS, UNITS_MAX, Limit, Request
@@ -107,7 +108,8 @@ def request_of(fields: _Fields) -> Request:
     request = _new(Request)
     _user(request, fields.user)
     _api_key(request, fields.api_key)
-    _ip(request, fields.ip)
+    ip = fields.ip
+    _ip(request, ip if ip is None or ":" not in ip else counted_address(ip))
     _tenant(request, fields.tenant)
     _tier(request, fields.tier)
     _endpoint(request, fields.endpoint)
@@ -186,7 +188,7 @@ def request_of_query(query: bytes) -> Request:
             raise ConfigError(f"the query has {show(name)} twice; give it once")
         if "\0" in value or "\0" in field:
             raise ConfigError(f"the query: {show(name)} has a NUL character in it")
-        into[field] = value
+        into[field] = counted_address(value) if name == "ip" else value
     return Request(**fields, attributes=attributes)
 
 
