@@ -257,6 +257,29 @@ def test_views_as_classes() -> None:
     assert statuses(client, "/item", "/item") == [200, 429]
 
 
+def test_a_limit_above_the_route_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """It limits nothing, because the route has the view as it was; one warning says so."""
+    app = Flask("shop")
+    limit = RateLimit(app)
+
+    @limit("1/minute")
+    @app.get("/above")
+    def above() -> str:
+        return "above"
+
+    @app.get("/below")
+    @limit("1/minute")
+    def below() -> str:
+        return "below"
+
+    client = app.test_client()
+    statuses = [client.get(url).status_code for url in ("/above", "/above", "/below", "/below")]
+    assert statuses == [200, 200, 200, 429]
+    assert [message.split(";")[0] for message in caplog.messages] == [
+        "above is served without the limit that it is decorated with"
+    ]
+
+
 def test_async_hooks_are_refused() -> None:
     """Nobody would await them: of the application, its configuration, and a view."""
 

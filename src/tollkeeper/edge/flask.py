@@ -34,7 +34,7 @@ from tollkeeper.edge.answers import Answer
 from tollkeeper.edge.bill import Bill
 from tollkeeper.edge.calls import WsgiCall
 from tollkeeper.edge.charges import PASSED, Charge
-from tollkeeper.edge.guard import Guard, Options, Terms
+from tollkeeper.edge.guard import LOG, Guard, Options, Terms
 from tollkeeper.edge.terms import RouteOptions, plain
 from tollkeeper.edge.wsgi import BILL, CHARGE, billed
 from tollkeeper.errors import ConfigError, show
@@ -75,6 +75,8 @@ class RateLimit:
     ) -> None:
         self._options: dict[str, Any] = {"limits": limits, **options}
         self._exempt: list[Blueprint] = []
+        # Views as they were before they were decorated; by number, since some are no keys.
+        self._undecorated: dict[int, Callable[..., Any]] = {}
         # What is wrong is refused now, and not when there is an application.
         plain(Terms(limits=limits, **options))
         if app is not None:
@@ -143,11 +145,20 @@ class RateLimit:
     # ── Charging ───────────────────────────────────────────────────────────────────────────────
 
     def _before_request(self) -> Any:
+        view = current_app.view_functions.get(request.endpoint or "")
+        if self._undecorated.pop(id(view), None) is not None:
+            LOG.warning(
+                "%s is served without the limit that it is decorated with; write the limit below "
+                "the route: @app.get(…) first, then @limit(…)",
+                request.endpoint,
+            )
         return None if self._is_exempt() else self._refusal(self.guard_of())
 
     def _view(self, view: Callable[P, R], terms: Terms, name: str) -> Callable[P, R | Response]:
         if not callable(view):
             raise ConfigError(f"{show(view)} is neither a view nor a Blueprint, so has no requests")
+
+        self._undecorated[id(view)] = view
 
         @wraps(view)
         def limited(*args: P.args, **kwargs: P.kwargs) -> R | Response:
