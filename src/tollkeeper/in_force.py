@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from hashlib import blake2b
 from typing import Any, Final
 
 from tollkeeper.clock import Clock
@@ -198,12 +199,12 @@ class RulesInForce:
         else:
             counts.cooldowns += 1
         _log.warning(
-            "rule %r: %s of %d s for %r, number %d",
+            "rule %r: %s of %d s, number %d, for %s; limiter.penalties() tells whom",
             sentence.rule,
             "a block" if sentence.blocked else "a cool-down",
             sentence.seconds,
-            sentence.subject,
             sentence.level,
+            _unnamed(sentence.subject),
         )
         if self.on_penalty is not None:
             self.on_penalty(sentence)
@@ -344,6 +345,16 @@ def not_now(look: Decision) -> Decision:
     """A denial for as long as the load is high."""
     # Nobody knows when the load will have fallen.
     return decision_with(look, allowed=False, retry_after_ns=RETRY_AFTER_NS, delay_ns=0)
+
+
+def _unnamed(subject: str) -> str:
+    """A subject for a log: the same each time, and not the key that it may be.
+
+    >>> _unnamed("api_key:sk_1")
+    'api_key:#458f48e6efe6'
+    """
+    digest = blake2b(subject.encode("utf-8", "replace"), digest_size=6).hexdigest()
+    return f"{subject.partition(':')[0]}:#{digest}"
 
 
 def who(item: Item) -> tuple[str, str]:
