@@ -116,11 +116,11 @@ async def test_limits_hold_exactly_and_headers_reach_the_client() -> None:
 async def test_an_escaped_slash_does_not_slip_past_a_limit_on_a_path() -> None:
     """The example's Envoy refuses it before it asks; the application sees none of it."""
     rule = {"id": "keys", "match": {"endpoint": "/admin/keys"}, "by": ["ip"], "limits": ["1/hour"]}
-    async with serving({"version": 1, "rules": [rule]}) as service:
-        async with edge(service.handle.port) as there:
-            assert await there.statuses(2, "/admin/keys") == [200, 429]
-            assert await there.statuses(2, "/admin%2Fkeys") == [400, 400]
-            assert there.application.served == 1
+    rules = {"version": 1, "rules": [rule]}
+    async with serving(rules) as service, edge(service.handle.port) as there:
+        assert await there.statuses(2, "/admin/keys") == [200, 429]
+        assert await there.statuses(2, "/admin%2Fkeys") == [400, 400]
+        assert there.application.served == 1
 
 
 async def test_a_refusal_has_a_body_and_says_when_to_come_back() -> None:
