@@ -189,6 +189,13 @@ async def test_which_decisions(recording: Admin, query: str, count: int) -> None
     assert len((await asked(recording, f"/decisions?{query}{times}"))["items"]) == count
 
 
+@pytest.mark.parametrize("to", ["0001-01-01T06:15:03Z", "9999-12-31T23:59:59Z"])
+@pytest.mark.parametrize("path", ["/decisions", "/usage"])
+async def test_the_ends_of_time_are_times(recording: Admin, path: str, to: str) -> None:
+    """There is nothing, and nothing wrong."""
+    assert (await asked(recording, f"{path}?to={to}"))["items"] == []
+
+
 async def test_decisions_in_pages(recording: Admin) -> None:
     """Every one once."""
     found: list[str] = []

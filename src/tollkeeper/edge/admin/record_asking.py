@@ -12,14 +12,14 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 from urllib.parse import urlencode
 
 from fastapi import Depends, Query, Request, Response
+from pydantic import WithJsonSchema
 
 from tollkeeper.edge.admin.answering import PREFIX
 from tollkeeper.edge.admin.asking import ROLE, AdminRoute, PlaneOf, plane_of
-from tollkeeper.edge.admin.models import TEXT_LENGTH_MAX
 from tollkeeper.edge.admin.problems import Refusal, refusal_of
 from tollkeeper.edge.service.tokens import Refused, Token
 from tollkeeper.errors import show
-from tollkeeper.identify import PARTS_MAX, SEPARATOR
+from tollkeeper.identify import KEY_LENGTH_MAX, PARTS_MAX, SEPARATOR
 from tollkeeper.record.events import Subjects, told
 from tollkeeper.record.reading import UsageRow, Wanted
 from tollkeeper.record.recorder import Recorder
@@ -74,7 +74,9 @@ def _recorder(plane: PlaneOf) -> Recorder:
 
 ViewerOf = Annotated[Token, Depends(_viewer)]
 RecorderOf = Annotated[Recorder, Depends(_recorder)]
-_Text = Annotated[str, Query(max_length=TEXT_LENGTH_MAX)]
+_Text = Annotated[str, Query(max_length=KEY_LENGTH_MAX)]
+_TEXT_SCHEMA: Final = {"type": "string", "maxLength": KEY_LENGTH_MAX}
+_LIST_SCHEMA: Final = {"type": "array", "maxItems": PARTS_MAX}
 _Subject = Annotated[
     list[_Text] | None,
     Query(
@@ -83,6 +85,8 @@ _Subject = Annotated[
         max_length=PARTS_MAX,
         examples=["user:42"],
     ),
+    # In a query, a text is a list of one.
+    WithJsonSchema({"anyOf": [_TEXT_SCHEMA, {**_LIST_SCHEMA, "items": _TEXT_SCHEMA}]}),
 ]
 _Rule = Annotated[_Text | None, Query(description="The rule's id.")]
 Outcome = Annotated[Literal["allowed", "denied"] | None, Query()]
@@ -122,7 +126,7 @@ def _asked(
     to: _Until = None,
 ) -> Asked:
     until = datetime.now(UTC) if to is None else moment(to, "to")
-    since = until - LAST if from_ is None else moment(from_, "from")
+    since = _day_before(until) if from_ is None else moment(from_, "from")
     if since >= until:
         raise Refusal(
             422,
@@ -159,6 +163,11 @@ def moment(text: str, name: str) -> datetime:
         f"{name}={show(text)} is not a date and time with a zone; for example "
         f"{name}=2026-11-15T14:30:00Z, or 2026-11-15T15:30:00%2B01:00",
     )
+
+
+def _day_before(until: datetime) -> datetime:
+    """A day before, but not before the first that there is a date for."""
+    return until - min(LAST, until - datetime.min.replace(tzinfo=UTC))
 
 
 def _microseconds(time: datetime) -> int:
