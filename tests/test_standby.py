@@ -11,11 +11,20 @@ from typing import Any
 import pytest
 
 from tests.redis_servers import Single
-from tollkeeper import AsyncLimiter, ConfigError, Decision, Limit, Limiter, Request
+from tollkeeper import (
+    AsyncLimiter,
+    ConfigError,
+    Decision,
+    Limit,
+    Limiter,
+    Request,
+    StoreUnavailable,
+)
 from tollkeeper.standby import OUTAGE_GAP_NS, Asked, LocalCounts, Standby
 from tollkeeper.testing import ManualClock
 
 TEN = (Limit(10, per=60),)
+AWAY = StoreUnavailable("nobody listens")
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +37,7 @@ def dead() -> Iterator[str]:
 
 def ask(counts: LocalCounts, user: str = "ann", units: int = 1, ip: str = "192.0.2.1") -> Any:
     """One check under the rule `api`, while the store is away."""
-    counts.note_failure()
+    counts.note_failure(AWAY)
     return counts.decide([Asked(TEN, "api", f"user:{user}", units)], ip, spend=True)
 
 
@@ -62,7 +71,7 @@ def test_an_old_outage_meets_the_emergency_limits(clock: ManualClock) -> None:
     assert passed(counts, 5) == 5
     for _ in range(20):
         clock.advance(3)
-        counts.note_failure()
+        counts.note_failure(AWAY)
     assert counts.away_ns() == 60 * 10**9
     assert passed(counts, 5, ip="192.0.2.2") == 2
     assert passed(counts, 5, ip="192.0.2.3") == 2
@@ -180,3 +189,22 @@ def test_a_file_that_cannot_be_used_is_known_at_the_start() -> None:
     """Not when the store is away already."""
     with pytest.raises(Exception, match="nowhere"):
         Limiter("1/minute", standby=Standby(store="shared:///nowhere/at/all"))
+
+
+def test_an_outage_is_told_in_the_log_once_a_minute(
+    clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """When it begins, while it lasts, and when the next one begins; not with every check."""
+    counts = LocalCounts(Standby(), clock)
+    for _ in range(65):
+        counts.note_failure(AWAY)
+        clock.advance(1)
+    clock.advance(OUTAGE_GAP_NS / 1e9)
+    counts.note_failure(AWAY)
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.partition(",")[2].partition(" now")[0] for line in said] == [
+        " for 0 s",
+        " for 60 s",
+        " for 0 s",
+    ]
+    assert all("nobody listens" in line for line in said)

@@ -286,7 +286,7 @@ class RulesInForce:
         wanted: list[FailurePolicy] = [
             item.rule.rule.on_failure or self._on_failure for item in items
         ]
-        self._local.note_failure()
+        self._local.note_failure(error)
         self.tally.failed(error)
         if spend:
             self._count_failed(items)

@@ -309,7 +309,7 @@ class Path:
     def _degraded(self, error: StoreError, subject: str, cost: int, *, spend: bool) -> Decision:
         """What a check answers when the store could not decide."""
         if self._rules is None:  # rules have asked already, and are to raise the error
-            self._local.note_failure()
+            self._local.note_failure(error)
             if self._on_failure in {"open", "local"}:
                 asked = [Asked(self._gate.limits, self._name, subject, cost)]
                 local = self._on_failure == "local"

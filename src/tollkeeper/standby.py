@@ -14,6 +14,7 @@ An outage is over when no check has failed for OUTAGE_GAP_NS.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from tollkeeper.policy import scaled
 
 NODES_MAX: Final = 100_000
 OUTAGE_GAP_NS: Final = 5 * NS_PER_SECOND
+TELL_NS: Final = 60 * NS_PER_SECOND
 _AFTER_NS_MAX: Final = 86_400 * NS_PER_SECOND
 
 # What these limits are called in decisions, and what all are counted as.
@@ -43,6 +45,8 @@ _EVERYONE: Final = "*"
 _MEMORY: Final = "memory://"
 
 Limits = tuple[Limit, ...]
+
+_log = logging.getLogger("tollkeeper.standby")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +126,21 @@ class LocalCounts:
         if standby.store != _MEMORY:
             self._opened()  # now, so that a file which cannot be used is known before it is needed
         self._since_ns = self._failed_ns = -OUTAGE_GAP_NS - 1
+        self._tell_ns = 0
 
-    def note_failure(self) -> None:
-        """A check has failed; so the store is away, or still is."""
+    def note_failure(self, error: Exception) -> None:
+        """A check has failed; so the store is away, or still is. Told in the log, once a minute."""
         now_ns = self._clock.now_ns()
         if now_ns - self._failed_ns > OUTAGE_GAP_NS:
             self._since_ns = now_ns
+            self._tell_ns = now_ns
         self._failed_ns = now_ns
+        if now_ns >= self._tell_ns:
+            self._tell_ns = now_ns + TELL_NS
+            away_s = (now_ns - self._since_ns) // NS_PER_SECOND
+            _log.warning(
+                "the store cannot decide, for %d s now, and on_failure answers: %s", away_s, error
+            )
 
     def away_ns(self) -> int:
         """For how long the store has been away; 0 when it is not."""

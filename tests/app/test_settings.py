@@ -10,6 +10,7 @@ import pytest
 
 from tollkeeper.app.settings import Settings, address_of, state_folder
 from tollkeeper.errors import ConfigError
+from tollkeeper.standby import Standby
 
 
 def test_without_anything_it_is_this_machine_alone(tmp_path: Path) -> None:
@@ -45,7 +46,10 @@ FILES: list[tuple[str, str]] = [
     ("port: true", "not a whole number"),
     ("port: 70000", "not between 0 and 65535"),
     ("node-id: a\nnode_id: b", "twice"),
-    ("on-failure: maybe", "one of open, closed"),
+    ("on-failure: maybe", "one of open, closed, local"),
+    ("ceiling: lots", "--ceiling, --emergency or --emergency-after: expected how many units"),
+    ("emergency: 60/fortnight", "fortnight"),
+    ("emergency-after: -1", "emergency_after"),
     ("draft: 8", "one of 10, 7, 6, none"),
     ("log-format: xml", "one of auto, json, text"),
     ("access-log: 5", "true or false"),
@@ -144,9 +148,9 @@ def test_a_terminal_gets_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_store_on_this_machine_needs_no_file_for_its_absence() -> None:
     """Another is counted for by all workers together while it is away."""
-    assert Settings.gather({}).standby == "memory://"
+    assert Settings.gather({}).standby.store == "memory://"
     redis = Settings.gather({"store": "redis://cache", "data": "/var/lib/x"})
-    assert redis.standby == "shared:///var/lib/x/standby"
+    assert redis.standby.store == "shared:///var/lib/x/standby"
 
 
 @pytest.mark.parametrize("said", ["record: off", "record: no", 'record: "off"'])
@@ -158,3 +162,24 @@ def test_records_are_in_the_data_folder_or_nowhere(said: str, tmp_path: Path) ->
     settings = Settings.gather({}, str(config))
     assert (settings.record, settings.sample, settings.keep_usage) == ("off", 1.0, 30)
     assert settings.record_subjects == "hashed"
+
+
+def test_how_it_stands_by(tmp_path: Path) -> None:
+    """Workers count together in a file where the store is elsewhere; and under all the bounds."""
+    settings = Settings.gather(
+        {
+            "data": str(tmp_path),
+            "store": "redis://cache",
+            "on_failure": "local",
+            "nodes": 20,
+            "ceiling": "5000/second",
+            "emergency": "60/minute",
+            "emergency_after": 300.0,
+        },
+        None,
+    )
+    assert settings.on_failure == "local"
+    assert settings.standby == Standby(
+        20, f"shared://{tmp_path}/standby", "5000/second", "60/minute", 300.0
+    )
+    assert Settings.gather({"data": str(tmp_path)}, None).standby == Standby()

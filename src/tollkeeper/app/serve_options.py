@@ -66,7 +66,7 @@ OnFailure = Annotated[
     str | None,
     _option(
         "--on-failure",
-        metavar="open|closed",
+        metavar="open|closed|local",
         help="When the store cannot decide, for rules that do not say. [default: open]",
     ),
 ]
@@ -78,6 +78,28 @@ Nodes = Annotated[
         help="How many machines share the store: while it is away, rules with `on_failure: "
         "local` have their part of the limits on each. [default: 1]",
     ),
+]
+Ceiling = Annotated[
+    str | None,
+    _option(
+        "--ceiling",
+        metavar="RATE",
+        help="While the store is away, the most that this machine lets pass in all: 5000/second. "
+        "[default: none]",
+    ),
+]
+Emergency = Annotated[
+    str | None,
+    _option(
+        "--emergency",
+        metavar="RATE",
+        help="The same for each address, once it has been away for long: 60/minute. "
+        "[default: none]",
+    ),
+]
+EmergencyAfter = Annotated[
+    float | None,
+    _option("--emergency-after", metavar="SECONDS", help="How long that is. [default: 60]"),
 ]
 Tokens = Annotated[
     str | None,

@@ -19,9 +19,10 @@ from typing import Any, Final, Literal, Self, get_args, get_type_hints
 from urllib.parse import quote
 
 from tollkeeper.errors import ConfigError, show
+from tollkeeper.standby import Standby
 
 LogFormat = Literal["auto", "json", "text"]
-OnFailure = Literal["open", "closed"]
+OnFailure = Literal["open", "closed", "local"]
 Draft = Literal["10", "7", "6", "none"]
 RecordSubjects = Literal["plain", "hashed", "none"]
 
@@ -80,6 +81,11 @@ class Settings:
     on_failure: OnFailure = "open"
     nodes: int = 1
     """How many machines share the store: `on_failure: local` has its part of the limits on each."""
+    ceiling: str = ""
+    """While the store is away, the most that this machine lets pass; empty: no bound."""
+    emergency: str = ""
+    """The same for each address, once it has been away for `emergency_after` seconds."""
+    emergency_after: float = 60.0
     tokens: str = ""
     """Empty: tokens.json in the data folder, if it is there."""
     insecure_no_tokens: bool = False
@@ -145,6 +151,10 @@ class Settings:
         _within("keep-usage", self.keep_usage, 1, DAYS_MAX)
         _within("drain-seconds", self.drain_seconds, 0, SECONDS_MAX)
         _within("shutdown-seconds", self.shutdown_seconds, 1, SECONDS_MAX)
+        try:
+            _ = self.standby
+        except ConfigError as error:
+            raise ConfigError(f"--ceiling, --emergency or --emergency-after: {error}") from error
         if self.grpc:
             address_of(self.grpc)
         if bool(self.tls_cert) != bool(self.tls_key):
@@ -166,11 +176,19 @@ class Settings:
         return self.rules if "://" in self.rules else None
 
     @property
-    def standby(self) -> str:
-        """Where this machine counts while the store is away; a store that is here is not away."""
-        if self.store.startswith(("memory://", "shared://")):
-            return "memory://"
-        return f"shared://{quote(str(Path(self.data) / 'standby'))}"
+    def standby(self) -> Standby:
+        """How this machine limits while the store is away; its workers count together then.
+
+        A store that is here is not away, and needs no file beside it.
+        """
+        here = self.store.startswith(("memory://", "shared://"))
+        return Standby(
+            nodes=self.nodes,
+            store="memory://" if here else f"shared://{quote(str(Path(self.data) / 'standby'))}",
+            ceiling=self.ceiling or None,
+            emergency=self.emergency or None,
+            emergency_after=self.emergency_after,
+        )
 
     @property
     def tokens_path(self) -> Path:

@@ -35,7 +35,6 @@ from tollkeeper.record.reading import Records
 from tollkeeper.record.recorder import Recorder
 from tollkeeper.record.sink import Sink
 from tollkeeper.record.trimming import Keep
-from tollkeeper.standby import Standby
 
 # How often a worker looks whether its parent is still there.
 _PARENT_SECONDS: Final = 1.0
@@ -56,8 +55,7 @@ def open_limiter(settings: Settings, *, follow: bool = True) -> AsyncLimiter:
         settings.rules,
         store=settings.store,
         on_failure=settings.on_failure,
-        # While the store is away, the workers of this machine count together.
-        standby=Standby(nodes=settings.nodes, store=settings.standby),
+        standby=settings.standby,
         follow=follow,
         snapshot=snapshot,
     )
