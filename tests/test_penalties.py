@@ -123,8 +123,10 @@ async def test_awaited(store: Store, clock: ManualClock) -> None:
     found = [(await limiter.check(ANN)).retry_after for _ in range(6)]
     assert found == [0, 1, 1, 1, 1, 10]
     assert (await limiter.peek(ANN)).retry_after == 10
+    clock.advance(2)  # the limit itself has room again
     both = await limiter.judge_all([(BOB, 1), (ANN, 1)])
     assert [each.decision.allowed for each in both] == [True, False]
+    assert both[1].decision.retry_after == 8
     assert (await limiter.peek(BOB)).remaining == 1
     await limiter.reset(ANN)
     assert (await limiter.judge(ANN)).decision.allowed
@@ -137,9 +139,14 @@ def test_one_in_a_cool_down_stops_all_that_are_asked_together(
     """Nothing is spent by any, as with every other denial."""
     with Limiter.from_rules(RULES, store=store, clock=clock) as limiter:
         storm(limiter, 6)
+        clock.advance(2)  # the limit itself has room again
         both = limiter.judge_all([(BOB, 1), (ANN, 1)])
         assert [each.decision.allowed for each in both] == [True, False]
+        assert both[1].decision.retry_after == 8
         assert limiter.peek(BOB).remaining == 1
+        for _ in range(3):
+            limiter.judge_all([(ANN, 1)])
+        assert [each.level for each in limiter.penalties()] == [2]
 
 
 def test_denials_that_are_asked_together_count(clock: ManualClock) -> None:

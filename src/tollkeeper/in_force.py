@@ -362,7 +362,12 @@ def who(item: Item) -> tuple[str, str]:
     return item.rule.rule.id, item.who
 
 
-def barred(item: Item, left_ns: int) -> Decision:
+def any_listed(plans: Sequence[Plan]) -> bool:
+    """Is one of the requests on the deny list?"""
+    return any(plan.verdict == "deny" for plan in plans)
+
+
+def barred_until(item: Item, left_ns: int) -> Decision:
     """The answer while a cool-down goes on."""
     limit = item.in_force.limits[0]
     return Decision(False, limit, 0, left_ns, left_ns, rule=item.rule.rule.id)

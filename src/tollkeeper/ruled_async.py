@@ -13,7 +13,8 @@ from tollkeeper.errors import CapacityError, StoreError, StoreTimeout
 from tollkeeper.explain import Answer, Explanation, explained, with_answers
 from tollkeeper.in_force import (
     RulesInForce,
-    barred,
+    any_listed,
+    barred_until,
     charged,
     combined,
     not_now,
@@ -77,7 +78,7 @@ class AsyncRuledGate(RulesInForce):
                 left_ns = look.retry_after_ns
                 self.watch.looked(who(item), now_ns, left_ns)
             if left_ns:
-                answer = barred(item, left_ns)
+                answer = barred_until(item, left_ns)
                 if spend:
                     self._count(item, answer)
                 return answer
@@ -112,7 +113,11 @@ class AsyncRuledGate(RulesInForce):
         """A ruling for each request; if one of them is denied, none is charged."""
         policy = self.policy
         plans = [policy.plan(request, cost) for request, cost in asked]
-        if any([plan.verdict == "deny" or await self._barred(plan, spend=True) for plan in plans]):
+        barred = [await self._barred(plan, spend=True) for plan in plans]
+        if any(answer is not None for answer in barred) or any_listed(plans):
+            for plan, answer in zip(plans, barred, strict=True):
+                if answer is not None:
+                    await self._penalise(plan, answer)
             return [
                 self._ruling(plan, await self._look_at(plan, request))
                 for plan, (request, _) in zip(plans, asked, strict=True)
