@@ -7,24 +7,19 @@ address to a file, and the admin interface tells where the listener is.
 from __future__ import annotations
 
 import json
-import shutil
-import signal
-import subprocess
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from tests.gateway_process import Gateway
 from tests.redis_servers.ports import HOST
-from tests.redis_servers.scratch import scratch
-from tests.redis_servers.server import ServerFailed, Startable
+from tests.redis_servers.server import ServerFailed
 from tests.redis_servers.waiting import until
 
 EXAMPLE = Path(__file__).parents[1] / "examples/envoy.yaml"
 READY_SECONDS_MAX = 30.0
-_STOP_SECONDS_MAX = 10.0
-_LOG_LINES_SHOWN = 20
 
 Config = dict[str, Any]
 
@@ -84,38 +79,26 @@ def cluster_of(config: Config, name: str) -> Config:
     return next(each for each in clusters if each["name"] == name)
 
 
-class Envoy(Startable):
+class Envoy(Gateway):
     """One Envoy, with one thread; `url` is where it listens."""
 
     def __init__(self, config: Config) -> None:
+        super().__init__("envoy")
         self.url = ""
-        self.folder = scratch().new_folder("envoy")
         self._config = config
-        self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         (self.folder / "envoy.json").write_text(json.dumps(self._config), encoding="utf-8")
-        with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [
-                    envoy_path(),
-                    "--config-path",
-                    "envoy.json",
-                    "--admin-address-path",
-                    "admin",
-                    "--disable-hot-restart",
-                    "--concurrency",
-                    "1",
-                    "--log-level",
-                    "warning",
-                ],
-                cwd=self.folder,
-                process_group=scratch().process_group,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-        scratch().stop_at_exit(self, self.kill)
+        self._launch(
+            [
+                envoy_path(),
+                *("--config-path", "envoy.json"),
+                *("--admin-address-path", "admin"),
+                "--disable-hot-restart",
+                *("--concurrency", "1"),
+                *("--log-level", "warning"),
+            ]
+        )
         until(self._is_ready, "Envoy is ready", READY_SECONDS_MAX, self._log_end)
         found = json.loads(self.admin("listeners?format=json"))
         address = found["listener_statuses"][0]["local_address"]["socket_address"]
@@ -129,28 +112,9 @@ class Envoy(Startable):
             return text
 
     def _is_ready(self) -> bool:
-        if self._process is None or self._process.poll() is not None:
+        if self._ended():
             raise ServerFailed(f"Envoy has ended. {self._log_end()}")
         try:
             return self.admin("ready").strip() == "LIVE"
         except (OSError, ValueError):
             return False
-
-    def kill(self) -> None:
-        """End it, whatever it is doing."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(_STOP_SECONDS_MAX)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        scratch().forget(self)
-
-    def stop(self) -> None:
-        self.kill()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _log_end(self) -> str:
-        text = (self.folder / "log").read_text(encoding="utf-8", errors="replace")
-        return "The end of its log:\n" + "\n".join(text.splitlines()[-_LOG_LINES_SHOWN:])

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
-import subprocess
 from pathlib import Path
 
+from tests.gateway_process import Gateway
 from tests.redis_servers.ports import HOST, free_port
-from tests.redis_servers.scratch import scratch
-from tests.redis_servers.server import ServerFailed, Startable
+from tests.redis_servers.server import ServerFailed
 from tests.redis_servers.waiting import until
 
 EXAMPLE = Path(__file__).parents[1] / "examples/nginx.conf"
 READY_SECONDS_MAX = 20.0
-_STOP_SECONDS_MAX = 10.0
 _PORTS_TRIED_MAX = 5
-_LOG_LINES_SHOWN = 20
 _PORT_TAKEN = "Address already in use"
 _TEMPORARY = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
 
@@ -41,20 +37,19 @@ def example(application_port: int, tollkeeper_port: int) -> str:
     return text.replace("127.0.0.1:8080;", f"{HOST}:{tollkeeper_port};")
 
 
-class Nginx(Startable):
+class Nginx(Gateway):
     """One nginx in the foreground, with one worker; `url` is where it listens."""
 
     def __init__(self, config: str) -> None:
+        super().__init__("nginx")
         self.url = ""
-        self.folder = scratch().new_folder("nginx")
         self._config = config
-        self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start it and wait until it listens; on another port, if somebody was quicker."""
         for _ in range(_PORTS_TRIED_MAX):
             port = free_port()
-            self._launch(port)
+            self._launch_on(port)
             until(
                 lambda at=port: self._ended() or _listens(at),  # type: ignore[misc]  # of this turn
                 f"nginx listens on port {port}",
@@ -68,7 +63,7 @@ class Nginx(Startable):
                 break
         raise ServerFailed(f"nginx did not start. {self._log_end()}")
 
-    def _launch(self, port: int) -> None:
+    def _launch_on(self, port: int) -> None:
         text = self._config.replace("127.0.0.1:10080;", f"{HOST}:{port};")
         # All that it writes goes to its folder; what the distribution chose may not be writable.
         paths = "".join(f"    {name}_temp_path {self.folder}/{name};\n" for name in _TEMPORARY)
@@ -77,39 +72,7 @@ class Nginx(Startable):
         directives = f"daemon off; pid {self.folder}/pid; error_log stderr warn;"
         if os.geteuid() == 0:
             directives += " user root;"  # else its worker may not write where root's folder is
-        with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [nginx_path(), "-p", self.folder, "-c", "nginx.conf", "-g", directives],
-                cwd=self.folder,
-                process_group=scratch().process_group,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-        scratch().stop_at_exit(self, self.kill)
-
-    def _ended(self) -> bool:
-        return self._process is None or self._process.poll() is not None
-
-    def kill(self) -> None:
-        """End it: it ends its worker first."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(_STOP_SECONDS_MAX)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        scratch().forget(self)
-
-    def stop(self) -> None:
-        """End it and remove its files."""
-        self.kill()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _log_end(self) -> str:
-        text = (self.folder / "log").read_text(encoding="utf-8", errors="replace")
-        return "The end of its log:\n" + "\n".join(text.splitlines()[-_LOG_LINES_SHOWN:])
+        self._launch([nginx_path(), "-p", self.folder, "-c", "nginx.conf", "-g", directives])
 
 
 def _listens(port: int) -> bool:
