@@ -327,6 +327,21 @@ def test_a_deadline_shorter_than_the_answer_charges_at_most_once(
     assert admitted(outcomes) <= charged <= charged_at_most(outcomes)
 
 
+@both_wires
+def test_a_connection_that_comes_too_late_charges_nobody(
+    server: Single, key: str, wire: str
+) -> None:
+    """Many callers are told that nothing was sent; so nothing is, when it is there at last."""
+    with Proxy(server.port) as proxy:
+        proxy.accept_seconds = 0.45
+        with client(wire, proxy.uri, deadline_ms=300, connect_ms=5_000) as api:
+            outcomes = api.together([key] * 100)
+            until(api.works, "it is connected", SECONDS_MAX)
+            assert errors_of(outcomes)
+        charged = counted(server.uri, key)
+        assert admitted(outcomes) <= charged <= charged_at_most(outcomes)
+
+
 async def _paced(limiter: AsyncLimiter, key: str, seconds: float) -> list[Outcome]:
     """Checks that begin one after another, whether those before have ended or not."""
     loop = asyncio.get_running_loop()

@@ -150,10 +150,15 @@ class Flights:
         if known is not None:
             _give(waiters, [known] * len(waiters))
             return
+        if landing.unreached is not None:
+            await self._reach(question)
+            landing.unreached = None
+            waiters = [each for each in waiters if not each.decision.done()]
+            if not waiters:
+                return
         steps = rounds(len(waiters))
         step = next(steps)
         while isinstance(step, Ask) and not landing.landed:
-            landing.sent = landing.sent or self.unconnected(question) is None
             sent, answer = await self._ask(question, step.count)
             last = _Answered(sent, answer, step.count)
             reply, decisions = self._reply(question, last)
@@ -169,6 +174,17 @@ class Flights:
             _give(waiters, [self._denial(question, last)] * len(waiters))
             return
         await asyncio.gather(*(self._alone(question, each) for each in waiters))
+
+    async def _reach(self, question: Question) -> None:
+        """Wait until its server is found and connected, with a call that spends nothing.
+
+        A check that waited for a connection would be sent for everyone it was asked for, also for
+        those who have been told meanwhile that nothing was sent.
+        """
+        commands, subject, cost = question
+        now, _ = commands.now()
+        call = commands.look(commands.key(subject), cost, now)
+        await self._calls.run(call, call.by_sha())
 
     async def _ask(self, question: Question, count: int) -> tuple[Sent, list[int]]:
         """Check so many times the cost: when it was asked for, and the script's answer."""
@@ -239,15 +255,15 @@ class _Landing:
     timer for all, at the next one's deadline.
     """
 
-    __slots__ = ("_flights", "_question", "_timer", "_waiters", "landed", "sent")
+    __slots__ = ("_flights", "_question", "_timer", "_waiters", "landed", "unreached")
 
     def __init__(self, flights: Flights, question: Question, waiters: Sequence[Waiter]) -> None:
         self._flights = flights
         self._question = question
         self._waiters = waiters
         self.landed = False
-        # Has a call of this flight left?
-        self.sent = False
+        # The server that is yet to be reached, before anything is spent; None: a check has left.
+        self.unreached = flights.unconnected(question)
         self._timer = self._later(waiters[0].due_ns - time.monotonic_ns())
 
     def _later(self, pause_ns: int) -> asyncio.TimerHandle:
@@ -265,11 +281,9 @@ class _Landing:
         self.land()
 
     def _too_late(self) -> StoreError:
-        # A call that waits for its connection has not left, unless it is there by now.
-        where = None if self.sent else self._flights.unconnected(self._question)
-        if where is None:
+        if self.unreached is None:
             return StoreTimeout("no answer by the deadline; the call may have been counted once")
-        return NotSent(f"no connection to {where} by the deadline")
+        return NotSent(f"no connection to {self.unreached} by the deadline")
 
     def land(self) -> None:
         """It is over; once."""
