@@ -237,7 +237,7 @@ def test_a_server_that_is_gone_or_silent_is_a_store_error() -> None:
             store.stats()
         with pytest.raises(StoreUnavailable, match=r"no server answers: .* no answer in time"):
             store.health()
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 10
         server.resume()
         assert store.stats().states == 1
         server.kill()

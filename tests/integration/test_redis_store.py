@@ -247,11 +247,11 @@ def test_closing_while_calls_wait_for_a_connection(key: str, wire: str) -> None:
     """Closing waits for nobody. Tasks are told at once; a thread ends by its deadline."""
     with Single() as server:
         server.pause()
-        with client(wire, server.uri, deadline_ms=600, connect_ms=600) as api:
+        with client(wire, server.uri, deadline_ms=2_000, connect_ms=2_000) as api:
             calls = [api.start(key) for _ in range(40)]
-            assert timed(api.store.close)[0] < 0.5
+            assert timed(api.store.close)[0] < 1.9
             seconds, outcomes = timed(lambda: [outcome(call) for call in calls])
-            assert seconds < 0.6 + LATE_SECONDS_MAX
+            assert seconds < 2 + LATE_SECONDS_MAX
             assert len(errors_of(outcomes)) == 40
             assert not charged_at_most(outcomes)
         server.kill()

@@ -259,10 +259,10 @@ def test_a_silent_primary_costs_its_timeout_once(sentinels: Sentinels) -> None:
     primary.pause()
     started = time.monotonic()
     try:
-        error = _failure(sentinels.uri, connect_ms=1_000)
+        error = _failure(sentinels.uri, connect_ms=2_000)
     finally:
         primary.resume()
-    assert time.monotonic() - started < 2.9
+    assert time.monotonic() - started < 5.9
     assert isinstance(error, StoreTimeout)
     assert str(error).count(f"{_address(primary)}, named by Sentinel") == 3
 
@@ -363,7 +363,7 @@ def test_nothing_but_silence_is_a_timeout(monkeypatch: pytest.MonkeyPatch, eager
             error = _failure(_cluster_uri(one, two), connect_ms=connect_ms)
             assert isinstance(error, StoreTimeout)
             assert str(error).count(": no answer in time") == 2
-            assert 0.6 < time.monotonic() - started < 3
+            assert 0.6 < time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize("login", [":wr0ng", "tollkeeper:wr0ng", "stranger:wr0ng", None])

@@ -15,7 +15,7 @@ from tollkeeper.decide.stores import open_store
 from tollkeeper.standby import Standby
 
 ANN = Request(user="ann", tenant="acme", ip="192.0.2.7")
-DEADLINE_MS = 500
+DEADLINE_MS = 2_000
 
 
 @pytest.fixture(scope="module")
