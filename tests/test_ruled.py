@@ -397,7 +397,7 @@ async def test_documents_swapped_while_a_check_is_on_its_way(clock: ManualClock)
     """A check that has begun keeps the rules it began with, on a store that is a trip away."""
     server = running("single")
     server.flush()
-    limiter = AsyncLimiter.from_rules(version(0), store=server.uri)
+    limiter = AsyncLimiter.from_rules(version(0), store=f"{server.uri}?deadline_ms=10000")
     for number in range(1, 21):
         asked = [asyncio.create_task(limiter.check(ANN)) for _ in range(20)]
         await asyncio.sleep(0)

@@ -132,7 +132,9 @@ def test_every_part_is_a_key_of_its_own_and_in_use() -> None:
     """The load of one subject spreads over several keys, which is what it is for."""
     server = running("single")
     server.flush()
-    with Limiter.from_rules(RULES % ("1000000/minute", 4), store=server.uri) as limiter:
+    with Limiter.from_rules(
+        RULES % ("1000000/minute", 4), store=f"{server.uri}?deadline_ms=10000"
+    ) as limiter:
         for _ in range(400):
             assert limiter.check(ANN)
     assert len(server.admin.keys("tk:*")) == 4

@@ -155,7 +155,8 @@ def test_a_cost_that_can_never_fit_is_explained_and_denied() -> None:
 def test_explain_asks_the_real_store_and_spends_nothing(kind: str) -> None:
     """However often it is asked; also where the variable names the store."""
     name = file("a.yaml", GOOD.replace("10/second", "2/hour"))
-    store = running("single").uri if kind == "redis" else f"shared://{Path.cwd()}/quotas"
+    patient = f"{running('single').uri}?deadline_ms=10000"
+    store = patient if kind == "redis" else f"shared://{Path.cwd()}/quotas"
     with Limiter.from_rules(name, store=store, follow=False) as limiter:
         limiter.reset(Request(user="7"))
         limiter.check(Request(user="7"))

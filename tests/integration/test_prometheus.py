@@ -144,7 +144,7 @@ async def test_what_a_store_in_redis_counts_is_read() -> None:
     rules = {"version": 1, "rules": [{"id": "users", "by": ["user"], "limits": ["30/hour"]}]}
     server = running("single")
     server.flush()
-    async with AsyncLimiter.from_rules(rules, store=server.uri) as limiter:
+    async with AsyncLimiter.from_rules(rules, store=f"{server.uri}?deadline_ms=10000") as limiter:
         await asyncio.gather(*(limiter.check(Request(user="1")) for _ in range(64)))
         for _ in range(10):
             await limiter.check(Request(user="1"))

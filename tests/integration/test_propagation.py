@@ -201,7 +201,7 @@ async def test_push_through_redis(kind: str, tmp_path: Path) -> None:
     """A message through the store alone, for a database that cannot push: the same."""
     url = f"sqlite:///{tmp_path}/rules.db"
     uri = running(kind).uri
-    store = open_store(uri)
+    store = open_store(uri, deadline_ms=10_000)
     async with editing(url) as editor:
 
         async def change() -> int:
@@ -220,7 +220,7 @@ async def test_push_through_redis(kind: str, tmp_path: Path) -> None:
 async def test_forked_workers_are_pushed_to_as_well(pushing: str, tmp_path: Path) -> None:
     """A server that loads the application and then forks: each worker has its own connections."""
     uri = running("single").uri
-    store = open_store(uri)
+    store = open_store(uri, deadline_ms=10_000)
     sqlite = f"sqlite:///{tmp_path}/rules.db"
     url = running_postgres().new_database() if pushing == "PostgreSQL" else sqlite
     async with editing(url) as editor:

@@ -265,7 +265,7 @@ def test_users_that_share_a_tenant_make_no_trip_when_denied(
 
 def test_a_store_that_is_closed_answers_nothing(server: Single, key: str) -> None:
     """Not from what it kept either."""
-    store = cast("RedisStore", open_store(server.uri))
+    store = cast("RedisStore", open_store(server.uri, deadline_ms=10_000))
     limiter = Limiter(Limit(1, per=YEAR), store=store, on_failure="open")
     assert [limiter.check(key).allowed for _ in range(2)] == [True, False]
     store.close()

@@ -65,9 +65,10 @@ def test_redis_by_one_option() -> None:
     """Two services on one Redis share a limit; it is away: as `on_failure` says."""
     server = running("single")
     server.flush()
+    uri = f"{server.uri}?deadline_ms=10000"
     with (
-        ServiceProcess(limited(10), "--store", server.uri) as one,
-        ServiceProcess(limited(10), env={"TOLLKEEPER_STORE": server.uri}) as other,
+        ServiceProcess(limited(10), "--store", uri) as one,
+        ServiceProcess(limited(10), env={"TOLLKEEPER_STORE": uri}) as other,
     ):
         found = [
             service.ask("POST", "/v1/check", {"user": "42"}).status

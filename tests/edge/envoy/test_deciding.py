@@ -38,7 +38,7 @@ async def limiter(request: pytest.FixtureRequest) -> AsyncIterator[AsyncLimiter]
     if request.param == "redis":
         server = running("single")
         server.flush()
-        store = server.uri
+        store = f"{server.uri}?deadline_ms=10000"
     async with AsyncLimiter.from_rules(RULES, store=store) as found:
         yield found
 
