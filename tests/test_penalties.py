@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,6 +90,61 @@ def test_who_goes_on_in_a_cool_down_gets_the_next_on_top(store: Store, clock: Ma
         assert storm(limiter, 5)[-1] == 1
         assert storm(limiter, 4) == [10, 10, 10, 30]
         assert [each.level for each in limiter.penalties()] == [2]
+
+
+def test_who_goes_on_in_a_block_is_blocked_once(store: Store, clock: ManualClock) -> None:
+    """It is on top of all cool-downs, told once, and there is an honest Retry-After; the next one
+    comes when there is room for it.
+    """
+    told: list[Sentence] = []
+    with (
+        Limiter.from_rules(RULES, store=store, clock=clock) as limiter,
+        Limiter.from_rules(RULES, store=store, clock=clock) as other,
+    ):
+        limiter.on_penalty(told.append)
+        other.on_penalty(told.append)
+        storm(limiter, 200)
+        assert [each.seconds for each in told] == [10, 20, 25, 3600]
+        left_s = 10 + 20 + 25 + 3600
+        assert limiter.check(ANN).retry_after == left_s
+        assert [each.until_ns - clock.now_ns() for each in limiter.penalties()] == [left_s * 10**9]
+        counts = limiter.counts()["api"]
+        assert (counts.cooldowns, counts.blocks) == (3, 1)
+        storm(other, 200)  # which cannot give one either, nor says so
+        assert len(told) == 4
+        clock.advance(left_s - 20)
+        storm(limiter, 200)
+        assert [(each.seconds, each.blocked) for each in told[4:]] == [(3600, True)]
+        assert limiter.peek(ANN).retry_after == 3620
+
+
+def test_the_store_is_not_asked_for_what_it_has_no_room_for(
+    store: Store, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A storm in a block is not one there: it is told once that there is no room."""
+    with Limiter.from_rules(RULES, store=store, clock=clock) as limiter:
+        storm(limiter, 100)
+        terms = limiter._ruled_gate()._terms["api"]
+        asked: list[object] = []
+        spied = SimpleNamespace(check=lambda *given: asked.append(given), peek=terms.cooldown.peek)
+        spying = terms._replace(level=spied, cooldown=spied)
+        monkeypatch.setitem(limiter._ruled_gate()._terms, "api", spying)
+        storm(limiter, 1_000)
+        assert not asked
+
+
+def test_a_listener_that_fails_is_no_concern_of_the_request(
+    clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is denied as it would be without one, and the log has the reason."""
+
+    def fail(_: Sentence) -> None:
+        raise ValueError("nobody is at home")
+
+    with Limiter.from_rules(RULES, clock=clock) as limiter:
+        limiter.on_penalty(fail)
+        assert storm(limiter, 6)[-1] == 10
+    assert "nobody is at home" in caplog.text
 
 
 def test_a_reset_is_the_way_out(store: Store, clock: ManualClock) -> None:

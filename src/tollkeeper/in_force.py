@@ -191,8 +191,11 @@ class RulesInForce:
                 return item, terms
         return None
 
-    def _sentence(self, item: Item, terms: Terms, level: int) -> None:
-        sentence = self.watch.sentenced(who(item), terms, level, self._clock.now_ns())
+    def _sentence(self, item: Item, terms: Terms, level: int, spent: Decision) -> None:
+        """Count a cool-down, and tell of it, if the store had room for it."""
+        sentence = self.watch.sentenced(who(item), terms, level, spent, self._clock.now_ns())
+        if sentence is None:
+            return
         counts = self._counts_of(item)
         if sentence.blocked:
             counts.blocks += 1
@@ -207,7 +210,10 @@ class RulesInForce:
             _unnamed(sentence.subject),
         )
         if self.on_penalty is not None:
-            self.on_penalty(sentence)
+            try:
+                self.on_penalty(sentence)
+            except Exception:  # the request is denied all the same
+                _log.exception("whoever was to be told of a penalty has failed")
 
     def _count_failed(self, items: Items) -> None:
         for item in items:

@@ -251,7 +251,10 @@ class Path:
         return self._ruled_gate().watch.standing(self._clock.now_ns())
 
     def on_penalty(self, tell: Callable[[Sentence], None]) -> None:
-        """Call `tell` with each cool-down and block that this process gives."""
+        """Call `tell` with each cool-down and block that this process gives.
+
+        It is called while the request waits, so it should be quick; what it raises is logged.
+        """
         self._ruled_gate().on_penalty = tell
 
     def push_load(self, load: float) -> None:

@@ -13,6 +13,9 @@ that it holds on every node, in two buckets of each subject:
   cool-down of ten seconds spends ten. While it is not full, nothing passes.
 - *level*: it refills by one unit in each `decay`, so what is missing are the cool-downs so far.
 
+The first has room for all cool-downs and a block on top of them. Whoever goes on in a block gets
+the next one when there is room for it; until then nothing is counted, told or asked.
+
 A process looks at the first of them at most once in LOOK_NS for each subject: a cool-down that
 another node has given, or a pardon, is known after that time at the latest.
 """
@@ -30,6 +33,7 @@ from tollkeeper.match.rules import Penalty
 from tollkeeper.model import Decision, Limit
 
 LOOK_NS: Final = NS_PER_SECOND
+FOREVER_NS: Final = 2**63 - 1
 # How many subjects are watched at once. One that is forgotten is counted anew.
 WATCHED_MAX: Final = 16_384
 
@@ -65,8 +69,7 @@ class Terms(NamedTuple):
 
 def terms_of(penalty: Penalty, rule: str, make_gate: Callable[..., Any]) -> Terms:
     """Prepare a rule's penalty on a store."""
-    # Room for the longest block on top of a cool-down that it follows.
-    seconds = math.ceil(penalty.block_s) + math.ceil(penalty.cooldown_max_s)
+    seconds = room_s(penalty)
     levels = penalty.block_after + 1
     return Terms(
         penalty,
@@ -88,6 +91,15 @@ def sentence_s(penalty: Penalty, level: int) -> int:
     return math.ceil(min(penalty.cooldown_s * 2.0 ** (level - 1), penalty.cooldown_max_s))
 
 
+def room_s(penalty: Penalty) -> int:
+    """How long all cool-downs and a block are together, for one who never stops.
+
+    >>> room_s(Penalty(cooldown_s=10, block_after=3))
+    3670
+    """
+    return sum(sentence_s(penalty, level) for level in range(1, penalty.block_after + 2))
+
+
 def level_of(decision: Decision, terms: Terms) -> int:
     """Which cool-down this is, as the bucket of them tells when one more was spent."""
     return terms.level_units - decision.remaining if decision.allowed else terms.level_units
@@ -100,6 +112,8 @@ class _Watched:
     since_ns: int = 0
     looked_ns: int = -LOOK_NS
     barred_until_ns: int = 0
+    spared_above_ns: int = FOREVER_NS
+    """While a cool-down has longer than this to go, the next has no room on top of it."""
     sentence: Sentence | None = None
 
 
@@ -125,6 +139,7 @@ class Watch:
             watched.barred_until_ns = now_ns + barred_ns
             if not barred_ns:
                 watched.sentence = None
+                watched.spared_above_ns = FOREVER_NS
 
     def denied(self, who: Who, penalty: Penalty, now_ns: int, retry_after_ns: int) -> bool:
         """Note a denial. True when the subject has not waited once too often."""
@@ -132,7 +147,7 @@ class Watch:
             watched = self._of(who)
             waited = now_ns >= watched.denied_until_ns
             watched.denied_until_ns = now_ns + retry_after_ns
-            if waited:
+            if waited or watched.barred_until_ns - now_ns > watched.spared_above_ns:
                 return False
             if now_ns - watched.since_ns > penalty.within_s * NS_PER_SECOND:
                 watched.since_ns = now_ns
@@ -143,14 +158,19 @@ class Watch:
             watched.strikes = 0
             return True
 
-    def sentenced(self, who: Who, terms: Terms, level: int, now_ns: int) -> Sentence:
-        """Remember a cool-down that was given; what there is to tell of it."""
+    def sentenced(
+        self, who: Who, terms: Terms, level: int, spent: Decision, now_ns: int
+    ) -> Sentence | None:
+        """Remember a cool-down as the store has `spent` it; None where it had no room for it."""
         seconds = sentence_s(terms.penalty, level)
         with self._lock:
             watched = self._of(who)
-            begins_ns = max(watched.barred_until_ns, now_ns)
+            if not spent.allowed:
+                watched.spared_above_ns = (terms.cooldown_units - seconds) * NS_PER_SECOND
+                return None
             watched.looked_ns = now_ns
-            watched.barred_until_ns = begins_ns + seconds * NS_PER_SECOND
+            # When the bucket is full again; other nodes may have given some of it.
+            watched.barred_until_ns = now_ns + spent.reset_after_ns
             blocked = level > terms.penalty.block_after
             until_ns = watched.barred_until_ns
             watched.sentence = Sentence(*who, level, seconds, blocked, until_ns)

@@ -101,9 +101,9 @@ class RuledGate(RulesInForce):
         item, terms = due
         with suppress(StoreError):
             level = level_of(terms.level.check(item.who, 1), terms)
-            # Denied where the cool-downs that are left are longer than any one is.
-            terms.cooldown.check(item.who, sentence_s(terms.penalty, level))
-            self._sentence(item, terms, level)
+            # Denied where it has no room on top of what is left.
+            spent = terms.cooldown.check(item.who, sentence_s(terms.penalty, level))
+            self._sentence(item, terms, level, spent)
 
     def judge_all(self, asked: Sequence[tuple[Request, int]]) -> list[Ruling]:
         """A ruling for each request; if one of them is denied, none is charged."""

@@ -91,9 +91,9 @@ class AsyncRuledGate(RulesInForce):
         item, terms = due
         with suppress(StoreError):
             level = level_of(await terms.level.check(item.who, 1), terms)
-            # Denied where the cool-downs that are left are longer than any one is.
-            await terms.cooldown.check(item.who, sentence_s(terms.penalty, level))
-            self._sentence(item, terms, level)
+            # Denied where it has no room on top of what is left.
+            spent = await terms.cooldown.check(item.who, sentence_s(terms.penalty, level))
+            self._sentence(item, terms, level, spent)
 
     async def _answered_with_shadows(
         self, plan: Plan, request: Request

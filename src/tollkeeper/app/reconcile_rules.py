@@ -16,7 +16,7 @@ from tollkeeper.match.rules import Document, Limits, Rule
 from tollkeeper.match.safety import Finding as SafetyFinding
 from tollkeeper.match.safety import findings
 from tollkeeper.model import BUCKETS, Limit
-from tollkeeper.penalties import COOLDOWN, LEVEL
+from tollkeeper.penalties import COOLDOWN, LEVEL, room_s
 from tollkeeper.record.counters import OTHERS
 
 _NS_PER_MS: Final = 1_000_000
@@ -30,9 +30,8 @@ def needed_ms(document: Document) -> int:
     longest = max(map(_limit_ms, chain.from_iterable(_all_limits(document))), default=0)
     penalties = [rule.penalty for rule in document.rules if rule.penalty is not None]
     for penalty in penalties:
-        cooldown_s = penalty.block_s + penalty.cooldown_max_s + 2
         levels_s = (penalty.block_after + 1) * penalty.decay_s
-        longest = max(longest, round(max(cooldown_s, levels_s) * _MS_PER_SECOND))
+        longest = max(longest, round(max(room_s(penalty), levels_s) * _MS_PER_SECOND))
     return longest + longest // _MOVED_FURTHER + _MS_PER_SECOND if longest else 0
 
 
