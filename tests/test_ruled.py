@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from datetime import UTC, datetime
 from typing import Any
@@ -404,6 +405,15 @@ async def test_documents_swapped_while_a_check_is_on_its_way(clock: ManualClock)
         limiter.use(version(number))
         assert all(consistent(each) for each in await asyncio.gather(*asked))
     await limiter.close()
+
+
+def test_json_on_one_line_is_a_document() -> None:
+    """And no path, whose name would be too long for the system and for a message."""
+    text = json.dumps({"version": 1, "rules": [{"id": "all", "by": "user", "limits": "2/minute"}]})
+    with Limiter.from_rules(text) as limiter:
+        assert limiter.check(ANN).remaining == 1
+        limiter.use(text.replace("2/minute", "5/minute"))
+        assert limiter.check(ANN).remaining == 3
 
 
 def test_a_wrong_document_changes_nothing() -> None:

@@ -62,6 +62,15 @@ def limits_of(limits: Limits) -> tuple[Limit, ...]:
     return tuple(found)
 
 
+def is_document_text(rules: str) -> bool:
+    """Whether it is a document itself, and no path or URL of one: several lines, or JSON.
+
+    >>> is_document_text('{"version": 1}'), is_document_text("limits.yaml")
+    (True, False)
+    """
+    return "\n" in rules or rules.lstrip().startswith("{")
+
+
 def document_of(rules: Rules) -> Document:
     """The document that a path, a text or a mapping stands for."""
     if isinstance(rules, Document):
@@ -71,7 +80,7 @@ def document_of(rules: Rules) -> Document:
 
     if isinstance(rules, Mapping):
         return from_data(rules)
-    if isinstance(rules, str) and "\n" in rules:
+    if isinstance(rules, str) and is_document_text(rules):
         return read(rules)
     if isinstance(rules, str | PathLike):
         return read_file(Path(rules))

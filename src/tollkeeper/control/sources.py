@@ -18,6 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
+from tollkeeper.arguments import is_document_text
 from tollkeeper.errors import ConfigError, StoreError
 from tollkeeper.match.document import read, read_file
 from tollkeeper.match.rules import Document
@@ -263,7 +264,7 @@ def announce(store: object, number: int) -> bool:
 def source_of(rules: object) -> Source | None:
     """The source that a path or a database's URL names; None for a document that is at hand."""
     if isinstance(rules, str):
-        if "\n" in rules:
+        if is_document_text(rules):
             return None
         if "://" in rules:
             return RepositorySource(rules)

@@ -69,6 +69,22 @@ class Wildcard(Enum):
     MANY = "any number of segments, also none"
 
 
+class _Expression:
+    """An expression of `re`, compiled when it is first needed: a table's index spares most that."""
+
+    __slots__ = ("_fullmatch", "_regex")
+
+    def __init__(self, regex: str) -> None:
+        self._regex = regex
+        self._fullmatch: Callable[[str], object] | None = None
+
+    def __call__(self, text: str) -> object:
+        fullmatch = self._fullmatch
+        if fullmatch is None:
+            fullmatch = self._fullmatch = re.compile(self._regex, re.DOTALL).fullmatch
+        return fullmatch(text)
+
+
 # ── Globs ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -169,7 +185,7 @@ def _glob(text: str, tokens: list[_Token], any_character: str) -> Glob:
     rest = tokens[len(prefix) :]
     exact = None if rest else prefix
     regex = _glob_regex(tokens, any_character)
-    accepts = re.compile(regex, re.DOTALL).fullmatch if rest else prefix.__eq__
+    accepts = _Expression(regex) if rest else prefix.__eq__
     is_prefix = bool(rest) and all(token == _STAR for token in rest)
     return Glob(text, exact, prefix, is_prefix, regex, accepts)
 
@@ -199,6 +215,7 @@ _PIECE: Final = re.compile(
     rf"(?P<parameter>\{{{_NAME}(?::{_NAME})?\}}|<(?:{_NAME}:)?{_NAME}>)"
     r"|(?P<star>\*(?!\*))|(?P<one>\?)|(?P<literal>[^*?{}<>]+)"
 )
+_LITERAL: Final = re.compile(r"[^*?{}<>]+")
 _QUERY: Final = re.compile(r"\?[^/?]*=")
 _AFTER_METHOD: Final = re.compile(r"[A-Za-z]+\s+/")
 
@@ -246,8 +263,7 @@ def compile_endpoint(text: str) -> Endpoint:
             f"end it with * after the first few"
         )
     if any(not isinstance(segment, str) for segment in segments):
-        fullmatch = re.compile(_path_regex(segments), re.DOTALL).fullmatch
-        return Endpoint(text, None, segments, None, fullmatch)
+        return Endpoint(text, None, segments, None, _Expression(_path_regex(segments)))
     exact = "/" + "/".join(map(str, segments))
     return Endpoint(text, exact, (), None, exact.__eq__)
 
@@ -285,6 +301,8 @@ def _segments_of(text: str, part: str, is_last: bool) -> tuple[Segment, ...]:
         return (Wildcard.MANY,)
     if part == "*":
         return (Wildcard.MANY,) if is_last else (Wildcard.ONE,)
+    if _LITERAL.fullmatch(part):
+        return (_resolved(text, decoded(part)),)
     tokens: list[_Token] = []
     position = 0
     while position < len(part):
@@ -296,13 +314,16 @@ def _segments_of(text: str, part: str, is_last: bool) -> tuple[Segment, ...]:
         if found["parameter"] == part:
             return (Wildcard.ONE,)
     glob = _glob(part, tokens, "[^/]")
-    if glob.exact in {".", ".."}:
+    return (glob, Wildcard.MANY) if is_last and part.endswith("*") else (glob,)
+
+
+def _resolved(text: str, segment: str) -> str:
+    if segment in {".", ".."}:
         raise ConfigError(
-            f"endpoint {show(text)} has a segment {glob.exact}, which no path has once it is "
+            f"endpoint {show(text)} has a segment {segment}, which no path has once it is "
             f"resolved; write the path that it leads to"
         )
-    segment = glob if glob.exact is None else glob.exact
-    return (segment, Wildcard.MANY) if is_last and part.endswith("*") else (segment,)
+    return segment
 
 
 def _piece_tokens(found: re.Match[str]) -> list[_Token]:
