@@ -257,6 +257,56 @@ def test_views_as_classes() -> None:
     assert statuses(client, "/item", "/item") == [200, 429]
 
 
+def test_methods_of_a_class_count_apart() -> None:
+    """Those that read leave room for those that write; a dispatch that is decorated is all."""
+    app, limit, _, client = app_with()
+
+    class Item(MethodView):
+        @limit("9/minute")
+        def get(self) -> str:
+            return "item"
+
+        @limit("1/minute")
+        async def post(self) -> str:
+            return "changed"
+
+    class Whole(MethodView):
+        @limit("2/minute")
+        def dispatch_request(self, **values: Any) -> Any:
+            return super().dispatch_request(**values)
+
+        def get(self) -> str:
+            return "whole"
+
+    app.add_url_rule("/item", view_func=Item.as_view("item"))
+    app.add_url_rule("/whole", view_func=Whole.as_view("whole"))
+    assert statuses(client, *["/item"] * 5) == [200] * 5
+    posted = client.post("/item")
+    assert (posted.status_code, policies(posted)) == (200, '"POST item";q=1;w=60')
+    assert client.post("/item").status_code == 429
+    assert policies(client.get("/whole")) == '"whole";q=2;w=60'
+
+
+def test_a_name_that_is_also_an_endpoints_is_not_its_count() -> None:
+    """What is shared by name, and what a view has for itself, are two limits."""
+    app, limit, _, client = app_with("50/minute", name="index")
+
+    @app.get("/login")
+    @limit("9/minute", name="login")
+    @limit("2/minute")
+    def login() -> str:
+        return "hello"
+
+    @app.get("/")
+    @limit("3/minute")
+    def index() -> str:
+        return "index"
+
+    response = client.get("/login")
+    assert policies(response) == '"index";q=50;w=60, "login";q=9;w=60, "login()";q=2;w=60'
+    assert statuses(client, "/login", "/login", *["/"] * 4) == [200, 429, 200, 200, 200, 429]
+
+
 def test_a_limit_above_the_route_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     """It limits nothing, because the route has the view as it was; one warning says so."""
     app = Flask("shop")
@@ -352,6 +402,44 @@ def test_exempt_views_and_blueprints() -> None:
     assert statuses(client, "/healthz", "/status/", "/status/inner/") == [200] * 3
     assert statuses(client, "/metrics", "/metrics", "/metrics") == [200, 200, 429]
     assert "RateLimit" not in client.get("/healthz").headers
+
+
+def test_blueprints_of_one_name_in_others_count_apart() -> None:
+    """And one that is registered twice is one."""
+    app, limit, _, client = app_with()
+    twice = Blueprint("twice", __name__)
+    twice.add_url_rule("/", "all", lambda: "fine")
+    limit("1/minute")(twice)
+    for parent in ("api", "admin"):
+        version = Blueprint("v1", __name__, url_prefix="/v1")
+        version.add_url_rule("/", "all", lambda: "fine")
+        limit("1/minute")(version)
+        outer = Blueprint(parent, __name__, url_prefix=f"/{parent}")
+        outer.register_blueprint(version)
+        app.register_blueprint(outer)
+        app.register_blueprint(twice, name=f"twice-{parent}", url_prefix=f"/twice-{parent}")
+    assert statuses(client, "/api/v1/", "/api/v1/", "/admin/v1/") == [200, 429, 200]
+    assert policies(client.get("/admin/v1/")) == '"admin.v1.*";q=1;w=60'
+    assert statuses(client, "/twice-api/", "/twice-admin/") == [200, 429]
+
+
+def test_an_exempt_blueprint_is_so_from_those_around_it() -> None:
+    """It passes without the limits of the blueprint that it is in, and with its own."""
+    app, limit, _, client = app_with()
+    outer = Blueprint("outer", __name__, url_prefix="/outer")
+    outer.add_url_rule("/", "all", lambda: "fine")
+    for name in ("free", "limited"):
+        inner = Blueprint(name, __name__, url_prefix=f"/{name}")
+        inner.add_url_rule("/", "all", lambda: "fine")
+        limit.exempt(inner)
+        if name == "limited":
+            limit("2/minute")(inner)
+        outer.register_blueprint(inner)
+    limit("1/minute")(outer)
+    app.register_blueprint(outer)
+    assert statuses(client, *["/outer/free/"] * 3) == [200] * 3
+    assert statuses(client, *["/outer/limited/"] * 3) == [200, 200, 429]
+    assert statuses(client, "/outer/", "/outer/") == [200, 429]
 
 
 # ------------------------------------------------------------------------------------- mistakes

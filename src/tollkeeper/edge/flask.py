@@ -15,8 +15,9 @@ happens inside Flask, once it has matched the URL and opened the session: so an 
 its rule (`/users/<int:id>`, whatever the number), a key may come from the session, and a refusal is
 a response like any other, which the application's `after_request` functions see.
 
-Each view counts by itself, under its endpoint's name, whichever of its URLs was asked for. With a
-`name`, all that have the same share one count. All are kept in one store.
+Each view counts by itself, under its endpoint's name, whichever of its URLs was asked for; so does
+each method of a class that is decorated, as "POST item". With a `name`, all that have the same
+share one count. All are kept in one store.
 
 Views that are `async` work: Flask runs each in an event loop of its own, in the worker's thread,
 and the limits are asked before that.
@@ -27,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import wraps
+from itertools import takewhile
 from typing import Any, Final, ParamSpec, TypeVar, Unpack, cast
 
 from tollkeeper.arguments import Limits
@@ -42,6 +44,7 @@ from tollkeeper.model import check_name
 
 try:
     from flask import Blueprint, Flask, Response, current_app, has_app_context, request, session
+    from flask.views import View as ClassView
     from werkzeug.local import LocalProxy
 except ImportError as error:
     raise ConfigError(
@@ -75,6 +78,8 @@ class RateLimit:
     ) -> None:
         self._options: dict[str, Any] = {"limits": limits, **options}
         self._exempt: list[Blueprint] = []
+        # The names that were given: a view whose endpoint is called so has another.
+        self._given: set[str] = set()
         # Views as they were before they were decorated; by number, since some are no keys.
         self._undecorated: dict[int, Callable[..., Any]] = {}
         # What is wrong is refused now, and not when there is an application.
@@ -109,11 +114,11 @@ class RateLimit:
         """
         check_name("name", name)
         terms = plain(Terms(limits=limits, **options))
+        self._given.add(name)
 
         def decorate(limited: View) -> View:
             if isinstance(limited, Blueprint):
-                known_as = name or f"{limited.name}.*"
-                limited.before_request(lambda: self._before_blueprint(terms, known_as, bool(name)))
+                limited.before_request(lambda: self._before_blueprint(limited, terms, name))
                 return limited
             return cast("View", self._view(limited, terms, name))
 
@@ -162,19 +167,31 @@ class RateLimit:
 
         @wraps(view)
         def limited(*args: P.args, **kwargs: P.kwargs) -> R | Response:
-            refusal = self._refusal_beside(terms, name or str(request.endpoint), bool(name))
+            refusal = self._refusal_beside(terms, name, _name_of(view, args))
             if refusal is not None:
                 return cast("Response", refusal)
             return cast("R", current_app.ensure_sync(view)(*args, **kwargs))
 
         return limited
 
-    def _before_blueprint(self, terms: Terms, name: str, shared: bool) -> Any:
-        return None if _view_is_exempt() else self._refusal_beside(terms, name, shared)
+    def _before_blueprint(self, blueprint: Blueprint, terms: Terms, name: str) -> Any:
+        known = current_app.blueprints
+        around = [known[each] for each in request.blueprints]  # the innermost first
+        inner = takewhile(lambda each: each is not blueprint, around)
+        if _view_is_exempt() or any(each in self._exempt for each in inner):
+            return None
+        # Under the first of the names that it is registered by: two may be called v1 in two others.
+        known_as = next(each for each in known if known[each] is blueprint)
+        return self._refusal_beside(terms, name, f"{known_as}.*")
 
-    def _refusal_beside(self, terms: Terms, name: str, shared: bool) -> Any:
+    def _refusal_beside(self, terms: Terms, given: str, found: str) -> Any:
+        """By limits of the name that was `given`, or else found for them."""
         guard = self.guard_of()
-        return self._refusal(guard.beside(terms, name if shared else _bill().name_of(name)))
+        if not given:
+            # Who shares the name that somebody else was given would share the count.
+            taken = found in self._given or found == guard.terms.name
+            given = _bill().name_of(f"{found}()" if taken else found)
+        return self._refusal(guard.beside(terms, given))
 
     def _refusal(self, guard: Guard) -> Any:
         """The response to a request that may not pass; None to one that may."""
@@ -193,6 +210,15 @@ class RateLimit:
             return True
         registered = (current_app.blueprints[name] for name in request.blueprints)
         return any(each in self._exempt for each in registered)
+
+
+def _name_of(view: Callable[..., Any], args: tuple[object, ...]) -> str:
+    """What a view's count is kept under: its endpoint, and which of a class's methods it is."""
+    endpoint = str(request.endpoint)
+    method = getattr(view, "__name__", "")
+    if not args or not isinstance(args[0], ClassView) or method == "dispatch_request":
+        return endpoint
+    return f"{method.upper()} {endpoint}"
 
 
 def _view_is_exempt() -> bool:
