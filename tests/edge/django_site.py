@@ -148,15 +148,23 @@ class Parts(View):
     def get(self, request: Any) -> HttpResponse:
         return HttpResponse("free")
 
+    @method_decorator(rate_limit("3/minute"))
+    def put(self, request: Any) -> HttpResponse:
+        return HttpResponse("limited less")
+
     @method_decorator(rate_limit("1/minute"))
     def post(self, request: Any) -> HttpResponse:
         return HttpResponse("limited")
 
 
 class AsyncParts(View):
-    @method_decorator(rate_limit("1/minute"))
+    @method_decorator(rate_limit("2/minute"))
     async def get(self, request: Any) -> HttpResponse:
         return HttpResponse("limited")
+
+    @method_decorator(rate_limit("1/minute"))
+    async def post(self, request: Any) -> HttpResponse:
+        return HttpResponse("limited further")
 
 
 urlpatterns = [

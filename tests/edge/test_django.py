@@ -178,7 +178,19 @@ async def test_classes_of_views(site: Site) -> None:
         assert await site.statuses(*urls) == [200, 429, 200, 429]
         assert await site.statuses("/parts", "/parts") == [200, 200]
         assert await site.statuses("/parts", "/parts", method="post") == [200, 429]
-        assert await site.statuses("/aparts", "/aparts") == [200, 429]
+        assert await site.statuses(*["/aparts"] * 3) == [200, 200, 429]
+
+
+async def test_methods_of_a_class_count_apart(site: Site) -> None:
+    """Those that read leave room for those that write."""
+    with site.having():
+        assert await site.statuses(*["/parts"] * 3, method="put") == [200] * 3
+        assert await site.statuses(*["/aparts"] * 2) == [200] * 2
+        for url in ("/parts", "/aparts"):
+            response = await site.get(url, method="post")
+            assert response.status_code == 200
+            assert response.headers["RateLimit-Policy"] == f'"POST {url}";q=1;w=60'
+            assert await site.statuses(url, method="post") == [429]
 
 
 def test_a_view_without_routes() -> None:

@@ -99,7 +99,8 @@ def rate_limit(
     """Decorate a view, or a method with Django's `method_decorator`: further limits for it.
 
     `key`, `skip` and `on_limit` are those of settings.TOLLKEEPER unless said here, and so is the
-    store. Each route counts by itself; with a `name`, all that have the same share one count.
+    store. Each route counts by itself, and so does each method of a class that is decorated; with a
+    `name`, all that have the same share one count.
     """
     check_name("name", name)
     terms = Terms(limits=limits, **options)
@@ -146,21 +147,37 @@ def _is_async(view: Callable[..., Any]) -> bool:
     """Whether calling a view gives something to await."""
     if iscoroutinefunction(view):
         return True
-    # The `dispatch` of a class with async methods is not async itself, but returns what is. What
-    # `method_decorator` hands to a decorator is a partial, around a method of the view.
+    # The `dispatch` of a class with async methods is not async itself, but returns what is.
+    owner = _owner_of(view)
+    return owner is not None and bool(owner.view_is_async)
+
+
+def _owner_of(view: Callable[..., Any]) -> Any:
+    """The view as a class whose method this is; None for a function.
+
+    What `method_decorator` hands to a decorator is a partial, around a method of the view.
+    """
     inner: Any = view
     while inner is not None:
         owner = getattr(getattr(inner, "func", None), "__self__", None)
         if isinstance(owner, View):
-            return bool(owner.view_is_async)
+            return owner
         inner = getattr(inner, "__wrapped__", None)
-    return False
+    return None
 
 
 def _name_of(request: Any, view: Callable[..., Any]) -> str:
-    """What a view's count is kept under: its route, or in a test without routes its name."""
+    """What a view's count is kept under: its route, and which of a class's methods it is.
+
+    In a test without routes it is the view's name.
+    """
     match = request.resolver_match
-    return name_of(view) if match is None else template_of(match.route)
+    if match is None:
+        return name_of(view)
+    route, method = template_of(match.route), getattr(view, "__name__", "")
+    if _owner_of(view) is None or method == "dispatch":
+        return route
+    return f"{method.upper()} {route}"
 
 
 def _serve(request: Any, outer: Guard, chosen: Chosen, respond: Callable[[], Any]) -> Any:
