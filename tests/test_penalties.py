@@ -189,6 +189,25 @@ async def test_awaited(store: Store, clock: ManualClock) -> None:
     await limiter.close()
 
 
+async def test_a_pardon_is_known_to_whoever_asks_the_store(
+    request: pytest.FixtureRequest, store: Store, clock: ManualClock
+) -> None:
+    """Also where the one who gave the cool-down has not heard of it; not of another's memory."""
+    other_sees = "memory" not in request.node.name
+    giving = AsyncLimiter.from_rules(RULES, store=store, clock=clock)
+    other = AsyncLimiter.from_rules(RULES, store=store, clock=clock)
+    for _ in range(6):
+        await giving.check(ANN)
+    assert await other.is_barred("api", "user:ann")
+    assert await other.is_barred("api", "user:bob") != other_sees
+    assert await other.is_barred("all", "tenant:acme") != other_sees
+    await other.reset(ANN)
+    assert giving.penalties()
+    assert await giving.is_barred("api", "user:ann") != other_sees
+    await giving.close()
+    await other.close()
+
+
 def test_one_in_a_cool_down_stops_all_that_are_asked_together(
     store: Store, clock: ManualClock
 ) -> None:
@@ -225,6 +244,7 @@ def test_a_store_that_is_away_penalises_nobody() -> None:
         async def main() -> list[Any]:
             async with AsyncLimiter.from_rules(rules, store=server.uri) as awaited:
                 assert not any([await awaited.check(ANN) for _ in range(20)])
+                assert await awaited.is_barred("api", "user:ann")  # for all that is known
                 return awaited.penalties()
 
         assert asyncio.run(main()) == []

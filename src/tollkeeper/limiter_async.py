@@ -172,6 +172,17 @@ class AsyncLimiter(Path):
             return rules.explain(*asked)
         return await rules.explain(*asked)
 
+    async def is_barred(self, rule: str, subject: str) -> bool:
+        """Does a cool-down of this rule go on? For those that another process has told of.
+
+        A pardon reaches the store at once, and the process that gave the cool-down when it is next
+        asked about the subject. Yes, where the store is away or no other process sees it.
+        """
+        gate = self._ruled_gate()
+        if isinstance(gate, RuledGate):
+            return gate.is_barred(rule, subject)
+        return await gate.is_barred(rule, subject)
+
     async def refund(self, key: Key | Request, cost: int = 1) -> None:
         """Give units back, never beyond an untouched quota. Raises StoreError."""
         subject, cost = self._asked(key, cost)

@@ -231,6 +231,19 @@ class RuledGate(RulesInForce):
                 terms.level.reset(item.who)
                 self.watch.pardoned(who(item))
 
+    def is_barred(self, rule: str, subject: str) -> bool:
+        """Does a cool-down go on that some process has given? Yes, where nobody can know."""
+        if getattr(self._store, "is_private", False):
+            return True
+        terms = self._terms.get(rule)
+        if terms is None:
+            return False
+        try:
+            look = terms.cooldown.peek(subject, terms.cooldown_units)
+        except StoreError:
+            return True
+        return bool(look.retry_after_ns)
+
     def explain(self, request: Request, cost: int) -> Explanation:
         """Which rules match and why, which do not, and what each would answer. Spends nothing."""
         explanation, items = explained(self.policy, request, cost)

@@ -347,14 +347,17 @@ class Recorder:
         return merged.top(most, now_s), merged.total
 
     def penalties(self) -> list[Standing]:
-        """Cool-downs and blocks of all workers that are not over, the longest first."""
+        """Cool-downs and blocks of all workers that are not over, the longest first.
+
+        One for each subject and rule: the next is on top of the last, whoever gave it.
+        """
         now_ns = self._now_ns()
-        found = {
-            (each.rule, each.subject, each.until_ns): each
-            for known in self._all()
-            for each in known.penalties
-            if each.until_ns > now_ns
-        }
+        found: dict[Who, Standing] = {}
+        for known in self._all():
+            for each in known.penalties:
+                last = found.get((each.rule, each.subject))
+                if each.until_ns > now_ns and (last is None or last.until_ns < each.until_ns):
+                    found[each.rule, each.subject] = each
         return sorted(found.values(), key=lambda each: -each.until_ns)[:PENALTIES_MAX]
 
     def _all(self) -> Iterator[Known]:

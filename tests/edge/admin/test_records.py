@@ -336,6 +336,34 @@ async def test_penalties(recording: Admin, tmp_path: Path) -> None:
     assert found[1]["until"] == "2096-10-02T07:06:40Z"
 
 
+async def test_a_penalty_that_was_ended_is_not_told(tmp_path: Path) -> None:
+    """Whichever worker gave it, and whichever was told to end it: the store knows."""
+    rules = "version: 1\nrules:\n  - {id: api, by: user, limits: 1/second, penalty: {after: 2}}\n"
+    url = f"sqlite:///{tmp_path / 'records.db'}"
+    far_ns = 4_000_000_000 * 10**9
+    # What another worker has given to both, and has not heard of since.
+    given = [
+        Standing("api", "user:1", 1, 10, False, far_ns - 1),
+        Standing("api", "user:1", 2, 20, False, far_ns),
+        Standing("api", "user:2", 1, 10, False, far_ns),
+    ]
+    store = f"shared://{tmp_path}/limits"
+    async with admin_of(tmp_path, read(rules), None, store=store) as admin:
+        recorder = Recorder(
+            lambda row_of: Sink(Database(url), row_of=row_of),
+            Records(Database(url)),
+            penalties=lambda: given,
+        )
+        admin.node.recorder = recorder
+        limiter = admin.node.limiter
+        for user in ("1", "2"):
+            for _ in range(4):
+                await limiter.check(Request(user=user))
+        await limiter.reset(Request(user="2"))
+        found = (await asked(admin, "/penalties"))["items"]
+        assert [(each["subject"], each["level"]) for each in found] == [(["user:1"], 2)]
+
+
 async def test_a_node_that_keeps_no_records_says_so(recording: Admin) -> None:
     """And still tells of penalties."""
     recording.node.recorder = None

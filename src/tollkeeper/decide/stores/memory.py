@@ -83,6 +83,8 @@ class PythonMemoryStore:
 
     def __init__(self, clock: Clock, states_max: int = STATES_MAX_DEFAULT) -> None:
         self._clock = clock
+        self.is_private = True
+        """What is kept here is seen by no other process."""
         self._states_max = states_max
         self._states = 0
         self._expired = 0

@@ -27,6 +27,8 @@ class KernelStore:
         self, clock: Clock, states_max: int = 0, *, path: Path | None = None, log_bytes: int = 0
     ) -> None:
         self._clock = clock
+        self.is_private = path is None
+        """Is what is kept here seen by no other process?"""
         self._table = _kernel.Table(
             path, capacity=states_max, log_bytes=log_bytes, epoch_offset_ns=EPOCH_OFFSET_NS
         )

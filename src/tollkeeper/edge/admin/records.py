@@ -6,9 +6,10 @@ sees the subjects that have all of its parts, and can be given to the customer w
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Annotated, Any, Final, Literal
@@ -43,6 +44,7 @@ from tollkeeper.edge.admin.record_models import (
     UsagePage,
 )
 from tollkeeper.identify import SEPARATOR
+from tollkeeper.limiter_async import AsyncLimiter
 from tollkeeper.record.events import Subjects, told
 from tollkeeper.record.live import Standing
 from tollkeeper.record.reading import Cursor, DecisionRow, Records, Step, UsageRow, Wanted
@@ -55,6 +57,8 @@ DECISIONS: Final = 100
 DECISIONS_MAX: Final = 1_000
 TOP: Final = 20
 CURSOR_LENGTH_MAX: Final = 4_000
+# Of the store, about penalties, so that it answers each in time.
+_ASKED_TOGETHER: Final = 100
 
 _COLUMNS: Final = ("start", "seconds", "subject", "rule", "allowed", "denied", "units")
 
@@ -258,10 +262,21 @@ async def list_penalties(plane: PlaneOf, viewer: ViewerOf) -> PenaltiesOut:
     how: Subjects = "plain"
     if recorder is not None:
         standing, how = recorder.penalties(), recorder.subjects
-    items = [
-        _penalty(each, how) for each in standing if within(each.subject, viewer.scope, "plain")
-    ]
+    seen = [each for each in standing if within(each.subject, viewer.scope, "plain")]
+    items = [_penalty(each, how) for each in await _still(plane.node.limiter, seen)]
     return PenaltiesOut(items=items)
+
+
+async def _still(limiter: AsyncLimiter, standing: Sequence[Standing]) -> list[Standing]:
+    """Those that the store knows too: who gave one need not have heard that it was ended."""
+    found: list[Standing] = []
+    for start in range(0, len(standing), _ASKED_TOGETHER):
+        some = standing[start : start + _ASKED_TOGETHER]
+        barred = await asyncio.gather(
+            *(limiter.is_barred(each.rule, each.subject) for each in some)
+        )
+        found += [each for each, is_barred in zip(some, barred, strict=True) if is_barred]
+    return found
 
 
 def _penalty(each: Standing, how: Subjects) -> PenaltyOut:
