@@ -198,6 +198,12 @@ def test_a_query_on_the_raw_path_is_left_out() -> None:
     assert AsgiCall({"type": "http", "raw_path": b"/a%20b?c=d"}).path == "/a%20b"
 
 
+def test_a_path_with_bytes_that_should_be_escaped() -> None:
+    """A server that lets them through decodes them, and so is this no way around a limit."""
+    assert asgi("/caf\xe9", raw_path="/caf\xe9".encode()).path == "/caf%C3%A9"
+    assert asgi("/caf\ufffd", raw_path=b"/caf\xe9").path == "/caf%EF%BF%BD"
+
+
 @pytest.mark.parametrize("raw", ["/admin%2Fkeys", "/admin%2fkeys", "/%61dmin/keys"])
 def test_a_path_is_that_by_which_applications_route(raw: str) -> None:
     """To them an encoded slash is a slash, and no way around a limit on the path."""

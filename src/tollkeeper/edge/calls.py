@@ -117,8 +117,10 @@ class AsgiCall:
         """The path that the application is asked for, percent-encoded, without the query."""
         raw, path = self.scope.get("raw_path"), self.scope.get("path")
         # Applications route by the decoded path, where %2F is a slash like any other. So it is that
-        # which is encoded anew, or /admin%2Fkeys would slip past a limit on /admin/keys.
-        if isinstance(raw, bytes) and raw and (b"%" not in raw or not isinstance(path, str)):
+        # which is encoded anew, or /admin%2Fkeys would slip past a limit on /admin/keys. Bytes that
+        # should have been escaped are decoded likewise, by servers that let them through.
+        is_plain = isinstance(raw, bytes) and b"%" not in raw and raw.isascii()
+        if isinstance(raw, bytes) and raw and (is_plain or not isinstance(path, str)):
             # Some servers leave the query on.
             return raw.partition(b"?")[0].decode("latin-1")
         return quoted_path(_bytes_of(path)) if isinstance(path, str) else "/"
