@@ -330,6 +330,18 @@ class Listing(HTTPEndpoint):
         return PlainTextResponse("all", 404 if "missing" in request.query_params else 200)
 
 
+    @limited_endpoint("2/minute", key=lambda call: call.native.headers["x-user"])
+    async def post(self, request: Request) -> Response:
+        return PlainTextResponse("added")
+
+
+@limited_endpoint("9/minute")
+@limited_endpoint("2/minute", count=lambda status: status == 401)
+async def login(request: Request) -> Response:
+    """An endpoint with two limits of one window."""
+    return PlainTextResponse("no", 401)
+
+
 @limited_endpoint("1/minute")
 async def feed(websocket: WebSocket) -> None:
     """A WebSocket that has a limit of its own."""
@@ -341,6 +353,7 @@ def _endpoints() -> Starlette:
         routes=[
             Route("/search", search),
             Route("/listing", Listing),
+            Route("/login", login),
             WebSocketRoute("/feed", feed),
         ],
         middleware=[Middleware(RateLimit, limits="9/minute", clock=ManualClock(1_000))],
@@ -361,6 +374,25 @@ async def test_an_endpoint_has_limits_of_its_own() -> None:
     assert [seen.status for seen in listed] == [200, 200, 429]
     feeds = [await ask_scope(app, scope_of("/feed", kind="websocket")) for _ in range(2)]
     assert [seen.types for seen in feeds] == [["websocket.accept"], ["websocket.close"]]
+
+
+async def test_two_limits_of_one_endpoint_count_apart() -> None:
+    """Even with the same window, and the same key."""
+    app = _endpoints()
+    seen = [await ask(app, "/login") for _ in range(3)]
+    assert [each.status for each in seen] == [401, 401, 429]
+    name = "tests.edge.test_asgi.login"
+    assert seen[0].headers["ratelimit-policy"] == (
+        f'"default";q=9;w=60, "{name}";q=9;w=60, "{name} #2";q=2;w=60'
+    )
+
+
+async def test_hooks_of_a_method_see_the_request() -> None:
+    """And not the object whose method it is, which has a scope too."""
+    app = _endpoints()
+    users = ["ada", "ada", "ada", "bob"]
+    seen = [await ask(app, "/listing", method="POST", headers=[("x-user", u)]) for u in users]
+    assert [each.status for each in seen] == [200, 200, 429, 200]
 
 
 async def test_an_endpoint_that_cannot_be_limited_is_a_mistake() -> None:

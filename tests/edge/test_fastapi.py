@@ -1,10 +1,12 @@
 """FastAPI: limits of routes as dependencies, with no `request` argument and one answer."""
 
 import json
+from contextlib import suppress
 from typing import Annotated, Any
 
 import pytest
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, WebSocket
+from fastapi.exceptions import FastAPIError
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
@@ -266,6 +268,40 @@ async def test_dependencies_that_yield_are_unwound() -> None:
 
     assert await _statuses(app, "/x", "/x") == [200, 429]
     assert events == ["opened", "closed"] * 2
+
+
+async def _converting() -> Any:
+    try:
+        yield
+    except Exception as error:
+        raise LookupError("the session is gone") from error
+
+
+async def _swallowing() -> Any:
+    with suppress(Exception):
+        yield
+
+
+@pytest.mark.parametrize("session", [_converting, _swallowing])
+async def test_dependencies_that_make_another_error_of_a_refusal(session: Any) -> None:
+    """The client gets its 429, with nothing charged, and the application gets its error."""
+    app, limit = _limited("9/minute")
+
+    @app.get("/x", dependencies=[Depends(session), limit("1/minute")])
+    async def x() -> None: ...
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    assert await _statuses(app, "/x") == [200]
+    error = LookupError if session is _converting else FastAPIError
+    with pytest.raises(error):
+        await app(scope_of("/x"), None, send)  # type: ignore[arg-type]  # nobody receives
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+    assert sent[0]["status"] == 429
+    assert (await ask(app, "/missing")).headers["x-ratelimit-remaining"] == "7"
 
 
 async def test_on_limit_of_a_route_answers_in_its_own_way() -> None:

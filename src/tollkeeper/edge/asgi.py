@@ -46,6 +46,8 @@ __all__ = ["CHARGE", "RateLimit", "limited"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# Room for the "#2" of an endpoint's second limit.
+_FOUND_LENGTH_MAX: Final = NAME_LENGTH_MAX - 8
 _OVER: Final = frozenset({"lifespan.shutdown.complete", "lifespan.shutdown.failed"})
 
 
@@ -95,7 +97,12 @@ class RateLimit:
             raise  # the event loop is gone, and nothing can be awaited any more
         except BaseException as error:
             if not is_turned_away(error):
-                await passage.fail(error)
+                if passage.turned is not None and isinstance(error, Exception):
+                    # What was made of our own further in, such as by a dependency that yields: the
+                    # client is told of its limit, and the application of its error.
+                    await passage.finish(receive)
+                else:
+                    await passage.fail(error)
                 raise
         if passage.turned is not None or not passage.is_settled:
             await passage.finish(receive)
@@ -128,13 +135,14 @@ def limited(
     def decorate(function: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, Any, R]]:
         if not iscoroutinefunction(function):
             raise ConfigError(f"{show(function)} is not async; limited() is for async endpoints")
-        known_as = name or f"{function.__module__}.{function.__qualname__}"[-NAME_LENGTH_MAX:]
+        found = f"{function.__module__}.{function.__qualname__}"[-_FOUND_LENGTH_MAX:]
 
         @wraps(function)
         async def charged(*args: P.args, **kwargs: P.kwargs) -> R:
             connection = _connection_of(args, kwargs)
             passage = passage_of(connection.scope)
-            guard = passage.guard.beside(terms, known_as)
+            # Of several on one endpoint, each counts by itself.
+            guard = passage.guard.beside(terms, name or passage.name_for(found))
             await passage.charge(guard, AsgiCall(connection.scope, connection))
             return await function(*args, **kwargs)
 
@@ -145,7 +153,8 @@ def limited(
 
 def _connection_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The request or WebSocket among the arguments of an endpoint."""
-    for value in (*args, *kwargs.values()):
+    # From the right: the `self` of Starlette's classes, on the left, has a scope too.
+    for value in reversed((*args, *kwargs.values())):
         if isinstance(getattr(value, "scope", None), MutableMapping):
             return value
     raise ConfigError(
