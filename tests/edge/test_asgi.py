@@ -329,7 +329,6 @@ class Listing(HTTPEndpoint):
     async def get(self, request: Request) -> Response:
         return PlainTextResponse("all", 404 if "missing" in request.query_params else 200)
 
-
     @limited_endpoint("2/minute", key=lambda call: call.native.headers["x-user"])
     async def post(self, request: Request) -> Response:
         return PlainTextResponse("added")
