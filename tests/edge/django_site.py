@@ -117,6 +117,12 @@ async def amail(request: Any) -> HttpResponse:
     return HttpResponse("sent")
 
 
+class Unauthorised(Exception):
+    """As REST frameworks have them: answered by the class whose method raises it."""
+
+    status_code = 401
+
+
 @rate_limit("2/minute", count=lambda status: status in {401, 403})
 def login(request: Any, word: str) -> HttpResponse:
     if word == "forbidden":
@@ -157,6 +163,18 @@ class Parts(View):
         return HttpResponse("limited")
 
 
+class Rest(View):
+    @method_decorator(rate_limit("2/minute", count=lambda status: status == 401))
+    def get(self, request: Any) -> HttpResponse:
+        raise Unauthorised
+
+    def dispatch(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().dispatch(request, *args, **kwargs)
+        except Unauthorised as error:
+            return HttpResponse(status=error.status_code)
+
+
 class AsyncParts(View):
     @method_decorator(rate_limit("2/minute"))
     async def get(self, request: Any) -> HttpResponse:
@@ -192,6 +210,7 @@ urlpatterns = [
     path("areports", AsyncReport.as_view()),
     path("parts", Parts.as_view()),
     path("aparts", AsyncParts.as_view()),
+    path("rest", Rest.as_view()),
 ]
 
 if not settings.configured:

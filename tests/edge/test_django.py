@@ -316,6 +316,15 @@ async def test_only_failed_logins_count(site: Site, url: str, middleware: bool) 
         assert found == [200, 200, 200, 401, 200, 403, 429]
 
 
+@pytest.mark.parametrize("middleware", [True, False])
+async def test_failed_logins_count_that_are_answered_further_out(
+    site: Site, middleware: bool
+) -> None:
+    """A REST framework's exception has a status, which is the outcome."""
+    with site.having(middleware=middleware):
+        assert await site.statuses(*["/rest"] * 3) == [401, 401, 429]
+
+
 @pytest.mark.parametrize(("kind", "status"), [("404", 404), ("403", 403), ("500", 500)])
 async def test_a_view_that_raises_is_what_django_makes_of_it(
     site: Site, kind: str, status: int

@@ -233,6 +233,11 @@ def _bill_of(request: Any, outer: Guard | AsyncGuard) -> tuple[DjangoBill, bool]
 
 def _fail(bill: DjangoBill, error: BaseException) -> None:
     bill.fail(error)
+    # A REST framework answers its own exceptions further out, with the status that they have. A
+    # guess that is refused by one is not let off with a 500.
+    status = getattr(error, "status_code", None)
+    if isinstance(error, Exception) and isinstance(status, int):
+        bill.status = status
     for kind, status in _STATUSES:
         if isinstance(error, kind):
             bill.status = status
