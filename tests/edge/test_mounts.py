@@ -14,12 +14,12 @@ from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
-from starlette.routing import Mount, Route
+from starlette.routing import Mount, Route, Router
 
 from tests.edge.asgi_driver import ask, hello
 from tollkeeper.edge import fastapi
 from tollkeeper.edge.asgi import RateLimit
-from tollkeeper.edge.mounts import mount_template_of, mounted_path_of
+from tollkeeper.edge.mounts import mount_template_of, mounted_path_of, routes_in
 from tollkeeper.testing import ManualClock
 
 
@@ -72,10 +72,34 @@ def _around_all() -> Starlette:
     return Starlette(routes=[Mount("/tenants/{tenant}", app=below)], middleware=[_middleware()])
 
 
+def _middleware_of_the_router() -> Starlette:
+    below = Router(routes=[SEARCH, BROWSE], middleware=[_middleware()])
+    return Starlette(routes=[Mount("/tenants/{tenant}", app=below)])
+
+
+def _around_other_middleware() -> RateLimit:
+    below = GZipMiddleware(Starlette(routes=[SEARCH, BROWSE]))
+    inside = Starlette(routes=[Mount("/tenants", routes=[Mount("/{tenant}", app=below)])])
+    return RateLimit(GZipMiddleware(inside), **_options())
+
+
+def _dependency_inside_other_middleware() -> FastAPI:
+    app, inside, below = FastAPI(), FastAPI(), FastAPI()
+    limit = fastapi.RateLimit(app, clock=ManualClock(1_000))
+    below.add_api_route("/search/{word}", lambda: "found", dependencies=[limit("2/minute")])
+    below.add_api_route("/browse", lambda: "found")
+    inside.mount("/{tenant}", GZipMiddleware(below))
+    app.mount("/tenants", GZipMiddleware(inside))
+    return app
+
+
 @pytest.mark.parametrize(
     "make",
     [
         _dependency,
+        _dependency_inside_other_middleware,
+        _middleware_of_the_router,
+        _around_other_middleware,
         _middleware_of_the_mounted,
         _middleware_of_the_mount,
         _mounted_with_its_limits,
@@ -138,6 +162,17 @@ def test_where_an_application_is_mounted(
     """The path as the client wrote it, and the templates where the outermost router knows them."""
     assert mounted_path_of(_scope(**more)) == path
     assert mount_template_of(_scope(**more)) == template
+
+
+def test_middleware_without_end_has_no_routes() -> None:
+    """One that is around itself is asked for so long, and no longer."""
+
+    class Around:
+        app: Any = None
+
+    around = Around()
+    around.app = around
+    assert routes_in(around) is None
 
 
 @given(

@@ -14,7 +14,7 @@ from typing import Any, Final
 # The values of Starlette's Match; by number, because it need not be installed.
 NONE: Final = 0
 FULL: Final = 2
-# Of mounts in one another; more is a loop.
+# Of mounts in one another, and of middleware around an application; more is a loop.
 DEPTH_MAX: Final = 32
 
 
@@ -47,9 +47,26 @@ def _matched(
         inside = {**scope, **child}
         if inside["root_path"] == root_path:
             return path
-        inner = _matched(route.routes, inside, root_path, depth - 1) if depth else None
+        inner = _matched(routes_below(route), inside, root_path, depth - 1) if depth else None
         return None if inner is None else f"{path}{inner}"
     return None
+
+
+def routes_in(app: Any) -> list[Any] | None:
+    """The routes of an application, through any middleware around it; None where it has none."""
+    for _ in range(DEPTH_MAX):
+        # What a router's own middleware is around is a method of the router.
+        app = getattr(app, "__self__", app)
+        routes = getattr(app, "routes", None)
+        if isinstance(routes, list):
+            return routes
+        app = getattr(app, "app", None)
+    return None
+
+
+def routes_below(mount: Any) -> list[Any]:
+    """The routes of what is mounted there."""
+    return mount.routes or routes_in(getattr(mount, "app", None)) or []
 
 
 def flat(routes: Iterable[Any], depth: int) -> Iterable[Any]:

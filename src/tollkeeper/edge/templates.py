@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 from tollkeeper.edge.calls import AsgiCall, mounted_at
-from tollkeeper.edge.mounts import DEPTH_MAX, FULL, NONE, flat
+from tollkeeper.edge.mounts import DEPTH_MAX, FULL, NONE, flat, routes_below, routes_in
 
 
 class RoutedCall(AsgiCall):
@@ -38,16 +38,16 @@ class RoutedCall(AsgiCall):
             return str(known)
         # Nobody has routed, or no further than to a mount.
         routes = self._routes()
-        return template_of(routes, self.scope) if isinstance(routes, list) else None
+        return None if routes is None else template_of(routes, self.scope)
 
-    def _routes(self) -> Any:
+    def _routes(self) -> list[Any] | None:
         """Those that the request has yet to pass."""
         app, router = self.scope.get("app"), self.scope.get("router")
         # Who has routed already is not asked again: what it has mounted did not name itself.
         has_routed = router is not None and getattr(app, "router", None) is router
         if app is None or has_routed:
             app = self._app
-        return getattr(app, "routes", None)
+        return routes_in(app)
 
 
 def template_of(routes: Iterable[Any], scope: Mapping[str, Any]) -> str | None:
@@ -74,5 +74,5 @@ def _path(route: Any, scope: Mapping[str, Any], depth: int) -> str | None:
     path = getattr(route, "path", "")  # a host has none
     if not hasattr(route, "routes"):
         return path if isinstance(path, str) and path else None
-    inner = _served(route.routes, scope, depth - 1) if depth else None
+    inner = _served(routes_below(route), scope, depth - 1) if depth else None
     return None if inner is None else f"{path}{inner}"
