@@ -248,6 +248,10 @@ def test_other_headers_hold_the_token_alone() -> None:
 # ------------------------------------------------------------------------------------ refused
 
 
+async def key_that_is_awaited(token: str) -> str:
+    return SECRET
+
+
 @pytest.mark.parametrize(
     ("terms", "said"),
     [
@@ -263,6 +267,9 @@ def test_other_headers_hold_the_token_alone() -> None:
         ({"key": SECRET, "algorithms": ["HS256", "RS256"]}, "mixes"),
         ({"key": "no PEM", "algorithms": ["RS256"]}, "none for RS256"),
         ({"key": 7, "algorithms": ["HS256"]}, "none for HS256"),
+        ({"key": "", "algorithms": ["HS256"]}, "the key is empty"),
+        ({"key": b" \n", "algorithms": ["HS256"]}, "the key is empty"),
+        ({"key": key_that_is_awaited, "algorithms": ["HS256"]}, "is async"),
         ({"key": SECRET, "algorithms": ["HS256"], "leeway": -1}, "from 0 to 3600"),
         ({"key": SECRET, "algorithms": ["HS256"], "leeway": "1"}, "number of seconds"),
         ({"key": SECRET, "algorithms": ["HS256"], "audience": 7}, "audience=7"),

@@ -19,6 +19,7 @@ from base64 import urlsafe_b64decode
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from tollkeeper.arguments import kind_of, name_of
 from tollkeeper.edge.calls import UNCLEAR, Call, sole_header
 from tollkeeper.errors import ConfigError, show
 
@@ -160,6 +161,7 @@ def _verifier(
         ) from None
     allowed = _algorithms(algorithms, set(jwt.algorithms.get_default_algorithms()))
     _check_terms(audience, issuer, leeway)
+    _check_key(key)
     prepared = key
     if not callable(key):
         try:
@@ -184,6 +186,17 @@ def _verifier(
             return None
 
     return claims_of
+
+
+def _check_key(key: Key) -> None:
+    if isinstance(key, str | bytes) and not key.strip():
+        # As from a variable that is not set. Anybody can sign with it, and not every PyJWT minds.
+        raise ConfigError(f"the key is empty, so that anybody could sign with it; {_EXAMPLE}")
+    if callable(key) and kind_of(key) != "plain":
+        raise ConfigError(
+            f"key={name_of(key)} is async, and a key is asked for without waiting; write a plain "
+            f"function that has the keys at hand"
+        )
 
 
 def _check_terms(audience: object, issuer: object, leeway: object) -> None:
