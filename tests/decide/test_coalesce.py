@@ -77,6 +77,15 @@ YES = Reply(True, 50, False)
         # More came in between.
         (20, [Reply(False, 5, True), Reply(True, 1, True)], [Ask(20), Ask(5), Alone()]),
         (20, [Reply(False, 0, False), Reply(True, 0, False)], [Ask(20), Ask(1), Alone()]),
+        # Some have left meanwhile: nothing is asked for them.
+        (20, [Reply(False, 0, True, gone=20)], [Ask(20)]),
+        (20, [Reply(False, 5, True, gone=17), Reply(True, 2, True)], [Ask(20), Ask(3)]),
+        (
+            20,
+            [Reply(False, 5, True, gone=1), Reply(True, 0, True, gone=4)],
+            [Ask(20), Ask(5), DenyRest()],
+        ),
+        (20, [Reply(False, 5, True, gone=1), Reply(True, 0, True, gone=14)], [Ask(20), Ask(5)]),
     ],
 )
 def test_what_is_asked_after_each_answer(

@@ -21,7 +21,7 @@ from tests.integration.redis_wires import (
     outcome,
 )
 from tests.integration.tcp_proxy import Proxy
-from tests.redis_servers import Cluster, Single, until
+from tests.redis_servers import Cluster, Server, Single, until
 from tollkeeper import Limit, Limiter
 from tollkeeper.clock import SystemClock
 from tollkeeper.decide.breaker import BreakerState
@@ -61,7 +61,7 @@ def is_open(api: Client) -> bool:
     return only(api.store).state != "closed"
 
 
-def calls_of(server: Single, *names: str) -> int:
+def calls_of(server: Server, *names: str) -> int:
     """Calls of these commands that the server has got."""
     stats = server.admin.info("commandstats")
     return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in names)
@@ -242,6 +242,14 @@ def test_a_dead_shard_does_not_open_the_others() -> None:
                 states = {state.address: state.state for state in api.store.breakers()}
                 assert states.pop(f"127.0.0.1:{dead.port}") != "closed"
                 assert set(states.values()) == {"closed"}
+                # A request of its keys and others' is not sent at all, to be taken back.
+                other = next(key for key, port in owners.items() if port != dead.port)
+                well = cluster.node_of(slot_of(other.encode()))
+                before = calls_of(well, "evalsha", "eval")
+                for _ in range(20):
+                    asked = api.start_all([other, keys[0]])
+                    assert "breaker is open" in str(asked.exception(SECONDS_MAX))
+                assert calls_of(well, "evalsha", "eval") == before
 
 
 def test_a_child_starts_with_it_closed(server: Single, key: str) -> None:

@@ -52,6 +52,8 @@ class Reply(NamedTuple):
     """How many fit: instead of those that were denied, or after those that were allowed."""
     tells: bool
     """Does the answer tell what one more would be answered, if none fits?"""
+    gone: int = 0
+    """So many of those that waited do no longer; what was allowed is the others'."""
 
 
 def together_max(capacity: int, cost: int) -> int:
@@ -73,9 +75,8 @@ def rounds(waiting: int) -> Generator[Step, Reply | None, None]:
         reply = yield Ask(count)
         if reply is None:
             raise TypeError("an Ask is answered with a Reply")
-        if reply.allowed:
-            waiting -= count
-        if not waiting:
+        waiting -= reply.gone + (count if reply.allowed else 0)
+        if waiting <= 0:
             return
         if not reply.fits and reply.tells:
             yield DenyRest()

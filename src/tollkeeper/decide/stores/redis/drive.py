@@ -195,7 +195,8 @@ class _Plan:
         return Address(host, address.port)
 
 
-def _plan(call: Call, slot: int, due_ns: int, refusal: Refusal, servers: Servers) -> _Plan:
+def _plan(call: Call, due_ns: int, refusal: Refusal, servers: Servers) -> _Plan:
+    slot = servers.slot(call.key)
     steps = recover(call, refusal, servers.config)
     return _Plan(call, slot, due_ns, refusal, steps, servers.topology.address_of(slot))
 
@@ -208,6 +209,14 @@ def _answer(call: Call, reply: Any) -> Any:
             f"not an answer of Redis: {show(reply)}; the call may have been counted once"
         )
     return reply
+
+
+def _no_defect(found: list[Any]) -> list[Any]:
+    """All that came; an error that is neither the store's nor a refusal is raised."""
+    for each in found:
+        if isinstance(each, BaseException) and not isinstance(each, StoreError | ReplyError):
+            raise each
+    return found
 
 
 def _target(step: Send, plan: _Plan, servers: Servers) -> Address:
@@ -244,9 +253,7 @@ class Threads:
 
     def settled(self, call: Call, started_ns: int, reply: Any) -> Any:
         """The reply itself; or, if it is a refusal, what came of it in the end."""
-        servers = self.servers
-        due_ns = started_ns + servers.config.deadline_ns
-        return self._settled(call, servers.slot(call.key), due_ns, reply)
+        return self._settled(call, started_ns + self.servers.config.deadline_ns, reply)
 
     def run_all(self, calls: Sequence[Call]) -> list[Any]:
         """The answers to several calls, those to one server in one trip; StoreErrors among them."""
@@ -274,16 +281,16 @@ class Threads:
                 answers[index] = reply
         for index, call in enumerate(calls):
             try:
-                answers[index] = self._settled(call, servers.slot(call.key), due_ns, answers[index])
+                answers[index] = self._settled(call, due_ns, answers[index])
             except StoreError as error:
                 answers[index] = error
         return answers
 
-    def _settled(self, call: Call, slot: int, due_ns: int, reply: Any) -> Any:
+    def _settled(self, call: Call, due_ns: int, reply: Any) -> Any:
         """The reply itself; or, if it is a refusal, what came of it in the end."""
         if not isinstance(reply, Refusal):
             return _answer(call, reply)
-        plan = _plan(call, slot, due_ns, reply, self.servers)
+        plan = _plan(call, due_ns, reply, self.servers)
         result = None
         while True:
             try:
@@ -308,8 +315,6 @@ class Threads:
         elif finding is not None:
             if wait([finding], left_ns / NS_PER_SECOND).done:
                 _raise_failure(finding)
-            else:
-                plan.left_ns()
         elif isinstance(step, Send):
             try:
                 plan.asked = _target(step, plan, servers)
@@ -357,7 +362,7 @@ class Tasks:
 
     def __init__(self, servers: Servers, loop: asyncio.AbstractEventLoop, denied: Denied) -> None:
         self._servers = servers
-        self.flights = Flights(loop, servers.config.deadline_ns, denied, self)
+        self.flights = Flights(servers.config.deadline_ns, denied, self)
         # None once it is closed: then the store does not keep a loop that is gone.
         self.loop: asyncio.AbstractEventLoop | None = loop
         self._nodes: dict[Address, AsyncNode] = {}
@@ -375,6 +380,7 @@ class Tasks:
             yield
         finally:
             await self.close()
+            del self._until_loop_ends  # which refers to the loop, to tell it of its own end
 
     def start(self, key: bytes, payload: bytes) -> asyncio.Future[Any]:
         """Send a call to the node that has the key. Raises NotSent."""
@@ -406,21 +412,28 @@ class Tasks:
 
     async def run_all(self, calls: Sequence[Call]) -> list[Any]:
         """The answers to several calls, sent together; StoreErrors among them."""
-        # Started in one go, so that they leave in one piece.
-        running = [asyncio.ensure_future(self.run(call, call.by_sha())) for call in calls]
-        answers = await asyncio.gather(*running, return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException) and not isinstance(answer, StoreError):
-                raise answer
-        return answers
+        started_ns = time.monotonic_ns()
+        replies: list[Any] = []
+        for call in calls:  # started in one go, so that they leave in one piece
+            try:
+                replies.append(self.start(call.key, call.by_sha()))
+            except StoreError as error:
+                replies.append(error)
+        under_way = [each for each in replies if isinstance(each, asyncio.Future)]
+        came = iter(_no_defect(await asyncio.gather(*under_way, return_exceptions=True)))
+        replies = [next(came) if isinstance(each, asyncio.Future) else each for each in replies]
+        if all(type(reply) is list for reply in replies):
+            return replies
+        asked = zip(calls, replies, strict=True)
+        settling = (self.settled(call, started_ns, reply) for call, reply in asked)
+        return _no_defect(await asyncio.gather(*settling, return_exceptions=True))
 
     async def settled(self, call: Call, started_ns: int, reply: Any) -> Any:
         """The reply itself; or, if it is a refusal, what came of it in the end."""
         if not isinstance(reply, Refusal):
             return _answer(call, reply)
         servers = self._servers
-        slot = servers.slot(call.key)
-        plan = _plan(call, slot, started_ns + servers.config.deadline_ns, reply, servers)
+        plan = _plan(call, started_ns + servers.config.deadline_ns, reply, servers)
         result = None
         while True:
             try:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 # So many checks of a key go by themselves at the same time before any waits.
 FREE_MAX: Final = 8
 
+_ENDED: Final = "the event loop ended before the answer came; the call may have been counted once"
+
 # The rule's commands, the subject and the cost.
 Question = tuple["Commands", str, int]
 
@@ -61,15 +63,11 @@ class Flights:
         "_large",
         "_tasks",
         "coalesced",
-        "loop",
         "under_way",
         "waiting",
     )
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, deadline_ns: int, denied: Denied, calls: Tasks
-    ) -> None:
-        self.loop = loop
+    def __init__(self, deadline_ns: int, denied: Denied, calls: Tasks) -> None:
         self._deadline_ns = deadline_ns
         self._denied = denied
         self._calls = calls
@@ -94,7 +92,8 @@ class Flights:
 
     def join(self, question: Question, most: int) -> asyncio.Future[Decision]:
         """Wait for a flight to be back. A list that is full leaves at once."""
-        waiter = Waiter(time.monotonic_ns() + self._deadline_ns, self.loop.create_future())
+        decision = asyncio.get_running_loop().create_future()
+        waiter = Waiter(time.monotonic_ns() + self._deadline_ns, decision)
         waiters = self.waiting.setdefault(question, [])
         waiters.append(waiter)
         if len(waiters) >= most:
@@ -119,30 +118,27 @@ class Flights:
             self._leave(question)
 
     def _leave(self, question: Question) -> None:
-        waiters = self.waiting.pop(question)
-        if all(each.decision.done() for each in waiters):
+        # One that was cancelled meanwhile was not sent, and costs nothing.
+        waiters = _still_waiting(self.waiting.pop(question))
+        if not waiters:
             return
         self.begin(question)
         self._large[question] = self._large.get(question, 0) + 1
-        task = self.loop.create_task(self._fly(question, waiters))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _fly(self, question: Question, waiters: list[Waiter]) -> None:
-        # One that was cancelled meanwhile was not sent, and costs nothing.
-        waiters = [each for each in waiters if not each.decision.done()]
-        if not waiters:
-            self.land_large(question)
-            return
         self.coalesced += len(waiters)
         landing = _Landing(self, question, waiters)
+        task = asyncio.get_running_loop().create_task(self._fly(question, waiters, landing))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        # One that is cancelled before it has begun runs nothing of its own, its end neither.
+        task.add_done_callback(landing.over)
+
+    async def _fly(self, question: Question, waiters: list[Waiter], landing: _Landing) -> None:
         try:
-            await self._decide(question, list(waiters), landing)
+            await self._decide(question, waiters, landing)
         except Exception as error:  # a defect too: everyone is to see it
             _fail(waiters, error)
         finally:
-            _fail(waiters, StoreUnavailable("the event loop ended before the answer came"))
-            landing.land()
+            landing.over()
 
     async def _decide(self, question: Question, waiters: list[Waiter], landing: _Landing) -> None:
         """Ask for as many as may pass, until everyone has a decision, or is overdue."""
@@ -153,19 +149,22 @@ class Flights:
         if landing.unreached is not None:
             await self._reach(question)
             landing.unreached = None
-            waiters = [each for each in waiters if not each.decision.done()]
-            if not waiters:
-                return
+        waiters = _still_waiting(waiters)
+        if not waiters:
+            return
         steps = rounds(len(waiters))
         step = next(steps)
         while isinstance(step, Ask) and not landing.landed:
             sent, answer = await self._ask(question, step.count)
             last = _Answered(sent, answer, step.count)
             reply, decisions = self._reply(question, last)
-            _give(waiters[: len(decisions)], decisions)
+            # Who has left meanwhile is asked for no more, and what was his is another's.
+            asked_for, waiters = len(waiters), _still_waiting(waiters)
+            gone = asked_for - len(waiters)
+            _give(waiters[: len(decisions)], decisions[: len(waiters)])
             del waiters[: len(decisions)]
             try:
-                step = steps.send(reply)
+                step = steps.send(reply._replace(gone=gone))
             except StopIteration:
                 return
         if landing.landed:
@@ -267,7 +266,8 @@ class _Landing:
         self._timer = self._later(waiters[0].due_ns - time.monotonic_ns())
 
     def _later(self, pause_ns: int) -> asyncio.TimerHandle:
-        return self._flights.loop.call_later(pause_ns / NS_PER_SECOND, self._look)
+        loop = asyncio.get_running_loop()
+        return loop.call_later(pause_ns / NS_PER_SECOND, self._look)
 
     def _look(self) -> None:
         now_ns = time.monotonic_ns()
@@ -285,6 +285,11 @@ class _Landing:
             return StoreTimeout("no answer by the deadline; the call may have been counted once")
         return NotSent(f"no connection to {self.unreached} by the deadline")
 
+    def over(self, _: object = None) -> None:
+        """Its task has ended, in whatever way: nobody is left waiting."""
+        _fail(self._waiters, StoreUnavailable(_ENDED))
+        self.land()
+
     def land(self) -> None:
         """It is over; once."""
         self._timer.cancel()
@@ -297,6 +302,10 @@ def _less(counts: dict[Question, int], question: Question) -> None:
     left = counts.pop(question) - 1
     if left:
         counts[question] = left
+
+
+def _still_waiting(waiters: Sequence[Waiter]) -> list[Waiter]:
+    return [each for each in waiters if not each.decision.done()]
 
 
 def _give(waiters: Sequence[Waiter], decisions: Sequence[Decision]) -> None:

@@ -106,11 +106,13 @@ class Commands:
 class Together:
     """One request of several subjects: the calls that check them, and those that take it back."""
 
-    __slots__ = ("_asked", "_denied", "_sent")
+    __slots__ = ("_asked", "_denied", "_sent", "unwanted")
 
     def __init__(
         self, asked: Sequence[tuple[RedisGate | AsyncRedisGate, str, int]], denied: Denied
     ) -> None:
+        # Its caller has left: whatever was taken is to be put back.
+        self.unwanted = False
         self._asked = [(gate.commands, subject, cost) for gate, subject, cost in asked]
         self._denied = denied
         now, early_ns = self._asked[0][0].now()

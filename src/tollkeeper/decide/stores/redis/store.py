@@ -61,7 +61,7 @@ class RedisStore:
     def check_together(self, asked: Sequence[tuple[RedisGate, str, int]]) -> list[Decision]:
         """Check several subjects in one trip; if one denies, a second trip gives back to the rest.
 
-        A trip that fails may leave the others charged, never twice; see `docs/operate.md`.
+        A trip that fails may leave the others charged, never twice; see `docs/redis.md`.
         """
         if not asked:
             return []
@@ -69,6 +69,7 @@ class RedisStore:
         known = together.known()
         if known is not None:
             return known
+        self._require_closed(asked)
         answers = self._threads.run_all(together.calls())
         decided, wrong = together.decisions(answers)
         if wrong is not None or not all(decided):
@@ -81,29 +82,44 @@ class RedisStore:
     async def check_together_async(
         self, asked: Sequence[tuple[AsyncRedisGate, str, int]]
     ) -> list[Decision]:
-        """`check_together`, awaited."""
+        """`check_together`, awaited. Whoever is cancelled meanwhile has spent nothing."""
         if not asked:
             return []
         together = Together(asked, self._denied)
         known = together.known()
         if known is not None:
             return known
+        self._require_closed(asked)
+        # Shielded: what has been sent is charged, whether its caller stays or not. Who is denied
+        # by one limit could else spend all of another's, by leaving before it is given back.
+        trips = asyncio.ensure_future(self._trips(together))
+        try:
+            return await asyncio.shield(trips)
+        except asyncio.CancelledError:
+            together.unwanted = True
+            raise
+
+    async def _trips(self, together: Together) -> list[Decision]:
+        if together.unwanted:  # before anything was sent
+            return []
         tasks = self._tasks_here()
         answers = await tasks.run_all(together.calls())
         decided, wrong = together.decisions(answers)
-
-        async def give_back() -> None:
+        if wrong is not None or not all(decided) or together.unwanted:
             await tasks.run_all(together.undo(answers))
-            together.keep(answers, decided, wrong)
-
-        if wrong is not None or not all(decided):
-            # Shielded: a caller who is cancelled here has still been given back.
-            await asyncio.shield(give_back())
-        else:
-            together.keep(answers, decided, wrong)
+        together.keep(answers, decided, wrong)
         if wrong is not None:
             raise wrong
         return decided
+
+    def _require_closed(self, asked: Sequence[tuple[RedisGate | AsyncRedisGate, str, int]]) -> None:
+        """Raise StoreUnavailable if a breaker is open of a server that one of them would ask.
+
+        Before anything is sent: the servers that are well would be charged, and paid back.
+        """
+        if self._servers.breakers.any_open:
+            for gate, subject, _ in asked:
+                self._servers.require_closed(gate.commands, subject)
 
     def _commands(self, limits: Sequence[Limit], rule: str) -> Commands:
         return Commands(tuple(limits), rule, self.config.prefix, self._now_ns)
@@ -119,6 +135,9 @@ class RedisStore:
         with self._lock:
             tasks = self._tasks.get(loop)
             if tasks is None:
+                # A loop that was closed without a word is kept by its own connections.
+                for gone in [each for each in self._tasks if each.is_closed()]:
+                    del self._tasks[gone]
                 tasks = self._tasks[loop] = Tasks(self._servers, loop, self._denied)
             return tasks
 

@@ -1,0 +1,245 @@
+"""Callers who leave before they are answered, and what that costs: them, and those beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from itertools import count
+from random import Random
+from typing import Any, cast
+
+import pytest
+
+from tests.integration.redis_wires import COUNTED, SECONDS_MAX, YEAR, counted
+from tests.integration.tcp_proxy import Mode, Proxy
+from tests.redis_servers import Single
+from tollkeeper import AsyncLimiter, Decision, Limit
+from tollkeeper.decide.stores import open_store
+from tollkeeper.decide.stores.redis.flights import FREE_MAX
+from tollkeeper.decide.stores.redis.store import RedisStore
+from tollkeeper.decide.together import check_together_async
+from tollkeeper.errors import StoreError
+
+_numbers = count()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Single]:
+    """One for all: each test has a key of its own."""
+    with Single() as started:
+        yield started
+
+
+@pytest.fixture
+def key() -> str:
+    """One that no other test uses."""
+    return f"key {next(_numbers)}"
+
+
+@asynccontextmanager
+async def store_of(uri: str, **options: object) -> AsyncIterator[RedisStore]:
+    """A store, closed at the end of the block."""
+    options.setdefault("deadline_ms", 10_000)
+    store = cast("RedisStore", open_store(uri, **options))
+    yield store
+    await store.aclose()
+
+
+async def left(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel them, and wait until they have left."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
+@pytest.mark.parametrize("denied", [True, False])
+async def test_who_leaves_a_request_of_several_subjects_has_spent_nothing(
+    server: Single, key: str, denied: bool
+) -> None:
+    """Else one who is denied by a limit of his own could spend all that his tenant has."""
+    async with store_of(server.uri, denied_cache_ms=0) as store:
+        user = store.async_gate([Limit(1, per=YEAR)], "user")
+        tenant = store.async_gate([COUNTED], "tenant")
+        if denied:
+            assert (await user.check(key, 1)).allowed
+        assert (await tenant.check(key, 1)).allowed
+        server.pause()
+        asked = [(user, key, 1), (tenant, key, 1)]
+        requests = [asyncio.ensure_future(check_together_async(store, asked)) for _ in range(20)]
+        await asyncio.sleep(0.01)  # they are sent
+        await left(*requests)
+        server.resume()
+
+        async def spent() -> int:
+            return COUNTED.limit - (await tenant.peek(key, 1)).remaining
+
+        async with asyncio.timeout(SECONDS_MAX):
+            # Until all of it was charged, and given back: what was sent before goes before a look.
+            assert await spent() >= 1
+            while await spent() > 1:  # noqa: ASYNC110 - the server tells of no event
+                await asyncio.sleep(0.01)
+        assert (await user.peek(key, 1)).allowed is not denied
+
+
+async def test_who_leaves_a_flight_is_asked_for_no_more(server: Single, key: str) -> None:
+    """Ten fit of forty that were asked for as one. Thirty-five have left: the five who stayed pass,
+    and only they are charged."""
+    with Proxy(server.port) as proxy:
+        async with store_of(proxy.uri) as store:
+            limit = Limit(100, per=YEAR, algorithm="fixed_window")
+            limiter = AsyncLimiter(limit, store=store, on_failure="raise")
+            assert (await limiter.check(key, 90 - FREE_MAX)).allowed
+            proxy.mode = "drip"  # so slow that the flight is long under way
+            proxy.drip_seconds = 0.002
+            first = [asyncio.ensure_future(limiter.check(key)) for _ in range(FREE_MAX)]
+            flight = [asyncio.ensure_future(limiter.check(key)) for _ in range(40)]
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            await left(*flight[:35])
+            stayed = await asyncio.gather(*flight[35:])
+            proxy.mode = "pass"
+            await asyncio.gather(*first)
+            assert all(each.allowed for each in stayed)
+            assert (await limiter.peek(key)).remaining == 5
+
+
+async def test_a_flight_that_never_began_holds_up_nobody(server: Single, key: str) -> None:
+    """Whoever cancels every task of a loop and goes on with it can still check that key."""
+    async with store_of(server.uri) as store:
+        limiter = AsyncLimiter(COUNTED, store=store, on_failure="raise")
+        await limiter.check(key)
+        server.pause()
+        checks = [asyncio.ensure_future(limiter.check(key)) for _ in range(FREE_MAX + 10)]
+        await asyncio.sleep(0)
+        checks[0].cancel()
+        await asyncio.sleep(0)
+        # Now those who wait are a flight, whose task is to begin next.
+        tasks = asyncio.all_tasks() - {asyncio.current_task(), None}
+        assert len(tasks) == len(checks)
+        await left(*tasks)
+        server.resume()
+        for _ in range(3):
+            async with asyncio.timeout(SECONDS_MAX):
+                assert all(await asyncio.gather(*(limiter.check(key) for _ in range(30))))
+
+
+def test_a_loop_that_has_ended_is_not_kept(server: Single, key: str) -> None:
+    """Nor what it was waiting for: however it ended, and though the store is open still."""
+    store = cast("RedisStore", open_store(server.uri, deadline_ms=10_000))
+    limiter = AsyncLimiter(COUNTED, store=store, on_failure="raise")
+    loops = []
+
+    async def checks() -> None:
+        loops.append(weakref.ref(asyncio.get_running_loop()))
+        await asyncio.gather(*(limiter.check(key) for _ in range(50)))
+
+    asyncio.run(checks())
+    gc.collect()
+    assert [loop() for loop in loops] == [None]
+
+    unclean = asyncio.new_event_loop()  # as those do who know nothing of asyncio.run
+    unclean.run_until_complete(checks())
+    unclean.close()
+    del unclean
+    asyncio.run(checks())
+    with pytest.warns(ResourceWarning):
+        gc.collect()
+    assert [loop() for loop in loops] == [None] * 3
+    store.close()
+
+
+# What the network does; and how often in a hundred times somebody leaves.
+_LATE: tuple[tuple[Mode, ...], int] = ("pass",), 0
+_LOSSY: tuple[tuple[Mode, ...], int] = ("pass", "pass", "pass", "hold", "swallow", "cut"), 0
+_LEFT: tuple[tuple[Mode, ...], int] = _LOSSY[0], 30
+
+
+class _Account:
+    """What callers were told of a key, and what it may therefore have been charged."""
+
+    def __init__(self) -> None:
+        self.least = self.most = 0
+
+    def checked(self, found: Decision | BaseException, units: int) -> None:
+        if isinstance(found, Decision):
+            self.least += units * found.allowed
+            self.most += units * found.allowed
+        elif isinstance(found, StoreError):
+            self.most += units * ("may have been counted" in str(found))
+        else:  # who has left was told nothing
+            self.most += units
+
+    def refunded(self, error: BaseException | None) -> None:
+        self.least -= 1
+        self.most -= error is None
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("how", [_LATE, _LOSSY, _LEFT], ids=["late", "lossy", "left"])
+async def test_what_is_charged_is_what_callers_were_told(
+    server: Single, key: str, how: tuple[Sequence[Mode], int], seed: int
+) -> None:
+    """Alone, coalesced, of several subjects, given back, cancelled at any moment, over a network
+    that holds, loses, cuts, and connects too late: never less than was allowed, never more than
+    that and what may have been counted."""
+    modes, leaving = how
+    random = Random(seed)
+    account, together = _Account(), _Account()
+    with Proxy(server.port) as proxy:
+        options = {"deadline_ms": 150, "connect_ms": 400, "breaker": bool(seed % 2)}
+        async with store_of(proxy.uri, **options, breaker_open_ms=50) as store:
+            limiter = AsyncLimiter(COUNTED, store=store, on_failure="raise")
+            denies = store.async_gate([Limit(1, per=YEAR)], "denies")
+            counts = store.async_gate([COUNTED], "")
+
+            async def check() -> None:
+                units = random.choice((1, 1, 1, 3))
+                try:
+                    account.checked(await limiter.check(key, units), units)
+                except (StoreError, asyncio.CancelledError) as error:
+                    account.checked(error, units)
+
+            async def refund() -> None:
+                try:
+                    await limiter.refund(key, 1)
+                    account.refunded(None)
+                except (StoreError, asyncio.CancelledError) as error:
+                    account.refunded(error)
+
+            async def request() -> None:
+                asked = [(counts, f"{key} together", 1)]
+                if random.random() < 0.5:
+                    asked.append((denies, key, 1))
+                try:
+                    decisions = await check_together_async(store, asked)
+                    together.checked(min(decisions, key=bool), 1)
+                except (StoreError, asyncio.CancelledError):
+                    # Of a trip that failed, or whose caller left, any part may stay charged.
+                    together.checked(asyncio.CancelledError(), 1)
+
+            account.checked(await limiter.check(key, 10_000), 10_000)  # enough to give back
+            running: list[asyncio.Future[None]] = []
+            for _ in range(120):
+                some = random.choices((check, refund, request), (20, 2, 4), k=random.randint(1, 20))
+                running += [asyncio.ensure_future(work()) for work in some]
+                await asyncio.sleep(random.choice((0, 0.001, 0.01, 0.03)))
+                if random.randrange(100) < leaving:
+                    random.choice(running).cancel()
+                if random.random() < 0.3:
+                    proxy.mode = random.choice(modes)
+                    proxy.accept_seconds = random.choice((0, 0.2))
+                if random.random() < 0.05:
+                    proxy.break_all()
+                running = [task for task in running if not task.done()]
+            proxy.mode, proxy.accept_seconds = "pass", 0
+            async with asyncio.timeout(SECONDS_MAX):
+                await asyncio.gather(*running, return_exceptions=True)
+                while True:  # what was sent before has arrived by then
+                    with suppress(StoreError):
+                        await limiter.check(f"{key} last", 1)
+                        break
+                    await asyncio.sleep(0.02)
+    assert account.least <= counted(server.uri, key) <= account.most
+    assert together.least <= counted(server.uri, f"{key} together") <= together.most
