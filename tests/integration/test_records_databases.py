@@ -8,6 +8,7 @@ from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
+from sqlalchemy import text
 
 from tests.postgres_server import Postgres, running_postgres
 from tests.record.databases import event, rows, until_async
@@ -27,6 +28,10 @@ NOW_US = NOW_S * 10**6
 TODAY = date(2027, 1, 15)
 DAY_S = 86_400
 ALL = Wanted(NOW_US - 10 * DAY_S * 10**6, NOW_US + DAY_S * 10**6)
+TABLES = (
+    *("tollkeeper_usage", "tollkeeper_decisions"),
+    *("tollkeeper_record_writers", "tollkeeper_record_state"),
+)
 SUMS = "SELECT count(*), sum(allowed), sum(denied), sum(units) FROM tollkeeper_usage"
 
 
@@ -169,6 +174,29 @@ async def test_hours_and_their_sums(url: str, sink: Sink, records: Records) -> N
     assert {row.step_s for row in by_minute} == {3600}, "what there is only by the hour"
 
 
+@pytest.mark.parametrize("gone", [TABLES, TABLES[:1], TABLES[2:]])
+async def test_tables_that_were_dropped_are_made_anew(url: str, gone: tuple[str, ...]) -> None:
+    """While a service runs: they may all be dropped, and it goes on without a restart."""
+    quick = Pace(write_seconds=0.02, usage_seconds=0.02, batch_seconds=0)
+    sink = Sink(Database(url), pace=quick, now_ns=lambda: NOW_S * 10**9)
+    sink.offer([event(NOW_US)])
+    await sink.finish()
+    async with sink.transaction() as connection:
+        for name in gone:
+            await connection.execute(text(f"DROP TABLE {name}"))
+    running = asyncio.create_task(sink.run())
+    sink.offer([event(NOW_US + 1)])
+    sink.usage.add(("user:1", "orders", NOW_S // 60), [1, 1, 1])
+    await until_async(lambda: sink.written == 2, "the second is written")
+    sink.stop()
+    await running
+    await sink.finish()
+    await sink.close()
+    assert [int(each) for each in (await rows(url, SUMS))[0]] == [1, 1, 1, 1]
+    found = await rows(url, "SELECT max(at_us) FROM tollkeeper_decisions")
+    assert found == [(NOW_US + 1,)]
+
+
 # ----------------------------------------------------------------------------- PostgreSQL's days
 
 
@@ -213,6 +241,50 @@ async def test_decisions_of_no_day_that_is_kept_are_dropped_and_counted() -> Non
     assert sink.dropped() == 2
     assert await rows(url, "SELECT at_us FROM tollkeeper_decisions") == [(NOW_US,)]
     await sink.close()
+
+
+async def test_decisions_of_no_day_are_counted_once_however_often_they_are_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The batch fails for another reason; what it has lost is lost once."""
+    url = running_postgres().new_database()
+    sink = Sink(Database(url), now_ns=lambda: NOW_S * 10**9)
+    sink.offer([event(at_us) for at_us in (0, NOW_US)])
+    await sink._prepare()
+
+    async def fail(_: sinks.Batch) -> None:
+        raise StoreError("nobody answers")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sink, "_add", fail)
+        for _ in range(3):
+            with pytest.raises(StoreError):
+                await sink.write()
+    await sink.finish()
+    await sink.close()
+    assert (sink.written, sink.dropped()) == (1, 1)
+
+
+async def test_a_day_that_somebody_dropped_is_made_anew() -> None:
+    """Nothing is lost with it, usage least of all."""
+    url = running_postgres().new_database()
+    quick = Pace(write_seconds=0.02, usage_seconds=0.02, batch_seconds=0)
+    sink = Sink(Database(url), pace=quick, now_ns=lambda: NOW_S * 10**9)
+    sink.offer([event(NOW_US)])
+    await sink.finish()
+    assert TODAY in sink._days
+    async with sink.transaction() as connection:
+        await tables.drop_days(connection, TODAY + timedelta(days=1))
+    sink.offer([event(NOW_US)])
+    sink.usage.add(("user:1", "orders", NOW_S // 60), [1, 1, 1])
+    running = asyncio.create_task(sink.run())
+    await until_async(lambda: sink.written == 2, "the second is written")
+    sink.stop()
+    await running
+    await sink.close()
+    assert sink.dropped() == 0
+    assert await rows(url, "SELECT count(*) FROM tollkeeper_decisions") == [(1,)]
+    assert [int(each) for each in (await rows(url, SUMS))[0]] == [1, 1, 1, 1]
 
 
 async def failed_again(sink: Sink) -> None:

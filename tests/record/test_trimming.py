@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.record.databases import event, rows
+from tests.record.databases import event, rows, until_async
 from tollkeeper.control.database import Database
 from tollkeeper.record import trimming
-from tollkeeper.record.sink import Sink
+from tollkeeper.record.sink import Pace, Sink
 from tollkeeper.record.trimming import Keep, Trimmer
 
 # 2027-01-15T08:00:00Z.
@@ -76,9 +79,35 @@ async def test_it_is_done_in_steps(url: str, monkeypatch: pytest.MonkeyPatch) ->
         sink.usage.add((f"user:{number % 5}", "orders", NOW_S // 60 - 3_000 - number), [1, 1, 1])
     await sink.finish()
     assert await trimmer.tend(NOW_S)
+    while trimmer.is_behind:  # at once, and not in a minute
+        assert await trimmer.tend(NOW_S)
     assert await rows(url, "SELECT count(*) FROM tollkeeper_decisions") == [(0,)]
     sums = "SELECT min(step_s), sum(allowed), sum(denied), sum(units) FROM tollkeeper_usage"
     assert await rows(url, sums) == [(3600, 95, 95, 95)]
+    await sink.close()
+
+
+async def test_more_than_a_minute_has_room_for_is_trimmed(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much has become old: it is gone on with after the next batch."""
+    monkeypatch.setattr(trimming, "STEP_ROWS", 10)
+    quick = Pace(write_seconds=0.01, usage_seconds=0.01, batch_seconds=0)
+    sink = Sink(Database(url), pace=quick, now_ns=lambda: NOW_S * 10**9)
+    sink.offer([event(number) for number in range(1_000)])
+    for number in range(1_000):
+        sink.usage.add((f"user:{number % 5}", "orders", NOW_S // 60 - 3_000 - number), [1, 1, 1])
+    await sink.finish()
+    running = asyncio.create_task(sink.run())
+    sink.offer([event(NOW_S * 10**6)])
+    left = (
+        "SELECT (SELECT count(*) FROM tollkeeper_decisions), "
+        "(SELECT count(*) FROM tollkeeper_usage WHERE step_s = 60)"
+    )
+    with closing(sqlite3.connect(tmp_path / "records.db")) as file:
+        await until_async(lambda: file.execute(left).fetchall() == [(1, 0)], "all is trimmed")
+    sink.stop()
+    await running
     await sink.close()
 
 

@@ -75,6 +75,8 @@ _ADD_USAGE: Final = text(
 )
 # What is wrong with a value, and not with the database: SQLSTATE's class, and what drivers raise.
 _DATA_CLASSES: Final = ("22", "23")
+# A day's partition that was there and is gone: it is made anew, and then there is nothing wrong.
+_NO_PARTITION: Final = "23514"
 _DATA_ERRORS: Final = (sqlite3.DataError, sqlite3.IntegrityError, sqlite3.InterfaceError)
 
 log = logging.getLogger("tollkeeper.record")
@@ -192,6 +194,8 @@ class Sink:
             await self._tend()
         except StoreError as error:
             self._failures += 1
+            # Somebody may have dropped a table, or a day of it.
+            self._is_made, self._days = False, set()
             if self._failures == 1:
                 log.warning("records are not written, and kept as far as they fit: %s", error)
             most = min(RETRY_SECONDS_MIN * 2.0 ** (self._failures - 1), RETRY_SECONDS_MAX)
@@ -263,7 +267,7 @@ class Sink:
         batch = self._pending or await self._next()
         if batch is None:
             return False
-        self._pending = batch
+        self._pending = batch = self._of_days_kept(batch)
         try:
             await self._add(batch)
         except StoreError as error:
@@ -305,7 +309,7 @@ class Sink:
     async def _add(self, batch: Batch) -> None:
         events = batch.events
         if self._database.is_postgresql and events:
-            events = await self._with_partitions(events)
+            await self._make_partitions(events)
         async with self.transaction() as connection:
             written = {
                 "writer": self._writer,
@@ -320,27 +324,32 @@ class Sink:
             for used in _chunks(batch.usage):
                 await connection.execute(_ADD_USAGE, [_row(each._asdict()) for each in used])
 
-    async def _with_partitions(self, events: Sequence[Event]) -> list[Event]:
-        """Those that have a partition, or get one: of days that are kept, and not yet to come."""
+    def _of_days_kept(self, batch: Batch) -> Batch:
+        """Without decisions of days that get no partition: long gone, or far ahead."""
+        if not self._database.is_postgresql:
+            return batch
         now_us = self._now_ns() // 1_000
-        ahead = tables.days_ahead(now_us)
+        last = tables.days_ahead(now_us)[-1]
         oldest = tables.day_of(now_us - self._keep.decisions_days * tables.DAY_US)
-        kept = [each for each in events if oldest <= tables.day_of(each.at_us) <= ahead[-1]]
-        self._dropped += len(events) - len(kept)
-        wanted = {tables.day_of(each.at_us) for each in kept}
+        kept = [each for each in batch.events if oldest <= tables.day_of(each.at_us) <= last]
+        self._dropped += len(batch.events) - len(kept)
+        return batch._replace(events=kept)
+
+    async def _make_partitions(self, events: Sequence[Event]) -> None:
+        ahead = tables.days_ahead(self._now_ns() // 1_000)
+        wanted = {tables.day_of(each.at_us) for each in events}
         if not wanted <= self._days:
             async with self.transaction() as connection:
                 await tables.make_days(connection, {*ahead, *wanted})
             # Not for good: they are dropped when they are old.
             self._days = {*ahead, *wanted}
-        return kept
 
     def _lose(self, batch: Batch, error: Exception) -> None:
         log.error("a batch of records is lost: %s", error)
         self._dropped += len(batch.events) + sum(each.allowed + each.denied for each in batch.usage)
 
     async def _tend(self) -> None:
-        if time.monotonic() < self._tend_at_s:
+        if time.monotonic() < self._tend_at_s and not self._trimmer.is_behind:
             return
         # Not all at the same moment: the first who comes does it for all.
         spread = random.uniform(0.5, 1.0)  # noqa: S311 - same
@@ -368,8 +377,9 @@ def _is_about_data(error: StoreError) -> bool:
     for _ in range(5):
         if found is None:
             return False
-        if str(getattr(found, "sqlstate", "") or "").startswith(_DATA_CLASSES):
-            return True
+        state = str(getattr(found, "sqlstate", "") or "")
+        if state.startswith(_DATA_CLASSES):
+            return state != _NO_PARTITION
         if isinstance(found, _DATA_ERRORS) or "binding parameter" in str(found):
             return True
         found = getattr(found, "orig", None) or found.__cause__

@@ -90,20 +90,25 @@ INSERT INTO tollkeeper_record_state (id, version, tended_s) VALUES (1, {VERSION}
 ON CONFLICT (id) DO NOTHING
 """,  # noqa: S608 - a number of ours
 )
-_EXISTS: Final = {
-    True: "SELECT count(*) FROM pg_class WHERE oid = to_regclass('tollkeeper_record_state')",
-    False: "SELECT count(*) FROM sqlite_master WHERE name = 'tollkeeper_record_state'",
+_STATE: Final = "tollkeeper_record_state"
+_NAMES: Final = ("tollkeeper_decisions", "tollkeeper_usage", "tollkeeper_record_writers", _STATE)
+_QUOTED: Final = ", ".join(f"'{name}'" for name in _NAMES)
+_THERE: Final = {
+    True: f"SELECT name FROM unnest(ARRAY[{_QUOTED}]) AS name "  # noqa: S608 - our own names
+    "WHERE to_regclass(name) IS NOT NULL",
+    False: f"SELECT name FROM sqlite_master WHERE name IN ({_QUOTED})",  # noqa: S608 - same
 }
 
 
 async def version(connection: AsyncConnection, *, is_postgresql: bool) -> int | None:
-    """Of the tables that are there; None: there are none."""
-    found = await connection.execute(text(_EXISTS[is_postgresql]))
-    if not found.scalar_one():
+    """Of the tables that are there; None: some are missing, and may be made."""
+    found = await connection.execute(text(_THERE[is_postgresql]))
+    there = set(found.scalars())
+    if _STATE not in there:
         return None
-    told = await connection.execute(text("SELECT version FROM tollkeeper_record_state"))
+    told = await connection.execute(text(f"SELECT version FROM {_STATE}"))  # noqa: S608 - our own
     number: int | None = told.scalar_one_or_none()
-    return number
+    return None if number == VERSION and len(there) < len(_NAMES) else number
 
 
 def check_version(found: int | None, name: str) -> None:

@@ -5,6 +5,10 @@
 
 Every worker of every node would do this. One does: whoever first sets the time at which the tables
 were last tended. It is done anew every TEND_SECONDS, and each step is a transaction of its own.
+
+While it is done, its worker writes nothing. So it stops after STEPS_MAX steps of each kind, some
+hundred milliseconds, and goes on after the next batch: thousands of rows a second, more than a
+worker ever writes. Where even that is not enough, another one comes to help a minute later.
 """
 
 from __future__ import annotations
@@ -24,8 +28,7 @@ if TYPE_CHECKING:
 
 TEND_SECONDS: Final = 60
 STEP_ROWS: Final = 2_000
-# Of each kind, every time: 60,000 rows a minute are more than ever come.
-STEPS_MAX: Final = 30
+STEPS_MAX: Final = 5
 MINUTES_KEPT_SECONDS: Final = 86_400
 HOUR_SECONDS: Final = 3_600
 DAY_SECONDS: Final = 86_400
@@ -95,11 +98,14 @@ class Trimmer:
         self._writing = writing
         self._keep = keep
         self._is_postgresql = is_postgresql
+        self.is_behind = False
+        """Is there more to trim, at once?"""
 
     async def tend(self, now_s: int) -> bool:
-        """Trim what is due, if it is our turn. Raises StoreError."""
-        if not await self._is_our_turn(now_s):
+        """Trim what is due, if it is our turn, or still is. Raises StoreError."""
+        if not self.is_behind and not await self._is_our_turn(now_s):
             return False
+        self.is_behind = False
         if self._is_postgresql:
             await self._days(now_s)
         else:
@@ -155,6 +161,7 @@ class Trimmer:
                     count = (await connection.execute(text(_REMOVE_MINUTES), given)).rowcount
             if count < STEP_ROWS:
                 return
+        self.is_behind = True
 
     async def _in_steps(self, statement: str, before: int) -> None:
         for _ in range(STEPS_MAX):
@@ -165,3 +172,4 @@ class Trimmer:
                 count = done.rowcount
             if count < STEP_ROWS:
                 return
+        self.is_behind = True
