@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -131,18 +132,125 @@ class Client(threading.Thread):
             connection.close()
 
 
-def test_the_end_under_load_loses_no_answer() -> None:
-    """SIGTERM while 8 clients ask: each is told to go elsewhere, and no answer is missing."""
+@pytest.mark.parametrize("everybody", [False, True])
+def test_the_end_under_load_loses_no_answer(everybody: bool) -> None:
+    """SIGTERM while 8 clients ask: each is told to go elsewhere, and no answer is missing.
+
+    Also where it comes to all processes at once, as systemd and `timeout` have it.
+    """
     with ServiceProcess(limited("1000000/day"), "--drain-seconds", "2", workers=2) as service:
-        clients = [Client(service) for _ in range(8)]
-        for client in clients:
-            client.start()
-        until(lambda: all(client.answers for client in clients), "all clients ask", 20)
+        clients = clients_of(service, 8)
+        for worker in service.worker_pids() if everybody else ():
+            os.kill(worker, signal.SIGTERM)
         assert service.end(signal.SIGTERM) == 0
-        for client in clients:
-            client.join(20)
-        assert [client.lost for client in clients if client.lost] == []
-        assert sum((client.answers for client in clients), Counter()).keys() == {200}
+        assert_none_lost(clients)
+        assert "Unexpected exit" not in service.log_text()
+
+
+def clients_of(service: ServiceProcess, number: int) -> list[Client]:
+    """Clients that have begun to ask."""
+    clients = [Client(service) for _ in range(number)]
+    for client in clients:
+        client.start()
+    until(lambda: all(client.answers for client in clients), "all clients ask", 20)
+    return clients
+
+
+def assert_none_lost(clients: list[Client]) -> None:
+    """All were told to go elsewhere, and have."""
+    for client in clients:
+        client.join(60)
+    assert [client.lost for client in clients if client.lost] == []
+    assert not any(client.is_alive() for client in clients)
+    assert sum((client.answers for client in clients), Counter()).keys() == {200}
+
+
+def test_workers_are_replaced_under_load_and_no_answer_is_lost() -> None:
+    """SIGHUP while 8 clients ask: the new workers are there before the old ones go."""
+    with ServiceProcess(limited("1000000/day"), workers=2) as service:
+        before = set(service.worker_pids())
+        clients = clients_of(service, 8)
+        assert service.pid is not None
+        os.kill(service.pid, signal.SIGHUP)
+        ready = Counter[int]()
+
+        def are_replaced() -> bool:
+            ready[service.ask("GET", "/readyz").status] += 1
+            return len(service.worker_pids()) == 2 and not before & set(service.worker_pids())
+
+        until(are_replaced, "both workers are replaced", 120, service.log_end)
+        assert ready.keys() == {200}, "balancers were told to go elsewhere"
+        assert_none_lost(clients)
+
+
+def test_workers_stay_where_those_that_replace_them_do_not_start() -> None:
+    """The store's file is no store any more: at SIGHUP the old workers, which have it, go on."""
+    with ServiceProcess(limited("5/day"), workers=2) as service:
+        before = service.worker_pids()
+        (service.data / "limits").rename(service.data / "moved")
+        (service.data / "limits").write_text("this is not a store")
+        assert service.pid is not None
+        os.kill(service.pid, signal.SIGHUP)
+        until(
+            lambda: any(each["event"] == "not_replaced" for each in service.events()),
+            "the new worker has not started",
+            60,
+            service.log_end,
+        )
+        assert service.worker_pids() == before
+        assert service.ask("POST", "/v1/check", {"user": "42"}).data["degraded"] is False
+        assert service.end(signal.SIGTERM) == 0
+
+
+def test_a_worker_starts_with_the_last_good_rules() -> None:
+    """The file has become wrong, and a worker dies: its successor does what the others do."""
+    with ServiceProcess(limited("5/day"), workers=1) as service:
+        good = service.ask("GET", "/readyz").data["rules"]["version"]
+        service.use({"version": 1, "rules": [{"id": "x", "by": ["user"], "limits": ["1/eon"]}]})
+        [before] = service.worker_pids()
+        os.kill(before, signal.SIGKILL)
+        until(
+            lambda: service.worker_pids() not in ([], [before]) and service.is_listening(),
+            "another worker has started",
+            60,
+            service.log_end,
+        )
+        rules = service.ask("GET", "/readyz").data["rules"]
+        assert (rules["version"], rules["origin"]) == (good, "snapshot")
+        assert "1/eon" in rules["error"]
+        service.use(limited("7/day"))
+        until(
+            lambda: service.ask("POST", "/v1/check", {"user": "42"}).data["limit"] == 7,
+            "the file that was mended is in force",
+            30,
+        )
+
+
+def test_who_interrupts_a_start_gets_no_traceback() -> None:
+    """Ctrl-C reaches the workers too, before they can heed it."""
+    with ServiceProcess(limited("5/day"), workers=2) as service:
+        assert service.end() == 0
+        service.launch()
+        assert service.pid is not None
+        children = f"/proc/{service.pid}/task/{service.pid}/children"
+        until(lambda: _numbers(children), "workers are made", 60)
+        interrupted = 0
+
+        def have_been_interrupted() -> bool:
+            nonlocal interrupted
+            for child in _numbers(children):
+                os.kill(child, signal.SIGINT)
+            interrupted += 1
+            return interrupted == 20
+
+        # While they import what they need, which takes about a second.
+        until(have_been_interrupted, "they were interrupted often", 60)
+        assert service.end(signal.SIGINT) == 0
+        assert "Traceback" not in service.log_text()
+
+
+def _numbers(path: str) -> list[int]:
+    return [int(each) for each in Path(path).read_text(encoding="ascii").split()]
 
 
 def test_gateways_are_told_of_the_end_before_it_comes() -> None:

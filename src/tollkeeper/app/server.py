@@ -8,6 +8,9 @@ SIGTERM: `/readyz` says 503 and every answer says `Connection: close`, so that l
 clients go elsewhere; after `--drain-seconds` no new connection is taken, and what has begun is
 finished, within `--shutdown-seconds`. SIGINT, from a terminal, does not wait for anybody to go
 elsewhere; nor does a second SIGTERM.
+
+SIGHUP: workers are replaced, one after another. Each stays until the one that takes its place is
+up, and stays for good if that one cannot start.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ import signal
 import ssl
 import threading
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -45,6 +48,8 @@ HEAD_BYTES_MAX: Final = 64 * 1024
 HEAD_READ_MS: Final = 10_000
 READY_SECONDS_MAX: Final = 60.0
 _READY_PAUSE_SECONDS: Final = 0.05
+# From a worker's first count, which it leaves before it listens, until it surely does.
+_LISTENS_SECONDS: Final = 0.5
 # A worker that ends so often in a row, each time this soon after it was started again, never will
 # be well; one that was killed a few times, by an operator or for its memory, is no reason to end
 # those that are.
@@ -57,9 +62,23 @@ log = logging.getLogger("tollkeeper.service")
 
 def load_worker(settings: Settings, counters: Path, parent: int) -> Any:
     """What a worker process runs. Called in that process."""
+    # Held back since before this process was made: who is interrupted while it starts would say so
+    # with a traceback. The parent, who was interrupted as well, ends it in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     from tollkeeper.app.wiring import Worker  # noqa: PLC0415 - the parent needs none of it
 
     return Worker(settings, counters, parent)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """SIGINT waits until the end of the block; processes that are made inside never hear of it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def serve_until_told(settings: Settings, counters: Path, version: str) -> None:
@@ -69,6 +88,7 @@ def serve_until_told(settings: Settings, counters: Path, version: str) -> None:
     # Kept over `exec`: a worker that hears of the end before it listens does not die of it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     server = _server(settings)
+    server.counters = counters
     threading.Thread(target=_announce, args=(settings, version), daemon=True).start()
     server.serve(
         target_loader=partial(load_worker, settings, counters, os.getpid()), wrap_loader=False
@@ -108,6 +128,7 @@ class Draining(Granian):  # type: ignore[misc, valid-type]  # a variable: one of
     """The server, which tells its workers of the end some time before it comes."""
 
     drain_s: float = 0.0
+    counters: Path = Path()
     _told = False
 
     def signal_handler_interrupt(self, signum: int = 0, *_: Any) -> None:
@@ -117,16 +138,74 @@ class Draining(Granian):  # type: ignore[misc, valid-type]  # a variable: one of
         if first:
             name = signal.Signals(signum).name
             log.info("ending: %s", name, extra=logs.event("ending", signal=name))
-            for worker in self.wrks:
-                with suppress(OSError, TypeError):
-                    os.kill(worker.inner.pid, signal.SIGUSR1)
+            self._signal_workers(signal.SIGUSR1)
         if first and signum == signal.SIGTERM and self.drain_s:
             end: Callable[[], None] = super().signal_handler_interrupt
             timer = threading.Timer(self.drain_s, end)
             timer.daemon = True
             timer.start()
         else:
+            self._signal_workers(signal.SIGINT)
             super().signal_handler_interrupt()
+
+    def _signal_workers(self, signum: signal.Signals) -> None:
+        for worker in list(self.wrks):
+            # Whoever ends from now on does so because it was told to, by us or beside us.
+            worker.interrupt_by_parent = True
+            with suppress(OSError, TypeError):
+                os.kill(worker.inner.pid, signum)
+
+    def _spawn_workers(self, *how: Any) -> None:
+        with _uninterrupted():
+            super()._spawn_workers(*how)
+
+    def _respawn_workers(
+        self, workers: list[int], spawn_target: Any, target_loader: Any, delay: float = 0.0
+    ) -> None:
+        """Of those that have died, or (with a `delay`, at SIGHUP) of those that are to be replaced.
+
+        granian ends the old one when the delay is over, whatever has become of the new one.
+        """
+        for number in workers:
+            old = self.wrks[number]
+            if self._told or (old.is_alive() and not delay):
+                continue
+            with _uninterrupted():
+                new = self._spawn_worker(
+                    idx=number, target=spawn_target, callback_loader=target_loader
+                )
+                new.start()
+            self.respawned_wrks[number] = monotonic()
+            if not delay or self._is_up(new):
+                self.wrks[number] = new
+                self._end(old)
+                continue
+            self._end(new)
+            if not self._told:
+                log.error(
+                    "a worker that was to replace another one does not start; the old ones stay",
+                    extra=logs.event("not_replaced"),
+                )
+                return
+
+    def _is_up(self, worker: Any) -> bool:
+        """Waits until a worker listens; False if it ends before, or all are told to end."""
+        pause = threading.Event()
+        for _ in range(int(READY_SECONDS_MAX / _READY_PAUSE_SECONDS)):
+            if self._told or not worker.is_alive():
+                return False
+            if (self.counters / f"{worker.inner.pid}.json").exists():
+                pause.wait(_LISTENS_SECONDS)
+                return True
+            pause.wait(_READY_PAUSE_SECONDS)
+        return False
+
+    def _end(self, worker: Any) -> None:
+        worker.terminate()
+        worker.join(self.drain_s + self.workers_kill_timeout)
+        if worker.is_alive():
+            worker.kill()
+            worker.join()
 
 
 class Restarts(dict[int, float]):

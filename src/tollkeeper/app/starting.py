@@ -36,7 +36,7 @@ def run(settings: Settings) -> None:
     settings = check_access(settings)
     check_tls(settings)
     with private_files(), run_folder(settings) as counters, ports(settings) as listening:
-        version = asyncio.run(prepared(listening))
+        version = asyncio.run(prepared(listening, counters))
         # Imported here: that the extra is there was seen just before.
         from tollkeeper.app.server import serve_until_told  # noqa: PLC0415 - see above
 
@@ -182,7 +182,7 @@ def _reserved(option: str, host: str, port: int, held: list[socket.socket]) -> i
     return found
 
 
-async def prepared(settings: Settings) -> str:
+async def prepared(settings: Settings, counters: Path | None = None) -> str:
     """The version of the rules. Everything that a worker would fail at fails here, once."""
     try:
         from tollkeeper.app import wiring  # noqa: PLC0415 - an extra's
@@ -198,7 +198,7 @@ async def prepared(settings: Settings) -> str:
     if settings.database and settings.seed:
         await _seed(settings.database, settings.seed)
     try:
-        limiter = await asyncio.to_thread(wiring.open_limiter, settings, follow=False)
+        limiter = await asyncio.to_thread(wiring.open_limiter, settings, counters, follow=False)
     except ConfigError as error:
         if settings.database and not settings.seed and "no rules yet" in str(error):
             raise ConfigError(

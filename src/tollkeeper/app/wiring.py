@@ -48,16 +48,23 @@ Drain = Callable[[], Coroutine[Any, Any, None]]
 log = logging.getLogger("tollkeeper.service")
 
 
-def open_limiter(settings: Settings, *, follow: bool = True) -> AsyncLimiter:
-    """The limiter of a worker. Blocks until the rules are there; raises as `from_rules` does."""
-    snapshot = Path(settings.data) / "rules.snapshot" if settings.database else None
+def open_limiter(
+    settings: Settings, counters: Path | None = None, *, follow: bool = True
+) -> AsyncLimiter:
+    """The limiter of a worker. Blocks until the rules are there; raises as `from_rules` does.
+
+    The last good rules are kept: those of a database for whenever it is away; those of a file for
+    this run, in its folder. Where a file is wrong, a service that is started says so and ends, but
+    a worker that takes the place of a dead one goes on as the others do.
+    """
+    kept = Path(settings.data) if settings.database else counters
     return AsyncLimiter.from_rules(
         settings.rules,
         store=settings.store,
         on_failure=settings.on_failure,
         standby=settings.standby,
         follow=follow,
-        snapshot=snapshot,
+        snapshot=None if kept is None else kept / "rules.snapshot",
     )
 
 
@@ -108,7 +115,7 @@ def recorder_of(
 def open_node(settings: Settings, counters: Path | None) -> Node:
     """A node with everything open. Whoever has it closes its limiter, and stops its recorder."""
     answering = nodes.Settings(style_of(settings), counters=counters, worker=os.getpid())
-    limiter = open_limiter(settings)
+    limiter = open_limiter(settings, counters)
     return Node(
         limiter=limiter,
         tokens=Tokens.load(settings.tokens_path, demanded=bool(settings.tokens)),
@@ -178,7 +185,7 @@ class Worker:
         await answering.start()
         stack.push_async_callback(answering.stop)
         drains = [await self._start_grpc(node, stack)] if self._settings.grpc else []
-        self._heed_signals(node, drains)
+        Ending(node, drains, self._settings.drain_seconds).heed_signals()
         watching = asyncio.create_task(self._watch_parent())
         stack.callback(watching.cancel)
         self._service = around(answering)
@@ -199,21 +206,63 @@ class Worker:
         stack.push_async_callback(handle.stop, _GRPC_GRACE_SECONDS)
         return handle.drain
 
-    def _heed_signals(self, node: Node, drains: Sequence[Drain]) -> None:
-        """SIGUSR1, from the parent: the end is near. SIGTERM is the server's, and is the end."""
-        draining: list[asyncio.Task[None]] = []  # a task that nobody holds may be collected
-
-        def stopping() -> None:
-            if not node.stopping:
-                node.stopping = True
-                draining.extend(asyncio.create_task(drain()) for drain in drains)
-
-        with suppress(NotImplementedError, ValueError):
-            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, stopping)
-
     async def _watch_parent(self) -> None:
         """A worker whose parent was killed would hold the port for ever."""
         while os.getppid() == self._parent:  # noqa: ASYNC110 - who is killed sets no event
             await asyncio.sleep(_PARENT_SECONDS)
         log.error("the service's main process is gone", extra=event("orphaned"))
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Ending:
+    """How a worker comes to its end: clients are told first, and have time to go elsewhere.
+
+    SIGUSR1, from the parent: the whole service is about to end. SIGTERM: so is this worker. It does
+    when it has told its clients for `--drain-seconds`, from the first of these signals on. For
+    SIGTERM does not always come from the parent at the end of that time: systemd and `timeout` send
+    it to all processes at once, and a worker that SIGHUP has another one take the place of gets it
+    alone. SIGINT is the server's, and is the end.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        drains: Sequence[Drain],
+        drain_s: float,
+        end: Callable[[], None] | None = None,
+    ) -> None:
+        """`drains` are told of the service's end; `end` is the end."""
+        self._node = node
+        self._drains = drains
+        self._drain_s = drain_s
+        self._end = end or _interrupt
+        self._loop = asyncio.get_running_loop()
+        self._end_at_s = 0.0
+        self._draining: list[asyncio.Task[None]] = []  # a task that nobody holds may be collected
+
+    def heed_signals(self) -> None:
+        """From now on."""
+        with suppress(NotImplementedError, ValueError):
+            self._loop.add_signal_handler(signal.SIGUSR1, self.near)
+            self._loop.add_signal_handler(signal.SIGTERM, self.come)
+
+    def near(self) -> None:
+        """The service is about to end."""
+        self._tell_clients()
+        if not self._node.stopping:
+            self._node.stopping = True
+            self._draining.extend(asyncio.create_task(drain()) for drain in self._drains)
+
+    def come(self) -> None:
+        """This worker ends, when its clients have been told for long enough."""
+        self._tell_clients()
+        self._loop.call_at(self._end_at_s, self._end)
+
+    def _tell_clients(self) -> None:
+        if not self._node.closing:
+            self._node.closing = True
+            self._end_at_s = self._loop.time() + self._drain_s
+
+
+def _interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)

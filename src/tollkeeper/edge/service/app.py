@@ -150,8 +150,9 @@ class Service:
         name = headers.get(b"x-request-id")
         if name is None or not _REQUEST_ID.fullmatch(name):
             name = b"%b-%x" % (self._id_start, next(self._ids))
-        if self.node.stopping and scope["http_version"] < "2":
-            # Whoever reuses connections shall find another node before this one is gone.
+        node = self.node
+        if (node.stopping or node.closing) and scope["http_version"] < "2":
+            # Whoever reuses connections shall find another before this one is gone.
             return self._node_header, (b"x-request-id", name), _CLOSE
         return self._node_header, (b"x-request-id", name)
 

@@ -66,4 +66,6 @@ class Node:
     recorder: Recorder | None = None
     """What keeps decisions and usage; None: nothing is kept."""
     stopping: bool = False
-    """Set when the process was told to end: what is asked is still answered, but come no more."""
+    """Set when the service was told to end: what is asked is still answered, but come no more."""
+    closing: bool = False
+    """Set when this worker is about to end, though others may go on: use another connection."""
