@@ -360,3 +360,30 @@ async def test_a_request_that_is_cancelled_is_settled() -> None:
             await task
         response = await RateLimitMiddleware(quick)(asked())
         assert response.headers["X-RateLimit-Remaining"] == "4"
+
+
+async def test_a_request_that_is_cancelled_while_it_is_settled() -> None:
+    """A client that hangs up as the response is ready pays what it cost."""
+    settling, go_on = asyncio.Event(), asyncio.Event()
+
+    async def count(status: int) -> bool:
+        settling.set()
+        await go_on.wait()
+        return True
+
+    async def view(request: Any) -> HttpResponse:
+        request.charge.settle(5)
+        return HttpResponse()
+
+    setting = {"limits": "20/minute", "clock": ManualClock(NOW_S), "count": count}
+    with override_settings(TOLLKEEPER=setting):
+        middleware = RateLimitMiddleware(view)
+        task = asyncio.create_task(middleware(AsyncRequestFactory().get("/")))
+        await settling.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        go_on.set()
+        await middleware(AsyncRequestFactory().get("/"))  # settles after the first
+        response = await middleware(AsyncRequestFactory().get("/"))
+        assert response.headers["X-RateLimit-Remaining"] == "9"

@@ -68,6 +68,33 @@ async def test_a_cancelled_request_is_settled_all_the_same(uri: str) -> None:
     await guarded.guard.close()
 
 
+@pytest.mark.parametrize(("cost", "used", "left"), [(1, 7, 3), (7, 1, 9)])
+async def test_who_hangs_up_while_it_is_settled_pays_all_the_same(
+    uri: str, cost: int, used: int, left: int
+) -> None:
+    """Cancelled as the last piece is sent: what was used beyond the charge takes several trips."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope["tollkeeper.charge"].settle(used)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().call_soon(task.cancel)
+        await send({"type": "http.response.body", "body": b"all"})
+
+    guarded = RateLimit(app, "10/day", store=uri, cost=cost)
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(ask(guarded))
+
+    async def remaining() -> int:
+        return int((await guarded.guard._limiter.peek("address:192.0.2.1")).remaining)
+
+    async with asyncio.timeout(30):
+        while await remaining() != left:  # noqa: ASYNC110 - the server tells of no event
+            await asyncio.sleep(0.01)
+    await guarded.guard.close()
+
+
 async def test_a_denied_route_gives_back_what_the_application_charged(uri: str) -> None:
     """Several limits pass together or not at all, also where each is a trip of its own."""
     app = FastAPI()

@@ -212,12 +212,14 @@ async def _serve_async(
     except BaseException as error:
         if is_outermost:
             _fail(bill, error)
-            # Shielded: a task that is cancelled may be so again at its next step.
+            # Shielded, here and below: a task that is cancelled may be so again at its next step,
+            # and who hangs up while it is settled does not get away with what it cost.
             await asyncio.shield(bill.settle_async())
         raise
     if is_outermost:
         _finish(bill, response)
-        await bill.settle_async()
+        if bill.unsettled():
+            await asyncio.shield(bill.settle_async())
     return response
 
 

@@ -378,10 +378,20 @@ class AsyncGuard(_Post):
         due = charge.take(bool(await _found(self._counts(status))))
         if due is None:
             return
+        if not self.awaits:
+            await self._settle(charge, *due)
+            return
+        # Shielded: who hangs up at the end of a response may be cancelled here, between two trips.
+        settling = asyncio.ensure_future(self._settle(charge, *due))
+        _settling.add(settling)
+        settling.add_done_callback(_settling.discard)
+        await asyncio.shield(settling)
+
+    async def _settle(self, charge: Charge, charged: int, wanted: int) -> None:
         try:
-            settling = self._limiter.settle(charge.key, *due)
+            settled = self._limiter.settle(charge.key, charged, wanted)
             if self.awaits:
-                await settling
+                await settled
         except TollkeeperError as error:
             _not_settled(error)
 
@@ -416,6 +426,9 @@ def _said(hook: str, value: Any) -> bool:
             f"{hook} returned {show(value)}, which nothing awaits in a thread; return True or False"
         )
     return bool(value)
+
+
+_settling: Final[set[asyncio.Future[None]]] = set()  # until each is done: the loop keeps none
 
 
 async def _called(function: Callable[[], None]) -> None:
