@@ -221,6 +221,9 @@ def test_a_store_that_is_away_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found["breaker_opened"] == {"h:1": 3, "h:2": 0}
         assert found["denied_cache_hits"] == {"": 11}
         assert found["coalesced_checks"] == {"": 7}
-        away.hits["users"] = 3  # as a shadow rule it hit once more: nothing goes down
+        away.hits["users"] = 30  # in shadow mode, or for another rule of the same requests
+        assert reading.snapshot().values["checks"] == found["checks"]
+        limiter.check(Request(user="1"))  # which the store was asked for
         again = reading.snapshot().values["checks"]
-        assert again[f"users{JOIN}denied{JOIN}store"] == 1
+        assert again[f"users{JOIN}denied{JOIN}store"] == 2
+        assert again[f"users{JOIN}denied{JOIN}denied_cache"] == 2

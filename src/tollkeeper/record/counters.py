@@ -204,8 +204,10 @@ class Reading:
     def __init__(self, limiter: Any) -> None:
         self._limiter = limiter
         self._lasting = Lasting()
-        # Denials that the store was asked for, by rule; a change of mode must not lower them.
-        self._asked: dict[str, int] = {}
+        # By rule: hits of the denied cache and denials at the last look, and which were both.
+        self._hits: dict[str, int] = {}
+        self._denied: dict[str, int] = {}
+        self._known: dict[str, int] = {}
 
     def snapshot(self) -> Snapshot:
         """Everything that needs no I/O. A limiter without rules has counted nothing of its own."""
@@ -235,19 +237,23 @@ class Reading:
         self._from_cache(found)
 
     def _from_cache(self, found: Snapshot) -> None:
-        """Tell denials that the store was not asked for apart from the others."""
+        """Tell denials that the store was not asked for apart from the others.
+
+        Not every hit is a denial of the rule: it may be in shadow mode, or another rule of the same
+        request denied. So of what is new since the last look, no more hits count than denials.
+        """
         cached: dict[str, int] = {}
         for rule, hits in getattr(self._limiter.store, "denied_by_rule", dict)().items():
             name = self._lasting.name(rule)
             cached[name] = cached.get(name, 0) + hits
         for rule, hits in cached.items():
             denied = self._lasting.totals.get(rule, _NOTHING)[_DENIED]
-            # Hits of a rule in shadow mode are no denials.
-            known = min(hits, denied)
+            new_hits = hits - self._hits.get(rule, 0)
+            new_denied = denied - self._denied.get(rule, 0)
+            known = self._known.get(rule, 0) + max(min(new_hits, new_denied), 0)
+            self._hits[rule], self._denied[rule], self._known[rule] = hits, denied, known
             if known:
-                asked = max(denied - known, self._asked.get(rule, 0))
-                self._asked[rule] = asked
-                found.put("checks", asked, rule, "denied", "store")
+                found.put("checks", denied - known, rule, "denied", "store")
                 found.put("checks", known, rule, "denied", "denied_cache")
 
     def _beside_rules(self, found: Snapshot) -> None:
