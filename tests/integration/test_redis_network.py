@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import http.server
+import signal
 import socket
 import threading
 import time
@@ -35,7 +36,7 @@ from tests.integration.redis_wires import (
 from tests.integration.tcp_proxy import Mode, Proxy
 from tests.redis_servers import Single, Tls, running, until
 from tests.redis_servers.ports import HOST
-from tollkeeper import AsyncLimiter
+from tollkeeper import AsyncLimiter, Limiter
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.redis import handshake, wire_async
 from tollkeeper.decide.stores.redis import wire as wire_threads
@@ -325,6 +326,34 @@ def test_a_deadline_shorter_than_the_answer_charges_at_most_once(
     charged = counted(server.uri, key)
     assert errors_of(outcomes)
     assert admitted(outcomes) <= charged <= charged_at_most(outcomes)
+
+
+def test_signals_do_not_put_a_deadline_off(key: str) -> None:
+    """A profiler's timer interrupts every wait of the main thread, long before it is over."""
+    ticks = count()
+
+    def tick(*_: object) -> None:
+        if next(ticks) * 0.02 > 2 * LATE_SECONDS_MAX:  # or who waits anew each time never ended
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    with Single() as server:
+        store = open_store(server.uri, deadline_ms=200)
+        limiter = Limiter(COUNTED, store=store, on_failure="raise")
+        limiter.check(key)
+        before = signal.signal(signal.SIGALRM, tick)
+        server.pause()
+        signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+        started = time.monotonic()
+        try:
+            with pytest.raises(StoreTimeout, match="no answer in 200 ms"):
+                limiter.check(key)
+        finally:
+            seconds = time.monotonic() - started
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+            server.resume()
+        assert seconds < 0.2 + LATE_SECONDS_MAX
+        store.close()
 
 
 @both_wires

@@ -1,8 +1,9 @@
 """The wire for threads: plain sockets, a handful a server, each lent to one call at a time.
 
-A call is one `send` and, as a rule, one `recv`. The kernel keeps the deadline (SO_RCVTIMEO), which
-saves the `poll` that a Python timeout would put before each of them. A connection that timed out
-still owes an answer, so it is closed: the next call must not get it.
+A call is one `send` and, as a rule, one `recv`. Python keeps the deadline, with a `poll` before
+each, which costs less than can be measured. The kernel could do without (SO_RCVTIMEO), but a signal
+ends its wait, and Python begins it anew: under a profiler's timer, for ever. A connection that timed
+out still owes an answer, so it is closed: the next call must not get it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import select
 import socket
 import ssl
-import struct
 import threading
 import time
 from collections import deque
@@ -98,7 +98,7 @@ class Connection:
                     raise _timeout(deadline_ns, warning)
                 self._set_deadline(left_ns)
                 self._reader.feed(self._recv(_READ_BYTES) or _gone())
-        except (TimeoutError, BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        except (TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise _timeout(deadline_ns, warning) from None
         except hiredis.ProtocolError as error:
             raise StoreUnavailable(f"not an answer of Redis: {error}{warning}") from error
@@ -111,7 +111,7 @@ class Connection:
         return found
 
     def _set_deadline(self, deadline_ns: int) -> None:
-        _set_deadline(self._socket, deadline_ns)
+        self._socket.settimeout(deadline_ns / NS_PER_SECOND)
         self._deadline_ns = deadline_ns
 
     def stale(self) -> bool:
@@ -150,17 +150,6 @@ def _connected(address: Address, config: RedisConfig, tls: ssl.SSLContext | None
             raise
     except OSError as error:  # a timeout and a TLS error are OSErrors too
         raise NotSent(str(error)) from error
-
-
-def _set_deadline(sock: socket.socket, deadline_ns: int) -> None:
-    if type(sock) is not socket.socket or sock.__class__.__module__ != "socket":
-        sock.settimeout(deadline_ns / NS_PER_SECOND)  # TLS, or a library's socket of green threads
-        return
-    sock.settimeout(None)
-    seconds, rest_ns = divmod(deadline_ns, NS_PER_SECOND)
-    interval = struct.pack("ll", seconds, max(rest_ns // 1_000, 1))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
 
 
 class Node:
