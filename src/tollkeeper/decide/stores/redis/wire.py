@@ -1,8 +1,8 @@
 """The wire for threads: plain sockets, a handful a server, each lent to one call at a time.
 
 A call is one `send` and, as a rule, one `recv`. Python keeps the deadline, with a `poll` before
-each, which costs less than can be measured. The kernel could do without (SO_RCVTIMEO), but a signal
-ends its wait, and Python begins it anew: under a profiler's timer, for ever. A connection that timed
+each, which costs less than can be measured. The kernel could keep it (SO_RCVTIMEO), but a signal
+ends its wait, and Python begins it anew: for ever, under a profiler. A connection that timed
 out still owes an answer, so it is closed: the next call must not get it.
 """
 
