@@ -216,6 +216,21 @@ async def test_workers_tell_each_other_who_asks_most(
     await two.stop()
 
 
+async def test_a_clock_that_is_set_back_keeps_nobody_on_top(
+    make: Make, limiter: AsyncLimiter
+) -> None:
+    """Counts fade by a clock that nobody sets."""
+    wall_s, passed_s = 1_800_000_000.0, 0.0
+    recorder = make(now_ns=lambda: int(wall_s * 1e9), monotonic_s=lambda: passed_s)
+    await recorder.start()
+    await noted(recorder, limiter, *[ANN] * 80)
+    await until_async(lambda: recorder.top("checks", 1)[0], "the thread has counted")
+    wall_s, passed_s = wall_s - 3_600, 120.0
+    found, total = recorder.top("checks", 1)
+    assert (found[0].count, total) == (20, 20)
+    await recorder.stop()
+
+
 async def test_a_database_that_is_away_costs_nothing(
     limiter: AsyncLimiter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ class Known(msgspec.Struct):
     """What one worker leaves."""
 
     at_s: float
+    """By the clock that counts from boot, which is the same for all of them."""
     checks: Counted
     denied: Counted
     penalties: list[Standing] = []

@@ -82,6 +82,7 @@ class Recorder:
         live: Live | None = None,
         penalties: Callable[[], Iterable[Standing]] = tuple,
         now_ns: Callable[[], int] = time.time_ns,
+        monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """Not yet writing: see `start`.
 
@@ -92,6 +93,8 @@ class Recorder:
         `subjects`   how much is told of who was counted.
         `live`       where workers tell each other who asks most; None: there is one.
         `penalties`  those that this worker has given and that are not over.
+        `monotonic_s`  what counts of who asks most fade by: a clock that nobody sets, and that all
+                     processes of a machine have in common.
         """
         self.records = records
         self.subjects: Subjects = subjects
@@ -102,6 +105,7 @@ class Recorder:
         self._live = live
         self._penalties = penalties
         self._now_ns = now_ns
+        self._monotonic_s = monotonic_s
         self._noted: list[Noted] = []
         self._usage = Usage()
         self._buckets = self._usage.buckets
@@ -304,7 +308,7 @@ class Recorder:
                 if counts[1]:
                     denied[key] = denied.get(key, 0) + counts[1]
             await asyncio.sleep(PORTION_PAUSE_SECONDS)
-        now_s = self._now_ns() / 1e9
+        now_s = self._monotonic_s()
         with self._lock:
             self._sketches["checks"].add(checks, now_s)
             self._sketches["denied"].add(denied, now_s)
@@ -323,7 +327,7 @@ class Recorder:
             log.warning("the other workers are not told who asks most: %s", error.strerror)
 
     def _known(self) -> Known:
-        now_s = self._now_ns() / 1e9
+        now_s = self._monotonic_s()
         with self._lock:
             counted = {by: Counted(*sketch.data(now_s)) for by, sketch in self._sketches.items()}
         penalties = list(self._penalties())[:PENALTIES_MAX]
@@ -338,7 +342,7 @@ class Recorder:
 
     def top(self, by: By, most: int) -> tuple[list[Heavy[Who]], float]:
         """Who asks most, or is denied most, of all workers; and the count of everybody."""
-        now_s = self._now_ns() / 1e9
+        now_s = self._monotonic_s()
         merged: Sketch[Who] = Sketch(now_s=now_s)
         for known in self._all():
             counted = known.checks if by == "checks" else known.denied
