@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
 import socket
 import ssl
 from collections.abc import Iterator
@@ -205,3 +208,41 @@ def test_tls(tmp_path: Path) -> None:
             assert secured.version() in {"TLSv1.2", "TLSv1.3"}
         assert service.ask("POST", "/v1/check", {"user": "42"}).status == 200
         assert not raw(service, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n").startswith(b"HTTP")
+
+
+def test_a_certificate_is_renewed(tmp_path: Path) -> None:
+    """SIGHUP, and there is another one, over gRPC too. Links lead to it, as with Kubernetes."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        made = make_certificates(tmp_path / name)
+    (tmp_path / "live").symlink_to("first")
+    key = tmp_path / "live" / made.server_key_path.name
+    certificate = tmp_path / "live" / made.server_cert_path.name
+    options = ("--tls-cert", str(certificate), "--tls-key", str(key))
+    with ServiceProcess(RULES, *options, grpc=True) as service:
+        addresses = (urlsplit(service.url).netloc, service.grpc)
+        shown = [ssl.get_server_certificate(_split(each), timeout=10) for each in addresses]
+        assert shown == [certificate.read_text()] * 2
+        (tmp_path / "other").symlink_to("second")
+        (tmp_path / "other").replace(tmp_path / "live")
+        shutil.rmtree(tmp_path / "first")
+        assert service.pid is not None
+        os.kill(service.pid, signal.SIGHUP)
+        until(
+            lambda: {_shown(each) for each in addresses} == {certificate.read_text()},
+            "the other certificate is shown",
+            60,
+            service.log_end,
+        )
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+def _shown(address: str) -> str:
+    try:
+        return ssl.get_server_certificate(_split(address), timeout=10)
+    except OSError:
+        return ""

@@ -119,6 +119,11 @@ def _server(settings: Settings) -> Draining:
         respawn_failed_workers=True,
         workers_kill_timeout=int(settings.shutdown_seconds),
     )
+    if settings.tls_cert:
+        # granian follows links, and here: who renews certificates makes other ones, and may remove
+        # what they led to.
+        files = (str(Path(each).absolute()) for each in (settings.tls_cert, settings.tls_key))
+        server.ssl_ctx = (server.ssl_ctx[0], *files, *server.ssl_ctx[3:])
     server.drain_s = settings.drain_seconds
     server.respawned_wrks = Restarts()
     return server
