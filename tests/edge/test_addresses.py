@@ -72,6 +72,23 @@ def test_a_proxy_that_nobody_has_named_is_told_of_once(
     ]
 
 
+def test_a_proxy_that_asks_for_itself_first_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """As load balancers do, after an application's health; and no peer is looked at for ever."""
+    known = ClientAddresses()
+    assert [known.of(call_of(PROXY)) for _ in range(3)] == [PROXY] * 3
+    assert not known.knows(PROXY)
+    assert known.of(call_of(PROXY, x_forwarded_for="1.2.3.4")) == PROXY
+    assert len(caplog.messages) == 1
+    assert known.of(call_of(PROXY)) == PROXY
+    assert known.knows(PROXY)
+    alone = ClientAddresses()
+    for _ in range(addresses.LOOKS_MAX + 1):
+        alone.of(call_of(PROXY))
+    alone.of(call_of(PROXY, x_forwarded_for="1.2.3.4"))
+    assert alone.knows(PROXY)
+    assert len(caplog.messages) == 1
+
+
 @pytest.mark.parametrize(
     ("header", "client"),
     [

@@ -94,6 +94,17 @@ def test_what_is_remembered_of_peers_has_an_end(monkeypatch: pytest.MonkeyPatch)
         assert len(made.by_peer) <= 4
 
 
+def test_a_peer_that_may_be_a_proxy_is_not_remembered_at_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its first request may be for itself: the operator is told when it forwards one of others."""
+    made = _keys()
+    calls = [_call(peer="10.0.0.9"), _call(peer="10.0.0.9", x_forwarded_for="192.0.2.1")]
+    assert [made.of(call) for call in (*calls, *calls)] == ["address:10.0.0.9"] * 4
+    assert len(caplog.messages) == 1
+    assert made.by_peer == {"10.0.0.9": "address:10.0.0.9"}
+
+
 @pytest.mark.parametrize(
     "options",
     [

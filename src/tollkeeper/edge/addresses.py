@@ -44,6 +44,9 @@ ELEMENTS_MAX: Final = 100
 CHARACTERS_MAX: Final = 16_384
 # The addresses of sockets whose meaning is remembered, about 200 bytes each.
 PEERS_MAX: Final = 4_096
+# Requests from near by that are looked at for a proxy that nobody has named. Not the first one of
+# each alone: a load balancer asks after an application's health before it forwards anything.
+LOOKS_MAX: Final = 1_000
 
 _WORDS: Final = {
     "loopback": ("127.0.0.0/8", "::1"),
@@ -93,8 +96,7 @@ class ClientAddresses:
         networks, self._trusts_unix = _compiled(trusted_proxies)
         # A network's shift is worked out here, once.
         self._networks = tuple((each.version, each.shift, each.prefix) for each in networks)
-        self._trusts_some = bool(trusted_proxies)
-        self._has_warned = False
+        self._looks_left = 0 if trusted_proxies else LOOKS_MAX
         self._ipv6_shift = 128 - ipv6_prefix
         self._forwarded = forwarded
         # For a peer: its address if it is a trusted proxy, else None, and how it is written.
@@ -108,13 +110,18 @@ class ClientAddresses:
         proxy, text = self._peers.get(peer) or self._learn(peer, call)
         return text if proxy is None else self._behind(call, proxy)
 
+    def knows(self, peer: str) -> bool:
+        """Whether all has been seen of a peer that is looked for."""
+        return peer in self._peers
+
     def _learn(self, peer: str, call: Call) -> tuple[Address | None, str]:
         address = address_of(peer)
-        if not self._trusts_some and not self._has_warned:
-            self._has_warned = _warn_of_proxy(peer, call)
         # What is no address is what a test or a server calls the other end: itself.
         text = clean_value(peer) or digest_of(peer) if address is None else self._text(address)
         trusted = address if address is not None and self._trusts(address) else None
+        if self._looks_left and any(network.contains(peer) for network in _NEAR):
+            self._looks_left = 0 if _warn_of_proxy(peer, call) else self._looks_left - 1
+            return trusted, text  # and look again
         if len(self._peers) >= PEERS_MAX:
             self._peers.clear()
         self._peers[peer] = trusted, text
@@ -167,10 +174,8 @@ class ClientAddresses:
 def _warn_of_proxy(peer: str, call: Call) -> bool:
     """Tell the operator, if this looks like a proxy that nobody has named: all behind it are one.
 
-    Only of a peer that is near: from elsewhere, anybody can write the header.
+    Only for a peer that is near: from elsewhere, anybody can write the header.
     """
-    if not any(network.contains(peer) for network in _NEAR):
-        return False
     if call.header("x-forwarded-for") is None and call.header("forwarded") is None:
         return False
     LOG.warning(

@@ -110,6 +110,10 @@ class Identity:
         """The client's address, behind trusted proxies; IPv6 as the first of its network."""
         return self._addresses.of(call)
 
+    def knows(self, peer: str) -> bool:
+        """Whether a peer's address need not be asked for again, if nobody forwards for others."""
+        return self._addresses.knows(peer)
+
     def request_of(self, call: Call) -> Request:
         """The request as rules see it."""
         found = _found(self._fields, call)

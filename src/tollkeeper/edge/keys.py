@@ -70,7 +70,9 @@ class Keys:
     def _learnt(self, peer: str | None, call: Call) -> Key:
         """The key of an address that was not seen for a while."""
         key = self._looked_for(call)
-        if self.by_peer is not None and peer is not None and isinstance(key, str):
+        if peer is None or self.by_peer is None or not self._identity.knows(peer):
+            return key
+        if isinstance(key, str):
             if len(self.by_peer) >= PEERS_MAX:
                 self.by_peer.clear()
             self.by_peer[peer] = key
