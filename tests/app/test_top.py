@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from tests.app.answering import answering, run
@@ -121,6 +122,27 @@ def test_keys_are_shown_beside_each_other() -> None:
     assert text[-1].split()[:3] == ["user:42", "orders", "12.5"]
     assert "\x1b" not in text[-1]
     assert "CHECKED MOST" not in "\n".join(shown(frame("", metrics())))
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_rates_of_keys_are_seen_however_long_the_keys_are(width: int) -> None:
+    """On a terminal of 80 columns, too; wide characters are two of them."""
+    names = [f"user:漢字漢字-{number}-" + "x" * 60 for number in range(3)]
+    items = [
+        {"subject": [name], "rule": "a-rule-with-a-long-name", "per_second": 12.5} for name in names
+    ]
+    found = frame(
+        metrics(),
+        metrics(),
+        checked_most={"items": items},
+        denied_most={"items": [{**each, "per_second": 0.25} for each in items]},
+    )
+    lines = [line for line in shown(found, width=width) if "user:" in line]
+    assert len(lines) == 3
+    for line in lines:
+        assert "12.5" in line
+        assert line.endswith("0.25")
+        assert cell_len(line) <= width
 
 
 @pytest.mark.parametrize("height", [10, 14, 20, 40])

@@ -24,6 +24,7 @@ KEYS_MAX: Final = 20
 ROWS_MAX: Final = 40
 _BREAKERS_SHOWN_MAX: Final = 8
 _KEY_CHARACTERS_MAX: Final = 48
+_KEY_CHARACTERS_MIN: Final = 4
 _STATES: Final = {0: "closed", 1: "half open", 2: "open"}
 _COLOURS: Final = {"closed": "green", "half open": "yellow", "open": "bold red"}
 _FULL: Final = 0.8
@@ -368,20 +369,32 @@ def _rules(rules: Sequence[RuleRates], rows: int) -> Table:
 
 def _most(frame: Frame, rows: int, width: int | None) -> Table:
     """Two lists beside each other."""
-    table = _table(("CHECKED MOST", "RULE", "/S", "DENIED MOST", "RULE", "/S"), text=(0, 1, 3, 4))
-    checked, denied = frame.checked_most or (), frame.denied_most or ()
-    fits = _KEY_CHARACTERS_MAX if width is None else max(min(width // 3, _KEY_CHARACTERS_MAX), 8)
-    for place in range(rows):
-        cells: list[Text] = []
-        for keys in (checked, denied):
-            if place < len(keys):
-                key = keys[place]
-                rate = "" if key.per_second is None else _number(key.per_second)
-                cells += [Text(_line(key.subject, fits)), Text(_line(key.rule, fits)), Text(rate)]
-            else:
-                cells += [Text()] * 3
-        table.add_row(*cells)
+    headings = ("CHECKED MOST", "RULE", "/S", "DENIED MOST", "RULE", "/S")
+    table = _table(headings, text=(0, 1, 3, 4))
+    shown = [(each or ())[:rows] for each in (frame.checked_most, frame.denied_most)]
+    columns: list[Text] = [Text(heading) for heading in headings]
+    lines = [[Text()] * len(headings) for _ in range(rows)]
+    for first, keys in zip((0, 3), shown, strict=True):
+        for line, key in zip(lines, keys, strict=False):
+            rate = "" if key.per_second is None else _number(key.per_second)
+            line[first : first + 3] = Text(_line(key.subject)), Text(_line(key.rule)), Text(rate)
+    widths = [max(each.cell_len for each in column) for column in zip(columns, *lines, strict=True)]
+    subject, rule = _fitting(widths, width)
+    for line in lines:
+        for place, most in ((0, subject), (1, rule), (3, subject), (4, rule)):
+            line[place].truncate(most, overflow="ellipsis")
+        table.add_row(*line)
     return table
+
+
+def _fitting(widths: Sequence[int], width: int | None) -> tuple[int, int]:
+    """How wide a subject and a rule may be, so that rates, the last to go, are seen."""
+    if width is None:
+        return _KEY_CHARACTERS_MAX, _KEY_CHARACTERS_MAX
+    gaps = 2 * (len(widths) - 1)
+    each = (width - gaps - widths[2] - widths[5]) // 2
+    rule = min(max(widths[1], widths[4]), max(each // 3, _KEY_CHARACTERS_MIN))
+    return min(max(each - rule, _KEY_CHARACTERS_MIN), _KEY_CHARACTERS_MAX), rule
 
 
 def _table(headings: Sequence[str], text: Sequence[int] = (0,)) -> Table:
