@@ -200,6 +200,13 @@ def test_a_view_without_routes() -> None:
         assert response.headers["RateLimit-Policy"] == f'"{views.__name__}.search";q=2;w=1'
 
 
+def test_a_request_that_is_served_again() -> None:
+    """As in a test that made one for all: each time it is limited, under the same name."""
+    request = RequestFactory().get("/anything")
+    with override_settings(TOLLKEEPER={"clock": ManualClock(NOW_S)}):
+        assert [views.search(request).status_code for _ in range(3)] == [200, 200, 429]
+
+
 def test_a_view_keeps_its_name() -> None:
     """Django shows it when it debugs."""
     assert (views.search.__name__, views.asearch.__name__) == ("search", "asearch")

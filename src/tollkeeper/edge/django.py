@@ -189,11 +189,11 @@ def _serve(request: Any, outer: Guard, chosen: Chosen, respond: Callable[[], Any
         response = respond() if refusal is None else _response_of(refusal)
     except BaseException as error:
         if is_outermost:
-            _fail(bill, error)
+            _fail(request, bill, error)
             bill.settle()
         raise
     if is_outermost:
-        _finish(bill, response)
+        _finish(request, bill, response)
         bill.settle()
     return response
 
@@ -211,13 +211,13 @@ async def _serve_async(
             response = await response
     except BaseException as error:
         if is_outermost:
-            _fail(bill, error)
+            _fail(request, bill, error)
             # Shielded, here and below: a task that is cancelled may be so again at its next step,
             # and who hangs up while it is settled does not get away with what it cost.
             await asyncio.shield(bill.settle_async())
         raise
     if is_outermost:
-        _finish(bill, response)
+        _finish(request, bill, response)
         if bill.unsettled():
             await asyncio.shield(bill.settle_async())
     return response
@@ -233,7 +233,8 @@ def _bill_of(request: Any, outer: Guard | AsyncGuard) -> tuple[DjangoBill, bool]
     return bill, True
 
 
-def _fail(bill: DjangoBill, error: BaseException) -> None:
+def _fail(request: Any, bill: DjangoBill, error: BaseException) -> None:
+    delattr(request, _BILL)
     bill.fail(error)
     # A REST framework answers its own exceptions further out, with the status that they have. A
     # guess that is refused by one is not let off with a 500.
@@ -245,8 +246,9 @@ def _fail(bill: DjangoBill, error: BaseException) -> None:
             bill.status = status
 
 
-def _finish(bill: DjangoBill, response: Any) -> None:
+def _finish(request: Any, bill: DjangoBill, response: Any) -> None:
     """Add the headers, and see to it that what a stream says of its cost is heard."""
+    delattr(request, _BILL)  # who serves the same request again, as tests do, begins a new one
     if not isinstance(response, HttpResponseBase):
         return  # Django explains that better
     bill.status = response.status_code
