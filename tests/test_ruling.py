@@ -256,6 +256,21 @@ def test_settling_a_rule_that_charges_several_units_for_each(face: Any) -> None:
     assert limiter.peek(dear, 0).remaining == 0
 
 
+@pytest.mark.parametrize("kind", [Limiter, AsyncLimiter])
+async def test_settling_what_a_full_store_does_not_count(kind: Any) -> None:
+    """A look finds room in the limit, and a check none in the store: nothing was spent."""
+    limiter = kind("10/minute", store="memory://?capacity=2")
+
+    async def called(verb: str, *asked: Any) -> Any:
+        found = getattr(limiter, verb)(*asked)
+        return await found if kind is AsyncLimiter else found
+
+    assert (await called("check", "ann")).allowed
+    assert (await called("check", "bob")).allowed
+    assert await called("settle", "cid", 0, 3) == 3
+    assert await called("settle", "ann", 1, 4) == 0
+
+
 class Hurrying(ManualClock):
     """A clock that goes on by 10 µs whenever it is read, and not for ever."""
 

@@ -159,6 +159,47 @@ def test_the_ceiling_bounds_what_is_open(dead: str) -> None:
         assert degraded([limiter.check(each) for each in who]) == [True, True, True, False]
 
 
+def test_the_emergency_limits_are_by_address_without_rules_too(dead: str) -> None:
+    """A limiter that counts requests by something else still knows where they come from."""
+    standby = Standby(emergency="2/minute", emergency_after=0)
+    how: Any = {"store": dead, "by": ["user"], "standby": standby}
+    asked = [Request(user="ann", ip=ip) for ip in ("192.0.2.1", "192.0.2.2") for _ in range(3)]
+    with Limiter("9/minute", **how) as limiter:
+        assert degraded([limiter.check(each) for each in asked]) == [True, True, False] * 2
+    with Limiter("9/minute", **how) as limiter:
+        found = limiter.judge_all([(each, 1) for each in asked])
+        assert degraded([each.decision for each in found]) == [True, True, False] * 2
+
+    async def main() -> list[Decision]:
+        async with AsyncLimiter("9/minute", **how) as awaited:
+            together = await awaited.judge_all([(each, 1) for each in asked[:3]])
+            return [each.decision for each in together] + [
+                await awaited.check(each) for each in asked[3:]
+            ]
+
+    assert degraded(asyncio.run(main())) == [True, True, False] * 2
+
+
+def test_closing_a_limiter_lets_go_of_the_file(dead: str, tmp_path: Path) -> None:
+    """Of either kind: a file can be open so many times and no more."""
+    path = tmp_path / "standby"
+    how: Any = {"store": dead, "standby": Standby(store=f"shared://{path}")}
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count(str(path))
+
+    with Limiter("9/minute", **how):
+        assert mapped() > 0
+    assert mapped() == 0
+
+    async def main() -> None:
+        async with AsyncLimiter("9/minute", **how):
+            assert mapped() > 0
+        assert mapped() == 0
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("how", "problem"),
     [

@@ -317,7 +317,8 @@ class RulesInForce:
         """The answer in the store's place, and whether this machine's counts gave it."""
         if "closed" not in wanted:
             counted = [
-                Asked(item.gate.limits, item.rule.rule.id, item.subject, item.units)
+                # Whole, also where the store has it in parts: each part's share would be rounded.
+                Asked(item.in_force.limits, item.rule.rule.id, item.who, item.units)
                 for item, policy in zip(items, wanted, strict=True)
                 if policy == "local"
             ]
@@ -325,7 +326,7 @@ class RulesInForce:
             if found:  # what is open knows nothing of remaining units
                 return combined(found), True
         by_policy = [
-            decision_on_failure(error, policy, item.gate.limits[0], item.rule.rule.id)
+            decision_on_failure(error, policy, item.in_force.limits[0], item.rule.rule.id)
             for item, policy in zip(items, wanted, strict=True)
         ]
         return combined(by_policy), False

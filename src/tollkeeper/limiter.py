@@ -84,8 +84,8 @@ class Limiter(Path):
             return [self._ruling(each) for each in check_together(self._store, found)]
         except StoreError as error:
             return [
-                self._ruling(self._degraded(error, subject, cost, spend=True))
-                for _, subject, cost in found
+                self._ruling(self._degraded(error, key, subject, cost, spend=True))
+                for (key, _), (_, subject, cost) in zip(asked, found, strict=True)
             ]
 
     def settle(self, key: Key | Request, reserved: int, actual: int) -> int:
@@ -110,7 +110,11 @@ class Limiter(Path):
                 break
             if not look.allowed:
                 attempt = less(look, attempt)
-            elif self.check(key, attempt).allowed:
+                continue
+            spent = self.check(key, attempt)
+            if spent.degraded:
+                break
+            if spent.allowed:
                 left -= attempt
             else:  # of a rule in parts, a look sees all and a check meets one
                 attempt //= 2

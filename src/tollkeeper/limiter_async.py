@@ -109,7 +109,8 @@ class AsyncLimiter(Path):
         try:
             return await verb(subject, cost)
         except StoreError as error:
-            return self._degraded(error, subject, cost, spend=verb == self._awaited.check)
+            spend = verb == self._awaited.check
+            return self._degraded(error, key, subject, cost, spend=spend)
 
     async def judge(self, key: Key | Request, cost: int = 1, *, spend: bool = True) -> Ruling:
         """`check` (or, without `spend`, `peek`) with its grounds. See Limiter.judge."""
@@ -135,8 +136,8 @@ class AsyncLimiter(Path):
             decisions = await check_together_async(self._store, cast("AskedAsync", found))
         except StoreError as error:
             return [
-                self._ruling(self._degraded(error, subject, cost, spend=True))
-                for _, subject, cost in found
+                self._ruling(self._degraded(error, key, subject, cost, spend=True))
+                for (key, _), (_, subject, cost) in zip(asked, found, strict=True)
             ]
         return [self._ruling(decision) for decision in decisions]
 
@@ -158,7 +159,11 @@ class AsyncLimiter(Path):
                 break
             if not look.allowed:
                 attempt = less(look, attempt)
-            elif (await self.check(key, attempt)).allowed:
+                continue
+            spent = await self.check(key, attempt)
+            if spent.degraded:
+                break
+            if spent.allowed:
                 left -= attempt
             else:  # of a rule in parts, a look sees all and a check meets one
                 attempt //= 2
@@ -296,6 +301,7 @@ class AsyncLimiter(Path):
             await asyncio.to_thread(self._follower.stop)
         close = getattr(self._store, "aclose", None)
         if close is not None and self._owns_store:
+            self._local.close()
             await close()
         else:
             self._close()

@@ -302,21 +302,25 @@ class Path:
         try:
             return verb(subject, cost)
         except StoreError as error:
-            return self._degraded(error, subject, cost, spend=verb == self._gate.check)
+            spend = verb == self._gate.check
+            return self._degraded(error, key, subject, cost, spend=spend)
 
     def _unlimited(self) -> Decision:
         """What a check answers while a test has limiting switched off."""
         limit = self._gate.limits[0]
         return Decision(True, limit, limit.capacity, rule=self._name)
 
-    def _degraded(self, error: StoreError, subject: str, cost: int, *, spend: bool) -> Decision:
+    def _degraded(
+        self, error: StoreError, key: Key | Request, subject: str, cost: int, *, spend: bool
+    ) -> Decision:
         """What a check answers when the store could not decide."""
         if self._rules is None:  # rules have asked already, and are to raise the error
             self._local.note_failure(error)
             if self._on_failure in {"open", "local"}:
-                asked = [Asked(self._gate.limits, self._name, subject, cost)]
+                asked = [Asked(self.limits, self._name, subject, cost)]
                 local = self._on_failure == "local"
-                found = self._local.decide(asked if local else [], None, spend=spend)
+                address = key.ip if isinstance(key, Request) else None
+                found = self._local.decide(asked if local else [], address, spend=spend)
                 if found:
                     return combined(found)
         return decision_on_failure(error, self._on_failure, self._gate.limits[0], self._name)

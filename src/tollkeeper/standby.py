@@ -25,7 +25,7 @@ from tollkeeper.arguments import Limits as GivenLimits
 from tollkeeper.arguments import limits_of
 from tollkeeper.clock import NS_PER_SECOND, Clock, duration_ns
 from tollkeeper.decide.failure import decision_on_failure
-from tollkeeper.decide.store import Store
+from tollkeeper.decide.store import Gate, Store
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.together import check_together
 from tollkeeper.errors import CapacityError, ConfigError, StoreError, show
@@ -36,6 +36,8 @@ from tollkeeper.policy import scaled
 NODES_MAX: Final = 100_000
 OUTAGE_GAP_NS: Final = 5 * NS_PER_SECOND
 TELL_NS: Final = 60 * NS_PER_SECOND
+# Shares that are kept prepared: more than a document's limits come to, whatever the load is.
+_GATES_MAX: Final = 4_096
 _AFTER_NS_MAX: Final = 86_400 * NS_PER_SECOND
 
 # What these limits are called in decisions, and what all are counted as.
@@ -109,7 +111,7 @@ def standby_of(standby: object) -> Standby:
 class Asked(NamedTuple):
     """One rule's part in a request that the store could not decide."""
 
-    limits: Sequence[Limit]
+    limits: Limits
     rule: str
     subject: str
     units: int
@@ -122,6 +124,7 @@ class LocalCounts:
         self._standby = standby
         self._clock = clock
         self._store: Store | None = None
+        self._gates: dict[tuple[Limits, str], Gate] = {}
         self._lock = threading.Lock()
         if standby.store != _MEMORY:
             self._opened()  # now, so that a file which cannot be used is known before it is needed
@@ -155,9 +158,8 @@ class LocalCounts:
         if not (asked or self._standby.ceiling_limits or self._standby.emergency_limits):
             return []
         store = self._opened()
-        gates = [
-            (store.gate(self._share(each.limits), each.rule), each.subject, each.units)
-            for each in asked
+        gates: list[tuple[Any, str, int]] = [
+            (self._gate(store, each.limits, each.rule), each.subject, each.units) for each in asked
         ]
         bad_days = self._bad_days(store, address)
         try:
@@ -182,11 +184,21 @@ class LocalCounts:
             gates.append((store.gate(standby.emergency_limits, EMERGENCY), subject_of(key), 1))
         return gates
 
-    def _share(self, limits: Sequence[Limit]) -> Limits:
-        nodes = self._standby.nodes
-        return tuple(limits) if nodes == 1 else scaled(tuple(limits), Fraction(1, nodes))
+    def _gate(self, store: Store, limits: Limits, rule: str) -> Gate:
+        """This machine's share of the limits, on its counts."""
+        gate = self._gates.get((limits, rule))
+        if gate is None:
+            nodes = self._standby.nodes
+            share = limits if nodes == 1 else scaled(limits, Fraction(1, nodes))
+            if len(self._gates) >= _GATES_MAX:
+                self._gates.clear()
+            gate = self._gates[limits, rule] = store.gate(share, rule)
+        return gate
 
     def _opened(self) -> Store:
+        store = self._store
+        if store is not None:
+            return store
         with self._lock:
             if self._store is None:
                 self._store = open_store(self._standby.store, self._clock)
@@ -198,6 +210,7 @@ class LocalCounts:
             if self._store is not None:
                 self._store.close()
                 self._store = None
+                self._gates.clear()
 
 
 def _decided(store: Store, asked: Sequence[tuple[Any, str, int]], *, spend: bool) -> list[Decision]:

@@ -107,6 +107,15 @@ def test_a_share_of_the_limits_where_several_processes_count_alone(dead: Single)
     assert [bool(each) for each in found] == [True, False]
 
 
+def test_a_rule_in_parts_has_one_share_on_this_machine(dead: Single) -> None:
+    """A twentieth of each of eight parts would be a unit each, and of twenty machines 160."""
+    rules = "version: 1\nrules:\n  - {id: all, by: [], limits: 100/hour, split: 8, on_failure: %s}"
+    found = checks(dead, rules % "local", times=20, standby=Standby(nodes=20))
+    assert sum(map(bool, found)) == 5
+    assert {each.policy.limit for each in found} == {5}
+    assert {each.policy.limit for each in checks(dead, rules % "closed", times=8)} == {100}
+
+
 def test_local_rules_pass_together_or_not_at_all(dead: Single) -> None:
     """A request that one denies costs the others nothing, as ever."""
     rules = document(user="local", tenant="local").replace(
