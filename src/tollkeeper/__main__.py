@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 
+INTERRUPTED = 128 + 2  # what a shell says of a program that SIGINT ended
+
 
 def main() -> None:
     """Run the command line; without its libraries, say how to get them."""
     try:
         # Imported here: these libraries are an extra, which a service does without.
         from tollkeeper.app.cli import app  # noqa: PLC0415 - see above
+    except KeyboardInterrupt:  # later, typer sees to it
+        sys.exit(INTERRUPTED)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "tollkeeper":
             raise

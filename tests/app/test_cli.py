@@ -59,6 +59,35 @@ def test_wrong_arguments_are_exit_code_2(arguments: list[str]) -> None:
     assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["doctor"],
+        ["check", "--cost", "much"],
+        ["quota", "--colour"],
+        ["grant", "--user", "42"],
+        ["reconcile", "--every", "1h", "--repair"],
+        ["token", "create", "ann"],
+        ["rules", "validate"],
+        ["rules", "rollback", "first"],
+        ["top", "--interval", "long"],
+    ],
+)
+def test_json_holds_for_wrong_arguments_too(arguments: list[str]) -> None:
+    """One document on the standard output, as for all that can be wrong; a script reads that."""
+    result = run(*arguments, "--json")
+    said = json.loads(result.stdout)
+    assert (result.exit_code, said["exit_code"]) == (2, 2)
+    assert said["error"]
+    assert result.stderr == ""
+
+
+def test_a_secret_in_the_wrong_place_is_not_repeated_as_json_either() -> None:
+    """Nor a URL, which may hold a password."""
+    assert "s3cret" not in run("doctor", "redis://:s3cret@host", "--json").output
+    assert "tk_0123" not in run("check", "tk_0123456789abcdef", "--json").output
+
+
 def test_each_finding_is_a_line() -> None:
     """Level, check, what was found; below it, what to do."""
     result = run("doctor", "--store", running("single").uri)
@@ -167,3 +196,21 @@ def test_without_the_redis_libraries_the_other_stores_are_looked_at() -> None:
     done = run_process("-c", WITHOUT.format(missing="redis", arguments=arguments))
     assert done.returncode == 2
     assert "pip install 'tollkeeper[redis]'" in done.stdout
+
+
+def test_who_interrupts_it_gets_no_traceback() -> None:
+    """Also while it still imports what it needs."""
+    interrupted = """
+import sys
+
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "rich.console":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupting())
+from tollkeeper.__main__ import main
+main()
+"""
+    done = run_process("-c", interrupted)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.redis_servers.certificates import make_certificates
+from tests.service_process import run_to_end
 from tollkeeper.app import starting
 from tollkeeper.app.cli import app
 from tollkeeper.app.server import started_line, url_of
@@ -53,6 +54,19 @@ FAR: list[tuple[dict[str, Any], bool]] = [
     ({"host": "0.0.0.0", "insecure_no_tokens": True}, True),
     ({"grpc": "0.0.0.0:8081"}, False),
 ]
+
+
+def test_a_variable_that_kubernetes_sets_is_not_the_port(tmp_path: Path) -> None:
+    """Where a service is called tollkeeper, TOLLKEEPER_PORT is its address. Only there."""
+    # Refused when all settings were taken, and before a port is.
+    options = ["serve", "--data", str(tmp_path), "--host", "0.0.0.0"]
+    address = "tcp://10.0.0.7:8080"
+    given = run_to_end(options, TOLLKEEPER_PORT=address)
+    assert "--insecure-no-tokens" in given.stderr
+    typed = run_to_end([*options, "--port", address])
+    assert "Invalid value for '--port'" in typed.stderr
+    wrong = run_to_end(options, TOLLKEEPER_PORT="eighty")
+    assert "'eighty' is not a whole number" in wrong.stderr
 
 
 @pytest.mark.parametrize(("more", "fine"), FAR)

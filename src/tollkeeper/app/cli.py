@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import asdict
 from typing import Annotated, Final
@@ -19,6 +18,7 @@ from tollkeeper.app.reconcile_command import ReconcileCommand, reconcile_command
 from tollkeeper.app.remote import COMMANDS, RemoteCommand
 from tollkeeper.app.rules import app as rules
 from tollkeeper.app.rules_options import Command
+from tollkeeper.app.rules_print import say_json, telling
 from tollkeeper.app.serve import serve
 from tollkeeper.app.tokens import app as tokens
 from tollkeeper.app.top import top
@@ -57,7 +57,7 @@ def tollkeeper(
     """Rate limits that are never exceeded, at the speed of local memory."""
 
 
-@app.command()
+@app.command(cls=Command)
 def doctor(
     store: Annotated[
         str,
@@ -92,12 +92,13 @@ def doctor(
 
     Example: tollkeeper doctor --store redis+cluster://h1:7000,h2:7000 --json
     """
-    report = examine(store, prefix=prefix, deadline_ms=deadline_ms, connect_ms=connect_ms)
-    if as_json:
-        typer.echo(json.dumps(_document(report), indent=2))
-    else:
-        _print(report)
-    raise typer.Exit(report.exit_code)
+    with telling(as_json):
+        report = examine(store, prefix=prefix, deadline_ms=deadline_ms, connect_ms=connect_ms)
+        if as_json:
+            say_json(_document(report))
+        else:
+            _print(report)
+        raise typer.Exit(report.exit_code)
 
 
 def _document(report: Report) -> dict[str, object]:

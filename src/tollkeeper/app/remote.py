@@ -25,7 +25,6 @@ from tollkeeper.rates import UNIT_NS
 
 COUNT_MAX: Final = 100_000
 TIMEOUT_S: Final = 5.0
-# A token that was typed where something else belongs.
 _TOKEN: Final = re.compile(r"\btk_[\w-]+")
 _TIME: Final = re.compile(r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?) ?(?P<unit>[a-z]{0,12})")
 
@@ -76,14 +75,9 @@ TimeoutOption = Annotated[
 class RemoteCommand(Command):
     """A command that repeats no URL, and no token either."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As typer does."""
-        try:
-            return super().parse_args(ctx, args)
-        except Exception as error:  # its class is not one that typer gives a name to
-            if isinstance(said := getattr(error, "message", None), str):
-                error.message = _TOKEN.sub("a token", said)  # type: ignore[attr-defined]  # seen
-            raise
+    def without_secrets(self, said: str) -> str:
+        """A token may have been typed where something else belongs."""
+        return _TOKEN.sub("a token", super().without_secrets(said))
 
 
 def check(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from tollkeeper.app.rules_print import TROUBLE, say_json
 
 _URL: Final = re.compile(r"\S*://\S*")
 
@@ -65,24 +65,31 @@ def was_typed(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-@contextmanager
-def _without_urls() -> Iterator[None]:
-    """What is told of a wrong argument repeats it; a URL in the wrong place may hold a password."""
-    try:
-        yield
-    except Exception as error:  # its class is not one that typer gives a name to
-        if isinstance(said := getattr(error, "message", None), str):
-            error.message = _URL.sub("a URL", said)  # type: ignore[attr-defined]  # just seen
-        raise
-
-
 class Command(TyperCommand):
-    """A command that repeats no URL."""
+    """A command that repeats no URL, and whose `--json` holds for a wrong argument too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """As typer does."""
-        with _without_urls():
+        as_json = "--json" in args
+        try:
             return super().parse_args(ctx, args)
+        except Exception as error:  # its class is not one that typer gives a name to
+            if isinstance(said := getattr(error, "message", None), str):
+                error.message = self.without_secrets(said)  # type: ignore[attr-defined]  # seen
+                if as_json:
+                    say_json({"exit_code": TROUBLE, "error": _words(error)})
+                    raise typer.Exit(TROUBLE) from None
+            raise
+
+    def without_secrets(self, said: str) -> str:
+        """What is told of a wrong argument repeats it, and a URL may hold a password."""
+        return _URL.sub("a URL", said)
+
+
+def _words(error: Any) -> str:
+    """With which option it is, where the error knows."""
+    words: str = error.format_message()
+    return words
 
 
 class Group(TyperGroup):
@@ -90,5 +97,9 @@ class Group(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """As typer does."""
-        with _without_urls():
+        try:
             return super().resolve_command(ctx, args)
+        except Exception as error:  # its class is not one that typer gives a name to
+            if isinstance(said := getattr(error, "message", None), str):
+                error.message = _URL.sub("a URL", said)  # type: ignore[attr-defined]  # just seen
+            raise

@@ -5,14 +5,28 @@ None means that nobody gave it, here or in the variable: then the --config file 
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import os
+from typing import Annotated, Any, Final
 
 import typer
+
+_PORT: Final = "TOLLKEEPER_PORT"
 
 
 def _option(*names: str, **how: Any) -> Any:
     variable = names[0].removeprefix("--").split("/")[0].replace("-", "_").upper()
     return typer.Option(*names, envvar=f"TOLLKEEPER_{variable}", show_default=False, **how)
+
+
+def _port(text: str) -> int | None:
+    # Kubernetes has a meaning of its own for this variable, wherever there is a service called
+    # tollkeeper: tcp://10.0.0.7:8080.
+    if text.startswith("tcp://") and text == os.environ.get(_PORT):
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number") from None
 
 
 Config = Annotated[
@@ -44,7 +58,8 @@ Store = Annotated[
 ]
 Host = Annotated[str | None, _option("--host", metavar="ADDRESS", help="[default: 127.0.0.1]")]
 Port = Annotated[
-    int | None, _option("--port", metavar="N", help="0 is any that is free. [default: 8080]")
+    int | None,
+    _option("--port", metavar="N", help="0 is any that is free. [default: 8080]", parser=_port),
 ]
 Grpc = Annotated[
     str | None,
