@@ -111,6 +111,7 @@ DEFECTS: dict[str, tuple[str, Make]] = {
     "cut off": ("unreadable", lambda server, key: server.hset(key, "orders", b"\x95\xcf\x00")),
     "a map": ("unreadable", lambda server, key: server.hset(key, "orders", b"\x81\xa1v\x02")),
     "a piece": ("unreadable", lambda server, key: server.hset(key, b"\x021:gone", b"12")),
+    "no piece": ("unreadable", lambda server, key: server.hset(key, b"\x02what", b"12")),
     "expires late": ("long expiry", lambda server, key: server.expire(key, 90 * 86_400)),
     "a name": ("not ours", lambda server, key: server.set(b"%b:old" % key, "1", ex=900)),
 }
