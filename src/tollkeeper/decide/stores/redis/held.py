@@ -120,10 +120,10 @@ def read(
         # A chunk that holds nothing any more may stay until the next one is dropped.
         if left := tuple(each for each in mine if each not in used and each[0] == _PIECE_MARK):
             wrong.append(Unreadable(name, raw, "pieces that belong to no state", left))
-    for owner, left in parts.items():
+    for owner, ownerless in parts.items():
         # One whose name says not whose it is stands for itself.
         why = "parts of a rule's states, without the rule's own field"
-        wrong.append(Unreadable(owner, values.get(owner), why, (*left,)))
+        wrong.append(Unreadable(owner, values.get(owner), why, tuple(ownerless)))
     return Read(rules, tuple(wrong))
 
 
