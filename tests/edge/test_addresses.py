@@ -52,6 +52,9 @@ def test_an_untrusted_peer_changes_nothing(proxies: list[str]) -> None:
 @pytest.mark.parametrize(
     ("proxies", "peers", "warned"),
     [
+        ([], [None, PROXY, None], ["unix", PROXY]),
+        (["loopback"], [None, PROXY, None], ["unix"]),
+        (["unix"], [None], []),
         ([], [PROXY, "192.168.0.7", PROXY], [PROXY]),
         ([], ["::1"], ["::1"]),
         ([], [CLIENT], []),  # anybody could fill the log
@@ -60,7 +63,7 @@ def test_an_untrusted_peer_changes_nothing(proxies: list[str]) -> None:
     ],
 )
 def test_a_proxy_that_nobody_has_named_is_told_of_once(
-    proxies: list[str], peers: list[str], warned: list[str], caplog: pytest.LogCaptureFixture
+    proxies: list[str], peers: list[str | None], warned: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Everybody behind it counts as one client, which the operator should not have to find out."""
     known = ClientAddresses(proxies)

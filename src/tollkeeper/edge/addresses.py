@@ -97,6 +97,8 @@ class ClientAddresses:
         # A network's shift is worked out here, once.
         self._networks = tuple((each.version, each.shift, each.prefix) for each in networks)
         self._looks_left = 0 if trusted_proxies else LOOKS_MAX
+        # Nobody but a proxy comes through a socket of the file system, whichever others are named.
+        self._unix_looks_left = LOOKS_MAX
         self._ipv6_shift = 128 - ipv6_prefix
         self._forwarded = forwarded
         # For a peer: its address if it is a trusted proxy, else None, and how it is written.
@@ -106,7 +108,12 @@ class ClientAddresses:
         """The client's address; None where nobody knows it. Never raises."""
         peer = call.peer
         if peer is None:
-            return self._behind(call, None) if self._trusts_unix else None
+            if self._trusts_unix:
+                return self._behind(call, None)
+            if self._unix_looks_left:
+                found = _warn_of_proxy(_UNIX, call)
+                self._unix_looks_left = 0 if found else self._unix_looks_left - 1
+            return None
         proxy, text = self._peers.get(peer) or self._learn(peer, call)
         return text if proxy is None else self._behind(call, proxy)
 
@@ -179,9 +186,9 @@ def _warn_of_proxy(peer: str, call: Call) -> bool:
     if call.header("x-forwarded-for") is None and call.header("forwarded") is None:
         return False
     LOG.warning(
-        "%s forwards requests of others, and no trusted_proxies are named, so that all of them "
+        "%s forwards requests of others, and trusted_proxies do not name it, so that all of them "
         'count as one client; if it is your proxy, say trusted_proxies=["%s"]',
-        peer,
+        "a socket of the file system" if peer == _UNIX else peer,
         peer,
     )
     return True
