@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from statistics import median
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -27,6 +29,7 @@ from tollkeeper.clock import SystemClock
 from tollkeeper.decide.breaker import BreakerState
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.memory import PythonMemoryStore
+from tollkeeper.decide.stores.redis import breakers
 from tollkeeper.decide.stores.redis.store import RedisStore
 from tollkeeper.decide.stores.redis.topology import slot_of
 from tollkeeper.errors import StoreError, StoreTimeout, StoreUnavailable
@@ -250,6 +253,45 @@ def test_a_dead_shard_does_not_open_the_others() -> None:
                     asked = api.start_all([other, keys[0]])
                     assert "breaker is open" in str(asked.exception(SECONDS_MAX))
                 assert calls_of(well, "evalsha", "eval") == before
+
+
+class _Exhausted(ThreadPoolExecutor):
+    """One that can start no thread, for the first few times."""
+
+    def __init__(self, failures: int) -> None:
+        super().__init__(2)
+        self.left = failures
+
+    def submit(self, *work: Any, **how: Any) -> Any:
+        if self.left:
+            self.left -= 1
+            raise RuntimeError("can't start new thread")
+        return super().submit(*work, **how)
+
+
+def test_it_is_probed_though_there_was_no_thread_for_it(
+    server: Single, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An outage is when threads pile up: neither the prober nor its probes can be started."""
+    monkeypatch.setattr(breakers, "OVERDUE_NS", 0)
+    failures = iter([True] * 3)
+    start = threading.Thread.start
+
+    def started(thread: threading.Thread) -> None:
+        if thread.name == "tollkeeper-redis-probe" and next(failures, False):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", started)
+    with client("threads", server.uri, **QUICK) as api:
+        exhausted = api.store._servers._prober._run = _Exhausted(3)
+        server.kill()
+        until(lambda: is_open(api), "the breaker is open", SECONDS_MAX)
+        server.start()
+        until(api.works, "it is closed", SECONDS_MAX)
+        assert not exhausted.left
+        assert next(failures, None) is None
+        exhausted.shutdown()
 
 
 def test_a_child_starts_with_it_closed(server: Single, key: str) -> None:

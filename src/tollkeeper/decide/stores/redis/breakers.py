@@ -27,6 +27,8 @@ LISTENERS_MAX: Final = 16
 REASON_CHARACTERS_MAX: Final = 300
 # A window in which calls cannot fail at several moments, one after another, would never open.
 _WINDOW_DEADLINES_MIN: Final = 4
+# A probe that is so late had nobody to send it: there may have been no thread left for it.
+OVERDUE_NS: Final = 5 * NS_PER_SECOND
 
 
 def settings_of(config: RedisConfig) -> BreakerSettings:
@@ -49,6 +51,8 @@ class NodeBreaker:
         "_changed",
         "_lock",
         "_on",
+        "_overdue",
+        "_overdue_ns",
         "_reason",
         "_refusal",
         "address",
@@ -59,9 +63,16 @@ class NodeBreaker:
     )
 
     def __init__(
-        self, address: Address, config: RedisConfig, changed: Callable[[NodeBreaker], None]
+        self,
+        address: Address,
+        config: RedisConfig,
+        changed: Callable[[NodeBreaker], None],
+        overdue: Callable[[], None],
     ) -> None:
+        """`overdue` is called when a probe has not come."""
         self.address = address
+        self._overdue = overdue
+        self._overdue_ns = 0
         self._on = config.breaker
         self._breaker = Breaker(settings_of(config), time.monotonic_ns())
         self._changed = changed
@@ -77,6 +88,10 @@ class NodeBreaker:
 
     def refusal(self) -> StoreUnavailable:
         """What a call gets while it is open. A new one each time: each has its own traceback."""
+        now_ns = time.monotonic_ns()
+        if now_ns > self._overdue_ns:
+            self._overdue_ns = now_ns + OVERDUE_NS
+            self._overdue()
         return StoreUnavailable(self._refusal)
 
     def failed(self, reason: object, began_ns: int, count: int = 1) -> None:
@@ -141,6 +156,7 @@ class NodeBreaker:
         self.open = self._breaker.state != "closed"
         self.stirred = self._breaker.stirred
         if self.open:
+            self._overdue_ns = self._breaker.probe_ns + OVERDUE_NS
             self._refusal = (
                 f"{self.address} failed {self._breaker.failures} times and is left alone until "
                 f"it answers a probe (its breaker is open): {self._reason}"
@@ -175,7 +191,7 @@ class Breakers:
         with self._lock:
             breaker = self._by_address.get(address)
             if breaker is None:
-                breaker = NodeBreaker(address, self._config, self._changed)
+                breaker = NodeBreaker(address, self._config, self._changed, self.opened)
                 self._by_address[address] = breaker
             return breaker
 

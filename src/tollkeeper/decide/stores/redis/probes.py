@@ -81,7 +81,8 @@ class Prober:
                 thread = threading.Thread(
                     target=self._watch, name="tollkeeper-redis-probe", daemon=True
                 )
-                with suppress(RuntimeError):  # the process ends, and starts no more of them
+                # The process ends; or it has as many as it may, and whoever is refused wakes us.
+                with suppress(RuntimeError):
                     thread.start()
                     self._thread = thread
             self._wake.notify()
@@ -135,8 +136,9 @@ class Prober:
         self._under_way.add(breaker.address)
         try:
             self._run.submit(self._carry_out, breaker)
-        except RuntimeError:  # closed, or the process ends
-            self.close()
+        except RuntimeError as error:  # no more threads for now; or the process ends
+            self._under_way.discard(breaker.address)
+            breaker.probe_failed(error)
 
     def _carry_out(self, breaker: NodeBreaker) -> None:
         try:
