@@ -56,6 +56,16 @@ def test_another_question_is_another_entry(question: object) -> None:
     assert not known(kept("a"), question)
 
 
+def test_what_was_answered_while_it_was_paid_back_is_dropped() -> None:
+    """Also what was asked for before: it may have been decided after the charge."""
+    for told_ns, stays in ((19, True), (20, False), (25, False)):
+        denials: Denials[str] = Denials()
+        slow = Denial(10, 100, told_ns, "no", (PLACE,))
+        denials.keep(QUESTION, slow, denials.mark)
+        denials.paid_back([PLACE], 20)
+        assert known(denials, now_ns=30) is stays
+
+
 def test_a_later_denial_takes_the_place_of_an_earlier_one() -> None:
     """The same question has one answer: the last."""
     denials = kept("a")

@@ -211,6 +211,19 @@ def test_another_cost_is_another_question(server: Single, key: str, wire: str) -
 
 
 @both_wires
+def test_who_spends_under_other_limits_of_the_rule_is_known_of(
+    server: Single, key: str, wire: str
+) -> None:
+    """A rule may have several for one subject, by tier or load; what was spent is one count."""
+    with client(wire, server.uri, Limit(6, per=YEAR)) as api:
+        other = Limiter(Limit(7, per=YEAR), store=api.store)
+        api.check(key, 3)
+        assert api.check(key, 5).remaining == 3
+        assert other.check(key, 2).allowed
+        assert api.check(key, 5).remaining == 1
+
+
+@both_wires
 def test_changed_limits_are_another_question(server: Single, key: str, wire: str) -> None:
     """Raised for the same rule on the same store: it counts at once."""
     with client(wire, server.uri, Limit(1, per=YEAR)) as api:

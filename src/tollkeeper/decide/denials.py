@@ -14,9 +14,9 @@ One thing makes a denial last longer: that a smaller cost was allowed meanwhile,
 limits. It drops what is kept too, here; where another process spent, a denial of a cost above 1 may
 for that second tell of more than remains. A cost of 1 is denied only where nothing remains.
 
-And one thing makes a denial wrong: that it was asked for while a request of several subjects was
-charged, which was then denied by another of them and paid back. So what was asked for in between is
-dropped, and what was known before stays.
+And one thing makes a denial wrong: that it was decided while a request of several subjects was
+charged, which was then denied by another of them and paid back. So what was answered in between is
+dropped, whenever it was asked for, and what was known before stays.
 
 A question may be about several subjects, and is denied because of some of them: those are its
 *places*. What happens to the others changes nothing: a tenant whose users are all denied, each by a
@@ -39,7 +39,7 @@ ENTRIES_MAX: Final = 16_384
 DROPS_MAX: Final = 4_096
 
 Answer = TypeVar("Answer")
-# Limits, and the subject that they count.
+# A rule, whichever of its limits are asked for, and the subject that they count.
 Place = tuple[Hashable, str]
 
 
@@ -170,11 +170,11 @@ class Denials(Generic[Answer]):
                     del self.kept[subject]
 
     def _drop(self, place: Place, since_ns: int | None) -> None:
-        """What is denied at a place; only what was asked for since then, if that is told."""
+        """What is denied at a place; only what was answered since then, if that is told."""
         self._note(place)
         for question in list(self.kept.get(place[1], ())):
             denial = self._entries[question]
-            if place in denial.places and (since_ns is None or denial.sent_ns >= since_ns):
+            if place in denial.places and (since_ns is None or denial.told_ns >= since_ns):
                 self._remove(question)
 
     def _note(self, what: Hashable) -> None:

@@ -87,7 +87,7 @@ class Denied:
         commands, subject, cost = asked
         answers = commands.answers
         question = _question([asked])
-        place = (commands.gate, subject)
+        place = (commands.field, subject)
         if not decision.allowed:
             if self._longest_ns and answers.lasts(answer, cost):
                 denial = self._denial([answer], decision.retry_after_ns, sent, (place,))
@@ -152,7 +152,7 @@ class Denied:
 
     def spend_all(self, asked: Sequence[Asked]) -> None:
         """All of them were charged; or nobody knows which."""
-        self.denials.spent([(commands.gate, subject) for commands, subject, _ in asked])
+        self.denials.spent([(commands.field, subject) for commands, subject, _ in asked])
 
     def drop(self, subject: str) -> None:
         """The subject was given something back, or more, or all."""
@@ -181,7 +181,7 @@ def _places(
 ) -> tuple[Place, ...]:
     """Where the script let pass, or where it denied."""
     return tuple(
-        (commands.gate, subject)
+        (commands.field, subject)
         for (commands, subject, _), answer in zip(asked, answers, strict=True)
         if (answer[0] >= 0) is passed
     )

@@ -12,7 +12,7 @@ from tollkeeper.decide.stores.redis.calls import Call, NotSent
 from tollkeeper.decide.stores.redis.codec import Answers
 from tollkeeper.decide.stores.redis.denied import Denied, Sent
 from tollkeeper.decide.stores.redis.drive import Servers, Tasks, Threads
-from tollkeeper.decide.stores.redis.encode import NS_PER_US, encode_gate, encode_numbers
+from tollkeeper.decide.stores.redis.encode import NS_PER_US, encode_gate, encode_numbers, field_of
 from tollkeeper.decide.stores.redis.scripts import CHECK, GRANT, REFUND, RESET, Script
 from tollkeeper.errors import CapacityError, StoreError
 from tollkeeper.model import UNITS_MAX, Decision, Limit
@@ -26,7 +26,7 @@ _USUAL_COSTS: Final = 16
 class Commands:
     """How a rule's calls are spelled."""
 
-    __slots__ = ("_head", "_key_head", "_tails", "answers", "gate", "now_ns")
+    __slots__ = ("_head", "_key_head", "_tails", "answers", "field", "gate", "now_ns")
 
     def __init__(
         self,
@@ -38,6 +38,8 @@ class Commands:
         self.answers = Answers(limits, rule)
         self.now_ns = now_ns
         self._key_head = prefix.encode() + b":{"
+        # What is kept under it is shared by all limits that the rule has, or has had.
+        self.field = field_of(rule)
         self.gate = encode_gate(limits, rule)
         # EVALSHA <sha> 1 <key> <gate> <cost>, all but the key and the cost written out ahead.
         self._head = b"*6\r\n$7\r\nEVALSHA\r\n$40\r\n%b\r\n$1\r\n1\r\n$" % CHECK.sha
