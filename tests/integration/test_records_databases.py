@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from datetime import date, timedelta
 from pathlib import Path
@@ -285,6 +286,22 @@ async def test_a_day_that_somebody_dropped_is_made_anew() -> None:
     assert sink.dropped() == 0
     assert await rows(url, "SELECT count(*) FROM tollkeeper_decisions") == [(1,)]
     assert [int(each) for each in (await rows(url, SUMS))[0]] == [1, 1, 1, 1]
+
+
+async def test_a_node_whose_clock_is_ahead_drops_nothing_of_the_others() -> None:
+    """What is old is told by the database's clock, for decisions and for usage."""
+    url = running_postgres().new_database()
+    right = Sink(Database(url))
+    right.offer([event(time.time_ns() // 1_000)])
+    right.usage.add(("user:1", "orders", time.time_ns() // (60 * 10**9)), [1, 1, 1])
+    await right.finish()
+    wrong = Sink(Database(url), now_ns=lambda: time.time_ns() + 200 * DAY_S * 10**9)
+    await wrong._tend()
+    assert (await rows(url, "SELECT tended_s FROM tollkeeper_record_state"))[0][0] > 0
+    assert await rows(url, "SELECT count(*) FROM tollkeeper_decisions") == [(1,)]
+    assert [int(each) for each in (await rows(url, SUMS))[0]] == [1, 1, 1, 1]
+    await right.close()
+    await wrong.close()
 
 
 async def failed_again(sink: Sink) -> None:

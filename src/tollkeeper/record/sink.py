@@ -56,6 +56,7 @@ _STATEMENT_MS: Final = 10_000
 # The largest number that both databases take.
 _NUMBER_MAX: Final = 2**63 - 1
 
+_NOW: Final = text("SELECT floor(extract(epoch FROM clock_timestamp()))::bigint")
 _IS_FIRST: Final = text(
     "INSERT INTO tollkeeper_record_writers AS kept (writer, batch, at_s) "
     "VALUES (:writer, :batch, :at_s) ON CONFLICT (writer) DO UPDATE "
@@ -354,8 +355,19 @@ class Sink:
         # Not all at the same moment: the first who comes does it for all.
         spread = random.uniform(0.5, 1.0)  # noqa: S311 - same
         self._tend_at_s = time.monotonic() + TEND_SECONDS * spread
-        if await self._trimmer.tend(self._now_ns() // 10**9):
+        if await self._trimmer.tend(await self._tended_at_s()):
             self._days = set()
+
+    async def _tended_at_s(self) -> int:
+        """The time that what is old is told by: the database's own, where it has one.
+
+        A node whose clock is ahead by weeks must not drop what all others keep.
+        """
+        if not self._database.is_postgresql:
+            return self._now_ns() // 10**9
+        async with self._database.reading() as connection:
+            found = await connection.execute(_NOW)
+            return int(found.scalar_one())
 
 
 def _row(values: dict[str, Any]) -> dict[str, Any]:
