@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tollkeeper.record.live import Counted, Known, Live, Standing
+from tollkeeper.record.live import PENALTIES_MAX, Counted, Known, Live, Standing
+from tollkeeper.record.sketch import COUNTERS_MAX
 
 
 def known(subject: str) -> Known:
@@ -24,6 +25,17 @@ def test_what_one_leaves_the_others_read(tmp_path: Path) -> None:
     two.leave(known("user:2"))
     assert list(two.others()) == [known("user:1")]
     assert list(one.others()) == [known("user:2")]
+
+
+def test_the_longest_that_there_can_be_is_read(tmp_path: Path) -> None:
+    """Whoever makes up long names in strange letters blinds nobody."""
+    names = [f"user:{number:06}".ljust(512, "🦊") for number in range(COUNTERS_MAX)]
+    rule = "r" * 128
+    counted = Counted([((name, rule), 1.0) for name in names], 0.0, 1.0)
+    standing = [Standing(rule, name, 1, 10, False, 99) for name in names[:PENALTIES_MAX]]
+    Live(tmp_path, number=1).leave(Known(1.0, counted, counted, standing))
+    (found,) = Live(tmp_path).others()
+    assert len(found.penalties) == PENALTIES_MAX
 
 
 def test_of_the_dead_nothing_is_told(tmp_path: Path) -> None:

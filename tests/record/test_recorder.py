@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -214,6 +215,20 @@ async def test_workers_tell_each_other_who_asks_most(
     assert total == pytest.approx(5, rel=0.2)
     await one.stop()
     await two.stop()
+
+
+def test_a_folder_that_is_gone_is_told_of_once(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And again when it was there in between; not every second."""
+    recorder = make(live=Live(tmp_path / "run"))
+    for _ in range(2):
+        recorder._leave()
+        recorder._leave()
+        (tmp_path / "run").mkdir()
+        recorder._leave()
+        shutil.rmtree(tmp_path / "run")
+    assert caplog.text.count("not told who asks most") == 2
 
 
 async def test_a_clock_that_is_set_back_keeps_nobody_on_top(

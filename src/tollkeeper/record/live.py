@@ -15,7 +15,8 @@ from typing import Final
 
 import msgspec
 
-FILE_BYTES_MAX: Final = 4 * 1024 * 1024
+# Two sketches and the penalties, 3,000 in all, each a subject of 512 characters and a rule's id.
+FILE_BYTES_MAX: Final = 8 * 1024 * 1024
 PENALTIES_MAX: Final = 1_000
 SUFFIX: Final = ".live"
 

@@ -111,6 +111,7 @@ class Recorder:
         self._buckets = self._usage.buckets
         self._dropped = 0
         self._is_behind = False
+        self._is_silent = False
         self._idle_ticks = 0
         self._timer: asyncio.TimerHandle | None = None
         self._thread = threading.Thread(target=self._run, name="tollkeeper-record", daemon=True)
@@ -324,7 +325,11 @@ class Recorder:
         try:
             self._live.leave(self._known())
         except OSError as error:
-            log.warning("the other workers are not told who asks most: %s", error.strerror)
+            if not self._is_silent:  # said once, and not every second
+                log.warning("the other workers are not told who asks most: %s", error.strerror)
+            self._is_silent = True
+        else:
+            self._is_silent = False
 
     def _known(self) -> Known:
         now_s = self._monotonic_s()

@@ -200,10 +200,11 @@ async def test_a_store_that_is_away_holds_nothing_that_is_known(
 
 
 async def test_a_folder_that_is_gone_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """The log says it."""
+    """The log says it, once."""
     async with asking(counters=Path("/nonexistent/run")) as ask:
-        ask.service.metrics.write()
-        assert "not written" in caplog.text
+        for _ in range(3):
+            ask.service.metrics.write()
+        assert caplog.text.count("not written") == 1
         assert (await ask("GET", "/metrics")).status == 200
 
 

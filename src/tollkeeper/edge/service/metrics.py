@@ -77,6 +77,7 @@ class Metrics:
         self._reading = Reading(node.limiter)
         self._folder = node.settings.counters
         self._written = b""
+        self._failing = False
         self._stats: StoreStats | None = None
         self._asked_s = -STATS_SECONDS
         self._asking: asyncio.Task[None] | None = None
@@ -113,7 +114,13 @@ class Metrics:
                 _replace(path, text)
                 self._written = text
         except OSError as error:
-            log.warning("metrics: the counts are not written for the others: %s", error.strerror)
+            if not self._failing:  # said once, and not every second
+                log.warning(
+                    "metrics: the counts are not written for the others: %s", error.strerror
+                )
+            self._failing = True
+        else:
+            self._failing = False
 
     def total(self) -> Snapshot:
         """Of all workers of this service."""
