@@ -1,5 +1,6 @@
 """FastAPI: limits of routes as dependencies, with no `request` argument and one answer."""
 
+import asyncio
 import json
 from contextlib import suppress
 from typing import Annotated, Any
@@ -364,6 +365,20 @@ async def test_an_application_can_be_started_twice() -> None:
     for _ in range(2):
         assert await _statuses(app, "/x", "/x") == [200, 429]
         await run_lifespan(app)
+
+
+async def test_a_request_that_comes_while_the_limits_are_closed() -> None:
+    """It opens them again, and what closes leaves them open."""
+    rule = {"id": "all", "by": ["ip"], "limits": ["9/minute"]}
+    app, limit = _limited(rules={"version": 1, "rules": [rule]})
+    closing = asyncio.create_task(limit.guard.close())
+    await asyncio.sleep(0)  # it has begun
+    assert not limit.guard._opened
+    await ask(app)
+    await closing
+    seen = await ask(app)
+    assert seen.headers["x-ratelimit-remaining"] == "7"
+    await limit.guard.close()
 
 
 def test_the_description_says_where_a_429_may_come_from() -> None:

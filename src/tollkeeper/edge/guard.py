@@ -285,14 +285,16 @@ class Guard(_Post):
 
     def close(self) -> None:
         """Close what this guard opened. Using it again opens it again."""
+        # Those that are open now: a request that comes meanwhile opens others.
+        limiter, store = self._limiter, self.store
         for guard in self._leave_alone():
             guard.close()
         if self._opened and self.terms.limiter is None:
             self._opened = False
-            if self._limiter is not None:
-                self._limiter.close()
+            if limiter is not None:
+                limiter.close()
             if self._owns_store:
-                self.store.close()
+                store.close()
 
 
 class AsyncGuard(_Post):
@@ -402,20 +404,22 @@ class AsyncGuard(_Post):
 
     async def close(self) -> None:
         """Close what this guard opened. Using it again opens it again."""
+        # Those that are open now: a request that comes meanwhile opens others.
+        limiter, store = self._limiter, self.store
         for guard in self._leave_alone():
             await guard.close()
         if self._opened and self.terms.limiter is None:
             self._opened = self.is_quick = False
             self.peers = None
             if self.awaits:
-                await self._limiter.close()
-            elif self._limiter is not None:
+                await limiter.close()
+            elif limiter is not None:
                 # A thread that follows rules is waited for.
                 closing = asyncio.to_thread if self.terms.rules is not None else _called
-                await closing(self._limiter.close)
+                await closing(limiter.close)
             if self._owns_store:
-                aclose = getattr(self.store, "aclose", None)
-                await (_called(self.store.close) if aclose is None else aclose())
+                aclose = getattr(store, "aclose", None)
+                await (_called(store.close) if aclose is None else aclose())
 
 
 def _said(hook: str, value: Any) -> bool:
