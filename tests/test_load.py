@@ -11,7 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper import AsyncLimiter, CapacityError, ConfigError, Limiter, Request
+from tollkeeper import (
+    AsyncLimiter,
+    CapacityError,
+    ConfigError,
+    Decision,
+    Limiter,
+    Request,
+    StoreUnavailable,
+)
+from tollkeeper.decide.stores import memory
+from tollkeeper.decide.stores.memory import MemoryGate
 from tollkeeper.load import SAMPLE_NS, CpuProbe, Factor, Loads, MemoryProbe, aimed_at
 from tollkeeper.match.rules import Scale
 from tollkeeper.testing import ManualClock
@@ -342,6 +352,26 @@ def test_a_cost_that_fits_but_not_now_is_denied_and_no_error() -> None:
     limiter.push_load(0.0)
     clock.advance(1_000)
     assert limiter.check(ME, cost=5)
+
+
+class _Gone(MemoryGate):
+    """A gate whose store goes away after a check."""
+
+    def peek(self, subject: str, cost: int) -> Decision:
+        raise StoreUnavailable("it has just gone")
+
+
+def test_a_store_that_goes_away_meanwhile_is_answered_as_the_rule_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the rule's own failure policy, not the limiter's, and not by an error."""
+    monkeypatch.setattr(memory, "MemoryGate", _Gone)
+    clock = ManualClock()
+    rules = SCALED.partition("  - id: plain")[0].replace("user", "user\n    on_failure: closed")
+    limiter = Limiter.from_rules(rules, store=memory.PythonMemoryStore(clock), clock=clock)
+    limiter.push_load(1.0)
+    for decision in (limiter.check(ME, cost=5), limiter.judge(ME, cost=5).decision):
+        assert (decision.allowed, decision.degraded) == (False, True)
 
 
 async def test_the_same_for_asyncio() -> None:

@@ -70,21 +70,27 @@ class RuledGate(RulesInForce):
         if not self._terms:
             return self._checked(plan, request)
         answer = self._barred(plan, spend=True)
+        if isinstance(answer, StoreError):  # who has waited for the store does not wait again
+            return self._failed(plan.enforced, request, answer, spend=True)
         if answer is None:
             answer = self._checked(plan, request)
         self._penalise(plan, answer)
         return answer
 
-    def _barred(self, plan: Plan, *, spend: bool) -> Decision | None:
-        """The denial, where a cool-down goes on."""
+    def _barred(self, plan: Plan, *, spend: bool) -> Decision | StoreError | None:
+        """The denial, where a cool-down goes on; or why nobody knows. The store is asked once."""
+        away: StoreError | None = None
         for item, terms in self._penal(plan):
             now_ns = self._clock.now_ns()
             left_ns = self.watch.barred_ns(who(item), now_ns)
+            if left_ns is None and away is not None:
+                continue
             if left_ns is None:
                 try:
                     look = terms.cooldown.peek(item.who, terms.cooldown_units)
-                except StoreError:
-                    continue  # the limits' failure policy will answer
+                except StoreError as error:
+                    away = error
+                    continue
                 left_ns = look.retry_after_ns
                 self.watch.looked(who(item), now_ns, left_ns)
             if left_ns:
@@ -92,7 +98,7 @@ class RuledGate(RulesInForce):
                 if spend:
                     self._count(item, answer)
                 return answer
-        return None
+        return away
 
     def _penalise(self, plan: Plan, answer: Decision) -> None:
         due = self._not_waited(plan, answer)
@@ -110,33 +116,43 @@ class RuledGate(RulesInForce):
         policy = self.policy
         plans = [policy.plan(request, cost) for request, cost in asked]
         barred = [self._barred(plan, spend=True) for plan in plans]
-        if any(answer is not None for answer in barred) or any_listed(plans):
+        if any(isinstance(answer, Decision) for answer in barred) or any_listed(plans):
             for plan, answer in zip(plans, barred, strict=True):
-                if answer is not None:
+                if isinstance(answer, Decision):
                     self._penalise(plan, answer)
             return [
                 self._ruling(plan, self._look_at(plan, request))
                 for plan, (request, _) in zip(plans, asked, strict=True)
             ]
         items = [item for plan in plans for item in plan.enforced]
-        together = [(item.gate, item.subject, item.units) for item in items]
         try:
-            decisions = check_together(self._store, together) if items else []
+            for answer in barred:
+                if isinstance(answer, StoreError):
+                    raise answer
+            decisions = self._together(items)
         except StoreError as error:
             return self._rulings_on_failure(plans, asked, error)
-        except CapacityError as error:
-            late = too_much_for_now(items, error)
-            looks = [item.gate.peek(item.subject, 0) for item in items]
-            decisions = [
-                not_now(look) if item is late else look
-                for item, look in zip(items, looks, strict=True)
-            ]
         rulings = self._rulings(plans, decisions)
         for plan, ruling in zip(plans, rulings, strict=True):
             self._penalise(plan, ruling.decision)
         return [
             self._with_shadows(plan, ruling) for plan, ruling in zip(plans, rulings, strict=True)
         ]
+
+    def _together(self, items: Items) -> list[Decision]:
+        """The decisions on all of them; one whose limits are too low at this load denies."""
+        if not items:
+            return []
+        together = [(item.gate, item.subject, item.units) for item in items]
+        try:
+            return check_together(self._store, together)
+        except CapacityError as error:
+            late = too_much_for_now(items, error)
+            looks = [item.gate.peek(item.subject, 0) for item in items]
+            return [
+                not_now(look) if item is late else look
+                for item, look in zip(items, looks, strict=True)
+            ]
 
     def _with_shadows(self, plan: Plan, ruling: Ruling) -> Ruling:
         if not plan.shadowed:
@@ -157,10 +173,20 @@ class RuledGate(RulesInForce):
         except StoreError as error:
             return self._failed(items, request, error, spend=True)
         except CapacityError as error:
-            item = too_much_for_now(items, error)
+            return self._too_much(items, request, error, spend=True)
+
+    def _too_much(
+        self, items: Items, request: Request, error: CapacityError, *, spend: bool
+    ) -> Decision:
+        """The answer to a cost that is too much at this load; else the error."""
+        item = too_much_for_now(items, error)
+        try:
             decision = not_now(item.gate.peek(item.subject, 0))
+        except StoreError as away:
+            return self._failed(items, request, away, spend=spend)
+        if spend:
             self._count(item, decision)
-            return decision
+        return decision
 
     def _ask_shadows(self, items: Items, answer: Decision) -> list[str]:
         """Ask them after the answer is known: if the store is away, nobody waits for it twice.
@@ -195,6 +221,8 @@ class RuledGate(RulesInForce):
             return without_rules(plan)
         if self._terms:
             answer = self._barred(plan, spend=False)
+            if isinstance(answer, StoreError):
+                return self._failed(items, request, answer, spend=False)
             if answer is not None:
                 return answer
         try:
@@ -202,8 +230,7 @@ class RuledGate(RulesInForce):
         except StoreError as error:
             return self._failed(items, request, error, spend=False)
         except CapacityError as error:
-            item = too_much_for_now(items, error)
-            return not_now(item.gate.peek(item.subject, 0))
+            return self._too_much(items, request, error, spend=False)
 
     def _peeked(self, item: Item) -> Decision:
         looks: list[Decision] = [gate.peek(subject, item.units) for gate, subject in item.parts]

@@ -12,6 +12,7 @@ from tollkeeper.decide.together import check_together_async
 from tollkeeper.errors import CapacityError, StoreError, StoreTimeout
 from tollkeeper.explain import Answer, Explanation, explained, with_answers
 from tollkeeper.in_force import (
+    Items,
     RulesInForce,
     any_listed,
     barred_until,
@@ -60,21 +61,27 @@ class AsyncRuledGate(RulesInForce):
         if not self._terms:
             return await self._checked(plan, request)
         answer = await self._barred(plan, spend=True)
+        if isinstance(answer, StoreError):  # who has waited for the store does not wait again
+            return self._failed(plan.enforced, request, answer, spend=True)
         if answer is None:
             answer = await self._checked(plan, request)
         await self._penalise(plan, answer)
         return answer
 
-    async def _barred(self, plan: Plan, *, spend: bool) -> Decision | None:
-        """The denial, where a cool-down goes on."""
+    async def _barred(self, plan: Plan, *, spend: bool) -> Decision | StoreError | None:
+        """The denial, where a cool-down goes on; or why nobody knows. The store is asked once."""
+        away: StoreError | None = None
         for item, terms in self._penal(plan):
             now_ns = self._clock.now_ns()
             left_ns = self.watch.barred_ns(who(item), now_ns)
+            if left_ns is None and away is not None:
+                continue
             if left_ns is None:
                 try:
                     look = await terms.cooldown.peek(item.who, terms.cooldown_units)
-                except StoreError:
-                    continue  # the limits' failure policy will answer
+                except StoreError as error:
+                    away = error
+                    continue
                 left_ns = look.retry_after_ns
                 self.watch.looked(who(item), now_ns, left_ns)
             if left_ns:
@@ -82,7 +89,7 @@ class AsyncRuledGate(RulesInForce):
                 if spend:
                     self._count(item, answer)
                 return answer
-        return None
+        return away
 
     async def _penalise(self, plan: Plan, answer: Decision) -> None:
         due = self._not_waited(plan, answer)
@@ -114,27 +121,22 @@ class AsyncRuledGate(RulesInForce):
         policy = self.policy
         plans = [policy.plan(request, cost) for request, cost in asked]
         barred = [await self._barred(plan, spend=True) for plan in plans]
-        if any(answer is not None for answer in barred) or any_listed(plans):
+        if any(isinstance(answer, Decision) for answer in barred) or any_listed(plans):
             for plan, answer in zip(plans, barred, strict=True):
-                if answer is not None:
+                if isinstance(answer, Decision):
                     await self._penalise(plan, answer)
             return [
                 self._ruling(plan, await self._look_at(plan, request))
                 for plan, (request, _) in zip(plans, asked, strict=True)
             ]
         items = [item for plan in plans for item in plan.enforced]
-        together = [(item.gate, item.subject, item.units) for item in items]
         try:
-            decisions = await check_together_async(self._store, together) if items else []
+            for answer in barred:
+                if isinstance(answer, StoreError):
+                    raise answer
+            decisions = await self._together(items)
         except StoreError as error:
             return self._rulings_on_failure(plans, asked, error)
-        except CapacityError as error:
-            late = too_much_for_now(items, error)
-            looks = [await item.gate.peek(item.subject, 0) for item in items]
-            decisions = [
-                not_now(look) if item is late else look
-                for item, look in zip(items, looks, strict=True)
-            ]
         rulings = self._rulings(plans, decisions)
         for plan, ruling in zip(plans, rulings, strict=True):
             await self._penalise(plan, ruling.decision)
@@ -142,6 +144,21 @@ class AsyncRuledGate(RulesInForce):
             await self._with_shadows(plan, ruling)
             for plan, ruling in zip(plans, rulings, strict=True)
         ]
+
+    async def _together(self, items: Items) -> list[Decision]:
+        """The decisions on all of them; one whose limits are too low at this load denies."""
+        if not items:
+            return []
+        together = [(item.gate, item.subject, item.units) for item in items]
+        try:
+            return await check_together_async(self._store, together)
+        except CapacityError as error:
+            late = too_much_for_now(items, error)
+            looks = [await item.gate.peek(item.subject, 0) for item in items]
+            return [
+                not_now(look) if item is late else look
+                for item, look in zip(items, looks, strict=True)
+            ]
 
     async def _with_shadows(self, plan: Plan, ruling: Ruling) -> Ruling:
         if not plan.shadowed:
@@ -172,10 +189,20 @@ class AsyncRuledGate(RulesInForce):
                 self._waited(perf_counter_ns() - began_ns, True)
             return self._failed(items, request, error, spend=True)
         except CapacityError as error:
-            item = too_much_for_now(items, error)
+            return await self._too_much(items, request, error, spend=True)
+
+    async def _too_much(
+        self, items: Items, request: Request, error: CapacityError, *, spend: bool
+    ) -> Decision:
+        """The answer to a cost that is too much at this load; else the error."""
+        item = too_much_for_now(items, error)
+        try:
             decision = not_now(await item.gate.peek(item.subject, 0))
+        except StoreError as away:
+            return self._failed(items, request, away, spend=spend)
+        if spend:
             self._count(item, decision)
-            return decision
+        return decision
 
     def _waited(self, taken_ns: int, allowed: bool) -> None:
         # A denial that came so soon was known here, and tells nothing of the store.
@@ -205,6 +232,8 @@ class AsyncRuledGate(RulesInForce):
             return without_rules(plan)
         if self._terms:
             answer = await self._barred(plan, spend=False)
+            if isinstance(answer, StoreError):
+                return self._failed(items, request, answer, spend=False)
             if answer is not None:
                 return answer
         try:
@@ -212,8 +241,7 @@ class AsyncRuledGate(RulesInForce):
         except StoreError as error:
             return self._failed(items, request, error, spend=False)
         except CapacityError as error:
-            item = too_much_for_now(items, error)
-            return not_now(await item.gate.peek(item.subject, 0))
+            return await self._too_much(items, request, error, spend=False)
 
     async def _peeked(self, item: Item) -> Decision:
         looks: list[Decision] = [

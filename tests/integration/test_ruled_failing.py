@@ -15,6 +15,7 @@ from tollkeeper.decide.stores import open_store
 from tollkeeper.standby import Standby
 
 ANN = Request(user="ann", tenant="acme", ip="192.0.2.7")
+BOB = Request(user="bob", tenant="other", ip="192.0.2.8")
 DEADLINE_MS = 2_000
 
 
@@ -163,12 +164,15 @@ def test_failures_are_counted_and_explained(dead: Single) -> None:
         assert all(rule.decision is None and rule.error for rule in explained.rules)
 
 
-def test_shadows_cost_no_further_deadline() -> None:
-    """A server that does not answer is waited for once, whatever is in shadow mode."""
-    shadows = "".join(
-        f"\n  - {{id: s{n}, by: [user, a{n}], limits: 1/minute, mode: shadow}}" for n in range(5)
-    )
-    rules = document(user="open") + shadows
+_SHADOWS = document(user="open") + "".join(
+    f"\n  - {{id: s{n}, by: [user, a{n}], limits: 1/minute, mode: shadow}}" for n in range(5)
+)
+_PENALTIES = document(user="open", tenant="open").replace("minute", "minute, penalty: {after: 3}")
+
+
+@pytest.mark.parametrize("rules", [_SHADOWS, _PENALTIES], ids=["shadows", "penalties"])
+def test_a_server_that_does_not_answer_is_waited_for_once(rules: str) -> None:
+    """Whatever is in shadow mode, and however many rules have to know of cool-downs first."""
     with Single() as server:
         store = open_store(server.uri, deadline_ms=DEADLINE_MS, denied_cache_ms=0)
 
@@ -182,14 +186,14 @@ def test_shadows_cost_no_further_deadline() -> None:
             return passed
 
         limiter = Limiter.from_rules(rules, store=store)
-        assert not limiter.check(ANN).degraded
+        assert not limiter.check(BOB).degraded
         assert seconds_of(lambda: limiter.check(ANN)) < 2 * DEADLINE_MS / 1_000
         store.close()
 
         async def ask() -> float:
             fresh = open_store(server.uri, deadline_ms=DEADLINE_MS, denied_cache_ms=0)
             awaited = AsyncLimiter.from_rules(rules, store=fresh)
-            answered: Awaitable[Decision] = awaited.check(ANN)
+            answered: Awaitable[Decision] = awaited.check(BOB)
             assert not (await answered).degraded
             server.pause()
             start = time.monotonic()
