@@ -109,6 +109,25 @@ def test_only_failed_logins_count() -> None:
     assert found == [302, 302, 302, 401, 302, 401, 429]
 
 
+def test_what_has_been_answered_is_the_outcome() -> None:
+    """A guess whose answer breaks off was told that it was wrong, and is not let off."""
+    app, limit, _, client = app_with()
+
+    def pieces() -> Iterator[str]:
+        yield "wrong"
+        raise OSError("the rest is gone")
+
+    @app.get("/login")
+    @limit("2/minute", count=lambda status: status == 401)
+    def login() -> Response:
+        return Response(pieces(), 401)
+
+    for _ in range(2):
+        with pytest.raises(OSError, match="gone"):
+            client.get("/login", buffered=True)
+    assert statuses(client, "/login") == [429]
+
+
 def test_the_charge_where_nothing_is_limited() -> None:
     """It can be settled, and nothing happens."""
     app, _, _, client = app_with()

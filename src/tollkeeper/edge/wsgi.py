@@ -115,13 +115,14 @@ def _is_whole(body: Iterable[bytes], environ: Environ) -> bool:
 class _Body:
     """What an application returned, with an eye on its end."""
 
-    __slots__ = ("_bill", "_body", "_has_begun", "_iterator")
+    __slots__ = ("_bill", "_body", "_has_begun", "_has_given", "_iterator")
 
     def __init__(self, body: Iterable[bytes], bill: Bill) -> None:
         self._body = body
         self._bill = bill
         self._iterator: Iterator[bytes] | None = None
         self._has_begun = bill.status is not None
+        self._has_given = False
 
     def __iter__(self) -> Iterator[bytes]:
         self._iterator = iter(self._body)
@@ -136,8 +137,10 @@ class _Body:
             self._bill.settle()  # before the server tells the client that this was all
             raise
         except BaseException as error:
-            self._bill.fail(error)
+            if not self._has_given:  # what went out is the outcome, even if the rest does not come
+                self._bill.fail(error)
             raise
+        self._has_given = True
         if not self._has_begun and self._bill.status is not None:
             self._has_begun = True
             self._bill.settle()  # before the client sees anything of it
