@@ -10,7 +10,7 @@ import asyncio
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -97,6 +97,11 @@ class Servers:
         if address is None:
             raise NotSent(f"no primary is known for {self.config.shown()}")
         return address
+
+    def not_in_use(self, addresses: Iterable[Address]) -> list[Address]:
+        """Those that have no slot any more; to be let go when another one is first asked."""
+        known = self.topology.known()
+        return [each for each in addresses if known and each not in known]
 
     def require_closed(self, commands: Commands, subject: str) -> None:
         """Raise StoreUnavailable if the breaker is open of the server that has a subject.
@@ -264,10 +269,9 @@ class Threads:
         for index, call in enumerate(calls):
             try:
                 address = servers.address_of(servers.slot(call.key))
+                by_address.setdefault(address, []).append(index)
             except StoreError as error:
                 answers[index] = error
-            else:
-                by_address.setdefault(address, []).append(index)
         for address, indexes in by_address.items():
             payload = b"".join(calls[index].by_sha() for index in indexes)
             left_ns = due_ns - time.monotonic_ns()
@@ -318,9 +322,8 @@ class Threads:
         elif isinstance(step, Send):
             try:
                 plan.asked = _target(step, plan, servers)
-                node = self._node(plan.asked)
                 payload = ASKING + step.payload if step.asking else step.payload
-                reply = node.exchange(payload, 1 + step.asking, left_ns)[-1]
+                reply = self._node(plan.asked).exchange(payload, 1 + step.asking, left_ns)[-1]
             except NotSent as error:
                 reply = error
             if isinstance(reply, Refusal):
@@ -331,17 +334,13 @@ class Threads:
     def _node(self, address: Address) -> Node:
         node = self._nodes.get(address)
         if node is None:
+            servers = self.servers
+            breaker = servers.breakers.of(address)
             with self._lock:
-                node = self._nodes.setdefault(
-                    address,
-                    Node(
-                        address,
-                        self.servers.config,
-                        self.servers.tls,
-                        self.servers.helpers,
-                        self.servers.breakers.of(address),
-                    ),
-                )
+                for gone in servers.not_in_use(self._nodes):
+                    self._nodes.pop(gone).close()
+                made = Node(address, servers.config, servers.tls, servers.helpers, breaker)
+                node = self._nodes.setdefault(address, made)
         return node
 
     def forked(self) -> None:
@@ -463,10 +462,9 @@ class Tasks:
         elif isinstance(step, Send):
             try:
                 plan.asked = _target(step, plan, servers)
-                node = self._node(plan.asked)
                 payload = ASKING + step.payload if step.asking else step.payload
                 async with asyncio.timeout(left_s):
-                    reply = await node.submit(payload, int(step.asking))
+                    reply = await self._node(plan.asked).submit(payload, int(step.asking))
             except NotSent as error:
                 reply = error
             except TimeoutError:
@@ -482,6 +480,9 @@ class Tasks:
             if self.loop is None:
                 raise _closed()
             servers = self._servers
+            for gone in servers.not_in_use(self._nodes):
+                if self._nodes[gone].let_go():
+                    del self._nodes[gone]
             breaker = servers.breakers.of(address)
             node = AsyncNode(self.loop, address, servers.config, servers.tls, breaker)
             self._nodes[address] = node

@@ -211,6 +211,11 @@ class Link(asyncio.Protocol):
     def open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
+    @property
+    def idle(self) -> bool:
+        """Is nothing under way?"""
+        return not self._pending
+
     def close(self) -> None:
         self._closing = True
         # At once: a server that takes nothing in would never let it be closed in good order.
@@ -353,6 +358,14 @@ class AsyncNode:
             answer = self._waiting.popleft().answer
             if not answer.done():
                 answer.set_exception(NotSent(why))
+
+    def let_go(self) -> bool:
+        """Close the connection, unless there are calls that want it. Was it closed?"""
+        if self._connecting is not None or (self._link is not None and not self._link.idle):
+            return False
+        if self._link is not None:
+            self._link.close()
+        return True
 
     async def close(self) -> None:
         """Close the connection; calls under way fail."""
