@@ -17,7 +17,7 @@ from tollkeeper.control.database import Database
 from tollkeeper.errors import StoreError
 from tollkeeper.record import sink as sinks
 from tollkeeper.record import tables
-from tollkeeper.record.events import PART
+from tollkeeper.record.events import NUMBER_MAX, PART
 from tollkeeper.record.reading import Cursor, Records, Step, Wanted
 from tollkeeper.record.sink import EVENTS_MAX, Pace, Sink
 from tollkeeper.record.trimming import Keep, Trimmer
@@ -58,6 +58,16 @@ async def records(url: str) -> AsyncIterator[Records]:
     made = Records(Database(url))
     yield made
     await made.close()
+
+
+async def test_units_beyond_what_a_database_counts_are_its_most(
+    sink: Sink, records: Records
+) -> None:
+    """They are written, and nothing is lost for them."""
+    sink.usage.add(("user:1", "(allow)", NOW_S // 60), [1, 0, 10**30])
+    await sink.finish()
+    (found,) = await records.usage(ALL, "hour", 10)
+    assert (found.allowed, found.units, sink.dropped()) == (1, NUMBER_MAX, 0)
 
 
 async def test_what_is_written_is_read(sink: Sink, records: Records) -> None:

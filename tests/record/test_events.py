@@ -11,6 +11,7 @@ from tollkeeper.identify import SEPARATOR
 from tollkeeper.match.document import read
 from tollkeeper.record.events import (
     ENDPOINT_LENGTH_MAX,
+    NUMBER_MAX,
     PART,
     Event,
     Subjects,
@@ -72,6 +73,11 @@ def test_kinds(request_: Request, rule: str, subject: str, outcome: str, kind: s
     found = event(request_)
     assert (found.rule, found.subject, found.outcome, found.kind) == (rule, subject, outcome, kind)
     assert found.retry_after_ms == 0
+
+
+def test_a_cost_is_a_number_to_every_database() -> None:
+    """Whoever is on the allow list may ask for anything."""
+    assert event(Request(user="root"), cost=10**30).cost == NUMBER_MAX
 
 
 def test_of_several_rules_the_one_that_spoke_is_told() -> None:

@@ -29,6 +29,8 @@ SUBJECT_LENGTH_MAX: Final = 600
 ENDPOINT_LENGTH_MAX: Final = 512
 METHOD_LENGTH_MAX: Final = 32
 SHADOWS_LENGTH_MAX: Final = 1_000
+# The largest number that both databases take.
+NUMBER_MAX: Final = 2**63 - 1
 _DIGEST_BYTES: Final = 12
 # What requests are known by where no rule says by what they are counted, the first first.
 _KNOWN_BY: Final = ("api_key", "user", "tenant", "ip")
@@ -105,7 +107,7 @@ def event_of(noted: Noted, node: str, subjects: Subjects) -> Event:
         cleaned(method or "", METHOD_LENGTH_MAX),
         "allowed" if decision.allowed else "denied",
         ruling.kind,
-        cost,
+        min(cost, NUMBER_MAX),
         wait_ms,
         int(decision.degraded),
         json.dumps(_listed(shadows)) if shadows else "[]",
