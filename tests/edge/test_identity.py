@@ -154,6 +154,18 @@ def test_the_first_that_finds_something_is_taken() -> None:
     assert identity.key_of(call_of(), sources) == ("address", PEER)
 
 
+def test_a_session_that_is_not_there_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """All would count as one, which the operator should not have to find out. An empty one is."""
+    identity = Identity({"user": "session:of_this_test"})
+    assert identity.request_of(call_of(session={})).user is None
+    assert caplog.messages == []
+    for _ in range(2):
+        assert identity.request_of(call_of()).user is None
+    assert [message.partition(" is looked")[0] for message in caplog.messages] == [
+        "session:of_this_test"
+    ]
+
+
 def test_the_same_value_from_two_sources_is_two_keys() -> None:
     """A header cannot name somebody else's query field."""
     call = call_of({"X-Key": "7"}, query="key=7")

@@ -25,7 +25,7 @@ from functools import partial
 from inspect import iscoroutinefunction
 from typing import Final, NamedTuple
 
-from tollkeeper.edge.addresses import ClientAddresses, ForwardedHeader
+from tollkeeper.edge.addresses import LOG, ClientAddresses, ForwardedHeader
 from tollkeeper.edge.calls import UNCLEAR, Call, clean_value, digest_of, sole_header
 from tollkeeper.edge.claims import Claim, bearer_of
 from tollkeeper.errors import ConfigError, show
@@ -258,9 +258,28 @@ def _of_cookie(name: str, call: Call) -> str | None:
 
 def _of_session(name: str, call: Call) -> str | None:
     session = call.session
-    value = None if session is None else session.get(name)
+    if session is None:
+        _warn_of_session(name)
+        return None
+    value = session.get(name)
     # What is neither text nor a number, such as an object of the application, names nobody.
     return clean_value(str(value)) if _is_name(value) else None
+
+
+# Names of which the operator was told; as many as the application has sources.
+_told: Final[set[str]] = set()
+
+
+def _warn_of_session(name: str) -> None:
+    """Tell the operator once: who is looked for where nobody can be found shares one count."""
+    if name not in _told:
+        _told.add(name)
+        LOG.warning(
+            "session:%s is looked for in a request that has no session, so that it finds nobody; "
+            "what opens sessions has to be around the limits: add it after them in Starlette and "
+            "FastAPI, list it before them in Django",
+            name,
+        )
 
 
 def _of_function(function: Callable[[Call], object], call: Call) -> str | None:
