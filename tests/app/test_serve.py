@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -276,3 +278,20 @@ def test_the_line_at_the_start_has_what_one_needs(tmp_path: Path) -> None:
     assert "curl -k https://127.0.0.1:8080/v1/check -d" in line
     token_file.create(settings.tokens_path, "a", "check")
     assert "$TOLLKEEPER_TOKEN" in started_line(settings, "12")
+
+
+def test_it_may_have_more_connections_than_a_shell_allows() -> None:
+    """The bound that is usual for shells is less than the connections of one worker."""
+    allowed = (
+        "import resource;"
+        "from tollkeeper.app.starting import allow_open_files as allow;"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1];"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard));"
+        "allow();"
+        "most = hard if 0 <= hard < 65_536 else 65_536;"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE) == (most, hard))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", allowed], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("True\n", "")

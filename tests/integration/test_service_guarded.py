@@ -193,6 +193,16 @@ def test_other_machines_are_let_in_with_tokens_only(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("said", [b"", b"P", b"PRI * HTTP/2.0\r\n\r\n", b"GET / HTTP/1.1\r\n"])
+def test_who_says_no_more_is_not_waited_for(said: bytes, service: ServiceProcess) -> None:
+    """A worker has only so many connections: one that is silent for ten seconds is closed."""
+    parts = urlsplit(service.url)
+    with socket.create_connection((parts.hostname, parts.port), 60) as silent:
+        silent.sendall(said)
+        while silent.recv(65_536):  # it may be told why
+            pass
+
+
 def test_tls(tmp_path: Path) -> None:
     """With a certificate it speaks TLS 1.2 and up, and nothing else."""
     made = make_certificates(tmp_path)

@@ -31,8 +31,8 @@ from time import monotonic
 from typing import Any, Final
 
 from granian import Granian
-from granian.constants import Interfaces, SSLProtocols
-from granian.http import HTTP1Settings, HTTP2Settings
+from granian.constants import HTTPModes, Interfaces, SSLProtocols
+from granian.http import HTTP1Settings
 from granian.log import LogLevels
 
 from tollkeeper._version import __version__
@@ -41,7 +41,7 @@ from tollkeeper.app.settings import Settings
 from tollkeeper.control.sources import without_secrets
 from tollkeeper.edge.service.tokens import Tokens
 
-# Requests that wait in a worker while its event loop is busy.
+# Connections that a worker has at a time; others wait until one of them ends.
 BACKPRESSURE: Final = 1_024
 # What the head of a request may take; hyper doubles its buffer, so in memory twice as much.
 HEAD_BYTES_MAX: Final = 64 * 1024
@@ -105,10 +105,12 @@ def _server(settings: Settings) -> Draining:
         workers=settings.workers,
         backpressure=BACKPRESSURE,
         websockets=False,
+        # Where HTTP/2 is spoken too, granian waits for ever for the bytes that tell which one it is:
+        # whoever opens as many connections as there may be, and says nothing, has them all.
+        http=HTTPModes.http1,
         http1_settings=HTTP1Settings(
             header_read_timeout=HEAD_READ_MS, max_buffer_size=HEAD_BYTES_MAX
         ),
-        http2_settings=HTTP2Settings(max_headers_size=HEAD_BYTES_MAX),
         log_level=LogLevels.warning,
         log_dictconfig=logging_config,
         log_access=settings.access_log,

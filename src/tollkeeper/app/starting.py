@@ -11,6 +11,7 @@ import asyncio
 import logging
 import logging.config
 import os
+import resource
 import shutil
 import socket
 import ssl
@@ -26,6 +27,8 @@ from tollkeeper.edge.service.tokens import Tokens
 from tollkeeper.errors import ConfigError
 
 _OTHERS_NOTHING: Final = 0o077
+# A worker has a thousand connections of its own accord; many systems allow that many files in all.
+OPEN_FILES: Final = 65_536
 
 log = logging.getLogger("tollkeeper.service")
 
@@ -35,6 +38,7 @@ def run(settings: Settings) -> None:
     logging.config.dictConfig(logs.configuration(settings.log_format, settings.node_id))
     settings = check_access(settings)
     check_tls(settings)
+    allow_open_files()
     with private_files(), run_folder(settings) as counters, ports(settings) as listening:
         version = asyncio.run(prepared(listening, counters))
         # Imported here: that the extra is there was seen just before.
@@ -86,6 +90,15 @@ def check_tls(settings: Settings) -> None:
 
 
 # ── What a run needs ───────────────────────────────────────────────────────────────────────────
+
+
+def allow_open_files() -> None:
+    """As many as the system lets us have, up to a bound; workers inherit it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):  # then it is as it was
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextmanager
