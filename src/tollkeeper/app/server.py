@@ -105,7 +105,7 @@ def _server(settings: Settings) -> Draining:
         workers=settings.workers,
         backpressure=BACKPRESSURE,
         websockets=False,
-        # Where HTTP/2 is spoken too, granian waits for ever for the bytes that tell which one it is:
+        # Where HTTP/2 is spoken too, granian waits for ever for the bytes that tell which it is:
         # whoever opens as many connections as there may be, and says nothing, has them all.
         http=HTTPModes.http1,
         http1_settings=HTTP1Settings(
