@@ -255,6 +255,27 @@ def test_a_dead_shard_does_not_open_the_others() -> None:
                 assert calls_of(well, "evalsha", "eval") == before
 
 
+@both_wires
+def test_a_silent_shard_keeps_nobody_from_connecting_to_the_others(wire: str) -> None:
+    """Forty callers wait for a connection to it, and as many need new ones to another."""
+    with Cluster(full_coverage=False) as cluster:
+        silent, well = cluster.primaries()[:2]
+        keys = [f"key {number}" for number in range(100)]
+        owners = {key: cluster.node_of(slot_of(key.encode())).port for key in keys}
+        lost = next(key for key, port in owners.items() if port == silent.port)
+        kept = next(key for key, port in owners.items() if port == well.port)
+        with client(wire, cluster.uri, deadline_ms=3_000, connect_ms=60_000) as api:
+            api.store.stats()  # it knows where everything is
+            silent.pause()
+            waiting = [api.start(lost) for _ in range(40)]
+            found = [outcome(api.start(kept)) for _ in range(3)]
+            found += api.together([kept] * 40)
+            silent.resume()
+            assert [each for each in found if isinstance(each, StoreError)] == []
+            for each in waiting:
+                outcome(each)
+
+
 class _Exhausted(ThreadPoolExecutor):
     """One that can start no thread, for the first few times."""
 

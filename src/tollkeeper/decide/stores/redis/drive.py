@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from tollkeeper.decide.stores.redis.gates import Commands
 
 Refusal = ReplyError | NotSent
-HELPERS_MAX: Final = 16
+PROBES_MAX: Final = 16
 # So often, while there are calls, the Sentinels are asked anew who the primary is.
 LOOK_NS: Final = 2_000_000_000
 
@@ -69,9 +69,9 @@ class Servers:
         self._start()
 
     def _start(self) -> None:
-        # Threads that connect, and one that finds servers: these may take longer than a call may.
-        # It is another one, because connecting to hosts that are gone may keep all of them busy.
-        self.helpers = ThreadPoolExecutor(HELPERS_MAX, "tollkeeper-redis")
+        # Threads that probe, and one that finds servers: these may take longer than a call may.
+        # It is another one, because probing hosts that are gone may keep all of them busy.
+        self._probers = ThreadPoolExecutor(PROBES_MAX, "tollkeeper-redis-probes")
         self._finder = ThreadPoolExecutor(1, "tollkeeper-redis-find")
         self._finding: Future[None] | None = None
         self._backoff = Backoff()
@@ -79,7 +79,7 @@ class Servers:
         self._prober = Prober(
             self.breakers,
             lambda address: probe(address, self.config, self.tls),
-            self.helpers,
+            self._probers,
             None if single else self.find,
             None if single else self.topology.known,
         )
@@ -156,7 +156,7 @@ class Servers:
         self._prober.close()
         with self._lock:
             self.closed = True
-            self.helpers.shutdown(wait=False, cancel_futures=True)
+            self._probers.shutdown(wait=False, cancel_futures=True)
             self._finder.shutdown(wait=False)
         self.topology.close()
 
@@ -338,8 +338,8 @@ class Threads:
             breaker = servers.breakers.of(address)
             with self._lock:
                 for gone in servers.not_in_use(self._nodes):
-                    self._nodes.pop(gone).close()
-                made = Node(address, servers.config, servers.tls, servers.helpers, breaker)
+                    self._nodes.pop(gone).let_go()
+                made = Node(address, servers.config, servers.tls, breaker)
                 node = self._nodes.setdefault(address, made)
         return node
 
@@ -348,7 +348,7 @@ class Threads:
         self._lock = threading.Lock()
         parents, self._nodes = self._nodes, {}
         for node in parents.values():
-            node.close()
+            node.let_go()
 
     def close(self) -> None:
         with self._lock:

@@ -14,7 +14,7 @@ import ssl
 import threading
 import time
 from collections import deque
-from concurrent.futures import CancelledError, Executor, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Final
 
@@ -30,6 +30,8 @@ from tollkeeper.errors import StoreError, StoreTimeout, StoreUnavailable
 
 # Idle connections kept for each server; more threads at once open and close theirs.
 IDLE_MAX: Final = 64
+# Connections to one server that are made at the same time.
+DIALS_MAX: Final = 16
 # Enough for an answer. Python takes memory for all of it at each read, and gives the rest back.
 _READ_BYTES: Final = 4_096
 # A connection that has idled longer is looked at before it is used: the server may have closed it.
@@ -160,14 +162,14 @@ class Node:
         address: Address,
         config: RedisConfig,
         tls: ssl.SSLContext | None,
-        dialer: Executor,
         breaker: NodeBreaker,
     ) -> None:
         self.address = address
         self._breaker = breaker
         self._config = config
         self._tls = tls
-        self._dialer = dialer
+        # Its own, without a thread before one is needed: a silent server keeps no other's busy.
+        self._dialer = ThreadPoolExecutor(DIALS_MAX, "tollkeeper-redis")
         self._idle: deque[Connection] = deque()
         self._backoff = Backoff()
         self._lock = threading.Lock()
@@ -230,7 +232,8 @@ class Node:
                 self._breaker.failed(why, began_ns)
             raise NotSent(why) from None
         except (CancelledError, RuntimeError) as error:
-            # The executor was shut down: by `close`, or because the process ends.
+            if not self._closed:
+                raise NotSent(f"no connection to {self.address}: {error}") from error
             raise StoreUnavailable("the store is closed; open another one") from error
 
     def _connected(self, began_ns: int) -> Connection:
@@ -261,6 +264,12 @@ class Node:
             except IndexError:
                 return
 
-    def close(self) -> None:
+    def let_go(self) -> None:
+        """Close what idles, and what is in use when it is given back."""
         self._closed = True
         self._drop_idle(0)
+
+    def close(self) -> None:
+        """`let_go`; and who waits for a connection gets none."""
+        self.let_go()
+        self._dialer.shutdown(wait=False, cancel_futures=True)
