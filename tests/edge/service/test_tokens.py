@@ -158,6 +158,23 @@ def test_tokens_that_are_demanded_and_gone_open_nothing(tmp_path: Path) -> None:
     assert may(tokens.permitted(bearer(secret), "check")) is True
 
 
+@pytest.mark.parametrize("harm", ["garbage", "open to others"])
+def test_tokens_that_are_demanded_and_broken_open_nothing(harm: str, tmp_path: Path) -> None:
+    """A worker that takes a dead one's place starts all the same, and hears when it is mended."""
+    clock, path = Seconds(), tmp_path / "tokens.json"
+    secret = token_file.create(path, "t", "check")
+    good = path.read_text()
+    path.write_text("{" if harm == "garbage" else good)
+    path.chmod(0o600 if harm == "garbage" else 0o666)
+    tokens = Tokens.load(path, clock, demanded=True)
+    assert tokens.demanded
+    assert may(tokens.permitted(bearer(secret), "check")) == 401
+    path.write_text(good)
+    path.chmod(0o600)
+    clock.now_s += 1.1
+    assert may(tokens.permitted(bearer(secret), "check")) is True
+
+
 def test_a_file_that_is_wrong_at_the_start_is_an_error(tmp_path: Path) -> None:
     """There are no tokens to stay with."""
     path = tmp_path / "tokens.json"

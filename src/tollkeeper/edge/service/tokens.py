@@ -102,13 +102,16 @@ class Tokens:
     ) -> Self:
         """The tokens in a file; None, or a file that does not exist yet, asks checks for none.
 
-        Unless they are `demanded`: a file that has gone since somebody saw it opens nothing. Raises
-        ConfigError for a file that cannot be read.
+        Unless they are `demanded`: a file that has gone or was broken since somebody saw it opens
+        nothing until it is mended. Otherwise raises ConfigError for a file that cannot be read.
         """
         tokens = cls(None if path is None else Path(path), monotonic_s)
         tokens._demanded = demanded
-        tokens._look()
-        tokens._look_at_s = monotonic_s() + LOOK_SECONDS
+        if demanded:
+            tokens._look_again()
+        else:
+            tokens._look()
+            tokens._look_at_s = monotonic_s() + LOOK_SECONDS
         return tokens
 
     @property
