@@ -122,3 +122,17 @@ async def left(ask: Any, user: str, headers: dict[str, str]) -> int:
     answer = await ask("GET", f"/v1/quota?user={user}", b"", headers)
     found: int = answer.data["rules"][0]["limits"][0]["remaining"]
     return found
+
+
+async def test_who_forgets_or_gives_is_told_in_the_log(
+    admin: tuple[Path, dict[str, str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which rules it was about, and not whose key it is."""
+    caplog.set_level("INFO", "tollkeeper.service")
+    path, headers = admin
+    async with asking(tokens=path) as ask:
+        body = {"user": "somebody", "units": 5}
+        assert (await ask("POST", "/v1/quota/grant", body, headers)).status == 204
+        assert (await ask("DELETE", "/v1/quota?user=somebody", headers=headers)).status == 204
+    told = [each.getMessage() for each in caplog.records if "quota" in each.getMessage()]
+    assert told == ["quota grant by root; rules: users", "quota reset by root; rules: users"]

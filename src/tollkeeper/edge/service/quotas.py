@@ -6,6 +6,7 @@ of the tightest, and here all are wanted. It spends nothing.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from inspect import isawaitable
 from typing import Any, Final
@@ -15,7 +16,7 @@ from tollkeeper.edge.service.node import Node
 from tollkeeper.edge.service.replies import Reply, data_reply
 from tollkeeper.edge.service.wire import GrantBody, limit_data, reader_of, request_of_query
 from tollkeeper.identify import SEPARATOR
-from tollkeeper.model import Decision, Limit
+from tollkeeper.model import Decision, Limit, Request
 from tollkeeper.policy import Item
 
 # Gates of single limits that are kept; all are dropped when there are more.
@@ -23,6 +24,8 @@ _GATES_MAX: Final = 1_024
 _KINDS: Final = {None: "unlimited", "allow": "exempt", "deny": "blocked"}
 
 Handler = Callable[[Asked], Awaitable[Reply]]
+
+log = logging.getLogger("tollkeeper.service")
 
 
 def endpoints(node: Node) -> dict[str, dict[str, Endpoint]]:
@@ -98,7 +101,9 @@ class _SingleLimits:
 
 def _reset(node: Node) -> Handler:
     async def reset(asked: Asked) -> Reply:
-        await node.limiter.reset(request_of_query(asked.scope["query_string"]))
+        request = request_of_query(asked.scope["query_string"])
+        await node.limiter.reset(request)
+        _note(node, asked, "reset", request)
         return Reply(204, [])
 
     return reset
@@ -109,7 +114,16 @@ def _grant(node: Node) -> Handler:
 
     async def grant(asked: Asked) -> Reply:
         body = read(asked.body)
-        await node.limiter.grant(body.request(), body.units, body.ttl_seconds)
+        request = body.request()
+        await node.limiter.grant(request, body.units, body.ttl_seconds)
+        _note(node, asked, "grant", request)
         return Reply(204, [])
 
     return grant
+
+
+def _note(node: Node, asked: Asked, what: str, request: Request) -> None:
+    """Into the log, without the key, as the admin API does: who did it, and to which rules."""
+    plan = node.limiter.policy.plan(request, 0)
+    rules = ", ".join(item.rule.rule.id for item in (*plan.enforced, *plan.shadowed)) or "none"
+    log.info("quota %s by %s; rules: %s", what, asked.token.name, rules)
