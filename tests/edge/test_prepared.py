@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tollkeeper import Decision, Limit, Limiter
 from tollkeeper.edge.answers import Style, raw_headers_of
-from tollkeeper.edge.prepared import prepared
+from tollkeeper.edge.prepared import KNOWN_MAX, prepared
 from tollkeeper.model import WINDOW_NS_MAX
 from tollkeeper.ruling import Applied, Ruling
 
@@ -76,3 +76,16 @@ def test_a_limiters_own_rulings_are_prepared() -> None:
     assert made is not None
     ruling = limiter.judge("k")
     assert made.headers(ruling.decision, NOW_NS) == raw_headers_of(ruling, NOW_NS, Style())
+
+
+def test_what_is_kept_has_a_bound_and_is_still_right() -> None:
+    """However many numbers are told, at most KNOWN_MAX answers are kept; all are told rightly."""
+    policy = Limit(10**6, per=60)
+    applied = (Applied("a", [policy]),)
+    made = prepared(Ruling(Decision(True, policy, 1), applied), NOW_NS, Style())
+    assert made is not None
+    for remaining in (*range(KNOWN_MAX + 2), 0):
+        decision = Decision(True, policy, remaining, reset_after_ns=10**9)
+        wanted = raw_headers_of(Ruling(decision, applied), NOW_NS, Style())
+        assert made.headers(decision, NOW_NS) == wanted
+        assert len(made._known) <= KNOWN_MAX

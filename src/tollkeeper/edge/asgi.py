@@ -90,7 +90,7 @@ class RateLimit:
             if started is None:
                 scope[PASSAGE] = passage
                 await passage.enter(RoutedCall(scope, self.app))
-            elif not passage.decision.allowed:
+            elif not passage.is_plain and not passage.decision.allowed:
                 passage.turn_away(self.guard, RoutedCall(scope, self.app))
             await self.app(scope, receive, passage.send)
         except GeneratorExit:
@@ -104,7 +104,7 @@ class RateLimit:
                 else:
                     await passage.fail(error)
                 raise
-        if passage.turned is not None or not passage.is_settled:
+        if not passage.is_plain and (passage.turned is not None or not passage.is_settled):
             await passage.finish(receive)
 
     def _closing(self, send: Send) -> Send:

@@ -101,7 +101,7 @@ class Passage(Charge):
         "_prepared",
         "_send",
         "guard",
-        "is_open",
+        "is_plain",
         "status",
         "turned",
     )
@@ -124,8 +124,9 @@ class Passage(Charge):
         self._ruling: Ruling | None = None  # made when it is asked for
         self._prepared: Prepared | None = None
         self._further: list[tuple[AsyncGuard, Charge]] | None = None
-        # Whether the request's outcome has a say in what it costs.
-        self.is_open = guard.counts_some
+        # Whether there is nothing to it but headers: nobody has refused it, charged it further or
+        # said what it costs, nor will its outcome.
+        self.is_plain = not guard.counts_some
         # By whom the request was refused.
         self.turned: tuple[AsyncGuard, AsgiCall] | None = None
         self._answer: Answer | None = None
@@ -165,11 +166,10 @@ class Passage(Charge):
         except Refused as refused:
             self._answer = refused.answer
             self.turn_away(guard, call)
+        self.is_plain = False
         if self._further is None:
             self._further = []
         self._further.append((guard, charge))
-        if guard.counts_some:
-            self.is_open = True
         if not charge.decision.allowed:
             self.turn_away(guard, call)
         call.scope[CHARGE] = charge
@@ -178,6 +178,14 @@ class Passage(Charge):
     def _charges(self) -> list[tuple[AsyncGuard, Charge]]:
         """All of them, in the order they were made."""
         return [(self.guard, self), *(self._further or ())]
+
+    def settle(self, units: int) -> None:
+        super().settle(units)
+        self.is_plain = False
+
+    def refund(self) -> None:
+        super().refund()
+        self.is_plain = False
 
     def name_for(self, route: str) -> str:
         """What a route's further limits are kept under: each that a request meets by itself.
@@ -195,6 +203,7 @@ class Passage(Charge):
     def turn_away(self, guard: AsyncGuard, call: AsgiCall) -> NoReturn:
         """Refuse the request, for `guard`: unwinds what runs, and the middleware answers."""
         self.turned = guard, call
+        self.is_plain = False
         for _, charge in self._charges():
             charge.refund()  # what one limit denies costs nothing in the others
         raise TurnedAway("the request was refused")
@@ -203,9 +212,11 @@ class Passage(Charge):
 
     def send(self, message: Message) -> Awaitable[None]:
         """Send a message, with our headers where a response starts. Not async: one frame less."""
+        kind = message["type"]
+        if kind == "http.response.body" and self.is_plain:
+            return self._send(message)
         if self.turned is not None:
             return _nothing()
-        kind = message["type"]
         if kind in _STARTS:
             self.status = message.get("status", 101)
             return self._send(self._with_headers(message))
@@ -225,7 +236,9 @@ class Passage(Charge):
             ours = raw_headers_of(self._joint_ruling(), guard.now_ns(), guard.style)
         if not ours:
             return message
-        theirs = list(message.get("headers") or ())
+        theirs = message.get("headers")
+        if type(theirs) is not list:
+            theirs = list(theirs or ())
         for name, _ in theirs:
             if name in _KNOWN:
                 ours = _besides(theirs, ours)
@@ -247,9 +260,9 @@ class Passage(Charge):
     @property
     def is_settled(self) -> bool:
         """Whether nothing was said of the cost that is not applied yet, nor the end may say it."""
-        if self.changed or self.is_open:
-            return False
-        return self._further is None or not any(charge.changed for _, charge in self._further)
+        if self.is_plain:
+            return True
+        return not any(guard.counts_some or charge.changed for guard, charge in self._charges())
 
     async def _settle_and_send(self, message: Message) -> None:
         await self._settle(self.status)
@@ -349,7 +362,9 @@ def started_now(guard: AsyncGuard, scope: Scope, send: Send) -> Passage | None:
         units = guard.units
         decision = guard.check(key, units)
         passage = Passage(guard, send, decision, key, units)
-        if decision.allowed and not decision.degraded:
+        if not decision.allowed:
+            passage.is_plain = False
+        elif not decision.degraded:
             passage._prepared = guard.prepared  # noqa: SLF001 - it is ours
     elif guard.terms.says_limits:
         return None
