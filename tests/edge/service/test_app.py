@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.edge.service.asking import asking
+from tollkeeper.edge.admin import api
 from tollkeeper.edge.service import token_file
 from tollkeeper.edge.service.node import BATCH_BYTES_MAX, BODY_BYTES_MAX
 
@@ -251,3 +254,22 @@ async def test_a_page_in_a_browser_cannot_spend_without_a_token(
     async with asking(tmp_path / "tokens.json") as ask:
         headers = {**origin, "Authorization": f"Bearer {secret}"}
         assert (await ask(method, path, body, headers)).status == 200
+
+
+async def test_the_admin_api_is_made_once_and_beside_the_checks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it needs takes seconds to import: who checks meanwhile does not wait for that."""
+    made: list[threading.Thread] = []
+
+    def admin_app(node: Any) -> Any:
+        made.append(threading.current_thread())
+        return real(node)
+
+    real = api.admin_app
+    monkeypatch.setattr(api, "admin_app", admin_app)
+    async with asking() as ask:
+        answers = await asyncio.gather(*(ask("GET", "/docs") for _ in range(3)))
+    assert [each.status for each in answers] == [200, 200, 200]
+    assert len(made) == 1
+    assert made[0] is not threading.current_thread()

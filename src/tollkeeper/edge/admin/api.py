@@ -6,6 +6,7 @@ loads nothing from anywhere. Both need no token: they hold nothing that the sour
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
@@ -71,11 +72,13 @@ def _describe(app: FastAPI) -> None:
             app.openapi_schema = openapi.document(app)
         return app.openapi_schema
 
+    # In threads: it takes a while, in which checks are to be answered.
     async def openapi_json(_: Request) -> Response:
-        return JSONResponse(described())
+        return JSONResponse(await asyncio.to_thread(described))
 
     async def docs(_: Request) -> Response:
-        return HTMLResponse(page.of(described()), headers={"Content-Security-Policy": page.POLICY})
+        text = page.of(await asyncio.to_thread(described))
+        return HTMLResponse(text, headers={"Content-Security-Policy": page.POLICY})
 
     app.openapi = described  # type: ignore[method-assign]  # FastAPI's way to do this
     app.add_route("/openapi.json", openapi_json, methods=["GET"], include_in_schema=False)

@@ -88,6 +88,7 @@ class Service:
         self._ids = count(1)
         self._defects = _Defects()
         self._admin: Any = None
+        self._opening_admin = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, or the beginning and end of everything.
@@ -159,11 +160,10 @@ class Service:
     async def _administer(
         self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send
     ) -> None:
-        if self._admin is None:
-            # Imported here: a node that nobody administers needs no framework.
-            from tollkeeper.edge.admin.api import admin_app  # noqa: PLC0415 - see above
-
-            self._admin = admin_app(self.node)
+        async with self._opening_admin:
+            if self._admin is None:
+                # It takes a second or two, in which others are to be answered.
+                self._admin = await asyncio.to_thread(_administration, self.node)
 
         async def send_as_ours(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -208,6 +208,13 @@ class Service:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.metrics.write()
+
+
+def _administration(node: Node) -> Any:
+    # Imported here: a node that nobody administers needs no framework.
+    from tollkeeper.edge.admin.api import admin_app  # noqa: PLC0415 - see above
+
+    return admin_app(node)
 
 
 def _is_administration(path: str) -> bool:
