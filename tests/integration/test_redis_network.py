@@ -137,7 +137,9 @@ def test_an_answer_in_crumbs_is_an_answer(server: Single, key: str, wire: str) -
         assert api.check(key).remaining == COUNTED.limit - 4
 
 
+LISTS = (b"*0\r\n", b"*1\r\n:5\r\n", b"*3\r\n:5\r\n$1\r\na\r\n:1\r\n", b"*1\r\n$-1\r\n")
 GARBAGE = (
+    *LISTS,
     b"HTTP/1.1 400 Bad Request\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     b"\x00\xff\x00",
@@ -150,6 +152,21 @@ GARBAGE = (
     b"-ASK 5 \r\n",
     b"+OK\r\n+OK\r\n+OK\r\n",
 )
+
+
+@both_wires
+@pytest.mark.parametrize("garbage", LISTS)
+def test_garbage_for_several_subjects_is_an_error_too(
+    server: Single, key: str, wire: str, garbage: bytes
+) -> None:
+    """What no script says tells of nothing to put back."""
+    with Proxy(server.port) as proxy, client(wire, proxy.uri, deadline_ms=300) as api:
+        subjects = [key, f"{key} too"]
+        assert all(api.start_all(subjects).result())
+        proxy.answer = 2 * garbage
+        proxy.mode = "once"
+        assert isinstance(api.start_all(subjects).exception(SECONDS_MAX), StoreError)
+        until(lambda: not errors_of([outcome(api.start(key))]), "calls are answered", SECONDS_MAX)
 
 
 @both_wires

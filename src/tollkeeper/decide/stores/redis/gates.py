@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from tollkeeper.decide.coalesce import together_max
@@ -155,11 +156,15 @@ class Together:
 
     def undo(self, answers: Sequence[Any]) -> list[Call]:
         """The calls that put back what was taken."""
-        return [
-            commands.undo(subject, answer, cost)
-            for (commands, subject, cost), answer in zip(self._asked, answers, strict=True)
-            if cost and type(answer) is list and answer[0] >= 0
-        ]
+        calls: list[Call] = []
+        for (commands, subject, cost), answer in zip(self._asked, answers, strict=True):
+            if not cost or type(answer) is not list:
+                continue
+            # What no script says tells of nothing that was taken; `decisions` has said so.
+            with suppress(IndexError, TypeError, StopIteration):
+                if answer[0] >= 0:
+                    calls.append(commands.undo(subject, answer, cost))
+        return calls
 
 
 class RedisGate:
