@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from datetime import date, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import text
@@ -18,7 +19,7 @@ from tollkeeper.errors import StoreError
 from tollkeeper.record import sink as sinks
 from tollkeeper.record import tables
 from tollkeeper.record.events import NUMBER_MAX, PART
-from tollkeeper.record.reading import Cursor, Records, Step, Wanted
+from tollkeeper.record.reading import Cursor, Records, Step, UsageRow, Wanted
 from tollkeeper.record.sink import EVENTS_MAX, Pace, Sink
 from tollkeeper.record.trimming import Keep, Trimmer
 from tollkeeper.testing import ManualClock
@@ -112,6 +113,45 @@ async def test_pages_hold_every_row_once(sink: Sink, records: Records) -> None:
         assert sum(each.allowed for each in found) == 400
         assert sum(each.units for each in found) == 1_200
         assert [each[:1] for each in found] == sorted(each[:1] for each in found)
+
+
+async def test_a_page_adds_up_little_more_than_it_tells(
+    sink: Sink, records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a long list takes the square of its length; and long ago is passed over in big steps."""
+    first_s = NOW_S - 600 * 60
+    for minute in range(600):
+        sink.usage.add(("user:1", "orders", first_s // 60 + minute), [1, 0, 1])
+    await sink.finish()
+    asked: list[tuple[int, int]] = []
+    find = records._rows
+
+    async def spied(statement: str, given: Mapping[str, Any]) -> list[Any]:
+        asked.append((given["from_s"], given["to_s"]))
+        return await find(statement, given)
+
+    monkeypatch.setattr(records, "_rows", spied)
+    found = await records.usage(Wanted(first_s * 10**6, ALL.to_us), "minute", 100)
+    assert [row.start_s for row in found] == [first_s + 60 * each for each in range(100)]
+    assert asked[-1][1] - first_s <= 200 * 60
+    asked.clear()
+    again = await records.usage(Wanted(first_s * 10**6, ALL.to_us), "minute", 1, found[-1])
+    assert [row.start_s for row in again] == [first_s + 60 * 100]
+    assert asked[-1][1] - asked[0][0] <= 5 * 60
+    asked.clear()
+    of_all = await records.usage(Wanted(-(10**17), 10**17), "minute", 1_000)
+    assert len(of_all) == 600
+    assert len(asked) < 40
+
+
+async def test_a_cursor_of_another_time_hides_nothing(sink: Sink, records: Records) -> None:
+    """One from before what is asked for now: all of that comes after it."""
+    for subject in ("user:1", "user:9"):
+        sink.usage.add((subject, "orders", NOW_S // 60), [1, 0, 1])
+    await sink.finish()
+    before = UsageRow(NOW_S - 3_600, 3_600, "user:5", "orders", 0, 0, 0)
+    wanted = Wanted(NOW_US, NOW_US + 10**6)
+    assert len(await records.usage(wanted, "hour", 10, before)) == 2
 
 
 async def test_scopes_are_whole_parts(sink: Sink, records: Records) -> None:

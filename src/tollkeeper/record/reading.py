@@ -1,8 +1,11 @@
 """What was recorded, for whoever asks: usage by time, decisions one by one, in pages.
 
-A page is one short transaction, however long the list is that somebody reads: those who write never
-wait for it, and a client that reads slowly holds nothing. The next page begins after the last row
-of the one before, which the cursor names; so rows that come meanwhile shift nothing.
+A page is some short transactions, however long the list is that somebody reads: those who write
+never wait for it, and a client that reads slowly holds nothing. The next page begins after the last
+row of the one before, which the cursor names; so rows that come meanwhile shift nothing.
+
+To add up all of a month for each page of it would take longer the longer the list is. So usage is
+looked at step by step: one step of time, then the next two, four and so on, until the page is full.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ if TYPE_CHECKING:
 Step = Literal["minute", "hour", "day"]
 
 STEP_SECONDS: Final[Mapping[Step, int]] = {"minute": 60, "hour": 3_600, "day": 86_400}
-PAGE_ROWS: Final = 1_000
+# Of a list that is read to its end; told in smaller pieces, as others wait meanwhile.
+PAGE_ROWS: Final = 5_000
+PIECE_ROWS: Final = 500
 
 # Usage is told by steps; what is there only by the hour is told by the hour.
 _USAGE: Final = """
@@ -97,15 +102,34 @@ class Records:
     ) -> list[UsageRow]:
         """By time, then by subject and rule; one page. Raises StoreError."""
         step_s = STEP_SECONDS[step]
-        from_s = -(-wanted.from_us // 10**6)
         # Whole steps, but for the first and the last: those are what of them was asked for.
-        if after is not None:
-            from_s = max(from_s, after.start_s)
-        conditions = ["start_s >= :from_s", "start_s < :to_s"]
+        from_s = max(-(-wanted.from_us // 10**6), 0 if after is None else after.start_s, 0)
         to_s = -(-wanted.to_us // 10**6)
+        found: list[UsageRow] = []
+        window_s = step_s
+        while from_s < to_s and len(found) < most:
+            until_s = min(from_s // step_s * step_s + window_s, to_s)
+            left = most - len(found)
+            found += await self._usage(wanted, step_s, (from_s, until_s), left, after)
+            # Rows of the next steps are all after it.
+            from_s, window_s, after = until_s, 2 * window_s, None
+        return found
+
+    async def _usage(
+        self,
+        wanted: Wanted,
+        step_s: int,
+        between: tuple[int, int],
+        most: int,
+        after: UsageRow | None,
+    ) -> list[UsageRow]:
+        """Of these times, those that come after a row."""
+        from_s, to_s = between
+        conditions = ["start_s >= :from_s", "start_s < :to_s"]
         given: dict[str, Any] = {"step": step_s, "from_s": from_s, "to_s": to_s, "most": most}
         self._narrow(wanted, conditions, given)
         if after is not None:
+            conditions.append("(start_s / :step * :step > :start_s OR subject >= :after_subject)")
             given |= {
                 "start_s": after.start_s,
                 "after_subject": after.subject,
@@ -119,10 +143,11 @@ class Records:
         return [UsageRow(row[0], row[1], row[2], row[3], *map(int, row[4:])) for row in rows]
 
     async def all_usage(self, wanted: Wanted, step: Step) -> AsyncIterator[list[UsageRow]]:
-        """Page after page. Raises StoreError."""
+        """All of it, in pieces. Raises StoreError."""
         last: UsageRow | None = None
         while page := await self.usage(wanted, step, PAGE_ROWS, last):
-            yield page
+            for start in range(0, len(page), PIECE_ROWS):
+                yield page[start : start + PIECE_ROWS]
             if len(page) < PAGE_ROWS:
                 return
             last = page[-1]
