@@ -25,6 +25,7 @@ from tollkeeper.edge.service.tokens import Tokens
 from tollkeeper.errors import ConfigError
 
 run = CliRunner()
+LOOPBACK = {"127.0.0.1", "::1"}
 RULES = "version: 1\nrules:\n  - {id: a, by: [user], limits: [5/minute]}\n"
 
 
@@ -120,6 +121,15 @@ def test_a_port_that_somebody_has_is_refused(tmp_path: Path) -> None:
                 starting.ports(given(tmp_path, **more)),
             ):
                 pass
+
+
+@pytest.mark.parametrize(("host", "address"), [("localhost", LOOPBACK), ("[::1]", {"::1"})])
+def test_a_host_may_have_a_name(host: str, address: set[str], tmp_path: Path) -> None:
+    """What is listened on is the address that it stands for: the server knows no other."""
+    settings = given(tmp_path, host=host, port=0, grpc="localhost:0")
+    assert settings.is_local
+    with starting.ports(settings) as listening:
+        assert listening.host in address
 
 
 def test_port_0_is_one_that_is_kept(tmp_path: Path) -> None:

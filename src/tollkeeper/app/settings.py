@@ -130,6 +130,8 @@ class Settings:
         data = Path(self.data).expanduser().absolute() if self.data else state_folder()
         settings = replace(
             self,
+            # As in a URL, and as --grpc has it.
+            host=self.host.removeprefix("[").removesuffix("]"),
             data=str(data),
             workers=self.workers or _processors(),
             rules=self.rules or f"sqlite:///{quote(str(data / 'rules.db'))}",

@@ -151,27 +151,29 @@ def _is_left_over(folder: Path) -> bool:
 
 @contextmanager
 def ports(settings: Settings) -> Iterator[Settings]:
-    """The settings with the ports that are listened on; 0 is any, and is kept from others.
+    """The settings with what is listened on: the address that a name stands for, and the ports.
+
+    Port 0 is any, and is kept from others.
 
     Workers share a port (SO_REUSEPORT), and so would another service of the same user, and take
     half of the requests: therefore a port that somebody has is refused here.
     """
     held: list[socket.socket] = []
     try:
-        port = _reserved("--port", settings.host, settings.port, held)
+        at, port = _reserved("--port", settings.host, settings.port, held)
         grpc = settings.grpc
         if grpc:
             host, number = address_of(grpc)
-            number = _reserved("--grpc", host, number, held)
+            _, number = _reserved("--grpc", host, number, held)
             grpc = f"[{host}]:{number}" if ":" in host else f"{host}:{number}"
-        yield replace(settings, port=port, grpc=grpc)
+        yield replace(settings, host=at, port=port, grpc=grpc)
     finally:
         for each in held:
             each.close()
 
 
-def _reserved(option: str, host: str, port: int, held: list[socket.socket]) -> int:
-    """The port, which nobody has; one that was 0 is held until the end."""
+def _reserved(option: str, host: str, port: int, held: list[socket.socket]) -> tuple[str, int]:
+    """The address, and the port, which nobody has; one that was 0 is held until the end."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -180,7 +182,7 @@ def _reserved(option: str, host: str, port: int, held: list[socket.socket]) -> i
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
         if port:
-            return port
+            return str(address[0]), port
         keeper = socket.socket(family, kind, protocol)
         held.append(keeper)
         keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -192,7 +194,7 @@ def _reserved(option: str, host: str, port: int, held: list[socket.socket]) -> i
             f"{option} {host}:{port}: {error.strerror}; choose an address of this machine and a "
             f"free port, for example {option} {'0' if option == '--port' else '127.0.0.1:0'}"
         ) from None
-    return found
+    return str(address[0]), found
 
 
 async def prepared(settings: Settings, counters: Path | None = None) -> str:
