@@ -223,6 +223,7 @@ class Policy:
         "_overrides",
         "_rules",
         "document",
+        "is_steady",
         "table",
         "version",
     )
@@ -257,6 +258,10 @@ class Policy:
         for place, override in enumerate(document.overrides):
             owner = (override.attribute, override.value)
             self._overrides.setdefault(owner, []).append((_ns(override.until), place, override))
+        self.is_steady = not self._overrides and not any(
+            each.factor is not None or each.rule.rule.split > 1 for each in self._rules
+        )
+        """Whether a request has one plan for good: nothing ends, is split or follows a load."""
 
     def plan(self, request: Request, cost: int) -> Plan:
         """What the request has to pass."""

@@ -31,10 +31,10 @@ from tollkeeper.edge.service.wire import (
 )
 from tollkeeper.errors import CapacityError, ConfigError, StoreError
 from tollkeeper.model import Request
-from tollkeeper.ruled import RuledGate
+from tollkeeper.ruled import Repeated, RuledGate
 from tollkeeper.ruling import Ruling
 
-# Of bodies that were read before: at most 2 MB in all.
+# Of bodies that were read before: at most 4 MB in all, with what they have to pass.
 KNOWN_MAX: Final = 2_048
 KNOWN_BYTES_MAX: Final = 512
 
@@ -54,7 +54,7 @@ def _check(node: Node) -> Callable[[Asked], Awaitable[Reply]]:
     asked_before = _AskedBefore()
     known = asked_before.known
     judge = node.limiter.judge
-    at_once = _at_once(node)
+    gate = _gate_at_once(node)
     now_ns = node.now_ns
     style = node.settings.style
     took = node.counters.decision_seconds.note
@@ -62,15 +62,18 @@ def _check(node: Node) -> Callable[[Asked], Awaitable[Reply]]:
 
     async def check(asked: Asked) -> Reply:
         body = asked[2]
-        request, cost = known.get(body) or asked_before.read(body)
+        repeated = known.get(body) or asked_before.read(body)
+        request, cost = repeated.request, repeated.cost
         scope = asked[3].scope
         if scope:
             request = in_scope(asked.token, request)
         began_ns = perf_counter_ns()
-        if at_once is not None and not override.limiting_off:
-            ruling = at_once(request, cost, spend=True)
-        else:
+        if gate is None or override.limiting_off:
             ruling = await judge(request, cost)
+        elif scope:
+            ruling = gate.judge(request, cost, spend=True)
+        else:
+            ruling = gate.judge_again(repeated)
         took(perf_counter_ns() - began_ns)
         told_ns = now_ns()
         if recorder is not None:
@@ -84,17 +87,18 @@ class _AskedBefore:
     """Bodies that were read before: whoever asks often asks the same, byte for byte.
 
     Reading one takes a microsecond, a tenth of what a check takes here; to look it up, a tenth of
-    that. A request never changes, so all who ask the same can have the same one.
+    that. A request never changes, so all who ask the same can have the same one, and what it has to
+    pass is looked for once.
     """
 
     def __init__(self) -> None:
-        self.known: dict[bytes, tuple[Request, int]] = {}
+        self.known: dict[bytes, Repeated] = {}
         self._read = reader_of(CheckBody)
 
-    def read(self, body: bytes) -> tuple[Request, int]:
+    def read(self, body: bytes) -> Repeated:
         """The request and its cost. Raises ConfigError."""
         fields = self._read(body)
-        found = request_of(fields), fields.cost
+        found = Repeated(request_of(fields), fields.cost)
         if len(body) <= KNOWN_BYTES_MAX:
             if len(self.known) >= KNOWN_MAX:
                 self.known.clear()
@@ -102,12 +106,12 @@ class _AskedBefore:
         return found
 
 
-def _at_once(node: Node) -> Callable[..., Ruling] | None:
-    """What `limiter.judge` calls where the store does no I/O: then there is nothing to await."""
+def _gate_at_once(node: Node) -> RuledGate | None:
+    """What `limiter.judge` asks where the store does no I/O: then there is nothing to await."""
     if "judge" in vars(node.limiter):
         return None  # somebody has put his own there, such as one that traces
     gate = node.limiter._ruled_gate()  # noqa: SLF001 - on the path of every check
-    return gate.judge if isinstance(gate, RuledGate) else None
+    return gate if isinstance(gate, RuledGate) else None
 
 
 def _batch(node: Node) -> Callable[[Asked], Awaitable[Reply]]:
