@@ -3,9 +3,11 @@
 The bare one takes the body in one message, as the service does where the length says that this is
 all. An application that reads until the server says that it was all takes longer: the second row.
 
-A thousand users ask in turn. With one rule, a check is one limit of one subject; with several it is
-what a public API has: four rules that all apply, by key, user, tenant and address, with six limits
-between them.
+A thousand users ask in turn; whoever asks often asks the same, byte for byte, and the service knows
+such a question again. Twenty thousand in turn are more than it keeps: there each is read anew.
+
+With one rule, a check is one limit of one subject; with several it is what a public API has: four
+rules that all apply, by key, user, tenant and address, with six limits between them.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from bench.http_measure import Contender
 from bench.http_servers import granian, post, tollkeeper_serve
 
 USERS: Final = 1_000
+STRANGERS: Final = 20_000
 
 ONE_RULE: Final = """
 version: 1
@@ -45,6 +48,8 @@ def check_contenders(folder: Path) -> Sequence[Contender]:
     several.write_text(SEVERAL_RULES)
     few = [_check({"user": f"u{number}"}) for number in range(USERS)]
     many = [_check(_whole_request(number)) for number in range(USERS)]
+    new = [_check({"user": f"u{number}"}) for number in range(STRANGERS)]
+    all_new = [_check(_whole_request(number)) for number in range(STRANGERS)]
     memory = ("--store", "memory://", "--no-grpc")
 
     def ours(name: str, rules: Path, requests: Sequence[bytes], *more: str) -> Contender:
@@ -56,7 +61,9 @@ def check_contenders(folder: Path) -> Sequence[Contender]:
         Contender("the same, reading to the end", granian("bench.http_apps:bare_to_the_end"), few),
         ours("tollkeeper, 1 limit, memory", one, few, *memory),
         ours("tollkeeper, 1 limit, shared", one, few, "--no-grpc"),
+        ours("tollkeeper, 1 limit, memory, 20,000 users", one, new, *memory),
         ours("tollkeeper, 4 rules, 6 limits, memory", several, many, *memory),
+        ours("tollkeeper, 4 rules, 6 limits, 20,000 users", several, all_new, *memory),
     )
 
 
