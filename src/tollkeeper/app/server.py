@@ -50,6 +50,8 @@ READY_SECONDS_MAX: Final = 60.0
 _READY_PAUSE_SECONDS: Final = 0.05
 # From a worker's first count, which it leaves before it listens, until it surely does.
 _LISTENS_SECONDS: Final = 0.5
+# `timeout` sends SIGTERM to its child and then to all of its group: so soon, that is the same one.
+_SAME_SECONDS: Final = 0.5
 # A worker that ends so often in a row, each time this soon after it was started again, never will
 # be well; one that was killed a few times, by an operator or for its memory, is no reason to end
 # those that are.
@@ -137,12 +139,16 @@ class Draining(Granian):  # type: ignore[misc, valid-type]  # a variable: one of
     drain_s: float = 0.0
     counters: Path = Path()
     _told = False
+    _told_s = 0.0
 
     def signal_handler_interrupt(self, signum: int = 0, *_: Any) -> None:
         """Of SIGTERM and SIGINT."""
         first = not self._told
+        if not first and signum == signal.SIGTERM and monotonic() - self._told_s < _SAME_SECONDS:
+            return
         self._told = True
         if first:
+            self._told_s = monotonic()
             name = signal.Signals(signum).name
             log.info("ending: %s", name, extra=logs.event("ending", signal=name))
             self._signal_workers(signal.SIGUSR1)
