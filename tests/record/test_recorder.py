@@ -7,7 +7,8 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -21,6 +22,7 @@ from tollkeeper.record.live import Live
 from tollkeeper.record.reading import Records
 from tollkeeper.record.recorder import Recorder
 from tollkeeper.record.sink import EVENTS_MAX, Pace, Sink
+from tollkeeper.record.usage import Usage
 from tollkeeper.ruling import Ruling
 from tollkeeper.testing import ManualClock
 
@@ -215,6 +217,20 @@ async def test_workers_tell_each_other_who_asks_most(
     assert total == pytest.approx(5, rel=0.2)
     await one.stop()
     await two.stop()
+
+
+async def test_what_is_dropped_never_goes_down(make: Make, limiter: AsyncLimiter) -> None:
+    """Not even while it is handed over, and nobody has taken it yet."""
+    recorder = make()
+    recorder._usage = Usage(buckets_max=0, others_max=0)
+    recorder._buckets = recorder._usage.buckets
+    await noted(recorder, limiter, ANN, ANN)
+    assert recorder.dropped() == 2
+    handed: list[Any] = []
+    waiting = SimpleNamespace(call_soon_threadsafe=lambda *given: handed.append(given))
+    recorder._loop = cast("asyncio.AbstractEventLoop", waiting)
+    recorder._hand_over()
+    assert (len(handed), recorder.dropped()) == (1, 2)
 
 
 def test_a_folder_that_is_gone_is_told_of_once(

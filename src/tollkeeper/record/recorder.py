@@ -213,6 +213,8 @@ class Recorder:
         if self._is_behind or self._loop is None:
             return
         handed = _Handed(self._noted, self._usage)
+        # At once, or the count would go down until the thread comes to it.
+        self._dropped += self._usage.dropped
         self._noted, self._usage = [], Usage()
         self._buckets = self._usage.buckets
         self._is_behind = True
@@ -297,7 +299,6 @@ class Recorder:
     async def _add(self, handed: _Handed) -> None:
         assert self._sink is not None, "made before anything is handed over"  # noqa: S101 - ours
         usage = self._sink.usage
-        self._dropped += handed.usage.dropped
         checks: dict[Who, float] = {}
         denied: dict[Who, float] = {}
         for portion in _portions(list(handed.usage.buckets.items())):
