@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -183,3 +184,14 @@ def test_how_it_stands_by(tmp_path: Path) -> None:
         20, f"shared://{tmp_path}/standby", "5000/second", "60/minute", 300.0
     )
     assert Settings.gather({"data": str(tmp_path)}, None).standby == Standby()
+
+
+def test_a_user_without_a_home_is_told_to_name_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs as a number."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000_001)
+    with pytest.raises(ConfigError, match="--data /var/lib/tollkeeper"):
+        Settings.gather({})
+    with pytest.raises(ConfigError, match="no home directory"):
+        Settings.gather({"data": "~nobody-of-this-name/data"})

@@ -40,8 +40,19 @@ def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Where this user's programs keep what must outlive them (XDG base directories)."""
     given = environ.get("XDG_STATE_HOME", "")
     # A relative one is to be ignored, says the standard.
-    root = Path(given) if Path(given).is_absolute() else Path.home() / ".local/state"
+    root = Path(given) if Path(given).is_absolute() else _at_home("~/.local/state")
     return root / "tollkeeper"
+
+
+def _at_home(path: str) -> Path:
+    """A path whose ~ is a home directory; in a container, users may have none. ConfigError."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"{path}: this user has no home directory; name a folder, for example "
+            f"--data /var/lib/tollkeeper"
+        ) from None
 
 
 def _processors() -> int:
@@ -127,7 +138,7 @@ class Settings:
 
     def complete(self) -> Self:
         """With every default that depends on the machine, and relations checked."""
-        data = Path(self.data).expanduser().absolute() if self.data else state_folder()
+        data = _at_home(self.data).absolute() if self.data else state_folder()
         settings = replace(
             self,
             # As in a URL, and as --grpc has it.
