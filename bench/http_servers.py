@@ -164,7 +164,7 @@ def granian(target: str, *, factory: bool = False) -> list[str]:
     """The command that serves an ASGI application as `tollkeeper serve --workers 1` does."""
     return [
         *(sys.executable, "-m", "granian", "--interface", "asgi", "--loop", "uvloop"),
-        *("--host", HOST, "--port", "{port}", "--workers", "1", "--no-ws"),
+        *("--host", HOST, "--port", "{port}", "--workers", "1", "--no-ws", "--http", "1"),
         *("--backpressure", "1024", "--http1-buffer-size", "65536"),
         *("--http1-header-read-timeout", "10000"),
         *("--log-level", "warning", *(["--factory"] if factory else []), target),
