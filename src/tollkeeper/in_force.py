@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import blake2b
+from operator import attrgetter
 from typing import Any, Final
 
 from tollkeeper.clock import Clock
@@ -52,25 +53,23 @@ _log = logging.getLogger("tollkeeper.penalties")
 
 def combined(decisions: Sequence[Decision]) -> Decision:
     """One decision on a request that several rules have decided: the tightest speaks."""
-    tightest = decisions[0]
     if len(decisions) == 1:
-        return tightest
-    retry_after_ns = delay_ns = 0
-    degraded = False
-    for each in decisions:
-        retry_after_ns = max(retry_after_ns, each.retry_after_ns)
-        delay_ns = max(delay_ns, each.delay_ns)
-        degraded = degraded or each.degraded
-        if _tightness(each) < _tightness(tightest):
-            tightest = each
-    if not tightest.allowed:
-        delay_ns = 0
-    found = (tightest.retry_after_ns, tightest.delay_ns, tightest.degraded)
-    if found == (retry_after_ns, delay_ns, degraded):
+        return decisions[0]
+    tightest = min(decisions, key=_tightness)
+    retry_after_ns = max(map(_retry_after_ns, decisions))
+    delay_ns = max(map(_delay_ns, decisions)) if tightest.allowed else 0
+    degraded = any(map(_degraded, decisions))
+    said = (tightest.retry_after_ns, tightest.delay_ns, tightest.degraded)
+    if said == (retry_after_ns, delay_ns, degraded):
         return tightest  # nothing to add, as nearly always
     return decision_with(
         tightest, retry_after_ns=retry_after_ns, delay_ns=delay_ns, degraded=degraded
     )
+
+
+_retry_after_ns: Final = attrgetter("retry_after_ns")
+_delay_ns: Final = attrgetter("delay_ns")
+_degraded: Final = attrgetter("degraded")
 
 
 def _tightness(decision: Decision) -> tuple[bool, int, int, int]:
@@ -158,7 +157,7 @@ class RulesInForce:
         return counts
 
     def _count(self, item: Item, decision: Decision) -> None:
-        counts = self._counts_of(item)
+        counts = self.counts.get(item.rule.rule.id) or self._counts_of(item)
         if decision.allowed:
             counts.allowed += 1
         elif item.rule.rule.mode == "shadow":

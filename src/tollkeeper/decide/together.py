@@ -40,8 +40,9 @@ def check_together(store: Store | StoreAway, asked: Asked) -> list[Decision]:
     checked: list[Decision] = []
     try:
         for gate, subject, cost in asked:
-            checked.append(gate.check(subject, cost))
-            if not checked[-1].allowed:
+            decision = gate.check(subject, cost)
+            checked.append(decision)
+            if not decision.allowed:
                 break
     finally:
         if len(checked) < len(asked) or not checked[-1].allowed:

@@ -27,6 +27,7 @@ class KernelStore:
         self, clock: Clock, states_max: int = 0, *, path: Path | None = None, log_bytes: int = 0
     ) -> None:
         self._clock = clock
+        self._is_real = type(clock) is SystemClock
         self.is_private = path is None
         """Is what is kept here seen by no other process?"""
         self._table = _kernel.Table(
@@ -57,12 +58,14 @@ class KernelStore:
 
     def now_ns(self) -> int | None:
         """The time for the kernel to decide at; None: it reads its own, which is real time."""
-        return None if self.keeps_time else self._clock.now_ns()
+        if self._is_real and override.clock is None:  # as `keeps_time`, which would be a call more
+            return None
+        return self._clock.now_ns()
 
     @property
     def keeps_time(self) -> bool:
         """Is real time asked for? Then the kernel tells it, alike in all processes."""
-        return type(self._clock) is SystemClock and override.clock is None
+        return self._is_real and override.clock is None
 
 
 class KernelGate:
@@ -81,7 +84,7 @@ class KernelGate:
 
     def shortcut(self, slow: Callable[..., Decision]) -> Callable[..., Decision] | None:
         """A `check(key, cost=1)` in C that calls `slow` for all but the ordinary; None: no gain."""
-        if type(self._store._clock) is not SystemClock:  # noqa: SLF001 - its own store
+        if not self._store._is_real:  # noqa: SLF001 - its own store
             return None
         return _kernel.Gate(self._table, self.limits, self._rule, slow).check
 
