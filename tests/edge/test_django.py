@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from asgiref.sync import sync_to_async
+from asgiref.sync import async_to_sync, sync_to_async
 from django.http import HttpResponse
 from django.test import AsyncRequestFactory, Client, RequestFactory, override_settings
 from django.views import View
@@ -16,7 +16,7 @@ from tests.edge import django_site as views
 from tests.edge.django_site import NOW_S, OURS, Site
 from tollkeeper import ConfigError
 from tollkeeper.edge.django import RateLimitMiddleware, rate_limit
-from tollkeeper.edge.django_request import settling
+from tollkeeper.edge.django_request import DjangoBill, settling
 from tollkeeper.edge.django_site import desk
 from tollkeeper.testing import ManualClock
 
@@ -367,6 +367,29 @@ async def test_a_request_that_is_cancelled_is_settled() -> None:
             await task
         response = await RateLimitMiddleware(quick)(asked())
         assert response.headers["X-RateLimit-Remaining"] == "4"
+
+
+def test_under_wsgi_an_async_view_is_settled_in_its_own_task(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where asgiref is older than 3.8, it would wait for ever in another one."""
+    tasks: list[Any] = []
+    settle = DjangoBill.settle_async
+
+    async def watched(bill: DjangoBill) -> None:
+        tasks.append(asyncio.current_task())
+        await settle(bill)
+
+    @rate_limit("2/minute", count=lambda status: status == 401)
+    async def view(request: Any) -> HttpResponse:
+        tasks.append(asyncio.current_task())
+        return HttpResponse()
+
+    monkeypatch.setattr(DjangoBill, "settle_async", watched)
+    with override_settings(TOLLKEEPER={"clock": ManualClock(NOW_S)}):
+        for _ in range(3):
+            assert async_to_sync(view)(RequestFactory().get("/")).status_code == 200
+    assert tasks[::2] == tasks[1::2]
 
 
 async def test_a_request_that_is_cancelled_while_it_is_settled() -> None:

@@ -23,7 +23,6 @@ resolver, if limits depend on it. A `re_path` is known without its expressions: 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from functools import partial, wraps
 from inspect import isawaitable
@@ -212,14 +211,11 @@ async def _serve_async(
     except BaseException as error:
         if is_outermost:
             _fail(request, bill, error)
-            # Shielded, here and below: a task that is cancelled may be so again at its next step,
-            # and who hangs up while it is settled does not get away with what it cost.
-            await asyncio.shield(bill.settle_async())
+            await bill.settle_surely()
         raise
     if is_outermost:
         _finish(request, bill, response)
-        if bill.unsettled():
-            await asyncio.shield(bill.settle_async())
+        await bill.settle_surely()
     return response
 
 

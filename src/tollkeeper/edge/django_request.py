@@ -131,6 +131,16 @@ class DjangoBill(Bill):
             else:
                 await sync_to_async(guard.leave)(charge, self.status)
 
+    async def settle_surely(self) -> None:
+        """As `settle_async`, though the task is cancelled, as when a client hangs up meanwhile."""
+        if any(isinstance(guard, AsyncGuard) for guard, _ in self.unsettled()):
+            await asyncio.shield(self.settle_async())
+        else:
+            # Threads are not cancelled. And under WSGI, where all are for threads, this has to be
+            # in the view's own task: by that, asgiref before 3.8 knows the thread that waits for
+            # it, and from another it would wait for itself.
+            await self.settle_async()
+
     async def refusal_async(self, guard: Guard | AsyncGuard, call: DjangoCall) -> Any:
         """As `refusal`, from async code: with an AsyncGuard here, with a Guard in a thread."""
         if isinstance(guard, Guard):
