@@ -221,6 +221,8 @@ def test_a_service_that_is_silent_is_given_up() -> None:
         (["check", "--token", "tk_s3cret twice"], "characters that no token has"),
         (["grant", "--units", "1", "--ttl", "1 fortnight"], "try 90s, 10m or 1h"),
         (["grant"], "--units"),
+        (["check", "--user", "\udcff"], "that are not UTF-8"),
+        (["quota", "--attribute", "region=\udcff"], "that are not UTF-8"),
         (["check", "tk_s3cret"], "unexpected extra argument(s) (a token)"),
         (["check", "http://a:s3cret@h"], "unexpected extra argument(s) a URL"),
         (["check", "--cost", "tk_s3cret"], "Invalid value for '--cost'"),

@@ -280,6 +280,12 @@ def _fields(  # the request as the service takes it: what is not given is left o
     fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if attribute:
         fields["attributes"] = attributes_of(attribute)
+    try:
+        remote_print.request_text(fields).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            "an argument has bytes in it that are not UTF-8, as no request has; is it typed right?"
+        ) from None
     return fields
 
 
