@@ -67,6 +67,12 @@ def _is(found: Callable[[], float], wanted: float) -> bool:
     return found() == wanted
 
 
+def _are_back(service: ServiceProcess, killed: set[int]) -> bool:
+    """Do four others run and listen? On a busy machine one that is killed may live on a little."""
+    pids = set(service.worker_pids())
+    return len(pids) == 4 and not pids & killed and service.is_listening()
+
+
 def counters(text: str) -> dict[tuple[str, tuple[str, ...]], float]:
     """What must never go down, by name and labels."""
     return {
@@ -121,11 +127,13 @@ def test_sums_never_go_down_and_nothing_is_lost_with_a_worker() -> None:
             total += len(checked(service, 60, user="1"))
             wanted = partial(_is, allowed, total)
             until(wanted, f"{total} checks are told", WAIT_SECONDS, allowed)
-            for pid in service.worker_pids()[:victims]:
+            killed = set(service.worker_pids()[:victims])
+            for pid in killed:
                 os.kill(pid, signal.SIGKILL)
             for _ in range(10):
                 scraped()
-            until(lambda: len(service.worker_pids()) == 4, "all are back", WAIT_SECONDS)
+            back = partial(_are_back, service, killed)
+            until(back, "others have taken their place", WAIT_SECONDS, service.worker_pids)
         found = {name: value for (name, _), value in scraped().items()}
         assert allowed() == total
         assert found["tollkeeper_worker_starts_total"] == 6
