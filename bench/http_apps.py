@@ -38,6 +38,34 @@ async def bare_to_the_end(scope: Any, receive: Any, send: Any) -> None:
     await _say_ok(send)
 
 
+# What `tollkeeper serve` answers to a check, as long as it is and with as many headers.
+_CHECK_HEADERS: Final = (
+    (b"x-ratelimit-limit", b"1000000"),
+    (b"x-ratelimit-remaining", b"999999"),
+    (b"x-ratelimit-reset", b"1794837002"),
+    (b"ratelimit", b'"users";r=999999;t=1'),
+    (b"ratelimit-policy", b'"users";q=1000000;w=1'),
+    (b"content-type", b"application/json"),
+    (b"x-tollkeeper-node", b"bench"),
+    (b"x-request-id", b"0123456789ab-12345"),
+    (b"content-length", b"173"),
+)
+_CHECK_BODY: Final = (
+    b'{"allowed":true,"kind":"limited","rule":"users","limit":1000000,"remaining":999999,'
+    b'"retry_after":0.0,"reset_after":1e-6,"delay":0.0,"degraded":false,"shadow_denied":[]}'
+).ljust(173)
+
+
+async def bare_check(scope: Any, receive: Any, send: Any) -> None:
+    """What a check's answer takes to send: always the same one, and nothing is decided."""
+    if scope["type"] != "http":
+        return
+    await receive()
+    headers = list(_CHECK_HEADERS)
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": _CHECK_BODY})
+
+
 async def _say_ok(send: Any) -> None:
     headers = [(b"content-type", b"text/plain"), (b"content-length", b"2")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -143,6 +171,13 @@ def fastapi_bare() -> Any:
     """FastAPI alone."""
     app = _fastapi()
     app.get("/")(_ok_json)
+    return app
+
+
+def fastapi_headers() -> Any:
+    """What the headers alone take, as on Starlette."""
+    app = fastapi_bare()
+    app.add_middleware(_FixedHeaders)
     return app
 
 

@@ -2,6 +2,7 @@
 
 The bare one takes the body in one message, as the service does where the length says that this is
 all. An application that reads until the server says that it was all takes longer: the second row.
+One that sends what the service sends, headers and all, but always the same: the third.
 
 A thousand users ask in turn; whoever asks often asks the same, byte for byte, and the service knows
 such a question again. Twenty thousand in turn are more than it keeps: there each is read anew.
@@ -59,6 +60,9 @@ def check_contenders(folder: Path) -> Sequence[Contender]:
     return (
         Contender("bare ASGI: 200 ok", granian("bench.http_apps:bare"), few, timed=True),
         Contender("the same, reading to the end", granian("bench.http_apps:bare_to_the_end"), few),
+        Contender(
+            "bare ASGI: a fixed answer to a check", granian("bench.http_apps:bare_check"), few
+        ),
         ours("tollkeeper, 1 limit, memory", one, few, *memory),
         ours("tollkeeper, 1 limit, shared", one, few, "--no-grpc"),
         ours("tollkeeper, 1 limit, memory, 20,000 users", one, new, *memory),

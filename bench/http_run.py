@@ -43,6 +43,7 @@ _STARLETTE: Final = (
 )
 _FASTAPI: Final = (
     ("fastapi_bare", "FastAPI", False),
+    ("fastapi_headers", "five fixed headers, and no limit", False),
     ("fastapi_ours", "tollkeeper, memory", True),
     ("fastapi_ours_shared", "tollkeeper, shared", True),
     ("fastapi_dependency", "a dependency that does nothing", False),
