@@ -92,7 +92,7 @@ class RuledGate(RulesInForce):
                 asked.found = policy, plan, ruling
             return ruling
         _, plan, like = found
-        answer = self._answered(plan, request)
+        answer = (self._answered if self._terms else self._checked)(plan, request)
         if plan.shadowed or answer.degraded:
             return self._grounded(plan, answer)
         return _ruling(Ruling, (answer, like[1], "limited", (), like[4]))
