@@ -5,8 +5,9 @@ import json
 from contextlib import suppress
 from typing import Annotated, Any
 
+import httpx
 import pytest
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, WebSocket
+from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, WebSocket
 from fastapi.exceptions import FastAPIError
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.middleware.base import BaseHTTPMiddleware
@@ -269,6 +270,27 @@ async def test_dependencies_that_yield_are_unwound() -> None:
 
     assert await _statuses(app, "/x", "/x") == [200, 429]
     assert events == ["opened", "closed"] * 2
+
+
+async def test_a_key_from_the_body_leaves_it_to_the_endpoint() -> None:
+    """As for logins, which are counted by who is named there."""
+    app, limit = _limited()
+
+    async def by_user(call: Any) -> str:
+        return str((await call.native.json())["user"])
+
+    @app.post("/login", dependencies=[limit("1/minute", key=by_user)])
+    async def login(user: Annotated[str, Body(embed=True)]) -> str:
+        return user
+
+    async def logged_in(user: str) -> httpx.Response:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://api.test") as client:
+            return await client.post("/login", json={"user": user})
+
+    answers = [await logged_in(user) for user in ("ada", "ada", "bob")]
+    assert [each.status_code for each in answers] == [200, 429, 200]
+    assert answers[2].json() == "bob"
 
 
 async def _converting() -> Any:
