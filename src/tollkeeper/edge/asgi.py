@@ -17,11 +17,10 @@ no task for a request.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
-from functools import wraps
-from inspect import iscoroutinefunction
-from typing import Any, Final, ParamSpec, TypeVar, Unpack
+from functools import partial, wraps
+from typing import Any, Final, ParamSpec, Protocol, TypeVar, Unpack, overload
 
-from tollkeeper.arguments import Limits
+from tollkeeper.arguments import Limits, kind_of, name_of
 from tollkeeper.edge.calls import AsgiCall
 from tollkeeper.edge.guard import AsyncGuard
 from tollkeeper.edge.passage import (
@@ -117,10 +116,19 @@ class RateLimit:
         return close_and_send
 
 
-def limited(
-    limits: Limits, *, name: str = "", **options: Unpack[RouteOptions]
-) -> Callable[[Callable[P, Awaitable[R]]], Callable[P, Coroutine[Any, Any, R]]]:
-    """Limit one endpoint of Starlette's: an async function or method of a request or WebSocket.
+class _Decorator(Protocol):
+    """What limits an endpoint. One that is not async runs in a thread, and becomes async."""
+
+    @overload
+    def __call__(
+        self, function: Callable[P, Awaitable[R]], /
+    ) -> Callable[P, Coroutine[Any, Any, R]]: ...
+    @overload
+    def __call__(self, function: Callable[P, R], /) -> Callable[P, Coroutine[Any, Any, R]]: ...
+
+
+def limited(limits: Limits, *, name: str = "", **options: Unpack[RouteOptions]) -> _Decorator:
+    """Limit one endpoint of Starlette's: a function or method of a request or WebSocket.
 
         @limited("5/second")
         async def search(request): ...
@@ -132,23 +140,33 @@ def limited(
     check_name("name", name)
     terms = Terms(limits=limits, **options)
 
-    def decorate(function: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, Any, R]]:
-        if not iscoroutinefunction(function):
-            raise ConfigError(f"{show(function)} is not async; limited() is for async endpoints")
-        found = f"{function.__module__}.{function.__qualname__}"[-_FOUND_LENGTH_MAX:]
+    def decorate(function: Callable[..., Any], /) -> Callable[..., Coroutine[Any, Any, Any]]:
+        if isinstance(function, type) or not callable(function):
+            raise ConfigError(f"{show(function)} is not an endpoint; decorate a class's methods")
+        found = name_of(function)[-_FOUND_LENGTH_MAX:]
+        is_async = kind_of(function) != "plain"
 
         @wraps(function)
-        async def charged(*args: P.args, **kwargs: P.kwargs) -> R:
+        async def charged(*args: Any, **kwargs: Any) -> Any:
             connection = _connection_of(args, kwargs)
             passage = passage_of(connection.scope)
             # Of several on one endpoint, each counts by itself.
             guard = passage.guard.beside(terms, name or passage.name_for(found))
             await passage.charge(guard, AsgiCall(connection.scope, connection))
-            return await function(*args, **kwargs)
+            if is_async:
+                return await function(*args, **kwargs)
+            return await _in_thread(partial(function, *args, **kwargs))
 
         return charged
 
     return decorate
+
+
+async def _in_thread(function: Callable[[], R]) -> R:
+    """Run what is not async as Starlette would have: in one of its own threads."""
+    from starlette.concurrency import run_in_threadpool  # noqa: PLC0415 - only endpoints need it
+
+    return await run_in_threadpool(function)
 
 
 def _connection_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
