@@ -20,6 +20,7 @@ from tests.integration.redis_wires import (
     both_wires,
     client,
     clients_of_both,
+    errors_of,
     outcome,
 )
 from tests.integration.tcp_proxy import Proxy
@@ -253,6 +254,22 @@ def test_a_dead_shard_does_not_open_the_others() -> None:
                     asked = api.start_all([other, keys[0]])
                     assert "breaker is open" in str(asked.exception(SECONDS_MAX))
                 assert calls_of(well, "evalsha", "eval") == before
+
+
+@both_wires
+def test_who_is_refused_is_not_told_that_it_may_have_been_counted(
+    server: Single, key: str, wire: str
+) -> None:
+    """The calls that opened it may have been; those that it refuses were not sent."""
+    options = {"breaker_open_ms": 60_000, "breaker_open_max_ms": 60_000}
+    with client(wire, server.uri, deadline_ms=1_000, **options) as api:
+        until(lambda: not errors_of(api.together([key] * 40)), "many are connected", SECONDS_MAX)
+        server.pause()
+        until(lambda: api.together([key] * 9) and is_open(api), "the breaker is open", SECONDS_MAX)
+        refused = outcome(api.start(key))
+        server.resume()
+        assert "breaker is open" in str(refused)
+        assert "counted" not in str(refused)
 
 
 @both_wires

@@ -191,7 +191,9 @@ class Node:
         except BaseException as error:
             connection.close()
             if isinstance(error, StoreError):
-                breaker.failed(f"{self.address}: {error}", connection.began_ns)
+                # Those who are refused for it are told why, and nothing of theirs was counted.
+                why = str(error).removesuffix(_MAYBE)
+                breaker.failed(f"{self.address}: {why}", connection.began_ns)
             raise
         self._give(connection)
         if breaker.stirred:
