@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sqlite3
 import traceback
+from contextlib import closing
+from pathlib import Path
 
 import pytest
+from sqlalchemy import text
 
 from tollkeeper.control.database import Database
 from tollkeeper.errors import ConfigError
@@ -53,3 +57,25 @@ def test_urls_that_name_none(url: str, words: str) -> None:
     assert words in str(error.value)
     assert "sqlite:///rules.db" in str(error.value)
     assert SECRET not in "".join(traceback.format_exception(error.value, limit=0))
+
+
+async def test_a_file_that_was_replaced_is_read(tmp_path: Path) -> None:
+    """A backup that is put in its place is what is there from then on, without a restart."""
+
+    def filled(name: str) -> Path:
+        with closing(sqlite3.connect(tmp_path / name)) as file, file:
+            file.execute("CREATE TABLE told (name TEXT)")
+            file.execute("INSERT INTO told VALUES (?)", (name,))
+        return tmp_path / name
+
+    database = Database(f"sqlite:///{filled('rules.db')}")
+
+    async def told() -> str:
+        async with database.reading() as connection:
+            found = await connection.execute(text("SELECT name FROM told"))
+            return str(found.scalar_one())
+
+    assert [await told(), await told()] == ["rules.db", "rules.db"]
+    filled("backup.db").replace(tmp_path / "rules.db")
+    assert [await told(), await told()] == ["backup.db", "backup.db"]
+    await database.close()

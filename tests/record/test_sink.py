@@ -13,6 +13,7 @@ from tests.record.databases import event, rows, until_async
 from tollkeeper.control.database import Database
 from tollkeeper.errors import ConfigError, StoreError
 from tollkeeper.record import sink as sinks
+from tollkeeper.record.reading import Records, Wanted
 from tollkeeper.record.sink import BATCH_EVENTS_MAX, EVENTS_MAX, Pace, Sink
 
 QUICK = Pace(write_seconds=0.01, usage_seconds=0.01, batch_seconds=0)
@@ -119,6 +120,34 @@ async def test_a_locked_file_is_waited_out(
     await sink.close()
     assert await rows(url, DECISIONS) == [(kept,)]
     other.close()
+
+
+def removed(folder: Path) -> None:
+    """All that is in there."""
+    for each in folder.iterdir():
+        each.unlink()
+
+
+async def test_a_file_that_was_removed_is_made_anew(url: str, tmp_path: Path) -> None:
+    """Whoever needs the room may remove it, and what comes then is not lost with it."""
+    sink = Sink(Database(url), pace=QUICK)
+    records = Records(Database(url))
+    now_us = time.time_ns() // 1_000
+    wanted = Wanted(0, 2 * now_us)
+    running = asyncio.create_task(sink.run())
+    sink.offer([event(now_us)])
+    await until_async(lambda: sink.written == 1, "the first is written")
+    assert len(await records.decisions(wanted, 10)) == 1
+    removed(tmp_path)
+    sink.offer([event(now_us + 1)])
+    await until_async(lambda: sink.written == 2, "the second is written")
+    found = await records.decisions(wanted, 10)
+    assert [row.event.at_us for row in found] == [now_us + 1]
+    sink.stop()
+    await running
+    await sink.close()
+    await records.close()
+    assert await rows(url, DECISIONS) == [(1,)]
 
 
 async def test_a_batch_that_no_database_takes_is_lost_and_counted(url: str) -> None:

@@ -11,11 +11,15 @@ Everything is bounded in time. A statement that takes too long is given up by us
 that its client has forgotten (a process that was stopped) is ended by PostgreSQL, or it would keep
 all other writers out. What a driver raises becomes StoreTimeout or StoreUnavailable here, with the
 driver's error as the cause; a password is in no message, for no URL is ever shown whole.
+
+An SQLite file that was removed, or replaced by another (a backup, say), is opened anew: connections
+hold on to the file that they opened, and what is written to one without a name is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -58,6 +62,7 @@ class Database:
         self._url = _parsed(url)
         self.is_postgresql = self._url.drivername == "postgresql"
         self._dsn = ""
+        self._file: tuple[int, int] | None = None
         if self.is_postgresql:
             _require_asyncpg()
             self._dsn = self._url.render_as_string(hide_password=False)
@@ -89,6 +94,7 @@ class Database:
     async def reading(self) -> AsyncIterator[AsyncConnection]:
         """A transaction that sees one state, and waits for nobody."""
         with self.errors():
+            await self._follow_file()
             async with asyncio.timeout(TRANSACTION_SECONDS_MAX), self.engine.begin() as connection:
                 yield connection
 
@@ -96,12 +102,25 @@ class Database:
     async def writing(self) -> AsyncIterator[AsyncConnection]:
         """A transaction that nobody else writes beside; committed at the end, or gone."""
         with self.errors():
+            await self._follow_file()
             async with (
                 asyncio.timeout(TRANSACTION_SECONDS_MAX),
                 self.engine.execution_options(writes=True).begin() as connection,
             ):
                 await self._take_turn(connection)
                 yield connection
+
+    async def _follow_file(self) -> None:
+        """Let go of connections to a file that is no longer the one of this name."""
+        if self.is_postgresql:
+            return
+        file: tuple[int, int] | None = None
+        with suppress(OSError):
+            found = os.stat(self._url.database or "")  # noqa: PTH116 - quick, and no path is made
+            file = found.st_dev, found.st_ino
+        if self._file not in {None, file}:
+            await self.engine.dispose()
+        self._file = file
 
     async def _take_turn(self, connection: AsyncConnection) -> None:
         """SQLite has the lock since BEGIN IMMEDIATE."""
