@@ -31,7 +31,6 @@ from tests.edge.asgi_driver import (
 from tollkeeper import ConfigError
 from tollkeeper.edge.answers import Style
 from tollkeeper.edge.asgi import RateLimit
-from tollkeeper.edge.asgi import limited as limited_endpoint
 from tollkeeper.testing import ManualClock, limiting_off
 
 HEADERS = {
@@ -314,9 +313,8 @@ def test_a_middleware_without_limits_is_a_mistake() -> None:
 # ── Anything at all ────────────────────────────────────────────────────────────────────────────
 
 
-@limited_endpoint("1/minute")
 async def search(request: Request) -> Response:
-    """An endpoint that has a limit of its own."""
+    """An endpoint whose path has parameters."""
     return PlainTextResponse("found")
 
 

@@ -255,3 +255,12 @@ async def test_several_middlewares_are_one_answer() -> None:
     assert seen.headers["ratelimit-policy"] == '"default";q=9;w=60, "default.1s";q=1;w=1'
     assert (await ask(guarded)).status == 429
     assert (await outer.peek("address:192.0.2.1")).remaining == 8
+
+
+async def test_a_scope_that_is_used_again_is_another_request() -> None:
+    """As by who asks one application after another: each has its headers, and its own refusal."""
+    first, second = limited(limits="2/minute"), limited(limits="1/minute")
+    scope = scope_of()
+    seen = [await ask_scope(app, scope) for app in (first, second, second, first, first)]
+    assert [each.status for each in seen] == [200, 200, 429, 200, 429]
+    assert [each.headers["x-ratelimit-limit"] for each in seen] == ["2", "1", "1", "2", "2"]

@@ -78,8 +78,9 @@ class RateLimit:
         if kind not in {"http", "websocket"}:
             await self.app(scope, receive, self._closing(send) if kind == "lifespan" else send)
             return
-        if PASSAGE in scope:
-            # Another of these is around this one: it has the headers and the answers.
+        if PASSAGE in scope and not scope[PASSAGE].has_answered:
+            # Another of these is around this one: it has the headers and the answers. One that has
+            # answered is not: whoever tries one application after another uses a scope again.
             await scope[PASSAGE].charge(self.guard, RoutedCall(scope, self.app))
             await self.app(scope, receive, send)
             return

@@ -264,6 +264,11 @@ class Passage(Charge):
             return True
         return not any(guard.counts_some or charge.changed for guard, charge in self._charges())
 
+    @property
+    def has_answered(self) -> bool:
+        """Whether a response has started, so that nothing further in can limit the request."""
+        return self.status is not None
+
     async def _settle_and_send(self, message: Message) -> None:
         await self._settle(self.status)
         await self._send(message)
@@ -332,6 +337,7 @@ class Passage(Charge):
         else:
             await self._close_websocket()
             return
+        self.status = answer.status
         headers = [(name.lower().encode(), value.encode()) for name, value in answer.headers]
         headers.append((b"content-length", b"%d" % len(answer.body)))
         body = b"" if scope.get("method") == "HEAD" else answer.body
