@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from tests.faults.checker import Admitted, excess
 from tollkeeper import AsyncLimiter, Decision, Limit, Limiter, Request
-from tollkeeper.model import ALGORITHM_NAMES
+from tollkeeper.model import ALGORITHM_NAMES, BUCKETS
 from tollkeeper.standby import Standby
 
 POLICIES = ("open", "closed", "local")
@@ -74,8 +74,12 @@ class Key(NamedTuple):
 KEYS = tuple(Key(policy, case) for policy in POLICIES for case in CASES)
 
 
-def document(limit: int = LIMIT) -> dict[str, object]:
-    """The rules, as the file of a document has them."""
+def document(limit: int = LIMIT, *, holds: int | None = None) -> dict[str, object]:
+    """The rules, as the file of a document has them.
+
+    `holds`  what a bucket holds, whatever the limit is: one that is made smaller is empty and owes
+             nothing, so rules that go up and down would give more than the higher limit.
+    """
     return {
         "version": 1,
         "rules": [
@@ -83,7 +87,7 @@ def document(limit: int = LIMIT) -> dict[str, object]:
                 "id": f"{policy}-{case}",
                 "match": {"endpoint": f"/{policy}/{case}"},
                 "by": ["user"],
-                "limits": [_written(limit_of(case, limit))],
+                "limits": [_written(limit_of(case, limit), holds)],
                 "on_failure": policy,
             }
             for policy in POLICIES
@@ -92,8 +96,11 @@ def document(limit: int = LIMIT) -> dict[str, object]:
     }
 
 
-def _written(limit: Limit) -> dict[str, object]:
-    return {"limit": limit.limit, "per": f"{limit.per}s", "algorithm": limit.algorithm}
+def _written(limit: Limit, holds: int | None) -> dict[str, object]:
+    written = {"limit": limit.limit, "per": f"{limit.per}s", "algorithm": limit.algorithm}
+    if holds is not None and limit.algorithm in BUCKETS and limit.per == PER_S:
+        written["capacity"] = holds
+    return written
 
 
 RULES_TEXT = json.dumps(document(), indent=1)

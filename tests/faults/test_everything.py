@@ -142,7 +142,7 @@ def change_rules(url: str, limit: int) -> None:
     async def change() -> None:
         async with await Repository.open(url) as repository:
             number = await repository.number()
-            changed = read(json.dumps(document(limit=limit), indent=1))
+            changed = read(json.dumps(document(limit, holds=LIMIT), indent=1))
             await repository.apply(changed, author="ann", expected=number)
 
     asyncio.run(change())
