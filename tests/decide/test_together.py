@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count, product
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.redis_servers import running
-from tollkeeper import CapacityError, Limit, StoreUnavailable
+from tollkeeper import CapacityError, Limit, StoreTimeout, StoreUnavailable
 from tollkeeper.decide.store import Gate, Store
 from tollkeeper.decide.stores import open_store
+from tollkeeper.decide.stores.redis.calls import NotSent
+from tollkeeper.decide.stores.redis.denied import Denied
+from tollkeeper.decide.stores.redis.gates import Commands, Together
 from tollkeeper.decide.together import check_together, check_together_async
 from tollkeeper.model import ALGORITHM_NAMES
 from tollkeeper.testing import ManualClock
@@ -163,3 +167,23 @@ def look(gate: Gate, cost: int) -> tuple[bool, int, int]:
     except CapacityError:
         return False, -1, 0
     return decision.allowed, decision.remaining, decision.reset_after_ns
+
+
+def test_what_may_have_been_counted_is_told() -> None:
+    """Of several things that went wrong, whichever came first; and where undoing the rest failed."""
+    commands = Commands((Limit(5, per=60),), "rule", "tk", lambda: None)
+    gate: Any = SimpleNamespace(commands=commands)
+    together = Together([(gate, "a", 1), (gate, "b", 1)], Denied(0))
+    unsent = NotSent("no connection")
+    maybe = StoreTimeout("no answer in 50 ms; the call may have been counted once")
+    for answers, wrong in (
+        ([unsent, maybe], maybe),
+        ([maybe, unsent], maybe),
+        ([unsent, NotSent("neither")], unsent),
+    ):
+        assert together.decisions(answers)[1] is wrong
+    assert together.told(unsent, [1, 1]) is unsent
+    assert together.told(maybe, [1, unsent]) is maybe
+    assert together.told(None, [unsent]) is None
+    both = "no connection; another part of the request may have been counted once"
+    assert str(together.told(unsent, [1, unsent])) == both

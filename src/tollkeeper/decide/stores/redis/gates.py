@@ -15,11 +15,13 @@ from tollkeeper.decide.stores.redis.denied import Denied, Sent
 from tollkeeper.decide.stores.redis.drive import Servers, Tasks, Threads
 from tollkeeper.decide.stores.redis.encode import NS_PER_US, encode_gate, encode_numbers, field_of
 from tollkeeper.decide.stores.redis.scripts import CHECK, GRANT, REFUND, RESET, Script
-from tollkeeper.errors import CapacityError, StoreError
+from tollkeeper.errors import CapacityError, StoreError, StoreUnavailable
 from tollkeeper.model import UNITS_MAX, Decision, Limit
 
 SERVER_TIME: Final = b""
 _LOOK: Final = b"look"
+# What an error says after which nobody knows what the server did.
+_MAYBE: Final = "may have been counted"
 # Costs above this are not written out ahead.
 _USUAL_COSTS: Final = 16
 
@@ -132,18 +134,27 @@ class Together:
         ]
 
     def decisions(self, answers: Sequence[Any]) -> tuple[list[Decision], Exception | None]:
-        """What was decided; and the first thing that went wrong."""
+        """What was decided; and what went wrong: what may have been counted, before the rest."""
         decided: list[Decision] = []
-        wrong: Exception | None = None
+        errors: list[Exception] = []
         for (commands, _, cost), answer in zip(self._asked, answers, strict=True):
             if isinstance(answer, StoreError):
-                wrong = wrong or answer
+                errors.append(answer)
                 continue
             try:
                 decided.append(commands.answers.check(answer, cost, self._sent.early_ns))
             except (CapacityError, StoreError) as error:
-                wrong = wrong or error
-        return decided, wrong
+                errors.append(error)
+        return decided, min(errors, key=lambda error: _MAYBE not in str(error), default=None)
+
+    def told(self, wrong: Exception | None, undone: Sequence[Any]) -> Exception | None:
+        """What went wrong, with what came of undoing the rest."""
+        failed = any(isinstance(each, StoreError) for each in undone)
+        if not failed or not isinstance(wrong, StoreError) or _MAYBE in str(wrong):
+            return wrong
+        told = StoreUnavailable(f"{wrong}; another part of the request {_MAYBE} once")
+        told.__cause__ = wrong
+        return told
 
     def keep(
         self, answers: Sequence[Any], decided: Sequence[Decision], wrong: Exception | None

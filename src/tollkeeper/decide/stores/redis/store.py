@@ -73,7 +73,7 @@ class RedisStore:
         answers = self._threads.run_all(together.calls())
         decided, wrong = together.decisions(answers)
         if wrong is not None or not all(decided):
-            self._threads.run_all(together.undo(answers))
+            wrong = together.told(wrong, self._threads.run_all(together.undo(answers)))
         together.keep(answers, decided, wrong)
         if wrong is not None:
             raise wrong
@@ -106,7 +106,7 @@ class RedisStore:
         answers = await tasks.run_all(together.calls())
         decided, wrong = together.decisions(answers)
         if wrong is not None or not all(decided) or together.unwanted:
-            await tasks.run_all(together.undo(answers))
+            wrong = together.told(wrong, await tasks.run_all(together.undo(answers)))
         together.keep(answers, decided, wrong)
         if wrong is not None:
             raise wrong
