@@ -10,6 +10,7 @@ import pytest
 from flask import Response, g, jsonify, redirect, send_file
 from flask import request as flask_request
 from flask.testing import FlaskClient
+from werkzeug.test import EnvironBuilder
 
 from tests.edge.flask_app import app_with, statuses
 from tollkeeper.edge.flask import charge
@@ -126,6 +127,20 @@ def test_what_has_been_answered_is_the_outcome() -> None:
         with pytest.raises(OSError, match="gone"):
             client.get("/login", buffered=True)
     assert statuses(client, "/login") == [429]
+
+
+def test_an_environ_that_is_used_again_is_another_request() -> None:
+    """As by who asks one application after another: each has its headers, and its own refusal."""
+    one, two = app_with("2/minute")[0], app_with("1/minute")[0]
+    environ = EnvironBuilder(path="/hello").get_environ()
+    seen: list[tuple[str, str]] = []
+
+    def start_response(status: str, headers: Any, exc_info: Any = None) -> Any:
+        seen.append((status[:3], dict(headers)["X-RateLimit-Limit"]))
+
+    for app in (one, two, two, one):
+        app.wsgi_app(environ, start_response).close()  # type: ignore[attr-defined]  # Flask's has
+    assert seen == [("200", "2"), ("200", "1"), ("429", "1"), ("200", "2")]
 
 
 def test_the_charge_where_nothing_is_limited() -> None:

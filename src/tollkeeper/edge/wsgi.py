@@ -72,8 +72,9 @@ def billed(
     environ: Environ, start_response: StartResponse, guard: Guard, app: WsgiApp
 ) -> Iterable[bytes]:
     """Run an application with a bill: add its headers, and settle it when that is due."""
-    if BILL in environ:
+    if BILL in environ and environ[BILL].status is None:
         return app(environ, start_response)  # another of these is around this one
+    # One that has answered is not: whoever asks several applications may use an environ again.
     bill = environ[BILL] = Bill(guard)
 
     def start(
