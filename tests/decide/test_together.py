@@ -170,7 +170,7 @@ def look(gate: Gate, cost: int) -> tuple[bool, int, int]:
 
 
 def test_what_may_have_been_counted_is_told() -> None:
-    """Of several things that went wrong, whichever came first; and where undoing the rest failed."""
+    """Of several things that went wrong, whichever was first; and where undoing the rest failed."""
     commands = Commands((Limit(5, per=60),), "rule", "tk", lambda: None)
     gate: Any = SimpleNamespace(commands=commands)
     together = Together([(gate, "a", 1), (gate, "b", 1)], Denied(0))
