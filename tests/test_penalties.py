@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.redis_servers import Single
+from tests.redis_servers import Single, running
 from tollkeeper import AsyncLimiter, Limiter, Request
 from tollkeeper.decide.store import Store
+from tollkeeper.decide.stores import open_store
 from tollkeeper.match.rules import Penalty
 from tollkeeper.penalties import LOOK_NS, WATCHED_MAX, Sentence, Watch, sentence_s
 from tollkeeper.testing import ManualClock
@@ -145,6 +146,40 @@ def test_a_listener_that_fails_is_no_concern_of_the_request(
         limiter.on_penalty(fail)
         assert storm(limiter, 6)[-1] == 10
     assert "nobody is at home" in caplog.text
+
+
+def test_a_node_that_has_not_heard_of_a_cool_down_gives_none(
+    store: Store, clock: ManualClock
+) -> None:
+    """A client of many nodes was told by one; by the others it is told first, and then counted."""
+    told: list[Sentence] = []
+    with (
+        Limiter.from_rules(RULES, store=store, clock=clock) as limiter,
+        Limiter.from_rules(RULES, store=store, clock=clock) as other,
+    ):
+        other.check(ANN)  # looks, and will not for a second
+        other.on_penalty(told.append)
+        storm(limiter, 5)
+        assert [each.level for each in limiter.penalties()] == [1]
+        assert storm(other, 5) == [1, 1, 1, 1, 10]
+        assert not told
+        storm(other, 3)
+        assert [each.level for each in told] == [2]
+
+
+async def test_what_is_on_its_way_at_once_is_one_cool_down(clock: ManualClock) -> None:
+    """Nobody of them could know of it."""
+    server = running("single")
+    server.flush()
+    store = open_store(server.uri, clock, deadline_ms=10_000)
+    async with AsyncLimiter.from_rules(RULES, store=store, clock=clock) as limiter:
+        answers = await asyncio.gather(*(limiter.check(ANN) for _ in range(30)))
+        assert sum(answer.allowed for answer in answers) == 1
+        assert [each.level for each in limiter.penalties()] == [1]
+        for _ in range(3):
+            await limiter.check(ANN)
+        assert [each.level for each in limiter.penalties()] == [2]
+    store.close()
 
 
 def test_a_reset_is_the_way_out(store: Store, clock: ManualClock) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
 from operator import attrgetter
@@ -189,6 +190,14 @@ class RulesInForce:
             ):
                 return item, terms
         return None
+
+    @contextmanager
+    def _sentencing(self, item: Item) -> Iterator[None]:
+        """While this goes on, nobody else does the same."""
+        try:
+            yield
+        finally:
+            self.watch.settled(who(item))
 
     def _sentence(self, item: Item, terms: Terms, level: int, spent: Decision) -> None:
         """Count a cool-down, and tell of it, if the store had room for it."""

@@ -13,6 +13,9 @@ that it holds on every node, in two buckets of each subject:
   cool-down of ten seconds spends ten. While it is not full, nothing passes.
 - *level*: it refills by one unit in each `decay`, so what is missing are the cool-downs so far.
 
+Whoever was not told of a cool-down has not gone on in it. So requests that were on their way while
+one was given, and those that another node denied before it had heard of it, bring no further one.
+
 The first has room for all cool-downs and a block on top of them. Whoever goes on in a block gets
 the next one when there is room for it; until then nothing is counted, told or asked.
 
@@ -114,6 +117,7 @@ class _Watched:
     barred_until_ns: int = 0
     spared_above_ns: int = FOREVER_NS
     """While a cool-down has longer than this to go, the next has no room on top of it."""
+    being_sentenced: bool = False
     sentence: Sentence | None = None
 
 
@@ -147,7 +151,8 @@ class Watch:
             watched = self._of(who)
             waited = now_ns >= watched.denied_until_ns
             watched.denied_until_ns = now_ns + retry_after_ns
-            if waited or watched.barred_until_ns - now_ns > watched.spared_above_ns:
+            no_room = watched.barred_until_ns - now_ns > watched.spared_above_ns
+            if waited or no_room or watched.being_sentenced:
                 return False
             if now_ns - watched.since_ns > penalty.within_s * NS_PER_SECOND:
                 watched.since_ns = now_ns
@@ -156,7 +161,23 @@ class Watch:
             if watched.strikes < penalty.after:
                 return False
             watched.strikes = 0
+            watched.being_sentenced = True
             return True
+
+    def learns(self, who: Who, now_ns: int, barred_ns: int) -> bool:
+        """Note a cool-down as the store knows it; is it one that nobody was told of here?"""
+        with self._lock:
+            watched = self._of(who)
+            is_news = barred_ns > 0 and watched.barred_until_ns <= now_ns
+            watched.looked_ns = now_ns
+            watched.barred_until_ns = now_ns + barred_ns
+            return is_news
+
+    def settled(self, who: Who) -> None:
+        """Count again, after `denied` was true: a cool-down was given by now, or was not."""
+        with self._lock:
+            if who in self._watched:
+                self._watched[who].being_sentenced = False
 
     def sentenced(
         self, who: Who, terms: Terms, level: int, spent: Decision, now_ns: int

@@ -145,7 +145,10 @@ class RuledGate(RulesInForce):
         if due is None:
             return
         item, terms = due
-        with suppress(StoreError):
+        with suppress(StoreError), self._sentencing(item):
+            look = terms.cooldown.peek(item.who, terms.cooldown_units)
+            if self.watch.learns(who(item), self._clock.now_ns(), look.retry_after_ns):
+                return
             level = level_of(terms.level.check(item.who, 1), terms)
             # Denied where it has no room on top of what is left.
             spent = terms.cooldown.check(item.who, sentence_s(terms.penalty, level))

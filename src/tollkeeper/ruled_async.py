@@ -96,7 +96,10 @@ class AsyncRuledGate(RulesInForce):
         if due is None:
             return
         item, terms = due
-        with suppress(StoreError):
+        with suppress(StoreError), self._sentencing(item):
+            look = await terms.cooldown.peek(item.who, terms.cooldown_units)
+            if self.watch.learns(who(item), self._clock.now_ns(), look.retry_after_ns):
+                return
             level = level_of(await terms.level.check(item.who, 1), terms)
             # Denied where it has no room on top of what is left.
             spent = await terms.cooldown.check(item.who, sentence_s(terms.penalty, level))
