@@ -28,7 +28,7 @@ from urllib.parse import quote
 from tests.redis_servers.ports import HOST, free_port
 from tests.redis_servers.scratch import scratch
 from tests.redis_servers.server import ServerFailed, Startable
-from tests.redis_servers.waiting import NotInTime, until
+from tests.redis_servers.waiting import NotInTime, await_stopped, until
 
 # On a busy machine; making a cluster takes 1 s, a start 100 ms.
 INIT_SECONDS_MAX = 120.0
@@ -146,7 +146,8 @@ class Postgres(Startable):
 
     def pause(self) -> None:
         """SIGSTOP for all its processes: connections stay open, but nobody answers."""
-        self._signal_all(signal.SIGSTOP)
+        for pid in self._signal_all(signal.SIGSTOP):
+            await_stopped(pid)
 
     def resume(self) -> None:
         """SIGCONT: it goes on from where it was paused."""
@@ -214,12 +215,14 @@ class Postgres(Startable):
                 self._process.wait()
         scratch().forget(self)
 
-    def _signal_all(self, number: int) -> None:
+    def _signal_all(self, number: int) -> list[int]:
         if self.pid is None:
             raise ServerFailed(f"PostgreSQL on port {self.port} does not run; start it first")
-        for pid in (self.pid, *_children(self.pid)):
+        pids = [self.pid, *_children(self.pid)]
+        for pid in pids:
             with suppress(ProcessLookupError):  # a worker of the server's that has just ended
                 os.kill(pid, number)
+        return pids
 
     def _log(self) -> str:
         path = self.folder / "log"

@@ -163,7 +163,8 @@ async def test_what_a_store_in_redis_counts_is_read() -> None:
         assert checks["users denied denied_cache"] >= 10
         assert found.values["coalesced_checks"][""] > 0
         assert found.values["denied_cache_hits"][""] >= 10
-        assert 0 < sum(found.histograms["store_seconds"][:-1]) <= 64
+        # Not those that were known here, but for one that a busy machine has kept waiting.
+        assert 30 <= sum(found.histograms["store_seconds"][:-1]) <= 74
         (node,) = found.values["breaker_state"]
         assert node.startswith("127.0.0.1:")
         assert found.values["node_failures"] == {node: 0}

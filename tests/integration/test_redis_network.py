@@ -432,7 +432,7 @@ async def test_a_stopped_server_does_not_hold_up_the_event_loop(key: str) -> Non
             calls.append(asyncio.ensure_future(limiter.check(key)))
             await asyncio.sleep(0)
         await asyncio.gather(*calls)
-        assert len(calls) > 3_000
+        assert len(calls) > 300
         assert loop.time() - started < 1.3 + 2 * LATE_SECONDS_MAX
         server.resume()
         await store.aclose()

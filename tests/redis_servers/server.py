@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import redis
 from redis.backoff import NoBackoff
@@ -19,7 +19,7 @@ from redis.retry import Retry
 
 from tests.redis_servers.ports import HOST, free_port
 from tests.redis_servers.scratch import scratch
-from tests.redis_servers.waiting import until
+from tests.redis_servers.waiting import await_stopped, until
 
 # On a busy machine; a start takes 20 ms.
 READY_SECONDS_MAX = 20.0
@@ -160,6 +160,7 @@ class Server(Startable):
     def pause(self) -> None:
         """SIGSTOP: the port stays open and the kernel takes connections, but nobody answers."""
         self._signal(signal.SIGSTOP)
+        await_stopped(cast("int", self.pid))
         self.is_paused = True
 
     def resume(self) -> None:
