@@ -127,6 +127,19 @@ async def test_a_worker_that_dies_while_it_folds_counts_nothing_twice(tmp_path: 
         assert not (tmp_path / f"{DEAD}.json").exists()
 
 
+async def test_a_worker_that_gets_the_number_of_a_dead_one_is_counted(tmp_path: Path) -> None:
+    """Also where whoever folded the dead one died in the middle of it."""
+    gone = Snapshot()
+    gone.put("checks", 100, "users", "allowed", "store")
+    (tmp_path / "gone.json").write_bytes(_encode(Left(gone, folded=[DEAD])))
+    fold_dead(tmp_path)
+    (tmp_path / f"{DEAD}.json").write_bytes(_left(users=7))
+    async with asking(counters=tmp_path) as ask:
+        assert samples(ask.service.metrics.text())[ALLOWED] == 107
+        fold_dead(tmp_path)
+        assert samples(ask.service.metrics.text())[ALLOWED] == 107
+
+
 async def test_what_was_told_is_on_file(tmp_path: Path) -> None:
     """A worker that is killed after a scrape takes nothing along."""
     async with asking(counters=tmp_path) as ask:

@@ -224,7 +224,8 @@ def fold_dead(folder: Path) -> None:
             for number in gone.folded:
                 (folder / f"{number}.json").unlink(missing_ok=True)
             dead = [path for path in _workers(folder) if not _is_alive(path)]
-            if not dead:
+            # Numbers that stay there would be left out, when other workers get them.
+            if not dead and not gone.folded:
                 return
             for path in dead:
                 if found := _read(path):
