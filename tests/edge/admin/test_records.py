@@ -178,6 +178,8 @@ async def test_decisions_the_newest_first(recording: Admin) -> None:
         ("subject=user:42", 2),
         ("subject=user:42&outcome=allowed", 0),
         ("subject=user:4", 0),
+        ("from=2026-11-15&to=2026-11-16", 5),
+        ("from=2026-11-14&to=2026-11-15", 0),
         ("from=2026-11-15T12:00:00.000003Z&to=2026-11-15T13:00:00Z", 2),
         ("from=2026-11-15T12:00:00Z&to=2026-11-15T12:00:00.000002Z", 2),
         ("from=2026-11-15T13:00:00%2B01:00&to=2026-11-15T13:01:00+01:00", 5),
@@ -214,7 +216,8 @@ async def test_decisions_in_pages(recording: Admin) -> None:
     [
         "from=yesterday",
         "from=2026-11-15T12:00:00",
-        "from=2026-11-15",
+        "from=2026-11-31",
+        "from=2026-11-15Z",
         "to=1763164800",
         "from=2026-02-30T12:00:00Z",
         "from=2026-11-15T12:00:00Z&to=2026-11-15T12:00:00Z",

@@ -29,6 +29,7 @@ LAST: Final = timedelta(days=1)
 CSV: Final = "text/csv"
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 # RFC 3339. A plus that was not escaped in a URL is a space when it gets here.
+_DATE: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 _TIME: Final = re.compile(
     r"(\d{4}-\d\d-\d\dT\d\d:\d\d(?::\d\d(?:\.\d{1,9})?)?)(Z|[+\- ]\d\d:\d\d)", re.IGNORECASE
 )
@@ -94,7 +95,7 @@ _When = Annotated[
     str | None,
     Query(
         alias="from",
-        description="From this time on, with its zone. Without it, the last day.",
+        description="From this time, with its zone, or this date (UTC). Without it, the last day.",
         examples=["2026-11-15T00:00:00Z"],
         json_schema_extra={"format": "date-time"},
     ),
@@ -103,7 +104,7 @@ _Until = Annotated[
     str | None,
     Query(
         alias="to",
-        description="Before this time; without it, now.",
+        description="Before this time, or this date (UTC); without it, now.",
         examples=["2026-11-16T00:00:00Z"],
         json_schema_extra={"format": "date-time"},
     ),
@@ -147,11 +148,15 @@ AskedFor = Annotated[Asked, Depends(_asked)]
 
 
 def moment(text: str, name: str) -> datetime:
-    """A moment of RFC 3339, with its zone. Raises Refusal.
+    """A moment of RFC 3339, with its zone; or a date, for its first moment in UTC. Raises Refusal.
 
     >>> moment("2026-11-15T01:00:00+01:00", "from").isoformat()
     '2026-11-15T00:00:00+00:00'
+    >>> moment("2026-11-15", "from").isoformat()
+    '2026-11-15T00:00:00+00:00'
     """
+    if _DATE.fullmatch(text):
+        text = f"{text}T00:00:00Z"
     found = _TIME.fullmatch(text)
     if found is not None:
         zone = found[2].upper().replace(" ", "+")
@@ -160,8 +165,8 @@ def moment(text: str, name: str) -> datetime:
     raise Refusal(
         422,
         "INVALID_TIME",
-        f"{name}={show(text)} is not a date and time with a zone; for example "
-        f"{name}=2026-11-15T14:30:00Z, or 2026-11-15T15:30:00%2B01:00",
+        f"{name}={show(text)} is neither a date nor a date and time with a zone; for example "
+        f"{name}=2026-11-15, 2026-11-15T14:30:00Z, or 2026-11-15T15:30:00%2B01:00",
     )
 
 
