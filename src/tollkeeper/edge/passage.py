@@ -262,7 +262,12 @@ class Passage(Charge):
         """Whether nothing was said of the cost that is not applied yet, nor the end may say it."""
         if self.is_plain:
             return True
-        return not any(guard.counts_some or charge.changed for guard, charge in self._charges())
+        if self.changed or self.guard.counts_some:
+            return False
+        for guard, charge in self._further or ():
+            if charge.changed or guard.counts_some:
+                return False
+        return True
 
     @property
     def has_answered(self) -> bool:
