@@ -84,6 +84,19 @@ async def test_a_quota_is_forgotten(admin: tuple[Path, dict[str, str]]) -> None:
         assert await left(ask, "2", headers) == 0
 
 
+async def test_whose_quota_is_forgotten_is_not_said_in_a_body(
+    admin: tuple[Path, dict[str, str]],
+) -> None:
+    """It would be read by nobody, and the answer would say that it was done."""
+    path, headers = admin
+    async with asking(path) as ask:
+        await ask("POST", "/v1/check", {"user": "1", "cost": 3}, headers)
+        answer = await ask("DELETE", "/v1/quota", {"user": "1"}, headers)
+        assert answer.status == 400
+        assert "say in the query whose quota it is" in answer.data["detail"]
+        assert await left(ask, "1", headers) == 0
+
+
 async def test_units_are_given_for_a_while(admin: tuple[Path, dict[str, str]]) -> None:
     """On top of the limit, until the time is over."""
     path, headers = admin

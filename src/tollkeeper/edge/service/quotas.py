@@ -15,6 +15,7 @@ from tollkeeper.edge.service.asked import Asked, Endpoint, in_scope
 from tollkeeper.edge.service.node import Node
 from tollkeeper.edge.service.replies import Reply, data_reply
 from tollkeeper.edge.service.wire import GrantBody, limit_data, reader_of, request_of_query
+from tollkeeper.errors import ConfigError
 from tollkeeper.identify import SEPARATOR
 from tollkeeper.model import Decision, Limit, Request
 from tollkeeper.policy import Item
@@ -101,6 +102,12 @@ class _SingleLimits:
 
 def _reset(node: Node) -> Handler:
     async def reset(asked: Asked) -> Reply:
+        # Whoever says it in a body would be told that it is done, and it would be somebody else's.
+        length = asked.headers.get(b"content-length", b"0")
+        if length.strip(b"0") or b"transfer-encoding" in asked.headers:
+            raise ConfigError(
+                "DELETE /v1/quota has no body; say in the query whose quota it is, like ?user=42"
+            )
         request = request_of_query(asked.scope["query_string"])
         await node.limiter.reset(request)
         _note(node, asked, "reset", request)
