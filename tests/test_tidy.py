@@ -37,6 +37,7 @@ TESTED_IN = {
     "app/rules_print.py": "app/test_rules_cli.py",
     "app/rules_read.py": "app/test_rules_cli.py",
     "app/serve_options.py": "app/test_serve.py",
+    "app/ending.py": "integration/test_service_running.py",
     "app/server.py": "integration/test_service_running.py",
     "app/starting.py": "app/test_serve.py",
     "app/top_view.py": "app/test_top.py",

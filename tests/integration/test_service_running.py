@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import os
 import signal
@@ -10,8 +11,10 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
 import pytest
@@ -147,6 +150,45 @@ def test_the_end_under_load_loses_no_answer(everybody: bool) -> None:
         assert service.end(signal.SIGTERM) == 0
         assert_none_lost(clients)
         assert "Unexpected exit" not in service.log_text()
+
+
+async def test_who_comes_until_the_end_is_answered_or_refused() -> None:
+    """SIGTERM while 32 clients ask, each time anew: none is let in and then left alone."""
+    with ServiceProcess(limited("1000000/day"), workers=2) as service:
+        port = urlsplit(service.url).port or 0
+        answered = Counter[int]()
+        asking = [
+            asyncio.create_task(ask_until_refused(port, each, answered)) for each in range(32)
+        ]
+        async with asyncio.timeout(30):
+            while len(answered) < 32:  # noqa: ASYNC110 - what they do sets no event
+                await asyncio.sleep(0.05)
+        assert service.pid is not None
+        os.kill(service.pid, signal.SIGTERM)
+        lost = await asyncio.gather(*asking)
+        assert [each for each in lost if each] == []
+
+
+async def ask_until_refused(port: int, number: int, answered: Counter[int]) -> str:
+    """What came where no answer did; each time on a connection of its own."""
+    request = b"GET /v1/quota?user=42 HTTP/1.1\r\nHost: x\r\n\r\n"
+    while True:
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        except OSError:
+            return ""
+        try:
+            writer.write(request)
+            line = await reader.readline()
+        except OSError as error:
+            return repr(error)
+        finally:
+            writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
+        if not line.startswith(b"HTTP/1.1 200"):
+            return repr(line)
+        answered[number] += 1
 
 
 def clients_of(service: ServiceProcess, number: int) -> list[Client]:

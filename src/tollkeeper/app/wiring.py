@@ -13,11 +13,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
+from tollkeeper.app.ending import Drain, Ending
 from tollkeeper.app.logs import event
 from tollkeeper.app.settings import Settings
 from tollkeeper.control.database import Database
@@ -42,8 +43,6 @@ _PARENT_SECONDS: Final = 1.0
 _GRPC_GRACE_SECONDS: Final = 5.0
 
 Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
-# Tells those who ask to go elsewhere.
-Drain = Callable[[], Coroutine[Any, Any, None]]
 
 log = logging.getLogger("tollkeeper.service")
 
@@ -212,57 +211,3 @@ class Worker:
             await asyncio.sleep(_PARENT_SECONDS)
         log.error("the service's main process is gone", extra=event("orphaned"))
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-class Ending:
-    """How a worker comes to its end: clients are told first, and have time to go elsewhere.
-
-    SIGUSR1, from the parent: the whole service is about to end. SIGTERM: so is this worker. It does
-    when it has told its clients for `--drain-seconds`, from the first of these signals on. For
-    SIGTERM does not always come from the parent at the end of that time: systemd and `timeout` send
-    it to all processes at once, and a worker that SIGHUP has another one take the place of gets it
-    alone. SIGINT is the server's, and is the end.
-    """
-
-    def __init__(
-        self,
-        node: Node,
-        drains: Sequence[Drain],
-        drain_s: float,
-        end: Callable[[], None] | None = None,
-    ) -> None:
-        """`drains` are told of the service's end; `end` is the end."""
-        self._node = node
-        self._drains = drains
-        self._drain_s = drain_s
-        self._end = end or _interrupt
-        self._loop = asyncio.get_running_loop()
-        self._end_at_s = 0.0
-        self._draining: list[asyncio.Task[None]] = []  # a task that nobody holds may be collected
-
-    def heed_signals(self) -> None:
-        """From now on."""
-        with suppress(NotImplementedError, ValueError):
-            self._loop.add_signal_handler(signal.SIGUSR1, self.near)
-            self._loop.add_signal_handler(signal.SIGTERM, self.come)
-
-    def near(self) -> None:
-        """The service is about to end."""
-        self._tell_clients()
-        if not self._node.stopping:
-            self._node.stopping = True
-            self._draining.extend(asyncio.create_task(drain()) for drain in self._drains)
-
-    def come(self) -> None:
-        """This worker ends, when its clients have been told for long enough."""
-        self._tell_clients()
-        self._loop.call_at(self._end_at_s, self._end)
-
-    def _tell_clients(self) -> None:
-        if not self._node.closing:
-            self._node.closing = True
-            self._end_at_s = self._loop.time() + self._drain_s
-
-
-def _interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
