@@ -16,7 +16,8 @@ from tollkeeper.model import Decision
 from tollkeeper.ruling import Ruling
 
 _ALMOST_A_SECOND_NS: Final = NS_PER_SECOND - 1
-# How many answers are kept, about 500 bytes each; all are forgotten when there are more.
+# Answers are kept where fewer units than this remain, about 500 bytes each. Larger numbers hardly
+# come twice, and to keep what never comes again takes longer than to print it.
 KNOWN_MAX: Final = 1_024
 
 _NAMES: Final = [
@@ -54,12 +55,12 @@ class Prepared:
         after_ns = decision.reset_after_ns + _ALMOST_A_SECOND_NS
         reset_s = (now_ns + after_ns) // NS_PER_SECOND
         after_s = after_ns // NS_PER_SECOND
+        if remaining >= KNOWN_MAX:
+            return self._printed(remaining, reset_s, after_s)
         known = self._known.get(remaining)
         if known is not None and known[0] == reset_s and known[1] == after_s:
             return known[2]
         headers = self._printed(remaining, reset_s, after_s)
-        if len(self._known) >= KNOWN_MAX:
-            self._known.clear()
         self._known[remaining] = reset_s, after_s, headers
         return headers
 
