@@ -93,6 +93,20 @@ async def test_without_limits_there_are_no_numbers(
         assert (answer.data["retry_after"] is None) == (kind == "blocked")
 
 
+async def test_a_body_that_is_known_is_judged_by_the_rules_that_are_in_force() -> None:
+    """Whoever asks the same again is counted again, and by another document once it is there."""
+    async with asking() as ask:
+        found = [(await ask.check(user="42")).data["remaining"] for _ in range(3)]
+        assert found == [2, 1, 0]
+        assert (await ask.check(user="42")).status == 429
+        ask.service.node.limiter.use("""
+            version: 1
+            rules: [{id: others, by: user, limits: 9/minute}]
+        """)
+        answer = await ask.check(user="42")
+        assert (answer.data["rule"], answer.data["remaining"]) == ("others", 8)
+
+
 async def test_a_shadow_rule_is_named_and_denies_nothing() -> None:
     """Whoever tries a rule sees what it would do."""
     async with asking() as ask:
