@@ -220,3 +220,4 @@ def test_over_tls_the_certificate_has_to_be_trusted(tmp_path: Path) -> None:
         refused = run("check", "--user", "ida", url=service.url)
         assert refused.exit_code == 2
         assert "certificate verify failed" in refused.stderr
+        assert "signed its certificate with --ca" in refused.stderr

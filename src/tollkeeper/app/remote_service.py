@@ -146,10 +146,11 @@ class Service:
         )
 
     def _unreachable(self, error: httpx.HTTPError) -> Unanswered:
-        return Unanswered(
-            f"{self.url} cannot be asked ({_one_line(str(error)) or type(error).__name__}); start "
-            f"it with `tollkeeper serve`, or say where it is with --url or TOLLKEEPER_URL"
-        )
+        why = _one_line(str(error)) or type(error).__name__
+        advice = "start it with `tollkeeper serve`, or say where it is with --url or TOLLKEEPER_URL"
+        if "CERTIFICATE_VERIFY_FAILED" in why:
+            advice = "name the file of those who signed its certificate with --ca"
+        return Unanswered(f"{self.url} cannot be asked ({why}); {advice}")
 
 
 def _httpx() -> Any:
