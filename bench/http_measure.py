@@ -1,14 +1,18 @@
 """How it is measured over HTTP: servers side by side, taking turns.
 
-All servers of a table run at once and idle until it is their turn. A run is wrk for a while; it
-gives requests a second, and the processor time that the server took for each. In every round each
-server has one run, in an order that rotates; over rounds, medians; a ratio is the median of the
-rounds' own ratios. Processor time says the same as requests a second where the server has a
+All servers of a table are there at once, and stand still until it is their turn. A run is wrk for a
+while; it gives requests a second, and the processor time that the server took for each. In every
+round each server has one run, in an order that rotates; over rounds, medians; a ratio is the median
+of the rounds' own ratios. Processor time says the same as requests a second where the server has a
 processor to itself, and more where it has not: time that others took is not in it, only what they
 pushed out of the caches.
 
-Then the same with a load of half of what the slowest of them takes, the same for all, for p50 and
-p99 (see `http_load.py`); what a server adds is the difference to the first one in the same round.
+Two processes of the same program differ by up to a tenth, for as long as they live, by where things
+happen to lie in memory. So there are several sets of rounds, each with servers that start anew.
+
+In each set, then the same with a load of half of what the slowest of them takes, the same for all,
+for p50 and p99 (see `http_load.py`); what a server adds is the difference to the first one in the
+same round.
 """
 
 from __future__ import annotations
@@ -33,16 +37,17 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class HttpEffort:
-    """How much of it. wrk takes whole seconds."""
+    """How much of it: so many sets of so many rounds. wrk takes whole seconds."""
 
+    sets: int
     rounds: int
     run_seconds: int
     paced_rounds: int
     paced_seconds: float
 
 
-FULL: Final = HttpEffort(rounds=7, run_seconds=1, paced_rounds=3, paced_seconds=1.0)
-QUICK: Final = HttpEffort(rounds=3, run_seconds=1, paced_rounds=1, paced_seconds=0.5)
+FULL: Final = HttpEffort(sets=3, rounds=3, run_seconds=1, paced_rounds=1, paced_seconds=1.0)
+QUICK: Final = HttpEffort(sets=1, rounds=3, run_seconds=1, paced_rounds=1, paced_seconds=0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,9 @@ class HttpWork:
     """Requests a second of the paced runs."""
 
 
+Turn = tuple[HttpRow, Contender, Serving]
+
+
 def measure(
     name: str,
     contenders: Sequence[Contender],
@@ -118,48 +126,65 @@ def measure(
 
     `load` is how many requests a second come in the paced runs, if not half of what they take.
     """
-    rows = [HttpRow(each.name, each.ours) for each in contenders]
-    with ExitStack() as stack:
-        servers = []
-        for each in contenders:
-            progress(f"{name}: starting {each.name} …")
-            server = Serving(
-                each.name, each.command, each.requests[0], placement.server, each.environment
-            )
-            servers.append(stack.enter_context(server))
-        turns = list(zip(rows, contenders, servers, strict=True))
-        with on_processors(placement.callers):
-            for _, contender, server in turns:
-                with server.told():
-                    wrk(server.port, contender.requests, WARM_UP_SECONDS)
-            for number in range(effort.rounds):
-                first = number % len(turns)
-                for row, contender, server in turns[first:] + turns[:first]:
-                    progress(f"{name}: round {number + 1}, {row.name} …")
-                    _run(row, contender, server, effort.run_seconds)
-            half = load or _half_load(turns)
-            timed = [turn for turn in turns if turn[1].timed]
-            for number in range(effort.paced_rounds):
-                first = number % len(timed) if timed else 0
-                for row, contender, server in timed[first:] + timed[:first]:
-                    progress(f"{name}: half load, round {number + 1}, {row.name} …")
-                    with server.told():
-                        row.paced.append(
-                            paced(server.port, contender.requests, half, effort.paced_seconds)
-                        )
-    return HttpWork(name, placement.name, rows, half)
+    work = HttpWork(name, placement.name, [HttpRow(each.name, each.ours) for each in contenders])
+    for number in range(effort.sets):
+        title = f"{name}, set {number + 1}"
+        with ExitStack() as stack:
+            servers = []
+            for each in contenders:
+                progress(f"{title}: starting {each.name} …")
+                server = Serving(
+                    each.name, each.command, each.requests[0], placement.server, each.environment
+                )
+                servers.append(stack.enter_context(server))
+                server.pause()
+            turns = list(zip(work.rows, contenders, servers, strict=True))
+            with on_processors(placement.callers):
+                _measure_rates(title, turns, effort, progress)
+                work.half_load = work.half_load or load or _half_load(turns)
+                _measure_times(title, turns, work.half_load, effort, progress)
+    return work
+
+
+def _measure_rates(
+    title: str, turns: Sequence[Turn], effort: HttpEffort, progress: Progress
+) -> None:
+    for _, contender, server in turns:
+        with server.turn():
+            wrk(server.port, contender.requests, WARM_UP_SECONDS)
+    for number in range(effort.rounds):
+        for row, contender, server in _rotated(turns, number):
+            progress(f"{title}: round {number + 1}, {row.name} …")
+            _run(row, contender, server, effort.run_seconds)
+
+
+def _measure_times(
+    title: str, turns: Sequence[Turn], load: float, effort: HttpEffort, progress: Progress
+) -> None:
+    timed = [turn for turn in turns if turn[1].timed]
+    for number in range(effort.paced_rounds):
+        for row, contender, server in _rotated(timed, number):
+            progress(f"{title}: half load, round {number + 1}, {row.name} …")
+            with server.turn():
+                found = paced(server.port, contender.requests, load, effort.paced_seconds)
+            row.paced.append(found)
+
+
+def _rotated(turns: Sequence[Turn], number: int) -> Sequence[Turn]:
+    first = number % len(turns) if turns else 0
+    return [*turns[first:], *turns[:first]]
 
 
 def _run(row: HttpRow, contender: Contender, server: Serving, seconds: int) -> None:
     sessions = {server.session, *(each.session for each in contender.beside)}
     before_us = _processor_us(sessions)
-    with server.told():
+    with server.turn():
         rate = wrk(server.port, contender.requests, seconds)
     row.rates.append(rate)
     row.cpu_us.append((_processor_us(sessions) - before_us) / (rate * seconds))
 
 
-def _half_load(turns: Iterable[tuple[HttpRow, Contender, Serving]]) -> float:
+def _half_load(turns: Iterable[Turn]) -> float:
     rates = [row.requests_per_second for row, contender, _ in turns if contender.timed]
     return min(rates, default=0.0) / 2
 

@@ -30,12 +30,12 @@ def http_header(facts: dict[str, str], effort: HttpEffort, placement: Placement)
     versions = ", ".join(f"{name} {value}" for name, value in facts.items())
     return (
         f"\nhttp on loopback: {versions}; one worker each, {placement.told}\n"
-        f"{effort.rounds} rounds, servers taking turns; a run: wrk with {CONNECTIONS} connections "
-        f"for {effort.run_seconds} s; kept: requests/s / the first row's\n"
+        f"{effort.sets} sets of {effort.rounds} rounds, servers started anew for each set and "
+        f"taking turns; a run: wrk with {CONNECTIONS} connections for {effort.run_seconds} s; kept: requests/s / the first row's\n"
         f"cpu: processor time of the server for one request, which others at work on the machine "
         f"lengthen less; kept cpu: the first row's / this row's\n"
-        f"p50, p99: {effort.paced_rounds} rounds of {effort.paced_seconds:g} s at half of what the "
-        f"slowest timed row takes, requests due at random times, from when one was due;\n"
+        f"p50, p99: {effort.sets * effort.paced_rounds} rounds of {effort.paced_seconds:g} s at "
+        f"half of what the slowest timed row takes, requests due at random times, from when one was due;\n"
         f"adds: to the first row's in the same round"
     )
 

@@ -102,6 +102,7 @@ class Serving:
     def __exit__(self, *error: object) -> None:
         if (process := self._process) is not None:
             process.terminate()
+            self._signal(signal.SIGCONT)  # or it would not see that
             with suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_SECONDS_MAX)
             # Workers that outlived it are of its session, which is ours alone.
@@ -110,14 +111,25 @@ class Serving:
             process.wait(STOP_SECONDS_MAX)
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def pause(self) -> None:
+        """Have it stand still until its turn: what it still has to do is done in its own time."""
+        self._signal(signal.SIGSTOP)
+
     @contextmanager
-    def told(self) -> Iterator[None]:
-        """Add which server it was, and the end of its log, to what goes wrong in this block."""
+    def turn(self) -> Iterator[None]:
+        """It runs in this block. What goes wrong there is told with its name and its log's end."""
+        self._signal(signal.SIGCONT)
         try:
             yield
         except Exception as error:
             error.add_note(f"{self.name}: {self._tail()}")
             raise
+        finally:
+            self.pause()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.session, number)
 
     def _ready(self) -> bool:
         assert self._process is not None

@@ -49,8 +49,8 @@ rules:
   - {id: orders, match: {api_key: "*"}, by: api_key, limits: 1/hour}
 """
 _NO_RECORDS: Any = None
-FULL: Final = HttpEffort(rounds=3, run_seconds=1, paced_rounds=5, paced_seconds=1.0)
-QUICK: Final = HttpEffort(rounds=1, run_seconds=1, paced_rounds=2, paced_seconds=1.0)
+FULL: Final = HttpEffort(sets=2, rounds=2, run_seconds=1, paced_rounds=4, paced_seconds=1.0)
+QUICK: Final = HttpEffort(sets=1, rounds=1, run_seconds=1, paced_rounds=2, paced_seconds=1.0)
 
 
 def run_record(
