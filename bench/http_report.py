@@ -31,11 +31,13 @@ def http_header(facts: dict[str, str], effort: HttpEffort, placement: Placement)
     return (
         f"\nhttp on loopback: {versions}; one worker each, {placement.told}\n"
         f"{effort.sets} sets of {effort.rounds} rounds, servers started anew for each set and "
-        f"taking turns; a run: wrk with {CONNECTIONS} connections for {effort.run_seconds} s; kept: requests/s / the first row's\n"
+        f"taking turns; a run: wrk with {CONNECTIONS} connections for "
+        f"{effort.run_seconds} s; kept: requests/s / the first row's\n"
         f"cpu: processor time of the server for one request, which others at work on the machine "
         f"lengthen less; kept cpu: the first row's / this row's\n"
         f"p50, p99: {effort.sets * effort.paced_rounds} rounds of {effort.paced_seconds:g} s at "
-        f"half of what the slowest timed row takes, requests due at random times, from when one was due;\n"
+        f"half of what the slowest timed row takes, requests due at random times, from when "
+        f"one was due;\n"
         f"adds: to the first row's in the same round"
     )
 
