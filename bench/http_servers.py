@@ -101,13 +101,8 @@ class Serving:
 
     def __exit__(self, *error: object) -> None:
         if (process := self._process) is not None:
-            process.terminate()
-            self._signal(signal.SIGCONT)  # or it would not see that
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_SECONDS_MAX)
-            # Workers that outlived it are of its session, which is ours alone.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            # With its workers, which are of its session. Nobody needs what it would still write.
+            self._signal(signal.SIGKILL)
             process.wait(STOP_SECONDS_MAX)
         shutil.rmtree(self._folder, ignore_errors=True)
 
