@@ -60,9 +60,10 @@ Make = Callable[..., Recorder]
 
 @pytest.fixture
 def make(url: str) -> Make:
-    """Makes a recorder on the database."""
+    """Makes a recorder on the database, which keeps what is allowed only if that is asked for."""
 
     def made(**options: Any) -> Recorder:
+        options.setdefault("share", 0.0)
         return Recorder(
             lambda row_of: Sink(Database(url), pace=QUICK, row_of=row_of),
             Records(Database(url)),
