@@ -9,8 +9,8 @@ from pathlib import Path
 
 from bench.engines import OURS
 from bench.measure import FULL, QUICK, SCENES, Effort, Scene, measure
+from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
 from tollkeeper.decide import kernel
-from tollkeeper.model import ALGORITHM_NAMES, AlgorithmName
 
 try:
     from bench.http_load import wrk_path

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from tollkeeper import Limit, Limiter
-from tollkeeper.clock import SystemClock
+from tollkeeper.core.clock import SystemClock
+from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
 from tollkeeper.decide import kernel
 from tollkeeper.decide.stores.memory import PythonMemoryStore
-from tollkeeper.model import ALGORITHM_NAMES, AlgorithmName
 
 # Room for logs: 1,000,000 keys of a block each, or a hot key with 200,000 entries.
 LOG_BYTES: Final = 128_000_000

@@ -111,14 +111,14 @@ def starlette_headers() -> Any:
 
 def starlette_ours() -> Any:
     """Our middleware on Starlette, counting in the process."""
-    from tollkeeper.edge.asgi import RateLimit  # noqa: PLC0415 - see the module
+    from tollkeeper.asgi import RateLimit  # noqa: PLC0415 - see the module
 
     return Starlette(routes=[Route("/", _ok)], middleware=[Middleware(RateLimit, limits=LIMIT)])
 
 
 def starlette_ours_shared() -> Any:
     """The same, counting in the shared file."""
-    from tollkeeper.edge.asgi import RateLimit  # noqa: PLC0415 - see the module
+    from tollkeeper.asgi import RateLimit  # noqa: PLC0415 - see the module
 
     middleware = [Middleware(RateLimit, limits=LIMIT, store=f"shared://{os.environ[SHARED]}")]
     return Starlette(routes=[Route("/", _ok)], middleware=middleware)
@@ -196,7 +196,7 @@ def fastapi_dependency() -> Any:
 
 def fastapi_ours() -> Any:
     """Our middleware on FastAPI, counting in the process."""
-    from tollkeeper.edge.asgi import RateLimit  # noqa: PLC0415 - see the module
+    from tollkeeper.asgi import RateLimit  # noqa: PLC0415 - see the module
 
     app = fastapi_bare()
     app.add_middleware(RateLimit, limits=LIMIT)
@@ -205,7 +205,7 @@ def fastapi_ours() -> Any:
 
 def fastapi_ours_shared() -> Any:
     """The same, counting in the shared file."""
-    from tollkeeper.edge.asgi import RateLimit  # noqa: PLC0415 - see the module
+    from tollkeeper.asgi import RateLimit  # noqa: PLC0415 - see the module
 
     app = fastapi_bare()
     app.add_middleware(RateLimit, limits=LIMIT, store=f"shared://{os.environ[SHARED]}")
@@ -214,7 +214,7 @@ def fastapi_ours_shared() -> Any:
 
 def fastapi_ours_dependency() -> Any:
     """A limit of the route's own, as a dependency."""
-    from tollkeeper.edge.fastapi import RateLimit  # noqa: PLC0415 - see the module
+    from tollkeeper.fastapi import RateLimit  # noqa: PLC0415 - see the module
 
     app = _fastapi()
     limit = RateLimit(app)

@@ -18,7 +18,7 @@ from limits import RateLimitItemPerSecond, strategies
 from limits.storage import MemoryStorage
 
 from bench.engines import Engine, Rate, Session
-from tollkeeper.model import AlgorithmName
+from tollkeeper.core.model import AlgorithmName
 
 _LIMITS_STRATEGIES: Final[dict[AlgorithmName, type[strategies.RateLimiter]]] = {
     "sliding_window_log": strategies.MovingWindowRateLimiter,

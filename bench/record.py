@@ -31,9 +31,9 @@ from bench.http_report import http_facts, http_header, http_json, work_table
 from bench.http_servers import post, tollkeeper_serve
 from bench.redis_placement import placements
 from tollkeeper import Limiter, Request
-from tollkeeper.record.recorder import Recorder
-from tollkeeper.record.sink import Sink
-from tollkeeper.ruling import Ruling
+from tollkeeper.history.recorder import Recorder
+from tollkeeper.history.sink import Sink
+from tollkeeper.rules.ruling import CheckResult
 
 WORKS: Final = ("record",)
 ROUNDS: Final = 15
@@ -87,17 +87,17 @@ def note_ns() -> dict[str, float]:
         "allowed by two rules": Request(user="1", tenant="1"),
         "denied": Request(api_key="1"),
     }
-    limiter.judge(requests["denied"])
+    limiter.evaluate(requests["denied"])
     found = {}
     for name, request in requests.items():
-        ruling = limiter.judge(request)
+        ruling = limiter.evaluate(request)
         recorders = [Recorder(_no_sink, _NO_RECORDS) for _ in range(ROUNDS)]
         found[name] = min(_timed_ns(each, request, ruling) for each in recorders)
     limiter.close()
     return found
 
 
-def _timed_ns(recorder: Recorder, request: Request, ruling: Ruling) -> float:
+def _timed_ns(recorder: Recorder, request: Request, ruling: CheckResult) -> float:
     note, now_ns = recorder.note, time.time_ns()
     began_ns = time.thread_time_ns()
     for _ in range(CALLS):

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from bench.measure import SCENES, Effort, Row, Scene
 from bench.processes import Throughput
-from tollkeeper.model import AlgorithmName
+from tollkeeper.core.model import AlgorithmName
 
 # The load average, in processors at work, from which on others get in the way.
 BUSY_LOAD: Final = 0.8

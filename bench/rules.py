@@ -18,9 +18,9 @@ from typing import Any, Final
 
 from bench.measure import SEED, Effort, collector_off
 from tollkeeper import Limit, Limiter, Request
-from tollkeeper.match.lists import Lists
-from tollkeeper.match.rules import Document, Match, Rule
-from tollkeeper.match.table import Table
+from tollkeeper.rules.document.model import Document, Match, Rule
+from tollkeeper.rules.matching.lists import Lists
+from tollkeeper.rules.matching.table import Table
 
 WORKS: Final = ("rules match", "rules check", "rules lists")
 RULES: Final = (10, 1_000, 10_000)

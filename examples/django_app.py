@@ -28,13 +28,13 @@ from django.urls import path
 from django.utils.decorators import method_decorator
 from django.views import View
 
-from tollkeeper.edge.django import rate_limit
+from tollkeeper.django import rate_limit
 
 settings.configure(
     ROOT_URLCONF=__name__,
     SECRET_KEY=os.environ.get("SECRET_KEY", "for this example only"),
     ALLOWED_HOSTS=["127.0.0.1", "localhost", "testserver"],
-    MIDDLEWARE=["tollkeeper.edge.django.RateLimitMiddleware"],
+    MIDDLEWARE=["tollkeeper.django.RateLimitMiddleware"],
     TOLLKEEPER={
         "limits": "1000/minute",
         "store": os.environ.get("STORE", "memory://"),

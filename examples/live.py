@@ -23,8 +23,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from tollkeeper import ConfigError, Decision, Limit, Limiter, parse_limits
-from tollkeeper.clock import NS_PER_SECOND, SystemClock
-from tollkeeper.model import ALGORITHM_NAMES, BUCKETS
+from tollkeeper.core.clock import NS_PER_SECOND, SystemClock
+from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS
 
 BUCKET_LIMITS = "5/second burst 10; 60/minute"
 WINDOW_LIMITS = "5/second; 60/minute"

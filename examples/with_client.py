@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 
 from tollkeeper import Limiter
-from tollkeeper.edge.client import RetryTransport
+from tollkeeper.httpx import RetryTransport
 
 REQUESTS = 9
 # Three at once, then three a second.

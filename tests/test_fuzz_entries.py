@@ -25,7 +25,7 @@ from tollkeeper import (
     TollkeeperError,
     parse_limits,
 )
-from tollkeeper.clock import Clock, SystemClock
+from tollkeeper.core.clock import Clock, SystemClock
 from tollkeeper.testing import ManualClock
 
 _SCALARS = st.one_of(

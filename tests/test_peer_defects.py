@@ -16,8 +16,8 @@ from tollkeeper import (
     Request,
     parse_limit,
 )
-from tollkeeper.identify import Key
-from tollkeeper.model import ALGORITHM_NAMES, AlgorithmName
+from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from tollkeeper.core.subjects import Key
 from tollkeeper.testing import ManualClock
 
 # A time of today, not a round one: floats of it have a resolution of 238 ns.

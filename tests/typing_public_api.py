@@ -24,7 +24,7 @@ from tollkeeper import (
     parse_limit,
     parse_limits,
 )
-from tollkeeper.clock import Clock, SystemClock
+from tollkeeper.core.clock import Clock, SystemClock
 from tollkeeper.decide.store import Store, StoreStats
 from tollkeeper.testing import ManualClock, limiting_off, use_clock
 

@@ -6,9 +6,7 @@
 99
 """
 
-from tollkeeper._version import __version__
-from tollkeeper.decide.stores import open_store
-from tollkeeper.errors import (
+from tollkeeper.core.errors import (
     CapacityError,
     ConfigError,
     InvalidCost,
@@ -21,11 +19,12 @@ from tollkeeper.errors import (
     StoreUnavailable,
     TollkeeperError,
 )
-from tollkeeper.limiter import Limiter
-from tollkeeper.limiter_async import AsyncLimiter
-from tollkeeper.model import Decision, Limit, Request
-from tollkeeper.rates import parse_limit, parse_limits
-from tollkeeper.standby import Standby
+from tollkeeper.core.model import Decision, Limit, Request
+from tollkeeper.core.rates import parse_limit, parse_limits
+from tollkeeper.core.version import __version__
+from tollkeeper.decide.local_fallback import LocalFallback
+from tollkeeper.decide.stores import open_store
+from tollkeeper.limiter import AsyncLimiter, Limiter
 
 __all__ = [
     "AsyncLimiter",
@@ -37,9 +36,9 @@ __all__ = [
     "Limit",
     "LimitExceeded",
     "Limiter",
+    "LocalFallback",
     "RateSyntaxError",
     "Request",
-    "Standby",
     "StoreError",
     "StoreFull",
     "StoreTimeout",

@@ -11,7 +11,7 @@ def main() -> None:
     """Run the command line; without its libraries, say how to get them."""
     try:
         # Imported here: these libraries are an extra, which a service does without.
-        from tollkeeper.app.cli import app  # noqa: PLC0415 - see above
+        from tollkeeper.cli.main import app  # noqa: PLC0415 - see above
     except KeyboardInterrupt:  # later, typer sees to it
         sys.exit(INTERRUPTED)
     except ModuleNotFoundError as error:

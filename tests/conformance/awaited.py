@@ -12,9 +12,9 @@ from collections.abc import Coroutine, Sequence
 from functools import cache
 from typing import TypeVar
 
+from tollkeeper.core.model import Decision, Limit
 from tollkeeper.decide.store import AsyncGate, StoreStats
 from tollkeeper.decide.stores.redis.store import RedisStore
-from tollkeeper.model import Decision, Limit
 
 T = TypeVar("T")
 

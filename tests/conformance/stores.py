@@ -19,12 +19,12 @@ import pytest
 from tests.clocks import SteppedClock
 from tests.conformance.awaited import AwaitedStore
 from tests.redis_servers import running
-from tollkeeper.clock import Clock
+from tollkeeper.core.clock import Clock
+from tollkeeper.core.model import ALGORITHM_NAMES
 from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores import open_store as open_store_by_uri
 from tollkeeper.decide.stores.memory import PythonMemoryStore
 from tollkeeper.decide.stores.native import KernelStore
-from tollkeeper.model import ALGORITHM_NAMES
 
 # Room for every key of a test that is not about room.
 STATES_MAX = 1_000

@@ -15,9 +15,9 @@ from tests.conformance.stores import (
     past_expiry,
 )
 from tollkeeper import CapacityError, Limit, Limiter, StoreFull
+from tollkeeper.core.model import AlgorithmName
 from tollkeeper.decide.failure import FailurePolicy
 from tollkeeper.decide.store import Store
-from tollkeeper.model import AlgorithmName
 
 pytestmark = bounded_stores
 

@@ -7,8 +7,8 @@ import pytest
 from tests.clocks import SteppedClock
 from tests.conformance.stores import every_algorithm
 from tollkeeper import CapacityError, Limit, Limiter
+from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
 from tollkeeper.decide.store import Store
-from tollkeeper.model import ALGORITHM_NAMES, AlgorithmName
 
 every_other_algorithm = pytest.mark.parametrize("other", ALGORITHM_NAMES)
 

@@ -7,9 +7,9 @@ import pytest
 from tests.clocks import SteppedClock
 from tests.conformance.stores import OpenStore, every_algorithm
 from tollkeeper import Limit, Limiter
+from tollkeeper.core.model import LOG_UNITS_MAX, UNITS_MAX, AlgorithmName
+from tollkeeper.core.subjects import Key
 from tollkeeper.decide.store import Store
-from tollkeeper.identify import Key
-from tollkeeper.model import LOG_UNITS_MAX, UNITS_MAX, AlgorithmName
 
 # Each is a different key; several differ only in what a careless store would lose.
 KEYS: list[Key] = [

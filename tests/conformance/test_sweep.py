@@ -7,8 +7,8 @@ import pytest
 from tests.clocks import SteppedClock
 from tests.conformance.stores import StoreFactory, every_algorithm, past_expiry, sweeping_stores
 from tollkeeper import Limit, Limiter
+from tollkeeper.core.model import AlgorithmName
 from tollkeeper.decide.store import Store
-from tollkeeper.model import AlgorithmName
 
 pytestmark = sweeping_stores
 

@@ -12,9 +12,9 @@ import pytest
 from tests.clocks import SteppedClock
 from tests.conformance.stores import OpenStore, bounded_stores, every_algorithm
 from tollkeeper import Limit, Limiter, StoreFull, StoreUnavailable
+from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
 from tollkeeper.decide.failure import FailurePolicy
 from tollkeeper.decide.store import Store
-from tollkeeper.model import ALGORITHM_NAMES, AlgorithmName
 
 THREADS = 8
 T = TypeVar("T")

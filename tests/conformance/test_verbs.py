@@ -7,8 +7,8 @@ import pytest
 from tests.clocks import SteppedClock
 from tests.conformance.stores import every_algorithm
 from tollkeeper import AsyncLimiter, CapacityError, Limit, Limiter
+from tollkeeper.core.model import AlgorithmName
 from tollkeeper.decide.store import Store
-from tollkeeper.model import AlgorithmName
 
 pytestmark = every_algorithm
 

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import text
 
 from tollkeeper.control.database import Database
-from tollkeeper.errors import ConfigError
+from tollkeeper.core.errors import ConfigError
 
 SECRET = "hunter2"
 

@@ -37,7 +37,7 @@ def patched(old: list[str], diff: list[str]) -> list[str]:
 
 @given(texts, texts)
 def test_a_diff_makes_the_new_text_of_the_old_one(old: str, new: str) -> None:
-    """Applied to the old lines, it gives the new ones."""
+    """AppliedRule to the old lines, it gives the new ones."""
     diff = unified_diff(old, new, "a", "b")
     assert patched(old.splitlines(), diff.splitlines()) == new.splitlines()
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tollkeeper.control import edits
-from tollkeeper.match.rules import Document, Override, Rule
-from tollkeeper.model import Limit
+from tollkeeper.core.model import Limit
+from tollkeeper.rules.document.model import Document, Override, Rule
 
 FREE, PRO = (Limit(10, per=60),), (Limit(100, per=60),)
 DOUBLE = Override("user", "42", multiply=2.0)

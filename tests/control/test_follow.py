@@ -20,8 +20,8 @@ from tollkeeper import AsyncLimiter, Limit, Limiter, Request
 from tollkeeper.control import follow, snapshot
 from tollkeeper.control.follow import PAUSE_S_LONGEST, Pause
 from tollkeeper.control.sources import Found
-from tollkeeper.errors import ConfigError, StoreUnavailable
-from tollkeeper.match.rules import Document, Rule
+from tollkeeper.core.errors import ConfigError, StoreUnavailable
+from tollkeeper.rules.document.model import Document, Rule
 
 SECONDS_MAX = 20.0
 NEVER_S = 3_600.0

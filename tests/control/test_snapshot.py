@@ -17,9 +17,9 @@ import pytest
 from tollkeeper import Limit
 from tollkeeper.control import snapshot
 from tollkeeper.control.snapshot import check_place, load, save
-from tollkeeper.errors import ConfigError, StoreUnavailable
-from tollkeeper.match.document import read_file
-from tollkeeper.match.rules import Document, Match, Override, Rule
+from tollkeeper.core.errors import ConfigError, StoreUnavailable
+from tollkeeper.rules.document.documents import read_file
+from tollkeeper.rules.document.model import Document, Match, Override, Rule
 
 EXAMPLE = Path(__file__).parents[2] / "examples/limits.yaml"
 
@@ -40,7 +40,7 @@ import sys
 from pathlib import Path
 from tollkeeper import Limit
 from tollkeeper.control.snapshot import save
-from tollkeeper.match.rules import Document, Rule
+from tollkeeper.rules.document.model import Document, Rule
 
 path = Path(sys.argv[1])
 number = int(sys.argv[2])

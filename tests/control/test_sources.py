@@ -19,9 +19,9 @@ from tollkeeper.control.sources import (
     source_of,
     without_secrets,
 )
-from tollkeeper.errors import ConfigError
-from tollkeeper.match.document import DocumentError
-from tollkeeper.match.rules import Document
+from tollkeeper.core.errors import ConfigError
+from tollkeeper.rules.document.documents import DocumentError
+from tollkeeper.rules.document.model import Document
 
 HINT_SECONDS_MAX = 20.0
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tollkeeper.clock import ManualClock
+from tollkeeper.core.clock import ManualClock
+from tollkeeper.core.model import Limit
 from tollkeeper.decide.busiest import BUSIEST_MAX, HALVE_EVERY, SAMPLE_EVERY
 from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores.memory import PythonMemoryStore
 from tollkeeper.decide.stores.native import KernelStore
-from tollkeeper.model import Limit
 
 
 @pytest.fixture(params=[PythonMemoryStore, KernelStore], ids=["python", "kernel"])

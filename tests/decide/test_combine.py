@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tollkeeper.core.model import Decision, Limit
 from tollkeeper.decide.algorithms import Outcome
 from tollkeeper.decide.combine import combine
-from tollkeeper.model import Decision, Limit
 
 SECOND = Limit(10, per=1)
 MINUTE = Limit(100, per=60)

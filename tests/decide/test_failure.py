@@ -6,9 +6,15 @@ from typing import Any
 
 import pytest
 
+from tollkeeper.core.errors import (
+    ConfigError,
+    StoreError,
+    StoreFull,
+    StoreTimeout,
+    StoreUnavailable,
+)
+from tollkeeper.core.model import Decision, Limit
 from tollkeeper.decide.failure import FAILURE_POLICIES, check_policy, decision_on_failure
-from tollkeeper.errors import ConfigError, StoreError, StoreFull, StoreTimeout, StoreUnavailable
-from tollkeeper.model import Decision, Limit
 
 LIMIT = Limit(10, per=1)
 ERRORS = [StoreFull("full"), StoreTimeout("late"), StoreUnavailable("gone"), StoreError("other")]

@@ -12,13 +12,13 @@ import pytest
 
 from tests.redis_servers import running
 from tollkeeper import CapacityError, Limit, StoreTimeout, StoreUnavailable
+from tollkeeper.core.model import ALGORITHM_NAMES
 from tollkeeper.decide.store import Gate, Store
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.redis.calls import NotSent
 from tollkeeper.decide.stores.redis.denied import Denied
 from tollkeeper.decide.stores.redis.gates import Commands, Together
 from tollkeeper.decide.together import check_together, check_together_async
-from tollkeeper.model import ALGORITHM_NAMES
 from tollkeeper.testing import ManualClock
 
 _prefixes = count()

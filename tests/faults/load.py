@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from tests.faults.checker import Admitted, excess
 from tollkeeper import AsyncLimiter, Decision, Limit, Limiter, Request
-from tollkeeper.model import ALGORITHM_NAMES, BUCKETS
-from tollkeeper.standby import Standby
+from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS
+from tollkeeper.decide.local_fallback import LocalFallback
 
 POLICIES = ("open", "closed", "local")
 LIMIT, PER_S = 20, 1
@@ -164,7 +164,7 @@ async def ask_in_tasks(
     async def ask(key: Key) -> None:
         while True:
             sent_ns = now_ns()
-            ruling = await limiter.judge(key.request)
+            ruling = await limiter.evaluate(key.request)
             record.note(key, sent_ns, ruling.decision, source)
             await asyncio.sleep(GAP_S)
 
@@ -193,7 +193,7 @@ class Askers:
             while not self._stopped.is_set():
                 for key in keys:
                     sent_ns = now_ns()
-                    ruling = self._limiter.judge(key.request)
+                    ruling = self._limiter.evaluate(key.request)
                     self._record.note(key, sent_ns, ruling.decision, "threads")
                     self._stopped.wait(GAP_S / len(keys))
         except BaseException as error:
@@ -223,9 +223,9 @@ async def steady_load(
 ) -> AsyncIterator[Record]:
     """Tasks and threads that ask for as long as the block lasts."""
     record = Record()
-    standby = Standby(nodes=NODES)
-    awaited = AsyncLimiter.from_rules(rules, store=uri, standby=standby)
-    threaded = Limiter.from_rules(rules, store=uri, standby=standby)
+    local_fallback = LocalFallback(nodes=NODES)
+    awaited = AsyncLimiter.from_rules(rules, store=uri, local_fallback=local_fallback)
+    threaded = Limiter.from_rules(rules, store=uri, local_fallback=local_fallback)
     try:
         async with running_load(record, awaited, threaded, keys):
             yield record

@@ -31,7 +31,7 @@ from tests.faults.load import (
 from tests.redis_servers.scratch import scratch
 from tests.redis_servers.server import Startable
 from tollkeeper import AsyncLimiter
-from tollkeeper.standby import Standby
+from tollkeeper.decide.local_fallback import LocalFallback
 
 ENDS_S_MAX = 30.0
 
@@ -93,7 +93,7 @@ async def _run(options: Mapping[str, Any]) -> Record:
     record = Record()
     keys = [Key(*each) for each in options["keys"]]
     async with AsyncLimiter.from_rules(
-        options["rules"], store=options["uri"], standby=Standby(nodes=options["nodes"])
+        options["rules"], store=options["uri"], local_fallback=LocalFallback(nodes=options["nodes"])
     ) as limiter:
         tasks = [
             asyncio.create_task(ask_in_tasks(limiter, record, keys, options["name"])),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.faults.checker import Admitted, excess
 from tollkeeper import Limit, Limiter
-from tollkeeper.model import ALGORITHM_NAMES, AlgorithmName
+from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
 from tollkeeper.testing import ManualClock
 
 S = 10**9

@@ -14,8 +14,8 @@ from tests.faults.service_load import service_load
 from tests.faults.telling import verify
 from tests.redis_servers.waiting import until
 from tests.service_process import ServiceProcess
-from tollkeeper.edge.service.node import BATCH_CHECKS_MAX
-from tollkeeper.record.sink import EVENTS_MAX
+from tollkeeper.history.sink import EVENTS_MAX
+from tollkeeper.service.http.node import BATCH_CHECKS_MAX
 
 DISK_KILOBYTES = 8_192
 KEYS = tuple(Key("closed", case) for case in CASES)

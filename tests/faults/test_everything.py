@@ -32,9 +32,9 @@ from tests.redis_servers import Single
 from tests.service_process import ServiceProcess
 from tollkeeper import AsyncLimiter, Limiter
 from tollkeeper.control.repository import Repository
-from tollkeeper.errors import TollkeeperError
-from tollkeeper.match.document import read
-from tollkeeper.standby import Standby
+from tollkeeper.core.errors import TollkeeperError
+from tollkeeper.decide.local_fallback import LocalFallback
+from tollkeeper.rules.document.documents import read
 
 SECONDS = 6.0
 # Tasks, threads, the service, and the node with the wrong clock.
@@ -153,7 +153,7 @@ async def all_nodes(
     url: str, uri: str, record: Record, disk: Path
 ) -> AsyncIterator[ServiceProcess]:
     """Everyone who asks: tasks and threads here, a service, and a node with a wrong clock."""
-    standby = Standby(nodes=NODES)
+    local_fallback = LocalFallback(nodes=NODES)
     recording = ("--record", f"sqlite:///{disk / 'records.db'}", "--sample", "1")
     shared = ("--store", uri, "--nodes", str(NODES))
     with (
@@ -161,8 +161,10 @@ async def all_nodes(
         ServiceProcess(url, *shared, *recording, workers=2) as service,
     ):
         assert await asyncio.to_thread(ahead.ready) == pytest.approx(60, abs=1)
-        async with AsyncLimiter.from_rules(url, store=uri, standby=standby) as awaited:
-            with Limiter.from_rules(url, store=uri, standby=standby) as threaded:
+        async with AsyncLimiter.from_rules(
+            url, store=uri, local_fallback=local_fallback
+        ) as awaited:
+            with Limiter.from_rules(url, store=uri, local_fallback=local_fallback) as threaded:
                 async with (
                     running_load(record, awaited, threaded),
                     service_load(service, record, KEYS, threads=1),

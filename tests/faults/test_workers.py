@@ -12,7 +12,7 @@ from tests.faults.service_load import service_load
 from tests.faults.telling import verify
 from tests.redis_servers.waiting import until
 from tests.service_process import ServiceProcess
-from tollkeeper.app.server import QUICK_END_SECONDS, QUICK_ENDS_MAX, Restarts
+from tollkeeper.service.process.server import QUICK_END_SECONDS, QUICK_ENDS_MAX, Restarts
 
 WORKERS = 4
 KEYS = tuple(Key("closed", case) for case in CASES)

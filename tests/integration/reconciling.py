@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from tollkeeper import Limiter
-from tollkeeper.app.reconcile import Asked, Finding, Report, reconcile
-from tollkeeper.match.document import from_data
-from tollkeeper.match.rules import Document
+from tollkeeper.cli.reconcile import Asked, Finding, Report, reconcile
+from tollkeeper.rules.document.documents import from_data
+from tollkeeper.rules.document.model import Document
 
 
 def document(limits: str = "100/hour", rule: str = "orders") -> Document:

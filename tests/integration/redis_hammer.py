@@ -85,7 +85,7 @@ def work(job: Job) -> dict[str, Any]:
     """Do the job when told to."""
     # After the clock was set: they read it when they are imported.
     from tollkeeper import AsyncLimiter, Limit, Limiter  # noqa: PLC0415 - see above
-    from tollkeeper.clock import SystemClock  # noqa: PLC0415 - see above
+    from tollkeeper.core.clock import SystemClock  # noqa: PLC0415 - see above
     from tollkeeper.decide.stores import open_store  # noqa: PLC0415 - see above
 
     # A machine that tests may pause for longer than a production's deadlines.

@@ -24,13 +24,13 @@ import pytest
 
 from tests.redis_servers import Promotion, Server, Single, until
 from tollkeeper import AsyncLimiter, Decision, Limit, Limiter
-from tollkeeper.arguments import Limits
-from tollkeeper.clock import Clock
+from tollkeeper.core.clock import Clock
+from tollkeeper.core.errors import StoreError
+from tollkeeper.core.rates import Limits
 from tollkeeper.decide.failure import FailurePolicy
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.redis.store import RedisStore
 from tollkeeper.decide.together import check_together, check_together_async
-from tollkeeper.errors import StoreError
 
 WIRES = ("threads", "asyncio")
 both_wires = pytest.mark.parametrize("wire", WIRES)

@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.integration.rule_databases import document
 from tollkeeper.control.repository import Repository
-from tollkeeper.errors import VersionConflict
+from tollkeeper.core.errors import VersionConflict
 
 # Longer than anything here takes: reaching it means that somebody hangs.
 HANGS_AFTER_SECONDS = 120.0

@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.edge.admin.nodes import Admin, admin_of, filled, secrets_of
 from tests.postgres_server import running_postgres
 from tests.redis_servers import running, until
+from tests.service.admin.nodes import Admin, admin_of, filled, secrets_of
 from tests.service_process import RULES, Answered, ServiceProcess, ask_on
 
 # Nobody asks while a test runs: what arrives was pushed.

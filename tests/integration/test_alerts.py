@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.prometheus_process import promtool
-from tollkeeper import operations
+from tollkeeper.metrics import operations
 
 ROOT = Path(__file__).parents[2]
 RULES: list[dict[str, Any]] = yaml.safe_load(operations.read(operations.ALERTS))["groups"][0][

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from tests.edge.asgi_driver import ask, hello, run_lifespan
 from tests.integration.asgi_servers import free_port
 from tests.redis_servers import Single, running
-from tollkeeper.edge.asgi import RateLimit
-from tollkeeper.edge.fastapi import RateLimit as FastRateLimit
-from tollkeeper.edge.guard import AsyncGuard
+from tests.web.asgi_driver import ask, hello, run_lifespan
+from tollkeeper.asgi import RateLimit
+from tollkeeper.fastapi import RateLimit as FastRateLimit
+from tollkeeper.web.guard import AsyncGuard
 
 
 @pytest.fixture

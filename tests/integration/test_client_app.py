@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tollkeeper import Limiter
-from tollkeeper.edge.client import AsyncRetryTransport, Budget, RetryTransport
+from tollkeeper.httpx import AsyncRetryTransport, Budget, RetryTransport
 
 MANY = Budget(reserve=100)
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from django.test import AsyncRequestFactory, RequestFactory, override_settings
 
-from tests.edge import django_site as views
 from tests.integration.tcp_proxy import Proxy
 from tests.redis_servers import Single
-from tollkeeper.edge.django import RateLimitMiddleware
+from tests.web import django_site as views
+from tollkeeper.django import RateLimitMiddleware
 
 TICK_SECONDS = 0.01
 

@@ -13,14 +13,14 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.edge.envoy.running import serving
 from tests.envoy_process import Config, Envoy, cluster_of, example, filter_of, rate_limits_of
 from tests.redis_servers.ports import HOST, free_port
+from tests.service.envoy.running import serving
 from tests.service_process import ServiceProcess
 from tollkeeper import AsyncLimiter, Request
-from tollkeeper.edge.envoy.mapping import SETTLE
-from tollkeeper.edge.service import token_file
-from tollkeeper.edge.service.tokens import Tokens
+from tollkeeper.service.envoy.mapping import SETTLE
+from tollkeeper.service.http import token_file
+from tollkeeper.service.http.tokens import Tokens
 
 BY_ADDRESS = {"version": 1, "rules": [
     {"id": "api", "match": {"attributes": {"domain": "shop"}}, "by": ["ip"], "limits": ["5/hour"]},
@@ -138,7 +138,7 @@ async def test_a_refusal_has_a_body_and_says_when_to_come_back() -> None:
         wait_s = int(refused.headers["retry-after"])
         assert wait_s == body["error"]["details"]["retry_after_seconds"]
         request = Request(ip="127.0.0.1", attributes={"domain": "shop"})
-        peeked = await service.limiter.judge(request, spend=False)
+        peeked = await service.limiter.evaluate(request, spend=False)
         assert abs(wait_s - math.ceil(peeked.decision.retry_after)) <= 1
         assert there.application.served == 5
 

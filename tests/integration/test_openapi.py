@@ -12,11 +12,11 @@ import pytest
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import validate
 
-from tests.edge.admin.nodes import secrets_of
+from tests.service.admin.nodes import secrets_of
 from tests.service_process import RULES, ServiceProcess
-from tollkeeper.edge.admin import page
-from tollkeeper.edge.service import openapi, openapi_checks
-from tollkeeper.match.document import schema
+from tollkeeper.rules.document.documents import schema
+from tollkeeper.service.admin import page
+from tollkeeper.service.http import openapi, openapi_checks
 
 
 @pytest.fixture(scope="module")

@@ -20,12 +20,13 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.edge.envoy.running import ask_on, entries
 from tests.prometheus_process import PrometheusProcess, promtool
 from tests.redis_servers import Single, running, until
+from tests.service.envoy.running import ask_on, entries
 from tests.service_process import ServiceProcess
-from tollkeeper import AsyncLimiter, Request, operations
-from tollkeeper.record.counters import FAMILIES, JOIN, Reading
+from tollkeeper import AsyncLimiter, Request
+from tollkeeper.metrics import operations
+from tollkeeper.metrics.counters import FAMILIES, JOIN, Reading
 
 WAIT_SECONDS = 60.0
 

@@ -28,7 +28,7 @@ from tollkeeper import Limit, Limiter, Request, open_store
 from tollkeeper.control.follow import STOP_S_MAX
 from tollkeeper.control.repository import Repository
 from tollkeeper.control.sources import announce
-from tollkeeper.match.rules import Document, Rule
+from tollkeeper.rules.document.model import Document, Rule
 
 NODES = 5
 # Never reached: a denial under load would be a fault.

@@ -18,7 +18,8 @@ from tests.integration.reconciling import document, found, looked, patient, spen
 from tests.redis_servers import Single, User, running
 from tests.service_process import run_to_end
 from tollkeeper import Limit, Limiter
-from tollkeeper.app import reconcile as reconciling
+from tollkeeper.cli import reconcile as reconciling
+from tollkeeper.core.errors import StoreUnavailable
 from tollkeeper.decide.stores.redis.config import parse
 from tollkeeper.decide.stores.redis.reconcile import (
     PAGE_KEYS,
@@ -29,8 +30,7 @@ from tollkeeper.decide.stores.redis.reconcile import (
     walk,
 )
 from tollkeeper.decide.stores.redis.topology import Topology
-from tollkeeper.errors import StoreUnavailable
-from tollkeeper.match.document import from_data
+from tollkeeper.rules.document.documents import from_data
 
 ALGORITHMS: tuple[Any, ...] = (
     *("token_bucket", "leaky_bucket", "fixed_window"),

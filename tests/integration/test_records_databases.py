@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
+from tests.history.databases import event, rows, until_async
 from tests.postgres_server import Postgres, running_postgres
-from tests.record.databases import event, rows, until_async
 from tollkeeper.control.database import Database
-from tollkeeper.errors import StoreError
-from tollkeeper.record import sink as sinks
-from tollkeeper.record import tables
-from tollkeeper.record.events import NUMBER_MAX, PART
-from tollkeeper.record.reading import Cursor, Records, Step, UsageRow, Wanted
-from tollkeeper.record.sink import EVENTS_MAX, Pace, Sink
-from tollkeeper.record.trimming import Keep, Trimmer
+from tollkeeper.core.errors import StoreError
+from tollkeeper.history import sink as sinks
+from tollkeeper.history import tables
+from tollkeeper.history.events import NUMBER_MAX, PART
+from tollkeeper.history.reading import Cursor, Records, Step, UsageRow, Wanted
+from tollkeeper.history.sink import EVENTS_MAX, Pace, Sink
+from tollkeeper.history.trimming import Keep, Trimmer
 from tollkeeper.testing import ManualClock
 
 # 2027-01-15T08:00:00Z.

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.edge.admin.nodes import secrets_of
 from tests.postgres_server import Postgres
 from tests.redis_servers.waiting import until
+from tests.service.admin.nodes import secrets_of
 from tests.service_process import RULES, Answered, ServiceProcess, ask_on
 
 SECONDS_MAX = 40.0

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.edge.envoy.running import Node as EnvoyNode
-from tests.edge.envoy.running import asking as asking_grpc
-from tests.edge.envoy.running import entries
-from tests.edge.service.asking import Asking, asking
+from tests.service.envoy.running import Node as EnvoyNode
+from tests.service.envoy.running import asking as asking_grpc
+from tests.service.envoy.running import entries
+from tests.service.http.asking import Asking, asking
 from tollkeeper import AsyncLimiter
 from tollkeeper.control.database import Database
-from tollkeeper.edge.envoy.server import start
-from tollkeeper.edge.service import token_file
-from tollkeeper.record.reading import Records
-from tollkeeper.record.recorder import Recorder
-from tollkeeper.record.sink import Sink
+from tollkeeper.history.reading import Records
+from tollkeeper.history.recorder import Recorder
+from tollkeeper.history.sink import Sink
+from tollkeeper.service.envoy.server import start
+from tollkeeper.service.http import token_file
 
 ENVOY_RULES = """
 version: 1

@@ -26,14 +26,14 @@ from tests.integration.redis_wires import (
 from tests.integration.tcp_proxy import Proxy
 from tests.redis_servers import Cluster, Server, Single, until
 from tollkeeper import Limit, Limiter
-from tollkeeper.clock import SystemClock
+from tollkeeper.core.clock import SystemClock
+from tollkeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
 from tollkeeper.decide.breaker import BreakerState
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.memory import PythonMemoryStore
 from tollkeeper.decide.stores.redis import breakers
 from tollkeeper.decide.stores.redis.store import RedisStore
 from tollkeeper.decide.stores.redis.topology import slot_of
-from tollkeeper.errors import StoreError, StoreTimeout, StoreUnavailable
 
 # Short, so that a test need not wait a second for each probe.
 QUICK = {"breaker_open_ms": 100, "breaker_open_max_ms": 200}

@@ -32,8 +32,8 @@ from tests.integration.redis_wires import (
 from tests.redis_servers import Cluster, Server, Single, until
 from tests.redis_servers.ports import HOST
 from tollkeeper import Decision, Limit
+from tollkeeper.core.errors import StoreError, StoreUnavailable
 from tollkeeper.decide.stores.redis.topology import SLOTS, slot_of
-from tollkeeper.errors import StoreError, StoreUnavailable
 
 # From a promotion to the first check that is right again.
 RECOVERY_SECONDS_MAX = 5.0

@@ -17,12 +17,12 @@ from tests.integration.redis_wires import COUNTED, LATE_SECONDS_MAX, SECONDS_MAX
 from tests.integration.tcp_proxy import Proxy
 from tests.redis_servers import Single
 from tollkeeper import AsyncLimiter, Decision, Limit
-from tollkeeper.clock import Clock
+from tollkeeper.core.clock import Clock
+from tollkeeper.core.errors import StoreError, StoreTimeout
+from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.redis.flights import FREE_MAX
 from tollkeeper.decide.stores.redis.store import RedisStore
-from tollkeeper.errors import StoreError, StoreTimeout
-from tollkeeper.model import ALGORITHM_NAMES, AlgorithmName
 from tollkeeper.testing import ManualClock
 
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)

@@ -10,8 +10,8 @@ from tests.conformance.stores import PATIENCE
 from tests.integration.redis_hammer import Job, admitted, hammer
 from tests.redis_servers import Running, Single, running
 from tollkeeper import Limit
+from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS, AlgorithmName
 from tollkeeper.decide.stores import open_store
-from tollkeeper.model import ALGORITHM_NAMES, BUCKETS, AlgorithmName
 
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
 

@@ -13,9 +13,9 @@ import pytest
 from tests.integration.redis_wires import SECONDS_MAX, YEAR, Client, both_wires, client
 from tests.redis_servers import Single, until
 from tollkeeper import AsyncLimiter, Limit, Limiter
+from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.redis.store import RedisStore
-from tollkeeper.model import ALGORITHM_NAMES, AlgorithmName
 from tollkeeper.testing import ManualClock
 
 NS = 10**9

@@ -16,9 +16,9 @@ from tests.conformance.stores import PATIENCE
 from tests.parity.server_times import timed
 from tests.redis_servers import Single, until
 from tollkeeper import Limit
+from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
 from tollkeeper.decide.store import Gate, Store
 from tollkeeper.decide.stores import open_store
-from tollkeeper.model import ALGORITHM_NAMES, AlgorithmName
 
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
 

@@ -33,7 +33,7 @@ from tests.integration.tcp_proxy import Proxy
 from tests.redis_servers import Single, until
 from tests.redis_servers.ports import HOST
 from tollkeeper import Decision, Limit
-from tollkeeper.errors import StoreTimeout, StoreUnavailable
+from tollkeeper.core.errors import StoreTimeout, StoreUnavailable
 
 _numbers = count()
 

@@ -15,12 +15,12 @@ import pytest
 
 from tests.redis_servers import Server, Single, User, running, until
 from tollkeeper import AsyncLimiter, Limit, Limiter
+from tollkeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.redis import health as health_module
 from tollkeeper.decide.stores.redis.health import RedisHealth, census, survey
 from tollkeeper.decide.stores.redis.store import RedisStore
 from tollkeeper.decide.stores.redis.topology import Topology
-from tollkeeper.errors import StoreError, StoreTimeout, StoreUnavailable
 
 SETTLED_SECONDS_MAX = 20.0
 LONG_NAME = "a rule whose name is longer than a field"

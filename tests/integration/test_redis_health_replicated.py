@@ -11,10 +11,10 @@ from redis.crc import key_slot
 
 from tests.redis_servers import Cluster, Sentinels, until
 from tollkeeper import Limiter
+from tollkeeper.core.errors import StoreError
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.redis.findings import Finding
 from tollkeeper.decide.stores.redis.store import RedisStore
-from tollkeeper.errors import StoreError
 
 SETTLED_SECONDS_MAX = 20.0
 SUBJECTS = 30

@@ -17,11 +17,11 @@ from tests.integration.redis_wires import COUNTED, SECONDS_MAX, YEAR, client, co
 from tests.integration.tcp_proxy import Mode, Proxy
 from tests.redis_servers import Single
 from tollkeeper import AsyncLimiter, Decision, Limit
+from tollkeeper.core.errors import StoreError
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.redis.flights import FREE_MAX
 from tollkeeper.decide.stores.redis.store import RedisStore
 from tollkeeper.decide.together import check_together_async
-from tollkeeper.errors import StoreError
 
 _numbers = count()
 

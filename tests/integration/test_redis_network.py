@@ -37,11 +37,11 @@ from tests.integration.tcp_proxy import Mode, Proxy
 from tests.redis_servers import Single, Tls, running, until
 from tests.redis_servers.ports import HOST
 from tollkeeper import AsyncLimiter, Limiter
+from tollkeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.redis import handshake, wire_async
 from tollkeeper.decide.stores.redis import wire as wire_threads
 from tollkeeper.decide.stores.redis.store import RedisStore
-from tollkeeper.errors import StoreError, StoreTimeout, StoreUnavailable
 
 _numbers = count()
 

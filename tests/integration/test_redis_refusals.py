@@ -25,7 +25,7 @@ from tests.integration.redis_wires import (
 from tests.redis_servers import Single, User, until
 from tests.redis_servers.ports import HOST
 from tollkeeper import Limit
-from tollkeeper.errors import StoreError, StoreFull, StoreUnavailable
+from tollkeeper.core.errors import StoreError, StoreFull, StoreUnavailable
 
 _numbers = count()
 

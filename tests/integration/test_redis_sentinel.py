@@ -29,7 +29,7 @@ from tests.integration.redis_wires import (
 )
 from tests.redis_servers import Sentinels, Server, until
 from tollkeeper import Limit
-from tollkeeper.errors import StoreUnavailable
+from tollkeeper.core.errors import StoreUnavailable
 
 # From a promotion to the first check that is right again.
 RECOVERY_SECONDS_MAX = 5.0

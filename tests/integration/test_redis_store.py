@@ -31,9 +31,9 @@ from tests.integration.redis_wires import (
 from tests.integration.tcp_proxy import Proxy
 from tests.redis_servers import Single, running, until
 from tollkeeper import AsyncLimiter, Limit, Limiter
+from tollkeeper.core.errors import StoreUnavailable
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.redis.store import RedisStore
-from tollkeeper.errors import StoreUnavailable
 
 _numbers = count()
 

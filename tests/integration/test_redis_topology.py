@@ -15,10 +15,10 @@ import redis
 
 from tests.redis_servers import Cluster, Sentinels, Server, Single, Tls, User, running, until
 from tests.redis_servers.ports import HOST, free_port
+from tollkeeper.core.errors import ConfigError, StoreTimeout, StoreUnavailable, TollkeeperError
 from tollkeeper.decide.stores.redis import topology as module
 from tollkeeper.decide.stores.redis.config import Address, parse
 from tollkeeper.decide.stores.redis.topology import SLOTS, Topology, slot_of
-from tollkeeper.errors import ConfigError, StoreTimeout, StoreUnavailable, TollkeeperError
 
 CLUSTER_LINES = ("cluster-enabled yes",)
 # On a busy machine; nothing takes more than two.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.app.answering import run
+from tests.cli.answering import run
 from tests.redis_servers.certificates import make_certificates
 from tests.service_process import ServiceProcess, run_to_end
 

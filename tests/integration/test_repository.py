@@ -11,11 +11,11 @@ import pytest
 from tests.integration.rule_databases import UNSAFE, document, repository, url
 from tollkeeper.control import edits
 from tollkeeper.control.repository import Repository, Version
-from tollkeeper.errors import ConfigError, UnsafeChange, VersionConflict
-from tollkeeper.match.document import DocumentError, read
-from tollkeeper.match.rules import Document, Override
-from tollkeeper.match.writing import to_yaml
-from tollkeeper.model import Limit
+from tollkeeper.core.errors import ConfigError, UnsafeChange, VersionConflict
+from tollkeeper.core.model import Limit
+from tollkeeper.rules.document.documents import DocumentError, read
+from tollkeeper.rules.document.model import Document, Override
+from tollkeeper.rules.document.writing import to_yaml
 
 __all__ = ["repository", "url"]  # fixtures, found by name
 

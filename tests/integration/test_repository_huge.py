@@ -9,8 +9,8 @@ import pytest
 
 from tests.integration.rule_databases import repository, url
 from tollkeeper.control.repository import Repository
-from tollkeeper.match.document import from_data, read
-from tollkeeper.match.rules import Document
+from tollkeeper.rules.document.documents import from_data, read
+from tollkeeper.rules.document.model import Document
 
 __all__ = ["repository", "url"]  # fixtures, found by name
 

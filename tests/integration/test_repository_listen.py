@@ -14,7 +14,7 @@ from tests.integration.rule_databases import document
 from tests.postgres_server import Postgres, running_postgres
 from tollkeeper.control import listening
 from tollkeeper.control.repository import Repository
-from tollkeeper.errors import ConfigError, StoreTimeout, StoreUnavailable
+from tollkeeper.core.errors import ConfigError, StoreTimeout, StoreUnavailable
 
 Answer = TypeVar("Answer")
 

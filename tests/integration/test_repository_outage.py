@@ -19,8 +19,8 @@ from tests.integration.rule_databases import document
 from tests.postgres_server import PASSWORD, Postgres, running_postgres
 from tollkeeper.control import database as database_module
 from tollkeeper.control.repository import Repository
-from tollkeeper.errors import StoreError, StoreTimeout, StoreUnavailable
-from tollkeeper.match.rules import Override
+from tollkeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
+from tollkeeper.rules.document.model import Override
 
 # Nothing that is asked of a database that is away or stuck may take longer; what is patched here
 # is shorter by far.

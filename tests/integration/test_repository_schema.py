@@ -19,7 +19,7 @@ from tollkeeper.control import schema
 from tollkeeper.control.database import Database
 from tollkeeper.control.repository import Repository
 from tollkeeper.control.tables import SCHEMA_TABLE, metadata
-from tollkeeper.errors import ConfigError, StoreUnavailable
+from tollkeeper.core.errors import ConfigError, StoreUnavailable
 
 __all__ = ["repository", "url"]  # fixtures, found by name
 

@@ -12,9 +12,9 @@ from tests.integration.rule_databases import document, repository, url
 from tests.integration.rule_editors import results, started
 from tollkeeper.control import repository as repository_module
 from tollkeeper.control.repository import Repository
-from tollkeeper.errors import VersionConflict
-from tollkeeper.match.document import read
-from tollkeeper.match.rules import Document
+from tollkeeper.core.errors import VersionConflict
+from tollkeeper.rules.document.documents import read
+from tollkeeper.rules.document.model import Document
 
 __all__ = ["repository", "url"]  # fixtures, found by name
 

@@ -11,8 +11,8 @@ import pytest
 
 from tests.redis_servers import Single, until
 from tollkeeper import AsyncLimiter, Decision, Limiter, Request, StoreError
+from tollkeeper.decide.local_fallback import LocalFallback
 from tollkeeper.decide.stores import open_store
-from tollkeeper.standby import Standby
 
 ANN = Request(user="ann", tenant="acme", ip="192.0.2.7")
 BOB = Request(user="bob", tenant="other", ip="192.0.2.8")
@@ -102,16 +102,16 @@ def test_local_counts_in_this_process(dead: Single) -> None:
 
 def test_a_share_of_the_limits_where_several_processes_count_alone(dead: Single) -> None:
     """Three processes at a third each admit together what one limit allows; at least 1."""
-    found = checks(dead, document(user="local"), times=3, standby=Standby(nodes=3))
+    found = checks(dead, document(user="local"), times=3, local_fallback=LocalFallback(nodes=3))
     assert [bool(each) for each in found] == [True, False, False]
-    found = checks(dead, document(user="local"), times=2, standby=Standby(nodes=100))
+    found = checks(dead, document(user="local"), times=2, local_fallback=LocalFallback(nodes=100))
     assert [bool(each) for each in found] == [True, False]
 
 
 def test_a_rule_in_parts_has_one_share_on_this_machine(dead: Single) -> None:
     """A twentieth of each of eight parts would be a unit each, and of twenty machines 160."""
     rules = "version: 1\nrules:\n  - {id: all, by: [], limits: 100/hour, split: 8, on_failure: %s}"
-    found = checks(dead, rules % "local", times=20, standby=Standby(nodes=20))
+    found = checks(dead, rules % "local", times=20, local_fallback=LocalFallback(nodes=20))
     assert sum(map(bool, found)) == 5
     assert {each.policy.limit for each in found} == {5}
     assert {each.policy.limit for each in checks(dead, rules % "closed", times=8)} == {100}
@@ -142,7 +142,9 @@ def test_a_closed_rule_leaves_local_counts_alone(dead: Single) -> None:
 def test_a_cost_beyond_the_share_is_denied_and_no_error(dead: Single) -> None:
     """It would fit the whole limit, so it may fit again when the store is back."""
     rules = document(user="local")
-    with Limiter.from_rules(rules, store=dead.uri, standby=Standby(nodes=2)) as limiter:
+    with Limiter.from_rules(
+        rules, store=dead.uri, local_fallback=LocalFallback(nodes=2)
+    ) as limiter:
         decision = limiter.check(ANN, cost=3)
         assert (decision.allowed, decision.degraded) == (False, True)
 

@@ -20,12 +20,12 @@ from typer.testing import CliRunner
 from tests.postgres_server import PASSWORD, Postgres, running_postgres
 from tests.redis_servers import Single, running
 from tollkeeper import open_store
-from tollkeeper.app import rules_change
-from tollkeeper.app.cli import app
+from tollkeeper.cli import rules_change
+from tollkeeper.cli.main import app
 from tollkeeper.control.repository import Repository
 from tollkeeper.control.sources import TOPIC
-from tollkeeper.match.document import read
-from tollkeeper.match.writing import to_yaml
+from tollkeeper.rules.document.documents import read
+from tollkeeper.rules.document.writing import to_yaml
 
 PROCESS_SECONDS_MAX = 120
 HEARD_SECONDS_MAX = 20.0
@@ -122,7 +122,7 @@ def canonical(rate: int) -> str:
 
 
 def test_a_document_from_its_first_version_to_a_rollback(process: Cli) -> None:
-    """Applied, changed, compared, shown, rolled back; and the history tells it all."""
+    """AppliedRule, changed, compared, shown, rolled back; and the history tells it all."""
     first = process("apply", "10.yaml", "--author", "ann", "--reason", "launch")
     assert first.stdout.startswith("based on no version\n--- no version\n+++ 10.yaml\n")
     assert last_line(first) == "version 1 is in force"

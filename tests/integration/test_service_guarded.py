@@ -17,7 +17,7 @@ import pytest
 from tests.redis_servers.certificates import make_certificates
 from tests.redis_servers.waiting import until
 from tests.service_process import RULES, ServiceProcess, run_to_end
-from tollkeeper.edge.service import token_file
+from tollkeeper.service.http import token_file
 
 
 @pytest.fixture(scope="module")

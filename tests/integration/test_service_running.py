@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.redis_servers.waiting import until
 from tests.service_process import ServiceProcess, ask_on
-from tollkeeper.edge.envoy.protocol.messages import SERVICE as RATE_LIMIT_SERVICE
+from tollkeeper.service.envoy.protocol.messages import SERVICE as RATE_LIMIT_SERVICE
 
 
 def limited(limit: Any, **more: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tollkeeper.model import ALGORITHM_NAMES
+from tollkeeper.core.model import ALGORITHM_NAMES
 
 PROCESSES = 4
 # How long the killer goes on, for each algorithm; the seed is printed when a test fails.

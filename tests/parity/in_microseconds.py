@@ -9,9 +9,9 @@ from typing import Any
 
 from tests.parity.reference import ReferenceGate, States, answer
 from tests.parity.traces import Step
+from tollkeeper.core.model import DECISION_FIELDS, AlgorithmName, Limit
 from tollkeeper.decide.algorithms import ALGORITHMS, Algorithm, Outcome, State
 from tollkeeper.decide.store import Store
-from tollkeeper.model import DECISION_FIELDS, AlgorithmName, Limit
 from tollkeeper.testing import ManualClock
 
 NS_PER_US = 1_000

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tollkeeper.core.errors import CapacityError
+from tollkeeper.core.model import AlgorithmName, Decision, Limit, decision_fields, decision_with
 from tollkeeper.decide import credit as credits_
 from tollkeeper.decide.algorithms import ALGORITHMS, Algorithm, Outcome
 from tollkeeper.decide.combine import combine
 from tollkeeper.decide.credit import Credit
-from tollkeeper.errors import CapacityError
-from tollkeeper.model import AlgorithmName, Decision, Limit, decision_fields, decision_with
 
 States = dict[tuple[str, str, str], tuple[Any, Credit | None]]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from tests.conformance.awaited import AwaitedGate
+from tollkeeper.core.model import Decision
 from tollkeeper.decide.store import Gate
 from tollkeeper.decide.stores.redis.codec import NS_PER_US, Answers
 from tollkeeper.decide.stores.redis.gates import AsyncRedisGate, RedisGate
-from tollkeeper.model import Decision
 
 
 class TimedAnswers:

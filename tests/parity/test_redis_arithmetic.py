@@ -16,9 +16,9 @@ from tests.parity.in_microseconds import NOW_NS_MAX, NS_PER_US, Pair
 from tests.parity.traces import Step
 from tests.promises.strategies import limit_of, promise
 from tests.redis_servers import running
+from tollkeeper.core.model import MICROS_PER_UNIT, REFILL_NS_MAX, UNITS_MAX, WINDOW_NS_MAX, Limit
 from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores.redis.codec import encode_gate
-from tollkeeper.model import MICROS_PER_UNIT, REFILL_NS_MAX, UNITS_MAX, WINDOW_NS_MAX, Limit
 from tollkeeper.testing import ManualClock
 
 YEAR_US = WINDOW_NS_MAX // NS_PER_US

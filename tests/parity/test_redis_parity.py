@@ -17,8 +17,8 @@ from tests.conformance.stores import STORES
 from tests.parity.in_microseconds import Moments, Pair
 from tests.parity.traces import Step, changed, random_limits, steps
 from tests.redis_servers import Single, running
+from tollkeeper.core.model import Limit
 from tollkeeper.decide.store import Store
-from tollkeeper.model import Limit
 from tollkeeper.testing import ManualClock
 
 OPENERS = {factory.name: factory.open for factory in STORES}

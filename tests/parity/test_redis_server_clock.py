@@ -9,14 +9,14 @@ from random import Random
 
 import pytest
 
-import tollkeeper.clock
+import tollkeeper.core.clock
 from tests.conformance.stores import STORES
 from tests.parity.in_microseconds import ALGORITHMS_US
 from tests.parity.reference import ReferenceGate, States, answer
 from tests.parity.server_times import TimedAnswers, timed
-from tollkeeper.clock import SystemClock
+from tollkeeper.core.clock import SystemClock
+from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS, Limit
 from tollkeeper.decide.store import Gate, Store
-from tollkeeper.model import ALGORITHM_NAMES, BUCKETS, Limit
 
 OPENERS = {factory.name: factory.open for factory in STORES}
 # Short beside a trace, which takes about a tenth of a second; and one that never ends in it.
@@ -78,12 +78,12 @@ def test_decisions_by_the_servers_clock_agree(name: str, tmp_path: Path) -> None
 @contextmanager
 def clock_off_by(seconds: float) -> Iterator[None]:
     """Set this process's wall clock wrong."""
-    before_ns = tollkeeper.clock.EPOCH_OFFSET_NS
-    tollkeeper.clock.EPOCH_OFFSET_NS += int(seconds * 10**9)
+    before_ns = tollkeeper.core.clock.EPOCH_OFFSET_NS
+    tollkeeper.core.clock.EPOCH_OFFSET_NS += int(seconds * 10**9)
     try:
         yield
     finally:
-        tollkeeper.clock.EPOCH_OFFSET_NS = before_ns
+        tollkeeper.core.clock.EPOCH_OFFSET_NS = before_ns
 
 
 @pytest.mark.parametrize("seconds", [-60, 60])

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from tests.clocks import SteppedClock
 from tollkeeper import CapacityError, Decision, Limit
-from tollkeeper.decide.store import Gate
-from tollkeeper.model import (
+from tollkeeper.core.model import (
     ALGORITHM_NAMES,
     BUCKETS,
     UNITS_MAX,
     WINDOW_NS_MAX,
     AlgorithmName,
 )
+from tollkeeper.decide.store import Gate
 
 DAY_NS = 86_400 * 10**9
 YEAR_US = WINDOW_NS_MAX // 1_000

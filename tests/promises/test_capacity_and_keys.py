@@ -20,8 +20,8 @@ from tests.promises.strategies import (
     traces,
 )
 from tollkeeper import CapacityError, Limit
-from tollkeeper.identify import KEY_LENGTH_MAX, PARTS_MAX, SEPARATOR, Key, subject_of
-from tollkeeper.model import AlgorithmName
+from tollkeeper.core.model import AlgorithmName
+from tollkeeper.core.subjects import KEY_LENGTH_MAX, PARTS_MAX, SEPARATOR, Key, subject_of
 
 
 @every_algorithm

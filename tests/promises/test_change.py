@@ -25,7 +25,7 @@ from tests.promises.strategies import (
     windows_us,
 )
 from tollkeeper import Limit, Limiter
-from tollkeeper.model import BUCKETS, UNITS_MAX, WINDOW_COUNTS, AlgorithmName
+from tollkeeper.core.model import BUCKETS, UNITS_MAX, WINDOW_COUNTS, AlgorithmName
 
 
 @st.composite

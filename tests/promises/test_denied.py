@@ -18,8 +18,8 @@ from tests.promises.strategies import (
     traces,
 )
 from tollkeeper import Limit
+from tollkeeper.core.model import AlgorithmName
 from tollkeeper.decide.store import Gate
-from tollkeeper.model import AlgorithmName
 
 
 def assert_denials_cost_nothing(

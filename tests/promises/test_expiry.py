@@ -23,8 +23,8 @@ from tests.promises.strategies import (
     traces,
 )
 from tollkeeper import Limit
+from tollkeeper.core.model import AlgorithmName
 from tollkeeper.decide.store import Gate, Store
-from tollkeeper.model import AlgorithmName
 
 
 def slack_ns(factory: StoreFactory, limit: Limit, reset_ns: int) -> int:

@@ -23,8 +23,8 @@ from tests.promises.strategies import (
     step_of,
 )
 from tollkeeper import CapacityError, Limit
+from tollkeeper.core.model import AlgorithmName
 from tollkeeper.decide.store import Gate, Store
-from tollkeeper.model import AlgorithmName
 
 # (nanoseconds to move the clock by, verb, key, units, ttl_ns)
 Operation = tuple[int, str, str, int, int]

@@ -21,7 +21,7 @@ from tests.promises.strategies import (
     traces,
 )
 from tollkeeper import Limit
-from tollkeeper.model import AlgorithmName
+from tollkeeper.core.model import AlgorithmName
 
 
 @every_algorithm

@@ -24,8 +24,8 @@ from tests.promises.strategies import (
     windows_us,
 )
 from tollkeeper import Limit
+from tollkeeper.core.model import AlgorithmName
 from tollkeeper.decide.store import Gate
-from tollkeeper.model import AlgorithmName
 
 WINDOWS = 6
 REQUESTS = 300

@@ -17,8 +17,8 @@ from tests.promises.strategies import (
     traces,
 )
 from tollkeeper import Limit
+from tollkeeper.core.model import AlgorithmName
 from tollkeeper.decide.store import Gate
-from tollkeeper.model import AlgorithmName
 
 # Small enough to try every single request.
 UNITS_MAX = 40

@@ -20,8 +20,8 @@ from tests.promises.strategies import (
     traces,
 )
 from tollkeeper import Decision, Limit, Limiter
+from tollkeeper.core.model import AlgorithmName
 from tollkeeper.decide.store import Gate
-from tollkeeper.model import AlgorithmName
 
 # Where between the denial and the retry to ask once more, in thousandths of the wait.
 partway = st.integers(0, 999)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tollkeeper import override
+from tollkeeper.core import switches
 
 MODULE = """
     from tollkeeper import Limiter
@@ -43,12 +43,12 @@ def test_the_clock_fixture(pytester: pytest.Pytester) -> None:
         assert limiter.check("me")
 
     def test_after_it_time_is_real():
-        from tollkeeper.clock import SystemClock
+        from tollkeeper.core.clock import SystemClock
         assert SystemClock().now_ns() > 1_700_000_000 * 10**9
     """
     )
     _run(pytester).assert_outcomes(passed=2)
-    assert override.clock is None
+    assert switches.clock is None
 
 
 def test_the_off_fixture(pytester: pytest.Pytester) -> None:
@@ -64,7 +64,7 @@ def test_the_off_fixture(pytester: pytest.Pytester) -> None:
     """
     )
     _run(pytester).assert_outcomes(passed=2)
-    assert not override.limiting_off
+    assert not switches.limiting_off
 
 
 def test_a_failing_test_gives_both_back(pytester: pytest.Pytester) -> None:
@@ -76,5 +76,5 @@ def test_a_failing_test_gives_both_back(pytester: pytest.Pytester) -> None:
     """
     )
     _run(pytester).assert_outcomes(failed=1)
-    assert override.clock is None
-    assert not override.limiting_off
+    assert switches.clock is None
+    assert not switches.limiting_off

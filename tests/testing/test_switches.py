@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tollkeeper import AsyncLimiter, InvalidCost, InvalidKey, Limiter, override
+from tollkeeper import AsyncLimiter, InvalidCost, InvalidKey, Limiter
+from tollkeeper.core import switches
 from tollkeeper.testing import ManualClock, limiting_off, use_clock
 
 # Made at import time, as in an application, out of every test's reach.
@@ -37,16 +38,16 @@ def test_use_clock_nests() -> None:
     """The inner block's clock counts, and after it the outer one's again."""
     with use_clock(ManualClock()) as outer:
         with use_clock(ManualClock()) as inner:
-            assert override.clock is inner
-        assert override.clock is outer
-    assert override.clock is None
+            assert switches.clock is inner
+        assert switches.clock is outer
+    assert switches.clock is None
 
 
 def test_use_clock_lets_go_when_the_block_raises() -> None:
     """A failed test does not leave its clock behind."""
     with pytest.raises(RuntimeError), use_clock(ManualClock()):
         raise RuntimeError
-    assert override.clock is None
+    assert switches.clock is None
 
 
 async def test_limiting_off_allows_all_and_counts_nothing() -> None:
@@ -81,15 +82,15 @@ def test_limiting_off_nests_and_lets_go() -> None:
     with limiting_off():
         with pytest.raises(RuntimeError), limiting_off():
             raise RuntimeError
-        assert override.limiting_off
-    assert not override.limiting_off
+        assert switches.limiting_off
+    assert not switches.limiting_off
 
 
 def test_engines_are_told_of_every_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that reads time by itself hears of both switches, on and off."""
     heard: list[tuple[bool, bool]] = []
-    monkeypatch.setattr(override, "_on_change", [])
-    override.on_change(lambda: heard.append((override.clock is not None, override.limiting_off)))
+    monkeypatch.setattr(switches, "_on_change", [])
+    switches.on_change(lambda: heard.append((switches.clock is not None, switches.limiting_off)))
     with use_clock(ManualClock()), limiting_off():
         pass
     assert heard == [(True, False), (True, True), (True, False), (False, False)]

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import URL, Connection, event, exc, make_url, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from tollkeeper.errors import ConfigError, StoreError, StoreTimeout, StoreUnavailable, show
+from tollkeeper.core.errors import ConfigError, StoreError, StoreTimeout, StoreUnavailable, show
 
 if TYPE_CHECKING:
     import asyncpg

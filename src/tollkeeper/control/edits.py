@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final, Literal
 
-from tollkeeper.errors import ConfigError, show
-from tollkeeper.match.rules import Document, Limits, Override, Rule
+from tollkeeper.core.errors import ConfigError, show
+from tollkeeper.rules.document.model import Document, Limits, Override, Rule
 
 ListName = Literal["allow", "deny"]
 

@@ -26,11 +26,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
-from tollkeeper.arguments import Rules, document_of
 from tollkeeper.control import snapshot as snapshots
 from tollkeeper.control.sources import Found, Source, StoreHints, jittered, source_of
-from tollkeeper.errors import ConfigError, StoreTimeout, TollkeeperError, show
-from tollkeeper.match.rules import Document
+from tollkeeper.core.errors import ConfigError, StoreTimeout, TollkeeperError, show
+from tollkeeper.rules.document import Rules, document_of
+from tollkeeper.rules.document.model import Document
 
 POLL_S_MIN: Final = 0.05
 POLL_S_MAX: Final = 3600.0

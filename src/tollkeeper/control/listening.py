@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from tollkeeper.control.database import CONNECT_SECONDS_MAX, Database
-from tollkeeper.errors import StoreUnavailable
+from tollkeeper.core.errors import StoreUnavailable
 
 if TYPE_CHECKING:
     import asyncpg

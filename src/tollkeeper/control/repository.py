@@ -47,11 +47,11 @@ from tollkeeper.control.versions import (
     check_rows,
     check_who_and_why,
 )
-from tollkeeper.errors import ConfigError, UnsafeChange, VersionConflict
-from tollkeeper.match.document import read
-from tollkeeper.match.rules import Document, Limits, Override
-from tollkeeper.match.safety import new_findings
-from tollkeeper.match.writing import to_yaml
+from tollkeeper.core.errors import ConfigError, UnsafeChange, VersionConflict
+from tollkeeper.rules.document.documents import read
+from tollkeeper.rules.document.model import Document, Limits, Override
+from tollkeeper.rules.document.safety import new_findings
+from tollkeeper.rules.document.writing import to_yaml
 
 __all__ = ["AuditEntry", "Repository", "Version"]
 

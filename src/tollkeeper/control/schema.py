@@ -21,7 +21,7 @@ from sqlalchemy import Connection
 
 from tollkeeper.control.database import Database
 from tollkeeper.control.tables import SCHEMA_TABLE
-from tollkeeper.errors import ConfigError
+from tollkeeper.core.errors import ConfigError
 
 MIGRATIONS: Final = Path(__file__).with_name("migrations")
 

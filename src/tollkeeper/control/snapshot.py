@@ -23,10 +23,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
-from tollkeeper.errors import ConfigError, StoreUnavailable, show
-from tollkeeper.match.document import from_data
-from tollkeeper.match.rules import Document
-from tollkeeper.match.writing import to_data
+from tollkeeper.core.errors import ConfigError, StoreUnavailable, show
+from tollkeeper.rules.document.documents import from_data
+from tollkeeper.rules.document.model import Document
+from tollkeeper.rules.document.writing import to_data
 
 FORMAT: Final = 1
 # Beyond what the largest document takes; what is longer is not read into memory.

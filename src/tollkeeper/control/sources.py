@@ -18,10 +18,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
-from tollkeeper.arguments import is_document_text
-from tollkeeper.errors import ConfigError, StoreError
-from tollkeeper.match.document import read, read_file
-from tollkeeper.match.rules import Document
+from tollkeeper.core.errors import ConfigError, StoreError
+from tollkeeper.rules.document import is_document_text
+from tollkeeper.rules.document.documents import read, read_file
+from tollkeeper.rules.document.model import Document
 
 if TYPE_CHECKING:
     from tollkeeper.control.repository import Repository

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Final, Literal
 
 from tollkeeper.control.tables import AUTHOR_LENGTH_MAX, REASON_LENGTH_MAX
-from tollkeeper.errors import ConfigError, show
+from tollkeeper.core.errors import ConfigError, show
 
 Kind = Literal[
     "apply",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tollkeeper.core.model import Decision, Limit
 from tollkeeper.decide.algorithms import Outcome
-from tollkeeper.model import Decision, Limit
 
 
 def combine(limits: Sequence[Limit], outcomes: Sequence[Outcome], rule: str) -> Decision:

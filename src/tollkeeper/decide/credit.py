@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tollkeeper.core.model import UNITS_MAX, Limit
 from tollkeeper.decide.algorithms import Algorithm, Outcome, State
-from tollkeeper.model import UNITS_MAX, Limit
 
 Credit = tuple[int, int]
 

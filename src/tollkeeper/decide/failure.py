@@ -2,7 +2,7 @@
 
     open    allow, uncounted: being limited matters less than being served
     closed  deny: being served unlimited is worse than not being served
-    local   go on by counts of this machine alone (`standby.py`)
+    local   go on by counts of this machine alone (`local_fallback.py`)
     raise   hand the StoreError to the caller
 
 All answers are marked degraded, so nobody takes them for the real thing.
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from typing import Final, Literal, get_args
 
-from tollkeeper.clock import NS_PER_SECOND
-from tollkeeper.errors import ConfigError, StoreError, show
-from tollkeeper.model import Decision, Limit
+from tollkeeper.core.clock import NS_PER_SECOND
+from tollkeeper.core.errors import ConfigError, StoreError, show
+from tollkeeper.core.model import Decision, Limit
 
 FailurePolicy = Literal["open", "closed", "local", "raise"]
 FAILURE_POLICIES: Final[tuple[FailurePolicy, ...]] = get_args(FailurePolicy)

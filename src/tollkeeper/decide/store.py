@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tollkeeper.model import Decision, Limit
+from tollkeeper.core.model import Decision, Limit
 
 
 @dataclass(frozen=True, slots=True)

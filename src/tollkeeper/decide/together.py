@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, cast
 
+from tollkeeper.core.model import Decision
 from tollkeeper.decide.store import AsyncGate, Gate, Store
-from tollkeeper.model import Decision
 
 Asked = Sequence[tuple[Gate, str, int]]
 AskedAsync = Sequence[tuple[AsyncGate, str, int]]

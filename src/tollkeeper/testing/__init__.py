@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from tollkeeper import override
-from tollkeeper.clock import Clock, ManualClock
+from tollkeeper.core import switches
+from tollkeeper.core.clock import Clock, ManualClock
 
 __all__ = ["ManualClock", "limiting_off", "use_clock"]
 
@@ -31,12 +31,12 @@ def use_clock(clock: ClockType) -> Iterator[ClockType]:
     >>> [bool(decision) for decision in (first, second, third)]
     [True, False, True]
     """
-    before = override.clock
-    override.set_clock(clock)
+    before = switches.clock
+    switches.set_clock(clock)
     try:
         yield clock
     finally:
-        override.set_clock(before)
+        switches.set_clock(before)
 
 
 @contextmanager
@@ -49,9 +49,9 @@ def limiting_off() -> Iterator[None]:
     ...     all(limiter.check("me") for _ in range(1000))
     True
     """
-    before = override.limiting_off
-    override.set_limiting_off(True)
+    before = switches.limiting_off
+    switches.set_limiting_off(True)
     try:
         yield
     finally:
-        override.set_limiting_off(before)
+        switches.set_limiting_off(before)

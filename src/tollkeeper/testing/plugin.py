@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tollkeeper.clock import ManualClock
+from tollkeeper.core.clock import ManualClock
 from tollkeeper.testing import limiting_off, use_clock
 
 

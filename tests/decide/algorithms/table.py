@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from tollkeeper.clock import ns_from_seconds
+from tollkeeper.core.clock import ns_from_seconds
+from tollkeeper.core.errors import CapacityError
+from tollkeeper.core.model import Limit
 from tollkeeper.decide.algorithms import ALGORITHMS, Outcome
-from tollkeeper.errors import CapacityError
-from tollkeeper.model import Limit
 
 
 class Row(NamedTuple):

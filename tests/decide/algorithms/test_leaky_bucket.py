@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.decide.algorithms.table import never, no, play, yes
+from tollkeeper.core.model import Limit
 from tollkeeper.decide.algorithms import leaky_bucket, token_bucket
-from tollkeeper.model import Limit
 
 THREE_AT_ONE_A_SECOND = Limit(1, per=1, capacity=3, algorithm="leaky_bucket")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.decide.algorithms.table import Row, never, no, play, yes
+from tollkeeper.core.model import Limit
 from tollkeeper.decide.algorithms import sliding_window_counter
-from tollkeeper.model import Limit
 
 HUNDRED = Limit(100, per=60, algorithm="sliding_window_counter")
 TEN = Limit(10, per=60, algorithm="sliding_window_counter")

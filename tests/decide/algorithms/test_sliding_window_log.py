@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.decide.algorithms.table import never, no, play, yes
+from tollkeeper.core.model import Limit
 from tollkeeper.decide.algorithms import sliding_window_log
-from tollkeeper.model import Limit
 
 THREE_IN_TEN = Limit(3, per=10, algorithm="sliding_window_log")
 NS = 0.000_000_001

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.decide.algorithms.table import never, no, play, yes
+from tollkeeper.core.model import MICROS_PER_UNIT, Limit
 from tollkeeper.decide.algorithms import token_bucket
-from tollkeeper.model import MICROS_PER_UNIT, Limit
 
 FIVE_AT_ONE_A_SECOND = Limit(1, per=1, capacity=5)
 YEAR = 365 * 86_400

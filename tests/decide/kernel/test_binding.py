@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from tollkeeper import CapacityError, Decision, Limit, Limiter, StoreUnavailable
+from tollkeeper.core.model import DECISION_FIELDS, decision_fields, decision_with
 from tollkeeper.decide import kernel
 from tollkeeper.decide.kernel import _kernel
-from tollkeeper.model import DECISION_FIELDS, decision_fields, decision_with
 from tollkeeper.testing import ManualClock, limiting_off, use_clock
 
 LIMIT = Limit(1, per=1, capacity=3, algorithm="leaky_bucket", name="n")

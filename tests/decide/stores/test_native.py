@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tollkeeper import ConfigError, Limit, Limiter, StoreUnavailable
-from tollkeeper.clock import SystemClock
+from tollkeeper.core.clock import SystemClock
 from tollkeeper.decide import kernel
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.memory import PythonMemoryStore

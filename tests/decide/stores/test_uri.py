@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tollkeeper.core.errors import ConfigError
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.memory import STATES_MAX_DEFAULT
-from tollkeeper.errors import ConfigError
 from tollkeeper.testing import ManualClock
 
 CLOCK = ManualClock()

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from typing import Any, Final, Protocol
 
+from tollkeeper.core.model import AlgorithmName, Limit
 from tollkeeper.decide.algorithms import (
     fixed_window,
     leaky_bucket,
@@ -30,7 +31,6 @@ from tollkeeper.decide.algorithms import (
     token_bucket,
 )
 from tollkeeper.decide.algorithms.outcome import Outcome
-from tollkeeper.model import AlgorithmName, Limit
 
 __all__ = ["ALGORITHMS", "Algorithm", "Outcome", "State"]
 

@@ -8,9 +8,9 @@ The state is (last_ns, count): the last admission, whose window the count belong
 
 from __future__ import annotations
 
+from tollkeeper.core.errors import CapacityError
+from tollkeeper.core.model import Limit
 from tollkeeper.decide.algorithms.outcome import Outcome
-from tollkeeper.errors import CapacityError
-from tollkeeper.model import Limit
 
 # (last_ns, count), or None when nothing was counted
 State = tuple[int, int] | None

@@ -11,9 +11,9 @@ what is used), so this module asks it there and adds the delay.
 
 from __future__ import annotations
 
+from tollkeeper.core.model import MICROS_PER_UNIT, Limit
 from tollkeeper.decide.algorithms import token_bucket
 from tollkeeper.decide.algorithms.outcome import Outcome
-from tollkeeper.model import MICROS_PER_UNIT, Limit
 
 State = token_bucket.State
 

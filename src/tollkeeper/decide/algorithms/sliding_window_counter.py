@@ -12,9 +12,9 @@ formula gives.
 
 from __future__ import annotations
 
+from tollkeeper.core.errors import CapacityError
+from tollkeeper.core.model import Limit
 from tollkeeper.decide.algorithms.outcome import Outcome
-from tollkeeper.errors import CapacityError
-from tollkeeper.model import Limit
 
 # (last_ns, previous, current), or None when nothing is counted
 State = tuple[int, int, int] | None

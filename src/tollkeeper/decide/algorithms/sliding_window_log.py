@@ -14,9 +14,9 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 
+from tollkeeper.core.errors import CapacityError
+from tollkeeper.core.model import Limit
 from tollkeeper.decide.algorithms.outcome import Outcome
-from tollkeeper.errors import CapacityError
-from tollkeeper.model import Limit
 
 # (times, start, end), or None when empty
 State = tuple["array[int]", int, int] | None

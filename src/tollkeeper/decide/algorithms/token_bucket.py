@@ -10,9 +10,9 @@ Within any interval of T ns at most capacity + T × limit / window units are adm
 
 from __future__ import annotations
 
+from tollkeeper.core.errors import CapacityError
+from tollkeeper.core.model import MICROS_PER_UNIT, Limit
 from tollkeeper.decide.algorithms.outcome import Outcome
-from tollkeeper.errors import CapacityError
-from tollkeeper.model import MICROS_PER_UNIT, Limit
 
 # (last_ns, used_micros), or None when full
 State = tuple[int, int] | None

@@ -8,8 +8,8 @@ Python store with the same answers, and `shared://` says what is missing.
 
 from __future__ import annotations
 
-from tollkeeper import override
-from tollkeeper.model import Decision
+from tollkeeper.core import switches
+from tollkeeper.core.model import Decision
 
 try:
     from tollkeeper.decide.kernel import _kernel
@@ -20,6 +20,6 @@ else:
     Decision.register(_kernel.Decision)
 
     def _tell_kernel() -> None:
-        _kernel.set_bypass(override.clock is not None or override.limiting_off)
+        _kernel.set_bypass(switches.clock is not None or switches.limiting_off)
 
-    override.on_change(_tell_kernel)
+    switches.on_change(_tell_kernel)

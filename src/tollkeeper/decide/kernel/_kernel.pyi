@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import Self, final
 
-from tollkeeper import model
+from tollkeeper.core import model
 
 @final
 class Decision(model.Decision):

@@ -827,8 +827,8 @@ PyMODINIT_FUNC PyInit__kernel(void)
                                          "seconds_from_ns", NULL};
     static PyObject **model_places[] = {&decision_repr, &decision_fields, &python_decision,
                                         &seconds_from_ns};
-    if (!import_names("tollkeeper.errors", errors, error_places) ||
-        !import_names("tollkeeper.model", models, model_places))
+    if (!import_names("tollkeeper.core.errors", errors, error_places) ||
+        !import_names("tollkeeper.core.model", models, model_places))
         return NULL;
     if (PyType_Ready(&decision_type) < 0 || PyType_Ready(&table_type) < 0 ||
         PyType_Ready(&gate_type) < 0)

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from tollkeeper.clock import Clock, SystemClock
+from tollkeeper.core.clock import Clock, SystemClock
+from tollkeeper.core.errors import ConfigError, StoreUnavailable, show
 from tollkeeper.decide import kernel
 from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores.memory import STATES_MAX_DEFAULT, PythonMemoryStore
 from tollkeeper.decide.stores.redis.config import SCHEMES as REDIS_SCHEMES
 from tollkeeper.decide.stores.redis.config import parse as parse_redis
-from tollkeeper.errors import ConfigError, StoreUnavailable, show
 
 CAPACITY_MAX: Final = 1_000_000_000
 Options = dict[str, object]

@@ -22,15 +22,15 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from typing import Final
 
-from tollkeeper.clock import Clock
+from tollkeeper.core.clock import Clock
+from tollkeeper.core.errors import StoreFull, StoreUnavailable
+from tollkeeper.core.model import Decision, Limit, decision_with
 from tollkeeper.decide import credit as credits_
 from tollkeeper.decide.algorithms import ALGORITHMS, Outcome, State
 from tollkeeper.decide.busiest import Busiest
 from tollkeeper.decide.combine import combine
 from tollkeeper.decide.credit import Credit
 from tollkeeper.decide.store import StoreStats
-from tollkeeper.errors import StoreFull, StoreUnavailable
-from tollkeeper.model import Decision, Limit, decision_with
 
 STATES_MAX_DEFAULT: Final = 1_000_000
 # Two items off for each one on: the heap's backlog of expired entries shrinks with every insert.

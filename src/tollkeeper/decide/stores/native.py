@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tollkeeper import override
-from tollkeeper.clock import EPOCH_OFFSET_NS, Clock, SystemClock
+from tollkeeper.core import switches
+from tollkeeper.core.clock import EPOCH_OFFSET_NS, Clock, SystemClock
+from tollkeeper.core.model import Decision, Limit
 from tollkeeper.decide.kernel import _kernel
 from tollkeeper.decide.store import StoreStats
-from tollkeeper.model import Decision, Limit
 
 
 class KernelStore:
@@ -58,14 +58,14 @@ class KernelStore:
 
     def now_ns(self) -> int | None:
         """The time for the kernel to decide at; None: it reads its own, which is real time."""
-        if self._is_real and override.clock is None:  # as `keeps_time`, which would be a call more
+        if self._is_real and switches.clock is None:  # as `keeps_time`, which would be a call more
             return None
         return self._clock.now_ns()
 
     @property
     def keeps_time(self) -> bool:
         """Is real time asked for? Then the kernel tells it, alike in all processes."""
-        return self._is_real and override.clock is None
+        return self._is_real and switches.clock is None
 
 
 class KernelGate:

@@ -12,6 +12,7 @@ import hiredis
 import pytest
 from hiredis import ReplyError
 
+from tollkeeper.core.errors import StoreError, StoreFull, StoreUnavailable
 from tollkeeper.decide.stores.redis.calls import (
     ASKING,
     ATTEMPTS_MAX,
@@ -30,7 +31,6 @@ from tollkeeper.decide.stores.redis.calls import (
 )
 from tollkeeper.decide.stores.redis.config import Address, RedisConfig, parse
 from tollkeeper.decide.stores.redis.scripts import CHECK
-from tollkeeper.errors import StoreError, StoreFull, StoreUnavailable
 
 STANDALONE = parse("redis://app:s3cret@host")
 SENTINEL = parse("redis+sentinel://s1,s2/main")

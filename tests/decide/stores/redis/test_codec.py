@@ -14,6 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.redis_servers import Single, running
+from tollkeeper.core.errors import CapacityError, ConfigError, StoreUnavailable
+from tollkeeper.core.model import ALGORITHM_NAMES, UNITS_MAX, WINDOW_NS_MAX, Limit
+from tollkeeper.core.rates import parse_limits
 from tollkeeper.decide.stores.redis import encode
 from tollkeeper.decide.stores.redis.codec import Answers
 from tollkeeper.decide.stores.redis.encode import (
@@ -23,9 +26,6 @@ from tollkeeper.decide.stores.redis.encode import (
     field_of,
     id_of,
 )
-from tollkeeper.errors import CapacityError, ConfigError, StoreUnavailable
-from tollkeeper.model import ALGORITHM_NAMES, UNITS_MAX, WINDOW_NS_MAX, Limit
-from tollkeeper.rates import parse_limits
 
 YEAR = 366 * 86_400
 NUMBERS_A_LIMIT = 7

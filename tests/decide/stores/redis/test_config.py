@@ -16,6 +16,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from tollkeeper.core.errors import ConfigError
 from tollkeeper.decide.stores.redis import config as module
 from tollkeeper.decide.stores.redis.config import (
     ADDRESSES_MAX,
@@ -26,7 +27,6 @@ from tollkeeper.decide.stores.redis.config import (
     parse,
 )
 from tollkeeper.decide.stores.redis.options import READERS, Verify
-from tollkeeper.errors import ConfigError
 
 LOCAL = (Address("localhost", 6379),)
 OPTION_NAMES = tuple(READERS)

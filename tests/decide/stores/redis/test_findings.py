@@ -12,7 +12,7 @@ from tollkeeper.decide.stores.redis.findings import (
     FORBIDDEN,
     Finding,
     NodeHealth,
-    judge,
+    evaluate,
     merged,
 )
 
@@ -50,7 +50,7 @@ REPLICA: dict[str, Any] = {"role": "replica", "replicas_connected": None, "link_
 
 
 def found(node: NodeHealth, config: RedisConfig = ONE) -> list[tuple[str, str]]:
-    return [(finding.check, finding.level) for finding in judge([node], config)]
+    return [(finding.check, finding.level) for finding in evaluate([node], config)]
 
 
 @pytest.mark.parametrize("config", [ONE, SENTINEL, CLUSTER])
@@ -98,7 +98,7 @@ def test_what_is_not_known_is_not_judged() -> None:
 )
 def test_each_fault_is_found(changes: dict[str, Any], check: str, level: str, text: str) -> None:
     """Each gives one finding, which says what is wrong, where, and what to do."""
-    (finding,) = judge([replace(WELL, **changes)], ONE)
+    (finding,) = evaluate([replace(WELL, **changes)], ONE)
     assert (finding.check, finding.level) == (check, level)
     assert text in finding.found
     assert finding.remedy
@@ -124,7 +124,7 @@ def test_what_is_safe_is_left_alone(changes: dict[str, Any]) -> None:
 
 def test_an_unsafe_policy_is_a_problem_even_before_there_is_a_maxmemory() -> None:
     """The day that it is set is too late; the finding says that nothing is evicted yet."""
-    (finding,) = judge([replace(WELL, maxmemory_policy="allkeys-lfu", maxmemory_bytes=0)], ONE)
+    (finding,) = evaluate([replace(WELL, maxmemory_policy="allkeys-lfu", maxmemory_bytes=0)], ONE)
     assert finding.level == "problem"
     assert "once maxmemory is set; it is not" in finding.found
 
@@ -140,9 +140,9 @@ def test_a_replica_is_well_where_somebody_else_is_primary() -> None:
 def test_who_may_not_ask_is_told_the_rules_to_add() -> None:
     """The remedy is one command, with the user's name."""
     node = replace(WELL, unanswered=("TIME", "CONFIG GET", "CLUSTER INFO"))
-    (finding,) = judge([node], ONE)
+    (finding,) = evaluate([node], ONE)
     assert finding.remedy == "ACL SETUSER app +time +config|get +cluster|info"
-    (finding,) = judge([node], CLUSTER)
+    (finding,) = evaluate([node], CLUSTER)
     assert finding.remedy.startswith("ACL SETUSER default ")
 
 
@@ -152,7 +152,7 @@ def test_no_connection_and_no_login_are_told_apart() -> None:
     assert found(gone) == [("connection", "problem")]
     refused = replace(gone, reason="WRONGPASS", login_refused=True)
     assert found(refused) == [("authentication", "problem")]
-    (untrusted,) = judge([replace(gone, reason="CERTIFICATE_VERIFY_FAILED")], ONE)
+    (untrusted,) = evaluate([replace(gone, reason="CERTIFICATE_VERIFY_FAILED")], ONE)
     assert "tls_ca=" in untrusted.remedy
 
 
@@ -160,10 +160,10 @@ def test_no_connection_and_no_login_are_told_apart() -> None:
 def test_clocks_that_differ_are_told(offset_ms: float, told: bool) -> None:
     """More than a second between servers is a jump at a fail-over; ours does not count."""
     nodes = [replace(WELL, clock_offset_ms=90_000.0)]
-    assert not list(judge(nodes, ONE))
+    assert not list(evaluate(nodes, ONE))
     nodes.append(replace(WELL, address="i:6379", clock_offset_ms=90_000.0 + offset_ms))
     nodes.append(replace(WELL, address="j:6379", clock_offset_ms=None))
-    findings = list(judge(nodes, ONE))
+    findings = list(evaluate(nodes, ONE))
     assert [finding.check for finding in findings] == ["clock"] * told
     assert all(finding.nodes == ("h:6379", "i:6379") for finding in findings)
 
@@ -171,7 +171,7 @@ def test_clocks_that_differ_are_told(offset_ms: float, told: bool) -> None:
 def test_the_same_of_several_nodes_is_said_once() -> None:
     """Six nodes without AOF are one finding, which names all six."""
     nodes = [replace(WELL, address=f"h:{port}", aof_enabled=False) for port in range(6)]
-    (finding,) = merged(judge(nodes, CLUSTER))
+    (finding,) = merged(evaluate(nodes, CLUSTER))
     assert finding.nodes == ("h:0", "h:1", "h:2", "h:3", "h:4", "h:5")
     assert str(finding) == (
         "AOF is off: quota would not survive a restart (h:0, h:1, h:2, h:3, h:4, h:5): "

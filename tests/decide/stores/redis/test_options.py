@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tollkeeper.core.errors import ConfigError
 from tollkeeper.decide.stores.redis.config import parse
-from tollkeeper.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from tollkeeper.clock import NS_PER_SECOND
+from tollkeeper.core.clock import NS_PER_SECOND
+from tollkeeper.core.errors import StoreUnavailable
 from tollkeeper.decide.breaker import Breaker, BreakerSettings, BreakerState
 from tollkeeper.decide.stores.redis.config import Address, RedisConfig
-from tollkeeper.errors import StoreUnavailable
 
 Listener = Callable[[BreakerState], object]
 

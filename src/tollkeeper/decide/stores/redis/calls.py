@@ -17,9 +17,9 @@ from typing import Any, Final, cast
 
 from hiredis import ReplyError, pack_command
 
+from tollkeeper.core.errors import StoreError, StoreFull, StoreUnavailable, show
 from tollkeeper.decide.stores.redis.config import Address, RedisConfig
 from tollkeeper.decide.stores.redis.scripts import Script
-from tollkeeper.errors import StoreError, StoreFull, StoreUnavailable, show
 
 # A refused call goes out again at most so often. A slot on the move takes two or three.
 ATTEMPTS_MAX: Final = 16

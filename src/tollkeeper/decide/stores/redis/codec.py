@@ -11,6 +11,12 @@ from __future__ import annotations
 from array import array
 from typing import Final, NamedTuple, cast
 
+from tollkeeper.core.errors import CapacityError, StoreUnavailable, show
+from tollkeeper.core.model import (
+    Decision,
+    Limit,
+    decision_with,
+)
 from tollkeeper.decide import credit as credits_
 from tollkeeper.decide.algorithms import ALGORITHMS, Algorithm, Outcome, State
 from tollkeeper.decide.combine import combine
@@ -26,12 +32,6 @@ from tollkeeper.decide.stores.redis.encode import (
     TIME_BYTES,
     encode_gate,
     encode_numbers,
-)
-from tollkeeper.errors import CapacityError, StoreUnavailable, show
-from tollkeeper.model import (
-    Decision,
-    Limit,
-    decision_with,
 )
 
 __all__ = ["NS_PER_US", "Answers", "encode_gate", "encode_numbers"]

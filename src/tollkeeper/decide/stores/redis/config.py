@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 from urllib.parse import quote, unquote
 
+from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.decide.stores.redis.options import (
     HOST,
     READERS,
@@ -46,7 +47,6 @@ from tollkeeper.decide.stores.redis.options import (
     Verify,
     encodes,
 )
-from tollkeeper.errors import ConfigError, show
 
 Mode = Literal["standalone", "sentinel", "cluster"]
 

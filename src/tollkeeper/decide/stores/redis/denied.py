@@ -17,9 +17,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from tollkeeper.core.model import Decision
 from tollkeeper.decide.denials import Denial, Denials, Place
 from tollkeeper.decide.stores.redis.encode import NS_PER_US
-from tollkeeper.model import Decision
 
 if TYPE_CHECKING:
     from tollkeeper.decide.stores.redis.gates import Commands

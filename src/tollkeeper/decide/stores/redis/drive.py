@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hiredis import ReplyError
 
-from tollkeeper.clock import NS_PER_SECOND
+from tollkeeper.core.clock import NS_PER_SECOND
+from tollkeeper.core.errors import StoreError, StoreFull, StoreTimeout, StoreUnavailable, show
 from tollkeeper.decide.stores.redis.backoff import Backoff
 from tollkeeper.decide.stores.redis.breakers import Breakers
 from tollkeeper.decide.stores.redis.calls import (
@@ -40,7 +41,6 @@ from tollkeeper.decide.stores.redis.scripts import CHECK
 from tollkeeper.decide.stores.redis.topology import Topology, slot_of
 from tollkeeper.decide.stores.redis.wire import Node
 from tollkeeper.decide.stores.redis.wire_async import AsyncNode
-from tollkeeper.errors import StoreError, StoreFull, StoreTimeout, StoreUnavailable, show
 
 if TYPE_CHECKING:
     from tollkeeper.decide.stores.redis.gates import Commands

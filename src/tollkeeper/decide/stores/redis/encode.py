@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Final
 
-from tollkeeper.errors import ConfigError
-from tollkeeper.model import MICROS_PER_UNIT, AlgorithmName, Limit
+from tollkeeper.core.errors import ConfigError
+from tollkeeper.core.model import MICROS_PER_UNIT, AlgorithmName, Limit
 
 NS_PER_US: Final = 1_000
 # A rule's name is its field, so that an operator can read a hash; a longer one goes by its digest.

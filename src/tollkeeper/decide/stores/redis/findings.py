@@ -95,7 +95,7 @@ class Finding:
         return f"{self.found}{where}{what}"
 
 
-def judge(nodes: Sequence[NodeHealth], config: RedisConfig) -> Iterator[Finding]:
+def evaluate(nodes: Sequence[NodeHealth], config: RedisConfig) -> Iterator[Finding]:
     """What is wrong with each node, and between them."""
     for node in nodes:
         yield from _judge(node, config)

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from tollkeeper.clock import NS_PER_SECOND
+from tollkeeper.core.clock import NS_PER_SECOND
+from tollkeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
+from tollkeeper.core.model import Decision
 from tollkeeper.decide.coalesce import Ask, DenyRest, Reply, rounds
 from tollkeeper.decide.stores.redis.calls import NotSent
 from tollkeeper.decide.stores.redis.denied import Denied, Sent
 from tollkeeper.decide.stores.redis.scripts import CHECK
-from tollkeeper.errors import StoreError, StoreTimeout, StoreUnavailable
-from tollkeeper.model import Decision
 
 if TYPE_CHECKING:
     from tollkeeper.decide.stores.redis.drive import Tasks

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
+from tollkeeper.core.errors import CapacityError, StoreError, StoreUnavailable
+from tollkeeper.core.model import UNITS_MAX, Decision, Limit
 from tollkeeper.decide.coalesce import together_max
 from tollkeeper.decide.stores.redis.calls import Call, NotSent
 from tollkeeper.decide.stores.redis.codec import Answers
@@ -15,8 +17,6 @@ from tollkeeper.decide.stores.redis.denied import Denied, Sent
 from tollkeeper.decide.stores.redis.drive import Servers, Tasks, Threads
 from tollkeeper.decide.stores.redis.encode import NS_PER_US, encode_gate, encode_numbers, field_of
 from tollkeeper.decide.stores.redis.scripts import CHECK, GRANT, REFUND, RESET, Script
-from tollkeeper.errors import CapacityError, StoreError, StoreUnavailable
-from tollkeeper.model import UNITS_MAX, Decision, Limit
 
 SERVER_TIME: Final = b""
 _LOOK: Final = b"look"

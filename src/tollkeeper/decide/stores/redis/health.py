@@ -35,7 +35,8 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from tollkeeper.clock import NS_PER_SECOND
+from tollkeeper.core.clock import NS_PER_SECOND
+from tollkeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
 from tollkeeper.decide.breaker import BreakerState
 from tollkeeper.decide.stores.redis.config import Address, Mode, RedisConfig
 from tollkeeper.decide.stores.redis.findings import (
@@ -43,11 +44,10 @@ from tollkeeper.decide.stores.redis.findings import (
     Finding,
     Level,
     NodeHealth,
-    judge,
+    evaluate,
     merged,
 )
 from tollkeeper.decide.stores.redis.topology import Topology
-from tollkeeper.errors import StoreError, StoreTimeout, StoreUnavailable
 
 KEYS_LOOKED_AT_MAX: Final = 10_000
 KEYS_PER_SCAN: Final = 1_000
@@ -242,7 +242,7 @@ def survey(topology: Topology, config: RedisConfig) -> RedisHealth:
         if config.mode == "sentinel":
             for asked in pool.map(lambda each: _ask_sentinel(config, each), config.addresses):
                 findings += asked
-    findings += judge(nodes, config)
+    findings += evaluate(nodes, config)
     states = {node.cluster_state for node in nodes if node.cluster_state is not None}
     slots = [node.cluster_slots_ok for node in nodes if node.cluster_slots_ok is not None]
     return RedisHealth(

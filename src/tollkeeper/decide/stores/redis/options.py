@@ -12,7 +12,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Final, Literal, cast
 
-from tollkeeper.errors import ConfigError, show
+from tollkeeper.core.errors import ConfigError, show
 
 Verify = Literal["full", "ca", "none"]
 

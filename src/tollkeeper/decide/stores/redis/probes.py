@@ -20,15 +20,15 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from typing import Final
 
-from tollkeeper.clock import NS_PER_SECOND
+from tollkeeper.core.clock import NS_PER_SECOND
+from tollkeeper.core.errors import StoreError
+from tollkeeper.core.model import Limit
 from tollkeeper.decide.stores.redis.breakers import Breakers, NodeBreaker
 from tollkeeper.decide.stores.redis.calls import Call, pack
 from tollkeeper.decide.stores.redis.config import Address, RedisConfig
 from tollkeeper.decide.stores.redis.encode import encode_gate
 from tollkeeper.decide.stores.redis.scripts import CHECK
 from tollkeeper.decide.stores.redis.wire import Connection
-from tollkeeper.errors import StoreError
-from tollkeeper.model import Limit
 
 # While a breaker is open, the Sentinels or the cluster are asked so often who the primary is.
 LOOK_NS: Final = NS_PER_SECOND // 2

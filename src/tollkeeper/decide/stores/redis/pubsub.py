@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import redis
 
+from tollkeeper.core.errors import StoreTimeout, StoreUnavailable
 from tollkeeper.decide.stores.redis.config import Address, RedisConfig
 from tollkeeper.decide.stores.redis.topology import Topology
-from tollkeeper.errors import StoreTimeout, StoreUnavailable
 
 # A connection that has been silent for so long is asked whether it still lives.
 IDLE_S_MAX: Final = 5.0

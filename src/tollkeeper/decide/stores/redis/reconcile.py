@@ -28,10 +28,10 @@ from typing import Any, Final, Literal
 import redis
 from redis.exceptions import NoPermissionError, ResponseError
 
+from tollkeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
 from tollkeeper.decide.stores.redis import held
 from tollkeeper.decide.stores.redis.config import Address
 from tollkeeper.decide.stores.redis.topology import Topology
-from tollkeeper.errors import StoreError, StoreTimeout, StoreUnavailable
 
 PAGE_KEYS: Final = 500
 LOOK_KEYS: Final = 100

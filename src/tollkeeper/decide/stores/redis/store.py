@@ -9,8 +9,10 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tollkeeper import override
-from tollkeeper.clock import Clock, SystemClock
+from tollkeeper.core import switches
+from tollkeeper.core.clock import Clock, SystemClock
+from tollkeeper.core.errors import StoreUnavailable
+from tollkeeper.core.model import Decision, Limit
 from tollkeeper.decide.breaker import BreakerState
 from tollkeeper.decide.busiest import Busiest
 from tollkeeper.decide.store import StoreStats
@@ -21,8 +23,6 @@ from tollkeeper.decide.stores.redis.drive import Servers, Tasks, Threads
 from tollkeeper.decide.stores.redis.gates import AsyncRedisGate, Commands, RedisGate, Together
 from tollkeeper.decide.stores.redis.health import RedisHealth, census, health
 from tollkeeper.decide.stores.redis.pubsub import Subscription, publish
-from tollkeeper.errors import StoreUnavailable
-from tollkeeper.model import Decision, Limit
 
 
 class RedisStore:
@@ -126,7 +126,7 @@ class RedisStore:
 
     def _now_ns(self) -> int | None:
         """None: the server's time, which is alike for all."""
-        if type(self._clock) is SystemClock and override.clock is None:
+        if type(self._clock) is SystemClock and switches.clock is None:
             return None
         return self._clock.now_ns()
 

@@ -39,8 +39,8 @@ from redis.backoff import NoBackoff
 from redis.connection import Connection, ConnectionPool, UnixDomainSocketConnection
 from redis.retry import Retry
 
+from tollkeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable, show
 from tollkeeper.decide.stores.redis.config import Address, RedisConfig
-from tollkeeper.errors import StoreError, StoreTimeout, StoreUnavailable, show
 
 SLOTS: Final = 16_384
 REFRESH_INTERVAL_NS_MIN: Final = 50_000_000

@@ -20,13 +20,13 @@ from typing import Any, Final
 
 import hiredis
 
-from tollkeeper.clock import NS_PER_SECOND
+from tollkeeper.core.clock import NS_PER_SECOND
+from tollkeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
 from tollkeeper.decide.stores.redis import handshake
 from tollkeeper.decide.stores.redis.backoff import Backoff
 from tollkeeper.decide.stores.redis.breakers import NodeBreaker
 from tollkeeper.decide.stores.redis.calls import NotSent
 from tollkeeper.decide.stores.redis.config import Address, RedisConfig
-from tollkeeper.errors import StoreError, StoreTimeout, StoreUnavailable
 
 # Idle connections kept for each server; more threads at once open and close theirs.
 IDLE_MAX: Final = 64

@@ -1,0 +1,1 @@
+"""Values that every other package uses: errors, limits, requests, decisions, time."""

@@ -1,0 +1,167 @@
+"""Clocks. Time is a whole number of nanoseconds since the Unix epoch, and it never steps.
+
+The system clock is the wall clock as it stood when the process started, carried on by a clock
+that counts from boot. Reading the wall clock each time would be simpler and wrong: when an
+operator or NTP sets it back by an hour, every key touched before would stay frozen for that
+hour, because a limiter must never let time rewind. A clock that cannot step has no such hour.
+It still follows the wall clock's rate (the kernel disciplines both), so windows stay aligned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from datetime import timedelta
+from math import isfinite
+from typing import Protocol, cast
+
+from tollkeeper.core import switches
+from tollkeeper.core.errors import ConfigError, show
+
+NS_PER_SECOND = 1_000_000_000
+
+# Counts through a suspend where the platform can (Linux); elsewhere the monotonic clock.
+_BOOT_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+_boot_ns = time.clock_gettime_ns
+EPOCH_OFFSET_NS = time.time_ns() - _boot_ns(_BOOT_CLOCK)
+
+
+class Clock(Protocol):
+    """What a limiter needs of time: to read it, and to wait."""
+
+    def now_ns(self) -> int:
+        """Nanoseconds since the epoch; never less than an earlier answer."""
+        ...
+
+    def sleep(self, seconds: float) -> None:
+        """Wait, blocking this thread."""
+        ...
+
+    async def sleep_async(self, seconds: float) -> None:
+        """Wait, leaving the event loop free."""
+        ...
+
+
+class SystemClock:
+    """Real time, unless a test has put another clock in its place (`testing.use_clock`)."""
+
+    __slots__ = ()
+
+    def now_ns(self) -> int:
+        if switches.clock is not None:
+            return switches.clock.now_ns()
+        return _boot_ns(_BOOT_CLOCK) + EPOCH_OFFSET_NS
+
+    def sleep(self, seconds: float) -> None:
+        (time if switches.clock is None else switches.clock).sleep(seconds)
+
+    async def sleep_async(self, seconds: float) -> None:
+        if switches.clock is not None:
+            await switches.clock.sleep_async(seconds)
+        else:
+            await asyncio.sleep(seconds)
+
+
+class ManualClock:
+    """A clock that moves only when told to, so that tests of waiting are instant.
+
+    >>> clock = ManualClock()
+    >>> clock.advance(1.5)
+    >>> clock.now_ns()
+    1500000000
+
+    `sleep` advances the clock instead of waiting. Starts at 0 unless `start` (seconds) says
+    otherwise. `advance` takes negative seconds too: a test may want a clock that steps back.
+    """
+
+    __slots__ = ("_lock", "_now_ns")
+
+    def __init__(self, start: float = 0) -> None:
+        self._now_ns = _moment_ns("start", start)
+        self._lock = threading.Lock()
+
+    def now_ns(self) -> int:
+        return self._now_ns
+
+    def advance(self, seconds: float) -> None:
+        """Move by `seconds`, to the nearest nanosecond.
+
+        A clock that went ahead and comes back may find states gone that were dropped in between,
+        and with them what was spent: only a clock that steps can do that, and SystemClock does not.
+        """
+        self.advance_ns(_moment_ns("seconds", seconds))
+
+    def advance_ns(self, nanoseconds: int) -> None:
+        """Move by a whole number of nanoseconds."""
+        with self._lock:
+            self._now_ns += nanoseconds
+
+    def sleep(self, seconds: float) -> None:
+        self.advance(seconds)
+
+    async def sleep_async(self, seconds: float) -> None:
+        self.advance(seconds)
+        await asyncio.sleep(0)
+
+
+def _moment_ns(what: str, seconds: object) -> int:
+    """Seconds of either sign, however many, as nanoseconds."""
+    # An int is always finite, and one of 400 digits is more than isfinite can take.
+    number = isinstance(seconds, int) or (isinstance(seconds, float) and isfinite(seconds))
+    if isinstance(seconds, bool) or not number:
+        raise ConfigError(f"{what}={show(seconds)} is not a number of seconds; try {what}=1.5")
+    return ns_from_seconds(cast("float", seconds))
+
+
+def ns_from_seconds(seconds: float) -> int:
+    """The nearest whole nanosecond.
+
+    >>> ns_from_seconds(1_700_000_000.25)
+    1700000000250000000
+    """
+    # The whole seconds by themselves: multiplied as a float they would lose their last digits.
+    whole = int(seconds)
+    return whole * NS_PER_SECOND + round((seconds - whole) * NS_PER_SECOND)
+
+
+def duration_ns(what: str, value: object, ns_max: int, example: str) -> int:
+    """A length of time that a caller gave, as nanoseconds; anything longer counts as `ns_max`.
+
+    Raises ConfigError for what is not a number of seconds or a timedelta, or is negative.
+    """
+    ns = -1
+    if isinstance(value, timedelta):
+        ns = (value // timedelta(microseconds=1)) * 1_000
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        if value > ns_max // NS_PER_SECOND:
+            ns = ns_max
+        elif value >= 0:  # NaN is neither
+            ns = ns_from_seconds(value)
+    if ns < 0:
+        raise ConfigError(f"{what}={show(value)} is not a length of time; for example {example}")
+    return min(ns, ns_max)
+
+
+def seconds_from_ns(nanoseconds: int) -> float:
+    """Seconds that `ns_from_seconds` turns back into at least `nanoseconds`.
+
+    A float has 53 bits, so beyond some 26 days a plain division may land a few nanoseconds
+    short, and a caller who waited that long would be denied again. Rounds up, never down.
+    """
+    seconds = nanoseconds / NS_PER_SECOND
+    while ns_from_seconds(seconds) < nanoseconds:
+        seconds += abs(seconds) * 2.0**-52
+    return seconds
+
+
+def clock_of(clock: Clock | None) -> Clock:
+    """The clock to go by; what has no `now_ns` is refused."""
+    if clock is None:
+        return SystemClock()
+    if not callable(getattr(clock, "now_ns", None)):
+        raise ConfigError(
+            f"clock={show(clock)} has no now_ns(); "
+            f"for example clock=tollkeeper.testing.ManualClock()"
+        )
+    return clock

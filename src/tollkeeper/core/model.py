@@ -1,0 +1,403 @@
+"""The frozen values that travel the path: Limit, Request, Decision.
+
+A *limit* is numbers: 100 per 60 s, an algorithm, a burst. A *decision* is the answer. Durations
+inside are whole nanoseconds (names end in `_ns`); the properties without a suffix are seconds.
+"""
+
+from __future__ import annotations
+
+import operator
+from abc import ABCMeta
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from math import gcd
+from typing import Any, Final, Literal, get_args
+
+from tollkeeper.core.clock import NS_PER_SECOND, duration_ns, seconds_from_ns
+from tollkeeper.core.errors import ConfigError, InvalidCost, show
+
+AlgorithmName = Literal[
+    "token_bucket",
+    "leaky_bucket",
+    "sliding_window_log",
+    "sliding_window_counter",
+    "fixed_window",
+]
+ALGORITHM_NAMES: Final[tuple[AlgorithmName, ...]] = get_args(AlgorithmName)
+
+BUCKETS: Final = frozenset({"token_bucket", "leaky_bucket"})
+# A count kept per window means nothing in a window of another length, so for these two the
+# length is part of what the limit is. A bucket's level and a log's times mean the same under any.
+WINDOW_COUNTS: Final = frozenset({"sliding_window_counter", "fixed_window"})
+
+# Buckets count in millionths of a unit. Every admission rounds the refill down by less than one,
+# so the delivered rate is within 1e-6 of the configured one.
+MICROS_PER_UNIT: Final = 1_000_000
+
+# 1e9 units are 1e15 micros, below 2**53: an engine whose numbers are doubles stays exact.
+UNITS_MAX: Final = 1_000_000_000
+# The log keeps 8 bytes for every admission in the window: 8 MB a key at this limit.
+LOG_UNITS_MAX: Final = 1_000_000
+WINDOW_NS_MIN: Final = 1_000_000
+WINDOW_NS_MAX: Final = 366 * 86_400 * NS_PER_SECOND
+# Redis tells the time in microseconds; a window in whole ones is the same length everywhere.
+WINDOW_NS_STEP: Final = 1_000
+WINDOW_NS_OFF_MAX: Final = 5
+# An empty bucket is full again within a century, so that every time fits 64 bits.
+REFILL_NS_MAX: Final = 100 * WINDOW_NS_MAX
+NAME_LENGTH_MAX: Final = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """So many units per so much time.
+
+    >>> Limit(100, per=60)
+    Limit(100, per=60)
+    >>> Limit(10, per=1, burst=5).capacity
+    15
+    >>> Limit(5, per=60, algorithm="sliding_window_log").window
+    60.0
+
+    `limit`      units, 1 to 1,000,000,000 (sliding_window_log: to 1,000,000).
+    `per`        the window: seconds or a timedelta, 1 ms to a year in whole microseconds.
+    `algorithm`  one of the five; the README says when to choose which.
+    `burst`      units above the steady rate that a bucket can hold.
+    `capacity`   what a bucket can hold in all; by default limit + burst.
+    `name`       what the limit is called. Consumption is kept under the name, or, without one,
+                 under algorithm and window: change the numbers and nobody's count starts anew.
+
+    To change a limit's number, make a new one: `dataclasses.replace` would keep the old capacity.
+    """
+
+    limit: int
+    per: float | timedelta
+    algorithm: AlgorithmName = "token_bucket"
+    burst: int = 0
+    capacity: int = 0
+    name: str = ""
+    window_ns: int = field(init=False, compare=False)
+    # The refill in lowest terms: micros_numerator / ns_denominator micro-units a nanosecond.
+    # Small numbers here let an engine with 64 bits divide without going wider.
+    micros_numerator: int = field(init=False, compare=False)
+    ns_denominator: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        if not isinstance(self.algorithm, str) or self.algorithm not in ALGORITHM_NAMES:
+            raise ConfigError(
+                f"algorithm={show(self.algorithm)} is not known; "
+                f"choose one of {', '.join(ALGORITHM_NAMES)}"
+            )
+        units_max = LOG_UNITS_MAX if self.algorithm == "sliding_window_log" else UNITS_MAX
+        _check_units("limit", self.limit, 1, units_max)
+        _check_units("burst", self.burst, 0, UNITS_MAX)
+        _check_units("capacity", self.capacity, 0, UNITS_MAX)
+        check_name("name", self.name)
+        put("window_ns", _window_ns(self.per))
+        put("per", _plain_seconds(self.window_ns))
+        self._check_bucket_fields()
+        put("capacity", self.capacity or self.limit + self.burst)
+        put("burst", max(self.capacity - self.limit, 0))
+        _check_units("capacity (limit + burst)", self.capacity, 1, UNITS_MAX)
+        common = gcd(self.limit * MICROS_PER_UNIT, self.window_ns)
+        put("micros_numerator", self.limit * MICROS_PER_UNIT // common)
+        put("ns_denominator", self.window_ns // common)
+        if self.capacity * self.window_ns > REFILL_NS_MAX * self.limit:
+            raise ConfigError(
+                f"capacity={self.capacity} would take more than a century to refill at "
+                f"{self.limit} per {self.per} s; lower the capacity or raise the rate"
+            )
+
+    def _check_bucket_fields(self) -> None:
+        if self.algorithm not in BUCKETS and (self.burst or self.capacity):
+            raise ConfigError(
+                f"{self.algorithm} has no burst or capacity: it counts in a window; "
+                f"raise limit instead, or choose token_bucket or leaky_bucket"
+            )
+        if self.burst and self.capacity and self.capacity != self.limit + self.burst:
+            raise ConfigError(
+                f"give burst={self.burst} or capacity={self.capacity}, not both: "
+                f"burst means capacity = limit + burst = {self.limit + self.burst}"
+            )
+
+    @property
+    def window(self) -> float:
+        """The window in seconds."""
+        return self.window_ns / NS_PER_SECOND
+
+    @property
+    def identity(self) -> str:
+        """What consumption is kept under; the numbers that may change are not in it."""
+        if self.name and self.algorithm not in WINDOW_COUNTS:
+            return f"{self.algorithm}={self.name}"
+        window_us = self.window_ns // WINDOW_NS_STEP
+        return f"{self.algorithm}/{window_us}={self.name}"
+
+    def __repr__(self) -> str:
+        parts = [str(self.limit), f"per={self.per}"]
+        if self.algorithm != "token_bucket":
+            parts.append(f"algorithm={self.algorithm!r}")
+        if self.capacity != self.limit:
+            parts.append(f"capacity={self.capacity}")
+        if self.name:
+            parts.append(f"name={self.name!r}")
+        return f"Limit({', '.join(parts)})"
+
+    def __str__(self) -> str:
+        burst = f" capacity {self.capacity}" if self.capacity != self.limit else ""
+        return f"{self.limit} per {self.per} s{burst} ({self.algorithm})"
+
+
+def _check_units(what: str, value: object, low: int, high: int) -> None:
+    # bool is an int to Python and a mistake here.
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(
+            f"{what}={show(value)} is not a whole number from {low:,} to {high:,}; "
+            f"for example {what}=5"
+        )
+
+
+def check_name(what: str, value: object) -> None:
+    """Refuse a name that could not be shown, or not be kept."""
+    if not isinstance(value, str) or len(value) > NAME_LENGTH_MAX or not value.isprintable():
+        raise ConfigError(
+            f"{what}={show(value)} is not printable text of at most {NAME_LENGTH_MAX} characters; "
+            f'for example {what}="login"'
+        )
+
+
+def _window_ns(per: object) -> int:
+    """`per` as nanoseconds, or an error that shows a right one."""
+    example = "per=60 (seconds) or per=timedelta(hours=1)"
+    window_ns = duration_ns("per", per, WINDOW_NS_MAX + 1, example)
+    if not WINDOW_NS_MIN <= window_ns <= WINDOW_NS_MAX:
+        raise ConfigError(
+            f"per={show(per)} is not between 1 ms and 366 days; for example {example}"
+        )
+    # A float of many seconds is a few nanoseconds off the microseconds it stands for.
+    off_ns = (window_ns + WINDOW_NS_STEP // 2) % WINDOW_NS_STEP - WINDOW_NS_STEP // 2
+    if abs(off_ns) > WINDOW_NS_OFF_MAX:
+        raise ConfigError(
+            f"per={show(per)} is not a whole number of microseconds; for example {example}"
+        )
+    return window_ns - off_ns
+
+
+def _plain_seconds(nanoseconds: int) -> float:
+    """60, not 60.0, where the seconds are whole: it reads better and prints the same anywhere."""
+    whole, rest = divmod(nanoseconds, NS_PER_SECOND)
+    return nanoseconds / NS_PER_SECOND if rest else whole
+
+
+# What a Request has beside `attributes`; `by` and rules name both the same way.
+REQUEST_FIELDS: Final = ("user", "api_key", "ip", "tenant", "tier", "endpoint", "method")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is known of a request: who sent it, and what for. All optional.
+
+    >>> Request(user="42", endpoint="/v1/orders", method="POST").user
+    '42'
+    """
+
+    user: str | None = None
+    api_key: str | None = None
+    ip: str | None = None
+    tenant: str | None = None
+    tier: str | None = None
+    endpoint: str | None = None
+    method: str | None = None
+    attributes: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.attributes, Mapping):
+            raise ConfigError(
+                f"attributes={show(self.attributes)} is not a mapping; "
+                f'for example attributes={{"region": "eu"}}'
+            )
+
+
+class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines can register
+    """The answer to one check. True when allowed.
+
+    Of `Limiter("10/second")`, at the 4th of 4 requests at one instant:
+    `allowed` True, `limit` 10, `remaining` 6, `retry_after` 0.0, `reset_after` 0.4.
+    At the 11th: `allowed` False, `remaining` 0, `retry_after` 0.1, `reset_after` 1.0.
+
+    With several limits, the fields are of the *tightest*: the one with the least remaining, and
+    among equals the one that takes longest to pass (then to be whole). `retry_after` is when all
+    of them would let this same cost pass.
+
+    Read-only through properties rather than a frozen dataclass, which takes four times as long
+    to make, and one is made on every check. The kernel makes decisions of its own type with the
+    same fields; `isinstance` and `==` treat both alike.
+    """
+
+    __slots__ = (
+        "_allowed",
+        "_degraded",
+        "_delay_ns",
+        "_policy",
+        "_remaining",
+        "_reset_after_ns",
+        "_retry_after_ns",
+        "_rule",
+    )
+
+    def __init__(
+        self,
+        allowed: bool,
+        policy: Limit,
+        remaining: int,
+        retry_after_ns: int = 0,
+        reset_after_ns: int = 0,
+        delay_ns: int = 0,
+        rule: str = "",
+        degraded: bool = False,
+    ) -> None:
+        self._allowed = allowed
+        self._policy = policy
+        self._remaining = remaining
+        self._retry_after_ns = retry_after_ns
+        self._reset_after_ns = reset_after_ns
+        self._delay_ns = delay_ns
+        self._rule = rule
+        self._degraded = degraded
+
+    @property
+    def allowed(self) -> bool:
+        """May the request go on?"""
+        return self._allowed
+
+    @property
+    def policy(self) -> Limit:
+        """The tightest limit itself: its window, algorithm and name."""
+        return self._policy
+
+    @property
+    def limit(self) -> int:
+        """The most that can ever remain: the tightest limit's capacity."""
+        return self.policy.capacity
+
+    @property
+    def remaining(self) -> int:
+        """How many single requests would pass at this instant."""
+        return self._remaining
+
+    @property
+    def retry_after_ns(self) -> int:
+        """Nanoseconds until this same cost would pass; 0 when allowed."""
+        return self._retry_after_ns
+
+    @property
+    def retry_after(self) -> float:
+        """Seconds until this same cost would pass; 0.0 when allowed. Never rounded down."""
+        return seconds_from_ns(self.retry_after_ns)
+
+    @property
+    def reset_after_ns(self) -> int:
+        """Nanoseconds until the quota is whole again, if nobody spends."""
+        return self._reset_after_ns
+
+    @property
+    def reset_after(self) -> float:
+        """Seconds until the quota is whole again, if nobody spends."""
+        return seconds_from_ns(self.reset_after_ns)
+
+    @property
+    def delay_ns(self) -> int:
+        """Leaky bucket: nanoseconds to hold the request before serving it."""
+        return self._delay_ns
+
+    @property
+    def delay(self) -> float:
+        """Leaky bucket: seconds to hold the request before serving it."""
+        return seconds_from_ns(self.delay_ns)
+
+    @property
+    def rule(self) -> str:
+        """The name of the limiter, or the id of the rule, that decided."""
+        return self._rule
+
+    @property
+    def degraded(self) -> bool:
+        """True when the store could not decide and the failure policy answered instead."""
+        return self._degraded
+
+    def __bool__(self) -> bool:
+        return self.allowed
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Decision):
+            return NotImplemented
+        return decision_fields(self) == decision_fields(other)
+
+    def __hash__(self) -> int:
+        return hash(decision_fields(self))
+
+    def __repr__(self) -> str:
+        return decision_repr(self)
+
+    def __reduce__(self) -> tuple[type[Decision], tuple[Any, ...]]:
+        return Decision, decision_fields(self)
+
+
+DECISION_FIELDS: Final = (
+    "allowed",
+    "policy",
+    "remaining",
+    "retry_after_ns",
+    "reset_after_ns",
+    "delay_ns",
+    "rule",
+    "degraded",
+)
+
+
+def decision_fields(decision: Decision) -> tuple[Any, ...]:
+    """The eight fields in order; one definition of equality for every engine's decisions."""
+    return tuple(getattr(decision, name) for name in DECISION_FIELDS)
+
+
+def decision_with(decision: Decision, **changes: Any) -> Decision:
+    """A copy with some fields changed, whichever engine made it."""
+    fields = dict(zip(DECISION_FIELDS, decision_fields(decision), strict=True))
+    return Decision(**{**fields, **changes})
+
+
+def decision_repr(decision: Decision) -> str:
+    """One line a person can read: denied ones say when to come back."""
+    parts = [
+        "allowed" if decision.allowed else "denied",
+        f"remaining={decision.remaining}/{decision.limit}",
+    ]
+    if not decision.allowed:
+        parts.append(f"retry_after={decision.retry_after:g}")
+    parts.append(f"reset_after={decision.reset_after:g}")
+    if decision.delay_ns:
+        parts.append(f"delay={decision.delay:g}")
+    if decision.rule:
+        parts.append(f"rule={decision.rule!r}")
+    if decision.degraded:
+        parts.append("degraded")
+    return f"<Decision {' '.join(parts)}>"
+
+
+def units_of(units: int, what: str) -> int:
+    """A cost or a number of units: whole, and from 0 up."""
+    if type(units) is int and units >= 0:
+        return units
+    try:
+        whole = operator.index(units)
+    except TypeError:
+        whole = -1
+    if isinstance(units, bool) or whole < 0:
+        raise InvalidCost(
+            f"{what}={show(units)} is not a whole number from 0 up; for example {what}=1"
+        )
+    return whole

@@ -1,0 +1,243 @@
+"""Rate strings: `100/minute`, `5 per 30s`, `1000/hour burst 200`, `100/day; 10/second`.
+
+    rates  = rate *( ";" rate )
+    rate   = count ( "/" | "per" ) [ number ] unit [ "burst" count ] [ "capacity" count ]
+    count  = digits, with "_" between them if you like
+    number = count, or a decimal such as 1.5
+
+Units go from milliseconds to years, each with a few spellings and no prefixes of them: an `m` is a
+minute and a `month` is a month, never the other way about. A month is 30 days and a year 365,
+since a limiter counts time and not calendars.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from datetime import timedelta
+from fractions import Fraction
+from typing import Final, NoReturn
+
+from tollkeeper.core.clock import NS_PER_SECOND
+from tollkeeper.core.errors import ConfigError, RateSyntaxError, show
+from tollkeeper.core.model import (
+    BUCKETS,
+    LOG_UNITS_MAX,
+    REFILL_NS_MAX,
+    UNITS_MAX,
+    WINDOW_NS_MAX,
+    WINDOW_NS_MIN,
+    WINDOW_NS_STEP,
+    AlgorithmName,
+    Limit,
+)
+
+# How callers give limits: a rate string, a Limit, or several of either.
+Limits = str | Limit | Sequence[str | Limit]
+
+TEXT_LENGTH_MAX: Final = 1_000
+LIMITS_MAX: Final = 16
+EXAMPLE: Final = "100/minute, 5 per 30s, 1000/hour burst 200, or 10/second; 1000/day"
+
+_SECOND: Final = NS_PER_SECOND
+_UNIT_SPELLINGS: Final[dict[int, str]] = {
+    _SECOND // 1_000: "ms millisecond milliseconds",
+    _SECOND: "s sec secs second seconds",
+    60 * _SECOND: "m min mins minute minutes",
+    3_600 * _SECOND: "h hr hrs hour hours",
+    86_400 * _SECOND: "d day days",
+    7 * 86_400 * _SECOND: "w week weeks",
+    30 * 86_400 * _SECOND: "mo month months",
+    365 * 86_400 * _SECOND: "y yr year years",
+}
+UNIT_NS: Final[dict[str, int]] = {
+    spelling: ns for ns, spellings in _UNIT_SPELLINGS.items() for spelling in spellings.split()
+}
+
+_TOKEN: Final = re.compile(
+    r"(?P<number>[0-9](?:_?[0-9])*(?:\.[0-9]+)?)|(?P<word>[A-Za-z]+)|(?P<mark>[/;])"
+)
+_SPACE: Final = re.compile(r"\s*")
+# Longer numbers are refused before they are converted: int() of a million digits takes seconds.
+_DIGITS_MAX: Final = 18
+
+
+def parse_limits(text: str, *, algorithm: AlgorithmName = "token_bucket") -> tuple[Limit, ...]:
+    """The limits that a rate string asks for, in its order.
+
+    >>> parse_limits("10/second; 1000/hour burst 200")
+    (Limit(10, per=1), Limit(1000, per=3600, capacity=1200))
+
+    Raises RateSyntaxError, which points at the first character that is wrong.
+    """
+    return _Parser(text, algorithm).limits()
+
+
+def parse_limit(text: str, *, algorithm: AlgorithmName = "token_bucket") -> Limit:
+    """The one limit that a rate string asks for.
+
+    >>> parse_limit("5/30s", algorithm="fixed_window")
+    Limit(5, per=30, algorithm='fixed_window')
+    """
+    limits = parse_limits(text, algorithm=algorithm)
+    if len(limits) != 1:
+        raise RateSyntaxError(text, text.index(";"), "one limit is wanted here", "100/minute")
+    return limits[0]
+
+
+class _Parser:
+    """A cursor over the text. Every method reads one part of the grammar, or points and raises."""
+
+    def __init__(self, text: str, algorithm: AlgorithmName) -> None:
+        if not isinstance(text, str):
+            raise ConfigError(f"a rate is text such as {EXAMPLE}; got {show(text)}")
+        if len(text) > TEXT_LENGTH_MAX:
+            raise ConfigError(f"a rate string has at most {TEXT_LENGTH_MAX} characters")
+        self._text = text
+        self._algorithm = algorithm
+        self._position = 0
+        self._skip_space()
+
+    def limits(self) -> tuple[Limit, ...]:
+        limits = [self._limit()]
+        while not self._at_end():
+            if not self._take_mark(";"):
+                self._fail("expected ';' before another limit, 'burst', or the end")
+            if len(limits) == LIMITS_MAX:
+                self._fail(f"at most {LIMITS_MAX} limits fit one string;")
+            limits.append(self._limit())
+        return tuple(limits)
+
+    def _limit(self) -> Limit:
+        start = self._position
+        count = self._count("how many units, a whole number")
+        if not (self._take_mark("/") or self._take_word("per")):
+            self._fail("expected '/' or 'per' after the number of units")
+        window_ns = self._window_ns()
+        burst = self._count("the burst, a whole number") if self._take_word("burst") else 0
+        capacity = self._count("the capacity, a whole number") if self._take_word("capacity") else 0
+        try:
+            return Limit(
+                count,
+                timedelta(microseconds=window_ns // WINDOW_NS_STEP),
+                algorithm=self._algorithm,
+                burst=burst,
+                capacity=capacity,
+            )
+        except ConfigError as error:
+            raise RateSyntaxError(self._text, start, str(error), EXAMPLE) from None
+
+    def _window_ns(self) -> int:
+        start = self._position
+        match = _TOKEN.match(self._text, start)
+        number = Fraction(1)
+        if match and match["number"]:
+            number = Fraction(self._bounded_digits(match["number"]).replace("_", ""))
+            self._advance(match.end())
+        unit_ns = self._unit_ns()
+        window_ns = number * unit_ns
+        if not WINDOW_NS_MIN <= window_ns <= WINDOW_NS_MAX or window_ns % WINDOW_NS_STEP:
+            self._position = start
+            self._fail("a window is from 1 ms to 366 days in whole microseconds; this is not one")
+        return int(window_ns)
+
+    def _unit_ns(self) -> int:
+        match = _TOKEN.match(self._text, self._position)
+        unit_ns = UNIT_NS.get(match["word"].lower()) if match and match["word"] else None
+        if match is None or unit_ns is None:
+            self._fail("expected a unit: ms, second, minute, hour, day, week, month or year")
+        self._advance(match.end())
+        return unit_ns
+
+    def _count(self, what: str) -> int:
+        match = _TOKEN.match(self._text, self._position)
+        if match is None or not match["number"] or "." in match["number"]:
+            self._fail(f"expected {what},")
+        count = int(self._bounded_digits(match["number"]))
+        if count > UNITS_MAX:
+            self._fail(f"at most {UNITS_MAX:,} units are possible; too many")
+        self._advance(match.end())
+        return count
+
+    def _bounded_digits(self, digits: str) -> str:
+        if len(digits) > _DIGITS_MAX:
+            self._fail(f"a number has at most {_DIGITS_MAX} characters; too long")
+        return digits
+
+    def _take_mark(self, mark: str) -> bool:
+        if not self._text.startswith(mark, self._position):
+            return False
+        self._advance(self._position + len(mark))
+        return True
+
+    def _take_word(self, word: str) -> bool:
+        match = _TOKEN.match(self._text, self._position)
+        if match is None or not match["word"] or match["word"].lower() != word:
+            return False
+        self._advance(match.end())
+        return True
+
+    def _advance(self, position: int) -> None:
+        self._position = position
+        self._skip_space()
+
+    def _skip_space(self) -> None:
+        match = _SPACE.match(self._text, self._position)
+        self._position = match.end() if match else self._position
+
+    def _at_end(self) -> bool:
+        return self._position >= len(self._text)
+
+    def _fail(self, problem: str) -> NoReturn:
+        raise RateSyntaxError(self._text, self._position, problem, EXAMPLE)
+
+
+def limits_of(limits: Limits) -> tuple[Limit, ...]:
+    """The limits that a rate string, a Limit, or several of either stand for."""
+    given = [limits] if isinstance(limits, str | Limit) else limits
+    if not isinstance(given, list | tuple):
+        raise ConfigError(
+            f"limits={show(limits)} is not a rate, a Limit, or a list of them; "
+            f'for example Limiter("10/second; 1000/hour")'
+        )
+    found: list[Limit] = []
+    for item in given:
+        found.extend((item,) if isinstance(item, Limit) else parse_limits(item))
+    if not 1 <= len(found) <= LIMITS_MAX:
+        raise ConfigError(
+            f"a limiter has 1 to {LIMITS_MAX} limits, not {len(found)}; "
+            f'for example Limiter("10/second; 1000/hour")'
+        )
+    by_identity: dict[str, Limit] = {}
+    for limit in found:
+        other = by_identity.get(limit.identity)
+        by_identity[limit.identity] = limit
+        if other is not None:
+            raise ConfigError(
+                f"{other!r} and {limit!r} would share one count: give each a name of its own, "
+                f"for example {Limit(limit.limit, limit.per, name='second')!r}, or drop one"
+            )
+    return tuple(found)
+
+
+def scaled(limits: Sequence[Limit], factor: float | Fraction) -> tuple[Limit, ...]:
+    """The same limits with numbers so many times as large; never below 1. Down: less is safer.
+
+    >>> scaled((Limit(100, per=60),), 1.15)
+    (Limit(115, per=60),)
+    """
+    # By the decimal digits that were written: the float nearest to 1.15 is below it.
+    exact = factor if isinstance(factor, Fraction) else Fraction(str(factor))
+    return tuple(_scaled(limit, exact) for limit in limits)
+
+
+def _scaled(limit: Limit, factor: Fraction) -> Limit:
+    most = LOG_UNITS_MAX if limit.algorithm == "sliding_window_log" else UNITS_MAX
+    units = max(1, min(math.floor(limit.limit * factor), most))
+    capacity = 0
+    if limit.algorithm in BUCKETS:
+        # Rounding the rate down may leave a bucket that refills too slowly for what it holds.
+        refillable = REFILL_NS_MAX * units // limit.window_ns
+        capacity = max(1, min(math.floor(limit.capacity * factor), most, refillable))
+    return Limit(units, limit.per, algorithm=limit.algorithm, capacity=capacity, name=limit.name)

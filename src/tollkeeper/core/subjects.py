@@ -1,0 +1,127 @@
+"""Stage 1: who is asking. A key, or a request's attributes, becomes a subject.
+
+A subject is the text that quotas are kept under. Two different keys must never share one, so the
+parts of a compound key are joined by a character that no part may contain: ("a/b", "c") and
+("a", "b/c") stay apart, and apart from every plain string. (A tuple of one part is that part.) A
+caller who controls one part of a key cannot reach into another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Final
+
+from tollkeeper.core.errors import ConfigError, InvalidKey, show
+from tollkeeper.core.model import REQUEST_FIELDS, Request
+
+KEY_LENGTH_MAX: Final = 512
+PARTS_MAX: Final = 16
+# The ASCII unit separator.
+SEPARATOR: Final = "\x1f"
+# Longer values are shortened where several have to fit one key.
+_LONG: Final = 48
+
+Key = str | tuple[str, ...]
+
+
+def subject_of(key: Key) -> str:
+    """The subject that a key names.
+
+    >>> subject_of("user:42")
+    'user:42'
+    >>> subject_of(("a/b", "c")) == subject_of(("a", "b/c"))
+    False
+
+    Raises InvalidKey for what is not text, empty, longer than 512 characters in all, or holds
+    the separator.
+    """
+    if type(key) is str:
+        # What nearly every key is, in one line; the rest goes through the checks that explain.
+        if not (0 < len(key) <= KEY_LENGTH_MAX and key.isascii() and SEPARATOR not in key):
+            _check_part(key, key)
+        return key
+    if isinstance(key, tuple) and 1 <= len(key) <= PARTS_MAX:
+        for part in key:
+            _check_part(part, key)
+        subject = SEPARATOR.join(key)
+        if len(subject) <= KEY_LENGTH_MAX:
+            return subject
+        raise InvalidKey(f"a key has at most {KEY_LENGTH_MAX} characters; this has {len(subject)}")
+    if isinstance(key, str):  # a str subclass, such as a StrEnum's member
+        return subject_of(str.__str__(key))
+    raise InvalidKey(
+        f"a key is text or a tuple of 1 to {PARTS_MAX} texts, not {type(key).__name__}; "
+        f'for example "user:42" or ("tenant:7", "user:42")'
+    )
+
+
+def _check_part(part: object, key: object) -> None:
+    if not isinstance(part, str):
+        raise InvalidKey(
+            f"the parts of a key are text; {show(part)} is {type(part).__name__}; write it as text"
+        )
+    if not part or len(part) > KEY_LENGTH_MAX:
+        size = "is empty" if not part else f"has {len(part)} characters"
+        raise InvalidKey(
+            f"a key has 1 to {KEY_LENGTH_MAX} characters and this one {size}; "
+            f"hash a longer identifier, and give anonymous callers a key of their own"
+        )
+    if SEPARATOR in part:
+        raise InvalidKey(
+            f"{show(key)} holds the character U+001F, which keeps the parts of a key apart; "
+            f"remove it from the identifier"
+        )
+    if not part.isascii():
+        try:
+            part.encode()
+        except UnicodeEncodeError:
+            raise InvalidKey(
+                f"{show(key)!a} holds half of a surrogate pair, which is not text; "
+                f'decode the identifier with errors="replace" first'
+            ) from None
+
+
+def subject_of_request(request: Request, by: Sequence[str]) -> str:
+    """Who a request counts as, when counted by these attributes.
+
+    >>> subject_of_request(Request(tenant="t1", user="42"), by=["tenant", "user"])
+    'tenant:t1\\x1fuser:42'
+
+    The attribute's name is part of the subject, so that user 42 and tenant 42 are two. One that
+    the request does not have counts as `name` alone: all such requests share one quota. Values
+    that are keys each, but too long together, go by their digests.
+    """
+    parts = []
+    for name in by:
+        value = getattr(request, name) if name in REQUEST_FIELDS else request.attributes.get(name)
+        if value is not None and not isinstance(value, str):
+            raise InvalidKey(
+                f"{name}={show(value)} is {type(value).__name__}, and a request's attributes are "
+                f"text; write it as text"
+            )
+        parts.append(name if value is None else f"{name}:{value}")
+    if len(parts) > 1 and sum(map(len, parts)) + len(parts) > KEY_LENGTH_MAX:
+        parts = [_shortened(part, name) for part, name in zip(parts, by, strict=True)]
+    return subject_of(tuple(parts))
+
+
+def _shortened(part: str, name: str) -> str:
+    """A part of a subject, by its digest if it is long and could be a key alone."""
+    if not _LONG < len(part) <= KEY_LENGTH_MAX or SEPARATOR in part:
+        return part
+    digest = blake2b(part.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return f"{name}:#{digest}"
+
+
+def check_by(by: Sequence[str]) -> tuple[str, ...]:
+    """`by` as a tuple, or an error that shows a right one."""
+    hint = 'for example by=["tenant", "user"]'
+    if not isinstance(by, list | tuple) or not 1 <= len(by) <= PARTS_MAX:
+        raise ConfigError(f"by={show(by)} is not a list of 1 to {PARTS_MAX} names; {hint}")
+    for name in by:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ConfigError(f"by={show(by)}: {show(name)} is not an attribute name; {hint}")
+    if len(set(by)) != len(by):
+        raise ConfigError(f"by={show(by)} names an attribute twice; {hint}")
+    return tuple(by)

@@ -1,0 +1,240 @@
+"""A document as plain data and as YAML, in one canonical form: to show, to compare and to keep.
+
+Reading what was written gives an equal document. What has its usual value is left out, limits are
+written as rates where a rate says it all, and long lists stand one entry to a line, so that two
+versions differ in the lines that changed.
+
+Order means something (the first rule, key or cost that matches applies), so what stores a document
+must keep it: as text, or in a column type that leaves the order of names alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Final
+
+from tollkeeper.core.errors import ConfigError
+from tollkeeper.core.model import REQUEST_FIELDS, Limit
+from tollkeeper.rules.document.grammar import VERSION
+from tollkeeper.rules.document.model import (
+    Document,
+    Limits,
+    Match,
+    Override,
+    PenaltySettings,
+    Rule,
+    Scale,
+)
+from tollkeeper.rules.document.reading import EXPONENT
+
+Data = dict[str, Any]
+
+_WIDTH: Final = 100
+_US_PER_MS: Final = 1_000
+# The longest first, with the word for one of it.
+_UNITS_US: Final = (
+    (86_400_000_000, "d", "day"),
+    (3_600_000_000, "h", "hour"),
+    (60_000_000, "m", "minute"),
+    (1_000_000, "s", "second"),
+)
+
+
+def to_yaml(document: Document) -> str:
+    """The document as YAML, which `document.read` reads."""
+    try:
+        import yaml  # noqa: PLC0415 - an extra: plain data is written without it
+    except ImportError:
+        raise ConfigError(
+            "rule documents in YAML need a package that is not installed; "
+            "install it with: pip install 'tollkeeper[rules]'"
+        ) from None
+    data = to_data(document)
+    for name in {"allow", "deny"} & data.keys():
+        data[name] = _Lines(data[name])
+    text: str = yaml.dump(
+        data,
+        Dumper=_dumper(),
+        default_flow_style=None,
+        sort_keys=False,
+        allow_unicode=True,
+        width=_WIDTH,
+    )
+    return text
+
+
+def to_data(document: Document) -> Data:
+    """The document as plain data (dict, list, str, numbers), which `document.from_data` reads.
+
+    >>> to_data(Document(tiers={"free": (Limit(100, per=60),)}))
+    {'version': 1, 'tiers': {'free': ['100/minute']}}
+    """
+    return {
+        "version": VERSION,
+        **_given(
+            tiers=_by_name(document.tiers),
+            rules=[_rule(rule) for rule in document.rules],
+            assign=dict(document.assign),
+            allow=list(document.allow),
+            deny=list(document.deny),
+            overrides=[_override(override) for override in document.overrides],
+        ),
+    }
+
+
+def limit_data(limit: Limit) -> str | Data:
+    """A limit as a rate or, where a rate cannot say it, in full.
+
+    >>> limit_data(Limit(1000, per=60, burst=200))
+    '1000/minute burst 200'
+    >>> limit_data(Limit(5, per=90, algorithm="fixed_window"))
+    {'limit': 5, 'per': '90s', 'algorithm': 'fixed_window'}
+    """
+    # A capacity below the limit cannot be said as a burst.
+    room: Data = {}
+    if limit.capacity > limit.limit:
+        room = {"burst": limit.capacity - limit.limit}
+    elif limit.capacity < limit.limit:
+        room = {"capacity": limit.capacity}
+    if limit.algorithm == "token_bucket" and not limit.name:
+        words = "".join(f" {word} {units}" for word, units in room.items())
+        return f"{limit.limit}/{_window(limit, one='')}{words}"
+    named = {"name": limit.name} if limit.name else {}
+    per = _window(limit, one="1")
+    return {"limit": limit.limit, "per": per, "algorithm": limit.algorithm, **room, **named}
+
+
+def _window(limit: Limit, one: str) -> str:
+    """`90s`; of one unit `minute`, or `1m` where `one` is to be said."""
+    window_us = limit.window_ns // 1_000
+    for unit_us, letter, word in _UNITS_US:
+        count, rest = divmod(window_us, unit_us)
+        if not rest:
+            return f"{count}{letter}" if count > 1 or one else word
+    whole, rest = divmod(window_us, _US_PER_MS)
+    return f"{whole}.{rest:03}".rstrip("0").rstrip(".") + "ms"
+
+
+def _given(**values: Any) -> Data:
+    """Without those that say nothing: None, and what is empty."""
+    return {name: value for name, value in values.items() if value not in (None, "", [], {})}
+
+
+def _limits(limits: Limits) -> list[str | Data]:
+    return [limit_data(limit) for limit in limits]
+
+
+def _by_name(limits: Mapping[str, Limits]) -> Data:
+    return {name: _limits(each) for name, each in limits.items()}
+
+
+def _rule(rule: Rule) -> Data:
+    usual = Rule(id="", by=())
+    changed = ("consistency", "on_failure", "mode", "rollout", "split")
+    return {
+        "id": rule.id,
+        **_given(match=_match(rule.match)),
+        "by": list(rule.by),
+        **_given(
+            limits=_limits(rule.limits),
+            tiers=_by_name(rule.tiers),
+            keys=_by_name(rule.keys),
+            cost=_cost(rule),
+        ),
+        **{
+            name: value
+            for name in changed
+            if (value := getattr(rule, name)) != getattr(usual, name)
+        },
+        **_given(scale=_scale(rule.scale), penalty=_penalty(rule.penalty)),
+    }
+
+
+def _match(match: Match) -> Data:
+    conditions = {name: _one_or_many(getattr(match, name)) for name in REQUEST_FIELDS}
+    attributes = {name: _one_or_many(patterns) for name, patterns in match.attributes.items()}
+    return _given(**conditions, attributes=attributes)
+
+
+def _one_or_many(patterns: tuple[str, ...]) -> str | list[str]:
+    return patterns[0] if len(patterns) == 1 else list(patterns)
+
+
+def _cost(rule: Rule) -> int | dict[str, int] | None:
+    rest = None if rule.cost == 1 else rule.cost
+    if not rule.costs:
+        return rest
+    return {**rule.costs, **({} if rest is None else {"*": rest})}
+
+
+def _scale(scale: Scale | None) -> Data | None:
+    if scale is None:
+        return None
+    return {
+        "source": scale.source,
+        "low": scale.low,
+        "high": scale.high,
+        "least": scale.least,
+        "smoothing": _plain(scale.smoothing_s),
+    }
+
+
+def _penalty(penalty: PenaltySettings | None) -> Data | None:
+    if penalty is None:
+        return None
+    return {
+        "after": penalty.after,
+        "within": _plain(penalty.within_s),
+        "cooldown": _plain(penalty.cooldown_s),
+        "cooldown_max": _plain(penalty.cooldown_max_s),
+        "block_after": penalty.block_after,
+        "block": _plain(penalty.block_s),
+        "decay": _plain(penalty.decay_s),
+    }
+
+
+def _plain(number: float) -> float:
+    return int(number) if number == int(number) else number
+
+
+def _override(override: Override) -> Data:
+    until = override.until and override.until.isoformat().replace("+00:00", "Z")
+    return {
+        "for": {override.attribute: override.value},
+        **_given(
+            rule=override.rule,
+            limits=_limits(override.limits),
+            multiply=override.multiply and _plain(override.multiply),
+            until=until,
+            reason=override.reason,
+            author=override.author,
+        ),
+    }
+
+
+class _Lines(list[str]):
+    """A list to be written one entry to a line, however short."""
+
+
+@cache
+def _dumper() -> Any:
+    import yaml  # noqa: PLC0415 - see above
+
+    parent: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+    class Dumper(parent):  # type: ignore[misc]  # which of the two is known only now
+        """Writes no anchors, and lists of the lists' kind one entry to a line."""
+
+        def ignore_aliases(self, data: object) -> bool:  # noqa: ARG002 - whatever it is
+            return True
+
+    # What the reader takes for a number is quoted if it is text.
+    Dumper.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-0123456789"))
+    Dumper.add_representer(
+        _Lines,
+        lambda dumper, lines: dumper.represent_sequence(
+            "tag:yaml.org,2002:seq", lines, flow_style=False
+        ),
+    )
+    return Dumper

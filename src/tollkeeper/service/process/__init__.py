@@ -1,0 +1,1 @@
+"""The processes of the service: settings, startup, workers and shutdown."""

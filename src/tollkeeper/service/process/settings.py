@@ -1,0 +1,328 @@
+"""What `tollkeeper serve` can be told, and what it does where it is told nothing.
+
+A setting comes from the command line, else from its environment variable (`--node-id` is
+TOLLKEEPER_NODE_ID), else from the YAML file that `--config` names, else it has its default. They
+have the same name everywhere. All are checked here, together, before anything is started.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, Final, Literal, Self, get_args, get_type_hints
+from urllib.parse import quote
+
+from tollkeeper.core.errors import ConfigError, show
+from tollkeeper.decide.local_fallback import LocalFallback
+
+LogFormat = Literal["auto", "json", "text"]
+OnFailure = Literal["open", "closed", "local"]
+Draft = Literal["10", "7", "6", "none"]
+RecordSubjects = Literal["plain", "hashed", "none"]
+
+WORKERS_MAX: Final = 512
+NODES_MAX: Final = 10_000
+SECONDS_MAX: Final = 3_600.0
+DAYS_MAX: Final = 3_650
+CONFIG_BYTES_MAX: Final = 1024 * 1024
+_LISTED_MAX: Final = 100
+_ADDRESS: Final = re.compile(r"(?P<host>\[[0-9a-fA-F:.%]+\]|[^:\[\]\s]+):(?P<port>[0-9]{1,5})")
+_NODE_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+
+
+def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where this user's programs keep what must outlive them (XDG base directories)."""
+    given = environ.get("XDG_STATE_HOME", "")
+    # A relative one is to be ignored, says the standard.
+    root = Path(given) if Path(given).is_absolute() else _at_home("~/.local/state")
+    return root / "tollkeeper"
+
+
+def _at_home(path: str) -> Path:
+    """A path whose ~ is a home directory; in a container, users may have none. ConfigError."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"{path}: this user has no home directory; name a folder, for example "
+            f"--data /var/lib/tollkeeper"
+        ) from None
+
+
+def _processors() -> int:
+    """Those that this process may run on, where the system says."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _log_format() -> LogFormat:
+    return "text" if sys.stderr is not None and sys.stderr.isatty() else "json"
+
+
+def default_node_id() -> str:
+    """The machine's name, as far as a header can hold it."""
+    return re.sub(r"[^A-Za-z0-9._:-]", "-", socket.gethostname())[:64] or "node"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How the service is to run. Paths are absolute once `complete` has seen them."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    grpc: str = "127.0.0.1:8081"
+    """HOST:PORT; empty: not at all."""
+    workers: int = 0
+    """0: one for each processor."""
+    rules: str = ""
+    """A file, or a database's URL; empty: a database in the data folder."""
+    seed: str = ""
+    """A document for a database that has none yet."""
+    data: str = ""
+    """The folder for the store, the rules and the tokens; empty: `state_folder()`."""
+    store: str = ""
+    """Empty: a file in the data folder that all workers share."""
+    on_failure: OnFailure = "open"
+    nodes: int = 1
+    """How many machines share the store: `on_failure: local` has its part of the limits on each."""
+    ceiling: str = ""
+    """While the store is away, the most that this machine lets pass; empty: no bound."""
+    emergency: str = ""
+    """The same for each address, once it has been away for `emergency_after` seconds."""
+    emergency_after: float = 60.0
+    tokens: str = ""
+    """Empty: tokens.json in the data folder, if it is there."""
+    insecure_no_tokens: bool = False
+    trusted_proxy: tuple[str, ...] = ()
+    identify: tuple[str, ...] = ()
+    """FIELD=SOURCE; a field that is named again has a second source."""
+    tls_cert: str = ""
+    tls_key: str = ""
+    node_id: str = ""
+    draft: Draft = "10"
+    legacy_headers: bool = True
+    record: str = ""
+    """Where decisions and usage are kept; empty: a database in the data folder; "off": nowhere."""
+    sample: float = 0.01
+    """The share of the decisions that allow of which each is kept; all that deny are."""
+    record_subjects: RecordSubjects = "plain"
+    keep_decisions: int = 7
+    """Days."""
+    keep_usage: int = 90
+    """Days."""
+    log_format: LogFormat = "auto"
+    """`auto`: text for a terminal, JSON for everything else."""
+    access_log: bool = False
+    drain_seconds: float = 1.0
+    """From the signal to end until no new connection is taken."""
+    shutdown_seconds: float = 30.0
+    """How long what has begun may then take."""
+
+    @classmethod
+    def gather(cls, given: Mapping[str, Any], config: str | None = None) -> Self:
+        """What was given, over what the file says, over the defaults; complete and checked.
+
+        `given` has None, or nothing in a list, for what was not given. Raises ConfigError.
+        """
+        found = {} if config is None else _read(Path(config))
+        found |= {name: value for name, value in given.items() if value not in (None, [], ())}
+        settings = cls(**{name: _checked(name, value) for name, value in found.items()})
+        return settings.complete()
+
+    def complete(self) -> Self:
+        """With every default that depends on the machine, and relations checked."""
+        data = _at_home(self.data).absolute() if self.data else state_folder()
+        settings = replace(
+            self,
+            # As in a URL, and as --grpc has it.
+            host=self.host.removeprefix("[").removesuffix("]"),
+            data=str(data),
+            workers=self.workers or _processors(),
+            rules=self.rules or f"sqlite:///{quote(str(data / 'rules.db'))}",
+            store=self.store or f"shared://{quote(str(data / 'limits'))}",
+            node_id=self.node_id or default_node_id(),
+            log_format=_log_format() if self.log_format == "auto" else self.log_format,
+            record=self.record or f"sqlite:///{quote(str(data / 'records.db'))}",
+        )
+        settings.check()
+        return settings
+
+    def check(self) -> None:
+        """Raises ConfigError for what cannot be, alone or together."""
+        _within("port", self.port, 0, 65_535)
+        _within("workers", self.workers, 1, WORKERS_MAX)
+        _within("nodes", self.nodes, 1, NODES_MAX)
+        _within("sample", self.sample, 0, 1)
+        _within("keep-decisions", self.keep_decisions, 1, DAYS_MAX)
+        _within("keep-usage", self.keep_usage, 1, DAYS_MAX)
+        _within("drain-seconds", self.drain_seconds, 0, SECONDS_MAX)
+        _within("shutdown-seconds", self.shutdown_seconds, 1, SECONDS_MAX)
+        try:
+            _ = self.local_fallback
+        except ConfigError as error:
+            raise ConfigError(f"--ceiling, --emergency or --emergency-after: {error}") from error
+        if self.grpc:
+            address_of(self.grpc)
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ConfigError("--tls-cert and --tls-key go together; give both, or none")
+        if not _NODE_ID.fullmatch(self.node_id):
+            raise ConfigError(
+                f"--node-id {show(self.node_id)} is not 1 to 64 letters, digits and . _ : -; "
+                f"for example --node-id eu-1"
+            )
+        if self.seed and not self.database:
+            raise ConfigError(
+                f"--seed is for a database that has no rules yet, and --rules {show(self.rules)} "
+                f"is a file; drop --seed, or name a database: --rules sqlite:///rules.db"
+            )
+
+    @property
+    def database(self) -> str | None:
+        """The URL of the rules' database; None where they come from a file."""
+        return self.rules if "://" in self.rules else None
+
+    @property
+    def local_fallback(self) -> LocalFallback:
+        """How this machine limits while the store is away; its workers count together then.
+
+        A store that is here is not away, and needs no file beside it.
+        """
+        here = self.store.startswith(("memory://", "shared://"))
+        return LocalFallback(
+            nodes=self.nodes,
+            store="memory://"
+            if here
+            else f"shared://{quote(str(Path(self.data) / 'local_fallback'))}",
+            ceiling=self.ceiling or None,
+            emergency=self.emergency or None,
+            emergency_after=self.emergency_after,
+        )
+
+    @property
+    def tokens_path(self) -> Path:
+        """Where the tokens are, or would be."""
+        return Path(self.tokens) if self.tokens else Path(self.data) / "tokens.json"
+
+    @property
+    def far_host(self) -> str | None:
+        """What it listens on that other machines can reach; None: only this machine itself can."""
+        hosts = [self.host, *([address_of(self.grpc)[0]] if self.grpc else [])]
+        return next((host for host in hosts if not _is_loopback(host)), None)
+
+    @property
+    def is_local(self) -> bool:
+        """Can only this machine itself reach it?"""
+        return self.far_host is None
+
+    @property
+    def sources(self) -> dict[str, list[Any]]:
+        """`identify` by field: for each, where to look, the first first."""
+        found: dict[str, list[Any]] = {}
+        for each in self.identify:
+            field, equals, source = each.partition("=")
+            if not (field and equals and source):
+                raise ConfigError(
+                    f"--identify {show(each)} is not FIELD=SOURCE; "
+                    f"for example --identify api_key=header:X-API-Key"
+                )
+            found.setdefault(field, []).append(source)
+        return found
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """The host and the port. Raises ConfigError.
+
+    >>> address_of("127.0.0.1:8081"), address_of("[::1]:0")
+    (('127.0.0.1', 8081), ('::1', 0))
+    """
+    found = _ADDRESS.fullmatch(text)
+    if found is None or int(found["port"]) > 65_535:
+        raise ConfigError(
+            f"{show(text)} is not HOST:PORT; for example 127.0.0.1:8081 or [::1]:8081"
+        )
+    return found["host"].strip("[]"), int(found["port"])
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _within(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"--{name} {value:g} is not between {low:g} and {high:g}")
+
+
+# ── From a file ────────────────────────────────────────────────────────────────────────────────
+
+_TYPES: Final = get_type_hints(Settings)
+NAMES: Final = tuple(each.name for each in fields(Settings))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What a YAML file says. Raises ConfigError."""
+    import yaml  # noqa: PLC0415 - an extra's; the command line alone does without
+
+    try:
+        with path.open("rb") as file:
+            text = file.read(CONFIG_BYTES_MAX + 1)
+        data = yaml.safe_load(text) if len(text) <= CONFIG_BYTES_MAX else None
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--config {path} is not YAML: {error}") from None
+    if data is None and not text.strip():
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"--config {path} is not a list of settings; for example: port: 8080")
+    found: dict[str, Any] = {}
+    for key, value in data.items():
+        name = str(key).replace("-", "_")
+        if name not in NAMES:
+            known = ", ".join(each.replace("_", "-") for each in NAMES)
+            raise ConfigError(f"--config {path}: {show(key)} is not a setting; there are {known}")
+        if name in found:
+            raise ConfigError(f"--config {path}: {show(key)} is there twice")
+        found[name] = value
+    return found
+
+
+def _checked(name: str, value: Any) -> Any:
+    """The value, if it is of the setting's type; lists become tuples. Raises ConfigError."""
+    wanted = _TYPES[name]
+    shown = f"{name.replace('_', '-')}: {show(value)}"
+    if get_args(wanted) and wanted != tuple[str, ...]:
+        choices = get_args(wanted)
+        text = str(value).lower() if value is not None else "none"
+        if text not in choices:
+            raise ConfigError(f"{shown} is not one of {', '.join(choices)}")
+        return text
+    if wanted == tuple[str, ...]:
+        listed = [value] if isinstance(value, str) else value
+        texts = isinstance(listed, list | tuple) and all(isinstance(each, str) for each in listed)
+        if not texts or len(listed) > _LISTED_MAX:
+            raise ConfigError(f"{shown} is not a list of at most {_LISTED_MAX} texts")
+        return tuple(listed)
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if name == "grpc" and value is False:  # as YAML has `grpc: no`
+        return ""
+    if name == "record" and value is False:  # as YAML has `record: off`
+        return "off"
+    if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
+        raise ConfigError(f"{shown} is not {_KINDS[wanted]}")
+    return value
+
+
+_KINDS: Final = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}

@@ -1,0 +1,294 @@
+"""Whose request it is: the address of the client, behind proxies that are trusted.
+
+Anybody can write `X-Forwarded-For`, so it is believed only if the other end of the socket is a
+proxy that the operator has named. Each proxy appends the address that it was called from, so the
+list is read from the right: trusted proxies are skipped, and the first address that is not one is
+the client. What stands left of it, the client may have made up, and nobody looks at it.
+
+    socket's peer 10.0.0.2 (trusted)    X-Forwarded-For: 1.2.3.4, 203.0.113.9, 10.0.0.1
+                                                         made up  the client   trusted
+
+An element that cannot be read ends the walk: the proxy that sent it is the client then. So does
+`unknown` and a name such as `_hidden`, which `Forwarded` (RFC 7239) may have for an address.
+
+A proxy passes on the header that it does not write itself. Where both `Forwarded` and
+`X-Forwarded-For` are there and lead to different clients, one of them is made up, and the proxy is
+the client: who sends such requests is counted with the others who do. `forwarded=` says which of
+them the proxies write, and then the other is not looked at.
+
+IPv6 clients are counted by network, because each has 2**64 addresses to choose from: the address is
+the network's first one, without a length, so that rules and lists can still match it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from socket import AF_INET, AF_INET6, inet_ntop
+from typing import Final, Literal, get_args
+
+from tollkeeper.core.errors import ConfigError, show
+from tollkeeper.rules.matching.networks import Address, Network, address_of, compile_network
+from tollkeeper.web.calls import Call, clean_value, digest_of
+
+LOG: Final = logging.getLogger("tollkeeper.web")
+
+ForwardedHeader = Literal["x-forwarded-for", "forwarded", "x-real-ip"]
+FORWARDED_HEADERS: Final[tuple[ForwardedHeader, ...]] = get_args(ForwardedHeader)
+
+PROXIES_MAX: Final = 1_000
+# Of a header, from the right.
+ELEMENTS_MAX: Final = 100
+CHARACTERS_MAX: Final = 16_384
+# The addresses of sockets whose meaning is remembered, about 200 bytes each.
+PEERS_MAX: Final = 4_096
+# Requests from near by that are looked at for a proxy that nobody has named. Not the first one of
+# each alone: a load balancer asks after an application's health before it forwards anything.
+LOOKS_MAX: Final = 1_000
+
+_WORDS: Final = {
+    "loopback": ("127.0.0.0/8", "::1"),
+    "private": ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7"),
+}
+_NEAR: Final = tuple(compile_network(each) for several in _WORDS.values() for each in several)
+# A socket of the file system: its other end has no address, and is on this machine.
+_UNIX: Final = "unix"
+_EXAMPLE: Final = 'for example trusted_proxies=["10.0.0.0/8", "loopback"]'
+_LOOPBACK: Final = (6, 1)  # ::1 is this machine and no network
+
+_BRACKETED: Final = re.compile(r"\[([^\]]*:[^\]]*)\](?::(?:[0-9]{1,5}|_[A-Za-z0-9._-]+))?")
+_WITH_PORT: Final = re.compile(r"([0-9.]+):(?:[0-9]{1,5}|_[A-Za-z0-9._-]+)")
+_PAIR: Final = re.compile(
+    r"[ \t]*([!#$%&'*+.^_`|~0-9A-Za-z-]+)="
+    r'(?:"((?:[^"\\]|\\.)*)"|([^\s;,"]*))[ \t]*(?:;|$)',
+    re.DOTALL,
+)
+
+
+class ClientAddresses:
+    """The address that a request counts as.
+
+    `trusted_proxies`  networks and addresses of proxies, and the words `loopback`, `private` and
+                       `unix` (a socket of the file system).
+    `ipv6_prefix`      how many leading bits of an IPv6 address say who it is.
+    `forwarded`        the header that the proxies write; by default Forwarded or X-Forwarded-For.
+    """
+
+    def __init__(
+        self,
+        trusted_proxies: Sequence[str] = (),
+        *,
+        ipv6_prefix: int = 64,
+        forwarded: ForwardedHeader | None = None,
+    ) -> None:
+        if type(ipv6_prefix) is not int or not 1 <= ipv6_prefix <= 128:
+            raise ConfigError(
+                f"ipv6_prefix={show(ipv6_prefix)} is not a number of bits from 1 to 128; "
+                f"for example ipv6_prefix=64"
+            )
+        if forwarded is not None and forwarded not in FORWARDED_HEADERS:
+            raise ConfigError(
+                f"forwarded={show(forwarded)} is not a header that is known; "
+                f"choose one of {', '.join(FORWARDED_HEADERS)}"
+            )
+        networks, self._trusts_unix = _compiled(trusted_proxies)
+        # A network's shift is worked out here, once.
+        self._networks = tuple((each.version, each.shift, each.prefix) for each in networks)
+        self._looks_left = 0 if trusted_proxies else LOOKS_MAX
+        # Nobody but a proxy comes through a socket of the file system, whichever others are named.
+        self._unix_looks_left = LOOKS_MAX
+        self._ipv6_shift = 128 - ipv6_prefix
+        self._forwarded = forwarded
+        # For a peer: its address if it is a trusted proxy, else None, and how it is written.
+        self._peers: dict[str, tuple[Address | None, str]] = {}
+
+    def of(self, call: Call) -> str | None:
+        """The client's address; None where nobody knows it. Never raises."""
+        peer = call.peer
+        if peer is None:
+            if self._trusts_unix:
+                return self._behind(call, None)
+            if self._unix_looks_left:
+                found = _warn_of_proxy(_UNIX, call)
+                self._unix_looks_left = 0 if found else self._unix_looks_left - 1
+            return None
+        proxy, text = self._peers.get(peer) or self._learn(peer, call)
+        return text if proxy is None else self._behind(call, proxy)
+
+    def knows(self, peer: str) -> bool:
+        """Whether all has been seen of a peer that is looked for."""
+        return peer in self._peers
+
+    def _learn(self, peer: str, call: Call) -> tuple[Address | None, str]:
+        address = address_of(peer)
+        # What is no address is what a test or a server calls the other end: itself.
+        text = clean_value(peer) or digest_of(peer) if address is None else self._text(address)
+        trusted = address if address is not None and self._trusts(address) else None
+        if self._looks_left and any(network.contains(peer) for network in _NEAR):
+            self._looks_left = 0 if _warn_of_proxy(peer, call) else self._looks_left - 1
+            return trusted, text  # and look again
+        if len(self._peers) >= PEERS_MAX:
+            self._peers.clear()
+        self._peers[peer] = trusted, text
+        return trusted, text
+
+    def _trusts(self, address: Address) -> bool:
+        version, value = address
+        for known, shift, prefix in self._networks:
+            if known == version and value >> shift == prefix:
+                return True
+        return False
+
+    def _behind(self, call: Call, proxy: Address | None) -> str | None:
+        """The client of a proxy."""
+        if self._forwarded is not None:
+            client = self._walk(call.header(self._forwarded), self._forwarded, proxy)
+        else:
+            client = self._by_either(call, proxy)
+        return None if client is None else self._text(client)
+
+    def _by_either(self, call: Call, proxy: Address | None) -> Address | None:
+        standard, usual = call.header("forwarded"), call.header("x-forwarded-for")
+        if standard is None:
+            return self._walk(usual, "x-forwarded-for", proxy)
+        client = self._walk(standard, "forwarded", proxy)
+        if usual is None or client == self._walk(usual, "x-forwarded-for", proxy):
+            return client
+        return proxy
+
+    def _walk(
+        self, header: str | None, kind: ForwardedHeader, proxy: Address | None
+    ) -> Address | None:
+        client = proxy
+        for address in _addresses(header, kind) if header else ():
+            if address is None:
+                break
+            client = address
+            if not self._trusts(address):
+                break
+        return client
+
+    def _text(self, address: Address) -> str:
+        version, value = address
+        if version == 4:
+            return inet_ntop(AF_INET, value.to_bytes(4))
+        shift = 0 if address == _LOOPBACK else self._ipv6_shift
+        return inet_ntop(AF_INET6, (value >> shift << shift).to_bytes(16))
+
+
+def _warn_of_proxy(peer: str, call: Call) -> bool:
+    """Tell the operator, if this looks like a proxy that nobody has named: all behind it are one.
+
+    Only for a peer that is near: from elsewhere, anybody can write the header.
+    """
+    if call.header("x-forwarded-for") is None and call.header("forwarded") is None:
+        return False
+    LOG.warning(
+        "%s forwards requests of others, and trusted_proxies do not name it, so that all of them "
+        'count as one client; if it is your proxy, say trusted_proxies=["%s"]',
+        "a socket of the file system" if peer == _UNIX else peer,
+        peer,
+    )
+    return True
+
+
+def _compiled(trusted_proxies: Sequence[str]) -> tuple[tuple[Network, ...], bool]:
+    if not isinstance(trusted_proxies, list | tuple) or len(trusted_proxies) > PROXIES_MAX:
+        raise ConfigError(
+            f"trusted_proxies={show(trusted_proxies)} is not a list of at most {PROXIES_MAX:,} "
+            f"networks; {_EXAMPLE}"
+        )
+    networks: list[Network] = []
+    trusts_unix = False
+    for text in trusted_proxies:
+        if isinstance(text, str) and text == _UNIX:
+            trusts_unix = True
+            continue
+        words = _WORDS.get(text, (text,)) if isinstance(text, str) else (text,)
+        try:
+            networks += [compile_network(each) for each in words]
+        except ConfigError as error:
+            words_known = ", ".join([*_WORDS, _UNIX])
+            raise ConfigError(
+                f"trusted_proxies: {error}; these words are known too: {words_known}"
+            ) from None
+    return tuple(networks), trusts_unix
+
+
+def _addresses(header: str, kind: ForwardedHeader) -> Iterator[Address | None]:
+    """The addresses of a header from the right; None for an element that cannot be read."""
+    kept = header[-CHARACTERS_MAX:]
+    elements: Iterator[str] = islice(_from_the_right(kept), ELEMENTS_MAX)
+    if len(kept) < len(header):
+        # The first of what was kept may be half of an element.
+        elements = _all_but_the_last(elements)
+    read = _forwarded_for if kind == "forwarded" else _node
+    for element in elements:
+        if element and not element.isspace():  # empty elements of a list mean nothing
+            yield read(element)
+
+
+def _from_the_right(text: str) -> Iterator[str]:
+    """The elements of a list, the last one first; a comma between quotes separates nothing.
+
+    Quotes are counted from the right. From the left, one quote by the client would swallow all
+    that the proxies append after it.
+    """
+    end = len(text)
+    if '"' not in text:
+        while end >= 0:
+            comma = text.rfind(",", 0, end)
+            yield text[comma + 1 : end]
+            end = comma
+        return
+    quoted = False
+    for position in range(end - 1, -1, -1):
+        character = text[position]
+        if character == '"' and not _is_escaped(text, position):
+            quoted = not quoted
+        elif character == "," and not quoted:
+            yield text[position + 1 : end]
+            end = position
+    yield text[:end]
+
+
+def _is_escaped(text: str, position: int) -> bool:
+    start = position
+    while start and text[start - 1] == "\\":
+        start -= 1
+    return (position - start) % 2 == 1
+
+
+def _all_but_the_last(elements: Iterable[str]) -> Iterator[str]:
+    previous: str | None = None
+    for element in elements:
+        if previous is not None:
+            yield previous
+        previous = element
+
+
+def _forwarded_for(element: str) -> Address | None:
+    """The address in an element of Forwarded: `for="[2001:db8::1]:4711";proto=https`."""
+    found: str | None = None
+    position = 0
+    while position < len(element):
+        pair = _PAIR.match(element, position)
+        if pair is None:
+            return None
+        if pair[1].lower() == "for":
+            if found is not None:
+                return None
+            found = pair[3] if pair[2] is None else re.sub(r"\\(.)", r"\1", pair[2])
+        position = pair.end()
+    return None if found is None else _node(found)
+
+
+def _node(text: str) -> Address | None:
+    """An address with or without a port: 192.0.2.7:80, [2001:db8::1]:80, 2001:db8::1%eth0."""
+    text = text.strip(" \t")
+    if ":" in text:
+        found = _BRACKETED.fullmatch(text) or _WITH_PORT.fullmatch(text)
+        text = found[1] if found else text
+    return address_of(text)

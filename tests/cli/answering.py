@@ -1,0 +1,95 @@
+"""A server that gives one answer to everything, and the command line asking it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any, NamedTuple
+
+from typer.testing import CliRunner, Result
+
+from tollkeeper.cli.main import app
+
+ALLOWED = {
+    "allowed": True,
+    "kind": "limited",
+    "rule": "orders",
+    "limit": 100,
+    "remaining": 73,
+    "retry_after": 0.0,
+    "reset_after": 16.2,
+    "delay": 0.0,
+    "degraded": False,
+    "shadow_denied": [],
+}
+DENIED = {**ALLOWED, "allowed": False, "remaining": 0, "retry_after": 0.25}
+
+
+class Asked(NamedTuple):
+    """A question as it came in."""
+
+    method: str
+    target: str
+    authorization: str | None
+    body: Any
+
+
+class Stub(NamedTuple):
+    """Where it listens, and what it was asked."""
+
+    url: str
+    asked: list[Asked]
+
+
+@contextmanager
+def answering(status: int, body: object = None, *, location: str = "") -> Iterator[Stub]:
+    """A server that answers everything alike; bytes go out as they are."""
+    asked: list[Asked] = []
+    text = body if isinstance(body, bytes) else json.dumps(body).encode()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            size = int(self.headers.get("content-length", 0))
+            sent = json.loads(self.rfile.read(size) or b"null")
+            asked.append(Asked(self.command, self.path, self.headers["authorization"], sent))
+            self.send_response(status)
+            if location:
+                self.send_header("location", location)
+            self.send_header("content-length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def do_GET(self) -> None:
+            self.do_POST()
+
+        def do_DELETE(self) -> None:
+            self.do_POST()
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, *arguments: object) -> None:
+            """Whoever asked may go before all was sent."""
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield Stub(f"http://127.0.0.1:{server.server_port}", asked)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def run(*arguments: str, url: str | None = None, **environment: str) -> Result:
+    names = ("URL", "TOKEN", "CA")
+    given = {f"TOLLKEEPER_{name}": environment.get(name) for name in names}
+    if url:
+        given["TOLLKEEPER_URL"] = url
+    return CliRunner().invoke(app, arguments, env=given, prog_name="tollkeeper")

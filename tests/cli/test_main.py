@@ -1,0 +1,216 @@
+"""The command line: what it prints, what it returns, and what it says when it cannot start."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tests.redis_servers import Single, User, running
+from tollkeeper import __version__
+from tollkeeper.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str, **environment: str) -> Result:
+    return CliRunner().invoke(app, arguments, env=environment, prog_name="tollkeeper")
+
+
+def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], check=False, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_the_version_is_the_packages() -> None:
+    """One version, wherever it is asked for."""
+    result = run("--version")
+    assert (result.output, result.exit_code) == (f"tollkeeper {__version__}\n", 0)
+
+
+def test_help_is_complete() -> None:
+    """Every option, the exit codes, and an example to copy."""
+    assert "doctor" in run("--help").output
+    result = run("doctor", "--help")
+    assert result.exit_code == 0
+    for words in (
+        *("--store", "--json", "--prefix", "--deadline-ms", "--connect-ms", "TOLLKEEPER_STORE"),
+        "Example: tollkeeper doctor --store redis://localhost:6379",
+        "Exit code: 0",
+    ):
+        assert words in result.output, words
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--store"], ["--store", "memory://", "--colour"], ["memory://"]]
+)
+def test_wrong_arguments_are_exit_code_2(arguments: list[str]) -> None:
+    """And say what is wrong, without a traceback."""
+    result = run("doctor", *arguments)
+    assert result.exit_code == 2
+    assert "Error: " in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["doctor"],
+        ["check", "--cost", "much"],
+        ["quota", "--colour"],
+        ["grant", "--user", "42"],
+        ["reconcile", "--every", "1h", "--repair"],
+        ["token", "create", "ann"],
+        ["rules", "validate"],
+        ["rules", "rollback", "first"],
+        ["top", "--interval", "long"],
+    ],
+)
+def test_json_holds_for_wrong_arguments_too(arguments: list[str]) -> None:
+    """One document on the standard output, as for all that can be wrong; a script reads that."""
+    result = run(*arguments, "--json")
+    said = json.loads(result.stdout)
+    assert (result.exit_code, said["exit_code"]) == (2, 2)
+    assert said["error"]
+    assert result.stderr == ""
+
+
+def test_a_secret_in_the_wrong_place_is_not_repeated_as_json_either() -> None:
+    """Nor a URL, which may hold a password."""
+    assert "s3cret" not in run("doctor", "redis://:s3cret@host", "--json").output
+    assert "tk_0123" not in run("check", "tk_0123456789abcdef", "--json").output
+
+
+def test_each_finding_is_a_line() -> None:
+    """Level, check, what was found; below it, what to do."""
+    result = run("doctor", "--store", running("single").uri)
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    assert lines[0].startswith("ok       uri             redis://127.0.0.1:")
+    place = next(number for number, line in enumerate(lines) if "persistence" in line)
+    assert lines[place].startswith(
+        "warning  persistence     AOF is off: quota would not survive a restart (127.0.0.1:"
+    )
+    assert lines[place + 1].strip() == "-> CONFIG SET appendonly yes, then CONFIG REWRITE"
+    assert lines[-1].endswith(": problems 0, warnings 2")
+    assert result.output.isascii()
+
+
+def test_json_is_one_document_with_the_same_findings() -> None:
+    """For a script that acts on it."""
+    uri = running("single").uri
+    result = run("doctor", "--store", uri, "--json")
+    document = json.loads(result.output)
+    assert document["tollkeeper"] == __version__
+    assert (document["store"], document["exit_code"]) == (uri, result.exit_code)
+    told = [(each["level"], each["check"]) for each in document["findings"]]
+    lines = run("doctor", "--store", uri).output.splitlines()
+    printed = [line[:25] for line in lines[:-1] if not line.startswith(" ")]
+    assert [f"{level:9}{check:16}" for level, check in told] == printed
+    assert all(set(each) >= {"found", "remedy", "nodes"} for each in document["findings"])
+
+
+def test_problems_are_exit_code_1() -> None:
+    """So that a deployment can stop on them."""
+    with Single(lines=["maxmemory-policy allkeys-lru"]) as server:
+        result = run("doctor", "--store", server.uri)
+    assert result.exit_code == 1
+    assert "problem  eviction" in result.output
+
+
+def test_what_cannot_be_connected_to_is_exit_code_2() -> None:
+    """A server that is gone, and a URI that is wrong."""
+    with Single() as server:
+        uri = server.uri
+    for store in (uri, "redis://h:0", "nonsense"):
+        result = run("doctor", "--store", store, "--json")
+        assert result.exit_code == 2
+        assert json.loads(result.output)["exit_code"] == 2
+
+
+def test_the_store_may_be_in_the_environment_and_its_password_is_shown_nowhere() -> None:
+    """Whoever lists processes sees no password, and nor does whoever reads the output."""
+    with Single(password="root", users=[User("app", "s3cret")]) as server:
+        for arguments in (["doctor"], ["doctor", "--json"]):
+            result = run(*arguments, TOLLKEEPER_STORE=server.uri)
+            assert result.exit_code == 0
+            assert "app:***@" in result.output
+            assert "s3cret" not in result.output
+
+
+def test_options_win_over_the_uri() -> None:
+    """As they do as arguments of a store."""
+    uri = f"{running('single').uri}?prefix=one&deadline_ms=20"
+    result = run("doctor", "--store", uri, "--prefix", "two", "--deadline-ms", "30")
+    assert "prefix two, deadline 30 ms" in result.output
+    result = run("doctor", "--store", uri, "--prefix", "{two}")
+    assert result.exit_code == 2
+    assert "printable ASCII" in result.output
+
+
+def test_it_runs_as_a_module() -> None:
+    """The whole way, in a process of its own."""
+    done = run_process("-m", "tollkeeper", "doctor", "--store", running("single").uri, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["exit_code"] == 0
+
+
+def test_the_installed_command_is_the_same() -> None:
+    """What pyproject.toml names is there, and is called without arguments."""
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    module, _, name = scripts["scripts"]["tollkeeper"].partition(":")
+    assert callable(getattr(import_module(module), name))
+
+
+WITHOUT = """
+import sys
+sys.modules[{missing!r}] = None
+sys.argv = ["tollkeeper", *{arguments!r}]
+from tollkeeper.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_its_libraries_it_says_how_to_get_them(missing: str) -> None:
+    """Not a traceback: one line with the command."""
+    done = run_process("-c", WITHOUT.format(missing=missing, arguments=["--version"]))
+    assert done.returncode != 0
+    assert "pip install 'tollkeeper[cli]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_the_redis_libraries_the_other_stores_are_looked_at() -> None:
+    """And for Redis it says what to install."""
+    arguments = ["doctor", "--store", "memory://"]
+    done = run_process("-c", WITHOUT.format(missing="redis", arguments=arguments))
+    assert (done.returncode, "nothing to connect to" in done.stdout) == (0, True), done.stderr
+    arguments = ["doctor", "--store", "redis://localhost"]
+    done = run_process("-c", WITHOUT.format(missing="redis", arguments=arguments))
+    assert done.returncode == 2
+    assert "pip install 'tollkeeper[redis]'" in done.stdout
+
+
+def test_who_interrupts_it_gets_no_traceback() -> None:
+    """Also while it still imports what it needs."""
+    interrupted = """
+import sys
+
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "rich.console":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupting())
+from tollkeeper.__main__ import main
+main()
+"""
+    done = run_process("-c", interrupted)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -1,0 +1,83 @@
+"""`tollkeeper token`: a secret is shown once, and what was made can be seen and removed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tollkeeper.cli.main import app
+from tollkeeper.service.http.tokens import Token, Tokens
+
+run = CliRunner()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """Of a token file that is not there yet."""
+    return str(tmp_path / "tokens.json")
+
+
+def test_a_token_is_made_seen_and_removed(path: str) -> None:
+    """The secret is all of the standard output, so that a script can take it."""
+    made = run.invoke(
+        app,
+        ["token", "create", "shop", "--role", "check", "--scope", "tenant=acme", "--tokens", path],
+    )
+    assert made.exit_code == 0, made.output
+    secret = made.stdout.strip()
+    assert secret.startswith("tk_")
+    assert "\n" not in secret
+    assert isinstance(Tokens.load(path).permitted(f"Bearer {secret}", "check"), Token)
+    listed = run.invoke(app, ["token", "list", "--tokens", path])
+    assert "shop" in listed.stdout
+    assert "tenant=acme" in listed.stdout
+    assert secret not in listed.output
+    removed = run.invoke(app, ["token", "remove", "shop", "--tokens", path])
+    assert removed.exit_code == 0
+    assert Tokens.load(path).find(secret) is None
+    assert "no tokens" in run.invoke(app, ["token", "list", "--tokens", path]).stdout
+
+
+def test_all_of_it_as_json(path: str) -> None:
+    """For programs."""
+    made = run.invoke(app, ["token", "create", "a", "--role", "admin", "--tokens", path, "--json"])
+    data = json.loads(made.stdout)
+    assert (data["exit_code"], data["role"]) == (0, "admin")
+    assert data["token"].startswith("tk_")
+    listed = json.loads(run.invoke(app, ["token", "list", "--tokens", path, "--json"]).stdout)
+    assert [each["name"] for each in listed["tokens"]] == ["a"]
+    assert data["token"] not in json.dumps(listed)
+    removed = run.invoke(app, ["token", "remove", "a", "--tokens", path, "--json"])
+    assert json.loads(removed.stdout)["removed"] == "a"
+
+
+def test_it_is_kept_in_the_data_folder(tmp_path: Path) -> None:
+    """Where the service looks, if nobody says another place."""
+    run.invoke(app, ["token", "create", "a", "--role", "read", "--data", str(tmp_path)])
+    assert (tmp_path / "tokens.json").exists()
+    run.invoke(
+        app,
+        ["token", "create", "b", "--role", "read"],
+        env={"XDG_STATE_HOME": str(tmp_path)},
+    )
+    assert (tmp_path / "tollkeeper/tokens.json").exists()
+
+
+WRONG = [
+    (["create", "a", "--role", "root"], "one of check, read, admin"),
+    (["create", "a", "--role", "check", "--scope", "tenant"], "FIELD=VALUE"),
+    (["create", "a", "--role", "check", "--scope", "u=1", "--scope", "u=2"], "twice"),
+    (["create", "a", "--role", "admin", "--scope", "user=1"], "everything"),
+    (["remove", "nobody"], "no token 'nobody'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), WRONG)
+def test_what_is_wrong_is_said(arguments: list[str], said: str, path: str) -> None:
+    """Exit code 2, and no traceback."""
+    done = run.invoke(app, ["token", *arguments, "--tokens", path])
+    assert done.exit_code == 2
+    assert said in done.stderr

@@ -1,0 +1,371 @@
+"""The frozen values: Limit, Request, Decision."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import pickle
+from datetime import timedelta
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tollkeeper import ConfigError, Decision, Limit, Request
+from tollkeeper.core.model import (
+    ALGORITHM_NAMES,
+    DECISION_FIELDS,
+    LOG_UNITS_MAX,
+    UNITS_MAX,
+    AlgorithmName,
+    check_name,
+    decision_with,
+)
+
+DAY = 86_400
+
+# ------------------------------------------------------------------------------------ Limit
+
+
+@pytest.mark.parametrize(
+    ("per", "window_ns", "plain"),
+    [
+        (60, 60_000_000_000, 60),
+        (60.0, 60_000_000_000, 60),
+        (0.001, 1_000_000, 0.001),
+        (1.5, 1_500_000_000, 1.5),
+        (0.1 + 0.2, 300_000_000, 0.3),  # floats mean what was meant, to the nearest nanosecond
+        (366 * DAY, 31_622_400_000_000_000, 366 * DAY),
+        (timedelta(hours=1), 3_600_000_000_000, 3600),
+        (timedelta(milliseconds=1), 1_000_000, 0.001),
+        (timedelta(days=100, microseconds=1), 8_640_000_000_001_000, 8640000.000001),
+    ],
+)
+def test_a_window(per: Any, window_ns: int, plain: float) -> None:
+    """Seconds or a timedelta; inside, whole nanoseconds; shown, plain seconds."""
+    limit = Limit(1, per=per)
+    assert (limit.window_ns, limit.per, limit.window) == (window_ns, plain, float(plain))
+    assert type(limit.per) is type(plain)
+
+
+@pytest.mark.parametrize(
+    ("per", "problem"),
+    [
+        (0, "not between 1 ms and 366 days"),
+        (0.0009, "not between"),
+        (5e-324, "not between"),
+        (366 * DAY + 1, "not between"),
+        (1e18, "not between"),
+        (1e300, "not between"),
+        (10**100, "not between"),
+        (math.inf, "not between"),
+        (timedelta(0), "not between"),
+        (timedelta.max, "not between"),
+        (timedelta(microseconds=999), "not between"),
+        (0.0010001, "not a whole number of microseconds"),
+        (1 / 3, "not a whole number of microseconds"),
+        (math.nan, "not a length of time"),
+        (-math.inf, "not a length of time"),
+        (-1, "not a length of time"),
+        (timedelta(days=-1), "not a length of time"),
+        (timedelta.min, "not a length of time"),
+        (True, "not a length of time"),
+        (False, "not a length of time"),
+        (None, "not a length of time"),
+        ("60", "not a length of time"),
+        (b"60", "not a length of time"),
+        (60j, "not a length of time"),
+        (Fraction(60), "not a length of time"),
+        ([60], "not a length of time"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_window(per: Any, problem: str) -> None:
+    """Each is refused with what was given and two right ones."""
+    with pytest.raises(ConfigError) as caught:
+        Limit(1, per=per)
+    assert problem in str(caught.value)
+    assert "for example per=60 (seconds) or per=timedelta(hours=1)" in str(caught.value)
+
+
+@pytest.mark.parametrize("per", [8_500_000.000003, 16_777_217.000001])
+def test_a_long_window_in_microseconds_as_a_float(per: float) -> None:
+    """What a timedelta may say, its total_seconds may say too."""
+    assert Limit(1, per=per) == Limit(1, per=timedelta(seconds=per))
+
+
+@pytest.mark.parametrize("units", [0, -1, UNITS_MAX + 1, 10**100, 1.0, "5", None, True, b"5", [5]])
+def test_what_is_no_number_of_units(units: Any) -> None:
+    """A limit is a whole number from 1 to a billion, and True is not 1."""
+    with pytest.raises(ConfigError, match="is not a whole number from 1 to 1,000,000,000"):
+        Limit(units, per=60)
+
+
+@pytest.mark.parametrize("field", ["burst", "capacity"])
+@pytest.mark.parametrize("units", [-1, UNITS_MAX + 1, 1.0, "5", None, True])
+def test_what_is_no_burst_or_capacity(field: str, units: Any) -> None:
+    """Whole numbers from 0 to a billion."""
+    with pytest.raises(ConfigError, match=f"{field}=.* is not a whole number from 0"):
+        Limit(5, per=60, **{field: units})
+
+
+def test_the_logs_limit_is_lower() -> None:
+    """8 bytes an entry: a million fit, one more does not."""
+    assert Limit(LOG_UNITS_MAX, per=60, algorithm="sliding_window_log").limit == 1_000_000
+    with pytest.raises(ConfigError, match="from 1 to 1,000,000;"):
+        Limit(LOG_UNITS_MAX + 1, per=60, algorithm="sliding_window_log")
+
+
+@pytest.mark.parametrize(
+    ("limit", "capacity"),
+    [
+        (Limit(10, per=1), 10),
+        (Limit(10, per=1, burst=5), 15),
+        (Limit(10, per=1, capacity=3), 3),
+        (Limit(10, per=1, capacity=100), 100),
+        (Limit(10, per=1, burst=5, capacity=15), 15),
+        (Limit(10, per=1, algorithm="leaky_bucket", burst=5), 15),
+        (Limit(10, per=1, algorithm="fixed_window"), 10),
+        (Limit(UNITS_MAX, per=1), UNITS_MAX),
+    ],
+)
+def test_capacity(limit: Limit, capacity: int) -> None:
+    """Limit + burst, or what was said."""
+    assert limit.capacity == capacity
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"burst": 5, "capacity": 14}, "give burst=5 or capacity=14, not both"),
+        ({"burst": UNITS_MAX}, "capacity (limit + burst)=1000000010"),
+        ({"burst": 1, "algorithm": "fixed_window"}, "fixed_window has no burst or capacity"),
+        ({"capacity": 10, "algorithm": "sliding_window_log"}, "has no burst or capacity"),
+        ({"capacity": 10, "algorithm": "sliding_window_counter"}, "has no burst or capacity"),
+        ({"algorithm": "gcra"}, "algorithm='gcra' is not known; choose one of token_bucket,"),
+        ({"algorithm": None}, "algorithm=None is not known"),
+        ({"algorithm": []}, "algorithm=[] is not known"),
+        ({"name": 5}, "name=5 is not printable text of at most 128 characters"),
+        ({"name": "x" * 129}, "is not printable text"),
+        ({"name": "a\nb"}, "is not printable text"),
+        ({"name": "\ud800"}, "is not printable text"),
+    ],
+    ids=repr,
+)
+def test_what_does_not_go_together(fields: dict[str, Any], problem: str) -> None:
+    """Each is refused, and the error says why."""
+    with pytest.raises(ConfigError) as caught:
+        Limit(10, per=60, **fields)
+    assert problem in str(caught.value)
+    str(caught.value).encode()
+
+
+def test_an_empty_bucket_is_full_within_a_century() -> None:
+    """So that every time fits 64 bits: 100 refills of 366 days are allowed and 101 are not."""
+    assert Limit(1, per=366 * DAY, capacity=100).capacity == 100
+    with pytest.raises(ConfigError, match="more than a century to refill at 1 per 31622400 s"):
+        Limit(1, per=366 * DAY, capacity=101)
+
+
+@pytest.mark.parametrize(
+    ("limit", "identity"),
+    [
+        (Limit(5, per=60), "token_bucket/60000000="),
+        (Limit(9, per=60, burst=3), "token_bucket/60000000="),
+        (Limit(5, per=61), "token_bucket/61000000="),
+        (Limit(5, per=60, name="n"), "token_bucket=n"),
+        (Limit(5, per=61, name="n"), "token_bucket=n"),
+        (Limit(5, per=60, algorithm="leaky_bucket", name="n"), "leaky_bucket=n"),
+        (Limit(5, per=60, algorithm="sliding_window_log", name="n"), "sliding_window_log=n"),
+        (Limit(5, per=60, algorithm="fixed_window", name="n"), "fixed_window/60000000=n"),
+        (
+            Limit(5, per=0.001, algorithm="sliding_window_counter", name="n"),
+            "sliding_window_counter/1000=n",
+        ),
+    ],
+)
+def test_identity_leaves_out_the_numbers_that_may_change(limit: Limit, identity: str) -> None:
+    """Changing units keeps the count; a window belongs to it only where it counts per window."""
+    assert limit.identity == identity
+
+
+@pytest.mark.parametrize(
+    ("limit", "shown", "told"),
+    [
+        (Limit(5, per=60), "Limit(5, per=60)", "5 per 60 s (token_bucket)"),
+        (
+            Limit(5, per=0.5, burst=2),
+            "Limit(5, per=0.5, capacity=7)",
+            "5 per 0.5 s capacity 7 (token_bucket)",
+        ),
+        (
+            Limit(5, per=1, algorithm="fixed_window", name="login"),
+            "Limit(5, per=1, algorithm='fixed_window', name='login')",
+            "5 per 1 s (fixed_window)",
+        ),
+    ],
+)
+def test_a_limit_shows_itself(limit: Limit, shown: str, told: str) -> None:
+    """As code, and as a sentence; the code makes the same limit again."""
+    assert (repr(limit), str(limit)) == (shown, told)
+    again = eval(repr(limit), {"Limit": Limit})
+    assert (again.identity, again.capacity) == (limit.identity, limit.capacity)
+
+
+def test_the_same_limit_written_two_ways_is_equal() -> None:
+    """Burst 5 on 10 is capacity 15: the same limit, so equal, with one hash."""
+    one, other = Limit(10, per=1, burst=5), Limit(10, per=1, capacity=15)
+    assert one == other
+    assert hash(one) == hash(other)
+    assert (one.burst, other.burst) == (5, 5)
+    assert Limit(10, per=1, capacity=3).burst == 0
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+def test_limits_are_values(algorithm: AlgorithmName) -> None:
+    """Equal by content, hashable, frozen, and the same after pickling."""
+    limit = Limit(5, per=60, algorithm=algorithm, name="n")
+    assert limit == Limit(5, per=timedelta(minutes=1), algorithm=algorithm, name="n")
+    assert hash(limit) == hash(copy.copy(limit))
+    again = pickle.loads(pickle.dumps(limit))
+    assert again == limit
+    assert again.window_ns == limit.window_ns
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        limit.limit = 6  # type: ignore[misc]  # that it fails is the test
+
+
+@given(
+    st.integers(1, UNITS_MAX),
+    st.integers(1_000, 366 * DAY * 10**6).map(lambda us: timedelta(microseconds=us)),
+)
+def test_the_refill_is_exact_and_in_lowest_terms(units: int, per: timedelta) -> None:
+    """micros_numerator / ns_denominator is limit / window, with no common factor left."""
+    limit = Limit(units, per=per)
+    refill = Fraction(units * 10**6, limit.window_ns)
+    assert (limit.micros_numerator, limit.ns_denominator) == (refill.numerator, refill.denominator)
+
+
+@pytest.mark.parametrize("name", ["", "login", "a b/c", "naïve 日本", "x" * 128])
+def test_a_right_name(name: str) -> None:
+    """Printable text of up to 128 characters."""
+    check_name("name", name)
+    assert Limit(1, per=1, name=name).name == name
+
+
+# ------------------------------------------------------------------------------------ Request
+
+
+def test_a_request_knows_nothing_unless_told() -> None:
+    """All is optional; attributes are not shared between requests."""
+    request = Request()
+    assert {
+        getattr(request, field.name)
+        for field in dataclasses.fields(Request)
+        if field.name != "attributes"
+    } == {None}
+    assert request.attributes == {}
+    assert request.attributes is not Request().attributes
+
+
+def test_a_request_is_frozen() -> None:
+    """What was identified stays what it was."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Request(user="42").user = "root"  # type: ignore[misc]  # that it fails is the test
+
+
+def test_equal_requests_have_equal_hashes() -> None:
+    """A frozen value can be a member of a set or the key of a cache."""
+    assert hash(Request(user="42")) == hash(Request(user="42"))
+
+
+# ------------------------------------------------------------------------------------ Decision
+
+LIMIT = Limit(10, per=1)
+FULL = Decision(
+    allowed=False,
+    policy=LIMIT,
+    remaining=3,
+    retry_after_ns=100_000_000,
+    reset_after_ns=700_000_000,
+    delay_ns=250_000_000,
+    rule="orders",
+    degraded=True,
+)
+
+
+def test_a_decision_tells_seconds_and_nanoseconds() -> None:
+    """Nanoseconds inside; the names without a suffix are seconds."""
+    assert (FULL.retry_after_ns, FULL.reset_after_ns, FULL.delay_ns) == (
+        100_000_000,
+        700_000_000,
+        250_000_000,
+    )
+    assert (FULL.retry_after, FULL.reset_after, FULL.delay) == (0.1, 0.7, 0.25)
+    assert (FULL.limit, FULL.remaining, FULL.rule, FULL.degraded) == (10, 3, "orders", True)
+
+
+def test_a_decision_is_true_when_allowed() -> None:
+    """`if limiter.check(key)` means allowed."""
+    assert not FULL
+    assert decision_with(FULL, allowed=True)
+
+
+def test_limit_is_the_capacity() -> None:
+    """The most that can ever remain, burst included."""
+    assert Decision(True, Limit(10, per=1, burst=5), 14).limit == 15
+
+
+@pytest.mark.parametrize("field", DECISION_FIELDS)
+def test_each_field_takes_part_in_equality(field: str) -> None:
+    """Two decisions that differ in anything are not equal; a copy is."""
+    others = (True, Limit(11, per=1), 4, 1, 1, 1, "login", False)
+    other = dict(zip(DECISION_FIELDS, others, strict=True))[field]
+    assert decision_with(FULL, **{field: other}) != FULL
+    assert decision_with(FULL) == FULL
+    assert hash(decision_with(FULL)) == hash(FULL)
+    assert FULL != "a decision"
+
+
+@pytest.mark.parametrize("field", [*DECISION_FIELDS, "limit", "retry_after", "new"])
+def test_a_decision_is_read_only(field: str) -> None:
+    """No field can be set, and none added."""
+    with pytest.raises(AttributeError):
+        setattr(FULL, field, 1)
+
+
+def test_a_decision_survives_pickling() -> None:
+    """All eight fields come back."""
+    assert pickle.loads(pickle.dumps(FULL)) == FULL
+    assert copy.deepcopy(FULL) == FULL
+
+
+@pytest.mark.parametrize(
+    ("decision", "shown"),
+    [
+        (Decision(True, LIMIT, 9), "<Decision allowed remaining=9/10 reset_after=0>"),
+        (
+            FULL,
+            (
+                "<Decision denied remaining=3/10 retry_after=0.1 reset_after=0.7 delay=0.25 "
+                "rule='orders' degraded>"
+            ),
+        ),
+    ],
+)
+def test_a_decision_shows_itself(decision: Decision, shown: str) -> None:
+    """One line a person can read."""
+    assert repr(decision) == shown
+
+
+def test_the_docstrings_example_is_true() -> None:
+    """Of 10/second: the 4th of 4 at one instant, and the 11th."""
+    from tollkeeper import Limiter  # noqa: PLC0415 - the path is not this file's business
+    from tollkeeper.testing import ManualClock  # noqa: PLC0415 - same
+
+    limiter = Limiter("10/second", clock=ManualClock())
+    decisions = [limiter.check("k") for _ in range(11)]
+    assert decisions[3] == Decision(True, LIMIT, 6, 0, 400_000_000)
+    assert decisions[10] == Decision(False, LIMIT, 0, 100_000_000, 1_000_000_000)

@@ -1,0 +1,331 @@
+"""Rate strings: what they mean, and what is said of those that mean nothing."""
+
+from __future__ import annotations
+
+import decimal
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tollkeeper import ConfigError, Limit, RateSyntaxError, parse_limit, parse_limits
+from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from tollkeeper.core.rates import EXAMPLE, LIMITS_MAX, TEXT_LENGTH_MAX, UNIT_NS
+
+MINUTE, HOUR, DAY, WEEK = 60, 3_600, 86_400, 7 * 86_400
+
+# Spelled out rather than taken from the source: this is what each spelling means, in ns.
+SPELLINGS = {
+    1_000_000: ["ms", "millisecond", "milliseconds"],
+    1_000_000_000: ["s", "sec", "secs", "second", "seconds"],
+    60_000_000_000: ["m", "min", "mins", "minute", "minutes"],
+    3_600_000_000_000: ["h", "hr", "hrs", "hour", "hours"],
+    86_400_000_000_000: ["d", "day", "days"],
+    604_800_000_000_000: ["w", "week", "weeks"],
+    2_592_000_000_000_000: ["mo", "month", "months"],
+    31_536_000_000_000_000: ["y", "yr", "year", "years"],
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [
+        ("100/minute", Limit(100, per=MINUTE)),
+        ("100 / minute", Limit(100, per=MINUTE)),
+        ("  100/minute  ", Limit(100, per=MINUTE)),
+        ("100\t/\nminute", Limit(100, per=MINUTE)),
+        ("100 per minute", Limit(100, per=MINUTE)),
+        ("100 PER Minute", Limit(100, per=MINUTE)),
+        ("100per minute", Limit(100, per=MINUTE)),
+        ("5 per 30s", Limit(5, per=30)),
+        ("5/30 s", Limit(5, per=30)),
+        ("5/30seconds", Limit(5, per=30)),
+        ("1/1ms", Limit(1, per=0.001)),
+        ("3/1.5s", Limit(3, per=1.5)),
+        ("3/0.5 minutes", Limit(3, per=30)),
+        ("1_000/1_0s", Limit(1_000, per=10)),
+        ("007/s", Limit(7, per=1)),
+        ("1000000000/year", Limit(1_000_000_000, per=365 * DAY)),
+        ("1/366d", Limit(1, per=366 * DAY)),
+        ("1/52w", Limit(1, per=52 * WEEK)),
+        ("10/month", Limit(10, per=30 * DAY)),
+        ("10/mo", Limit(10, per=30 * DAY)),
+        ("10/m", Limit(10, per=MINUTE)),
+        ("10/M", Limit(10, per=MINUTE)),
+        ("1000/hour burst 200", Limit(1_000, per=HOUR, burst=200)),
+        ("1000/hour BURST 200", Limit(1_000, per=HOUR, burst=200)),
+        ("10/s burst5", Limit(10, per=1, burst=5)),
+        ("10/s burst 0", Limit(10, per=1)),
+        ("10/s capacity 50", Limit(10, per=1, capacity=50)),
+        ("10/s burst 5 capacity 15", Limit(10, per=1, burst=5)),
+    ],
+)
+def test_a_right_string(text: str, limit: Limit) -> None:
+    """Each reads as that one limit."""
+    assert parse_limit(text) == limit
+    assert parse_limits(text) == (limit,)
+
+
+@pytest.mark.parametrize(
+    ("text", "limits"),
+    [
+        ("10/s; 100/m", (Limit(10, per=1), Limit(100, per=MINUTE))),
+        ("100/m;10/s", (Limit(100, per=MINUTE), Limit(10, per=1))),
+        (
+            "10/second; 1000/hour burst 200",
+            (Limit(10, per=1), Limit(1_000, per=HOUR, burst=200)),
+        ),
+        ("1/s ; 1/m ; 1/h", (Limit(1, per=1), Limit(1, per=MINUTE), Limit(1, per=HOUR))),
+    ],
+)
+def test_several_keep_their_order(text: str, limits: tuple[Limit, ...]) -> None:
+    """Limits come in the order they were written."""
+    assert parse_limits(text) == limits
+
+
+def test_every_spelling_of_every_unit() -> None:
+    """These and no others; upper case too."""
+    assert {
+        spelling: ns for ns, spellings in SPELLINGS.items() for spelling in spellings
+    } == UNIT_NS
+    for ns, spellings in SPELLINGS.items():
+        for spelling in spellings:
+            assert parse_limit(f"1/{spelling}").window_ns == ns
+            assert parse_limit(f"1/{spelling.upper()}").window_ns == ns
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+def test_the_algorithm_is_passed_on(algorithm: AlgorithmName) -> None:
+    """A rate string says how much; the algorithm is an argument."""
+    assert parse_limit("5/s", algorithm=algorithm).algorithm == algorithm
+
+
+WANTS_COUNT = "expected how many units, a whole number,"
+WANTS_PER = "expected '/' or 'per' after the number of units"
+WANTS_UNIT = "expected a unit: ms, second, minute, hour, day, week, month or year"
+WANTS_END = "expected ';' before another limit, 'burst', or the end"
+WANTS_WINDOW = "a window is from 1 ms to 366 days in whole microseconds; this is not one"
+TOO_MANY = "at most 1,000,000,000 units are possible; too many"
+TOO_LONG = "a number has at most 18 characters; too long"
+
+
+@pytest.mark.parametrize(
+    ("text", "pointer", "problem"),
+    [
+        ("", "^", WANTS_COUNT),
+        ("   ", "   ^", WANTS_COUNT),
+        ("minute", "^", WANTS_COUNT),
+        ("/minute", "^", WANTS_COUNT),
+        ("-5/minute", "^", WANTS_COUNT),
+        ("1.5/minute", "^", WANTS_COUNT),
+        ("ten/minute", "^", WANTS_COUNT),
+        ("\uff15/minute", "^", WANTS_COUNT),  # a full-width 5
+        ("\u0665/minute", "^", WANTS_COUNT),  # an Arabic-Indic 5
+        ("_5/minute", "^", WANTS_COUNT),
+        ("100", "   ^", WANTS_PER),
+        ("100 minute", "    ^", WANTS_PER),
+        ("100_/minute", "   ^", WANTS_PER),
+        ("1__0/minute", " ^", WANTS_PER),
+        ("1,000/minute", " ^", WANTS_PER),
+        ("100 pro minute", "    ^", WANTS_PER),
+        ("100 perminute", "    ^", WANTS_PER),
+        ("1e3/minute", " ^", WANTS_PER),
+        ("100/", "    ^", WANTS_UNIT),
+        ("100/5", "     ^", WANTS_UNIT),
+        ("100/fortnight", "    ^", WANTS_UNIT),
+        ("100/minut", "    ^", WANTS_UNIT),
+        ("100/mon", "    ^", WANTS_UNIT),
+        ("100/5 furlongs", "      ^", WANTS_UNIT),
+        ("100/-5s", "    ^", WANTS_UNIT),
+        ("100/1.s", "     ^", WANTS_UNIT),
+        ("100/.5s", "    ^", WANTS_UNIT),
+        ("100//s", "    ^", WANTS_UNIT),
+        ("100/0s", "    ^", WANTS_WINDOW),
+        ("100/0.5ms", "    ^", WANTS_WINDOW),
+        ("100/367d", "    ^", WANTS_WINDOW),
+        ("100/2 years", "    ^", WANTS_WINDOW),
+        ("100/1.0000001s", "    ^", WANTS_WINDOW),
+        ("100/9999999999999999 years", "    ^", WANTS_WINDOW),
+        ("100/minute!", "          ^", WANTS_END),
+        ("100/minute, 5/s", "          ^", WANTS_END),
+        ("100/minute 5/s", "           ^", WANTS_END),
+        ("100/minute burts 5", "           ^", WANTS_END),
+        ("100/minute burst 5 burst 6", "                   ^", WANTS_END),
+        ("100/minute burst", "                ^", "expected the burst, a whole number,"),
+        ("100/minute burst x", "                 ^", "expected the burst, a whole number,"),
+        ("100/minute burst 1.5", "                 ^", "expected the burst, a whole number,"),
+        ("100/minute capacity", "                   ^", "expected the capacity, a whole number,"),
+        ("100/minute;", "           ^", WANTS_COUNT),
+        ("100/minute;;5/s", "           ^", WANTS_COUNT),
+        (";100/minute", "^", WANTS_COUNT),
+        ("10/s; 100/minte", "          ^", WANTS_UNIT),
+        ("1000000001/s", "^", TOO_MANY),
+        ("5/s burst 1000000001", "          ^", TOO_MANY),
+        ("5/s capacity 1000000001", "             ^", TOO_MANY),
+        ("1234567890123456789/s", "^", TOO_LONG),
+        ("1/1234567890123456789s", "  ^", TOO_LONG),
+        ("1/1.00000000000000000s", "  ^", TOO_LONG),
+    ],
+)
+def test_a_wrong_string_is_pointed_at(text: str, pointer: str, problem: str) -> None:
+    """The error shows the string, a pointer at the first wrong character, and right ones."""
+    with pytest.raises(RateSyntaxError) as caught:
+        parse_limits(text)
+    error = caught.value
+    assert (error.text, error.position, error.problem) == (text, len(pointer) - 1, problem)
+    assert str(error).split("\n") == [
+        f"{problem} at character {len(pointer)}",
+        f"    {text}",
+        f"    {pointer}",
+        f"write it like this: {EXAMPLE}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "algorithm", "pointer", "problem"),
+    [
+        ("5/s; 0/s", "token_bucket", "     ^", "limit=0 is not a whole number"),
+        ("5/s burst 1 capacity 9", "token_bucket", "^", "give burst=1 or capacity=9, not both"),
+        ("5/s; 5/m burst 1", "fixed_window", "     ^", "fixed_window has no burst or capacity"),
+        ("1000001/s", "sliding_window_log", "^", "limit=1000001 is not a whole number"),
+        ("1/366d capacity 101", "token_bucket", "^", "more than a century to refill"),
+        ("999999999/s burst 2", "token_bucket", "^", "capacity (limit + burst)=1000000001"),
+        ("5/s", "leaky", "^", "algorithm='leaky' is not known"),
+    ],
+)
+def test_numbers_that_make_no_limit_are_pointed_at(
+    text: str, algorithm: Any, pointer: str, problem: str
+) -> None:
+    """What reads well and makes no sense is pointed at from where that limit begins."""
+    with pytest.raises(RateSyntaxError) as caught:
+        parse_limits(text, algorithm=algorithm)
+    assert caught.value.position == len(pointer) - 1
+    assert problem in caught.value.problem
+
+
+def test_one_limit_where_one_is_wanted() -> None:
+    """`parse_limit` refuses two, pointing at what separates them."""
+    with pytest.raises(RateSyntaxError, match="one limit is wanted here") as caught:
+        parse_limit("5/s; 6/m")
+    assert caught.value.position == 3
+
+
+def test_sixteen_limits_fit_one_string() -> None:
+    """Sixteen are read and the seventeenth is pointed at."""
+    rates = "; ".join(f"1/{n}s" for n in range(1, LIMITS_MAX + 2))
+    assert len(parse_limits(rates[: rates.rindex(";")])) == LIMITS_MAX == 16
+    with pytest.raises(RateSyntaxError, match="at most 16 limits") as caught:
+        parse_limits(rates)
+    assert rates[caught.value.position :] == "1/17s"
+
+
+@pytest.mark.parametrize("text", [None, 5, 1.5, b"5/s", ["5/s"], Limit(5, per=1), object()])
+def test_what_is_not_text_is_refused(text: Any) -> None:
+    """Only text is a rate string; the error shows one."""
+    with pytest.raises(ConfigError, match="a rate is text such as 100/minute"):
+        parse_limits(text)
+
+
+def test_a_very_long_string_is_refused_unread() -> None:
+    """A thousand characters are read, one more is not, and the error does not repeat them."""
+    padding = " " * (TEXT_LENGTH_MAX - 3)
+    assert parse_limit(f"5/s{padding}") == Limit(5, per=1)
+    with pytest.raises(ConfigError, match="at most 1000 characters") as caught:
+        parse_limits(f"5/s {padding}")
+    assert len(str(caught.value)) < 100
+
+
+@pytest.mark.parametrize("precision", [1, 3, 6])
+def test_the_callers_decimal_context_does_not_matter(precision: int) -> None:
+    """A program that calculates in 3 digits still gets the window it wrote."""
+    with decimal.localcontext() as context:
+        context.prec = precision
+        assert parse_limit("1/86401.5s").window_ns == 86_401_500_000_000
+
+
+@pytest.mark.parametrize("seconds", ["8500000.000003", "16777217.000001", "16777218.000001"])
+def test_long_windows_with_microseconds(seconds: str) -> None:
+    """A window of months in whole microseconds is a window like any other."""
+    assert parse_limit(f"1/{seconds}s").window_ns == int(Fraction(seconds) * 10**9)
+
+
+# ------------------------------------------------------------------------------------ fuzz
+
+
+def _parses_or_is_a_config_error(text: str) -> None:
+    try:
+        found: tuple[Limit, ...] | ConfigError = parse_limits(text)
+    except ConfigError as error:
+        found = error
+    if isinstance(found, RateSyntaxError):
+        assert 0 <= found.position <= len(text)
+        assert found.text == text
+    elif isinstance(found, tuple):
+        assert 1 <= len(found) <= LIMITS_MAX
+        assert all(isinstance(limit, Limit) for limit in found)
+
+
+_GRAMMAR = ["/", ";", " ", "per", "burst", "capacity", "s", "m", "month", "ms"]
+_NUMBERS = ["0", "5", "10", "1.5", "1_0", "_", ".", "-", "9" * 18, "9" * 19]
+_STRANGE = ["\u0663", "\u00b2", "\u2167", "\u212a", "\u017f", "\n", "\x00", "\ud800"]
+_PIECES = st.sampled_from([*_GRAMMAR, *_NUMBERS, *_STRANGE])
+
+
+@given(st.text(max_size=60) | st.lists(_PIECES, max_size=12).map("".join))
+def test_any_text_is_limits_or_a_config_error(text: str) -> None:
+    """Whatever the text, the answer is Limits or a ConfigError, nothing else."""
+    _parses_or_is_a_config_error(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "9" * TEXT_LENGTH_MAX,
+        "9" * 10_000_000,
+        "9" * 500 + "/s",
+        "1/" + "9" * 500 + "s",
+        "1/1." + "0" * 900 + "1s",
+        "1" + "_1" * 400 + "/s",
+        "1/" + "s" * 900,
+        "1/s" + " " * 900 + "x",
+        "1/s;" * 250,
+        " " * 1_000,
+        "1/s burst " * 100,
+        "\u0663" * 1_000,
+        "\ud800" * 1_000,
+    ],
+    ids=range(13),
+)
+def test_long_text_ends_at_once(text: str) -> None:
+    """Nothing here is quadratic: a thousand of anything is refused like anything else."""
+    _parses_or_is_a_config_error(text)
+
+
+@st.composite
+def _spec(draw: st.DrawFn) -> tuple[str, tuple[int, int, int]]:
+    """A rate string, and the count, window in ns and capacity that it says."""
+    unit_ns, unit = draw(
+        st.sampled_from([(ns, unit) for ns, units in SPELLINGS.items() for unit in units])
+    )
+    number = draw(st.integers(1, 366 * 86_400 * 10**9 // unit_ns))
+    count = draw(st.integers(1, 10**9 // 4))
+    burst = draw(st.integers(0, 3 * count))
+    space = st.sampled_from(["", " ", "  ", "\t"])
+    per = draw(st.sampled_from(["/", " per "]))
+    window = unit if number == 1 and draw(st.booleans()) else f"{number}{draw(space)}{unit}"
+    written = f"{count:_}" if draw(st.booleans()) else f"{count}"
+    tail = f" burst{draw(space)}{burst}" if burst else ""
+    text = f"{draw(space)}{written}{per}{draw(space)}{window}{tail}{draw(space)}"
+    return text, (count, number * unit_ns, count + burst)
+
+
+@given(st.lists(_spec(), min_size=1, max_size=4))
+def test_a_generated_string_reads_as_its_numbers(
+    specs: list[tuple[str, tuple[int, int, int]]],
+) -> None:
+    """Whatever the spacing and the spelling, the numbers come out as they went in."""
+    limits = parse_limits(";".join(text for text, _ in specs))
+    read = [(limit.limit, limit.window_ns, limit.capacity) for limit in limits]
+    assert read == [numbers for _, numbers in specs]

@@ -1,0 +1,59 @@
+"""Databases to keep records in, and what is in them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sqlalchemy import text
+
+from tollkeeper.control.database import Database
+from tollkeeper.history.events import Event
+from tollkeeper.history.sink import Sink
+
+SECONDS_MAX = 20.0
+_PAUSE_SECONDS = 0.01
+
+
+def event(at_us: int, **other: Any) -> Event:
+    """A denial, but for what is said otherwise."""
+    usual = Event(
+        *(at_us, "eu-1", "orders", "user:42", "/orders", "POST", "denied"),
+        *("limited", 1, 2_500, 0, "[]"),
+    )
+    return usual._replace(**other)
+
+
+async def rows(url: str, statement: str) -> list[tuple[Any, ...]]:
+    """What a query finds."""
+    database = Database(url)
+    try:
+        async with database.reading() as connection:
+            return [tuple(row) for row in await connection.execute(text(statement))]
+    finally:
+        await database.close()
+
+
+async def filled(
+    url: str, events: Sequence[Event] = (), usage: Sequence[tuple[str, str, int, list[int]]] = ()
+) -> None:
+    """Write these; of usage: who, which rule, which minute, and the counts."""
+    sink = Sink(Database(url))
+    sink.offer(events)
+    for subject, rule, minute, counts in usage:
+        sink.usage.add((subject, rule, minute), counts)
+    try:
+        await sink.finish()
+    finally:
+        await sink.close()
+
+
+async def until_async(condition: Callable[[], Any], what: str) -> Any:
+    """What `condition` gives once that is true, while the event loop goes on."""
+    deadline_s = time.monotonic() + SECONDS_MAX
+    while not (found := condition()):
+        assert time.monotonic() < deadline_s, f"waited {SECONDS_MAX:g} s for this: {what}"
+        await asyncio.sleep(_PAUSE_SECONDS)
+    return found

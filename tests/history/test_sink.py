@@ -1,0 +1,191 @@
+"""Writing records: in batches, once, within bounds, and again after a failure. On SQLite."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.history.databases import event, rows, until_async
+from tollkeeper.control.database import Database
+from tollkeeper.core.errors import ConfigError, StoreError
+from tollkeeper.history import sink as sinks
+from tollkeeper.history.reading import Records, Wanted
+from tollkeeper.history.sink import BATCH_EVENTS_MAX, EVENTS_MAX, Pace, Sink
+
+QUICK = Pace(write_seconds=0.01, usage_seconds=0.01, batch_seconds=0)
+COUNTS = "SELECT count(*), coalesce(sum(allowed), 0), coalesce(sum(units), 0) FROM tollkeeper_usage"
+DECISIONS = "SELECT count(*) FROM tollkeeper_decisions"
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """Of a file that is not there yet."""
+    return f"sqlite:///{tmp_path / 'records.db'}"
+
+
+async def test_everything_that_is_offered_is_written_once(url: str) -> None:
+    """More than a batch of both kinds, and then nothing more."""
+    sink = Sink(Database(url))
+    events = [event(number, subject=f"user:{number}") for number in range(BATCH_EVENTS_MAX + 500)]
+    sink.offer(events)
+    for number in range(sinks.BATCH_BUCKETS_MAX + 10):
+        sink.usage.add((f"user:{number}", "orders", 1), [1, 0, 2])
+    await sink.finish()
+    await sink.finish()
+    await sink.close()
+    assert await rows(url, DECISIONS) == [(len(events),)]
+    count = sinks.BATCH_BUCKETS_MAX + 10
+    assert await rows(url, COUNTS) == [(count, count, 2 * count)]
+    assert (sink.written, sink.dropped()) == (len(events), 0)
+
+
+async def test_writers_add_up(url: str) -> None:
+    """Several at a time, to the same buckets; also to those of a time before."""
+
+    async def write() -> None:
+        sink = Sink(Database(url))
+        for _ in range(5):
+            for number in range(50):
+                sink.usage.add((f"user:{number}", "orders", 7), [1, 2, 3])
+            await sink.finish()
+        await sink.close()
+
+    await asyncio.gather(*(write() for _ in range(4)))
+    found = "SELECT count(*), min(allowed), max(allowed), max(units) FROM tollkeeper_usage"
+    assert await rows(url, found) == [(50, 20, 20, 60)]
+
+
+async def test_a_batch_whose_commit_nobody_heard_of_is_not_added_again(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to the commit is lost; the same batch is tried again, and found there."""
+    sink = Sink(Database(url))
+    sink.offer([event(1)])
+    sink.usage.add(("user:1", "orders", 1), [1, 0, 1])
+    add = sink._add
+
+    async def add_and_lose_the_answer(batch: sinks.Batch) -> None:
+        await add(batch)
+        raise StoreError("nobody answers")
+
+    await sink._prepare()
+    monkeypatch.setattr(sink, "_add", add_and_lose_the_answer)
+    with pytest.raises(StoreError):
+        await sink.write()
+    monkeypatch.undo()
+    sink.offer([event(2)])
+    await sink.finish()
+    await sink.close()
+    assert await rows(url, DECISIONS) == [(2,)]
+    assert await rows(url, COUNTS) == [(1, 1, 1)]
+
+
+async def test_what_does_not_fit_is_dropped_and_counted(url: str) -> None:
+    """The oldest stay."""
+    sink = Sink(Database(url))
+    sink.offer([event(number) for number in range(EVENTS_MAX - 1)])
+    sink.offer([event(number) for number in range(EVENTS_MAX, EVENTS_MAX + 5)])
+    assert sink.dropped() == 4
+    sink.offer([event(0)])
+    assert sink.dropped() == 5
+    await sink.close()
+
+
+async def test_a_locked_file_is_waited_out(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes meanwhile is kept as far as it fits, and written when the lock is gone."""
+    monkeypatch.setattr("tollkeeper.control.database.WAIT_SECONDS_MAX", 0.05)
+    monkeypatch.setattr(sinks, "RETRY_SECONDS_MIN", 0.01)
+    sink = Sink(Database(url), pace=QUICK)
+    await sink.finish()
+    with sqlite3.connect(tmp_path / "records.db", isolation_level=None) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        running = asyncio.create_task(sink.run())
+        for _ in range(2 * EVENTS_MAX // BATCH_EVENTS_MAX):
+            sink.offer([event(time.time_ns() // 1_000)] * BATCH_EVENTS_MAX)
+            await asyncio.sleep(0)
+        await until_async(lambda: sink._failures > 1, "it has tried again")
+        assert sink.written == 0
+        assert sink.dropped() >= EVENTS_MAX - BATCH_EVENTS_MAX
+        other.execute("ROLLBACK")
+    kept = 2 * EVENTS_MAX - sink.dropped()
+    await until_async(lambda: sink.written == kept, "all that was kept is written")
+    sink.stop()
+    await running
+    await sink.close()
+    assert await rows(url, DECISIONS) == [(kept,)]
+    other.close()
+
+
+def removed(folder: Path) -> None:
+    """All that is in there."""
+    for each in folder.iterdir():
+        each.unlink()
+
+
+async def test_a_file_that_was_removed_is_made_anew(url: str, tmp_path: Path) -> None:
+    """Whoever needs the room may remove it, and what comes then is not lost with it."""
+    sink = Sink(Database(url), pace=QUICK)
+    records = Records(Database(url))
+    now_us = time.time_ns() // 1_000
+    wanted = Wanted(0, 2 * now_us)
+    running = asyncio.create_task(sink.run())
+    sink.offer([event(now_us)])
+    await until_async(lambda: sink.written == 1, "the first is written")
+    assert len(await records.decisions(wanted, 10)) == 1
+    removed(tmp_path)
+    sink.offer([event(now_us + 1)])
+    await until_async(lambda: sink.written == 2, "the second is written")
+    found = await records.decisions(wanted, 10)
+    assert [row.event.at_us for row in found] == [now_us + 1]
+    sink.stop()
+    await running
+    await sink.close()
+    await records.close()
+    assert await rows(url, DECISIONS) == [(1,)]
+
+
+async def test_a_batch_that_no_database_takes_is_lost_and_counted(url: str) -> None:
+    """And does not keep the next ones back."""
+    sink = Sink(Database(url))
+    sink.offer([event(1, node=object()), event(2)])
+    await sink.finish()
+    sink.offer([event(3)])
+    await sink.finish()
+    await sink.close()
+    assert sink.dropped() == 2
+    assert await rows(url, DECISIONS) == [(1,)]
+
+
+async def test_tables_of_a_later_version_are_left_alone(url: str) -> None:
+    """An older Tollkeeper does not write what it does not know."""
+    first = Sink(Database(url))
+    await first.finish()
+    async with first.transaction() as connection:
+        await connection.exec_driver_sql("UPDATE tollkeeper_record_state SET version = 99")
+    await first.close()
+    sink = Sink(Database(url))
+    sink.offer([event(1)])
+    with pytest.raises(ConfigError, match="of version 99"):
+        await sink.finish()
+    await sink.close()
+
+
+async def test_the_loop_writes_what_is_due(url: str) -> None:
+    """Decisions at once when there are many, usage when it is due."""
+    sink = Sink(Database(url), pace=QUICK)
+    running = asyncio.create_task(sink.run())
+    now_s = int(time.time())  # what is old would be trimmed
+    sink.offer([event(now_s * 10**6)])
+    sink.usage.add(("user:1", "orders", now_s // 60), [1, 0, 1])
+    await until_async(lambda: sink.written == 1 and not len(sink.usage), "both are written")
+    sink.stop()
+    await running
+    await sink.finish()
+    await sink.close()
+    assert await rows(url, COUNTS) == [(1, 1, 1)]

@@ -1,0 +1,196 @@
+"""What callers hand in, each checked in one place; test_fuzz_entries.py tries anything at all."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from tollkeeper import ConfigError, InvalidCost, Limit, Request
+from tollkeeper.core.clock import SystemClock, clock_of
+from tollkeeper.core.model import units_of
+from tollkeeper.core.rates import limits_of
+from tollkeeper.limiter.arguments import cost_of, key_of, kind_of, name_of
+from tollkeeper.testing import ManualClock
+
+# ------------------------------------------------------------------------------------ clocks
+
+
+def test_a_clock_is_the_systems_unless_given() -> None:
+    """None is real time; any other is taken as it is."""
+    clock = ManualClock()
+    assert clock_of(clock) is clock
+    assert type(clock_of(None)) is SystemClock
+
+
+@pytest.mark.parametrize("clock", [5, "now", object(), 0, False])
+def test_what_is_no_clock(clock: Any) -> None:
+    """Refused when the limiter is made, not at its first check."""
+    with pytest.raises(ConfigError, match=r"has no now_ns\(\); for example clock=.*ManualClock"):
+        clock_of(clock)
+
+
+# ------------------------------------------------------------------------------------ limits
+
+FIVE, SIX = Limit(5, per=1), Limit(6, per=60)
+
+
+@pytest.mark.parametrize(
+    ("limits", "found"),
+    [
+        ("5/s", (FIVE,)),
+        (FIVE, (FIVE,)),
+        ("5/s; 6/m", (FIVE, SIX)),
+        (["5/s", SIX], (FIVE, SIX)),
+        (("5/s; 6/m",), (FIVE, SIX)),
+    ],
+    ids=repr,
+)
+def test_limits(limits: Any, found: tuple[Limit, ...]) -> None:
+    """A rate string, a Limit, or a list or tuple of either, in their order."""
+    assert limits_of(limits) == found
+
+
+@pytest.mark.parametrize(
+    "limits", [None, 5, b"5/s", {"5/s"}, {"5/s": 1}, iter(["5/s"]), object()], ids=range(7)
+)
+def test_what_is_neither_a_limit_nor_a_list_of_them(limits: Any) -> None:
+    """Sets have no order and iterators are gone once read, so both are refused too."""
+    with pytest.raises(ConfigError, match=r"^limits=.* is not a rate, a Limit, or a list of them"):
+        limits_of(limits)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [["5/s", "6/s"], "5/s; 6/s", [FIVE, FIVE], [Limit(5, 1, name="n"), Limit(6, 2, name="n")]],
+)
+def test_limits_that_would_share_one_count(limits: Any) -> None:
+    """Charged once and refunded twice, they would count wrong; the error says how to tell them."""
+    with pytest.raises(ConfigError, match="would share one count: give each a name of its own"):
+        limits_of(limits)
+
+
+@pytest.mark.parametrize("count", [0, 17])
+def test_there_are_1_to_16_limits(count: int) -> None:
+    """None at all limits nothing, and a check of hundreds would take as long."""
+    assert len(limits_of([f"1/{n}s" for n in range(1, 17)])) == 16
+    with pytest.raises(ConfigError, match=f"a limiter has 1 to 16 limits, not {count}"):
+        limits_of([f"1/{n}s" for n in range(1, count + 1)])
+
+
+# ------------------------------------------------------------------------------------ units
+
+
+class Seven:
+    """A whole number that is not an int, such as numpy's."""
+
+    def __index__(self) -> int:
+        return 7
+
+
+@pytest.mark.parametrize(("units", "whole"), [(0, 0), (1, 1), (10**30, 10**30), (Seven(), 7)])
+def test_units(units: Any, whole: int) -> None:
+    """Whatever is a whole number from 0 up, as an int."""
+    assert units_of(units, "cost") == whole
+    assert type(units_of(units, "cost")) is int
+
+
+@pytest.mark.parametrize("units", [-1, 1.0, "1", None, True, False, 1j, [1]], ids=repr)
+def test_what_is_no_number_of_units(units: Any) -> None:
+    """The error names the argument."""
+    with pytest.raises(InvalidCost, match=r"^units=.* is not a whole number.*example units=1$"):
+        units_of(units, "units")
+
+
+# ------------------------------------------------------------------------------------ functions
+
+
+def _function(*args: Any) -> None: ...
+
+
+async def _async_function(*args: Any) -> None: ...
+
+
+async def _async_generator() -> AsyncIterator[int]:
+    yield 1
+
+
+class Called:
+    """A callable object."""
+
+    def __call__(self) -> None: ...
+
+
+class Awaited:
+    """A callable object whose call is to be awaited."""
+
+    async def __call__(self) -> None: ...
+
+    async def method(self) -> None: ...
+
+
+class Generated:
+    """A callable object whose call is to be iterated over."""
+
+    async def __call__(self) -> AsyncIterator[int]:
+        yield 1
+
+
+@functools.wraps(_async_function)
+def _wrapper(*args: Any) -> Any:
+    return _async_function(*args)
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (_function, "plain"),
+        (len, "plain"),
+        (Called, "plain"),
+        (Called(), "plain"),
+        (functools.partial(_function, 1), "plain"),
+        (functools.partial(Called()), "plain"),
+        (_async_function, "coroutine"),
+        (_async_generator, "async generator"),
+        (Awaited(), "coroutine"),
+        (Awaited().method, "coroutine"),
+        (functools.partial(_async_function, 1), "coroutine"),
+        (functools.partial(Awaited()), "coroutine"),
+        (functools.partial(functools.partial(_async_function, 1), 2), "coroutine"),
+        (_wrapper, "coroutine"),
+        (Generated(), "async generator"),
+    ],
+    ids=range(15),
+)
+def test_what_a_call_gives(function: Callable[..., object], kind: str) -> None:
+    """Callable objects, partials and wrappers are what they call."""
+    assert kind_of(function) == kind
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (_function, f"{__name__}._function"),
+        (functools.partial(_function, 1), f"{__name__}._function"),
+        (Called(), f"{__name__}.Called"),
+        (functools.partial(Called()), f"{__name__}.Called"),
+        (Awaited().method, f"{__name__}.Awaited.method"),
+        (len, "builtins.len"),
+    ],
+    ids=range(6),
+)
+def test_a_functions_name(function: Callable[..., object], name: str) -> None:
+    """Module and name: the key of a decorated function that was given none."""
+    assert name_of(function) == name
+    assert key_of(None, function, (), {}) == name
+
+
+def test_key_and_cost_of_a_call() -> None:
+    """A value stands for every call; a function is asked with the call's arguments."""
+    assert key_of(("a", "b"), _function, ("x",), {}) == ("a", "b")
+    assert key_of(lambda user, size: f"{user}:{size}", _function, ("x",), {"size": 2}) == "x:2"
+    assert key_of(lambda user: Request(user=user), _function, ("x",), {}) == Request(user="x")
+    assert cost_of(3, ("x",), {}) == 3
+    assert cost_of(lambda user, size: size, ("x",), {"size": 2}) == 2

@@ -1,0 +1,366 @@
+"""The verbs of AsyncLimiter: those of Limiter, awaited, and never blocking the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import AsyncIterator, Callable, Coroutine
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from tests.clocks import LateClock, ShortClock, TickingClock
+from tollkeeper import (
+    AsyncLimiter,
+    CapacityError,
+    ConfigError,
+    InvalidCost,
+    InvalidKey,
+    Limit,
+    Limiter,
+    LimitExceeded,
+    Request,
+    StoreFull,
+)
+from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from tollkeeper.decide.stores.memory import PythonMemoryStore
+from tollkeeper.testing import ManualClock
+
+SECOND = 1_000_000_000
+QUEUE = Limit(1, per=1, capacity=5, algorithm="leaky_bucket")
+
+
+class NonBlockingClock(ManualClock):
+    """A manual clock on which a blocking sleep is an error."""
+
+    def sleep(self, seconds: float) -> None:
+        pytest.fail("a blocking sleep stops every other task of the loop")
+
+
+class StuckClock(ManualClock):
+    """A clock whose sleeps never end, so that they can be cancelled."""
+
+    async def sleep_async(self, seconds: float) -> None:
+        await asyncio.Event().wait()
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return NonBlockingClock()
+
+
+@pytest.fixture
+def limiter(clock: ManualClock) -> AsyncLimiter:
+    """Two at once, one every ten seconds."""
+    return AsyncLimiter("2/20s", clock=clock, name="orders")
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+async def test_the_same_answers_as_limiter(algorithm: AlgorithmName) -> None:
+    """On the same trace of verbs, both give the same decisions, field for field."""
+    clock = ManualClock()
+    limits = [Limit(3, per=10, algorithm=algorithm), Limit(5, per=60)]
+    sync = Limiter(limits, clock=clock, name="n")
+    other = AsyncLimiter(limits, clock=clock, name="n")
+    for step in range(40):
+        cost = step % 3
+        if step % 10 == 7:
+            sync.refund("k", cost)
+            await other.refund("k", cost)
+        if step % 10 == 9:
+            sync.grant("k", 2, ttl=5)
+            await other.grant("k", 2, ttl=5)
+        if step % 20 == 15:
+            sync.reset("k")
+            await other.reset("k")
+        assert await other.peek("k", cost) == sync.peek("k", cost)
+        assert await other.check("k", cost) == sync.check("k", cost)
+        clock.advance(1.7)
+
+
+async def test_errors_are_raised_when_awaited(limiter: AsyncLimiter) -> None:
+    """The same errors for the same mistakes."""
+    with pytest.raises(InvalidKey):
+        await limiter.check("")
+    with pytest.raises(InvalidCost):
+        await limiter.check("k", -1)
+    with pytest.raises(CapacityError):
+        await limiter.check("k", 3)
+    with pytest.raises(ConfigError, match="say what it is counted by"):
+        await limiter.check(Request(user="u"))
+    with pytest.raises(ConfigError, match="not between 1 ns and 366 days"):
+        await limiter.grant("k", 1, ttl=0)
+
+
+async def test_requests(clock: ManualClock) -> None:
+    """Counted by what was asked."""
+    limiter = AsyncLimiter("1/m", clock=clock, by=["user"])
+    assert await limiter.check(Request(user="u", ip="::1"))
+    assert not await limiter.check(Request(user="u", ip="::2"))
+    assert await limiter.check(Request(user="v", ip="::1"))
+
+
+async def test_wait_sleeps_until_it_fits(limiter: AsyncLimiter, clock: ManualClock) -> None:
+    """Two pass at once, then one every 10 s, and no sleep blocks the loop."""
+    times = []
+    for _ in range(5):
+        assert await limiter.wait("k")
+        times.append(clock.now_ns() // SECOND)
+    assert times == [0, 0, 10, 20, 30]
+
+
+async def test_wait_keeps_to_its_timeout(limiter: AsyncLimiter, clock: ManualClock) -> None:
+    """Denied at once when it would take longer; allowed when it takes exactly as long."""
+    await limiter.check("k", 2)
+    denied = await limiter.wait("k", timeout=9.999)
+    assert (denied.allowed, denied.retry_after, clock.now_ns()) == (False, 10.0, 0)
+    assert (await limiter.wait("k", timeout=10)).allowed
+
+
+async def test_wait_goes_on_when_woken_early() -> None:
+    """A sleep that ends early is followed by another."""
+    clock = ShortClock()
+    limiter = AsyncLimiter("2/20s", clock=clock)
+    await limiter.check("k", 2)
+    assert (await limiter.wait("k")).allowed
+    assert clock.now_ns() == 10 * SECOND
+
+
+async def test_wait_on_a_clock_that_runs() -> None:
+    """What fits now is allowed, though a microsecond passes between two readings."""
+    limiter = AsyncLimiter("2/20s", clock=TickingClock())
+    assert (await limiter.wait("k", timeout=0)).allowed
+
+
+async def test_wait_keeps_what_it_got_when_it_overslept() -> None:
+    """Units that are there when it wakes up are not given back because it woke up late."""
+    limiter = AsyncLimiter("2/20s", clock=LateClock())
+    await limiter.check("k", 2)
+    assert (await limiter.wait("k", timeout=10)).allowed
+
+
+async def test_wait_serves_a_leaky_buckets_delay(clock: ManualClock) -> None:
+    """Allowed means now."""
+    limiter = AsyncLimiter(QUEUE, clock=clock)
+    for turn in range(3):
+        decision = await limiter.wait("k")
+        assert (clock.now_ns(), decision.delay_ns) == (turn * SECOND, 0)
+
+
+async def test_a_turn_after_the_deadline_is_given_back(clock: ManualClock) -> None:
+    """Queued behind 3 s with 2 s to wait: denied, and the place is free again."""
+    limiter = AsyncLimiter(QUEUE, clock=clock)
+    await limiter.check("k", 3)
+    decision = await limiter.wait("k", timeout=2)
+    assert (decision.allowed, decision.retry_after) == (False, 1.0)
+    assert (await limiter.peek("k")).remaining == 2
+
+
+async def test_a_cancelled_wait_spends_nothing() -> None:
+    """A client that hung up while waiting for room has taken none."""
+    limiter = AsyncLimiter("2/20s", clock=StuckClock())
+    await limiter.check("k", 2)
+    waiting = asyncio.create_task(limiter.wait("k"))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert (await limiter.peek("k")).remaining == 0
+    await limiter.refund("k", 2)
+    assert (await limiter.peek("k")).remaining == 2
+
+
+async def _hold(limiter: AsyncLimiter, wait: float) -> None:
+    async with limiter.hold("k", wait=wait):
+        pytest.fail("the block ran")
+
+
+async def _call(limiter: AsyncLimiter) -> None:
+    @limiter.limit("k")
+    async def work() -> None:
+        pytest.fail("it ran")
+
+    await work()
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        pytest.param(lambda limiter: limiter.wait("k"), id="wait"),
+        pytest.param(lambda limiter: _hold(limiter, 0), id="hold"),
+        pytest.param(lambda limiter: _hold(limiter, 9), id="hold and wait"),
+        pytest.param(_call, id="limit"),
+    ],
+)
+async def test_whoever_is_cancelled_in_the_queue_leaves_it(
+    verb: Callable[[AsyncLimiter], Coroutine[Any, Any, Any]],
+) -> None:
+    """Queued behind 3 s when the client hangs up: the place in the leaky bucket is free again."""
+    limiter = AsyncLimiter(QUEUE, clock=StuckClock())
+    await limiter.check("k", 3)
+    queued = asyncio.create_task(verb(limiter))
+    await asyncio.sleep(0)
+    assert (await limiter.peek("k")).remaining == 1
+    queued.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await queued
+    assert (await limiter.peek("k")).remaining == 2
+
+
+async def test_lengths_of_time_may_be_timedeltas(limiter: AsyncLimiter, clock: ManualClock) -> None:
+    """Timeout, wait and ttl, as in Limiter."""
+    await limiter.check("k", 2)
+    assert not await limiter.wait("k", timeout=timedelta(milliseconds=9_999))
+    async with limiter.hold("k", wait=timedelta(seconds=10)):
+        assert clock.now_ns() == 10 * SECOND
+    await limiter.grant("k", 1, ttl=timedelta(seconds=1))
+    assert (await limiter.peek("k")).remaining == 1
+
+
+async def test_waiting_lets_others_run() -> None:
+    """While one task waits, another is served."""
+    limiter = AsyncLimiter("2/20s", clock=StuckClock())
+    await limiter.check("busy", 2)
+    waiting = asyncio.create_task(limiter.wait("busy"))
+    await asyncio.sleep(0)
+    assert await limiter.check("idle")
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+async def test_concurrent_waits_pass_one_by_one(limiter: AsyncLimiter, clock: ManualClock) -> None:
+    """Ten tasks at once: two at 0 s, and never more than one every 10 s after."""
+    await asyncio.gather(*(limiter.wait("k") for _ in range(10)))
+    assert clock.now_ns() >= 80 * SECOND
+
+
+async def test_hold(limiter: AsyncLimiter) -> None:
+    """Spends on the way in, and raises instead of running the block when denied."""
+    async with limiter.hold("k", 2) as decision:
+        assert decision.remaining == 0
+    with pytest.raises(LimitExceeded) as caught:
+        async with limiter.hold("k"):
+            pytest.fail("the block ran")
+    assert caught.value.decision.retry_after == 10.0
+
+
+async def test_hold_waits(limiter: AsyncLimiter, clock: ManualClock) -> None:
+    """Up to `wait` seconds for room; a leaky bucket's delay is slept as well."""
+    await limiter.check("k", 2)
+    async with limiter.hold("k", wait=10):
+        assert clock.now_ns() == 10 * SECOND
+    queue = AsyncLimiter(QUEUE, clock=clock)
+    for turn in range(3):
+        async with queue.hold("k"):
+            assert clock.now_ns() == (10 + turn) * SECOND
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, asyncio.CancelledError])
+@pytest.mark.parametrize(("refund", "left"), [(False, 0), (True, 2)])
+async def test_hold_refunds_a_block_that_raises_if_told(
+    limiter: AsyncLimiter, kind: type[BaseException], refund: bool, left: int
+) -> None:
+    """With refund_on_error a block that failed or was cancelled costs nothing."""
+    with pytest.raises(kind):
+        async with limiter.hold("k", 2, refund_on_error=refund):
+            raise kind
+    assert (await limiter.peek("k")).remaining == left
+
+
+async def test_the_decorator_limits_calls(limiter: AsyncLimiter) -> None:
+    """Two calls run, the third raises; the result is still an async function."""
+
+    @limiter.limit(key=lambda user: f"user:{user}")
+    async def work(user: str) -> str:
+        """Do it."""
+        return user
+
+    assert inspect.iscoroutinefunction(work)
+    made = work("c")
+    assert isinstance(made, Coroutine)
+    assert await made == "c"
+    assert (work.__name__, work.__doc__) == ("work", "Do it.")
+    assert [await work("a"), await work("a"), await work("b")] == ["a", "a", "b"]
+    with pytest.raises(LimitExceeded):
+        await work("a")
+
+
+async def test_the_decorator_waits_if_told(limiter: AsyncLimiter, clock: ManualClock) -> None:
+    """Up to `wait` seconds for each call; cost may be a function too."""
+
+    @limiter.limit(cost=lambda size: size, wait=20)
+    async def now(size: int) -> int:
+        return clock.now_ns() // SECOND
+
+    assert [await now(2), await now(1), await now(2)] == [0, 10, 30]
+
+
+def _function() -> None: ...
+
+
+def _generator() -> Any:
+    yield
+
+
+@pytest.mark.parametrize("function", [_function, _generator, len])
+def test_sync_functions_are_refused(limiter: AsyncLimiter, function: Callable[..., Any]) -> None:
+    """They cannot be awaited; the error names the other limiter."""
+    with pytest.raises(ConfigError, match="is not async; decorate it with Limiter"):
+        limiter.limit()(function)
+
+
+async def _numbers() -> AsyncIterator[int]:
+    yield 1
+    yield 2
+
+
+def test_async_generators_are_refused(limiter: AsyncLimiter) -> None:
+    """They are iterated, not awaited; the error says what to write instead."""
+    with pytest.raises(ConfigError, match=r"_numbers is an async generator.*`async with limiter"):
+        limiter.limit()(_numbers)  # type: ignore[arg-type]  # that it is refused is the test
+
+
+async def test_a_partial_of_an_async_function_can_be_limited(limiter: AsyncLimiter) -> None:
+    """A partial is async if its function is, and has no name of its own."""
+
+    async def double(number: int) -> int:
+        return 2 * number
+
+    assert await limiter.limit()(functools.partial(double, 21))() == 42
+
+
+@pytest.mark.parametrize(("policy", "allowed"), [("open", True), ("closed", False)])
+async def test_a_store_that_cannot_decide_is_answered_for(policy: Any, allowed: bool) -> None:
+    """Degraded, as the policy says; `raise` raises."""
+    store = PythonMemoryStore(ManualClock(), 1)
+    first = AsyncLimiter("2/20s", store=store, on_failure="raise")
+    await first.check("taken")
+    with pytest.raises(StoreFull):
+        await first.check("new")
+    other = AsyncLimiter("2/20s", store=store, on_failure=policy)
+    decision = await other.check("new")
+    assert (decision.allowed, decision.degraded) == (allowed, True)
+
+
+async def test_closing_leaves_anothers_store_open(clock: ManualClock) -> None:
+    """Sync and async limiters may share a store; closing one does not end the other."""
+    first = Limiter("2/20s", clock=clock)
+    async with AsyncLimiter("2/20s", store=first.store, clock=clock) as second:
+        await second.check("k", 2)
+    assert not first.check("k")
+
+
+async def test_closing_closes_an_own_store(
+    clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that the limiter opened is closed at the end of its block."""
+    closed = []
+    store = PythonMemoryStore(clock)
+    monkeypatch.setattr(store, "close", lambda: closed.append(True))
+    monkeypatch.setattr("tollkeeper.limiter.path.open_store", lambda uri, clock: store)
+    async with AsyncLimiter("2/20s", clock=clock):
+        assert not closed
+    assert closed

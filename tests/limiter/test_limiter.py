@@ -1,0 +1,385 @@
+"""The verbs of Limiter that answer at once; test_limiter_waiting.py has those that wait."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from tollkeeper import (
+    CapacityError,
+    ConfigError,
+    InvalidCost,
+    InvalidKey,
+    Limit,
+    Limiter,
+    Request,
+    StoreFull,
+)
+from tollkeeper.decide.stores.memory import PythonMemoryStore
+from tollkeeper.testing import ManualClock
+
+SECOND = 1_000_000_000
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def limiter(clock: ManualClock) -> Limiter:
+    """Two at once, one every ten seconds."""
+    return Limiter("2/20s", clock=clock, name="orders")
+
+
+# ------------------------------------------------------------------------------------ making one
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        "10/s; 100/m",
+        ["10/s", "100/m"],
+        ("10/s; 100/m",),
+        [Limit(10, per=1), "100/m"],
+        (Limit(10, per=1), Limit(100, per=60)),
+    ],
+)
+def test_limits_may_be_said_in_many_ways(limits: Any) -> None:
+    """A string, a Limit, or several of either."""
+    assert Limiter(limits).limits == (Limit(10, per=1), Limit(100, per=60))
+
+
+def test_one_limit_alone() -> None:
+    """A Limit needs no list around it."""
+    assert Limiter(Limit(10, per=1)).limits == (Limit(10, per=1),)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"limits": []}, "a limiter has 1 to 16 limits, not 0"),
+        ({"limits": [f"1/{n}s" for n in range(1, 18)]}, "a limiter has 1 to 16 limits, not 17"),
+        ({"limits": ["5/s", "6/s"]}, "Limit(5, per=1) and Limit(6, per=1) would share one count"),
+        ({"limits": ["5/s", 7]}, "a rate is text such as"),
+        ({"limits": {"5/s"}}, "limits={'5/s'} is not a rate, a Limit, or a list of them"),
+        ({"limits": None}, "limits=None is not a rate, a Limit, or a list of them"),
+        ({"limits": "5/fortnight"}, "expected a unit"),
+        ({"limits": "5/s", "store": "nowhere://"}, "no known scheme"),
+        ({"limits": "5/s", "store": 5}, "store=5 is not a URI or a store"),
+        ({"limits": "5/s", "clock": 5}, "clock=5 has no now_ns()"),
+        ({"limits": "5/s", "name": "a\tb"}, "name='a\\tb' is not printable text"),
+        ({"limits": "5/s", "by": "user"}, "by='user' is not a list"),
+        ({"limits": "5/s", "on_failure": "maybe"}, "on_failure='maybe' is not known"),
+    ],
+    ids=repr,
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], problem: str) -> None:
+    """A ConfigError that says what is wrong, before anything was opened or counted."""
+    with pytest.raises(ConfigError) as caught:
+        Limiter(**arguments)
+    assert problem in str(caught.value)
+
+
+def test_the_same_limit_twice_is_refused() -> None:
+    """Given twice it would be charged once and refunded twice."""
+    limit = Limit(5, per=60)
+    with pytest.raises(ConfigError, match="would share one count"):
+        Limiter([limit, limit])
+
+
+def test_two_limits_of_one_window_with_names(clock: ManualClock) -> None:
+    """A name of its own gives each limit a count of its own."""
+    limiter = Limiter([Limit(5, per=60), Limit(3, per=60, name="narrow")], clock=clock)
+    assert limiter.check("k", 3).policy.name == "narrow"
+    assert not limiter.check("k")
+
+
+def test_a_store_may_be_shared(clock: ManualClock) -> None:
+    """Limiters of one name on one store share their counts; another name keeps its own."""
+    first = Limiter("2/20s", clock=clock)
+    second = Limiter("2/20s", store=first.store, clock=clock)
+    other = Limiter("2/20s", store=first.store, clock=clock, name="other")
+    first.check("k", 2)
+    assert not second.check("k")
+    assert other.check("k")
+
+
+class RecordingStore(PythonMemoryStore):
+    """A store that knows how often it was closed."""
+
+    closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_closing_closes_an_own_store(clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that the limiter opened is closed with it, also when its block raises."""
+    store = RecordingStore(clock)
+    monkeypatch.setattr("tollkeeper.limiter.path.open_store", lambda uri, clock: store)
+    with pytest.raises(RuntimeError), Limiter("2/20s", clock=clock):
+        raise RuntimeError
+    assert store.closed == 1
+
+
+def test_closing_leaves_anothers_store_open(clock: ManualClock) -> None:
+    """A store that was handed in belongs to whoever opened it."""
+    store = RecordingStore(clock)
+    with Limiter("2/20s", store=store, clock=clock) as limiter:
+        limiter.check("k")
+    limiter.close()
+    assert store.closed == 0
+
+
+def test_stats_are_the_stores(limiter: Limiter) -> None:
+    """One key, one limit, one state."""
+    limiter.check("k")
+    assert limiter.stats().states == 1
+
+
+# ------------------------------------------------------------------------------------ check, peek
+
+
+def test_the_readmes_three_lines() -> None:
+    """Two of two pass and the third does not, on the real clock."""
+    limiter = Limiter("2/minute")
+    assert [bool(limiter.check("user:42")) for _ in range(3)] == [True, True, False]
+
+
+def test_a_decision_names_its_limiter(limiter: Limiter) -> None:
+    """The limiter's name is the decision's rule."""
+    assert limiter.check("k").rule == "orders"
+    assert limiter.peek("k").rule == "orders"
+
+
+def test_peek_spends_nothing(limiter: Limiter) -> None:
+    """It answers as `check` would, for any cost, any number of times."""
+    for _ in range(5):
+        assert limiter.peek("k", 2).allowed
+        assert limiter.peek("k").remaining == 2
+    limiter.check("k", 2)
+    denied = limiter.peek("k", 2)
+    assert (denied.allowed, denied.retry_after) == (False, 20.0)
+
+
+class Four:
+    """A number that is not an int, such as numpy's."""
+
+    def __index__(self) -> int:
+        return 4
+
+
+def test_a_cost_is_anything_that_is_a_whole_number(clock: ManualClock) -> None:
+    """Whatever has __index__ counts as its number; 0 reads."""
+    limiter = Limiter("10/m", clock=clock)
+    assert limiter.check("k", Four()).remaining == 6  # type: ignore[arg-type]  # as numpy's
+    assert limiter.check("k", 0).remaining == 6
+
+
+WRONG_COSTS = [-1, -(10**30), 1.0, 0.5, "1", b"1", None, True, False, [], (1,), 1j]
+
+
+@pytest.mark.parametrize("cost", WRONG_COSTS, ids=repr)
+@pytest.mark.parametrize("verb", ["check", "peek", "refund", "grant", "wait"])
+def test_what_is_no_cost_is_refused(limiter: Limiter, verb: str, cost: Any) -> None:
+    """In every verb: not negative, not a fraction, not text, and not a bool by mistake."""
+    with pytest.raises(InvalidCost, match=r"is not a whole number from 0 up; for example"):
+        getattr(limiter, verb)("k", cost)
+    assert limiter.peek("k").remaining == 2
+
+
+@pytest.mark.parametrize("key", ["", None, 42, b"k", ["k"], ("a", 1), "x" * 513], ids=repr)
+@pytest.mark.parametrize("verb", ["check", "peek", "refund", "reset", "wait"])
+def test_what_is_no_key_is_refused(limiter: Limiter, verb: str, key: Any) -> None:
+    """In every verb."""
+    with pytest.raises(InvalidKey):
+        getattr(limiter, verb)(key)
+
+
+@pytest.mark.parametrize("verb", ["check", "peek", "wait"])
+def test_a_cost_that_can_never_fit_is_an_error(limiter: Limiter, verb: str) -> None:
+    """At once, in every verb that asks; no wait would help."""
+    with pytest.raises(CapacityError):
+        getattr(limiter, verb)("k", 3)
+
+
+# ------------------------------------------------------------------------------------ by=Request
+
+
+def test_requests_are_counted_by_what_was_asked(clock: ManualClock) -> None:
+    """By tenant and user: other attributes make no difference, these do."""
+    limiter = Limiter("1/m", clock=clock, by=["tenant", "user"])
+    assert limiter.check(Request(tenant="t", user="u", endpoint="/a"))
+    assert not limiter.check(Request(tenant="t", user="u", endpoint="/b"))
+    assert limiter.check(Request(tenant="t", user="v"))
+    assert limiter.check(Request(tenant="s", user="u"))
+    assert limiter.check(Request(user="u"))
+    assert not limiter.check(Request(user="u", ip="::1"))
+
+
+def test_every_verb_takes_a_request(clock: ManualClock) -> None:
+    """Refund, grant, reset, wait and hold identify it the same way."""
+    limiter = Limiter("1/m", clock=clock, by=["user"])
+    me = Request(user="me")
+    limiter.check(me)
+    limiter.refund(me)
+    assert limiter.peek(me).remaining == 1
+    limiter.grant(me, 2)
+    assert limiter.wait(me, 3).remaining == 0
+    limiter.reset(me)
+    with limiter.hold(me):
+        assert limiter.peek(me).remaining == 0
+
+
+def test_a_request_without_by_is_refused(limiter: Limiter) -> None:
+    """The error shows how to say it."""
+    with pytest.raises(ConfigError, match=r'by=\["tenant", "user"\]'):
+        limiter.check(Request(user="me"))
+
+
+def test_a_limiter_by_attributes_still_takes_keys(clock: ManualClock) -> None:
+    """A plain key is a key, also where requests are counted by something."""
+    assert Limiter("1/m", clock=clock, by=["user"]).check("plain")
+
+
+# ------------------------------------------------------------------------------------ giving
+
+
+def test_refund_gives_back_and_no_more(limiter: Limiter) -> None:
+    """One of two comes back; a second refund of five does not make seven."""
+    limiter.check("k", 2)
+    limiter.refund("k")
+    assert limiter.peek("k").remaining == 1
+    limiter.refund("k", 5)
+    assert limiter.peek("k").remaining == 2
+
+
+def test_grant_is_on_top_until_its_time(limiter: Limiter, clock: ManualClock) -> None:
+    """Three more for 5 s; at 5 s they are gone."""
+    limiter.grant("k", 3, ttl=5)
+    assert limiter.peek("k").remaining == 5
+    clock.advance(4.999_999_999)
+    assert limiter.peek("k").remaining == 5
+    clock.advance_ns(1)
+    assert limiter.peek("k").remaining == 2
+
+
+def test_grant_lasts_a_window_unless_told(limiter: Limiter, clock: ManualClock) -> None:
+    """Without a ttl it is good for one window of each limit."""
+    limiter.grant("k", 3)
+    clock.advance(19.9)
+    assert limiter.peek("k").remaining == 5
+    clock.advance(0.1)
+    assert limiter.peek("k").remaining == 2
+
+
+def test_refund_gives_no_grant_back(limiter: Limiter) -> None:
+    """What was drawn from a grant is spent: 2 of 5 were the limit's own, and those come back."""
+    limiter.grant("k", 3)
+    limiter.check("k", 5)
+    limiter.refund("k", 5)
+    assert limiter.peek("k").remaining == 2
+
+
+def test_grant_lets_a_larger_cost_pass(limiter: Limiter) -> None:
+    """With 3 granted on top of 2, a cost of 5 is no longer one that can never fit."""
+    limiter.grant("k", 3)
+    assert limiter.check("k", 5)
+
+
+YEAR = 366 * 86_400
+
+
+@pytest.mark.parametrize("ttl", [1e-9, 5, YEAR, timedelta(seconds=5), timedelta(days=366)])
+def test_a_ttl_is_a_length_of_time(limiter: Limiter, clock: ManualClock, ttl: Any) -> None:
+    """Seconds or a timedelta, a nanosecond to 366 days; at its end the grant is gone."""
+    limiter.grant("k", 3, ttl=ttl)
+    assert limiter.peek("k").remaining == 5
+    clock.advance(ttl.total_seconds() if isinstance(ttl, timedelta) else ttl)
+    assert limiter.peek("k").remaining == 2
+
+
+@pytest.mark.parametrize(
+    "ttl", [0, 1e-10, YEAR + 1, 10**30, math.inf, timedelta(0), timedelta(days=367)], ids=repr
+)
+def test_a_ttl_out_of_range_is_refused(limiter: Limiter, ttl: Any) -> None:
+    """More than nothing, at most 366 days."""
+    with pytest.raises(ConfigError, match="is not between 1 ns and 366 days"):
+        limiter.grant("k", 1, ttl=ttl)
+    assert limiter.peek("k").remaining == 2
+
+
+@pytest.mark.parametrize("ttl", [-1, -1e-9, math.nan, True, "5", timedelta(seconds=-1)], ids=repr)
+def test_a_ttl_that_is_no_time_is_refused(limiter: Limiter, ttl: Any) -> None:
+    """Negative, not a number, or not a length of time at all."""
+    with pytest.raises(ConfigError, match=r"^ttl=.* is not a length of time"):
+        limiter.grant("k", 1, ttl=ttl)
+    assert limiter.peek("k").remaining == 2
+
+
+def test_reset_forgets_both(limiter: Limiter) -> None:
+    """What was spent and what was granted."""
+    limiter.grant("k", 3)
+    limiter.check("k", 5)
+    limiter.grant("k", 3)
+    limiter.reset("k")
+    assert limiter.peek("k").remaining == 2
+    limiter.reset("never seen")
+
+
+# ------------------------------------------------------------------------------------ failing
+
+
+@pytest.fixture
+def full_store() -> Limiter:
+    """A store of one state, taken."""
+    clock = ManualClock()
+    limiter = Limiter("2/20s", store=PythonMemoryStore(clock, 1), clock=clock)
+    limiter.check("taken", 2)
+    return limiter
+
+
+@pytest.mark.parametrize(
+    ("policy", "allowed", "retry"), [("open", True, 0.0), ("closed", False, 1.0)]
+)
+def test_a_store_that_cannot_decide_is_answered_for(
+    full_store: Limiter, policy: Any, allowed: bool, retry: float
+) -> None:
+    """Degraded: `open` allows and `closed` denies; keys that are there are decided as ever."""
+    limiter = Limiter("2/20s", store=full_store.store, on_failure=policy)
+    decision = limiter.check("new")
+    assert (decision.allowed, decision.degraded) == (allowed, True)
+    assert decision.retry_after == retry
+    taken = limiter.check("taken")
+    assert (taken.allowed, taken.degraded) == (False, False)
+
+
+def test_a_store_that_cannot_decide_may_raise(full_store: Limiter) -> None:
+    """`raise` hands the StoreError on."""
+    limiter = Limiter("2/20s", store=full_store.store, on_failure="raise")
+    with pytest.raises(StoreFull):
+        limiter.check("new")
+
+
+def test_open_is_the_default(full_store: Limiter) -> None:
+    """Being limited matters less than being served, unless told otherwise."""
+    assert full_store.check("new").allowed
+
+
+def test_a_grant_that_found_no_room_is_an_error(full_store: Limiter) -> None:
+    """There is no decision to degrade, so the caller is told."""
+    with pytest.raises(StoreFull):
+        full_store.grant("new", 5)
+
+
+def test_wait_keeps_asking_a_closed_store_until_the_timeout(full_store: Limiter) -> None:
+    """Denied for a second at a time; the answer at the end is still degraded."""
+    clock = ManualClock()
+    limiter = Limiter("2/20s", store=full_store.store, clock=clock, on_failure="closed")
+    decision = limiter.wait("new", timeout=3.5)
+    assert (decision.allowed, decision.degraded) == (False, True)
+    assert clock.now_ns() == 3 * SECOND

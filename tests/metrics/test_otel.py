@@ -1,0 +1,215 @@
+"""OpenTelemetry, with its own SDK: spans around checks, counts as metrics, and never a key."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from tests.web.asgi_driver import ask, hello
+from tollkeeper import AsyncLimiter, Limiter, Request
+from tollkeeper.asgi import RateLimit
+from tollkeeper.core.errors import ConfigError, InvalidKey
+from tollkeeper.metrics.otel import Instrumented, instrument
+
+RULES: dict[str, Any] = {
+    "version": 1,
+    "rules": [{"id": "users", "match": {"user": "*"}, "by": ["user"], "limits": ["2/minute"]}],
+    "allow": ["api_key:good"],
+}
+SECRET = "a-secret-key"
+
+
+class Telling:
+    """A tracer and a meter whose output is in memory."""
+
+    def __init__(self) -> None:
+        self.exporter = InMemorySpanExporter()
+        self.tracers = TracerProvider()
+        self.tracers.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.reader = InMemoryMetricReader()
+        self.meters = MeterProvider([self.reader])
+
+    def instrument(self, limiter: Any) -> Instrumented:
+        """Tell these of it."""
+        return instrument(limiter, tracer_provider=self.tracers, meter_provider=self.meters)
+
+    @property
+    def spans(self) -> list[ReadableSpan]:
+        """Those that have ended."""
+        return list(self.exporter.get_finished_spans())
+
+    def metrics(self) -> dict[str, dict[tuple[Any, ...], Any]]:
+        """By name, and by the attributes' values."""
+        data = self.reader.get_metrics_data()
+        if data is None:
+            return {}
+        return {
+            metric.name: {
+                tuple((point.attributes or {}).values()): getattr(point, "value", point)
+                for point in metric.data.data_points
+            }
+            for resource in data.resource_metrics
+            for scope in resource.scope_metrics
+            for metric in scope.metrics
+        }
+
+
+@pytest.fixture
+def told() -> Iterator[Telling]:
+    """Closed afterwards."""
+    telling = Telling()
+    yield telling
+    telling.tracers.shutdown()
+    telling.meters.shutdown()
+
+
+def test_a_check_is_a_span(told: Telling) -> None:
+    """With its rule, outcome and numbers; one for each, whichever verb asked."""
+    with Limiter.from_rules(RULES) as limiter:
+        instrumented = told.instrument(limiter)
+        limiter.check(Request(user=SECRET))
+        limiter.evaluate(Request(user=SECRET), 1)
+        limiter.evaluate(Request(user=SECRET), cost=1)
+        limiter.evaluate(Request(api_key="good"))
+        limiter.evaluate_all([(Request(user="2"), 1), (Request(user="3"), 1)])
+        limiter.peek(Request(user=SECRET))
+        found = [dict(span.attributes or {}) for span in told.spans]
+        assert [span.name for span in told.spans] == ["tollkeeper.check"] * 5
+        denied = {
+            "tollkeeper.outcome": "denied",
+            "tollkeeper.rule": "users",
+            "tollkeeper.degraded": False,
+            "tollkeeper.remaining": 0,
+            "tollkeeper.cost": 1,
+            "tollkeeper.kind": "limited",
+        }
+        assert found[2] == denied
+        assert found[3]["tollkeeper.kind"] == "exempt"
+        assert found[4] == {
+            "tollkeeper.outcome": "allowed",
+            "tollkeeper.degraded": False,
+            "tollkeeper.checks": 2,
+        }
+        instrumented.close()
+        limiter.check(Request(user=SECRET))
+        assert len(told.spans) == 5
+
+
+def test_counts_are_metrics(told: Telling) -> None:
+    """What rules count anyway, and how long checks took."""
+    with Limiter.from_rules(RULES) as limiter:
+        instrumented = told.instrument(limiter)
+        for _ in range(3):
+            limiter.check(Request(user=SECRET))
+        found = told.metrics()
+        assert found["tollkeeper.checks"] == {
+            ("users", "allowed", "store"): 2,
+            ("users", "denied", "store"): 1,
+        }
+        assert found["tollkeeper.rules_failing"] == {(): 0}
+        assert found["tollkeeper.check.duration"][()].count == 3
+        instrumented.close()
+        assert "tollkeeper.checks" not in told.metrics()
+
+
+async def test_the_same_awaited(told: Telling) -> None:
+    """The span is current while the store is asked, so what is traced there is below it."""
+    async with AsyncLimiter.from_rules(RULES) as limiter:
+        told.instrument(limiter)
+        with told.tracers.get_tracer("test").start_as_current_span("request") as request:
+            await limiter.check(Request(user="1"))
+            await limiter.evaluate(Request(user="1"))
+            await limiter.evaluate_all([(Request(user="1"), 1)])
+        outcomes = [
+            (span.attributes or {}).get("tollkeeper.outcome")
+            for span in told.spans
+            if span.parent is not None and span.parent.span_id == request.get_span_context().span_id
+        ]
+        assert outcomes == ["allowed", "allowed", "denied"]
+
+
+@pytest.mark.parametrize("name", ["", "api"])
+def test_a_limiter_without_rules_is_counted_here(name: str, told: Telling) -> None:
+    """One span for a judgement, and its checks under its name."""
+    with Limiter("2/minute", name=name) as limiter:
+        instrumented = told.instrument(limiter)
+        limiter.evaluate("k")
+        limiter.check("k")
+        limiter.evaluate_all([("k", 1), ("l", 1)])
+        assert len(told.spans) == 3
+        assert told.metrics()["tollkeeper.checks"] == {
+            (name or "default", "allowed", "store"): 3,
+            (name or "default", "denied", "store"): 1,
+        }
+        instrumented.close()
+        limiter.check("k")
+        assert len(told.spans) == 3
+
+
+async def test_a_middlewares_checks_are_in_the_trace_of_the_request(told: Telling) -> None:
+    """The limiter is instrumented before the middleware is made."""
+    async with AsyncLimiter("2/minute") as limiter:
+        told.instrument(limiter)
+        app = RateLimit(hello, limiter=limiter)
+        with told.tracers.get_tracer("test").start_as_current_span("request") as request:
+            statuses = [(await ask(app)).status for _ in range(3)]
+        assert statuses == [200, 200, 429]
+        parents = [span.parent.span_id for span in told.spans if span.parent is not None]
+        assert parents == [request.get_span_context().span_id] * 3
+
+
+def test_no_key_is_told(told: Telling) -> None:
+    """Neither in spans nor in metrics; not even by an error that quotes it."""
+    with Limiter("2/minute") as limiter:
+        told.instrument(limiter)
+        limiter.check(SECRET)
+        with pytest.raises(InvalidKey):
+            limiter.check(SECRET * 1_000)
+        text = "".join(span.to_json() for span in told.spans) + str(told.metrics())
+        assert SECRET not in text
+        assert (told.spans[-1].attributes or {})["error.type"] == "InvalidKey"
+        assert not told.spans[-1].events
+
+
+def test_what_is_no_limiter_is_refused(told: Telling) -> None:
+    """With what would be right."""
+    with pytest.raises(ConfigError, match="instrument a Limiter"):
+        told.instrument(object())
+
+
+def test_nothing_is_imported_unless_asked_for() -> None:
+    """Neither the library nor a worker of the service imports OpenTelemetry."""
+    script = """
+import sys
+import tollkeeper, tollkeeper.service.process.wiring
+print([name for name in sys.modules if name.startswith("opentelemetry")])
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert found.stdout.strip() == "[]"
+
+
+def test_a_provider_is_found_where_one_is_configured() -> None:
+    """By default there is none: what OpenTelemetry has then waits for one."""
+    script = """
+from tollkeeper.metrics.otel import configured
+print(configured())
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+trace.set_tracer_provider(TracerProvider())
+print(configured())
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert found.stdout.split() == ["False", "True"]

@@ -1,0 +1,280 @@
+"""Reading documents: from text, files and data; and anything at all, which is one or refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tests.rules.documents import Data, documents
+from tollkeeper.core.errors import ConfigError
+from tollkeeper.core.model import Limit
+from tollkeeper.rules.document import documents as module
+from tollkeeper.rules.document.documents import DocumentError, from_data, read, read_file, schema
+from tollkeeper.rules.document.model import Document
+from tollkeeper.rules.document.reading import PROBLEMS_MAX, Problem
+
+EXAMPLE = Path(__file__).parents[3] / "examples/limits.yaml"
+SMALL = "version: 1\nrules:\n  - id: all\n    by: [user]\n    limits: [10/second]\n"
+
+DESIGN = """\
+version: 1
+tiers: {free: ["100/minute"], pro: ["1000/minute burst 200"], enterprise: ["10000/minute"]}
+rules:
+  - id: orders
+    match: {endpoint: "/v1/orders/*", method: [POST]}
+    by: [api_key]                     # what is counted separately
+    limits: ["10/second", "100/minute burst 50"]
+    tiers: {pro: ["50/second", "1000/minute"]}
+    keys: {sk_prod_vip_001: ["1000/minute"]}
+    cost: 1
+    consistency: strict               # strict | leased
+    on_failure: local                 # open | closed | local
+    mode: enforce                     # enforce | shadow | off
+    rollout: 100                      # per cent of keys
+  - id: login
+    match: {endpoint: /login}
+    by: [ip]
+    limits: [{limit: 5, per: 1m, algorithm: sliding_window_log}]
+    on_failure: closed
+allow: ["sk_internal_*"]
+deny: ["sk_revoked_*"]
+"""
+
+
+def test_the_document_of_the_design() -> None:
+    """Every value is where it belongs."""
+    document = read(DESIGN)
+    orders, login = document.rules
+    assert (orders.id, orders.by, orders.on_failure) == ("orders", ("api_key",), "local")
+    assert orders.match.endpoint == ("/v1/orders/*",)
+    assert orders.limits == (Limit(10, per=1), Limit(100, per=60, burst=50))
+    assert orders.tiers == {"pro": (Limit(50, per=1), Limit(1000, per=60))}
+    assert orders.keys == {"sk_prod_vip_001": (Limit(1000, per=60),)}
+    assert login.limits == (Limit(5, per=60, algorithm="sliding_window_log"),)
+    assert list(document.tiers) == ["free", "pro", "enterprise"]
+    assert (document.allow, document.deny) == (("sk_internal_*",), ("sk_revoked_*",))
+
+
+def test_the_example_is_right() -> None:
+    """What we hand to readers can be read."""
+    document = read_file(EXAMPLE)
+    assert [rule.id for rule in document.rules][:3] == ["login", "orders", "api"]
+    assert len(document.overrides) == 2
+
+
+def test_an_error_says_file_line_value_and_a_right_one() -> None:
+    """The first line of the message is all that is needed to mend it."""
+    with pytest.raises(DocumentError) as caught:
+        read(SMALL.replace("10/second", "10/fortnight"), "limits.yaml")
+    assert str(caught.value) == (
+        'limits.yaml:5:14: rules[0].limits[0]: "10/fortnight" is not a rate: expected a unit: ms, '
+        "second, minute, hour, day, week, month or year at character 4; "
+        'for example "10/second"'
+    )
+    (problem,) = caught.value.problems
+    assert (problem.source, problem.line, problem.column) == ("limits.yaml", 5, 14)
+    assert problem.where == "rules[0].limits[0]"
+    assert isinstance(caught.value, ConfigError)
+
+
+def test_a_message_shows_the_first_twenty() -> None:
+    """All are in `problems`; the message says how many more there are."""
+    with pytest.raises(DocumentError) as caught:
+        read("version: 1\ndeny:\n" + "- 5\n" * 50)
+    lines = str(caught.value).splitlines()
+    assert len(caught.value.problems) == 50
+    assert len(lines) == 21
+    assert lines[-1] == "… and 30 more"
+
+
+def test_a_million_mistakes_are_a_thousand() -> None:
+    """Looking for more helps nobody."""
+    with pytest.raises(DocumentError) as caught:
+        from_data({"version": 1, "deny": [5] * 100_000})
+    assert len(caught.value.problems) == PROBLEMS_MAX
+
+
+def test_an_error_survives_pickling_and_copying() -> None:
+    """A worker process can hand it to its parent."""
+    error = DocumentError((Problem("a.yaml", 1, 2, "rules", "wrong"),))
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert (type(again), str(again)) == (DocumentError, "a.yaml:1:2: rules: wrong")
+        assert again.problems == error.problems
+
+
+def test_json_is_read_like_yaml() -> None:
+    """The same document, and mistakes on their lines."""
+    data = {"version": 1, "rules": [{"id": "all", "by": ["user"], "limits": ["10/second"]}]}
+    assert read(json.dumps(data)) == read(SMALL) == from_data(data)
+    data["rules"][0]["mode"] = "of"  # type: ignore[index]  # it is a list
+    with pytest.raises(DocumentError, match=r'^a\.json:12:15: rules\[0\]\.mode: "of" is not known'):
+        read(json.dumps(data, indent=2), "a.json")
+
+
+def test_data_has_no_lines() -> None:
+    """Its problems say the path."""
+    with pytest.raises(DocumentError, match=r"^<data>: rules\[0\]\.rollout: 101 is not a whole"):
+        from_data({"version": 1, "rules": [{"id": "a", "by": [], "limits": "5/s", "rollout": 101}]})
+
+
+# ----------------------------------------------------------------------------------------- files
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    """By a path or its text; with a byte order mark or without; and named in errors."""
+    path = tmp_path / "limits.yaml"
+    path.write_text(SMALL, "utf-8-sig")
+    assert read_file(path) == read_file(str(path)) == read(SMALL)
+    path.write_text("version: 3", "utf-8")
+    with pytest.raises(DocumentError, match=r"limits\.yaml:1:10: version: 3 is not a version"):
+        read_file(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("none.yaml", None, "none.yaml: it cannot be read: No such file or directory"),
+        (".", None, ": it cannot be read: Is a directory"),
+        ("latin.yaml", b"version: 1 # \xe9", "latin.yaml: byte 14 is not UTF-8; save the file as"),
+        ("wide.yaml", "version: 1".encode("utf-16"), "wide.yaml: byte 1 is not UTF-8; save the"),
+        ("a\0b", None, "it cannot be read: embedded null byte"),
+    ],
+)
+def test_files_that_cannot_be_read(
+    tmp_path: Path, name: str, content: bytes | None, said: str
+) -> None:
+    """The same kind of error, naming the file."""
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DocumentError) as caught:
+        read_file(path)
+    assert said in str(caught.value)
+
+
+def test_a_file_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is not read to its end."""
+    path = tmp_path / "long.yaml"
+    path.write_text("é" * 20)
+    monkeypatch.setattr(module, "BYTES_MAX", 9)
+    with pytest.raises(DocumentError, match="this is longer than 16 MiB; is it a rule document"):
+        read_file(path)
+
+
+def test_a_path_is_no_text() -> None:
+    """Who hands a path to `read` is told of `read_file`."""
+    path: Any = EXAMPLE
+    with pytest.raises(DocumentError, match=r"to read a file, use read_file\(\)"):
+        read(path)
+
+
+def test_the_schema_is_there() -> None:
+    """It is part of the package."""
+    assert schema()["title"] == "Tollkeeper rule document"
+
+
+# --------------------------------------------------------------------------------- anything at all
+
+WORDS = [
+    *[
+        "version",
+        "1",
+        "rules",
+        "tiers",
+        "assign",
+        "allow",
+        "deny",
+        "overrides",
+        "id",
+        "by",
+        "match",
+    ],
+    *["limits", "keys", "cost", "mode", "off", "rollout", "scale", "low", "for", "user", "until"],
+    *[
+        "multiply",
+        "per",
+        "limit",
+        "endpoint",
+        "5/s",
+        "{",
+        "}",
+        "[",
+        "]",
+        ":",
+        ": ",
+        ",",
+        "- ",
+        "\n",
+    ],
+    *["\n  ", "&a ", "*a", "<<", "? ", "|\n", ">\n", "'", '"', "#", "!!", "%", "---\n", "~", "\t"],
+    *["re:(", "10.0.0.0/8", "*", "{id}", "2026-01-01T00:00:00Z", "1e9", "-1", ".nan", "0x1F"],
+]
+
+
+@given(st.text() | st.lists(st.sampled_from(WORDS), max_size=30).map("".join))
+@example("{version: 1, rules: [{id: a, by: user, limits: [{limit: 5, per: 1e400}]}]}")
+@example("version: 1\noverrides: [{for: {user: a}, until: 9999-12-31T23:59:59-23:59}]")
+def test_any_text_is_a_document_or_refused(text: str) -> None:
+    """And nothing else happens."""
+    with suppress(DocumentError):
+        assert isinstance(read(text), Document)
+
+
+_SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=10),
+    st.sampled_from(WORDS),
+    st.binary(max_size=3),
+    st.datetimes(),
+    st.dates(),
+    st.decimals(allow_nan=False),
+    st.builds(object),
+    st.builds(pow, st.just(10), st.just(5_000)),  # more digits than Python prints
+)
+ANYTHING = st.recursive(
+    _SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.sampled_from(WORDS) | _SCALARS, inner, max_size=4),
+    ),
+    max_leaves=10,
+)
+
+
+@given(ANYTHING)
+def test_any_data_is_a_document_or_refused(data: Any) -> None:
+    """And nothing else happens, also where only the version is right."""
+    for candidate in (data, {"version": 1, "rules": [data], "tiers": data}):
+        with suppress(DocumentError):
+            assert isinstance(from_data(candidate), Document)
+
+
+@given(documents(), st.data())
+def test_one_value_replaced_by_anything(data: Data, draw: st.DataObject) -> None:
+    """A right document with one part of it exchanged is right or refused; every part is tried."""
+    changed: Any = copy.deepcopy(data)
+    inner = changed
+    while True:
+        places = list(inner) if isinstance(inner, dict) else range(len(inner))
+        if not places:
+            return
+        place = draw.draw(st.sampled_from(places))
+        if isinstance(inner[place], dict | list) and draw.draw(st.booleans()):
+            inner = inner[place]
+            continue
+        inner[place] = draw.draw(ANYTHING)
+        break
+    with suppress(DocumentError):
+        assert isinstance(from_data(changed), Document)

@@ -1,0 +1,477 @@
+"""What a document may say, as a table; and what is said of each mistake, as another."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from tollkeeper.core.model import Limit
+from tollkeeper.rules.document import grammar
+from tollkeeper.rules.document.documents import DocumentError, from_data, read
+from tollkeeper.rules.document.model import (
+    BY_MAX,
+    PATTERNS_MAX,
+    RULES_MAX,
+    Match,
+    Override,
+    PenaltySettings,
+    Rule,
+    Scale,
+)
+
+LIMITS = (Limit(5, per=1),)
+
+
+def rule(text: str) -> Rule:
+    """The rule that has these fields beside an id, `by` and limits, in a document with a tier."""
+    usual = {"id": "id: r", "by": "by: user", "limits": "limits: 5/s"}
+    lines = [line for name, line in usual.items() if not text.startswith(f"{name}:")]
+    body = "\n    ".join([*lines, text])
+    return read(f"version: 1\ntiers: {{pro: 9/s}}\nrules:\n  - {body}\n").rules[0]
+
+
+def problems(text: str) -> list[str]:
+    with pytest.raises(DocumentError) as caught:
+        read(text, "t")
+    return [str(problem) for problem in caught.value.problems]
+
+
+# -------------------------------------------------------------------------------- what may be said
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("id: 'a b/ü'", {"id": "a b/ü"}),
+        ("by: []", {"by": ()}),
+        ("by: ip", {"by": ("ip",)}),
+        ("by: [tenant, region]", {"by": ("tenant", "region")}),
+        ("match: {}", {"match": Match()}),
+        ("match: {endpoint: /a}", {"match": Match(endpoint=("/a",))}),
+        ("match: {endpoint: [/a, 're:/b+']}", {"match": Match(endpoint=("/a", "re:/b+"))}),
+        ("match: {method: [get, POST]}", {"match": Match(method=("GET", "POST"))}),
+        ("match: {ip: 10.0.0.0/8}", {"match": Match(ip=("10.0.0.0/8",))}),
+        ("match: {tier: gold}", {"match": Match(tier=("gold",))}),
+        (
+            "match: {user: '42', api_key: sk_*, tenant: [a, b]}",
+            {"match": Match(user=("42",), api_key=("sk_*",), tenant=("a", "b"))},
+        ),
+        (
+            "match: {attributes: {region: eu-*}}",
+            {"match": Match(attributes={"region": ("eu-*",)})},
+        ),
+        ("tiers: {pro: 7/s}", {"tiers": {"pro": (Limit(7, per=1),)}}),
+        ("keys: {'a*': 7/s}", {"keys": {"a*": (Limit(7, per=1),)}}),
+        ("cost: 5", {"cost": 5}),
+        ("cost: 0", {"cost": 0}),
+        ("cost: {/a: 5, '/b/{id}': 0}", {"cost": 1, "costs": {"/a": 5, "/b/{id}": 0}}),
+        ("cost: {/a: 5, '*': 2}", {"cost": 2, "costs": {"/a": 5}}),
+        ("consistency: leased", {"consistency": "leased"}),
+        ("on_failure: closed", {"on_failure": "closed"}),
+        ("mode: shadow", {"mode": "shadow"}),
+        ("mode: off", {"mode": "off"}),
+        ("mode: 'off'", {"mode": "off"}),
+        ("rollout: 0", {"rollout": 0}),
+        ("scale: {}", {"scale": Scale()}),
+        (
+            "scale: {source: pushed, low: 0, high: 1, least: 0.5, smoothing: 1m}",
+            {"scale": Scale("pushed", 0.0, 1.0, 0.5, 60.0)},
+        ),
+        ("split: 8", {"split": 8}),
+        ("penalty: {}", {"penalty": PenaltySettings()}),
+        (
+            "penalty: {after: 3, cooldown: 2, cooldown_max: 4, block_after: 5, decay: 9}",
+            {"penalty": PenaltySettings(3, 60.0, 2.0, 4.0, 5, 3600.0, 9.0)},
+        ),
+        (
+            "penalty: {cooldown: 20m}",
+            {"penalty": PenaltySettings(cooldown_s=1200.0, cooldown_max_s=1200.0)},
+        ),
+    ],
+)
+def test_what_a_rule_may_say(text: str, expected: dict[str, Any]) -> None:
+    """Each field, and the usual value of all others."""
+    usual: dict[str, Any] = {"id": "r", "by": ("user",), "limits": LIMITS}
+    assert rule(text) == Rule(**(usual | expected))
+
+
+def test_a_rule_without_limits_takes_the_tiers() -> None:
+    """If there are any."""
+    document = read("{version: 1, tiers: {pro: 5/s}, rules: [{id: a, by: user}]}")
+    assert document.rules[0].limits == ()
+    assert document.tiers == {"pro": LIMITS}
+
+
+@pytest.mark.parametrize(
+    ("text", "override"),
+    [
+        ("{for: {user: '42'}, multiply: 2}", Override("user", "42", multiply=2.0)),
+        ("{for: {tenant: a}, limits: 5/s}", Override("tenant", "a", limits=LIMITS)),
+        (
+            "{for: {api_key: k}, rule: r, limits: [5/s], reason: ' a b ', author: me}",
+            Override("api_key", "k", "r", LIMITS, reason="a b", author="me"),
+        ),
+        (
+            "{for: {user: a}, multiply: 0.5, until: 2026-01-02T03:04:05+01:00}",
+            Override("user", "a", multiply=0.5, until=datetime(2026, 1, 2, 2, 4, 5, tzinfo=UTC)),
+        ),
+        (
+            "{for: {user: a}, multiply: 1, until: '2026-01-02 03:04Z'}",
+            Override("user", "a", multiply=1.0, until=datetime(2026, 1, 2, 3, 4, tzinfo=UTC)),
+        ),
+    ],
+)
+def test_what_an_override_may_say(text: str, override: Override) -> None:
+    """For one user, key or tenant; limits or a factor; until a time in any zone."""
+    document = read(f"{{version: 1, rules: [{{id: r, by: [], limits: 5/s}}], overrides: [{text}]}}")
+    assert document.overrides == (override,)
+
+
+def test_lists_and_assignments() -> None:
+    """Entries as they were written; assignments to tiers of the document."""
+    document = read(
+        "version: 1\ntiers: {pro: 5/s}\nallow: sk_*\ndeny: ['user:1', 10.0.0.0/8]\n"
+        "assign: {'user:1': pro, 'tenant:a:b': pro, api_key:k: pro}"
+    )
+    assert (document.allow, document.deny) == (("sk_*",), ("user:1", "10.0.0.0/8"))
+    assert document.assign == dict.fromkeys(("user:1", "tenant:a:b", "api_key:k"), "pro")
+
+
+def test_anchors_are_shared_limits() -> None:
+    """An alias is what it stands for, and `<<` takes over a rule's fields."""
+    document = read(
+        "version: 1\nrules:\n"
+        "  - &first {id: a, by: user, limits: &few [5/s], mode: shadow}\n"
+        "  - {<<: *first, id: b, tiers: {}}\n"
+        "  - {id: c, by: ip, limits: *few}\n"
+    )
+    assert [(it.id, it.by, it.mode) for it in document.rules] == [
+        ("a", ("user",), "shadow"),
+        ("b", ("user",), "shadow"),
+        ("c", ("ip",), "enforce"),
+    ]
+    assert {it.limits for it in document.rules} == {LIMITS}
+
+
+# ------------------------------------------------------------------------- what is said of mistakes
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("id: 42", 'id: 42 is read as a number, and text is wanted here; quote it: "42"'),
+        (
+            "id: ''",
+            "id: text of 1 to 128 characters is wanted here, and this is empty; for example",
+        ),
+        (
+            "id: " + "x" * 129,
+            "id: text of 1 to 128 characters is wanted here, and this has 129; for",
+        ),
+        ('id: "a\\tb"', 'id: "a\\tb" has characters that cannot be printed; write orders'),
+        ("limit: 5/s", '"limit" is not a name that is known here; did you mean "limits"?'),
+        ("by: [user, user]", 'by[1]: "user" is given twice; remove one'),
+        (
+            "by: [user name]",
+            'by[0]: "user name" is not the name of an attribute: letters from a to',
+        ),
+        ("by: [apikey]", 'by[0]: "apikey" is written api_key'),
+        ("by: [api-key]", 'by[0]: "api-key" is not the name of an attribute: letters from a to z'),
+        ("by: {user: 1}", "by: text is wanted here, not a mapping; for example [api_key]"),
+        ("by: 5", 'by: 5 is read as a number, and text is wanted here; quote it: "5"'),
+        (f"by: [{', '.join('abcdefghi')}]", f"by: a rule counts by at most {BY_MAX} things, and"),
+        ("match: /a", 'match: "/a" is not a mapping; for example {endpoint: /login}'),
+        ("match: {path: /a}", 'match: "path" is not a name that is known here; known: "user", '),
+        ("match: {endpoint: []}", "match.endpoint: a condition has 1 to 1,000 patterns, and this "),
+        ("match: {endpoint: 're:('}", "match.endpoint: "),
+        (
+            "match: {endpoint: {a: b}}",
+            "match.endpoint: text is wanted here, not a mapping; for exa",
+        ),
+        ("match: {method: [GET, NO]}", "match.method[1]: NO is read as true or false, and text is"),
+        ("match: {method: 'GET, POST'}", "match.method: method 'GET, POST' is not the name of one"),
+        ("match: {user: 42}", "match.user: 42 is read as a number, and text is wanted here; quote"),
+        ("match: {tier: off}", "match.tier: off is read as true or false, and text is wanted here"),
+        ("match: {ip: 10.0.0}", "match.ip: network '10.0.0': '10.0.0' is not an address; write it"),
+        (
+            "match: {ip: 10.0.0.1/8}",
+            "match.ip: network '10.0.0.1/8' has bits set after the first 8",
+        ),
+        (
+            "match: {attributes: {a-b: x}}",
+            'match.attributes: "a-b" is not the name of an attribute',
+        ),
+        (
+            "match: {attributes: {user: x}}",
+            "match.attributes: user is no attribute; write match: {",
+        ),
+        (
+            "match: {attributes: {a: 1}}",
+            "match.attributes.a: 1 is read as a number, and text is wa",
+        ),
+        ("match: {attributes: x}", 'match.attributes: "x" is not a mapping; for example {region: '),
+        ("limits: 5/fortnight", 'limits: "5/fortnight" is not a rate: expected a unit: ms, second'),
+        (
+            "tiers: {pra: 5/s}",
+            'tiers: there is no tier "pra" in this document; did you mean "pro"?',
+        ),
+        (
+            "tiers: [pro]",
+            "tiers: a mapping is wanted here, not a list; for example {pro: [1000/min",
+        ),
+        ("tiers: {pro: []}", "tiers.pro: 1 to 16 limits are wanted here, not 0; for example ["),
+        (
+            "keys: {12: 5/s}",
+            'keys["12"]: 12 is read as a number, and text is wanted here; quote it',
+        ),
+        ("keys: {'[': 5/s}", "keys: "),
+        ("cost: -1", "cost: -1 is not a whole number from 0 to 1,000,000; for example 5, or {/sea"),
+        ("cost: 1.5", "cost: 1.5 is not a whole number from 0 to 1,000,000; for example 5, or {"),
+        ("cost: {/a: x}", 'cost["/a"]: "x" is not a whole number from 0 to 1,000,000; for example'),
+        ("cost: {'*': 2, /a: 1}", 'cost: "/a" can never match after "*"; put "*" last'),
+        ("cost: {'/a/{': 2}", "cost: "),
+        (
+            "consistency: strong",
+            'consistency: "strong" is not known here; known: "strict", "leased"',
+        ),
+        ("on_failure: opn", 'on_failure: "opn" is not known here; did you mean "open"?'),
+        ("on_failure: on", "on_failure: on is not one of open, closed, local; for example open"),
+        ("mode: of", 'mode: "of" is not known here; did you mean "off"?'),
+        ("rollout: 101", "rollout: 101 is not a whole number from 0 to 100; for example 50"),
+        ("rollout: 50%", 'rollout: "50%" is not a whole number from 0 to 100; for example 50'),
+        ("scale: cpu", 'scale: "cpu" is not a mapping; for example {source: cpu, low: 0.7, high'),
+        ("scale: {source: disk}", 'scale.source: "disk" is not known here; known: "cpu", "memory"'),
+        ("scale: {low: 1.5}", "scale.low: 1.5 is not a number from 0 to 1; for example 0.7"),
+        ("scale: {least: 0}", "scale.least: 0 is not a number from 0.01 to 1; for example 0.2"),
+        ("scale: {low: 0.99}", "scale: low (0.99) must be less than high (0.95)"),
+        ("split: 0", "split: 0 is not a whole number from 1 to 64; for example 8"),
+        ("split: 65", "split: 65 is not a whole number from 1 to 64; for example 8"),
+        ("penalty: 10", "penalty: 10 is not a mapping; for example {after: 10, cooldown: 10s"),
+        ("penalty: {after: 0}", "penalty.after: 0 is not a whole number from 1 to 10,000; for"),
+        ("penalty: {block: 31d}", "penalty.block: block is from 1 s to 30 days; for example block"),
+        (
+            "penalty: {cooldown: 1h, cooldown_max: 1m}",
+            "penalty: cooldown (3600 s) is more than cooldown_max (60 s)",
+        ),
+        ("scale: {smoothing: 2d}", "scale.smoothing: smoothing is from 0 s to a day; for example"),
+    ],
+)
+def test_mistakes_in_a_rule(text: str, problem: str) -> None:
+    """One problem, and it begins like this: the path, what was found, what would be right."""
+    with pytest.raises(DocumentError) as caught:
+        rule(text)
+    (first,) = caught.value.problems
+    said = f"{first.where}: {first.message}".removeprefix("rules[0]").lstrip(".").removeprefix(": ")
+    assert said.startswith(problem)
+    assert first.line in range(4, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("rules: []", 't:1:1: "version" is missing; for example version: 1'),
+        ("version: 2", "t:1:10: version: 2 is not a version that is known; write version: 1"),
+        ("version: 1.0", "t:1:10: version: 1.0 is not a version that is known; write version: 1"),
+        ("version: '1'", 't:1:10: version: "1" is not a version that is known; write version: 1'),
+        (
+            "version: [1]",
+            "t:1:10: version: a list is not a version that is known; write version: 1",
+        ),
+        ("version:", "t:1:9: version: nothing is not a version that is known; write version: 1"),
+        ("[version, 1]", "t:1:1: a mapping is wanted here, not a list; for example version: 1"),
+        ("version 1", 't:1:1: "version 1" is not a mapping; for example version: 1'),
+        ("version: 1\nversion: 1", 't:2:1: "version" is given twice; remove one'),
+        (
+            "version: 1\nrule: []",
+            't:2:1: "rule" is not a name that is known here; did you mean "rul',
+        ),
+        (
+            "version: 1\nrules:",
+            "t:2:7: rules: a value is missing; a list is wanted here, for exampl",
+        ),
+        (
+            "version: 1\nrules: {id: a}",
+            "t:2:8: rules: a list is wanted here, not a mapping; for exa",
+        ),
+        (
+            "version: 1\nrules: [a]",
+            't:2:9: rules[0]: "a" is not a mapping; for example {id: orders',
+        ),
+        (
+            "version: 1\nrules: [{id: a, by: user}]",
+            "t:2:9: rules[0]: the rule has no limits, and the document no tiers to take them from",
+        ),
+        ("version: 1\ntiers: {5: 5/s}", 't:2:9: tiers["5"]: 5 is read as a number, and text is'),
+        (
+            'version: 1\ntiers: {"a\\n": 5/s}',
+            't:2:9: tiers: "a\\n" is not the name of a tier, which',
+        ),
+        (
+            "version: 1\ntiers: [a]",
+            "t:2:8: tiers: a mapping is wanted here, not a list; for exampl",
+        ),
+        (
+            "version: 1\nallow: [42]",
+            "t:2:9: allow[0]: 42 is read as a number, and text is wanted he",
+        ),
+        (
+            "version: 1\nallow: {a: b}",
+            "t:2:8: allow: text is wanted here, not a mapping; for exampl",
+        ),
+        ("version: 1\ndeny: ['ip:10.0.0']", "t:2:8: deny[0]: entry 'ip:10.0.0': network '10.0.0'"),
+        (
+            "version: 1\ndeny: ['endpoint:/a']",
+            "t:2:8: deny[0]: entry 'endpoint:/a': lists are about",
+        ),
+        (
+            "{version: 1, tiers: {a: 5/s}, assign: {'42': a}}",
+            't:1:40: assign: "42" does not say who is meant',
+        ),
+        (
+            "{version: 1, tiers: {a: 5/s}, assign: {'user:': a}}",
+            't:1:40: assign: "user:" does not say who is meant',
+        ),
+        (
+            "version: 1\nassign: {'user:1': pro}",
+            't:2:20: assign["user:1"]: there is no tier "pro" in this document; there are none',
+        ),
+        (
+            "version: 1\n$schema: 5",
+            't:2:10: ["$schema"]: 5 is read as a number, and text is wanted',
+        ),
+        (
+            "version: 1\noverrides: {}",
+            "t:2:12: overrides: a list is wanted here, not a mapping; fo",
+        ),
+    ],
+)
+def test_mistakes_at_the_top(text: str, problem: str) -> None:
+    """One problem, with its line and column."""
+    assert [found[: len(problem)] for found in problems(text)] == [problem]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{multiply: 2}", ': "for" is missing; for example for: {user: alice}'),
+        (
+            "{for: {}, multiply: 2}",
+            ".for: an override is for one user, api_key or tenant; for exam",
+        ),
+        ("{for: {user: a, tenant: b}, multiply: 2}", ".for: an override is for one user, api_key"),
+        (
+            "{for: {ip: a}, multiply: 2}",
+            '.for: "ip" is not a name that is known here; known: "user"',
+        ),
+        ("{for: alice, multiply: 2}", '.for: "alice" is not a mapping; for example {user: alice}'),
+        ("{for: {user: 42}, multiply: 2}", ".for.user: 42 is read as a number, and text is wanted"),
+        (
+            "{for: {user: a}}",
+            ": an override has either limits or multiply; for example multiply: 2",
+        ),
+        ("{for: {user: a}, limits: 5/s, multiply: 2}", ": an override has either limits or multi"),
+        (
+            "{for: {user: a}, multiply: 0}",
+            ".multiply: 0 is not a number from 0.001 to 1000; for ex",
+        ),
+        (
+            "{for: {user: a}, multiply: 2x}",
+            '.multiply: "2x" is not a number from 0.001 to 1000; fo',
+        ),
+        (
+            "{for: {user: a}, multiply: 2, rule: s}",
+            '.rule: there is no rule "s" in this document; ',
+        ),
+        (
+            "{for: {user: a}, multiply: 2, until: 2026-01-01}",
+            ".until: 2026-01-01 is not a time with",
+        ),
+        (
+            "{for: {user: a}, multiply: 2, until: soon}",
+            '.until: "soon" is not a time with its zone',
+        ),
+        (
+            "{for: {user: a}, multiply: 2, until: 5}",
+            ".until: 5 is not a time with its zone; for ex",
+        ),
+        (
+            "{for: {user: a}, multiply: 2, until: '2026-01-01T00:00:00'}",
+            '.until: "2026-01-01T00:00:00" is not a time with its zone; for example',
+        ),
+        (
+            "{for: {user: a}, multiply: 2, until: '0001-01-01T00:00:00+14:00'}",
+            '.until: "0001-01-01T00:00:00+14:00" is not a time with its zone; for example',
+        ),
+        ("{for: {user: a}, multiply: 2, reason: 5}", ".reason: 5 is read as a number, and text is"),
+        ("{for: {user: a}, multiply: 2, note: x}", ': "note" is not a name that is known here; kn'),
+    ],
+)
+def test_mistakes_in_an_override(text: str, problem: str) -> None:
+    """Where, what, and what would be right."""
+    found = problems(f"version: 1\nrules: [{{id: r, by: [], limits: 5/s}}]\noverrides:\n- {text}\n")
+    said = found[0].partition(" overrides[0]")[2]
+    assert found[0].startswith("t:4:")
+    assert said.startswith(problem)
+
+
+def test_ids_are_each_rules_own() -> None:
+    """The second is told, where it stands."""
+    text = "version: 1\nrules:\n- {id: a, by: user, limits: 5/s}\n- {by: ip, limits: 5/s, id: a}\n"
+    assert problems(text) == [
+        't:4:29: rules[1].id: "a" is the id of an earlier rule; each has its own'
+    ]
+
+
+@pytest.mark.parametrize("by", ["[]", "[user, ip]"])
+def test_keys_are_for_rules_that_count_by_one_thing(by: str) -> None:
+    """With two, or none, nobody could say which a key is."""
+    with pytest.raises(DocumentError, match="keys is for a rule that counts by one thing"):
+        read(f"version: 1\nrules: [{{id: a, by: {by}, limits: 5/s, keys: {{a: 5/s}}}}]")
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    """In the order of the text, whichever was looked at first."""
+    text = (
+        "version: 2\nrules:\n- {id: 1, by: [a b], limits: 5/x, mode: of}\n"
+        "overrides:\n- {for: {user: 1}}\ntiers: {a: 5/z}\n"
+    )
+    found = problems(text)
+    assert [problem.split(" ")[0:2] for problem in found] == [
+        ["t:1:10:", "version:"],
+        ["t:3:8:", "rules[0].id:"],
+        ["t:3:16:", "rules[0].by[0]:"],
+        ["t:3:30:", "rules[0].limits:"],
+        ["t:3:41:", "rules[0].mode:"],
+        ["t:5:3:", "overrides[0]:"],
+        ["t:5:16:", "overrides[0].for.user:"],
+        ["t:6:12:", "tiers.a:"],
+    ]
+
+
+def test_rules_and_patterns_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more than the bound is refused, and the bound is not."""
+    one = {"id": "a", "by": "user", "limits": "5/s"}
+
+    def conditions(count: int) -> dict[str, Any]:
+        return {"version": 1, "rules": [one | {"match": {"user": ["x"] * count}}]}
+
+    assert from_data(conditions(PATTERNS_MAX))
+    with pytest.raises(
+        DocumentError, match="a condition has 1 to 1,000 patterns, and this has 1,001"
+    ):
+        from_data(conditions(PATTERNS_MAX + 1))
+    assert RULES_MAX == 20_000
+    monkeypatch.setattr(grammar, "RULES_MAX", 2)
+    rules = [one | {"id": str(n)} for n in range(3)]
+    assert from_data({"version": 1, "rules": rules[:2]})
+    with pytest.raises(DocumentError, match="a document has at most 2 rules, and this has 3"):
+        from_data({"version": 1, "rules": rules})
+
+
+def test_globs_that_take_long_are_bounded() -> None:
+    """As many as a list may have that are no prefixes; prefixes are not counted."""
+    from_data({"version": 1, "deny": [f"a{n}*" for n in range(2_000)] + ["*a", "b?"] * 500})
+    with pytest.raises(DocumentError, match=r"^<data>: deny: .*1,000"):
+        from_data({"version": 1, "deny": [f"*a{n}" for n in range(1_001)]})

@@ -1,0 +1,365 @@
+"""The published JSON Schema: right in itself, and of one mind with the reader."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from jsonschema import Draft202012Validator
+
+from tests.rules.documents import Data, documents
+from tollkeeper.core.model import ALGORITHM_NAMES, NAME_LENGTH_MAX, REQUEST_FIELDS, UNITS_MAX
+from tollkeeper.core.rates import LIMITS_MAX, TEXT_LENGTH_MAX
+from tollkeeper.rules.document import grammar, limits
+from tollkeeper.rules.document.documents import DocumentError, from_data, read_file, schema
+from tollkeeper.rules.document.model import (
+    BY_MAX,
+    CONSISTENCIES,
+    COST_MAX,
+    LOAD_SOURCES,
+    MODES,
+    ON_FAILURES,
+    PATTERNS_MAX,
+    RULES_MAX,
+    PenaltySettings,
+    Scale,
+)
+from tollkeeper.rules.document.reading import Node, Problems, tree_of_yaml
+from tollkeeper.rules.document.writing import to_data
+
+EXAMPLE = Path(__file__).parents[3] / "examples/limits.yaml"
+SCHEMA = schema()
+DEFS = SCHEMA["$defs"]
+VALIDATOR = Draft202012Validator(SCHEMA)
+
+GOOD: Data = {
+    "version": 1,
+    "tiers": {"pro": ["5/s"]},
+    "rules": [
+        {
+            "id": "a",
+            "match": {"endpoint": "/a", "attributes": {"region": "eu"}},
+            "by": ["user"],
+            "limits": ["5/s", {"limit": 5, "per": "1m", "algorithm": "fixed_window"}],
+            "tiers": {"pro": "7/s"},
+            "keys": {"k": "9/s"},
+            "cost": {"/a": 5},
+            "mode": "off",
+            "scale": {"source": "cpu", "low": 0.5},
+            "split": 2,
+            "penalty": {"after": 3, "cooldown": "10s"},
+        },
+        {"id": "b", "by": []},
+    ],
+    "assign": {"user:1": "pro"},
+    "allow": ["sk_*"],
+    "overrides": [{"for": {"user": "1"}, "multiply": 2, "until": "2026-12-31T23:59:59Z"}],
+}
+
+
+def accepted(data: Any) -> bool:
+    return bool(VALIDATOR.is_valid(data))
+
+
+def read(data: Any) -> bool:
+    try:
+        from_data(data)
+    except DocumentError:
+        return False
+    return True
+
+
+def parts(node: Any, path: str = "#") -> Iterator[tuple[str, Data]]:
+    """Every schema inside the schema."""
+    if isinstance(node, dict):
+        if "examples" in node or "type" in node or "properties" in node or "$ref" in node:
+            yield path, node
+        for name, inner in node.items():
+            if name not in {"examples", "enum", "const", "default"}:
+                yield from parts(inner, f"{path}/{name}")
+    elif isinstance(node, list):
+        for place, inner in enumerate(node):
+            yield from parts(inner, f"{path}/{place}")
+
+
+# ---------------------------------------------------------------------------------- in itself
+
+
+def test_the_schema_is_one() -> None:
+    """By the rules of its own draft."""
+    Draft202012Validator.check_schema(SCHEMA)
+    assert SCHEMA["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+
+
+def test_nothing_unknown_is_let_through() -> None:
+    """Every object with names of ours refuses others, so that editors mark a misspelt one."""
+    closed = [path for path, part in parts(SCHEMA) if part.get("additionalProperties") is False]
+    opened = [
+        path
+        for path, part in parts(SCHEMA)
+        if part.get("type") == "object" and "additionalProperties" not in part
+    ]
+    assert len(closed) == 8
+    assert not opened
+
+
+def test_everything_is_described() -> None:
+    """Editors show it: each name that one may write has a description, here or where it points."""
+    missing = [
+        f"{path}/{name}"
+        for path, part in parts(SCHEMA)
+        for name, inner in part.get("properties", {}).items()
+        if "/then" not in path
+        and "/if" not in path
+        and isinstance(inner, dict)
+        and "description" not in inner
+        and "description" not in DEFS[inner.get("$ref", "/pattern").rpartition("/")[2]]
+    ]
+    assert [path.rpartition("/for/")[2] for path in missing] == ["user", "api_key", "tenant"]
+
+
+def test_every_example_is_right() -> None:
+    """What editors propose is accepted by the part of the schema that proposes it."""
+    tried = 0
+    for path, part in parts(SCHEMA):
+        for example in part.get("examples", []):
+            inner = Draft202012Validator({**part, "$defs": DEFS})
+            assert inner.is_valid(example), f"{path}: {example}"
+            tried += 1
+    assert tried > 30
+
+
+# ---------------------------------------------------------------------- of one mind with the code
+
+
+def test_the_names_are_the_grammars() -> None:
+    """A name added to one of them is missed here."""
+    rule = DEFS["rule"]["properties"]
+    assert set(SCHEMA["properties"]) == set(grammar._TOP)
+    assert set(rule) == set(grammar._RULE)
+    assert set(DEFS["match"]["properties"]) == {*REQUEST_FIELDS, "attributes"}
+    assert set(DEFS["limit"]["properties"]) == set(limits._FIELDS)
+    assert set(DEFS["scale"]["properties"]) == set(grammar._SCALE)
+    assert set(DEFS["penalty"]["properties"]) == set(grammar._PENALTY)
+    assert set(DEFS["override"]["properties"]) == set(grammar._OVERRIDE)
+    assert set(DEFS["override"]["properties"]["for"]["properties"]) == set(grammar._OWNERS)
+    forbidden = DEFS["match"]["properties"]["attributes"]["propertyNames"]["not"]["enum"]
+    assert set(forbidden) == set(REQUEST_FIELDS)
+
+
+def test_the_words_are_the_codes() -> None:
+    """Every choice, and the usual one."""
+    rule, scale = DEFS["rule"]["properties"], DEFS["scale"]["properties"]
+    assert tuple(DEFS["limit"]["properties"]["algorithm"]["enum"]) == ALGORITHM_NAMES
+    assert tuple(rule["mode"]["enum"]) == MODES
+    assert tuple(rule["consistency"]["enum"]) == CONSISTENCIES
+    assert tuple(rule["on_failure"]["enum"]) == ON_FAILURES
+    assert tuple(scale["source"]["enum"]) == LOAD_SOURCES
+    usual = Scale()
+    assert [scale[name]["default"] for name in grammar._SCALE] == [
+        usual.source,
+        usual.low,
+        usual.high,
+        usual.least,
+        usual.smoothing_s,
+    ]
+    penalty = DEFS["penalty"]["properties"]
+    assert [penalty[name]["default"] for name in grammar._PENALTY] == list(
+        astuple(PenaltySettings())
+    )
+
+
+def test_the_bounds_are_the_codes() -> None:
+    """Every number that stands in both."""
+    rule, override = DEFS["rule"]["properties"], DEFS["override"]["properties"]
+    limit = DEFS["limit"]["properties"]
+    assert SCHEMA["properties"]["version"]["const"] == grammar.VERSION
+    assert SCHEMA["properties"]["rules"]["maxItems"] == RULES_MAX
+    assert DEFS["name"]["maxLength"] == DEFS["attributeName"]["maxLength"] == NAME_LENGTH_MAX
+    assert DEFS["rate"]["maxLength"] == TEXT_LENGTH_MAX
+    assert DEFS["limits"]["anyOf"][2]["maxItems"] == LIMITS_MAX
+    assert DEFS["patterns"]["anyOf"][1]["maxItems"] == PATTERNS_MAX
+    assert DEFS["pattern"]["maxLength"] == grammar.PATTERN_LENGTH_MAX
+    assert DEFS["units"]["maximum"] == COST_MAX
+    assert DEFS["value"]["maxLength"] == grammar.VALUE_LENGTH_MAX
+    assert DEFS["remark"]["maxLength"] == grammar.REASON_LENGTH_MAX
+    assert rule["by"]["anyOf"][1]["maxItems"] == BY_MAX
+    assert override["multiply"]["minimum"] == grammar.MULTIPLY_MIN
+    assert override["multiply"]["maximum"] == grammar.MULTIPLY_MAX
+    assert {limit[name]["maximum"] for name in ("limit", "burst", "capacity")} == {UNITS_MAX}
+
+
+@given(documents())
+def test_what_is_read_is_accepted(data: Data) -> None:
+    """As it was written, and in the canonical form."""
+    assert accepted(data), next(VALIDATOR.iter_errors(data)).message
+    assert accepted(to_data(from_data(data)))
+
+
+def test_the_example_is_accepted() -> None:
+    """As its editor sees it: times are text there."""
+
+    def plain(node: Node) -> Any:
+        if node.kind == "list":
+            return [plain(item) for item in node.value]
+        if node.kind == "mapping":
+            return {key.text: plain(value) for key, value in node.value}
+        return node.value
+
+    tree = tree_of_yaml(EXAMPLE.read_text("utf-8"), Problems("t"))
+    assert tree is not None
+    assert accepted(plain(tree)), next(VALIDATOR.iter_errors(plain(tree))).message
+    assert accepted(to_data(read_file(EXAMPLE)))
+
+
+RULE = ("rules", 0)
+FIRST_LIMIT = ("rules", 0, "limits", 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong"),
+    [
+        ((), []),
+        ((), None),
+        (("version",), 2),
+        (("version",), "1"),
+        (("version",), None),
+        (("rulez",), []),
+        (("tiers",), ["pro"]),
+        (("tiers", "pro"), []),
+        (("tiers", "pro"), 5),
+        (("tiers", "pro"), None),
+        (("tiers", ""), "5/s"),
+        (("tiers", "x" * 129), "5/s"),
+        (("rules",), {}),
+        (("rules",), None),
+        (RULE, "a"),
+        (RULE, {"by": [], "limits": "5/s"}),
+        (RULE, {"id": "c", "limits": "5/s"}),
+        ((*RULE, "name"), "a"),
+        ((*RULE, "id"), 5),
+        ((*RULE, "id"), ""),
+        ((*RULE, "id"), "x" * 129),
+        ((*RULE, "id"), "a\nb"),
+        ((*RULE, "match"), "/a"),
+        ((*RULE, "match"), {"path": "/a"}),
+        ((*RULE, "match", "endpoint"), []),
+        ((*RULE, "match", "endpoint"), ""),
+        ((*RULE, "match", "endpoint"), {"a": "b"}),
+        ((*RULE, "match", "user"), 42),
+        ((*RULE, "match", "user"), ["a"] * 1_001),
+        ((*RULE, "match", "method"), [True]),
+        ((*RULE, "match", "attributes"), ["region"]),
+        ((*RULE, "match", "attributes", "a-b"), "x"),
+        ((*RULE, "match", "attributes", "user"), "x"),
+        ((*RULE, "match", "attributes", "region"), 5),
+        ((*RULE, "by"), None),
+        ((*RULE, "by"), {"user": 1}),
+        ((*RULE, "by"), ["user", "user"]),
+        ((*RULE, "by"), ["user", "ip"]),  # it has keys
+        ((*RULE, "by"), []),
+        ((*RULE, "by"), ["a b"]),
+        (("rules", 1, "by"), list("abcdefghi")),
+        ((*RULE, "limits"), []),
+        ((*RULE, "limits"), 5),
+        ((*RULE, "limits"), [[]]),
+        ((*RULE, "limits"), "5"),
+        ((*RULE, "limits"), "5/"),
+        ((*RULE, "limits"), "/s"),
+        ((*RULE, "limits"), "5/s burst"),
+        ((*RULE, "limits"), "5/s,"),
+        ((*RULE, "limits"), [f"1/{n}s" for n in range(1, 18)]),
+        (FIRST_LIMIT, {"limit": 5}),
+        (FIRST_LIMIT, {"per": 5}),
+        ((*FIRST_LIMIT, "limit"), 0),
+        ((*FIRST_LIMIT, "limit"), 1.5),
+        ((*FIRST_LIMIT, "limit"), "5"),
+        ((*FIRST_LIMIT, "limit"), True),
+        ((*FIRST_LIMIT, "limit"), 10**9 + 1),
+        ((*FIRST_LIMIT, "per"), "60"),
+        ((*FIRST_LIMIT, "per"), -1),
+        ((*FIRST_LIMIT, "per"), None),
+        ((*FIRST_LIMIT, "algorithm"), "log"),
+        ((*FIRST_LIMIT, "burst"), 5),  # it counts in a window
+        ((*FIRST_LIMIT, "capacity"), 5),
+        ((*FIRST_LIMIT, "name"), 5),
+        ((*FIRST_LIMIT, "bust"), 5),
+        ((*RULE, "keys"), ["k"]),
+        ((*RULE, "keys", ""), "5/s"),
+        ((*RULE, "cost"), -1),
+        ((*RULE, "cost"), 1.5),
+        ((*RULE, "cost"), "5"),
+        ((*RULE, "cost"), 1_000_001),
+        ((*RULE, "cost", "/b"), -1),
+        ((*RULE, "cost", "/b"), [5]),
+        ((*RULE, "consistency"), "strong"),
+        ((*RULE, "on_failure"), None),
+        ((*RULE, "mode"), False),
+        ((*RULE, "mode"), "OFF"),
+        ((*RULE, "rollout"), 101),
+        ((*RULE, "rollout"), 0.5),
+        ((*RULE, "rollout"), "50%"),
+        ((*RULE, "scale"), "cpu"),
+        ((*RULE, "scale", "source"), "disk"),
+        ((*RULE, "scale", "low"), 1.1),
+        ((*RULE, "scale", "least"), 0),
+        ((*RULE, "scale", "smoothing"), "fast!"),
+        ((*RULE, "scale", "top"), 1),
+        ((*RULE, "split"), 0),
+        ((*RULE, "penalty"), 10),
+        ((*RULE, "penalty", "after"), 0),
+        ((*RULE, "penalty", "within"), "soon!"),
+        ((*RULE, "penalty", "top"), 1),
+        (("assign",), ["user:1"]),
+        (("assign", "42"), "pro"),
+        (("assign", "user:"), "pro"),
+        (("assign", "user:2"), 5),
+        (("allow",), {"a": "b"}),
+        (("allow",), [5]),
+        (("allow",), [""]),
+        (("deny",), None),
+        (("overrides",), {}),
+        (("overrides", 0), {"for": {"user": "1"}}),
+        (("overrides", 0), {"multiply": 2}),
+        (("overrides", 0, "limits"), "5/s"),
+        (("overrides", 0, "multiply"), 0),
+        (("overrides", 0, "multiply"), "2"),
+        (("overrides", 0, "for"), {}),
+        (("overrides", 0, "for"), {"ip": "1"}),
+        (("overrides", 0, "for", "tenant"), "a"),
+        (("overrides", 0, "for"), {"user": 42}),
+        (("overrides", 0, "until"), 5),
+        (("overrides", 0, "reason"), 5),
+        (("overrides", 0, "note"), "x"),
+        (("tiers",), {}),  # a rule has no limits
+    ],
+    ids=lambda part: json.dumps(part)[:60],
+)
+def test_structural_mistakes_are_refused_by_both(path: tuple[Any, ...], wrong: Any) -> None:
+    """The right document with one thing wrong: neither the editor nor the reader takes it."""
+    data: Any = copy.deepcopy(GOOD)
+    assert accepted(data)
+    assert read(data)
+    if path:
+        inner = data
+        for name in path[:-1]:
+            inner = inner[name]
+        inner[path[-1]] = wrong
+    else:
+        data = wrong
+    assert not accepted(data)
+    assert not read(data)
+
+
+@pytest.mark.parametrize("name", ["version"])
+def test_missing_names_are_refused_by_both(name: str) -> None:
+    """What is required."""
+    data = {key: value for key, value in GOOD.items() if key != name}
+    assert not accepted(data)
+    assert not read(data)

@@ -1,0 +1,196 @@
+"""Rule documents that are right, as plain data in the ways that people may write it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS
+from tollkeeper.rules.document.model import CONSISTENCIES, LOAD_SOURCES, MODES, ON_FAILURES
+
+Data = dict[str, Any]
+
+SECONDS = {
+    "ms": 0.001,
+    "1.5ms": 0.0015,
+    "second": 1,
+    "90s": 90,
+    "MINUTE": 60,
+    "2h": 7200,
+    "day": 86400,
+}
+ENDPOINTS = [
+    "/",
+    "/login",
+    "/users/{id}",
+    "/v1/*/items",
+    "/v1/orders/*",
+    "/a/**/b",
+    "re:/v[0-9]+/.*",
+]
+GLOBS = ["42", "off", "sk_live_*", "a?c", "[ab]*", "*", "é*", "x: y", "# no comment", "2026-01-01"]
+NETWORKS = ["10.0.0.0/8", "192.0.2.7", "2001:db8::/32", "::1"]
+ENTRIES = [
+    "sk_internal_*",
+    "user:42",
+    "ip:10.0.0.0/8",
+    "192.0.2.7",
+    "region:eu",
+    "a?c",
+    "tenant:a*",
+]
+
+# Whatever can be printed may be a name, also what YAML would take for something else.
+names = st.one_of(
+    st.sampled_from(
+        ["free", "pro", "off", "42", "1.5", "null", "~", "2026-01-01", "<<", "a: b", "-"]
+    ),
+    st.text(min_size=1, max_size=12).filter(str.isprintable),
+)
+attribute_names = st.sampled_from(["region", "plan", "agent_2", "_x"])
+subjects = st.sampled_from(
+    ["user", "api_key", "ip", "tenant", "tier", "endpoint", "method", "region"]
+)
+
+
+@st.composite
+def limits_in_full(draw: st.DrawFn, window: str, named: bool) -> Data:
+    algorithm = draw(st.sampled_from(ALGORITHM_NAMES))
+    limit: Data = {"limit": draw(st.integers(1, 1_000_000))}
+    seconds = SECONDS[window]
+    limit["per"] = draw(st.sampled_from([seconds, window]))
+    if draw(st.booleans()) or algorithm != "token_bucket":
+        limit["algorithm"] = algorithm
+    if algorithm in BUCKETS:
+        limit.update(draw(st.sampled_from([{}, {"burst": 0}, {"burst": 7}, {"capacity": 5}])))
+    if named:
+        limit["name"] = draw(names)
+    return limit
+
+
+@st.composite
+def rates(draw: st.DrawFn, window: str) -> str:
+    count = draw(st.integers(1, 1_000_000))
+    per = draw(st.sampled_from(["/", " per ", " / "]))
+    room = draw(st.sampled_from(["", " burst 5", " capacity 3", "  BURST 1_000"]))
+    return f"{count}{per}{window}{room}"
+
+
+@st.composite
+def limits(draw: st.DrawFn) -> Any:
+    """One to three limits with windows of their own, so that no two share a count."""
+    windows = draw(st.lists(st.sampled_from(list(SECONDS)), min_size=1, max_size=3, unique=True))
+    # A count is kept under the name if there is one, and two limits may not share one.
+    found = [
+        draw(rates(window) | limits_in_full(window, place == 0 and draw(st.booleans())))
+        for place, window in enumerate(windows)
+    ]
+    if all(isinstance(limit, str) for limit in found) and draw(st.booleans()):
+        return ";".join(found)
+    return found[0] if len(found) == 1 and draw(st.booleans()) else found
+
+
+def one_or_many(values: list[str]) -> st.SearchStrategy[Any]:
+    one = st.sampled_from(values)
+    return one | st.lists(one, min_size=1, max_size=3)
+
+
+def optional(**parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Data]:
+    return st.fixed_dictionaries({}, optional=parts)
+
+
+matches = optional(
+    endpoint=one_or_many(ENDPOINTS),
+    method=one_or_many(["GET", "post", "M-SEARCH"]),
+    user=one_or_many(GLOBS),
+    api_key=one_or_many(GLOBS),
+    ip=one_or_many(NETWORKS),
+    tenant=one_or_many(GLOBS),
+    tier=one_or_many(GLOBS),
+    attributes=st.dictionaries(attribute_names, one_or_many(GLOBS), max_size=2),
+)
+
+scales = optional(
+    source=st.sampled_from(LOAD_SOURCES),
+    low=st.floats(0, 0.7),
+    high=st.floats(0.71, 1),
+    least=st.floats(0.01, 1),
+    smoothing=st.sampled_from([0, 2.5, "10s", "1m"]),
+)
+
+penalties = optional(
+    after=st.integers(1, 10_000),
+    within=st.sampled_from([1, 2.5, "10s", "1m"]),
+    cooldown=st.sampled_from([1, "10s"]),
+    cooldown_max=st.sampled_from([60, "10m"]),
+    block_after=st.integers(1, 100),
+    block=st.sampled_from([60, "1h", "30d"]),
+    decay=st.sampled_from([60, "1h"]),
+)
+
+units = st.integers(0, 1_000_000)
+costs = units | st.dictionaries(st.sampled_from(ENDPOINTS), units, max_size=3).flatmap(
+    lambda costs: st.sampled_from([costs, {**costs, "*": 3}])
+)
+
+
+@st.composite
+def rules(draw: st.DrawFn, name: str, tiers: list[str]) -> Data:
+    by = draw(st.lists(subjects, max_size=3, unique=True))
+    rule: Data = {"id": name, "by": by[0] if len(by) == 1 and draw(st.booleans()) else by}
+    if not tiers or draw(st.booleans()):
+        rule["limits"] = draw(limits())
+    if tiers:
+        rule |= draw(optional(tiers=st.dictionaries(st.sampled_from(tiers), limits(), max_size=2)))
+    if len(by) == 1:
+        rule |= draw(optional(keys=st.dictionaries(st.sampled_from(GLOBS), limits(), max_size=2)))
+    return rule | draw(
+        optional(
+            match=matches,
+            cost=costs,
+            consistency=st.sampled_from(CONSISTENCIES),
+            on_failure=st.sampled_from(ON_FAILURES),
+            mode=st.sampled_from(MODES),
+            rollout=st.integers(0, 100),
+            scale=scales,
+            split=st.integers(1, 64),
+            penalty=penalties,
+        )
+    )
+
+
+@st.composite
+def overrides(draw: st.DrawFn, rule_ids: list[str]) -> Data:
+    owner = draw(st.sampled_from(["user", "api_key", "tenant"]))
+    override: Data = {"for": {owner: draw(names)}}
+    if draw(st.booleans()):
+        override["limits"] = draw(limits())
+    else:
+        override["multiply"] = draw(st.floats(0.001, 1_000) | st.integers(1, 1_000))
+    if rule_ids:
+        override |= draw(optional(rule=st.sampled_from(rule_ids)))
+    times = ["2026-12-31T23:59:59Z", "2026-12-31 23:59:59.25+02:00", "0001-02-03T04:05:06-07:00"]
+    return override | draw(
+        optional(until=st.sampled_from(times), reason=names, author=names),
+    )
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> Data:
+    """A document that is right, as plain data."""
+    tiers = draw(st.dictionaries(names, limits(), max_size=3))
+    ids = draw(st.lists(names, max_size=4, unique=True))
+    data: Data = {"version": 1}
+    if tiers:
+        owners = st.builds("{}:{}".format, st.sampled_from(["user", "api_key", "tenant"]), names)
+        data |= {"tiers": tiers}
+        data |= draw(
+            optional(assign=st.dictionaries(owners, st.sampled_from(list(tiers)), max_size=3))
+        )
+    if ids:
+        data["rules"] = [draw(rules(name, list(tiers))) for name in ids]
+    entries = one_or_many(ENTRIES) | st.just([])
+    return data | draw(
+        optional(allow=entries, deny=entries, overrides=st.lists(overrides(ids), max_size=3))
+    )

@@ -1,0 +1,450 @@
+"""Patterns: what each matches, as tables; against naive matchers; and never slower than linear."""
+
+from __future__ import annotations
+
+import fnmatch
+import random
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tollkeeper.core.errors import ConfigError
+from tollkeeper.rules.matching.patterns import (
+    ENDPOINT_LENGTH_MAX,
+    GLOB_LENGTH_MAX,
+    REGEX_LENGTH_MAX,
+    SEGMENTS_MAX,
+    Glob,
+    Regexes,
+    Wildcard,
+    compile_endpoint,
+    compile_glob,
+    escaped,
+)
+
+ONE, MANY = Wildcard.ONE, Wildcard.MANY
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matched", "not_matched"),
+    [
+        # Exactly that path, in any spelling.
+        (
+            "/login",
+            "/login /login/ //login /login?a=b /%6Cogin /x/../login",
+            "/Login /login/x / /l",
+        ),
+        ("/login/", "/login /login/", "/login/x"),
+        ("login", "/login login", "/a/login"),
+        ("/", "/ // ?", "/a"),
+        ("/caf%C3%A9", "/café /caf%c3%a9", "/cafe"),
+        ("/a.b", "/a.b", "/aXb"),
+        ("/v1/orders:batch", "/v1/orders:batch /v1/orders%3abatch", "/v1/orders"),
+        # A parameter is one segment.
+        ("/users/{id}", "/users/42 /users/42/ /users/a%2Fb", "/users /users/ /users/42/x /users//"),
+        ("/users/{id:int}", "/users/42 /users/x", "/users/4/2"),
+        ("/users/<int:id>", "/users/42", "/users/4/2"),
+        ("/users/<id>/pets", "/users/42/pets", "/users/pets /users/42/pets/1"),
+        ("/users/{id}/pets/{pet}", "/users/1/pets/2", "/users/1/pets /users/1/cats/2"),
+        ("/files/{name}.txt", "/files/a.txt /files/a.b.txt", "/files/.txt /files/a/b.txt /files/a"),
+        ("/days/{from}-{to}", "/days/1-2 /days/1-2-3", "/days/- /days/1- /days/-2 /days/1/-2"),
+        ("/{tenant}/login", "/acme/login", "/login /a/b/login"),
+        # The rest is any number of segments.
+        ("/files/{path...}", "/files /files/ /files/a /files/a/b/c", "/filesystem / /a/files"),
+        ("/files/{path:path}", "/files /files/a/b", "/filesystem"),
+        ("/files/<path:path>", "/files /files/a/b", "/filesystem"),
+        ("/files/{path:path}/raw", "/files/raw /files/a/b/raw", "/files/a /files/raw/b"),
+        # A star at the very end is the rest.
+        ("/v1/orders/*", "/v1/orders /v1/orders/ /v1/orders/1 /v1/orders/1/x", "/v1/orders2 /v1"),
+        ("/v1/orders*", "/v1/orders /v1/orders2 /v1/orders/1 /v1/orders2/x/y", "/v1/order /v1"),
+        ("*", "/ /a /a/b", ""),
+        ("/*", "/ /a /a/b", ""),
+        ("/a*b*", "/ab /aXbY /ab/c", "/a/b /a /b"),
+        # Any other star stays in its segment.
+        ("/v1/*/items", "/v1/a/items", "/v1/items /v1/a/b/items /v1/a/items/1"),
+        ("/v1/a*z/items", "/v1/az/items /v1/abz/items", "/v1/a/z/items /v1/ab/items"),
+        ("/*.php", "/index.php /.php /a.b.php", "/index.phpx /a/index.php /index"),
+        ("/*/", "/ /a /a/b", ""),
+        # Two stars are any number of segments, also none.
+        ("/v1/**", "/v1 /v1/a /v1/a/b", "/v10 /"),
+        ("/**/items", "/items /a/items /a/b/items", "/itemsX /a/items/b"),
+        ("/v1/**/items/*", "/v1/items /v1/a/items/b", "/v1 /v1/a"),
+        ("/**/a/**/b", "/a/b /x/a/y/b /a/a/b/b", "/b/a /a /ab"),
+        ("/**/{id}", "/a /a/b/c", "/"),
+        ("**", "/ /a /a/b", ""),
+        # A question mark is one character.
+        ("/pages/?.html", "/pages/1.html /pages/%C3%A9.html", "/pages/.html /pages/12.html"),
+        ("/a?b", "/axb /a%3Ab", "/a/b /ab /a%3Fb"),
+        # Literals that would be wildcards.
+        ("/a%2A", "/a* /a%2a", "/ab /a"),
+        ("/%7Bid%7D", "/{id} /%7bid%7D", "/42"),
+        ("/what%3F", "/what%3f", "/what /whatX"),
+        ("/a[b]+(c)|d$", "/a[b]+(c)|d$", "/ab"),
+    ],
+)
+def test_what_an_endpoint_matches(pattern: str, matched: str, not_matched: str) -> None:
+    """The pattern matches each path of the first column and none of the second."""
+    endpoint = compile_endpoint(pattern)
+    assert [path for path in matched.split(" ") if not endpoint.matches(path)] == []
+    assert [path for path in not_matched.split() if endpoint.matches(path)] == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matched", "not_matched"),
+    [
+        (
+            "re:/v[0-9]+/orders",
+            "/v1/orders /v22/orders/ /v1//orders?x",
+            "/v1/orders/1 /x/v1/orders",
+        ),
+        ("re:/users/[^/]+", "/users/42 /users/a%2Fb", "/users /users/4/2"),
+        ("re:/admin/.*", "/admin/x /admin/a/b /admin/%0A /admin/%ff /admin/\udcff", "/admin"),
+        ("re:/(?i)login", "/login /LOGIN", "/log"),
+        (r"re:/\pL+", "/é /abc", "/1"),
+        ("re:.*", "/ /a/b", ""),
+        ("re:a|b", "", "/a /b"),
+        ("re:/", "/", "/a"),
+        ("re:/(a|b)", "/a /b", "/ab /c"),
+        ("re:/é+", "/%C3%A9 /éé", "/e"),
+    ],
+)
+def test_what_a_regular_expression_matches(pattern: str, matched: str, not_matched: str) -> None:
+    """It is matched with the whole of the normalised path."""
+    endpoint = compile_endpoint(pattern)
+    assert [path for path in matched.split() if not endpoint.matches(path)] == []
+    assert [path for path in not_matched.split() if endpoint.matches(path)] == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "exact", "segments", "regex"),
+    [
+        ("/v1//orders/", "/v1/orders", (), None),
+        ("/", "/", (), None),
+        ("/a%2Ab", "/a*b", (), None),
+        ("/users/{id}", None, ("users", ONE), None),
+        ("/v1/*/items", None, ("v1", ONE, "items"), None),
+        ("/v1/*", None, ("v1", MANY), None),
+        ("/v1/**/**/*", None, ("v1", MANY), None),
+        ("/**/items", None, (MANY, "items"), None),
+        ("/files/{path...}", None, ("files", MANY), None),
+        ("re:/v1/.*", None, (), "/v1/.*"),
+    ],
+)
+def test_what_an_index_sees(
+    pattern: str, exact: str | None, segments: tuple[Any, ...], regex: str | None
+) -> None:
+    """Just one of the three says what the endpoint matches."""
+    endpoint = compile_endpoint(pattern)
+    assert (endpoint.exact, endpoint.segments, endpoint.regex) == (exact, segments, regex)
+    assert endpoint.text == pattern
+
+
+def test_an_index_sees_globs_of_one_segment() -> None:
+    """Part of a segment is a glob of that segment; a star at the end adds the rest."""
+    files, glob, rest = compile_endpoint("/files/report-*").segments
+    assert (files, rest) == ("files", MANY)
+    assert isinstance(glob, Glob)
+    assert glob.matches("report-7")
+    assert not glob.matches("report")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "says"),
+    [
+        ("", "has 0 characters; write 1 to 1,024"),
+        ("/" + "x" * ENDPOINT_LENGTH_MAX, "has 1,025 characters; write 1 to 1,024"),
+        ("/a" * (SEGMENTS_MAX + 1), "has 65 segments and may have 64"),
+        (None, "is not text"),
+        (b"/a", "is not text"),
+        (" /a", "space before or after"),
+        ("POST /v1/orders", "begins with a method"),
+        ("https://api.example/v1", "names a host; write the path alone"),
+        ("/a#b", "has a fragment"),
+        ("/search?q=x", "has a query"),
+        ("/a/../b", "has a segment .., which no path has"),
+        ("/a/%2e/b", "has a segment ., which no path has"),
+        ("/a**", "** is not alone; write * within a segment"),
+        ("/a**b/c", "** is not alone"),
+        ("/***", "** is not alone"),
+        ("/v{path...}", "the rest of the path is not alone"),
+        ("/{path:path}.txt", "the rest of the path is not alone"),
+        ("/{id", "the { at character 1 is no parameter; write {id} for one segment"),
+        ("/id}", "or %7D for the character itself"),
+        ("/{}", "is no parameter"),
+        ("/{a b}", "is no parameter"),
+        (r"/{id:\d+}", "is no parameter"),
+        ("/<string(length=2):lang>", "is no parameter"),
+        ("/a<b", "or %3C for the character itself"),
+        ("re:", "has 0 characters"),
+        ("re:" + "x" * (REGEX_LENGTH_MAX + 1), "has 1,025 characters; write 1 to 1,024"),
+        ("re:(", "'(': missing ): (; it is an RE2 pattern"),
+        ("re:/a(?=b)", "'/a(?=b)': invalid perl operator: (?="),
+        (r"re:/(a)\1", r"invalid escape sequence: \1"),
+        ("re:/a{2000}", "invalid repetition size: {2000}"),
+        ("re:/(a\nb", r"missing ): /(a\nb"),
+        ("re:/(((a{30}){30}){1})" + "x{900}" * 30, "take more than 1,048,576 bytes"),
+        ("re:/users/", "ends with a slash, and no path does once it is normalised; write '/users'"),
+        ("re: /a", "has a space around it"),
+        ("re:/\ud800", "half of a surrogate pair"),
+    ],
+    ids=range(35),
+)
+def test_a_wrong_endpoint_says_what_is_right(pattern: Any, says: str) -> None:
+    """The error shows the pattern, what is wrong with it and what would be right."""
+    with pytest.raises(ConfigError) as caught:
+        compile_endpoint(pattern)
+    assert says in str(caught.value)
+    assert str(caught.value).encode()
+
+
+def test_regular_expressions_are_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without RE2 the other patterns work, and the error says what to install."""
+    monkeypatch.setitem(sys.modules, "re2", None)
+    assert compile_endpoint("/v1/*").matches("/v1/a")
+    with pytest.raises(ConfigError, match=r"pip install 'tollkeeper\[rules\]'"):
+        compile_endpoint("re:/v1")
+
+
+def test_many_regular_expressions_are_one() -> None:
+    """All that match are found at once, and a wrong one among them is named."""
+    regexes = Regexes([f"/v[0-9]+/s{number}/.*" for number in range(5_000)] + ["/v1/s7/.*"])
+    assert regexes.matching("/v1/s7/x") == [7, 5_000]
+    assert regexes.matching("/v1/s5000/x") == []
+    assert Regexes([]).matching("/") == []
+    with pytest.raises(ConfigError, match=r"'\(': missing"):
+        Regexes(["/a", "(", "/b"])
+
+
+def test_an_automaton_that_outgrows_its_memory_is_right() -> None:
+    """This pattern has 2**200 states. RE2 forgets them again and again, and no answer is wrong."""
+    endpoint = compile_endpoint("re:/(a|b)*a(a|b){200}")
+    source = random.Random(5)
+    for _ in range(20):
+        text = "".join(source.choices("ab", k=20_000))
+        assert endpoint.matches("/" + text) is (text[-201] == "a")
+
+
+NAMES = st.sampled_from(["{id}", "{id:int}", "<id>", "<uuid:id>", "{p...}", "{p:path}", "<path:p>"])
+LITERALS = st.sampled_from(["a", "b", "ab", "v1", "a.b"])
+
+
+@given(st.lists(LITERALS | NAMES | st.sampled_from(["{a}-{b}", "v{n}", "{n}.json"]), max_size=5))
+def test_a_template_matches_its_own_text(segments: list[str]) -> None:
+    """A framework that sends the route's template as the endpoint is limited by that rule."""
+    template = "/" + "/".join(segments)
+    assert compile_endpoint(template).matches(template)
+
+
+def _naive_glob(pattern: str, value: str) -> bool:
+    """Tries everything."""
+    if not pattern:
+        return not value
+    if pattern[0] == "*":
+        return any(_naive_glob(pattern[1:], value[n:]) for n in range(len(value) + 1))
+    return bool(value) and pattern[0] in {"?", value[0]} and _naive_glob(pattern[1:], value[1:])
+
+
+def _naive_path(pattern: list[str], path: list[str]) -> bool:
+    """Tries everything; `**` is any number of segments."""
+    if not pattern:
+        return not path
+    if pattern[0] == "**":
+        return any(_naive_path(pattern[1:], path[n:]) for n in range(len(path) + 1))
+    return bool(path) and _naive_glob(pattern[0], path[0]) and _naive_path(pattern[1:], path[1:])
+
+
+# For each way to write a segment, the glob that it means.
+WRITTEN = {
+    "a": "a",
+    "ab": "ab",
+    "*": "?*",
+    "{id}": "?*",
+    "**": "**",
+    "{p...}": "**",
+    "a*": "a*",
+    "*b": "*b",
+    "*a*b": "*a*b",
+    "?": "?",
+    "?b*a": "?b*a",
+    "{n}b": "?*b",
+    "{x}a{y}": "?*a?*",
+}
+PATH_SEGMENTS = st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=6)
+
+
+@given(st.lists(st.sampled_from(sorted(WRITTEN)), min_size=1, max_size=5), PATH_SEGMENTS)
+def test_endpoints_agree_with_a_naive_matcher(written: list[str], path: list[str]) -> None:
+    """Every combination of wildcards matches what trying everything finds."""
+    meant = [WRITTEN[segment] for segment in written]
+    if written[-1] == "*":
+        meant[-1] = "**"
+    elif written[-1].endswith("*") and written[-1] != "**":
+        meant.append("**")
+    endpoint = compile_endpoint("/" + "/".join(written))
+    assert endpoint.matches("/" + "/".join(path)) is _naive_path(meant, path)
+    assert endpoint.matches_normalised("/" + "/".join(path)) is _naive_path(meant, path)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matched", "not_matched"),
+    [
+        ("sk_1", "sk_1", "sk_10 SK_1 sk_"),
+        ("sk_*", "sk_ sk_1 sk_a/b", "sk pk_1"),
+        ("*", "x", ""),
+        ("*_test", "_test sk_test", "sk_tests"),
+        ("sk_*_test", "sk__test sk_1_test sk_a_b_test", "sk_test sk_1_live"),
+        ("v?", "v1 vé", "v v12"),
+        ("v[12]", "v1 v2", "v3 v v12"),
+        ("v[!12]", "v3", "v1 v2 v"),
+        ("v[0-9a-f]", "v0 v7 vc", "vg v-"),
+        ("[a-]", "a -", "b"),
+        ("[]a]", "] a", "b"),
+        ("[!]a]", "b", "] a"),
+        ("[^a]", "^ a", "b"),
+        (r"[\d]", "\\ d", "1"),
+        ("[*]a", "*a", "ba"),
+        ("a[[]b]", "a[b]", "ab"),
+        ("a.b|c", "a.b|c", "aXb c"),
+        ("a{1}", "a{1}", "a"),
+    ],
+)
+def test_what_a_glob_matches(pattern: str, matched: str, not_matched: str) -> None:
+    """The pattern matches each value of the first column and none of the second."""
+    glob = compile_glob(pattern)
+    assert [value for value in matched.split() if not glob.matches(value)] == []
+    assert [value for value in not_matched.split() if glob.matches(value)] == []
+
+
+def test_a_glob_takes_any_character() -> None:
+    """Newlines and halves of surrogate pairs are characters like others."""
+    for character in "\n\r\0\u2028\ud800":
+        assert compile_glob("a*").matches(f"a{character}b")
+        assert compile_glob("a?b").matches(f"a{character}b")
+        assert compile_glob("a[!x]b").matches(f"a{character}b")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "exact", "prefix", "is_prefix"),
+    [
+        ("sk_1", "sk_1", "sk_1", False),
+        ("sk_*", None, "sk_", True),
+        ("sk_**", None, "sk_", True),
+        ("*", None, "", True),
+        ("sk_*_test", None, "sk_", False),
+        ("sk_?", None, "sk_", False),
+        ("?", None, "", False),
+        ("[*]", "*", "*", False),
+        ("a[?]b[[]*", None, "a?b[", True),
+        ("a[bc]", None, "a", False),
+    ],
+)
+def test_what_an_index_sees_of_a_glob(
+    pattern: str, exact: str | None, prefix: str, is_prefix: bool
+) -> None:
+    """One value, or the literal start, and whether that is all there is to it."""
+    glob = compile_glob(pattern)
+    assert (glob.exact, glob.prefix, glob.is_prefix) == (exact, prefix, is_prefix)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "says"),
+    [
+        ("", "has 0 characters; write 1 to 512"),
+        ("x" * (GLOB_LENGTH_MAX + 1), "has 513 characters; write 1 to 512, for example sk_live_*"),
+        (42, "42 is not text"),
+        ("ab[c", "the [ at character 3 begins a set that does not end; write [abc]"),
+        ("[]", "the [ at character 1 begins a set"),
+        ("[!]", "the [ at character 1 begins a set"),
+        ("[z-a]", "no character is in 'z-a'; write 'a-z'"),
+    ],
+    ids=range(7),
+)
+def test_a_wrong_glob_says_what_is_right(pattern: Any, says: str) -> None:
+    """The error shows the pattern, what is wrong with it and what would be right."""
+    with pytest.raises(ConfigError) as caught:
+        compile_glob(pattern)
+    assert says in str(caught.value)
+
+
+@given(
+    st.lists(
+        st.sampled_from(["a", "b", "*", "?", ".", "[ab]", "[!a]", "[a-c]", "[*]"]), min_size=1
+    ),
+    st.text(alphabet="abc.*", max_size=12),
+)
+def test_globs_agree_with_the_standard_library(tokens: list[str], value: str) -> None:
+    """Every combination matches what `fnmatch` says."""
+    pattern = "".join(tokens)
+    assert compile_glob(pattern).matches(value) is fnmatch.fnmatchcase(value, pattern)
+
+
+@given(st.text(alphabet="ab*?", min_size=1, max_size=8), st.text(alphabet="ab", max_size=8))
+def test_globs_agree_with_a_naive_matcher(pattern: str, value: str) -> None:
+    """Every combination matches what trying everything finds."""
+    assert compile_glob(pattern).matches(value) is _naive_glob(pattern, value)
+
+
+@given(st.text(min_size=1, max_size=20), st.text(max_size=20))
+def test_an_escaped_value_matches_itself_alone(value: str, other: str) -> None:
+    """Any value can be written as a glob of nothing else."""
+    glob = compile_glob(escaped(value))
+    assert glob.exact == value
+    assert glob.matches(value)
+    assert glob.matches(other) is (value == other)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path"),
+    [
+        ("/" + "**/a/" * 30 + "c", "/a" * 100_000),
+        ("/" + "**/{x}/a/" * 20 + "c", "/a" * 100_000),
+        ("/**/" + "*a" * 100 + "*b/**/c", "/" + "a" * 100_000),
+        ("/**/" + "*a" * 100 + "*b/**/c", ("/" + "a" * 100) * 1_000),
+        ("/" + "{x}a" * 50 + "b", "/" + "a" * 100_000),
+        ("re:/(x+x+)+y", "/" + "x" * 100_000),
+        ("re:/(.*a){20}c", "/" + "a" * 100_000),
+    ],
+    ids=range(7),
+)
+def test_no_endpoint_runs_away(pattern: str, path: str) -> None:
+    """Patterns that take a backtracking matcher longer than the universe is old finish at once."""
+    assert not compile_endpoint(pattern).matches(path)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["*a" * 200 + "*b", "*a?" * 150 + "b", "*[ab]" * 80 + "b", "*" * 500 + "b"]
+)
+def test_no_glob_runs_away(pattern: str) -> None:
+    """The same for globs: a million characters and hundreds of stars."""
+    assert not compile_glob(pattern).matches("a" * 1_000_000)
+    assert compile_glob(pattern).matches("a" * 1_000_000 + "b")
+
+
+ANY_TEXT = st.text(alphabet=st.characters(codec=None, categories=None), max_size=40)
+
+
+@given(ANY_TEXT | st.text(alphabet="/*?{}<>:.%[]re\\()+|^$#2Fa-", max_size=40), ANY_TEXT)
+def test_any_text_is_an_endpoint_or_an_error(pattern: str, path: str) -> None:
+    """Nothing else comes out; what compiles takes any path; every message can be printed."""
+    for text in (pattern, f"re:{pattern}"):
+        try:
+            endpoint = compile_endpoint(text)
+        except ConfigError as error:
+            str(error).encode()
+        else:
+            assert endpoint.matches(path) in {True, False}
+
+
+@given(ANY_TEXT | st.text(alphabet="*?[]!-^\\ab", max_size=40), ANY_TEXT)
+def test_any_text_is_a_glob_or_an_error(pattern: str, value: str) -> None:
+    """Nothing else comes out; what compiles takes any value; every message can be printed."""
+    try:
+        glob = compile_glob(pattern)
+    except ConfigError as error:
+        str(error).encode()
+    else:
+        assert glob.matches(value) in {True, False}
+        assert value.startswith(glob.prefix) or not glob.matches(value)

@@ -1,0 +1,370 @@
+"""Which rules apply to a request: tables that read as the specification of matching."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from ipaddress import ip_address, ip_network
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.rules import requests as drawn
+from tollkeeper import InvalidKey, Limit, Request
+from tollkeeper.rules.document.model import Match, Mode, Rule
+from tollkeeper.rules.matching import table as table_module
+from tollkeeper.rules.matching.patterns import compile_endpoint, compile_glob
+from tollkeeper.rules.matching.table import CompiledRule, Table
+
+LIMITS = (Limit(10, per=1),)
+GET = Request(user="42", endpoint="/v1/orders", method="GET")
+
+
+def rule(
+    name: str,
+    by: str = "user",
+    mode: Mode = "enforce",
+    rollout: int = 100,
+    costs: Mapping[str, int] | None = None,
+    **match: Any,
+) -> Rule:
+    """A rule that counts by what is named, with conditions as single texts or tuples of them."""
+    conditions = {name: (each,) if isinstance(each, str) else each for name, each in match.items()}
+    return Rule(
+        name,
+        tuple(by.split()),
+        LIMITS,
+        Match(**conditions),
+        mode=mode,
+        rollout=rollout,
+        costs=costs or {},
+    )
+
+
+def applying(rules: list[Rule], request: Request, tier: str | None = None) -> list[str]:
+    """The ids of the rules that apply where every rollout reaches."""
+    matched = Table(rules).match(request, tier if tier is not None else request.tier)
+    return [candidates[0].rule.id for candidates in matched]
+
+
+# ---------------------------------------------------------------------------- which of those there
+
+
+def test_the_first_match_applies() -> None:
+    """Of rules that count by the same, the first that matches applies, and no other."""
+    rules = [
+        rule("writes", method="POST"),
+        rule("orders", endpoint="/v1/orders"),
+        rule("everything"),
+    ]
+    assert applying(rules, GET) == ["orders"]
+    assert applying(rules, Request(method="POST", endpoint="/v1/orders")) == ["writes"]
+    assert applying(rules, Request(endpoint="/else")) == ["everything"]
+
+
+def test_the_order_of_the_document_counts_and_not_how_a_rule_is_filed() -> None:
+    """A rule for everything that stands first goes before one for just this path."""
+    assert applying([rule("everything"), rule("orders", endpoint="/v1/orders")], GET) == [
+        "everything"
+    ]
+
+
+def test_rules_by_different_things_all_apply() -> None:
+    """One for each distinct `by`, whatever the others are."""
+    rules = [rule("a", "user"), rule("b", "tenant"), rule("c", "user tenant"), rule("d", "")]
+    assert applying(rules, GET) == ["a", "b", "c", "d"]
+
+
+def test_the_order_of_names_makes_another_by() -> None:
+    """By tenant and user, and by user and tenant, are two counts, so both rules apply."""
+    assert applying([rule("a", "user tenant"), rule("b", "tenant user")], GET) == ["a", "b"]
+
+
+def test_a_shadow_rule_takes_nobodys_place() -> None:
+    """It stands beside the one in force; of several the first that matches is decided."""
+    rules = [
+        rule("tried", mode="shadow"),
+        rule("in force"),
+        rule("tried too", mode="shadow"),
+    ]
+    assert applying(rules, GET) == ["tried", "in force"]
+
+
+def test_a_rule_that_is_off_is_not_there() -> None:
+    """The next one applies in its place."""
+    assert applying([rule("a", mode="off"), rule("b")], GET) == ["b"]
+
+
+def test_where_a_rollout_does_not_reach_the_next_rule_applies() -> None:
+    """All candidates are told, down to the first that is for everyone."""
+    rules = [rule("new", rollout=10), rule("newer", rollout=50), rule("old"), rule("older")]
+    [candidates] = Table(rules).match(GET, None)
+    assert [each.rule.id for each in candidates] == ["new", "newer", "old"]
+
+
+def test_no_rule_no_match() -> None:
+    """A document without rules, or with none for this request, has nothing to say."""
+    assert Table([]).match(GET, None) == ()
+    assert Table([rule("a", method="PUT")]).match(GET, None) == ()
+
+
+# --------------------------------------------------------------------------------- the conditions
+
+
+@pytest.mark.parametrize(
+    ("match", "request_", "holds"),
+    [
+        # Every condition that is given must hold; of the patterns of one, any.
+        ({}, Request(), True),
+        ({"method": "GET", "tenant": "acme"}, Request(method="GET"), False),
+        ({"method": "GET", "tenant": "acme"}, Request(method="GET", tenant="acme"), True),
+        ({"method": ("GET", "HEAD")}, Request(method="HEAD"), True),
+        ({"endpoint": ("/a", "/b")}, Request(endpoint="/b"), True),
+        # What a request does not have matches nothing, not even a star.
+        ({"tenant": "*"}, Request(), False),
+        ({"endpoint": "/**"}, Request(), False),
+        ({"tenant": "*"}, Request(tenant=""), True),
+        # Methods in any case.
+        ({"method": "POST"}, Request(method="post"), True),
+        ({"method": "post"}, Request(method="POST"), True),
+        # Globs for who asks.
+        ({"user": "4*"}, Request(user="42"), True),
+        ({"user": "4*"}, Request(user="24"), False),
+        ({"user": "4?"}, Request(user="42"), True),
+        ({"api_key": ("sk_a_*", "sk_b_*")}, Request(api_key="sk_b_1"), True),
+        ({"api_key": ("sk_a_*", "*_b")}, Request(api_key="sk_b"), True),
+        ({"tier": "pro"}, Request(tier="pro"), True),
+        ({"tier": "pro"}, Request(tier="Pro"), False),
+        # Networks, of both families.
+        ({"ip": "10.0.0.0/8"}, Request(ip="10.1.2.3"), True),
+        ({"ip": "10.0.0.0/8"}, Request(ip="::ffff:10.1.2.3"), True),
+        ({"ip": "10.0.0.0/8"}, Request(ip="11.1.2.3"), False),
+        ({"ip": ("10.0.0.0/8", "2001:db8::/32")}, Request(ip="2001:db8::7"), True),
+        ({"ip": "10.0.0.0/8"}, Request(ip="nonsense"), False),
+        # Attributes of one's own.
+        ({"attributes": {"region": ("eu-*",)}}, Request(attributes={"region": "eu-1"}), True),
+        ({"attributes": {"region": ("eu-*",)}}, Request(attributes={"region": "us"}), False),
+        ({"attributes": {"region": ("eu-*",)}}, Request(), False),
+        ({"attributes": {"a": ("1",), "b": ("2",)}}, Request(attributes={"a": "1"}), False),
+    ],
+    ids=repr,
+)
+def test_conditions(match: dict[str, Any], request_: Request, holds: bool) -> None:
+    """Each condition by itself and together with others."""
+    assert applying([rule("a", **match)], request_) == (["a"] if holds else [])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "holds"),
+    [
+        ("/v1/orders", "/v1/orders", True),
+        ("/v1/orders", "/v1/orders/7", False),
+        ("/users/{id}", "/users/42", True),
+        ("/users/{id}", "/users", False),
+        ("/users/{id}", "/users/42/orders", False),
+        ("/users/{id}/orders", "/users/42/orders", True),
+        ("/v1/*/items", "/v1/7/items", True),
+        ("/v1/*/items", "/v1/7/8/items", False),
+        ("/v1/orders/*", "/v1/orders/7/lines/2", True),
+        ("/v1/orders/*", "/v1/orders", True),
+        ("/v1/**/items", "/v1/items", True),
+        ("/v1/**/items", "/v1/a/b/items", True),
+        ("/v1/**/items", "/v1/a/b", False),
+        ("/v1/report-*", "/v1/report-7/pages", True),
+        ("/{rest...}", "/", True),
+        ("/", "/", True),
+        ("/", "/a", False),
+        ("re:/v[0-9]+/.*", "/v12/x", True),
+        ("re:/v[0-9]+/.*", "/vx/x", False),
+        # A client's other spelling of the path is the same path.
+        ("/v1/orders", "/v1//orders/", True),
+        ("/v1/orders", "/v1/orders?page=2", True),
+        ("/v1/orders", "/v1/./x/../orders", True),
+        ("/v1/orders", "/v1/%6Frders", True),
+        ("re:/v1/orders", "//v1/orders#top", True),
+        ("/v1/orders", "/V1/orders", False),
+        ("/files/{name}", "/files/a%2Fb", True),
+    ],
+)
+def test_endpoints(pattern: str, path: str, holds: bool) -> None:
+    """Templates, globs and regular expressions on paths as clients spell them."""
+    assert applying([rule("a", endpoint=pattern)], Request(endpoint=path)) == ["a"] * holds
+
+
+def test_the_tier_is_the_one_that_is_given() -> None:
+    """A tier that somebody is assigned to counts as if the request had named it."""
+    rules = [rule("a", tier="pro"), rule("b", tier="free")]
+    assert applying(rules, Request(), tier="free") == ["b"]
+    assert applying(rules, Request(), tier="pro") == ["a"]
+    assert applying(rules, Request()) == []
+
+
+def test_costs_by_endpoint() -> None:
+    """The first pattern that matches says the cost; else the rule's own."""
+    [candidates] = Table([rule("a", costs={"/search": 5, "/s*": 2})]).match(GET, None)
+    costs = [candidates[0].cost(path) for path in ("/search", "/sort", "/v1", None)]
+    assert costs == [5, 2, 1, 1]
+
+
+@pytest.mark.parametrize("value", [42, b"42", ["42"], True], ids=repr)
+@pytest.mark.parametrize("name", ["user", "endpoint", "method", "tier", "region"])
+def test_what_is_not_text_is_refused(name: str, value: Any) -> None:
+    """A number that matches nothing would slip past a limit; so it is an error."""
+    conditions: dict[str, Any] = {"endpoint": "/**", "user": "*", "tier": "*"}
+    table = Table([rule("a", **conditions, attributes={"region": ("*",)})])
+    known: dict[str, Any] = {name: value} if name != "region" else {"attributes": {name: value}}
+    with pytest.raises(InvalidKey, match=rf"{name}=.*write it as text"):
+        table.match(Request(**known), value if name == "tier" else None)
+
+
+# ------------------------------------------------------------------------------ what is remembered
+
+
+def test_a_rule_is_found_wherever_most_others_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules for one endpoint and many tenants, or one tenant and many keys, are not all asked."""
+    asked: list[int] = []
+    candidates = table_module._Index.candidates
+
+    def counted(*arguments: Any) -> Any:
+        found = candidates(*arguments)
+        asked.append(len(found))
+        return found
+
+    monkeypatch.setattr(table_module._Index, "candidates", counted)
+    crowds = [
+        [rule(str(n), endpoint="/v1/*", tenant=f"t{n}") for n in range(200)],
+        [rule(str(n), endpoint=f"/v1/{n}", tenant="acme") for n in range(200)],
+        [rule(str(n), tenant="acme", api_key=f"sk_{n:03}_*") for n in range(200)],
+        [rule(str(n), method="GET", endpoint=f"/{{a}}/{n}") for n in range(200)],
+    ]
+    request = Request(endpoint="/v1/7", tenant="acme", api_key="sk_007_x", method="GET", user="1")
+    other = Request(endpoint="/v1/x", tenant="t7")
+    assert applying(crowds[0], other) == ["7"]
+    assert [applying(rules, request) for rules in crowds[1:]] == [["7"]] * 3
+    assert max(asked) == 1
+
+
+def test_the_memo_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many values requests have, so many are remembered, and no long path at all."""
+    monkeypatch.setattr(table_module, "MEMO_MAX", 4)
+    table = Table([rule("a", endpoint="/a/*")])
+    for number in range(50):
+        assert table.match(Request(endpoint=f"/a/{number}"), None)
+        assert 1 <= len(table._memo) <= 4
+    long = "/a/" + "x" * table_module.MEMO_PATH_LENGTH_MAX
+    before = dict(table._memo)
+    assert table.match(Request(endpoint=long), None)
+    assert table._memo == before
+    table.forget()
+    assert not table._memo
+    assert table.match(Request(endpoint="/a/1"), None)
+
+
+def test_what_no_rule_looks_at_makes_no_difference_to_the_memo() -> None:
+    """A million users are one entry, if rules tell requests apart by path alone."""
+    table = Table([rule("a", endpoint="/a")])
+    for number in range(100):
+        table.match(Request(user=str(number), ip=f"10.0.0.{number}", endpoint="/a"), None)
+    assert len(table._memo) == 1
+
+
+# ----------------------------------------------------------------------- against a naive matcher
+
+
+compiled = cache(compile_endpoint)
+
+
+def naive(rules: list[Rule], request: Request, tier: str | None) -> list[list[str]]:
+    """Matching in the words of the documentation: every rule asked, in order."""
+    found: dict[tuple[tuple[str, ...], bool], list[str]] = {}
+    complete = set()
+    for each in rules:
+        place = (each.by, each.mode == "shadow")
+        if each.mode == "off" or not _holds(each.match, request, tier):
+            continue
+        matched = found.setdefault(place, [])
+        if place not in complete:
+            matched.append(each.id)
+        if each.rollout == 100:
+            complete.add(place)
+    there = [each for each in rules if each.mode != "off"]
+    order = dict.fromkeys((each.by, each.mode == "shadow") for each in there)
+    return [found[place] for place in order if place in found]
+
+
+def _holds(match: Match, request: Request, tier: str | None) -> bool:
+    values = {
+        "user": request.user,
+        "api_key": request.api_key,
+        "tenant": request.tenant,
+        "tier": tier,
+        **{name: request.attributes.get(name) for name in match.attributes},
+    }
+    for name, patterns in _globs(match):
+        value = values[name]
+        if value is None or not any(compile_glob(text).matches(value) for text in patterns):
+            return False
+    if match.method and (request.method or "").upper() not in match.method:
+        return False
+    if match.ip and not _in_networks(request.ip, match.ip):
+        return False
+    endpoint = request.endpoint
+    return not match.endpoint or (
+        endpoint is not None
+        and any(compile_endpoint(it).matches(endpoint) for it in match.endpoint)
+    )
+
+
+def _globs(match: Match) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for name in ("user", "api_key", "tenant", "tier"):
+        patterns: tuple[str, ...] = getattr(match, name)
+        if patterns:
+            yield name, patterns
+    yield from match.attributes.items()
+
+
+def _in_networks(text: str | None, networks: tuple[str, ...]) -> bool:
+    try:
+        address = ip_address(text or "")
+    except ValueError:
+        return False
+    address = getattr(address, "ipv4_mapped", None) or address
+    return any(address in ip_network(each) for each in networks)
+
+
+def ids(matched: tuple[tuple[CompiledRule, ...], ...]) -> list[list[str]]:
+    return [[each.rule.id for each in candidates] for candidates in matched]
+
+
+@settings(max_examples=400)
+@given(drawn.rules(), st.lists(drawn.requests(), min_size=1, max_size=12), st.integers(1, 4))
+def test_the_table_agrees_with_a_naive_matcher(
+    rules: list[Rule], requests: list[Request], memo_max: int
+) -> None:
+    """On random rules and requests, at first sight, from memory, and after it was forgotten."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(table_module, "MEMO_MAX", memo_max)
+        table = Table(rules)
+        for request in requests * 2:
+            assert ids(table.match(request, request.tier)) == naive(rules, request, request.tier)
+
+
+@settings(max_examples=100)
+@given(drawn.rules(), drawn.requests(), drawn.tiers)
+def test_why_a_rule_does_not_match_agrees_with_the_table(
+    rules: list[Rule], request: Request, tier: str | None
+) -> None:
+    """What explains a rule's absence finds a reason just where the table leaves it out."""
+    table = Table(rules)
+    values = {
+        **{name: getattr(request, name) for name in ("user", "api_key", "ip", "tenant")},
+        **request.attributes,
+        "tier": tier,
+        "method": request.method and request.method.upper(),
+    }
+    path = request.endpoint and table_module.normalised(request.endpoint)
+    for each in table.rules:
+        fails = each.failing(path, values.get)
+        assert bool(fails) is not _holds(each.rule.match, request, tier), fails

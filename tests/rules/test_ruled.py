@@ -1,0 +1,447 @@
+"""Rules in force: what a limiter from rules answers, on every kind of store."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from tests.redis_servers import running
+from tollkeeper import (
+    AsyncLimiter,
+    CapacityError,
+    ConfigError,
+    Decision,
+    Limiter,
+    LimitExceeded,
+    Request,
+)
+from tollkeeper.decide.store import Store
+from tollkeeper.rules.document.documents import DocumentError
+from tollkeeper.rules.explain import Explanation
+from tollkeeper.rules.in_force import DENIED_NS
+from tollkeeper.testing import ManualClock, limiting_off
+
+TWO_RULES = """
+version: 1
+rules:
+  - {id: user, by: user, limits: 3/minute}
+  - {id: tenant, by: tenant, limits: 5/minute}
+"""
+ANN = Request(user="ann", tenant="acme")
+BOB = Request(user="bob", tenant="acme")
+
+
+def answers(limiter: Limiter, *requests: Request) -> list[bool]:
+    return [bool(limiter.check(request)) for request in requests]
+
+
+def left(explanation: Explanation) -> list[int]:
+    """What each rule that applies has left."""
+    decisions = [rule.decision for rule in explanation.rules]
+    return [decision.remaining for decision in decisions if decision is not None]
+
+
+# ------------------------------------------------------------------------------- several rules
+
+
+def test_all_rules_pass_or_none_is_charged(store: Store, clock: ManualClock) -> None:
+    """A request that one rule denies costs nothing under the others."""
+    limiter = Limiter.from_rules(TWO_RULES, store=store, clock=clock)
+    assert answers(limiter, ANN, ANN, ANN, ANN) == [True, True, True, False]
+    assert left(limiter.explain(BOB)) == [3, 2]
+    assert answers(limiter, BOB, BOB, BOB) == [True, True, False]
+    assert left(limiter.explain(BOB)) == [1, 0]
+
+
+async def test_all_rules_pass_or_none_is_charged_awaited(store: Store, clock: ManualClock) -> None:
+    """The same for asyncio."""
+    limiter = AsyncLimiter.from_rules(TWO_RULES, store=store, clock=clock)
+    asked = [ANN, ANN, ANN, ANN, BOB, BOB, BOB]
+    found = [bool(await limiter.check(each)) for each in asked]
+    assert found == [True, True, True, False, True, True, False]
+    assert left(await limiter.explain(BOB)) == [1, 0]
+
+
+def test_many_threads_never_pass_more_than_every_rule_allows(
+    store: Store, clock: ManualClock
+) -> None:
+    """Whatever the order: no rule over its limit, and nothing left charged that was denied."""
+    rules = TWO_RULES.replace("3/minute", "30/minute").replace("5/minute", "50/minute")
+    limiter = Limiter.from_rules(rules, store=store, clock=clock)
+    users = [Request(user=name, tenant="acme") for name in ("ann", "bob", "cid")]
+    admitted: list[str | None] = []
+
+    def ask(request: Request) -> None:
+        admitted.extend(request.user for _ in range(40) if limiter.check(request))
+
+    threads = [threading.Thread(target=ask, args=(user,)) for user in users * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    per_user = [admitted.count(user.user) for user in users]
+    assert max(per_user) <= 30
+    assert sum(per_user) <= 50
+    spent = [[30 - user, 50 - tenant] for user, tenant in map(left, map(limiter.explain, users))]
+    assert spent == [[count, sum(per_user)] for count in per_user]
+
+
+def test_the_tightest_rule_speaks(clock: ManualClock) -> None:
+    """The decision is of the rule with the least left; a denial's wait is the longest."""
+    limiter = Limiter.from_rules(TWO_RULES, clock=clock)
+    decision = limiter.check(ANN)
+    assert (decision.rule, decision.remaining, decision.limit) == ("user", 2, 3)
+    answers(limiter, BOB, BOB, BOB)
+    decision = limiter.check(ANN)
+    assert (decision.rule, decision.remaining) == ("tenant", 0)
+    denied = limiter.check(BOB)
+    assert (denied.allowed, denied.rule, denied.retry_after) == (False, "user", 20.0)
+
+
+def test_what_no_rule_is_for_is_not_limited() -> None:
+    """Allowed, by no rule, with more left than anyone can use."""
+    limiter = Limiter.from_rules("{version: 1,\n rules: []}")
+    decision = limiter.check(ANN)
+    assert (decision.allowed, decision.rule, decision.remaining) == (True, "", 10**9)
+
+
+def test_the_rule_costs_times_the_callers_cost(store: Store, clock: ManualClock) -> None:
+    """Charged by each rule at its own price; given back alike."""
+    limiter = Limiter.from_rules(
+        TWO_RULES.replace("3/minute", "30/minute, cost: {/search: 5}"), store=store, clock=clock
+    )
+    search = Request(user="ann", tenant="acme", endpoint="/search?q=1")
+    assert limiter.check(search, cost=2)
+    assert left(limiter.explain(ANN)) == [20, 3]
+    limiter.refund(search, cost=1)
+    assert left(limiter.explain(ANN)) == [25, 4]
+
+
+def test_a_cost_that_can_never_fit_is_an_error(store: Store, clock: ManualClock) -> None:
+    """Cost × units above a rule's capacity: at once, and no other rule is charged."""
+    limiter = Limiter.from_rules(
+        TWO_RULES.replace("3/minute", "3/minute, cost: 2"), store=store, clock=clock
+    )
+    with pytest.raises(CapacityError):
+        limiter.check(ANN, cost=2)
+    with pytest.raises(CapacityError):
+        limiter.peek(ANN, cost=2)
+    explained = limiter.explain(ANN, cost=2).rules
+    assert "4" in explained[0].error
+    assert left(limiter.explain(ANN)) == [3, 5]
+
+
+# ------------------------------------------------------------------------------- lists, modes
+
+
+def test_lists_go_before_rules() -> None:
+    """Allowed without limit, or denied for a year, which says never."""
+    limiter = Limiter.from_rules(TWO_RULES + 'allow: ["user:ann"]\ndeny: ["user:bob"]\n')
+    assert answers(limiter, *[ANN] * 10) == [True] * 10
+    assert limiter.check(ANN).rule == "allow"
+    denied = limiter.check(BOB)
+    assert (denied.allowed, denied.rule, denied.retry_after_ns) == (False, "deny", DENIED_NS)
+    assert limiter.peek(BOB) == denied
+    assert limiter.counts() == {}
+
+
+SHADOWED = """
+version: 1
+rules:
+  - {id: tried, by: user, limits: 1/minute, mode: shadow}
+  - {id: real, by: user, limits: 3/minute}
+"""
+
+
+def test_a_shadow_rule_counts_and_never_denies(store: Store, clock: ManualClock) -> None:
+    """Decided beside the one in force; what it would have denied is counted."""
+    limiter = Limiter.from_rules(SHADOWED, store=store, clock=clock)
+    assert answers(limiter, *[ANN] * 4) == [True, True, True, False]
+    counts = limiter.counts()
+    assert (counts["tried"].allowed, counts["tried"].shadow_denied) == (1, 3)
+    assert (counts["real"].allowed, counts["real"].denied) == (3, 1)
+    assert limiter.check(BOB).rule == "real"
+
+
+async def test_a_shadow_rule_awaited(store: Store, clock: ManualClock) -> None:
+    """The same for asyncio, where it goes out with the others."""
+    limiter = AsyncLimiter.from_rules(SHADOWED, store=store, clock=clock)
+    assert [bool(await limiter.check(ANN)) for _ in range(4)] == [True, True, True, False]
+    counts = limiter.counts()
+    assert (counts["tried"].allowed, counts["tried"].shadow_denied) == (1, 3)
+
+
+def test_a_shadow_that_can_never_pass_denies_nobody() -> None:
+    """A cost beyond a shadow rule's capacity is what it would deny, and no error."""
+    limiter = Limiter.from_rules(SHADOWED)
+    assert limiter.check(ANN, cost=2)
+    assert limiter.counts()["tried"].shadow_denied == 1
+
+
+def test_shadows_alone_limit_nothing() -> None:
+    """With nothing in force a request is allowed by no rule."""
+    limiter = Limiter.from_rules(SHADOWED.replace("3/minute", "3/minute, mode: shadow"))
+    assert answers(limiter, *[ANN] * 9) == [True] * 9
+    assert limiter.check(ANN).rule == ""
+
+
+def test_algorithms_under_rollout_keep_their_states_apart(store: Store, clock: ManualClock) -> None:
+    """Whoever moves to the new rule starts anew there, and finds the old count on the way back."""
+    document = """
+version: 1
+rules:
+  - id: new
+    by: user
+    limits: [{limit: 3, per: 60, algorithm: sliding_window_log}]
+    rollout: PER_CENT
+  - {id: old, by: user, limits: 3/minute}
+"""
+    limiter = Limiter.from_rules(document.replace("PER_CENT", "0"), store=store, clock=clock)
+    assert limiter.check(ANN).remaining == 2
+    limiter.use(document.replace("PER_CENT", "100"))
+    moved = limiter.check(ANN)
+    assert (moved.rule, moved.remaining) == ("new", 2)
+    limiter.use(document.replace("PER_CENT", "0"))
+    back = limiter.check(ANN)
+    assert (back.rule, back.remaining) == ("old", 1)
+
+
+# ----------------------------------------------------------------------------------- overrides
+
+
+def test_an_override_raises_and_ends_without_losing_what_was_spent(clock: ManualClock) -> None:
+    """Gone on time, and consumption carries over both ways."""
+    until = datetime.fromtimestamp(1_800_000_000 + 30, UTC).isoformat()
+    limiter = Limiter.from_rules(
+        "version: 1\nrules: [{id: user, by: user, limits: 3/hour}]\n"
+        f"overrides: [{{for: {{user: ann}}, multiply: 10, until: {until}, reason: launch}}]",
+        clock=clock,
+    )
+    assert limiter.check(ANN, cost=28).remaining == 2
+    clock.advance(29.9)
+    assert limiter.check(ANN).limit == 30
+    clock.advance(0.1)
+    assert not limiter.check(ANN)
+    assert limiter.check(ANN).limit == 3
+    assert limiter.check(BOB).limit == 3
+
+
+def test_wall_time_ends_overrides_too() -> None:
+    """With the system's clock one in the past is over and one in the future is not."""
+    document = TWO_RULES + (
+        "overrides:\n"
+        "  - {for: {user: ann}, rule: user, limits: 77/minute, until: 2020-01-01T00:00:00Z}\n"
+        "  - {for: {user: bob}, rule: user, limits: 88/minute, until: 2999-01-01T00:00:00Z}\n"
+    )
+    limiter = Limiter.from_rules(document)
+    limits = [limiter.explain(each).rules[0].limits[0].limit for each in (ANN, BOB)]
+    assert limits == [3, 88]
+
+
+# -------------------------------------------------------------------------------- other verbs
+
+
+def test_refund_grant_and_reset(store: Store, clock: ManualClock) -> None:
+    """They are for all rules that a request has to pass."""
+    limiter = Limiter.from_rules(TWO_RULES, store=store, clock=clock)
+    assert answers(limiter, ANN, ANN, ANN, ANN) == [True, True, True, False]
+    limiter.refund(ANN)
+    assert answers(limiter, ANN, ANN) == [True, False]
+    limiter.grant(ANN, 2)
+    assert answers(limiter, ANN, ANN, ANN) == [True, True, False]
+    limiter.reset(ANN)
+    assert limiter.peek(ANN).remaining == 3
+    assert left(limiter.explain(BOB)) == [3, 5]
+
+
+async def test_refund_grant_and_reset_awaited(store: Store, clock: ManualClock) -> None:
+    """The same for asyncio."""
+    limiter = AsyncLimiter.from_rules(TWO_RULES, store=store, clock=clock)
+
+    async def asked(times: int) -> list[bool]:
+        return [bool(await limiter.check(ANN)) for _ in range(times)]
+
+    assert await asked(4) == [True, True, True, False]
+    await limiter.refund(ANN)
+    assert await asked(2) == [True, False]
+    await limiter.grant(ANN, 2)
+    assert await asked(3) == [True, True, False]
+    await limiter.reset(ANN)
+    assert (await limiter.peek(ANN)).remaining == 3
+
+
+def test_wait_hold_and_the_decorator(clock: ManualClock) -> None:
+    """The forms that sleep or raise take a request too."""
+    limiter = Limiter.from_rules(TWO_RULES, clock=clock)
+
+    @limiter.limit(key=lambda name: Request(user=name))
+    def greet(name: str) -> str:
+        return f"hello {name}"
+
+    assert [greet("ann") for _ in range(3)] == ["hello ann"] * 3
+    with pytest.raises(LimitExceeded):
+        greet("ann")
+    before_ns = clock.now_ns()
+    assert limiter.wait(Request(user="ann"), timeout=60)
+    assert clock.now_ns() - before_ns == 20 * 10**9
+    with pytest.raises(RuntimeError), limiter.hold(BOB, refund_on_error=True):
+        raise RuntimeError
+    assert limiter.peek(BOB).remaining == 3
+    with limiter.hold(BOB) as decision:
+        assert decision.remaining == 2
+
+
+async def test_wait_hold_and_the_decorator_awaited(clock: ManualClock) -> None:
+    """The same for asyncio."""
+    limiter = AsyncLimiter.from_rules(TWO_RULES, clock=clock)
+
+    @limiter.limit(key=lambda name: Request(user=name))
+    async def greet(name: str) -> str:
+        return f"hello {name}"
+
+    assert [await greet("ann") for _ in range(3)] == ["hello ann"] * 3
+    with pytest.raises(LimitExceeded):
+        await greet("ann")
+    assert await limiter.wait(Request(user="ann"), timeout=60)
+    with pytest.raises(RuntimeError):
+        async with limiter.hold(BOB, refund_on_error=True):
+            raise RuntimeError
+    assert (await limiter.peek(BOB)).remaining == 3
+
+
+def test_limiting_off_reaches_rules() -> None:
+    """As every other limiter."""
+    limiter = Limiter.from_rules(TWO_RULES)
+    with limiting_off():
+        assert answers(limiter, *[ANN] * 20) == [True] * 20
+    assert limiter.peek(ANN).remaining == 3
+
+
+@pytest.mark.parametrize("key", ["user:42", ("a", "b"), None, {"user": "42"}], ids=repr)
+def test_rules_want_a_request(key: Any) -> None:
+    """A key has no attributes to match by, and the error shows what has."""
+    limiter = Limiter.from_rules(TWO_RULES)
+    for verb in (limiter.check, limiter.peek, limiter.reset, limiter.explain):
+        with pytest.raises(ConfigError, match="a limiter with rules checks a Request"):
+            verb(key)
+
+
+@pytest.mark.parametrize("cost", [-1, 1.5, True, "1"], ids=repr)
+def test_a_wrong_cost_is_refused(cost: Any) -> None:
+    """In the shortcut as on the long way."""
+    with pytest.raises(ConfigError, match="is not a whole number from 0 up"):
+        Limiter.from_rules(TWO_RULES).check(ANN, cost)
+
+
+# ------------------------------------------------------------------------------- swapping rules
+
+
+def version(number: int) -> str:
+    """Two rules that both know which version they are of, by id and by limit."""
+    return f"""
+version: 1
+rules:
+  - {{id: user-{number}, by: user, limits: {1_000_000 + number}/minute}}
+  - {{id: tenant-{number}, by: tenant, limits: {2_000_000 + number}/minute}}
+"""
+
+
+def consistent(decision: Decision) -> bool:
+    kind, _, number = decision.rule.partition("-")
+    start = {"user": 1_000_000, "tenant": 2_000_000}[kind]
+    return decision.allowed and decision.limit == start + int(number)
+
+
+def test_a_hundred_documents_swapped_under_load() -> None:
+    """No request is dropped, and every decision and plan belongs to exactly one version."""
+    limiter = Limiter.from_rules(version(0))
+    done = threading.Event()
+    seen: list[set[str]] = [set() for _ in range(3)]
+    wrong: list[object] = []
+
+    def ask(mine: set[str]) -> None:
+        while not done.is_set():
+            try:
+                decision = limiter.check(ANN)
+                rules = limiter.explain(ANN).rules
+            except Exception as error:  # whatever it is, it was a dropped request
+                wrong.append(error)
+                return
+            versions = {rule.id.partition("-")[2] for rule in rules}
+            if not consistent(decision) or len(versions) != 1 or len(rules) != 2:
+                wrong.append((decision, rules))
+                return
+            mine.add(decision.rule)
+
+    threads = [threading.Thread(target=ask, args=(mine,)) for mine in seen]
+    for thread in threads:
+        thread.start()
+    for number in range(1, 101):
+        limiter.use(version(number), f"v{number}")
+        while f"user-{number}" not in limiter.counts() and not wrong:
+            limiter.check(ANN)
+    done.set()
+    for thread in threads:
+        thread.join(30)
+    assert not wrong
+    assert limiter.check(ANN).rule == "user-100"
+    assert limiter.explain(ANN).version == "v100"
+    assert len(set().union(*seen)) > 1
+
+
+async def test_documents_swapped_while_a_check_is_on_its_way(clock: ManualClock) -> None:
+    """A check that has begun keeps the rules it began with, on a store that is a trip away."""
+    server = running("single")
+    server.flush()
+    limiter = AsyncLimiter.from_rules(version(0), store=f"{server.uri}?deadline_ms=10000")
+    for number in range(1, 21):
+        asked = [asyncio.create_task(limiter.check(ANN)) for _ in range(20)]
+        await asyncio.sleep(0)
+        limiter.use(version(number))
+        assert all(consistent(each) for each in await asyncio.gather(*asked))
+    await limiter.close()
+
+
+def test_json_on_one_line_is_a_document() -> None:
+    """And no path, whose name would be too long for the system and for a message."""
+    text = json.dumps({"version": 1, "rules": [{"id": "all", "by": "user", "limits": "2/minute"}]})
+    with Limiter.from_rules(text) as limiter:
+        assert limiter.check(ANN).remaining == 1
+        limiter.use(text.replace("2/minute", "5/minute"))
+        assert limiter.check(ANN).remaining == 3
+
+
+def test_a_wrong_document_changes_nothing() -> None:
+    """The old one stays in force, with its version and its counts."""
+    limiter = Limiter.from_rules(TWO_RULES)
+    limiter.use(TWO_RULES, "v1")
+    limiter.check(ANN)
+    for wrong in ("version: 1\nrules: [{id: x}]", "version: 2\n", {"version": 1, "rules": 5}):
+        with pytest.raises(DocumentError):
+            limiter.use(wrong)
+    explained = limiter.explain(ANN)
+    assert (explained.version, len(explained.applying)) == ("v1", 2)
+    assert limiter.counts()["user"].allowed == 1
+
+
+def test_counts_are_of_rules_that_there_are() -> None:
+    """What another document does not have is forgotten; what it has goes on."""
+    limiter = Limiter.from_rules(TWO_RULES)
+    limiter.check(ANN)
+    limiter.use("version: 1\nrules: [{id: user, by: user, limits: 9/minute}]")
+    assert {name: each.allowed for name, each in limiter.counts().items()} == {"user": 1}
+    limiter.check(ANN)
+    assert limiter.counts()["user"].allowed == 2
+
+
+def test_raising_a_limit_keeps_what_was_spent(store: Store, clock: ManualClock) -> None:
+    """The new document's numbers count from what the old one admitted."""
+    limiter = Limiter.from_rules(TWO_RULES, store=store, clock=clock)
+    assert answers(limiter, ANN, ANN, ANN, ANN) == [True, True, True, False]
+    limiter.use(TWO_RULES.replace("3/minute", "4/minute"))
+    assert answers(limiter, ANN, ANN) == [True, False]

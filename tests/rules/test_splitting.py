@@ -1,0 +1,140 @@
+"""Limits in parts: they add up to the whole, never more, whatever part a request meets."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.promises.strategies import limits as any_limits
+from tests.redis_servers import running
+from tollkeeper import AsyncLimiter, CapacityError, Limit, Limiter, Request
+from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS
+from tollkeeper.decide.store import Store
+from tollkeeper.rules.splitting import granted, parts_of, share
+from tollkeeper.testing import ManualClock
+
+RULES = "version: 1\nrules:\n  - {id: hot, by: user, limits: %s, split: %d}\n"
+ANN = Request(user="ann")
+
+
+@given(limit=st.sampled_from(ALGORITHM_NAMES).flatmap(any_limits), split=st.integers(1, 64))
+def test_the_parts_add_up_to_the_whole(limit: Limit, split: int) -> None:
+    """In rate and, for buckets, in what they hold: so all together never admit more."""
+    parts = parts_of([limit], split)
+    shares = [share([limit], parts, part)[0] for part in range(parts)]
+    assert sum(each.limit for each in shares) == limit.limit
+    assert min(each.limit for each in shares) >= 1
+    assert {(each.algorithm, each.window_ns, each.name) for each in shares} == {
+        (limit.algorithm, limit.window_ns, limit.name)
+    }
+    if limit.algorithm in BUCKETS:
+        assert sum(each.capacity for each in shares) <= limit.capacity
+    # The same limit goes on counting where it did, if only its numbers change.
+    assert {each.identity for each in shares} == {limit.identity}
+
+
+@given(units=st.integers(0, 10**9), parts=st.integers(1, 64))
+def test_grants_are_spread_whole(units: int, parts: int) -> None:
+    """Nothing is lost, and no part gets two more than another."""
+    spread = granted(units, parts)
+    assert sum(spread) == units
+    assert max(spread) - min(spread) <= 1
+
+
+def test_never_over_and_all_of_it(store: Store, clock: ManualClock) -> None:
+    """Asked often enough, every part gives what it has: the limit, and not one more."""
+    with Limiter.from_rules(RULES % ("100/minute", 8), store=store, clock=clock) as limiter:
+        assert sum(bool(limiter.check(ANN)) for _ in range(3_000)) == 100
+        clock.advance(60)
+        assert sum(bool(limiter.check(ANN)) for _ in range(3_000)) == 100
+
+
+async def test_never_over_awaited(store: Store, clock: ManualClock) -> None:
+    """The same for asyncio, all at once."""
+    limiter = AsyncLimiter.from_rules(RULES % ("100/minute", 8), store=store, clock=clock)
+    found = await asyncio.gather(*(limiter.check(ANN) for _ in range(2_000)))
+    assert sum(map(bool, found)) == 100
+    assert (await limiter.peek(ANN)).remaining == 0
+    await limiter.reset(ANN)
+    assert (await limiter.peek(ANN)).remaining == 100
+    await limiter.grant(ANN, 20)
+    found = await asyncio.gather(*(limiter.check(ANN) for _ in range(2_000)))
+    assert sum(map(bool, found)) == 120
+    await limiter.close()
+
+
+def test_under_the_limit_few_are_denied(clock: ManualClock) -> None:
+    """At nine tenths of a limit of 10,000 in 4 parts, chance overloads a part hardly ever."""
+    with Limiter.from_rules(RULES % ("10000/minute", 4), clock=clock) as limiter:
+        denied = 0
+        for _ in range(9_000):
+            clock.advance(60 / 9_000)
+            denied += not limiter.check(ANN)
+        assert denied == 0
+
+
+def test_a_look_sees_the_whole(store: Store, clock: ManualClock) -> None:
+    """Peek, explain and the limit in the answers are of all parts together."""
+    with Limiter.from_rules(RULES % ("100/minute", 8), store=store, clock=clock) as limiter:
+        for _ in range(10):
+            ruling = limiter.evaluate(ANN)
+            assert ruling.decision.limit == 100
+            assert ruling.decision.policy in ruling.applied[0].limits
+            assert 0 < ruling.decision.remaining <= 100
+        assert limiter.peek(ANN).remaining == 90
+        explained = limiter.explain(ANN).applying[0]
+        assert (explained.subject, explained.limits) == ("user:ann", (Limit(100, per=60),))
+        assert explained.decision is not None
+        assert explained.decision.remaining == 90
+
+
+def test_every_verb_reaches_every_part(store: Store, clock: ManualClock) -> None:
+    """Reset and grant are for all parts; a refund goes to one, and never beyond what is whole."""
+    with Limiter.from_rules(RULES % ("10/minute", 4), store=store, clock=clock) as limiter:
+        assert sum(bool(limiter.check(ANN)) for _ in range(300)) == 10
+        limiter.refund(ANN, 1)
+        assert limiter.peek(ANN).remaining == 1
+        limiter.reset(ANN)
+        assert limiter.peek(ANN).remaining == 10
+        limiter.refund(ANN, 2)
+        assert limiter.peek(ANN).remaining == 10
+        limiter.grant(ANN, 6)
+        assert sum(bool(limiter.check(ANN)) for _ in range(300)) == 16
+
+
+def test_settling_ends(clock: ManualClock) -> None:
+    """Though a look sees room that no single part has."""
+    with Limiter.from_rules(RULES % ("40/minute", 4), clock=clock) as limiter:
+        assert limiter.check(ANN)
+        unsettled = limiter.settle(ANN, 1, 35)
+        assert limiter.peek(ANN).remaining == 39 - (34 - unsettled)
+
+
+def test_no_part_without_a_unit(clock: ManualClock) -> None:
+    """A limit of 3 has three parts at most; one of 1 is whole."""
+    for limit in (1, 3):
+        with Limiter.from_rules(RULES % (f"{limit}/minute", 64), clock=clock) as limiter:
+            assert sum(bool(limiter.check(ANN)) for _ in range(500)) == limit
+
+
+def test_a_cost_has_to_fit_a_part(clock: ManualClock) -> None:
+    """Which is less than the whole; the error says what a part holds."""
+    with Limiter.from_rules(RULES % ("100/minute", 10), clock=clock) as limiter:
+        assert limiter.check(ANN, 10)
+        with pytest.raises(CapacityError, match="holds 10 at most"):
+            limiter.check(ANN, 11)
+
+
+def test_every_part_is_a_key_of_its_own_and_in_use() -> None:
+    """The load of one subject spreads over several keys, which is what it is for."""
+    server = running("single")
+    server.flush()
+    with Limiter.from_rules(
+        RULES % ("1000000/minute", 4), store=f"{server.uri}?deadline_ms=10000"
+    ) as limiter:
+        for _ in range(400):
+            assert limiter.check(ANN)
+    assert len(server.admin.keys("tk:*")) == 4

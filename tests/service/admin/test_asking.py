@@ -1,0 +1,311 @@
+"""What gets in: tokens before bodies, strict JSON, bounded bodies, and HTTP's conditions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.service.admin.nodes import Admin, admin, template
+from tollkeeper.service.admin import asking
+from tollkeeper.service.admin.asking import (
+    BODY_BYTES_MAX,
+    condition_of,
+    strict_json,
+    tags_of,
+    wants_yaml,
+)
+from tollkeeper.service.admin.plane import Condition
+from tollkeeper.service.admin.problems import Refusal
+
+__all__ = ["admin", "template"]  # fixtures, found by name
+
+JSON = {"Content-Type": "application/json"}
+
+
+# ----------------------------------------------------------------------------------------- JSON
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (b"", "line 1, column 1"),
+        (b"{", "line 1, column 2"),
+        (b'{"a": 1,\n "b": }', "line 2, column 7"),
+        (b'{"a": 1, "a": 2}', "'a' is given twice"),
+        (b'{"x": {"a": 1, "a": 2}}', "'a' is given twice"),
+        (b"NaN", "NaN is not a number"),
+        (b"[-Infinity]", "-Infinity is not a number"),
+        (b'"\xff"', "not UTF-8 at byte 2"),
+        (b'"\\ud800"', "half of a surrogate pair"),
+        (b'{"\\udfff": 1}', "half of a surrogate pair"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b"1" * 5_000, "not JSON"),
+    ],
+)
+def test_json_that_two_readers_could_read_differently_is_refused(raw: bytes, words: str) -> None:
+    """With a 400 that says what, and where that is known."""
+    with pytest.raises(Refusal) as error:
+        strict_json(raw)
+    assert error.value.status_code == 400
+    assert words in str(error.value.detail)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_json_or_refused(raw: bytes) -> None:
+    """No other error, whatever comes."""
+    with suppress(Refusal):
+        strict_json(raw)
+
+
+# ----------------------------------------------------------------------------------- conditions
+
+
+@pytest.mark.parametrize(
+    ("header", "tags"),
+    [
+        ("*", None),
+        (' "v1" ', ["v1"]),
+        ('"v1","v2" , "x"', ["v1", "v2", "x"]),
+        ('W/"v1", "v2"', ["v2"]),
+        ('"a,b"', ["a,b"]),
+        ('""', [""]),
+    ],
+)
+def test_entity_tags_are_read_as_http_writes_them(header: str, tags: list[str] | None) -> None:
+    """Weak ones never match a change."""
+    assert tags_of(header) == tags
+
+
+@pytest.mark.parametrize(
+    "header", ["", " ", "v1", '"v1', '"v1" "v2"', "*,*", '"v1";', '"a",' * 500]
+)
+def test_what_is_no_list_of_tags_is_refused(header: str) -> None:
+    """Not taken for one that does not match: the caller would look for somebody else's change."""
+    with pytest.raises(Refusal, match="is not a list of ETags"):
+        tags_of(header)
+
+
+@pytest.mark.parametrize(
+    ("if_match", "if_none_match", "condition"),
+    [
+        (None, None, None),
+        ('"v3"', None, Condition(frozenset({3}))),
+        ('"v9999999999"', None, Condition(frozenset())),
+        ('"v3", "v4", "other", "v05"', None, Condition(frozenset({3, 4}))),
+        ('W/"v3"', None, Condition(frozenset())),
+        ("*", None, Condition(any_version=True)),
+        (None, "*", Condition(frozenset({0}))),
+    ],
+)
+def test_what_a_change_depends_on(
+    if_match: str | None, if_none_match: str | None, condition: Condition | None
+) -> None:
+    """Tags that are not ours match no version."""
+    assert condition_of(if_match, if_none_match) == condition
+
+
+def test_conditions_that_contradict_each_other_are_refused() -> None:
+    """`If-None-Match` on a change has one meaning: there is none yet."""
+    for given_ in (("*", "*"), (None, '"v1"')):
+        with pytest.raises(Refusal, match="a change takes If-Match"):
+            condition_of(*given_)
+
+
+@pytest.mark.parametrize(
+    ("accept", "yaml"),
+    [
+        ("", False),
+        ("*/*", False),
+        ("application/json", False),
+        ("application/yaml", True),
+        ("text/yaml, application/json", True),
+        ("text/yaml;q=0.5, application/json;q=0.9", False),
+        ("application/x-yaml;q=0", False),
+        ("application/yaml;q=oops", False),
+        ("text/html, application/yaml;q=0.9, */*;q=0.8", True),
+    ],
+)
+def test_yaml_is_given_to_those_who_want_it_most(accept: str, yaml: bool) -> None:
+    """By the weights; of equals, the one that was asked for by name."""
+    assert wants_yaml(accept) is yaml
+
+
+# --------------------------------------------------------------------------------------- tokens
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "role"),
+    [
+        ("GET", "/rules", "read"),
+        ("PUT", "/rules", "admin"),
+        ("POST", "/rules/validate", "read"),
+        ("DELETE", "/rules/orders", "admin"),
+        ("GET", "/quota?user=1", "read"),
+        ("POST", "/quota/reset", "admin"),
+        ("POST", "/quota/grant", "admin"),
+        ("POST", "/explain", "read"),
+        ("POST", "/versions/1/rollback", "admin"),
+        ("GET", "/node", "read"),
+    ],
+)
+async def test_each_operation_asks_for_its_role(
+    admin: Admin, method: str, path: str, role: str
+) -> None:
+    """Without a token 401, which says how to make one; with less than the role 403."""
+    admin.client.headers.pop("Authorization")
+    unknown = await admin.ask(method, path, 401)
+    assert unknown.headers["www-authenticate"] == 'Bearer realm="tollkeeper"'
+    assert f"tollkeeper token create NAME --role {role}" in unknown.json()["detail"]
+    less = {"read": ["check"], "admin": ["check", "read"]}[role]
+    for each in less:
+        headers = {"Authorization": f"Bearer {admin.secrets[each]}"}
+        found = await admin.refused(method, path, 403, headers=headers)
+        assert found["error"]["code"] == "PERMISSION_DENIED"
+    enough = {"read": ["read", "admin"], "admin": ["admin"]}[role]
+    for each in enough:
+        headers = {"Authorization": f"Bearer {admin.secrets[each]}"}
+        answer = await admin.client.request(method, f"/v1/admin{path}", headers=headers)
+        assert answer.status_code not in {401, 403}
+
+
+async def test_a_body_is_not_read_for_somebody_who_may_not_send_it(admin: Admin) -> None:
+    """The token comes first: nobody fills our memory without one."""
+    read: list[int] = []
+
+    async def endless() -> AsyncIterator[bytes]:
+        for number in range(1_000):
+            read.append(number)
+            yield b"x" * 100_000
+
+    headers = {"Authorization": "Bearer tk_wrong", "Content-Length": str(1_000 * 100_000)}
+    await admin.refused("PUT", "/rules", 401, content=endless(), headers=headers)
+    assert not read
+
+
+async def test_a_body_has_a_bound(admin: Admin) -> None:
+    """By what it says and by what it is; one byte less is read."""
+    read: list[int] = []
+
+    async def endless() -> AsyncIterator[bytes]:
+        for number in range(1_000):
+            read.append(number)
+            yield b"x" * 100_000
+
+    found = await admin.refused("PUT", "/rules", 413, content=endless())
+    assert found["detail"] == "a body has at most 5,242,880 bytes here"
+    assert len(read) < 150, "5 MiB are read, and 8 more are dropped"
+    for path, method in (("/rules", "PUT"), ("/explain", "POST")):
+        too_long = b" " * (BODY_BYTES_MAX + 1)
+        await admin.refused(method, path, 413, content=too_long, headers=JSON)
+    whole = b'{"user": "7"}'.ljust(BODY_BYTES_MAX)
+    await admin.ask("POST", "/explain", 200, content=whole, headers=JSON)
+
+
+async def sent_in_part(admin: Admin, rest: Callable[[], Awaitable[Any]]) -> tuple[int, Any]:
+    """The answer to a change of whose body half arrives; `rest` is what then comes."""
+    pieces = [{"type": "http.request", "body": b"{", "more_body": True}]
+    said: list[Any] = []
+
+    async def receive() -> Any:
+        return pieces.pop() if pieces else await rest()
+
+    async def send(message: Any) -> None:
+        said.append(message)
+
+    token = f"Bearer {admin.secrets['admin']}".encode()
+    scope = {
+        "type": "http",
+        "method": "PUT",
+        "path": "/v1/admin/rules",
+        "query_string": b"",
+        "headers": [(b"authorization", token), (b"content-type", b"application/json")],
+    }
+    await admin.app(scope, receive, send)
+    return said[0]["status"], json.loads(said[1]["body"])["error"]["code"]
+
+
+async def test_a_body_that_is_cut_short_is_refused(admin: Admin) -> None:
+    """And is no defect of ours, told by a traceback."""
+
+    async def gone() -> Any:
+        return {"type": "http.disconnect"}
+
+    assert await sent_in_part(admin, gone) == (400, "BODY_INCOMPLETE")
+
+
+async def test_a_body_that_does_not_arrive_is_not_waited_for(
+    admin: Admin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has a token of any role could otherwise keep as many places as he likes."""
+    monkeypatch.setattr(asking, "BODY_SECONDS_MAX", 0.0)
+    never = asyncio.Event()
+    assert await sent_in_part(admin, never.wait) == (408, "BODY_TOO_SLOW")
+
+
+# --------------------------------------------------------------------------------------- bodies
+
+
+@pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded"])
+async def test_a_body_of_another_type_is_refused(admin: Admin, kind: str) -> None:
+    """415, with the type that would be right."""
+    headers = {"Content-Type": kind}
+    found = await admin.refused("POST", "/explain", 415, content=b"{}", headers=headers)
+    assert "Content-Type: application/json" in found["detail"]
+    if kind:
+        found = await admin.refused("PUT", "/rules", 415, content=b"version: 1", headers=headers)
+        assert "application/yaml or application/json" in found["detail"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "where"),
+    [
+        ("/explain", {"usr": "42"}, "body.usr"),
+        ("/explain", {"user": 42}, "body.user"),
+        ("/explain", {"cost": True}, "body.cost"),
+        ("/explain", {"cost": -1}, "body.cost"),
+        ("/explain", {"attributes": {"a": 1}}, "body.attributes.a"),
+        ("/explain", [], "body"),
+        ("/explain", "x", "body"),
+        ("/quota/grant", {"user": "1"}, "body.units"),
+        ("/quota/grant", {"user": "1", "units": 1, "ttl_seconds": 0}, "body.ttl_seconds"),
+        ("/lists/deny", {"entry": ""}, "body.entry"),
+        ("/lists/nope", {"entry": "x"}, "path.list_name"),
+    ],
+)
+async def test_what_is_not_right_is_told_by_its_place(
+    admin: Admin, path: str, body: Any, where: str
+) -> None:
+    """422; what was sent is not repeated."""
+    found = await admin.refused("POST", path, 422, json=body)
+    assert where in [each["where"] for each in found["problems"]]
+
+
+@pytest.mark.parametrize("path", ["/rules/%ff", "/quota?user=%ff", "/tiers/a%c3"])
+async def test_a_url_that_is_not_utf8_is_refused(admin: Admin, path: str) -> None:
+    """What stands for the broken byte would be another name."""
+    found = await admin.refused("GET", path, 400)
+    assert found["error"]["code"] == "NOT_UTF8"
+
+
+async def test_a_reason_may_be_in_any_script(admin: Admin) -> None:
+    """In a header as UTF-8 bytes, or in the body."""
+    reason = "größere Kunden 🦊"
+    headers = {"X-Reason": reason.encode()}
+    answer = await admin.ask(
+        "PUT",
+        "/tiers/max",
+        json={"limits": "90/second"},
+        headers=headers,  # type: ignore[arg-type]  # bytes
+    )
+    assert answer.json()["reason"] == reason
+    body = {"limits": "91/second", "reason": reason}
+    answer = await admin.ask("PUT", "/tiers/max", json=body, headers={"X-Reason": "other"})
+    assert answer.json()["reason"] == reason

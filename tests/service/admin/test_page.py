@@ -1,0 +1,78 @@
+"""The page at /docs: all operations, and nothing from anywhere else."""
+
+from __future__ import annotations
+
+import re
+from base64 import b64decode
+from hashlib import sha256
+from html.parser import HTMLParser
+from typing import Any
+
+from tests.service.admin.nodes import Admin, admin, template
+from tollkeeper.service.admin import page
+
+__all__ = ["admin", "template"]  # fixtures, found by name
+
+
+class Seen(HTMLParser):
+    """The tags of a page, and what they refer to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.references: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note it."""
+        self.tags.add(tag)
+        self.references += [str(value) for name, value in attrs if name in {"src", "href"}]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        """What was opened last is closed first."""
+        assert self.open.pop() == tag
+
+
+async def test_the_page_shows_every_operation_and_loads_nothing(admin: Admin) -> None:
+    """No script, no picture, no style sheet: one link, to the description."""
+    document: dict[str, Any] = (await admin.client.get("/openapi.json")).json()
+    text = (await admin.client.get("/docs")).text
+    seen = Seen()
+    seen.feed(text)
+    assert not seen.open
+    assert seen.references == ["/openapi.json"]
+    assert not seen.tags & {"script", "link", "img", "iframe", "object", "form"}
+    for _, path, operation in page.operations(document):
+        assert f"<code>{path}</code>" in text
+        assert operation["summary"] in text.replace("&#x27;", "'")
+
+
+async def test_the_page_s_style_is_the_one_that_its_policy_allows(admin: Admin) -> None:
+    """By its hash."""
+    text = (await admin.client.get("/docs")).text
+    style = re.search("<style>(.*?)</style>", text, re.DOTALL)
+    allowed = re.search("'sha256-([^']*)'", page.POLICY)
+    assert style
+    assert allowed
+    assert sha256(style[1].encode()).digest() == b64decode(allowed[1])
+
+
+def test_what_a_description_says_is_shown_as_text() -> None:
+    """Nothing in it becomes markup."""
+    operation = {
+        "tags": ["x"],
+        "summary": "<script>",
+        "description": "a & b",
+        "parameters": [{"name": "<b>", "in": "query", "description": "<i>"}],
+        "responses": {"200": {"description": "<u>"}},
+    }
+    document = {
+        "info": {"title": "<t>", "version": "1"},
+        "tags": [{"name": "x"}],
+        "paths": {"/<p>": {"get": operation}},
+    }
+    seen = Seen()
+    seen.feed(page.of(document))
+    assert not seen.tags & {"script", "i", "u", "t", "p>"}

@@ -1,0 +1,104 @@
+"""Every refusal is a problem that says what, where and what would be right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.service.admin.nodes import Admin, admin, template
+from tollkeeper.control.edits import Missing
+from tollkeeper.core import errors
+from tollkeeper.core.model import Limit
+from tollkeeper.rules.document.documents import DocumentError, read
+from tollkeeper.rules.document.reading import Problem
+from tollkeeper.rules.document.safety import findings
+from tollkeeper.service.admin.plane import NoDatabase
+from tollkeeper.service.admin.problems import LISTED_MAX, of_error
+
+__all__ = ["admin", "template"]  # fixtures, found by name
+
+UNSAFE = findings(read("{version: 1, deny: ['*']}"))
+WRONG = DocumentError((Problem("<body>", 3, 4, "rules[0]", "no"),))
+
+KNOWN: list[tuple[errors.TollkeeperError, int, str]] = [
+    (errors.ConfigError("x"), 422, "INVALID_REQUEST"),
+    (errors.InvalidKey("x"), 422, "INVALID_REQUEST"),
+    (errors.InvalidCost("x"), 422, "INVALID_REQUEST"),
+    (errors.RateSyntaxError("5/x", 2, "expected a unit", "5/s"), 422, "INVALID_REQUEST"),
+    (WRONG, 422, "INVALID_DOCUMENT"),
+    (Missing("x"), 404, "NOT_FOUND"),
+    (errors.CapacityError(9, Limit(5, per=1)), 422, "COST_EXCEEDS_CAPACITY"),
+    (errors.VersionConflict(1, 2), 409, "VERSION_CONFLICT"),
+    (errors.UnsafeChange(UNSAFE), 409, "UNSAFE_CHANGE"),
+    (NoDatabase("limits.yaml"), 409, "RULES_FROM_FILE"),
+    (errors.StoreError("x"), 503, "STORE_UNAVAILABLE"),
+    (errors.StoreFull("x"), 503, "STORE_UNAVAILABLE"),
+    (errors.StoreUnavailable("x"), 503, "STORE_UNAVAILABLE"),
+    (errors.StoreTimeout("x"), 503, "STORE_TIMEOUT"),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "code"), KNOWN)
+def test_every_error_has_its_answer(error: errors.TollkeeperError, status: int, code: str) -> None:
+    """A status and a code for programs, and the error's own words."""
+    answer = of_error(error, conditional=False)
+    assert answer.status_code == status
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert f'"code":"{code}"' in bytes(answer.body).decode()
+
+
+def test_no_error_is_forgotten() -> None:
+    """All that a caller can meet; the others are made by verbs that are not used here."""
+    tested = {type(error) for error, _, _ in KNOWN}
+    never = {errors.TollkeeperError, errors.LimitExceeded, errors.ChangeRefused}
+    in_tree = {
+        each
+        for each in vars(errors).values()
+        if isinstance(each, type) and issubclass(each, errors.TollkeeperError)
+    }
+    assert in_tree - never <= tested
+
+
+def test_a_conflict_is_a_failed_condition_only_where_there_was_one() -> None:
+    """412 for who sent If-Match, and 409 for who lost all races."""
+    conflict = errors.VersionConflict(1, 2)
+    assert of_error(conflict, conditional=True).status_code == 412
+    assert of_error(conflict, conditional=False).status_code == 409
+
+
+def test_long_lists_are_cut() -> None:
+    """Of a thousand problems a hundred are told."""
+    many = DocumentError(tuple(Problem("<body>", n, 1, "", "no") for n in range(1_000)))
+    assert bytes(of_error(many, conditional=False).body).count(b'"line"') == LISTED_MAX
+
+
+async def test_what_is_not_there(admin: Admin) -> None:
+    """404 for a path, 405 for a method with all that there are."""
+    await admin.refused("GET", "/nope", 404)
+    await admin.refused("GET", "/rules/", 404)
+    for method, path, allowed in (
+        ("PATCH", "/rules", "GET, PUT"),
+        ("POST", "/rules/x", "DELETE, GET, PUT"),
+        ("PUT", "/lists/deny", "DELETE, GET, POST"),
+        ("DELETE", "/versions/1/rollback", "POST"),
+        ("POST", "/node", "GET"),
+    ):
+        answer = await admin.ask(method, path, 405)
+        assert answer.headers["allow"] == allowed
+        assert answer.json()["error"]["code"] == "METHOD_NOT_ALLOWED"
+
+
+async def test_a_defect_is_a_problem_too(
+    admin: Admin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """500 that tells nothing of its inside; the error goes on to the server's log."""
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(admin.app.state.plane, "in_force", broken)
+    admin.client._transport.raise_app_exceptions = False  # type: ignore[attr-defined]  # httpx's
+    found = await admin.refused("GET", "/rules", 500)
+    assert "secret" not in str(found)
+    assert "a defect at GET '/v1/admin/rules'" in caplog.text

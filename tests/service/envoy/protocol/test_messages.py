@@ -1,0 +1,165 @@
+"""The messages are Envoy's: generated, the same on the wire, and in nobody's way."""
+
+from __future__ import annotations
+
+import mmap
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto
+
+from tests.envoy_process import envoy_path
+from tests.service.envoy import generate
+from tollkeeper.service.envoy.protocol.messages import POOL, RateLimitRequest, RateLimitResponse
+
+# Which of Envoy's files has what is in ours.
+ENVOYS = {
+    "headers.proto": "envoy/config/core/v3/base.proto",
+    "units.proto": "envoy/type/v3/ratelimit_unit.proto",
+    "descriptors.proto": "envoy/extensions/common/ratelimit/v3/ratelimit.proto",
+    "service.proto": "envoy/service/ratelimit/v3/rls.proto",
+}
+
+
+@pytest.fixture(scope="module")
+def protos() -> list[FileDescriptorProto]:
+    """The .proto files, compiled now."""
+    return generate.compiled()
+
+
+@pytest.mark.parametrize("name", ["files.py", "messages.pyi"])
+def test_what_is_generated_is_up_to_date(name: str, protos: list[FileDescriptorProto]) -> None:
+    """If it differs: python -m tests.service.envoy.generate."""
+    make = {"files.py": generate.python_of, "messages.pyi": generate.stub_of}[name]
+    kept = (generate.SOURCE / generate.FOLDER / name).read_text(encoding="utf-8")
+    assert kept == make(protos)
+
+
+def _in_the_binary(name: str) -> FileDescriptorProto:
+    """A compiled .proto file out of Envoy's own binary, which carries them all."""
+    start = b"\x0a" + bytes([len(name)]) + name.encode()
+    with envoy_path().open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as held:
+        at = end = held.find(start)
+        assert at >= 0, f"Envoy has no {name}"
+        last = 0
+        while True:
+            tag, place = _varint(held, end)
+            # Fields of a file are all of one kind, and come in order; what follows is another file.
+            if tag & 7 != 2 or not last <= tag >> 3 <= 12:
+                break
+            last = tag >> 3
+            length, place = _varint(held, place)
+            end = place + length
+        return FileDescriptorProto.FromString(held[at:end])
+
+
+def _varint(held: mmap.mmap, place: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = held[place]
+        place += 1
+        value |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            return value, place
+
+
+def _fields(messages: object, prefix: str) -> Iterator[tuple[str, int, int, str, int]]:
+    """Each field of each message: name, number, type, of which message, and whether repeated."""
+    for message in messages:  # type: ignore[attr-defined]  # a repeated field
+        assert isinstance(message, DescriptorProto)
+        name = f"{prefix}.{message.name}"
+        for field in message.field:
+            repeated = int(field.label == field.LABEL_REPEATED)
+            yield f"{name}.{field.name}", field.number, field.type, field.type_name, repeated
+        for enum in message.enum_type:
+            for value in enum.value:
+                yield f"{name}.{enum.name}.{value.name}", value.number, 0, "", 0
+        yield from _fields(message.nested_type, name)
+
+
+def _all(proto: FileDescriptorProto) -> set[tuple[str, int, int, str, int]]:
+    enums = {(f"{proto.package}.{enum.name}.{value.name}", value.number, 0, "", 0)
+             for enum in proto.enum_type for value in enum.value}  # fmt: skip
+    methods = {(f"{proto.package}.{service.name}.{method.name}", 0, 0,
+                f"{method.input_type} {method.output_type}", 0)
+               for service in proto.service for method in service.method}  # fmt: skip
+    return enums | methods | set(_fields(proto.message_type, proto.package))
+
+
+@pytest.mark.parametrize("name", generate.PROTOS)
+def test_names_numbers_and_types_are_those_of_the_real_envoy(
+    name: str, protos: list[FileDescriptorProto]
+) -> None:
+    """All that we have, Envoy has too: the same package, name, number and type."""
+    ours = _all(protos[generate.PROTOS.index(name)])
+    assert len(ours) >= 3
+    assert ours - _all(_in_the_binary(ENVOYS[name])) == set()
+
+
+def test_nothing_of_the_service_is_missing(protos: list[FileDescriptorProto]) -> None:
+    """The service's own file is complete: a field that Envoy sends is one that we know."""
+    ours = _all(protos[generate.PROTOS.index("service.proto")])
+    assert _all(_in_the_binary(ENVOYS["service.proto"])) == ours
+
+
+IN_BOTH = """
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from tollkeeper.service.envoy.protocol import {first}
+name = "envoy/service/ratelimit/v3/rls.proto"
+theirs = descriptor_pb2.FileDescriptorProto(
+    name=name, package="envoy.service.ratelimit.v3", syntax="proto3"
+)
+theirs.message_type.add(name="RateLimitRequest").field.add(
+    name="domain", number=1, type=9, label=1
+)
+pool = descriptor_pool.Default()
+pool.AddSerializedFile(theirs.SerializeToString())
+found = message_factory.GetMessageClass(
+    pool.FindMessageTypeByName("envoy.service.ratelimit.v3.RateLimitRequest")
+)
+from tollkeeper.service.envoy.protocol.messages import RateLimitRequest
+assert found is not RateLimitRequest
+assert RateLimitRequest.FromString(found(domain="a").SerializeToString()).domain == "a"
+print("both")
+"""
+
+
+@pytest.mark.parametrize("first", ["messages", "files"])
+def test_other_stubs_of_envoys_may_be_loaded_too(first: str) -> None:
+    """In the same process, before ours or after: the names are the same, the pools are not."""
+    done = subprocess.run(
+        [sys.executable, "-c", IN_BOTH.format(first=first)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("both\n", "")
+
+
+def test_text_that_is_not_utf8_is_read_as_bytes() -> None:
+    """Envoy passes on what a client's header says; a message must not be refused for it."""
+    body = RateLimitRequest(
+        domain="shop", descriptors=[{"entries": [{"key": "k", "value": "VALUE"}]}]
+    ).SerializeToString()
+    read = RateLimitRequest.FromString(body.replace(b"VALUE", b"\xff\xfe\x00ab"))
+    value: object = read.descriptors[0].entries[0].value
+    assert value == b"\xff\xfe\x00ab"
+
+
+def test_presence_tells_an_explicit_nought() -> None:
+    """0 and nothing said are different: the one looks, the other spends 1."""
+    for descriptor, present in (({}, False), ({"hits_addend": {"value": 0}}, True)):
+        body = RateLimitRequest(descriptors=[descriptor]).SerializeToString()
+        assert RateLimitRequest.FromString(body).descriptors[0].HasField("hits_addend") is present
+
+
+def test_the_pool_has_the_service() -> None:
+    """For reflection: the service and all its messages are found by name."""
+    service = POOL.FindServiceByName("envoy.service.ratelimit.v3.RateLimitService")
+    method = service.methods_by_name["ShouldRateLimit"]
+    assert method.input_type is RateLimitRequest.DESCRIPTOR
+    assert method.output_type is RateLimitResponse.DESCRIPTOR

@@ -1,0 +1,212 @@
+"""The gRPC server on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from tests.redis_servers.certificates import make_certificates
+from tests.service.envoy.running import Node, Serving, ask_on, asking, codes, entries, serving
+from tollkeeper import Request
+from tollkeeper.core.errors import ConfigError
+from tollkeeper.service.envoy.protocol.messages import SERVICE
+from tollkeeper.service.envoy.server import MESSAGE_BYTES_MAX, METHOD, Tls, start
+
+RULES = {"version": 1, "rules": [
+    {"id": "users", "match": {"user": "*"}, "by": ["user"], "limits": ["20/hour"]},
+    {"id": "slow", "match": {"tenant": "*"}, "by": ["tenant"],
+     "limits": [{"limit": 1, "per": "1500ms", "algorithm": "leaky_bucket", "capacity": 4}]},
+]}  # fmt: skip
+ANN = entries(("user", "ann"))
+
+
+async def test_limits_hold_exactly_over_many_calls_at_a_time() -> None:
+    """Of 100 at once, 20 pass."""
+    async with serving(RULES) as server, asking(server.target) as ask:
+        found = await asyncio.gather(*[ask(ANN) for _ in range(100)])
+        assert sorted(codes(each)[0] for each in found) == ["OK"] * 20 + ["OVER_LIMIT"] * 80
+
+
+async def test_health_is_told_and_ends_with_the_server() -> None:
+    """SERVING for the server and the service; NOT_SERVING from the beginning of a stop."""
+    async with serving(RULES) as server, grpc.aio.insecure_channel(server.target) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for name in ("", SERVICE):
+            found = await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
+            assert found.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await stub.Check(health_pb2.HealthCheckRequest(service="other"), timeout=10)
+        assert error.value.code() == grpc.StatusCode.NOT_FOUND
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=10)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        stopping = asyncio.create_task(server.handle.stop(0.2))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await stopping
+
+
+async def test_a_server_that_drains_still_answers() -> None:
+    """Health says no, so that Envoys go elsewhere; those that have not yet are answered."""
+    async with serving(RULES) as server, grpc.aio.insecure_channel(server.target) as channel:
+        await server.handle.drain()
+        stub = health_pb2_grpc.HealthStub(channel)
+        found = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=10)
+        assert found.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert codes(await ask_on(channel)(ANN))[0] == "OK"
+
+
+async def test_reflection_tells_of_all_services() -> None:
+    """A client without stubs finds the three services, and every file that the first needs."""
+    ask = reflection_pb2.ServerReflectionRequest
+    wanted = [ask(list_services=""), ask(file_containing_symbol=SERVICE),
+              ask(file_containing_symbol="grpc.health.v1.Health")]  # fmt: skip
+    async with serving(RULES) as server, grpc.aio.insecure_channel(server.target) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        listed, ours, health = [
+            each async for each in stub.ServerReflectionInfo(iter(wanted), timeout=10)
+        ]
+    names = {each.name for each in listed.list_services_response.service}
+    assert names == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    files = [FileDescriptorProto.FromString(each)
+             for each in ours.file_descriptor_response.file_descriptor_proto]  # fmt: skip
+    assert [each.service[0].method[0].name for each in files if each.service] == [METHOD]
+    known = {each.name for each in files}
+    assert {name for each in files for name in each.dependency} <= known
+    assert health.file_descriptor_response.file_descriptor_proto
+
+
+async def test_tls(tmp_path: Path) -> None:
+    """With the authority's certificate it answers; without TLS it does not."""
+    made = make_certificates(tmp_path)
+    trusted = grpc.ssl_channel_credentials(made.ca_path.read_bytes())
+    async with serving(RULES, tls=Tls(made.server_cert_path, made.server_key_path)) as server:
+        async with grpc.aio.secure_channel(server.target, trusted) as channel:
+            assert codes(await ask_on(channel)(ANN))[0] == "OK"
+        async with asking(server.target) as ask:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await ask(ANN, timeout=2)
+
+
+async def test_tls_may_ask_clients_for_a_certificate(tmp_path: Path) -> None:
+    """With an authority for clients, who has none of its certificates is turned away."""
+    made = make_certificates(tmp_path)
+    authority = made.ca_path.read_bytes()
+    nobody = grpc.ssl_channel_credentials(authority)
+    somebody = grpc.ssl_channel_credentials(
+        authority, made.client_key_path.read_bytes(), made.client_cert_path.read_bytes()
+    )
+    tls = Tls(made.server_cert_path, made.server_key_path, made.ca_path)
+    async with serving(RULES, tls=tls) as server:
+        async with grpc.aio.secure_channel(server.target, somebody) as channel:
+            assert codes(await ask_on(channel)(ANN))[0] == "OK"
+        async with grpc.aio.secure_channel(server.target, nobody) as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await ask_on(channel)(ANN, timeout=2)
+
+
+async def test_a_message_has_at_most_a_mebibyte() -> None:
+    """More is refused before it is read."""
+    async with serving(RULES) as server, asking(server.target) as ask:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await ask(entries(("user", "x" * MESSAGE_BYTES_MAX)))
+        assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_calls_at_a_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more fails at once, and is Envoy's to decide; the one under way is answered."""
+    monkeypatch.setattr("tollkeeper.service.envoy.server.CALLS_MAX", 1)
+    slow = entries(("tenant", "acme"))
+    async with serving(RULES) as server, asking(server.target) as ask:
+        await ask(slow)
+        held = asyncio.ensure_future(ask(slow))
+        await until_held(server)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await ask(ANN)
+        assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert codes(await held)[0] == "OK"
+
+
+async def until_held(server: Serving) -> None:
+    """Until the second call of the slow rule's tenant is waiting for its turn."""
+    acme = Request(tenant="acme")
+    async with asyncio.timeout(10):
+        while (await server.limiter.peek(acme)).remaining > 2:  # noqa: ASYNC110 - it is a server's
+            await asyncio.sleep(0.005)
+
+
+async def test_an_error_reaches_the_caller_as_a_status() -> None:
+    """With details that say what is wrong."""
+    async with serving(RULES) as server, asking(server.target) as ask:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await ask(ANN, domain="")
+        assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert "domain" in str(error.value.details())
+
+
+async def test_a_call_under_way_is_answered_before_the_server_ends() -> None:
+    """A stop waits for what is held, as long as its grace allows."""
+    slow = entries(("tenant", "acme"))
+    async with serving(RULES) as server, asking(server.target) as ask:
+        assert codes(await ask(slow))[0] == "OK"
+        held = asyncio.ensure_future(ask(slow))
+        await until_held(server)
+        stopping = asyncio.create_task(server.handle.stop(10))
+        assert codes(await held)[0] == "OK"
+        await stopping
+
+
+async def test_workers_share_a_port() -> None:
+    """Two servers listen on one address, as the workers of a machine do."""
+    async with serving(RULES) as first:
+        second = await start(Node(first.limiter), first.target)
+        try:
+            assert second.port == first.handle.port
+            async with asking(first.target) as ask:
+                assert codes(await ask(ANN))[0] == "OK"
+        finally:
+            await second.stop(0)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["192.0.2.1:0", "nowhere.invalid:80", "", "127.0.0.1", "127.0.0.1:99999", ":80", "a:b"],
+)
+async def test_an_address_that_cannot_be_listened_on(address: str) -> None:
+    """The error names it, and shows a right one."""
+    async with serving(RULES) as server:
+        with pytest.raises(ConfigError, match=r"127\.0\.0\.1:8081"):
+            await start(Node(server.limiter), address)
+
+
+async def test_a_certificate_that_cannot_be_read(tmp_path: Path) -> None:
+    """The error names the file."""
+    tls = Tls(tmp_path / "absent.pem", tmp_path / "absent.key")
+    with pytest.raises(ConfigError, match=r"absent\.key cannot be read"):
+        async with serving(RULES, tls=tls):
+            pass
+
+
+WITHOUT = """
+import sys
+sys.modules["grpc"] = None
+try:
+    import tollkeeper.service.envoy.server
+except ValueError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_without_grpcio_the_error_names_the_extra() -> None:
+    """A base installation has no gRPC; whoever asks for it is told what to install."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.startswith("ConfigError")
+    assert "pip install 'tollkeeper[server]'" in done.stdout

@@ -1,0 +1,138 @@
+"""The service's log: one line an event, and never a secret."""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.config
+import os
+import sys
+from typing import Any
+
+import pytest
+
+from tollkeeper.service.process.logs import (
+    ACCESS_FORMAT,
+    JsonFormatter,
+    TextFormatter,
+    configuration,
+    event,
+    without_secrets,
+)
+
+SECRETS = [
+    "tk_Zm9vYmFyYmF6cXV4Zm9vYmFyYmF6cXV4Zm9vYmFyYmF6",
+    "Authorization: Bearer abc.def.ghi",
+    "redis://app:pa55word@cache:6379/0",
+    "postgresql://app:pa55word@db/rules",
+]
+PARTS = ("Zm9v", "abc.def", "pa55word")
+
+
+def record(message: str, *args: Any, name: str = "tollkeeper.service", **more: Any) -> Any:
+    """As `logging` makes it."""
+    made = logging.LogRecord(name, logging.WARNING, "x.py", 1, message, args, None)
+    made.__dict__.update(more)
+    return made
+
+
+def test_an_event_is_one_line_of_json() -> None:
+    """With when, how bad, what, who, and its fields."""
+    line = JsonFormatter("eu-1").format(record("a\nb %s", "c", **event("started", rules="3", n=1)))
+    assert "\n" not in line
+    found = json.loads(line)
+    assert found.pop("ts").endswith("Z")
+    assert found == {
+        "level": "warning",
+        "event": "started",
+        "node": "eu-1",
+        "worker": os.getpid(),
+        "message": "a\nb c",
+        "rules": "3",
+        "n": 1,
+    }
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+@pytest.mark.parametrize("formatter", [JsonFormatter("n"), TextFormatter("n")])
+def test_no_secret_gets_into_a_line(secret: str, formatter: logging.Formatter) -> None:
+    """Not in the message, its arguments, its fields, nor in a traceback."""
+    try:
+        int(secret)
+    except ValueError:
+        failed = sys.exc_info()
+    made = record("%s " + secret, secret, exc_info=failed, **event("x", value=secret))
+    line = formatter.format(made)
+    assert not any(part in line for part in PARTS), line
+    assert "ValueError" in line
+
+
+@pytest.mark.parametrize("formatter", [JsonFormatter("n"), TextFormatter("n")])
+def test_a_path_cannot_write_lines_of_its_own(formatter: logging.Formatter) -> None:
+    """Neither the end of a line nor what a terminal obeys gets out; a traceback keeps its lines."""
+    args = {
+        "addr": "192.0.2.1",
+        "method": "GET",
+        "path": "/a\nb\x1b[2J\r",
+        "status": 404,
+        "dt_ms": 1,
+    }
+    line = formatter.format(record(ACCESS_FORMAT, args, name="granian.access"))
+    assert line.isprintable()
+    assert "/a" in line
+    line = formatter.format(record("said: %s", "a\x1b[2J\nb"))
+    assert "\x1b" not in line
+    if isinstance(formatter, TextFormatter):
+        assert line.endswith("a\\x1b[2J\nb")
+
+
+def test_what_is_no_secret_stays() -> None:
+    """An address without a password, a key's first letters."""
+    text = "redis://cache:6379/0 tk_ a@b.example"
+    assert without_secrets(text) == text
+
+
+def test_a_request_is_told_without_its_query() -> None:
+    """Keys are in queries."""
+    args = {
+        "addr": "127.0.0.1",
+        "time": "…",
+        "dt_ms": 1.23456,
+        "status": 200,
+        "path": "/v1/quota",
+        "query_string": "api_key=sk_1",
+        "method": "GET",
+        "scheme": "http",
+        "protocol": "HTTP/1.1",
+    }
+    made = record(ACCESS_FORMAT, name="granian.access")
+    made.args = args
+    found = json.loads(JsonFormatter("n").format(made))
+    assert (found["event"], found["path"], found["status"]) == ("access", "/v1/quota", 200)
+    assert found["duration_ms"] == 1.235
+    assert "sk_1" not in TextFormatter("n").format(made) + str(found)
+
+
+def test_a_line_has_an_end() -> None:
+    """Nobody fills the disk with one."""
+    assert len(JsonFormatter("n").format(record("x" * 10**6))) < 10_000
+
+
+@pytest.mark.parametrize("kind", ["json", "text"])
+def test_the_configuration_is_one(kind: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """`logging` takes it, and what is logged then comes out on the standard error."""
+    before = logging.root.handlers[:], logging.root.level
+    try:
+        logging.config.dictConfig(configuration(kind, "n"))
+        logging.getLogger("tollkeeper.service").info("hello", extra=event("greeting"))
+        said = capsys.readouterr()
+        assert "hello" in said.err
+        assert not said.out
+        assert (json.loads(said.err)["event"] == "greeting") if kind == "json" else True
+    finally:
+        logging.root.handlers[:], logging.root.level = before
+        for name in ("tollkeeper", "_granian", "granian.access"):
+            logger = logging.getLogger(name)
+            logger.handlers.clear()
+            logger.propagate = True
+            logger.setLevel(logging.NOTSET)

@@ -1,0 +1,393 @@
+"""The ASGI middleware: charges before, headers on what starts, and nothing else touched."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import weakref
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+
+from tests.web.asgi_driver import (
+    Message,
+    ask,
+    ask_scope,
+    echo,
+    hello,
+    limited,
+    run_lifespan,
+    scope_of,
+)
+from tollkeeper import ConfigError
+from tollkeeper.asgi import RateLimit
+from tollkeeper.testing import ManualClock, limiting_off
+from tollkeeper.web.answers import Style
+
+HEADERS = {
+    "x-ratelimit-limit": "2",
+    "x-ratelimit-remaining": "1",
+    "x-ratelimit-reset": "1030",
+    "ratelimit": '"default";r=1;t=30',
+    "ratelimit-policy": '"default";q=2;w=60',
+}
+
+
+# ── Answers ────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_an_allowed_response_has_the_headers_and_is_otherwise_untouched() -> None:
+    """Status, the application's headers and the body are as they were."""
+    seen = await ask(limited())
+    assert seen.status == 200
+    assert seen.headers == {"x-mine": "1", **HEADERS}
+    assert seen.body == b"hello"
+
+
+async def test_a_denied_request_is_answered_without_the_application() -> None:
+    """A 429 with problem JSON, Retry-After and the headers; the application never runs."""
+    ran = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        ran.append(scope["path"])
+        await hello(scope, receive, send)
+
+    guarded = limited(app)
+    for _ in range(3):
+        seen = await ask(guarded)
+    assert len(ran) == 2
+    assert seen.status == 429
+    assert seen.headers["content-type"] == "application/problem+json"
+    assert seen.headers["retry-after"] == "30"
+    assert seen.headers["x-ratelimit-remaining"] == "0"
+    assert int(seen.headers["content-length"]) == len(seen.body)
+    assert json.loads(seen.body)["status"] == 429
+
+
+async def test_a_denied_head_request_has_no_body() -> None:
+    """HEAD is counted like others, and answered with the headers alone."""
+    guarded = limited(limits="1/minute")
+    await ask(guarded)
+    seen = await ask(guarded, method="HEAD")
+    assert (seen.status, seen.body) == (429, b"")
+    assert int(seen.headers["content-length"]) > 0
+
+
+async def test_retry_after_once_waited_for_succeeds() -> None:
+    """By the header alone, in whole seconds, a client gets through."""
+    guarded = limited(limits="3/minute")
+    for _ in range(4):
+        seen = await ask(guarded)
+    clock = guarded.guard.terms.clock
+    assert isinstance(clock, ManualClock)
+    clock.advance(int(seen.headers["retry-after"]))
+    assert (await ask(guarded)).status == 200
+
+
+async def test_the_applications_own_headers_win() -> None:
+    """Who sends headers about limits speaks for itself; two of a kind would contradict."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"X-RateLimit-Limit", b"7")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body"})
+
+    seen = await ask(limited(app))
+    assert seen.start["headers"] == [(b"X-RateLimit-Limit", b"7")]
+
+
+async def test_a_message_that_the_application_keeps_is_not_changed() -> None:
+    """An application may send one and the same start to everybody."""
+    start = {"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(start)
+        await send({"type": "http.response.body"})
+
+    guarded = limited(app)
+    await ask(guarded)
+    assert (await ask(guarded)).headers["x-ratelimit-remaining"] == "0"
+    assert start["headers"] == [(b"a", b"b")]
+
+
+async def test_the_style_of_the_headers_is_a_setting() -> None:
+    """Only what was asked for is sent."""
+    seen = await ask(limited(style=Style(draft=None, legacy=False)))
+    assert seen.headers == {"x-mine": "1"}
+
+
+async def test_every_other_message_passes_as_it_is() -> None:
+    """Pieces, trailers, files and what servers may add later are not looked at."""
+    messages: list[Message] = [
+        {"type": "http.response.start", "status": 200, "trailers": True},
+        {"type": "http.response.debug", "info": {}},
+        {"type": "http.response.body", "body": b"1", "more_body": True},
+        {"type": "http.response.body", "body": b"2", "more_body": False},
+        {"type": "http.response.trailers", "headers": [(b"x", b"y")]},
+        {"type": "http.response.pathsend", "path": "/f"},
+        {"type": "http.response.early_hint", "links": []},
+    ]
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for message in messages:
+            await send(message)
+
+    seen = await ask(limited(app))
+    assert all(sent is own for sent, own in zip(seen.messages[1:], messages[1:], strict=True))
+    assert seen.start["trailers"] is True
+
+
+async def test_a_stream_is_sent_piece_by_piece() -> None:
+    """Each piece goes out before the next is made, and none is kept."""
+    order: list[str] = []
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for number in range(3):
+            order.append(f"made {number}")
+            yield b"%d" % number
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await StreamingResponse(pieces())(scope, receive, send)
+
+    async def send(message: Message) -> None:
+        if message.get("body"):
+            order.append(f"sent {message['body'].decode()}")
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError("nothing sets it")
+
+    await limited(app)(scope_of(), receive, send)
+    assert order == ["made 0", "sent 0", "made 1", "sent 1", "made 2", "sent 2"]
+
+
+# ── WebSockets ─────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_websocket_passes_with_headers_on_its_acceptance() -> None:
+    """It is counted once, as it opens; what is said in it is not."""
+    seen = await ask_scope(limited(echo), scope_of(kind="websocket"))
+    assert seen.types == ["websocket.accept", "websocket.send"]
+    assert seen.headers == {"x-mine": "1", **HEADERS}
+    assert seen.messages[1]["text"] == "hi"
+
+
+async def test_a_denied_websocket_is_answered_where_the_server_can() -> None:
+    """With the extension the client sees the same 429 as over HTTP."""
+    guarded = limited(echo, limits="1/minute")
+    scope = scope_of(kind="websocket", extensions={"websocket.http.response": {}})
+    await ask_scope(guarded, dict(scope))
+    seen = await ask_scope(guarded, dict(scope))
+    assert seen.types == ["websocket.http.response.start", "websocket.http.response.body"]
+    assert seen.status == 429
+    assert seen.headers["retry-after"] == "60"
+    assert json.loads(seen.body)["status"] == 429
+
+
+async def test_a_denied_websocket_is_closed_where_the_server_cannot() -> None:
+    """Before it is accepted, with the code for a policy."""
+    guarded = limited(echo, limits="1/minute")
+    await ask_scope(guarded, scope_of(kind="websocket"))
+    seen = await ask_scope(guarded, scope_of(kind="websocket"))
+    assert seen.types == ["websocket.close"]
+    assert seen.messages[0]["code"] == 1008
+
+
+# ── In frameworks ──────────────────────────────────────────────────────────────────────────────
+
+
+def _starlette(**options: Any) -> Starlette:
+    async def user(request: Any) -> Any:
+        return PlainTextResponse(request.path_params["id"])
+
+    routes = [Route("/users/{id}", user), Mount("/v2", routes=[Route("/users/{id}", user)])]
+    options.setdefault("clock", ManualClock(1_000))
+    return Starlette(routes=routes, middleware=[Middleware(RateLimit, **options)])
+
+
+async def test_path_parameters_do_not_slip_past_a_routes_limit() -> None:
+    """/users/1 and /users/2 are one endpoint, and another route is another."""
+    app = _starlette(limits="2/minute", per_route=True)
+    paths = ["/users/1", "/users/2", "/users/3", "/v2/users/1", "/v2/users/2", "/v2/users/3"]
+    found = [(await ask(app, path)).status for path in paths]
+    assert found == [200, 200, 429] * 2
+
+
+async def test_rules_see_the_routes_template() -> None:
+    """A rule on a template, counted by endpoint, holds for every number in the path."""
+    rules = """
+version: 1
+rules:
+  - id: users
+    match: {endpoint: "/users/{id}"}
+    by: [endpoint]
+    limits: ["2/minute"]
+"""
+    app = _starlette(rules=rules)
+    found = [(await ask(app, f"/users/{number}")).status for number in range(3)]
+    assert found == [200, 200, 429]
+    assert (await ask(app, "/v2/users/1")).status == 200
+
+
+async def test_the_lifespan_passes_and_closes_what_was_opened() -> None:
+    """At shutdown the store is closed; a second start opens it again."""
+    started: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "lifespan":
+            await hello(scope, receive, send)
+            return
+        for word in ("startup", "shutdown"):
+            started.append((await receive())["type"])
+            await send({"type": f"lifespan.{word}.complete"})
+
+    guarded = limited(app)
+    for _ in range(2):
+        assert (await ask(guarded)).headers["x-ratelimit-remaining"] == "1"
+        sent = await run_lifespan(guarded)
+        assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+        assert not guarded.guard._opened
+    assert started == ["lifespan.startup", "lifespan.shutdown"] * 2
+
+
+async def test_an_application_without_a_lifespan_keeps_its_limits() -> None:
+    """Servers take its error for a no and go on; so does the limiter."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert scope["type"] == "http"
+        await hello(scope, receive, send)
+
+    guarded = limited(app, limits="1/minute")
+    await ask(guarded)
+    with pytest.raises(AssertionError):
+        await run_lifespan(guarded)
+    assert (await ask(guarded)).status == 429
+
+
+async def test_nothing_is_left_for_the_garbage_collector() -> None:
+    """A request is forgotten when it is over: no circle of references keeps its scope."""
+    guarded = limited(limits="2/minute")
+
+    class Scope(dict[str, Any]):
+        """A scope that can be referred to weakly."""
+
+    gc.disable()
+    try:
+        for _ in range(3):
+            scope = Scope(scope_of())
+            forgotten = weakref.ref(scope)
+            await ask_scope(guarded, scope)
+            del scope
+            assert forgotten() is None
+    finally:
+        gc.enable()
+
+
+async def test_other_kinds_of_scope_pass() -> None:
+    """What ASGI may add one day is none of ours."""
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append((scope, receive, send))
+
+    scope = {"type": "webtransport"}
+    await limited(app)(scope, "r", "s")  # type: ignore[arg-type]  # passed as they are
+    assert seen == [(scope, "r", "s")]
+
+
+def test_a_middleware_without_limits_is_a_mistake() -> None:
+    """It would limit nothing, and nobody would notice."""
+    with pytest.raises(ConfigError, match="RateLimit needs"):
+        RateLimit(hello, store="memory://")
+
+
+# ── Anything at all ────────────────────────────────────────────────────────────────────────────
+
+
+async def search(request: Request) -> Response:
+    """An endpoint whose path has parameters."""
+    return PlainTextResponse("found")
+
+
+RULES = """
+version: 1
+rules:
+  - {id: keys, by: [api_key, user], limits: ["1000000/s"]}
+  - {id: places, match: {endpoint: "/a/*"}, by: [endpoint, ip, method], limits: ["1000000/s"]}
+"""
+
+SOURCES = ["header:x", "bearer", "claim:sub", "query:q", "cookie:c", "session:s", "address"]
+FUZZED = [
+    limited(limits="1000000/s", key=SOURCES, per_route=True),
+    limited(limits=None, rules=RULES, identify={"api_key": SOURCES, "user": SOURCES[::-1]}),
+    limited(Starlette(routes=[Route("/{a}/{b:int}", search)]), "1000000/s", per_route=True),
+]
+
+_bytes = st.one_of(st.binary(max_size=64), st.just(b"x" * 70_000), st.just(b"a" * 600))
+_name = st.sampled_from([b"x", b"authorization", b"cookie", b"forwarded", b"x-forwarded-for"])
+_value = st.one_of(
+    _bytes,
+    _bytes.map(lambda raw: b"Bearer " + raw),
+    _bytes.map(lambda raw: b"c=" + raw),
+    _bytes.map(lambda raw: b"for=" + raw),
+)
+
+
+@given(
+    app=st.sampled_from(FUZZED),
+    raw_path=st.one_of(st.none(), _bytes, _bytes.map(lambda raw: b"/a/" + raw)),
+    query=_bytes,
+    headers=st.lists(st.tuples(_name, _value), max_size=6),
+    client=st.one_of(
+        st.none(), st.tuples(st.text(max_size=40), st.just(1)), st.just(("::1%eth0", 1))
+    ),
+    method=st.one_of(st.text(max_size=40), st.just("GET")),
+    session=st.one_of(st.none(), st.just({"s": object()}), st.just({"s": 5})),
+)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_no_request_makes_the_middleware_fail(
+    app: Any,
+    raw_path: bytes | None,
+    query: bytes,
+    headers: list[tuple[bytes, bytes]],
+    client: Any,
+    method: str,
+    session: Any,
+) -> None:
+    """Whatever a client or a server puts in a request, the application's own answer comes back."""
+    path = (raw_path or b"/").decode("utf-8", "replace")
+    scope = scope_of(path, method, raw_path=raw_path, query_string=query, client=client)
+    scope |= {"headers": headers, "session": session}
+    if raw_path is None:
+        del scope["raw_path"]
+    seen = asyncio.run(ask_scope(app, scope))
+    assert seen.status in {200, 307, 404, 405}
+    assert seen.headers["x-ratelimit-limit"] == "1000000"
+
+
+async def test_while_limiting_is_switched_off_nothing_is_said_or_counted() -> None:
+    """A test that switches limiting off does so for requests that take the short way too."""
+    guarded = limited(limits="1/minute")
+    assert (await ask(guarded)).status == 200
+    with limiting_off():
+        for _ in range(3):
+            seen = await ask(guarded)
+            assert (seen.status, seen.headers) == (200, {"x-mine": "1"})
+    assert (await ask(guarded)).status == 429
+
+
+async def test_the_short_way_and_the_long_way_are_one() -> None:
+    """The first request of an address is decided at length and the next shortly: same answers."""
+    short, long = limited(limits="3/minute"), limited(limits="3/minute", skip=lambda call: False)
+    for _ in range(5):
+        one, other = await ask(short), await ask(long)
+        assert (one.status, one.headers, one.body) == (other.status, other.headers, other.body)

@@ -1,0 +1,454 @@
+"""FastAPI: limits of routes as dependencies, with no `request` argument and one answer."""
+
+import asyncio
+import json
+from contextlib import suppress
+from typing import Annotated, Any
+
+import httpx
+import pytest
+from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, WebSocket
+from fastapi.exceptions import FastAPIError
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.middleware.cors import CORSMiddleware
+
+from tests.web.asgi_driver import ask, ask_scope, run_lifespan, scope_of
+from tollkeeper import ConfigError, TollkeeperError
+from tollkeeper.fastapi import Charge, RateLimit
+from tollkeeper.testing import ManualClock
+
+
+def _limited(limits: Any = None, **options: Any) -> tuple[FastAPI, RateLimit]:
+    app = FastAPI()
+    return app, RateLimit(app, limits, clock=ManualClock(1_000), **options)
+
+
+async def _statuses(app: FastAPI, *paths: str, **request: Any) -> list[int]:
+    return [(await ask(app, path, **request)).status for path in paths]
+
+
+async def test_a_route_is_limited_without_a_request_argument() -> None:
+    """Async and sync endpoints alike, each by itself."""
+    app, limit = _limited()
+
+    @app.get("/search", dependencies=[limit("2/minute")])
+    async def search() -> str:
+        return "found"
+
+    @app.get("/sync", dependencies=[limit("2/minute")])
+    def sync() -> str:
+        return "found"
+
+    @app.get("/free")
+    async def free() -> str:
+        return "free"
+
+    assert await _statuses(app, *["/search"] * 3) == [200, 200, 429]
+    assert await _statuses(app, *["/sync"] * 3) == [200, 200, 429]
+    assert await _statuses(app, *["/free"] * 3) == [200] * 3
+
+
+async def test_a_routes_response_has_its_headers() -> None:
+    """On what an endpoint returns, on responses it makes itself, and on the 429."""
+    app, limit = _limited()
+    once = limit("3/minute", name="shared")
+
+    @app.get("/value", dependencies=[once])
+    async def value() -> str:
+        return "v"
+
+    @app.get("/response", dependencies=[once])
+    async def response() -> JSONResponse:
+        return JSONResponse({"x": 1}, 201)
+
+    @app.get("/stream", dependencies=[once])
+    async def stream() -> StreamingResponse:
+        return StreamingResponse(iter([b"a", b"b"]))
+
+    for path, remaining in (("/value", "2"), ("/response", "1"), ("/stream", "0")):
+        headers = (await ask(app, path)).headers
+        assert headers["x-ratelimit-remaining"] == remaining
+        assert headers["ratelimit-policy"] == '"shared";q=3;w=60'
+    denied = await ask(app, "/value")
+    assert denied.status == 429
+    assert denied.headers["retry-after"] == "20"
+    assert denied.headers["content-type"] == "application/problem+json"
+    assert json.loads(denied.body)["violated-policies"] == ["shared"]
+
+
+async def test_path_parameters_do_not_slip_past_a_routes_limit() -> None:
+    """The count is kept under the methods and the template."""
+    app, limit = _limited()
+
+    @app.get("/users/{user}", dependencies=[limit("2/minute")])
+    async def user(user: str) -> str:
+        return user
+
+    @app.delete("/users/{user}", dependencies=[limit("1/minute")])
+    async def delete(user: str) -> str:
+        return user
+
+    assert await _statuses(app, "/users/1", "/users/2", "/users/3") == [200, 200, 429]
+    seen = await ask(app, "/users/1", method="DELETE")
+    assert seen.status == 200
+    assert seen.headers["ratelimit-policy"] == '"DELETE /users/{user}";q=1;w=60'
+
+
+async def test_routers_and_the_application_have_dependencies_too() -> None:
+    """Each level's limit counts by itself, also with the same numbers, and all must pass."""
+    app = FastAPI()
+    limit = RateLimit(app, clock=ManualClock(1_000))
+    router = APIRouter(prefix="/api", dependencies=[limit("5/minute")])
+
+    @router.get("/items/{item}", dependencies=[limit("2/minute")])
+    async def item(item: str) -> str:
+        return item
+
+    @router.get("/other")
+    async def other() -> str:
+        return "other"
+
+    app.include_router(router, prefix="/v1", dependencies=[limit("9/minute")])
+    seen = await ask(app, "/v1/api/items/1")
+    assert seen.headers["ratelimit-policy"] == (
+        '"GET /v1/api/items/{item}";q=9;w=60, "GET /v1/api/items/{item} #2";q=5;w=60, '
+        '"GET /v1/api/items/{item} #3";q=2;w=60'
+    )
+    assert seen.headers["x-ratelimit-remaining"] == "1"
+    assert await _statuses(app, "/v1/api/items/2", "/v1/api/items/3") == [200, 429]
+    assert await _statuses(app, *["/v1/api/other"] * 6) == [200] * 5 + [429]
+
+
+async def test_a_denied_request_costs_nothing_in_the_other_limits() -> None:
+    """What the application's limit charged is given back when a route's denies."""
+    app, limit = _limited("10/minute")
+
+    @app.get("/search", dependencies=[limit("1/minute")])
+    async def search() -> str:
+        return "found"
+
+    seen = await ask(app, "/search")
+    assert seen.headers["ratelimit-policy"] == '"default";q=10;w=60, "GET /search";q=1;w=60'
+    assert seen.headers["x-ratelimit-limit"] == "1"
+    assert await _statuses(app, *["/search"] * 5) == [429] * 5
+    assert (await ask(app, "/nowhere")).headers["x-ratelimit-remaining"] == "8"
+
+
+async def test_an_endpoint_settles_its_charge() -> None:
+    """As an annotated argument, from async and sync code."""
+    app, limit = _limited()
+
+    @app.post("/complete")
+    async def complete(charge: Annotated[Charge, limit("1000/minute", cost=100)]) -> int:
+        charge.settle(37)
+        return charge.decision.remaining
+
+    @app.post("/sync")
+    def sync(charge: Annotated[Charge, limit("1000/minute", cost=100)]) -> int:
+        charge.refund()
+        return charge.decision.remaining
+
+    found = [json.loads((await ask(app, "/complete", method="POST")).body) for _ in range(3)]
+    assert found == [900, 863, 826]
+    found = [json.loads((await ask(app, "/sync", method="POST")).body) for _ in range(2)]
+    assert found == [900, 900]
+
+
+async def test_only_failed_logins_count() -> None:
+    """By the status of the response, also when the endpoint raises it."""
+    app, limit = _limited()
+
+    @app.get("/login", dependencies=[limit("2/minute", count=lambda status: status == 401)])
+    async def login(good: bool = False) -> str:
+        if not good:
+            raise HTTPException(401)
+        return "in"
+
+    good = {"query_string": b"good=1"}
+    assert await _statuses(app, *["/login"] * 5, **good) == [200] * 5
+    assert await _statuses(app, *["/login"] * 3) == [401, 401, 429]
+    assert await _statuses(app, "/login", **good) == [429]
+
+
+async def test_a_key_of_the_application_and_of_a_route() -> None:
+    """A route counts whom the application counts, unless it says otherwise."""
+    app, limit = _limited(key="header:X-API-Key")
+
+    @app.get("/a", dependencies=[limit("1/minute")])
+    async def a() -> None: ...
+
+    @app.get("/b", dependencies=[limit("1/minute", key="address")])
+    async def b() -> None: ...
+
+    one, two = {"headers": [("x-api-key", "1")]}, {"headers": [("x-api-key", "2")]}
+    assert await _statuses(app, "/a", **one) == [200]
+    assert await _statuses(app, "/a", **two) == [200]
+    assert await _statuses(app, "/a", **one) == [429]
+    assert await _statuses(app, "/b", **one) == [200]
+    assert await _statuses(app, "/b", **two) == [429]
+
+
+async def test_a_key_that_uses_the_frameworks_request() -> None:
+    """A hook of a route finds the connection as FastAPI has it, path parameters and all."""
+    app, limit = _limited()
+    by_tenant = limit("1/minute", key=lambda call: call.native.path_params["tenant"])
+
+    @app.get("/{tenant}", dependencies=[by_tenant])
+    async def get(tenant: str) -> None: ...
+
+    assert await _statuses(app, "/a", "/b", "/a") == [200, 200, 429]
+
+
+@pytest.mark.parametrize("caught", [Exception, TollkeeperError, HTTPException])
+async def test_the_applications_exception_handlers_have_no_part_in_it(caught: Any) -> None:
+    """A refusal is ours, whatever they would make of it."""
+    app, limit = _limited()
+
+    @app.exception_handler(caught)
+    async def handle(request: Any, error: Any) -> PlainTextResponse:
+        return PlainTextResponse("mine", 418)
+
+    @app.get("/search", dependencies=[limit("1/minute")])
+    async def search() -> None: ...
+
+    assert await _statuses(app, "/search", "/search") == [200, 429]
+
+
+async def test_a_mounted_applications_routes_are_limited_too() -> None:
+    """Its own error handling stands in between, and does not get to answer."""
+    app, limit = _limited("5/minute")
+    below = FastAPI()
+
+    @below.get("/x/{y}", dependencies=[limit("1/minute")])
+    async def x(y: str) -> None: ...
+
+    app.mount("/below", below)
+    assert await _statuses(app, "/below/x/1", "/below/x/2") == [200, 429]
+    seen = await ask(app, "/below/x/3")
+    assert '"GET /below/x/{y}";q=1;w=60' in seen.headers["ratelimit-policy"]
+
+
+async def test_other_middleware_around_and_inside() -> None:
+    """What is added later is around the limits: refusals have its headers. Task groups may wrap."""
+    app = FastAPI()
+    limit = RateLimit(app, clock=ManualClock(1_000))
+    app.add_middleware(CORSMiddleware, allow_origins=["*"])
+
+    async def dispatch(request: Any, call_next: Any) -> Any:
+        response = await call_next(request)
+        response.headers["x-inside"] = "1"
+        return response
+
+    inside = FastAPI()
+    inside.add_middleware(BaseHTTPMiddleware, dispatch=dispatch)
+
+    @inside.get("/x", dependencies=[limit("1/minute")])
+    async def x() -> None: ...
+
+    app.mount("/inside", inside)
+    origin = {"headers": [("origin", "https://example.org")]}
+    allowed, denied = await ask(app, "/inside/x", **origin), await ask(app, "/inside/x", **origin)
+    assert (allowed.status, allowed.headers["x-inside"]) == (200, "1")
+    assert (denied.status, denied.headers["access-control-allow-origin"]) == (429, "*")
+
+
+async def test_dependencies_that_yield_are_unwound() -> None:
+    """What was opened before a refusal is closed after it."""
+    app, limit = _limited()
+    events: list[str] = []
+
+    async def session() -> Any:
+        events.append("opened")
+        try:
+            yield
+        finally:
+            events.append("closed")
+
+    @app.get("/x", dependencies=[Depends(session), limit("1/minute")])
+    async def x() -> None: ...
+
+    assert await _statuses(app, "/x", "/x") == [200, 429]
+    assert events == ["opened", "closed"] * 2
+
+
+async def test_a_key_from_the_body_leaves_it_to_the_endpoint() -> None:
+    """As for logins, which are counted by who is named there."""
+    app, limit = _limited()
+
+    async def by_user(call: Any) -> str:
+        return str((await call.native.json())["user"])
+
+    @app.post("/login", dependencies=[limit("1/minute", key=by_user)])
+    async def login(user: Annotated[str, Body(embed=True)]) -> str:
+        return user
+
+    async def logged_in(user: str) -> httpx.Response:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://api.test") as client:
+            return await client.post("/login", json={"user": user})
+
+    answers = [await logged_in(user) for user in ("ada", "ada", "bob")]
+    assert [each.status_code for each in answers] == [200, 429, 200]
+    assert answers[2].json() == "bob"
+
+
+async def _converting() -> Any:
+    try:
+        yield
+    except Exception as error:
+        raise LookupError("the session is gone") from error
+
+
+async def _swallowing() -> Any:
+    with suppress(Exception):
+        yield
+
+
+@pytest.mark.parametrize("session", [_converting, _swallowing])
+async def test_dependencies_that_make_another_error_of_a_refusal(session: Any) -> None:
+    """The client gets its 429, with nothing charged, and the application gets its error."""
+    app, limit = _limited("9/minute")
+
+    @app.get("/x", dependencies=[Depends(session), limit("1/minute")])
+    async def x() -> None: ...
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    assert await _statuses(app, "/x") == [200]
+    error = LookupError if session is _converting else FastAPIError
+    with pytest.raises(error):
+        await app(scope_of("/x"), None, send)  # type: ignore[arg-type]  # nobody receives
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+    assert sent[0]["status"] == 429
+    assert (await ask(app, "/missing")).headers["x-ratelimit-remaining"] == "7"
+
+
+async def test_on_limit_of_a_route_answers_in_its_own_way() -> None:
+    """A response of the framework's, with the headers."""
+    app, limit = _limited()
+    mine = limit("1/minute", on_limit=lambda call, ruling: PlainTextResponse("wait", 420))
+
+    @app.get("/x", dependencies=[mine])
+    async def x() -> None: ...
+
+    await ask(app, "/x")
+    seen = await ask(app, "/x")
+    assert (seen.status, seen.body, seen.headers["retry-after"]) == (420, b"wait", "60")
+
+
+async def test_a_cost_that_never_fits_is_a_422() -> None:
+    """Raised in a dependency, it is an answer too, and what was charged before is given back."""
+    app, limit = _limited("10/minute")
+
+    @app.get("/x", dependencies=[limit("5/minute", cost=lambda call: 6)])
+    async def x() -> None: ...
+
+    assert await _statuses(app, *["/x"] * 11) == [422] * 11
+    assert (await ask(app, "/nowhere")).headers["x-ratelimit-remaining"] == "9"
+
+
+async def test_websockets_have_dependencies_too() -> None:
+    """Denied, they are closed before they are accepted."""
+    app, limit = _limited()
+    router = APIRouter(prefix="/ws")
+
+    @router.websocket("/{room}", dependencies=[limit("1/minute")])
+    async def room(websocket: WebSocket, room: str) -> None:
+        await websocket.accept()
+
+    app.include_router(router)
+    seen = await ask_scope(app, scope_of("/ws/1", kind="websocket"))
+    assert seen.types == ["websocket.accept"]
+    assert seen.headers["ratelimit-policy"] == '"/ws/{room}";q=1;w=60'
+    seen = await ask_scope(app, scope_of("/ws/2", kind="websocket"))
+    assert seen.types == ["websocket.close"]
+
+
+async def test_long_templates_have_names_of_their_own() -> None:
+    """A name has an end; two long templates that begin alike are still two."""
+    app, limit = _limited()
+    for end in "ab":
+        app.add_api_route("/" + "x" * 300 + end, lambda: None, dependencies=[limit("1/minute")])
+    paths = ["/" + "x" * 300 + end for end in "aabb"]
+    assert await _statuses(app, *paths) == [200, 429, 200, 429]
+
+
+async def test_an_application_can_be_started_twice() -> None:
+    """Tests enter the lifespan again and again; the limits are there each time."""
+    app, limit = _limited("9/minute")
+
+    @app.get("/x", dependencies=[limit("1/minute")])
+    async def x() -> None: ...
+
+    for _ in range(2):
+        assert await _statuses(app, "/x", "/x") == [200, 429]
+        await run_lifespan(app)
+
+
+async def test_a_request_that_comes_while_the_limits_are_closed() -> None:
+    """It opens them again, and what closes leaves them open."""
+    rule = {"id": "all", "by": ["ip"], "limits": ["9/minute"]}
+    app, limit = _limited(rules={"version": 1, "rules": [rule]})
+    closing = asyncio.create_task(limit.guard.close())
+    await asyncio.sleep(0)  # it has begun
+    assert not limit.guard._opened
+    await ask(app)
+    await closing
+    seen = await ask(app)
+    assert seen.headers["x-ratelimit-remaining"] == "7"
+    await limit.guard.close()
+
+
+def test_the_description_says_where_a_429_may_come_from() -> None:
+    """Operations with a limit have it, others do not; an own description of it is kept."""
+    app, limit = _limited()
+    router = APIRouter(prefix="/api", dependencies=[limit("1/s")])
+
+    @router.get("/a")
+    async def a() -> None: ...
+
+    @app.get("/b", responses={429: {"description": "mine"}}, dependencies=[limit("1/s")])
+    async def b(charge: Annotated[Charge, limit("1/s")]) -> None: ...
+
+    @app.get("/c")
+    async def c() -> None: ...
+
+    app.include_router(router)
+    paths = app.openapi()["paths"]
+    assert "Retry-After" in paths["/api/a"]["get"]["responses"]["429"]["headers"]
+    assert paths["/b"]["get"]["responses"]["429"]["description"] == "mine"
+    assert "429" not in paths["/c"]["get"]["responses"]
+
+
+def test_with_a_limit_for_all_every_operation_may_answer_429() -> None:
+    """An application's own limit is every route's."""
+    app, _ = _limited("1/s")
+
+    @app.get("/c")
+    async def c() -> None: ...
+
+    assert "429" in app.openapi()["paths"]["/c"]["get"]["responses"]
+
+
+async def test_a_limit_of_another_application_is_a_mistake() -> None:
+    """The developer is told, in place of a limit that does not hold."""
+    _, limit = _limited()
+    other = FastAPI()
+
+    @other.get("/x", dependencies=[limit("1/s")])
+    async def x() -> None: ...
+
+    with pytest.raises(ConfigError, match="no RateLimit is installed"):
+        await ask(other, "/x")
+
+
+@pytest.mark.parametrize("wrong", [{"limits": "often"}, {"limits": "1/s", "cost": -1}])
+def test_a_wrong_limit_is_refused_where_it_is_written(wrong: dict[str, Any]) -> None:
+    """Not at the first request."""
+    _, limit = _limited()
+    with pytest.raises(ConfigError):
+        limit(**wrong)

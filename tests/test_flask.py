@@ -1,0 +1,484 @@
+"""Flask: limits for an application, a blueprint and a view, in one response."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar
+
+import pytest
+from flask import Blueprint, Flask, Response, session
+from flask.views import MethodView
+from werkzeug.test import TestResponse
+
+from tests.web.flask_app import NOW_S, app_with, statuses
+from tollkeeper import ConfigError, Limiter
+from tollkeeper.flask import RateLimit, charge
+from tollkeeper.testing import ManualClock
+
+
+def policies(response: TestResponse) -> str:
+    return response.headers["RateLimit-Policy"]
+
+
+# ------------------------------------------------------------------------------------- application
+
+
+def test_limits_of_the_application() -> None:
+    """All routes together, also paths that there are none for; then a 429 that says when."""
+    _, _, clock, client = app_with("3/minute")
+    response = client.get("/hello")
+    assert (response.status_code, response.data) == (200, b"hello")
+    assert response.headers["RateLimit"] == '"default";r=2;t=20'
+    assert statuses(client, "/missing", "/hello", "/hello") == [404, 200, 429]
+    refused = client.get("/hello")
+    assert refused.headers["Retry-After"] == "20"
+    assert refused.content_type == "application/problem+json"
+    assert json.loads(refused.data)["error"]["code"] == "RATE_LIMIT_EXCEEDED"
+    clock.advance(20)
+    assert statuses(client, "/hello") == [200]
+
+
+def test_without_limits_nothing_is_limited() -> None:
+    """RateLimit(app) is there for the decorators."""
+    _, _, _, client = app_with()
+    response = client.get("/hello")
+    assert "RateLimit" not in response.headers
+    assert statuses(client, *["/hello"] * 50) == [200] * 50
+
+
+def test_endpoints_go_by_their_rule() -> None:
+    """/users/1 and /users/2 are one endpoint, to `per_route` and to rules."""
+    app, _, _, client = app_with("1/minute", per_route=True)
+
+    @app.get("/users/<int:number>")
+    def user(number: int) -> str:
+        return str(number)
+
+    assert statuses(client, "/users/1", "/users/2", "/hello") == [200, 429, 200]
+
+    rule = {"match": {"endpoint": "/users/{id}"}, "by": ["ip"], "limits": ["1/minute"]}
+    app, _, _, client = app_with(rules={"version": 1, "rules": [{"id": "users", **rule}]})
+    app.add_url_rule("/users/<int:number>", view_func=user)
+    assert statuses(client, "/users/1", "/users/2", "/hello") == [200, 429, 200]
+
+
+def test_a_key_from_the_session() -> None:
+    """It is open when the limits are asked."""
+    app, _, _, client = app_with("2/minute", key=["session:user_id", "address"])
+
+    @app.get("/login/<int:user>")
+    def login(user: int) -> str:
+        session["user_id"] = user
+        return "in"
+
+    # The first by address, then two as user 7, and the third of those is too many.
+    assert statuses(client, "/login/7", "/hello", "/hello", "/hello") == [200, 200, 200, 429]
+    other = app.test_client()
+    assert statuses(other, "/login/8", "/hello", "/hello", "/hello") == [200, 200, 200, 429]
+
+
+def test_hooks_see_flasks_request() -> None:
+    """`call.native` is the request itself."""
+    seen = []
+    _, _, _, client = app_with("5/minute", cost=lambda call: seen.append(call.native) or 1)
+    client.get("/hello?a=1")
+    assert seen[0].args["a"] == "1"
+
+
+def test_a_response_of_ones_own() -> None:
+    """Whatever Flask can make a response of; the headers come with it."""
+    _, _, _, client = app_with(
+        "1/minute", on_limit=lambda call, ruling: ({"wait": ruling.decision.retry_after}, 420)
+    )
+    client.get("/hello")
+    response = client.get("/hello")
+    assert (response.status_code, response.json) == (420, {"wait": 60.0})
+    assert response.headers["Retry-After"] == "60"
+
+
+def test_a_refusal_is_a_response_like_any_other() -> None:
+    """The application's own functions after a request see it, for instance to add CORS headers."""
+    app, _, _, client = app_with("1/minute")
+
+    @app.after_request
+    def allow(response: Response) -> Response:
+        response.headers["Access-Control-Allow-Origin"] = "*"
+        return response
+
+    client.get("/hello")
+    response = client.get("/hello")
+    assert (response.status_code, response.headers["Access-Control-Allow-Origin"]) == (429, "*")
+
+
+def test_an_application_made_later_with_its_configuration() -> None:
+    """`init_app`, and app.config goes before what the program says. Two have their own counts."""
+    limit = RateLimit(limits="5/minute", clock=ManualClock(NOW_S))
+    clients = []
+    for _ in range(2):
+        app = Flask("made_later")
+        app.config["TOLLKEEPER"] = {"limits": "1/minute"}
+        limit.init_app(app)
+        app.add_url_rule("/hello", view_func=lambda: "hello")
+        clients.append(app.test_client())
+    assert [statuses(each, "/hello", "/hello") for each in clients] == [[200, 429], [200, 429]]
+
+
+def test_a_limiter_of_ones_own() -> None:
+    """It is used, and left open."""
+    with Limiter("1/minute") as limiter:
+        app = Flask(__name__)
+        limit = RateLimit(app, limiter=limiter)
+        app.add_url_rule("/hello", view_func=lambda: "hello")
+        assert statuses(app.test_client(), "/hello", "/hello") == [200, 429]
+        limit.close(app)
+        assert limiter.check("still open")
+
+
+# ------------------------------------------------------------------------------------- views
+
+
+def test_a_view_has_limits_beside_the_applications() -> None:
+    """Both in one response; the tightest speaks."""
+    app, limit, _, client = app_with("10/minute")
+
+    @app.get("/search")
+    @limit("2/second")
+    def search() -> str:
+        return "found"
+
+    response = client.get("/search")
+    assert policies(response) == '"default";q=10;w=60, "search";q=2;w=1'
+    assert response.headers["RateLimit"] == '"search";r=1;t=1'
+    assert statuses(client, "/search", "/search", "/hello") == [200, 429, 200]
+    # The fifth request; the one that was denied cost nothing.
+    assert client.get("/hello").headers["X-RateLimit-Remaining"] == "6"
+
+
+def test_a_view_keeps_its_name() -> None:
+    """Flask knows views by it."""
+    _, limit, _, _ = app_with()
+
+    @limit("1/minute")
+    def view() -> None:
+        """What it does."""
+
+    assert (view.__name__, view.__doc__) == ("view", "What it does.")
+
+
+def test_views_count_by_themselves_and_not_by_url() -> None:
+    """Two views never share a count; two URLs of one view always do."""
+    app, limit, _, client = app_with()
+
+    @app.get("/a/<name>")
+    @app.get("/b/<name>")
+    @limit("1/minute")
+    def one(name: str) -> str:
+        return name
+
+    @app.get("/c")
+    @limit("1/minute")
+    def other() -> str:
+        return "c"
+
+    assert statuses(client, "/a/1", "/b/1", "/a/2", "/c") == [200, 429, 429, 200]
+
+
+def test_views_that_share_a_name_share_a_count() -> None:
+    """For instance all that send mail."""
+    app, limit, _, client = app_with()
+    mail = limit("2/minute", name="mail")
+    app.add_url_rule("/a", "a", mail(lambda: "a"))
+    app.add_url_rule("/b", "b", mail(lambda: "b"))
+    assert statuses(client, "/a", "/b", "/a", "/b") == [200, 200, 429, 429]
+
+
+def test_two_decorators_on_one_view_count_apart() -> None:
+    """Even with the same window, and the same key."""
+    app, limit, _, client = app_with()
+
+    @app.get("/search")
+    @limit("5/minute")
+    @limit("2/minute")
+    def search() -> str:
+        return "found"
+
+    response = client.get("/search")
+    assert policies(response) == '"search";q=5;w=60, "search#2";q=2;w=60'
+    assert statuses(client, "/search", "/search") == [200, 429]
+
+
+def test_a_view_with_its_own_key_and_cost() -> None:
+    """What it does not say is as the application has it."""
+    app, limit, _, client = app_with(key="header:X-API-Key")
+
+    @app.get("/own")
+    @limit("10/minute", key="query:user", cost=lambda call: int(call.query("cost") or 1))
+    def own() -> str:
+        return "own"
+
+    @app.get("/inherited")
+    @limit("1/minute")
+    def inherited() -> str:
+        return "inherited"
+
+    assert statuses(client, "/own?user=1&cost=9", "/own?user=1&cost=2") == [200, 429]
+    assert statuses(client, "/own?user=2", "/own?user=2&cost=11") == [200, 422]
+    for key in ("a", "b"):
+        assert statuses(client, *["/inherited"] * 2, headers={"X-API-Key": key}) == [200, 429]
+
+
+def test_async_views_work() -> None:
+    """Decorated or not, in the right order of decorators."""
+    app, limit, _, client = app_with("10/minute")
+
+    @app.get("/slow")
+    @limit("1/minute")
+    async def slow() -> str:
+        charge.settle(0)
+        return "slow"
+
+    response = client.get("/slow")
+    assert response.data == b"slow"
+    assert policies(response) == '"default";q=10;w=60, "slow";q=1;w=60'
+    assert statuses(client, "/slow") == [200]
+
+
+def test_views_as_classes() -> None:
+    """Flask's own way to decorate them; all methods are one endpoint."""
+    app, limit, _, client = app_with()
+
+    class Item(MethodView):
+        decorators: ClassVar = [limit("1/minute")]
+
+        def get(self) -> str:
+            return "item"
+
+    app.add_url_rule("/item", view_func=Item.as_view("item"))
+    assert statuses(client, "/item", "/item") == [200, 429]
+
+
+def test_methods_of_a_class_count_apart() -> None:
+    """Those that read leave room for those that write; a dispatch that is decorated is all."""
+    app, limit, _, client = app_with()
+
+    class Item(MethodView):
+        @limit("9/minute")
+        def get(self) -> str:
+            return "item"
+
+        @limit("1/minute")
+        async def post(self) -> str:
+            return "changed"
+
+    class Whole(MethodView):
+        @limit("2/minute")
+        def dispatch_request(self, **values: Any) -> Any:
+            return super().dispatch_request(**values)
+
+        def get(self) -> str:
+            return "whole"
+
+    app.add_url_rule("/item", view_func=Item.as_view("item"))
+    app.add_url_rule("/whole", view_func=Whole.as_view("whole"))
+    assert statuses(client, *["/item"] * 5) == [200] * 5
+    posted = client.post("/item")
+    assert (posted.status_code, policies(posted)) == (200, '"POST item";q=1;w=60')
+    assert client.post("/item").status_code == 429
+    assert policies(client.get("/whole")) == '"whole";q=2;w=60'
+
+
+def test_a_name_that_is_also_an_endpoints_is_not_its_count() -> None:
+    """What is shared by name, and what a view has for itself, are two limits."""
+    app, limit, _, client = app_with("50/minute", name="index")
+
+    @app.get("/login")
+    @limit("9/minute", name="login")
+    @limit("2/minute")
+    def login() -> str:
+        return "hello"
+
+    @app.get("/")
+    @limit("3/minute")
+    def index() -> str:
+        return "index"
+
+    response = client.get("/login")
+    assert policies(response) == '"index";q=50;w=60, "login";q=9;w=60, "login()";q=2;w=60'
+    assert statuses(client, "/login", "/login", *["/"] * 4) == [200, 429, 200, 200, 200, 429]
+
+
+def test_a_limit_above_the_route_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """It limits nothing, because the route has the view as it was; one warning says so."""
+    app = Flask("shop")
+    limit = RateLimit(app)
+
+    @limit("1/minute")
+    @app.get("/above")
+    def above() -> str:
+        return "above"
+
+    @app.get("/below")
+    @limit("1/minute")
+    def below() -> str:
+        return "below"
+
+    client = app.test_client()
+    statuses = [client.get(url).status_code for url in ("/above", "/above", "/below", "/below")]
+    assert statuses == [200, 200, 200, 429]
+    assert [message.split(";")[0] for message in caplog.messages] == [
+        "above is served without the limit that it is decorated with"
+    ]
+
+
+def test_async_hooks_are_refused() -> None:
+    """Nobody would await them: of the application, its configuration, and a view."""
+
+    async def skip(call: Any) -> bool:
+        return False
+
+    with pytest.raises(ConfigError, match="is async"):
+        RateLimit(limits="1/minute", skip=skip)
+    _, limit, _, _ = app_with()
+    with pytest.raises(ConfigError, match="is async"):
+        limit("1/minute", skip=skip)
+    app = Flask(__name__)
+    app.config["TOLLKEEPER"] = {"skip": skip}
+    with pytest.raises(ConfigError, match="is async"):
+        RateLimit(app, "1/minute")
+
+
+def test_what_is_decorated_must_be_a_view() -> None:
+    """Or a Blueprint; the limits themselves are read at once."""
+    _, limit, _, _ = app_with()
+    with pytest.raises(ConfigError, match="neither a view nor a Blueprint"):
+        limit("1/minute")("view")  # type: ignore[type-var]  # what the test is about
+    with pytest.raises(ConfigError, match="expected a unit"):
+        limit("1/fortnight")
+    with pytest.raises(ConfigError, match="name"):
+        limit("1/minute", name="\n")
+
+
+# ------------------------------------------------------------------------------------- blueprints
+
+
+def test_a_blueprint_has_limits_for_all_its_views_together() -> None:
+    """Beside those of the application and of each view."""
+    app, limit, _, client = app_with("10/minute")
+    shop = Blueprint("shop", __name__, url_prefix="/shop")
+    shop.add_url_rule("/a", "a", lambda: "a")
+    shop.add_url_rule("/b", "b", limit("1/hour")(lambda: "b"))
+    shop.add_url_rule("/free", "free", limit.exempt(lambda: "free"))
+    assert limit("2/minute")(shop) is shop
+    app.register_blueprint(shop)
+    response = client.get("/shop/b")
+    assert policies(response) == ('"default";q=10;w=60, "shop.*";q=2;w=60, "shop.b";q=1;w=3600')
+    assert statuses(client, "/shop/b", "/shop/a", "/shop/a", "/hello") == [429, 200, 429, 200]
+    assert statuses(client, *["/shop/free"] * 20) == [200] * 20
+
+
+def test_exempt_views_and_blueprints() -> None:
+    """They pass without the application's limits, but with their own."""
+    app, limit, _, client = app_with("1/day")
+
+    @app.get("/healthz")
+    @limit.exempt
+    def healthz() -> str:
+        return "ok"
+
+    @limit.exempt
+    @app.get("/metrics")
+    @limit("2/day")
+    def metrics() -> str:
+        return "1"
+
+    status = Blueprint("status", __name__, url_prefix="/status")
+    status.add_url_rule("/", "all", lambda: "fine")
+    inner = Blueprint("inner", __name__, url_prefix="/inner")
+    inner.add_url_rule("/", "inner", lambda: "fine")
+    status.register_blueprint(inner)
+    limit.exempt(status)
+    app.register_blueprint(status)
+    assert statuses(client, "/hello", "/hello") == [200, 429]
+    assert statuses(client, "/healthz", "/status/", "/status/inner/") == [200] * 3
+    assert statuses(client, "/metrics", "/metrics", "/metrics") == [200, 200, 429]
+    assert "RateLimit" not in client.get("/healthz").headers
+
+
+def test_blueprints_of_one_name_in_others_count_apart() -> None:
+    """And one that is registered twice is one."""
+    app, limit, _, client = app_with()
+    twice = Blueprint("twice", __name__)
+    twice.add_url_rule("/", "all", lambda: "fine")
+    limit("1/minute")(twice)
+    for parent in ("api", "admin"):
+        version = Blueprint("v1", __name__, url_prefix="/v1")
+        version.add_url_rule("/", "all", lambda: "fine")
+        limit("1/minute")(version)
+        outer = Blueprint(parent, __name__, url_prefix=f"/{parent}")
+        outer.register_blueprint(version)
+        app.register_blueprint(outer)
+        app.register_blueprint(twice, name=f"twice-{parent}", url_prefix=f"/twice-{parent}")
+    assert statuses(client, "/api/v1/", "/api/v1/", "/admin/v1/") == [200, 429, 200]
+    assert policies(client.get("/admin/v1/")) == '"admin.v1.*";q=1;w=60'
+    assert statuses(client, "/twice-api/", "/twice-admin/") == [200, 429]
+
+
+def test_an_exempt_blueprint_is_so_from_those_around_it() -> None:
+    """It passes without the limits of the blueprint that it is in, and with its own."""
+    app, limit, _, client = app_with()
+    outer = Blueprint("outer", __name__, url_prefix="/outer")
+    outer.add_url_rule("/", "all", lambda: "fine")
+    for name in ("free", "limited"):
+        inner = Blueprint(name, __name__, url_prefix=f"/{name}")
+        inner.add_url_rule("/", "all", lambda: "fine")
+        limit.exempt(inner)
+        if name == "limited":
+            limit("2/minute")(inner)
+        outer.register_blueprint(inner)
+    limit("1/minute")(outer)
+    app.register_blueprint(outer)
+    assert statuses(client, *["/outer/free/"] * 3) == [200] * 3
+    assert statuses(client, *["/outer/limited/"] * 3) == [200, 200, 429]
+    assert statuses(client, "/outer/", "/outer/") == [200, 429]
+
+
+# ------------------------------------------------------------------------------------- mistakes
+
+
+def test_wrong_options_are_explained() -> None:
+    """At once: in the program, and in the configuration."""
+    with pytest.raises(ConfigError, match="expected a unit"):
+        RateLimit(limits="5/fortnight")
+    app = Flask(__name__)
+    app.config["TOLLKEEPER"] = {"limit": "5/minute"}
+    with pytest.raises(ConfigError, match=r"has \['limit'\]; it is a dict of these: limits, rules"):
+        RateLimit(app)
+    app.config["TOLLKEEPER"] = "5/minute"
+    with pytest.raises(ConfigError, match="is a dict"):
+        RateLimit(app)
+
+
+def test_an_application_is_limited_once_by_each() -> None:
+    """The same twice is a mistake."""
+    app, limit, _, _ = app_with("1/minute")
+    with pytest.raises(ConfigError, match="call init_app once"):
+        limit.init_app(app)
+
+
+def test_a_limit_of_another_application_is_explained() -> None:
+    """A view whose RateLimit was never installed says so, and does not pass unlimited."""
+    app = Flask(__name__)
+    app.testing = True
+    limit = RateLimit()
+    app.add_url_rule("/a", view_func=limit("1/minute")(lambda: "a"), endpoint="a")
+    with pytest.raises(ConfigError, match="not installed"):
+        app.test_client().get("/a")
+    with pytest.raises(ConfigError, match="not installed"):
+        limit.close()
+
+
+def test_a_request_without_the_wsgi_app_is_explained() -> None:
+    """Charges would never be settled."""
+    app, _, _, _ = app_with("1/minute")
+    with app.test_request_context("/hello"), pytest.raises(ConfigError, match="test_client"):
+        app.preprocess_request()

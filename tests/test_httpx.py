@@ -1,0 +1,453 @@
+"""The transports for httpx: who is sent again, when, and how often."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tollkeeper import ConfigError
+from tollkeeper.httpx import (
+    DRAIN_BYTES_MAX,
+    PLACES_MAX,
+    AsyncRetryTransport,
+    Budget,
+    RetryTransport,
+)
+from tollkeeper.testing import ManualClock
+
+SECOND = 1_000_000_000
+MANY = Budget(reserve=1_000)
+URL = "http://api.test/v1/orders"
+
+
+class Body(httpx.SyncByteStream, httpx.AsyncByteStream):
+    """A body that knows how much of it was read, and whether it was closed."""
+
+    def __init__(self, chunks: int = 2, size: int = 10) -> None:
+        self.chunks, self.size = chunks, size
+        self.read = 0
+        self.closed = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        for _ in range(self.chunks):
+            self.read += self.size
+            yield b"x" * self.size
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for chunk in self:
+            yield chunk
+
+    def close(self) -> None:
+        self.closed = True
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+class Origin:
+    """A server that answers as told, and writes down what came when, in seconds."""
+
+    def __init__(
+        self, *answers: tuple[int, dict[str, str]] | httpx.Response, clock: ManualClock
+    ) -> None:
+        self.answers = list(answers)
+        self.clock = clock
+        self.times: list[float] = []
+        self.bodies: list[Body] = []
+        self.sent: list[bytes] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.times.append(self.clock.now_ns() / SECOND)
+        self.sent.append(request.content)
+        answer = self.answers[0] if len(self.answers) == 1 else self.answers.pop(0)
+        if isinstance(answer, httpx.Response):
+            return answer
+        status, headers = answer
+        self.bodies.append(Body())
+        return httpx.Response(status, headers=headers, stream=self.bodies[-1])
+
+
+Ask = Callable[..., httpx.Response]
+
+
+def sync_ask(origin: Origin, **settings: Any) -> Ask:
+    settings = {"clock": origin.clock, "random": lambda: 0.0, "budget": MANY, **settings}
+    client = httpx.Client(transport=RetryTransport(httpx.MockTransport(origin), **settings))
+    return lambda method="GET", url=URL, **more: client.request(method, url, **more)
+
+
+def async_ask(origin: Origin, **settings: Any) -> Ask:
+    settings = {"clock": origin.clock, "random": lambda: 0.0, "budget": MANY, **settings}
+    transport = AsyncRetryTransport(httpx.MockTransport(origin), **settings)
+
+    async def ask(method: str = "GET", url: str = URL, **more: Any) -> httpx.Response:
+        async with httpx.AsyncClient(transport=transport) as client:
+            return await client.request(method, url, **more)
+
+    return lambda *args, **more: asyncio.run(ask(*args, **more))
+
+
+@pytest.fixture(params=[sync_ask, async_ask], ids=["sync", "async"])
+def asking(request: pytest.FixtureRequest) -> Callable[..., Ask]:
+    """Both transports, each in its turn."""
+    chosen: Callable[..., Ask] = request.param
+    return chosen
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(1_767_225_600)
+
+
+def after(origin: Origin) -> list[float]:
+    """When the origin was asked, in seconds after the first time."""
+    return [round(time - origin.times[0], 6) for time in origin.times]
+
+
+# ------------------------------------------------------------------------------------ how long
+
+
+@pytest.mark.parametrize(
+    ("headers", "waited_s"),
+    [
+        ({"Retry-After": "5"}, 5),
+        ({"Retry-After": "Thu, 01 Jan 2026 00:00:07 GMT"}, 7),
+        ({"RateLimit": '"default";r=0;t=5'}, 5),
+        ({"RateLimit": "limit=10, remaining=0, reset=5"}, 5),
+        ({"X-RateLimit-Reset": "1767225608"}, 8),
+        ({"Retry-After": "2", "RateLimit": '"default";r=0;t=2'}, 2),
+    ],
+)
+def test_waits_as_asked(
+    asking: Callable[..., Ask], clock: ManualClock, headers: dict[str, str], waited_s: float
+) -> None:
+    """With no random part: exactly as long as the answer says, then the request passes."""
+    origin = Origin((429, headers), (200, {}), clock=clock)
+    assert asking(origin)().status_code == 200
+    assert after(origin) == [0, waited_s]
+
+
+def test_without_advice_the_spread_doubles(asking: Callable[..., Ask], clock: ManualClock) -> None:
+    """Full jitter: at most 0.5 s, 1 s, 2 s, 4 s after the first, second, … attempt."""
+    origin = Origin((429, {}), clock=clock)
+    assert asking(origin, random=lambda: 1.0)().status_code == 429
+    assert after(origin) == [0, 0.5, 1.5, 3.5, 7.5]
+
+
+@pytest.mark.parametrize(
+    ("random", "waited_s"), [(0.0, 40.0), (0.5, 45.0), (1.0, 50.0)], ids=["none", "half", "all"]
+)
+def test_jitter_is_on_top(clock: ManualClock, random: float, waited_s: float) -> None:
+    """A long wait is spread over a quarter of itself, upwards."""
+    origin = Origin((429, {"Retry-After": "40"}), (200, {}), clock=clock)
+    assert sync_ask(origin, random=lambda: random)().status_code == 200
+    assert after(origin) == [0, waited_s]
+
+
+@given(
+    asked_s=st.integers(0, 100),
+    randoms=st.lists(st.floats(0, 1, exclude_max=True), min_size=20, max_size=20),
+    wait_max=st.integers(0, 300),
+)
+def test_never_before_the_time_and_never_beyond_the_bound(
+    asked_s: int, randoms: list[float], wait_max: int
+) -> None:
+    """Whatever is asked and drawn: each wait is at least what was asked, all together at most
+    what is allowed, and the answer is the origin's last."""
+    clock = ManualClock()
+    origin = Origin((429, {"Retry-After": str(asked_s)}), clock=clock)
+    drawn = iter(randoms)
+    ask = sync_ask(origin, random=lambda: next(drawn), wait_max=wait_max, attempts_max=8)
+    assert ask().status_code == 429
+    waits = [later - before for before, later in zip(origin.times, origin.times[1:], strict=False)]
+    assert all(wait >= asked_s - 1e-6 for wait in waits)
+    assert sum(waits) <= wait_max + 1e-6
+    assert len(origin.times) <= 8
+
+
+# ------------------------------------------------------------------------------------ who
+
+
+@pytest.mark.parametrize(
+    ("status", "method", "attempts"),
+    [
+        (429, "GET", 3),
+        (429, "POST", 3),
+        (429, "PATCH", 3),
+        (503, "GET", 3),
+        (503, "PUT", 3),
+        (503, "DELETE", 3),
+        (503, "POST", 1),
+        (503, "PATCH", 1),
+        (500, "GET", 1),
+        (502, "GET", 1),
+        (403, "GET", 1),
+        (200, "GET", 1),
+    ],
+)
+def test_which_are_sent_again(
+    asking: Callable[..., Ask], clock: ManualClock, status: int, method: str, attempts: int
+) -> None:
+    """429 whatever the method, 503 where it may be done twice, nothing else."""
+    origin = Origin((status, {}), clock=clock)
+    assert asking(origin, attempts_max=3)(method).status_code == status
+    assert len(origin.times) == attempts
+
+
+def test_other_statuses_by_setting(clock: ManualClock) -> None:
+    """Whoever asks for it gets 502 as well, and 429 no more."""
+    origin = Origin((502, {}), (429, {}), clock=clock)
+    assert sync_ask(origin, statuses={502: "any"})("POST").status_code == 429
+    assert len(origin.times) == 2
+
+
+def test_a_body_of_bytes_is_sent_whole_each_time(
+    asking: Callable[..., Ask], clock: ManualClock
+) -> None:
+    """The same JSON arrives with every attempt."""
+    origin = Origin((429, {}), (200, {}), clock=clock)
+    assert asking(origin)("POST", json={"a": 1}).status_code == 200
+    assert origin.sent == [b'{"a":1}', b'{"a":1}']
+
+
+def test_a_stream_is_not_sent_again(clock: ManualClock) -> None:
+    """What was read from a stream is gone: the answer is returned."""
+    origin = Origin((429, {}), clock=clock)
+    assert sync_ask(origin)("POST", content=iter([b"a", b"b"])).status_code == 429
+    assert origin.sent == [b"ab"]
+
+
+def test_an_async_stream_is_not_sent_again(clock: ManualClock) -> None:
+    """The same for AsyncClient."""
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b"a"
+
+    origin = Origin((429, {}), clock=clock)
+    assert async_ask(origin)("POST", content=chunks()).status_code == 429
+    assert origin.sent == [b"a"]
+
+
+# ------------------------------------------------------------------------------------ how often
+
+
+def test_attempts_are_bounded_and_the_last_answer_is_returned(
+    asking: Callable[..., Ask], clock: ManualClock
+) -> None:
+    """Three times, then the refusal as it is, with its body."""
+    origin = Origin((429, {"Retry-After": "1"}), clock=clock)
+    response = asking(origin, attempts_max=3)()
+    assert (response.status_code, response.content) == (429, b"x" * 20)
+    assert after(origin) == [0, 1, 2]
+
+
+def test_who_would_wait_too_long_does_not_wait_at_all(
+    asking: Callable[..., Ask], clock: ManualClock
+) -> None:
+    """A wait beyond the bound is not begun."""
+    origin = Origin((429, {"Retry-After": "61"}), clock=clock)
+    assert asking(origin, wait_max=timedelta(minutes=1))().status_code == 429
+    assert after(origin) == [0]
+    assert clock.now_ns() == 1_767_225_600 * SECOND
+
+
+def test_retries_are_a_share_of_the_traffic(clock: ManualClock) -> None:
+    """100 requests that all fail: the reserve of 5 and a tenth of 100, not 4 times 100."""
+    origin = Origin((503, {}), clock=clock)
+    budget = Budget(share=0.1, per_second=0, reserve=5)
+    ask = sync_ask(origin, budget=budget)
+    for _ in range(100):
+        assert ask().status_code == 503
+    # The first request's tenth finds the reserve full.
+    assert 100 + 5 + 9 <= len(origin.times) <= 100 + 5 + 10
+
+
+def test_the_budget_grows_with_time(clock: ManualClock) -> None:
+    """One retry a second, and never more than the reserve."""
+    origin = Origin((503, {}), clock=clock)
+    ask = sync_ask(origin, budget=Budget(share=0, per_second=1, reserve=2))
+    sent = []
+    for pause_s in (0, 0, 1, 100):
+        clock.advance(pause_s)
+        before = len(origin.times)
+        ask()
+        sent.append(len(origin.times) - before)
+    assert sent == [3, 1, 2, 3]
+
+
+def test_each_origin_has_its_own_budget(clock: ManualClock) -> None:
+    """One that fails all the time takes nothing from another."""
+    origin = Origin((503, {}), clock=clock)
+    ask = sync_ask(origin, budget=Budget(share=0, per_second=0, reserve=1))
+    for url, sent in [("http://a.test", 2), ("http://a.test", 1), ("http://b.test", 2)]:
+        before = len(origin.times)
+        ask(url=url)
+        assert len(origin.times) - before == sent, url
+
+
+# ------------------------------------------------------------------------------------ pacing
+
+
+def test_nothing_left_holds_back_what_comes_next(
+    asking: Callable[..., Ask], clock: ManualClock
+) -> None:
+    """After an answer with r=0;t=5 the next request leaves 5 s later, and is not denied."""
+    origin = Origin((200, {"RateLimit": '"default";r=0;t=5'}), (200, {}), clock=clock)
+    ask = asking(origin)
+    ask()
+    ask("POST")
+    assert after(origin) == [0, 5]
+
+
+@pytest.mark.parametrize(
+    ("pace", "url", "times"),
+    [
+        ("origin", URL, [0, 5]),
+        ("origin", "http://api.test/other", [0, 5]),
+        ("origin", "http://api.test:8080/v1/orders", [0, 0]),
+        ("origin", "https://api.test/v1/orders", [0, 0]),
+        ("path", URL + "?page=2", [0, 5]),
+        ("path", "http://api.test/other", [0, 0]),
+        ("off", URL, [0, 0]),
+    ],
+)
+def test_what_is_held_back(clock: ManualClock, pace: str, url: str, times: list[float]) -> None:
+    """The same origin; with a setting the same path, or nothing."""
+    origin = Origin((200, {"RateLimit": '"default";r=0;t=5'}), (200, {}), clock=clock)
+    ask = sync_ask(origin, pace=pace)
+    ask()
+    ask(url=url)
+    assert after(origin) == times
+
+
+@pytest.mark.parametrize(
+    ("headers", "times"),
+    [
+        ({"RateLimit": '"default";r=9;t=5'}, [0, 0, 0]),
+        ({"RateLimit": '"default";r=0;t=2'}, [0, 0, 2]),
+        ({}, [0, 0, 5]),
+    ],
+    ids=["some left", "less to wait", "nothing said"],
+)
+def test_the_newest_answer_says_how_long(
+    clock: ManualClock, headers: dict[str, str], times: list[float]
+) -> None:
+    """A request that was on its way already comes back and knows better, or it does not."""
+
+    def ask_meanwhile(request: httpx.Request) -> httpx.Response:
+        answer = origin(request)
+        if len(origin.times) == 1:
+            client.get(URL)  # sent, and answered, before the first one's answer is read
+        return answer
+
+    spent = (200, {"RateLimit": '"default";r=0;t=5'})
+    origin = Origin((200, headers), spent, (200, {}), clock=clock)
+    transport = RetryTransport(httpx.MockTransport(ask_meanwhile), clock=clock, random=lambda: 0.0)
+    client = httpx.Client(transport=transport)
+    client.get(URL)
+    client.get(URL)
+    assert after(origin) == times
+
+
+def test_a_refusal_that_is_returned_holds_back_the_next(clock: ManualClock) -> None:
+    """Even where it cannot be sent again itself."""
+    origin = Origin((429, {"Retry-After": "5"}), (200, {}), clock=clock)
+    ask = sync_ask(origin, attempts_max=1)
+    assert [ask().status_code, ask().status_code] == [429, 200]
+    assert after(origin) == [0, 5]
+
+
+def test_a_pace_beyond_the_bound_is_not_kept(clock: ManualClock) -> None:
+    """The request is sent at once, and the origin gives the answer."""
+    origin = Origin((429, {"Retry-After": "3600"}), clock=clock)
+    ask = sync_ask(origin)
+    assert [ask().status_code, ask().status_code] == [429, 429]
+    assert after(origin) == [0, 0]
+
+
+def test_origins_kept_in_mind_are_bounded(clock: ManualClock) -> None:
+    """However many there are, and those used last are the ones that are known."""
+    origin = Origin((200, {"RateLimit": '"default";r=0;t=5'}), clock=clock)
+    transport = RetryTransport(httpx.MockTransport(origin), clock=clock, random=lambda: 0.0)
+    with httpx.Client(transport=transport) as client:
+        for number in range(PLACES_MAX + 10):
+            client.get(f"http://host{number}.test")
+        places = transport._retries.places
+        assert len(places._known) == PLACES_MAX
+        assert ("http", f"host{PLACES_MAX + 9}.test", None) in places._known
+
+
+# ------------------------------------------------------------------------------------ the rest
+
+
+def test_the_body_of_a_retried_answer_is_read_and_closed(
+    asking: Callable[..., Ask], clock: ManualClock
+) -> None:
+    """So that its connection is free again."""
+    origin = Origin((429, {}), (200, {}), clock=clock)
+    asking(origin)()
+    assert [(body.read, body.closed) for body in origin.bodies] == [(20, True), (20, True)]
+
+
+def test_a_huge_body_of_a_retried_answer_is_only_closed(
+    asking: Callable[..., Ask], clock: ManualClock
+) -> None:
+    """Reading it would cost more than another connection."""
+    huge = Body(chunks=1_000, size=DRAIN_BYTES_MAX // 4)
+    origin = Origin(httpx.Response(429, stream=huge), (200, {}), clock=clock)
+    assert asking(origin)().status_code == 200
+    assert huge.closed
+    assert huge.read <= DRAIN_BYTES_MAX * 2
+
+
+def test_an_answer_that_was_read_already_is_no_problem(
+    asking: Callable[..., Ask], clock: ManualClock
+) -> None:
+    """As transports for tests return them."""
+    answers = (httpx.Response(429, content=b"no"), httpx.Response(200, content=b"yes"))
+    origin = Origin(*answers, clock=clock)
+    assert asking(origin)().content == b"yes"
+
+
+def test_errors_of_the_transport_are_the_callers(clock: ManualClock) -> None:
+    """A connection that fails is not sent again: nobody knows what was done."""
+
+    def fail(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("no")
+
+    transport = RetryTransport(httpx.MockTransport(fail), clock=clock)
+    with httpx.Client(transport=transport) as client, pytest.raises(httpx.ConnectError):
+        client.get(URL)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"attempts_max": 0}, "between 1 and 100"),
+        ({"attempts_max": 2.5}, "not a whole number"),
+        ({"wait_max": -1}, "not a length of time"),
+        ({"wait_max": "1m"}, "not a length of time"),
+        ({"pace": "host"}, '"origin", "path" or "off"'),
+        ({"statuses": {429: "GET"}}, "any"),
+        ({"clock": 5}, "now_ns"),
+    ],
+)
+def test_wrong_settings_are_explained(settings: dict[str, Any], words: str) -> None:
+    """At once, and with what would be right."""
+    for transport in (RetryTransport, AsyncRetryTransport):
+        with pytest.raises(ConfigError, match=words):
+            transport(httpx.MockTransport(lambda _: httpx.Response(200)), **settings)
+
+
+@pytest.mark.parametrize("values", [{"share": -1}, {"reserve": "5"}, {"per_second": True}])
+def test_wrong_budgets_are_explained(values: dict[str, Any]) -> None:
+    """A share, a rate and a reserve are numbers from 0 up."""
+    with pytest.raises(ConfigError, match=next(iter(values))):
+        Budget(**values)

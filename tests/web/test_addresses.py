@@ -1,0 +1,313 @@
+"""The client's address: what proxies say is believed from those alone that are trusted."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tollkeeper import ConfigError, Request
+from tollkeeper.rules.matching.lists import Lists
+from tollkeeper.rules.matching.networks import address_of
+from tollkeeper.web import addresses
+from tollkeeper.web.addresses import ClientAddresses
+from tollkeeper.web.calls import AsgiCall, Call, clean_value, digest_of
+
+PROXIES = ["10.0.0.0/8", "2001:db8:ffff::/48"]
+PROXY = "10.0.0.2"
+CLIENT = "203.0.113.9"
+
+
+def call_of(peer: str | None = PROXY, **headers: str) -> Call:
+    """A call from that end of the socket; `x_forwarded_for=` is a header."""
+    raw = [(name.replace("_", "-").encode(), v.encode("latin-1")) for name, v in headers.items()]
+    return AsgiCall({"type": "http", "client": peer and (peer, 1), "headers": raw})
+
+
+def behind(header: str, **more: Any) -> str | None:
+    """The client of a trusted proxy that sends this X-Forwarded-For."""
+    return ClientAddresses(PROXIES, **more).of(call_of(x_forwarded_for=header))
+
+
+def forwarded(header: str) -> str | None:
+    """The client of a trusted proxy that sends this Forwarded."""
+    return ClientAddresses(PROXIES).of(call_of(forwarded=header))
+
+
+# ------------------------------------------------------------------------------------ trust
+
+
+@pytest.mark.parametrize("proxies", [[], PROXIES])
+def test_an_untrusted_peer_changes_nothing(proxies: list[str]) -> None:
+    """Whatever headers it sends, the client is who is at the other end of the socket."""
+    call = call_of(CLIENT, x_forwarded_for="1.2.3.4", forwarded="for=1.2.3.4", x_real_ip="1.2.3.4")
+    for header in (None, *addresses.FORWARDED_HEADERS):
+        assert ClientAddresses(proxies, forwarded=header).of(call) == CLIENT
+
+
+@pytest.mark.parametrize(
+    ("proxies", "peers", "warned"),
+    [
+        ([], [None, PROXY, None], ["unix", PROXY]),
+        (["loopback"], [None, PROXY, None], ["unix"]),
+        (["unix"], [None], []),
+        ([], [PROXY, "192.168.0.7", PROXY], [PROXY]),
+        ([], ["::1"], ["::1"]),
+        ([], [CLIENT], []),  # anybody could fill the log
+        (["loopback"], [PROXY], []),
+        (["unix"], [PROXY], []),
+    ],
+)
+def test_a_proxy_that_nobody_has_named_is_told_of_once(
+    proxies: list[str], peers: list[str | None], warned: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Everybody behind it counts as one client, which the operator should not have to find out."""
+    known = ClientAddresses(proxies)
+    for peer in peers:
+        known.of(call_of(peer, x_forwarded_for="1.2.3.4"))
+    known.of(call_of("10.9.9.9"))
+    assert [re.findall(r'trusted_proxies=\["(.*)"\]', each) for each in caplog.messages] == [
+        [peer] for peer in warned
+    ]
+
+
+def test_a_proxy_that_asks_for_itself_first_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """As load balancers do, after an application's health; and no peer is looked at for ever."""
+    known = ClientAddresses()
+    assert [known.of(call_of(PROXY)) for _ in range(3)] == [PROXY] * 3
+    assert not known.knows(PROXY)
+    assert known.of(call_of(PROXY, x_forwarded_for="1.2.3.4")) == PROXY
+    assert len(caplog.messages) == 1
+    assert known.of(call_of(PROXY)) == PROXY
+    assert known.knows(PROXY)
+    alone = ClientAddresses()
+    for _ in range(addresses.LOOKS_MAX + 1):
+        alone.of(call_of(PROXY))
+    alone.of(call_of(PROXY, x_forwarded_for="1.2.3.4"))
+    assert alone.knows(PROXY)
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("header", "client"),
+    [
+        (CLIENT, CLIENT),
+        (f"1.2.3.4, {CLIENT}", CLIENT),
+        (f"1.2.3.4, {CLIENT}, 10.0.0.1", CLIENT),
+        (f"{CLIENT},10.9.9.9 ,\t10.0.0.1", CLIENT),
+        (f"{CLIENT}:4711", CLIENT),
+        (f"{CLIENT}, [2001:db8:ffff::1]:443", CLIENT),
+        (f"::ffff:{CLIENT}", CLIENT),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::"),
+        ("[2001:db8:1:2:3:4:5:6]:80", "2001:db8:1:2::"),
+        ("fe80::1%eth0", "fe80::"),
+        ("::1", "::1"),
+        ("10.0.0.1", "10.0.0.1"),  # all are trusted: the first of them is the client
+        ("10.0.0.7, 10.0.0.1", "10.0.0.7"),
+        ("", PROXY),
+        (" , ,", PROXY),
+        (f"{CLIENT}, ,", CLIENT),
+        (f"{CLIENT}, nonsense", PROXY),
+        (f"{CLIENT}, nonsense, 10.0.0.1", "10.0.0.1"),
+        ("unknown", PROXY),
+        ("999.1.1.1", PROXY),
+        ("01.2.3.4", PROXY),
+        ("1.2.3.4:99999999", PROXY),
+        ("[1.2.3.4]", PROXY),
+        ("[::1", PROXY),
+        ("1.2.3.4\x00", PROXY),
+        ("caf\xe9", PROXY),
+    ],
+)
+def test_the_first_untrusted_from_the_right_is_the_client(header: str, client: str) -> None:
+    """Trusted ones are skipped; what cannot be read ends the walk at who sent it."""
+    assert behind(header) == client
+
+
+@pytest.mark.parametrize(
+    ("header", "client"),
+    [
+        (f"for={CLIENT}", CLIENT),
+        (f"For={CLIENT};proto=https;by=10.0.0.1", CLIENT),
+        (f'for="{CLIENT}:4711"', CLIENT),
+        ('for="[2001:db8:1:2::1]:4711"', "2001:db8:1:2::"),
+        ("for=[2001:db8:1:2::1]", "2001:db8:1:2::"),
+        (f'for={CLIENT}, for="[2001:db8:ffff::1]", for=10.0.0.1', CLIENT),
+        (f'for={CLIENT};host="a,b;c\\"d", for=10.0.0.1', CLIENT),
+        ('for="203.0.113.\\9", for=10.0.0.1;host="\\\\"', CLIENT),
+        (f"for=1.2.3.4;by=x , for={CLIENT} ; proto=http", CLIENT),
+        (f'for={CLIENT}, for="_hidden"', PROXY),
+        (f"for={CLIENT}, for=unknown", PROXY),
+        (f"for={CLIENT}, proto=https", PROXY),
+        (f"for={CLIENT};for=1.2.3.4", PROXY),
+        (f'for="{CLIENT}', PROXY),
+        (f"for {CLIENT}", PROXY),
+        (f'for={CLIENT}:_port, for="10.0.0.1:_a.b"', CLIENT),
+        (CLIENT, PROXY),
+    ],
+)
+def test_forwarded_as_the_standard_has_it(header: str, client: str) -> None:
+    """Quoted strings, ports, IPv6 in brackets, hidden names: RFC 7239, read from the right."""
+    assert forwarded(header) == client
+
+
+def test_a_quote_by_the_client_swallows_nothing() -> None:
+    """Quotes are counted from the right, where the proxies write."""
+    assert forwarded(f'for="1.2.3.4, for={CLIENT}, for="10.0.0.1"') == CLIENT
+    assert forwarded(f'for=1.2.3.4;x="\\, for={CLIENT}') == CLIENT
+
+
+def test_both_headers_have_to_agree() -> None:
+    """A proxy passes on the header that it does not write, so one of two is made up."""
+    clients = ClientAddresses(PROXIES)
+    agreed = call_of(forwarded=f"for={CLIENT}", x_forwarded_for=f"1.2.3.4, {CLIENT}")
+    assert clients.of(agreed) == CLIENT
+    torn = call_of(forwarded="for=1.2.3.4", x_forwarded_for=CLIENT)
+    assert clients.of(torn) == PROXY
+    assert ClientAddresses(PROXIES, forwarded="x-forwarded-for").of(torn) == CLIENT
+    assert ClientAddresses(PROXIES, forwarded="forwarded").of(torn) == "1.2.3.4"
+
+
+def test_the_header_that_is_named_is_the_only_one() -> None:
+    """X-Real-IP is looked at only where it is named, and then nothing else is."""
+    call = call_of(x_real_ip=CLIENT, x_forwarded_for="1.2.3.4")
+    assert ClientAddresses(PROXIES, forwarded="x-real-ip").of(call) == CLIENT
+    assert ClientAddresses(PROXIES).of(call) == "1.2.3.4"
+    assert ClientAddresses(PROXIES, forwarded="forwarded").of(call) == PROXY
+
+
+def test_words_for_networks() -> None:
+    """`loopback`, `private`, and `unix` for a socket without an address."""
+    header = {"x_forwarded_for": CLIENT}
+    for peer in ("127.0.0.1", "::1", "::ffff:127.0.0.9"):
+        assert ClientAddresses(["loopback"]).of(call_of(peer, **header)) == CLIENT
+    for peer in ("10.1.1.1", "172.31.0.1", "192.168.1.1", "fd00::1"):
+        assert ClientAddresses(["private"]).of(call_of(peer, **header)) == CLIENT
+        assert ClientAddresses(["loopback"]).of(call_of(peer, **header)) != CLIENT
+    assert ClientAddresses(["unix"]).of(call_of(None, **header)) == CLIENT
+    assert ClientAddresses(["loopback", "private"]).of(call_of(None, **header)) is None
+    assert ClientAddresses(["unix"]).of(call_of(None)) is None
+
+
+# ------------------------------------------------------------------------------------ forms
+
+
+@pytest.mark.parametrize(
+    ("prefix", "client"),
+    [(128, "2001:db8:1:2:3:4:5:6"), (64, "2001:db8:1:2::"), (48, "2001:db8:1::"), (1, "::")],
+)
+def test_ipv6_is_counted_by_network(prefix: int, client: str) -> None:
+    """Of one network all addresses are one client; IPv4 is left whole."""
+    clients = ClientAddresses(ipv6_prefix=prefix)
+    assert clients.of(call_of("2001:db8:1:2:3:4:5:6")) == client
+    assert clients.of(call_of(CLIENT)) == CLIENT
+
+
+def test_lists_still_match() -> None:
+    """An address in this form is in the networks that rules and lists name."""
+    lists = Lists.compile(deny=["ip:2001:db8:1:2::/64", "ip:203.0.113.0/24"])
+    for peer in ("2001:db8:1:2:3:4:5:6", CLIENT):
+        assert lists.verdict(Request(ip=ClientAddresses().of(call_of(peer)))) == "deny"
+
+
+def test_a_peer_that_is_no_address_is_itself() -> None:
+    """Test clients are called "testclient"."""
+    assert ClientAddresses(["loopback"]).of(call_of("testclient")) == "testclient"
+    assert ClientAddresses().of(call_of("\x1f")) == digest_of("\x1f")
+    assert ClientAddresses().of(call_of(None)) is None
+
+
+def test_peers_are_remembered_up_to_a_bound() -> None:
+    """However many clients there are."""
+    clients = ClientAddresses(["10.0.0.1"])
+    for number in range(addresses.PEERS_MAX + 10):
+        peer = f"10.{number >> 8}.{number & 255}.1"
+        assert clients.of(call_of(peer)) == peer
+    assert len(clients._peers) <= addresses.PEERS_MAX
+
+
+def test_elements_are_looked_at_up_to_a_bound() -> None:
+    """100 from the right, and 16,384 characters; an element that is cut is not looked at."""
+    many = ", ".join(["10.0.0.3"] * (addresses.ELEMENTS_MAX - 1))
+    assert behind(f"{CLIENT}, {many}") == CLIENT
+    assert behind(f"{CLIENT}, 10.0.0.4, {many}") == "10.0.0.4"
+    wide = "," + "10.0.0.5".rjust(addresses.CHARACTERS_MAX - 1)
+    assert behind(f"{CLIENT}{wide}") == "10.0.0.5"
+    # Cut, this would read 3.0.113.9, which is another client.
+    cut = "3.0.113.9," + " " * (addresses.CHARACTERS_MAX - 10)
+    assert behind(f"20{cut}") == PROXY
+
+
+def test_the_examples_of_the_page() -> None:
+    """Each row of the table in docs/identity.md is so."""
+    page = Path(__file__).parents[2] / "docs/identity.md"
+    text = page.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([0-9.]+) \| (.+) \| ([0-9a-f.:]+) \|$", text, re.MULTILINE)
+    assert len(rows) == 8
+    for peer, shown, client in rows:
+        pairs = [each.split(": ", 1) for each in re.findall(r"`([^`]+)`", shown)]
+        headers = {name.lower().replace("-", "_"): value for name, value in pairs}
+        assert ClientAddresses(["10.0.0.0/8"]).of(call_of(peer, **headers)) == client, shown
+
+
+# ------------------------------------------------------------------------------------ refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"trusted_proxies": "10.0.0.0/8"}, "is not a list"),
+        ({"trusted_proxies": ["10.0.0.0/33"]}, "leading bits"),
+        ({"trusted_proxies": ["10.0.0.1/8"]}, "bits set"),
+        ({"trusted_proxies": ["localhost"]}, "loopback, private, unix"),
+        ({"trusted_proxies": [7]}, "is not text"),
+        ({"trusted_proxies": ["10.0.0.1"] * 1001}, "at most 1,000"),
+        ({"ipv6_prefix": 0}, "from 1 to 128"),
+        ({"ipv6_prefix": True}, "from 1 to 128"),
+        ({"ipv6_prefix": "64"}, "from 1 to 128"),
+        ({"forwarded": "x-client-ip"}, "x-forwarded-for, forwarded, x-real-ip"),
+    ],
+)
+def test_what_is_wrong_is_refused(arguments: dict[str, Any], said: str) -> None:
+    """At the start, with what would be right."""
+    with pytest.raises(ConfigError, match=said):
+        ClientAddresses(**arguments)
+
+
+# ------------------------------------------------------------------------------------ properties
+
+# What a client may send: anything, and more often what is nearly right.
+ATTACKS = st.one_of(
+    st.text(alphabet=st.characters(max_codepoint=255)),
+    st.lists(
+        st.sampled_from(
+            ["1.2.3.4", "10.0.0.1", "for=1.2.3.4", "for=10.0.0.1", '"', "\\", ",", ";", "for=", " "]
+        ),
+        max_size=12,
+    ).map("".join),
+)
+HOPS = st.lists(st.sampled_from(["10.0.0.1", "10.200.0.1", "2001:db8:ffff::7"]), max_size=3)
+
+
+@given(ATTACKS, HOPS)
+@example('for="', ["10.0.0.1"])
+def test_what_stands_to_the_left_never_counts(attack: str, hops: list[str]) -> None:
+    """The client writes what it likes, the proxies append, and the answer is the client."""
+    usual = ", ".join([attack, CLIENT, *hops])
+    assert behind(usual) == CLIENT
+    written = [f'for="[{hop}]:443"' if ":" in hop else f"for={hop};proto=https" for hop in hops]
+    assert forwarded(", ".join([attack, f"for={CLIENT}", *written])) == CLIENT
+
+
+@given(ATTACKS, ATTACKS, st.sampled_from([None, PROXY, CLIENT, "", "x", "\ud800", "::"]))
+def test_any_headers_have_an_answer(one: str, other: str, peer: str | None) -> None:
+    """Nothing that is sent raises, and an address that is found can be read again."""
+    call = call_of(peer, forwarded=one, x_forwarded_for=other, x_real_ip=other)
+    named = clean_value(peer) if peer else None
+    for header in (None, *addresses.FORWARDED_HEADERS):
+        found = ClientAddresses([*PROXIES, "unix"], forwarded=header).of(call)
+        assert found is None or found == named or address_of(found) is not None

@@ -1,0 +1,357 @@
+"""Claims of bearer tokens: verified, or from a gateway that has; and everything else is nothing."""
+
+from __future__ import annotations
+
+import base64
+import builtins
+import json
+import time
+from contextlib import suppress
+from typing import Any
+
+import jwt
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tests.test_fuzz_entries import ANYTHING
+from tollkeeper import ConfigError
+from tollkeeper.web.calls import AsgiCall, Call
+from tollkeeper.web.claims import TOKEN_LENGTH_MAX, Claim, bearer_of
+
+SECRET = "s" * 32
+RSA_KEY = rsa.generate_private_key(public_exponent=65_537, key_size=2_048)
+EC_KEY = ec.generate_private_key(ec.SECP256R1())
+
+
+def pem_of(key: Any) -> str:
+    """The public half of a key as text."""
+    return str(
+        key.public_key()
+        .public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+        .decode()
+    )
+
+
+def call_of(token: str, header: bytes = b"authorization", scheme: str = "Bearer ") -> Call:
+    """A call that shows this token."""
+    return AsgiCall({"type": "http", "headers": [(header, (scheme + token).encode("latin-1"))]})
+
+
+def token_of(claims: dict[str, Any], key: Any = SECRET, algorithm: str = "HS256") -> str:
+    """A token that is signed."""
+    return jwt.encode(claims, key, algorithm=algorithm)
+
+
+def by_secret(name: str = "sub", **more: Any) -> Claim:
+    """A claim that is verified with the shared secret."""
+    return Claim(name, key=SECRET, algorithms=["HS256"], **more)
+
+
+# ------------------------------------------------------------------------------------ verified
+
+
+@pytest.mark.parametrize(
+    ("key", "public", "algorithm"),
+    [
+        (SECRET, SECRET, "HS256"),
+        (SECRET, SECRET.encode(), "HS256"),
+        (RSA_KEY, pem_of(RSA_KEY), "RS256"),
+        (RSA_KEY, pem_of(RSA_KEY).encode(), "PS256"),
+        (EC_KEY, pem_of(EC_KEY), "ES256"),
+        (EC_KEY, EC_KEY.public_key(), "ES256"),
+    ],
+)
+def test_a_good_token_is_who_it_says(key: Any, public: Any, algorithm: str) -> None:
+    """With a shared secret, and with a public key as text or as an object."""
+    claim = Claim("sub", key=public, algorithms=[algorithm])
+    assert claim(call_of(token_of({"sub": "42"}, key, algorithm))) == "42"
+    assert claim.rejected == 0
+
+
+def test_a_key_may_be_looked_up() -> None:
+    """By what the token's header says, as in a JWKS; a key that is not there is no error."""
+    keys = {"one": SECRET, "two": "t" * 32}
+
+    def key_of(token: str) -> str:
+        return keys[jwt.get_unverified_header(token)["kid"]]
+
+    claim = Claim("sub", key=key_of, algorithms=["HS256"])
+    for kid, key in keys.items():
+        token = jwt.encode({"sub": kid}, key, algorithm="HS256", headers={"kid": kid})
+        assert claim(call_of(token)) == kid
+    stranger = jwt.encode({"sub": "x"}, SECRET, algorithm="HS256", headers={"kid": "three"})
+    assert claim(call_of(stranger)) is None
+    assert claim(call_of("not.a.token")) is None
+    assert claim.rejected == 2
+
+
+def test_a_jwk_is_a_key_too() -> None:
+    """What PyJWT's own client of a JWKS returns."""
+    jwk = jwt.PyJWK.from_dict(
+        json.loads(jwt.algorithms.RSAAlgorithm.to_jwk(RSA_KEY.public_key())) | {"alg": "RS256"}
+    )
+    claim = Claim("sub", key=lambda token: jwk, algorithms=["RS256"])
+    assert claim(call_of(token_of({"sub": "42"}, RSA_KEY, "RS256"))) == "42"
+
+
+def unsigned(claims: dict[str, Any], algorithm: str = "none") -> str:
+    """A token that says it needs no signature."""
+    parts = ({"alg": algorithm, "typ": "JWT"}, claims)
+    encoded = [base64.urlsafe_b64encode(json.dumps(each).encode()).decode() for each in parts]
+    return ".".join(each.rstrip("=") for each in encoded) + "."
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        pytest.param(token_of({"sub": "42"}, "other" * 10), id="another key"),
+        pytest.param(token_of({"sub": "42"}, "s" * 64, "HS512"), id="another algorithm"),
+        pytest.param(unsigned({"sub": "42"}), id="none"),
+        pytest.param(unsigned({"sub": "42"}, "None"), id="None"),
+        pytest.param(unsigned({"sub": "42"}, "HS256"), id="no signature"),
+        pytest.param(token_of({"sub": "42", "exp": 1}), id="expired"),
+        pytest.param(token_of({"sub": "42", "nbf": 2**40}), id="not yet"),
+        pytest.param(token_of({"sub": "42"})[:-4], id="cut"),
+        pytest.param(token_of({"sub": "42"}) + "x" * TOKEN_LENGTH_MAX, id="too long"),
+        pytest.param(token_of({"sub": "x" * TOKEN_LENGTH_MAX}), id="good and too long"),
+        pytest.param("x", id="no token"),
+        pytest.param("a.b.c", id="nearly a token"),
+        pytest.param("\xff.\xff.\xff", id="bytes"),
+    ],
+)
+def test_a_bad_token_is_none_at_all(token: str) -> None:
+    """It counts as absent, is counted as rejected, and is no error."""
+    claim = by_secret()
+    assert claim(call_of(token)) is None
+    assert claim.rejected == 1
+
+
+def test_a_public_key_is_no_secret() -> None:
+    """Whoever signs with the public key as a secret is not believed."""
+    pem = pem_of(RSA_KEY)
+    claim = Claim("sub", key=pem, algorithms=["RS256"])
+    header = base64.urlsafe_b64encode(b'{"alg":"HS256"}').decode().rstrip("=")
+    assert claim(call_of(f"{header}.e30.AAAA")) is None
+    with pytest.raises(ConfigError, match="none for HS256"):
+        Claim("sub", key=pem, algorithms=["HS256"])
+
+
+@pytest.mark.parametrize(
+    ("terms", "claims", "good"),
+    [
+        ({"audience": "shop"}, {"aud": "shop"}, True),
+        ({"audience": "shop"}, {"aud": ["shop", "bank"]}, True),
+        ({"audience": ["shop", "cafe"]}, {"aud": "cafe"}, True),
+        ({"audience": "shop"}, {"aud": "bank"}, False),
+        ({"audience": "shop"}, {}, False),
+        ({}, {"aud": "bank"}, True),
+        ({"issuer": "https://id"}, {"iss": "https://id"}, True),
+        ({"issuer": ("https://a", "https://id")}, {"iss": "https://id"}, True),
+        ({"issuer": "https://id"}, {"iss": "https://other"}, False),
+        ({"issuer": "https://id"}, {}, False),
+        # An hour, because the suite may get here long after this file was read.
+        ({"leeway": 3600}, {"exp": int(time.time()) - 30}, True),
+        ({"leeway": 10}, {"exp": int(time.time()) - 30}, False),
+    ],
+)
+def test_audience_issuer_and_leeway(terms: Any, claims: dict[str, Any], good: bool) -> None:
+    """What was asked of a token is asked of it, and nothing else."""
+    found = by_secret(**terms)(call_of(token_of({"sub": "42", **claims})))
+    assert found == ("42" if good else None)
+
+
+# ------------------------------------------------------------------------------------ gateways
+
+
+def test_behind_a_gateway_nothing_is_verified() -> None:
+    """The gateway has: signature, time and audience are not looked at."""
+    claim = Claim("sub", trusted_gateway=True)
+    for token in (token_of({"sub": "42", "exp": 1, "aud": "x"}, "k" * 40), unsigned({"sub": "42"})):
+        assert claim(call_of(token)) == "42"
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        "x",
+        "a.b",
+        "a.b.c",
+        "a.b.c.d",
+        "a.W10.c",
+        "a.bnVsbA.c",
+        "a.\xff.c",
+        "a." + "W1tb" * 2000 + ".c",
+    ],
+)
+def test_what_is_no_token_is_nothing(token: str) -> None:
+    """Neither text that is no token, nor JSON that is no object, nor a tower of brackets."""
+    claim = Claim("sub", trusted_gateway=True)
+    assert claim(call_of(token)) is None
+    assert claim.rejected == 1
+
+
+# ------------------------------------------------------------------------------------ values
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [("42", "42"), (42, "42"), (True, None), (1.5, None), (None, None), (["a"], None), ({}, None)],
+)
+def test_a_claim_is_text_or_a_number(value: Any, found: str | None) -> None:
+    """Anything else names nobody; the token is good all the same."""
+    for claim in (by_secret("tenant"), Claim("tenant", trusted_gateway=True)):
+        assert claim(call_of(token_of({"tenant": value}))) == found
+        assert claim(call_of(token_of({}))) is None
+        assert claim.rejected == 0
+
+
+def test_a_subject_may_be_a_number() -> None:
+    """PyJWT would refuse it."""
+    token = token_of({"tenant": 7})
+    assert by_secret("tenant")(call_of(token)) == "7"
+    numbered = jwt.api_jws.encode(b'{"sub": 7}', SECRET, algorithm="HS256")
+    assert by_secret()(call_of(numbered)) == "7"
+
+
+@pytest.mark.parametrize(
+    ("value", "token"),
+    [
+        ("Bearer abc", "abc"),
+        ("bearer  abc ", "abc"),
+        ("BEARER a b", "a b"),
+        ("Bearer", None),
+        ("Bearer ", None),
+        ("Basic abc", None),
+        ("abc", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_the_token_of_a_header(value: str | None, token: str | None) -> None:
+    """After the word Bearer, in any case."""
+    assert bearer_of(value) == token
+
+
+def test_other_headers_hold_the_token_alone() -> None:
+    """With or without the word before it."""
+    claim = by_secret(header="X-Assertion")
+    token = token_of({"sub": "42"})
+    assert claim(call_of(token, b"x-assertion", "")) == "42"
+    assert claim(call_of(token, b"x-assertion")) == "42"
+    assert claim(call_of(token)) is None
+    assert claim.rejected == 0
+
+
+# ------------------------------------------------------------------------------------ refused
+
+
+async def key_that_is_awaited(token: str) -> str:
+    return SECRET
+
+
+@pytest.mark.parametrize(
+    ("terms", "said"),
+    [
+        ({}, "trusted_gateway=True"),
+        ({"key": SECRET, "algorithms": ["HS256"], "trusted_gateway": True}, "was by a gateway"),
+        ({"trusted_gateway": True, "algorithms": ["HS256"]}, "would do nothing"),
+        ({"trusted_gateway": True, "audience": "x"}, "would do nothing"),
+        ({"key": SECRET}, "choose from"),
+        ({"key": SECRET, "algorithms": "HS256"}, "choose from"),
+        ({"key": SECRET, "algorithms": ["none"]}, "choose from"),
+        ({"key": SECRET, "algorithms": ["HS256", "rot13"]}, "choose from"),
+        ({"key": SECRET, "algorithms": [7]}, "choose from"),
+        ({"key": SECRET, "algorithms": ["HS256", "RS256"]}, "mixes"),
+        ({"key": "no PEM", "algorithms": ["RS256"]}, "none for RS256"),
+        ({"key": 7, "algorithms": ["HS256"]}, "none for HS256"),
+        ({"key": "", "algorithms": ["HS256"]}, "the key is empty"),
+        ({"key": b" \n", "algorithms": ["HS256"]}, "the key is empty"),
+        ({"key": key_that_is_awaited, "algorithms": ["HS256"]}, "is async"),
+        ({"key": SECRET, "algorithms": ["HS256"], "leeway": -1}, "from 0 to 3600"),
+        ({"key": SECRET, "algorithms": ["HS256"], "leeway": "1"}, "number of seconds"),
+        ({"key": SECRET, "algorithms": ["HS256"], "audience": 7}, "audience=7"),
+        ({"key": SECRET, "algorithms": ["HS256"], "issuer": [7]}, "issuer="),
+        ({"trusted_gateway": True, "header": ""}, "printable text"),
+    ],
+)
+def test_what_is_wrong_is_refused(terms: dict[str, Any], said: str) -> None:
+    """At the start, with what would be right."""
+    with pytest.raises(ConfigError, match=said):
+        Claim("sub", **terms)
+
+
+@pytest.mark.parametrize("name", ["", 7, None, "a\nb"])
+def test_a_claim_has_a_name(name: Any) -> None:
+    """And one that can be shown."""
+    with pytest.raises(ConfigError, match="name of a claim"):
+        Claim(name, trusted_gateway=True)
+
+
+def test_without_pyjwt_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever verifies needs it; a trusted gateway does without."""
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any, **more: Any) -> Any:
+        if name == "jwt":
+            raise ImportError(name)
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ConfigError, match=r"tollkeeper\[jwt\]"):
+        by_secret()
+    assert Claim("sub", trusted_gateway=True)(call_of("a.eyJzdWIiOiI3In0.c")) == "7"
+
+
+def test_how_it_is_shown() -> None:
+    """Never with its key."""
+    assert repr(by_secret()) == "Claim('sub', verified)"
+    assert repr(Claim("sub", trusted_gateway=True)) == "Claim('sub', trusted_gateway=True)"
+
+
+# ------------------------------------------------------------------------------------ anything
+
+
+@given(
+    st.text(alphabet=st.characters(max_codepoint=255))
+    | st.lists(st.binary()).map(
+        lambda parts: ".".join(base64.urlsafe_b64encode(part).decode() for part in parts)
+    )
+)
+@example("eyJhbGciOiJIUzI1NiIsImNyaXQiOlsieCJdfQ.e30.")
+@example(base64.urlsafe_b64encode(b"[" * 5000).decode() + ".e30.x")
+def test_any_token_has_an_answer(token: str) -> None:
+    """A value or none, and never an error."""
+    for claim in (by_secret(), Claim("sub", trusted_gateway=True)):
+        found = claim(call_of(token))
+        assert found is None or isinstance(found, str)
+
+
+@given(
+    st.dictionaries(st.sampled_from(["sub", "exp", "nbf", "iat", "aud", "iss", "jti"]), ANYTHING)
+)
+def test_any_claims_of_a_good_token(claims: dict[str, Any]) -> None:
+    """Whatever an issuer writes into a token that it signs: a value or none."""
+    try:
+        payload = json.dumps(claims).encode()
+    except (TypeError, ValueError):
+        return  # no token can say that
+    token = jwt.api_jws.encode(payload, SECRET, algorithm="HS256")
+    for claim in (by_secret(audience="a", issuer="b"), by_secret()):
+        found = claim.of_token(token)
+        assert found is None or isinstance(found, str)
+
+
+@given(ANYTHING, ANYTHING, ANYTHING, ANYTHING)
+def test_any_terms(name: Any, key: Any, algorithms: Any, leeway: Any) -> None:
+    """A Claim or a ConfigError."""
+    with suppress(ConfigError):
+        Claim(name, trusted_gateway=True)
+    with suppress(ConfigError):
+        Claim("sub", key=key, algorithms=algorithms)
+    with suppress(ConfigError):
+        Claim("sub", key=SECRET, algorithms=["HS256"], leeway=leeway)
+    with suppress(ConfigError):
+        by_secret(audience=name, issuer=key)

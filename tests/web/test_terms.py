@@ -1,0 +1,68 @@
+"""Terms: what is wrong is told where it is written, and type checkers know every name."""
+
+from __future__ import annotations
+
+from typing import Any, get_type_hints
+
+import pytest
+
+from tollkeeper import ConfigError, Limiter, asgi, fastapi, flask, wsgi
+from tollkeeper.decide.local_fallback import LocalFallback
+from tollkeeper.testing import ManualClock
+from tollkeeper.web.identity import Identity
+from tollkeeper.web.terms import Options, Terms
+
+RULES = """
+version: 1
+rules:
+  - {id: all, by: [ip], limits: ["2/minute"]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"limits": "1/s", "rules": RULES}, "limits and rules both"),
+        ({"limits": "1/s", "limiter": Limiter("1/s")}, "limits and limiter both"),
+        ({"limits": "one"}, "write it like this"),
+        ({"limits": "1/s", "skip": "/healthz"}, "skip='/healthz' is not a function"),
+        ({"limits": "1/s", "count": 401}, "count=401 is not a function"),
+        ({"limits": "1/s", "on_limit": True}, "on_limit=True is not a function"),
+        ({"limits": "1/s", "cost": -1}, "cost"),
+        ({"limits": "10/s; 5/minute", "cost": 6}, "cost=6 never fits"),
+        ({"limits": "1/s", "style": "draft-7"}, "is not a Style"),
+        ({"limits": "1/s", "on_failure": "perhaps"}, "on_failure"),
+        ({"limits": "1/s", "name": "a\nb"}, "name="),
+        ({"rules": RULES, "name": "x"}, "name and per_route are for limits"),
+        ({"rules": RULES, "per_route": True}, "name and per_route are for limits"),
+        ({"rules": RULES, "key": "header:X"}, "each rule's `by`"),
+        ({"limiter": Limiter("1/s"), "store": "redis://x"}, "has a store"),
+        ({"limiter": Limiter("1/s"), "on_failure": "closed"}, "has a store"),
+        ({"limiter": Limiter("1/s"), "clock": ManualClock()}, "and a clock"),
+        ({"limiter": Limiter("1/s"), "local_fallback": LocalFallback()}, "a local_fallback"),
+        ({"identify": Identity(), "trusted_proxies": ["10.0.0.0/8"]}, "to the Identity"),
+    ],
+)
+def test_wrong_terms_are_refused_at_once(options: dict[str, Any], said: str) -> None:
+    """The error comes where the application is written, and says what would be right."""
+    with pytest.raises(ConfigError, match=said):
+        Terms(**options)
+
+
+def test_an_integration_may_demand_limits() -> None:
+    """A middleware without any would limit nothing, and nobody would notice."""
+    with pytest.raises(ConfigError, match='RateLimit needs limits="100/minute"'):
+        Terms().demand("RateLimit")
+    assert Terms(limits="1/s").demand("RateLimit").says_limits
+
+
+@pytest.mark.parametrize("integration", [asgi, fastapi, flask, wsgi])
+def test_what_is_no_application_is_refused(integration: Any) -> None:
+    """Who forgets it is told so, and not what a text cannot do."""
+    with pytest.raises(ConfigError, match=r"'100/minute' is not an? .*application; write"):
+        integration.RateLimit("100/minute")
+
+
+def test_options_are_the_names_of_terms() -> None:
+    """What type checkers know of the integrations' arguments is what there is."""
+    assert {"limits", *get_type_hints(Options)} == set(get_type_hints(Terms))
