@@ -18,7 +18,6 @@ from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.redis.calls import NotSent
 from tollkeeper.decide.stores.redis.denied import Denied
 from tollkeeper.decide.stores.redis.gates import Commands, Together
-from tollkeeper.decide.together import check_together, check_together_async
 from tollkeeper.testing import ManualClock
 
 _prefixes = count()
@@ -51,7 +50,7 @@ def gates_of(store: Store) -> tuple[Gate, Gate]:
 def test_all_pass_and_each_is_charged(store: Store) -> None:
     """One decision for each, in order, as its own gate would give it."""
     user, tenant = gates_of(store)
-    decisions = check_together(store, [(user, "u:1", 2), (tenant, "t:1", 3)])
+    decisions = store.check_together([(user, "u:1", 2), (tenant, "t:1", 3)])
     assert [(d.allowed, d.remaining, d.rule) for d in decisions] == [
         (True, 8, "user"),
         (True, 12, "tenant"),
@@ -66,8 +65,8 @@ def test_where_one_denies_the_other_is_not_charged(store: Store, denied: int) ->
     gates = gates_of(store)
     subjects = ("u:1", "t:1")
     gates[denied].check(subjects[denied], gates[denied].limits[0].capacity)
-    decisions = check_together(
-        store, [(gate, subject, 1) for gate, subject in zip(gates, subjects, strict=True)]
+    decisions = store.check_together(
+        [(gate, subject, 1) for gate, subject in zip(gates, subjects, strict=True)]
     )
     assert not decisions[denied].allowed
     assert decisions[denied].retry_after_ns > 0
@@ -79,8 +78,8 @@ def test_where_one_denies_the_other_is_not_charged(store: Store, denied: int) ->
 def test_one_subject_under_two_rules(store: Store) -> None:
     """The same subject twice, in two rules: both are charged, or neither."""
     user, tenant = gates_of(store)
-    assert all(check_together(store, [(user, "x", 10), (tenant, "x", 10)]))
-    denied = check_together(store, [(user, "x", 1), (tenant, "x", 1)])
+    assert all(store.check_together([(user, "x", 10), (tenant, "x", 10)]))
+    denied = store.check_together([(user, "x", 1), (tenant, "x", 1)])
     assert not denied[0].allowed
     assert tenant.peek("x", 0).remaining == 5
 
@@ -89,7 +88,7 @@ def test_a_cost_that_can_never_fit_charges_nobody(store: Store) -> None:
     """CapacityError, as from a single check, and the others have their units."""
     user, tenant = gates_of(store)
     with pytest.raises(CapacityError):
-        check_together(store, [(tenant, "t:1", 1), (user, "u:1", 11)])
+        store.check_together([(tenant, "t:1", 1), (user, "u:1", 11)])
     assert tenant.peek("t:1", 0).remaining == 15
 
 
@@ -98,7 +97,7 @@ def test_a_closed_store_is_unavailable(store: Store) -> None:
     user, tenant = gates_of(store)
     store.close()
     with pytest.raises(StoreUnavailable):
-        check_together(store, [(user, "u:1", 1), (tenant, "t:1", 1)])
+        store.check_together([(user, "u:1", 1), (tenant, "t:1", 1)])
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
@@ -109,22 +108,14 @@ async def test_awaited_it_is_the_same(kind: str, clock: ManualClock) -> None:
     user = store.async_gate([Limit(10, per=60)], "user")
     tenant = store.async_gate([Limit(15, per=60)], "tenant")
     asked = [(user, "u:1", 10), (tenant, "t:1", 10)]
-    assert all(await check_together_async(store, asked))
-    denied = await check_together_async(store, asked)
+    assert all(await store.check_together_async(asked))
+    denied = await store.check_together_async(asked)
     assert [d.allowed for d in denied] == [False, False]
     assert (await tenant.peek("t:1", 0)).remaining == 5
-    denied = await check_together_async(store, [(user, "u:2", 10), (tenant, "t:1", 6)])
+    denied = await store.check_together_async([(user, "u:2", 10), (tenant, "t:1", 6)])
     assert [d.allowed for d in denied] == [True, False]
     assert (await user.peek("u:2", 0)).remaining == 10
     await store.aclose()
-
-
-async def test_a_store_without_tasks_answers_at_once(clock: ManualClock) -> None:
-    """Awaited on memory://, with its ordinary gates."""
-    store = open_store("memory://", clock)
-    user, tenant = gates_of(store)
-    assert all(await check_together_async(store, [(user, "u", 1), (tenant, "t", 1)]))
-    store.close()
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -151,7 +142,7 @@ def test_a_denied_request_costs_nothing_whatever_was_spent_before(
         pass
     looked = [look(gate, cost) for gate in gates for cost in (0, 1, 3, 8)]
     cost = random.randint(1, 5)
-    assert not all(check_together(store, [(gate, "s", cost) for gate in gates]))
+    assert not all(store.check_together([(gate, "s", cost) for gate in gates]))
     for before, gate_and_cost in zip(looked, product(gates, (0, 1, 3, 8)), strict=True):
         after = look(*gate_and_cost)
         assert after[:2] == before[:2]

@@ -30,7 +30,6 @@ from tollkeeper.core.rates import Limits
 from tollkeeper.decide.failure import FailurePolicy
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.redis.store import RedisStore
-from tollkeeper.decide.together import check_together, check_together_async
 
 WIRES = ("threads", "asyncio")
 both_wires = pytest.mark.parametrize("wire", WIRES)
@@ -97,7 +96,7 @@ class _FromThreads(Client):
 
     def start_all(self, subjects: Sequence[str]) -> Future[list[Decision]]:
         asked = [(self._limiter._gate, subject, 1) for subject in subjects]
-        return self._pool.submit(check_together, self.store, asked)
+        return self._pool.submit(self.store.check_together, asked)
 
     def close(self) -> None:
         self.store.close()
@@ -120,7 +119,7 @@ class _FromTasks(Client):
 
     def start_all(self, subjects: Sequence[str]) -> Future[list[Decision]]:
         asked = [(self._limiter._awaited, subject, 1) for subject in subjects]
-        called = check_together_async(self.store, asked)
+        called = self.store.check_together_async(asked)
         return asyncio.run_coroutine_threadsafe(called, self.loop)
 
     def together(self, keys: Sequence[str]) -> list[Outcome]:

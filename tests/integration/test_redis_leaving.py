@@ -21,7 +21,6 @@ from tollkeeper.core.errors import StoreError
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.redis.flights import FREE_MAX
 from tollkeeper.decide.stores.redis.store import RedisStore
-from tollkeeper.decide.together import check_together_async
 
 _numbers = count()
 
@@ -68,7 +67,7 @@ async def test_who_leaves_a_request_of_several_subjects_has_spent_nothing(
         assert (await tenant.check(key, 1)).allowed
         server.pause()
         asked = [(user, key, 1), (tenant, key, 1)]
-        requests = [asyncio.ensure_future(check_together_async(store, asked)) for _ in range(20)]
+        requests = [asyncio.ensure_future(store.check_together_async(asked)) for _ in range(20)]
         await asyncio.sleep(0.01)  # they are sent
         await left(*requests)
         server.resume()
@@ -213,7 +212,7 @@ async def test_what_is_charged_is_what_callers_were_told(
                 if random.random() < 0.5:
                     asked.append((denies, key, 1))
                 try:
-                    decisions = await check_together_async(store, asked)
+                    decisions = await store.check_together_async(asked)
                     together.checked(min(decisions, key=bool), 1)
                     # The trip that gives back may be lost, as any may.
                     together.most += not all(decisions)

@@ -185,6 +185,7 @@ class _Away:
 
     def __init__(self) -> None:
         self.hits = {"users": 2, "trial": 9}
+        self.monitor = self
 
     def counters(self) -> dict[str, int]:
         return {"denied_cache_hits": 11, "coalesced_checks": 7}

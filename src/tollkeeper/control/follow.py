@@ -29,6 +29,7 @@ from typing import Any, Final, Literal, Protocol
 from tollkeeper.control import snapshot as snapshots
 from tollkeeper.control.sources import Found, Source, StoreHints, jittered, source_of
 from tollkeeper.core.errors import ConfigError, StoreTimeout, TollkeeperError, show
+from tollkeeper.decide.store import Store
 from tollkeeper.rules.document import Rules, document_of
 from tollkeeper.rules.document.model import Document
 
@@ -175,14 +176,14 @@ class Follower:
         rules: Rules,
         start: Start,
         how: How,
-        store: object = None,
+        store: Store | None = None,
     ) -> None:
         """Prepare to follow. `start` is in force already; `store` may carry hints."""
         self._limiter = weakref.ref(limiter, lambda _: self._signal())
         self._rules = rules
         self._poll_s = how.poll_s
         self._snapshot = how.snapshot
-        self._store = store if hasattr(store, "subscribe") else None
+        self._channel = None if store is None else store.channel
         # Replaced, never changed, and by one thread: who reads it needs no lock.
         self._status = start.status
         self._looked_s = time.monotonic() if start.status.origin == "source" else None
@@ -259,8 +260,8 @@ class Follower:
         source = source_of(self._rules)
         assert source is not None, "only what has a source is followed"  # noqa: S101 - our own
         pushing = [asyncio.create_task(self._heed("source", source.hints))]
-        if self._store is not None:
-            hints = StoreHints(self._store).hints
+        if self._channel is not None:
+            hints = StoreHints(self._channel).hints
             pushing.append(asyncio.create_task(self._heed("store", hints)))
         pause = Pause()
         try:

@@ -16,9 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from tollkeeper.core.errors import ConfigError, StoreError
+from tollkeeper.decide.store import Channel, Store, Subscription
 from tollkeeper.rules.document import is_document_text
 from tollkeeper.rules.document.documents import read, read_file
 from tollkeeper.rules.document.model import Document
@@ -191,8 +192,8 @@ class RepositorySource:
 class StoreHints:
     """Messages of `announce`, through the store that quotas are kept in."""
 
-    def __init__(self, store: Any) -> None:
-        self._store = store
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
 
     async def hints(self) -> AsyncGenerator[None, None]:
         """An item for each message. Raises StoreError when the server is gone."""
@@ -213,9 +214,9 @@ class StoreHints:
         finally:
             thread.shutdown(wait=False)
 
-    def _subscribe(self) -> Any:
+    def _subscribe(self) -> Subscription:
         with _forks.connecting:
-            return self._store.subscribe(TOPIC)
+            return self._channel.subscribe(TOPIC)
 
 
 class _Forks:
@@ -249,15 +250,14 @@ os.register_at_fork(
 )
 
 
-def announce(store: object, number: int) -> bool:
-    """Tell all nodes on this store that there is a new version; False if the store cannot.
+def announce(store: Store, number: int) -> bool:
+    """Announce a new version to all nodes that use this store; False if it has no channel.
 
     Blocks for a round trip. Raises StoreError; the nodes then find out by themselves, later.
     """
-    publish = getattr(store, "publish", None)
-    if publish is None:
+    if store.channel is None:
         return False
-    publish(TOPIC, str(number))
+    store.channel.publish(TOPIC, str(number))
     return True
 
 

@@ -30,7 +30,6 @@ from tollkeeper.core.subjects import Key, subject_of
 from tollkeeper.decide.failure import decision_on_failure
 from tollkeeper.decide.store import Gate, Store
 from tollkeeper.decide.stores import open_store
-from tollkeeper.decide.together import check_together
 
 NODES_MAX: Final = 100_000
 OUTAGE_GAP_NS: Final = 5 * NS_PER_SECOND
@@ -219,7 +218,7 @@ def _decided(store: Store, asked: Sequence[tuple[Any, str, int]], *, spend: bool
     if not asked:
         return []
     if spend:
-        return check_together(store, asked)
+        return store.check_together(asked)
     return [gate.peek(subject, units) for gate, subject, units in asked]
 
 

@@ -1,17 +1,24 @@
-"""The seam between the limiter and where quotas are kept.
+"""The seam between the limiter and the stores that keep counts.
 
 A store is opened once. A *gate* is one rule's limits prepared on one store, so that a check has
 nothing left to look up: it is one call, with a subject and a cost. Every store passes the same
 conformance suite (`tests/conformance/`).
+
+Some stores can do more than others. A store declares each optional capability as a property that is
+None where the store does not have it: `as_async` (its calls can be awaited), `monitor` (it counts
+cache hits and has circuit breakers) and `channel` (it carries messages between processes).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from tollkeeper.core.model import Decision, Limit
+
+if TYPE_CHECKING:
+    from tollkeeper.decide.breaker import BreakerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,17 +28,17 @@ class StoreStats:
     states: int
     """States held now. Some may have expired and wait to be reused. A large Redis estimates."""
     states_max: int
-    """How many fit; 0: the store has no bound of its own."""
+    """How many states fit; 0 if the store has no bound of its own."""
     bytes: int
-    """Memory in use for them; an estimate where the store cannot know."""
+    """Memory in use for the states; an estimate where the store cannot know."""
     expired: int
     """States reclaimed so far, because they had become as good as new."""
     refused: int
-    """Times a new state found no room: each raised StoreFull."""
+    """Times a new state found no room. Each of them raised StoreFull."""
 
     @property
     def fullness(self) -> float:
-        """From 0.0 to 1.0; always 0.0 where there is no bound."""
+        """From 0.0 to 1.0; always 0.0 where the store has no bound."""
         return self.states / self.states_max if self.states_max else 0.0
 
 
@@ -39,64 +46,179 @@ class Gate(Protocol):
     """One rule's limits on one store. All limits pass together or none is charged."""
 
     @property
-    def limits(self) -> Sequence[Limit]: ...
+    def limits(self) -> Sequence[Limit]:
+        """The limits that a check must pass."""
+        ...
 
     def check(self, subject: str, cost: int, /) -> Decision:
         """Spend `cost` units if every limit has room. Raises CapacityError, StoreError."""
         ...
 
     def peek(self, subject: str, cost: int, /) -> Decision:
-        """What `check` would answer, with the remaining quota as it is now. Spends nothing."""
+        """Return the answer of `check`, with the remaining quota as it is now. Spends nothing."""
         ...
 
     def refund(self, subject: str, units: int, /) -> None:
-        """Give units back to every limit, never beyond an untouched quota."""
+        """Return units to every limit, never beyond an untouched quota."""
         ...
 
     def grant(self, subject: str, units: int, ttl_ns: int | None, /) -> None:
-        """Give extra units on top of every limit; gone after `ttl_ns` (None: one window)."""
+        """Add extra units on top of every limit for `ttl_ns` (None: one window)."""
         ...
 
     def reset(self, subject: str, /) -> None:
-        """Forget what the subject spent, and what it was granted."""
+        """Forget what the subject spent and was granted."""
+        ...
+
+    def fast_check(self, fallback: Callable[..., Decision], /) -> Callable[..., Decision] | None:
+        """Return a compiled `check(key, cost=1)`, or None if the store has none.
+
+        It calls `fallback` with the same arguments for anything but a plain key and cost.
+        """
         ...
 
 
 class AsyncGate(Protocol):
-    """A gate whose verbs are awaited: for a store that is a trip away.
-
-    A store that has these offers `async_gate(limits, rule)` beside `gate`, and `aclose()`.
-    """
+    """A gate whose calls are awaited, for a store on another machine."""
 
     @property
-    def limits(self) -> Sequence[Limit]: ...
+    def limits(self) -> Sequence[Limit]:
+        """The limits that a check must pass."""
+        ...
 
-    async def check(self, subject: str, cost: int, /) -> Decision: ...
+    async def check(self, subject: str, cost: int, /) -> Decision:
+        """See Gate.check."""
+        ...
 
-    async def peek(self, subject: str, cost: int, /) -> Decision: ...
+    async def peek(self, subject: str, cost: int, /) -> Decision:
+        """See Gate.peek."""
+        ...
 
-    async def refund(self, subject: str, units: int, /) -> None: ...
+    async def refund(self, subject: str, units: int, /) -> None:
+        """See Gate.refund."""
+        ...
 
-    async def grant(self, subject: str, units: int, ttl_ns: int | None, /) -> None: ...
+    async def grant(self, subject: str, units: int, ttl_ns: int | None, /) -> None:
+        """See Gate.grant."""
+        ...
 
-    async def reset(self, subject: str, /) -> None: ...
+    async def reset(self, subject: str, /) -> None:
+        """See Gate.reset."""
+        ...
 
 
+# What `check_together` takes: gate, subject and cost of each check.
+GateCheck = tuple[Gate, str, int]
+AsyncGateCheck = tuple[AsyncGate, str, int]
+
+
+@runtime_checkable
 class Store(Protocol):
-    """Where quotas are kept."""
+    """Where counts are kept."""
+
+    @property
+    def is_private(self) -> bool:
+        """True if no other process sees the counts."""
+        ...
+
+    @property
+    def as_async(self) -> AsyncStore | None:
+        """The awaited calls of a store that does I/O; None if it answers at once from memory."""
+        ...
+
+    @property
+    def monitor(self) -> StoreMonitor | None:
+        """The counters and circuit breakers of a store on another machine; None in memory."""
+        ...
+
+    @property
+    def channel(self) -> Channel | None:
+        """The messages between the processes that use this store; None if it carries none."""
+        ...
 
     def gate(self, limits: Sequence[Limit], rule: str) -> Gate:
         """Prepare a rule's limits. The same rule and limits share their counts."""
         ...
 
-    def sweep(self) -> int:
-        """Drop every state that has become as good as new; how many those were."""
+    def check_together(self, checks: Sequence[GateCheck]) -> list[Decision]:
+        """Check several subjects: one decision for each, in order; all pass or none is charged.
+
+        Raises CapacityError and StoreError; nothing is charged then.
+        """
         ...
 
-    def stats(self) -> StoreStats: ...
+    def sweep(self) -> int:
+        """Drop every state that has become as good as new; return how many."""
+        ...
+
+    def stats(self) -> StoreStats:
+        """Return what the store holds."""
+        ...
 
     def busiest(self, count: int) -> list[tuple[str, int]]:
-        """The subjects checked most lately, and about how often; up to 128 are known."""
+        """Return the subjects checked most lately, and about how often; up to 128 are known."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the store. Every later call raises StoreUnavailable."""
+        ...
+
+
+class AsyncStore(Protocol):
+    """The awaited calls of a store on another machine."""
+
+    def async_gate(self, limits: Sequence[Limit], rule: str) -> AsyncGate:
+        """Prepare a rule's limits for asyncio. See Store.gate."""
+        ...
+
+    async def check_together_async(self, checks: Sequence[AsyncGateCheck]) -> list[Decision]:
+        """See Store.check_together. A caller that is cancelled has spent nothing."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close the store and the connections of this event loop."""
+        ...
+
+
+class StoreMonitor(Protocol):
+    """What a store on another machine counts. Reading it costs no round trip."""
+
+    def counters(self) -> Mapping[str, int]:
+        """Return counters of this process: `denied_cache_hits` and `coalesced_checks`."""
+        ...
+
+    def denied_by_rule(self) -> Mapping[str, int]:
+        """Return the denials that the denial cache answered, by rule."""
+        ...
+
+    def breakers(self) -> Sequence[BreakerState]:
+        """Return the state of each server's circuit breaker."""
+        ...
+
+    def on_breaker(self, listener: Callable[[BreakerState], None]) -> None:
+        """Call `listener` with the new state after each change. It must not block."""
+        ...
+
+
+class Subscription(Protocol):
+    """One thread's subscription to a topic."""
+
+    def wait(self, seconds: float) -> bool:
+        """Wait up to `seconds` for a message; return whether one came."""
+        ...
+
+    def close(self) -> None:
+        """End the subscription."""
+        ...
+
+
+class Channel(Protocol):
+    """Messages between all processes that use a store."""
+
+    def publish(self, topic: str, text: str) -> None:
+        """Send `text` to every current subscriber. Blocks for a round trip. Raises StoreError."""
+        ...
+
+    def subscribe(self, topic: str) -> Subscription:
+        """Subscribe to a topic. Blocks for a round trip. Raises StoreError."""
+        ...

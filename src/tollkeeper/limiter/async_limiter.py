@@ -13,8 +13,7 @@ from tollkeeper.core.clock import seconds_from_ns
 from tollkeeper.core.errors import CapacityError, ConfigError, LimitExceeded, StoreError
 from tollkeeper.core.model import Decision, Request, decision_with, units_of
 from tollkeeper.core.subjects import Key
-from tollkeeper.decide.store import AsyncGate, Gate
-from tollkeeper.decide.together import AskedAsync, check_together_async
+from tollkeeper.decide.store import AsyncGate, AsyncGateCheck, Gate, GateCheck
 from tollkeeper.limiter.arguments import (
     CostSource,
     KeySource,
@@ -77,17 +76,17 @@ class AsyncLimiter(Path):
     _awaited: AsyncGate
 
     def _bind(self) -> None:
-        prepare = getattr(self._store, "async_gate", None)
-        self._waits = prepare is not None
-        if prepare is None:
+        awaited = self._store.as_async
+        self._waits = awaited is not None
+        if awaited is None:
             self._awaited = _Inline(self._gate)
         elif self._rules is not None:
             self._awaited = cast("AsyncGate", self._rules)
         else:
-            self._awaited = prepare(self._gate.limits, self._name)
+            self._awaited = awaited.async_gate(self._gate.limits, self._name)
 
     def _gate_for_rules(self) -> type[RuledGate | AsyncRuledGate]:
-        return AsyncRuledGate if hasattr(self._store, "async_gate") else RuledGate
+        return RuledGate if self._store.as_async is None else AsyncRuledGate
 
     async def check(self, key: Key | Request, cost: int = 1) -> Decision:
         """Spend `cost` units if all limits have room; else spend nothing. See Limiter.check."""
@@ -134,7 +133,13 @@ class AsyncLimiter(Path):
         gate = self._awaited if self._waits else self._gate
         found = [(gate, *self._asked(key, cost)) for key, cost in asked]
         try:
-            decisions = await check_together_async(self._store, cast("AskedAsync", found))
+            awaited = self._store.as_async
+            if awaited is None:
+                decisions = self._store.check_together(cast("Sequence[GateCheck]", found))
+            else:
+                decisions = await awaited.check_together_async(
+                    cast("Sequence[AsyncGateCheck]", found)
+                )
         except StoreError as error:
             return [
                 self._ruling(self._degraded(error, key, subject, cost, spend=True))
@@ -300,10 +305,10 @@ class AsyncLimiter(Path):
         """Close the store, if this limiter opened it."""
         if self._follower is not None:
             await asyncio.to_thread(self._follower.stop)
-        close = getattr(self._store, "aclose", None)
-        if close is not None and self._owns_store:
+        awaited = self._store.as_async
+        if awaited is not None and self._owns_store:
             self._local.close()
-            await close()
+            await awaited.aclose()
         else:
             self._close()
 

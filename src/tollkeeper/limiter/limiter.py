@@ -12,7 +12,6 @@ from tollkeeper.core.clock import seconds_from_ns
 from tollkeeper.core.errors import CapacityError, ConfigError, LimitExceeded, StoreError
 from tollkeeper.core.model import Decision, Request, decision_with, units_of
 from tollkeeper.core.subjects import Key
-from tollkeeper.decide.together import check_together
 from tollkeeper.limiter.arguments import (
     CostSource,
     KeySource,
@@ -80,7 +79,7 @@ class Limiter(Path):
             )
         found = [(self._gate, *self._asked(key, cost)) for key, cost in asked]
         try:
-            return [self._ruling(each) for each in check_together(self._store, found)]
+            return [self._ruling(each) for each in self._store.check_together(found)]
         except StoreError as error:
             return [
                 self._ruling(self._degraded(error, key, subject, cost, spend=True))

@@ -22,7 +22,7 @@ from tollkeeper.core.subjects import Key, check_by, subject_of, subject_of_reque
 from tollkeeper.decide.failure import FailurePolicy, check_policy, decision_on_failure
 from tollkeeper.decide.local_fallback import Asked, LocalFallback, LocalLimits, local_fallback_of
 from tollkeeper.decide.store import Gate, Store, StoreStats
-from tollkeeper.decide.stores import open_store
+from tollkeeper.decide.stores import store_of
 from tollkeeper.limiter.arguments import request_of
 from tollkeeper.metrics.tally import RuleCounts, Tally
 from tollkeeper.rules.document import Rules, document_of
@@ -169,18 +169,14 @@ class Path:
         self._on_failure = on_failure
         self._clock = clock_of(clock)
         self._local = LocalLimits(local_fallback_of(local_fallback), self._clock)
-        self._owns_store = not hasattr(store, "gate")
-        # What is neither a store nor a URI is refused by open_store.
-        self._store = cast("Store", store)
-        if self._owns_store:
-            self._store = open_store(cast("str", store), self._clock)
+        self._owns_store = isinstance(store, str)
+        self._store = store_of(store, self._clock)
         try:
             self._gate = prepare()
             self._applied = (AppliedRule(self._name or DEFAULT_NAME, self._gate.limits),)
-            shortcut = getattr(self._gate, "shortcut", None)
             self._check: Callable[..., Decision] = (
-                shortcut and shortcut(self._check_in_full)
-            ) or self._check_in_full
+                self._gate.fast_check(self._check_in_full) or self._check_in_full
+            )
             self._bind()
         except BaseException:
             self._close()

@@ -243,7 +243,9 @@ class Reading:
         request denied. So of what is new since the last look, no more hits count than denials.
         """
         cached: dict[str, int] = {}
-        for rule, hits in getattr(self._limiter.store, "denied_by_rule", dict)().items():
+        monitor = self._limiter.store.monitor
+        hits_by_rule = {} if monitor is None else monitor.denied_by_rule()
+        for rule, hits in hits_by_rule.items():
             name = self._lasting.name(rule)
             cached[name] = cached.get(name, 0) + hits
         for rule, hits in cached.items():
@@ -275,10 +277,11 @@ class Reading:
     def _store(self, found: Snapshot) -> None:
         """What a store counts by itself; most have none of it."""
         store = self._limiter.store
-        counters: Mapping[str, int] = getattr(store, "counters", dict)()
+        monitor = store.monitor
+        counters = {} if monitor is None else monitor.counters()
         found.put("denied_cache_hits", counters.get("denied_cache_hits", 0))
         found.put("coalesced_checks", counters.get("coalesced_checks", 0))
-        for breaker in list(getattr(store, "breakers", list)())[:NODES_MAX]:
+        for breaker in [] if monitor is None else list(monitor.breakers())[:NODES_MAX]:
             node = str(breaker.address)
             found.put("breaker_state", _STATES[breaker.state], node)
             found.put("breaker_opened", breaker.opened_times, node)

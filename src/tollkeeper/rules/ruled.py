@@ -14,7 +14,6 @@ from typing import Final
 from tollkeeper.core import switches
 from tollkeeper.core.errors import CapacityError, StoreError
 from tollkeeper.core.model import Decision, Request
-from tollkeeper.decide.together import check_together
 from tollkeeper.rules.explain import Answer, Explanation, explained, with_answers
 from tollkeeper.rules.in_force import (
     Items,
@@ -55,7 +54,7 @@ class Repeated:
 class RuledGate(RulesInForce):
     """Rules on a store, for threads."""
 
-    def shortcut(self, slow: Callable[..., Decision]) -> Callable[..., Decision]:
+    def fast_check(self, slow: Callable[..., Decision]) -> Callable[..., Decision]:
         """A `check(request, cost=1)` that calls `slow` for all but the ordinary."""
         check = self.check
 
@@ -188,7 +187,7 @@ class RuledGate(RulesInForce):
             return []
         together = [(item.gate, item.subject, item.units) for item in items]
         try:
-            return check_together(self._store, together)
+            return self._store.check_together(together)
         except CapacityError as error:
             late = too_much_for_now(items, error)
             looks = [item.gate.peek(item.subject, 0) for item in items]
@@ -212,7 +211,7 @@ class RuledGate(RulesInForce):
                 item = items[0]
                 return self._heard(item, item.gate.check(item.subject, item.units))
             asked = [(item.gate, item.subject, item.units) for item in items]
-            return self._concluded(items, check_together(self._store, asked))
+            return self._concluded(items, self._store.check_together(asked))
         except StoreError as error:
             return self._failed(items, request, error, spend=True)
         except CapacityError as error:
@@ -303,7 +302,7 @@ class RuledGate(RulesInForce):
 
     def is_barred(self, rule: str, subject: str) -> bool:
         """Does a cool-down go on that some process has given? Yes, where nobody can know."""
-        if getattr(self._store, "is_private", False):
+        if self._store.is_private:
             return True
         terms = self._terms.get(rule)
         if terms is None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import perf_counter_ns
 from typing import Any, Final
 
 from tollkeeper.core.errors import CapacityError, StoreError, StoreTimeout
 from tollkeeper.core.model import Decision, Request
-from tollkeeper.decide.together import check_together_async
+from tollkeeper.decide.store import AsyncStore
 from tollkeeper.rules.document.model import Limits
 from tollkeeper.rules.explain import Answer, Explanation, explained, with_answers
 from tollkeeper.rules.in_force import (
@@ -38,7 +38,16 @@ class AsyncRuledGate(RulesInForce):
     """Rules on a store that is a trip away: the verbs of RuledGate, awaited."""
 
     def _make_gate(self, limits: Limits, rule: str) -> Any:
-        return self._store.async_gate(limits, rule)  # type: ignore[attr-defined]  # it has
+        return self._awaited.async_gate(limits, rule)
+
+    @property
+    def _awaited(self) -> AsyncStore:
+        found = self._store.as_async
+        assert found is not None, "this gate is for stores that are awaited"  # noqa: S101 - ours
+        return found
+
+    def fast_check(self, fallback: Callable[..., Decision]) -> None:
+        """Return None: the server decides."""
 
     async def check(self, request: Request, cost: int) -> Decision:
         plan = self.policy.plan(request, cost)
@@ -154,7 +163,7 @@ class AsyncRuledGate(RulesInForce):
             return []
         together = [(item.gate, item.subject, item.units) for item in items]
         try:
-            return await check_together_async(self._store, together)
+            return await self._awaited.check_together_async(together)
         except CapacityError as error:
             late = too_much_for_now(items, error)
             looks = [await item.gate.peek(item.subject, 0) for item in items]
@@ -184,7 +193,7 @@ class AsyncRuledGate(RulesInForce):
                 self._waited(perf_counter_ns() - began_ns, decision.allowed)
                 return self._heard(item, decision)
             asked = [(item.gate, item.subject, item.units) for item in items]
-            decisions = await check_together_async(self._store, asked)
+            decisions = await self._awaited.check_together_async(asked)
             self._waited(perf_counter_ns() - began_ns, all(decisions))
             return self._concluded(items, decisions)
         except StoreError as error:
@@ -276,7 +285,7 @@ class AsyncRuledGate(RulesInForce):
 
     async def is_barred(self, rule: str, subject: str) -> bool:
         """Does a cool-down go on that some process has given? Yes, where nobody can know."""
-        if getattr(self._store, "is_private", False):
+        if self._store.is_private:
             return True
         terms = self._terms.get(rule)
         if terms is None:

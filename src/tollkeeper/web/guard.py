@@ -307,7 +307,7 @@ class AsyncGuard(_Post):
     peers: dict[str, str] | None
 
     def _kind(self) -> type[Limiter | AsyncLimiter]:
-        return AsyncLimiter if hasattr(self.store, "async_gate") else Limiter
+        return Limiter if self.store.as_async is None else AsyncLimiter
 
     def _bind(self) -> None:
         terms = self.terms
@@ -416,8 +416,8 @@ class AsyncGuard(_Post):
                 closing = asyncio.to_thread if self.terms.rules is not None else _called
                 await closing(limiter.close)
             if self._owns_store:
-                aclose = getattr(store, "aclose", None)
-                await (_called(store.close) if aclose is None else aclose())
+                awaited = store.as_async
+                await (_called(store.close) if awaited is None else awaited.aclose())
 
 
 def _said(hook: str, value: Any) -> bool:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from tests.service.http.asking import asking
+from tollkeeper.core.clock import SystemClock
 from tollkeeper.core.errors import StoreUnavailable
 from tollkeeper.decide.store import Store
+from tollkeeper.decide.stores.memory import PythonMemoryStore
 from tollkeeper.service.http import token_file
 
 MEMBERS = {
@@ -26,17 +28,17 @@ MEMBERS = {
 }
 
 
-class Away:
-    """A store that cannot be asked."""
+class Away(PythonMemoryStore):
+    """A store that cannot be reached."""
+
+    def __init__(self) -> None:
+        super().__init__(SystemClock())
 
     def gate(self, limits: Any, rule: str) -> Any:
         """One that fails."""
         found = _Failing()
         found.limits = limits
         return found
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 class _Failing:
@@ -46,6 +48,9 @@ class _Failing:
         raise StoreUnavailable("the store is away")
 
     check = peek = refund = grant = reset = _fail
+
+    def fast_check(self, fallback: Any) -> None:
+        """None, as most gates."""
 
 
 async def test_a_check_is_answered_with_numbers_and_headers() -> None:

@@ -57,6 +57,11 @@ def open_store(uri: str, clock: Clock | None = None, **options: object) -> Store
     return opener(uri, clock, options)
 
 
+def store_of(store: str | Store, clock: Clock | None = None) -> Store:
+    """Return `store` itself, or open the store that a URI names."""
+    return store if isinstance(store, Store) else open_store(store, clock)
+
+
 def _split(uri: str) -> SplitResult:
     try:
         return urlsplit(uri)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Final
 
@@ -30,7 +30,8 @@ from tollkeeper.decide.algorithms import ALGORITHMS, Outcome, State
 from tollkeeper.decide.busiest import Busiest
 from tollkeeper.decide.combine import combine
 from tollkeeper.decide.credit import Credit
-from tollkeeper.decide.store import StoreStats
+from tollkeeper.decide.store import AsyncStore, Channel, GateCheck, StoreMonitor, StoreStats
+from tollkeeper.decide.together import check_in_turn
 
 STATES_MAX_DEFAULT: Final = 1_000_000
 # Two items off for each one on: the heap's backlog of expired entries shrinks with every insert.
@@ -84,7 +85,9 @@ class PythonMemoryStore:
     def __init__(self, clock: Clock, states_max: int = STATES_MAX_DEFAULT) -> None:
         self._clock = clock
         self.is_private = True
-        """What is kept here is seen by no other process."""
+        self.as_async: AsyncStore | None = None
+        self.monitor: StoreMonitor | None = None
+        self.channel: Channel | None = None
         self._states_max = states_max
         self._states = 0
         self._expired = 0
@@ -99,6 +102,9 @@ class PythonMemoryStore:
             self.require_open()
             tables = [self._tables.setdefault((rule, limit.identity), _Table()) for limit in limits]
         return MemoryGate(self, self._clock, tuple(limits), tables, rule, self._lock)
+
+    def check_together(self, checks: Sequence[GateCheck]) -> list[Decision]:
+        return check_in_turn(checks)
 
     def sweep(self) -> int:
         now_ns = self._clock.now_ns()
@@ -256,6 +262,9 @@ class MemoryGate:
                 else:
                     table.entries[subject] = (after, expires_ns, credit)
         return Decision(allowed, limit, remaining, retry_ns, reset_ns, delay_ns, self._rule)
+
+    def fast_check(self, fallback: Callable[..., Decision]) -> None:
+        """Return None: pure Python has no shorter way."""
 
     def peek(self, subject: str, cost: int) -> Decision:
         now_ns = self._clock.now_ns()

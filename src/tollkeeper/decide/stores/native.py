@@ -12,7 +12,8 @@ from tollkeeper.core import switches
 from tollkeeper.core.clock import EPOCH_OFFSET_NS, Clock, SystemClock
 from tollkeeper.core.model import Decision, Limit
 from tollkeeper.decide.kernel import _kernel
-from tollkeeper.decide.store import StoreStats
+from tollkeeper.decide.store import AsyncStore, Channel, GateCheck, StoreMonitor, StoreStats
+from tollkeeper.decide.together import check_in_turn
 
 
 class KernelStore:
@@ -29,13 +30,18 @@ class KernelStore:
         self._clock = clock
         self._is_real = type(clock) is SystemClock
         self.is_private = path is None
-        """Is what is kept here seen by no other process?"""
+        self.as_async: AsyncStore | None = None
+        self.monitor: StoreMonitor | None = None
+        self.channel: Channel | None = None
         self._table = _kernel.Table(
             path, capacity=states_max, log_bytes=log_bytes, epoch_offset_ns=EPOCH_OFFSET_NS
         )
 
     def gate(self, limits: Sequence[Limit], rule: str) -> KernelGate:
         return KernelGate(self, self._table, tuple(limits), rule)
+
+    def check_together(self, checks: Sequence[GateCheck]) -> list[Decision]:
+        return check_in_turn(checks)
 
     def sweep(self) -> int:
         return self._table.sweep(self.now_ns())
@@ -82,11 +88,11 @@ class KernelGate:
         self._rule = rule
         self._gate = _kernel.Gate(table, limits, rule)
 
-    def shortcut(self, slow: Callable[..., Decision]) -> Callable[..., Decision] | None:
-        """A `check(key, cost=1)` in C that calls `slow` for all but the ordinary; None: no gain."""
+    def fast_check(self, fallback: Callable[..., Decision]) -> Callable[..., Decision] | None:
+        """Return a `check(key, cost=1)` in C; None where time comes from another clock."""
         if not self._store._is_real:  # noqa: SLF001 - its own store
             return None
-        return _kernel.Gate(self._table, self.limits, self._rule, slow).check
+        return _kernel.Gate(self._table, self.limits, self._rule, fallback).check
 
     def check(self, subject: str, cost: int) -> Decision:
         return self._gate.decide(subject, cost, self._store.now_ns(), True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from tollkeeper.control.repository import Repository, Version
 from tollkeeper.control.sources import announce
@@ -231,8 +231,8 @@ class Plane:
 
     async def _announce(self, version: Version) -> None:
         """Tell the nodes that share our store; if that fails, they find out by asking."""
-        store: Any = self.node.limiter.store
-        if not hasattr(store, "publish"):
+        store = self.node.limiter.store
+        if store.channel is None:
             return
         try:
             await asyncio.to_thread(announce, store, version.number)

@@ -120,7 +120,7 @@ def _batch(node: Node) -> Callable[[Asked], Awaitable[Reply]]:
     limiter = node.limiter
     read = reader_of(BatchBody)
     # Over a network, all are asked at once; in memory, a task for each would only cost.
-    waits = hasattr(limiter.store, "async_gate")
+    waits = limiter.store.as_async is not None
     took = node.counters.decision_seconds.note
 
     async def batch(asked: Asked) -> Reply:

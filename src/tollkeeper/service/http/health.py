@@ -88,7 +88,7 @@ def _rules(node: Node) -> dict[str, Any]:
 async def _store(node: Node) -> dict[str, Any]:
     store: Any = node.limiter.store
     try:
-        make = getattr(store, "async_gate", None) or store.gate
+        make: Any = store.gate if store.as_async is None else store.as_async.async_gate
         found = make(_PROBE, _PROBE_RULE).peek("ready", 0)
         if isawaitable(found):
             await found

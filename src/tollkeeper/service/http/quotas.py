@@ -84,7 +84,7 @@ class _SingleLimits:
     def __init__(self, node: Node) -> None:
         store: Any = node.limiter.store
         self._make: Callable[[tuple[Limit, ...], str], Any] = (
-            getattr(store, "async_gate", None) or store.gate
+            store.gate if store.as_async is None else store.as_async.async_gate
         )
         self._gates: dict[tuple[str, Limit], Any] = {}
 

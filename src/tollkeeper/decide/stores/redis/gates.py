@@ -194,6 +194,9 @@ class RedisGate:
         self._denied = denied
         self._note = note
 
+    def fast_check(self, fallback: Callable[..., Decision]) -> None:
+        """Return None: the server decides."""
+
     def check(self, subject: str, cost: int) -> Decision:
         commands, denied = self.commands, self._denied
         self._note(subject)

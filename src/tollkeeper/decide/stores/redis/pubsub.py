@@ -69,10 +69,10 @@ class Subscription:
         self._heard_s = time.monotonic()
         self._pinged = False
 
-    def wait(self, timeout_s: float) -> bool:
+    def wait(self, seconds: float) -> bool:
         """Has a message come? Waits for one. Raises StoreError; then make another subscription."""
         with _wrapped(self._config, self._address):
-            message = self._pubsub.get_message(timeout=timeout_s)
+            message = self._pubsub.get_message(timeout=seconds)
             now_s = time.monotonic()
             if message is not None:
                 self._heard_s = now_s
@@ -82,7 +82,7 @@ class Subscription:
             if silent_s > IDLE_S_MAX and not self._pinged:
                 self._pubsub.ping()
                 self._pinged = True
-        if silent_s > IDLE_S_MAX + self._config.connect_ns / 1e9 + timeout_s:
+        if silent_s > IDLE_S_MAX + self._config.connect_ns / 1e9 + seconds:
             raise self._silent()
         return False
 

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Self, cast
 
 from tollkeeper.core import switches
 from tollkeeper.core.clock import Clock, SystemClock
@@ -15,7 +16,7 @@ from tollkeeper.core.errors import StoreUnavailable
 from tollkeeper.core.model import Decision, Limit
 from tollkeeper.decide.breaker import BreakerState
 from tollkeeper.decide.busiest import Busiest
-from tollkeeper.decide.store import StoreStats
+from tollkeeper.decide.store import AsyncGateCheck, GateCheck, StoreStats
 from tollkeeper.decide.stores.redis.breakers import Listener
 from tollkeeper.decide.stores.redis.config import RedisConfig
 from tollkeeper.decide.stores.redis.denied import Denied
@@ -31,6 +32,23 @@ class RedisStore:
     Nothing is connected until the first call. Decisions are made by the server's clock; a `clock`
     that is not the system's is for tests, and is sent along.
     """
+
+    is_private = False
+
+    @property
+    def as_async(self) -> Self:
+        """The awaited calls."""
+        return self
+
+    @property
+    def monitor(self) -> Self:
+        """The counters and circuit breakers."""
+        return self
+
+    @property
+    def channel(self) -> Self:
+        """The messages between processes."""
+        return self
 
     def __init__(self, config: RedisConfig, clock: Clock | None = None) -> None:
         self.config = config
@@ -58,11 +76,12 @@ class RedisStore:
         commands = self._commands(limits, rule)
         return AsyncRedisGate(commands, self._servers, self._tasks_here, self._denied, self._note)
 
-    def check_together(self, asked: Sequence[tuple[RedisGate, str, int]]) -> list[Decision]:
+    def check_together(self, checks: Sequence[GateCheck]) -> list[Decision]:
         """Check several subjects in one trip; if one denies, a second trip gives back to the rest.
 
         A trip that fails may leave the others charged, never twice; see `docs/redis.md`.
         """
+        asked = cast("Sequence[tuple[RedisGate, str, int]]", checks)  # gates of this store
         if not asked:
             return []
         together = Together(asked, self._denied)
@@ -79,10 +98,9 @@ class RedisStore:
             raise wrong
         return decided
 
-    async def check_together_async(
-        self, asked: Sequence[tuple[AsyncRedisGate, str, int]]
-    ) -> list[Decision]:
+    async def check_together_async(self, checks: Sequence[AsyncGateCheck]) -> list[Decision]:
         """`check_together`, awaited. Whoever is cancelled meanwhile has spent nothing."""
+        asked = cast("Sequence[tuple[AsyncRedisGate, str, int]]", checks)  # gates of this store
         if not asked:
             return []
         together = Together(asked, self._denied)
