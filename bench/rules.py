@@ -20,7 +20,7 @@ from bench.measure import SEED, Effort, collector_off
 from tollkeeper import Limit, Limiter, Request
 from tollkeeper.rules.document.model import Document, Match, Rule
 from tollkeeper.rules.matching.lists import Lists
-from tollkeeper.rules.matching.table import Table
+from tollkeeper.rules.matching.table import RuleTable
 
 WORKS: Final = ("rules match", "rules check", "rules lists")
 RULES: Final = (10, 1_000, 10_000)
@@ -162,7 +162,7 @@ def requests_of_an_api(count: int, rules: int) -> list[Request]:
 def _matches(effort: Effort) -> list[Timed]:
     found: list[Timed] = []
     for count in RULES:
-        table = Table(rules_of_an_api(count))
+        table = RuleTable(rules_of_an_api(count))
         requests = requests_of_an_api(REQUESTS, count)
         for seen, before in (("seen before", lambda: None), ("new", table.forget)):
             found.append(

@@ -23,7 +23,6 @@ TESTED_IN = {
     "__init__.py": "test_public_api.py",
     "cli/serve.py": "service/process/test_starting.py",
     "limiter/__init__.py": "limiter/test_limiter.py",
-    "rules/document/__init__.py": "limiter/test_arguments.py",
     "__main__.py": "cli/test_main.py",
     "core/version.py": "test_public_api.py",
     "cli/reconcile_command.py": "cli/test_reconcile.py",

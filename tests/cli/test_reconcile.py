@@ -34,8 +34,8 @@ from tollkeeper.control.database import Database
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.decide.stores.redis.encode import field_of
 from tollkeeper.history import tables
-from tollkeeper.rules.document.documents import from_data
 from tollkeeper.rules.document.model import Document
+from tollkeeper.rules.document.reading import from_data
 from tollkeeper.rules.penalties import COOLDOWN
 
 RULES: dict[str, Any] = {

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 from tollkeeper.cli import rules_read
 from tollkeeper.cli.main import app
-from tollkeeper.rules.document.documents import read, schema
+from tollkeeper.rules.document.reading import read, schema
 from tollkeeper.rules.document.writing import to_yaml
 
 ROOT = Path(__file__).parents[2]

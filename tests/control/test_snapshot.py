@@ -18,8 +18,8 @@ from tollkeeper import Limit
 from tollkeeper.control import snapshot
 from tollkeeper.control.snapshot import check_place, load, save
 from tollkeeper.core.errors import ConfigError, StoreUnavailable
-from tollkeeper.rules.document.documents import read_file
 from tollkeeper.rules.document.model import Document, Match, Override, Rule
+from tollkeeper.rules.document.reading import read_file
 
 EXAMPLE = Path(__file__).parents[2] / "examples/limits.yaml"
 

@@ -20,8 +20,8 @@ from tollkeeper.control.sources import (
     without_secrets,
 )
 from tollkeeper.core.errors import ConfigError
-from tollkeeper.rules.document.documents import DocumentError
 from tollkeeper.rules.document.model import Document
+from tollkeeper.rules.document.reading import DocumentError
 
 HINT_SECONDS_MAX = 20.0
 

@@ -34,7 +34,7 @@ from tollkeeper import AsyncLimiter, Limiter
 from tollkeeper.control.repository import Repository
 from tollkeeper.core.errors import TollkeeperError
 from tollkeeper.decide.local_fallback import LocalFallback
-from tollkeeper.rules.document.documents import read
+from tollkeeper.rules.document.reading import read
 
 SECONDS = 6.0
 # Tasks, threads, the service, and the node with the wrong clock.

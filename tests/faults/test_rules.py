@@ -25,7 +25,7 @@ from tests.postgres_server import Postgres
 from tests.redis_servers import Single
 from tollkeeper import AsyncLimiter, Limiter
 from tollkeeper.control.repository import Repository
-from tollkeeper.rules.document.documents import read
+from tollkeeper.rules.document.reading import read
 
 LIMITS = (20, 5, 40, 10)
 CHANGES = 10

@@ -20,7 +20,7 @@ from tollkeeper.history.events import (
     subject_of,
     told,
 )
-from tollkeeper.rules.document.documents import read
+from tollkeeper.rules.document.reading import read
 from tollkeeper.testing import ManualClock
 
 RULES = read(

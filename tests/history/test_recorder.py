@@ -22,7 +22,7 @@ from tollkeeper.history.reading import Records
 from tollkeeper.history.recorder import Recorder
 from tollkeeper.history.sink import EVENTS_MAX, Pace, Sink
 from tollkeeper.history.usage import Usage
-from tollkeeper.rules.document.documents import read
+from tollkeeper.rules.document.reading import read
 from tollkeeper.rules.ruling import CheckResult
 from tollkeeper.testing import ManualClock
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from tollkeeper import Limiter
 from tollkeeper.cli.reconcile import Asked, Finding, Report, reconcile
-from tollkeeper.rules.document.documents import from_data
 from tollkeeper.rules.document.model import Document
+from tollkeeper.rules.document.reading import from_data
 
 
 def document(limits: str = "100/hour", rule: str = "orders") -> Document:

@@ -9,8 +9,8 @@ import pytest
 
 from tests.postgres_server import running_postgres
 from tollkeeper.control.repository import Repository
-from tollkeeper.rules.document.documents import read
 from tollkeeper.rules.document.model import Document
+from tollkeeper.rules.document.reading import read
 
 ENGINES = ("sqlite", "postgresql")
 

@@ -14,7 +14,7 @@ from openapi_spec_validator import validate
 
 from tests.service.admin.nodes import secrets_of
 from tests.service_process import RULES, ServiceProcess
-from tollkeeper.rules.document.documents import schema
+from tollkeeper.rules.document.reading import schema
 from tollkeeper.service.admin import page
 from tollkeeper.service.http import openapi, openapi_checks
 

@@ -30,7 +30,7 @@ from tollkeeper.decide.stores.redis.reconcile import (
     walk,
 )
 from tollkeeper.decide.stores.redis.topology import Topology
-from tollkeeper.rules.document.documents import from_data
+from tollkeeper.rules.document.reading import from_data
 
 ALGORITHMS: tuple[Any, ...] = (
     *("token_bucket", "leaky_bucket", "fixed_window"),

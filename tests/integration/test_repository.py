@@ -13,8 +13,8 @@ from tollkeeper.control import edits
 from tollkeeper.control.repository import Repository, Version
 from tollkeeper.core.errors import ConfigError, UnsafeChange, VersionConflict
 from tollkeeper.core.model import Limit
-from tollkeeper.rules.document.documents import DocumentError, read
 from tollkeeper.rules.document.model import Document, Override
+from tollkeeper.rules.document.reading import DocumentError, read
 from tollkeeper.rules.document.writing import to_yaml
 
 __all__ = ["repository", "url"]  # fixtures, found by name

@@ -9,8 +9,8 @@ import pytest
 
 from tests.integration.rule_databases import repository, url
 from tollkeeper.control.repository import Repository
-from tollkeeper.rules.document.documents import from_data, read
 from tollkeeper.rules.document.model import Document
+from tollkeeper.rules.document.reading import from_data, read
 
 __all__ = ["repository", "url"]  # fixtures, found by name
 

@@ -13,8 +13,8 @@ from tests.integration.rule_editors import results, started
 from tollkeeper.control import repository as repository_module
 from tollkeeper.control.repository import Repository
 from tollkeeper.core.errors import VersionConflict
-from tollkeeper.rules.document.documents import read
 from tollkeeper.rules.document.model import Document
+from tollkeeper.rules.document.reading import read
 
 __all__ = ["repository", "url"]  # fixtures, found by name
 

@@ -24,7 +24,7 @@ from tollkeeper.cli import rules_change
 from tollkeeper.cli.main import app
 from tollkeeper.control.repository import Repository
 from tollkeeper.control.sources import TOPIC
-from tollkeeper.rules.document.documents import read
+from tollkeeper.rules.document.reading import read
 from tollkeeper.rules.document.writing import to_yaml
 
 PROCESS_SECONDS_MAX = 120

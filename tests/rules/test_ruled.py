@@ -21,7 +21,7 @@ from tollkeeper import (
     Request,
 )
 from tollkeeper.decide.store import Store
-from tollkeeper.rules.document.documents import DocumentError
+from tollkeeper.rules.document.reading import DocumentError
 from tollkeeper.rules.explain import Explanation
 from tollkeeper.rules.in_force import DENIED_NS
 from tollkeeper.testing import ManualClock, limiting_off

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tollkeeper import ConfigError, Request
 from tollkeeper.rules.matching.lists import Lists
-from tollkeeper.rules.matching.networks import address_of
+from tollkeeper.rules.matching.patterns import address_of
 from tollkeeper.web import addresses
 from tollkeeper.web.addresses import ClientAddresses
 from tollkeeper.web.calls import AsgiCall, Call, clean_value, digest_of

@@ -29,8 +29,8 @@ from tollkeeper.cli.scrape import Watched, read
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import ConfigError, TollkeeperError, show
 from tollkeeper.core.rates import UNIT_NS
-from tollkeeper.rules.document.documents import from_data
 from tollkeeper.rules.document.model import Document
+from tollkeeper.rules.document.reading import from_data
 
 LIMIT_KEYS: Final = 1_000_000
 PAUSE_MS: Final = 2.0

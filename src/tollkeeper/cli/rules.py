@@ -34,11 +34,11 @@ from tollkeeper.cli.rules_read import (
 )
 from tollkeeper.control.diffs import unified_diff
 from tollkeeper.core.errors import ConfigError
-from tollkeeper.rules.document import documents
-from tollkeeper.rules.document.documents import DocumentError
 from tollkeeper.rules.document.model import Document
-from tollkeeper.rules.document.reading import Problem
+from tollkeeper.rules.document.reading import DocumentError
+from tollkeeper.rules.document.reading import schema as document_schema
 from tollkeeper.rules.document.safety import findings
+from tollkeeper.rules.document.tree import DocumentProblem
 from tollkeeper.rules.document.writing import to_data
 
 app: Final = typer.Typer(
@@ -93,7 +93,7 @@ class _Checked:
     def __init__(self, file: str) -> None:
         self.name = file
         self.unreadable = ""
-        self.problems: tuple[Problem, ...] = ()
+        self.problems: tuple[DocumentProblem, ...] = ()
         self.warnings: list[dict[str, Any]] = []
         self.rules = 0
         try:
@@ -227,7 +227,7 @@ def schema(
     Example: tollkeeper rules schema > rules.schema.json
     """
     with out.telling(as_json):
-        out.say_json(documents.schema())
+        out.say_json(document_schema())
 
 
 for command in (history, apply, rollback, explain):

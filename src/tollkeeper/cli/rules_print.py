@@ -36,7 +36,7 @@ from tollkeeper.core.errors import (
     VersionConflict,
     quoted,
 )
-from tollkeeper.rules.document.documents import DocumentError
+from tollkeeper.rules.document.reading import DocumentError
 
 if TYPE_CHECKING:
     from tollkeeper.control.versions import Version

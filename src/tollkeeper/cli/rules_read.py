@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tollkeeper.core.errors import ConfigError
-from tollkeeper.rules.document.documents import DocumentError, read
 from tollkeeper.rules.document.model import Document
-from tollkeeper.rules.document.places import below
-from tollkeeper.rules.document.reading import (
+from tollkeeper.rules.document.reading import DocumentError, read
+from tollkeeper.rules.document.tree import (
     BYTES_MAX,
     TOO_LONG,
-    Node,
-    Problem,
-    Problems,
+    DocumentNode,
+    DocumentProblem,
+    ProblemList,
+    below,
     tree_of_yaml,
 )
 from tollkeeper.rules.document.writing import to_yaml
@@ -76,12 +76,12 @@ def from_file(name: str) -> Source:
     except ValueError as error:  # a null character in the name, which no system knows
         raise Unreadable(f"{shown!r}: it cannot be read: {error}") from None
     if len(found) > BYTES_MAX:
-        raise DocumentError((Problem(shown, 0, 0, "", TOO_LONG),))
+        raise DocumentError((DocumentProblem(shown, 0, 0, "", TOO_LONG),))
     try:
         return Source(shown, found.decode())
     except UnicodeDecodeError as error:
         message = f"byte {error.start + 1} is not UTF-8; save the file as UTF-8"
-        raise DocumentError((Problem(shown, 0, 0, "", message),)) from None
+        raise DocumentError((DocumentProblem(shown, 0, 0, "", message),)) from None
 
 
 def _bytes(name: str) -> bytes:
@@ -106,7 +106,7 @@ class Positions:
 
     def __init__(self, text: str) -> None:
         self._by_path: dict[str, Position] = {"": Position(1, 1)}
-        tree = tree_of_yaml(text, Problems(""))
+        tree = tree_of_yaml(text, ProblemList(""))
         if tree is not None:
             self._walk("", tree)
 
@@ -116,7 +116,7 @@ class Positions:
             path = path[: max(path.rfind("."), path.rfind("["), 0)]
         return self._by_path[path]
 
-    def _walk(self, path: str, node: Node) -> None:
+    def _walk(self, path: str, node: DocumentNode) -> None:
         self._by_path.setdefault(path, Position(node.line, node.column))
         if node.kind == "list":
             for place, child in enumerate(node.value):

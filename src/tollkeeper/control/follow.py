@@ -30,8 +30,8 @@ from tollkeeper.control import snapshot as snapshots
 from tollkeeper.control.sources import Found, Source, StoreHints, jittered, source_of
 from tollkeeper.core.errors import ConfigError, StoreTimeout, TollkeeperError, show
 from tollkeeper.decide.store import Store
-from tollkeeper.rules.document import Rules, document_of
 from tollkeeper.rules.document.model import Document
+from tollkeeper.rules.document.reading import Rules, document_of
 
 POLL_S_MIN: Final = 0.05
 POLL_S_MAX: Final = 3600.0

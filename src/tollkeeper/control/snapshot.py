@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from tollkeeper.core.errors import ConfigError, StoreUnavailable, show
-from tollkeeper.rules.document.documents import from_data
 from tollkeeper.rules.document.model import Document
+from tollkeeper.rules.document.reading import from_data
 from tollkeeper.rules.document.writing import to_data
 
 FORMAT: Final = 1

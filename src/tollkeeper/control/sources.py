@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from tollkeeper.core.errors import ConfigError, StoreError
 from tollkeeper.decide.store import Channel, Store, Subscription
-from tollkeeper.rules.document import is_document_text
-from tollkeeper.rules.document.documents import read, read_file
 from tollkeeper.rules.document.model import Document
+from tollkeeper.rules.document.reading import is_document_text, read, read_file
 
 if TYPE_CHECKING:
     from tollkeeper.control.repository import Repository

@@ -25,7 +25,7 @@ from tollkeeper.decide.store import Gate, Store, StoreStats
 from tollkeeper.decide.stores import store_of
 from tollkeeper.limiter.arguments import request_of
 from tollkeeper.metrics.tally import RuleCounts, Tally
-from tollkeeper.rules.document import Rules, document_of
+from tollkeeper.rules.document.reading import Rules, document_of
 from tollkeeper.rules.in_force import combined
 from tollkeeper.rules.penalties import Penalty
 from tollkeeper.rules.policy import CompiledRules

@@ -34,7 +34,7 @@ from tollkeeper.core.subjects import KEY_LENGTH_MAX, SEPARATOR, subject_of_reque
 from tollkeeper.rules.document.model import Document, Limits, Override
 from tollkeeper.rules.matching.lists import Lists
 from tollkeeper.rules.matching.patterns import normalised
-from tollkeeper.rules.matching.table import CompiledRule, Table
+from tollkeeper.rules.matching.table import CompiledRule, RuleTable
 from tollkeeper.rules.ruling import AppliedRule
 from tollkeeper.rules.splitting import parts_of, share, subject_of_part
 
@@ -218,7 +218,7 @@ class CompiledRules:
         """
         self.document = document
         self.version = version
-        self.table = Table(document.rules)
+        self.table = RuleTable(document.rules)
         self._lists = None
         if document.allow or document.deny:
             self._lists = Lists.compile(document.allow, document.deny)

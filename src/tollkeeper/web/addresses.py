@@ -30,7 +30,7 @@ from socket import AF_INET, AF_INET6, inet_ntop
 from typing import Final, Literal, get_args
 
 from tollkeeper.core.errors import ConfigError, show
-from tollkeeper.rules.matching.networks import Address, Network, address_of, compile_network
+from tollkeeper.rules.matching.patterns import Address, Network, address_of, compile_network
 from tollkeeper.web.calls import Call, clean_value, digest_of
 
 LOG: Final = logging.getLogger("tollkeeper.web")

@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 
 from tollkeeper.core.model import Request
 from tollkeeper.core.subjects import Key
-from tollkeeper.rules.matching.paths import normalised
+from tollkeeper.rules.matching.patterns import normalised
 from tollkeeper.web.calls import Call, digest_of
 from tollkeeper.web.claims import Claim
 from tollkeeper.web.identity import NOBODY, Compiled, Identity, Source

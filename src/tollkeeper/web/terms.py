@@ -19,7 +19,7 @@ from tollkeeper.decide.local_fallback import LocalFallback, local_fallback_of
 from tollkeeper.decide.store import Store
 from tollkeeper.limiter import AsyncLimiter, Limiter
 from tollkeeper.limiter.arguments import kind_of, name_of
-from tollkeeper.rules.document import Rules
+from tollkeeper.rules.document.reading import Rules
 from tollkeeper.rules.ruling import CheckResult
 from tollkeeper.web.answers import Style
 from tollkeeper.web.calls import Call

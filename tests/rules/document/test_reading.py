@@ -1,353 +1,280 @@
-"""From text and data to the tree: where things stand, what they are, and what is too much."""
+"""Reading documents: from text, files and data; and anything at all, which is one or refused."""
 
 from __future__ import annotations
 
-import builtins
+import copy
 import json
-import re
-from datetime import UTC, datetime
+import pickle
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.rules.documents import Data, documents
 from tollkeeper.core.errors import ConfigError
-from tollkeeper.rules.document import reading
-from tollkeeper.rules.document.reading import (
-    DEPTH_MAX,
-    PROBLEMS_MAX,
-    Node,
-    Problems,
-    TooManyProblems,
-    tree_of_data,
-    tree_of_yaml,
-)
+from tollkeeper.core.model import Limit
+from tollkeeper.rules.document import reading as module
+from tollkeeper.rules.document.model import Document
+from tollkeeper.rules.document.reading import DocumentError, from_data, read, read_file, schema
+from tollkeeper.rules.document.tree import PROBLEMS_MAX, DocumentProblem
+
+EXAMPLE = Path(__file__).parents[3] / "examples/limits.yaml"
+SMALL = "version: 1\nrules:\n  - id: all\n    by: [user]\n    limits: [10/second]\n"
+
+DESIGN = """\
+version: 1
+tiers: {free: ["100/minute"], pro: ["1000/minute burst 200"], enterprise: ["10000/minute"]}
+rules:
+  - id: orders
+    match: {endpoint: "/v1/orders/*", method: [POST]}
+    by: [api_key]                     # what is counted separately
+    limits: ["10/second", "100/minute burst 50"]
+    tiers: {pro: ["50/second", "1000/minute"]}
+    keys: {sk_prod_vip_001: ["1000/minute"]}
+    cost: 1
+    consistency: strict               # strict | leased
+    on_failure: local                 # open | closed | local
+    mode: enforce                     # enforce | shadow | off
+    rollout: 100                      # per cent of keys
+  - id: login
+    match: {endpoint: /login}
+    by: [ip]
+    limits: [{limit: 5, per: 1m, algorithm: sliding_window_log}]
+    on_failure: closed
+allow: ["sk_internal_*"]
+deny: ["sk_revoked_*"]
+"""
 
 
-def tree(text: str) -> Node:
-    problems = Problems("t")
-    root = tree_of_yaml(text, problems)
-    assert root is not None, problems.found
-    return root
+def test_the_document_of_the_design() -> None:
+    """Every value is where it belongs."""
+    document = read(DESIGN)
+    orders, login = document.rules
+    assert (orders.id, orders.by, orders.on_failure) == ("orders", ("api_key",), "local")
+    assert orders.match.endpoint == ("/v1/orders/*",)
+    assert orders.limits == (Limit(10, per=1), Limit(100, per=60, burst=50))
+    assert orders.tiers == {"pro": (Limit(50, per=1), Limit(1000, per=60))}
+    assert orders.keys == {"sk_prod_vip_001": (Limit(1000, per=60),)}
+    assert login.limits == (Limit(5, per=60, algorithm="sliding_window_log"),)
+    assert list(document.tiers) == ["free", "pro", "enterprise"]
+    assert (document.allow, document.deny) == (("sk_internal_*",), ("sk_revoked_*",))
 
 
-def refused(text: str) -> str:
-    """The one problem of a text that has no tree."""
-    problems = Problems("t")
-    assert tree_of_yaml(text, problems) is None
-    (problem,) = problems.found
-    return str(problem)
+def test_the_example_is_right() -> None:
+    """What we hand to readers can be read."""
+    document = read_file(EXAMPLE)
+    assert [rule.id for rule in document.rules][:3] == ["login", "orders", "api"]
+    assert len(document.overrides) == 2
 
 
-def plain(node: Node) -> Any:
-    """The tree as kinds and values, without places."""
-    if node.kind == "list":
-        return [plain(item) for item in node.value]
-    if node.kind == "mapping":
-        return {plain(key)[1]: plain(value) for key, value in node.value}
-    return node.kind, node.value
+def test_an_error_says_file_line_value_and_a_right_one() -> None:
+    """The first line of the message is all that is needed to mend it."""
+    with pytest.raises(DocumentError) as caught:
+        read(SMALL.replace("10/second", "10/fortnight"), "limits.yaml")
+    assert str(caught.value) == (
+        'limits.yaml:5:14: rules[0].limits[0]: "10/fortnight" is not a rate: expected a unit: ms, '
+        "second, minute, hour, day, week, month or year at character 4; "
+        'for example "10/second"'
+    )
+    (problem,) = caught.value.problems
+    assert (problem.source, problem.line, problem.column) == ("limits.yaml", 5, 14)
+    assert problem.where == "rules[0].limits[0]"
+    assert isinstance(caught.value, ConfigError)
 
 
-# ------------------------------------------------------------------------------------------ YAML
+def test_a_message_shows_the_first_twenty() -> None:
+    """All are in `problems`; the message says how many more there are."""
+    with pytest.raises(DocumentError) as caught:
+        read("version: 1\ndeny:\n" + "- 5\n" * 50)
+    lines = str(caught.value).splitlines()
+    assert len(caught.value.problems) == 50
+    assert len(lines) == 21
+    assert lines[-1] == "… and 30 more"
+
+
+def test_a_million_mistakes_are_a_thousand() -> None:
+    """Looking for more helps nobody."""
+    with pytest.raises(DocumentError) as caught:
+        from_data({"version": 1, "deny": [5] * 100_000})
+    assert len(caught.value.problems) == PROBLEMS_MAX
+
+
+def test_an_error_survives_pickling_and_copying() -> None:
+    """A worker process can hand it to its parent."""
+    error = DocumentError((DocumentProblem("a.yaml", 1, 2, "rules", "wrong"),))
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert (type(again), str(again)) == (DocumentError, "a.yaml:1:2: rules: wrong")
+        assert again.problems == error.problems
+
+
+def test_json_is_read_like_yaml() -> None:
+    """The same document, and mistakes on their lines."""
+    data = {"version": 1, "rules": [{"id": "all", "by": ["user"], "limits": ["10/second"]}]}
+    assert read(json.dumps(data)) == read(SMALL) == from_data(data)
+    data["rules"][0]["mode"] = "of"  # type: ignore[index]  # it is a list
+    with pytest.raises(DocumentError, match=r'^a\.json:12:15: rules\[0\]\.mode: "of" is not known'):
+        read(json.dumps(data, indent=2), "a.json")
+
+
+def test_data_has_no_lines() -> None:
+    """Its problems say the path."""
+    with pytest.raises(DocumentError, match=r"^<data>: rules\[0\]\.rollout: 101 is not a whole"):
+        from_data({"version": 1, "rules": [{"id": "a", "by": [], "limits": "5/s", "rollout": 101}]})
+
+
+# ----------------------------------------------------------------------------------------- files
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    """By a path or its text; with a byte order mark or without; and named in errors."""
+    path = tmp_path / "limits.yaml"
+    path.write_text(SMALL, "utf-8-sig")
+    assert read_file(path) == read_file(str(path)) == read(SMALL)
+    path.write_text("version: 3", "utf-8")
+    with pytest.raises(DocumentError, match=r"limits\.yaml:1:10: version: 3 is not a version"):
+        read_file(path)
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "value"),
+    ("name", "content", "said"),
     [
-        ("a b", "text", "a b"),
-        ('"42"', "text", "42"),
-        ("'off'", "text", "off"),
-        ("!!str 42", "text", "42"),
-        ("! 42", "text", "42"),
-        ('""', "text", ""),
-        ("42", "number", 42),
-        ("-1", "number", -1),
-        ("+1", "number", 1),
-        ("1_000", "number", 1_000),
-        ("1.5", "number", 1.5),
-        ("1e3", "number", 1_000.0),
-        ("1.5e+3", "number", 1_500.0),
-        (".5", "number", 0.5),
-        ("1.", "number", 1.0),
-        # Numbers that people do not mean.
-        ("017", "number", None),
-        ("0x1F", "number", None),
-        ("0b11", "number", None),
-        ("12:30", "number", None),
-        (".inf", "number", None),
-        (".nan", "number", None),
-        ("1" * 101, "number", None),
-        ("off", "boolean", "off"),
-        ("NO", "boolean", "NO"),
-        ("true", "boolean", "true"),
-        ("~", "nothing", "~"),
-        ("null", "nothing", "null"),
-        ("2026-01-01", "time", "2026-01-01"),
-        ("2026-01-01T00:00:00Z", "time", "2026-01-01T00:00:00Z"),
-        ("<<", "merge", "<<"),
-        ("=", "other", "="),
-        ("!!binary aGk=", "other", "aGk="),
-        ("!!python/object:os.system ls", "other", "ls"),
-        ("!mine x", "other", "x"),
+        ("none.yaml", None, "none.yaml: it cannot be read: No such file or directory"),
+        (".", None, ": it cannot be read: Is a directory"),
+        ("latin.yaml", b"version: 1 # \xe9", "latin.yaml: byte 14 is not UTF-8; save the file as"),
+        ("wide.yaml", "version: 1".encode("utf-16"), "wide.yaml: byte 1 is not UTF-8; save the"),
+        ("a\0b", None, "it cannot be read: embedded null byte"),
     ],
 )
-def test_what_a_scalar_is(text: str, kind: str, value: object) -> None:
-    """By YAML's rules, with its spelling kept; nothing is made from a tag."""
-    node = tree(text)
-    assert (node.kind, node.value) == (kind, value)
-    assert node.text == text.split(" ", 1)[-1].strip("'\"") if text != "a b" else "a b"
+def test_files_that_cannot_be_read(
+    tmp_path: Path, name: str, content: bytes | None, said: str
+) -> None:
+    """The same kind of error, naming the file."""
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DocumentError) as caught:
+        read_file(path)
+    assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["!!set {a, b}", "!!omap [a: 1]", "!!python/tuple [1]"])
-def test_collections_of_other_kinds_are_none_of_ours(text: str) -> None:
-    """Neither a list nor a mapping, so that the grammar refuses them."""
-    assert tree(text).kind == "other"
+def test_a_file_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is not read to its end."""
+    path = tmp_path / "long.yaml"
+    path.write_text("é" * 20)
+    monkeypatch.setattr(module, "BYTES_MAX", 9)
+    with pytest.raises(DocumentError, match="this is longer than 16 MiB; is it a rule document"):
+        read_file(path)
 
 
-def test_every_node_knows_its_place() -> None:
-    """Lines and columns from 1, in characters, of keys and of values."""
-    text = 'a: 1\nb:\n  - "é": [x,   y]\n  - >\n    folded\n'
-    (_, one), (b, items) = tree(text).value
-    first, folded = items.value
-    ((key, pair),) = first.value
-    assert [(n.line, n.column) for n in (one, b, items, key, pair, *pair.value, folded)] == [
-        (1, 4),
-        (2, 1),
-        (3, 3),
-        (3, 5),
-        (3, 10),
-        (3, 11),
-        (3, 16),
-        (4, 5),
-    ]
+def test_a_path_is_no_text() -> None:
+    """Who hands a path to `read` is told of `read_file`."""
+    path: Any = EXAMPLE
+    with pytest.raises(DocumentError, match=r"to read a file, use read_file\(\)"):
+        read(path)
 
 
-def test_aliases_stand_where_their_anchor_does() -> None:
-    """A mistake in what is shared is to be mended at the anchor."""
-    (_, shared), (_, again) = tree("a: &x [1]\nb: *x\n").value
-    assert again is shared
+def test_the_schema_is_there() -> None:
+    """It is part of the package."""
+    assert schema()["title"] == "Tollkeeper rule document"
 
 
-def test_merge_keys() -> None:
-    """`<<` brings in the names that are not given, the first source first."""
-    text = "- &a {x: 1, y: 2}\n- &b {y: 3, z: 4}\n- {<<: [*a, *b], z: 5}\n- {x: 6, <<: *a}\n"
-    merged = [plain(item) for item in tree(text).value[2:]]
-    number = "number"
-    assert merged == [
-        {"z": (number, 5), "x": (number, 1), "y": (number, 2)},
-        {"x": (number, 6), "y": (number, 2)},
-    ]
+# --------------------------------------------------------------------------------- anything at all
 
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("", "t:1:1: the document is empty; it starts with version: 1"),
-        ("# nothing\n", "t:1:1: the document is empty; it starts with version: 1"),
-        ("a: b: c", "t:1:5: this is not YAML: mapping values are not allowed in this context"),
-        ("a: [1\nb: 2", "t:2:2: this is not YAML: did not find expected ',' or ']', while parsing"),
-        ("a: 'x", "t:1:6: this is not YAML: found unexpected end of stream, while scanning a"),
-        ("\ta: 1", "t:1:1: this is not YAML: found character that cannot start any token"),
-        ("a: 1\n---\nb: 2", "t:2:1: a second document starts here"),
-        ("a: 1\n...\nb: 2", "t:3:1: this is not YAML: did not find expected <document start>"),
-        ("a: *b", "t:1:4: *b stands for nothing yet: an anchor (&) goes before its use"),
-        ("a: &a [*a]", "t:1:8: *a stands for nothing yet"),
-        ("a: {<<: 1}", "t:1:10: << takes a mapping, or a list of them; for example <<: *defaults"),
-        ("a: 1\nb: \x07", "t:2:4: the character U+0007 may not stand in YAML; remove it"),
-        ("a: \ud800", "t:1:4: the character U+D800 may not stand in YAML; remove it"),
-        ("%TAG ! x\n--- a", "t:1:1: %TAG has no meaning here; remove the line"),
-        ("%YAML 3.0\n--- a", "t:1:1: this is not YAML: found incompatible YAML document"),
+WORDS = [
+    *[
+        "version",
+        "1",
+        "rules",
+        "tiers",
+        "assign",
+        "allow",
+        "deny",
+        "overrides",
+        "id",
+        "by",
+        "match",
     ],
-)
-def test_what_is_not_yaml(text: str, problem: str) -> None:
-    """One problem, with its line and column."""
-    assert refused(text).startswith(problem)
-
-
-def test_a_byte_order_mark_is_nothing() -> None:
-    """Some editors write one."""
-    assert tree("\ufeffa: 1").value[0][0].text == "a"
-
-
-def test_the_library_without_its_compiled_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it was built so, documents are read more slowly and the same."""
-    text = 'a: &x [1, "b", off]\nc: *x\nd: {<<: {e: 2026-01-01}, f: ~}\n'
-    compiled = tree(text)
-    monkeypatch.delattr(yaml, "CSafeLoader")
-    assert tree(text) == compiled
-    assert refused("a: b: c").startswith("t:1:5: this is not YAML: mapping values are not allowed")
-
-
-def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """YAML is an extra; plain data needs nothing."""
-    real = builtins.__import__
-
-    def without_yaml(name: str, *rest: Any) -> Any:
-        if name == "yaml":
-            raise ImportError(name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without_yaml)
-    with pytest.raises(ConfigError, match=r"pip install 'tollkeeper\[rules\]'"):
-        tree_of_yaml("a: 1", Problems("t"))
-    assert tree_of_data({"a": 1}, Problems("t"))
-
-
-# ---------------------------------------------------------------------------------------- bounds
-
-
-def test_a_billion_laughs_are_refused() -> None:
-    """Each alias counts as all that it stands for: nine lines are 3**40 values."""
-    lines = ["- &a0 [x, x, x]"]
-    lines += [f"- &a{n + 1} [*a{n}, *a{n}, *a{n}]" for n in range(40)]
-    assert "with its aliases, the document has more than 2,500,000 values" in refused(
-        "\n".join(lines)
-    )
-
-
-def test_aliases_add_to_the_depth() -> None:
-    """What is nested by aliases is as deep as if it were written out."""
-    lines = ["- &a0 [x]"] + [f"- &a{n + 1} [*a{n}]" for n in range(DEPTH_MAX - 2)]
-    assert tree("\n".join(lines))
-    lines.append(f"- [*a{DEPTH_MAX - 2}]")
-    assert refused("\n".join(lines)) == "t:16:4: this is nested more than 16 deep"
-
-
-@pytest.mark.parametrize("opening", ["[", "{a: ", "- ", "? ", "[{a: "])
-def test_depth_is_bounded(opening: str) -> None:
-    """Refused at the bound, not after a million levels: the parser's time grows by the square."""
-    assert "nested more than 16 deep" in refused(opening * 1_000_000)
-
-
-def test_the_deepest_that_is_allowed() -> None:
-    """Exactly DEPTH_MAX lists in one another."""
-    assert tree("[" * DEPTH_MAX + "]" * DEPTH_MAX)
-    assert refused("[" * (DEPTH_MAX + 1) + "]" * (DEPTH_MAX + 1)).startswith(
-        f"t:1:{DEPTH_MAX + 1}:"
-    )
-
-
-def test_the_number_of_values_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The list counts, and each of its values."""
-    monkeypatch.setattr(reading, "NODES_MAX", 4)
-    assert tree("[1, 2, 3]")
-    assert refused("[1, 2, 3, 4]").startswith("t:1:11: with its aliases, the document has more")
-    problems = Problems("t")
-    assert tree_of_data([1, 2, 3], problems)
-    assert tree_of_data([1, 2, 3, 4], problems) is None
-    assert str(problems.found[0]).startswith("t: the document has more than 4 values")
-
-
-def test_the_length_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Characters of two bytes count as two."""
-    monkeypatch.setattr(reading, "BYTES_MAX", 5)
-    assert tree("abcde")
-    assert tree("éé1")
-    assert refused("abcdef") == "t: this is longer than 16 MiB; is it a rule document?"
-    assert refused("ééé") == "t: this is longer than 16 MiB; is it a rule document?"
-
-
-def test_directives_do_not_take_the_square_of_their_number() -> None:
-    """The parser compares each %TAG with all before it; they are refused unread."""
-    text = "".join(f"%TAG !a{n}! x\n" for n in range(500_000)) + "---\nversion: 1\n"
-    assert refused(text) == "t:1:1: %TAG has no meaning here; remove the line"
-
-
-def test_enough_problems_are_enough() -> None:
-    """A list of a million mistakes is not a million problems."""
-    problems = Problems("t")
-    for line in range(PROBLEMS_MAX - 1):
-        problems.add(line, 1, "", "wrong")
-    with pytest.raises(TooManyProblems):
-        problems.add(0, 0, "", "wrong")
-    assert len(problems.found) == PROBLEMS_MAX
-
-
-# --------------------------------------------------------------------------------- JSON and data
-
-json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(10**90), 10**90)
-    | st.floats(-1e300, 1e300)
-    | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
-    max_leaves=12,
-)
-
-
-@given(json_values, st.sampled_from([None, 1, "\t"]), st.booleans())
-@example({"a": "\U0001f600\\\U0001f600/\u2028"}, None, True)
-@example({"\\": "\x7f\x85\ufeff\x00"}, None, True)
-@example([1e22, -0.0, 1e-7, 123456789012345680.0], None, True)
-def test_json_is_read_as_json_reads_it(value: object, indent: Any, ascii_only: bool) -> None:
-    """The tree of a JSON text is the tree of the data, however it is laid out."""
-    text = json.dumps({"value": value}, indent=indent, ensure_ascii=ascii_only)
-    # Unescaped, these are no characters or line ends to YAML; and names stop at 1,024 there.
-    odd = reading._NOT_YAML.search(text) or re.search("[\x85\u2028\u2029]", text)
-    if odd or any(len(json.dumps(key)) > 1_000 for key in _keys(value)):
-        return
-    problems = Problems("t")
-    assert _without_truth(tree_of_yaml(text, problems)) == _without_truth(
-        tree_of_data({"value": value}, problems)
-    )
-
-
-def _keys(value: Any) -> list[str]:
-    if isinstance(value, dict):
-        return [*value, *(key for inner in value.values() for key in _keys(inner))]
-    return [key for inner in value for key in _keys(inner)] if isinstance(value, list) else []
-
-
-def _without_truth(node: Node | None) -> Any:
-    """The tree in plain form; `true` and `null` are spelled otherwise in data."""
-    assert node is not None
-    if node.kind == "list":
-        return [_without_truth(item) for item in node.value]
-    if node.kind == "mapping":
-        return [(key.text, _without_truth(value)) for key, value in node.value]
-    if node.kind in {"boolean", "nothing"}:
-        return str(node.value).lower().replace("none", "null")
-    return node.kind, node.value
-
-
-def test_places_in_json_are_right_on_every_line() -> None:
-    """As in YAML; only on a line that has an escaped pair do later columns move."""
-    ((key, value),) = tree('{\n  "a\\ud83d\\ude00": [\n    1,\n    {}\n  ]\n}').value
-    assert (key.line, key.column, key.value) == (2, 3, "a\U0001f600")
-    assert [(item.line, item.column) for item in value.value] == [(3, 5), (4, 5)]
-
-
-@pytest.mark.parametrize(
-    ("value", "kind"),
-    [
-        ("x", "text"),
-        (5, "number"),
-        (5.5, "number"),
-        (True, "boolean"),
-        (None, "nothing"),
-        (datetime(2026, 1, 1, tzinfo=UTC), "time"),
-        (datetime(2026, 1, 1, tzinfo=UTC).date(), "time"),
-        ((1, 2), "list"),
-        ({}, "mapping"),
-        (b"x", "other"),
-        ({1}, "other"),
-        (object(), "other"),
+    *["limits", "keys", "cost", "mode", "off", "rollout", "scale", "low", "for", "user", "until"],
+    *[
+        "multiply",
+        "per",
+        "limit",
+        "endpoint",
+        "5/s",
+        "{",
+        "}",
+        "[",
+        "]",
+        ":",
+        ": ",
+        ",",
+        "- ",
+        "\n",
     ],
+    *["\n  ", "&a ", "*a", "<<", "? ", "|\n", ">\n", "'", '"', "#", "!!", "%", "---\n", "~", "\t"],
+    *["re:(", "10.0.0.0/8", "*", "{id}", "2026-01-01T00:00:00Z", "1e9", "-1", ".nan", "0x1F"],
+]
+
+
+@given(st.text() | st.lists(st.sampled_from(WORDS), max_size=30).map("".join))
+@example("{version: 1, rules: [{id: a, by: user, limits: [{limit: 5, per: 1e400}]}]}")
+@example("version: 1\noverrides: [{for: {user: a}, until: 9999-12-31T23:59:59-23:59}]")
+def test_any_text_is_a_document_or_refused(text: str) -> None:
+    """And nothing else happens."""
+    with suppress(DocumentError):
+        assert isinstance(read(text), Document)
+
+
+_SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=10),
+    st.sampled_from(WORDS),
+    st.binary(max_size=3),
+    st.datetimes(),
+    st.dates(),
+    st.decimals(allow_nan=False),
+    st.builds(object),
+    st.builds(pow, st.just(10), st.just(5_000)),  # more digits than Python prints
 )
-def test_what_a_value_is(value: object, kind: str) -> None:
-    """Plain data, and everything else by no name."""
-    node = tree_of_data(value, Problems("t"))
-    assert node is not None
-    assert (node.kind, node.line) == (kind, 0)
+ANYTHING = st.recursive(
+    _SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.sampled_from(WORDS) | _SCALARS, inner, max_size=4),
+    ),
+    max_leaves=10,
+)
 
 
-def test_data_that_holds_itself_is_refused() -> None:
-    """By its depth; and by its size what is the same list nine times, nine times over."""
-    itself: list[Any] = []
-    itself.append(itself)
-    problems = Problems("t")
-    assert tree_of_data(itself, problems) is None
-    assert str(problems.found[0]) == "t: the document is nested more than 16 deep"
+@given(ANYTHING)
+def test_any_data_is_a_document_or_refused(data: Any) -> None:
+    """And nothing else happens, also where only the version is right."""
+    for candidate in (data, {"version": 1, "rules": [data], "tiers": data}):
+        with suppress(DocumentError):
+            assert isinstance(from_data(candidate), Document)
+
+
+@given(documents(), st.data())
+def test_one_value_replaced_by_anything(data: Data, draw: st.DataObject) -> None:
+    """A right document with one part of it exchanged is right or refused; every part is tried."""
+    changed: Any = copy.deepcopy(data)
+    inner = changed
+    while True:
+        places = list(inner) if isinstance(inner, dict) else range(len(inner))
+        if not places:
+            return
+        place = draw.draw(st.sampled_from(places))
+        if isinstance(inner[place], dict | list) and draw.draw(st.booleans()):
+            inner = inner[place]
+            continue
+        inner[place] = draw.draw(ANYTHING)
+        break
+    with suppress(DocumentError):
+        assert isinstance(from_data(changed), Document)

@@ -16,8 +16,7 @@ from jsonschema import Draft202012Validator
 from tests.rules.documents import Data, documents
 from tollkeeper.core.model import ALGORITHM_NAMES, NAME_LENGTH_MAX, REQUEST_FIELDS, UNITS_MAX
 from tollkeeper.core.rates import LIMITS_MAX, TEXT_LENGTH_MAX
-from tollkeeper.rules.document import grammar, limits
-from tollkeeper.rules.document.documents import DocumentError, from_data, read_file, schema
+from tollkeeper.rules.document import grammar
 from tollkeeper.rules.document.model import (
     BY_MAX,
     CONSISTENCIES,
@@ -30,7 +29,8 @@ from tollkeeper.rules.document.model import (
     PenaltySettings,
     Scale,
 )
-from tollkeeper.rules.document.reading import Node, Problems, tree_of_yaml
+from tollkeeper.rules.document.reading import DocumentError, from_data, read_file, schema
+from tollkeeper.rules.document.tree import DocumentNode, ProblemList, tree_of_yaml
 from tollkeeper.rules.document.writing import to_data
 
 EXAMPLE = Path(__file__).parents[3] / "examples/limits.yaml"
@@ -144,7 +144,7 @@ def test_the_names_are_the_grammars() -> None:
     assert set(SCHEMA["properties"]) == set(grammar._TOP)
     assert set(rule) == set(grammar._RULE)
     assert set(DEFS["match"]["properties"]) == {*REQUEST_FIELDS, "attributes"}
-    assert set(DEFS["limit"]["properties"]) == set(limits._FIELDS)
+    assert set(DEFS["limit"]["properties"]) == set(grammar._LIMIT)
     assert set(DEFS["scale"]["properties"]) == set(grammar._SCALE)
     assert set(DEFS["penalty"]["properties"]) == set(grammar._PENALTY)
     assert set(DEFS["override"]["properties"]) == set(grammar._OVERRIDE)
@@ -205,14 +205,14 @@ def test_what_is_read_is_accepted(data: Data) -> None:
 def test_the_example_is_accepted() -> None:
     """As its editor sees it: times are text there."""
 
-    def plain(node: Node) -> Any:
+    def plain(node: DocumentNode) -> Any:
         if node.kind == "list":
             return [plain(item) for item in node.value]
         if node.kind == "mapping":
             return {key.text: plain(value) for key, value in node.value}
         return node.value
 
-    tree = tree_of_yaml(EXAMPLE.read_text("utf-8"), Problems("t"))
+    tree = tree_of_yaml(EXAMPLE.read_text("utf-8"), ProblemList("t"))
     assert tree is not None
     assert accepted(plain(tree)), next(VALIDATOR.iter_errors(plain(tree))).message
     assert accepted(to_data(read_file(EXAMPLE)))

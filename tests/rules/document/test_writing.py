@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tests.rules.documents import Data, documents
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS, Limit
-from tollkeeper.rules.document.documents import from_data, read, read_file
 from tollkeeper.rules.document.model import Document, Match, Override, PenaltySettings, Rule, Scale
+from tollkeeper.rules.document.reading import from_data, read, read_file
 from tollkeeper.rules.document.writing import limit_data, to_data, to_yaml
 
 EXAMPLE = Path(__file__).parents[3] / "examples/limits.yaml"

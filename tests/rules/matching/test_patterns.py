@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
+import ipaddress
 import random
 import sys
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tollkeeper.core.errors import ConfigError
@@ -20,9 +21,14 @@ from tollkeeper.rules.matching.patterns import (
     Glob,
     Regexes,
     Wildcard,
+    address_of,
     compile_endpoint,
     compile_glob,
+    compile_method,
+    compile_network,
+    decoded,
     escaped,
+    normalised,
 )
 
 ONE, MANY = Wildcard.ONE, Wildcard.MANY
@@ -448,3 +454,301 @@ def test_any_text_is_a_glob_or_an_error(pattern: str, value: str) -> None:
     else:
         assert glob.matches(value) in {True, False}
         assert value.startswith(glob.prefix) or not glob.matches(value)
+
+
+@pytest.mark.parametrize(
+    ("network", "address", "is_in"),
+    [
+        ("10.0.0.0/8", "10.0.0.0", True),
+        ("10.0.0.0/8", "10.255.255.255", True),
+        ("10.0.0.0/8", "11.0.0.0", False),
+        ("10.0.0.0/8", "::ffff:10.1.2.3", True),
+        ("10.0.0.0/8", "::FFFF:0a01:0203", True),
+        ("10.0.0.0/8", "::10.1.2.3", False),
+        ("::ffff:10.0.0.0/104", "10.1.2.3", True),
+        ("::ffff:10.1.2.3", "10.1.2.3", True),
+        ("192.0.2.7", "192.0.2.7", True),
+        ("192.0.2.7", "192.0.2.8", False),
+        ("192.0.2.7/32", "192.0.2.7", True),
+        ("0.0.0.0/0", "255.255.255.255", True),
+        ("0.0.0.0/0", "::1", False),
+        ("::/0", "::1", True),
+        ("::/0", "1.2.3.4", False),
+        ("::/0", "::ffff:1.2.3.4", False),
+        ("2001:db8::/32", "2001:0DB8:0:0::1", True),
+        ("2001:db8::/32", "2001:db9::1", False),
+        ("fe80::/10", "fe80::1%eth0", True),
+        ("::1", "0:0:0:0:0:0:0:1", True),
+        # What is no address is in no network.
+        ("0.0.0.0/0", "", False),
+        ("0.0.0.0/0", "1.2.3", False),
+        ("0.0.0.0/0", "1.2.3.4:80", False),
+        ("0.0.0.0/0", "01.2.3.4", False),
+        ("0.0.0.0/0", " 1.2.3.4", False),
+        ("0.0.0.0/0", "1.2.3.4%eth0", False),
+        ("0.0.0.0/0", "1.2.3.4\0", False),
+        ("0.0.0.0/0", "1.2.3.4/32", False),
+        ("0.0.0.0/0", "\ud800", False),
+        ("0.0.0.0/0", "unknown", False),
+        ("::/0", "[::1]", False),
+        ("::/0", ":::", False),
+        ("::/0", "::1\0", False),
+        ("::/0", "::\ud800", False),
+    ],
+)
+def test_what_a_network_holds(network: str, address: str, is_in: bool) -> None:
+    """The network holds the address, or it does not."""
+    assert compile_network(network).contains(address) is is_in
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("10.0.0.0/8", "10.0.0.0/8"),
+        ("10.1.2.3", "10.1.2.3"),
+        ("10.1.2.3/32", "10.1.2.3"),
+        ("::ffff:10.0.0.0/104", "10.0.0.0/8"),
+        ("2001:DB8:0::/32", "2001:db8::/32"),
+        ("::1/128", "::1"),
+        ("0.0.0.0/0", "0.0.0.0/0"),
+    ],
+)
+def test_a_network_is_shown_in_one_way(text: str, shown: str) -> None:
+    """A person reads it as it is usually written."""
+    assert str(compile_network(text)) == shown
+    assert compile_network(shown) == compile_network(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("10.0.0.1/8", "write 10.0.0.0/8 for all of it, or the address alone"),
+        ("2001:db8::1/32", "write 2001:db8::/32 for all of it"),
+        ("::ffff:10.0.0.1/104", "after the first 104; write 10.0.0.0/8"),
+        ("10.0.0.0/33", "leading bits, 0 to 32"),
+        ("::/129", "leading bits, 0 to 128"),
+        ("::ffff:10.0.0.0/95", "leading bits, 96 to 128"),
+        ("10.0.0.0/", "leading bits"),
+        ("10.0.0.0/-1", "leading bits"),
+        ("10.0.0.0/+8", "leading bits"),
+        ("10.0.0.0/08", "leading bits"),
+        ("10.0.0.0/٨", "leading bits"),
+        ("10.0.0.0/8/8", "leading bits"),
+        ("10.0.0.0/255.0.0.0", "leading bits"),
+        ("10.0.0/8", "'10.0.0' is not an address; write it like 10.0.0.0/8"),
+        ("10.0.*", "is not an address"),
+        ("", "is not an address"),
+        ("localhost", "is not an address"),
+        ("fe80::1%eth0", "is not an address"),
+        (" 10.0.0.0/8", "is not an address"),
+        (None, "is not text"),
+        (10, "is not text"),
+    ],
+)
+def test_a_wrong_network_says_what_is_right(text: Any, says: str) -> None:
+    """The error shows the text, what is wrong with it and a right one."""
+    with pytest.raises(ConfigError) as caught:
+        compile_network(text)
+    assert says in str(caught.value)
+    assert repr(text) in str(caught.value)
+
+
+def _reference(text: str) -> tuple[int, int] | None:
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    address = mapped or address
+    return address.version, int(address)
+
+
+ADDRESSES = st.ip_addresses().map(str) | st.builds(
+    lambda address: f"::ffff:{address}", st.ip_addresses(v=4)
+)
+
+
+@given(ADDRESSES | st.text(alphabet="0123456789abcdef:./f") | st.text())
+def test_addresses_are_those_of_the_standard_library(text: str) -> None:
+    """The fast way reads every text as `ipaddress` does."""
+    assert address_of(text) == _reference(text)
+
+
+@given(st.ip_addresses(), st.integers(0, 128), st.ip_addresses(), st.integers(0, 128))
+def test_networks_are_those_of_the_standard_library(
+    start: Any, length: int, other: Any, low_bits: int
+) -> None:
+    """A network holds the addresses that `ipaddress` says, near its edges too."""
+    assume(getattr(start, "ipv4_mapped", None) is None)  # those are IPv4 here; the table has them
+    length = min(length, start.max_prefixlen)
+    network = ipaddress.ip_network((int(start), length), strict=False)
+    flipped = int(start) ^ (1 << min(low_bits, start.max_prefixlen - 1))
+    compiled = compile_network(str(network))
+    for address in (start, other, type(start)(flipped)):
+        # What is IPv4 in IPv6's clothes is IPv4.
+        plain = getattr(address, "ipv4_mapped", None) or address
+        assert compiled.contains(str(address)) is (plain in network)
+
+
+@given(st.text() | st.text(alphabet="0123456789abcdef:./%"))
+def test_any_text_is_a_network_or_an_error(text: str) -> None:
+    """Nothing else comes out, and the message can be printed anywhere."""
+    try:
+        network = compile_network(text)
+    except ConfigError as error:
+        str(error).encode()
+    else:
+        assert compile_network(str(network)) == network
+
+
+@pytest.mark.parametrize(
+    ("path", "normal"),
+    [
+        # As they are.
+        ("/", "/"),
+        ("/login", "/login"),
+        ("/v1/orders/42", "/v1/orders/42"),
+        ("/.well-known/security.txt", "/.well-known/security.txt"),
+        ("/a/...", "/a/..."),
+        ("/a/.b/c.", "/a/.b/c."),
+        ("/v1/orders:batch", "/v1/orders:batch"),
+        ("/pkg.Service/Method", "/pkg.Service/Method"),
+        ("/users/{id}", "/users/{id}"),
+        ("/files/{path:path}", "/files/{path:path}"),
+        ("/files/{path...}", "/files/{path...}"),
+        ("/users/<int:id>", "/users/<int:id>"),
+        ("/café", "/café"),
+        # Slashes.
+        ("", "/"),
+        ("//", "/"),
+        ("/login/", "/login"),
+        ("/login//", "/login"),
+        ("//login", "/login"),
+        ("/v1//orders///42", "/v1/orders/42"),
+        ("login", "/login"),
+        ("orders.create", "/orders.create"),
+        # Query, fragment, origin.
+        ("/login?next=/", "/login"),
+        ("/login/?next=/", "/login"),
+        ("/login#top", "/login"),
+        ("/login#a?b", "/login"),
+        ("?a=b", "/"),
+        ("http://api.example/login?x", "/login"),
+        ("HTTPS://u:p@api.example:8443/v1/", "/v1"),
+        ("http://api.example", "/"),
+        ("/http://api.example", "/http:/api.example"),
+        # Dots.
+        ("/v1/./orders", "/v1/orders"),
+        ("/v1/orders/.", "/v1/orders"),
+        ("/public/../login", "/login"),
+        ("/public/x/../../login", "/login"),
+        ("/../../login", "/login"),
+        ("/login/..", "/"),
+        ("/v1//../login", "/login"),
+        ("/public/%2e%2E/login", "/login"),
+        ("/public/.%2e/login", "/login"),
+        # Percent-encoding.
+        ("/%6cogin", "/login"),
+        ("/%6Cogin", "/login"),
+        ("/v1/orders%3Abatch", "/v1/orders:batch"),
+        ("/a%20b", "/a b"),
+        ("/a%2Ab%7Bc%7D", "/a*b{c}"),
+        ("/caf%C3%A9", "/café"),
+        ("/caf%c3%a9", "/café"),
+        ("/%F0%9F%99%82", "/🙂"),
+        ("/a%0Ab", "/a\nb"),
+        ("/a%00b", "/a\0b"),
+        # What would change the meaning stays encoded, in capitals.
+        ("/group%2fproject", "/group%2Fproject"),
+        ("/what%3f", "/what%3F"),
+        ("/c%23", "/c%23"),
+        ("/100%25", "/100%25"),
+        ("/%252e%252e/login", "/%252e%252e/login"),
+        # What is not encoding, or not UTF-8.
+        ("/100%", "/100%25"),
+        ("/100%zz", "/100%25zz"),
+        ("/%%34%31", "/%2541"),
+        ("/%ff%C3", "/%FF%C3"),
+        ("/%c0%af", "/%C0%AF"),
+        ("/\udcff", "/%FF"),
+        ("/\ud800", "/%ED%A0%80"),
+        ("/caf\udcc3\udca9", "/café"),
+        # Case is kept.
+        ("/Login", "/Login"),
+        ("/a;v=1", "/a;v=1"),
+    ],
+)
+def test_each_path_has_one_spelling(path: str, normal: str) -> None:
+    """Every spelling on the left is the path on the right, and that is its own."""
+    assert normalised(path) == normal
+    assert normalised(normal) == normal
+
+
+# Texts that are dense in what paths are made of.
+PATHS = st.text(alphabet="/.%?#:ab2eEfF5é\udcff\ud800") | st.text(
+    alphabet=st.characters(codec=None, categories=None)
+)
+
+
+@given(PATHS)
+def test_normalising_twice_changes_nothing(path: str) -> None:
+    """Any text has a normal form, which is text, begins with a slash and is its own."""
+    normal = normalised(path)
+    assert normalised(normal) == normal
+    assert normal.encode()
+    assert normal == "/" or (normal.startswith("/") and not normal.endswith("/"))
+    assert "//" not in normal
+    assert not {"?", "#"} & set(normal)
+    assert not {".", ".."} & set(normal.split("/"))
+
+
+@st.composite
+def respelled(draw: st.DrawFn) -> tuple[str, str]:
+    """A path, and another spelling of it as a client may try it."""
+    segments = draw(st.lists(st.sampled_from(["login", "v1", "a b", "é", ".x"]), max_size=4))
+    written = draw(st.sampled_from(["", "http://host", "/"]))
+    for segment in segments:
+        written += draw(st.sampled_from(["/", "//", "/./", "/x/../", "/y/%2E./", "/%2e/"]))
+        for character in segment:
+            code = "".join(f"%{byte:02x}" for byte in character.encode())
+            written += draw(st.sampled_from([character, code, code.upper()]))
+    written += draw(st.sampled_from(["", "/", "//", "/.", "?q=1", "/?a=/../x", "#f"]))
+    return "/" + "/".join(segments), written
+
+
+@given(respelled())
+def test_no_spelling_slips_past(pair: tuple[str, str]) -> None:
+    """However slashes, dots and percents are put in, it is the same path."""
+    path, written = pair
+    assert normalised(written) == path
+
+
+def test_long_paths_take_linear_time() -> None:
+    """Hundreds of thousands of what is worst for each step finish."""
+    for piece in ("/a/..", "%", "%41", "//", "/.", "a:", "\udcff", "?#"):
+        normalised(piece * 200_000)
+        normalised("/" + piece * 200_000)
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [("a%2Ab", "a*b"), ("%2F%3F%23%25", "%2F%3F%23%25"), ("%", "%25"), ("", ""), ("a b", "a b")],
+)
+def test_what_decoding_leaves(text: str, plain: str) -> None:
+    """Only what means something as a character of a path stays encoded."""
+    assert decoded(text) == plain
+
+
+@pytest.mark.parametrize("text", ["POST", "post", "Post"])
+def test_methods_have_no_case(text: str) -> None:
+    """They are written in capitals, however they were."""
+    assert compile_method(text) == "POST"
+
+
+@pytest.mark.parametrize(
+    "text", ["", " POST", "POST ", "POST,GET", "*", "x" * 33, "PÖST", "POST\n", 7, None, ["POST"]]
+)
+def test_a_wrong_method(text: Any) -> None:
+    """What is no method is an error that shows one."""
+    with pytest.raises(ConfigError, match=r"method .* write it like POST"):
+        compile_method(text)

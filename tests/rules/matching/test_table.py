@@ -16,7 +16,7 @@ from tollkeeper import InvalidKey, Limit, Request
 from tollkeeper.rules.document.model import Match, Mode, Rule
 from tollkeeper.rules.matching import table as table_module
 from tollkeeper.rules.matching.patterns import compile_endpoint, compile_glob
-from tollkeeper.rules.matching.table import CompiledRule, Table
+from tollkeeper.rules.matching.table import CompiledRule, RuleTable
 
 LIMITS = (Limit(10, per=1),)
 GET = Request(user="42", endpoint="/v1/orders", method="GET")
@@ -45,7 +45,7 @@ def rule(
 
 def applying(rules: list[Rule], request: Request, tier: str | None = None) -> list[str]:
     """The ids of the rules that apply where every rollout reaches."""
-    matched = Table(rules).match(request, tier if tier is not None else request.tier)
+    matched = RuleTable(rules).match(request, tier if tier is not None else request.tier)
     return [candidates[0].rule.id for candidates in matched]
 
 
@@ -100,14 +100,14 @@ def test_a_rule_that_is_off_is_not_there() -> None:
 def test_where_a_rollout_does_not_reach_the_next_rule_applies() -> None:
     """All candidates are told, down to the first that is for everyone."""
     rules = [rule("new", rollout=10), rule("newer", rollout=50), rule("old"), rule("older")]
-    [candidates] = Table(rules).match(GET, None)
+    [candidates] = RuleTable(rules).match(GET, None)
     assert [each.rule.id for each in candidates] == ["new", "newer", "old"]
 
 
 def test_no_rule_no_match() -> None:
     """A document without rules, or with none for this request, has nothing to say."""
-    assert Table([]).match(GET, None) == ()
-    assert Table([rule("a", method="PUT")]).match(GET, None) == ()
+    assert RuleTable([]).match(GET, None) == ()
+    assert RuleTable([rule("a", method="PUT")]).match(GET, None) == ()
 
 
 # --------------------------------------------------------------------------------- the conditions
@@ -203,7 +203,7 @@ def test_the_tier_is_the_one_that_is_given() -> None:
 
 def test_costs_by_endpoint() -> None:
     """The first pattern that matches says the cost; else the rule's own."""
-    [candidates] = Table([rule("a", costs={"/search": 5, "/s*": 2})]).match(GET, None)
+    [candidates] = RuleTable([rule("a", costs={"/search": 5, "/s*": 2})]).match(GET, None)
     costs = [candidates[0].cost(path) for path in ("/search", "/sort", "/v1", None)]
     assert costs == [5, 2, 1, 1]
 
@@ -213,7 +213,7 @@ def test_costs_by_endpoint() -> None:
 def test_what_is_not_text_is_refused(name: str, value: Any) -> None:
     """A number that matches nothing would slip past a limit; so it is an error."""
     conditions: dict[str, Any] = {"endpoint": "/**", "user": "*", "tier": "*"}
-    table = Table([rule("a", **conditions, attributes={"region": ("*",)})])
+    table = RuleTable([rule("a", **conditions, attributes={"region": ("*",)})])
     known: dict[str, Any] = {name: value} if name != "region" else {"attributes": {name: value}}
     with pytest.raises(InvalidKey, match=rf"{name}=.*write it as text"):
         table.match(Request(**known), value if name == "tier" else None)
@@ -249,7 +249,7 @@ def test_a_rule_is_found_wherever_most_others_are_alike(monkeypatch: pytest.Monk
 def test_the_memo_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many values requests have, so many are remembered, and no long path at all."""
     monkeypatch.setattr(table_module, "MEMO_MAX", 4)
-    table = Table([rule("a", endpoint="/a/*")])
+    table = RuleTable([rule("a", endpoint="/a/*")])
     for number in range(50):
         assert table.match(Request(endpoint=f"/a/{number}"), None)
         assert 1 <= len(table._memo) <= 4
@@ -264,7 +264,7 @@ def test_the_memo_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_no_rule_looks_at_makes_no_difference_to_the_memo() -> None:
     """A million users are one entry, if rules tell requests apart by path alone."""
-    table = Table([rule("a", endpoint="/a")])
+    table = RuleTable([rule("a", endpoint="/a")])
     for number in range(100):
         table.match(Request(user=str(number), ip=f"10.0.0.{number}", endpoint="/a"), None)
     assert len(table._memo) == 1
@@ -346,7 +346,7 @@ def test_the_table_agrees_with_a_naive_matcher(
     """On random rules and requests, at first sight, from memory, and after it was forgotten."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(table_module, "MEMO_MAX", memo_max)
-        table = Table(rules)
+        table = RuleTable(rules)
         for request in requests * 2:
             assert ids(table.match(request, request.tier)) == naive(rules, request, request.tier)
 
@@ -357,7 +357,7 @@ def test_why_a_rule_does_not_match_agrees_with_the_table(
     rules: list[Rule], request: Request, tier: str | None
 ) -> None:
     """What explains a rule's absence finds a reason just where the table leaves it out."""
-    table = Table(rules)
+    table = RuleTable(rules)
     values = {
         **{name: getattr(request, name) for name in ("user", "api_key", "ip", "tenant")},
         **request.attributes,

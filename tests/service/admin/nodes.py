@@ -16,8 +16,8 @@ import pytest
 
 from tollkeeper import AsyncLimiter
 from tollkeeper.control.repository import Repository
-from tollkeeper.rules.document.documents import read
 from tollkeeper.rules.document.model import Document
+from tollkeeper.rules.document.reading import read
 from tollkeeper.service.admin.api import admin_app
 from tollkeeper.service.http import token_file
 from tollkeeper.service.http.tokens import Tokens

@@ -10,7 +10,7 @@ import pytest
 
 from tests.service.admin.nodes import RULES, Admin, admin, admin_of, template
 from tollkeeper.core.errors import VersionConflict
-from tollkeeper.rules.document.documents import read
+from tollkeeper.rules.document.reading import read
 from tollkeeper.service.admin.plane import Condition
 
 __all__ = ["admin", "template"]  # fixtures, found by name

@@ -10,16 +10,16 @@ from tests.service.admin.nodes import Admin, admin, template
 from tollkeeper.control.edits import Missing
 from tollkeeper.core import errors
 from tollkeeper.core.model import Limit
-from tollkeeper.rules.document.documents import DocumentError, read
-from tollkeeper.rules.document.reading import Problem
+from tollkeeper.rules.document.reading import DocumentError, read
 from tollkeeper.rules.document.safety import findings
+from tollkeeper.rules.document.tree import DocumentProblem
 from tollkeeper.service.admin.plane import NoDatabase
 from tollkeeper.service.admin.problems import LISTED_MAX, of_error
 
 __all__ = ["admin", "template"]  # fixtures, found by name
 
 UNSAFE = findings(read("{version: 1, deny: ['*']}"))
-WRONG = DocumentError((Problem("<body>", 3, 4, "rules[0]", "no"),))
+WRONG = DocumentError((DocumentProblem("<body>", 3, 4, "rules[0]", "no"),))
 
 KNOWN: list[tuple[errors.TollkeeperError, int, str]] = [
     (errors.ConfigError("x"), 422, "INVALID_REQUEST"),
@@ -69,7 +69,7 @@ def test_a_conflict_is_a_failed_condition_only_where_there_was_one() -> None:
 
 def test_long_lists_are_cut() -> None:
     """Of a thousand problems a hundred are told."""
-    many = DocumentError(tuple(Problem("<body>", n, 1, "", "no") for n in range(1_000)))
+    many = DocumentError(tuple(DocumentProblem("<body>", n, 1, "", "no") for n in range(1_000)))
     assert bytes(of_error(many, conditional=False).body).count(b'"line"') == LISTED_MAX
 
 

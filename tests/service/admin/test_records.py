@@ -19,7 +19,7 @@ from tollkeeper.history.live import Standing
 from tollkeeper.history.reading import Records
 from tollkeeper.history.recorder import Recorder
 from tollkeeper.history.sink import Sink
-from tollkeeper.rules.document.documents import read
+from tollkeeper.rules.document.reading import read
 from tollkeeper.service.http import token_file
 
 # 2026-11-15T12:00:00Z, as a minute and in microseconds.

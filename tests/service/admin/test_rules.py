@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.service.admin.nodes import RULES, Admin, admin, from_file, template
-from tollkeeper.rules.document.documents import from_data, read
 from tollkeeper.rules.document.model import Document
+from tollkeeper.rules.document.reading import from_data, read
 from tollkeeper.rules.document.writing import to_data, to_yaml
 
 __all__ = ["admin", "from_file", "template"]  # fixtures, found by name

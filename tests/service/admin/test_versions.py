@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.service.admin.nodes import AUTHOR, RULES, Admin, admin, template
-from tollkeeper.rules.document.documents import read
+from tollkeeper.rules.document.reading import read
 from tollkeeper.rules.document.writing import to_yaml
 
 __all__ = ["admin", "template"]  # fixtures, found by name

@@ -10,11 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Final, Literal, TypeVar, get_args
 
-from tollkeeper.core.errors import ConfigError, quoted
-from tollkeeper.core.model import NAME_LENGTH_MAX, REQUEST_FIELDS
-from tollkeeper.rules.document.limits import EXAMPLE_LIMITS, limits_at, seconds_at
+from tollkeeper.core.errors import ConfigError, RateSyntaxError, quoted
+from tollkeeper.core.model import ALGORITHM_NAMES, NAME_LENGTH_MAX, REQUEST_FIELDS, UNITS_MAX, Limit
+from tollkeeper.core.rates import LIMITS_MAX, TEXT_LENGTH_MAX, parse_limit, parse_limits
 from tollkeeper.rules.document.model import (
     BY_MAX,
     CONSISTENCIES,
@@ -36,11 +37,95 @@ from tollkeeper.rules.document.model import (
     Rule,
     Scale,
 )
-from tollkeeper.rules.document.places import Place, suggestion
+from tollkeeper.rules.document.tree import DocumentPlace, suggestion
 from tollkeeper.rules.matching.lists import IRREGULAR_GLOBS_MAX, Lists, check_entry
-from tollkeeper.rules.matching.networks import compile_network
-from tollkeeper.rules.matching.paths import compile_method
-from tollkeeper.rules.matching.patterns import compile_endpoint, compile_glob
+from tollkeeper.rules.matching.patterns import (
+    compile_endpoint,
+    compile_glob,
+    compile_method,
+    compile_network,
+)
+
+EXAMPLE_LIMITS: Final = '["10/second", "1000/hour burst 200"]'
+
+_LIMIT: Final = ("limit", "per", "algorithm", "burst", "capacity", "name")
+_DURATION: Final = re.compile(r"[0-9._]*\s*[A-Za-z]+")
+
+
+def limits_at(place: DocumentPlace) -> Limits:
+    """One limit or several, each as text or in full; no two of them share a count."""
+    problems_before = place.problem_count
+    found: dict[str, Limit] = {}
+    for item in place.items(EXAMPLE_LIMITS):
+        for limit in _limits_of(item):
+            if other := found.get(limit.identity):
+                item.fail(
+                    f"{other} and {limit} would share one count; drop one, or name them, for "
+                    f"example {{limit: {limit.limit}, per: {limit.per}, name: second}}"
+                )
+            found[limit.identity] = limit
+    if place.problem_count == problems_before and not 1 <= len(found) <= LIMITS_MAX:
+        place.fail(
+            f"1 to {LIMITS_MAX} limits are wanted here, not {len(found)}; "
+            f"for example {EXAMPLE_LIMITS}"
+        )
+    return tuple(found.values())
+
+
+def _limits_of(place: DocumentPlace) -> Limits:
+    if place.node.kind == "mapping":
+        return _in_full(place)
+    if place.node.kind != "text":
+        place.fail(f'{place.shown} is not a rate; for example "10/second"')
+        return ()
+    text = place.text('"10/second"', TEXT_LENGTH_MAX)
+    try:
+        return _parsed(text) if text else ()
+    except RateSyntaxError as error:
+        at = f"at character {error.position + 1}"
+        place.fail(f'{quoted(text)} is not a rate: {error.problem} {at}; for example "10/second"')
+    return ()
+
+
+# Rules resemble one another: a document of 20,000 has a few dozen different rates.
+_parsed: Final = lru_cache(maxsize=1_024)(parse_limits)
+
+
+def _in_full(place: DocumentPlace) -> Limits:
+    problems_before = place.problem_count
+    found = place.fields(_LIMIT, "{limit: 10, per: 1m}")
+    if not place.require(found, ("limit", "10"), ("per", "1m")):
+        return ()
+    limit = found["limit"].whole(1, UNITS_MAX, "10")
+    per = seconds_at(found["per"])
+    algorithm = found["algorithm"].choice(ALGORITHM_NAMES) if "algorithm" in found else None
+    burst = found["burst"].whole(0, UNITS_MAX, "20") if "burst" in found else 0
+    capacity = found["capacity"].whole(1, UNITS_MAX, "30") if "capacity" in found else 0
+    name = found["name"].line("logins", NAME_LENGTH_MAX) if "name" in found else ""
+    if place.problem_count > problems_before:
+        return ()
+    try:
+        return (Limit(limit, per, algorithm or "token_bucket", burst, capacity, name),)
+    except ConfigError as error:
+        # Its message starts with the name of what is wrong, if that is one thing.
+        found.get(str(error).partition("=")[0], place).fail(str(error))
+    return ()
+
+
+def seconds_at(place: DocumentPlace) -> float:
+    """A length of time: a number of seconds, or text such as `90s`, `1m` or `1.5h`."""
+    node = place.node
+    if node.kind == "number" and isinstance(node.value, int | float) and node.value >= 0:
+        return node.value
+    if node.kind == "text" and _DURATION.fullmatch(node.value):
+        try:
+            return parse_limit(f"1/{node.value}").window
+        except RateSyntaxError:
+            pass
+    example = '60 (seconds), "90s", "1m" or "1h"'
+    place.fail(f"{place.shown} is not a length of time; for example {example}")
+    return 0.0
+
 
 Owner = Literal["user", "api_key", "tenant"]
 
@@ -74,7 +159,7 @@ _Usual = TypeVar("_Usual")
 _Any = TypeVar("_Any")
 
 
-def document_at(place: Place) -> Document:
+def document_at(place: DocumentPlace) -> Document:
     """The document at its root; what is wrong with it is noted there."""
     found = place.fields(_TOP, "version: 1")
     if place.require(found, ("version", "1")):
@@ -93,13 +178,13 @@ def document_at(place: Place) -> Document:
     )
 
 
-def _check_version(place: Place) -> None:
+def _check_version(place: DocumentPlace) -> None:
     node = place.node
     if node.kind != "number" or not isinstance(node.value, int) or node.value != VERSION:
         place.fail(f"{place.shown} is not a version that is known; write version: {VERSION}")
 
 
-def _check_tier_name(place: Place, name: str) -> None:
+def _check_tier_name(place: DocumentPlace, name: str) -> None:
     if len(name) > NAME_LENGTH_MAX or not name.isprintable():
         place.fail_name(
             f"{quoted(name)} is not the name of a tier, which is printable text of at most "
@@ -108,7 +193,7 @@ def _check_tier_name(place: Place, name: str) -> None:
 
 
 def _limits_by_name(
-    place: Place | None, example: str, check_name: Callable[[Place, str], object]
+    place: DocumentPlace | None, example: str, check_name: Callable[[DocumentPlace, str], object]
 ) -> dict[str, Limits]:
     """Tiers or keys: for each name or pattern, its limits."""
     found: dict[str, Limits] = {}
@@ -119,7 +204,7 @@ def _limits_by_name(
     return found
 
 
-def _assign(place: Place | None, tiers: Collection[str]) -> dict[str, str]:
+def _assign(place: DocumentPlace | None, tiers: Collection[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     if place is None:
         return found
@@ -134,7 +219,7 @@ def _assign(place: Place | None, tiers: Collection[str]) -> dict[str, str]:
     return found
 
 
-def _known(place: Place, what: str, known: Collection[str]) -> str:
+def _known(place: DocumentPlace, what: str, known: Collection[str]) -> str:
     """A name that must be one of those that the document defines."""
     name = place.text(next(iter(known), "orders"), NAME_LENGTH_MAX)
     if name and name not in known:
@@ -142,7 +227,7 @@ def _known(place: Place, what: str, known: Collection[str]) -> str:
     return name
 
 
-def _entries(place: Place | None) -> tuple[str, ...]:
+def _entries(place: DocumentPlace | None) -> tuple[str, ...]:
     """An allow or deny list."""
     if place is None:
         return ()
@@ -161,7 +246,7 @@ def _entries(place: Place | None) -> tuple[str, ...]:
 # ----------------------------------------------------------------------------------------- rules
 
 
-def _rules(place: Place | None, tiers: Collection[str]) -> tuple[Rule, ...]:
+def _rules(place: DocumentPlace | None, tiers: Collection[str]) -> tuple[Rule, ...]:
     if place is None:
         return ()
     items = place.items(f"[{_EXAMPLE_RULE}]", single=False)
@@ -175,7 +260,7 @@ def _rules(place: Place | None, tiers: Collection[str]) -> tuple[Rule, ...]:
     return tuple(rules.values())
 
 
-def _rule(place: Place, tiers: Collection[str], taken: Collection[str]) -> Rule:
+def _rule(place: DocumentPlace, tiers: Collection[str], taken: Collection[str]) -> Rule:
     found = place.fields(_RULE, _EXAMPLE_RULE)
     place.require(found, ("id", "orders"), ("by", "[api_key]"))
     if place.node.kind == "mapping" and "limits" not in found and not tiers:
@@ -207,7 +292,7 @@ def _rule(place: Place, tiers: Collection[str], taken: Collection[str]) -> Rule:
     )
 
 
-def _id(place: Place, taken: Collection[str]) -> str:
+def _id(place: DocumentPlace, taken: Collection[str]) -> str:
     name = place.line("orders", NAME_LENGTH_MAX)
     if name and name in taken:
         place.fail(f"{quoted(name)} is the id of an earlier rule; each has its own")
@@ -215,18 +300,18 @@ def _id(place: Place, taken: Collection[str]) -> str:
 
 
 def _choice(
-    found: dict[str, Place], name: str, words: Sequence[_Word], usual: _Usual
+    found: dict[str, DocumentPlace], name: str, words: Sequence[_Word], usual: _Usual
 ) -> _Word | _Usual:
     return found[name].choice(words) if name in found else usual
 
 
-def _check_known_tier(place: Place, name: str, tiers: Collection[str]) -> None:
+def _check_known_tier(place: DocumentPlace, name: str, tiers: Collection[str]) -> None:
     if name not in tiers:
         hint = suggestion(name, tiers)
         place.fail_name(f"there is no tier {quoted(name)} in this document; {hint}")
 
 
-def _by(place: Place) -> tuple[str, ...]:
+def _by(place: DocumentPlace) -> tuple[str, ...]:
     names: list[str] = []
     for item, name in place.each_text("[api_key]", NAME_LENGTH_MAX):
         _check_attribute(item.fail, name)
@@ -256,7 +341,7 @@ def _letters(name: str) -> str:
 _FIELD_BY_LETTERS: Final = {_letters(name): name for name in REQUEST_FIELDS}
 
 
-def _match(place: Place) -> Match:
+def _match(place: DocumentPlace) -> Match:
     found = place.fields((*REQUEST_FIELDS, "attributes"), "{endpoint: /login}")
     conditions = {name: _patterns(at, name) for name, at in found.items() if name != "attributes"}
     attributes: dict[str, tuple[str, ...]] = {}
@@ -269,7 +354,7 @@ def _match(place: Place) -> Match:
     return Match(**conditions, attributes=attributes)
 
 
-def _patterns(place: Place, name: str) -> tuple[str, ...]:
+def _patterns(place: DocumentPlace, name: str) -> tuple[str, ...]:
     """The patterns of one condition, each of which compiles."""
     if place.node.kind == "list" and not 1 <= len(place.node.value) <= PATTERNS_MAX:
         place.fail(
@@ -302,7 +387,7 @@ _CONDITIONS: Final[dict[str, tuple[str, Callable[[str], object]]]] = {
 }
 
 
-def _keys(found: dict[str, Place]) -> dict[str, Limits]:
+def _keys(found: dict[str, DocumentPlace]) -> dict[str, Limits]:
     place = found.get("keys")
     if place is None:
         return {}
@@ -316,7 +401,7 @@ def _keys(found: dict[str, Place]) -> dict[str, Limits]:
     )
 
 
-def _cost(place: Place | None) -> tuple[int, dict[str, int]]:
+def _cost(place: DocumentPlace | None) -> tuple[int, dict[str, int]]:
     """What a request costs, and what it costs at some endpoints. `*` is for all others."""
     if place is None:
         return 1, {}
@@ -331,7 +416,7 @@ def _cost(place: Place | None) -> tuple[int, dict[str, int]]:
     return costs.pop("*", 1), costs
 
 
-def _scale(place: Place) -> Scale:
+def _scale(place: DocumentPlace) -> Scale:
     problems_before = place.problem_count
     found = place.fields(_SCALE, "{source: cpu, low: 0.7, high: 0.95, least: 0.2}")
     usual = Scale()
@@ -352,7 +437,7 @@ def _scale(place: Place) -> Scale:
     return Scale(source=source, smoothing_s=smoothing_s, **shares)
 
 
-def _penalty(place: Place) -> PenaltySettings:
+def _penalty(place: DocumentPlace) -> PenaltySettings:
     problems_before = place.problem_count
     found = place.fields(_PENALTY, "{after: 10, cooldown: 10s, block: 1h}")
     usual = PenaltySettings()
@@ -378,7 +463,7 @@ def _penalty(place: Place) -> PenaltySettings:
     )
 
 
-def _penalty_s(place: Place, name: str) -> float:
+def _penalty_s(place: DocumentPlace, name: str) -> float:
     seconds = seconds_at(place)
     if not 1 <= seconds <= PENALTY_S_MAX:
         place.fail(f"{name} is from 1 s to 30 days; for example {name}: 1m")
@@ -388,14 +473,14 @@ def _penalty_s(place: Place, name: str) -> float:
 # ------------------------------------------------------------------------------------- overrides
 
 
-def _overrides(place: Place | None, rules: Collection[str]) -> tuple[Override, ...]:
+def _overrides(place: DocumentPlace | None, rules: Collection[str]) -> tuple[Override, ...]:
     if place is None:
         return ()
     example = "[{for: {user: alice}, multiply: 2}]"
     return tuple(_override(item, rules) for item in place.items(example, single=False))
 
 
-def _override(place: Place, rules: Collection[str]) -> Override:
+def _override(place: DocumentPlace, rules: Collection[str]) -> Override:
     found = place.fields(_OVERRIDE, "{for: {user: alice}, multiply: 2}")
     place.require(found, ("for", "{user: alice}"))
     if place.node.kind == "mapping" and ("limits" in found) == ("multiply" in found):
@@ -413,11 +498,11 @@ def _override(place: Place, rules: Collection[str]) -> Override:
     )
 
 
-def _multiply(place: Place | None) -> float | None:
+def _multiply(place: DocumentPlace | None) -> float | None:
     return None if place is None else place.number(MULTIPLY_MIN, MULTIPLY_MAX, "2")
 
 
-def _owner(place: Place) -> tuple[Owner, str]:
+def _owner(place: DocumentPlace) -> tuple[Owner, str]:
     found = place.fields(_OWNERS, "{user: alice}")
     if place.node.kind == "mapping" and len(place.node.value) != 1:
         place.fail("an override is for one user, api_key or tenant; for example {user: alice}")
@@ -427,11 +512,11 @@ def _owner(place: Place) -> tuple[Owner, str]:
     return "user", ""
 
 
-def _remark(place: Place | None) -> str:
+def _remark(place: DocumentPlace | None) -> str:
     return "" if place is None else place.text("launch day", REASON_LENGTH_MAX).strip()
 
 
-def _time(place: Place) -> datetime | None:
+def _time(place: DocumentPlace) -> datetime | None:
     node = place.node
     example = "2026-12-31T23:59:59Z"
     try:

@@ -1,366 +1,146 @@
-"""From YAML, JSON or plain data to one tree, each node of which knows where it stands.
+"""The rule document: from YAML, JSON or plain data to a `Document`, or to all that is wrong in it.
 
-A document comes from people, and over an API from anyone, so reading has bounds. YAML is taken
-event by event and not composed by the library: a reader that stops at a depth or a number of nodes
-stops in the middle of a hostile document, not after it. An alias counts as all that it stands for,
-so that ten lines of aliases to aliases (a "billion laughs") are a billion nodes and refused at the
-alias that passes the bound. Nothing is ever constructed from a tag.
+    version: 1
+    tiers: {free: 100/minute, pro: 1000/minute burst 200}
+    rules:
+      - id: orders
+        match: {endpoint: "/v1/orders/*", method: [POST]}
+        by: [api_key]
+        limits: [10/second, 100/minute burst 50]
 
-JSON is YAML here, as the standard has it. What YAML reads as something else than text (`off`, `42`,
-`2026-01-01`) keeps its spelling, for the message that says to quote it.
+`rules.py` says what each value means; `rules.schema.json` (`schema()`) says the same to editors.
+`reading.py` makes a tree of it, `grammar.py` reads the tree. All problems are told at once.
 """
 
 from __future__ import annotations
 
-import itertools
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from datetime import date, datetime
-from typing import Any, Final, Literal
+import json
+from collections.abc import Callable, Mapping
+from importlib import resources
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final, NoReturn, cast
 
 from tollkeeper.core.errors import ConfigError, show
-
-BYTES_MAX: Final = 16 * 2**20
-TOO_LONG: Final = f"this is longer than {BYTES_MAX // 2**20} MiB; is it a rule document?"
-NODES_MAX: Final = 2_500_000  # a million entries of a list, and 20,000 rules beside them
-DEPTH_MAX: Final = 16
-# Beyond these nobody reads on, and a broken list of a million entries would be a million objects.
-PROBLEMS_MAX: Final = 1_000
-
-Kind = Literal["mapping", "list", "text", "number", "boolean", "nothing", "time", "merge", "other"]
-
-_TAG: Final = "tag:yaml.org,2002:"
-_SCALAR_KINDS: Final[dict[str, Kind]] = {
-    _TAG + "str": "text",
-    "!": "text",
-    _TAG + "int": "number",
-    _TAG + "float": "number",
-    _TAG + "bool": "boolean",
-    _TAG + "null": "nothing",
-    _TAG + "timestamp": "time",
-    _TAG + "merge": "merge",
-}
-# YAML has characters that it may not hold even in quotes, where escapes stand for them.
-_NOT_YAML: Final = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-# A number in JSON and in newer YAML; the YAML that the library knows asks for a dot and a sign.
-EXPONENT: Final = re.compile(r"-?[0-9]+(?:\.[0-9]+)?[eE][-+]?[0-9]+")
-_WHOLE: Final = re.compile(r"-?(?:0|[1-9][0-9]{0,99})")
-_DECIMAL: Final = re.compile(r"-?[0-9]*\.[0-9]+|-?[0-9]+\.|-?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+")
-# The parser takes time by the square of their number, and no document needs one.
-_TAG_DIRECTIVE: Final = re.compile("^%TAG", re.MULTILINE)
-# JSON writes a character beyond U+FFFF as two escapes, which YAML does not know.
-_JSON_PAIR: Final = re.compile(
-    r"(?<!\\)((?:\\\\)*)\\u(d[89ab][0-9a-f]{2})\\u(d[c-f][0-9a-f]{2})", re.IGNORECASE
+from tollkeeper.rules.document.grammar import document_at
+from tollkeeper.rules.document.model import Document
+from tollkeeper.rules.document.tree import (
+    BYTES_MAX,
+    TOO_LONG,
+    DocumentNode,
+    DocumentPlace,
+    DocumentProblem,
+    ProblemList,
+    TooManyProblems,
+    tree_of_data,
+    tree_of_yaml,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One thing that is wrong with a document, and what would be right."""
-
-    source: str
-    line: int
-    """From 1; 0 where there are no lines, as in plain data."""
-    column: int
-    where: str
-    """The path in the document, such as `rules[2].limits[0]`; empty for the whole."""
-    message: str
-
-    def __str__(self) -> str:
-        position = f":{self.line}:{self.column}" if self.line else ""
-        where = f"{self.where}: " if self.where else ""
-        return f"{self.source}{position}: {where}{self.message}"
+SHOWN_MAX: Final = 20
 
 
-class TooManyProblems(Exception):
-    """PROBLEMS_MAX were found; there is no point in looking for more."""
+class DocumentError(ConfigError):
+    """A rule document that cannot be used. `problems` has all that is wrong with it."""
+
+    def __init__(self, problems: tuple[DocumentProblem, ...]) -> None:
+        self.problems = problems
+        lines = [str(problem) for problem in problems[:SHOWN_MAX]]
+        if len(problems) > SHOWN_MAX:
+            lines.append(f"… and {len(problems) - SHOWN_MAX} more")
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[type[DocumentError], tuple[tuple[DocumentProblem, ...]]]:
+        return type(self), (self.problems,)
 
 
-class Problems:
-    """What was found wrong so far in one document."""
+def read(text: str, source: str = "<text>") -> Document:
+    """The document that a YAML or JSON text holds.
 
-    def __init__(self, source: str) -> None:
-        self.source = source
-        self.found: list[Problem] = []
+    >>> read("{version: 1, rules: [{id: all, by: user, limits: 10/second}]}").rules[0].limits
+    (Limit(10, per=1),)
 
-    def add(self, line: int, column: int, where: str, message: str) -> None:
-        """Note one. Raises TooManyProblems when enough are known."""
-        self.found.append(Problem(self.source, line, column, where, message))
-        if len(self.found) >= PROBLEMS_MAX:
-            raise TooManyProblems
-
-
-@dataclass(slots=True)
-class Node:
-    """A value of the document and where it stands."""
-
-    kind: Kind
-    value: Any
-    """list: nodes; mapping: pairs of nodes; number: None if it is not a plain decimal one."""
-    text: str = ""
-    """How a scalar was written."""
-    line: int = 0
-    column: int = 0
+    Raises DocumentError, whose problems name `source`, the line and the column.
+    """
+    if not isinstance(text, str):
+        _refuse(source, f"a document is text, not {show(text)}; to read a file, use read_file()")
+    return _read(source, lambda problems: tree_of_yaml(text, problems))
 
 
-# ------------------------------------------------------------------------------------------ YAML
-
-
-def tree_of_yaml(text: str, problems: Problems) -> Node | None:
-    """The tree of a YAML or JSON text, or None and a problem that says why there is none."""
+def read_file(path: str | Path) -> Document:
+    """The document in a file. Raises DocumentError, also where the file cannot be read."""
+    source = str(path)
     try:
-        import yaml  # noqa: PLC0415 - an extra: plain data is read without it
-    except ImportError:
-        raise ConfigError(
-            "rule documents in YAML need a package that is not installed; "
-            "install it with: pip install 'tollkeeper[rules]'"
-        ) from None
-    text = text.removeprefix("\ufeff")
-    if not _is_readable(text, problems):
-        return None
-    if text.lstrip().startswith("{"):
-        text = _JSON_PAIR.sub(_one_escape, text)
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
-    builder = _Builder(loader)
+        with Path(path).open("rb") as file:
+            found = file.read(BYTES_MAX + 1)
+        if len(found) > BYTES_MAX:
+            _refuse(source, TOO_LONG)
+        text = found.decode()
+    except UnicodeDecodeError as error:
+        _refuse(source, f"byte {error.start + 1} is not UTF-8; save the file as UTF-8")
+    except OSError as error:
+        _refuse(source, f"it cannot be read: {error.strerror}")
+    except ValueError as error:  # the path is not one that a system can know
+        _refuse(source, f"it cannot be read: {error}")
+    return read(text, source)
+
+
+def from_data(data: Mapping[str, Any], source: str = "<data>") -> Document:
+    """The document that plain data stands for, such as `json.loads` gives. Raises DocumentError.
+
+    >>> from_data({"version": 1, "deny": ["sk_revoked_*"]}).deny
+    ('sk_revoked_*',)
+    """
+    return _read(source, lambda problems: tree_of_data(data, problems))
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of a rule document."""
+    text = resources.files(__package__).joinpath("rules.schema.json").read_text("utf-8")
+    return cast("dict[str, Any]", json.loads(text))
+
+
+def _refuse(source: str, message: str) -> NoReturn:
+    raise DocumentError((DocumentProblem(source, 0, 0, "", message),))
+
+
+def _read(source: str, tree_of: Callable[[ProblemList], DocumentNode | None]) -> Document:
+    problems = ProblemList(source)
+    document = Document()
     try:
-        root = builder.build()
-    except _Refused as refused:
-        problems.add(refused.line, refused.column, "", str(refused))
-        return None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line, column = (mark.line + 1, mark.column + 1) if mark else (0, 0)
-        parts = (getattr(error, "problem", None), getattr(error, "context", None))
-        said = ", ".join(part for part in parts if part) or str(error)
-        problems.add(line, column, "", f"this is not YAML: {said}")
-        return None
-    finally:
-        loader.dispose()
-    if root is None:
-        problems.add(1, 1, "", "the document is empty; it starts with version: 1")
-    return root
+        tree = tree_of(problems)
+        if tree is not None:
+            document = document_at(DocumentPlace(tree, problems))
+    except TooManyProblems:
+        pass
+    if problems.found:
+        raise DocumentError(tuple(sorted(problems.found, key=lambda it: (it.line, it.column))))
+    return document
 
 
-def _is_readable(text: str, problems: Problems) -> bool:
-    """Is the text short enough, and without what YAML may not hold? If not, a problem says so."""
-    wrong = _NOT_YAML.search(text)
-    if wrong:
-        line, column = _position(text, wrong.start())
-        code = f"U+{ord(wrong.group()):04X}"
-        problems.add(line, column, "", f"the character {code} may not stand in YAML; remove it")
-    elif len(text) > BYTES_MAX or len(text.encode()) > BYTES_MAX:
-        problems.add(0, 0, "", TOO_LONG)
-    elif directive := _TAG_DIRECTIVE.search(text):
-        line, column = _position(text, directive.start())
-        problems.add(line, column, "", "%TAG has no meaning here; remove the line")
-    else:
-        return True
-    return False
+# How callers give rules: a path, the text of a document, plain data, or a Document.
+Rules = str | PathLike[str] | Mapping[str, Any] | Document
 
 
-def _position(text: str, offset: int) -> tuple[int, int]:
-    return text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset)
+def is_document_text(rules: str) -> bool:
+    """Whether it is a document itself, and no path or URL of one: several lines, or JSON.
+
+    >>> is_document_text('{"version": 1}'), is_document_text("limits.yaml")
+    (True, False)
+    """
+    return "\n" in rules or rules.lstrip().startswith("{")
 
 
-def _one_escape(pair: re.Match[str]) -> str:
-    high, low = int(pair[2], 16), int(pair[3], 16)
-    return f"{pair[1]}\\U{0x10000 + ((high & 0x3FF) << 10 | low & 0x3FF):08X}"
-
-
-class _Refused(Exception):
-    """A bound was passed, or a part of YAML is used that has no meaning here."""
-
-    def __init__(self, mark: Any, message: str) -> None:
-        self.line: int = mark.line + 1
-        self.column: int = mark.column + 1
-        super().__init__(message)
-
-
-@dataclass(slots=True)
-class _Open:
-    """A list or mapping whose end is not read yet."""
-
-    node: Node
-    anchor: str | None
-    nodes_before: int
-    depth: int = 1
-    """Of the deepest node inside, from this one."""
-    children: list[Node] = field(default_factory=list)
-
-
-class _Builder:
-    """Makes the tree from events, with a stack of its own, so that depth costs no recursion."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-        self._open: list[_Open] = []
-        self._anchors: dict[str, tuple[Node, int, int]] = {}
-        self._nodes = 0
-        self._root: Node | None = None
-
-    def build(self) -> Node | None:
-        """The root of the one document in the text; None if the text holds none."""
-        takers = {
-            "ScalarEvent": self._scalar,
-            "SequenceStartEvent": self._start,
-            "MappingStartEvent": self._start,
-            "SequenceEndEvent": self._end,
-            "MappingEndEvent": self._end,
-            "AliasEvent": self._alias,
-            "DocumentStartEvent": self._document,
-        }
-        next_event = self._loader.get_event
-        while (name := type(event := next_event()).__name__) != "StreamEndEvent":
-            if taker := takers.get(name):
-                taker(event)
-        return self._root
-
-    def _document(self, event: Any) -> None:
-        if self._root is not None:
-            message = "a second document starts here; remove --- or put it in a file of its own"
-            raise _Refused(event.start_mark, message)
-
-    def _scalar(self, event: Any) -> None:
-        text, mark = event.value, event.start_mark
-        tag = self._resolved(text, event.implicit) if event.tag is None else event.tag
-        kind = _SCALAR_KINDS.get(tag, "other")
-        value = _number(text) if kind == "number" else text
-        self._put(Node(kind, value, text, mark.line + 1, mark.column + 1), event)
-
-    def _resolved(self, text: str, implicit: tuple[bool, bool]) -> str:
-        """What a scalar without a tag is: by YAML's own rules if plain, and text if quoted."""
-        if implicit[0]:
-            for tag, pattern in self._loader.yaml_implicit_resolvers.get(text[:1], ()):
-                if pattern.match(text):
-                    return str(tag)
-            if EXPONENT.fullmatch(text):
-                return _TAG + "float"
-        return _TAG + "str"
-
-    def _start(self, event: Any) -> None:
-        if len(self._open) >= DEPTH_MAX:
-            raise _Refused(event.start_mark, f"this is nested more than {DEPTH_MAX} deep")
-        mark = event.start_mark
-        kind: Kind = "list" if type(event).__name__ == "SequenceStartEvent" else "mapping"
-        wanted = "seq" if kind == "list" else "map"
-        if event.tag not in {None, "!", _TAG + wanted}:
-            kind = "other"
-        node = Node(kind, [], "", mark.line + 1, mark.column + 1)
-        self._count(1, event)
-        self._open.append(_Open(node, event.anchor, self._nodes - 1))
-
-    def _end(self, event: Any) -> None:
-        closed = self._open.pop()
-        node, children = closed.node, closed.children
-        if type(event).__name__ == "SequenceEndEvent":
-            node.value = children
-        else:
-            node.value = _merged(list(zip(children[::2], children[1::2], strict=True)), event)
-        if closed.anchor is not None:
-            size = self._nodes - closed.nodes_before
-            self._anchors[closed.anchor] = (node, size, closed.depth)
-        self._add(node, closed.depth)
-
-    def _alias(self, event: Any) -> None:
-        if event.anchor not in self._anchors:
-            message = f"*{event.anchor} stands for nothing yet: an anchor (&) goes before its use"
-            raise _Refused(event.start_mark, message)
-        node, size, depth = self._anchors[event.anchor]
-        if len(self._open) + depth > DEPTH_MAX:
-            raise _Refused(event.start_mark, f"this is nested more than {DEPTH_MAX} deep")
-        self._count(size, event)
-        self._add(node, depth)
-
-    def _put(self, node: Node, event: Any) -> None:
-        self._count(1, event)
-        if event.anchor is not None:
-            self._anchors[event.anchor] = (node, 1, 0)
-        self._add(node, 0)
-
-    def _add(self, node: Node, depth: int) -> None:
-        if not self._open:
-            self._root = node
-            return
-        parent = self._open[-1]
-        parent.children.append(node)
-        parent.depth = max(parent.depth, depth + 1)
-
-    def _count(self, nodes: int, event: Any) -> None:
-        self._nodes += nodes
-        if self._nodes > NODES_MAX:
-            message = (
-                f"with its aliases, the document has more than {NODES_MAX:,} values; "
-                f"split it, or write fewer aliases"
-            )
-            raise _Refused(event.start_mark, message)
-
-
-def _merged(pairs: list[tuple[Node, Node]], event: Any) -> list[tuple[Node, Node]]:
-    """`<<: *anchor` as the pairs that it stands for; those written out come first and win."""
-    if not any(key.kind == "merge" for key, _ in pairs):
-        return pairs
-    merged = [pair for pair in pairs if pair[0].kind != "merge"]
-    taken = {key.text for key, _ in merged}
-    for _, value in (pair for pair in pairs if pair[0].kind == "merge"):
-        for source in value.value if value.kind == "list" else [value]:
-            if source.kind != "mapping":
-                message = "<< takes a mapping, or a list of them; for example <<: *defaults"
-                raise _Refused(event.start_mark, message)
-            new = [pair for pair in source.value if pair[0].text not in taken]
-            merged += new
-            taken.update(key.text for key, _ in new)
-    return merged
-
-
-def _number(text: str) -> float | None:
-    """A decimal number. YAML's others (017, 0x1F, 12:30, .inf) are mistakes more often than not."""
-    plain = text.replace("_", "").removeprefix("+")
-    if _WHOLE.fullmatch(plain):
-        return int(plain)
-    return float(plain) if _DECIMAL.fullmatch(plain) else None
-
-
-# ------------------------------------------------------------------------------------ plain data
-
-
-def tree_of_data(data: object, problems: Problems) -> Node | None:
-    """The tree of what `json.loads` or a program made, or None and a problem."""
-    try:
-        return _of_data(data, itertools.count(1), 0)
-    except _TooMuch as refused:
-        problems.add(0, 0, "", str(refused))
-        return None
-
-
-class _TooMuch(Exception):
-    """The data passed a bound."""
-
-
-def _of_data(data: object, count: Iterator[int], depth: int) -> Node:
-    if next(count) > NODES_MAX:
-        raise _TooMuch(f"the document has more than {NODES_MAX:,} values; split it")
-    if depth > DEPTH_MAX:
-        raise _TooMuch(f"the document is nested more than {DEPTH_MAX} deep")
-    if isinstance(data, str):
-        text = str.__str__(data)  # of a subclass too, such as a StrEnum's member
-        return Node("text", text, text)
-    if isinstance(data, Mapping):
-        pairs = [
-            (_of_data(key, count, depth + 1), _of_data(value, count, depth + 1))
-            for key, value in data.items()
-        ]
-        return Node("mapping", pairs)
-    if isinstance(data, list | tuple):
-        return Node("list", [_of_data(item, count, depth + 1) for item in data])
-    return Node(_kind_of(data), data, show(data))
-
-
-def _kind_of(data: object) -> Kind:
-    if data is None:
-        return "nothing"
-    if isinstance(data, bool):
-        return "boolean"
-    if isinstance(data, int | float):
-        return "number"
-    return "time" if isinstance(data, date | datetime) else "other"
+def document_of(rules: Rules) -> Document:
+    """The document that a path, a text or a mapping stands for."""
+    if isinstance(rules, Document):
+        return rules
+    if isinstance(rules, Mapping):
+        return from_data(rules)
+    if isinstance(rules, str) and is_document_text(rules):
+        return read(rules)
+    if isinstance(rules, str | PathLike):
+        return read_file(Path(rules))
+    raise ConfigError(
+        f"rules={show(rules)} is not a document, its path or its text; "
+        f'for example Limiter.from_rules("limits.yaml")'
+    )

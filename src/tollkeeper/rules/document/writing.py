@@ -26,7 +26,7 @@ from tollkeeper.rules.document.model import (
     Rule,
     Scale,
 )
-from tollkeeper.rules.document.reading import EXPONENT
+from tollkeeper.rules.document.tree import EXPONENT
 
 Data = dict[str, Any]
 

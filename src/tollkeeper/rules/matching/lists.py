@@ -32,8 +32,16 @@ from typing import Final, Literal
 
 from tollkeeper.core.errors import ConfigError, InvalidKey, show
 from tollkeeper.core.model import NAME_LENGTH_MAX, REQUEST_FIELDS, Request
-from tollkeeper.rules.matching.networks import Address, Network, address_of, compile_network
-from tollkeeper.rules.matching.patterns import GLOB_LENGTH_MAX, Glob, compile_glob, escaped
+from tollkeeper.rules.matching.patterns import (
+    GLOB_LENGTH_MAX,
+    Address,
+    Glob,
+    Network,
+    address_of,
+    compile_glob,
+    compile_network,
+    escaped,
+)
 
 Verdict = Literal["allow", "deny"]
 

@@ -35,7 +35,7 @@ from tollkeeper.core.errors import InvalidKey, show
 from tollkeeper.core.model import REQUEST_FIELDS, Request
 from tollkeeper.rules.document.model import Match, Rule
 from tollkeeper.rules.matching.patterns import (
-    Endpoint,
+    EndpointPattern,
     Regexes,
     Wildcard,
     compile_endpoint,
@@ -57,7 +57,7 @@ Test = Callable[[str], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
+class RuleCondition:
     """One attribute that a rule asks about: any of the patterns has to match."""
 
     attribute: str
@@ -77,10 +77,10 @@ class CompiledRule:
     order: int
     group: int
     """Rules of one group count by the same, all in force or all in shadow mode."""
-    endpoints: tuple[Endpoint, ...]
-    conditions: tuple[Condition, ...]
+    endpoints: tuple[EndpointPattern, ...]
+    conditions: tuple[RuleCondition, ...]
     keys: tuple[tuple[str, Test], ...]
-    costs: tuple[tuple[Endpoint, int], ...]
+    costs: tuple[tuple[EndpointPattern, int], ...]
 
     def in_force_for(self, subject: str) -> bool:
         """Is the rule rolled out to this subject? The same answer on every node."""
@@ -130,27 +130,29 @@ def compile_rule(rule: Rule, order: int, group: int) -> CompiledRule:
     )
 
 
-def _conditions(match: Match) -> Iterator[Condition]:
+def _conditions(match: Match) -> Iterator[RuleCondition]:
     if match.method:
         names = frozenset(compile_method(text) for text in match.method)
-        yield Condition("method", match.method, names.__contains__, names)
+        yield RuleCondition("method", match.method, names.__contains__, names)
     for attribute in ("tier", "tenant", "user", "api_key"):
         patterns: tuple[str, ...] = getattr(match, attribute)
         if patterns:
             yield _glob_condition(attribute, patterns)
     if match.ip:
-        yield Condition("ip", match.ip, _any(compile_network(x).contains for x in match.ip), None)
+        yield RuleCondition(
+            "ip", match.ip, _any(compile_network(x).contains for x in match.ip), None
+        )
     for attribute, patterns in match.attributes.items():
         yield _glob_condition(attribute, patterns)
 
 
-def _glob_condition(attribute: str, patterns: tuple[str, ...]) -> Condition:
+def _glob_condition(attribute: str, patterns: tuple[str, ...]) -> RuleCondition:
     globs = [compile_glob(text) for text in patterns]
     exact = frozenset(glob.exact for glob in globs if glob.exact is not None)
     if all(glob.exact is not None for glob in globs):
-        return Condition(attribute, patterns, exact.__contains__, exact)
+        return RuleCondition(attribute, patterns, exact.__contains__, exact)
     starts = frozenset(glob.prefix for glob in globs) if all(g.prefix for g in globs) else None
-    return Condition(attribute, patterns, _any(glob.matches for glob in globs), None, starts)
+    return RuleCondition(attribute, patterns, _any(glob.matches for glob in globs), None, starts)
 
 
 def _any(tests: Iterable[Test]) -> Test:
@@ -163,12 +165,12 @@ _Asked = tuple[tuple[int, Test], ...]
 # A rule that may match: its place in the document, the rule, what is still to be asked of the path
 # (one of these endpoints; None: nothing) and of the values; its group, and whether it is for every
 # subject. The last two are the rule's own; from here they are read with fewer misses of the cache.
-_Candidate = tuple[int, CompiledRule, tuple[Endpoint, ...] | None, _Asked, int, bool]
+_Candidate = tuple[int, CompiledRule, tuple[EndpointPattern, ...] | None, _Asked, int, bool]
 _order: Final = itemgetter(0)
 
 
 def _candidate(
-    rule: CompiledRule, endpoints: tuple[Endpoint, ...] | None, asked: _Asked
+    rule: CompiledRule, endpoints: tuple[EndpointPattern, ...] | None, asked: _Asked
 ) -> _Candidate:
     return rule.order, rule, endpoints, asked, rule.group, rule.rule.rollout >= 100
 
@@ -178,18 +180,18 @@ def _candidate(
 _Filed = tuple[_Candidate, ...]
 
 
-class _Node:
+class _PathNode:
     """A place in the tree of path segments."""
 
     __slots__ = ("any", "children", "ends", "open")
 
     def __init__(self) -> None:
         self.children = _NO_CHILDREN
-        self.any: _Node | None = None
+        self.any: _PathNode | None = None
         self.ends: _Filed = ()  # patterns that end here
         self.open: _Filed = ()  # patterns behind which anything may follow
 
-    def file(self, endpoint: Endpoint, rule: CompiledRule, asked: _Asked) -> None:
+    def file(self, endpoint: EndpointPattern, rule: CompiledRule, asked: _Asked) -> None:
         segments: Sequence[object] = endpoint.segments
         if endpoint.exact is not None:
             segments = _segments(endpoint.exact)
@@ -203,12 +205,12 @@ class _Node:
             if isinstance(segment, str):
                 if node.children is _NO_CHILDREN:
                     node.children = {}
-                node = node.children.setdefault(segment, _Node())
+                node = node.children.setdefault(segment, _PathNode())
             else:
                 # One segment; a glob within it is left to the pattern itself.
                 certain = certain and segment is Wildcard.ONE
                 if node.any is None:
-                    node.any = _Node()
+                    node.any = _PathNode()
                 node = node.any
         node.ends += (_candidate(rule, None if certain else (endpoint,), asked),)
 
@@ -236,7 +238,7 @@ class _Node:
 
 
 # The same one for all that have none.
-_NO_CHILDREN: Final[dict[str, _Node]] = {}
+_NO_CHILDREN: Final[dict[str, _PathNode]] = {}
 
 
 def _segments(path: str) -> list[str]:
@@ -266,7 +268,7 @@ class _ByStart:
 
 
 # What a rule can be filed under: None for its endpoints, and the keys that it would have there.
-_Option = tuple[Condition | None, tuple[Hashable, ...]]
+_Option = tuple[RuleCondition | None, tuple[Hashable, ...]]
 
 
 def _options(rule: CompiledRule) -> list[_Option]:
@@ -298,7 +300,7 @@ class _Index:
 
     def __init__(self, rules: Sequence[CompiledRule], positions: dict[str, int]) -> None:
         self._positions = positions
-        self._tree: _Node | None = None
+        self._tree: _PathNode | None = None
         self._by_value: dict[int, dict[str, _Filed]] = {}
         self._by_start: dict[int, _ByStart] = {}
         self._always: list[_Candidate] = []
@@ -319,7 +321,7 @@ class _Index:
             by_start.seal()
         self._regexes = Regexes(regexes) if regexes else None
 
-    def _asked(self, rule: CompiledRule, but: Condition | None = None) -> _Asked:
+    def _asked(self, rule: CompiledRule, but: RuleCondition | None = None) -> _Asked:
         """What is to be asked of a request's values, but for what is certain already."""
         return tuple(
             (self._positions[each.attribute], each.holds)
@@ -335,11 +337,11 @@ class _Index:
         for endpoint in rule.endpoints:
             if endpoint.regex is None:
                 if self._tree is None:
-                    self._tree = _Node()
+                    self._tree = _PathNode()
                 self._tree.file(endpoint, rule, asked)
         return regexes
 
-    def _file_by_value(self, rule: CompiledRule, condition: Condition) -> None:
+    def _file_by_value(self, rule: CompiledRule, condition: RuleCondition) -> None:
         position = self._positions[condition.attribute]
         if condition.exact is not None:
             filed = self._by_value.setdefault(position, {})
@@ -403,7 +405,7 @@ def _matching(
     return tuple([tuple(groups[group]) for group in sorted(groups)])
 
 
-class Table:
+class RuleTable:
     """All rules of a document, ready to be asked. Never changes."""
 
     __slots__ = (

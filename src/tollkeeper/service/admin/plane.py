@@ -20,8 +20,8 @@ from tollkeeper.control.sources import announce
 from tollkeeper.control.versions import Kind
 from tollkeeper.core.errors import ChangeRefused, StoreError, VersionConflict
 from tollkeeper.limiter import AsyncLimiter
-from tollkeeper.rules.document.documents import DocumentError
 from tollkeeper.rules.document.model import Document
+from tollkeeper.rules.document.reading import DocumentError
 from tollkeeper.rules.document.writing import to_yaml
 from tollkeeper.rules.policy import CompiledRules
 from tollkeeper.service.http.tokens import Tokens

@@ -29,8 +29,8 @@ from tollkeeper.core.errors import (
     VersionConflict,
     show,
 )
-from tollkeeper.rules.document.documents import DocumentError
-from tollkeeper.rules.document.reading import Problem
+from tollkeeper.rules.document.reading import DocumentError
+from tollkeeper.rules.document.tree import DocumentProblem
 from tollkeeper.service.admin.plane import NoDatabase, etag_of
 from tollkeeper.service.http.tokens import Refused
 from tollkeeper.web import problems
@@ -81,7 +81,7 @@ def problem(
     return Response(answer.body, answer.status, dict(answer.headers))
 
 
-def problem_data(each: Problem) -> dict[str, Any]:
+def problem_data(each: DocumentProblem) -> dict[str, Any]:
     """One thing that is wrong with a document."""
     return {
         "where": each.where,

@@ -12,10 +12,10 @@ from fastapi import APIRouter, Header, Path, Query, Request, Response
 from tollkeeper.control import edits
 from tollkeeper.control.diffs import unified_diff
 from tollkeeper.core.errors import ConfigError, show
-from tollkeeper.rules.document.documents import DocumentError, from_data, read
 from tollkeeper.rules.document.model import Document, Rule
-from tollkeeper.rules.document.reading import Problem
+from tollkeeper.rules.document.reading import DocumentError, from_data, read
 from tollkeeper.rules.document.safety import new_findings
+from tollkeeper.rules.document.tree import DocumentProblem
 from tollkeeper.rules.document.writing import to_data, to_yaml
 from tollkeeper.service.admin.answering import made, versioned, written
 from tollkeeper.service.admin.answering import refusals as refusals_of
@@ -222,7 +222,7 @@ def placed(parse: Callable[[], Document], path: str, name: str) -> Document:
     except DocumentError as error:
         raise DocumentError(
             tuple(
-                Problem(
+                DocumentProblem(
                     each.source,
                     each.line,
                     each.column,

@@ -12,8 +12,8 @@ from fastapi import APIRouter, Path, Query, Response
 from tollkeeper.control import edits
 from tollkeeper.control.edits import ListName
 from tollkeeper.core.errors import ConfigError, show
-from tollkeeper.rules.document.documents import from_data
 from tollkeeper.rules.document.model import Document, Limits, Override
+from tollkeeper.rules.document.reading import from_data
 from tollkeeper.rules.document.writing import limit_data, to_data
 from tollkeeper.rules.matching.lists import check_entry
 from tollkeeper.service.admin.answering import (

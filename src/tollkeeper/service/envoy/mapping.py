@@ -37,7 +37,7 @@ from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.model import REQUEST_FIELDS, UNITS_MAX, WINDOW_NS_MAX, Limit, Request
 from tollkeeper.core.subjects import KEY_LENGTH_MAX, PARTS_MAX, SEPARATOR
-from tollkeeper.rules.matching.networks import address_of
+from tollkeeper.rules.matching.patterns import address_of
 from tollkeeper.service.http.clients import counted_address
 
 if TYPE_CHECKING:

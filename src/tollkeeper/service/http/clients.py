@@ -10,7 +10,7 @@ from __future__ import annotations
 from ipaddress import IPv6Address
 from typing import Final
 
-from tollkeeper.rules.matching.networks import address_of
+from tollkeeper.rules.matching.patterns import address_of
 
 IPV6_PREFIX: Final = 64
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from tollkeeper.rules.document.documents import schema
+from tollkeeper.rules.document.reading import schema
 from tollkeeper.service.admin.models import RULES, ProblemOut
 from tollkeeper.service.http import openapi_checks
 

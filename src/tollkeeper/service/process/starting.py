@@ -229,7 +229,7 @@ async def _seed(database: str, path: str) -> None:
     """Put a document in force as the first version, if there is none."""
     from tollkeeper.control.repository import Repository  # noqa: PLC0415 - the control extra
     from tollkeeper.core.errors import VersionConflict  # noqa: PLC0415 - with it
-    from tollkeeper.rules.document.documents import read_file  # noqa: PLC0415 - same
+    from tollkeeper.rules.document.reading import read_file  # noqa: PLC0415 - same
 
     document = read_file(Path(path))
     async with await Repository.open(database) as repository:

@@ -1,0 +1,544 @@
+"""From text and data to the tree: where things stand, what they are, and what is too much."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import re
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tollkeeper.core.errors import ConfigError, quoted
+from tollkeeper.rules.document import tree as module
+from tollkeeper.rules.document.tree import (
+    DEPTH_MAX,
+    PROBLEMS_MAX,
+    DocumentNode,
+    DocumentPlace,
+    ProblemList,
+    TooManyProblems,
+    suggestion,
+    tree_of_data,
+    tree_of_yaml,
+)
+
+
+def tree(text: str) -> DocumentNode:
+    problems = ProblemList("t")
+    root = tree_of_yaml(text, problems)
+    assert root is not None, problems.found
+    return root
+
+
+def refused(text: str) -> str:
+    """The one problem of a text that has no tree."""
+    problems = ProblemList("t")
+    assert tree_of_yaml(text, problems) is None
+    (problem,) = problems.found
+    return str(problem)
+
+
+def plain(node: DocumentNode) -> Any:
+    """The tree as kinds and values, without places."""
+    if node.kind == "list":
+        return [plain(item) for item in node.value]
+    if node.kind == "mapping":
+        return {plain(key)[1]: plain(value) for key, value in node.value}
+    return node.kind, node.value
+
+
+# ------------------------------------------------------------------------------------------ YAML
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "value"),
+    [
+        ("a b", "text", "a b"),
+        ('"42"', "text", "42"),
+        ("'off'", "text", "off"),
+        ("!!str 42", "text", "42"),
+        ("! 42", "text", "42"),
+        ('""', "text", ""),
+        ("42", "number", 42),
+        ("-1", "number", -1),
+        ("+1", "number", 1),
+        ("1_000", "number", 1_000),
+        ("1.5", "number", 1.5),
+        ("1e3", "number", 1_000.0),
+        ("1.5e+3", "number", 1_500.0),
+        (".5", "number", 0.5),
+        ("1.", "number", 1.0),
+        # Numbers that people do not mean.
+        ("017", "number", None),
+        ("0x1F", "number", None),
+        ("0b11", "number", None),
+        ("12:30", "number", None),
+        (".inf", "number", None),
+        (".nan", "number", None),
+        ("1" * 101, "number", None),
+        ("off", "boolean", "off"),
+        ("NO", "boolean", "NO"),
+        ("true", "boolean", "true"),
+        ("~", "nothing", "~"),
+        ("null", "nothing", "null"),
+        ("2026-01-01", "time", "2026-01-01"),
+        ("2026-01-01T00:00:00Z", "time", "2026-01-01T00:00:00Z"),
+        ("<<", "merge", "<<"),
+        ("=", "other", "="),
+        ("!!binary aGk=", "other", "aGk="),
+        ("!!python/object:os.system ls", "other", "ls"),
+        ("!mine x", "other", "x"),
+    ],
+)
+def test_what_a_scalar_is(text: str, kind: str, value: object) -> None:
+    """By YAML's rules, with its spelling kept; nothing is made from a tag."""
+    node = tree(text)
+    assert (node.kind, node.value) == (kind, value)
+    assert node.text == text.split(" ", 1)[-1].strip("'\"") if text != "a b" else "a b"
+
+
+@pytest.mark.parametrize("text", ["!!set {a, b}", "!!omap [a: 1]", "!!python/tuple [1]"])
+def test_collections_of_other_kinds_are_none_of_ours(text: str) -> None:
+    """Neither a list nor a mapping, so that the grammar refuses them."""
+    assert tree(text).kind == "other"
+
+
+def test_every_node_knows_its_place() -> None:
+    """Lines and columns from 1, in characters, of keys and of values."""
+    text = 'a: 1\nb:\n  - "é": [x,   y]\n  - >\n    folded\n'
+    (_, one), (b, items) = tree(text).value
+    first, folded = items.value
+    ((key, pair),) = first.value
+    assert [(n.line, n.column) for n in (one, b, items, key, pair, *pair.value, folded)] == [
+        (1, 4),
+        (2, 1),
+        (3, 3),
+        (3, 5),
+        (3, 10),
+        (3, 11),
+        (3, 16),
+        (4, 5),
+    ]
+
+
+def test_aliases_stand_where_their_anchor_does() -> None:
+    """A mistake in what is shared is to be mended at the anchor."""
+    (_, shared), (_, again) = tree("a: &x [1]\nb: *x\n").value
+    assert again is shared
+
+
+def test_merge_keys() -> None:
+    """`<<` brings in the names that are not given, the first source first."""
+    text = "- &a {x: 1, y: 2}\n- &b {y: 3, z: 4}\n- {<<: [*a, *b], z: 5}\n- {x: 6, <<: *a}\n"
+    merged = [plain(item) for item in tree(text).value[2:]]
+    number = "number"
+    assert merged == [
+        {"z": (number, 5), "x": (number, 1), "y": (number, 2)},
+        {"x": (number, 6), "y": (number, 2)},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "t:1:1: the document is empty; it starts with version: 1"),
+        ("# nothing\n", "t:1:1: the document is empty; it starts with version: 1"),
+        ("a: b: c", "t:1:5: this is not YAML: mapping values are not allowed in this context"),
+        ("a: [1\nb: 2", "t:2:2: this is not YAML: did not find expected ',' or ']', while parsing"),
+        ("a: 'x", "t:1:6: this is not YAML: found unexpected end of stream, while scanning a"),
+        ("\ta: 1", "t:1:1: this is not YAML: found character that cannot start any token"),
+        ("a: 1\n---\nb: 2", "t:2:1: a second document starts here"),
+        ("a: 1\n...\nb: 2", "t:3:1: this is not YAML: did not find expected <document start>"),
+        ("a: *b", "t:1:4: *b stands for nothing yet: an anchor (&) goes before its use"),
+        ("a: &a [*a]", "t:1:8: *a stands for nothing yet"),
+        ("a: {<<: 1}", "t:1:10: << takes a mapping, or a list of them; for example <<: *defaults"),
+        ("a: 1\nb: \x07", "t:2:4: the character U+0007 may not stand in YAML; remove it"),
+        ("a: \ud800", "t:1:4: the character U+D800 may not stand in YAML; remove it"),
+        ("%TAG ! x\n--- a", "t:1:1: %TAG has no meaning here; remove the line"),
+        ("%YAML 3.0\n--- a", "t:1:1: this is not YAML: found incompatible YAML document"),
+    ],
+)
+def test_what_is_not_yaml(text: str, problem: str) -> None:
+    """One problem, with its line and column."""
+    assert refused(text).startswith(problem)
+
+
+def test_a_byte_order_mark_is_nothing() -> None:
+    """Some editors write one."""
+    assert tree("\ufeffa: 1").value[0][0].text == "a"
+
+
+def test_the_library_without_its_compiled_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it was built so, documents are read more slowly and the same."""
+    text = 'a: &x [1, "b", off]\nc: *x\nd: {<<: {e: 2026-01-01}, f: ~}\n'
+    compiled = tree(text)
+    monkeypatch.delattr(yaml, "CSafeLoader")
+    assert tree(text) == compiled
+    assert refused("a: b: c").startswith("t:1:5: this is not YAML: mapping values are not allowed")
+
+
+def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """YAML is an extra; plain data needs nothing."""
+    real = builtins.__import__
+
+    def without_yaml(name: str, *rest: Any) -> Any:
+        if name == "yaml":
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without_yaml)
+    with pytest.raises(ConfigError, match=r"pip install 'tollkeeper\[rules\]'"):
+        tree_of_yaml("a: 1", ProblemList("t"))
+    assert tree_of_data({"a": 1}, ProblemList("t"))
+
+
+# ---------------------------------------------------------------------------------------- bounds
+
+
+def test_a_billion_laughs_are_refused() -> None:
+    """Each alias counts as all that it stands for: nine lines are 3**40 values."""
+    lines = ["- &a0 [x, x, x]"]
+    lines += [f"- &a{n + 1} [*a{n}, *a{n}, *a{n}]" for n in range(40)]
+    assert "with its aliases, the document has more than 2,500,000 values" in refused(
+        "\n".join(lines)
+    )
+
+
+def test_aliases_add_to_the_depth() -> None:
+    """What is nested by aliases is as deep as if it were written out."""
+    lines = ["- &a0 [x]"] + [f"- &a{n + 1} [*a{n}]" for n in range(DEPTH_MAX - 2)]
+    assert tree("\n".join(lines))
+    lines.append(f"- [*a{DEPTH_MAX - 2}]")
+    assert refused("\n".join(lines)) == "t:16:4: this is nested more than 16 deep"
+
+
+@pytest.mark.parametrize("opening", ["[", "{a: ", "- ", "? ", "[{a: "])
+def test_depth_is_bounded(opening: str) -> None:
+    """Refused at the bound, not after a million levels: the parser's time grows by the square."""
+    assert "nested more than 16 deep" in refused(opening * 1_000_000)
+
+
+def test_the_deepest_that_is_allowed() -> None:
+    """Exactly DEPTH_MAX lists in one another."""
+    assert tree("[" * DEPTH_MAX + "]" * DEPTH_MAX)
+    assert refused("[" * (DEPTH_MAX + 1) + "]" * (DEPTH_MAX + 1)).startswith(
+        f"t:1:{DEPTH_MAX + 1}:"
+    )
+
+
+def test_the_number_of_values_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list counts, and each of its values."""
+    monkeypatch.setattr(module, "NODES_MAX", 4)
+    assert tree("[1, 2, 3]")
+    assert refused("[1, 2, 3, 4]").startswith("t:1:11: with its aliases, the document has more")
+    problems = ProblemList("t")
+    assert tree_of_data([1, 2, 3], problems)
+    assert tree_of_data([1, 2, 3, 4], problems) is None
+    assert str(problems.found[0]).startswith("t: the document has more than 4 values")
+
+
+def test_the_length_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Characters of two bytes count as two."""
+    monkeypatch.setattr(module, "BYTES_MAX", 5)
+    assert tree("abcde")
+    assert tree("éé1")
+    assert refused("abcdef") == "t: this is longer than 16 MiB; is it a rule document?"
+    assert refused("ééé") == "t: this is longer than 16 MiB; is it a rule document?"
+
+
+def test_directives_do_not_take_the_square_of_their_number() -> None:
+    """The parser compares each %TAG with all before it; they are refused unread."""
+    text = "".join(f"%TAG !a{n}! x\n" for n in range(500_000)) + "---\nversion: 1\n"
+    assert refused(text) == "t:1:1: %TAG has no meaning here; remove the line"
+
+
+def test_enough_problems_are_enough() -> None:
+    """A list of a million mistakes is not a million problems."""
+    problems = ProblemList("t")
+    for line in range(PROBLEMS_MAX - 1):
+        problems.add(line, 1, "", "wrong")
+    with pytest.raises(TooManyProblems):
+        problems.add(0, 0, "", "wrong")
+    assert len(problems.found) == PROBLEMS_MAX
+
+
+# --------------------------------------------------------------------------------- JSON and data
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**90), 10**90)
+    | st.floats(-1e300, 1e300)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(json_values, st.sampled_from([None, 1, "\t"]), st.booleans())
+@example({"a": "\U0001f600\\\U0001f600/\u2028"}, None, True)
+@example({"\\": "\x7f\x85\ufeff\x00"}, None, True)
+@example([1e22, -0.0, 1e-7, 123456789012345680.0], None, True)
+def test_json_is_read_as_json_reads_it(value: object, indent: Any, ascii_only: bool) -> None:
+    """The tree of a JSON text is the tree of the data, however it is laid out."""
+    text = json.dumps({"value": value}, indent=indent, ensure_ascii=ascii_only)
+    # Unescaped, these are no characters or line ends to YAML; and names stop at 1,024 there.
+    odd = module._NOT_YAML.search(text) or re.search("[\x85\u2028\u2029]", text)
+    if odd or any(len(json.dumps(key)) > 1_000 for key in _keys(value)):
+        return
+    problems = ProblemList("t")
+    assert _without_truth(tree_of_yaml(text, problems)) == _without_truth(
+        tree_of_data({"value": value}, problems)
+    )
+
+
+def _keys(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [*value, *(key for inner in value.values() for key in _keys(inner))]
+    return [key for inner in value for key in _keys(inner)] if isinstance(value, list) else []
+
+
+def _without_truth(node: DocumentNode | None) -> Any:
+    """The tree in plain form; `true` and `null` are spelled otherwise in data."""
+    assert node is not None
+    if node.kind == "list":
+        return [_without_truth(item) for item in node.value]
+    if node.kind == "mapping":
+        return [(key.text, _without_truth(value)) for key, value in node.value]
+    if node.kind in {"boolean", "nothing"}:
+        return str(node.value).lower().replace("none", "null")
+    return node.kind, node.value
+
+
+def test_places_in_json_are_right_on_every_line() -> None:
+    """As in YAML; only on a line that has an escaped pair do later columns move."""
+    ((key, value),) = tree('{\n  "a\\ud83d\\ude00": [\n    1,\n    {}\n  ]\n}').value
+    assert (key.line, key.column, key.value) == (2, 3, "a\U0001f600")
+    assert [(item.line, item.column) for item in value.value] == [(3, 5), (4, 5)]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        ("x", "text"),
+        (5, "number"),
+        (5.5, "number"),
+        (True, "boolean"),
+        (None, "nothing"),
+        (datetime(2026, 1, 1, tzinfo=UTC), "time"),
+        (datetime(2026, 1, 1, tzinfo=UTC).date(), "time"),
+        ((1, 2), "list"),
+        ({}, "mapping"),
+        (b"x", "other"),
+        ({1}, "other"),
+        (object(), "other"),
+    ],
+)
+def test_what_a_value_is(value: object, kind: str) -> None:
+    """Plain data, and everything else by no name."""
+    node = tree_of_data(value, ProblemList("t"))
+    assert node is not None
+    assert (node.kind, node.line) == (kind, 0)
+
+
+def test_data_that_holds_itself_is_refused() -> None:
+    """By its depth; and by its size what is the same list nine times, nine times over."""
+    itself: list[Any] = []
+    itself.append(itself)
+    problems = ProblemList("t")
+    assert tree_of_data(itself, problems) is None
+    assert str(problems.found[0]) == "t: the document is nested more than 16 deep"
+
+
+def at(text: str) -> tuple[DocumentPlace, ProblemList]:
+    problems = ProblemList("t")
+    node = tree_of_yaml(text, problems)
+    assert node is not None
+    return DocumentPlace(node, problems), problems
+
+
+def of(data: object) -> tuple[DocumentPlace, ProblemList]:
+    problems = ProblemList("t")
+    node = tree_of_data(data, problems)
+    assert node is not None
+    return DocumentPlace(node, problems), problems
+
+
+READ_AS = "is read as"
+
+
+@pytest.mark.parametrize(
+    ("ask", "text", "value", "said"),
+    [
+        (lambda it: it.text("x", 3), "abc", "abc", ""),
+        (lambda it: it.text("x", 3), "abcd", "", "text of 1 to 3 characters is wanted here, and"),
+        (lambda it: it.text("x", 3), '""', "", "and this is empty; for example x"),
+        (lambda it: it.text("x", 9), "42", "", f"42 {READ_AS} a number, and text is wanted here; "),
+        (lambda it: it.text("x", 9), "42", "", 'quote it: "42"'),
+        (lambda it: it.text("x", 9), "off", "", f"off {READ_AS} true or false, and text is wanted"),
+        (lambda it: it.text("x", 9), "2026-01-01", "", f"2026-01-01 {READ_AS} a time, and text"),
+        (lambda it: it.text("x", 9), "~", "", "a value is missing; text is wanted here, for exam"),
+        (lambda it: it.text("x", 9), "[a]", "", "text is wanted here, not a list; for example x"),
+        (lambda it: it.text("x", 9), "{a: b}", "", "text is wanted here, not a mapping; for"),
+        (
+            lambda it: it.line("x", 9),
+            '"a\\nb"',
+            "",
+            '"a\\nb" has characters that cannot be printed',
+        ),
+        (lambda it: it.choice(("on", "off")), "off", "off", ""),
+        (lambda it: it.choice(("on", "off")), '"off"', "off", ""),
+        (
+            lambda it: it.choice(("on", "off")),
+            "of",
+            "on",
+            '"of" is not known here; did you mean "off"?',
+        ),
+        (lambda it: it.choice(("on", "off")), "5", "on", "5 is not one of on, off; for example on"),
+        (
+            lambda it: it.choice(("on", "off")),
+            "yes",
+            "on",
+            "yes is not one of on, off; for example",
+        ),
+        (lambda it: it.whole(0, 100, "50"), "100", 100, ""),
+        (
+            lambda it: it.whole(0, 100, "50"),
+            "101",
+            0,
+            "101 is not a whole number from 0 to 100; for",
+        ),
+        (lambda it: it.whole(0, 100, "50"), "1.0", 0, "1.0 is not a whole number from 0 to 100"),
+        (lambda it: it.whole(0, 100, "50"), "017", 0, "017 is not a whole number from 0 to 100"),
+        (lambda it: it.whole(0, 100, "50"), '"5"', 0, '"5" is not a whole number from 0 to 100'),
+        (lambda it: it.whole(0, 100, "50"), "true", 0, "true is not a whole number from 0 to 100"),
+        (lambda it: it.number(0, 1, "0.5"), "1", 1.0, ""),
+        (
+            lambda it: it.number(0, 1, "0.5"),
+            "1.5",
+            1,
+            "1.5 is not a number from 0 to 1; for example",
+        ),
+        (lambda it: it.number(0, 1, "0.5"), ".nan", 1, ".nan is not a number from 0 to 1; for"),
+    ],
+)
+def test_one_value(
+    ask: Callable[[DocumentPlace], object], text: str, value: object, said: str
+) -> None:
+    """The value, or a harmless one and a problem that shows what was found and what is right."""
+    place, problems = at(text)
+    assert ask(place) == value
+    assert [said in problem.message for problem in problems.found] == ([True] if said else [])
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (True, "True is read as true or false, and text is wanted here"),
+        (10**5_000, "<a int that cannot be shown> is read as a number"),
+        ("a\ud800", "holds half of a surrogate pair, which is not text"),
+        (b"abc", "b'abc' is read as no plain text, and text is wanted here"),
+    ],
+    ids=range(4),
+)
+def test_text_of_data(data: object, said: str) -> None:
+    """What only programs can hand over is refused as well."""
+    place, problems = of(data)
+    assert place.text("x", 10) == ""
+    assert said in problems.found[0].message
+
+
+def test_numbers_of_data() -> None:
+    """True is no 1, infinity no number, and a number of 5,000 digits no trouble."""
+    for data in (True, float("nan"), float("inf"), 10**5_000, "1"):
+        place, problems = of(data)
+        assert place.whole(0, 100, "50") == 0
+        assert place.number(0, 100, "50") == 100
+        assert len(problems.found) == 2
+
+
+def test_a_single_value_is_a_list_of_one() -> None:
+    """Unless a list is asked for."""
+    place, problems = at("a")
+    assert [item.node.value for item in place.items("[a]")] == ["a"]
+    assert place.items("[a]", single=False) == []
+    assert problems.found[0].message == '"a" is not a list; for example [a]'
+
+
+def test_names_of_a_mapping() -> None:
+    """They are text, all different; each mistake stands where the name does."""
+    place, problems = at('a: 1\n42: 2\n"a": 3\n[x]: 4\n')
+    assert list(place.entries("{a: 1}")) == ["a"]
+    assert [str(problem) for problem in problems.found] == [
+        't:2:1: ["42"]: 42 is read as a number, and text is wanted here; quote it: "42"',
+        't:3:1: "a" is given twice; remove one',
+        't:4:1: [""]: text is wanted here, not a list; for example {a: 1}',
+    ]
+
+
+def test_unknown_names_are_not_passed_over() -> None:
+    """Each with the name that was meant, or with all that there are."""
+    place, problems = at("limit: 1\ncolour: 2\nid: 3\n")
+    assert list(place.fields(("id", "limits"), "{id: a}")) == ["id"]
+    assert [problem.message for problem in problems.found] == [
+        '"limit" is not a name that is known here; did you mean "limits"?',
+        '"colour" is not a name that is known here; known: "id", "limits"',
+    ]
+
+
+def test_missing_names() -> None:
+    """Told once each, and not where there is no mapping at all."""
+    place, problems = at("a: 1")
+    assert not place.require(place.entries("{}"), ("a", "1"), ("b", "2"), ("c", "3"))
+    assert [problem.message for problem in problems.found] == [
+        '"b" is missing; for example b: 2',
+        '"c" is missing; for example c: 3',
+    ]
+    place, problems = at("a")
+    assert not place.require(place.entries("{a: 1}"), ("a", "1"))
+    assert [problem.message for problem in problems.found] == [
+        '"a" is not a mapping; for example {a: 1}'
+    ]
+
+
+def test_paths() -> None:
+    """As a program would write them; names with other characters are quoted."""
+    place, _ = at('rules: [{keys: {"sk 1": [a]}}]')
+    rule = place.entries("")["rules"].items("")[0]
+    key = rule.entries("")["keys"].entries("")["sk 1"]
+    assert [rule.where, key.where, key.items("")[0].where] == [
+        "rules[0]",
+        'rules[0].keys["sk 1"]',
+        'rules[0].keys["sk 1"][0]',
+    ]
+    assert place.where == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("a", '"a"'), ("it's", '"it\'s"'), ('say "hi"', "'say \"hi\"'"), ("a\nb", '"a\\nb"')],
+)
+def test_quoted(text: str, shown: str) -> None:
+    """As one would write it, on one line."""
+    assert quoted(text) == shown
+
+
+def test_suggestions_are_bounded() -> None:
+    """However many names there are and however long a word is."""
+    many = [f"rule-{n}" for n in range(100_000)]
+    assert suggestion("rule-7", many) == 'did you mean "rule-7"?'
+    assert suggestion("zzz", many).endswith('"rule-11", 99,988 more')
+    assert suggestion("x" * 1_000_000, many).startswith('known: "rule-0"')
+    assert suggestion("x", []) == "there are none"
+
+
+def test_places_are_light() -> None:
+    """No dictionary each: a list of a million entries makes a million of them."""
+    place: Any = at("a")[0]
+    assert not hasattr(place, "__dict__")
