@@ -332,6 +332,7 @@ async def test_a_day_that_somebody_dropped_is_made_anew() -> None:
     await until_async(lambda: sink.written == 2, "the second is written")
     sink.stop()
     await running
+    await sink.finish()
     await sink.close()
     assert sink.dropped() == 0
     assert await rows(url, "SELECT count(*) FROM tollkeeper_decisions") == [(1,)]
