@@ -22,7 +22,7 @@ from typing import Any, Final, ParamSpec, Protocol, TypeVar, Unpack, overload
 
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.model import NAME_LENGTH_MAX, check_name
-from tollkeeper.core.rates import Limits
+from tollkeeper.core.rates import LimitsArgument
 from tollkeeper.limiter.arguments import kind_of, name_of
 from tollkeeper.web.calls import AsgiCall
 from tollkeeper.web.guard import AsyncGuard
@@ -64,7 +64,7 @@ class RateLimit:
     def __init__(
         self,
         app: Any,
-        limits: Limits | None = None,
+        limits: LimitsArgument | None = None,
         *,
         guard: AsyncGuard | None = None,
         **options: Unpack[Options],
@@ -129,7 +129,9 @@ class _Decorator(Protocol):
     def __call__(self, function: Callable[P, R], /) -> Callable[P, Coroutine[Any, Any, R]]: ...
 
 
-def limited(limits: Limits, *, name: str = "", **options: Unpack[RouteOptions]) -> _Decorator:
+def limited(
+    limits: LimitsArgument, *, name: str = "", **options: Unpack[RouteOptions]
+) -> _Decorator:
     """Limit one endpoint of Starlette's: a function or method of a request or WebSocket.
 
         @limited("5/second")

@@ -30,7 +30,7 @@ from typing import Any, Final, Unpack
 
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.model import check_name
-from tollkeeper.core.rates import Limits
+from tollkeeper.core.rates import LimitsArgument
 from tollkeeper.limiter.arguments import name_of
 from tollkeeper.web.answers import Answer
 from tollkeeper.web.charges import Charge
@@ -94,7 +94,7 @@ class RateLimitMiddleware:
 
 
 def rate_limit(
-    limits: Limits, *, name: str = "", **options: Unpack[RouteOptions]
+    limits: LimitsArgument, *, name: str = "", **options: Unpack[RouteOptions]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a view, or a method with Django's `method_decorator`: further limits for it.
 

@@ -27,7 +27,7 @@ from typing import Any, Final, Unpack
 from tollkeeper import asgi
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.model import NAME_LENGTH_MAX, check_name
-from tollkeeper.core.rates import Limits
+from tollkeeper.core.rates import LimitsArgument
 from tollkeeper.web.calls import AsgiCall, Call, digest_of
 from tollkeeper.web.charges import Charge
 from tollkeeper.web.guard import AsyncGuard
@@ -80,7 +80,7 @@ class RateLimit:
     """
 
     def __init__(
-        self, app: FastAPI, limits: Limits | None = None, **options: Unpack[Options]
+        self, app: FastAPI, limits: LimitsArgument | None = None, **options: Unpack[Options]
     ) -> None:
         if not isinstance(app, FastAPI):
             raise ConfigError(
@@ -92,7 +92,9 @@ class RateLimit:
         app.add_middleware(asgi.RateLimit, guard=self.guard)
         self._describe_in(app)
 
-    def __call__(self, limits: Limits, *, name: str = "", **options: Unpack[RouteOptions]) -> Any:
+    def __call__(
+        self, limits: LimitsArgument, *, name: str = "", **options: Unpack[RouteOptions]
+    ) -> Any:
         """A dependency that charges the request by further limits; its value is the Charge.
 
         In `dependencies=[…]` of a route, a router or the application, or as

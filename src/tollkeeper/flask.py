@@ -33,7 +33,7 @@ from typing import Any, Final, ParamSpec, TypeVar, Unpack, cast
 
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.model import check_name
-from tollkeeper.core.rates import Limits
+from tollkeeper.core.rates import LimitsArgument
 from tollkeeper.web.answers import Answer
 from tollkeeper.web.bill import Bill
 from tollkeeper.web.calls import WsgiCall
@@ -73,7 +73,10 @@ class RateLimit:
     """
 
     def __init__(
-        self, app: Flask | None = None, limits: Limits | None = None, **options: Unpack[Options]
+        self,
+        app: Flask | None = None,
+        limits: LimitsArgument | None = None,
+        **options: Unpack[Options],
     ) -> None:
         self._options: dict[str, Any] = {"limits": limits, **options}
         self._exempt: list[Blueprint] = []
@@ -105,7 +108,7 @@ class RateLimit:
         app.before_request(self._before_request)
 
     def __call__(
-        self, limits: Limits, *, name: str = "", **options: Unpack[RouteOptions]
+        self, limits: LimitsArgument, *, name: str = "", **options: Unpack[RouteOptions]
     ) -> Callable[[View], View]:
         """Decorate a view, or call with a Blueprint: its requests pass further limits.
 

@@ -22,7 +22,7 @@ from http.client import responses
 from typing import Any, Final, Unpack
 
 from tollkeeper.core.errors import ConfigError, show
-from tollkeeper.core.rates import Limits
+from tollkeeper.core.rates import LimitsArgument
 from tollkeeper.web.answers import Answer
 from tollkeeper.web.bill import Bill, Header
 from tollkeeper.web.calls import WsgiCall
@@ -47,7 +47,7 @@ class RateLimit:
     """
 
     def __init__(
-        self, app: WsgiApp, limits: Limits | None = None, **options: Unpack[Options]
+        self, app: WsgiApp, limits: LimitsArgument | None = None, **options: Unpack[Options]
     ) -> None:
         self.app: WsgiApp = application(app)
         self.guard = Guard(plain(Terms(limits=limits, **options)).demand("RateLimit"))

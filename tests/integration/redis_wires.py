@@ -26,7 +26,7 @@ from tests.redis_servers import Promotion, Server, Single, until
 from tollkeeper import AsyncLimiter, Decision, Limit, Limiter
 from tollkeeper.core.clock import Clock
 from tollkeeper.core.errors import StoreError
-from tollkeeper.core.rates import Limits
+from tollkeeper.core.rates import LimitsArgument
 from tollkeeper.decide.failure import FailurePolicy
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.redis.store import RedisStore
@@ -86,7 +86,9 @@ class Client:
 
 
 class _FromThreads(Client):
-    def __init__(self, store: RedisStore, limits: Limits, on_failure: FailurePolicy) -> None:
+    def __init__(
+        self, store: RedisStore, limits: LimitsArgument, on_failure: FailurePolicy
+    ) -> None:
         super().__init__(store)
         self._limiter = Limiter(limits, store=store, on_failure=on_failure)
         self._pool = ThreadPoolExecutor(_THREADS_MAX, "caller")
@@ -104,7 +106,9 @@ class _FromThreads(Client):
 
 
 class _FromTasks(Client):
-    def __init__(self, store: RedisStore, limits: Limits, on_failure: FailurePolicy) -> None:
+    def __init__(
+        self, store: RedisStore, limits: LimitsArgument, on_failure: FailurePolicy
+    ) -> None:
         super().__init__(store)
         self._limiter = AsyncLimiter(limits, store=store, on_failure=on_failure)
         self.loop = asyncio.new_event_loop()
@@ -171,7 +175,7 @@ def outcome(future: Future[Any]) -> Outcome:
 def client(
     wire: str,
     uri: str,
-    limits: Limits = COUNTED,
+    limits: LimitsArgument = COUNTED,
     *,
     on_failure: FailurePolicy = "raise",
     clock: Clock | None = None,
@@ -190,7 +194,7 @@ def client(
 
 @contextmanager
 def clients_of_both(
-    uri: str, limits: Limits = COUNTED, **options: object
+    uri: str, limits: LimitsArgument = COUNTED, **options: object
 ) -> Iterator[list[Client]]:
     """A client of each wire."""
     with ExitStack() as stack:

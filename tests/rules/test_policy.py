@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tollkeeper import ConfigError, InvalidKey, Limit, Request, parse_limits
-from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS
+from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS, Limits
 from tollkeeper.core.rates import scaled
-from tollkeeper.rules.document.model import Document, Limits, Match, Override, Rule
+from tollkeeper.rules.document.model import Document, Match, Override, Rule
 from tollkeeper.rules.document.reading import read
 from tollkeeper.rules.policy import FACTOR_STEPS, CompiledRules, Item, Plan, factor_step
 from tollkeeper.testing import ManualClock

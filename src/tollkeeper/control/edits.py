@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Final, Literal
 
 from tollkeeper.core.errors import ConfigError, show
-from tollkeeper.rules.document.model import Document, Limits, Override, Rule
+from tollkeeper.core.model import Limits
+from tollkeeper.rules.document.model import Document, Override, Rule
 
 ListName = Literal["allow", "deny"]
 

@@ -48,7 +48,8 @@ from tollkeeper.control.versions import (
     check_who_and_why,
 )
 from tollkeeper.core.errors import ConfigError, UnsafeChange, VersionConflict
-from tollkeeper.rules.document.model import Document, Limits, Override
+from tollkeeper.core.model import Limits
+from tollkeeper.rules.document.model import Document, Override
 from tollkeeper.rules.document.reading import read
 from tollkeeper.rules.document.safety import new_findings
 from tollkeeper.rules.document.writing import to_yaml

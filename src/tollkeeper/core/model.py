@@ -152,6 +152,10 @@ class Limit:
         return f"{self.limit} per {self.per} s{burst} ({self.algorithm})"
 
 
+# The limits of one rule, tier, key or limiter.
+Limits = tuple[Limit, ...]
+
+
 def _check_units(what: str, value: object, low: int, high: int) -> None:
     # bool is an int to Python and a mistake here.
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:

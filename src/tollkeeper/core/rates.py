@@ -34,7 +34,7 @@ from tollkeeper.core.model import (
 )
 
 # How callers give limits: a rate string, a Limit, or several of either.
-Limits = str | Limit | Sequence[str | Limit]
+LimitsArgument = str | Limit | Sequence[str | Limit]
 
 TEXT_LENGTH_MAX: Final = 1_000
 LIMITS_MAX: Final = 16
@@ -193,7 +193,7 @@ class _Parser:
         raise RateSyntaxError(self._text, self._position, problem, EXAMPLE)
 
 
-def limits_of(limits: Limits) -> tuple[Limit, ...]:
+def limits_of(limits: LimitsArgument) -> tuple[Limit, ...]:
     """The limits that a rate string, a Limit, or several of either stand for."""
     given = [limits] if isinstance(limits, str | Limit) else limits
     if not isinstance(given, list | tuple):

@@ -23,9 +23,8 @@ from typing import Any, Final, NamedTuple
 
 from tollkeeper.core.clock import NS_PER_SECOND, Clock, duration_ns
 from tollkeeper.core.errors import CapacityError, ConfigError, StoreError, show
-from tollkeeper.core.model import Decision, Limit, decision_with
-from tollkeeper.core.rates import Limits as GivenLimits
-from tollkeeper.core.rates import limits_of, scaled
+from tollkeeper.core.model import Decision, Limit, Limits, decision_with
+from tollkeeper.core.rates import LimitsArgument, limits_of, scaled
 from tollkeeper.core.subjects import Key, subject_of
 from tollkeeper.decide.failure import decision_on_failure
 from tollkeeper.decide.store import Gate, Store
@@ -44,7 +43,6 @@ EMERGENCY: Final = "emergency"
 _EVERYONE: Final = "*"
 _MEMORY: Final = "memory://"
 
-Limits = tuple[Limit, ...]
 
 _log = logging.getLogger("tollkeeper.decide.local_fallback")
 
@@ -66,8 +64,8 @@ class LocalFallback:
 
     nodes: int = 1
     store: str = _MEMORY
-    ceiling: GivenLimits | None = None
-    emergency: GivenLimits | None = None
+    ceiling: LimitsArgument | None = None
+    emergency: LimitsArgument | None = None
     emergency_after: float = 60.0
     ceiling_limits: Limits = field(init=False, default=(), compare=False)
     emergency_limits: Limits = field(init=False, default=(), compare=False)

@@ -17,7 +17,7 @@ from tollkeeper.core import switches
 from tollkeeper.core.clock import Clock, clock_of, duration_ns
 from tollkeeper.core.errors import ConfigError, StoreError, show
 from tollkeeper.core.model import WINDOW_NS_MAX, Decision, Limit, Request, check_name, units_of
-from tollkeeper.core.rates import Limits, limits_of
+from tollkeeper.core.rates import LimitsArgument, limits_of
 from tollkeeper.core.subjects import Key, check_by, subject_of, subject_of_request
 from tollkeeper.decide.failure import FailurePolicy, check_policy, decision_on_failure
 from tollkeeper.decide.local_fallback import Asked, LocalFallback, LocalLimits, local_fallback_of
@@ -54,7 +54,7 @@ class Path:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: LimitsArgument,
         *,
         store: str | Store = "memory://",
         clock: Clock | None = None,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tollkeeper.core.model import Decision, Request
-from tollkeeper.rules.document.model import Limits, Override
+from tollkeeper.core.model import Decision, Limits, Request
+from tollkeeper.rules.document.model import Override
 from tollkeeper.rules.matching.table import CompiledRule
 from tollkeeper.rules.policy import FACTOR_STEPS, Choice, CompiledRules, Item
 

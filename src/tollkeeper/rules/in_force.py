@@ -18,12 +18,12 @@ from typing import Any, Final
 
 from tollkeeper.core.clock import Clock
 from tollkeeper.core.errors import CapacityError, StoreError
-from tollkeeper.core.model import UNITS_MAX, Decision, Limit, Request, decision_with
+from tollkeeper.core.model import UNITS_MAX, Decision, Limit, Limits, Request, decision_with
 from tollkeeper.decide.failure import RETRY_AFTER_NS, FailurePolicy, decision_on_failure
 from tollkeeper.decide.local_fallback import Asked, LocalFallback, LocalLimits
 from tollkeeper.decide.store import Store
 from tollkeeper.metrics.tally import RuleCounts, Tally
-from tollkeeper.rules.document.model import Document, Limits
+from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.load import Factor, Loads
 from tollkeeper.rules.penalties import Penalty, PenaltyTracker, Terms, terms_of
 from tollkeeper.rules.policy import FACTOR_STEPS, CompiledRules, Item, Plan, factor_step

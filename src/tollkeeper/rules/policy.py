@@ -27,11 +27,12 @@ from typing import Any, Final, Literal, NamedTuple
 
 from tollkeeper.core.model import (
     REQUEST_FIELDS,
+    Limits,
     Request,
 )
 from tollkeeper.core.rates import scaled
 from tollkeeper.core.subjects import KEY_LENGTH_MAX, SEPARATOR, subject_of_request
-from tollkeeper.rules.document.model import Document, Limits, Override
+from tollkeeper.rules.document.model import Document, Override
 from tollkeeper.rules.matching.lists import Lists
 from tollkeeper.rules.matching.patterns import normalised
 from tollkeeper.rules.matching.table import CompiledRule, RuleTable

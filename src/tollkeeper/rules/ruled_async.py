@@ -9,9 +9,8 @@ from time import perf_counter_ns
 from typing import Any, Final
 
 from tollkeeper.core.errors import CapacityError, StoreError, StoreTimeout
-from tollkeeper.core.model import Decision, Request
+from tollkeeper.core.model import Decision, Limits, Request
 from tollkeeper.decide.store import AsyncStore
-from tollkeeper.rules.document.model import Limits
 from tollkeeper.rules.explain import Answer, Explanation, explained, with_answers
 from tollkeeper.rules.in_force import (
     Items,

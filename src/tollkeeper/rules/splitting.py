@@ -17,10 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from tollkeeper.core.model import BUCKETS, REFILL_NS_MAX, Decision, Limit, decision_with
+from tollkeeper.core.model import BUCKETS, REFILL_NS_MAX, Decision, Limit, Limits, decision_with
 from tollkeeper.core.subjects import SEPARATOR
-
-Limits = tuple[Limit, ...]
 
 # Between a subject and the number of its part; no attribute's name begins with it.
 _PART: Final = SEPARATOR + "~"

@@ -13,7 +13,7 @@ from typing import Any, Final, Self, TypedDict
 from tollkeeper.core.clock import Clock, clock_of
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.model import check_name, units_of
-from tollkeeper.core.rates import Limits, limits_of
+from tollkeeper.core.rates import LimitsArgument, limits_of
 from tollkeeper.decide.failure import FailurePolicy, check_policy
 from tollkeeper.decide.local_fallback import LocalFallback, local_fallback_of
 from tollkeeper.decide.store import Store
@@ -90,7 +90,7 @@ class Terms:
     `style`            which headers answers have.
     """
 
-    limits: Limits | None = None
+    limits: LimitsArgument | None = None
     rules: Rules | None = None
     limiter: Limiter | AsyncLimiter | None = None
     store: str | Store = "memory://"
@@ -132,7 +132,7 @@ class Terms:
             self._check_limits(self.limits)
         self._check_what_goes_together()
 
-    def _check_limits(self, limits: Limits) -> None:
+    def _check_limits(self, limits: LimitsArgument) -> None:
         least = min(limits_of(limits), key=lambda limit: limit.capacity)
         if not callable(self.cost) and self.cost > least.capacity:
             raise ConfigError(

@@ -14,7 +14,14 @@ from functools import lru_cache
 from typing import Final, Literal, TypeVar, get_args
 
 from tollkeeper.core.errors import ConfigError, RateSyntaxError, quoted
-from tollkeeper.core.model import ALGORITHM_NAMES, NAME_LENGTH_MAX, REQUEST_FIELDS, UNITS_MAX, Limit
+from tollkeeper.core.model import (
+    ALGORITHM_NAMES,
+    NAME_LENGTH_MAX,
+    REQUEST_FIELDS,
+    UNITS_MAX,
+    Limit,
+    Limits,
+)
 from tollkeeper.core.rates import LIMITS_MAX, TEXT_LENGTH_MAX, parse_limit, parse_limits
 from tollkeeper.rules.document.model import (
     BY_MAX,
@@ -30,7 +37,6 @@ from tollkeeper.rules.document.model import (
     RULES_MAX,
     SPLIT_MAX,
     Document,
-    Limits,
     Match,
     Override,
     PenaltySettings,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Final, Literal, get_args
 
-from tollkeeper.core.model import Limit
+from tollkeeper.core.model import Limits
 
 Mode = Literal["enforce", "shadow", "off"]
 MODES: Final[tuple[Mode, ...]] = get_args(Mode)
@@ -31,8 +31,6 @@ SPLIT_MAX: Final = 64
 PENALTY_COUNT_MAX: Final = 10_000
 COOLDOWNS_MAX: Final = 100  # before a block
 PENALTY_S_MAX: Final = 30 * 86_400.0
-
-Limits = tuple[Limit, ...]
 
 
 @dataclass(frozen=True, slots=True)

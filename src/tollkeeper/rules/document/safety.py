@@ -18,8 +18,8 @@ from math import ceil, floor
 from typing import Final
 
 from tollkeeper.core.errors import ConfigError, FindingCode, SafetyFinding, quoted
-from tollkeeper.core.model import REQUEST_FIELDS, Limit
-from tollkeeper.rules.document.model import Document, Limits, Match, Override, Rule
+from tollkeeper.core.model import REQUEST_FIELDS, Limit, Limits
+from tollkeeper.rules.document.model import Document, Match, Override, Rule
 from tollkeeper.rules.document.tree import below
 from tollkeeper.rules.matching.patterns import (
     EndpointPattern,

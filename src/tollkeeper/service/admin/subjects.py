@@ -12,7 +12,8 @@ from fastapi import APIRouter, Path, Query, Response
 from tollkeeper.control import edits
 from tollkeeper.control.edits import ListName
 from tollkeeper.core.errors import ConfigError, show
-from tollkeeper.rules.document.model import Document, Limits, Override
+from tollkeeper.core.model import Limits
+from tollkeeper.rules.document.model import Document, Override
 from tollkeeper.rules.document.reading import from_data
 from tollkeeper.rules.document.writing import limit_data, to_data
 from tollkeeper.rules.matching.lists import check_entry
