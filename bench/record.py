@@ -31,9 +31,9 @@ from bench.http_report import http_facts, http_header, http_json, work_table
 from bench.http_servers import post, tollkeeper_serve
 from bench.redis_placement import placements
 from tollkeeper import Limiter, Request
+from tollkeeper.core.model import CheckResult
 from tollkeeper.history.recorder import Recorder
 from tollkeeper.history.sink import Sink
-from tollkeeper.rules.ruling import CheckResult
 
 WORKS: Final = ("record",)
 ROUNDS: Final = 15

@@ -15,6 +15,7 @@ import pytest
 from tests.history.databases import rows, until_async
 from tollkeeper import AsyncLimiter, Request
 from tollkeeper.control.database import Database
+from tollkeeper.core.model import CheckResult
 from tollkeeper.history import recorder as recorders
 from tollkeeper.history.events import told
 from tollkeeper.history.live import Live
@@ -23,7 +24,6 @@ from tollkeeper.history.recorder import Recorder
 from tollkeeper.history.sink import EVENTS_MAX, Pace, Sink
 from tollkeeper.history.usage import Usage
 from tollkeeper.rules.document.reading import read
-from tollkeeper.rules.ruling import CheckResult
 from tollkeeper.testing import ManualClock
 
 RULES = read(

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tollkeeper import Limiter, Request
+from tollkeeper.core.model import ResultKind
 from tollkeeper.metrics import counters
 from tollkeeper.metrics.counters import (
     BY_NAME,
@@ -23,7 +24,6 @@ from tollkeeper.metrics.counters import (
     Snapshot,
 )
 from tollkeeper.metrics.histograms import LENGTH
-from tollkeeper.rules.ruling import Kind
 from tollkeeper.testing import ManualClock
 
 RULES: dict[str, Any] = {
@@ -177,7 +177,7 @@ def test_a_limiter_without_rules_is_read_too() -> None:
 
 def test_kinds_without_a_rule_are_those_of_rulings() -> None:
     """One word for one idea."""
-    assert {"unlimited", "exempt", "blocked"} < set(get_args(Kind))
+    assert {"unlimited", "exempt", "blocked"} < set(get_args(ResultKind))
 
 
 class _Away:

@@ -20,10 +20,10 @@ from tollkeeper import (
     LimitExceeded,
     Request,
 )
+from tollkeeper.core.model import DENIED_NS
 from tollkeeper.decide.store import Store
 from tollkeeper.rules.document.reading import DocumentError
 from tollkeeper.rules.explain import Explanation
-from tollkeeper.rules.in_force import DENIED_NS
 from tollkeeper.testing import ManualClock, limiting_off
 
 TWO_RULES = """

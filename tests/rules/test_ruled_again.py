@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tollkeeper import Limiter, Request
+from tollkeeper.core.model import CheckResult
 from tollkeeper.decide.stores import open_store
 from tollkeeper.rules.ruled import Repeated, RuledGate
-from tollkeeper.rules.ruling import CheckResult
 from tollkeeper.testing import ManualClock
 
 PLAIN = """
@@ -96,4 +96,4 @@ def test_a_policy_that_may_say_otherwise_next_time_is_asked_each_time() -> None:
         repeated = Repeated(REQUESTS[0], 1)
         _gate(limiter).evaluate_again(repeated)
         assert (repeated.found is not None) == kept
-        assert limiter.policy.is_steady == kept
+        assert limiter.compiled_rules.is_steady == kept

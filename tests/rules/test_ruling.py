@@ -19,8 +19,8 @@ from tollkeeper import (
     Request,
     StoreError,
 )
+from tollkeeper.core.model import AppliedRule, CheckResult
 from tollkeeper.decide.store import Store
-from tollkeeper.rules.ruling import AppliedRule, CheckResult
 from tollkeeper.testing import ManualClock, limiting_off
 
 RULES = """

@@ -10,8 +10,7 @@ import pytest
 
 from tollkeeper import ConfigError, Limit
 from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.core.model import Decision
-from tollkeeper.rules.ruling import AppliedRule, CheckResult, Kind
+from tollkeeper.core.model import AppliedRule, CheckResult, Decision, ResultKind
 from tollkeeper.web import answers
 from tollkeeper.web.answers import (
     Style,
@@ -32,7 +31,7 @@ HALF_MINUTE = 30 * NS_PER_SECOND
 def ruling_of(
     *,
     allowed: bool = True,
-    kind: Kind = "limited",
+    kind: ResultKind = "limited",
     limits: tuple[Limit, ...] = (MINUTE,),
     tightest: Limit = MINUTE,
     remaining: int = 73,

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tests.web.test_answers import ruling_of
 from tollkeeper import Limit, Limiter
 from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.core.model import ALGORITHM_NAMES, Decision
-from tollkeeper.rules.ruling import AppliedRule, CheckResult, Kind
+from tollkeeper.core.model import ALGORITHM_NAMES, AppliedRule, CheckResult, Decision, ResultKind
 from tollkeeper.testing import ManualClock
 from tollkeeper.web.answers import Style, headers_of, refusal_of
 
@@ -47,7 +46,7 @@ def rulings(draw: st.DrawFn) -> CheckResult:
         rule=rule,
         degraded=draw(st.booleans()),
     )
-    kind = draw(st.sampled_from(get_args(Kind)))
+    kind = draw(st.sampled_from(get_args(ResultKind)))
     return CheckResult(decision, applied, kind)
 
 

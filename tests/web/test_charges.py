@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tollkeeper import Decision, InvalidCost, Limit, Limiter
-from tollkeeper.rules.ruling import AppliedRule, CheckResult, Kind
+from tollkeeper.core.model import AppliedRule, CheckResult, ResultKind
 from tollkeeper.testing import ManualClock
 from tollkeeper.web.charges import PASSED, Charge, joined
 
@@ -16,7 +16,11 @@ APPLIED = AppliedRule("orders", [LIMIT])
 
 
 def _ruling(
-    *, allowed: bool = True, remaining: int = 9, degraded: bool = False, kind: Kind = "limited"
+    *,
+    allowed: bool = True,
+    remaining: int = 9,
+    degraded: bool = False,
+    kind: ResultKind = "limited",
 ) -> CheckResult:
     decision = Decision(allowed, LIMIT, remaining, rule="orders", degraded=degraded)
     return CheckResult(decision, (APPLIED,), kind)
@@ -136,7 +140,7 @@ def test_a_denial_speaks_before_all_that_allowed() -> None:
     ],
 )
 def test_what_allowed_without_a_limit_does_not_hide_one(
-    kinds: tuple[Kind, Kind], kind: Kind
+    kinds: tuple[ResultKind, ResultKind], kind: ResultKind
 ) -> None:
     """Exempt from one and limited by another is limited."""
     assert joined([_ruling(kind=each) for each in kinds]).kind == kind

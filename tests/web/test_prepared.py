@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tollkeeper import Decision, Limit, Limiter
-from tollkeeper.core.model import WINDOW_NS_MAX
-from tollkeeper.rules.ruling import AppliedRule, CheckResult
+from tollkeeper.core.model import WINDOW_NS_MAX, AppliedRule, CheckResult
 from tollkeeper.web.answers import Style, raw_headers_of
 from tollkeeper.web.prepared import KNOWN_MAX, prepared
 

@@ -1,4 +1,4 @@
-"""The frozen values that travel the path: Limit, Request, Decision.
+"""The frozen values that travel the path: Limit, Request, Decision, CheckResult.
 
 A *limit* is numbers: 100 per 60 s, an algorithm, a burst. A *decision* is the answer. Durations
 inside are whole nanoseconds (names end in `_ns`); the properties without a suffix are seconds.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import operator
 from abc import ABCMeta
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import gcd
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 from tollkeeper.core.clock import NS_PER_SECOND, duration_ns, seconds_from_ns
 from tollkeeper.core.errors import ConfigError, InvalidCost, show
@@ -390,6 +390,58 @@ def decision_repr(decision: Decision) -> str:
     if decision.degraded:
         parts.append("degraded")
     return f"<Decision {' '.join(parts)}>"
+
+
+# The limit that a decision reports if no limit applied to the request.
+UNLIMITED: Final = Limit(UNITS_MAX, per=1, name="unlimited")
+# The retry time of a request on the deny list. It stands for "never".
+DENIED_NS: Final = WINDOW_NS_MAX
+
+ResultKind = Literal["limited", "unlimited", "exempt", "blocked", "unavailable"]
+
+# The rule name in results of a limiter that has limits of its own and no name.
+DEFAULT_NAME: Final = "default"
+
+
+class AppliedRule:
+    """A rule and the limits it had for a request.
+
+    All requests with the same limits share one object, and it is equal only to itself. Code that
+    derives something from it, such as a header, can cache that by the object.
+    """
+
+    __slots__ = ("limits", "rule")
+
+    def __init__(self, rule: str, limits: Sequence[Limit]) -> None:
+        self.rule = rule
+        self.limits = tuple(limits)
+
+    def __repr__(self) -> str:
+        return f"AppliedRule({self.rule!r}, {list(self.limits)!r})"
+
+
+class CheckResult(NamedTuple):
+    """A decision with the rules that applied, for an answer to a client.
+
+    A Decision describes the tightest limit only, which is all that a caller needs to act. An answer
+    over HTTP or gRPC lists every limit that applied. It also distinguishes why no limit applied
+    and why the store could not decide.
+    """
+
+    decision: Decision
+    applied: tuple[AppliedRule, ...] = ()
+    """Every rule that had to pass, in the order of the document."""
+    kind: ResultKind = "limited"
+    """`limited`      limits decided, or the failure policy did and may admit the request.
+    `unlimited`    no rule matches the request.
+    `exempt`       the request is on the allow list.
+    `blocked`      the request is on the deny list.
+    `unavailable`  the store could not decide, and the failure policy is `closed`.
+    """
+    shadow_denied: tuple[str, ...] = ()
+    """The ids of the rules in shadow mode that would have denied the request."""
+    counted: tuple[tuple[str, int], ...] = ()
+    """The subject and the units of each rule in `applied`; empty if they are not known."""
 
 
 def units_of(units: int, what: str) -> int:

@@ -1,38 +1,55 @@
-"""Several limits, one decision: all pass or none does, and the tightest one speaks."""
+"""Several limits, one decision: all pass or none does, and the tightest limit is reported.
+
+A request may have to pass several limits of one rule (`combine`) and several rules
+(`combine_decisions`). Both report the *tightest*: a limit that denies comes before one that
+allows, then the least remaining, then the longest time to retry and to reset. A denied decision
+always reports a limit that denied: each of those has less remaining than the cost, and each limit
+that would have allowed the request has at least the cost.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tollkeeper.core.model import Decision, Limit
+from tollkeeper.core.model import Decision, Limit, decision_with
 from tollkeeper.decide.algorithms import Outcome
 
 
 def combine(limits: Sequence[Limit], outcomes: Sequence[Outcome], rule: str) -> Decision:
-    """The decision on a request that every limit has answered.
-
-    Denied, it speaks of a limit that denied: each of those has less remaining than the cost, and
-    each that would have allowed has at least the cost.
-    """
+    """Return the decision on a request from the outcome of each of a rule's limits."""
     if len(outcomes) == 1:
         return Decision(outcomes[0][0], limits[0], *outcomes[0][1:], rule)
-    allowed = all(outcome.allowed for outcome in outcomes)
-    speaking = range(len(outcomes))
-    speaker = min(
-        (index for index in speaking if outcomes[index].allowed is allowed),
-        key=lambda index: _tightness(outcomes[index]),
-    )
-    tightest = outcomes[speaker]
+    tightest = min(outcomes, key=_tightness)
     return Decision(
-        allowed,
-        limits[speaker],
+        tightest.allowed,
+        limits[outcomes.index(tightest)],
         tightest.remaining,
         max(outcome.retry_after_ns for outcome in outcomes),
         tightest.reset_after_ns,
-        max(outcome.delay_ns for outcome in outcomes) if allowed else 0,
+        max(outcome.delay_ns for outcome in outcomes) if tightest.allowed else 0,
         rule,
     )
 
 
-def _tightness(outcome: Outcome) -> tuple[int, int, int]:
-    return outcome.remaining, -outcome.retry_after_ns, -outcome.reset_after_ns
+def combine_decisions(decisions: Sequence[Decision]) -> Decision:
+    """Return one decision on a request from the decisions of several rules."""
+    if len(decisions) == 1:
+        return decisions[0]
+    tightest = min(decisions, key=_tightness)
+    retry_after_ns = max([decision.retry_after_ns for decision in decisions])
+    delay_ns = max([decision.delay_ns for decision in decisions]) if tightest.allowed else 0
+    degraded = any(decision.degraded for decision in decisions)
+    if (
+        tightest.retry_after_ns == retry_after_ns
+        and tightest.delay_ns == delay_ns
+        and tightest.degraded == degraded
+    ):
+        return tightest  # the usual case: it already says everything
+    return decision_with(
+        tightest, retry_after_ns=retry_after_ns, delay_ns=delay_ns, degraded=degraded
+    )
+
+
+def _tightness(answer: Outcome | Decision) -> tuple[bool, int, int, int]:
+    """Return the sort key of an outcome or a decision; the smallest is the tightest."""
+    return answer.allowed, answer.remaining, -answer.retry_after_ns, -answer.reset_after_ns

@@ -18,8 +18,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from tollkeeper.core.model import Request
-    from tollkeeper.rules.ruling import CheckResult
+    from tollkeeper.core.model import CheckResult, Request
 
 Subjects = Literal["plain", "hashed", "none"]
 

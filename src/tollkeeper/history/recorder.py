@@ -42,9 +42,8 @@ from tollkeeper.history.sketch import Heavy, Sketch
 from tollkeeper.history.usage import MINUTE_NS, Usage
 
 if TYPE_CHECKING:
-    from tollkeeper.core.model import Request
+    from tollkeeper.core.model import CheckResult, Request
     from tollkeeper.history.reading import Records
-    from tollkeeper.rules.ruling import CheckResult
 
 HAND_OVER_SECONDS: Final = 1.0
 # With nothing to hand over, the other workers are still told what stands, every so many seconds.

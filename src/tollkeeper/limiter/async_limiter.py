@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, Self, TypeVar, cast
 from tollkeeper.core import switches
 from tollkeeper.core.clock import seconds_from_ns
 from tollkeeper.core.errors import CapacityError, ConfigError, LimitExceeded, StoreError
-from tollkeeper.core.model import Decision, Request, decision_with, units_of
+from tollkeeper.core.model import CheckResult, Decision, Request, decision_with, units_of
 from tollkeeper.core.subjects import Key
 from tollkeeper.decide.store import AsyncGate, AsyncGateCheck, Gate, GateCheck
 from tollkeeper.limiter.arguments import (
@@ -27,7 +27,6 @@ from tollkeeper.limiter.path import SETTLE_ATTEMPTS_MAX, Duration, Path, less, p
 from tollkeeper.rules.explain import Explanation
 from tollkeeper.rules.ruled import RuledGate
 from tollkeeper.rules.ruled_async import AsyncRuledGate
-from tollkeeper.rules.ruling import CheckResult
 
 P = ParamSpec("P")
 R = TypeVar("R")

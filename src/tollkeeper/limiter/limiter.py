@@ -10,7 +10,7 @@ from typing import ParamSpec, Self, TypeVar, cast
 from tollkeeper.core import switches
 from tollkeeper.core.clock import seconds_from_ns
 from tollkeeper.core.errors import CapacityError, ConfigError, LimitExceeded, StoreError
-from tollkeeper.core.model import Decision, Request, decision_with, units_of
+from tollkeeper.core.model import CheckResult, Decision, Request, decision_with, units_of
 from tollkeeper.core.subjects import Key
 from tollkeeper.limiter.arguments import (
     CostSource,
@@ -24,7 +24,6 @@ from tollkeeper.limiter.arguments import (
 from tollkeeper.limiter.path import SETTLE_ATTEMPTS_MAX, Duration, Path, less, pause_ns, to_settle
 from tollkeeper.rules.explain import Explanation
 from tollkeeper.rules.ruled import RuledGate
-from tollkeeper.rules.ruling import CheckResult
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -16,22 +16,31 @@ from typing import TYPE_CHECKING, Self, cast
 from tollkeeper.core import switches
 from tollkeeper.core.clock import Clock, clock_of, duration_ns
 from tollkeeper.core.errors import ConfigError, StoreError, show
-from tollkeeper.core.model import WINDOW_NS_MAX, Decision, Limit, Request, check_name, units_of
+from tollkeeper.core.model import (
+    DEFAULT_NAME,
+    WINDOW_NS_MAX,
+    AppliedRule,
+    CheckResult,
+    Decision,
+    Limit,
+    Request,
+    check_name,
+    units_of,
+)
 from tollkeeper.core.rates import LimitsArgument, limits_of
 from tollkeeper.core.subjects import Key, check_by, subject_of, subject_of_request
+from tollkeeper.decide.combine import combine_decisions
 from tollkeeper.decide.failure import FailurePolicy, check_policy, decision_on_failure
 from tollkeeper.decide.local_fallback import Asked, LocalFallback, LocalLimits, local_fallback_of
 from tollkeeper.decide.store import Gate, Store, StoreStats
 from tollkeeper.decide.stores import store_of
 from tollkeeper.limiter.arguments import request_of
 from tollkeeper.metrics.tally import RuleCounts, Tally
+from tollkeeper.rules.compiled import CompiledRules
 from tollkeeper.rules.document.reading import Rules, document_of
-from tollkeeper.rules.in_force import combined
 from tollkeeper.rules.penalties import Penalty
-from tollkeeper.rules.policy import CompiledRules
 from tollkeeper.rules.ruled import RuledGate
 from tollkeeper.rules.ruled_async import AsyncRuledGate
-from tollkeeper.rules.ruling import DEFAULT_NAME, AppliedRule, CheckResult
 
 if TYPE_CHECKING:
     from tollkeeper.control.follow import Follower, RulesStatus, Start
@@ -206,9 +215,9 @@ class Path:
         return self._on_failure
 
     @property
-    def policy(self) -> CompiledRules:
-        """The rules in force, compiled. They never change; others take their place."""
-        return self._ruled_gate().policy
+    def compiled_rules(self) -> CompiledRules:
+        """The rules in force, compiled. They never change; a new document replaces them."""
+        return self._ruled_gate().compiled_rules
 
     def stats(self) -> StoreStats:
         """What the store holds."""
@@ -223,7 +232,7 @@ class Path:
 
     def rules_status(self) -> RulesStatus:
         """Which version of the rules is in force, where it came from, and how fresh it is."""
-        version = self.policy.version
+        version = self.compiled_rules.version
         assert self._follower is not None, "every limiter from rules has one"  # noqa: S101 - ours
         return replace(self._follower.status(), version=version)
 
@@ -314,7 +323,7 @@ class Path:
                 address = key.ip if isinstance(key, Request) else None
                 found = self._local.decide(asked if local else [], address, spend=spend)
                 if found:
-                    return combined(found)
+                    return combine_decisions(found)
         return decision_on_failure(error, self._on_failure, self._gate.limits[0], self._name)
 
     def _ruling(self, decision: Decision) -> CheckResult:

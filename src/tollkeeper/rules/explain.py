@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tollkeeper.core.model import Decision, Limits, Request
+from tollkeeper.rules.compiled import FACTOR_STEPS, CompiledRules, LimitChoice, RuleCheck
 from tollkeeper.rules.document.model import Override
 from tollkeeper.rules.matching.table import CompiledRule
-from tollkeeper.rules.policy import FACTOR_STEPS, Choice, CompiledRules, Item
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +63,16 @@ Answer = Decision | Exception | None
 
 def explained(
     policy: CompiledRules, request: Request, cost: int
-) -> tuple[Explanation, list[Item | None]]:
+) -> tuple[Explanation, list[RuleCheck | None]]:
     """What is known without asking the store; and, for each rule, whom to ask for the rest."""
     tier = policy.tier_of(request)
     verdict, entry = policy.listed(request)
     plan = policy.plan(request, cost)
-    items = {item.rule.order: item for item in (*plan.enforced, *plan.shadowed)}
+    checks = {check.rule.id: check for check in (*plan.enforced, *plan.shadowed)}
     taken: dict[tuple[tuple[str, ...], bool], str] = {}
     rules: list[RuleExplained] = []
     for rule in policy.table.rules:
-        item = items.get(rule.order)
+        check = checks.get(rule.rule.id)
         why = policy.why_not(rule, request, tier)
         if not why and verdict:
             why = f"{entry} on the {verdict} list goes before all rules"
@@ -80,31 +80,31 @@ def explained(
             first = taken.setdefault((rule.rule.by, rule.rule.mode == "shadow"), rule.rule.id)
             if first != rule.rule.id:
                 why = f"rule {first} counts by the same and goes first"
-            elif item is None:
+            elif check is None:
                 why = (
                     f"it has no limits for {f'tier {tier}' if tier else 'requests without a tier'}"
                 )
-        choice = item.choice if item else policy.choose(rule, request, tier)
-        rules.append(_explained(rule, item, choice, why or "all its conditions hold"))
+        choice = check.choice if check else policy.choose(rule, request, tier)
+        rules.append(_explained(rule, check, choice, why or "all its conditions hold"))
     listed = f"{verdict} {entry}" if verdict else ""
     explanation = Explanation(policy.version, tier, listed, tuple(rules))
-    return explanation, [items.get(rule.order) for rule in policy.table.rules]
+    return explanation, [checks.get(rule.rule.id) for rule in policy.table.rules]
 
 
 def _explained(
-    rule: CompiledRule, item: Item | None, choice: Choice | None, why: str
+    rule: CompiledRule, check: RuleCheck | None, choice: LimitChoice | None, why: str
 ) -> RuleExplained:
-    found = RuleExplained(rule.rule.id, rule.rule.by, rule.rule.mode, item is not None, why)
+    found = RuleExplained(rule.rule.id, rule.rule.by, rule.rule.mode, check is not None, why)
     if choice is not None:
         source = f"{choice.source} {choice.detail}".strip()
         found = replace(found, limits=choice.limits, source=source, override=choice.override)
-    if item is not None:
+    if check is not None:
         found = replace(
             found,
-            limits=item.in_force.limits,
-            factor=item.step / FACTOR_STEPS,
-            subject=item.who,
-            units=item.units,
+            limits=check.prepared.limits,
+            factor=check.step / FACTOR_STEPS,
+            subject=check.subject,
+            units=check.units,
         )
     return found
 

@@ -13,27 +13,31 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
-from operator import attrgetter
 from typing import Any, Final
 
 from tollkeeper.core.clock import Clock
 from tollkeeper.core.errors import CapacityError, StoreError
-from tollkeeper.core.model import UNITS_MAX, Decision, Limit, Limits, Request, decision_with
+from tollkeeper.core.model import (
+    DENIED_NS,
+    UNLIMITED,
+    CheckResult,
+    Decision,
+    Limit,
+    Limits,
+    Request,
+    ResultKind,
+    decision_with,
+)
+from tollkeeper.decide.combine import combine_decisions
 from tollkeeper.decide.failure import RETRY_AFTER_NS, FailurePolicy, decision_on_failure
 from tollkeeper.decide.local_fallback import Asked, LocalFallback, LocalLimits
 from tollkeeper.decide.store import Store
 from tollkeeper.metrics.tally import RuleCounts, Tally
+from tollkeeper.rules.compiled import FACTOR_STEPS, CheckPlan, CompiledRules, RuleCheck, factor_step
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.load import Factor, Loads
 from tollkeeper.rules.penalties import Penalty, PenaltyTracker, Terms, terms_of
-from tollkeeper.rules.policy import FACTOR_STEPS, CompiledRules, Item, Plan, factor_step
-from tollkeeper.rules.ruling import CheckResult, Kind
 from tollkeeper.rules.splitting import widened
-
-# What a decision speaks of where no rule matched.
-UNLIMITED: Final = Limit(UNITS_MAX, per=1, name="unlimited")
-# Those on the deny list are not told when to come back; a year says never.
-DENIED_NS: Final = 366 * 86_400 * 10**9
 
 _UNMATCHED: Final = Decision(True, UNLIMITED, UNLIMITED.capacity)
 _LISTED: Final = {
@@ -41,46 +45,15 @@ _LISTED: Final = {
     "deny": Decision(False, UNLIMITED, 0, DENIED_NS, DENIED_NS, rule="deny"),
 }
 
-_KINDS: Final[dict[str | None, Kind]] = {
+_KINDS: Final[dict[str | None, ResultKind]] = {
     None: "unlimited",
     "allow": "exempt",
     "deny": "blocked",
 }
 
-Items = Sequence[Item]
+RuleChecks = Sequence[RuleCheck]
 
 _log = logging.getLogger("tollkeeper.rules.penalties")
-
-
-def combined(decisions: Sequence[Decision]) -> Decision:
-    """One decision on a request that several rules have decided: the tightest speaks."""
-    if len(decisions) == 1:
-        return decisions[0]
-    tightest = min(decisions, key=_tightness)
-    retry_after_ns = max(map(_retry_after_ns, decisions))
-    delay_ns = max(map(_delay_ns, decisions)) if tightest.allowed else 0
-    degraded = any(map(_degraded, decisions))
-    said = (tightest.retry_after_ns, tightest.delay_ns, tightest.degraded)
-    if said == (retry_after_ns, delay_ns, degraded):
-        return tightest  # nothing to add, as nearly always
-    return decision_with(
-        tightest, retry_after_ns=retry_after_ns, delay_ns=delay_ns, degraded=degraded
-    )
-
-
-_retry_after_ns: Final = attrgetter("retry_after_ns")
-_delay_ns: Final = attrgetter("delay_ns")
-_degraded: Final = attrgetter("degraded")
-
-
-def _tightness(decision: Decision) -> tuple[bool, int, int, int]:
-    """Who denies before who allows; then the least remaining, and the longest to wait."""
-    return (
-        decision.allowed,
-        decision.remaining,
-        -decision.retry_after_ns,
-        -decision.reset_after_ns,
-    )
 
 
 class RulesInForce:
@@ -115,7 +88,7 @@ class RulesInForce:
         self.watch = PenaltyTracker()
         self.on_penalty: Callable[[Penalty], None] | None = None
         self._terms: dict[str, Terms] = {}
-        self.policy = self._policy(document, version)
+        self.compiled_rules = self._policy(document, version)
 
     def _make_gate(self, limits: Limits, rule: str) -> Any:
         return self._store.gate(limits, rule)
@@ -142,7 +115,7 @@ class RulesInForce:
     def use(self, document: Document, version: str = "") -> None:
         """Put another document in force, in one step. Raises ConfigError, and keeps the old one."""
         with self._lock:
-            self.policy = self._policy(document, version)
+            self.compiled_rules = self._policy(document, version)
             # Only rules that there are: counts are bounded by the document.
             ids = {rule.id for rule in document.rules}
             self.counts = {name: each for name, each in self.counts.items() if name in ids}
@@ -151,60 +124,58 @@ class RulesInForce:
         """What part of its limits each rule has that follows the load."""
         return {name: factor_step(each()) / FACTOR_STEPS for name, each in self._factors.items()}
 
-    def _counts_of(self, item: Item) -> RuleCounts:
-        counts = self.counts.get(item.rule.rule.id)
+    def _counts_of(self, check: RuleCheck) -> RuleCounts:
+        counts = self.counts.get(check.rule.id)
         if counts is None:
-            counts = self.counts.setdefault(item.rule.rule.id, RuleCounts())
+            counts = self.counts.setdefault(check.rule.id, RuleCounts())
         return counts
 
-    def _count(self, item: Item, decision: Decision) -> None:
-        counts = self.counts.get(item.rule.rule.id) or self._counts_of(item)
+    def _count(self, check: RuleCheck, decision: Decision) -> None:
+        counts = self.counts.get(check.rule.id) or self._counts_of(check)
         if decision.allowed:
             counts.allowed += 1
-        elif item.rule.rule.mode == "shadow":
+        elif check.rule.mode == "shadow":
             counts.shadow_denied += 1
         else:
             counts.denied += 1
 
-    def _heard(self, item: Item, decision: Decision) -> Decision:
+    def _heard(self, check: RuleCheck, decision: Decision) -> Decision:
         """A rule's decision, counted; of a part, as one about the whole."""
-        self._count(item, decision)
-        if len(item.in_force.gates) == 1:
+        self._count(check, decision)
+        if len(check.prepared.gates) == 1:
             return decision
-        return widened(decision, item.gate.limits, item.in_force.limits)
+        return widened(decision, check.gate.limits, check.prepared.limits)
 
-    def _penal(self, plan: Plan) -> list[tuple[Item, Terms]]:
+    def _penal(self, plan: CheckPlan) -> list[tuple[RuleCheck, Terms]]:
         """The rules that penalise, with their terms."""
         terms = self._terms
-        return [
-            (item, terms[item.rule.rule.id]) for item in plan.enforced if item.rule.rule.id in terms
-        ]
+        return [(check, terms[check.rule.id]) for check in plan.enforced if check.rule.id in terms]
 
-    def _not_waited(self, plan: Plan, answer: Decision) -> tuple[Item, Terms] | None:
+    def _not_waited(self, plan: CheckPlan, answer: Decision) -> tuple[RuleCheck, Terms] | None:
         """Whom to penalise for this denial, if it is one too many."""
         if answer.allowed or answer.degraded:
             return None
-        for item, terms in self._penal(plan):
-            if item.rule.rule.id == answer.rule and self.watch.denied(
-                who(item), terms.penalty, self._clock.now_ns(), answer.retry_after_ns
+        for check, terms in self._penal(plan):
+            if check.rule.id == answer.rule and self.watch.denied(
+                who(check), terms.penalty, self._clock.now_ns(), answer.retry_after_ns
             ):
-                return item, terms
+                return check, terms
         return None
 
     @contextmanager
-    def _sentencing(self, item: Item) -> Iterator[None]:
+    def _sentencing(self, check: RuleCheck) -> Iterator[None]:
         """While this goes on, nobody else does the same."""
         try:
             yield
         finally:
-            self.watch.settled(who(item))
+            self.watch.settled(who(check))
 
-    def _sentence(self, item: Item, terms: Terms, level: int, spent: Decision) -> None:
+    def _sentence(self, check: RuleCheck, terms: Terms, level: int, spent: Decision) -> None:
         """Count a cool-down, and tell of it, if the store had room for it."""
-        sentence = self.watch.sentenced(who(item), terms, level, spent, self._clock.now_ns())
+        sentence = self.watch.sentenced(who(check), terms, level, spent, self._clock.now_ns())
         if sentence is None:
             return
-        counts = self._counts_of(item)
+        counts = self._counts_of(check)
         if sentence.blocked:
             counts.blocks += 1
         else:
@@ -223,16 +194,16 @@ class RulesInForce:
             except Exception:  # the request is denied all the same
                 _log.exception("whoever was to be told of a penalty has failed")
 
-    def _count_failed(self, items: Items) -> None:
-        for item in items:
-            self._counts_of(item).failed += 1
+    def _count_failed(self, checks: RuleChecks) -> None:
+        for check in checks:
+            self._counts_of(check).failed += 1
 
     def _count_degraded(
-        self, items: Items, wanted: Sequence[FailurePolicy], answer: Decision, *, local: bool
+        self, checks: RuleChecks, wanted: Sequence[FailurePolicy], answer: Decision, *, local: bool
     ) -> None:
         """Count what was answered in the store's place; `local`: this machine's counts did."""
-        for item, policy in zip(items, wanted, strict=True):
-            counts = self._counts_of(item)
+        for check, policy in zip(checks, wanted, strict=True):
+            counts = self._counts_of(check)
             if local and policy == "local":
                 counts.local_allowed += answer.allowed
                 counts.local_denied += not answer.allowed
@@ -240,39 +211,44 @@ class RulesInForce:
                 counts.policy_allowed += answer.allowed
                 counts.policy_denied += not answer.allowed
 
-    def _unruled(self, plan: Plan) -> Decision:
+    def _unruled(self, plan: CheckPlan) -> Decision:
         """The answer where no limit has a say, counted."""
         kind = _KINDS[plan.verdict]
         self.tally.unruled[kind] = self.tally.unruled.get(kind, 0) + 1
         return without_rules(plan)
 
-    def _concluded(self, items: Items, decisions: Sequence[Decision]) -> Decision:
-        return combined(
-            [self._heard(item, decision) for item, decision in zip(items, decisions, strict=True)]
+    def _concluded(self, checks: RuleChecks, decisions: Sequence[Decision]) -> Decision:
+        return combine_decisions(
+            [
+                self._heard(check, decision)
+                for check, decision in zip(checks, decisions, strict=True)
+            ]
         )
 
     def _ruling(
-        self, plan: Plan, decision: Decision, shadow_denied: Sequence[str] = ()
+        self, plan: CheckPlan, decision: Decision, shadow_denied: Sequence[str] = ()
     ) -> CheckResult:
         if plan.verdict is not None:
             return CheckResult(decision, kind=_KINDS[plan.verdict])
-        items = plan.enforced
-        if not items:
+        checks = plan.enforced
+        if not checks:
             return CheckResult(decision, (), "unlimited", tuple(shadow_denied))
-        failed = decision.degraded and not decision.allowed and self._closed(items)
+        failed = decision.degraded and not decision.allowed and self._closed(checks)
         return CheckResult(
             decision,
-            tuple([item.applied for item in items]),
+            tuple([check.applied for check in checks]),
             "unavailable" if failed else "limited",
             tuple(shadow_denied),
-            tuple([(item.who, item.units) for item in items]),
+            tuple([(check.subject, check.units) for check in checks]),
         )
 
-    def _closed(self, items: Items) -> bool:
+    def _closed(self, checks: RuleChecks) -> bool:
         """Does one of the rules let nobody pass while the store is away?"""
-        return "closed" in [item.rule.rule.on_failure or self._on_failure for item in items]
+        return "closed" in [check.rule.on_failure or self._on_failure for check in checks]
 
-    def _rulings(self, plans: Sequence[Plan], decisions: Sequence[Decision]) -> list[CheckResult]:
+    def _rulings(
+        self, plans: Sequence[CheckPlan], decisions: Sequence[Decision]
+    ) -> list[CheckResult]:
         """Rulings on several requests; `decisions` are those of all their rules, in order."""
         left = iter(decisions)
         rulings = []
@@ -283,7 +259,7 @@ class RulesInForce:
         return rulings
 
     def _rulings_on_failure(
-        self, plans: Sequence[Plan], asked: Sequence[tuple[Request, int]], error: StoreError
+        self, plans: Sequence[CheckPlan], asked: Sequence[tuple[Request, int]], error: StoreError
     ) -> list[CheckResult]:
         return [
             self._ruling(
@@ -296,28 +272,28 @@ class RulesInForce:
         ]
 
     def _failed(
-        self, items: Items, request: Request, error: StoreError, *, spend: bool
+        self, checks: RuleChecks, request: Request, error: StoreError, *, spend: bool
     ) -> Decision:
         """What the rules' failure policies answer; the error where one of them is to raise it."""
         wanted: list[FailurePolicy] = [
-            item.rule.rule.on_failure or self._on_failure for item in items
+            check.rule.on_failure or self._on_failure for check in checks
         ]
         self._local.note_failure(error)
         self.tally.failed(error)
         if spend:
-            self._count_failed(items)
+            self._count_failed(checks)
         if "raise" in wanted:
-            for item in items if spend else ():
-                self._counts_of(item).raised += 1
+            for check in checks if spend else ():
+                self._counts_of(check).raised += 1
             raise error
-        answer, local = self._in_its_place(items, wanted, request, error, spend=spend)
+        answer, local = self._in_its_place(checks, wanted, request, error, spend=spend)
         if spend:
-            self._count_degraded(items, wanted, answer, local=local)
+            self._count_degraded(checks, wanted, answer, local=local)
         return answer
 
     def _in_its_place(
         self,
-        items: Items,
+        checks: RuleChecks,
         wanted: Sequence[FailurePolicy],
         request: Request,
         error: StoreError,
@@ -328,31 +304,31 @@ class RulesInForce:
         if "closed" not in wanted:
             counted = [
                 # Whole, also where the store has it in parts: each part's share would be rounded.
-                Asked(item.in_force.limits, item.rule.rule.id, item.who, item.units)
-                for item, policy in zip(items, wanted, strict=True)
+                Asked(check.prepared.limits, check.rule.id, check.subject, check.units)
+                for check, policy in zip(checks, wanted, strict=True)
                 if policy == "local"
             ]
             found = self._local.decide(counted, request.ip, spend=spend)
             if found:  # what is open knows nothing of remaining units
-                return combined(found), True
+                return combine_decisions(found), True
         by_policy = [
-            decision_on_failure(error, policy, item.in_force.limits[0], item.rule.rule.id)
-            for item, policy in zip(items, wanted, strict=True)
+            decision_on_failure(error, policy, check.prepared.limits[0], check.rule.id)
+            for check, policy in zip(checks, wanted, strict=True)
         ]
-        return combined(by_policy), False
+        return combine_decisions(by_policy), False
 
 
-def without_rules(plan: Plan) -> Decision:
+def without_rules(plan: CheckPlan) -> Decision:
     """The answer where no limit has a say."""
     return _UNMATCHED if plan.verdict is None else _LISTED[plan.verdict]
 
 
-def too_much_for_now(items: Items, error: CapacityError) -> Item:
+def too_much_for_now(checks: RuleChecks, error: CapacityError) -> RuleCheck:
     """The rule whose limits are too low for a cost only while the load is high; or the error."""
-    for item in items:
-        if item.units > min(limit.capacity for limit in item.choice.limits):
+    for check in checks:
+        if check.units > min(limit.capacity for limit in check.choice.limits):
             raise error
-    late = next((item for item in items if item.step < FACTOR_STEPS), None)
+    late = next((check for check in checks if check.step < FACTOR_STEPS), None)
     if late is None:  # the cost is too much for a part
         raise error
     return late
@@ -374,23 +350,23 @@ def _unnamed(subject: str) -> str:
     return f"{subject.partition(':')[0]}:#{digest}"
 
 
-def who(item: Item) -> tuple[str, str]:
+def who(check: RuleCheck) -> tuple[str, str]:
     """Whom a rule counts, across rules."""
-    return item.rule.rule.id, item.who
+    return check.rule.id, check.subject
 
 
-def any_listed(plans: Sequence[Plan]) -> bool:
+def any_listed(plans: Sequence[CheckPlan]) -> bool:
     """Is one of the requests on the deny list?"""
     return any(plan.verdict == "deny" for plan in plans)
 
 
-def barred_until(item: Item, left_ns: int) -> Decision:
+def barred_until(check: RuleCheck, left_ns: int) -> Decision:
     """The answer while a cool-down goes on."""
-    limit = item.in_force.limits[0]
-    return Decision(False, limit, 0, left_ns, left_ns, rule=item.rule.rule.id)
+    limit = check.prepared.limits[0]
+    return Decision(False, limit, 0, left_ns, left_ns, rule=check.rule.id)
 
 
-def charged(policy: CompiledRules, request: Request, units: int) -> list[Item]:
+def charged(policy: CompiledRules, request: Request, units: int) -> list[RuleCheck]:
     """Whom a request is charged by: those in force, and those in shadow mode beside them."""
     plan = policy.plan(request, units)
     return [*plan.enforced, *plan.shadowed]

@@ -13,23 +13,22 @@ from typing import Final
 
 from tollkeeper.core import switches
 from tollkeeper.core.errors import CapacityError, StoreError
-from tollkeeper.core.model import Decision, Request
+from tollkeeper.core.model import CheckResult, Decision, Request
+from tollkeeper.decide.combine import combine_decisions
+from tollkeeper.rules.compiled import CheckPlan, CompiledRules, RuleCheck
 from tollkeeper.rules.explain import Answer, Explanation, explained, with_answers
 from tollkeeper.rules.in_force import (
-    Items,
+    RuleChecks,
     RulesInForce,
     any_listed,
     barred_until,
     charged,
-    combined,
     not_now,
     too_much_for_now,
     who,
     without_rules,
 )
 from tollkeeper.rules.penalties import level_of, sentence_s
-from tollkeeper.rules.policy import CompiledRules, Item, Plan
-from tollkeeper.rules.ruling import CheckResult
 from tollkeeper.rules.splitting import granted, summed
 
 # Three times as fast as calling the class, which would do the same in Python.
@@ -47,7 +46,7 @@ class Repeated:
     def __init__(self, request: Request, cost: int) -> None:
         self.request = request
         self.cost = cost
-        self.found: tuple[CompiledRules, Plan, CheckResult] | None = None
+        self.found: tuple[CompiledRules, CheckPlan, CheckResult] | None = None
         """By which policy, the plan, and a ruling of which only the grounds are used."""
 
 
@@ -67,7 +66,7 @@ class RuledGate(RulesInForce):
         return ordinary
 
     def check(self, request: Request, cost: int) -> Decision:
-        plan = self.policy.plan(request, cost)
+        plan = self.compiled_rules.plan(request, cost)
         answer = self._answered(plan, request)
         if plan.shadowed:
             self._ask_shadows(plan.shadowed, answer)
@@ -75,14 +74,14 @@ class RuledGate(RulesInForce):
 
     def evaluate(self, request: Request, cost: int, *, spend: bool) -> CheckResult:
         """`check` or `peek`, with its grounds."""
-        plan = self.policy.plan(request, cost)
+        plan = self.compiled_rules.plan(request, cost)
         if not spend:
             return self._ruling(plan, self._look_at(plan, request))
         return self._judged(plan, request)
 
     def evaluate_again(self, asked: Repeated) -> CheckResult:
         """`evaluate`, spending, of a request that is asked about often."""
-        found, policy, request = asked.found, self.policy, asked.request
+        found, policy, request = asked.found, self.compiled_rules, asked.request
         if found is None or found[0] is not policy:
             plan = policy.plan(request, asked.cost)
             ruling = self._judged(plan, request)
@@ -96,15 +95,15 @@ class RuledGate(RulesInForce):
             return self._grounded(plan, answer)
         return _ruling(CheckResult, (answer, like[1], "limited", (), like[4]))
 
-    def _judged(self, plan: Plan, request: Request) -> CheckResult:
+    def _judged(self, plan: CheckPlan, request: Request) -> CheckResult:
         return self._grounded(plan, self._answered(plan, request))
 
-    def _grounded(self, plan: Plan, answer: Decision) -> CheckResult:
+    def _grounded(self, plan: CheckPlan, answer: Decision) -> CheckResult:
         if plan.shadowed:
             return self._ruling(plan, answer, self._ask_shadows(plan.shadowed, answer))
         return self._ruling(plan, answer)
 
-    def _answered(self, plan: Plan, request: Request) -> Decision:
+    def _answered(self, plan: CheckPlan, request: Request) -> Decision:
         """By those who penalise first, if any; then by the limits."""
         if not self._terms:
             return self._checked(plan, request)
@@ -116,46 +115,46 @@ class RuledGate(RulesInForce):
         self._penalise(plan, answer)
         return answer
 
-    def _barred(self, plan: Plan, *, spend: bool) -> Decision | StoreError | None:
+    def _barred(self, plan: CheckPlan, *, spend: bool) -> Decision | StoreError | None:
         """The denial, where a cool-down goes on; or why nobody knows. The store is asked once."""
         away: StoreError | None = None
-        for item, terms in self._penal(plan):
+        for check, terms in self._penal(plan):
             now_ns = self._clock.now_ns()
-            left_ns = self.watch.barred_ns(who(item), now_ns)
+            left_ns = self.watch.barred_ns(who(check), now_ns)
             if left_ns is None and away is not None:
                 continue
             if left_ns is None:
                 try:
-                    look = terms.cooldown.peek(item.who, terms.cooldown_units)
+                    look = terms.cooldown.peek(check.subject, terms.cooldown_units)
                 except StoreError as error:
                     away = error
                     continue
                 left_ns = look.retry_after_ns
-                self.watch.looked(who(item), now_ns, left_ns)
+                self.watch.looked(who(check), now_ns, left_ns)
             if left_ns:
-                answer = barred_until(item, left_ns)
+                answer = barred_until(check, left_ns)
                 if spend:
-                    self._count(item, answer)
+                    self._count(check, answer)
                 return answer
         return away
 
-    def _penalise(self, plan: Plan, answer: Decision) -> None:
+    def _penalise(self, plan: CheckPlan, answer: Decision) -> None:
         due = self._not_waited(plan, answer)
         if due is None:
             return
-        item, terms = due
-        with suppress(StoreError), self._sentencing(item):
-            look = terms.cooldown.peek(item.who, terms.cooldown_units)
-            if self.watch.learns(who(item), self._clock.now_ns(), look.retry_after_ns):
+        check, terms = due
+        with suppress(StoreError), self._sentencing(check):
+            look = terms.cooldown.peek(check.subject, terms.cooldown_units)
+            if self.watch.learns(who(check), self._clock.now_ns(), look.retry_after_ns):
                 return
-            level = level_of(terms.level.check(item.who, 1), terms)
+            level = level_of(terms.level.check(check.subject, 1), terms)
             # Denied where it has no room on top of what is left.
-            spent = terms.cooldown.check(item.who, sentence_s(terms.penalty, level))
-            self._sentence(item, terms, level, spent)
+            spent = terms.cooldown.check(check.subject, sentence_s(terms.penalty, level))
+            self._sentence(check, terms, level, spent)
 
     def evaluate_all(self, asked: Sequence[tuple[Request, int]]) -> list[CheckResult]:
         """A ruling for each request; if one of them is denied, none is charged."""
-        policy = self.policy
+        policy = self.compiled_rules
         plans = [policy.plan(request, cost) for request, cost in asked]
         barred = [self._barred(plan, spend=True) for plan in plans]
         if any(isinstance(answer, Decision) for answer in barred) or any_listed(plans):
@@ -166,12 +165,12 @@ class RuledGate(RulesInForce):
                 self._ruling(plan, self._look_at(plan, request))
                 for plan, (request, _) in zip(plans, asked, strict=True)
             ]
-        items = [item for plan in plans for item in plan.enforced]
+        checks = [check for plan in plans for check in plan.enforced]
         try:
             for answer in barred:
                 if isinstance(answer, StoreError):
                     raise answer
-            decisions = self._together(items)
+            decisions = self._together(checks)
         except StoreError as error:
             return self._rulings_on_failure(plans, asked, error)
         rulings = self._rulings(plans, decisions)
@@ -181,124 +180,124 @@ class RuledGate(RulesInForce):
             self._with_shadows(plan, ruling) for plan, ruling in zip(plans, rulings, strict=True)
         ]
 
-    def _together(self, items: Items) -> list[Decision]:
+    def _together(self, checks: RuleChecks) -> list[Decision]:
         """The decisions on all of them; one whose limits are too low at this load denies."""
-        if not items:
+        if not checks:
             return []
-        together = [(item.gate, item.subject, item.units) for item in items]
+        together = [(check.gate, check.gate_subject, check.units) for check in checks]
         try:
             return self._store.check_together(together)
         except CapacityError as error:
-            late = too_much_for_now(items, error)
-            looks = [item.gate.peek(item.subject, 0) for item in items]
+            late = too_much_for_now(checks, error)
+            looks = [check.gate.peek(check.gate_subject, 0) for check in checks]
             return [
-                not_now(look) if item is late else look
-                for item, look in zip(items, looks, strict=True)
+                not_now(look) if check is late else look
+                for check, look in zip(checks, looks, strict=True)
             ]
 
-    def _with_shadows(self, plan: Plan, ruling: CheckResult) -> CheckResult:
+    def _with_shadows(self, plan: CheckPlan, ruling: CheckResult) -> CheckResult:
         if not plan.shadowed:
             return ruling
         denied = self._ask_shadows(plan.shadowed, ruling.decision)
         return ruling._replace(shadow_denied=tuple(denied))
 
-    def _checked(self, plan: Plan, request: Request) -> Decision:
-        items = plan.enforced
-        if not items:
+    def _checked(self, plan: CheckPlan, request: Request) -> Decision:
+        checks = plan.enforced
+        if not checks:
             return self._unruled(plan)
         try:
-            if len(items) == 1:
-                item = items[0]
-                return self._heard(item, item.gate.check(item.subject, item.units))
-            asked = [(item.gate, item.subject, item.units) for item in items]
-            return self._concluded(items, self._store.check_together(asked))
+            if len(checks) == 1:
+                check = checks[0]
+                return self._heard(check, check.gate.check(check.gate_subject, check.units))
+            asked = [(check.gate, check.gate_subject, check.units) for check in checks]
+            return self._concluded(checks, self._store.check_together(asked))
         except StoreError as error:
-            return self._failed(items, request, error, spend=True)
+            return self._failed(checks, request, error, spend=True)
         except CapacityError as error:
-            return self._too_much(items, request, error, spend=True)
+            return self._too_much(checks, request, error, spend=True)
 
     def _too_much(
-        self, items: Items, request: Request, error: CapacityError, *, spend: bool
+        self, checks: RuleChecks, request: Request, error: CapacityError, *, spend: bool
     ) -> Decision:
         """The answer to a cost that is too much at this load; else the error."""
-        item = too_much_for_now(items, error)
+        check = too_much_for_now(checks, error)
         try:
-            decision = not_now(item.gate.peek(item.subject, 0))
+            decision = not_now(check.gate.peek(check.gate_subject, 0))
         except StoreError as away:
-            return self._failed(items, request, away, spend=spend)
+            return self._failed(checks, request, away, spend=spend)
         if spend:
-            self._count(item, decision)
+            self._count(check, decision)
         return decision
 
-    def _ask_shadows(self, items: Items, answer: Decision) -> list[str]:
+    def _ask_shadows(self, checks: RuleChecks, answer: Decision) -> list[str]:
         """Ask them after the answer is known: if the store is away, nobody waits for it twice.
 
         Gives the ids of those that would have denied.
         """
         denied: list[str] = []
         if answer.degraded:
-            self._count_failed(items)
+            self._count_failed(checks)
             return denied
-        for position, item in enumerate(items):
+        for position, check in enumerate(checks):
             try:
-                decision = item.gate.check(item.subject, item.units)
+                decision = check.gate.check(check.gate_subject, check.units)
             except CapacityError:
-                self._counts_of(item).shadow_denied += 1
-                denied.append(item.rule.rule.id)
+                self._counts_of(check).shadow_denied += 1
+                denied.append(check.rule.id)
                 continue
             except StoreError:
-                self._count_failed(items[position:])
+                self._count_failed(checks[position:])
                 break
-            self._count(item, decision)
+            self._count(check, decision)
             if not decision.allowed:
-                denied.append(item.rule.rule.id)
+                denied.append(check.rule.id)
         return denied
 
     def peek(self, request: Request, cost: int) -> Decision:
-        return self._look_at(self.policy.plan(request, cost), request)
+        return self._look_at(self.compiled_rules.plan(request, cost), request)
 
-    def _look_at(self, plan: Plan, request: Request) -> Decision:
-        items = plan.enforced
-        if not items:
+    def _look_at(self, plan: CheckPlan, request: Request) -> Decision:
+        checks = plan.enforced
+        if not checks:
             return without_rules(plan)
         if self._terms:
             answer = self._barred(plan, spend=False)
             if isinstance(answer, StoreError):
-                return self._failed(items, request, answer, spend=False)
+                return self._failed(checks, request, answer, spend=False)
             if answer is not None:
                 return answer
         try:
-            return combined([self._peeked(item) for item in items])
+            return combine_decisions([self._peeked(check) for check in checks])
         except StoreError as error:
-            return self._failed(items, request, error, spend=False)
+            return self._failed(checks, request, error, spend=False)
         except CapacityError as error:
-            return self._too_much(items, request, error, spend=False)
+            return self._too_much(checks, request, error, spend=False)
 
-    def _peeked(self, item: Item) -> Decision:
-        looks: list[Decision] = [gate.peek(subject, item.units) for gate, subject in item.parts]
+    def _peeked(self, check: RuleCheck) -> Decision:
+        looks: list[Decision] = [gate.peek(subject, check.units) for gate, subject in check.parts]
         if len(looks) == 1:
             return looks[0]
-        return summed(looks, item.gate.limits, item.in_force.limits)
+        return summed(looks, check.gate.limits, check.prepared.limits)
 
     def refund(self, request: Request, units: int) -> None:
-        for item in charged(self.policy, request, units):
-            item.gate.refund(item.subject, item.units)
+        for check in charged(self.compiled_rules, request, units):
+            check.gate.refund(check.gate_subject, check.units)
 
     def grant(self, request: Request, units: int, ttl_ns: int | None) -> None:
-        for item in charged(self.policy, request, units):
-            extra = granted(item.units, len(item.parts))
-            for (gate, subject), part in zip(item.parts, extra, strict=True):
+        for check in charged(self.compiled_rules, request, units):
+            extra = granted(check.units, len(check.parts))
+            for (gate, subject), part in zip(check.parts, extra, strict=True):
                 gate.grant(subject, part, ttl_ns)
 
     def reset(self, request: Request) -> None:
-        for item in charged(self.policy, request, 1):
-            for gate, subject in item.parts:
+        for check in charged(self.compiled_rules, request, 1):
+            for gate, subject in check.parts:
                 gate.reset(subject)
-            terms = self._terms.get(item.rule.rule.id)
+            terms = self._terms.get(check.rule.id)
             if terms is not None:
-                terms.cooldown.reset(item.who)
-                terms.level.reset(item.who)
-                self.watch.pardoned(who(item))
+                terms.cooldown.reset(check.subject)
+                terms.level.reset(check.subject)
+                self.watch.pardoned(who(check))
 
     def is_barred(self, rule: str, subject: str) -> bool:
         """Does a cool-down go on that some process has given? Yes, where nobody can know."""
@@ -315,11 +314,11 @@ class RuledGate(RulesInForce):
 
     def explain(self, request: Request, cost: int) -> Explanation:
         """Which rules match and why, which do not, and what each would answer. Spends nothing."""
-        explanation, items = explained(self.policy, request, cost)
-        return with_answers(explanation, [item and self._look(item) for item in items])
+        explanation, checks = explained(self.compiled_rules, request, cost)
+        return with_answers(explanation, [check and self._look(check) for check in checks])
 
-    def _look(self, item: Item) -> Answer:
+    def _look(self, check: RuleCheck) -> Answer:
         try:
-            return self._peeked(item)
+            return self._peeked(check)
         except (StoreError, CapacityError) as error:
             return error

@@ -26,8 +26,7 @@ from typing import Final, Literal, NamedTuple
 
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import ConfigError, show
-from tollkeeper.core.model import Decision, Limit
-from tollkeeper.rules.ruling import DEFAULT_NAME, AppliedRule, CheckResult
+from tollkeeper.core.model import DEFAULT_NAME, AppliedRule, CheckResult, Decision, Limit
 from tollkeeper.web.problems import (
     QUOTA_EXCEEDED,
     REDUCED_CAPACITY,

@@ -13,8 +13,7 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Any, Final
 
-from tollkeeper.core.model import NAME_LENGTH_MAX
-from tollkeeper.rules.ruling import CheckResult
+from tollkeeper.core.model import NAME_LENGTH_MAX, CheckResult
 from tollkeeper.web.answers import headers_of
 from tollkeeper.web.calls import Call
 from tollkeeper.web.charges import PASSED, Charge, joined

@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from tollkeeper.core.model import Decision, Request, units_of
+from tollkeeper.core.model import UNLIMITED, CheckResult, Decision, Request, units_of
 from tollkeeper.core.subjects import Key
-from tollkeeper.rules.in_force import UNLIMITED, combined
-from tollkeeper.rules.ruling import CheckResult
+from tollkeeper.decide.combine import combine_decisions
 
 # Of a request that no limit was asked about: `skip` said so, or there is none.
 PASSED: Final = CheckResult(Decision(True, UNLIMITED, UNLIMITED.capacity), kind="unlimited")
@@ -100,7 +99,7 @@ def joined(rulings: Sequence[CheckResult]) -> CheckResult:
         return (exempt or rulings)[0]._replace(shadow_denied=shadow_denied)
     denied = not last.decision.allowed
     return CheckResult(
-        last.decision if denied else combined([each.decision for each in limited]),
+        last.decision if denied else combine_decisions([each.decision for each in limited]),
         tuple(rule for each in rulings for rule in each.applied),
         last.kind if denied else "limited",
         shadow_denied,

@@ -25,11 +25,10 @@ from typing import Any, ClassVar, Final, Self
 
 from tollkeeper.core.clock import Clock, clock_of, seconds_from_ns
 from tollkeeper.core.errors import CapacityError, ConfigError, TollkeeperError, show
-from tollkeeper.core.model import Decision
+from tollkeeper.core.model import CheckResult, Decision
 from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores import open_store
 from tollkeeper.limiter import AsyncLimiter, Limiter
-from tollkeeper.rules.ruling import CheckResult
 from tollkeeper.web.answers import Answer, bad_request_of, capacity_refusal_of, refusal_of
 from tollkeeper.web.calls import Call
 from tollkeeper.web.charges import PASSED, Charge

@@ -22,9 +22,8 @@ from typing import Any, Final, NoReturn
 
 from tollkeeper.core import switches
 from tollkeeper.core.errors import ConfigError, TollkeeperError, show
-from tollkeeper.core.model import Decision, Request
+from tollkeeper.core.model import CheckResult, Decision, Request
 from tollkeeper.core.subjects import Key
-from tollkeeper.rules.ruling import CheckResult
 from tollkeeper.web.answers import Answer, RawHeader, raw_headers_of
 from tollkeeper.web.calls import AsgiCall
 from tollkeeper.web.charges import PASSED, Charge, joined

@@ -11,8 +11,7 @@ from __future__ import annotations
 from typing import Final
 
 from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.core.model import Decision
-from tollkeeper.rules.ruling import CheckResult
+from tollkeeper.core.model import CheckResult, Decision
 from tollkeeper.web.answers import RawHeader, Style, raw_headers_of
 
 _ALMOST_A_SECOND_NS: Final = NS_PER_SECOND - 1

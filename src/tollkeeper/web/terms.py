@@ -12,7 +12,7 @@ from typing import Any, Final, Self, TypedDict
 
 from tollkeeper.core.clock import Clock, clock_of
 from tollkeeper.core.errors import ConfigError, show
-from tollkeeper.core.model import check_name, units_of
+from tollkeeper.core.model import CheckResult, check_name, units_of
 from tollkeeper.core.rates import LimitsArgument, limits_of
 from tollkeeper.decide.failure import FailurePolicy, check_policy
 from tollkeeper.decide.local_fallback import LocalFallback, local_fallback_of
@@ -20,7 +20,6 @@ from tollkeeper.decide.store import Store
 from tollkeeper.limiter import AsyncLimiter, Limiter
 from tollkeeper.limiter.arguments import kind_of, name_of
 from tollkeeper.rules.document.reading import Rules
-from tollkeeper.rules.ruling import CheckResult
 from tollkeeper.web.answers import Style
 from tollkeeper.web.calls import Call
 from tollkeeper.web.identity import Identity, Source

@@ -10,8 +10,8 @@ from tests.redis_servers import running
 from tests.redis_servers.ports import HOST, free_port
 from tollkeeper import AsyncLimiter, Request
 from tollkeeper.core.errors import CapacityError, InvalidKey, StoreError
+from tollkeeper.core.model import CheckResult
 from tollkeeper.decide.failure import FailurePolicy
-from tollkeeper.rules.ruling import CheckResult
 from tollkeeper.service.envoy.deciding import OVERRIDE_NAME, OVERRIDES_MAX, Decider
 from tollkeeper.service.envoy.mapping import Asked, Override
 from tollkeeper.testing import ManualClock

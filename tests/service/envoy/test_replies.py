@@ -9,8 +9,7 @@ import pytest
 from tests.service.envoy.running import codes, headers
 from tollkeeper import Decision, Limit
 from tollkeeper.core.errors import CapacityError, InvalidKey
-from tollkeeper.rules.in_force import UNLIMITED
-from tollkeeper.rules.ruling import AppliedRule, CheckResult, Kind
+from tollkeeper.core.model import UNLIMITED, AppliedRule, CheckResult, ResultKind
 from tollkeeper.service.envoy.protocol.messages import RateLimitResponse
 from tollkeeper.service.envoy.replies import Outcome, merged, response_of, tell
 from tollkeeper.web.answers import Style
@@ -167,7 +166,7 @@ def test_an_answer_that_passes_has_no_body() -> None:
         ([AWAY, BLOCKED, OK], "blocked"),
     ],
 )
-def test_which_kind_speaks_for_several(rulings: list[CheckResult], kind: Kind) -> None:
+def test_which_kind_speaks_for_several(rulings: list[CheckResult], kind: ResultKind) -> None:
     """A list or the lack of rules only where no limit has a say; who is blocked hears that."""
     assert merged(rulings).kind == kind
     assert merged(rulings[::-1]).kind == kind

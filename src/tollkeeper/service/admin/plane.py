@@ -20,10 +20,10 @@ from tollkeeper.control.sources import announce
 from tollkeeper.control.versions import Kind
 from tollkeeper.core.errors import ChangeRefused, StoreError, VersionConflict
 from tollkeeper.limiter import AsyncLimiter
+from tollkeeper.rules.compiled import CompiledRules
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import DocumentError
 from tollkeeper.rules.document.writing import to_yaml
-from tollkeeper.rules.policy import CompiledRules
 from tollkeeper.service.http.tokens import Tokens
 
 # Each lost race is a change that somebody else got through; whoever rolls back is in a hurry.
@@ -120,7 +120,7 @@ class Plane:
 
     def policy(self) -> CompiledRules:
         """The rules in force in this node, now."""
-        return self.node.limiter.policy
+        return self.node.limiter.compiled_rules
 
     async def repository(self) -> Repository:
         """The database of the rules. Raises NoDatabase, StoreError."""

@@ -20,10 +20,10 @@ from tollkeeper.core.model import REQUEST_FIELDS, UNITS_MAX, Decision
 from tollkeeper.core.model import Request as Asker
 from tollkeeper.core.subjects import SEPARATOR
 from tollkeeper.core.version import __version__
+from tollkeeper.rules.compiled import FACTOR_STEPS, RuleCheck
 from tollkeeper.rules.document.model import Document, Mode
 from tollkeeper.rules.document.writing import limit_data, to_data
 from tollkeeper.rules.explain import Explanation, RuleExplained
-from tollkeeper.rules.policy import FACTOR_STEPS, Item
 from tollkeeper.rules.splitting import summed
 from tollkeeper.service.admin.answering import READ, refusals
 from tollkeeper.service.admin.asking import ROLE, AdminRoute, PlaneOf
@@ -94,39 +94,39 @@ async def _quota(plane: Plane, request: Asker, cost: int = 1) -> QuotaOut:
         version=policy.version,
         tier=policy.tier_of(request),
         listed=f"{verdict} {entry}" if verdict else None,
-        rules=[await _applying(item) for item in (*plan.enforced, *plan.shadowed)],
+        rules=[await _applying(check) for check in (*plan.enforced, *plan.shadowed)],
     )
 
 
-async def _applying(item: Item) -> QuotaRuleOut:
+async def _applying(check: RuleCheck) -> QuotaRuleOut:
     decision, error = None, None
     try:
-        decision = _decision(await _look(item))
+        decision = _decision(await _look(check))
     except (StoreError, CapacityError) as reason:
         error = str(reason)
-    rule = item.rule.rule
+    rule = check.rule
     return QuotaRuleOut(
         id=rule.id,
         mode=rule.mode,
         by=list(rule.by),
-        subject=_subject(item.who),
-        units=item.units,
-        limits=[limit_data(each) for each in item.in_force.limits],
-        source=f"{item.choice.source} {item.choice.detail}".strip(),
-        factor=item.step / FACTOR_STEPS,
+        subject=_subject(check.subject),
+        units=check.units,
+        limits=[limit_data(each) for each in check.prepared.limits],
+        source=f"{check.choice.source} {check.choice.detail}".strip(),
+        factor=check.step / FACTOR_STEPS,
         decision=decision,
         error=error,
     )
 
 
-async def _look(item: Item) -> Decision:
+async def _look(check: RuleCheck) -> Decision:
     looks: list[Decision] = []
-    for gate, subject in item.parts:
-        found = gate.peek(subject, item.units)
+    for gate, subject in check.parts:
+        found = gate.peek(subject, check.units)
         looks.append(await found if isawaitable(found) else found)
     if len(looks) == 1:
         return looks[0]
-    return summed(looks, item.gate.limits, item.in_force.limits)
+    return summed(looks, check.gate.limits, check.prepared.limits)
 
 
 @router.get("/quota", operation_id="get_admin_quota", summary="A quota", responses=refusals(*READ))

@@ -21,12 +21,10 @@ from contextlib import suppress
 from typing import Final
 
 from tollkeeper.core.errors import StoreError
-from tollkeeper.core.model import Decision, Request
+from tollkeeper.core.model import DENIED_NS, UNLIMITED, CheckResult, Decision, Request
 from tollkeeper.core.subjects import Key
 from tollkeeper.decide.failure import FailurePolicy
 from tollkeeper.limiter import AsyncLimiter
-from tollkeeper.rules.in_force import DENIED_NS, UNLIMITED
-from tollkeeper.rules.ruling import CheckResult
 from tollkeeper.service.envoy.mapping import Asked, Override, everything_of
 from tollkeeper.service.http.giving_back import give_back
 

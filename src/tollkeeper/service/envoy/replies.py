@@ -17,9 +17,8 @@ from typing import Final
 
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import CapacityError, InvalidKey
-from tollkeeper.core.model import Limit
-from tollkeeper.rules.in_force import combined
-from tollkeeper.rules.ruling import CheckResult, Kind
+from tollkeeper.core.model import CheckResult, Limit, ResultKind
+from tollkeeper.decide.combine import combine_decisions
 from tollkeeper.service.envoy.protocol.messages import RateLimitResponse
 from tollkeeper.web.answers import (
     Answer,
@@ -52,7 +51,7 @@ _UNITS: Final = (
     (RateLimit.SECOND, NS_PER_SECOND),
 )
 # Which kind of ruling speaks for several: who is blocked hears that first.
-_KINDS: Final[tuple[Kind, ...]] = ("blocked", "unavailable", "limited", "exempt", "unlimited")
+_KINDS: Final[tuple[ResultKind, ...]] = ("blocked", "unavailable", "limited", "exempt", "unlimited")
 
 
 def response_of(outcomes: Sequence[Outcome], now_ns: int, style: Style) -> RateLimitResponse:
@@ -110,7 +109,7 @@ def merged(rulings: Sequence[CheckResult]) -> CheckResult:
     # Each rule once, though several descriptors met it.
     applied = dict.fromkeys(applied for each in speaking for applied in each.applied)
     return CheckResult(
-        combined([each.decision for each in denied or speaking]),
+        combine_decisions([each.decision for each in denied or speaking]),
         tuple(applied),
         kind,
         tuple(dict.fromkeys(rule for each in rulings for rule in each.shadow_denied)),

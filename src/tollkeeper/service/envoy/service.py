@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
 from tollkeeper.core.clock import NS_PER_SECOND, Clock, SystemClock, seconds_from_ns
 from tollkeeper.core.errors import CapacityError, ConfigError, InvalidKey, StoreError
-from tollkeeper.core.model import decision_with
+from tollkeeper.core.model import CheckResult, decision_with
 from tollkeeper.decide.failure import FailurePolicy
 from tollkeeper.limiter import AsyncLimiter
 from tollkeeper.metrics.counters import Counters
-from tollkeeper.rules.ruling import CheckResult
 from tollkeeper.service.envoy.deciding import Decider, was_charged
 from tollkeeper.service.envoy.mapping import Asked, asked_of
 from tollkeeper.service.envoy.protocol.messages import RateLimitRequest, RateLimitResponse

@@ -24,8 +24,7 @@ from typing import Any, Final
 from urllib.parse import parse_qs
 
 from tollkeeper.core.errors import ConfigError, StoreError, TollkeeperError, show
-from tollkeeper.core.model import Request, decision_with
-from tollkeeper.rules.ruling import CheckResult
+from tollkeeper.core.model import CheckResult, Request, decision_with
 from tollkeeper.service.http.asked import Asked, Endpoint, in_scope
 from tollkeeper.service.http.node import HOLD_SECONDS_MAX, Node
 from tollkeeper.service.http.replies import Reply, error_reply, refused_reply, ruling_reply

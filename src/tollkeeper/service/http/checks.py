@@ -16,9 +16,8 @@ import msgspec
 
 from tollkeeper.core import switches
 from tollkeeper.core.errors import CapacityError, ConfigError, StoreError
-from tollkeeper.core.model import Request
+from tollkeeper.core.model import CheckResult, Request
 from tollkeeper.rules.ruled import Repeated, RuledGate
-from tollkeeper.rules.ruling import CheckResult
 from tollkeeper.service.http.asked import Asked, Endpoint, in_scope
 from tollkeeper.service.http.giving_back import give_back
 from tollkeeper.service.http.node import Node

@@ -37,9 +37,9 @@ async def give_back(
         return
     if switches.limiting_off:
         return
-    for item in charged(limiter.policy, request, units):
-        if counts_only(scope, item.rule.rule):
-            found = item.gate.refund(item.subject, item.units)
+    for check in charged(limiter.compiled_rules, request, units):
+        if counts_only(scope, check.rule):
+            found = check.gate.refund(check.gate_subject, check.units)
             if isawaitable(found):
                 await found
 

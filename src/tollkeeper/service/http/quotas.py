@@ -14,7 +14,7 @@ from typing import Any, Final
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.core.model import Decision, Limit, Request
 from tollkeeper.core.subjects import SEPARATOR
-from tollkeeper.rules.policy import Item
+from tollkeeper.rules.compiled import RuleCheck
 from tollkeeper.service.http.asked import Asked, Endpoint, in_scope
 from tollkeeper.service.http.node import Node
 from tollkeeper.service.http.replies import Reply, data_reply
@@ -46,22 +46,22 @@ def _look(node: Node) -> Handler:
     async def look(asked: Asked) -> Reply:
         request = in_scope(asked.token, request_of_query(asked.scope["query_string"]))
         # Not `explain`, which asks all rules, and with 10,000 of them takes 100 ms.
-        policy = node.limiter.policy
+        policy = node.limiter.compiled_rules
         plan = policy.plan(request, 1)
-        items = [*plan.enforced, *plan.shadowed]
+        checks = [*plan.enforced, *plan.shadowed]
         kind = "limited" if plan.enforced else _KINDS[plan.verdict]
-        return data_reply({"kind": kind, "rules": [await _rule(single, item) for item in items]})
+        return data_reply({"kind": kind, "rules": [await _rule(single, check) for check in checks]})
 
     return look
 
 
-async def _rule(single: _SingleLimits, item: Item) -> dict[str, Any]:
-    rule = item.rule.rule
+async def _rule(single: _SingleLimits, check: RuleCheck) -> dict[str, Any]:
+    rule = check.rule
     limits = []
-    for place, limit in enumerate(item.in_force.limits):
+    for place, limit in enumerate(check.prepared.limits):
         # Several where the rule keeps its limits in parts; together they are the whole.
         looks = [
-            await single.peek(rule.id, gate.limits[place], subject) for gate, subject in item.parts
+            await single.peek(rule.id, gate.limits[place], subject) for gate, subject in check.parts
         ]
         numbers = {
             "remaining": sum(look.remaining for look in looks),
@@ -71,9 +71,9 @@ async def _rule(single: _SingleLimits, item: Item) -> dict[str, Any]:
     return {
         "rule": rule.id,
         "mode": rule.mode,
-        "subject": item.who.replace(SEPARATOR, " "),
-        "source": f"{item.choice.source} {item.choice.detail}".strip(),
-        "cost": item.units,
+        "subject": check.subject.replace(SEPARATOR, " "),
+        "source": f"{check.choice.source} {check.choice.detail}".strip(),
+        "cost": check.units,
         "limits": limits,
     }
 
@@ -131,6 +131,6 @@ def _grant(node: Node) -> Handler:
 
 def _note(node: Node, asked: Asked, what: str, request: Request) -> None:
     """Into the log, without the key, as the admin API does: who did it, and to which rules."""
-    plan = node.limiter.policy.plan(request, 0)
-    rules = ", ".join(item.rule.rule.id for item in (*plan.enforced, *plan.shadowed)) or "none"
+    plan = node.limiter.compiled_rules.plan(request, 0)
+    rules = ", ".join(check.rule.id for check in (*plan.enforced, *plan.shadowed)) or "none"
     log.info("quota %s by %s; rules: %s", what, asked.token.name, rules)

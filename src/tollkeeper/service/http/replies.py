@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from tollkeeper.core.errors import CapacityError, ConfigError, StoreError
-from tollkeeper.rules.ruling import CheckResult
+from tollkeeper.core.model import CheckResult
 from tollkeeper.service.http.tokens import Refused
 from tollkeeper.service.http.wire import Verdict, encode, verdict_of
 from tollkeeper.web.answers import (

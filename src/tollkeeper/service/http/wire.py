@@ -17,8 +17,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from tollkeeper.core.errors import ConfigError, show
-from tollkeeper.core.model import REQUEST_FIELDS, UNITS_MAX, Limit, Request
-from tollkeeper.rules.ruling import CheckResult
+from tollkeeper.core.model import REQUEST_FIELDS, UNITS_MAX, CheckResult, Limit, Request
 from tollkeeper.service.http.clients import counted_address
 from tollkeeper.service.http.node import BATCH_CHECKS_MAX
 

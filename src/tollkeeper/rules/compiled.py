@@ -27,16 +27,16 @@ from typing import Any, Final, Literal, NamedTuple
 
 from tollkeeper.core.model import (
     REQUEST_FIELDS,
+    AppliedRule,
     Limits,
     Request,
 )
 from tollkeeper.core.rates import scaled
 from tollkeeper.core.subjects import KEY_LENGTH_MAX, SEPARATOR, subject_of_request
-from tollkeeper.rules.document.model import Document, Override
+from tollkeeper.rules.document.model import Document, Override, Rule
 from tollkeeper.rules.matching.lists import Lists
 from tollkeeper.rules.matching.patterns import normalised
 from tollkeeper.rules.matching.table import CompiledRule, RuleTable
-from tollkeeper.rules.ruling import AppliedRule
 from tollkeeper.rules.splitting import parts_of, share, subject_of_part
 
 Source = Literal["default", "tier", "key", "override"]
@@ -57,7 +57,7 @@ _PATH_LENGTH_MAX: Final = 256
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-class InForce:
+class PreparedLimits:
     """Limits as they are in force, and the gates for them: one, or one for each part."""
 
     __slots__ = ("applied", "gates", "limits")
@@ -72,7 +72,7 @@ class InForce:
         self.gates = [make_gate(each, rule) for each in shares]
 
 
-class Choice:
+class LimitChoice:
     """Limits that a rule has for some requests, where they come from, and how they are in force."""
 
     __slots__ = ("detail", "limits", "multiplied", "override", "source", "steps")
@@ -84,47 +84,47 @@ class Choice:
         self.source = source
         self.detail = detail
         self.override = override
-        self.steps: dict[int, InForce] = {}  # by the step of the factor
-        self.multiplied: dict[int, Choice] = {}  # by the override's place in the document
+        self.steps: dict[int, PreparedLimits] = {}  # by the step of the factor
+        self.multiplied: dict[int, LimitChoice] = {}  # by the override's place in the document
 
 
-class Item(NamedTuple):
-    """One rule's part in a request: ask this gate, for this subject, for so many units."""
+class RuleCheck(NamedTuple):
+    """One rule's part in a request: the gate, the subject and the units to check."""
 
     gate: Any
-    subject: str
+    gate_subject: str
+    """What the gate counts: the subject, or one part of it if the rule splits its limits."""
     units: int
-    rule: CompiledRule
-    choice: Choice
+    rule: Rule
+    choice: LimitChoice
     step: int
-    """Of FACTOR_STEPS: what part of the limits is in force."""
-    in_force: InForce
-    who: str
-    """Who is counted; `subject`, unless the limits are kept in parts."""
+    """The part of the limits that applies at this load, in steps of 1 / FACTOR_STEPS."""
+    prepared: PreparedLimits
+    subject: str
 
     @property
     def applied(self) -> AppliedRule:
-        """The rule with its limits, the same object for all who have them."""
-        return self.in_force.applied
+        """The rule with its limits; the same object for all requests that have them."""
+        return self.prepared.applied
 
     @property
     def parts(self) -> list[tuple[Any, str]]:
-        """Every gate and subject that this one is kept under."""
-        gates = self.in_force.gates
+        """Every gate and subject that the counts are kept under."""
+        gates = self.prepared.gates
         if len(gates) == 1:
-            return [(self.gate, self.subject)]
-        return [(gate, subject_of_part(self.who, at)) for at, gate in enumerate(gates)]
+            return [(self.gate, self.gate_subject)]
+        return [(gate, subject_of_part(self.subject, at)) for at, gate in enumerate(gates)]
 
 
-class Plan(NamedTuple):
+class CheckPlan(NamedTuple):
     """What a request has to pass; or, if a list knows it, the list's verdict and nothing else."""
 
-    enforced: tuple[Item, ...] | list[Item] = ()
-    shadowed: tuple[Item, ...] | list[Item] = ()
+    enforced: tuple[RuleCheck, ...] | list[RuleCheck] = ()
+    shadowed: tuple[RuleCheck, ...] | list[RuleCheck] = ()
     verdict: Verdict | None = None
 
 
-class _Prepared:
+class PreparedRule:
     """A rule, and what of it does not depend on the request."""
 
     __slots__ = (
@@ -144,11 +144,13 @@ class _Prepared:
         self.rule = rule
         self.id = written.id
         self.factor = factor
-        self.default = Choice(written.limits, "default") if written.limits else None
-        self.by_tier = {tier: Choice(each, "tier", tier) for tier, each in written.tiers.items()}
-        self.by_override: dict[int, Choice] = {}  # by the override's place in the document
+        self.default = LimitChoice(written.limits, "default") if written.limits else None
+        self.by_tier = {
+            tier: LimitChoice(each, "tier", tier) for tier, each in written.tiers.items()
+        }
+        self.by_override: dict[int, LimitChoice] = {}  # by the override's place in the document
         self.keys = tuple(
-            (matches, Choice(written.keys[text], "key", text)) for text, matches in rule.keys
+            (matches, LimitChoice(written.keys[text], "key", text)) for text, matches in rule.keys
         )
         # Most rules count by one field as it came; those need not take the long way.
         field = written.by[0] if len(written.by) == 1 else ""
@@ -227,7 +229,7 @@ class CompiledRules:
         self._make_gate = make_gate
         self._now_ns = now_ns
         factors = factors or {}
-        self._rules = [_Prepared(rule, factors.get(rule.rule.id)) for rule in self.table.rules]
+        self._rules = [PreparedRule(rule, factors.get(rule.rule.id)) for rule in self.table.rules]
         # For whom: until when (None: for good), the place in the document, the override.
         self._overrides: dict[tuple[str, str], list[tuple[int | None, int, Override]]] = {}
         for place, override in enumerate(document.overrides):
@@ -238,15 +240,15 @@ class CompiledRules:
         )
         """Whether a request has one plan for good: nothing ends, is split or follows a load."""
 
-    def plan(self, request: Request, cost: int) -> Plan:
+    def plan(self, request: Request, cost: int) -> CheckPlan:
         """What the request has to pass."""
         if self._lists is not None:
             verdict = self._lists.verdict(request)
             if verdict is not None:
-                return Plan(verdict=verdict)
+                return CheckPlan(verdict=verdict)
         tier = self.tier_of(request) if self._assign else request.tier
-        enforced: list[Item] = []
-        shadowed: list[Item] = []
+        enforced: list[RuleCheck] = []
+        shadowed: list[RuleCheck] = []
         rules = self._rules
         for candidates in self.table.match(request, tier):
             for rule in candidates:
@@ -256,14 +258,14 @@ class CompiledRules:
                     continue
                 choice = self._choose(prepared, request, tier)
                 if choice is not None:
-                    item = self._item(prepared, subject, choice, request, cost)
-                    (shadowed if rule.rule.mode == "shadow" else enforced).append(item)
+                    check = self._item(prepared, subject, choice, request, cost)
+                    (shadowed if rule.rule.mode == "shadow" else enforced).append(check)
                 break
-        return Plan(enforced, shadowed)
+        return CheckPlan(enforced, shadowed)
 
     def _item(
-        self, prepared: _Prepared, subject: str, choice: Choice, request: Request, cost: int
-    ) -> Item:
+        self, prepared: PreparedRule, subject: str, choice: LimitChoice, request: Request, cost: int
+    ) -> RuleCheck:
         rule = prepared.rule
         step = FACTOR_STEPS
         if prepared.factor is not None:
@@ -274,15 +276,15 @@ class CompiledRules:
             if step < FACTOR_STEPS:
                 limits = scaled(limits, Fraction(step, FACTOR_STEPS))
             # Two threads may both make one; both are for the same counts.
-            in_force = InForce(limits, prepared.id, rule.rule.split, self._make_gate)
+            in_force = PreparedLimits(limits, prepared.id, rule.rule.split, self._make_gate)
             choice.steps[step] = in_force
         units = cost * (rule.rule.cost if not rule.costs else self.cost_of(rule, request))
         gates = in_force.gates
         if len(gates) == 1:
-            return Item(gates[0], subject, units, rule, choice, step, in_force, subject)
+            return RuleCheck(gates[0], subject, units, rule.rule, choice, step, in_force, subject)
         part = int(random() * len(gates))  # noqa: S311 - any spread will do
         kept_as = subject_of_part(subject, part)
-        return Item(gates[part], kept_as, units, rule, choice, step, in_force, subject)
+        return RuleCheck(gates[part], kept_as, units, rule.rule, choice, step, in_force, subject)
 
     def cost_of(self, rule: CompiledRule, request: Request) -> int:
         """Units for each unit that is asked for."""
@@ -308,14 +310,16 @@ class CompiledRules:
                     return tier
         return None
 
-    def choose(self, rule: CompiledRule, request: Request, tier: str | None) -> Choice | None:
+    def choose(self, rule: CompiledRule, request: Request, tier: str | None) -> LimitChoice | None:
         """The limits of a rule for a request; None where it has none for its tier."""
         return self._choose(self._rules[rule.order], request, tier)
 
-    def _has_tier(self, prepared: _Prepared, tier: str) -> bool:
+    def _has_tier(self, prepared: PreparedRule, tier: str) -> bool:
         return tier in prepared.by_tier or tier in self.document.tiers
 
-    def _choose(self, prepared: _Prepared, request: Request, tier: str | None) -> Choice | None:
+    def _choose(
+        self, prepared: PreparedRule, request: Request, tier: str | None
+    ) -> LimitChoice | None:
         choice = prepared.default
         if choice is None and (tier is None or not self._has_tier(prepared, tier)):
             tier = DEFAULT_TIER
@@ -323,7 +327,7 @@ class CompiledRules:
             choice = prepared.by_tier.get(tier, choice)
             if choice is None and tier in self.document.tiers:
                 limits = self.document.tiers[tier]
-                choice = prepared.by_tier[tier] = Choice(limits, "tier", tier)
+                choice = prepared.by_tier[tier] = LimitChoice(limits, "tier", tier)
         if prepared.keys:
             value = value_of(request, prepared.rule.rule.by[0], tier)
             if value is not None:
@@ -334,8 +338,8 @@ class CompiledRules:
         return self._overridden(prepared, request, choice) if self._overrides else choice
 
     def _overridden(
-        self, prepared: _Prepared, request: Request, choice: Choice | None
-    ) -> Choice | None:
+        self, prepared: PreparedRule, request: Request, choice: LimitChoice | None
+    ) -> LimitChoice | None:
         for attribute in _OWNERS:
             value = getattr(request, attribute)
             if not isinstance(value, str):
@@ -368,21 +372,21 @@ class CompiledRules:
         return verdict, str(self._lists.why(request))
 
 
-def _instead(prepared: _Prepared, place: int, override: Override) -> Choice:
+def _instead(prepared: PreparedRule, place: int, override: Override) -> LimitChoice:
     choice = prepared.by_override.get(place)
     if choice is None:
         detail = f"{override.attribute}:{override.value}"
-        choice = Choice(override.limits, "override", detail, override)
+        choice = LimitChoice(override.limits, "override", detail, override)
         prepared.by_override[place] = choice
     return choice
 
 
-def _multiplied(choice: Choice, place: int, override: Override) -> Choice:
+def _multiplied(choice: LimitChoice, place: int, override: Override) -> LimitChoice:
     multiplied = choice.multiplied.get(place)
     if multiplied is None:
         detail = f"{override.attribute}:{override.value}"
         limits = scaled(choice.limits, 1.0 if override.multiply is None else override.multiply)
-        multiplied = choice.multiplied[place] = Choice(limits, "override", detail, override)
+        multiplied = choice.multiplied[place] = LimitChoice(limits, "override", detail, override)
     return multiplied
 
 

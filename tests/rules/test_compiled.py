@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tollkeeper import ConfigError, InvalidKey, Limit, Request, parse_limits
 from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS, Limits
 from tollkeeper.core.rates import scaled
+from tollkeeper.rules.compiled import FACTOR_STEPS, CheckPlan, CompiledRules, RuleCheck, factor_step
 from tollkeeper.rules.document.model import Document, Match, Override, Rule
 from tollkeeper.rules.document.reading import read
-from tollkeeper.rules.policy import FACTOR_STEPS, CompiledRules, Item, Plan, factor_step
 from tollkeeper.testing import ManualClock
 
 NOON = datetime(2026, 6, 1, 12, tzinfo=UTC)
@@ -37,13 +37,13 @@ def policy_of(
     return CompiledRules(document, PreparedLimits, (clock or ManualClock()).now_ns, **more)
 
 
-def only(plan: Plan) -> Item:
+def only(plan: CheckPlan) -> RuleCheck:
     """The one rule in force."""
     [item] = plan.enforced
     return item
 
 
-def rates(item: Item) -> list[str]:
+def rates(item: RuleCheck) -> list[str]:
     """Its limits as so many per so many seconds."""
     return [f"{limit.limit}/{limit.per}" for limit in item.gate.limits]
 
