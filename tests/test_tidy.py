@@ -21,7 +21,6 @@ FUNCTION_LINES_MAX = 70
 # Where a module's tests are, if not at the same path with `test_` before the name.
 TESTED_IN = {
     "__init__.py": "test_public_api.py",
-    "cli/serve.py": "service/process/test_starting.py",
     "limiter/__init__.py": "limiter/test_limiter.py",
     "__main__.py": "cli/test_main.py",
     "core/version.py": "test_public_api.py",
@@ -36,12 +35,8 @@ TESTED_IN = {
     "cli/rules_options.py": "cli/test_rules.py",
     "cli/rules_print.py": "cli/test_rules.py",
     "cli/rules_read.py": "cli/test_rules.py",
-    "cli/serve_options.py": "service/process/test_starting.py",
-    "service/process/ending.py": "integration/test_service_running.py",
-    "service/process/server.py": "integration/test_service_running.py",
-    "service/process/starting.py": "service/process/test_starting.py",
+    "cli/serve_options.py": "cli/test_serve.py",
     "cli/top_view.py": "cli/test_top.py",
-    "service/process/wiring.py": "integration/test_service_running.py",
     "control/listening.py": "integration/test_repository_listen.py",
     "control/migrations/env.py": "integration/test_repository_schema.py",
     "control/migrations/versions/r0001_tables.py": "integration/test_repository_schema.py",

@@ -12,7 +12,6 @@ from tests.faults.service_load import service_load
 from tests.faults.telling import verify
 from tests.redis_servers.waiting import until
 from tests.service_process import ServiceProcess
-from tollkeeper.service.process.server import QUICK_END_SECONDS, QUICK_ENDS_MAX, Restarts
 
 WORKERS = 4
 KEYS = tuple(Key("closed", case) for case in CASES)
@@ -32,25 +31,6 @@ def _started(pid: int) -> int:
 def _all_there(service: ServiceProcess, killed: int) -> bool:
     alive = service.worker_pids()
     return len(alive) == WORKERS and killed not in alive and service.is_listening()
-
-
-def test_who_ends_often_and_soon_ends_all() -> None:
-    """A worker that was killed a few times is started again; one that never is well is not."""
-    now = 1_000.0
-    restarts = Restarts(lambda: now)
-    for _ in range(QUICK_ENDS_MAX):
-        restarts[0] = now
-        restarts.clear()
-        assert restarts.get(0) == 0
-    # Long enough well in between: it begins anew.
-    restarts[0], now = now, now + QUICK_END_SECONDS + 1
-    assert restarts.get(0) == 0
-    for _ in range(QUICK_ENDS_MAX):
-        restarts[0] = restarts[1] = now
-        assert restarts.get(0) == 0
-    assert restarts.get(1) == 0
-    restarts[0] = now
-    assert restarts.get(0) == now
 
 
 async def test_workers_are_killed() -> None:

@@ -190,7 +190,7 @@ def test_nothing_is_imported_unless_asked_for() -> None:
     """Neither the library nor a worker of the service imports OpenTelemetry."""
     script = """
 import sys
-import tollkeeper, tollkeeper.service.process.wiring
+import tollkeeper, tollkeeper.service.process.worker
 print([name for name in sys.modules if name.startswith("opentelemetry")])
 """
     found = subprocess.run(

@@ -55,10 +55,10 @@ def serve(
     """
     given = dict(locals())
     with telling(as_json=False, problems=TROUBLE):
-        from tollkeeper.service.process.settings import Settings  # noqa: PLC0415 - needs what an extra brings
-        from tollkeeper.service.process.starting import run  # noqa: PLC0415 - same
+        from tollkeeper.service.process.settings import ServiceSettings  # noqa: PLC0415 - needs what an extra brings
+        from tollkeeper.service.process.startup import run  # noqa: PLC0415 - same
 
         given.pop("config")
         if given.pop("no_grpc"):
             given["grpc"] = ""
-        run(Settings.gather(given, config))
+        run(ServiceSettings.gather(given, config))

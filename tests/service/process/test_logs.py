@@ -1,4 +1,4 @@
-"""The service's log: one line an event, and never a secret."""
+"""The service's log: one line per event, without secrets."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ PARTS = ("Zm9v", "abc.def", "pa55word")
 
 
 def record(message: str, *args: Any, name: str = "tollkeeper.service", **more: Any) -> Any:
-    """As `logging` makes it."""
+    """Return a record as `logging` makes it."""
     made = logging.LogRecord(name, logging.WARNING, "x.py", 1, message, args, None)
     made.__dict__.update(more)
     return made
 
 
-def test_an_event_is_one_line_of_json() -> None:
-    """With when, how bad, what, who, and its fields."""
+def test_event_is_one_line_of_json() -> None:
+    """It has time, level, event, node, worker and the fields of the event."""
     line = JsonFormatter("eu-1").format(record("a\nb %s", "c", **event("started", rules="3", n=1)))
     assert "\n" not in line
     found = json.loads(line)
@@ -55,8 +55,8 @@ def test_an_event_is_one_line_of_json() -> None:
 
 @pytest.mark.parametrize("secret", SECRETS)
 @pytest.mark.parametrize("formatter", [JsonFormatter("n"), TextFormatter("n")])
-def test_no_secret_gets_into_a_line(secret: str, formatter: logging.Formatter) -> None:
-    """Not in the message, its arguments, its fields, nor in a traceback."""
+def test_secrets_are_removed(secret: str, formatter: logging.Formatter) -> None:
+    """From the message, its arguments, its fields and a traceback."""
     try:
         int(secret)
     except ValueError:
@@ -68,8 +68,8 @@ def test_no_secret_gets_into_a_line(secret: str, formatter: logging.Formatter) -
 
 
 @pytest.mark.parametrize("formatter", [JsonFormatter("n"), TextFormatter("n")])
-def test_a_path_cannot_write_lines_of_its_own(formatter: logging.Formatter) -> None:
-    """Neither the end of a line nor what a terminal obeys gets out; a traceback keeps its lines."""
+def test_path_of_a_request_is_escaped(formatter: logging.Formatter) -> None:
+    """Line breaks and terminal escapes are; a traceback keeps its lines."""
     args = {
         "addr": "192.0.2.1",
         "method": "GET",
@@ -86,14 +86,14 @@ def test_a_path_cannot_write_lines_of_its_own(formatter: logging.Formatter) -> N
         assert line.endswith("a\\x1b[2J\nb")
 
 
-def test_what_is_no_secret_stays() -> None:
-    """An address without a password, a key's first letters."""
+def test_other_text_is_kept() -> None:
+    """An address without a password and the first letters of a key are no secrets."""
     text = "redis://cache:6379/0 tk_ a@b.example"
     assert without_secrets(text) == text
 
 
-def test_a_request_is_told_without_its_query() -> None:
-    """Keys are in queries."""
+def test_access_log_has_no_query() -> None:
+    """Queries hold keys."""
     args = {
         "addr": "127.0.0.1",
         "time": "…",
@@ -113,14 +113,14 @@ def test_a_request_is_told_without_its_query() -> None:
     assert "sk_1" not in TextFormatter("n").format(made) + str(found)
 
 
-def test_a_line_has_an_end() -> None:
-    """Nobody fills the disk with one."""
+def test_length_of_a_line_is_bounded() -> None:
+    """One message cannot fill the disk."""
     assert len(JsonFormatter("n").format(record("x" * 10**6))) < 10_000
 
 
 @pytest.mark.parametrize("kind", ["json", "text"])
-def test_the_configuration_is_one(kind: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """`logging` takes it, and what is logged then comes out on the standard error."""
+def test_configuration(kind: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """`logging` accepts it and then writes to the standard error."""
     before = logging.root.handlers[:], logging.root.level
     try:
         logging.config.dictConfig(configuration(kind, "n"))

@@ -1,4 +1,4 @@
-"""What `tollkeeper serve` can be told: where it comes from, and what is refused."""
+"""The settings of `tollkeeper serve`: their sources, defaults and checks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.decide.local_fallback import LocalFallback
-from tollkeeper.service.process.settings import Settings, address_of, state_folder
+from tollkeeper.service.process.settings import ServiceSettings, address_of, state_folder
 
 
-def test_without_anything_it_is_this_machine_alone(tmp_path: Path) -> None:
-    """Loopback, a shared file and a database in the data folder, one worker a processor."""
-    settings = Settings.gather({"data": str(tmp_path)})
+def test_defaults_serve_this_machine_only(tmp_path: Path) -> None:
+    """Loopback, a shared file and a database in the data folder, one worker per processor."""
+    settings = ServiceSettings.gather({"data": str(tmp_path)})
     assert (settings.host, settings.port, settings.grpc) == ("127.0.0.1", 8080, "127.0.0.1:8081")
     assert settings.store == f"shared://{tmp_path}/limits"
     assert settings.rules == settings.database == f"sqlite:///{tmp_path}/rules.db"
@@ -26,15 +26,15 @@ def test_without_anything_it_is_this_machine_alone(tmp_path: Path) -> None:
     assert settings.tokens_path == tmp_path / "tokens.json"
 
 
-def test_the_command_line_goes_before_the_file(tmp_path: Path) -> None:
-    """And the file before the defaults; names with dashes or without."""
+def test_command_line_overrides_file(tmp_path: Path) -> None:
+    """The file overrides the defaults; names may have dashes or underscores."""
     config = tmp_path / "config.yaml"
     config.write_text(
         "port: 9000\nnode-id: eu-1\ntrusted_proxy: [10.0.0.0/8]\nidentify: api_key=header:X-Key\n"
         "drain-seconds: 3\ngrpc: no\ndraft: 7\naccess-log: true\n"
     )
     given: dict[str, Any] = {"port": 9001, "node_id": None, "trusted_proxy": [], "identify": None}
-    settings = Settings.gather(given, str(config))
+    settings = ServiceSettings.gather(given, str(config))
     assert (settings.port, settings.node_id, settings.drain_seconds) == (9001, "eu-1", 3.0)
     assert settings.trusted_proxy == ("10.0.0.0/8",)
     assert settings.sources == {"api_key": ["header:X-Key"]}
@@ -42,7 +42,7 @@ def test_the_command_line_goes_before_the_file(tmp_path: Path) -> None:
 
 
 FILES: list[tuple[str, str]] = [
-    ("prt: 1", "'prt' is not a setting; there are host, port"),
+    ("prt: 1", "'prt' is not a setting; use one of host, port"),
     ("port: x", "port: 'x' is not a whole number"),
     ("port: true", "not a whole number"),
     ("port: 70000", "not between 0 and 65535"),
@@ -55,34 +55,34 @@ FILES: list[tuple[str, str]] = [
     ("log-format: xml", "one of auto, json, text"),
     ("access-log: 5", "true or false"),
     ("trusted-proxy: 5", "a list"),
-    ("[1, 2]", "not a list of settings"),
+    ("[1, 2]", "not a mapping of settings"),
     ("{", "is not YAML"),
     ("a: &a [*a]", "is not"),
     ("grpc: nonsense", "HOST:PORT"),
     ("grpc: '127.0.0.1:99999'", "HOST:PORT"),
     ("workers: 100000", "workers 100000 is not between"),
     ("shutdown-seconds: 0", "shutdown-seconds 0 is not between"),
-    ("tls-cert: a.pem", "go together"),
+    ("tls-cert: a.pem", "belong together"),
     ("node-id: 'a b'", "letters, digits"),
-    ("rules: limits.yaml\nseed: limits.yaml", "drop --seed"),
+    ("rules: limits.yaml\nseed: limits.yaml", "remove --seed"),
 ]
 
 
-@pytest.mark.parametrize(("text", "said"), FILES)
-def test_what_is_wrong_is_said(text: str, said: str, tmp_path: Path) -> None:
-    """Each with what would be right."""
+@pytest.mark.parametrize(("text", "message"), FILES)
+def test_invalid_settings_are_rejected(text: str, message: str, tmp_path: Path) -> None:
+    """The message says which value is wrong and what is allowed."""
     config = tmp_path / "config.yaml"
     config.write_text(text)
-    with pytest.raises(ConfigError, match=said):
-        Settings.gather({}, str(config))
+    with pytest.raises(ConfigError, match=message):
+        ServiceSettings.gather({}, str(config))
 
 
-def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    """Not an empty one; which an empty one is."""
+def test_missing_file_is_an_error(tmp_path: Path) -> None:
+    """An empty file is not an error: it has no settings."""
     with pytest.raises(ConfigError, match="No such file"):
-        Settings.gather({}, str(tmp_path / "none.yaml"))
+        ServiceSettings.gather({}, str(tmp_path / "none.yaml"))
     (tmp_path / "empty.yaml").write_text("\n")
-    assert Settings.gather({}, str(tmp_path / "empty.yaml")).port == 8080
+    assert ServiceSettings.gather({}, str(tmp_path / "empty.yaml")).port == 8080
 
 
 LOCAL: list[tuple[dict[str, Any], bool]] = [
@@ -100,22 +100,22 @@ LOCAL: list[tuple[dict[str, Any], bool]] = [
 
 
 @pytest.mark.parametrize(("given", "expected"), LOCAL)
-def test_who_can_reach_it(given: dict[str, Any], expected: bool) -> None:
-    """Over HTTP or gRPC: one door that is open is open."""
-    assert Settings.gather(given).is_local is expected
+def test_is_local(given: dict[str, Any], expected: bool) -> None:
+    """One address that other machines reach, for HTTP or gRPC, is enough to be not local."""
+    assert ServiceSettings.gather(given).is_local is expected
 
 
 @pytest.mark.parametrize("given", ["api_key", "=header:X", "api_key="])
-def test_an_identity_has_a_field_and_a_source(given: str) -> None:
-    """Or it says how one looks."""
+def test_identity_needs_a_field_and_a_source(given: str) -> None:
+    """The message shows the form."""
     with pytest.raises(ConfigError, match="FIELD=SOURCE"):
-        _ = Settings(identify=(given,)).sources
+        _ = ServiceSettings(identify=(given,)).sources
 
 
-def test_a_field_may_have_several_sources() -> None:
-    """In the order in which they were given."""
+def test_field_with_several_sources() -> None:
+    """They are tried in the given order."""
     given = ("api_key=bearer", "user=session:id", "api_key=query:key")
-    assert Settings(identify=given).sources == {
+    assert ServiceSettings(identify=given).sources == {
         "api_key": ["bearer", "query:key"],
         "user": ["session:id"],
     }
@@ -125,49 +125,51 @@ def test_a_field_may_have_several_sources() -> None:
     ("variable", "expected"),
     [("/state", "/state/tollkeeper"), ("relative", "~/.local/state/tollkeeper"), ("", "~")],
 )
-def test_state_is_where_the_standard_says(variable: str, expected: str) -> None:
-    """XDG: a relative path is to be ignored."""
+def test_state_folder_follows_xdg(variable: str, expected: str) -> None:
+    """A relative path is ignored."""
     found = state_folder({"XDG_STATE_HOME": variable})
     assert str(found).startswith(str(Path(expected).expanduser()))
 
 
-def test_an_address_is_a_host_and_a_port() -> None:
-    """IPv6 in brackets."""
+def test_address_is_a_host_and_a_port() -> None:
+    """IPv6 addresses are in brackets."""
     assert address_of("[2001:db8::1]:80") == ("2001:db8::1", 80)
     for wrong in ("8081", ":8081", "host:", "::1:80", "host:port", "a b:1"):
         with pytest.raises(ConfigError):
             address_of(wrong)
 
 
-def test_a_terminal_gets_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipe or a file gets JSON; whoever says it gets what he says."""
-    assert Settings.gather({}).log_format == "json"
-    assert Settings.gather({"log_format": "text"}).log_format == "text"
+def test_log_format_is_text_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is JSON in a pipe or a file, unless it is given."""
+    assert ServiceSettings.gather({}).log_format == "json"
+    assert ServiceSettings.gather({"log_format": "text"}).log_format == "text"
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert Settings.gather({}).log_format == "text"
+    assert ServiceSettings.gather({}).log_format == "text"
 
 
-def test_a_store_on_this_machine_needs_no_file_for_its_absence() -> None:
-    """Another is counted for by all workers together while it is away."""
-    assert Settings.gather({}).local_fallback.store == "memory://"
-    redis = Settings.gather({"store": "redis://cache", "data": "/var/lib/x"})
+def test_fallback_counts_are_shared_by_workers() -> None:
+    """Only for a remote store: a local one cannot be unavailable and needs no second file."""
+    assert ServiceSettings.gather({}).local_fallback.store == "memory://"
+    redis = ServiceSettings.gather({"store": "redis://cache", "data": "/var/lib/x"})
     assert redis.local_fallback.store == "shared:///var/lib/x/local_fallback"
 
 
-@pytest.mark.parametrize("said", ["record: off", "record: no", 'record: "off"'])
-def test_records_are_in_the_data_folder_or_nowhere(said: str, tmp_path: Path) -> None:
-    """YAML takes `off` for false, and it means the same."""
-    assert Settings.gather({"data": str(tmp_path)}).record == f"sqlite:///{tmp_path}/records.db"
+@pytest.mark.parametrize("line", ["record: off", "record: no", 'record: "off"'])
+def test_records_are_in_the_data_folder_or_off(line: str, tmp_path: Path) -> None:
+    """YAML reads `off` as false, which means the same."""
+    assert (
+        ServiceSettings.gather({"data": str(tmp_path)}).record == f"sqlite:///{tmp_path}/records.db"
+    )
     config = tmp_path / "config.yaml"
-    config.write_text(f"{said}\nsample: 1\nkeep-usage: 30\nrecord-subjects: hashed\n")
-    settings = Settings.gather({}, str(config))
+    config.write_text(f"{line}\nsample: 1\nkeep-usage: 30\nrecord-subjects: hashed\n")
+    settings = ServiceSettings.gather({}, str(config))
     assert (settings.record, settings.sample, settings.keep_usage) == ("off", 1.0, 30)
     assert settings.record_subjects == "hashed"
 
 
-def test_how_it_stands_by(tmp_path: Path) -> None:
-    """Workers count together in a file where the store is elsewhere; and under all the bounds."""
-    settings = Settings.gather(
+def test_local_fallback_settings(tmp_path: Path) -> None:
+    """All options of the local fallback reach it."""
+    settings = ServiceSettings.gather(
         {
             "data": str(tmp_path),
             "store": "redis://cache",
@@ -183,15 +185,15 @@ def test_how_it_stands_by(tmp_path: Path) -> None:
     assert settings.local_fallback == LocalFallback(
         20, f"shared://{tmp_path}/local_fallback", "5000/second", "60/minute", 300.0
     )
-    assert Settings.gather({"data": str(tmp_path)}, None).local_fallback == LocalFallback()
+    assert ServiceSettings.gather({"data": str(tmp_path)}, None).local_fallback == LocalFallback()
 
 
-def test_a_user_without_a_home_is_told_to_name_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container that runs as a number."""
+def test_user_without_a_home_must_give_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs under a numeric user id."""
     monkeypatch.delenv("HOME")
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 4_000_000_001)
     with pytest.raises(ConfigError, match="--data /var/lib/tollkeeper"):
-        Settings.gather({})
+        ServiceSettings.gather({})
     with pytest.raises(ConfigError, match="no home directory"):
-        Settings.gather({"data": "~nobody-of-this-name/data"})
+        ServiceSettings.gather({"data": "~nobody-of-this-name/data"})

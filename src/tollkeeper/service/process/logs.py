@@ -1,11 +1,12 @@
-"""The service's log: one line an event, for machines or for people, and never a secret.
+"""The service's log: one line per event, as JSON or as text, without secrets.
 
     {"ts": "2026-11-15T13:40:53.120Z", "level": "info", "event": "started", "node": "eu-1",
      "worker": 4711, "message": "…", …}
 
-Whatever logs through Python's `logging` comes out like this: ours, the server's, the libraries'.
-Ours name the event and its fields: `log.info("…", extra=event("started", rules="3"))`. Tokens and
-the passwords in URLs are taken out of everything at the end, whoever put them in.
+Everything that logs through Python's `logging` is printed like this: Tollkeeper, the server and the
+libraries. Tollkeeper's own calls name the event and its fields:
+`log.info("…", extra=event("started", rules="3"))`. The formatters remove tokens, and passwords in
+URLs, from every line.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ LINE_LENGTH_MAX: Final = 8_192
 
 _TOKEN: Final = re.compile(r"tk_[A-Za-z0-9_-]{16,}")
 _BEARER: Final = re.compile(r"(?i)\b(bearer|basic)\s{1,9}[A-Za-z0-9._~+/=-]+")
-# Bounds, so that no text takes long: these run on whatever anybody logs.
+# The bounds keep this fast on any text: it runs on every line, whatever it holds.
 _PASSWORD: Final = re.compile(r"(?i)(?P<scheme>[a-z][a-z0-9+.-]{0,30}://)[^/\s@]{0,1000}@")
 _ACCESS: Final = "granian.access"
-# What of a request is told: neither its query nor its headers, where keys are.
+# Neither the query nor the headers of a request are logged: they hold keys.
 _ACCESS_FIELDS: Final = ("addr", "method", "path", "protocol", "status")
-_ACCESS_FORMAT: Final = "%(addr)s %(method)s %(path)s %(status)d %(dt_ms).3f ms"
+ACCESS_FORMAT: Final = "%(addr)s %(method)s %(path)s %(status)d %(dt_ms).3f ms"
 
 
 def event(name: str, **fields: Any) -> dict[str, Any]:
-    """The `extra` of a log call: what happened, and what is to be known of it."""
+    """Return the `extra` of a log call: the name of the event and its fields."""
     return {"event": name, "fields": fields}
 
 
 def without_secrets(text: str) -> str:
-    """The text, with tokens and the passwords in URLs taken out.
+    """Return the text without tokens and without passwords in URLs.
 
     >>> without_secrets("redis://app:s3cret@db/0 for tk_0123456789abcdefghij")
     'redis://…@db/0 for tk_…'
@@ -45,8 +46,8 @@ def without_secrets(text: str) -> str:
     return _PASSWORD.sub(r"\g<scheme>…@", text)
 
 
-class _Formatter(logging.Formatter):
-    """What both kinds of lines have in common."""
+class LineFormatter(logging.Formatter):
+    """The message of a record, without secrets and of bounded length."""
 
     def __init__(self, node: str) -> None:
         super().__init__()
@@ -56,15 +57,15 @@ class _Formatter(logging.Formatter):
         text = record.getMessage()
         if record.exc_info:
             text = f"{text}\n{self.formatException(record.exc_info)}"
-        # Twice as much is looked at: what is cut in half could not be known for a secret.
+        # Secrets are removed before the text is cut: half a secret would not be recognised.
         return without_secrets(text[: 2 * LINE_LENGTH_MAX])[:LINE_LENGTH_MAX]
 
 
-class JsonFormatter(_Formatter):
-    """One JSON object a line."""
+class JsonFormatter(LineFormatter):
+    """Formats a record as one JSON object on one line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """As the module says."""
+        """Return the line."""
         found: dict[str, Any] = {
             "ts": _time(record.created),
             "level": record.levelname.lower(),
@@ -81,14 +82,14 @@ class JsonFormatter(_Formatter):
         return json.dumps(found, default=str)
 
 
-class TextFormatter(_Formatter):
-    """A line for people. What is told of more than one line stays so, but for requests.
+class TextFormatter(LineFormatter):
+    """Formats a record for people. A message may have several lines; a request never has.
 
-    A path comes from anybody, and may hold the end of a line, or what a terminal obeys.
+    The path of a request comes from a client and may hold line breaks and terminal escapes.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """The time, how bad it is where it is bad, and the message."""
+        """Return the time, the level from warning up, and the message."""
         time = datetime.fromtimestamp(record.created, UTC).astimezone().strftime("%H:%M:%S")
         level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
         kept = "" if record.name == _ACCESS else "\n"
@@ -96,7 +97,7 @@ class TextFormatter(_Formatter):
 
 
 def _printable(text: str, kept: str) -> str:
-    """The text, with what cannot be printed written as in Python, but for what is `kept`.
+    """Return the text with unprintable characters escaped, except those in `kept`.
 
     >>> _printable("/a\\x1b[31m\\nb", kept="")
     '/a\\\\x1b[31m\\\\nb'
@@ -122,7 +123,7 @@ def _time(seconds: float) -> str:
 
 
 def configuration(log_format: str, node: str) -> dict[str, Any]:
-    """For `logging.config.dictConfig`, in this process and in each worker: `text`, or JSON."""
+    """Return the configuration for `logging.config.dictConfig`, in the main process and workers."""
     formatter = "TextFormatter" if log_format == "text" else "JsonFormatter"
     handled = {"handlers": ["stderr"], "propagate": False}
     return {
@@ -137,6 +138,3 @@ def configuration(log_format: str, node: str) -> dict[str, Any]:
             _ACCESS: {**handled, "level": "INFO"},
         },
     }
-
-
-ACCESS_FORMAT: Final = _ACCESS_FORMAT

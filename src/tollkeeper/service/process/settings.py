@@ -1,8 +1,8 @@
-"""What `tollkeeper serve` can be told, and what it does where it is told nothing.
+"""The settings of `tollkeeper serve`, with their defaults and checks.
 
 A setting comes from the command line, else from its environment variable (`--node-id` is
-TOLLKEEPER_NODE_ID), else from the YAML file that `--config` names, else it has its default. They
-have the same name everywhere. All are checked here, together, before anything is started.
+TOLLKEEPER_NODE_ID), else from the YAML file given with `--config`, else it has its default. It has
+the same name in all of them. All settings are checked here, together, before anything starts.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ _NODE_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
 def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where this user's programs keep what must outlive them (XDG base directories)."""
+    """Return the folder for this user's persistent state (XDG base directories)."""
     given = environ.get("XDG_STATE_HOME", "")
-    # A relative one is to be ignored, says the standard.
+    # The XDG standard says to ignore a relative path.
     root = Path(given) if Path(given).is_absolute() else _at_home("~/.local/state")
     return root / "tollkeeper"
 
 
 def _at_home(path: str) -> Path:
-    """A path whose ~ is a home directory; in a container, users may have none. ConfigError."""
+    """Expand `~`. Raises ConfigError if the user has no home directory, as in some containers."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
         raise ConfigError(
-            f"{path}: this user has no home directory; name a folder, for example "
+            f"{path}: this user has no home directory; give a folder, for example "
             f"--data /var/lib/tollkeeper"
         ) from None
 
 
 def _processors() -> int:
-    """Those that this process may run on, where the system says."""
+    """Return the number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -67,51 +67,51 @@ def _log_format() -> LogFormat:
 
 
 def default_node_id() -> str:
-    """The machine's name, as far as a header can hold it."""
+    """Return the host name, with characters that a header cannot hold replaced."""
     return re.sub(r"[^A-Za-z0-9._:-]", "-", socket.gethostname())[:64] or "node"
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """How the service is to run. Paths are absolute once `complete` has seen them."""
+class ServiceSettings:
+    """The settings of a service. `complete` fills in defaults and makes paths absolute."""
 
     host: str = "127.0.0.1"
     port: int = 8080
     grpc: str = "127.0.0.1:8081"
-    """HOST:PORT; empty: not at all."""
+    """HOST:PORT; empty: no gRPC."""
     workers: int = 0
-    """0: one for each processor."""
+    """0: one per processor."""
     rules: str = ""
-    """A file, or a database's URL; empty: a database in the data folder."""
+    """A file or the URL of a database; empty: a database in the data folder."""
     seed: str = ""
-    """A document for a database that has none yet."""
+    """A rule document for a database that has no rules yet."""
     data: str = ""
     """The folder for the store, the rules and the tokens; empty: `state_folder()`."""
     store: str = ""
-    """Empty: a file in the data folder that all workers share."""
+    """A store URI; empty: a file in the data folder that all workers share."""
     on_failure: OnFailure = "open"
     nodes: int = 1
-    """How many machines share the store: `on_failure: local` has its part of the limits on each."""
+    """How many machines share the store: with `on_failure: local`, each enforces its share."""
     ceiling: str = ""
-    """While the store is away, the most that this machine lets pass; empty: no bound."""
+    """The most that this machine allows while the store is unavailable; empty: no bound."""
     emergency: str = ""
-    """The same for each address, once it has been away for `emergency_after` seconds."""
+    """The same per client address, after `emergency_after` seconds without the store."""
     emergency_after: float = 60.0
     tokens: str = ""
-    """Empty: tokens.json in the data folder, if it is there."""
+    """Empty: tokens.json in the data folder, if it exists."""
     insecure_no_tokens: bool = False
     trusted_proxy: tuple[str, ...] = ()
     identify: tuple[str, ...] = ()
-    """FIELD=SOURCE; a field that is named again has a second source."""
+    """FIELD=SOURCE; a field that is given twice has two sources, tried in that order."""
     tls_cert: str = ""
     tls_key: str = ""
     node_id: str = ""
     draft: Draft = "10"
     legacy_headers: bool = True
     record: str = ""
-    """Where decisions and usage are kept; empty: a database in the data folder; "off": nowhere."""
+    """The database for decisions and usage; empty: one in the data folder; "off": none."""
     sample: float = 0.01
-    """The share of the decisions that allow of which each is kept; all that deny are."""
+    """The share of allowed decisions that is recorded. Every denial is recorded."""
     record_subjects: RecordSubjects = "plain"
     keep_decisions: int = 7
     """Days."""
@@ -121,15 +121,15 @@ class Settings:
     """`auto`: text for a terminal, JSON for everything else."""
     access_log: bool = False
     drain_seconds: float = 1.0
-    """From the signal to end until no new connection is taken."""
+    """From SIGTERM until the service accepts no more connections."""
     shutdown_seconds: float = 30.0
-    """How long what has begun may then take."""
+    """How long requests in progress may take after that."""
 
     @classmethod
     def gather(cls, given: Mapping[str, Any], config: str | None = None) -> Self:
-        """What was given, over what the file says, over the defaults; complete and checked.
+        """Merge given values over those of the file over the defaults; complete and check them.
 
-        `given` has None, or nothing in a list, for what was not given. Raises ConfigError.
+        In `given`, None or an empty list means that a setting was not given. Raises ConfigError.
         """
         found = {} if config is None else _read(Path(config))
         found |= {name: value for name, value in given.items() if value not in (None, [], ())}
@@ -137,11 +137,11 @@ class Settings:
         return settings.complete()
 
     def complete(self) -> Self:
-        """With every default that depends on the machine, and relations checked."""
+        """Return the settings with the defaults that depend on the machine, checked."""
         data = _at_home(self.data).absolute() if self.data else state_folder()
         settings = replace(
             self,
-            # As in a URL, and as --grpc has it.
+            # IPv6 addresses may have brackets, as in a URL and in --grpc.
             host=self.host.removeprefix("[").removesuffix("]"),
             data=str(data),
             workers=self.workers or _processors(),
@@ -155,7 +155,7 @@ class Settings:
         return settings
 
     def check(self) -> None:
-        """Raises ConfigError for what cannot be, alone or together."""
+        """Raise ConfigError for a value or a combination that is not possible."""
         _within("port", self.port, 0, 65_535)
         _within("workers", self.workers, 1, WORKERS_MAX)
         _within("nodes", self.nodes, 1, NODES_MAX)
@@ -171,7 +171,7 @@ class Settings:
         if self.grpc:
             address_of(self.grpc)
         if bool(self.tls_cert) != bool(self.tls_key):
-            raise ConfigError("--tls-cert and --tls-key go together; give both, or none")
+            raise ConfigError("--tls-cert and --tls-key belong together; give both or neither")
         if not _NODE_ID.fullmatch(self.node_id):
             raise ConfigError(
                 f"--node-id {show(self.node_id)} is not 1 to 64 letters, digits and . _ : -; "
@@ -180,19 +180,19 @@ class Settings:
         if self.seed and not self.database:
             raise ConfigError(
                 f"--seed is for a database that has no rules yet, and --rules {show(self.rules)} "
-                f"is a file; drop --seed, or name a database: --rules sqlite:///rules.db"
+                f"is a file; remove --seed, or use a database: --rules sqlite:///rules.db"
             )
 
     @property
     def database(self) -> str | None:
-        """The URL of the rules' database; None where they come from a file."""
+        """The URL of the rules database; None if the rules come from a file."""
         return self.rules if "://" in self.rules else None
 
     @property
     def local_fallback(self) -> LocalFallback:
-        """How this machine limits while the store is away; its workers count together then.
+        """How this machine limits while the store is unavailable; its workers count together.
 
-        A store that is here is not away, and needs no file beside it.
+        A store on this machine cannot be unavailable, so it needs no second file.
         """
         here = self.store.startswith(("memory://", "shared://"))
         return LocalFallback(
@@ -207,23 +207,23 @@ class Settings:
 
     @property
     def tokens_path(self) -> Path:
-        """Where the tokens are, or would be."""
+        """The path of the token file, which may not exist."""
         return Path(self.tokens) if self.tokens else Path(self.data) / "tokens.json"
 
     @property
     def far_host(self) -> str | None:
-        """What it listens on that other machines can reach; None: only this machine itself can."""
+        """The first address that other machines can reach; None if there is none."""
         hosts = [self.host, *([address_of(self.grpc)[0]] if self.grpc else [])]
         return next((host for host in hosts if not _is_loopback(host)), None)
 
     @property
     def is_local(self) -> bool:
-        """Can only this machine itself reach it?"""
+        """Whether only this machine can reach the service."""
         return self.far_host is None
 
     @property
     def sources(self) -> dict[str, list[Any]]:
-        """`identify` by field: for each, where to look, the first first."""
+        """`identify` by field: the sources of each, in the order in which they are tried."""
         found: dict[str, list[Any]] = {}
         for each in self.identify:
             field, equals, source = each.partition("=")
@@ -237,7 +237,7 @@ class Settings:
 
 
 def address_of(text: str) -> tuple[str, int]:
-    """The host and the port. Raises ConfigError.
+    """Split HOST:PORT into host and port. Raises ConfigError.
 
     >>> address_of("127.0.0.1:8081"), address_of("[::1]:0")
     (('127.0.0.1', 8081), ('::1', 0))
@@ -266,13 +266,13 @@ def _within(name: str, value: float, low: float, high: float) -> None:
 
 # ── From a file ────────────────────────────────────────────────────────────────────────────────
 
-_TYPES: Final = get_type_hints(Settings)
-NAMES: Final = tuple(each.name for each in fields(Settings))
+_TYPES: Final = get_type_hints(ServiceSettings)
+NAMES: Final = tuple(each.name for each in fields(ServiceSettings))
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What a YAML file says. Raises ConfigError."""
-    import yaml  # noqa: PLC0415 - an extra's; the command line alone does without
+    """Read the settings in a YAML file. Raises ConfigError."""
+    import yaml  # noqa: PLC0415 - an extra, not needed without a file
 
     try:
         with path.open("rb") as file:
@@ -285,21 +285,21 @@ def _read(path: Path) -> dict[str, Any]:
     if data is None and not text.strip():
         return {}
     if not isinstance(data, dict):
-        raise ConfigError(f"--config {path} is not a list of settings; for example: port: 8080")
+        raise ConfigError(f"--config {path} is not a mapping of settings; for example: port: 8080")
     found: dict[str, Any] = {}
     for key, value in data.items():
         name = str(key).replace("-", "_")
         if name not in NAMES:
             known = ", ".join(each.replace("_", "-") for each in NAMES)
-            raise ConfigError(f"--config {path}: {show(key)} is not a setting; there are {known}")
+            raise ConfigError(f"--config {path}: {show(key)} is not a setting; use one of {known}")
         if name in found:
-            raise ConfigError(f"--config {path}: {show(key)} is there twice")
+            raise ConfigError(f"--config {path}: {show(key)} occurs twice")
         found[name] = value
     return found
 
 
 def _checked(name: str, value: Any) -> Any:
-    """The value, if it is of the setting's type; lists become tuples. Raises ConfigError."""
+    """Return the value as the type of the setting; lists become tuples. Raises ConfigError."""
     wanted = _TYPES[name]
     shown = f"{name.replace('_', '-')}: {show(value)}"
     if get_args(wanted) and wanted != tuple[str, ...]:
@@ -312,17 +312,17 @@ def _checked(name: str, value: Any) -> Any:
         listed = [value] if isinstance(value, str) else value
         texts = isinstance(listed, list | tuple) and all(isinstance(each, str) for each in listed)
         if not texts or len(listed) > _LISTED_MAX:
-            raise ConfigError(f"{shown} is not a list of at most {_LISTED_MAX} texts")
+            raise ConfigError(f"{shown} is not a list of at most {_LISTED_MAX} strings")
         return tuple(listed)
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if name == "grpc" and value is False:  # as YAML has `grpc: no`
+    if name == "grpc" and value is False:  # `grpc: no` in YAML
         return ""
-    if name == "record" and value is False:  # as YAML has `record: off`
+    if name == "record" and value is False:  # `record: off` in YAML
         return "off"
     if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
         raise ConfigError(f"{shown} is not {_KINDS[wanted]}")
     return value
 
 
-_KINDS: Final = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+_KINDS: Final = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}

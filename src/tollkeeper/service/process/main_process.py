@@ -1,21 +1,20 @@
-"""The main process of a service: granian's, and how it ends.
+"""The main process of a service: it runs granian, restarts workers and shuts them down.
 
-Workers are processes of their own with an event loop of their own, and the kernel spreads the
-connections over them. The main process answers nobody: it starts a worker again that has died, and
-ends them all in order.
+Each worker is a process with its own event loop, and the kernel distributes connections over them
+(SO_REUSEPORT). The main process answers no requests. It starts a new worker when one dies.
 
-SIGTERM: `/readyz` says 503 and every answer says `Connection: close`, so that load balancers and
-clients go elsewhere; after `--drain-seconds` no new connection is taken, and what has begun is
-finished, within `--shutdown-seconds`. SIGINT, from a terminal, does not wait for anybody to go
-elsewhere; nor does a second SIGTERM.
+SIGTERM drains the service and then stops it. `/readyz` answers 503 and every answer carries
+`Connection: close`, so that load balancers and clients move to another node. After
+`--drain-seconds` the workers close their listening sockets. Requests that they have read by then
+are answered, within `--shutdown-seconds`. SIGINT (Ctrl-C) skips the drain; so does a second
+SIGTERM. `worker.py` describes the same from the worker's side.
 
-SIGHUP: workers are replaced, one after another. Each stays until the one that takes its place is
-up, and stays for good if that one cannot start.
+SIGHUP replaces the workers, one after another. An old worker keeps serving until its replacement
+listens, and stays if the replacement cannot start.
 """
 
 from __future__ import annotations
 
-import http.client
 import logging
 import multiprocessing
 import os
@@ -39,43 +38,43 @@ from tollkeeper.control.sources import without_secrets
 from tollkeeper.core.version import __version__
 from tollkeeper.service.http.tokens import Tokens
 from tollkeeper.service.process import logs
-from tollkeeper.service.process.settings import Settings
+from tollkeeper.service.process.settings import ServiceSettings
 
-# Connections that a worker has at a time; others wait until one of them ends.
+# The most connections that a worker serves at a time; further ones wait in the backlog.
 BACKPRESSURE: Final = 1_024
-# What the head of a request may take; hyper doubles its buffer, so in memory twice as much.
+# The longest head of a request. hyper doubles its buffer, so a head may use twice as much memory.
 HEAD_BYTES_MAX: Final = 64 * 1024
 HEAD_READ_MS: Final = 10_000
 READY_SECONDS_MAX: Final = 60.0
 _READY_PAUSE_SECONDS: Final = 0.05
-# From a worker's first count, which it leaves before it listens, until it surely does.
+# A worker writes its counters file just before it listens; after this time it surely listens.
 _LISTENS_SECONDS: Final = 0.5
-# `timeout` sends SIGTERM to its child and then to all of its group: so soon, that is the same one.
-_SAME_SECONDS: Final = 0.5
-# A worker that ends so often in a row, each time this soon after it was started again, never will
-# be well; one that was killed a few times, by an operator or for its memory, is no reason to end
-# those that are.
+# `timeout` sends SIGTERM to its child and then to its process group: two signals, one request.
+_SAME_SIGNAL_SECONDS: Final = 0.5
+# A worker that ends this many times in a row, each time this soon after its start, will not
+# recover. A few kills (an operator, the out-of-memory killer) do not end the whole service.
 QUICK_ENDS_MAX: Final = 5
 QUICK_END_SECONDS: Final = 5.5
-_ANY_HOST: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - to ask, not to listen
+# A service that listens on every address is called on loopback.
+_CALLABLE_HOST: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - not to listen on
 
 log = logging.getLogger("tollkeeper.service")
 
 
-def load_worker(settings: Settings, counters: Path, parent: int) -> Any:
-    """What a worker process runs. Called in that process."""
-    # Held back since before this process was made: who is interrupted while it starts would say so
-    # with a traceback. The parent, who was interrupted as well, ends it in order.
+def load_worker(settings: ServiceSettings, counters: Path, parent: int) -> Any:
+    """Return the application of a worker. granian calls this in the worker process."""
+    # The main process blocked SIGINT before it started this one: Ctrl-C during startup would
+    # print a traceback. The main process receives Ctrl-C too and shuts the worker down.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    from tollkeeper.service.process.wiring import Worker  # noqa: PLC0415 - the parent needs none of it
+    from tollkeeper.service.process.worker import Worker  # noqa: PLC0415 - only workers need it
 
     return Worker(settings, counters, parent)
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """SIGINT waits until the end of the block; processes that are made inside never hear of it."""
+def _sigint_blocked() -> Iterator[None]:
+    """Block SIGINT inside the block; processes that are started there inherit that."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -83,11 +82,11 @@ def _uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def serve_until_told(settings: Settings, counters: Path, version: str) -> None:
-    """Start the workers, say where they are, and return when all have ended."""
-    # A forked process would have the threads' locks without the threads.
+def serve_until_signal(settings: ServiceSettings, counters: Path, version: str) -> None:
+    """Start the workers, log where they listen, and return when all of them have ended."""
+    # Not fork: a forked process would inherit locks that threads hold, without the threads.
     multiprocessing.set_start_method("spawn", force=True)
-    # Kept over `exec`: a worker that hears of the end before it listens does not die of it.
+    # Workers inherit this, so SIGUSR1 does not kill one that has not installed its handler yet.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     server = _server(settings)
     server.counters = counters
@@ -97,9 +96,8 @@ def serve_until_told(settings: Settings, counters: Path, version: str) -> None:
     )
 
 
-def _server(settings: Settings) -> Draining:
-    logging_config = logs.configuration(settings.log_format, settings.node_id)
-    server = Draining(
+def _server(settings: ServiceSettings) -> DrainingServer:
+    server = DrainingServer(
         "tollkeeper",
         address=settings.host,
         port=settings.port,
@@ -107,14 +105,14 @@ def _server(settings: Settings) -> Draining:
         workers=settings.workers,
         backpressure=BACKPRESSURE,
         websockets=False,
-        # Where HTTP/2 is spoken too, granian waits for ever for the bytes that tell which it is:
-        # whoever opens as many connections as there may be, and says nothing, has them all.
+        # With HTTP/2 enabled, granian waits without a timeout for the first bytes, which show the
+        # protocol: idle clients could occupy all connections.
         http=HTTPModes.http1,
         http1_settings=HTTP1Settings(
             header_read_timeout=HEAD_READ_MS, max_buffer_size=HEAD_BYTES_MAX
         ),
         log_level=LogLevels.warning,
-        log_dictconfig=logging_config,
+        log_dictconfig=logs.configuration(settings.log_format, settings.node_id),
         log_access=settings.access_log,
         log_access_format=logs.ACCESS_FORMAT,
         ssl_cert=Path(settings.tls_cert) if settings.tls_cert else None,
@@ -124,37 +122,38 @@ def _server(settings: Settings) -> Draining:
         workers_kill_timeout=int(settings.shutdown_seconds),
     )
     if settings.tls_cert:
-        # granian follows links, and here: who renews certificates makes other ones, and may remove
-        # what they led to.
+        # granian resolves symbolic links once, at startup. Tools that renew certificates point
+        # the link to a new file and may delete the old one, so workers get the link itself.
         files = (str(Path(each).absolute()) for each in (settings.tls_cert, settings.tls_key))
         server.ssl_ctx = (server.ssl_ctx[0], *files, *server.ssl_ctx[3:])
     server.drain_s = settings.drain_seconds
-    server.respawned_wrks = Restarts()
+    server.respawned_wrks = WorkerRestarts()
     return server
 
 
-class Draining(Granian):  # type: ignore[misc, valid-type]  # a variable: one of two servers
-    """The server, which tells its workers of the end some time before it comes."""
+class DrainingServer(Granian):  # type: ignore[misc, valid-type]  # a variable: one of two servers
+    """granian's server, with a drain before the shutdown and a safer replacement of workers."""
 
     drain_s: float = 0.0
     counters: Path = Path()
-    _told = False
-    _told_s = 0.0
+    _ending = False
+    _ending_since_s = 0.0
 
     def signal_handler_interrupt(self, signum: int = 0, *_: Any) -> None:
-        """Of SIGTERM and SIGINT."""
-        first = not self._told
-        if not first and signum == signal.SIGTERM and monotonic() - self._told_s < _SAME_SECONDS:
+        """Handle SIGTERM and SIGINT."""
+        first = not self._ending
+        repeated = not first and monotonic() - self._ending_since_s < _SAME_SIGNAL_SECONDS
+        if repeated and signum == signal.SIGTERM:
             return
-        self._told = True
+        self._ending = True
         if first:
-            self._told_s = monotonic()
+            self._ending_since_s = monotonic()
             name = signal.Signals(signum).name
-            log.info("ending: %s", name, extra=logs.event("ending", signal=name))
+            log.info("shutting down: %s", name, extra=logs.event("ending", signal=name))
             self._signal_workers(signal.SIGUSR1)
         if first and signum == signal.SIGTERM and self.drain_s:
-            end: Callable[[], None] = super().signal_handler_interrupt
-            timer = threading.Timer(self.drain_s, end)
+            stop: Callable[[], None] = super().signal_handler_interrupt
+            timer = threading.Timer(self.drain_s, stop)
             timer.daemon = True
             timer.start()
         else:
@@ -163,27 +162,27 @@ class Draining(Granian):  # type: ignore[misc, valid-type]  # a variable: one of
 
     def _signal_workers(self, signum: signal.Signals) -> None:
         for worker in list(self.wrks):
-            # Whoever ends from now on does so because it was told to, by us or beside us.
+            # From now on a worker that ends is not restarted: it was told to end.
             worker.interrupt_by_parent = True
             with suppress(OSError, TypeError):
                 os.kill(worker.inner.pid, signum)
 
     def _spawn_workers(self, *how: Any) -> None:
-        with _uninterrupted():
+        with _sigint_blocked():
             super()._spawn_workers(*how)
 
     def _respawn_workers(
         self, workers: list[int], spawn_target: Any, target_loader: Any, delay: float = 0.0
     ) -> None:
-        """Of those that have died, or (with a `delay`, at SIGHUP) of those that are to be replaced.
+        """Start new workers in place of dead ones or, with a `delay` (SIGHUP), of running ones.
 
-        granian ends the old one when the delay is over, whatever has become of the new one.
+        granian would stop the old worker after the delay, even if the new one cannot start.
         """
         for number in workers:
             old = self.wrks[number]
-            if self._told or (old.is_alive() and not delay):
+            if self._ending or (old.is_alive() and not delay):
                 continue
-            with _uninterrupted():
+            with _sigint_blocked():
                 new = self._spawn_worker(
                     idx=number, target=spawn_target, callback_loader=target_loader
                 )
@@ -191,21 +190,21 @@ class Draining(Granian):  # type: ignore[misc, valid-type]  # a variable: one of
             self.respawned_wrks[number] = monotonic()
             if not delay or self._is_up(new):
                 self.wrks[number] = new
-                self._end(old)
+                self._stop_worker(old)
                 continue
-            self._end(new)
-            if not self._told:
+            self._stop_worker(new)
+            if not self._ending:
                 log.error(
-                    "a worker that was to replace another one does not start; the old ones stay",
+                    "a replacement worker cannot start; the old workers keep serving",
                     extra=logs.event("not_replaced"),
                 )
                 return
 
     def _is_up(self, worker: Any) -> bool:
-        """Waits until a worker listens; False if it ends before, or all are told to end."""
+        """Wait until a worker listens. False if it ends first, or if the service shuts down."""
         pause = threading.Event()
         for _ in range(int(READY_SECONDS_MAX / _READY_PAUSE_SECONDS)):
-            if self._told or not worker.is_alive():
+            if self._ending or not worker.is_alive():
                 return False
             if (self.counters / f"{worker.inner.pid}.json").exists():
                 pause.wait(_LISTENS_SECONDS)
@@ -213,7 +212,7 @@ class Draining(Granian):  # type: ignore[misc, valid-type]  # a variable: one of
             pause.wait(_READY_PAUSE_SECONDS)
         return False
 
-    def _end(self, worker: Any) -> None:
+    def _stop_worker(self, worker: Any) -> None:
         worker.terminate()
         worker.join(self.drain_s + self.workers_kill_timeout)
         if worker.is_alive():
@@ -221,11 +220,12 @@ class Draining(Granian):  # type: ignore[misc, valid-type]  # a variable: one of
             worker.join()
 
 
-class Restarts(dict[int, float]):
-    """When each worker was last started again, by its number.
+class WorkerRestarts(dict[int, float]):
+    """When each worker was last restarted, by its number.
 
-    granian ends all workers when it finds here that one of them ended within QUICK_END_SECONDS of
-    being started again, the first time already. So it is told only when it has happened often.
+    granian looks here when a worker has ended, and shuts the service down if that worker was
+    restarted less than QUICK_END_SECONDS ago, the first time already. This dictionary reports a
+    recent restart only after QUICK_ENDS_MAX quick ends in a row.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
@@ -234,7 +234,7 @@ class Restarts(dict[int, float]):
         self._quick_ends: Counter[int] = Counter()
 
     def get(self, number: int, default: float = 0.0) -> float:  # type: ignore[override]  # narrower
-        """Asked when that worker has ended. `default` is as good as long ago."""
+        """Return when a worker that has ended was restarted; `default` stands for long ago."""
         started = super().get(number, default)
         if self._clock() - started > QUICK_END_SECONDS:
             del self._quick_ends[number]
@@ -243,42 +243,40 @@ class Restarts(dict[int, float]):
         return started if self._quick_ends[number] > QUICK_ENDS_MAX else default
 
     def clear(self) -> None:
-        """Not what others have done before: every worker has a history of its own."""
+        """Do nothing. granian clears the times of all workers when one of them ends."""
 
 
-# ── The one line at the start ──────────────────────────────────────────────────────────────────
+# ── The line at startup ────────────────────────────────────────────────────────────────────────
 
 
-def _announce(settings: Settings, version: str) -> None:
-    """Say where it listens, once it does."""
+def _announce(settings: ServiceSettings, version: str) -> None:
+    """Log where the service listens as soon as it answers."""
     pause = threading.Event()
     for _ in range(int(READY_SECONDS_MAX / _READY_PAUSE_SECONDS)):
         if _answers(settings):
             log.info(started_line(settings, version), extra=_started(settings, version))
             return
         pause.wait(_READY_PAUSE_SECONDS)
-    log.warning("nobody answers after %g s", READY_SECONDS_MAX, extra=logs.event("not_ready"))
+    log.warning(
+        "the service does not answer after %g s", READY_SECONDS_MAX, extra=logs.event("not_ready")
+    )
 
 
-def _answers(settings: Settings) -> bool:
-    host = _ANY_HOST.get(settings.host, settings.host)
-    connection: http.client.HTTPConnection
-    if settings.tls_cert:
-        # It asks itself, over loopback, whether it is there; who it is, it knows.
-        trusting = ssl._create_unverified_context()  # noqa: S323, SLF001 - see above
-        connection = http.client.HTTPSConnection(host, settings.port, timeout=2, context=trusting)
-    else:
-        connection = http.client.HTTPConnection(host, settings.port, timeout=2)
+def _answers(settings: ServiceSettings) -> bool:
+    """Return True if `/healthz` answers 200."""
+    # Imported here: workers import this module, too, and make no HTTP requests.
+    import httpx  # noqa: PLC0415 - see above
+
+    # The service calls itself, so its certificate does not have to be verified.
+    verify = ssl._create_unverified_context()  # noqa: S323, SLF001 - see above
     try:
-        connection.request("GET", "/healthz")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
+        answer = httpx.get(f"{url_of(settings)}/healthz", timeout=2, verify=verify, trust_env=False)
+    except httpx.HTTPError:
         return False
-    finally:
-        connection.close()
+    return answer.status_code == 200
 
 
-def _started(settings: Settings, version: str) -> dict[str, Any]:
+def _started(settings: ServiceSettings, version: str) -> dict[str, Any]:
     return logs.event(
         "started",
         version=__version__,
@@ -292,15 +290,15 @@ def _started(settings: Settings, version: str) -> dict[str, Any]:
     )
 
 
-def url_of(settings: Settings) -> str:
-    """Where it is asked."""
+def url_of(settings: ServiceSettings) -> str:
+    """Return the URL of the service."""
     scheme = "https" if settings.tls_cert else "http"
-    host = _ANY_HOST.get(settings.host, settings.host)
+    host = _CALLABLE_HOST.get(settings.host, settings.host)
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
 
 
-def started_line(settings: Settings, version: str) -> str:
-    """One line: where, with which rules, on which store, and how to try it."""
+def started_line(settings: ServiceSettings, version: str) -> str:
+    """Return one line: address, rules, store, and a command that tries the service."""
     url = url_of(settings)
     options = "-k " if settings.tls_cert else ""
     if Tokens.load(settings.tokens_path).demanded:

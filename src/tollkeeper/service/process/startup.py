@@ -1,8 +1,8 @@
-"""From settings to a service that runs: all that can fail is tried first, and once.
+"""The startup of a service: everything that can fail is tried once, before workers start.
 
-The main process reads the settings, tries the rules, the store, the tokens and the ports, says what
-is wrong with them, and only then starts workers (`server.py`). A worker that failed at any of it
-would be started again and again, and say so in a log.
+The main process checks the settings, rules, store, tokens and ports, and reports what is wrong with
+them. Only then does it start workers (`main_process.py`). If a worker found the problem instead, it
+would be restarted again and again, and the reason would only be in a log.
 """
 
 from __future__ import annotations
@@ -24,61 +24,61 @@ from typing import Final
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.service.http.tokens import Tokens
 from tollkeeper.service.process import logs
-from tollkeeper.service.process.settings import Settings, address_of
+from tollkeeper.service.process.settings import ServiceSettings, address_of
 
-_OTHERS_NOTHING: Final = 0o077
-# A worker has a thousand connections of its own accord; many systems allow that many files in all.
+_UMASK: Final = 0o077
+# A worker accepts a thousand connections; many systems allow a process 1,024 open files by default.
 OPEN_FILES: Final = 65_536
 
 log = logging.getLogger("tollkeeper.service")
 
 
-def run(settings: Settings) -> None:
-    """Serve until told to end. Raises ConfigError or StoreError for what cannot be started."""
+def run(settings: ServiceSettings) -> None:
+    """Run the service until a signal ends it. Raises ConfigError, StoreError if it cannot start."""
     logging.config.dictConfig(logs.configuration(settings.log_format, settings.node_id))
     settings = check_access(settings)
     check_tls(settings)
     allow_open_files()
     with private_files(), run_folder(settings) as counters, ports(settings) as listening:
         version = asyncio.run(prepared(listening, counters))
-        # Imported here: that the extra is there was seen just before.
-        from tollkeeper.service.process.server import serve_until_told  # noqa: PLC0415 - see above
+        # Imported here: `prepared` has just reported a missing extra.
+        from tollkeeper.service.process.main_process import serve_until_signal  # noqa: PLC0415 - see above
 
-        serve_until_told(listening, counters, version)
-    log.info("ended", extra=logs.event("ended"))
+        serve_until_signal(listening, counters, version)
+    log.info("the service has ended", extra=logs.event("ended"))
 
 
-def check_access(settings: Settings) -> Settings:
-    """Who could reach the service without a token? Raises ConfigError if that is everybody.
+def check_access(settings: ServiceSettings) -> ServiceSettings:
+    """Raise ConfigError if other machines could use the service without a token.
 
-    Tokens that are there now are named in the settings that it gives: a worker that starts later,
-    and finds them gone, must not take that for none being wanted.
+    If there are tokens now, the returned settings contain their path: if the file disappears, a
+    worker that starts later must not conclude that no token is needed.
     """
     path = settings.tokens_path
     if settings.tokens and not path.exists():
         raise ConfigError(
-            f"--tokens {path} does not exist; make it with: "
+            f"--tokens {path} does not exist; create it with: "
             f"tollkeeper token create NAME --role check --tokens {path}"
         )
     tokens = Tokens.load(path)
     if not tokens.demanded and not settings.is_local and not settings.insecure_no_tokens:
         raise ConfigError(
-            f"{settings.far_host} can be reached from other machines, and whoever reaches it could "
-            f"spend everybody's quota: make a token with `tollkeeper token create NAME --role "
-            f"check --tokens {path}`, or stay on 127.0.0.1, or say --insecure-no-tokens"
+            f"{settings.far_host} can be reached from other machines, and there is no token: any "
+            f"client could spend any quota. Create a token with `tollkeeper token create NAME "
+            f"--role check --tokens {path}`, or listen on 127.0.0.1, or give --insecure-no-tokens"
         )
     return replace(settings, tokens=str(path)) if tokens.demanded else settings
 
 
-def check_tls(settings: Settings) -> None:
-    """Can the certificate and its key be used? Raises ConfigError."""
+def check_tls(settings: ServiceSettings) -> None:
+    """Raise ConfigError if the certificate and its key cannot be used."""
     for name, file in (("--tls-cert", settings.tls_cert), ("--tls-key", settings.tls_key)):
         if file and not (os.access(file, os.R_OK) and Path(file).is_file()):
             raise ConfigError(f"{name} {file} cannot be read")
     if not settings.tls_cert:
         return
     try:
-        # What asks for a pass phrase gets none: nobody is there to type it when it starts again.
+        # A key with a pass phrase is rejected: at a restart, no operator is there to type it.
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
             settings.tls_cert, settings.tls_key, password=lambda: ""
         )
@@ -89,25 +89,26 @@ def check_tls(settings: Settings) -> None:
         ) from None
 
 
-# ── What a run needs ───────────────────────────────────────────────────────────────────────────
+# ── Files, folders and ports ───────────────────────────────────────────────────────────────────
 
 
 def allow_open_files() -> None:
-    """As many as the system lets us have, up to a bound; workers inherit it."""
+    """Raise the limit of open files, up to 65,536 if the system allows it; workers inherit it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(OSError, ValueError):  # then it is as it was
+        with suppress(OSError, ValueError):  # the limit stays as it was
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """What is made inside, by this process and its workers, is for its user alone.
+    """Make files that are created inside the block readable for their owner only.
 
-    Records have the keys of clients in them, and the data folder may be one that others can read.
+    Records contain client keys, and other users may be able to read the data folder. Workers
+    inherit this.
     """
-    before = os.umask(_OTHERS_NOTHING)
+    before = os.umask(_UMASK)
     try:
         yield
     finally:
@@ -115,20 +116,20 @@ def private_files() -> Iterator[None]:
 
 
 @contextmanager
-def run_folder(settings: Settings) -> Iterator[Path]:
-    """The data folder, and in it one for this run alone, which is removed at the end."""
+def run_folder(settings: ServiceSettings) -> Iterator[Path]:
+    """Create the data folder and, inside it, a folder for this run, which is removed at the end."""
     data = Path(settings.data)
     folder = data / f"run-{os.getpid()}"
     try:
         data.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for left in data.glob("run-*"):
-            if _is_left_over(left):
-                shutil.rmtree(left, ignore_errors=True)
+        for other in data.glob("run-*"):
+            if _is_stale(other):
+                shutil.rmtree(other, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
     except OSError as error:
         raise ConfigError(
-            f"--data {data}: {error.strerror}; name a folder that can be written"
+            f"--data {data}: {error.strerror}; give a folder that this user can write to"
         ) from None
     try:
         yield folder
@@ -136,7 +137,8 @@ def run_folder(settings: Settings) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _is_left_over(folder: Path) -> bool:
+def _is_stale(folder: Path) -> bool:
+    """Return True if the process of that run no longer exists."""
     number = folder.name.removeprefix("run-")
     if not number.isdecimal():
         return False
@@ -150,13 +152,13 @@ def _is_left_over(folder: Path) -> bool:
 
 
 @contextmanager
-def ports(settings: Settings) -> Iterator[Settings]:
-    """The settings with what is listened on: the address that a name stands for, and the ports.
+def ports(settings: ServiceSettings) -> Iterator[ServiceSettings]:
+    """Check that the ports are free; yield the settings with resolved addresses and ports.
 
-    Port 0 is any, and is kept from others.
+    Port 0 selects a free port, which stays reserved until the end of the block.
 
-    Workers share a port (SO_REUSEPORT), and so would another service of the same user, and take
-    half of the requests: therefore a port that somebody has is refused here.
+    Workers share a port (SO_REUSEPORT). A second service of the same user could share it, too, and
+    would receive half of the requests. So a port that is in use is rejected here.
     """
     held: list[socket.socket] = []
     try:
@@ -173,7 +175,7 @@ def ports(settings: Settings) -> Iterator[Settings]:
 
 
 def _reserved(option: str, host: str, port: int, held: list[socket.socket]) -> tuple[str, int]:
-    """The address, and the port, which nobody has; one that was 0 is held until the end."""
+    """Return the resolved address and the port. `held` keeps a port that was selected for 0."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -186,34 +188,34 @@ def _reserved(option: str, host: str, port: int, held: list[socket.socket]) -> t
         keeper = socket.socket(family, kind, protocol)
         held.append(keeper)
         keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        # Bound and never listening: nobody else gets the port, and no connection gets here.
+        # Bound, but not listening: this reserves the port and receives no connections.
         keeper.bind(address)
         found: int = keeper.getsockname()[1]
     except OSError as error:
         raise ConfigError(
-            f"{option} {host}:{port}: {error.strerror}; choose an address of this machine and a "
+            f"{option} {host}:{port}: {error.strerror}; use an address of this machine and a "
             f"free port, for example {option} {'0' if option == '--port' else '127.0.0.1:0'}"
         ) from None
     return str(address[0]), found
 
 
-async def prepared(settings: Settings, counters: Path | None = None) -> str:
-    """The version of the rules. Everything that a worker would fail at fails here, once."""
+async def prepared(settings: ServiceSettings, counters: Path | None = None) -> str:
+    """Try everything that a worker does at startup. Returns the version of the rules."""
     try:
-        from tollkeeper.service.process import wiring  # noqa: PLC0415 - an extra's
+        from tollkeeper.service.process import worker  # noqa: PLC0415 - needs the server extra
     except ImportError as error:
         raise ConfigError(
             f"the service needs {error.name}, which is not installed; "
             f"install it with: pip install 'tollkeeper[server]'"
         ) from error
 
-    wiring.identity_of(settings)
-    # Only whether it can be one: a database that is away now is no reason not to limit.
-    wiring.check_record(settings)
+    worker.identity_of(settings)
+    # The URL only: a service can limit while the database of the records is unavailable.
+    worker.check_record(settings)
     if settings.database and settings.seed:
         await _seed(settings.database, settings.seed)
     try:
-        limiter = await asyncio.to_thread(wiring.open_limiter, settings, counters, follow=False)
+        limiter = await asyncio.to_thread(worker.open_limiter, settings, counters, follow=False)
     except ConfigError as error:
         if settings.database and not settings.seed and "no rules yet" in str(error):
             raise ConfigError(
@@ -226,16 +228,16 @@ async def prepared(settings: Settings, counters: Path | None = None) -> str:
 
 
 async def _seed(database: str, path: str) -> None:
-    """Put a document in force as the first version, if there is none."""
+    """Apply a document as the first version, unless the database has rules."""
     from tollkeeper.control.repository import Repository  # noqa: PLC0415 - the control extra
-    from tollkeeper.core.errors import VersionConflict  # noqa: PLC0415 - with it
+    from tollkeeper.core.errors import VersionConflict  # noqa: PLC0415 - same
     from tollkeeper.rules.document.reading import read_file  # noqa: PLC0415 - same
 
     document = read_file(Path(path))
     async with await Repository.open(database) as repository:
         if await repository.number():
             return
-        with suppress(VersionConflict):  # another node was quicker
+        with suppress(VersionConflict):  # another node was faster
             await repository.apply(
                 document, author="tollkeeper serve", reason=f"seeded from {path}", expected=0
             )

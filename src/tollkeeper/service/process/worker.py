@@ -1,0 +1,272 @@
+"""A worker process of the service: startup, requests and shutdown.
+
+This module is the only place that puts the parts of a worker together: limiter, tokens, recorder,
+HTTP application and gRPC server. A worker opens them when granian starts it and closes them in
+reverse order after granian has answered the last request.
+
+**Shutdown.** A worker ends in two steps, so that its clients can move to another worker or node.
+
+1. *Drain.* SIGUSR1 (from the main process: the whole service shuts down) or SIGTERM (this worker
+   shuts down) starts the drain, which takes `--drain-seconds`. Every answer now carries
+   `Connection: close`. After SIGUSR1, `/readyz` also answers 503 and the gRPC health service
+   reports NOT_SERVING. After SIGTERM alone they do not: the other workers keep serving.
+2. *Stop.* The worker sends itself SIGINT. granian then closes the listening socket, answers the
+   requests that it has read, and ends.
+
+SIGTERM does not always arrive at the end of the drain: systemd sends it to all processes of a
+service at once, and SIGHUP makes the main process send it to one worker. So the worker waits out
+the rest of the drain itself.
+
+**Bound.** Every request that the worker has read is answered. A connection that the kernel accepted
+but the worker has not read from when its listening socket closes is reset, as with any TCP server.
+This can happen only in the instant in which step 2 begins; the client has to retry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Any, Final
+
+from tollkeeper.control.database import Database
+from tollkeeper.history.live import Live, Standing
+from tollkeeper.history.reading import Records
+from tollkeeper.history.recorder import Recorder
+from tollkeeper.history.sink import Sink
+from tollkeeper.history.trimming import Keep
+from tollkeeper.limiter import AsyncLimiter
+from tollkeeper.service.http import node as nodes
+from tollkeeper.service.http.app import Service, service
+from tollkeeper.service.http.asked import Receive, Scope, Send
+from tollkeeper.service.http.metrics import fold_dead
+from tollkeeper.service.http.node import Node
+from tollkeeper.service.http.tokens import Tokens
+from tollkeeper.service.process.logs import event
+from tollkeeper.service.process.settings import ServiceSettings
+from tollkeeper.web.answers import Style
+from tollkeeper.web.identity import Identity
+
+# How often a worker checks that its main process is still running.
+_PARENT_SECONDS: Final = 1.0
+# How long gRPC calls that are in progress may take at shutdown.
+_GRPC_GRACE_SECONDS: Final = 5.0
+
+Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
+# Asks clients of a server to use another node.
+Drain = Callable[[], Coroutine[Any, Any, None]]
+
+log = logging.getLogger("tollkeeper.service")
+
+
+def open_limiter(
+    settings: ServiceSettings, counters: Path | None = None, *, follow: bool = True
+) -> AsyncLimiter:
+    """Open the limiter of a worker. Blocks until the rules are loaded; raises as `from_rules` does.
+
+    The last good rules are saved in a snapshot. For a database, the snapshot is in the data folder
+    and serves whenever the database is unavailable. For a file, it is in the folder of this run: a
+    service that starts with an invalid file reports that and ends, but a worker that replaces a
+    dead one uses the same rules as the other workers.
+    """
+    folder = Path(settings.data) if settings.database else counters
+    return AsyncLimiter.from_rules(
+        settings.rules,
+        store=settings.store,
+        on_failure=settings.on_failure,
+        local_fallback=settings.local_fallback,
+        follow=follow,
+        snapshot=None if folder is None else folder / "rules.snapshot",
+    )
+
+
+def identity_of(settings: ServiceSettings) -> Identity:
+    """Return how `/v1/authorize` identifies a request. Raises ConfigError."""
+    return Identity(settings.sources, trusted_proxies=settings.trusted_proxy)
+
+
+def style_of(settings: ServiceSettings) -> Style:
+    """Return which rate-limit headers the service sends."""
+    drafts: dict[str, Any] = {"10": 10, "7": 7, "6": 6, "none": None}
+    return Style(draft=drafts[settings.draft], legacy=settings.legacy_headers)
+
+
+def check_record(settings: ServiceSettings) -> None:
+    """Raise ConfigError if the URL of the records is invalid. Does not connect."""
+    if settings.record != "off":
+        Database(settings.record)
+
+
+def recorder_of(
+    settings: ServiceSettings, limiter: AsyncLimiter, counters: Path | None
+) -> Recorder | None:
+    """Return the recorder of a worker, not started yet; None if recording is off."""
+    if settings.record == "off":
+        return None
+    database = Database(settings.record)
+    keep = Keep(settings.keep_decisions, settings.keep_usage)
+
+    def penalties() -> list[Standing]:
+        return [
+            Standing(each.rule, each.subject, each.level, each.seconds, each.blocked, each.until_ns)
+            for each in limiter.penalties()
+        ]
+
+    return Recorder(
+        # A connection belongs to the event loop that opened it.
+        lambda row_of: Sink(database.again(), keep, row_of=row_of),
+        Records(database, settings.record_subjects),
+        node=settings.node_id,
+        share=settings.sample,
+        subjects=settings.record_subjects,
+        live=None if counters is None else Live(counters),
+        penalties=penalties,
+    )
+
+
+def open_node(settings: ServiceSettings, counters: Path | None) -> Node:
+    """Open a node. The caller closes its limiter and stops its recorder."""
+    answering = nodes.Settings(style_of(settings), counters=counters, worker=os.getpid())
+    limiter = open_limiter(settings, counters)
+    return Node(
+        limiter=limiter,
+        tokens=Tokens.load(settings.tokens_path, demanded=bool(settings.tokens)),
+        node_id=settings.node_id,
+        identity=identity_of(settings),
+        settings=answering,
+        started_ns=time.time_ns(),
+        database=settings.database,
+        recorder=recorder_of(settings, limiter, counters),
+    )
+
+
+def traced(node: Node) -> Callable[[Service], Asgi]:
+    """Instrument the node if OpenTelemetry is configured in this process.
+
+    Returns a wrapper for the HTTP application, which puts its spans into the trace of the caller.
+    A process that has not imported OpenTelemetry has not configured it, so this function does not
+    import it either.
+    """
+    if "opentelemetry" in sys.modules:
+        from tollkeeper.metrics import otel  # noqa: PLC0415 - see above
+
+        if otel.configured():
+            otel.instrument(node.limiter)
+            return otel.in_callers_trace
+    return lambda answering: answering
+
+
+class Worker:
+    """The ASGI application that granian runs in each worker process."""
+
+    def __init__(self, settings: ServiceSettings, counters: Path, parent: int) -> None:
+        """`counters` is the folder of this run, `parent` the process id of the main process."""
+        self._settings = settings
+        self._counters = counters
+        self._parent = parent
+        self._service: Asgi | None = None
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """Pass a request on. Not a coroutine: that saves one on the path of every request."""
+        if self._service is not None and scope["type"] != "lifespan":
+            return self._service(scope, receive, send)
+        return self._lifespan(receive, send)
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        async with AsyncExitStack() as stack:
+            try:
+                await self._start(stack)
+            except Exception as error:
+                log.exception("a worker cannot start", extra=event("failed"))
+                await send({"type": "lifespan.startup.failed", "message": str(error)})
+                return
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+        log.info("a worker has ended", extra=event("worker_ended"))
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _start(self, stack: AsyncExitStack) -> None:
+        fold_dead(self._counters)
+        node = open_node(self._settings, self._counters)
+        stack.push_async_callback(node.limiter.close)
+        if node.recorder is not None:
+            await node.recorder.start()
+            stack.push_async_callback(node.recorder.stop)
+        around = traced(node)
+        answering = service(node)
+        await answering.start()
+        stack.push_async_callback(answering.stop)
+        drains = [await self._start_grpc(node, stack)] if self._settings.grpc else []
+        WorkerShutdown(node, drains, self._settings.drain_seconds).handle_signals()
+        watching = asyncio.create_task(self._watch_parent())
+        stack.callback(watching.cancel)
+        self._service = around(answering)
+        # These objects live as long as the worker. Without the freeze, every full garbage
+        # collection would scan them and stop requests meanwhile: 50 ms with 10,000 rules.
+        gc.collect()
+        gc.freeze()
+
+    async def _start_grpc(self, node: Node, stack: AsyncExitStack) -> Drain:
+        # Imported here: a service without gRPC does not need its libraries.
+        from tollkeeper.service.envoy.server import Tls, start  # noqa: PLC0415 - see above
+
+        settings = self._settings
+        tls = None
+        if settings.tls_cert:
+            tls = Tls(Path(settings.tls_cert), Path(settings.tls_key))
+        handle = await start(node, settings.grpc, tls, on_failure=settings.on_failure)
+        stack.push_async_callback(handle.stop, _GRPC_GRACE_SECONDS)
+        return handle.drain
+
+    async def _watch_parent(self) -> None:
+        """Shut down if the main process was killed. Otherwise the worker would keep the port."""
+        while os.getppid() == self._parent:  # noqa: ASYNC110 - a killed process sets no event
+            await asyncio.sleep(_PARENT_SECONDS)
+        log.error("the service's main process is gone", extra=event("orphaned"))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class WorkerShutdown:
+    """Drains one worker and then stops it, as the module describes."""
+
+    def __init__(self, node: Node, drains: Sequence[Drain], drain_s: float) -> None:
+        """`drains` are called once when the whole service shuts down."""
+        self._node = node
+        self._drains = drains
+        self._drain_s = drain_s
+        self._loop = asyncio.get_running_loop()
+        self._stop_at_s = 0.0
+        # Referenced here, because the event loop alone would let a task be collected.
+        self._draining: list[asyncio.Task[None]] = []
+
+    def handle_signals(self) -> None:
+        """Handle SIGUSR1 and SIGTERM from now on."""
+        with suppress(NotImplementedError, ValueError):
+            self._loop.add_signal_handler(signal.SIGUSR1, self.drain_service)
+            self._loop.add_signal_handler(signal.SIGTERM, self.stop_worker)
+
+    def drain_service(self) -> None:
+        """Tell clients and load balancers that the whole service shuts down."""
+        self._close_connections()
+        if not self._node.stopping:
+            self._node.stopping = True
+            self._draining.extend(asyncio.create_task(drain()) for drain in self._drains)
+
+    def stop_worker(self) -> None:
+        """Stop this worker when its drain is over."""
+        self._close_connections()
+        self._loop.call_at(self._stop_at_s, os.kill, os.getpid(), signal.SIGINT)
+
+    def _close_connections(self) -> None:
+        """Answer with `Connection: close` from now on; the drain starts the first time."""
+        if not self._node.closing:
+            self._node.closing = True
+            self._stop_at_s = self._loop.time() + self._drain_s

@@ -1,0 +1,93 @@
+"""`tollkeeper serve`: its options, and the errors that it reports before it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.service_process import run_to_end
+from tollkeeper.cli.main import app
+from tollkeeper.service.process import startup
+from tollkeeper.service.process.settings import NAMES
+
+run = CliRunner()
+RULES = "version: 1\nrules:\n  - {id: a, by: [user], limits: [5/minute]}\n"
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> str:
+    """Write a rule document and return its path."""
+    path = tmp_path / "limits.yaml"
+    path.write_text(RULES)
+    return str(path)
+
+
+def test_every_setting_is_an_option_and_a_variable() -> None:
+    """All three have the same name."""
+    text = run.invoke(app, ["serve", "--help"], env={"COLUMNS": "300", "TERM": "dumb"}).output
+    for name in NAMES:
+        option = "--" + name.replace("_", "-")
+        assert option in text, option
+        assert f"TOLLKEEPER_{name.upper()}" in text, name
+
+
+def test_port_variable_set_by_kubernetes_is_ignored(tmp_path: Path) -> None:
+    """Kubernetes sets TOLLKEEPER_PORT to an address if a service is called tollkeeper."""
+    # Without tokens, this fails after all settings are read and before a port is bound.
+    options = ["serve", "--data", str(tmp_path), "--host", "0.0.0.0"]
+    address = "tcp://10.0.0.7:8080"
+    given = run_to_end(options, TOLLKEEPER_PORT=address)
+    assert "--insecure-no-tokens" in given.stderr
+    typed = run_to_end([*options, "--port", address])
+    assert "Invalid value for '--port'" in typed.stderr
+    wrong = run_to_end(options, TOLLKEEPER_PORT="eighty")
+    assert "'eighty' is not a whole number" in wrong.stderr
+
+
+WRONG: list[tuple[list[str], int, str]] = [
+    (["--port", "70000"], 2, "not between"),
+    (["--rules", "missing.yaml"], 2, "missing.yaml"),
+    (["--store", "nonsense://"], 2, "scheme"),
+    (["--identify", "user=nonsense"], 2, "nonsense"),
+    (["--trusted-proxy", "nonsense"], 2, "nonsense"),
+    (["--tls-cert", "a", "--tls-key", "b"], 2, "cannot be read"),
+    (["--config", "missing.yaml"], 2, "missing.yaml"),
+    (["--on-failure", "perhaps"], 2, "open, closed"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "message"), WRONG)
+def test_errors_before_the_start(
+    arguments: list[str],
+    code: int,
+    message: str,
+    tmp_path: Path,
+    rules: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One line on the standard error, no traceback, no worker."""
+    monkeypatch.setattr(startup.logging.config, "dictConfig", lambda _: None)
+    given_rules = [] if "--rules" in arguments else ["--rules", rules]
+    ports = [] if "--port" in arguments else ["--port", "0"]
+    done = run.invoke(
+        app,
+        ["serve", "--data", str(tmp_path / "d"), "--no-grpc", *ports, *given_rules, *arguments],
+    )
+    assert done.exit_code == code, done.output
+    assert message in done.stderr
+    assert "Traceback" not in done.output
+
+
+def test_problems_in_the_rule_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are reported with file and line, as `tollkeeper rules validate` does."""
+    monkeypatch.setattr(startup.logging.config, "dictConfig", lambda _: None)
+    path = tmp_path / "wrong.yaml"
+    path.write_text("version: 1\nrules:\n  - {id: a, by: [user], limits: [5/fortnite]}\n")
+    done = run.invoke(
+        app,
+        ["serve", "--data", str(tmp_path), "--no-grpc", "--port", "0", "--rules", str(path)],
+    )
+    assert done.exit_code == 2
+    assert "wrong.yaml:3" in done.stderr

@@ -1,0 +1,55 @@
+"""The main process of a service. `tests/integration/test_service_running.py` runs a real one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tollkeeper.service.http import token_file
+from tollkeeper.service.process.main_process import (
+    QUICK_END_SECONDS,
+    QUICK_ENDS_MAX,
+    WorkerRestarts,
+    started_line,
+    url_of,
+)
+from tollkeeper.service.process.settings import ServiceSettings
+
+
+def test_started_line(tmp_path: Path) -> None:
+    """It has the address, the rules, the store without its password, and a working command."""
+    settings = ServiceSettings.gather(
+        {
+            "data": str(tmp_path / "data"),
+            "rules": "postgresql://app:pa55@db/rules",
+            "store": "redis://app:pa55@cache/0",
+            "host": "0.0.0.0",
+            "tls_cert": "c",
+            "tls_key": "k",
+        }
+    )
+    line = started_line(settings, "12")
+    assert "pa55" not in line
+    assert "version 12" in line
+    assert url_of(settings) == "https://127.0.0.1:8080"
+    assert "curl -k https://127.0.0.1:8080/v1/check -d" in line
+    token_file.create(settings.tokens_path, "a", "check")
+    assert "$TOLLKEEPER_TOKEN" in started_line(settings, "12")
+
+
+def test_only_repeated_quick_ends_count_as_a_crash_loop() -> None:
+    """A worker that is killed a few times is restarted; one that always ends at once is not."""
+    now = 1_000.0
+    restarts = WorkerRestarts(lambda: now)
+    for _ in range(QUICK_ENDS_MAX):
+        restarts[0] = now
+        restarts.clear()
+        assert restarts.get(0) == 0
+    # A worker that ran long enough in between starts counting again.
+    restarts[0], now = now, now + QUICK_END_SECONDS + 1
+    assert restarts.get(0) == 0
+    for _ in range(QUICK_ENDS_MAX):
+        restarts[0] = restarts[1] = now
+        assert restarts.get(0) == 0
+    assert restarts.get(1) == 0
+    restarts[0] = now
+    assert restarts.get(0) == now

@@ -1,0 +1,82 @@
+"""One worker of a service. `tests/integration/test_service_running.py` runs real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+import pytest
+
+from tollkeeper.core.errors import ConfigError
+from tollkeeper.service.process import worker
+from tollkeeper.service.process.settings import ServiceSettings
+from tollkeeper.service.process.worker import WorkerShutdown
+
+RULES = "version: 1\nrules:\n  - {id: a, by: [user], limits: [5/minute]}\n"
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> ServiceSettings:
+    """Return the settings of a service with a rule document, in memory and without records."""
+    (tmp_path / "limits.yaml").write_text(RULES)
+    given = {"rules": str(tmp_path / "limits.yaml"), "store": "memory://", "record": "off"}
+    return ServiceSettings.gather({"data": str(tmp_path / "data"), **given})
+
+
+@pytest.fixture
+def signals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Collect the signals that the worker sends to itself."""
+    sent: list[int] = []
+    monkeypatch.setattr(worker.os, "kill", lambda _, number: sent.append(number))
+    return sent
+
+
+async def test_shutdown_drains_first(settings: ServiceSettings, signals: list[int]) -> None:
+    """SIGUSR1 starts the drain; SIGTERM during the drain stops the worker at its end."""
+    node = worker.open_node(settings, None)
+    drained = asyncio.Event()
+
+    async def drain() -> None:
+        drained.set()
+
+    shutdown = WorkerShutdown(node, [drain], drain_s=0.05)
+    shutdown.drain_service()
+    shutdown.drain_service()
+    assert (node.stopping, node.closing) == (True, True)
+    await asyncio.wait_for(drained.wait(), 10)
+    shutdown.stop_worker()
+    assert signals == []
+    async with asyncio.timeout(10):
+        while not signals:  # noqa: ASYNC110 - a signal handler sets no event
+            await asyncio.sleep(0.01)
+    assert signals == [signal.SIGINT]
+    await node.limiter.close()
+
+
+async def test_replaced_worker_does_not_end_the_service(
+    settings: ServiceSettings, signals: list[int]
+) -> None:
+    """SIGTERM alone: this worker closes its connections, but the service stays ready."""
+    node = worker.open_node(settings, None)
+    shutdown = WorkerShutdown(node, [], drain_s=60)
+    shutdown.stop_worker()
+    assert (node.stopping, node.closing) == (False, True)
+    assert signals == []
+    await node.limiter.close()
+
+
+def test_records_need_a_database(settings: ServiceSettings, tmp_path: Path) -> None:
+    """A URL that no database has is rejected at startup; `off` needs none."""
+    worker.check_record(settings)
+    wrong = ServiceSettings.gather({"data": str(tmp_path), "record": "mysql://db/records"})
+    with pytest.raises(ConfigError):
+        worker.check_record(wrong)
+
+
+@pytest.mark.parametrize(("given", "expected"), [("10", 10), ("7", 7), ("none", None)])
+def test_header_style(given: str, expected: int | None, tmp_path: Path) -> None:
+    """The settings choose the headers."""
+    chosen = {"draft": given, "legacy_headers": False}
+    style = worker.style_of(ServiceSettings.gather({"data": str(tmp_path), **chosen}))
+    assert (style.draft, style.legacy) == (expected, False)
