@@ -15,7 +15,7 @@ from tests.faults.telling import verify
 from tests.redis_servers.waiting import until
 from tests.service_process import ServiceProcess
 from tollkeeper.history.sink import EVENTS_MAX
-from tollkeeper.service.http.node import BATCH_CHECKS_MAX
+from tollkeeper.service.http.checks import BATCH_CHECKS_MAX
 
 DISK_KILOBYTES = 8_192
 KEYS = tuple(Key("closed", case) for case in CASES)

@@ -19,8 +19,7 @@ from tests.service.envoy.running import serving
 from tests.service_process import ServiceProcess
 from tollkeeper import AsyncLimiter, Request
 from tollkeeper.service.envoy.mapping import SETTLE
-from tollkeeper.service.http import token_file
-from tollkeeper.service.http.tokens import Tokens
+from tollkeeper.service.http.tokens import Tokens, create_token
 
 BY_ADDRESS = {"version": 1, "rules": [
     {"id": "api", "match": {"attributes": {"domain": "shop"}}, "by": ["ip"], "limits": ["5/hour"]},
@@ -326,7 +325,7 @@ async def test_a_key_that_is_not_text_is_limited_too() -> None:
 async def test_a_token_goes_along(tmp_path: Path) -> None:
     """Where the service asks for a token, Envoy's `initial_metadata` has it; else nobody passes."""
     path = tmp_path / "tokens.json"
-    secret = token_file.create(path, "envoy", "check")
+    secret = create_token(path, "envoy", "check")
 
     def change(config: Config) -> None:
         filter_of(config)["failure_mode_deny"] = True

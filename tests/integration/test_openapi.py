@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +13,7 @@ from openapi_spec_validator import validate
 
 from tests.service.admin.nodes import secrets_of
 from tests.service_process import RULES, ServiceProcess
-from tollkeeper.rules.document.reading import schema
 from tollkeeper.service.admin import page
-from tollkeeper.service.http import openapi, openapi_checks
 
 
 @pytest.fixture(scope="module")
@@ -87,27 +84,3 @@ def test_every_path_of_the_service_is_described(
         answer = running.ask("PATCH", concrete, headers=headers)
         assert answer.status == 405, path
         assert set(answer.headers["allow"].split(", ")) - {"HEAD"} == methods, path
-
-
-def test_a_raw_path_that_is_added_must_be_described() -> None:
-    """The routes of the application are those of the document."""
-    folder = Path(openapi_checks.__file__).parent
-    sources = "\n".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
-    routes = set(re.findall(r'"(/(?:v1/(?!admin)[a-z/]+|healthz|readyz|metrics))": ', sources))
-    assert routes == openapi_checks.PATHS.keys()
-
-
-def test_rule_documents_are_described_by_their_own_schema() -> None:
-    """Each definition is a component, and what one accepts the other does."""
-    parts = openapi.rule_schemas()
-    assert {f"Rules{name[0].upper()}{name[1:]}" for name in schema()["$defs"]} < parts.keys()
-    whole = {"$ref": "#/components/schemas/RulesDocument", "components": {"schemas": parts}}
-    theirs, ours = Draft202012Validator(schema()), Draft202012Validator(whole)
-    for data in (
-        {"version": 1},
-        {"version": 2},
-        {"version": 1, "rules": [{"id": "a", "by": ["user"], "limits": ["5/s"]}]},
-        {"version": 1, "rules": [{"id": "a", "by": ["user"]}]},
-        {"version": 1, "tiers": {"free": "5/s"}, "deny": [1]},
-    ):
-        assert ours.is_valid(data) == theirs.is_valid(data), data

@@ -10,14 +10,14 @@ import pytest
 from tests.service.envoy.running import Node as EnvoyNode
 from tests.service.envoy.running import asking as asking_grpc
 from tests.service.envoy.running import entries
-from tests.service.http.asking import Asking, asking
+from tests.service.http.client import HttpClient, http_service
 from tollkeeper import AsyncLimiter
 from tollkeeper.control.database import Database
 from tollkeeper.history.reading import Records
 from tollkeeper.history.recorder import Recorder
 from tollkeeper.history.sink import Sink
 from tollkeeper.service.envoy.server import start
-from tollkeeper.service.http import token_file
+from tollkeeper.service.http.tokens import create_token
 
 ENVOY_RULES = """
 version: 1
@@ -41,14 +41,14 @@ def used(recorder: Recorder) -> dict[tuple[str, str], list[int]]:
 
 
 @pytest.fixture
-async def ask(tmp_path: Path) -> AsyncIterator[Asking]:
+async def ask(tmp_path: Path) -> AsyncIterator[HttpClient]:
     """A service in this process, whose node records."""
-    async with asking() as made:
+    async with http_service() as made:
         made.node.recorder = recorder_at(tmp_path)
-        yield Asking(made.node, made.clock)  # handlers look the recorder up when they are made
+        yield HttpClient(made.node, made.clock)  # handlers look the recorder up when they are made
 
 
-async def test_a_check(ask: Asking) -> None:
+async def test_a_check(ask: HttpClient) -> None:
     """Three pass and one is denied; peeking and giving back is no use of it."""
     for _ in range(4):
         await ask.check(user="1", endpoint="/x", method="GET")
@@ -56,34 +56,34 @@ async def test_a_check(ask: Asking) -> None:
     await ask.check(user="2", cost=2)
     await ask.check(user="2", cost=100)  # more than ever fits: no decision
     await ask("POST", "/v1/check", b"{")
-    assert used(ask.node.recorder) == {
+    assert used(ask.context.recorder) == {
         ("user:1", "users"): [3, 1, 3],
         ("user:2", "users"): [1, 0, 2],
     }
-    [(_, ruling, cost, known, endpoint, method)] = ask.node.recorder._noted
+    [(_, ruling, cost, known, endpoint, method)] = ask.context.recorder._noted
     assert (ruling.decision.allowed, cost, known, endpoint, method) == (False, 1, "", "/x", "GET")
 
 
-async def test_batches(ask: Asking) -> None:
+async def test_batches(ask: HttpClient) -> None:
     """Each of its checks; of one that is atomic and denied, only the one that denied."""
     one, two = {"user": "1", "cost": 2}, {"user": "2"}
     await ask("POST", "/v1/check/batch", {"checks": [one, two, two]})
     await ask("POST", "/v1/check/batch", {"checks": [one, two], "atomic": True})
-    assert used(ask.node.recorder) == {
+    assert used(ask.context.recorder) == {
         ("user:1", "users"): [1, 1, 2],
         ("user:2", "users"): [2, 0, 2],
     }
     await ask("POST", "/v1/check/batch", {"checks": [two], "atomic": True})
-    assert used(ask.node.recorder)["user:2", "users"] == [3, 0, 3]
+    assert used(ask.context.recorder)["user:2", "users"] == [3, 0, 3]
 
 
-async def test_what_is_settled_is_what_was_used(ask: Asking) -> None:
+async def test_what_is_settled_is_what_was_used(ask: HttpClient) -> None:
     """Units that are given back or spent afterwards, as far as they fitted; no request more."""
     for user, reserved, actual in (("1", 2, 1), ("2", 1, 3), ("3", 1, 9), ("4", 1, 1)):
         await ask.check(user=user, cost=reserved)
         body = {"user": user, "reserved": reserved, "actual": actual}
         assert (await ask("POST", "/v1/settle", body)).status == 200
-    found = used(ask.node.recorder)
+    found = used(ask.context.recorder)
     assert [found[f"user:{user}", "users"] for user in "1234"] == [
         *([1, 0, 1], [1, 0, 3], [1, 0, 3], [1, 0, 1])
     ]
@@ -92,25 +92,25 @@ async def test_what_is_settled_is_what_was_used(ask: Asking) -> None:
 async def test_a_token_with_a_scope_takes_nothing_off_its_usage(tmp_path: Path) -> None:
     """Whoever is billed for it could take it all back."""
     tokens = tmp_path / "tokens.json"
-    secret = token_file.create(tokens, "ann", "check", {"user": "ann"})
+    secret = create_token(tokens, "ann", "check", {"user": "ann"})
     headers = {"Authorization": f"Bearer {secret}"}
-    async with asking(tokens) as made:
+    async with http_service(tokens) as made:
         made.node.recorder = recorder_at(tmp_path)
-        ask = Asking(made.node, made.clock)
+        ask = HttpClient(made.node, made.clock)
         await ask("POST", "/v1/check", {"cost": 2}, headers)
         for actual in (0, 3):
             body = {"reserved": 2, "actual": actual}
             assert (await ask("POST", "/v1/settle", body, headers)).status == 200
-        assert used(ask.node.recorder) == {("user:ann", "users"): [1, 0, 3]}
+        assert used(ask.context.recorder) == {("user:ann", "users"): [1, 0, 3]}
 
 
-async def test_a_gateway(ask: Asking) -> None:
+async def test_a_gateway(ask: HttpClient) -> None:
     """As the client's key; one who is blocked is on the list's account."""
     headers = {"X-Original-URI": "/orders", "X-Original-Method": "POST", "X-API-Key": "k"}
     for _ in range(3):
         await ask("GET", "/v1/authorize", b"", headers)
     await ask("GET", "/v1/authorize", b"", {**headers, "X-API-Key": "sk_revoked_1"})
-    assert used(ask.node.recorder) == {
+    assert used(ask.context.recorder) == {
         ("api_key:k", "orders"): [2, 1, 2],
         ("api_key:sk_revoked_1", "(deny)"): [0, 1, 0],
     }

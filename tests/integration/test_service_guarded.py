@@ -17,7 +17,7 @@ import pytest
 from tests.redis_servers.certificates import make_certificates
 from tests.redis_servers.waiting import until
 from tests.service_process import RULES, ServiceProcess, run_to_end
-from tollkeeper.service.http import token_file
+from tollkeeper.service.http.tokens import create_token, remove_token
 
 
 @pytest.fixture(scope="module")
@@ -157,8 +157,8 @@ def test_a_callers_token_is_for_the_caller_alone() -> None:
         # Open, until there are tokens: then within a second it is not.
         assert service.ask("POST", "/v1/check", {"user": "1"}).status == 200
         path = service.data / "tokens.json"
-        own = token_file.create(path, "one", "check", {"user": "1"})
-        admin = token_file.create(path, "root", "admin")
+        own = create_token(path, "one", "check", {"user": "1"})
+        admin = create_token(path, "root", "admin")
         until(lambda: service.ask("GET", "/v1/quota?user=1").status == 401, "it is closed", 5)
         for method, url, body in (
             ("POST", "/v1/check", {"user": "2"}),
@@ -175,7 +175,7 @@ def test_a_callers_token_is_for_the_caller_alone() -> None:
         answer = service.ask("POST", "/v1/check", {}, bearer(own))
         assert (answer.status, answer.data["remaining"]) == (200, 98)
         assert service.ask("GET", "/v1/admin/rules", headers=bearer(admin)).status == 200
-        token_file.remove(path, "one")
+        remove_token(path, "one")
         until(lambda: service.ask("POST", "/v1/check", {}, bearer(own)).status == 401, "out", 5)
         assert own not in service.log_text()
         assert admin not in service.log_text()

@@ -311,3 +311,23 @@ def test_any_headers_have_an_answer(one: str, other: str, peer: str | None) -> N
     for header in (None, *addresses.FORWARDED_HEADERS):
         found = ClientAddresses([*PROXIES, "unix"], forwarded=header).of(call)
         assert found is None or found == named or address_of(found) is not None
+
+
+COUNTED = [
+    ("192.0.2.7", "192.0.2.7"),
+    ("2001:db8::7", "2001:db8::"),
+    ("2001:DB8:0:0:ffff::1", "2001:db8::"),
+    ("2001:db8:0:1::7", "2001:db8:0:1::"),
+    ("::ffff:192.0.2.7", "192.0.2.7"),
+    ("::1", "::1"),
+    ("nonsense", "nonsense"),
+    ("not:an:address", "not:an:address"),
+    ("", ""),
+]
+
+
+@pytest.mark.parametrize(("text", "counted"), COUNTED)
+def test_an_address_is_counted_by_its_network(text: str, counted: str) -> None:
+    """An IPv6 address counts as its /64, and a second call changes nothing."""
+    assert addresses.counted_address(text) == counted
+    assert addresses.counted_address(counted) == counted

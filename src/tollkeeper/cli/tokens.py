@@ -10,8 +10,7 @@ import typer
 from tollkeeper.cli.rules_options import Command, Group, JsonOption
 from tollkeeper.cli.rules_print import OK, say, say_json, say_table, telling
 from tollkeeper.core.errors import ConfigError, show
-from tollkeeper.service.http import token_file
-from tollkeeper.service.http.token_file import Role, Token
+from tollkeeper.service.http.tokens import Role, Token, create_token, read_tokens, remove_token
 from tollkeeper.service.process.settings import state_folder
 
 app: Final = typer.Typer(
@@ -74,7 +73,7 @@ def create(
     """
     with telling(as_json):
         path = _path(tokens, data)
-        secret = token_file.create(path, name, cast("Role", role), _scope(scope or []))
+        secret = create_token(path, name, cast("Role", role), _scope(scope or []))
         if as_json:
             say_json({"exit_code": OK, "name": name, "role": role, "token": secret})
         else:
@@ -91,7 +90,7 @@ def list_(tokens: FileOption = None, data: DataOption = None, as_json: JsonOptio
     """
     with telling(as_json):
         path = _path(tokens, data)
-        found = token_file.read(path) if path.exists() else ()
+        found = read_tokens(path) if path.exists() else ()
         if as_json:
             say_json({"exit_code": OK, "tokens": [_data(each) for each in found]})
         elif found:
@@ -112,7 +111,7 @@ def remove(
     Example: tollkeeper token remove checkout
     """
     with telling(as_json):
-        token_file.remove(_path(tokens, data), name)
+        remove_token(_path(tokens, data), name)
         if as_json:
             say_json({"exit_code": OK, "removed": name})
         else:

@@ -38,6 +38,8 @@ LOG: Final = logging.getLogger("tollkeeper.web")
 ForwardedHeader = Literal["x-forwarded-for", "forwarded", "x-real-ip"]
 FORWARDED_HEADERS: Final[tuple[ForwardedHeader, ...]] = get_args(ForwardedHeader)
 
+# An IPv6 client can use every address of its network, which is usually a /64.
+IPV6_PREFIX: Final = 64
 PROXIES_MAX: Final = 1_000
 # Of a header, from the right.
 ELEMENTS_MAX: Final = 100
@@ -80,7 +82,7 @@ class ClientAddresses:
         self,
         trusted_proxies: Sequence[str] = (),
         *,
-        ipv6_prefix: int = 64,
+        ipv6_prefix: int = IPV6_PREFIX,
         forwarded: ForwardedHeader | None = None,
     ) -> None:
         if type(ipv6_prefix) is not int or not 1 <= ipv6_prefix <= 128:
@@ -171,11 +173,29 @@ class ClientAddresses:
         return client
 
     def _text(self, address: Address) -> str:
-        version, value = address
-        if version == 4:
-            return inet_ntop(AF_INET, value.to_bytes(4))
-        shift = 0 if address == _LOOPBACK else self._ipv6_shift
-        return inet_ntop(AF_INET6, (value >> shift << shift).to_bytes(16))
+        return _network_text(address, self._ipv6_shift)
+
+
+def counted_address(text: str) -> str:
+    """Return an address as it is counted by default; any other text is returned as it is.
+
+    The service calls it for addresses that arrive in a body or a query, so that a client has one
+    counter, whichever way its requests come in.
+
+    >>> counted_address("2001:db8::7"), counted_address("::ffff:192.0.2.7")
+    ('2001:db8::', '192.0.2.7')
+    """
+    found = address_of(text) if ":" in text else None
+    return text if found is None else _network_text(found, 128 - IPV6_PREFIX)
+
+
+def _network_text(address: Address, ipv6_shift: int) -> str:
+    """Return an IPv4 address, or the first address of an IPv6 client's network."""
+    version, value = address
+    if version == 4:
+        return inet_ntop(AF_INET, value.to_bytes(4))
+    shift = 0 if address == _LOOPBACK else ipv6_shift
+    return inet_ntop(AF_INET6, (value >> shift << shift).to_bytes(16))
 
 
 def _warn_of_proxy(peer: str, call: Call) -> bool:

@@ -19,8 +19,7 @@ from tollkeeper.control.repository import Repository
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import read
 from tollkeeper.service.admin.api import admin_app
-from tollkeeper.service.http import token_file
-from tollkeeper.service.http.tokens import Tokens
+from tollkeeper.service.http.tokens import Role, Tokens, create_token
 from tollkeeper.testing import ManualClock
 
 RULES = """
@@ -76,9 +75,9 @@ class Admin:
 
 def secrets_of(folder: Path) -> dict[str, str]:
     """A token of each role, in a file there."""
-    roles: tuple[token_file.Role, ...] = ("admin", "read", "check")
+    roles: tuple[Role, ...] = ("admin", "read", "check")
     path = folder / "tokens.json"
-    return {role: token_file.create(path, f"{role}-token", role) for role in roles}
+    return {role: create_token(path, f"{role}-token", role) for role in roles}
 
 
 @asynccontextmanager

@@ -20,7 +20,7 @@ from tollkeeper.history.reading import Records
 from tollkeeper.history.recorder import Recorder
 from tollkeeper.history.sink import Sink
 from tollkeeper.rules.document.reading import read
-from tollkeeper.service.http import token_file
+from tollkeeper.service.http.tokens import create_token
 
 # 2026-11-15T12:00:00Z, as a minute and in microseconds.
 NOON = 29_912_400
@@ -274,7 +274,7 @@ async def test_a_node_without_tokens_tells_nobody(recording: Admin) -> None:
 async def test_a_token_with_a_scope_sees_its_own(recording: Admin, tmp_path: Path) -> None:
     """Whole parts of subjects, whatever else is asked for."""
     path = tmp_path / "tokens.json"
-    secret = token_file.create(path, "acme", "read", {"tenant": "acme"})
+    secret = create_token(path, "acme", "read", {"tenant": "acme"})
     recording.node.tokens = type(recording.node.tokens).load(path)
     headers = bearer(secret)
     usage = await asked(recording, f"/usage?{DAY}", headers=headers)

@@ -24,8 +24,7 @@ from tollkeeper.service.envoy.service import (
     REMEMBERED_MAX,
     RateLimitService,
 )
-from tollkeeper.service.http import token_file
-from tollkeeper.service.http.tokens import Tokens
+from tollkeeper.service.http.tokens import Tokens, create_token
 from tollkeeper.testing import ManualClock
 
 RULES = {
@@ -305,9 +304,9 @@ def tokens(tmp_path: Path) -> tuple[Tokens, dict[str, str]]:
     """A file of tokens, and what to send for each."""
     path = tmp_path / "tokens.json"
     scopes = {"envoy": {}, "shop": {"domain": "shop"}, "ann": {"user": "ann"}}
-    secrets = {name: token_file.create(path, name, "check", scope)
+    secrets = {name: create_token(path, name, "check", scope)
                for name, scope in scopes.items()}  # fmt: skip
-    secrets["reader"] = token_file.create(path, "reader", "read")
+    secrets["reader"] = create_token(path, "reader", "read")
     return Tokens.load(path), {name: f"Bearer {secret}" for name, secret in secrets.items()}
 
 

@@ -1,4 +1,4 @@
-"""What every request to the service has in common: routes, sizes, ids, errors."""
+"""What every request has in common: routes, sizes, request IDs, errors, timeouts."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from typing import Any
 
 import pytest
 
-from tests.service.http.asking import asking
+from tests.service.http.client import HttpClient, http_service
 from tollkeeper.service.admin import api
-from tollkeeper.service.http import token_file
-from tollkeeper.service.http.node import BATCH_BYTES_MAX, BODY_BYTES_MAX
+from tollkeeper.service.http import app
+from tollkeeper.service.http.context import BATCH_BYTES_MAX, BODY_BYTES_MAX
+from tollkeeper.service.http.tokens import create_token
 
 PROBLEM = "application/problem+json"
 
 
-async def test_there_is_what_the_documents_say() -> None:
-    """Each path and method answers; nothing else does, and says so as a problem."""
-    async with asking() as ask:
-        assert (await ask("GET", "/healthz")).data["status"] == "ok"
-        assert (await ask("GET", "/readyz")).status == 200
-        assert (await ask("HEAD", "/readyz")).status == 200
-        assert (await ask("GET", "/metrics")).status == 200
+async def test_every_documented_path_replies() -> None:
+    """Each documented path and method replies; any other path is a 404 problem."""
+    async with http_service() as http:
+        assert (await http("GET", "/healthz")).data["status"] == "ok"
+        assert (await http("GET", "/readyz")).status == 200
+        assert (await http("HEAD", "/readyz")).status == 200
+        assert (await http("GET", "/metrics")).status == 200
         for url in ("/", "/v1", "/v1/check/", "/V1/check", "/v1/administrate", "/docsx"):
-            answer = await ask("GET", url)
+            answer = await http("GET", url)
             assert answer.status == 404, url
             assert answer.headers["content-type"] == PROBLEM
             assert answer.data["error"]["code"] == "NOT_FOUND"
@@ -45,9 +46,9 @@ METHODS = [
 async def test_a_wrong_method_is_405_with_the_right_ones(
     method: str, path: str, allowed: str
 ) -> None:
-    """As HTTP asks."""
-    async with asking() as ask:
-        answer = await ask(method, path)
+    """A 405 lists the allowed methods in Allow."""
+    async with http_service() as http:
+        answer = await http(method, path)
         assert answer.status == 405
         assert answer.headers["allow"] == allowed
         assert answer.data["status"] == 405
@@ -57,43 +58,43 @@ async def test_a_wrong_method_is_405_with_the_right_ones(
     ("path", "most"), [("/v1/check", BODY_BYTES_MAX), ("/v1/check/batch", BATCH_BYTES_MAX)]
 )
 @pytest.mark.parametrize("declare", [True, False])
-async def test_a_body_has_a_bound(path: str, most: int, declare: bool) -> None:
-    """One byte too many is 413, whether it was declared or not; just enough is read."""
-    async with asking() as ask:
+async def test_a_body_has_a_maximum_size(path: str, most: int, declare: bool) -> None:
+    """One byte too many is 413, declared or not; a body of the maximum size is read."""
+    async with http_service() as http:
         filled = b"{}" + b" " * (most - 2)
         pieces = [filled[:1000], filled[1000:]]
-        answer = await ask("POST", path, filled, chunks=pieces, declare=declare)
+        answer = await http("POST", path, filled, chunks=pieces, declare=declare)
         assert answer.status in {200, 400}
-        answer = await ask("POST", path, filled + b" ", chunks=[*pieces, b" "], declare=declare)
+        answer = await http("POST", path, filled + b" ", chunks=[*pieces, b" "], declare=declare)
         assert answer.status == 413
         assert f"{most:,} bytes" in answer.data["detail"]
 
 
-async def test_a_declared_size_is_not_believed_when_it_is_less() -> None:
-    """What arrives counts: a length that lies makes no room."""
-    async with asking() as ask:
+async def test_a_declared_size_that_is_too_small_is_not_believed() -> None:
+    """The bytes that arrive count, not the Content-Length."""
+    async with http_service() as http:
         body = b" " * (BODY_BYTES_MAX + 1)
-        answer = await ask("POST", "/v1/check", body, {"content-length": "2"})
+        answer = await http("POST", "/v1/check", body, {"content-length": "2"})
         assert answer.status == 413
 
 
-async def test_a_body_in_pieces_is_one_body() -> None:
-    """However the server cuts it."""
-    async with asking() as ask:
+async def test_a_body_in_several_messages_is_one_body() -> None:
+    """The handler gets the whole body, however the server cuts it."""
+    async with http_service() as http:
         pieces = [b'{"us', b'er":', b'"4', b'2"}', b""]
-        answer = await ask("POST", "/v1/check", b"".join(pieces), chunks=pieces)
+        answer = await http("POST", "/v1/check", b"".join(pieces), chunks=pieces)
         assert answer.status == 200
         assert answer.data["rule"] == "users"
 
 
-async def test_whoever_hangs_up_is_not_charged() -> None:
-    """A body that never ends is no request; who closed only his side still reads the answer."""
-    async with asking() as ask:
-        answer = await ask("POST", "/v1/check", b'{"user":"42"}', chunks=[], declare=True)
+async def test_a_client_that_disconnects_is_not_charged() -> None:
+    """An incomplete body is 400; a client that closed only its sending side reads the reply."""
+    async with http_service() as http:
+        answer = await http("POST", "/v1/check", b'{"user":"42"}', chunks=[], declare=True)
         assert answer.status == 400
         assert answer.data["error"]["code"] == "BODY_INCOMPLETE"
         assert answer.headers["connection"] == "close"
-        assert (await ask.check(user="42")).data["remaining"] == 2
+        assert (await http.check(user="42")).data["remaining"] == 2
 
 
 IDS = [
@@ -108,31 +109,31 @@ IDS = [
 
 
 @pytest.mark.parametrize(("given", "expected"), IDS)
-async def test_a_request_keeps_its_name_if_it_is_one(given: str, expected: str | None) -> None:
-    """What is too long or not plain gets a name of ours; every answer has the node's."""
-    async with asking() as ask:
-        answer = await ask("GET", "/healthz", b"", {"X-Request-Id": given})
+async def test_a_valid_request_id_is_kept(given: str, expected: str | None) -> None:
+    """An ID that is too long or not plain is replaced; every reply names the node."""
+    async with http_service() as http:
+        answer = await http("GET", "/healthz", b"", {"X-Request-Id": given})
         found = answer.headers["x-request-id"]
         assert found == expected if expected else found not in {given, ""}
         assert answer.headers["x-tollkeeper-node"] == "test-1"
 
 
-async def test_names_of_ours_are_all_different() -> None:
-    """Also on errors."""
-    async with asking() as ask:
+async def test_generated_request_ids_differ() -> None:
+    """Errors have a request ID of their own, too."""
+    async with http_service() as http:
         urls = ["/healthz", "/nowhere", "/v1/check", "/healthz"]
-        names = {(await ask("GET", url)).headers["x-request-id"] for url in urls}
+        names = {(await http("GET", url)).headers["x-request-id"] for url in urls}
         assert len(names) == len(urls)
 
 
-async def test_a_node_that_ends_says_so() -> None:
-    """/readyz is 503, connections are closed, and checks are still answered."""
-    async with asking() as ask:
-        assert "connection" not in (await ask.check(user="1")).headers
-        ask.node.stopping = True
-        ready = await ask("GET", "/readyz")
+async def test_a_worker_that_shuts_down_says_so() -> None:
+    """/readyz is 503, connections are closed, and checks still get a reply."""
+    async with http_service() as http:
+        assert "connection" not in (await http.check(user="1")).headers
+        http.context.stopping = True
+        ready = await http("GET", "/readyz")
         assert (ready.status, ready.data["status"]) == (503, "stopping")
-        answer = await ask.check(user="1")
+        answer = await http.check(user="1")
         assert answer.status == 200
         assert answer.headers["connection"] == "close"
 
@@ -140,25 +141,25 @@ async def test_a_node_that_ends_says_so() -> None:
 async def test_a_defect_is_500_and_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The client learns that it is ours, and nothing of the inside."""
-    async with asking() as ask:
+    """The client learns that the service is at fault, and no details."""
+    async with http_service() as http:
 
         def broken() -> Any:
             raise RuntimeError("the inside")
 
-        monkeypatch.setattr(ask.node.limiter, "rules_status", broken)
-        answer = await ask("GET", "/readyz")
+        monkeypatch.setattr(http.context.limiter, "rules_status", broken)
+        answer = await http("GET", "/readyz")
         assert answer.status == 500
         assert b"inside" not in answer.body
         assert "the inside" in caplog.text
         for _ in range(50):
-            assert (await ask("GET", "/readyz")).status == 500
-        assert caplog.text.count("a defect at") == 1, "a defect may not fill the disk"
+            assert (await http("GET", "/readyz")).status == 500
+        assert caplog.text.count("a defect at") == 1, "a defect must not fill the disk"
 
 
 async def test_a_websocket_is_closed() -> None:
-    """There is nothing to talk about."""
-    async with asking() as ask:
+    """The service has no WebSocket endpoint."""
+    async with http_service() as http:
         said = []
 
         async def receive() -> dict[str, Any]:
@@ -167,13 +168,13 @@ async def test_a_websocket_is_closed() -> None:
         async def send(message: Any) -> None:
             said.append(message)
 
-        await ask.service({"type": "websocket", "path": "/v1/check"}, receive, send)
+        await http.app({"type": "websocket", "path": "/v1/check"}, receive, send)
         assert said == [{"type": "websocket.close", "code": 1008}]
 
 
-async def test_the_server_starts_and_ends_it(tmp_path: Path) -> None:
-    """The counts are written at the end."""
-    async with asking(counters=tmp_path) as ask:
+async def test_the_lifespan_starts_and_stops_the_service(tmp_path: Path) -> None:
+    """The counters are written at shutdown."""
+    async with http_service(counters=tmp_path) as http:
         messages = [{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}]
         said = []
 
@@ -183,7 +184,7 @@ async def test_the_server_starts_and_ends_it(tmp_path: Path) -> None:
         async def send(message: Any) -> None:
             said.append(message["type"])
 
-        await ask.service({"type": "lifespan"}, receive, send)
+        await http.app({"type": "lifespan"}, receive, send)
         assert said == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
     assert (tmp_path / f"{os.getpid()}.json").read_bytes()
 
@@ -200,33 +201,33 @@ NEEDS = [
 
 
 @pytest.mark.parametrize(("method", "url", "body", "expected"), NEEDS)
-async def test_who_may_what(
+async def test_each_role_has_its_endpoints(
     method: str, url: str, body: Any, expected: dict[Any, int], tmp_path: Path
 ) -> None:
     """Each role at each endpoint; without a token, 401 and how to get one."""
     path = tmp_path / "tokens.json"
-    secrets = {role: token_file.create(path, role, role) for role in expected}
-    async with asking(path) as ask:
+    secrets = {role: create_token(path, role, role) for role in expected}
+    async with http_service(path) as http:
         for role, status in expected.items():
-            answer = await ask(method, url, body, {"Authorization": f"Bearer {secrets[role]}"})
+            answer = await http(method, url, body, {"Authorization": f"Bearer {secrets[role]}"})
             assert answer.status == status, role
-        answer = await ask(method, url, body)
+        answer = await http(method, url, body)
         if url != "/healthz":
             assert answer.status == 401
             assert answer.headers["www-authenticate"].startswith("Bearer")
             assert "tollkeeper token create" in answer.data["detail"]
 
 
-async def test_admin_endpoints_want_a_token_even_where_checks_do_not() -> None:
-    """Open on loopback is open for checks."""
-    async with asking() as ask:
-        assert (await ask.check(user="1")).status == 200
-        assert (await ask("GET", "/v1/quota?user=1")).status == 200
-        assert (await ask("DELETE", "/v1/quota?user=1")).status == 401
-        answer = await ask("POST", "/v1/quota/grant", {"user": "1", "units": 1})
+async def test_admin_endpoints_always_need_a_token() -> None:
+    """A service without tokens is open for checks only."""
+    async with http_service() as http:
+        assert (await http.check(user="1")).status == 200
+        assert (await http("GET", "/v1/quota?user=1")).status == 200
+        assert (await http("DELETE", "/v1/quota?user=1")).status == 401
+        answer = await http("POST", "/v1/quota/grant", {"user": "1", "units": 1})
         assert answer.status == 401
         assert "--role admin" in answer.data["detail"]
-        assert (await ask("GET", "/v1/admin/rules")).status == 401
+        assert (await http("GET", "/v1/admin/rules")).status == 401
 
 
 PAGES: list[tuple[str, str, dict[str, Any]]] = [
@@ -237,29 +238,29 @@ PAGES: list[tuple[str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("method", "path", "body"), PAGES)
-async def test_a_page_in_a_browser_cannot_spend_without_a_token(
+async def test_a_web_page_cannot_spend_without_a_token(
     method: str, path: str, body: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Any page may send such a request to this machine; with a token, somebody let it."""
+    """Any page could send such a request to this machine; with a token it is permitted."""
     origin = {"Origin": "https://shop.example"}
-    async with asking() as ask:
-        answer = await ask(method, path, body, origin)
+    async with http_service() as http:
+        answer = await http(method, path, body, origin)
         assert answer.status == 403
         assert "Origin" in answer.data["detail"]
         assert not any(name.startswith("access-control") for name in answer.headers)
-        assert (await ask.check(user="1")).data["remaining"] == 2
+        assert (await http.check(user="1")).data["remaining"] == 2
         gateway = {**origin, "X-Original-URI": "/", "X-API-Key": "k"}
-        assert (await ask("GET", "/v1/authorize", b"", gateway)).status == 200
-    secret = token_file.create(tmp_path / "tokens.json", "t", "check")
-    async with asking(tmp_path / "tokens.json") as ask:
+        assert (await http("GET", "/v1/authorize", b"", gateway)).status == 200
+    secret = create_token(tmp_path / "tokens.json", "t", "check")
+    async with http_service(tmp_path / "tokens.json") as http:
         headers = {**origin, "Authorization": f"Bearer {secret}"}
-        assert (await ask(method, path, body, headers)).status == 200
+        assert (await http(method, path, body, headers)).status == 200
 
 
-async def test_the_admin_api_is_made_once_and_beside_the_checks(
+async def test_the_admin_api_is_imported_once_and_in_a_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What it needs takes seconds to import: who checks meanwhile does not wait for that."""
+    """The import takes seconds, and checks must not wait for it."""
     made: list[threading.Thread] = []
 
     def admin_app(node: Any) -> Any:
@@ -268,8 +269,112 @@ async def test_the_admin_api_is_made_once_and_beside_the_checks(
 
     real = api.admin_app
     monkeypatch.setattr(api, "admin_app", admin_app)
-    async with asking() as ask:
-        answers = await asyncio.gather(*(ask("GET", "/docs") for _ in range(3)))
+    async with http_service() as http:
+        answers = await asyncio.gather(*(http("GET", "/docs") for _ in range(3)))
     assert [each.status for each in answers] == [200, 200, 200]
     assert len(made) == 1
     assert made[0] is not threading.current_thread()
+
+
+# ── Bodies that do not arrive ──────────────────────────────────────────────────────────────────
+
+SECONDS_MAX = 10.0
+
+
+async def half(http: HttpClient, said: list[Any]) -> None:
+    """Send half of a body, and then nothing."""
+    pieces = [b'{"user":']
+
+    async def receive() -> dict[str, Any]:
+        if not pieces:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": pieces.pop(), "more_body": True}
+
+    async def send(message: Any) -> None:
+        said.append(message)
+
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "path": "/v1/check",
+        "query_string": b"",
+        "headers": [(b"content-length", b"100")],
+    }
+    await http.app(scope, receive, send)
+
+
+async def settled() -> None:
+    """Let every task run."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_a_body_that_does_not_arrive_is_408() -> None:
+    """Not before the timeout; the connection is closed, and no entry is left."""
+    async with http_service() as http:
+        said: list[Any] = []
+        waiting = asyncio.create_task(half(http, said))
+        await settled()
+        timeouts = http.app._timeouts
+        timeouts.advance(SECONDS_MAX)
+        await settled()
+        assert not said
+        timeouts.advance(1.0)
+        await asyncio.wait_for(waiting, 5)
+        assert said[0]["status"] == 408
+        assert (b"connection", b"close") in said[0]["headers"]
+        assert not timeouts.waiting
+        assert not timeouts._cancelled
+
+
+async def test_many_waiting_requests_get_a_shorter_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client cannot occupy the whole worker with bodies that never arrive."""
+    monkeypatch.setattr(app, "CROWD", 2)
+    async with http_service() as http:
+        said: list[Any] = []
+        waiting = [asyncio.create_task(half(http, said)) for _ in range(2)]
+        await settled()
+        timeouts = http.app._timeouts
+        timeouts.advance(2.0)
+        await settled()
+        assert not said, "two are not many"
+        waiting.append(asyncio.create_task(half(http, said)))
+        await settled()
+        timeouts.advance(0.5)
+        await asyncio.wait(waiting[:2], timeout=5)
+        assert [each["status"] for each in said if "status" in each] == [408, 408]
+        assert not waiting[2].done(), "it has just started to wait"
+        waiting[2].cancel()
+
+
+async def test_a_cancellation_by_the_server_is_not_a_timeout() -> None:
+    """A cancellation by the server passes through."""
+    async with http_service() as http:
+        said: list[Any] = []
+        waiting = asyncio.create_task(half(http, said))
+        await settled()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert not said
+        assert not http.app._timeouts.waiting
+
+
+async def test_a_finished_request_leaves_no_entry() -> None:
+    """A request stops waiting as soon as its body has arrived."""
+    async with http_service() as http:
+        assert (await http.check(user="1")).status == 200
+        assert not http.app._timeouts.waiting
+
+
+async def test_timeouts_are_checked_while_the_service_runs() -> None:
+    """The clock advances by itself."""
+    async with http_service() as http:
+        timeouts = http.app._timeouts
+        checking = asyncio.create_task(timeouts.keep_checking(0.001))
+        while timeouts.now_s < 0.003:  # noqa: ASYNC110 - it waits for time, not for an event
+            await asyncio.sleep(0)
+        checking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await checking

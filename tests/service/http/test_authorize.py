@@ -1,4 +1,4 @@
-"""/v1/authorize: a gateway asks about a client's request."""
+"""/v1/authorize: a gateway checks the request of a client."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.service.http.asking import asking
-from tollkeeper.service.http import authorize, token_file
+from tests.service.http.client import http_service
+from tollkeeper.service.http import authorize
+from tollkeeper.service.http.tokens import create_token
 from tollkeeper.web.identity import Identity
 
 NGINX = {"X-Original-URI": "/orders?page=2", "X-Original-Method": "POST", "X-API-Key": "k"}
@@ -21,39 +22,39 @@ TRAEFIK = {"X-Forwarded-Uri": "/orders?page=2", "X-Forwarded-Method": "POST", "X
 async def test_a_gateway_learns_whether_a_request_may_pass(
     headers: dict[str, str], method: str
 ) -> None:
-    """200 and nothing but headers, or 429; of the client's key and path, not the gateway's."""
-    async with asking() as ask:
-        answer = await ask(method, "/v1/authorize", b"", headers)
+    """200 with headers only, or 429; by the client's key and path, not the gateway's."""
+    async with http_service() as http:
+        answer = await http(method, "/v1/authorize", b"", headers)
         assert (answer.status, answer.body) == (200, b"")
         assert answer.headers["ratelimit"].startswith('"orders.')
         assert "content-type" not in answer.headers
-        await ask(method, "/v1/authorize", b"", headers)
-        answer = await ask(method, "/v1/authorize", b"", headers)
+        await http(method, "/v1/authorize", b"", headers)
+        answer = await http(method, "/v1/authorize", b"", headers)
         assert answer.status == 429
         assert answer.headers["retry-after"] == "1"
         assert answer.data["violated-policies"] == ["orders.1s"]
-        answer = await ask(method, "/v1/authorize", b"", {**headers, "X-API-Key": "other"})
+        answer = await http(method, "/v1/authorize", b"", {**headers, "X-API-Key": "other"})
         assert answer.status == 200
 
 
-async def test_nginx_gets_the_status_that_it_understands() -> None:
-    """All refusals, also of those who are blocked, and what can never fit."""
-    async with asking() as ask:
+async def test_nginx_gets_a_status_that_it_understands() -> None:
+    """Every denial has the status of `denied`, also that of a blocked client."""
+    async with http_service() as http:
         for key in ("k", "k", "k", "sk_revoked_1"):
             headers = {**NGINX, "X-API-Key": key}
-            answer = await ask("GET", "/v1/authorize?denied=401", b"", headers)
+            answer = await http("GET", "/v1/authorize?denied=401", b"", headers)
         assert answer.status == 401
         headers = {**NGINX, "X-API-Key": "k"}
-        answer = await ask("GET", "/v1/authorize?denied=403", b"", headers)
+        answer = await http("GET", "/v1/authorize?denied=403", b"", headers)
         assert answer.status == 403
         assert answer.headers["retry-after"] == "1"
 
 
 @pytest.mark.parametrize("denied", ["200", "500", "x", "40", "٤٠٣", "4033"])
-async def test_a_denial_cannot_be_anything(denied: str) -> None:
-    """Only from 400 to 499: a gateway would take others for a yes, or for a failure."""
-    async with asking() as ask:
-        answer = await ask("GET", f"/v1/authorize?denied={denied}", b"", NGINX)
+async def test_the_status_of_denials_is_from_400_to_499(denied: str) -> None:
+    """A gateway would take any other status for permission or for a failure."""
+    async with http_service() as http:
+        answer = await http("GET", f"/v1/authorize?denied={denied}", b"", NGINX)
         assert answer.status == 400
         assert "denied=403" in answer.data["detail"]
 
@@ -61,10 +62,10 @@ async def test_a_denial_cannot_be_anything(denied: str) -> None:
 @pytest.mark.parametrize(
     "headers", [{}, {"X-Original-URI": ""}, {"X-Original-URI": "/" + "a" * 20_000}]
 )
-async def test_a_gateway_says_what_it_asks_about(headers: dict[str, str]) -> None:
+async def test_a_gateway_must_name_the_request(headers: dict[str, str]) -> None:
     """Without a URI there is nothing to decide."""
-    async with asking() as ask:
-        answer = await ask("GET", "/v1/authorize", b"", headers)
+    async with http_service() as http:
+        answer = await http("GET", "/v1/authorize", b"", headers)
         assert answer.status == 400
         assert "X-Original-URI" in answer.data["detail"]
 
@@ -77,9 +78,9 @@ async def test_a_gateway_says_what_it_asks_about(headers: dict[str, str]) -> Non
     ],
 )
 async def test_a_client_cannot_name_another_request(headers: dict[str, str]) -> None:
-    """A gateway overwrites its own header and passes the other's on: both are one too many."""
-    async with asking() as ask:
-        answer = await ask("GET", "/v1/authorize", b"", headers)
+    """A gateway forwards the other gateway's header from the client: both are rejected."""
+    async with http_service() as http:
+        answer = await http("GET", "/v1/authorize", b"", headers)
         assert answer.status == 400
         assert "both" in answer.data["detail"]
 
@@ -88,35 +89,35 @@ async def test_a_client_cannot_name_another_request(headers: dict[str, str]) -> 
     ("gateway", "clients"), [(TRAEFIK, "X-Original-Method"), (NGINX, "X-Forwarded-Method")]
 )
 async def test_a_client_cannot_name_another_method(gateway: dict[str, str], clients: str) -> None:
-    """The method is taken from where the URI is."""
+    """The method comes from the gateway that set the URI."""
     match = {"endpoint": "/orders", "method": "POST"}
     rules = {
         "version": 1,
         "rules": [{"id": "posts", "match": match, "by": ["api_key"], "limits": ["1/hour"]}],
     }
-    async with asking(rules=rules) as ask:
+    async with http_service(rules=rules) as http:
         headers = {**gateway, clients: "GET"}
-        found = [(await ask("GET", "/v1/authorize", b"", headers)).status for _ in range(2)]
+        found = [(await http("GET", "/v1/authorize", b"", headers)).status for _ in range(2)]
         assert found == [200, 429]
 
 
-async def test_a_query_of_many_fields_is_refused() -> None:
-    """And is no defect."""
-    async with asking() as ask:
-        answer = await ask("GET", f"/v1/authorize?{'a=1&' * 200}", b"", NGINX)
+async def test_a_query_with_many_fields_is_rejected() -> None:
+    """It is a 400 and not a defect."""
+    async with http_service() as http:
+        answer = await http("GET", f"/v1/authorize?{'a=1&' * 200}", b"", NGINX)
         assert answer.status == 400
         assert "100" in answer.data["detail"]
 
 
-async def test_an_address_is_believed_from_trusted_proxies_alone() -> None:
-    """From anybody else, X-Forwarded-For changes nothing: all are the peer."""
+async def test_only_trusted_proxies_can_forward_an_address() -> None:
+    """From any other peer, X-Forwarded-For has no effect."""
     rules = {"version": 1, "rules": [{"id": "ips", "by": ["ip"], "limits": ["1/hour"]}]}
     for trusted, expected in (((), [200, 429]), (("127.0.0.1/32",), [200, 200])):
         identity = Identity(trusted_proxies=trusted)
-        async with asking(rules=rules, identity=identity) as ask:
+        async with http_service(rules=rules, identity=identity) as http:
             found = [
                 (
-                    await ask(
+                    await http(
                         "GET", "/v1/authorize", b"", {**NGINX, "X-Forwarded-For": f"10.0.0.{n}"}
                     )
                 ).status
@@ -125,60 +126,62 @@ async def test_an_address_is_believed_from_trusted_proxies_alone() -> None:
             assert found == expected
 
 
-async def test_the_gateways_token_is_in_a_header_of_its_own(tmp_path: Path) -> None:
-    """The client's Authorization is the client's, and may be anything."""
+async def test_the_gateways_token_has_its_own_header(tmp_path: Path) -> None:
+    """Authorization belongs to the client, and may hold anything."""
     path = tmp_path / "tokens.json"
-    secret = token_file.create(path, "gateway", "check")
-    reader = token_file.create(path, "reader", "read")
-    async with asking(path) as ask:
+    secret = create_token(path, "gateway", "check")
+    reader = create_token(path, "reader", "read")
+    async with http_service(path) as http:
         client = {**NGINX, "Authorization": "Bearer of-the-client"}
-        assert (await ask("GET", "/v1/authorize", b"", client)).status == 401
-        answer = await ask("GET", "/v1/authorize", b"", {**client, "X-Tollkeeper-Token": secret})
+        assert (await http("GET", "/v1/authorize", b"", client)).status == 401
+        answer = await http("GET", "/v1/authorize", b"", {**client, "X-Tollkeeper-Token": secret})
         assert answer.status == 200
-        answer = await ask("GET", "/v1/authorize", b"", {**client, "X-Tollkeeper-Token": reader})
+        answer = await http("GET", "/v1/authorize", b"", {**client, "X-Tollkeeper-Token": reader})
         assert answer.status == 403
 
 
 SLOW = {"X-Original-URI": "/slow"}
 
 
-async def test_a_delay_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A leaky bucket's second request is answered when it is its turn."""
+async def test_the_reply_waits_for_the_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reply to a leaky bucket's second request waits for its turn."""
     held: list[float] = []
 
     async def sleep(seconds: float, *_: Any) -> None:
         held.append(seconds)
 
     monkeypatch.setattr(authorize.asyncio, "sleep", sleep)
-    async with asking() as ask:
+    async with http_service() as http:
         for _ in range(3):
-            assert (await ask("GET", "/v1/authorize", b"", SLOW)).status == 200
+            assert (await http("GET", "/v1/authorize", b"", SLOW)).status == 200
     assert held == [1.0, 2.0]
 
 
-async def test_a_turn_that_comes_too_late_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """429 and when to come again; the place in the queue is free for others."""
+async def test_a_delay_that_is_too_long_is_denied_and_refunded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """429 with Retry-After; the place in the queue is free again."""
     monkeypatch.setattr(authorize, "_HOLD_NS_MAX", 500_000_000)
-    async with asking() as ask:
-        assert (await ask("GET", "/v1/authorize", b"", SLOW)).status == 200
+    async with http_service() as http:
+        assert (await http("GET", "/v1/authorize", b"", SLOW)).status == 200
         for _ in range(10):
-            answer = await ask("GET", "/v1/authorize", b"", SLOW)
+            answer = await http("GET", "/v1/authorize", b"", SLOW)
             assert answer.status == 429
             assert answer.headers["retry-after"] == "1"
-        ask.clock.advance(0.5)
+        http.clock.advance(0.5)
 
 
-async def test_whoever_is_cancelled_in_the_queue_leaves_it() -> None:
-    """The units are there again."""
-    async with asking() as ask:
-        await ask("GET", "/v1/authorize", b"", SLOW)
-        waiting = asyncio.create_task(ask("GET", "/v1/authorize", b"", SLOW))
+async def test_a_request_cancelled_during_its_delay_is_refunded() -> None:
+    """The units are available again."""
+    async with http_service() as http:
+        await http("GET", "/v1/authorize", b"", SLOW)
+        waiting = asyncio.create_task(http("GET", "/v1/authorize", b"", SLOW))
         for _ in range(10):
             await asyncio.sleep(0)
-        before = (await ask("GET", "/v1/quota?ip=127.0.0.1&endpoint=/slow")).data
+        before = (await http("GET", "/v1/quota?ip=127.0.0.1&endpoint=/slow")).data
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        after = (await ask("GET", "/v1/quota?ip=127.0.0.1&endpoint=/slow")).data
+        after = (await http("GET", "/v1/quota?ip=127.0.0.1&endpoint=/slow")).data
         remaining = [each["rules"][0]["limits"][0]["remaining"] for each in (before, after)]
         assert remaining[1] == remaining[0] + 1

@@ -1,18 +1,28 @@
-"""POST /v1/check, the batch and settle: what is answered to whom, and what it spends."""
+"""POST /v1/check, its batch and /v1/settle: replies, and the units that they spend."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.service.http.asking import asking
+from tests.service.http.client import HttpClient, http_service
+from tests.service.http.generated import FIELDS
+from tollkeeper import Request
 from tollkeeper.core.clock import SystemClock
-from tollkeeper.core.errors import StoreUnavailable
+from tollkeeper.core.errors import StoreUnavailable, TollkeeperError
 from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores.memory import PythonMemoryStore
-from tollkeeper.service.http import token_file
+from tollkeeper.rules.document.model import Match, Rule
+from tollkeeper.service.http.checks import CheckBody, body_reader, counts_only, request_of
+from tollkeeper.service.http.tokens import create_token
+from tollkeeper.testing import limiting_off
+from tollkeeper.web.identity import Identity
 
 MEMBERS = {
     "allowed",
@@ -28,14 +38,14 @@ MEMBERS = {
 }
 
 
-class Away(PythonMemoryStore):
-    """A store that cannot be reached."""
+class UnavailableStore(PythonMemoryStore):
+    """A store whose gates always fail."""
 
     def __init__(self) -> None:
         super().__init__(SystemClock())
 
     def gate(self, limits: Any, rule: str) -> Any:
-        """One that fails."""
+        """Return a gate that fails."""
         found = _Failing()
         found.limits = limits
         return found
@@ -45,18 +55,18 @@ class _Failing:
     limits: Any = ()
 
     def _fail(self, *_: Any) -> Any:
-        raise StoreUnavailable("the store is away")
+        raise StoreUnavailable("the store is unavailable")
 
     check = peek = refund = grant = reset = _fail
 
     def fast_check(self, fallback: Any) -> None:
-        """None, as most gates."""
+        """Return None, as most gates do."""
 
 
-async def test_a_check_is_answered_with_numbers_and_headers() -> None:
-    """Allowed is 200 with the verdict; denied is 429, a problem with the same members."""
-    async with asking() as ask:
-        answer = await ask.check(user="42")
+async def test_a_reply_has_numbers_and_headers() -> None:
+    """Allowed is 200 with the decision; denied is a 429 problem with the same members."""
+    async with http_service() as http:
+        answer = await http.check(user="42")
         assert answer.status == 200
         assert set(answer.data) == MEMBERS
         assert answer.data["allowed"] is True
@@ -65,16 +75,16 @@ async def test_a_check_is_answered_with_numbers_and_headers() -> None:
         assert answer.headers["ratelimit"] == '"users";r=2;t=20'
         assert answer.headers["content-type"] == "application/json"
         assert "retry-after" not in answer.headers
-        await ask.check(user="42", cost=2)
-        answer = await ask.check(user="42")
+        await http.check(user="42", cost=2)
+        answer = await http.check(user="42")
         assert answer.status == 429
         assert set(answer.data) > MEMBERS
         assert (answer.data["allowed"], answer.data["retry_after"]) == (False, 20.0)
         assert answer.data["error"]["code"] == "RATE_LIMIT_EXCEEDED"
         assert answer.headers["retry-after"] == "20"
         assert answer.headers["content-type"] == "application/problem+json"
-        ask.clock.advance(20)
-        assert (await ask.check(user="42")).status == 200
+        http.clock.advance(20)
+        assert (await http.check(user="42")).status == 200
 
 
 KINDS: list[tuple[dict[str, Any], int, str]] = [
@@ -88,9 +98,9 @@ KINDS: list[tuple[dict[str, Any], int, str]] = [
 async def test_without_limits_there_are_no_numbers(
     fields: dict[str, Any], status: int, kind: str
 ) -> None:
-    """Null, not a number that means nothing."""
-    async with asking() as ask:
-        answer = await ask.check(**fields)
+    """The members are null, not meaningless numbers."""
+    async with http_service() as http:
+        answer = await http.check(**fields)
         assert (answer.status, answer.data["kind"]) == (status, kind)
         assert answer.data["limit"] is None
         assert answer.data["remaining"] is None
@@ -98,49 +108,49 @@ async def test_without_limits_there_are_no_numbers(
         assert (answer.data["retry_after"] is None) == (kind == "blocked")
 
 
-async def test_a_body_that_is_known_is_judged_by_the_rules_that_are_in_force() -> None:
-    """Whoever asks the same again is counted again, and by another document once it is there."""
-    async with asking() as ask:
-        found = [(await ask.check(user="42")).data["remaining"] for _ in range(3)]
+async def test_a_remembered_body_is_checked_by_the_current_rules() -> None:
+    """The same bytes are counted each time, and by a new document once it is in force."""
+    async with http_service() as http:
+        found = [(await http.check(user="42")).data["remaining"] for _ in range(3)]
         assert found == [2, 1, 0]
-        assert (await ask.check(user="42")).status == 429
-        ask.service.node.limiter.use("""
+        assert (await http.check(user="42")).status == 429
+        http.context.limiter.use("""
             version: 1
             rules: [{id: others, by: user, limits: 9/minute}]
         """)
-        answer = await ask.check(user="42")
+        answer = await http.check(user="42")
         assert (answer.data["rule"], answer.data["remaining"]) == ("others", 8)
 
 
 async def test_a_shadow_rule_is_named_and_denies_nothing() -> None:
-    """Whoever tries a rule sees what it would do."""
-    async with asking() as ask:
-        assert (await ask.check(tenant="t", endpoint="/trial")).data["shadow_denied"] == []
-        answer = await ask.check(tenant="t", endpoint="/trial")
+    """The reply shows what the rule would have done."""
+    async with http_service() as http:
+        assert (await http.check(tenant="t", endpoint="/trial")).data["shadow_denied"] == []
+        answer = await http.check(tenant="t", endpoint="/trial")
         assert answer.status == 200
         assert answer.data["shadow_denied"] == ["trial"]
 
 
 @pytest.mark.parametrize(("policy", "status"), [("open", 200), ("closed", 503)])
-async def test_a_store_that_is_away_is_the_failure_policys(policy: str, status: int) -> None:
-    """Marked degraded; 503 with Retry-After where nobody may pass."""
-    store: Store = Away()  # type: ignore[assignment]  # as much of one as is asked
-    async with asking(store=store, on_failure=policy) as ask:
-        answer = await ask.check(user="42")
+async def test_the_failure_policy_decides_while_the_store_fails(policy: str, status: int) -> None:
+    """The reply is marked degraded; 503 has Retry-After."""
+    store: Store = UnavailableStore()  # type: ignore[assignment]  # only as much as the test needs
+    async with http_service(store=store, on_failure=policy) as http:
+        answer = await http.check(user="42")
         assert answer.status == status
         assert answer.data["degraded"] is True
         assert answer.data["remaining"] is None
         assert answer.headers["x-ratelimit-policy"] == "degraded"
         assert ("retry-after" in answer.headers) == (status == 503)
-        ready = await ask("GET", "/readyz")
+        ready = await http("GET", "/readyz")
         assert ready.status == 200
-        assert ready.data["store"] == {"healthy": False, "error": "the store is away"}
+        assert ready.data["store"] == {"healthy": False, "error": "the store is unavailable"}
 
 
-async def test_what_can_never_fit_is_422_without_retry_after() -> None:
-    """No wait would help."""
-    async with asking() as ask:
-        answer = await ask.check(user="42", cost=4)
+async def test_a_cost_that_can_never_fit_is_422() -> None:
+    """It has no Retry-After: waiting does not help."""
+    async with http_service() as http:
+        answer = await http.check(user="42", cost=4)
         assert answer.status == 422
         assert answer.data["error"]["code"] == "COST_EXCEEDS_CAPACITY"
         assert "retry-after" not in answer.headers
@@ -173,41 +183,41 @@ WRONG: list[tuple[bytes, str]] = [
 
 
 @pytest.mark.parametrize(("body", "said"), WRONG)
-async def test_what_is_wrong_is_400_and_says_where(body: bytes, said: str) -> None:
-    """With the field or the byte, as a problem; nothing is spent."""
-    async with asking() as ask:
-        answer = await ask("POST", "/v1/check", body)
+async def test_an_invalid_body_is_400_with_the_place(body: bytes, said: str) -> None:
+    """The problem names the field or the byte; nothing is spent."""
+    async with http_service() as http:
+        answer = await http("POST", "/v1/check", body)
         assert answer.status == 400, answer.body
         assert answer.headers["content-type"] == "application/problem+json"
         assert said in answer.data["detail"], answer.data["detail"]
         assert len(answer.body) < 4_000
 
 
-async def test_an_escaped_backslash_is_no_nul() -> None:
-    """The text `\\u0000` may be somebody's name, if not a good one."""
-    async with asking() as ask:
-        assert (await ask("POST", "/v1/check", rb'{"user":"\\u0000"}')).status == 200
+async def test_an_escaped_backslash_is_not_a_nul() -> None:
+    """The text `\\u0000` is a valid name."""
+    async with http_service() as http:
+        assert (await http("POST", "/v1/check", rb'{"user":"\\u0000"}')).status == 200
 
 
-async def test_attributes_have_a_bound() -> None:
-    """64 of them."""
-    async with asking() as ask:
+async def test_a_request_has_at_most_64_attributes() -> None:
+    """One more is 400."""
+    async with http_service() as http:
         fine = {f"a{n}": "x" for n in range(64)}
-        assert (await ask.check(attributes=fine)).status == 200
-        assert (await ask.check(attributes={**fine, "b": "x"})).status == 400
+        assert (await http.check(attributes=fine)).status == 200
+        assert (await http.check(attributes={**fine, "b": "x"})).status == 400
 
 
 # ── Batches ────────────────────────────────────────────────────────────────────────────────────
 
 
-async def batch(ask: Any, checks: list[Any], **more: Any) -> Any:
-    """POST /v1/check/batch."""
-    return await ask("POST", "/v1/check/batch", {"checks": checks, **more})
+async def batch(http: Any, checks: list[Any], **more: Any) -> Any:
+    """Call POST /v1/check/batch."""
+    return await http("POST", "/v1/check/batch", {"checks": checks, **more})
 
 
-async def test_a_batch_is_answered_one_by_one() -> None:
-    """Each as if it had come alone; one that cannot be is no harm to the others."""
-    async with asking() as ask:
+async def test_each_check_of_a_batch_has_its_own_result() -> None:
+    """Each result is as if the check came alone; an invalid check does not affect others."""
+    async with http_service() as http:
         checks = [
             {"user": "1"},
             {"user": "1", "cost": 3},
@@ -215,42 +225,42 @@ async def test_a_batch_is_answered_one_by_one() -> None:
             {"user": "x" * 600},
             {"api_key": "sk_revoked_1"},
         ]
-        answer = await batch(ask, checks)
+        answer = await batch(http, checks)
         assert answer.status == 200
         found = answer.data["results"]
         assert [each["status"] for each in found] == [200, 429, 422, 400, 403]
         assert set(found[0]) == {"status", *MEMBERS}
         assert found[2]["error"]["code"] == "COST_EXCEEDS_CAPACITY"
         assert found[3]["allowed"] is False
-        assert (await ask.check(user="1")).data["remaining"] == 1
+        assert (await http.check(user="1")).data["remaining"] == 1
 
 
 async def test_an_atomic_batch_spends_all_or_nothing() -> None:
-    """One denial, and nobody is charged."""
-    async with asking() as ask:
+    """If one check is denied, none is charged."""
+    async with http_service() as http:
         checks = [{"user": "1"}, {"user": "2", "cost": 3}, {"user": "2"}]
-        answer = await batch(ask, checks, atomic=True)
+        answer = await batch(http, checks, atomic=True)
         assert answer.status == 200
         assert not all(each["allowed"] for each in answer.data["results"])
-        assert (await ask.check(user="1")).data["remaining"] == 2
-        answer = await batch(ask, [{"user": "3"}, {"user": "4"}], atomic=True)
+        assert (await http.check(user="1")).data["remaining"] == 2
+        answer = await batch(http, [{"user": "3"}, {"user": "4"}], atomic=True)
         assert [each["remaining"] for each in answer.data["results"]] == [2, 2]
 
 
 @pytest.mark.parametrize("count", [0, 101])
 async def test_a_batch_has_1_to_100_checks(count: int) -> None:
-    """More is 400, and none is spent."""
-    async with asking() as ask:
-        answer = await batch(ask, [{"user": "1"}] * count)
+    """Any other number is 400, and nothing is spent."""
+    async with http_service() as http:
+        answer = await batch(http, [{"user": "1"}] * count)
         assert answer.status == 400
         assert "checks" in answer.data["detail"]
-        assert (await ask.check(user="1")).data["remaining"] == 2
+        assert (await http.check(user="1")).data["remaining"] == 2
 
 
-async def test_a_batch_names_what_is_wrong_by_its_place() -> None:
-    """The third check's field."""
-    async with asking() as ask:
-        answer = await batch(ask, [{}, {}, {"usr": "1"}])
+async def test_an_invalid_batch_is_400_with_the_place() -> None:
+    """The detail names the field of the third check."""
+    async with http_service() as http:
+        answer = await batch(http, [{}, {}, {"usr": "1"}])
         assert answer.status == 400
         assert "unknown field `usr` - at `$.checks[2]`" in answer.data["detail"]
 
@@ -259,14 +269,14 @@ async def test_a_batch_names_what_is_wrong_by_its_place() -> None:
 
 
 async def test_a_cost_is_settled_afterwards() -> None:
-    """What was too much is given back; what does not fit any more is told."""
-    async with asking() as ask:
-        await ask.check(user="1", cost=3)
-        answer = await ask("POST", "/v1/settle", {"user": "1", "reserved": 3, "actual": 1})
+    """Unused units are returned; units that do not fit are reported."""
+    async with http_service() as http:
+        await http.check(user="1", cost=3)
+        answer = await http("POST", "/v1/settle", {"user": "1", "reserved": 3, "actual": 1})
         assert (answer.status, answer.data) == (200, {"unsettled": 0})
-        answer = await ask("POST", "/v1/settle", {"user": "1", "reserved": 0, "actual": 5})
+        answer = await http("POST", "/v1/settle", {"user": "1", "reserved": 0, "actual": 5})
         assert answer.data == {"unsettled": 3}
-        answer = await ask("POST", "/v1/settle", {"user": "1", "reserved": 3})
+        answer = await http("POST", "/v1/settle", {"user": "1", "reserved": 3})
         assert answer.status == 400
         assert "actual" in answer.data["detail"]
 
@@ -288,26 +298,152 @@ SPENDING: list[tuple[str, str, Any]] = [
 async def test_a_token_cannot_touch_another_users_quota(
     method: str, url: str, body: Any, tmp_path: Path
 ) -> None:
-    """403, and neither is anything spent nor told. Not even of a batch's first."""
+    """403, and nothing is spent or shown, not even for the first check of a batch."""
     path = tmp_path / "tokens.json"
-    admin = {"Authorization": f"Bearer {token_file.create(path, 'a', 'admin')}"}
-    secret = token_file.create(path, "one", "check", {"user": "1"})
-    async with asking(path) as ask:
-        await ask("POST", "/v1/check", {"user": "2"}, admin)
-        before = [(await ask("GET", f"/v1/quota?user={n}", b"", admin)).data for n in (1, 2)]
-        answer = await ask(method, url, body, {"Authorization": f"Bearer {secret}"})
+    admin = {"Authorization": f"Bearer {create_token(path, 'a', 'admin')}"}
+    secret = create_token(path, "one", "check", {"user": "1"})
+    async with http_service(path) as http:
+        await http("POST", "/v1/check", {"user": "2"}, admin)
+        before = [(await http("GET", f"/v1/quota?user={n}", b"", admin)).data for n in (1, 2)]
+        answer = await http(method, url, body, {"Authorization": f"Bearer {secret}"})
         assert answer.status == 403
         assert "remaining" not in answer.data
-        after = [(await ask("GET", f"/v1/quota?user={n}", b"", admin)).data for n in (1, 2)]
+        after = [(await http("GET", f"/v1/quota?user={n}", b"", admin)).data for n in (1, 2)]
         assert before == after
 
 
-async def test_a_scope_fills_in_what_is_absent(tmp_path: Path) -> None:
-    """A caller need not say who he is."""
+async def test_a_scope_fills_in_missing_fields(tmp_path: Path) -> None:
+    """A caller need not send the fields of its own scope."""
     path = tmp_path / "tokens.json"
-    own = {"Authorization": f"Bearer {token_file.create(path, 'c', 'check', {'user': '1'})}"}
-    async with asking(path) as ask:
-        assert (await ask("POST", "/v1/check", {}, own)).data["remaining"] == 2
-        assert (await ask("POST", "/v1/check", {"user": "1"}, own)).data["remaining"] == 1
-        quota = (await ask("GET", "/v1/quota", b"", own)).data
+    own = {"Authorization": f"Bearer {create_token(path, 'c', 'check', {'user': '1'})}"}
+    async with http_service(path) as http:
+        assert (await http("POST", "/v1/check", {}, own)).data["remaining"] == 2
+        assert (await http("POST", "/v1/check", {"user": "1"}, own)).data["remaining"] == 1
+        quota = (await http("GET", "/v1/quota", b"", own)).data
         assert quota["rules"][0]["subject"] == "user:1"
+
+
+async def test_every_endpoint_counts_an_ipv6_client_by_its_network() -> None:
+    """Addresses of one /64 share a counter in checks, batches, queries and gateway requests."""
+    rules: dict[str, Any] = {
+        "version": 1,
+        "rules": [{"id": "ips", "by": ["ip"], "limits": ["10/hour"]}],
+    }
+    identity = Identity(trusted_proxies=["127.0.0.1"])
+    async with http_service(rules=rules, identity=identity) as http:
+        assert (await http.check(ip="2001:db8::1")).data["remaining"] == 9
+        batch = {"checks": [{"ip": "2001:db8::2"}], "atomic": True}
+        answer = await http("POST", "/v1/check/batch", batch)
+        assert answer.data["results"][0]["remaining"] == 8
+        forwarded = {"X-Original-URI": "/", "X-Forwarded-For": "2001:db8::3"}
+        answer = await http("GET", "/v1/authorize", b"", forwarded)
+        assert answer.headers["x-ratelimit-remaining"] == "7"
+        answer = await http("GET", "/v1/quota?ip=2001:db8::4")
+        assert answer.data["rules"][0]["limits"][0]["remaining"] == 7
+        await http("POST", "/v1/settle", {"ip": "2001:db8::5", "reserved": 2, "actual": 0})
+        assert (await http.check(ip="2001:db8::6")).data["remaining"] == 8
+
+
+# ── Bodies as requests ─────────────────────────────────────────────────────────────────────────
+
+read = body_reader(CheckBody)
+
+
+@given(FIELDS)
+def test_a_body_becomes_the_same_request_as_the_constructor(given_fields: dict[str, Any]) -> None:
+    """It equals a Request made by its constructor, and it can be copied."""
+    found = request_of(read(json.dumps(given_fields).encode()))
+    assert found == Request(**given_fields)
+    assert replace(found, user="x").user == "x"
+    assert asdict(found) == asdict(Request(**given_fields))
+
+
+@given(st.binary(max_size=200))
+def test_any_body_is_a_request_or_a_config_error(body: bytes) -> None:
+    """No other error is raised."""
+    try:
+        read(body)
+    except TollkeeperError:
+        return
+
+
+def test_requests_without_attributes_share_an_empty_mapping() -> None:
+    """The shared mapping stays empty."""
+    one = request_of(read(b"{}"))
+    other = request_of(read(b'{"attributes": {"a": "b"}}'))
+    assert one.attributes == {}
+    assert other.attributes == {"a": "b"}
+
+
+# ── Returned units ─────────────────────────────────────────────────────────────────────────────
+
+SHARED_RULES: dict[str, Any] = {
+    "version": 1,
+    "rules": [
+        {"id": "tenants", "by": ["tenant"], "limits": ["10/hour"]},
+        {"id": "acme", "match": {"tenant": "acme"}, "by": ["user"], "limits": ["10/hour"]},
+        {"id": "service", "by": [], "limits": ["10/hour"]},
+    ],
+}
+ACME = {"tenant": "acme", "user": "1"}
+
+
+async def left(http: HttpClient, headers: dict[str, str]) -> dict[str, int]:
+    """Return what remains for acme, by rule."""
+    answer = await http("GET", "/v1/quota?tenant=acme&user=1", b"", headers)
+    return {rule["rule"]: rule["limits"][0]["remaining"] for rule in answer.data["rules"]}
+
+
+RETURNED: list[tuple[dict[str, str], dict[str, int]]] = [
+    ({}, {"tenants": 8, "acme": 8, "service": 8}),
+    ({"tenant": "acme"}, {"tenants": 8, "acme": 8, "service": 5}),
+    ({"user": "1"}, {"tenants": 5, "acme": 8, "service": 5}),
+    ({"region": "eu"}, {"tenants": 5, "acme": 5, "service": 5}),
+]
+
+
+@pytest.mark.parametrize(("scope", "expected"), RETURNED)
+async def test_a_confined_token_returns_only_its_own_units(
+    scope: dict[str, str], expected: dict[str, int], tmp_path: Path
+) -> None:
+    """Under a limit that others share, the reserved units stay spent."""
+    path = tmp_path / "tokens.json"
+    headers = {"Authorization": f"Bearer {create_token(path, 't', 'check', scope)}"}
+    async with http_service(path, rules=SHARED_RULES) as http:
+        await http("POST", "/v1/check", {**ACME, "cost": 5}, headers)
+        body = {**ACME, "reserved": 5, "actual": 2}
+        answer = await http("POST", "/v1/settle", body, headers)
+        assert (answer.status, answer.data) == (200, {"unsettled": 0})
+        assert await left(http, headers) == expected
+
+
+async def test_nothing_is_returned_while_limiting_is_off(tmp_path: Path) -> None:
+    """As in the tests of an application."""
+    path = tmp_path / "tokens.json"
+    secret = create_token(path, "t", "check", {"tenant": "acme"})
+    headers = {"Authorization": f"Bearer {secret}"}
+    async with http_service(path, rules=SHARED_RULES) as http:
+        await http("POST", "/v1/check", {**ACME, "cost": 5}, headers)
+        with limiting_off():
+            await http("POST", "/v1/settle", {**ACME, "reserved": 5, "actual": 2}, headers)
+        assert (await left(http, headers))["tenants"] == 5
+
+
+COUNTED_APART: list[tuple[dict[str, str], Rule, bool]] = [
+    ({"tenant": "acme"}, Rule("a", by=("tenant",)), True),
+    ({"tenant": "acme"}, Rule("a", by=("user",)), False),
+    ({"tenant": "acme"}, Rule("a", by=("user",), match=Match(tenant=("acme",))), True),
+    ({"tenant": "acme"}, Rule("a", by=("user",), match=Match(tenant=("acme", "b"))), False),
+    ({"tenant": "ac*"}, Rule("a", by=("user",), match=Match(tenant=("ac*",))), False),
+    ({"tenant": "acme"}, Rule("a", by=("user",), match=Match(user=("acme",))), False),
+    ({"region": "eu"}, Rule("a", by=(), match=Match(attributes={"region": ("eu",)})), True),
+    ({"region": "eu"}, Rule("a", by=("region", "user")), True),
+]
+
+
+@pytest.mark.parametrize(("scope", "rule", "expected"), COUNTED_APART)
+def test_which_rules_count_a_scope_separately(
+    scope: dict[str, str], rule: Rule, expected: bool
+) -> None:
+    """By the scope's field, or for its value alone; a pattern may match others too."""
+    assert counts_only(scope, rule) is expected

@@ -1,4 +1,4 @@
-"""Whatever is sent to the service is never the fault of the service: no 5xx, always an answer."""
+"""Whatever a client sends, the service replies, and never with a 5xx."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.service.http.asking import asking
-from tollkeeper.service.http import token_file
+from tests.service.http.client import http_service
+from tollkeeper.service.http.tokens import create_token
 
 PATHS = [
     "/v1/check",
@@ -72,7 +72,7 @@ values = st.binary(max_size=40) | st.sampled_from([b"/slow", b"/orders?a=%ff&b",
     body=bodies,
     admin=st.booleans(),
 )
-def test_nothing_that_is_sent_is_an_error_of_ours(
+def test_no_request_causes_a_5xx(
     method: str,
     path: str,
     query: bytes,
@@ -81,11 +81,11 @@ def test_nothing_that_is_sent_is_an_error_of_ours(
     admin: bool,
     tmp_path: Path,
 ) -> None:
-    """Each answer is whole, has its name and the node's, and JSON where it says JSON."""
+    """Each reply is complete, names the request and the node, and is JSON if it says so."""
     tokens = tmp_path / "tokens.json"
     secret = (tmp_path / "secret").read_text() if tokens.exists() else ""
     if not secret:
-        secret = token_file.create(tokens, "a", "admin")
+        secret = create_token(tokens, "a", "admin")
         (tmp_path / "secret").write_text(secret)
     if admin:
         headers = [*headers, (b"authorization", b"Bearer " + secret.encode())]
@@ -109,7 +109,7 @@ async def _ask(
     async def send(message: Any) -> None:
         said.append(message)
 
-    async with asking(tokens) as ask:
+    async with http_service(tokens) as http:
         scope = {
             "type": "http",
             "http_version": "1.1",
@@ -120,7 +120,7 @@ async def _ask(
             "headers": headers,
             "client": ("127.0.0.1", 1),
         }
-        await ask.service(scope, receive, send)
+        await http.app(scope, receive, send)
     start, end = said
     assert start["status"] < 500, end["body"]
     found = dict(start["headers"])

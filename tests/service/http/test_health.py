@@ -1,20 +1,33 @@
-"""/healthz and /readyz: what a probe learns."""
+"""/healthz, /readyz and /metrics."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.redis_servers.ports import free_port
-from tests.service.http.asking import asking
-from tollkeeper.service.http import token_file
-from tollkeeper.service.http.token_file import ROLES
+from tests.service.http.client import RULES, http_service
+from tollkeeper.core.errors import StoreUnavailable
+from tollkeeper.decide.store import StoreStats
+from tollkeeper.metrics.counters import FAMILIES, Snapshot
+from tollkeeper.service.http import health
+from tollkeeper.service.http.context import encode
+from tollkeeper.service.http.health import WorkerCounts, fold_dead
+from tollkeeper.service.http.tokens import ROLES, create_token
 
 
-async def test_readiness_tells_of_rules_and_store() -> None:
-    """Which version is in force, and whether the store answers."""
-    async with asking() as ask:
-        ask.node.limiter.use({"version": 1, "rules": []}, "7")
-        found = (await ask("GET", "/readyz")).data
+async def test_readiness_shows_rules_and_store() -> None:
+    """The reply has the version in force, and whether the store answers."""
+    async with http_service() as http:
+        http.context.limiter.use({"version": 1, "rules": []}, "7")
+        found = (await http("GET", "/readyz")).data
         assert found["status"] == "ready"
         assert found["node"] == "test-1"
         assert found["rules"]["version"] == "7"
@@ -23,32 +36,244 @@ async def test_readiness_tells_of_rules_and_store() -> None:
         assert found["workers"] == 1
 
 
-async def test_a_probe_spends_nothing_and_is_kept_by_nobody() -> None:
-    """No state in the store, no copy in a cache."""
-    async with asking() as ask:
-        before = ask.node.limiter.stats().states
+async def test_a_probe_spends_nothing_and_is_not_cached() -> None:
+    """It leaves no state in the store and no copy in a cache."""
+    async with http_service() as http:
+        before = http.context.limiter.stats().states
         for _ in range(3):
-            answer = await ask("GET", "/readyz")
+            answer = await http("GET", "/readyz")
         assert answer.headers["cache-control"] == "no-store"
-        assert ask.node.limiter.stats().states == before
+        assert http.context.limiter.stats().states == before
 
 
-async def test_errors_are_told_to_those_with_a_token(tmp_path: Path) -> None:
-    """They name hosts; strangers learn only that there is one."""
+async def test_errors_are_shown_only_with_a_token(tmp_path: Path) -> None:
+    """Errors name hosts; without a token, the caller learns only that there is one."""
     path = tmp_path / "tokens.json"
     store = f"redis://127.0.0.1:{free_port()}"
     for roles in ((), ROLES):
-        secrets = [token_file.create(path, role, role) for role in roles]
-        async with asking(path, store=store) as ask:
+        secrets = [create_token(path, role, role) for role in roles]
+        async with http_service(path, store=store) as http:
             for secret in secrets or [""]:
                 headers = {"Authorization": f"Bearer {secret}"}
-                found = (await ask("GET", "/readyz", b"", headers)).data["store"]
+                found = (await http("GET", "/readyz", b"", headers)).data["store"]
                 assert not found["healthy"]
                 assert "127.0.0.1" in found["error"]
             if secrets:
-                answer = await ask("GET", "/readyz")
+                answer = await http("GET", "/readyz")
                 assert answer.status == 200
                 assert not answer.data["store"]["healthy"]
                 assert answer.data["store"]["error"]
                 assert b"127.0.0.1" not in answer.body
                 assert answer.data["rules"]["error"] == ""
+
+
+# ── Metrics ────────────────────────────────────────────────────────────────────────────────────
+
+
+def samples(text: bytes) -> dict[str, float]:
+    """Return the samples by name and label values, as Prometheus reads them."""
+    return {
+        f"{sample.name}{[value for _, value in sorted(sample.labels.items())]}": sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+    }
+
+
+ALLOWED = "tollkeeper_checks_total['allowed', 'users', 'store']"
+# Above any process ID that Linux uses.
+DEAD, BROKEN = 99_999_998, 99_999_999
+
+
+async def test_requests_and_checks_are_counted() -> None:
+    """By route and status, by rule, outcome and source; unknown routes share one label."""
+    async with http_service() as http:
+        for _ in range(4):
+            await http.check(user="1")
+        await http.check(tenant="t", endpoint="/trial")
+        await http.check(tenant="t", endpoint="/trial")
+        await http.check(api_key="sk_revoked_1")
+        await http.check(api_key="sk_internal_1")
+        for n in range(5):
+            await http("GET", f"/nowhere/{n}")
+        answer = await http("GET", "/metrics")
+        assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+        found = samples(answer.body)
+        assert found["tollkeeper_requests_total['/v1/check', '200']"] == 6
+        assert found["tollkeeper_requests_total['/v1/check', '429']"] == 1
+        assert found["tollkeeper_requests_total['(none)', '404']"] == 5
+        assert found[ALLOWED] == 3
+        assert found["tollkeeper_checks_total['denied', 'users', 'store']"] == 1
+        assert found["tollkeeper_checks_total['shadow_denied', 'trial', 'store']"] == 1
+        assert found["tollkeeper_checks_total['blocked', '(none)', 'none']"] == 1
+        assert found["tollkeeper_checks_total['exempt', '(none)', 'none']"] == 1
+        assert found["tollkeeper_checks_total['unlimited', '(none)', 'none']"] == 2
+        assert found["tollkeeper_workers[]"] == 1
+        assert found["tollkeeper_worker_starts_total[]"] == 1
+        assert found["tollkeeper_store_states[]"] > 0
+        assert "tollkeeper_start_time_seconds[]" in found
+
+
+async def test_every_kind_of_check_is_timed() -> None:
+    """A check, the checks of a batch, an atomic batch, and a gateway request."""
+    async with http_service() as http:
+        await http.check(user="1")
+        await http("POST", "/v1/check/batch", {"checks": [{"user": "1"}, {"user": "2"}]})
+        await http("POST", "/v1/check/batch", {"checks": [{"user": "1"}] * 2, "atomic": True})
+        await http("GET", "/v1/authorize", headers={"X-Original-URI": "/"})
+        found = samples(http.app.metrics.text())
+        assert found["tollkeeper_decision_seconds_count[]"] == 5
+        assert found["tollkeeper_decision_seconds_bucket['+Inf']"] == 5
+        assert found["tollkeeper_decision_seconds_sum[]"] > 0
+
+
+async def test_every_metric_is_reported() -> None:
+    """Counters without labels are there from the first scrape: a rate starts at zero."""
+    async with http_service() as http:
+        text = (await http("GET", "/metrics")).body.decode()
+    for family in FAMILIES:
+        assert f"# HELP tollkeeper_{family.name}" in text
+        if not family.labels and family.kind != "gauge":
+            assert f"\ntollkeeper_{family.name}" in text
+
+
+def counts(**allowed: int) -> bytes:
+    counted = Snapshot()
+    for rule, count in allowed.items():
+        counted.put("checks", count, rule, "allowed", "store")
+    counted.put("rules_age_seconds", 1000)
+    return encode(WorkerCounts(counted))
+
+
+async def test_a_scrape_reports_all_workers(tmp_path: Path) -> None:
+    """Its own counters, those of other workers, and those of dead workers."""
+    alive = os.getppid()
+    (tmp_path / f"{alive}.json").write_bytes(counts(users=10))
+    (tmp_path / f"{DEAD}.json").write_bytes(counts(users=100))
+    (tmp_path / f"{BROKEN}.json").write_bytes(b"{ not finished")
+    async with http_service(counters=tmp_path) as http:
+        await http.check(user="1")
+        http.app.metrics.write()
+        found = samples(http.app.metrics.text())
+        assert found[ALLOWED] == 111
+        assert found["tollkeeper_workers[]"] == 2
+        for _ in range(2):
+            fold_dead(tmp_path)
+            assert samples(http.app.metrics.text())[ALLOWED] == 111
+        names = {each.name for each in tmp_path.glob("*.json")}  # noqa: ASYNC240 - a test
+        assert names == {f"{alive}.json", f"{os.getpid()}.json", "gone.json"}
+
+
+async def test_a_worker_that_dies_while_it_folds_counts_nothing_twice(tmp_path: Path) -> None:
+    """Counters in the file of dead workers and in the worker's file count once."""
+    gone = Snapshot()
+    gone.put("checks", 100, "users", "allowed", "store")
+    (tmp_path / f"{DEAD}.json").write_bytes(counts(users=100))
+    (tmp_path / "gone.json").write_bytes(encode(WorkerCounts(gone, folded=[DEAD])))
+    async with http_service(counters=tmp_path) as http:
+        assert samples(http.app.metrics.text())[ALLOWED] == 100
+        fold_dead(tmp_path)
+        assert samples(http.app.metrics.text())[ALLOWED] == 100
+        assert not (tmp_path / f"{DEAD}.json").exists()
+
+
+async def test_a_worker_that_gets_the_number_of_a_dead_one_is_counted(tmp_path: Path) -> None:
+    """Also if the worker that folded the dead one was killed in the middle."""
+    gone = Snapshot()
+    gone.put("checks", 100, "users", "allowed", "store")
+    (tmp_path / "gone.json").write_bytes(encode(WorkerCounts(gone, folded=[DEAD])))
+    fold_dead(tmp_path)
+    (tmp_path / f"{DEAD}.json").write_bytes(counts(users=7))
+    async with http_service(counters=tmp_path) as http:
+        assert samples(http.app.metrics.text())[ALLOWED] == 107
+        fold_dead(tmp_path)
+        assert samples(http.app.metrics.text())[ALLOWED] == 107
+
+
+async def test_reported_counters_are_on_disk(tmp_path: Path) -> None:
+    """A worker that is killed after a scrape loses nothing."""
+    async with http_service(counters=tmp_path) as http:
+        await http.check(user="1")
+        await http("GET", "/metrics")
+        left = health._read(tmp_path / f"{os.getpid()}.json")
+        assert left is not None
+        assert list(left.counted.values["checks"].values()) == [1]
+
+
+async def test_gauges_of_dead_workers_are_not_reported(tmp_path: Path) -> None:
+    """The age of their rules means nothing."""
+    (tmp_path / f"{DEAD}.json").write_bytes(counts(users=1))
+    async with http_service(counters=tmp_path) as http:
+        text = http.app.metrics.text()
+        assert b"1000" not in text
+
+
+async def test_a_removed_rule_keeps_its_counters() -> None:
+    """A counter that went down would look like a restart."""
+    async with http_service() as http:
+        await http.check(user="1")
+        assert samples(http.app.metrics.text())[ALLOWED] == 1
+        http.context.limiter.use({**RULES, "rules": RULES["rules"][1:]})
+        assert samples(http.app.metrics.text())[ALLOWED] == 1
+        http.context.limiter.use(RULES)
+        await http.check(user="1")
+        assert samples(http.app.metrics.text())[ALLOWED] == 2
+
+
+async def test_a_slow_store_delays_a_scrape_only_briefly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The size of the store is read rarely, and no other request waits for it."""
+    monkeypatch.setattr(health, "STATS_WAIT_SECONDS", 0.01)
+    answering = threading.Event()
+    calls: list[None] = []
+
+    def stats() -> StoreStats:
+        calls.append(None)
+        assert answering.wait(10)
+        return StoreStats(7, 10, 320, 0, 0)
+
+    async with http_service() as http:
+        monkeypatch.setattr(http.context.limiter, "stats", stats)
+        assert b"tollkeeper_store_states 7" not in (await http("GET", "/metrics")).body
+        await http("GET", "/metrics")
+        answering.set()
+        asked: Any = http.app.metrics._reading_stats
+        if asked is not None:
+            await asyncio.wait({asked})
+        found = samples((await http("GET", "/metrics")).body)
+        assert found["tollkeeper_store_states[]"] == 7
+        assert found["tollkeeper_store_states_max[]"] == 10
+        assert len(calls) == 1
+
+
+async def test_the_size_of_an_unavailable_store_is_not_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The scrape succeeds without it."""
+
+    def stats() -> StoreStats:
+        raise StoreUnavailable("away")
+
+    async with http_service() as http:
+        monkeypatch.setattr(http.context.limiter, "stats", stats)
+        answer = await http("GET", "/metrics")
+        assert answer.status == 200
+        assert b"\ntollkeeper_store_states " not in answer.body
+
+
+async def test_a_missing_folder_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Scrapes still succeed."""
+    async with http_service(counters=Path("/nonexistent/run")) as http:
+        for _ in range(3):
+            http.app.metrics.write()
+        assert caplog.text.count("cannot be written") == 1
+        assert (await http("GET", "/metrics")).status == 200
+
+
+async def test_dropped_records_are_reported() -> None:
+    """The recorder counts them; without a recorder there are none."""
+
+    async with http_service() as http:
+        assert http.app.metrics.snapshot().values["records_dropped"] == {"": 0}
+        http.context.recorder = SimpleNamespace(dropped=lambda: 5)
+        assert http.app.metrics.snapshot().values["records_dropped"] == {"": 5}

@@ -1,29 +1,36 @@
-"""Looking at quotas, forgetting them, and giving more."""
+"""Showing quotas, resetting them, and granting units."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.service.http.asking import asking
-from tollkeeper.service.http import token_file
+from tests.service.http.client import http_service
+from tests.service.http.generated import FIELDS
+from tollkeeper import Request
+from tollkeeper.core.errors import ConfigError, TollkeeperError
+from tollkeeper.service.http.quotas import request_of_query
+from tollkeeper.service.http.tokens import create_token
 
 
 @pytest.fixture
 def admin(tmp_path: Path) -> tuple[Path, dict[str, str]]:
-    """A token file, and the header of its administrator."""
+    """Return a token file, and the header of its administrator."""
     path = tmp_path / "tokens.json"
-    return path, {"Authorization": f"Bearer {token_file.create(path, 'root', 'admin')}"}
+    return path, {"Authorization": f"Bearer {create_token(path, 'root', 'admin')}"}
 
 
-async def test_every_limit_of_every_rule_is_told() -> None:
-    """Each by itself, with what is left of it; looking spends nothing."""
-    async with asking() as ask:
-        await ask.check(api_key="k", user="1", endpoint="/orders")
+async def test_every_limit_of_every_rule_is_shown() -> None:
+    """Each limit has its own numbers; looking spends nothing."""
+    async with http_service() as http:
+        await http.check(api_key="k", user="1", endpoint="/orders")
         for _ in range(3):
-            answer = await ask("GET", "/v1/quota?api_key=k&user=1&endpoint=/orders")
+            answer = await http("GET", "/v1/quota?api_key=k&user=1&endpoint=/orders")
         assert answer.status == 200
         assert answer.data["kind"] == "limited"
         found = {
@@ -41,16 +48,16 @@ async def test_every_limit_of_every_rule_is_told() -> None:
         assert orders["limits"][1]["reset_after"] == 6.0
 
 
-async def test_a_rule_in_parts_is_told_as_a_whole() -> None:
-    """The limit as it was written, and what is left of all parts together."""
+async def test_a_split_rule_is_shown_as_a_whole() -> None:
+    """The limit as written, and the sum of what remains in its parts."""
     rules = {
         "version": 1,
         "rules": [{"id": "hot", "by": "user", "limits": "100/minute", "split": 8}],
     }
-    async with asking(rules=rules) as ask:
+    async with http_service(rules=rules) as http:
         for _ in range(5):
-            assert (await ask.check(user="1")).status == 200
-        [rule] = (await ask("GET", "/v1/quota?user=1")).data["rules"]
+            assert (await http.check(user="1")).status == 200
+        [rule] = (await http("GET", "/v1/quota?user=1")).data["rules"]
         assert rule["subject"] == "user:1"
         assert [(each["limit"], each["remaining"]) for each in rule["limits"]] == [(100, 95)]
 
@@ -64,48 +71,50 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("query", "kind", "rules"), KINDS)
-async def test_who_has_no_limits_is_told_why(query: str, kind: str, rules: list[str]) -> None:
-    """Rules in shadow mode are shown beside."""
-    async with asking() as ask:
-        answer = await ask("GET", f"/v1/quota?{query}")
+async def test_the_kind_says_why_there_are_no_limits(
+    query: str, kind: str, rules: list[str]
+) -> None:
+    """Rules in shadow mode are listed all the same."""
+    async with http_service() as http:
+        answer = await http("GET", f"/v1/quota?{query}")
         assert answer.data["kind"] == kind
         assert [each["rule"] for each in answer.data["rules"]] == rules
 
 
-async def test_a_quota_is_forgotten(admin: tuple[Path, dict[str, str]]) -> None:
-    """204, and it is whole; the other's is as it was."""
+async def test_a_quota_is_reset(admin: tuple[Path, dict[str, str]]) -> None:
+    """204, and the quota is whole; another user's is unchanged."""
     path, headers = admin
-    async with asking(path) as ask:
+    async with http_service(path) as http:
         for user in ("1", "2"):
-            await ask("POST", "/v1/check", {"user": user, "cost": 3}, headers)
-        answer = await ask("DELETE", "/v1/quota?user=1", b"", headers)
+            await http("POST", "/v1/check", {"user": user, "cost": 3}, headers)
+        answer = await http("DELETE", "/v1/quota?user=1", b"", headers)
         assert (answer.status, answer.body) == (204, b"")
-        assert await left(ask, "1", headers) == 3
-        assert await left(ask, "2", headers) == 0
+        assert await left(http, "1", headers) == 3
+        assert await left(http, "2", headers) == 0
 
 
-async def test_whose_quota_is_forgotten_is_not_said_in_a_body(
+async def test_a_reset_with_a_body_is_rejected(
     admin: tuple[Path, dict[str, str]],
 ) -> None:
-    """It would be read by nobody, and the answer would say that it was done."""
+    """The body would be ignored, and the reply would claim success."""
     path, headers = admin
-    async with asking(path) as ask:
-        await ask("POST", "/v1/check", {"user": "1", "cost": 3}, headers)
-        answer = await ask("DELETE", "/v1/quota", {"user": "1"}, headers)
+    async with http_service(path) as http:
+        await http("POST", "/v1/check", {"user": "1", "cost": 3}, headers)
+        answer = await http("DELETE", "/v1/quota", {"user": "1"}, headers)
         assert answer.status == 400
-        assert "say in the query whose quota it is" in answer.data["detail"]
-        assert await left(ask, "1", headers) == 0
+        assert "name the subject in the query" in answer.data["detail"]
+        assert await left(http, "1", headers) == 0
 
 
-async def test_units_are_given_for_a_while(admin: tuple[Path, dict[str, str]]) -> None:
-    """On top of the limit, until the time is over."""
+async def test_granted_units_expire(admin: tuple[Path, dict[str, str]]) -> None:
+    """They are on top of the limit until they expire."""
     path, headers = admin
-    async with asking(path) as ask:
+    async with http_service(path) as http:
         body = {"user": "1", "units": 2, "ttl_seconds": 10}
-        assert (await ask("POST", "/v1/quota/grant", body, headers)).status == 204
-        assert await left(ask, "1", headers) == 5
-        ask.clock.advance(11)
-        assert await left(ask, "1", headers) == 3
+        assert (await http("POST", "/v1/quota/grant", body, headers)).status == 204
+        assert await left(http, "1", headers) == 5
+        http.clock.advance(11)
+        assert await left(http, "1", headers) == 3
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -118,34 +127,74 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "said"), WRONG)
-async def test_a_grant_that_is_wrong_says_where(
+async def test_an_invalid_grant_is_400_with_the_place(
     body: dict[str, Any], said: str, admin: tuple[Path, dict[str, str]]
 ) -> None:
-    """400, and nothing is given."""
+    """Nothing is granted."""
     path, headers = admin
-    async with asking(path) as ask:
-        answer = await ask("POST", "/v1/quota/grant", body, headers)
+    async with http_service(path) as http:
+        answer = await http("POST", "/v1/quota/grant", body, headers)
         assert answer.status == 400
         assert said in answer.data["detail"]
-        assert await left(ask, "1", headers) == 3
+        assert await left(http, "1", headers) == 3
 
 
-async def left(ask: Any, user: str, headers: dict[str, str]) -> int:
-    """What remains of the user's quota."""
-    answer = await ask("GET", f"/v1/quota?user={user}", b"", headers)
+async def left(http: Any, user: str, headers: dict[str, str]) -> int:
+    """Return what remains of the user's quota."""
+    answer = await http("GET", f"/v1/quota?user={user}", b"", headers)
     found: int = answer.data["rules"][0]["limits"][0]["remaining"]
     return found
 
 
-async def test_who_forgets_or_gives_is_told_in_the_log(
+async def test_resets_and_grants_are_logged(
     admin: tuple[Path, dict[str, str]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Which rules it was about, and not whose key it is."""
+    """The log has the author and the rules, and not the key."""
     caplog.set_level("INFO", "tollkeeper.service")
     path, headers = admin
-    async with asking(tokens=path) as ask:
-        body = {"user": "somebody", "units": 5}
-        assert (await ask("POST", "/v1/quota/grant", body, headers)).status == 204
-        assert (await ask("DELETE", "/v1/quota?user=somebody", headers=headers)).status == 204
-    told = [each.getMessage() for each in caplog.records if "quota" in each.getMessage()]
-    assert told == ["quota grant by root; rules: users", "quota reset by root; rules: users"]
+    async with http_service(tokens=path) as http:
+        body = {"user": "ann", "units": 5}
+        assert (await http("POST", "/v1/quota/grant", body, headers)).status == 204
+        assert (await http("DELETE", "/v1/quota?user=ann", headers=headers)).status == 204
+    logged = [each.getMessage() for each in caplog.records if "quota" in each.getMessage()]
+    assert logged == ["quota grant by root; rules: users", "quota reset by root; rules: users"]
+
+
+# ── Queries as requests ────────────────────────────────────────────────────────────────────────
+
+
+@given(FIELDS)
+def test_a_query_becomes_the_same_request_as_the_constructor(given_fields: dict[str, Any]) -> None:
+    """Fields by name, attributes with a prefix."""
+    attributes = {n: v for n, v in given_fields.pop("attributes", {}).items() if n}
+    query = {**given_fields, **{f"attributes.{n}": v for n, v in attributes.items()}}
+    found = request_of_query(urlencode(query).encode())
+    assert found == Request(**given_fields, attributes=attributes)
+
+
+@given(st.binary(max_size=200))
+def test_any_query_is_a_request_or_a_config_error(query: bytes) -> None:
+    """No other error is raised."""
+    try:
+        request_of_query(query)
+    except TollkeeperError:
+        return
+
+
+QUERIES = [
+    (b"usr=1", "'usr'"),
+    (b"attributes.=1", "'attributes.'"),
+    (b"user=1&user=2", "twice"),
+    (b"user=%ff", "UTF-8"),
+    (b"user=\xff", "UTF-8"),
+    (b"user=a%00b", "NUL"),
+    (b"x" * 20_000, "16,384 bytes"),
+    (b"&".join(b"attributes.a%d=x" % n for n in range(100)), "71 fields"),
+]
+
+
+@pytest.mark.parametrize(("query", "said"), QUERIES)
+def test_an_invalid_query_names_the_field(query: bytes, said: str) -> None:
+    """The error names the field, or the maximum."""
+    with pytest.raises(ConfigError, match=said):
+        request_of_query(query)

@@ -1,7 +1,10 @@
-"""Who may ask the service for what."""
+"""Tokens: their permissions, their scopes, and the file that holds them."""
 
 from __future__ import annotations
 
+import json
+import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +12,21 @@ import pytest
 
 from tollkeeper import Request
 from tollkeeper.core.errors import ConfigError
-from tollkeeper.service.http import token_file
-from tollkeeper.service.http.tokens import OPEN, Need, Refused, Role, Token, Tokens, confined
+from tollkeeper.service.http.tokens import (
+    OPEN,
+    Permission,
+    Role,
+    Token,
+    TokenRejection,
+    Tokens,
+    confined,
+    create_token,
+    digest_of,
+    read_tokens,
+    remove_token,
+)
 
-NEEDS: tuple[Need, ...] = ("check", "quota", "read", "admin")
+PERMISSIONS: tuple[Permission, ...] = ("check", "quota", "read", "admin")
 
 
 class Seconds:
@@ -26,12 +40,12 @@ class Seconds:
 
 
 def bearer(secret: str) -> str:
-    """The header's value."""
+    """Return the value of the header."""
     return f"Bearer {secret}"
 
 
-def may(found: Token | Refused) -> bool | int:
-    """True, or the status of the refusal."""
+def may(found: Token | TokenRejection) -> bool | int:
+    """Return True, or the status of the rejection."""
     return True if isinstance(found, Token) else found.status
 
 
@@ -45,61 +59,59 @@ ROLES: list[tuple[Role, dict[str, str], list[bool | int]]] = [
 
 
 @pytest.mark.parametrize(("role", "scope", "expected"), ROLES)
-def test_what_each_role_may(
+def test_each_role_has_its_permissions(
     role: Role, scope: dict[str, str], expected: list[bool | int], tmp_path: Path
 ) -> None:
-    """Each need against each role; one that is confined to a scope sees nothing of the whole."""
+    """Each permission with each role; a token with a scope sees no data of all clients."""
     path = tmp_path / "tokens.json"
-    secret = token_file.create(path, "t", role, scope)
+    secret = create_token(path, "t", role, scope)
     tokens = Tokens.load(path)
-    assert [may(tokens.permitted(bearer(secret), need)) for need in NEEDS] == expected
+    assert [may(tokens.permitted(bearer(secret), need)) for need in PERMISSIONS] == expected
 
 
 HEADERS = [None, "", "Bearer", "Bearer ", "Basic dTpw", "Bearer tk_wrong", "Bearer " + "x" * 10**6]
 
 
 @pytest.mark.parametrize("header", HEADERS)
-@pytest.mark.parametrize("need", NEEDS)
-def test_without_a_known_token_nobody_may_anything(
-    header: str | None, need: Need, tmp_path: Path
+@pytest.mark.parametrize("permission", PERMISSIONS)
+def test_without_a_known_token_every_call_is_401(
+    header: str | None, permission: Permission, tmp_path: Path
 ) -> None:
-    """401, with the command that makes a token that may."""
+    """The detail has the command that makes a suitable token."""
     path = tmp_path / "tokens.json"
-    token_file.create(path, "t", "admin")
-    found = Tokens.load(path).permitted(header, need)
-    assert isinstance(found, Refused)
+    create_token(path, "t", "admin")
+    found = Tokens.load(path).permitted(header, permission)
+    assert isinstance(found, TokenRejection)
     assert found.status == 401
     assert "tollkeeper token create NAME --role" in found.detail
     assert found.code == "UNAUTHENTICATED"
 
 
 @pytest.mark.parametrize("path", [None, "missing.json"])
-def test_without_a_file_checks_are_open_and_administration_is_not(
-    path: str | None, tmp_path: Path
-) -> None:
-    """Whoever reaches the service may check; an admin always brings a token."""
+def test_without_a_file_only_checks_are_open(path: str | None, tmp_path: Path) -> None:
+    """Any client may check; the admin API always needs a token."""
     tokens = Tokens.load(tmp_path / path if path else None)
-    assert not tokens.demanded
+    assert not tokens.required
     assert tokens.permitted(None, "check") is OPEN
-    assert tokens.permitted("Bearer of-somebody-else", "quota") is OPEN
+    assert tokens.permitted("Bearer of-another-service", "quota") is OPEN
     for need in ("read", "admin"):
-        found = tokens.permitted(None, need)  # type: ignore[arg-type]  # both are needs
-        assert isinstance(found, Refused)
+        found = tokens.permitted(None, need)  # type: ignore[arg-type]  # both are permissions
+        assert isinstance(found, TokenRejection)
         assert found.status == 401
         assert f"--role {need}" in found.detail
 
 
 def test_a_change_is_seen_within_a_second(tmp_path: Path) -> None:
-    """A file that appears closes the checks; one who is removed is out."""
+    """A new file closes the checks; a removed token is rejected."""
     path = tmp_path / "tokens.json"
     clock = Seconds()
     tokens = Tokens.load(path, clock)
     assert tokens.permitted(None, "check") is OPEN
-    secret = token_file.create(path, "t", "check")
+    secret = create_token(path, "t", "check")
     clock.now_s += 1
     assert may(tokens.permitted(None, "check")) == 401
     assert may(tokens.permitted(bearer(secret), "check")) is True
-    token_file.remove(path, "t")
+    remove_token(path, "t")
     assert may(tokens.permitted(bearer(secret), "check")) is True
     clock.now_s += 1
     assert may(tokens.permitted(bearer(secret), "check")) == 401
@@ -107,9 +119,9 @@ def test_a_change_is_seen_within_a_second(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("harm", ["gone", "broken", "writable"])
 def test_a_file_that_is_lost_opens_nothing(harm: str, tmp_path: Path) -> None:
-    """The tokens that were read last stay; nobody else gets in."""
+    """The tokens that were read last stay valid, and no others."""
     path = tmp_path / "tokens.json"
-    secret = token_file.create(path, "t", "check")
+    secret = create_token(path, "t", "check")
     clock = Seconds()
     tokens = Tokens.load(path, clock)
     if harm == "gone":
@@ -126,12 +138,12 @@ def test_a_file_that_is_lost_opens_nothing(harm: str, tmp_path: Path) -> None:
 def test_a_file_that_could_not_be_opened_is_read_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whose rights were taken away meanwhile has lost them, though the file looks as it did."""
+    """A token that was removed meanwhile is rejected, though the file looks unchanged."""
     path = tmp_path / "tokens.json"
-    secret = token_file.create(path, "t", "check")
+    secret = create_token(path, "t", "check")
     clock = Seconds()
     tokens = Tokens.load(path, clock)
-    token_file.remove(path, "t")
+    remove_token(path, "t")
     with monkeypatch.context() as failing:
 
         def full(*_: object, **__: object) -> None:
@@ -146,28 +158,28 @@ def test_a_file_that_could_not_be_opened_is_read_later(
     assert may(tokens.permitted(bearer(secret), "check")) == 401
 
 
-def test_tokens_that_are_demanded_and_gone_open_nothing(tmp_path: Path) -> None:
-    """Of a worker that is started again: others have seen the file, and it has gone since."""
+def test_required_tokens_that_are_missing_open_nothing(tmp_path: Path) -> None:
+    """As for a worker that restarts after the file has disappeared."""
     path = tmp_path / "tokens.json"
     clock = Seconds()
-    tokens = Tokens.load(path, clock, demanded=True)
-    assert tokens.demanded
+    tokens = Tokens.load(path, clock, required=True)
+    assert tokens.required
     assert may(tokens.permitted(None, "check")) == 401
-    secret = token_file.create(path, "t", "check")
+    secret = create_token(path, "t", "check")
     clock.now_s += 1
     assert may(tokens.permitted(bearer(secret), "check")) is True
 
 
 @pytest.mark.parametrize("harm", ["garbage", "open to others"])
-def test_tokens_that_are_demanded_and_broken_open_nothing(harm: str, tmp_path: Path) -> None:
-    """A worker that takes a dead one's place starts all the same, and hears when it is mended."""
+def test_required_tokens_that_are_broken_open_nothing(harm: str, tmp_path: Path) -> None:
+    """The worker starts all the same, and reads the file once it is repaired."""
     clock, path = Seconds(), tmp_path / "tokens.json"
-    secret = token_file.create(path, "t", "check")
+    secret = create_token(path, "t", "check")
     good = path.read_text()
     path.write_text("{" if harm == "garbage" else good)
     path.chmod(0o600 if harm == "garbage" else 0o666)
-    tokens = Tokens.load(path, clock, demanded=True)
-    assert tokens.demanded
+    tokens = Tokens.load(path, clock, required=True)
+    assert tokens.required
     assert may(tokens.permitted(bearer(secret), "check")) == 401
     path.write_text(good)
     path.chmod(0o600)
@@ -175,8 +187,8 @@ def test_tokens_that_are_demanded_and_broken_open_nothing(harm: str, tmp_path: P
     assert may(tokens.permitted(bearer(secret), "check")) is True
 
 
-def test_a_file_that_is_wrong_at_the_start_is_an_error(tmp_path: Path) -> None:
-    """There are no tokens to stay with."""
+def test_a_broken_file_at_startup_is_an_error(tmp_path: Path) -> None:
+    """There are no earlier tokens to keep."""
     path = tmp_path / "tokens.json"
     path.write_text("{")
     with pytest.raises(ConfigError):
@@ -201,13 +213,138 @@ SCOPES: list[tuple[dict[str, str], dict[str, Any], dict[str, Any] | None]] = [
 
 
 @pytest.mark.parametrize(("scope", "asked", "expected"), SCOPES)
-def test_a_scope_is_held_to(
+def test_a_scope_is_enforced(
     scope: dict[str, str], asked: dict[str, Any], expected: dict[str, Any] | None
 ) -> None:
-    """What is absent is filled in; what is another's is 403."""
+    """A missing field is filled in; another value is 403."""
     found = confined(Token("t", "check", scope), Request(**asked))
     if expected is None:
-        assert isinstance(found, Refused)
+        assert isinstance(found, TokenRejection)
         assert found.status == 403
     else:
         assert found == Request(**expected)
+
+
+def test_a_scope_with_an_address_covers_its_network() -> None:
+    """A token for one IPv6 address is for the whole /64 that the address is counted as."""
+    token = Token("t", "check", {"ip": "2001:db8::7"})
+    for request in (Request(ip="2001:db8::"), Request()):
+        found = confined(token, request)
+        assert isinstance(found, Request)
+        assert found.ip == "2001:db8::"
+    assert not isinstance(confined(token, Request(ip="2001:db8:0:1::")), Request)
+
+
+# ── The token file ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Return a path in a folder that does not exist yet."""
+    return tmp_path / "state" / "tokens.json"
+
+
+def test_a_secret_is_shown_once_and_kept_hashed(path: Path) -> None:
+    """The file has no secret in it, has mode 0600, and lists the rights."""
+    secret = create_token(path, "checkout", "check", {"tenant": "acme"})
+    assert secret.startswith("tk_")
+    assert len(secret) == 46
+    assert secret not in path.read_text()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    (token,) = read_tokens(path)
+    assert (token.name, token.role, dict(token.scope)) == ("checkout", "check", {"tenant": "acme"})
+    assert token.sha256 == digest_of(secret)
+    assert token.sha256 not in repr(token)
+
+
+def test_tokens_are_removed_by_name(path: Path) -> None:
+    """The other tokens keep their order; an unknown name is an error."""
+    for name in ("a", "b", "c"):
+        create_token(path, name, "read")
+    remove_token(path, "b")
+    assert [each.name for each in read_tokens(path)] == ["a", "c"]
+    with pytest.raises(ConfigError, match="no token 'b'"):
+        remove_token(path, "b")
+
+
+def test_concurrent_writers_wait_for_each_other(path: Path) -> None:
+    """Twenty tokens made at the same time are all there."""
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: create_token(path, f"t{n}", "check"), range(20)))
+    assert {each.name for each in read_tokens(path)} == {f"t{n}" for n in range(20)}
+
+
+BAD_TOKENS: list[tuple[dict[str, Any], str]] = [
+    ({"name": "", "role": "check"}, "needs a name"),
+    ({"name": "a\nb", "role": "check"}, "printable"),
+    ({"name": "a", "role": "root"}, "one of check, read, admin"),
+    ({"name": "a", "role": "check", "scope": {"tenant": ""}}, "text of 1 to"),
+    ({"name": "a", "role": "check", "scope": {"ten ant": "x"}}, "field or attribute"),
+    ({"name": "a", "role": "check", "scope": {"tenant": "a\x1fb"}}, "text of 1 to"),
+    ({"name": "a", "role": "check", "scope": {f"f{n}": "x" for n in range(9)}}, "at most 8"),
+    ({"name": "a", "role": "admin", "scope": {"tenant": "x"}}, "may do everything"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), BAD_TOKENS)
+def test_an_invalid_token_is_rejected(given: dict[str, Any], said: str, path: Path) -> None:
+    """The error says what would be valid, and nothing is written."""
+    with pytest.raises(ConfigError, match=said):
+        create_token(path, **given)
+    assert not path.exists()
+
+
+def test_a_name_cannot_be_used_twice(path: Path) -> None:
+    """The second token is rejected; the first one stays."""
+    create_token(path, "a", "check")
+    with pytest.raises(ConfigError, match="already"):
+        create_token(path, "a", "admin")
+    assert [each.role for each in read_tokens(path)] == ["check"]
+
+
+BROKEN_FILES = [
+    "",
+    "[]",
+    "{}",
+    "null",
+    '{"version": 2, "tokens": []}',
+    '{"version": 1, "tokens": [{}]}',
+    '{"version": 1, "tokens": [{"name": "a", "role": "check", "sha256": "00"}]}',
+    "[" * 100_000,
+]
+
+
+@pytest.mark.parametrize("text", BROKEN_FILES)
+def test_a_file_of_another_kind_is_an_error(text: str, path: Path) -> None:
+    """It never becomes a list of tokens."""
+    path.parent.mkdir()
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"tokens\.json"):
+        read_tokens(path)
+
+
+def test_a_file_that_other_users_can_write_is_rejected(path: Path) -> None:
+    """They could add a token with any role."""
+    create_token(path, "a", "check")
+    path.chmod(0o620)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        read_tokens(path)
+
+
+def test_a_file_with_one_name_twice_is_an_error(path: Path) -> None:
+    """It would be unclear which of them to remove."""
+    create_token(path, "a", "check")
+    data = json.loads(path.read_text())
+    data["tokens"] *= 2
+    path.write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match="same name"):
+        read_tokens(path)
+
+
+def test_a_scope_cannot_be_changed(path: Path) -> None:
+    """A token that was read is shared, so its scope is read-only."""
+    create_token(path, "a", "check", {"tenant": "acme"})
+    (token,) = read_tokens(path)
+    with pytest.raises(TypeError):
+        token.scope["tenant"] = "other"  # type: ignore[index]  # that is the claim
+    assert isinstance(token, Token)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tollkeeper.service.http import token_file
+from tollkeeper.service.http.tokens import create_token
 from tollkeeper.service.process.main_process import (
     QUICK_END_SECONDS,
     QUICK_ENDS_MAX,
@@ -32,7 +32,7 @@ def test_started_line(tmp_path: Path) -> None:
     assert "version 12" in line
     assert url_of(settings) == "https://127.0.0.1:8080"
     assert "curl -k https://127.0.0.1:8080/v1/check -d" in line
-    token_file.create(settings.tokens_path, "a", "check")
+    create_token(settings.tokens_path, "a", "check")
     assert "$TOLLKEEPER_TOKEN" in started_line(settings, "12")
 
 

@@ -15,8 +15,7 @@ import pytest
 from tests.redis_servers.certificates import make_certificates
 from tollkeeper.control.repository import Repository
 from tollkeeper.core.errors import ConfigError
-from tollkeeper.service.http import token_file
-from tollkeeper.service.http.tokens import Tokens
+from tollkeeper.service.http.tokens import Tokens, create_token
 from tollkeeper.service.process import startup
 from tollkeeper.service.process.settings import ServiceSettings
 
@@ -54,18 +53,18 @@ def test_remote_access_needs_tokens(more: dict[str, Any], fine: bool, tmp_path: 
         return
     with pytest.raises(ConfigError, match="tollkeeper token create"):
         startup.check_access(settings)
-    token_file.create(settings.tokens_path, "a", "check")
+    create_token(settings.tokens_path, "a", "check")
     startup.check_access(settings)
 
 
 def test_tokens_stay_required_if_their_file_disappears(tmp_path: Path) -> None:
     """The settings that workers get contain the path of the file."""
     settings = given(tmp_path, host="0.0.0.0")
-    token_file.create(settings.tokens_path, "a", "check")
+    create_token(settings.tokens_path, "a", "check")
     seen = startup.check_access(settings)
     settings.tokens_path.unlink()
     assert seen.tokens
-    assert Tokens.load(seen.tokens_path, demanded=bool(seen.tokens)).demanded
+    assert Tokens.load(seen.tokens_path, required=bool(seen.tokens)).required
     assert startup.check_access(given(tmp_path)).tokens == ""
 
 

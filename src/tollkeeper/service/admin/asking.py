@@ -28,7 +28,7 @@ from tollkeeper.core.errors import show
 from tollkeeper.service.admin.models import NUMBER_MAX
 from tollkeeper.service.admin.plane import Asked, Condition, InForce, Plane
 from tollkeeper.service.admin.problems import NotModified, Refusal, refusal_of
-from tollkeeper.service.http.tokens import Need, Refused
+from tollkeeper.service.http.tokens import Permission, TokenRejection
 
 BODY_BYTES_MAX: Final = 5 * 2**20
 # Longer than a check's: a document of megabytes may come over a slow line.
@@ -58,13 +58,13 @@ class AdminRoute(APIRoute):
         """The handler of FastAPI's, behind ours."""
         handle = super().get_route_handler()
         extra = self.openapi_extra or {}
-        needed: Need = extra.get(ROLE, "read" if self.methods == {"GET"} else "admin")
+        needed: Permission = extra.get(ROLE, "read" if self.methods == {"GET"} else "admin")
         wants_json = self.body_field is not None and not extra.get(ANY_CONTENT)
 
         async def guarded(request: Request) -> Response:
             plane = plane_of(request)
             found = plane.node.tokens.permitted(request.headers.get("authorization"), needed)
-            if isinstance(found, Refused):
+            if isinstance(found, TokenRejection):
                 raise refusal_of(found)
             request.state.token = found
             _check_url(request)

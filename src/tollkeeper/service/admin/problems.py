@@ -32,7 +32,7 @@ from tollkeeper.core.errors import (
 from tollkeeper.rules.document.reading import DocumentError
 from tollkeeper.rules.document.tree import DocumentProblem
 from tollkeeper.service.admin.plane import NoDatabase, etag_of
-from tollkeeper.service.http.tokens import Refused
+from tollkeeper.service.http.tokens import TokenRejection
 from tollkeeper.web import problems
 
 MEDIA_TYPE: Final = problems.CONTENT_TYPE
@@ -62,7 +62,7 @@ class NotModified(Exception):
         super().__init__(etag)
 
 
-def refusal_of(refused: Refused) -> Refusal:
+def refusal_of(refused: TokenRejection) -> Refusal:
     """Of a token that may not, or of none."""
     headers = {"WWW-Authenticate": refused.challenge} if refused.status == 401 else {}
     return Refusal(refused.status, refused.code, refused.detail, headers)

@@ -44,7 +44,7 @@ from tollkeeper.service.admin.models import (
     StoreOut,
 )
 from tollkeeper.service.admin.plane import Plane
-from tollkeeper.service.http.clients import counted_address
+from tollkeeper.web.addresses import counted_address
 
 router = APIRouter(tags=["quotas"], route_class=AdminRoute)
 

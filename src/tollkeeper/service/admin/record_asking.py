@@ -22,7 +22,7 @@ from tollkeeper.history.recorder import Recorder
 from tollkeeper.service.admin.answering import PREFIX
 from tollkeeper.service.admin.asking import ROLE, AdminRoute, PlaneOf, plane_of
 from tollkeeper.service.admin.problems import Refusal, refusal_of
-from tollkeeper.service.http.tokens import Refused, Token
+from tollkeeper.service.http.tokens import Token, TokenRejection
 
 # What is asked for where nothing is said.
 LAST: Final = timedelta(days=1)
@@ -57,7 +57,7 @@ def _viewer(request: Request) -> Token:
     if token.role == "check":
         tokens = plane_of(request).node.tokens
         refused = tokens.permitted(request.headers.get("authorization"), "read")
-        if isinstance(refused, Refused):
+        if isinstance(refused, TokenRejection):
             raise refusal_of(refused)
     return token
 

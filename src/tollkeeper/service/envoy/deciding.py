@@ -26,7 +26,7 @@ from tollkeeper.core.subjects import Key
 from tollkeeper.decide.failure import FailurePolicy
 from tollkeeper.limiter import AsyncLimiter
 from tollkeeper.service.envoy.mapping import Asked, Override, everything_of
-from tollkeeper.service.http.giving_back import give_back
+from tollkeeper.service.http.checks import give_back
 
 # Limits that descriptors brought along, each prepared once; forgotten all at once when full.
 OVERRIDES_MAX: Final = 1_024

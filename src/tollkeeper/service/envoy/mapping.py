@@ -38,7 +38,7 @@ from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.model import REQUEST_FIELDS, UNITS_MAX, WINDOW_NS_MAX, Limit, Request
 from tollkeeper.core.subjects import KEY_LENGTH_MAX, PARTS_MAX, SEPARATOR
 from tollkeeper.rules.matching.patterns import address_of
-from tollkeeper.service.http.clients import counted_address
+from tollkeeper.web.addresses import counted_address
 
 if TYPE_CHECKING:
     from tollkeeper.service.envoy.protocol.messages import RateLimitDescriptor, RateLimitRequest

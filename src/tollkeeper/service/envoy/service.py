@@ -27,7 +27,7 @@ from tollkeeper.service.envoy.deciding import Decider, was_charged
 from tollkeeper.service.envoy.mapping import Asked, asked_of
 from tollkeeper.service.envoy.protocol.messages import RateLimitRequest, RateLimitResponse
 from tollkeeper.service.envoy.replies import Outcome, response_of
-from tollkeeper.service.http.tokens import Refused, Token, Tokens, confined
+from tollkeeper.service.http.tokens import Token, TokenRejection, Tokens, confined
 from tollkeeper.web.answers import Style
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class RateLimitService:
     async def _permitted(self, tokens: Tokens, call: Call) -> Token:
         """Who asks, if he may; else the call is over."""
         token = tokens.permitted(_authorization(call), "check")
-        if isinstance(token, Refused):
+        if isinstance(token, TokenRejection):
             await self._refuse(call, token)
         return token
 
@@ -131,12 +131,12 @@ class RateLimitService:
         within = []
         for each in asked:
             request = confined(token, each.request)
-            if isinstance(request, Refused):
+            if isinstance(request, TokenRejection):
                 await self._refuse(call, request)
             within.append(each._replace(request=request, scope=token.scope))
         return within
 
-    async def _refuse(self, call: Call, refused: Refused) -> NoReturn:
+    async def _refuse(self, call: Call, refused: TokenRejection) -> NoReturn:
         unknown = refused.status == 401
         code = grpc.StatusCode.UNAUTHENTICATED if unknown else grpc.StatusCode.PERMISSION_DENIED
         self._count(code.name)

@@ -1,6 +1,6 @@
-"""The service: checks over HTTP for everything that is not Python, and the tokens that it asks for.
+"""The HTTP service: checks for programs in any language, and the tokens that protect it.
 
-In the order of a request: `app.py` routes it, `wire.py` reads and writes its JSON, `checks.py`,
-`quotas.py` and `authorize.py` answer it, `replies.py` sends what is answered. `tokens.py` says who
-may ask for what, `node.py` is what they all share, `metrics.py` counts.
+In the order of a request: `app.py` routes it, `tokens.py` authenticates the caller, and
+`checks.py`, `quotas.py`, `authorize.py` and `health.py` reply. `context.py` holds what they share,
+and `openapi.py` describes them.
 """

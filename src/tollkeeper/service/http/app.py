@@ -1,10 +1,16 @@
-"""The service as an ASGI application: one look-up to route, one answer to send.
+"""The service as an ASGI application: routing, tokens, bodies and the headers of every reply.
 
-    service(node)            # any ASGI server runs it; `tollkeeper serve` uses granian
+    HttpService(context)     # any ASGI server runs it; `tollkeeper serve` uses granian
 
-Raw ASGI, because a framework takes ten times as long to route and to read a body as a check takes.
-What administrators do is not on anybody's path, so that is FastAPI's, and is imported when it is
-first asked for.
+It is raw ASGI, because routing and reading a body with a framework takes ten times as long as a
+check. The admin API is not on the path of any request, so it is a FastAPI application, which is
+imported at the first call.
+
+**Bodies that do not arrive.** A client that sends half a body must not occupy the worker for ever.
+A timer for each request would cost a tenth of a check, and almost no request needs it. Instead each
+request that waits for its body is an entry in a dict, which a task examines once a second. A
+request that has waited too long is cancelled and answers 408. A worker handles a bounded number of
+requests at a time, so when many of them wait for bodies, the timeout is much shorter.
 """
 
 from __future__ import annotations
@@ -15,193 +21,185 @@ import re
 import secrets
 import time
 from asyncio import CancelledError, current_task
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from tollkeeper.core.errors import show
 from tollkeeper.service.http import authorize, checks, health, quotas
-from tollkeeper.service.http.asked import (
-    Asked,
-    ClientGone,
-    Endpoint,
+from tollkeeper.service.http.context import (
+    BODY_SECONDS_MAX,
     Message,
     Receive,
+    RequestRejected,
+    Routes,
     Scope,
     Send,
-    rest_of_body,
-)
-from tollkeeper.service.http.metrics import Metrics
-from tollkeeper.service.http.node import Node
-from tollkeeper.service.http.patience import Patience
-from tollkeeper.service.http.replies import (
-    Refusal,
-    Reply,
+    ServiceContext,
+    ServiceReply,
+    ServiceRequest,
+    ServiceRoute,
     error_reply,
     problem_reply,
-    refused_reply,
+    token_reply,
 )
-from tollkeeper.service.http.tokens import OPEN, Need, Refused, Token
+from tollkeeper.service.http.health import WorkerMetrics
+from tollkeeper.service.http.tokens import OPEN, Token, TokenRejection
 
-# What a request may be called by those who send it; everything else is given a name of ours.
+# The form of a request ID that a client may choose; any other value is replaced.
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:+/=@-]{1,128}")
 _ADMIN: Final = ("/v1/admin", "/docs", "/openapi.json")
 _CLOSE: Final = (b"connection", b"close")
-# Only browsers send Origin. Where this machine may ask without a token, every page that is open in
-# a browser on it could: it reads no answer, but it would spend.
-_OF_A_PAGE: Final = (
-    "a page in a browser asks, by its Origin header, and without tokens those are not let in; "
-    "ask from a program, or make a token: tollkeeper token create NAME --role check"
+# Only browsers send Origin. Where this machine may check without a token, any web page that is open
+# in a browser on it could call the service: the page cannot read the answer, but it would spend.
+_FROM_BROWSER: Final = TokenRejection(
+    403,
+    "the Origin header shows that a web page in a browser sends this, which a service without "
+    "tokens does not permit; call it from a program, or make a token: "
+    "tollkeeper token create NAME --role check",
 )
-# The methods of a path that there is not.
-_NOWHERE: Final[dict[str, Endpoint]] = {}
-
-_TELL_SECONDS: Final = 1.0
-# Three times as fast as calling the class, which would do the same in Python.
-_asked: Final = tuple.__new__
+# The routes of an unknown path.
+_NO_ROUTES: Final[dict[str, ServiceRoute]] = {}
+# A body that is too large is still read and dropped, if it is not much too large: many clients read
+# no answer before they have written the whole body.
+_DROPPED_BYTES_MAX: Final = 8 * 1024 * 1024
+_LOG_SECONDS: Final = 1.0
+# Three times as fast as calling the class, which does the same in Python.
+_new_tuple: Final = tuple.__new__
 
 log = logging.getLogger("tollkeeper.service")
 
 
-def service(node: Node) -> Service:
-    """The application of one worker."""
-    return Service(node)
+class HttpService:
+    """The ASGI application of one worker."""
 
-
-class Service:
-    """Answers every request to one node."""
-
-    def __init__(self, node: Node) -> None:
-        self.node = node
-        self.metrics = Metrics(node)
-        self._requests = node.counters.requests
-        self._patience = Patience(node.settings.body_seconds_max)
-        self._waiting = self._patience.waiting
-        self._routes: dict[str, dict[str, Endpoint]] = {
-            **checks.endpoints(node),
-            **quotas.endpoints(node),
-            **authorize.endpoints(node),
-            **health.endpoints(node, self.metrics),
+    def __init__(self, context: ServiceContext) -> None:
+        self.context = context
+        self.metrics = WorkerMetrics(context)
+        self._requests = context.counters.requests
+        self._permitted = context.tokens.permitted
+        self._timeouts = BodyTimeouts(context.settings.body_seconds_max)
+        self._waiting = self._timeouts.waiting
+        self._routes: Routes = {
+            **checks.routes(context),
+            **quotas.routes(context),
+            **authorize.routes(context),
+            **health.routes(context, self.metrics),
         }
-        self._node_header = (b"x-tollkeeper-node", node.node_id.encode("latin-1", "replace"))
-        self._id_start = secrets.token_hex(6).encode("ascii")
+        self._node_header = (b"x-tollkeeper-node", context.node_id.encode("latin-1", "replace"))
+        self._id_prefix = secrets.token_hex(6).encode("ascii")
         self._ids = count(1)
-        self._defects = _Defects()
+        self._defects = _DefectLog()
         self._admin: Any = None
         self._opening_admin = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, or the beginning and end of everything.
+        """Answer one request, or run the lifespan.
 
-        Long, because each function that it would call costs a tenth of what a check costs.
+        It is long because every function that it called would cost a tenth of a check.
         """
         if scope["type"] != "http":
             await self._not_http(scope, receive, send)
             return
         path = scope["path"]
         headers = dict(scope["headers"])
-        methods = self._routes.get(path, _NOWHERE)
-        if methods is _NOWHERE and _is_administration(path):
-            await self._administer(scope, headers, receive, send)
+        request_id = self._request_id(headers)
+        methods = self._routes.get(path, _NO_ROUTES)
+        if methods is _NO_ROUTES and _is_admin(path):
+            await self._call_admin(scope, request_id, receive, send)
             return
         try:
-            handle, need, bytes_max = methods.get(scope["method"]) or _any_method(scope, methods)
-            token = OPEN if need is None else self._permitted(headers, need)
+            handle, permission, bytes_max = methods.get(scope["method"]) or _any_method(
+                scope, methods
+            )
+            token: Token | TokenRejection = OPEN
+            if permission is not None:
+                given = headers.get(b"authorization")
+                authorization = None if given is None else given.decode("latin-1")
+                token = self._permitted(authorization, permission)
+                if token is OPEN and b"origin" in headers:
+                    token = _FROM_BROWSER
+                if isinstance(token, TokenRejection):
+                    _reject(token)
             body = b""
             if bytes_max:
                 task = current_task()
-                self._waiting[task] = self._patience.now_s
+                self._waiting[task] = self._timeouts.now_s
                 try:
                     message = await receive()
                     body = message.get("body", b"")
-                    # A server may say `more_body` because it has not seen the end, which is next.
+                    # A server may say `more_body` although only an empty message follows.
                     if headers.get(b"content-length") != b"%d" % len(body) or len(body) > bytes_max:
-                        body = await rest_of_body(receive, message, headers, bytes_max)
+                        body = await _rest_of_body(receive, message, headers, bytes_max)
                 finally:
                     self._waiting.pop(task, None)
-            status, sent, body = await handle(_asked(Asked, (scope, headers, body, token)))
-        except ClientGone:
-            # Who closed only his side still reads; of who has gone, the server knows.
-            status, sent, body = _cut_short()
+            status, sent, body = await handle(
+                _new_tuple(ServiceRequest, (scope, headers, body, token))
+            )
         except CancelledError:
-            if not self._patience.ended():
+            if not self._timeouts.expired():
                 raise
-            status, sent, body = _too_slow()
+            status, sent, body = _body_too_slow()
         except Exception as error:
             status, sent, body = error_reply(error) or self._defects.reply(scope)
         requests, counted = self._requests, (path if methods else "(none)", status)
         requests[counted] = requests.get(counted, 0) + 1
-        sent += self._of_every_reply(scope, headers)
+        sent += (self._node_header, request_id)
+        if (self.context.stopping or self.context.closing) and scope["http_version"] < "2":
+            # A client that keeps connections open finds another one before this one is closed.
+            sent.append(_CLOSE)
         await send({"type": "http.response.start", "status": status, "headers": sent})
         await send({"type": "http.response.body", "body": body})
 
-    def _permitted(self, headers: dict[bytes, bytes], need: Need) -> Token:
-        given = headers.get(b"authorization")
-        authorization = None if given is None else given.decode("latin-1")
-        found = self.node.tokens.permitted(authorization, need)
-        if isinstance(found, Refused):
-            raise Refusal(refused_reply(found))
-        if found is OPEN and b"origin" in headers:
-            raise Refusal(refused_reply(Refused(403, _OF_A_PAGE)))
-        return found
+    def _request_id(self, headers: Mapping[bytes, bytes]) -> tuple[bytes, bytes]:
+        """Return the header with the client's request ID, or with one of ours."""
+        given = headers.get(b"x-request-id")
+        if given is None or not _REQUEST_ID.fullmatch(given):
+            given = b"%b-%x" % (self._id_prefix, next(self._ids))
+        return b"x-request-id", given
 
-    def _of_every_reply(
-        self, scope: Scope, headers: dict[bytes, bytes]
-    ) -> tuple[tuple[bytes, bytes], ...]:
-        name = headers.get(b"x-request-id")
-        if name is None or not _REQUEST_ID.fullmatch(name):
-            name = b"%b-%x" % (self._id_start, next(self._ids))
-        node = self.node
-        if (node.stopping or node.closing) and scope["http_version"] < "2":
-            # Whoever reuses connections shall find another before this one is gone.
-            return self._node_header, (b"x-request-id", name), _CLOSE
-        return self._node_header, (b"x-request-id", name)
-
-    async def _administer(
-        self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send
+    async def _call_admin(
+        self, scope: Scope, request_id: tuple[bytes, bytes], receive: Receive, send: Send
     ) -> None:
         async with self._opening_admin:
             if self._admin is None:
-                # It takes a second or two, in which others are to be answered.
-                self._admin = await asyncio.to_thread(_administration, self.node)
+                # In a thread: the import takes a second or two, and checks must not wait for it.
+                self._admin = await asyncio.to_thread(_admin_app, self.context)
+        context = self.context
 
-        async def send_as_ours(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 counted = ("(admin)", message["status"])
                 self._requests[counted] = self._requests.get(counted, 0) + 1
-                message["headers"] = [
-                    *message.get("headers", ()),
-                    *self._of_every_reply(scope, headers),
-                ]
+                headers = [*message.get("headers", ()), self._node_header, request_id]
+                if (context.stopping or context.closing) and scope["http_version"] < "2":
+                    headers.append(_CLOSE)
+                message["headers"] = headers
             await send(message)
 
-        await self._admin(scope, receive, send_as_ours)
+        await self._admin(scope, receive, send_with_headers)
 
     async def _not_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
             await receive()
             await send({"type": "websocket.close", "code": 1008})
         elif scope["type"] == "lifespan":
-            await self._live(receive, send)
-
-    async def _live(self, receive: Receive, send: Send) -> None:
-        """From the server's start to its end."""
-        await receive()
-        await self.start()
-        await send({"type": "lifespan.startup.complete"})
-        await receive()
-        await self.stop()
-        await send({"type": "lifespan.shutdown.complete"})
+            await receive()
+            await self.start()
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+            await self.stop()
+            await send({"type": "lifespan.shutdown.complete"})
 
     async def start(self) -> None:
-        """Begin to count for the others. Whoever made the node closes it."""
+        """Start the background tasks. The creator of the context closes the limiter."""
         self._tasks = [
             asyncio.create_task(self.metrics.keep_writing()),
-            asyncio.create_task(self._patience.keep_looking()),
+            asyncio.create_task(self._timeouts.keep_checking()),
         ]
 
     async def stop(self) -> None:
-        """What was counted last is written; nothing is answered after this."""
+        """Stop the background tasks and write the last counters. No request may follow."""
         if self._admin is not None:
             await self._admin.state.plane.close()
         for task in self._tasks:
@@ -210,56 +208,131 @@ class Service:
         self.metrics.write()
 
 
-def _administration(node: Node) -> Any:
-    # Imported here: a node that nobody administers needs no framework.
+def _admin_app(context: ServiceContext) -> Any:
+    # Imported here: a worker that never serves the admin API needs no framework.
     from tollkeeper.service.admin.api import admin_app  # noqa: PLC0415 - see above
 
-    return admin_app(node)
+    return admin_app(context)
 
 
-def _is_administration(path: str) -> bool:
+def _reject(rejection: TokenRejection) -> NoReturn:
+    raise RequestRejected(token_reply(rejection))
+
+
+def _is_admin(path: str) -> bool:
     return path in _ADMIN or path.startswith(f"{_ADMIN[0]}/")
 
 
-def _any_method(scope: Scope, methods: dict[str, Endpoint]) -> Endpoint:
-    """What is for every method; without it, this one is not allowed. Raises Refusal."""
-    endpoint = methods.get("*")
-    if endpoint is not None:
-        return endpoint
+def _any_method(scope: Scope, methods: dict[str, ServiceRoute]) -> ServiceRoute:
+    """Return the route for every method, if the path has one. Raises RequestRejected."""
+    route = methods.get("*")
+    if route is not None:
+        return route
     if not methods:
-        detail = f"there is no {show(scope['path'])}; /docs lists what there is"
-        raise Refusal(problem_reply(404, "NOT_FOUND", detail))
+        detail = f"there is no {show(scope['path'])}; /docs lists every endpoint"
+        raise RequestRejected(problem_reply(404, "NOT_FOUND", detail))
     allowed = ", ".join(methods)
-    detail = f"{show(scope['method'])} is not what this is for; use {allowed}"
+    detail = f"the method {show(scope['method'])} is not allowed here; use {allowed}"
     headers = [(b"allow", allowed.encode("ascii"))]
-    raise Refusal(problem_reply(405, "METHOD_NOT_ALLOWED", detail, headers))
+    raise RequestRejected(problem_reply(405, "METHOD_NOT_ALLOWED", detail, headers))
 
 
-def _too_slow() -> Reply:
-    detail = "the body did not arrive in time; send it in one piece"
-    return problem_reply(408, "BODY_TOO_SLOW", detail, [_CLOSE])
-
-
-def _cut_short() -> Reply:
-    detail = "the body ended before its end; send all of it"
-    return problem_reply(400, "BODY_INCOMPLETE", detail, [_CLOSE])
-
-
-class _Defects:
-    """What is told of defects: one a second, for a defect on the path of checks is one a check."""
+class _DefectLog:
+    """Logs defects at most once a second: a defect on the path of checks occurs at every check."""
 
     def __init__(self, monotonic_s: Callable[[], float] = time.monotonic) -> None:
         self._monotonic_s = monotonic_s
-        self._tell_at_s = 0.0
-        self._untold = 0
+        self._log_at_s = 0.0
+        self._omitted = 0
 
-    def reply(self, scope: Scope) -> Reply:
-        """In an exception's handler: what the client gets, and a line in the log."""
+    def reply(self, scope: Scope) -> ServiceReply:
+        """Log the exception that is being handled and return the reply to the client."""
         now_s = self._monotonic_s()
-        if now_s >= self._tell_at_s:
-            what = scope["method"], show(scope["path"]), self._untold
-            log.exception("a defect at %s %s (and %d untold before)", *what)
-            self._tell_at_s, self._untold = now_s + _TELL_SECONDS, 0
+        if now_s >= self._log_at_s:
+            values = scope["method"], show(scope["path"]), self._omitted
+            log.exception("a defect at %s %s (%d more were not logged)", *values)
+            self._log_at_s, self._omitted = now_s + _LOG_SECONDS, 0
         else:
-            self._untold += 1
-        return problem_reply(500, "INTERNAL", "a defect of the service; its log says more")
+            self._omitted += 1
+        return problem_reply(500, "INTERNAL", "a defect of the service; its log has the details")
+
+
+# ── Bodies ─────────────────────────────────────────────────────────────────────────────────────
+
+CHECK_SECONDS: Final = 1.0
+# When more requests wait than this, the worker may soon have no room for others (`BACKPRESSURE`).
+CROWD: Final = 256
+CROWDED_SECONDS_MAX: Final = 1.0
+
+_Task = asyncio.Task[Any]
+
+
+class BodyTimeouts:
+    """Cancels requests whose bodies do not arrive in time. For one event loop."""
+
+    def __init__(self, seconds_max: float = BODY_SECONDS_MAX) -> None:
+        self.waiting: dict[_Task | None, float] = {}
+        """The tasks that wait for a body, and since when, on the clock `now_s`."""
+        self.now_s = 0.0
+        """Seconds since `keep_checking` started; it advances in steps."""
+        self._seconds_max = seconds_max
+        self._cancelled: set[_Task] = set()
+
+    async def keep_checking(self, pause_s: float = CHECK_SECONDS) -> None:
+        """Cancel requests that have waited too long, until this task is cancelled."""
+        while True:
+            await asyncio.sleep(pause_s)
+            self.advance(pause_s)
+
+    def advance(self, passed_s: float) -> None:
+        """Advance the clock, and cancel every request that has now waited too long."""
+        self.now_s += passed_s
+        seconds_max = self._seconds_max
+        if len(self.waiting) > CROWD:
+            seconds_max = min(seconds_max, CROWDED_SECONDS_MAX)
+        for task, since_s in list(self.waiting.items()):
+            if task is not None and self.now_s - since_s > seconds_max:
+                del self.waiting[task]
+                self._cancelled.add(task)
+                task.cancel()
+
+    def expired(self) -> bool:
+        """Return True, once, if the current task was cancelled by this object."""
+        task = asyncio.current_task()
+        if task is None or task not in self._cancelled:
+            return False
+        self._cancelled.discard(task)
+        task.uncancel()
+        return True
+
+
+async def _rest_of_body(
+    receive: Receive, message: Message, headers: Mapping[bytes, bytes], bytes_max: int
+) -> bytes:
+    """Return the whole body, given its first message. Raises RequestRejected."""
+    length = headers.get(b"content-length", b"")
+    declared = int(length) if length.isdigit() and len(length) < 19 else -1
+    chunks: list[bytes] = [message.get("body", b"")]
+    size = len(chunks[0])
+    while message.get("more_body") and max(size, declared) <= _DROPPED_BYTES_MAX:
+        message = await receive()
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if max(size, declared) <= bytes_max:
+            chunks.append(chunk)
+    if message["type"] == "http.disconnect":
+        # The client may have closed only its sending side, so the reply is sent anyway.
+        detail = "the connection closed before the whole body arrived; send all of it"
+        raise RequestRejected(problem_reply(400, "BODY_INCOMPLETE", detail, [_CLOSE]))
+    if max(size, declared) > bytes_max:
+        raise RequestRejected(
+            problem_reply(
+                413, "BODY_TOO_LARGE", f"a body may have at most {bytes_max:,} bytes here"
+            )
+        )
+    return b"".join(chunks)
+
+
+def _body_too_slow() -> ServiceReply:
+    detail = "the body did not arrive in time; send it in one piece"
+    return problem_reply(408, "BODY_TOO_SLOW", detail, [_CLOSE])

@@ -1,195 +1,511 @@
-"""POST /v1/check, its batch, and /v1/settle.
+"""POST /v1/check, POST /v1/check/batch and POST /v1/settle.
 
-A check is on the path of somebody's request, so everything that can be looked up is looked up when
-the handlers are made, and nothing is waited for but a store that is a trip away.
+A check delays a request of the client, so everything that can be looked up is looked up when the
+handlers are made, and nothing is awaited but a remote store.
+
+**Bodies** are read strictly. An unknown field, a number where text belongs, text with a NUL, bytes
+that are not UTF-8 and objects nested without end are all rejected, with the place of the error. If
+a misspelt field were dropped silently, a limit would silently not apply. The structs below are also
+the source of the OpenAPI schemas.
+
+**Returned units.** The service keeps no list of reservations, so it believes a caller that says it
+was charged 100 units and used 37. A caller whose token has no scope could skip the check anyway. A
+token with a scope may be in the hands of a customer, who may return only the customer's own units:
+they are returned under the rules that count requests of this scope alone. Under any other rule,
+such as a limit on the whole service, the units stay spent until they are refilled. Then too few
+requests pass for a moment, and never too many.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from inspect import isawaitable
 from time import perf_counter_ns
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from tollkeeper.core import switches
 from tollkeeper.core.errors import CapacityError, ConfigError, StoreError
-from tollkeeper.core.model import CheckResult, Request
+from tollkeeper.core.model import REQUEST_FIELDS, UNITS_MAX, CheckResult, Request, ResultKind
+from tollkeeper.limiter import AsyncLimiter
+from tollkeeper.rules.document.model import Rule
+from tollkeeper.rules.in_force import charged
 from tollkeeper.rules.ruled import Repeated, RuledGate
-from tollkeeper.service.http.asked import Asked, Endpoint, in_scope
-from tollkeeper.service.http.giving_back import give_back
-from tollkeeper.service.http.node import Node
-from tollkeeper.service.http.replies import Reply, data_reply, ruling_reply
-from tollkeeper.service.http.wire import (
-    BatchBody,
-    CheckBody,
-    SettleBody,
-    reader_of,
-    request_of,
-    verdict_of,
+from tollkeeper.service.http.context import (
+    JSON,
+    NO_STORE,
+    PROBLEM,
+    Handler,
+    Routes,
+    ServiceContext,
+    ServiceReply,
+    ServiceRequest,
+    ServiceRoute,
+    encode,
+    in_scope,
+    json_reply,
 )
-from tollkeeper.web.answers import status_of
+from tollkeeper.web.addresses import counted_address
+from tollkeeper.web.answers import Style, problem_of, raw_headers_of, status_of
 from tollkeeper.web.problems import problem
 
-# Of bodies that were read before: at most 4 MB in all, with what they have to pass.
-KNOWN_MAX: Final = 2_048
-KNOWN_BYTES_MAX: Final = 512
+ATTRIBUTES_MAX: Final = 64
+BATCH_CHECKS_MAX: Final = 100
+# Bodies that are remembered after they were decoded: at most 4 MB, with their check plans.
+REMEMBERED_MAX: Final = 2_048
+REMEMBERED_BYTES_MAX: Final = 512
+# Requests without attributes share this dict; no code writes to it.
+_NO_ATTRIBUTES: Final[dict[str, str]] = {}
+# A value that matches only itself when it is used as a pattern.
+_PLAIN: Final = re.compile(r"[\w.@-]+")
+# Three times as fast as calling the class, which does the same in Python.
+_new_tuple: Final = tuple.__new__
+
+Units = Annotated[int, Meta(ge=0, le=UNITS_MAX)]
+Attributes = Annotated[
+    dict[str, str],
+    Meta(
+        max_length=ATTRIBUTES_MAX,
+        description="Other properties that rules match or count by.",
+        examples=[{"region": "eu"}],
+    ),
+]
 
 
-def endpoints(node: Node) -> dict[str, dict[str, Endpoint]]:
-    """The handlers by path and method."""
-    settings = node.settings
-    one, many = settings.body_bytes_max, settings.batch_bytes_max
+# ── Bodies ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class RequestFields(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    """The fields of a request, as members of a body."""
+
+    user: str | None = None
+    api_key: str | None = None
+    ip: str | None = None
+    tenant: str | None = None
+    tier: str | None = None
+    endpoint: str | None = None
+    method: str | None = None
+    attributes: Attributes = msgspec.field(default_factory=dict)
+
+
+class CheckBody(RequestFields, forbid_unknown_fields=True, gc=False):
+    """The request to check, and its cost."""
+
+    cost: Annotated[Units, Meta(description="Units that the request spends.")] = 1
+
+
+class BatchBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Several checks."""
+
+    checks: Annotated[list[CheckBody], Meta(min_length=1, max_length=BATCH_CHECKS_MAX)]
+    atomic: Annotated[
+        bool, Meta(description="True: either every check passes, or none is charged.")
+    ] = False
+
+
+class SettleBody(RequestFields, forbid_unknown_fields=True, kw_only=True):
+    """A request that was checked, the units that it spent, and its real cost."""
+
+    reserved: Annotated[Units, Meta(description="Units that the check spent.")]
+    actual: Annotated[Units, Meta(description="Units that the request cost in the end.")]
+
+
+class CheckReply(msgspec.Struct, gc=False):
+    """The decision about a request. A number is null if there is no limit or it is unknown."""
+
+    allowed: bool
+    kind: Annotated[ResultKind, Meta(description="Whether limits decided, or why they did not.")]
+    rule: Annotated[str, Meta(description="The ID of the rule with the tightest limit.")]
+    limit: Annotated[
+        int | None, Meta(description="The most that can ever remain; null if no limit applies.")
+    ]
+    remaining: Annotated[int | None, Meta(description="How many single requests would pass now.")]
+    retry_after: Annotated[
+        float | None, Meta(description="Seconds until the same cost would pass.")
+    ]
+    reset_after: Annotated[
+        float | None, Meta(description="Seconds until the quota is whole again.")
+    ]
+    delay: Annotated[float, Meta(description="Leaky bucket: seconds to hold the request.")]
+    degraded: Annotated[
+        bool, Meta(description="True if the store failed and the failure policy decided.")
+    ]
+    shadow_denied: Annotated[
+        tuple[str, ...], Meta(description="Rules in shadow mode that would have denied it.")
+    ]
+
+
+class BatchDecision(CheckReply):
+    """The decision about one check of a batch, and the status that the check alone would get."""
+
+    status: int
+
+
+class BatchError(msgspec.Struct):
+    """One check of a batch that could not be decided."""
+
+    status: Annotated[int, Meta(description="The status that the check alone would get.")]
+    allowed: bool
+    error: Annotated[dict[str, Any], Meta(description="The reason, as in problem JSON.")]
+
+
+class BatchReply(msgspec.Struct):
+    """The results of a batch, in the order of its checks."""
+
+    # msgspec has no untagged unions of structs; the schema says which two there are.
+    results: Annotated[
+        list[Any],
+        Meta(
+            extra_json_schema={
+                "items": {
+                    "anyOf": [
+                        {"$ref": "#/components/schemas/BatchDecision"},
+                        {"$ref": "#/components/schemas/BatchError"},
+                    ]
+                }
+            }
+        ),
+    ]
+
+
+class SettleReply(msgspec.Struct):
+    """The result of a settlement."""
+
+    unsettled: Annotated[int, Meta(description="Units that did not fit the limits.")]
+
+
+_Body = TypeVar("_Body")
+
+
+def body_reader(kind: type[_Body]) -> Callable[[bytes], _Body]:
+    """Return a function that decodes a body. It raises ConfigError with the place of the error.
+
+    >>> body_reader(CheckBody)(b'{"usr": "42"}')
+    Traceback (most recent call last):
+    ...
+    tollkeeper.core.errors.ConfigError: the body: Object contains unknown field `usr`
+    """
+    decode = msgspec.json.Decoder(kind).decode
+
+    def read(body: bytes) -> _Body:
+        try:
+            found = decode(body)
+        except _UNREADABLE as error:
+            raise _body_error(error, body) from None
+        if _NUL in body:
+            _reject_nul(msgspec.to_builtins(found), "$")
+        return found
+
+    return read
+
+
+_UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+# JSON can hold a NUL only as this escape.
+_NUL: Final = b"\\u0000"
+
+
+def _body_error(error: Exception, body: bytes) -> ConfigError:
+    reason = str(error)
+    if isinstance(error, UnicodeDecodeError):
+        try:
+            body.decode()  # msgspec counts the position from the beginning of a string
+        except UnicodeDecodeError as found:
+            reason = f"not UTF-8 (byte {found.start})"
+    if isinstance(error, RecursionError):
+        reason = "nested too deeply; the fields of a request are text"
+    return ConfigError(f"the body: {reason}")
+
+
+def _reject_nul(value: Any, place: str) -> None:
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"the body: text with a NUL character in it - at `{place}`")
+    inside: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, Mapping):
+        for name in value:
+            _reject_nul(name, f"{place}: a name")
+        inside = ((f"{place}.{name}", each) for name, each in value.items())
+    elif isinstance(value, list):
+        inside = ((f"{place}[{number}]", each) for number, each in enumerate(value))
+    for where, each in inside:
+        _reject_nul(each, where)
+
+
+# A Request is filled slot by slot: its own constructor would check again what the decoder has
+# checked, and takes four times as long.
+_SETTERS: Final = tuple(Request.__dict__[name].__set__ for name in (*REQUEST_FIELDS, "attributes"))
+_user, _api_key, _ip, _tenant, _tier, _endpoint, _method, _attributes = _SETTERS
+_new_request: Final = Request.__new__
+
+
+def request_of(fields: RequestFields) -> Request:
+    """Return the request that a body describes."""
+    request = _new_request(Request)
+    _user(request, fields.user)
+    _api_key(request, fields.api_key)
+    ip = fields.ip
+    _ip(request, ip if ip is None or ":" not in ip else counted_address(ip))
+    _tenant(request, fields.tenant)
+    _tier(request, fields.tier)
+    _endpoint(request, fields.endpoint)
+    _method(request, fields.method)
+    _attributes(request, fields.attributes or _NO_ATTRIBUTES)
+    return request
+
+
+# ── Handlers ───────────────────────────────────────────────────────────────────────────────────
+
+
+def routes(context: ServiceContext) -> Routes:
+    """Return the routes of checks."""
+    one, many = context.settings.body_bytes_max, context.settings.batch_bytes_max
     return {
-        "/v1/check": {"POST": Endpoint(_check(node), "check", one)},
-        "/v1/check/batch": {"POST": Endpoint(_batch(node), "check", many)},
-        "/v1/settle": {"POST": Endpoint(_settle(node), "check", one)},
+        "/v1/check": {"POST": ServiceRoute(_check(context), "check", one)},
+        "/v1/check/batch": {"POST": ServiceRoute(_batch(context), "check", many)},
+        "/v1/settle": {"POST": ServiceRoute(_settle(context), "check", one)},
     }
 
 
-def _check(node: Node) -> Callable[[Asked], Awaitable[Reply]]:
-    asked_before = _AskedBefore()
-    known = asked_before.known
-    evaluate = node.limiter.evaluate
-    gate = _gate_at_once(node)
-    now_ns = node.now_ns
-    style = node.settings.style
-    took = node.counters.decision_seconds.note
-    recorder = node.recorder
+class RememberedChecks:
+    """Requests by their bodies: a client that checks often sends the same bytes again.
 
-    async def check(asked: Asked) -> Reply:
+    Decoding a body takes a microsecond, a tenth of a check; finding it here takes a tenth of that.
+    A request never changes, so callers can share it. Its check plan is kept from its second use on.
+    """
+
+    def __init__(self) -> None:
+        self.by_body: dict[bytes, Repeated] = {}
+        self._decode = msgspec.json.Decoder(CheckBody).decode
+
+    def read(self, body: bytes) -> Repeated:
+        """Decode a body into a request and its cost. Raises ConfigError."""
+        try:
+            fields = self._decode(body)
+        except _UNREADABLE as error:
+            raise _body_error(error, body) from None
+        if _NUL in body:
+            _reject_nul(msgspec.to_builtins(fields), "$")
+        found = Repeated(request_of(fields), fields.cost)
+        if len(body) <= REMEMBERED_BYTES_MAX:
+            if len(self.by_body) >= REMEMBERED_MAX:
+                self.by_body.clear()
+            self.by_body[body] = found
+        return found
+
+
+def _check(context: ServiceContext) -> Handler:
+    remembered = RememberedChecks()
+    by_body = remembered.by_body
+    evaluate = context.limiter.evaluate
+    gate = _gate_at_once(context)
+    now_ns = context.now_ns
+    style = context.settings.style
+    note_seconds = context.counters.decision_seconds.note
+    recorder = context.recorder
+
+    async def check(asked: ServiceRequest) -> ServiceReply:
         body = asked[2]
-        repeated = known.get(body)
-        known_now = repeated or asked_before.read(body)
-        request, cost = known_now.request, known_now.cost
+        repeated = by_body.get(body)
+        read = repeated or remembered.read(body)
+        request, cost = read.request, read.cost
         scope = asked[3].scope
         if scope:
             request = in_scope(asked.token, request)
-        began_ns = perf_counter_ns()
+        started_ns = perf_counter_ns()
         if gate is None or switches.limiting_off:
-            ruling = await evaluate(request, cost)
+            result = await evaluate(request, cost)
         elif repeated is None or scope:
-            # What is kept for a request that never comes again costs more than it saves.
-            ruling = gate.evaluate(request, cost, spend=True)
+            # A plan that is kept for a request that never comes again costs more than it saves.
+            result = gate.evaluate(request, cost, spend=True)
         else:
-            ruling = gate.evaluate_again(repeated)
-        took(perf_counter_ns() - began_ns)
-        told_ns = now_ns()
+            result = gate.evaluate_again(repeated)
+        note_seconds(perf_counter_ns() - started_ns)
+        decided_ns = now_ns()
         if recorder is not None:
-            recorder.note(request, ruling, cost, told_ns)
-        return ruling_reply(ruling, told_ns, style)
+            recorder.note(request, result, cost, decided_ns)
+        decision, _, kind, shadow_denied, _ = result
+        if kind != "limited" or not decision.allowed or decision.degraded:
+            return check_reply(result, decided_ns, style)
+        # The common reply, without the two calls that `check_reply` would take.
+        headers = raw_headers_of(result, decided_ns, style)
+        headers.append(JSON)
+        reply = CheckReply(
+            True,
+            "limited",
+            decision.rule,
+            decision.limit,
+            decision.remaining,
+            decision.retry_after,
+            decision.reset_after,
+            decision.delay,
+            False,
+            shadow_denied,
+        )
+        return _new_tuple(ServiceReply, (200, headers, encode(reply)))
 
     return check
 
 
-class _AskedBefore:
-    """Bodies that were read before: whoever asks often asks the same, byte for byte.
-
-    Reading one takes a microsecond, a tenth of what a check takes here; to look it up, a tenth of
-    that. A request never changes, so all who ask the same can have the same one, and what it has to
-    pass is looked for once, when it comes again.
-    """
-
-    def __init__(self) -> None:
-        self.known: dict[bytes, Repeated] = {}
-        self._read = reader_of(CheckBody)
-
-    def read(self, body: bytes) -> Repeated:
-        """The request and its cost. Raises ConfigError."""
-        fields = self._read(body)
-        found = Repeated(request_of(fields), fields.cost)
-        if len(body) <= KNOWN_BYTES_MAX:
-            if len(self.known) >= KNOWN_MAX:
-                self.known.clear()
-            self.known[body] = found
-        return found
-
-
-def _gate_at_once(node: Node) -> RuledGate | None:
-    """What `limiter.evaluate` asks where the store does no I/O: then there is nothing to await."""
-    if "evaluate" in vars(node.limiter):
-        return None  # somebody has put his own there, such as one that traces
-    gate = node.limiter._ruled_gate()  # noqa: SLF001 - on the path of every check
+def _gate_at_once(context: ServiceContext) -> RuledGate | None:
+    """Return the gate that `limiter.evaluate` calls if its store needs no I/O, else None."""
+    if "evaluate" in vars(context.limiter):
+        return None  # the method was replaced, for example to trace it
+    gate = context.limiter._ruled_gate()  # noqa: SLF001 - on the path of every check
     return gate if isinstance(gate, RuledGate) else None
 
 
-def _batch(node: Node) -> Callable[[Asked], Awaitable[Reply]]:
-    limiter = node.limiter
-    read = reader_of(BatchBody)
-    # Over a network, all are asked at once; in memory, a task for each would only cost.
-    waits = limiter.store.as_async is not None
-    took = node.counters.decision_seconds.note
+def check_reply(result: CheckResult, now_ns: int, style: Style) -> ServiceReply:
+    """Return the reply to a check: the decision, or a problem that includes its members."""
+    headers = raw_headers_of(result, now_ns, style)
+    members = check_members(result)
+    if result.decision.allowed:
+        return ServiceReply(200, [*headers, JSON], encode(members))
+    denied = {**problem_of(result, now_ns), **members}
+    return ServiceReply(status_of(result), [*headers, PROBLEM, NO_STORE], encode(denied))
 
-    async def batch(asked: Asked) -> Reply:
+
+def check_members(result: CheckResult) -> dict[str, Any]:
+    """Return the members of a CheckReply."""
+    decision, _, kind, shadow_denied, _ = result
+    # Without a limit there are no numbers; without a store they are unknown.
+    has_limit = kind in {"limited", "unavailable"}
+    is_exact = kind == "limited" and not decision.degraded
+    return {
+        "allowed": decision.allowed,
+        "kind": kind,
+        "rule": decision.rule if has_limit else "",
+        "limit": decision.limit if has_limit else None,
+        "remaining": decision.remaining if is_exact else None,
+        "retry_after": None if kind == "blocked" else decision.retry_after,
+        "reset_after": decision.reset_after if is_exact else None,
+        "delay": decision.delay if is_exact else 0.0,
+        "degraded": decision.degraded,
+        "shadow_denied": shadow_denied,
+    }
+
+
+def _batch(context: ServiceContext) -> Handler:
+    limiter = context.limiter
+    read = body_reader(BatchBody)
+    # Checks on a remote store run concurrently; in memory, a task for each would only cost time.
+    is_remote = limiter.store.as_async is not None
+    note_seconds = context.counters.decision_seconds.note
+
+    async def batch(asked: ServiceRequest) -> ServiceReply:
         body = read(asked.body)
-        wanted = [(in_scope(asked.token, each.request()), each.cost) for each in body.checks]
+        wanted = [(in_scope(asked.token, request_of(each)), each.cost) for each in body.checks]
         if body.atomic:
-            began_ns = perf_counter_ns()
-            rulings = await limiter.evaluate_all(wanted)
-            took(perf_counter_ns() - began_ns)
-            if node.recorder is not None:
-                node.recorder.note_all(wanted, rulings, node.now_ns())
-            results = [_result(ruling) for ruling in rulings]
-        elif waits:
+            started_ns = perf_counter_ns()
+            decided = await limiter.evaluate_all(wanted)
+            note_seconds(perf_counter_ns() - started_ns)
+            if context.recorder is not None:
+                context.recorder.note_all(wanted, decided, context.now_ns())
+            results: list[Any] = [_batch_decision(each) for each in decided]
+        elif is_remote:
             results = await asyncio.gather(*(one(*each) for each in wanted))
         else:
             results = [await one(*each) for each in wanted]
-        return data_reply({"results": results})
+        return json_reply(BatchReply(results))
 
-    async def one(request: Request, cost: int) -> dict[str, Any]:
-        began_ns = perf_counter_ns()
+    async def one(request: Request, cost: int) -> BatchDecision | BatchError:
+        started_ns = perf_counter_ns()
         try:
-            ruling = await limiter.evaluate(request, cost)
-            took(perf_counter_ns() - began_ns)
-            if node.recorder is not None:
-                node.recorder.note(request, ruling, cost, node.now_ns())
-            return _result(ruling)
+            result = await limiter.evaluate(request, cost)
+            note_seconds(perf_counter_ns() - started_ns)
+            if context.recorder is not None:
+                context.recorder.note(request, result, cost, context.now_ns())
+            return _batch_decision(result)
         except CapacityError as error:
-            return _failed(422, "COST_EXCEEDS_CAPACITY", error)
+            return _batch_error(422, "COST_EXCEEDS_CAPACITY", error)
         except ConfigError as error:
-            return _failed(400, "INVALID_REQUEST", error)
+            return _batch_error(400, "INVALID_REQUEST", error)
         except StoreError as error:
-            return _failed(503, "STORE_UNAVAILABLE", error)
+            return _batch_error(503, "STORE_UNAVAILABLE", error)
 
     return batch
 
 
-def _result(ruling: CheckResult) -> dict[str, Any]:
-    """One of a batch: what would have been answered to it alone."""
-    return {"status": status_of(ruling), **msgspec.structs.asdict(verdict_of(ruling))}
+def _batch_decision(result: CheckResult) -> BatchDecision:
+    return BatchDecision(**check_members(result), status=status_of(result))
 
 
-def _failed(status: int, code: str, error: Exception) -> dict[str, Any]:
-    """One of a batch that cannot be decided; the others are none the worse for it."""
-    return {"status": status, "allowed": False, "error": problem(status, code, str(error))["error"]}
+def _batch_error(status: int, code: str, error: Exception) -> BatchError:
+    reason: Any = problem(status, code, str(error))["error"]
+    return BatchError(status, False, reason)
 
 
-def _settle(node: Node) -> Callable[[Asked], Awaitable[Reply]]:
-    read = reader_of(SettleBody)
+def _settle(context: ServiceContext) -> Handler:
+    read = body_reader(SettleBody)
 
-    async def settle(asked: Asked) -> Reply:
+    async def settle(asked: ServiceRequest) -> ServiceReply:
         body = read(asked.body)
-        request = in_scope(asked.token, body.request())
+        request = in_scope(asked.token, request_of(body))
         if body.actual < body.reserved:
             units = body.reserved - body.actual
-            await give_back(node.limiter, asked.token.scope, request, units)
-            if not asked.token.scope:  # or a customer could take back what he is billed for
-                await _record_settled(node, request, -units)
-            return data_reply({"unsettled": 0})
-        unsettled = await node.limiter.settle(request, body.reserved, body.actual)
-        await _record_settled(node, request, body.actual - body.reserved - unsettled)
-        return data_reply({"unsettled": unsettled})
+            await give_back(context.limiter, asked.token.scope, request, units)
+            if not asked.token.scope:  # with a scope, a customer could reduce its own bill
+                await _record_settled(context, request, -units)
+            return json_reply(SettleReply(0))
+        unsettled = await context.limiter.settle(request, body.reserved, body.actual)
+        await _record_settled(context, request, body.actual - body.reserved - unsettled)
+        return json_reply(SettleReply(unsettled))
 
     return settle
 
 
-async def _record_settled(node: Node, request: Request, units: int) -> None:
-    """Usage is what was spent in the end; who is counted is asked for one unit, and not spent."""
-    if node.recorder is None or not units:
+async def _record_settled(context: ServiceContext, request: Request, units: int) -> None:
+    """Correct the recorded usage. A check of one unit that spends nothing finds the subject."""
+    if context.recorder is None or not units:
         return
     with suppress(CapacityError, StoreError):
-        ruling = await node.limiter.evaluate(request, 1, spend=False)
-        if not ruling.decision.degraded:
-            node.recorder.settle(ruling, units, node.now_ns())
+        result = await context.limiter.evaluate(request, 1, spend=False)
+        if not result.decision.degraded:
+            context.recorder.settle(result, units, context.now_ns())
+
+
+# ── Returned units ─────────────────────────────────────────────────────────────────────────────
+
+
+async def give_back(
+    limiter: AsyncLimiter, scope: Mapping[str, str], request: Request, units: int
+) -> None:
+    """Return units under the rules that a token's scope covers. Raises StoreError.
+
+    `request` must be in the scope already.
+    """
+    if not scope:
+        await limiter.refund(request, units)
+        return
+    if switches.limiting_off:
+        return
+    for check in charged(limiter.compiled_rules, request, units):
+        if counts_only(scope, check.rule):
+            found = check.gate.refund(check.gate_subject, check.units)
+            if isawaitable(found):
+                await found
+
+
+def counts_only(scope: Mapping[str, str], rule: Rule) -> bool:
+    """Return True if a rule counts requests of the scope separately from all others.
+
+    >>> counts_only({"tenant": "acme"}, Rule("tenants", by=("tenant", "user")))
+    True
+    >>> counts_only({"tenant": "acme"}, Rule("service", by=()))
+    False
+    """
+    return any(
+        name in rule.by or (_patterns(rule, name) == (value,) and _PLAIN.fullmatch(value))
+        for name, value in scope.items()
+    )
+
+
+def _patterns(rule: Rule, name: str) -> tuple[str, ...]:
+    """Return the patterns of a rule for one field or attribute."""
+    if name in REQUEST_FIELDS:
+        found: tuple[str, ...] = getattr(rule.match, name)
+        return found
+    return rule.match.attributes.get(name, ())

@@ -1,104 +1,413 @@
-"""GET /healthz, /readyz and /metrics: is it alive, should it be sent requests, what has it counted.
+"""GET /healthz, /readyz and /metrics: is the process alive, is it ready, what has it counted.
 
-A node whose store or rules are away is still ready: it answers as `on_failure` says and with the
-last good rules, while nodes that are taken out answer nobody. The body tells what is wrong. Only a
-node that is ending says 503.
+**Ready.** A worker whose store or rule source is unavailable stays ready: it answers by
+`on_failure` and with the last good rules, while a worker that is taken out of rotation answers
+nothing. The body names the errors. Only a worker that shuts down replies 503.
 
-None of them wants a token, for balancers and monitors have none. But errors name hosts and files,
-and where tokens are asked for, strangers may be near: they are told that there is an error, and
-those with a token which.
+These endpoints need no token, because load balancers and monitors have none. But errors name hosts
+and files. If the service requires tokens, a caller without one learns only that there is an error.
+
+**Metrics of all workers.** A scrape reaches one worker and must report all of them. So each worker
+writes its counters to a file once a second, and the worker that is scraped adds up the files. It
+writes its own file before it replies: a counter that was reported once is on disk, even if the
+worker is killed a moment later. When a worker starts, it adds the counters of dead workers to one
+file, under a lock that readers hold too. So no counter ever goes down.
+
+The size of the store is read in a thread, at most every STATS_SECONDS: with Redis it takes many
+round trips. A scrape waits a moment for it, and a check never does.
+
+`metrics/counters.py` lists every metric, with its labels and their bounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from inspect import isawaitable
-from typing import Any, Final
+import asyncio
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
 
 from tollkeeper.core.errors import StoreError
 from tollkeeper.core.model import Limit
-from tollkeeper.service.http.asked import Asked, Endpoint
-from tollkeeper.service.http.metrics import CONTENT_TYPE, Metrics
-from tollkeeper.service.http.node import Node
-from tollkeeper.service.http.replies import NOT_KEPT, Reply, data_reply
-from tollkeeper.service.http.tokens import Refused
+from tollkeeper.core.version import __version__
+from tollkeeper.decide.store import StoreStats
+from tollkeeper.metrics.counters import FAMILIES, JOIN, Family, Reading, Snapshot
+from tollkeeper.metrics.histograms import LENGTH, cumulative
+from tollkeeper.service.http.context import (
+    NO_STORE,
+    Handler,
+    Routes,
+    ServiceContext,
+    ServiceReply,
+    ServiceRequest,
+    ServiceRoute,
+    encode,
+    json_reply,
+)
+from tollkeeper.service.http.tokens import TokenRejection
 
-# What the store is asked, to see whether it answers; nothing is spent.
+CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
+WRITE_SECONDS: Final = 1.0
+# The share of a worker's time that writing its counters may take.
+WRITE_SHARE_MAX: Final = 0.01
+STATS_SECONDS: Final = 15.0
+# How long a scrape waits for the size of the store; then it reports the last known one.
+STATS_WAIT_SECONDS: Final = 1.0
+FILE_BYTES_MAX: Final = 16 * 1024 * 1024
+_DEAD: Final = "gone.json"
+_LOCK: Final = "lock"
+# A peek at this limit shows whether the store answers; it spends nothing.
 _PROBE: Final = (Limit(1, per=1),)
 _PROBE_RULE: Final = "tollkeeper.ready"
-_UNTOLD: Final = "there is one; it is told to those who bring a token, and in the log"
+_HIDDEN: Final = "there is one; send a token to see it, or read the log"
 
-Handler = Callable[[Asked], Awaitable[Reply]]
+log = logging.getLogger("tollkeeper.service")
 
 
-def endpoints(node: Node, metrics: Metrics) -> dict[str, dict[str, Endpoint]]:
-    """The handlers by path and method."""
+# ── Health ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class HealthReply(msgspec.Struct):
+    """The process answers."""
+
+    status: Literal["ok"]
+    node: str
+
+
+class ReadyRules(msgspec.Struct):
+    """The rules in force and their age."""
+
+    version: str
+    origin: str
+    since: str | None
+    age_seconds: Annotated[
+        float | None, Meta(description="Seconds since the source last confirmed them.")
+    ]
+    error: str
+
+
+class ReadyStore(msgspec.Struct):
+    """Whether the store answers."""
+
+    healthy: bool
+    error: str
+
+
+class ReadyReply(msgspec.Struct):
+    """Whether this worker wants requests, and what is wrong."""
+
+    status: Literal["ready", "stopping"]
+    node: str
+    worker: int
+    workers: Annotated[int, Meta(description="Workers that are alive.")]
+    rules: ReadyRules
+    store: ReadyStore
+
+
+def routes(context: ServiceContext, metrics: WorkerMetrics) -> Routes:
+    """Return the routes of health and metrics."""
     found = {
-        "/healthz": Endpoint(_alive(node)),
-        "/readyz": Endpoint(_ready(node, metrics)),
-        "/metrics": Endpoint(_metrics(metrics)),
+        "/healthz": ServiceRoute(_alive(context)),
+        "/readyz": ServiceRoute(_ready(context, metrics)),
+        "/metrics": ServiceRoute(_scrape(metrics)),
     }
     return {path: {"GET": each, "HEAD": each} for path, each in found.items()}
 
 
-def _alive(node: Node) -> Handler:
-    async def alive(_: Asked) -> Reply:
-        return data_reply({"status": "ok", "node": node.node_id})
+def _alive(context: ServiceContext) -> Handler:
+    async def alive(_: ServiceRequest) -> ServiceReply:
+        return json_reply(HealthReply("ok", context.node_id))
 
     return alive
 
 
-def _ready(node: Node, metrics: Metrics) -> Handler:
-    async def ready(asked: Asked) -> Reply:
-        rules, store = _rules(node), await _store(node)
-        if not _is_known(node, asked):
-            for part in (rules, store):
-                part["error"] = part["error"] and _UNTOLD
-        found = {
-            "status": "stopping" if node.stopping else "ready",
-            "node": node.node_id,
-            "worker": node.settings.worker,
-            "workers": metrics.workers(),
-            "rules": rules,
-            "store": store,
-        }
-        return data_reply(found, 503 if node.stopping else 200)
+def _ready(context: ServiceContext, metrics: WorkerMetrics) -> Handler:
+    async def ready(asked: ServiceRequest) -> ServiceReply:
+        rules, store = _rules(context), await _store(context)
+        if not _has_token(context, asked):
+            rules.error = rules.error and _HIDDEN
+            store.error = store.error and _HIDDEN
+        found = ReadyReply(
+            status="stopping" if context.stopping else "ready",
+            node=context.node_id,
+            worker=context.settings.worker,
+            workers=metrics.workers(),
+            rules=rules,
+            store=store,
+        )
+        return json_reply(found, 503 if context.stopping else 200)
 
     return ready
 
 
-def _is_known(node: Node, asked: Asked) -> bool:
-    """Has whoever asks a token, of any role, or is none asked for?"""
+def _has_token(context: ServiceContext, asked: ServiceRequest) -> bool:
+    """Return True if the caller has a token of any role, or none is required."""
     given = asked.headers.get(b"authorization")
     authorization = None if given is None else given.decode("latin-1")
-    return not isinstance(node.tokens.permitted(authorization, "quota"), Refused)
+    return not isinstance(context.tokens.permitted(authorization, "quota"), TokenRejection)
 
 
-def _rules(node: Node) -> dict[str, Any]:
-    status = node.limiter.rules_status()
-    return {
-        "version": status.version,
-        "origin": status.origin,
-        "since": status.since.isoformat(timespec="seconds") if status.since else None,
-        "age_seconds": None if status.age is None else round(status.age, 3),
-        "error": status.error,
-    }
+def _rules(context: ServiceContext) -> ReadyRules:
+    status = context.limiter.rules_status()
+    return ReadyRules(
+        version=status.version,
+        origin=status.origin,
+        since=status.since.isoformat(timespec="seconds") if status.since else None,
+        age_seconds=None if status.age is None else round(status.age, 3),
+        error=status.error,
+    )
 
 
-async def _store(node: Node) -> dict[str, Any]:
-    store: Any = node.limiter.store
+async def _store(context: ServiceContext) -> ReadyStore:
+    store = context.limiter.store
     try:
-        make: Any = store.gate if store.as_async is None else store.as_async.async_gate
-        found = make(_PROBE, _PROBE_RULE).peek("ready", 0)
-        if isawaitable(found):
-            await found
+        if store.as_async is None:
+            store.gate(_PROBE, _PROBE_RULE).peek("ready", 0)
+        else:
+            await store.as_async.async_gate(_PROBE, _PROBE_RULE).peek("ready", 0)
     except StoreError as error:
-        return {"healthy": False, "error": str(error)}
-    return {"healthy": True, "error": ""}
+        return ReadyStore(False, str(error))
+    return ReadyStore(True, "")
 
 
-def _metrics(metrics: Metrics) -> Handler:
-    async def scrape(_: Asked) -> Reply:
-        return Reply(200, [(b"content-type", CONTENT_TYPE), NOT_KEPT], await metrics.scraped())
+def _scrape(metrics: WorkerMetrics) -> Handler:
+    async def scrape(_: ServiceRequest) -> ServiceReply:
+        text = await metrics.scraped()
+        return ServiceReply(200, [(b"content-type", CONTENT_TYPE), NO_STORE], text)
 
     return scrape
+
+
+# ── Metrics ────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True)
+class WorkerCounts:
+    """The contents of a counter file: of one worker, or of all dead workers."""
+
+    counted: Snapshot = field(default_factory=Snapshot)
+    folded: list[int] = field(default_factory=list)
+    """Only for dead workers: those whose files are included and still have to be removed."""
+
+
+_decode: Final = msgspec.json.Decoder(WorkerCounts).decode
+
+
+class WorkerMetrics:
+    """The counters of this worker, and the sum of all workers."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
+        self._reading = Reading(context.limiter)
+        self._folder = context.settings.counters
+        self._written = b""
+        self._failing = False
+        self._stats: StoreStats | None = None
+        self._stats_at_s = -STATS_SECONDS
+        self._reading_stats: asyncio.Task[None] | None = None
+
+    def snapshot(self) -> Snapshot:
+        """Return the present counters of this worker."""
+        context = self._context
+        found = context.counters.snapshot()
+        found.add(self._reading.snapshot())
+        found.put("worker_starts", 1)
+        found.put("start_time_seconds", context.started_ns / 1e9)
+        found.put("build_info", 1, __version__)
+        found.put("records_dropped", 0 if context.recorder is None else context.recorder.dropped())
+        return found
+
+    async def keep_writing(self) -> None:
+        """Write the counters for the other workers once a second, until cancelled.
+
+        With ten thousand busy rules a write takes about 20 ms, and happens less often.
+        """
+        while self._folder is not None:
+            started_s = time.monotonic()
+            self.write()
+            taken_s = time.monotonic() - started_s
+            await asyncio.sleep(max(WRITE_SECONDS, taken_s / WRITE_SHARE_MAX))
+
+    def write(self) -> None:
+        """Write the counters for the other workers if they changed. A full disk is only logged."""
+        if self._folder is None:
+            return
+        text = encode(WorkerCounts(self.snapshot()))
+        path = self._folder / f"{os.getpid()}.json"
+        try:
+            if text != self._written or not path.exists():
+                _replace(path, text)
+                self._written = text
+        except OSError as error:
+            if not self._failing:  # logged once, and not every second
+                log.warning(
+                    "metrics: the counters of this worker cannot be written: %s", error.strerror
+                )
+            self._failing = True
+        else:
+            self._failing = False
+
+    def total(self) -> Snapshot:
+        """Return the sum of the counters of all workers."""
+        own = os.getpid()
+        with _locked(self._folder, fcntl.LOCK_SH):
+            self.write()
+            total = self.snapshot()
+            dead = WorkerCounts()
+            if self._folder is not None:
+                dead = _read(self._folder / _DEAD) or dead
+            total.add(dead.counted)
+            for path in _files(self._folder):
+                number = int(path.stem)
+                if number != own and number not in dead.folded and (found := _read(path)):
+                    total.add(found.counted if _is_alive(path) else found.counted.lasting())
+        total.put("workers", self.workers())
+        return total
+
+    def workers(self) -> int:
+        """Return how many workers are alive."""
+        return max(sum(_is_alive(path) for path in _files(self._folder)), 1)
+
+    async def scraped(self) -> bytes:
+        """Return the metrics of all workers and of the store, in Prometheus' text format."""
+        if self._reading_stats is None and time.monotonic() - self._stats_at_s >= STATS_SECONDS:
+            self._reading_stats = asyncio.create_task(self._read_stats())
+        if self._reading_stats is not None:
+            await asyncio.wait({self._reading_stats}, timeout=STATS_WAIT_SECONDS)
+        return self.text()
+
+    async def _read_stats(self) -> None:
+        self._stats_at_s = time.monotonic()
+        try:
+            self._stats = await asyncio.to_thread(self._context.limiter.stats)
+        except StoreError:
+            self._stats = None  # unknown now, and the last known size is no longer true
+        except Exception:
+            log.exception("metrics: the size of the store cannot be read")
+        finally:
+            self._reading_stats = None
+
+    def text(self) -> bytes:
+        """Return the metrics of all workers, with the last known size of the store."""
+        total = self.total()
+        if self._stats is not None:
+            total.put("store_states", self._stats.states)
+            total.put("store_states_max", self._stats.states_max)
+            total.put("store_bytes", self._stats.bytes)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_MetricList(_metric(family, total) for family in FAMILIES))
+        text: bytes = generate_latest(registry)
+        return text
+
+
+class _MetricList(Collector):
+    """Metrics in the form that a registry takes."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def _metric(family: Family, total: Snapshot) -> Metric:
+    name = f"tollkeeper_{family.name}"
+    if family.kind == "histogram":
+        data = total.histograms.get(family.name, [0] * LENGTH)
+        ranges = [(_bound(upper), float(count)) for upper, count in cumulative(data)]
+        return HistogramMetricFamily(name, family.help, buckets=ranges, sum_value=data[-1] / 1e9)
+    kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+    metric: CounterMetricFamily | GaugeMetricFamily = kind(name, family.help, labels=family.labels)
+    values = total.values.get(family.name, {})
+    if family.kind == "counter" and not family.labels:
+        values = values or {"": 0}
+    for labels, value in sorted(values.items()):
+        metric.add_metric(labels.split(JOIN) if family.labels else [], value)
+    return metric
+
+
+def _bound(upper_s: float) -> str:
+    return "+Inf" if upper_s == float("inf") else f"{upper_s:g}"
+
+
+# ── Counter files ──────────────────────────────────────────────────────────────────────────────
+
+
+def fold_dead(folder: Path) -> None:
+    """Add the counters of dead workers to one file, and remove their files."""
+    try:
+        with _locked(folder, fcntl.LOCK_EX):
+            total = _read(folder / _DEAD) or WorkerCounts()
+            # A worker that was killed in the middle of this function left them.
+            for number in total.folded:
+                (folder / f"{number}.json").unlink(missing_ok=True)
+            dead = [path for path in _files(folder) if not _is_alive(path)]
+            # A number that stayed in `folded` would hide a new worker that gets the number.
+            if not dead and not total.folded:
+                return
+            for path in dead:
+                if found := _read(path):
+                    total.counted.add(found.counted.lasting())
+            total.folded = [int(path.stem) for path in dead]
+            _replace(folder / _DEAD, encode(total))
+            for path in dead:
+                path.unlink(missing_ok=True)
+            total.folded = []
+            _replace(folder / _DEAD, encode(total))
+    except OSError as error:
+        log.warning("metrics: the counters of dead workers cannot be added up: %s", error.strerror)
+
+
+@contextmanager
+def _locked(folder: Path | None, mode: int) -> Iterator[None]:
+    """Hold the lock of the folder; without a folder, there is nothing to lock."""
+    with ExitStack() as stack:
+        if folder is not None:
+            with suppress(OSError):  # without a folder, or room in it, no worker can fold either
+                fcntl.flock(stack.enter_context((folder / _LOCK).open("w")), mode)
+        yield
+
+
+def _files(folder: Path | None) -> list[Path]:
+    return [] if folder is None else [each for each in folder.glob("*.json") if each.stem.isdigit()]
+
+
+def _is_alive(path: Path) -> bool:
+    try:
+        os.kill(int(path.stem), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _read(path: Path) -> WorkerCounts | None:
+    """Return the contents of a counter file; None if it is gone or cannot be read."""
+    with suppress(OSError, msgspec.DecodeError):
+        if path.stat().st_size <= FILE_BYTES_MAX:
+            return _decode(path.read_bytes())
+    return None
+
+
+def _replace(path: Path, text: bytes) -> None:
+    # No fsync: after a crash of the machine the counters start again from zero.
+    temporary = path.with_suffix(".new")
+    temporary.write_bytes(text)
+    temporary.replace(path)

@@ -1,136 +1,257 @@
-"""GET, DELETE /v1/quota and POST /v1/quota/grant: what is left, forgetting it, and giving more.
+"""GET and DELETE /v1/quota, and POST /v1/quota/grant: show a quota, reset it, and add units.
 
-Looking asks each limit of each rule by itself, where a check asks them together: a check tells only
-of the tightest, and here all are wanted. It spends nothing.
+A check reports only the tightest limit. GET /v1/quota reports every limit of every rule, so it
+peeks at each limit separately. It spends nothing.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
-from inspect import isawaitable
-from typing import Any, Final
+from typing import Annotated, Final, Literal
+from urllib.parse import parse_qsl
 
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.core.model import Decision, Limit, Request
+import msgspec
+from msgspec import Meta
+
+from tollkeeper.core.errors import ConfigError, show
+from tollkeeper.core.model import REQUEST_FIELDS, UNITS_MAX, Decision, Limit, Request
 from tollkeeper.core.subjects import SEPARATOR
+from tollkeeper.decide.store import AsyncGate, Gate
 from tollkeeper.rules.compiled import RuleCheck
-from tollkeeper.service.http.asked import Asked, Endpoint, in_scope
-from tollkeeper.service.http.node import Node
-from tollkeeper.service.http.replies import Reply, data_reply
-from tollkeeper.service.http.wire import GrantBody, limit_data, reader_of, request_of_query
+from tollkeeper.rules.document.model import Mode
+from tollkeeper.service.http.checks import (
+    ATTRIBUTES_MAX,
+    RequestFields,
+    body_reader,
+    request_of,
+)
+from tollkeeper.service.http.context import (
+    Handler,
+    Routes,
+    ServiceContext,
+    ServiceReply,
+    ServiceRequest,
+    ServiceRoute,
+    in_scope,
+    json_reply,
+)
+from tollkeeper.web.addresses import counted_address
 
-# Gates of single limits that are kept; all are dropped when there are more.
+QUERY_BYTES_MAX: Final = 16_384
+TTL_SECONDS_MAX: Final = 366 * 86_400
+_QUERY_FIELDS_MAX: Final = ATTRIBUTES_MAX + len(REQUEST_FIELDS)
+_ATTRIBUTE: Final = "attributes."
+# Gates of single limits that are kept; when there are more, all are dropped.
 _GATES_MAX: Final = 1_024
-_KINDS: Final = {None: "unlimited", "allow": "exempt", "deny": "blocked"}
 
-Handler = Callable[[Asked], Awaitable[Reply]]
+QuotaKind = Literal["limited", "unlimited", "exempt", "blocked"]
+_KINDS: Final[dict[str | None, QuotaKind]] = {
+    None: "unlimited",
+    "allow": "exempt",
+    "deny": "blocked",
+}
 
 log = logging.getLogger("tollkeeper.service")
 
 
-def endpoints(node: Node) -> dict[str, dict[str, Endpoint]]:
-    """The handlers by path and method."""
-    look = Endpoint(_look(node), "quota")
-    reset = Endpoint(_reset(node), "admin")
-    grant = Endpoint(_grant(node), "admin", node.settings.body_bytes_max)
+class GrantBody(RequestFields, forbid_unknown_fields=True, kw_only=True):
+    """A request, and the extra units for its subject."""
+
+    units: Annotated[
+        int, Meta(ge=1, le=UNITS_MAX, description="Units on top of every limit that applies.")
+    ]
+    ttl_seconds: Annotated[
+        Annotated[float, Meta(gt=0, le=TTL_SECONDS_MAX)] | None,
+        Meta(description="How long they can be spent; by default one window."),
+    ] = None
+
+
+class QuotaLimit(msgspec.Struct):
+    """One limit of a rule and its present state."""
+
+    policy: Annotated[str, Meta(examples=["10 per 1 s (token_bucket)"])]
+    name: str
+    algorithm: str
+    units: Annotated[int, Meta(description="Units per window.")]
+    window_seconds: float
+    limit: Annotated[int, Meta(description="The most that can ever remain.")]
+    remaining: int
+    reset_after: Annotated[float, Meta(description="Seconds until the quota is whole again.")]
+
+
+class QuotaRule(msgspec.Struct):
+    """A rule that applies to a request, and its limits."""
+
+    rule: str
+    mode: Mode
+    subject: Annotated[str, Meta(description="The subject that is counted.")]
+    source: Annotated[str, Meta(description="Where the limits come from.")]
+    cost: Annotated[int, Meta(description="Units that one request costs under this rule.")]
+    limits: list[QuotaLimit]
+
+
+class QuotaReply(msgspec.Struct):
+    """Every rule that applies to a request."""
+
+    kind: QuotaKind
+    rules: list[QuotaRule]
+
+
+def routes(context: ServiceContext) -> Routes:
+    """Return the routes of quotas."""
+    look = ServiceRoute(_look(context), "quota")
+    reset = ServiceRoute(_reset(context), "admin")
+    grant = ServiceRoute(_grant(context), "admin", context.settings.body_bytes_max)
     return {
         "/v1/quota": {"GET": look, "HEAD": look, "DELETE": reset},
         "/v1/quota/grant": {"POST": grant},
     }
 
 
-def _look(node: Node) -> Handler:
-    single = _SingleLimits(node)
+def _look(context: ServiceContext) -> Handler:
+    single = _SingleLimits(context)
 
-    async def look(asked: Asked) -> Reply:
+    async def look(asked: ServiceRequest) -> ServiceReply:
         request = in_scope(asked.token, request_of_query(asked.scope["query_string"]))
-        # Not `explain`, which asks all rules, and with 10,000 of them takes 100 ms.
-        policy = node.limiter.compiled_rules
-        plan = policy.plan(request, 1)
-        checks = [*plan.enforced, *plan.shadowed]
+        # Not `explain`, which examines every rule: with 10,000 rules it takes 100 ms.
+        plan = context.limiter.compiled_rules.plan(request, 1)
         kind = "limited" if plan.enforced else _KINDS[plan.verdict]
-        return data_reply({"kind": kind, "rules": [await _rule(single, check) for check in checks]})
+        checks = [*plan.enforced, *plan.shadowed]
+        return json_reply(QuotaReply(kind, [await _rule(single, check) for check in checks]))
 
     return look
 
 
-async def _rule(single: _SingleLimits, check: RuleCheck) -> dict[str, Any]:
+async def _rule(single: _SingleLimits, check: RuleCheck) -> QuotaRule:
     rule = check.rule
     limits = []
     for place, limit in enumerate(check.prepared.limits):
-        # Several where the rule keeps its limits in parts; together they are the whole.
+        # Several if the rule splits its limits into parts; the parts make up the whole.
         looks = [
             await single.peek(rule.id, gate.limits[place], subject) for gate, subject in check.parts
         ]
-        numbers = {
-            "remaining": sum(look.remaining for look in looks),
-            "reset_after": max(look.reset_after for look in looks),
-        }
-        limits.append({**limit_data(limit), **numbers})
-    return {
-        "rule": rule.id,
-        "mode": rule.mode,
-        "subject": check.subject.replace(SEPARATOR, " "),
-        "source": f"{check.choice.source} {check.choice.detail}".strip(),
-        "cost": check.units,
-        "limits": limits,
-    }
+        limits.append(
+            QuotaLimit(
+                policy=str(limit),
+                name=limit.name,
+                algorithm=limit.algorithm,
+                units=limit.limit,
+                window_seconds=limit.window,
+                limit=limit.capacity,
+                remaining=sum(look.remaining for look in looks),
+                reset_after=max(look.reset_after for look in looks),
+            )
+        )
+    return QuotaRule(
+        rule=rule.id,
+        mode=rule.mode,
+        subject=check.subject.replace(SEPARATOR, " "),
+        source=f"{check.choice.source} {check.choice.detail}".strip(),
+        cost=check.units,
+        limits=limits,
+    )
 
 
 class _SingleLimits:
-    """Each limit of a rule by itself, on the counts that it has together with the others."""
+    """Each limit of a rule alone, on the same counts as together with the others."""
 
-    def __init__(self, node: Node) -> None:
-        store: Any = node.limiter.store
-        self._make: Callable[[tuple[Limit, ...], str], Any] = (
-            store.gate if store.as_async is None else store.as_async.async_gate
-        )
-        self._gates: dict[tuple[str, Limit], Any] = {}
+    def __init__(self, context: ServiceContext) -> None:
+        self._store = context.limiter.store
+        self._gates: dict[tuple[str, Limit], Gate] = {}
+        self._async_gates: dict[tuple[str, Limit], AsyncGate] = {}
 
     async def peek(self, rule: str, limit: Limit, subject: str) -> Decision:
-        """How it stands. Raises StoreError."""
-        gate = self._gates.get((rule, limit))
-        if gate is None:
-            if len(self._gates) >= _GATES_MAX:
-                self._gates.clear()
-            gate = self._gates[rule, limit] = self._make((limit,), rule)
-        found = gate.peek(subject, 0)
-        decision: Decision = await found if isawaitable(found) else found
-        return decision
+        """Return the state of the limit. Raises StoreError."""
+        remote = self._store.as_async
+        if len(self._gates) + len(self._async_gates) >= _GATES_MAX:
+            self._gates.clear()
+            self._async_gates.clear()
+        key = rule, limit
+        if remote is None:
+            if key not in self._gates:
+                self._gates[key] = self._store.gate((limit,), rule)
+            return self._gates[key].peek(subject, 0)
+        if key not in self._async_gates:
+            self._async_gates[key] = remote.async_gate((limit,), rule)
+        return await self._async_gates[key].peek(subject, 0)
 
 
-def _reset(node: Node) -> Handler:
-    async def reset(asked: Asked) -> Reply:
-        # Whoever says it in a body would be told that it is done, and it would be somebody else's.
+def _reset(context: ServiceContext) -> Handler:
+    async def reset(asked: ServiceRequest) -> ServiceReply:
+        # A client that names the subject in a body would reset another subject's quota.
         length = asked.headers.get(b"content-length", b"0")
         if length.strip(b"0") or b"transfer-encoding" in asked.headers:
             raise ConfigError(
-                "DELETE /v1/quota has no body; say in the query whose quota it is, like ?user=42"
+                "DELETE /v1/quota has no body; name the subject in the query, like ?user=42"
             )
         request = request_of_query(asked.scope["query_string"])
-        await node.limiter.reset(request)
-        _note(node, asked, "reset", request)
-        return Reply(204, [])
+        await context.limiter.reset(request)
+        _log_change(context, asked, "reset", request)
+        return ServiceReply(204, [])
 
     return reset
 
 
-def _grant(node: Node) -> Handler:
-    read = reader_of(GrantBody)
+def _grant(context: ServiceContext) -> Handler:
+    read = body_reader(GrantBody)
 
-    async def grant(asked: Asked) -> Reply:
+    async def grant(asked: ServiceRequest) -> ServiceReply:
         body = read(asked.body)
-        request = body.request()
-        await node.limiter.grant(request, body.units, body.ttl_seconds)
-        _note(node, asked, "grant", request)
-        return Reply(204, [])
+        request = request_of(body)
+        await context.limiter.grant(request, body.units, body.ttl_seconds)
+        _log_change(context, asked, "grant", request)
+        return ServiceReply(204, [])
 
     return grant
 
 
-def _note(node: Node, asked: Asked, what: str, request: Request) -> None:
-    """Into the log, without the key, as the admin API does: who did it, and to which rules."""
-    plan = node.limiter.compiled_rules.plan(request, 0)
+def _log_change(
+    context: ServiceContext, asked: ServiceRequest, change: str, request: Request
+) -> None:
+    """Log the change, its author and the rules, as the admin API does. The key is not logged."""
+    plan = context.limiter.compiled_rules.plan(request, 0)
     rules = ", ".join(check.rule.id for check in (*plan.enforced, *plan.shadowed)) or "none"
-    log.info("quota %s by %s; rules: %s", what, asked.token.name, rules)
+    log.info("quota %s by %s; rules: %s", change, asked.token.name, rules)
+
+
+def request_of_query(query: bytes) -> Request:
+    """Return the request that a query describes. Raises ConfigError.
+
+    >>> request_of_query(b"user=42&attributes.region=eu").attributes
+    {'region': 'eu'}
+    """
+    fields: dict[str, str] = {}
+    attributes: dict[str, str] = {}
+    for name, value in _pairs(query):
+        if name in REQUEST_FIELDS:
+            into, field = fields, name
+        elif name.startswith(_ATTRIBUTE) and name != _ATTRIBUTE:
+            into, field = attributes, name.removeprefix(_ATTRIBUTE)
+        else:
+            known = ", ".join(REQUEST_FIELDS)
+            raise ConfigError(
+                f"the query has an unknown field {show(name)}; the fields are {known}, and "
+                f"attributes as attributes.NAME"
+            )
+        if field in into:
+            raise ConfigError(f"the query has {show(name)} twice; give it once")
+        if "\0" in value or "\0" in field:
+            raise ConfigError(f"the query: {show(name)} has a NUL character in it")
+        into[field] = counted_address(value) if name == "ip" else value
+    return Request(**fields, attributes=attributes)
+
+
+def _pairs(query: bytes) -> list[tuple[str, str]]:
+    if len(query) > QUERY_BYTES_MAX:
+        raise ConfigError(f"the query has more than {QUERY_BYTES_MAX:,} bytes")
+    try:
+        return parse_qsl(
+            query.decode("ascii"),
+            keep_blank_values=True,
+            errors="strict",
+            max_num_fields=_QUERY_FIELDS_MAX,
+        )
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the query is not percent-encoded UTF-8 at byte {error.start}") from None
+    except ValueError:
+        raise ConfigError(f"the query has more than {_QUERY_FIELDS_MAX} fields") from None

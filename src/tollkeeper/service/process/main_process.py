@@ -301,7 +301,7 @@ def started_line(settings: ServiceSettings, version: str) -> str:
     """Return one line: address, rules, store, and a command that tries the service."""
     url = url_of(settings)
     options = "-k " if settings.tls_cert else ""
-    if Tokens.load(settings.tokens_path).demanded:
+    if Tokens.load(settings.tokens_path).required:
         options += '-H "Authorization: Bearer $TOLLKEEPER_TOKEN" '
     grpc = f", gRPC {settings.grpc}" if settings.grpc else ""
     return (

@@ -61,13 +61,13 @@ def check_access(settings: ServiceSettings) -> ServiceSettings:
             f"tollkeeper token create NAME --role check --tokens {path}"
         )
     tokens = Tokens.load(path)
-    if not tokens.demanded and not settings.is_local and not settings.insecure_no_tokens:
+    if not tokens.required and not settings.is_local and not settings.insecure_no_tokens:
         raise ConfigError(
             f"{settings.far_host} can be reached from other machines, and there is no token: any "
             f"client could spend any quota. Create a token with `tollkeeper token create NAME "
             f"--role check --tokens {path}`, or listen on 127.0.0.1, or give --insecure-no-tokens"
         )
-    return replace(settings, tokens=str(path)) if tokens.demanded else settings
+    return replace(settings, tokens=str(path)) if tokens.required else settings
 
 
 def check_tls(settings: ServiceSettings) -> None:

@@ -43,11 +43,9 @@ from tollkeeper.history.recorder import Recorder
 from tollkeeper.history.sink import Sink
 from tollkeeper.history.trimming import Keep
 from tollkeeper.limiter import AsyncLimiter
-from tollkeeper.service.http import node as nodes
-from tollkeeper.service.http.app import Service, service
-from tollkeeper.service.http.asked import Receive, Scope, Send
-from tollkeeper.service.http.metrics import fold_dead
-from tollkeeper.service.http.node import Node
+from tollkeeper.service.http.app import HttpService
+from tollkeeper.service.http.context import Receive, Scope, Send, ServiceContext, WorkerSettings
+from tollkeeper.service.http.health import fold_dead
 from tollkeeper.service.http.tokens import Tokens
 from tollkeeper.service.process.logs import event
 from tollkeeper.service.process.settings import ServiceSettings
@@ -131,13 +129,13 @@ def recorder_of(
     )
 
 
-def open_node(settings: ServiceSettings, counters: Path | None) -> Node:
+def open_node(settings: ServiceSettings, counters: Path | None) -> ServiceContext:
     """Open a node. The caller closes its limiter and stops its recorder."""
-    answering = nodes.Settings(style_of(settings), counters=counters, worker=os.getpid())
+    answering = WorkerSettings(style_of(settings), counters=counters, worker=os.getpid())
     limiter = open_limiter(settings, counters)
-    return Node(
+    return ServiceContext(
         limiter=limiter,
-        tokens=Tokens.load(settings.tokens_path, demanded=bool(settings.tokens)),
+        tokens=Tokens.load(settings.tokens_path, required=bool(settings.tokens)),
         node_id=settings.node_id,
         identity=identity_of(settings),
         settings=answering,
@@ -147,7 +145,7 @@ def open_node(settings: ServiceSettings, counters: Path | None) -> Node:
     )
 
 
-def traced(node: Node) -> Callable[[Service], Asgi]:
+def traced(node: ServiceContext) -> Callable[[HttpService], Asgi]:
     """Instrument the node if OpenTelemetry is configured in this process.
 
     Returns a wrapper for the HTTP application, which puts its spans into the trace of the caller.
@@ -201,7 +199,7 @@ class Worker:
             await node.recorder.start()
             stack.push_async_callback(node.recorder.stop)
         around = traced(node)
-        answering = service(node)
+        answering = HttpService(node)
         await answering.start()
         stack.push_async_callback(answering.stop)
         drains = [await self._start_grpc(node, stack)] if self._settings.grpc else []
@@ -214,7 +212,7 @@ class Worker:
         gc.collect()
         gc.freeze()
 
-    async def _start_grpc(self, node: Node, stack: AsyncExitStack) -> Drain:
+    async def _start_grpc(self, node: ServiceContext, stack: AsyncExitStack) -> Drain:
         # Imported here: a service without gRPC does not need its libraries.
         from tollkeeper.service.envoy.server import Tls, start  # noqa: PLC0415 - see above
 
@@ -237,7 +235,7 @@ class Worker:
 class WorkerShutdown:
     """Drains one worker and then stops it, as the module describes."""
 
-    def __init__(self, node: Node, drains: Sequence[Drain], drain_s: float) -> None:
+    def __init__(self, node: ServiceContext, drains: Sequence[Drain], drain_s: float) -> None:
         """`drains` are called once when the whole service shuts down."""
         self._node = node
         self._drains = drains

@@ -1,4 +1,4 @@
-"""The service as an ASGI application, asked in this process, with a clock that stands still."""
+"""The HTTP service in this process, with a manual clock, and a client that calls it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tollkeeper import AsyncLimiter
-from tollkeeper.service.http.app import Service, service
-from tollkeeper.service.http.node import Node, Settings
+from tollkeeper.service.http.app import HttpService
+from tollkeeper.service.http.context import ServiceContext, WorkerSettings
 from tollkeeper.service.http.tokens import Tokens
 from tollkeeper.testing import ManualClock
 from tollkeeper.web.answers import Style
@@ -46,7 +46,7 @@ RULES: dict[str, Any] = {
 
 
 class Answer(NamedTuple):
-    """What came back."""
+    """A response."""
 
     status: int
     headers: dict[str, str]
@@ -54,17 +54,17 @@ class Answer(NamedTuple):
 
     @property
     def data(self) -> Any:
-        """The JSON."""
+        """The decoded JSON body."""
         return json.loads(self.body)
 
 
-class Asking:
-    """Asks one service."""
+class HttpClient:
+    """Calls one service."""
 
-    def __init__(self, node: Node, clock: ManualClock) -> None:
-        self.node = node
+    def __init__(self, context: ServiceContext, clock: ManualClock) -> None:
+        self.context = context
         self.clock = clock
-        self.service: Service = service(node)
+        self.app = HttpService(context)
 
     async def __call__(
         self,
@@ -76,7 +76,7 @@ class Asking:
         chunks: Sequence[bytes] | None = None,
         declare: bool = True,
     ) -> Answer:
-        """One request. `body` is bytes or what becomes JSON; `chunks` are what arrives of it."""
+        """Send a request. `body` is bytes or data for JSON; `chunks` are the parts that arrive."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         path, _, query = url.partition("?")
         sent = {name.lower(): value for name, value in (headers or {}).items()}
@@ -93,7 +93,7 @@ class Asking:
             "client": ("127.0.0.1", 4711),
         }
         arriving = list(chunks) if chunks is not None else [raw]
-        said: list[Any] = []
+        sent_back: list[Any] = []
 
         async def receive() -> dict[str, Any]:
             if not arriving:
@@ -102,22 +102,24 @@ class Asking:
             return {"type": "http.request", "body": piece, "more_body": bool(arriving)}
 
         async def send(message: Any) -> None:
-            said.append(message)
+            sent_back.append(message)
 
-        await self.service(scope, receive, send)
-        if not said:
+        await self.app(scope, receive, send)
+        if not sent_back:
             return Answer(0, {}, b"")
-        found = [(n.decode("latin-1"), v.decode("latin-1")) for n, v in said[0]["headers"]]
-        assert len({name for name, _ in found}) == len(found), "a header is there twice"
-        return Answer(said[0]["status"], dict(found), b"".join(m["body"] for m in said[1:]))
+        found = [(n.decode("latin-1"), v.decode("latin-1")) for n, v in sent_back[0]["headers"]]
+        assert len({name for name, _ in found}) == len(found), "a header occurs twice"
+        return Answer(
+            sent_back[0]["status"], dict(found), b"".join(m["body"] for m in sent_back[1:])
+        )
 
     async def check(self, **fields: Any) -> Answer:
-        """POST /v1/check."""
+        """Call POST /v1/check."""
         return await self("POST", "/v1/check", fields)
 
 
 @asynccontextmanager
-async def asking(
+async def http_service(
     tokens: Path | None = None,
     rules: Mapping[str, Any] = RULES,
     *,
@@ -125,16 +127,16 @@ async def asking(
     identity: Identity | None = None,
     **limiter: Any,
 ) -> Any:
-    """A service with these rules and tokens."""
+    """Run a service with these rules and tokens, and yield a client."""
     clock = ManualClock()
     async with AsyncLimiter.from_rules(dict(rules), clock=clock, **limiter) as made:
-        node = Node(
+        context = ServiceContext(
             limiter=made,
             tokens=Tokens.load(tokens),
             node_id="test-1",
             identity=identity or Identity({"api_key": "header:X-API-Key"}),
-            settings=Settings(Style(), counters=counters, worker=1),
+            settings=WorkerSettings(Style(), counters=counters, worker=1),
             started_ns=clock.now_ns(),
             now_ns=clock.now_ns,
         )
-        yield Asking(node, clock)
+        yield HttpClient(context, clock)

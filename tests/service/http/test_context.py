@@ -1,4 +1,4 @@
-"""Errors as replies: every error of ours has a status that says what to do."""
+"""Errors as replies: each error of Tollkeeper has a status."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from tollkeeper import Limit
 from tollkeeper.core.errors import CapacityError, ConfigError, InvalidKey, StoreTimeout
-from tollkeeper.service.http.replies import Refusal, Reply, error_reply, refused_reply
-from tollkeeper.service.http.tokens import Refused
+from tollkeeper.service.http.context import RequestRejected, ServiceReply, error_reply, token_reply
+from tollkeeper.service.http.tokens import TokenRejection
 
 ERRORS: list[tuple[Exception, int, str]] = [
     (ConfigError("no"), 400, "INVALID_REQUEST"),
@@ -20,8 +20,8 @@ ERRORS: list[tuple[Exception, int, str]] = [
 
 
 @pytest.mark.parametrize(("error", "status", "code"), ERRORS)
-def test_an_error_of_ours_is_a_problem(error: Exception, status: int, code: str) -> None:
-    """With its code; what may be over in a moment says when to try again."""
+def test_an_error_of_tollkeeper_is_a_problem(error: Exception, status: int, code: str) -> None:
+    """It has a code; a temporary error has Retry-After."""
     reply = error_reply(error)
     assert reply is not None
     assert reply.status == json.loads(reply.body)["status"] == status
@@ -32,19 +32,19 @@ def test_an_error_of_ours_is_a_problem(error: Exception, status: int, code: str)
     assert (b"retry-after" in headers) == (status == 503)
 
 
-def test_anything_else_is_a_defect() -> None:
-    """Not answered as if it were the client's."""
+def test_any_other_error_is_a_defect() -> None:
+    """It is not reported as the client's mistake."""
     assert error_reply(RuntimeError("x")) is None
 
 
-def test_a_refusal_is_what_it_carries() -> None:
-    """As it is."""
-    reply = Reply(418, [])
-    assert error_reply(Refusal(reply)) is reply
+def test_a_rejected_request_gets_its_reply() -> None:
+    """The reply is sent as it is."""
+    reply = ServiceReply(418, [])
+    assert error_reply(RequestRejected(reply)) is reply
 
 
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_401_has_a_challenge(status: int) -> None:
-    """As HTTP asks; a 403 has none, for another token may not help."""
-    reply = refused_reply(Refused(status, "no"))  # type: ignore[arg-type]  # both are right
+    """HTTP requires it; a 403 has none, because another token may not help."""
+    reply = token_reply(TokenRejection(status, "no"))  # type: ignore[arg-type]  # both are valid
     assert (b"www-authenticate" in dict(reply.headers)) == (status == 401)

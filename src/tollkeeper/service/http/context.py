@@ -1,0 +1,186 @@
+"""What the endpoints of the service share: the context of a worker, a request and a reply.
+
+A worker process has one context. Its HTTP service, its gRPC service and its admin API all use it,
+so a limit is one limit, whichever way a request comes in.
+
+A handler takes a ServiceRequest and returns a ServiceReply. Every error is problem JSON (RFC 9457).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+
+from tollkeeper.core.errors import CapacityError, ConfigError, StoreError
+from tollkeeper.core.model import Request
+from tollkeeper.metrics.counters import Counters
+from tollkeeper.service.http.tokens import Permission, Token, TokenRejection, confined
+from tollkeeper.web.answers import Answer, bad_request_of, capacity_refusal_of
+from tollkeeper.web.problems import CONTENT_TYPE, problem
+
+if TYPE_CHECKING:
+    from tollkeeper.history.recorder import Recorder
+    from tollkeeper.limiter import AsyncLimiter
+    from tollkeeper.service.http.tokens import Tokens
+    from tollkeeper.web.answers import Style
+    from tollkeeper.web.identity import Identity
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+RawHeader = tuple[bytes, bytes]
+
+# A check has a few hundred bytes; a batch of a hundred checks has about ten thousand.
+BODY_BYTES_MAX: Final = 64 * 1024
+BATCH_BYTES_MAX: Final = 1024 * 1024
+BODY_SECONDS_MAX: Final = 10.0
+# A leaky bucket may delay a request. A longer delay is rejected: it would hold a connection open.
+HOLD_SECONDS_MAX: Final = 30.0
+RETRY_AFTER_SECONDS: Final = 1
+
+JSON: Final = (b"content-type", b"application/json")
+PROBLEM: Final = (b"content-type", CONTENT_TYPE.encode("ascii"))
+NO_STORE: Final = (b"cache-control", b"no-store")
+
+encode: Final = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """The settings that concern the path of a request."""
+
+    style: Style
+    """Which rate limit headers are sent."""
+    body_bytes_max: int = BODY_BYTES_MAX
+    batch_bytes_max: int = BATCH_BYTES_MAX
+    body_seconds_max: float = BODY_SECONDS_MAX
+    """How long a body may take to arrive."""
+    counters: Path | None = None
+    """The folder where workers write their counters for each other; None: a single worker."""
+    worker: int = 0
+    """The number or process ID of this worker; for logs and metrics."""
+
+
+@dataclass(slots=True)
+class ServiceContext:
+    """One worker: its limiter, its tokens, its name."""
+
+    limiter: AsyncLimiter
+    tokens: Tokens
+    node_id: str
+    identity: Identity
+    settings: WorkerSettings
+    started_ns: int
+    """When the worker started, in Unix time."""
+    database: str | None = None
+    """The URL of the control plane's database; None if the rules come from a file."""
+    now_ns: Callable[[], int] = time.time_ns
+    """The Unix time, for headers and records."""
+    counters: Counters = field(default_factory=Counters)
+    """The counters of requests and decision times."""
+    recorder: Recorder | None = None
+    """Records decisions and usage; None: nothing is recorded."""
+    stopping: bool = False
+    """True once the service shuts down: it still answers, and asks clients to go elsewhere."""
+    closing: bool = False
+    """True once this worker is about to end, though others may stay: clients reconnect."""
+
+
+# ── Requests and replies ───────────────────────────────────────────────────────────────────────
+
+
+class ServiceRequest(NamedTuple):
+    """An HTTP request. If a header occurs more than once, the last one counts."""
+
+    scope: Scope
+    headers: Mapping[bytes, bytes]
+    body: bytes
+    token: Token
+
+
+class ServiceReply(NamedTuple):
+    """A response, without the headers that every response has."""
+
+    status: int
+    headers: list[RawHeader]
+    body: bytes = b""
+
+
+Handler = Callable[[ServiceRequest], Awaitable[ServiceReply]]
+
+
+class ServiceRoute(NamedTuple):
+    """The handler of a path and method, the permission it requires, and its longest body."""
+
+    handle: Handler
+    permission: Permission | None = None
+    """What the caller's token must permit; None: the route needs no token."""
+    body_bytes_max: int = 0
+    """0: the route has no body, and none is read."""
+
+
+Routes = dict[str, dict[str, ServiceRoute]]
+
+
+class RequestRejected(Exception):
+    """Ends a request with a reply."""
+
+    def __init__(self, reply: ServiceReply) -> None:
+        self.reply = reply
+        super().__init__(reply.status)
+
+
+def in_scope(token: Token, request: Request) -> Request:
+    """Return the request, confined to the token's scope. Raises RequestRejected."""
+    found = confined(token, request)
+    if isinstance(found, TokenRejection):
+        raise RequestRejected(token_reply(found))
+    return found
+
+
+def json_reply(data: Any, status: int = 200) -> ServiceReply:
+    """Return a reply with a JSON body."""
+    return ServiceReply(status, [JSON, NO_STORE], encode(data))
+
+
+def problem_reply(
+    status: int, code: str, detail: str, headers: Sequence[RawHeader] = ()
+) -> ServiceReply:
+    """Return an error reply with a problem JSON body."""
+    return ServiceReply(
+        status, [*headers, PROBLEM, NO_STORE], encode(problem(status, code, detail))
+    )
+
+
+def token_reply(rejection: TokenRejection) -> ServiceReply:
+    """Return the reply to a caller whose token was rejected."""
+    challenge = [(b"www-authenticate", rejection.challenge.encode("ascii"))]
+    headers = challenge if rejection.status == 401 else []
+    return problem_reply(rejection.status, rejection.code, rejection.detail, headers)
+
+
+def error_reply(error: Exception) -> ServiceReply | None:
+    """Return the reply to a request that raised an error; None if the error is a defect."""
+    if isinstance(error, RequestRejected):
+        return error.reply
+    if isinstance(error, CapacityError):
+        return _reply_of(capacity_refusal_of(error))
+    if isinstance(error, ConfigError):
+        return _reply_of(bad_request_of(error))
+    if isinstance(error, StoreError):
+        wait = [(b"retry-after", b"%d" % RETRY_AFTER_SECONDS)]
+        return problem_reply(503, "STORE_UNAVAILABLE", str(error), wait)
+    return None
+
+
+def _reply_of(answer: Answer) -> ServiceReply:
+    headers = [
+        (name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers
+    ]
+    return ServiceReply(answer.status, headers, answer.body)
