@@ -1,4 +1,4 @@
-"""URLs of databases: which there are, what is wrong with the others, and never a password."""
+"""Database URLs: the valid ones, the errors of the others, and no password in any message."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SECRET = "hunter2"
         (f"postgresql:///rules?host=/run/pg&password={SECRET}", "postgresql:///rules"),
     ],
 )
-def test_urls_that_name_a_database(url: str, name: str) -> None:
-    """Its name for messages has the place, and neither user nor password."""
+def test_valid_urls(url: str, name: str) -> None:
+    """The name for messages contains the host and the database, and neither user nor password."""
     database = Database(url)
     assert database.name == name
     assert database.is_postgresql == (not url.startswith("sqlite"))
@@ -40,18 +40,18 @@ def test_urls_that_name_a_database(url: str, name: str) -> None:
         ("", "cannot be read"),
         ("rules.db", "cannot be read"),
         (f"postgresql://ann:{SECRET}@db:port/rules", "cannot be read"),
-        (f"mysql://ann:{SECRET}@db/rules", "no rules in 'mysql'"),
-        (f"postgresql+psycopg://ann:{SECRET}@db/rules", "no rules in 'postgresql+psycopg'"),
+        (f"mysql://ann:{SECRET}@db/rules", "'mysql' is not supported"),
+        (f"postgresql+psycopg://ann:{SECRET}@db/rules", "'postgresql+psycopg' is not supported"),
         (f"postgresql://ann:{SECRET}@db", "names no database on 'db'"),
-        ("sqlite://", "in memory is gone with its connection"),
-        ("sqlite:///:memory:", "in memory is gone with its connection"),
+        ("sqlite://", "in memory is lost with its connection"),
+        ("sqlite:///:memory:", "in memory is lost with its connection"),
         ("sqlite://rules.db", "in memory"),
         ("sqlite://folder/rules.db", "three slashes"),
-        (f"sqlite:///rules.db?key={SECRET}", "three slashes and no options"),
+        (f"sqlite:///rules.db?key={SECRET}", "and no options"),
     ],
 )
-def test_urls_that_name_none(url: str, words: str) -> None:
-    """What is wrong and a right one; the password is not in the message, nor in the traceback."""
+def test_invalid_urls(url: str, words: str) -> None:
+    """The error has the cause and an example; neither it nor its traceback has the password."""
     with pytest.raises(ConfigError) as error:
         Database(url)
     assert words in str(error.value)
@@ -59,23 +59,23 @@ def test_urls_that_name_none(url: str, words: str) -> None:
     assert SECRET not in "".join(traceback.format_exception(error.value, limit=0))
 
 
-async def test_a_file_that_was_replaced_is_read(tmp_path: Path) -> None:
-    """A backup that is put in its place is what is there from then on, without a restart."""
+async def test_a_replaced_file_is_reopened(tmp_path: Path) -> None:
+    """A restored backup is used at once, without a restart."""
 
     def filled(name: str) -> Path:
         with closing(sqlite3.connect(tmp_path / name)) as file, file:
-            file.execute("CREATE TABLE told (name TEXT)")
-            file.execute("INSERT INTO told VALUES (?)", (name,))
+            file.execute("CREATE TABLE names (name TEXT)")
+            file.execute("INSERT INTO names VALUES (?)", (name,))
         return tmp_path / name
 
     database = Database(f"sqlite:///{filled('rules.db')}")
 
-    async def told() -> str:
+    async def found_name() -> str:
         async with database.reading() as connection:
-            found = await connection.execute(text("SELECT name FROM told"))
+            found = await connection.execute(text("SELECT name FROM names"))
             return str(found.scalar_one())
 
-    assert [await told(), await told()] == ["rules.db", "rules.db"]
+    assert [await found_name(), await found_name()] == ["rules.db", "rules.db"]
     filled("backup.db").replace(tmp_path / "rules.db")
-    assert [await told(), await told()] == ["backup.db", "backup.db"]
+    assert [await found_name(), await found_name()] == ["backup.db", "backup.db"]
     await database.close()

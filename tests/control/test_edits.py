@@ -1,12 +1,17 @@
-"""Edits: a new document, the old one untouched, and an error where there is nothing to edit."""
+"""Edits return a new document and leave the old one unchanged; diffs are those of difflib."""
 
 from __future__ import annotations
 
+import difflib
+import time
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tollkeeper.control import edits
+from tollkeeper.control.edits import unified_diff
 from tollkeeper.core.model import Limit
 from tollkeeper.rules.document.model import Document, Override, Rule
 
@@ -22,26 +27,26 @@ DOCUMENT = Document(
 )
 
 
-def test_assign_adds_or_replaces_one() -> None:
-    """Nobody else is touched, and whoever had a tier keeps his place."""
+def test_assign_changes_one_subject() -> None:
+    """Other subjects stay, and a subject that had a tier keeps its position."""
     assert edits.assign(DOCUMENT, "user:7", "pro").assign == {**DOCUMENT.assign, "user:7": "pro"}
     moved = edits.assign(DOCUMENT, "user:42", "pro")
     assert list(moved.assign.items()) == [("user:42", "pro"), ("tenant:acme", "pro")]
 
 
-def test_unassign_takes_out_one() -> None:
+def test_unassign_removes_one_subject() -> None:
     """The others stay."""
     assert edits.unassign(DOCUMENT, "user:42").assign == {"tenant:acme": "pro"}
 
 
-def test_unassign_of_nobody_is_an_error() -> None:
-    """It says who is not assigned, and how subjects are written."""
-    with pytest.raises(edits.Missing, match=r"'42' is assigned to no tier; .* like user:42"):
+def test_unassigning_an_unassigned_subject_raises() -> None:
+    """The error names the subject and shows how subjects are written."""
+    with pytest.raises(edits.NotFound, match=r"'42' is assigned to no tier; .* like user:42"):
         edits.unassign(DOCUMENT, "42")
 
 
 def test_a_new_override_goes_first() -> None:
-    """The first that fits counts: one for a rule would do nothing behind one for every rule."""
+    """The first that fits applies: behind one for every rule, one for a rule has no effect."""
     new = Override("user", "42", rule="login", multiply=3.0)
     assert edits.add_override(DOCUMENT, new).overrides == (new, DOUBLE, DOUBLE_ORDERS)
 
@@ -49,14 +54,16 @@ def test_a_new_override_goes_first() -> None:
 @pytest.mark.parametrize(
     ("old", "rest"), [(DOUBLE, DOUBLE_ORDERS), (DOUBLE_ORDERS, DOUBLE)], ids=["every", "orders"]
 )
-def test_an_override_takes_the_place_of_its_like(old: Override, rest: Override) -> None:
-    """For the same subject and rule there is one; for another rule it is another one."""
+def test_an_override_replaces_the_one_for_the_same_subject_and_rule(
+    old: Override, rest: Override
+) -> None:
+    """An override for another rule stays."""
     new = replace(old, multiply=None, limits=PRO)
     assert edits.add_override(DOCUMENT, new).overrides == (new, rest)
 
 
 def test_removing_an_override() -> None:
-    """By subject and rule; None is the one for every rule, not all of them."""
+    """None means the override for every rule, not all overrides."""
     assert edits.remove_override(DOCUMENT, "user", "42").overrides == (DOUBLE_ORDERS,)
     assert edits.remove_override(DOCUMENT, "user", "42", "orders").overrides == (DOUBLE,)
 
@@ -64,33 +71,34 @@ def test_removing_an_override() -> None:
 @pytest.mark.parametrize(
     ("whose", "words"),
     [
-        (("user", "7", None), "for 'user' '7' and every rule; it has none for any rule"),
-        (("user", "42", "login"), "'42' and rule 'login'; it has some for every rule, 'orders'"),
-        (("tenant", "42", None), "it has none for any rule"),
+        (("user", "7", None), "for 'user' '7' and every rule; it has no override"),
+        (
+            ("user", "42", "login"),
+            "rule 'login'; it has overrides for every rule, 'orders'",
+        ),
+        (("tenant", "42", None), "it has no override"),
     ],
 )
-def test_removing_an_override_that_is_not_there(
-    whose: tuple[str, str, str | None], words: str
-) -> None:
-    """The error says for whom, and which ones there are."""
-    with pytest.raises(edits.Missing) as error:
+def test_removing_a_missing_override_raises(whose: tuple[str, str, str | None], words: str) -> None:
+    """The error names the subject and its overrides."""
+    with pytest.raises(edits.NotFound) as error:
         edits.remove_override(DOCUMENT, *whose)
     assert words in str(error.value)
 
 
 def test_tiers_are_changed_in_place_and_added_at_the_end() -> None:
-    """So that the text of the others stays where it is."""
+    """So the text of the other tiers does not move."""
     changed = edits.set_tier(DOCUMENT, "free", PRO).tiers
     assert list(changed.items()) == [("free", PRO), ("pro", PRO)]
     assert list(edits.set_tier(DOCUMENT, "max", PRO).tiers) == ["free", "pro", "max"]
 
 
-def test_a_tier_is_taken_out() -> None:
-    """The others stay; one that is not there is an error that names those that are."""
+def test_remove_tier() -> None:
+    """The others stay; a missing tier is an error that names the existing ones."""
     assert edits.remove_tier(DOCUMENT, "free").tiers == {"pro": PRO}
-    with pytest.raises(edits.Missing, match=r"no tier 'max'; there are 'free', 'pro'"):
+    with pytest.raises(edits.NotFound, match=r"no tier 'max'; there are 'free', 'pro'"):
         edits.remove_tier(DOCUMENT, "max")
-    with pytest.raises(edits.Missing, match=r"there is none yet"):
+    with pytest.raises(edits.NotFound, match=r"there is none yet"):
         edits.remove_tier(Document(), "max")
 
 
@@ -109,43 +117,41 @@ THREE = Document(rules=tuple(Rule(name, ("user",), FREE) for name in "abc"))
         ("b", "b", "abc"),
     ],
 )
-def test_a_rule_keeps_its_place_or_goes_where_it_is_put(
-    rule: str, before: str | None, order: str
-) -> None:
-    """One with a known id takes that one's place; a new one goes last; `before` moves both."""
+def test_put_rule_replaces_appends_or_moves(rule: str, before: str | None, order: str) -> None:
+    """A known id is replaced, a new rule goes last, and `before` moves both."""
     new = Rule(rule, ("user",), PRO)
     rules = edits.put_rule(THREE, new, before).rules
     assert "".join(each.id for each in rules) == order
     assert [each for each in rules if each.limits == PRO] == [new]
 
 
-def test_a_rule_cannot_go_before_one_that_is_not_there() -> None:
-    """The error names those that are; of many, the first ten."""
-    with pytest.raises(edits.Missing, match=r"no rule 'x'; there are 'a', 'b', 'c'$"):
+def test_a_missing_rule_raises() -> None:
+    """The error names the existing rules; of many, the first ten."""
+    with pytest.raises(edits.NotFound, match=r"no rule 'x'; there are 'a', 'b', 'c'$"):
         edits.put_rule(THREE, Rule("d", ("user",), PRO), "x")
     many = Document(rules=tuple(Rule(f"r{n}", ("user",), FREE) for n in range(1_000)))
-    with pytest.raises(edits.Missing, match=r"'r9' and 990 more$"):
+    with pytest.raises(edits.NotFound, match=r"'r9' and 990 more$"):
         edits.remove_rule(many, "x")
 
 
-def test_a_rule_is_taken_out() -> None:
+def test_remove_rule() -> None:
     """By its id."""
     assert [rule.id for rule in edits.remove_rule(THREE, "b").rules] == ["a", "c"]
 
 
-def test_entries_of_a_list_are_added_once_and_taken_out() -> None:
-    """At the end; each list has its own; what is not on it cannot be taken off."""
+def test_list_entries_are_added_once_and_removed() -> None:
+    """New entries go last; each list is separate; removing a missing entry raises."""
     more = edits.add_entry(DOCUMENT, "allow", "user:7")
     assert more.allow == ("sk_internal_*", "user:7")
     assert edits.add_entry(more, "allow", "sk_internal_*") is more
     assert edits.add_entry(more, "deny", "user:7").deny == ("user:7",)
     assert edits.remove_entry(more, "allow", "sk_internal_*").allow == ("user:7",)
-    with pytest.raises(edits.Missing, match=r"'user:7' is not on the deny list"):
+    with pytest.raises(edits.NotFound, match=r"'user:7' is not on the deny list"):
         edits.remove_entry(more, "deny", "user:7")
 
 
-def test_the_old_document_stays_as_it_was() -> None:
-    """All edits at once, and the document that they began with is equal to a copy of it."""
+def test_edits_leave_the_old_document_unchanged() -> None:
+    """After several edits, the original document is equal to its copy."""
     copy = replace(DOCUMENT, assign=dict(DOCUMENT.assign), tiers=dict(DOCUMENT.tiers))
     document = edits.assign(DOCUMENT, "user:7", "pro")
     document = edits.unassign(document, "user:42")
@@ -154,3 +160,65 @@ def test_the_old_document_stays_as_it_was() -> None:
     document = edits.set_tier(document, "max", PRO)
     assert document != DOCUMENT
     assert copy == DOCUMENT
+
+
+# ── Differences ────────────────────────────────────────────────────────────────────────────────
+
+texts = st.lists(st.sampled_from("abcde"), max_size=20).map(
+    lambda lines: "".join(map("{}\n".format, lines))
+)
+
+
+def patched(old: list[str], diff: list[str]) -> list[str]:
+    """Apply a diff as `patch` does: an independent reading of the format."""
+    new: list[str] = []
+    place = 0
+    for line in diff[2:]:
+        if line.startswith("@@"):
+            start, _, length = line.split()[1][1:].partition(",")
+            # The position of an empty range is the line before it.
+            begin = int(start) - (length != "0")
+            new += old[place:begin]
+            place = begin
+            continue
+        if line[0] in " -":
+            assert old[place] == line[1:]
+            place += 1
+        if line[0] in " +":
+            new.append(line[1:])
+    return new + old[place:]
+
+
+@given(texts, texts)
+def test_a_diff_turns_the_old_text_into_the_new_one(old: str, new: str) -> None:
+    """Applied to the old lines, it gives the new ones."""
+    diff = unified_diff(old, new, "a", "b")
+    assert patched(old.splitlines(), diff.splitlines()) == new.splitlines()
+
+
+@given(texts)
+def test_the_diff_of_equal_texts_is_empty(text: str) -> None:
+    """It has no header either."""
+    assert unified_diff(text, text, "a", "b") == ""
+
+
+def test_a_diff_equals_that_of_difflib() -> None:
+    """Headers, line numbers and context, for changes at both ends and in the middle."""
+    old = [f"line {number}" for number in range(40)]
+    several: list[dict[int, list[str]]] = [
+        *({0: []}, {39: []}, {20: ["new"]}, {3: ["x", "y"], 18: [], 36: ["z"]})
+    ]
+    for changed in several:
+        new = [each for n, line in enumerate(old) for each in changed.get(n, [line])]
+        expected = difflib.unified_diff(old, new, "a", "b", lineterm="")
+        assert unified_diff("\n".join(old), "\n".join(new), "a", "b") == "\n".join(expected)
+
+
+def test_the_diff_of_long_texts_is_quick() -> None:
+    """100,000 lines, most of them 1,000 times: under a second, because few are compared."""
+    old = [f"line {number % 100}" for number in range(100_000)]
+    new = [*old[:50_000], "new", *old[50_001:]]
+    before = time.process_time()
+    diff = unified_diff("\n".join(old), "\n".join(new), "a", "b")
+    assert time.process_time() - before < 1
+    assert diff.splitlines()[2] == "@@ -49998,7 +49998,7 @@"

@@ -1,4 +1,4 @@
-"""A limiter that follows its rules: what is new comes into force, and nothing else happens."""
+"""A limiter follows its rules: new versions come into force, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -10,22 +10,33 @@ import sys
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.redis_servers.waiting import until
-from tollkeeper import AsyncLimiter, Limit, Limiter, Request
+from tollkeeper import AsyncLimiter, Limit, Limiter, Request, open_store
 from tollkeeper.control import follow, snapshot
-from tollkeeper.control.follow import PAUSE_S_LONGEST, Pause
-from tollkeeper.control.sources import Found
+from tollkeeper.control.follow import (
+    JITTER,
+    PAUSE_S_LONGEST,
+    FileSource,
+    RepositorySource,
+    RetryPause,
+    VersionedDocument,
+    announce,
+    source_of,
+    without_secrets,
+)
 from tollkeeper.core.errors import ConfigError, StoreUnavailable
 from tollkeeper.rules.document.model import Document, Rule
+from tollkeeper.rules.document.reading import DocumentError
 
 SECONDS_MAX = 20.0
 NEVER_S = 3_600.0
-ASKED = Request(user="42")
+REQUEST = Request(user="42")
 
 FORKING = """
 import os, sys, warnings
@@ -41,7 +52,7 @@ limiter = Limiter.from_rules(path, poll=0.1)
 child = os.fork()
 if child == 0:
     try:
-        # In force in the child, though nobody there has started anything.
+        # The child follows, although it has started nothing itself.
         until(lambda: limiter.check(Request(user="42")).limit == 7, "the new limit", 15)
         assert limiter.rules_status().error == ""
         limiter.close()
@@ -58,34 +69,34 @@ def document(limit: int) -> Document:
     return Document(rules=(Rule("all", ("user",), (Limit(limit, per=60),)),))
 
 
-def found(limit: int) -> Found:
-    """A version that its limit tells."""
-    return Found(f"v{limit}", document(limit))
+def versioned(limit: int) -> VersionedDocument:
+    """Return a version that is recognised by its limit."""
+    return VersionedDocument(f"v{limit}", document(limit))
 
 
-class Scripted:
-    """A source that says what a test wants it to."""
+class ScriptedSource:
+    """A source that returns what a test sets."""
 
     name = "scripted"
 
-    def __init__(self, says: Found | Exception) -> None:
-        self.says = says
-        self.looks = 0
+    def __init__(self, returns: VersionedDocument | Exception) -> None:
+        self.returns = returns
+        self.queries = 0
         self.hints_left = 0
         self.hints_fail = False
         self.closed = 0
 
-    async def current(self, known: str) -> Found | None:
-        self.looks += 1
-        if isinstance(self.says, Exception):
-            raise self.says
-        return None if self.says.version == known else self.says
+    async def current(self, known: str) -> VersionedDocument | None:
+        self.queries += 1
+        if isinstance(self.returns, Exception):
+            raise self.returns
+        return None if self.returns.version == known else self.returns
 
     async def hints(self) -> AsyncGenerator[None, None]:
         while True:
             await asyncio.sleep(0.005)
             if self.hints_fail:
-                raise StoreUnavailable("nobody to listen to")
+                raise StoreUnavailable("no subscription")
             if self.hints_left:
                 self.hints_left -= 1
                 yield
@@ -95,16 +106,16 @@ class Scripted:
 
 
 @pytest.fixture
-def source(monkeypatch: pytest.MonkeyPatch) -> Scripted:
-    scripted = Scripted(found(5))
+def source(monkeypatch: pytest.MonkeyPatch) -> ScriptedSource:
+    scripted = ScriptedSource(versioned(5))
     monkeypatch.setattr(follow, "source_of", lambda rules: scripted)
-    # A failing source is asked again at once: what is long in production is short here.
+    # A failing source is retried at once: pauses are short here and long in production.
     monkeypatch.setattr(follow, "PAUSE_S_LONGEST", 0.02)
     return scripted
 
 
-class Opened:
-    """Limiters that a test has made, closed at its end."""
+class Limiters:
+    """Limiters that a test has created, closed at its end."""
 
     def __init__(self) -> None:
         self._limiters: list[Limiter] = []
@@ -120,15 +131,15 @@ class Opened:
 
 
 @pytest.fixture
-def opened() -> Iterator[Opened]:
-    limiters = Opened()
+def opened() -> Iterator[Limiters]:
+    limiters = Limiters()
     yield limiters
     limiters.close()
 
 
 def in_force(limiter: Limiter) -> int:
-    """By what a request meets, not by what the status says."""
-    return limiter.check(ASKED).limit
+    """Return the limit that a request meets, whatever the status reports."""
+    return limiter.check(REQUEST).limit
 
 
 def await_limit(limiter: Limiter, limit: int) -> None:
@@ -144,17 +155,17 @@ def threads() -> list[str]:
     return [each.name for each in threading.enumerate() if each.name.startswith("tollkeeper-rules")]
 
 
-def test_a_new_version_comes_into_force(source: Scripted, opened: Opened) -> None:
-    """Without a hint, by asking; and the status says so."""
+def test_a_new_version_comes_into_force(source: ScriptedSource, opened: Limiters) -> None:
+    """Polling finds it without a hint, and the status reports it."""
     limiter = opened()
     first = limiter.rules_status()
     assert (first.version, first.source, first.origin) == ("v5", "scripted", "source")
     assert in_force(limiter) == 5
-    source.says = found(6)
+    source.returns = versioned(6)
     await_limit(limiter, 6)
     now = until(
         lambda: status if (status := limiter.rules_status()).since != first.since else None,
-        "the status follows",
+        "the status is updated",
         SECONDS_MAX,
     )
     assert (now.version, now.origin, now.error) == ("v6", "source", "")
@@ -165,107 +176,115 @@ def test_a_new_version_comes_into_force(source: Scripted, opened: Opened) -> Non
     assert 0 <= now.age < SECONDS_MAX
 
 
-def test_a_hint_does_not_wait_for_the_next_question(source: Scripted, opened: Opened) -> None:
-    """With an hour between questions, a change that is pushed is in force at once."""
+def test_a_hint_does_not_wait_for_the_next_poll(source: ScriptedSource, opened: Limiters) -> None:
+    """With an hour between polls, a pushed change is in force at once."""
     limiter = opened(poll=NEVER_S)
-    until(lambda: source.looks >= 2, "it follows", SECONDS_MAX)
-    source.says = found(6)
+    until(lambda: source.queries >= 2, "the follower runs", SECONDS_MAX)
+    source.returns = versioned(6)
     source.hints_left = 1
     await_limit(limiter, 6)
 
 
-def test_a_hundred_hints_are_few_questions(source: Scripted, opened: Opened) -> None:
-    """Hints that come while it asks, or while it holds back, are one."""
+def test_a_hundred_hints_cause_few_queries(source: ScriptedSource, opened: Limiters) -> None:
+    """Hints that arrive during a query or a pause are combined."""
     opened(poll=NEVER_S)
-    until(lambda: source.looks >= 2, "it follows", SECONDS_MAX)
+    until(lambda: source.queries >= 2, "the follower runs", SECONDS_MAX)
     source.hints_left = 100
-    until(lambda: source.hints_left == 0, "all were given", SECONDS_MAX)
-    assert source.looks < 80
+    until(lambda: source.hints_left == 0, "all hints were yielded", SECONDS_MAX)
+    assert source.queries < 80
 
 
 @pytest.mark.parametrize(
-    "error", [StoreUnavailable("it is away"), RuntimeError("a defect"), OSError(5, "I/O error")]
+    "error", [StoreUnavailable("no connection"), RuntimeError("a bug"), OSError(5, "I/O error")]
 )
-def test_a_source_that_is_away_changes_nothing(
-    source: Scripted, opened: Opened, error: Exception, caplog: pytest.LogCaptureFixture
+def test_an_unavailable_source_changes_nothing(
+    source: ScriptedSource, opened: Limiters, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever it raises: the last good rules stay, it is told once, and then caught up with."""
+    """Whatever it raises, the last good rules stay, and one warning is logged."""
     limiter = opened()
     with caplog.at_level(logging.WARNING, "tollkeeper.rules"):
-        source.says = error
-        until(lambda: limiter.rules_status().error, "it is told", SECONDS_MAX)
-        looks = source.looks
-        until(lambda: source.looks > looks + 5, "it is asked again and again", SECONDS_MAX)
+        source.returns = error
+        until(lambda: limiter.rules_status().error, "the error is reported", SECONDS_MAX)
+        queries = source.queries
+        until(
+            lambda: source.queries > queries + 5,
+            "the source is queried again",
+            SECONDS_MAX,
+        )
     assert limiter.rules_status().error == str(error)
     assert limiter.rules_status().failures >= 5
     assert in_force(limiter) == 5
     assert [record.message for record in caplog.records] == [
         f"rules: version v5 stays in force: {error}"
     ]
-    source.says = found(6)
+    source.returns = versioned(6)
     await_limit(limiter, 6)
-    until(lambda: not limiter.rules_status().error, "it is well again", SECONDS_MAX)
+    until(lambda: not limiter.rules_status().error, "the error is cleared", SECONDS_MAX)
 
 
-def test_a_source_that_comes_back_unchanged_is_well_again(source: Scripted, opened: Opened) -> None:
-    """The error goes, though there is no new version."""
+def test_a_source_that_recovers_without_a_change_clears_the_error(
+    source: ScriptedSource, opened: Limiters
+) -> None:
+    """The error is cleared, although there is no new version."""
     limiter = opened()
-    source.says = StoreUnavailable("it is away")
-    until(lambda: limiter.rules_status().error, "it is told", SECONDS_MAX)
-    source.says = found(5)
-    until(lambda: not limiter.rules_status().error, "it is well again", SECONDS_MAX)
+    source.returns = StoreUnavailable("no connection")
+    until(lambda: limiter.rules_status().error, "the error is reported", SECONDS_MAX)
+    source.returns = versioned(5)
+    until(lambda: not limiter.rules_status().error, "the error is cleared", SECONDS_MAX)
 
 
-def test_the_age_grows_while_the_source_is_away(source: Scripted, opened: Opened) -> None:
-    """It is that of the last good look, for an alarm to go by."""
+def test_the_age_grows_while_the_source_is_unavailable(
+    source: ScriptedSource, opened: Limiters
+) -> None:
+    """It counts from the last successful query, so an alert can use it."""
     limiter = opened()
-    source.says = StoreUnavailable("it is away")
-    until(lambda: limiter.rules_status().error, "it is told", SECONDS_MAX)
+    source.returns = StoreUnavailable("no connection")
+    until(lambda: limiter.rules_status().error, "the error is reported", SECONDS_MAX)
     before = limiter.rules_status().age
-    looks = source.looks
-    until(lambda: source.looks > looks, "it was asked once more", SECONDS_MAX)
+    queries = source.queries
+    until(lambda: source.queries > queries, "the source was queried once more", SECONDS_MAX)
     after = limiter.rules_status().age
     assert before is not None
     assert after is not None
     assert after > before
 
 
-def test_rules_that_cannot_be_used_are_not(
-    source: Scripted, opened: Opened, monkeypatch: pytest.MonkeyPatch
+def test_rules_that_the_limiter_rejects_are_not_used(
+    source: ScriptedSource, opened: Limiters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A document that the limiter refuses leaves the old one in force."""
+    """The old document stays in force."""
     limiter = opened()
 
     def refuse(rules: object, version: str = "") -> None:
         raise ConfigError("not on this store")
 
     monkeypatch.setattr(limiter, "use", refuse)
-    source.says = found(6)
-    until(lambda: limiter.rules_status().error, "it is told", SECONDS_MAX)
+    source.returns = versioned(6)
+    until(lambda: limiter.rules_status().error, "the error is reported", SECONDS_MAX)
     assert limiter.rules_status().error == "not on this store"
     assert limiter.rules_status().version == "v5"
     assert in_force(limiter) == 5
 
 
-def test_hints_that_fail_leave_the_questions(source: Scripted, opened: Opened) -> None:
-    """Push that is cut off is told apart from a source that is away; both come back."""
+def test_polling_continues_when_hints_fail(source: ScriptedSource, opened: Limiters) -> None:
+    """The status reports a failed push apart from a failed source, and clears both."""
     source.hints_fail = True
     limiter = opened()
-    until(lambda: limiter.rules_status().push_error, "it is told", SECONDS_MAX)
-    assert limiter.rules_status().push_error == "nobody to listen to"
-    source.says = found(6)
+    until(lambda: limiter.rules_status().push_error, "the error is reported", SECONDS_MAX)
+    assert limiter.rules_status().push_error == "no subscription"
+    source.returns = versioned(6)
     await_limit(limiter, 6)
     assert limiter.rules_status().error == ""
     source.hints_fail = False
     source.hints_left = 1
-    until(lambda: not limiter.rules_status().push_error, "push is back", SECONDS_MAX)
+    until(lambda: not limiter.rules_status().push_error, "push works again", SECONDS_MAX)
 
 
-def test_closing_ends_the_thread(source: Scripted) -> None:
-    """And the source is closed; nothing is asked any more."""
+def test_closing_ends_the_thread(source: ScriptedSource) -> None:
+    """The source is closed, too, and is not queried any more."""
     before = len(threads())
     limiter = Limiter.from_rules("scripted", poll=0.05)
-    until(lambda: source.looks >= 2, "it follows", SECONDS_MAX)
+    until(lambda: source.queries >= 2, "the follower runs", SECONDS_MAX)
     assert len(threads()) == before + 1
     closed = source.closed
     limiter.close()
@@ -274,41 +293,43 @@ def test_closing_ends_the_thread(source: Scripted) -> None:
     limiter.close()
 
 
-def test_a_limiter_that_is_dropped_is_not_kept_alive(source: Scripted) -> None:
-    """Nobody has to close it: the thread does not hold it, and ends with it."""
+def test_a_garbage_collected_limiter_ends_its_thread(source: ScriptedSource) -> None:
+    """Closing a limiter is optional: the thread holds only a weak reference."""
     before = len(threads())
     limiter = Limiter.from_rules("scripted", poll=0.05)
-    until(lambda: source.looks >= 2, "it follows", SECONDS_MAX)
+    until(lambda: source.queries >= 2, "the follower runs", SECONDS_MAX)
     alive = weakref.ref(limiter)
     del limiter
     until(lambda: gc.collect() or alive() is None, "the limiter is gone", SECONDS_MAX)
     until(lambda: len(threads()) == before, "its thread is gone", SECONDS_MAX)
 
 
-async def test_asyncio_follows_as_well(source: Scripted) -> None:
-    """In a thread of its own: the application's loop has nothing to do with it."""
+async def test_an_async_limiter_follows_its_rules(source: ScriptedSource) -> None:
+    """The follower uses its own thread, not the event loop of the application."""
     async with AsyncLimiter.from_rules("scripted", poll=0.05) as limiter:
-        source.says = found(6)
+        source.returns = versioned(6)
         await asyncio.to_thread(
             until, lambda: limiter.rules_status().version == "v6", "v6 is in force", SECONDS_MAX
         )
-        assert (await limiter.check(ASKED)).limit == 6
-    looks = source.looks
+        assert (await limiter.check(REQUEST)).limit == 6
+    queries = source.queries
     await asyncio.sleep(0.1)
-    assert source.looks == looks
+    assert source.queries == queries
 
 
-def test_not_following_is_one_look(source: Scripted, opened: Opened) -> None:
-    """`follow=False` reads once, and starts no thread."""
+def test_without_following_the_source_is_read_once(
+    source: ScriptedSource, opened: Limiters
+) -> None:
+    """`follow=False` starts no thread."""
     before = threads()
     limiter = opened(follow=False)
     assert threads() == before
-    assert source.looks == 1
+    assert source.queries == 1
     assert limiter.rules_status().origin == "source"
 
 
-def test_rules_at_hand_are_not_followed(opened: Opened) -> None:
-    """A Document has no source, and its status says so."""
+def test_a_given_document_is_not_followed(opened: Limiters) -> None:
+    """A Document has no source, and its status reports that."""
     before = threads()
     limiter = opened(document(5))
     assert threads() == before
@@ -318,118 +339,128 @@ def test_rules_at_hand_are_not_followed(opened: Opened) -> None:
     assert limiter.rules_status().version == "mine"
 
 
-def test_limits_have_no_status_of_rules() -> None:
-    """A limiter without rules says how to make one with."""
+def test_a_limiter_without_rules_has_no_status() -> None:
+    """The error explains how to create a limiter with rules."""
     with pytest.raises(ConfigError, match="has limits, not rules"):
         Limiter("5/minute").rules_status()
 
 
 @pytest.mark.parametrize("poll", [0, 0.01, 1e9, float("nan"), "1", None, True])
-def test_a_poll_that_is_no_sensible_time_is_refused(poll: Any) -> None:
-    """Before anything is read."""
+def test_an_invalid_poll_interval_is_rejected(poll: Any) -> None:
+    """Before any rules are read."""
     with pytest.raises(ConfigError, match=r"is not a number of seconds from 0\.05 to 3600"):
         Limiter.from_rules("no such file", poll=poll)
 
 
-def test_a_snapshot_is_kept_up_to_date(source: Scripted, opened: Opened, tmp_path: Path) -> None:
-    """From the start, and with every version that comes into force."""
-    place = tmp_path / "rules.snapshot"
-    opened(snapshot=place)
-    kept = snapshot.load(place)
+def test_a_snapshot_is_kept_up_to_date(
+    source: ScriptedSource, opened: Limiters, tmp_path: Path
+) -> None:
+    """At the start, and with every version that comes into force."""
+    path = tmp_path / "rules.snapshot"
+    opened(snapshot=path)
+    kept = snapshot.load(path)
     assert kept is not None
     assert (kept.version, kept.source) == ("v5", "scripted")
-    source.says = found(6)
-    until(lambda: "v6" in place.read_text(), "it is saved", SECONDS_MAX)
-    kept = snapshot.load(place)
+    source.returns = versioned(6)
+    until(lambda: "v6" in path.read_text(), "the snapshot is saved", SECONDS_MAX)
+    kept = snapshot.load(path)
     assert kept is not None
     assert kept.document == document(6)
 
 
-def test_a_start_while_the_source_is_away(source: Scripted, opened: Opened, tmp_path: Path) -> None:
-    """From the snapshot, which the status tells; and the source is caught up with."""
-    place = tmp_path / "rules.snapshot"
-    snapshot.save(place, "v5", document(5), "scripted")
-    source.says = StoreUnavailable("it is away")
-    limiter = opened(snapshot=place)
+def test_a_start_while_the_source_is_unavailable(
+    source: ScriptedSource, opened: Limiters, tmp_path: Path
+) -> None:
+    """The limiter uses the snapshot, reports that, and catches up with the source later."""
+    path = tmp_path / "rules.snapshot"
+    snapshot.save(path, "v5", document(5), "scripted")
+    source.returns = StoreUnavailable("no connection")
+    limiter = opened(snapshot=path)
     status = limiter.rules_status()
     assert (status.version, status.origin, status.age) == ("v5", "snapshot", None)
-    assert status.error == "it is away"
+    assert status.error == "no connection"
     assert in_force(limiter) == 5
-    source.says = found(6)
+    source.returns = versioned(6)
     await_limit(limiter, 6)
-    until(lambda: limiter.rules_status().origin == "source", "caught up", SECONDS_MAX)
+    until(
+        lambda: limiter.rules_status().origin == "source",
+        "the status reports the source",
+        SECONDS_MAX,
+    )
     assert limiter.rules_status().error == ""
 
 
-def test_the_same_version_from_the_source_confirms_the_snapshot(
-    source: Scripted, opened: Opened, tmp_path: Path
+def test_the_source_overrules_a_snapshot_of_the_same_version(
+    source: ScriptedSource, opened: Limiters, tmp_path: Path
 ) -> None:
-    """Its number alone is not believed: what counts is the source's text."""
-    place = tmp_path / "rules.snapshot"
-    snapshot.save(place, "v6", document(5), "scripted")
-    source.says = StoreUnavailable("it is away")
-    limiter = opened(snapshot=place)
-    source.says = found(6)
+    """The number is not enough: the document_text of the source counts."""
+    path = tmp_path / "rules.snapshot"
+    snapshot.save(path, "v6", document(5), "scripted")
+    source.returns = StoreUnavailable("no connection")
+    limiter = opened(snapshot=path)
+    source.returns = versioned(6)
     await_limit(limiter, 6)
 
 
-def test_a_start_with_nothing_at_all_is_refused(source: Scripted, tmp_path: Path) -> None:
-    """No source, no snapshot: the source's error, and no limiter that lets all pass."""
-    source.says = StoreUnavailable("it is away")
-    for place in (None, tmp_path / "rules.snapshot"):
-        with pytest.raises(StoreUnavailable, match="it is away"):
-            Limiter.from_rules("scripted", snapshot=place)
+def test_a_start_without_source_and_snapshot_raises(source: ScriptedSource, tmp_path: Path) -> None:
+    """The source's error is raised; there is no limiter that lets everything pass."""
+    source.returns = StoreUnavailable("no connection")
+    for path in (None, tmp_path / "rules.snapshot"):
+        with pytest.raises(StoreUnavailable, match="no connection"):
+            Limiter.from_rules("scripted", snapshot=path)
 
 
-def test_a_damaged_snapshot_is_not_used(source: Scripted, tmp_path: Path) -> None:
-    """The source's error is raised, with a note that says why the snapshot does not help."""
-    place = tmp_path / "rules.snapshot"
-    snapshot.save(place, "v5", document(5), "scripted")
-    place.write_bytes(place.read_bytes()[:-5])
-    source.says = StoreUnavailable("it is away")
-    with pytest.raises(StoreUnavailable, match="it is away") as caught:
-        Limiter.from_rules("scripted", snapshot=place)
-    assert "is not used: it says" in caught.value.__notes__[0]
+def test_a_damaged_snapshot_is_not_used(source: ScriptedSource, tmp_path: Path) -> None:
+    """The source's error is raised, with a note that says why the snapshot cannot be used."""
+    path = tmp_path / "rules.snapshot"
+    snapshot.save(path, "v5", document(5), "scripted")
+    path.write_bytes(path.read_bytes()[:-5])
+    source.returns = StoreUnavailable("no connection")
+    with pytest.raises(StoreUnavailable, match="no connection") as caught:
+        Limiter.from_rules("scripted", snapshot=path)
+    assert "is not used: it declares" in caught.value.__notes__[0]
 
 
-def test_a_damaged_snapshot_is_replaced(source: Scripted, opened: Opened, tmp_path: Path) -> None:
-    """While the source is there, nobody needs it."""
-    place = tmp_path / "rules.snapshot"
-    place.write_text("damaged")
-    opened(snapshot=place)
-    assert snapshot.load(place) is not None
-
-
-def test_a_snapshot_that_cannot_be_written_is_told(
-    source: Scripted, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_damaged_snapshot_is_replaced(
+    source: ScriptedSource, opened: Limiters, tmp_path: Path
 ) -> None:
-    """A full disk stops nobody: the rules are in force, and it is tried again."""
-    place = tmp_path / "rules.snapshot"
-    limiter = opened(snapshot=place)
+    """The next version from the source overwrites it."""
+    path = tmp_path / "rules.snapshot"
+    path.write_text("damaged")
+    opened(snapshot=path)
+    assert snapshot.load(path) is not None
+
+
+def test_the_status_reports_a_snapshot_that_cannot_be_written(
+    source: ScriptedSource, opened: Limiters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk, the rules still come into force, and saving is retried."""
+    path = tmp_path / "rules.snapshot"
+    limiter = opened(snapshot=path)
     save = snapshot.save
 
     def fail(*args: Any) -> None:
         raise StoreUnavailable("the snapshot cannot be written: No space left")
 
     monkeypatch.setattr(snapshot, "save", fail)
-    source.says = found(6)
+    source.returns = versioned(6)
     await_limit(limiter, 6)
-    until(lambda: "No space" in limiter.rules_status().error, "it is told", SECONDS_MAX)
+    until(lambda: "No space" in limiter.rules_status().error, "the error is reported", SECONDS_MAX)
     monkeypatch.setattr(snapshot, "save", save)
-    until(lambda: "v6" in place.read_text(), "it is saved", SECONDS_MAX)
-    until(lambda: not limiter.rules_status().error, "all is well", SECONDS_MAX)
+    until(lambda: "v6" in path.read_text(), "the snapshot is saved", SECONDS_MAX)
+    until(lambda: not limiter.rules_status().error, "the error is cleared", SECONDS_MAX)
 
 
-def test_a_place_for_the_snapshot_is_checked_first(source: Scripted, tmp_path: Path) -> None:
-    """A folder that is not there is told at the start, not on the day it is needed."""
+def test_the_path_of_the_snapshot_is_checked_first(source: ScriptedSource, tmp_path: Path) -> None:
+    """A missing folder is an error at the start, not on the day the snapshot is needed."""
     with pytest.raises(ConfigError, match="folder that exists"):
         Limiter.from_rules("scripted", snapshot=tmp_path / "no" / "rules.snapshot")
-    assert source.looks == 0
+    assert source.queries == 0
 
 
 def test_pauses_grow_to_a_bound() -> None:
-    """A source that is away for long is asked every few seconds, by each node at another time."""
-    pause = Pause()
+    """Each node retries every few seconds, at a different time."""
+    pause = RetryPause()
     pauses = [pause.next_s() for _ in range(20)]
     assert pauses[0] <= 0.1
     assert all(PAUSE_S_LONGEST / 2 <= each <= PAUSE_S_LONGEST for each in pauses[-10:])
@@ -439,7 +470,7 @@ def test_pauses_grow_to_a_bound() -> None:
 
 
 def test_a_forked_worker_follows_too(tmp_path: Path) -> None:
-    """A server that loads the application and then forks has workers that see changes."""
+    """The workers of a server that loads the application and then forks see changes."""
     path = tmp_path / "limits.yaml"
     path.write_text("version: 1\nrules: [{id: all, by: user, limits: 5/minute}]")
     ran = subprocess.run(
@@ -450,3 +481,197 @@ def test_a_forked_worker_follows_too(tmp_path: Path) -> None:
         check=False,
     )
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+# ── Sources ────────────────────────────────────────────────────────────────────────────────────
+
+HINT_SECONDS_MAX = 20.0
+
+
+def document_text(*ids: str) -> str:
+    """Return a document with one rule per line; every beginning of it is a valid document."""
+    lines = [f"  - {{id: {name}, by: user, limits: 5/minute}}\n" for name in ids]
+    return "".join(["version: 1\nrules:\n", *lines])
+
+
+class DocumentFile:
+    """A document on disk, and the ways in which programs write it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.write("one")
+
+    def write(self, *ids: str) -> None:
+        self.path.write_text(document_text(*ids))
+
+    def rename_over(self, *ids: str) -> None:
+        other = self.path.with_suffix(".new")
+        other.write_text(document_text(*ids))
+        other.rename(self.path)
+
+    def remove(self) -> None:
+        self.path.unlink()
+
+    def version(self) -> str:
+        return sha256(self.path.read_bytes()).hexdigest()[:12]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> DocumentFile:
+    return DocumentFile(tmp_path / "limits.yaml")
+
+
+async def next_of(hints: AsyncGenerator[None, None]) -> None:
+    async with asyncio.timeout(HINT_SECONDS_MAX):
+        await anext(hints)
+
+
+async def test_the_version_of_a_file_is_its_digest(disk: DocumentFile) -> None:
+    """The same text has the same version on every machine."""
+    versioned = await FileSource(disk.path).current("")
+    assert versioned is not None
+    assert [rule.id for rule in versioned.document.rules] == ["one"]
+    assert versioned.version == disk.version()
+
+
+async def test_saving_the_same_text_is_no_new_version(disk: DocumentFile) -> None:
+    """Its time and inode do not matter."""
+    source = FileSource(disk.path)
+    versioned = await source.current("")
+    assert versioned is not None
+    assert await source.current(versioned.version) is None
+    disk.remove()
+    disk.write("one")
+    assert await source.current(versioned.version) is None
+    assert await source.current(versioned.version) is None
+
+
+async def test_a_different_text_is_a_new_version(disk: DocumentFile) -> None:
+    """Whether a program writes the file in place or renames another file over it."""
+    source = FileSource(disk.path)
+    first = await source.current("")
+    assert first is not None
+    disk.write("two")
+    second = await source.current(first.version)
+    assert second is not None
+    assert second.document.rules[0].id == "two"
+    disk.rename_over("three")
+    third = await source.current(second.version)
+    assert third is not None
+    assert third.document.rules[0].id == "three"
+
+
+async def test_a_file_is_read_after_its_writer_has_finished(disk: DocumentFile) -> None:
+    """Each part of it would be a valid document; only the whole is used."""
+    source = FileSource(disk.path)
+    first = await source.current("")
+    assert first is not None
+    ids = [f"rule-{number}" for number in range(10)]
+
+    async def write() -> None:
+        with disk.path.open("w") as file:
+            file.write(document_text())
+            for line in document_text(*ids).splitlines(keepends=True)[2:]:
+                file.write(line)
+                file.flush()
+                await asyncio.sleep(0.03)
+
+    writing = asyncio.create_task(write())
+    await asyncio.sleep(0.01)
+    versioned = await source.current(first.version)
+    await writing
+    assert versioned is not None
+    assert [rule.id for rule in versioned.document.rules] == ids
+
+
+async def test_an_invalid_file_is_rejected_with_its_line(disk: DocumentFile) -> None:
+    """The error names the file and the line."""
+    source = FileSource(disk.path)
+    versioned = await source.current("")
+    assert versioned is not None
+    disk.write("one", "one")
+    with pytest.raises(DocumentError, match=r"limits\.yaml:4:"):
+        await source.current(versioned.version)
+
+
+async def test_a_missing_file_raises(disk: DocumentFile) -> None:
+    """At the start and later."""
+    disk.remove()
+    for known in ("", "0123456789ab"):
+        with pytest.raises(DocumentError, match="cannot be read: No such file"):
+            await FileSource(disk.path).current(known)
+
+
+async def test_a_changed_file_is_a_hint(disk: DocumentFile) -> None:
+    """After a write in place, a rename, and a removal."""
+    source = FileSource(disk.path)
+    hints = source.hints()
+    waiting = asyncio.create_task(next_of(hints))
+    await asyncio.sleep(0)  # until it has looked at the file for the first time
+    disk.write("two")
+    await waiting
+    disk.rename_over("two")
+    await next_of(hints)
+    disk.remove()
+    await next_of(hints)
+    await hints.aclose()
+    await source.close()
+
+
+async def test_sqlite_gives_no_hints(tmp_path: Path) -> None:
+    """The hints end at once; the follower polls."""
+    source = RepositorySource(f"sqlite:///{tmp_path}/rules.db")
+    assert [hint async for hint in source.hints()] == []
+
+
+async def test_a_database_without_rules_is_an_error(tmp_path: Path) -> None:
+    """An empty document would allow everything, because of a wrong name in a URL."""
+    source = RepositorySource(f"sqlite:///{tmp_path}/rules.db")
+    with pytest.raises(ConfigError, match=r"rules\.db holds no rules yet; put a document there"):
+        await source.current("")
+    await source.close()
+
+
+@pytest.mark.parametrize(
+    ("rules", "kind"),
+    [
+        ("limits.yaml", FileSource),
+        (Path("limits.yaml"), FileSource),
+        ("sqlite:///rules.db", RepositorySource),
+        ("postgresql://db/rules", RepositorySource),
+        ("version: 1\nrules: []", type(None)),
+        ({"version": 1}, type(None)),
+        (Document(), type(None)),
+        (7, type(None)),
+    ],
+)
+def test_paths_and_database_urls_have_a_source(rules: object, kind: type) -> None:
+    """A text, data or a Document has none."""
+    assert type(source_of(rules)) is kind
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("sqlite:///rules.db", "sqlite:///rules.db"),
+        ("postgresql://db:5432/rules", "postgresql://db:5432/rules"),
+        ("postgresql://app:secret@db/rules", "postgresql://db/rules"),
+        ("postgresql://app:se/cr@et?x@db/rules?password=secret", "postgresql://db/rules"),
+    ],
+)
+def test_names_of_sources_contain_no_secret(url: str, shown: str) -> None:
+    """Neither an escaped password nor one that should have been escaped."""
+    assert without_secrets(url) == shown
+    assert RepositorySource(url).name == shown
+
+
+def test_a_store_without_a_channel_announces_nothing() -> None:
+    """`announce` returns False; the nodes find the version by polling."""
+    assert announce(open_store("memory://"), 7) is False
+
+
+def test_poll_intervals_differ_by_a_fifth() -> None:
+    """So that the nodes of a fleet do not poll together."""
+    periods = {follow._jittered(10) for _ in range(100)}
+    assert len(periods) > 50
+    assert 10 * (1 - JITTER) <= min(periods) < max(periods) <= 10 * (1 + JITTER)

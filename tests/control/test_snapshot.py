@@ -1,4 +1,4 @@
-"""The last good rules on disk: whole, or refused."""
+"""The last good rules on disk: complete, or rejected."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "rules.snapshot"
 
 
-def test_what_was_saved_is_loaded(path: Path) -> None:
-    """The document, its version and where it came from, as they were."""
+def test_load_returns_the_saved_version(path: Path) -> None:
+    """With its document, its version and its source."""
     save(path, "12", DOCUMENT, "sqlite:///rules.db")
     found = load(path)
     assert found is not None
@@ -70,7 +70,7 @@ def test_what_was_saved_is_loaded(path: Path) -> None:
 
 
 def test_every_part_of_a_document_survives(path: Path) -> None:
-    """The example that shows each key of a document comes back equal."""
+    """The example document, which has every key, is loaded unchanged."""
     document = read_file(EXAMPLE)
     save(path, "1", document, "")
     found = load(path)
@@ -78,13 +78,13 @@ def test_every_part_of_a_document_survives(path: Path) -> None:
     assert found.document == document
 
 
-def test_there_may_be_none(path: Path) -> None:
-    """A first start is no error."""
+def test_a_missing_snapshot_is_none(path: Path) -> None:
+    """A first start is not an error."""
     assert load(path) is None
 
 
-def test_a_later_one_takes_the_place_of_the_one_before(path: Path) -> None:
-    """And nothing else is left in the folder."""
+def test_save_replaces_the_previous_snapshot(path: Path) -> None:
+    """It leaves no other file in the folder."""
     for version in ("1", "2"):
         save(path, version, DOCUMENT, "")
     found = load(path)
@@ -93,8 +93,8 @@ def test_a_later_one_takes_the_place_of_the_one_before(path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_only_the_owner_may_read_it(path: Path) -> None:
-    """It holds keys: mode 0600, whatever the umask."""
+def test_only_the_owner_may_read_the_snapshot(path: Path) -> None:
+    """It contains keys: its mode is 0600, whatever the umask."""
     before = os.umask(0)
     try:
         save(path, "1", DOCUMENT, "")
@@ -104,74 +104,74 @@ def test_only_the_owner_may_read_it(path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 1, 10, 27, 28, 60, 130, -1])
-def test_a_half_one_is_refused(path: Path, cut: int) -> None:
-    """Cut off anywhere, it is never half-used."""
+def test_a_truncated_snapshot_is_rejected(path: Path, cut: int) -> None:
+    """Wherever it is cut off, no part of it is used."""
     save(path, "1", DOCUMENT, "")
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(ConfigError, match=r"rules\.snapshot' is not used: "):
         load(path)
 
 
-def test_one_changed_byte_is_found(path: Path) -> None:
-    """Wherever it is, the snapshot is refused, or what is loaded is what was saved."""
+def test_one_changed_byte_is_detected(path: Path) -> None:
+    """Wherever it is, the snapshot is rejected."""
     save(path, "1", DOCUMENT, "")
     whole = path.read_bytes()
-    for place in range(len(whole)):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    for position in range(len(whole)):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
         with pytest.raises(ConfigError, match="is not used"):
             load(path)
 
 
-def test_what_was_added_is_found(path: Path) -> None:
-    """Longer than it says is as wrong as shorter."""
+def test_appended_bytes_are_detected(path: Path) -> None:
+    """A file that is longer than its declared size is rejected."""
     save(path, "1", DOCUMENT, "")
     path.write_bytes(path.read_bytes() + b"\n")
-    with pytest.raises(ConfigError, match=r"it says 4\d\d bytes, and has 4\d\d"):
+    with pytest.raises(ConfigError, match=r"it declares 4\d\d bytes and has 4\d\d"):
         load(path)
 
 
-def test_another_format_is_refused_by_name(path: Path) -> None:
-    """A file of a later release is not misread."""
+def test_an_unknown_format_is_rejected(path: Path) -> None:
+    """The error names the format of a file of a later release."""
     path.write_bytes(b"tollkeeper rules snapshot 2\nwhatever")
     with pytest.raises(ConfigError, match="its format is 2, and this release reads 1"):
         load(path)
 
 
-def test_a_checked_text_that_is_no_document_is_refused(
+def test_an_intact_text_that_is_not_a_document_is_rejected(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checksum says that it is what was written, not that it was right."""
+    """A correct checksum does not make the document valid."""
     monkeypatch.setattr(snapshot, "to_data", lambda document: {"version": 1, "rules": 7})
     save(path, "1", DOCUMENT, "")
-    with pytest.raises(ConfigError, match="its text is not what was written"):
+    with pytest.raises(ConfigError, match="its text cannot be read"):
         load(path)
 
 
-def test_what_cannot_be_read_is_refused(path: Path) -> None:
-    """Anything but absence is told."""
+def test_a_snapshot_that_cannot_be_read_is_rejected(path: Path) -> None:
+    """Only a missing file is not an error."""
     path.mkdir()
     with pytest.raises(ConfigError, match="it cannot be read: Is a directory"):
         load(path)
 
 
-def test_what_cannot_be_written_is_told_and_leaves_nothing(path: Path) -> None:
-    """With what the system said; and no unfinished file."""
+def test_a_failed_save_leaves_no_file(path: Path) -> None:
+    """The error contains the message of the operating system."""
     path.mkdir()
     with pytest.raises(StoreUnavailable, match="cannot be written: Is a directory"):
         save(path, "1", DOCUMENT, "")
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_place_where_no_snapshot_can_be_is_refused(tmp_path: Path) -> None:
-    """At the start, not when it is needed."""
+def test_a_path_where_no_snapshot_can_be_written_is_rejected(tmp_path: Path) -> None:
+    """At the start, not when the snapshot is needed."""
     check_place(tmp_path / "rules.snapshot")
     for wrong in (tmp_path, tmp_path / "no" / "rules.snapshot"):
         with pytest.raises(ConfigError, match="is not a file in a folder that exists"):
             check_place(wrong)
 
 
-def test_left_over_files_are_removed_when_they_are_old(path: Path) -> None:
-    """What killed writers leave does not add up; a writer at work is left alone."""
+def test_abandoned_temporary_files_are_removed(path: Path) -> None:
+    """Files of killed writers do not accumulate; the file of a running writer stays."""
     old, new, other = (
         path.with_name(n) for n in (f".{path.name}.1.new", f".{path.name}.2.new", ".x")
     )
@@ -183,8 +183,8 @@ def test_left_over_files_are_removed_when_they_are_old(path: Path) -> None:
     assert sorted(path.parent.iterdir()) == sorted([path, new, other])
 
 
-def test_killed_while_writing_it_is_whole(path: Path) -> None:
-    """SIGKILL at any moment: what is there is the last version that was saved, or the next."""
+def test_a_killed_writer_leaves_a_complete_snapshot(path: Path) -> None:
+    """After SIGKILL at any moment, the file holds the last saved version or the next."""
     chance = random.Random(5)
     last = 0
     for _ in range(12):
@@ -193,15 +193,15 @@ def test_killed_while_writing_it_is_whole(path: Path) -> None:
         )
         assert writer.stdout is not None
         with writer, suppress(subprocess.TimeoutExpired):
-            said = writer.stdout.readline()
+            saved = writer.stdout.readline()
             try:
                 writer.wait(chance.uniform(0, 0.03))
             finally:
                 writer.send_signal(signal.SIGKILL)
-                said = writer.stdout.read().rpartition("\n")[0].rpartition("\n")[2] or said
+                saved = writer.stdout.read().rpartition("\n")[0].rpartition("\n")[2] or saved
         found = load(path)
         assert found is not None
-        assert int(said) <= int(found.version) <= int(said) + 1
+        assert int(saved) <= int(found.version) <= int(saved) + 1
         assert found.document.rules[0].id == f"version-{found.version}"
         assert len(found.document.deny) == 2_000
         last = int(found.version)

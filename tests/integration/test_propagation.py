@@ -25,9 +25,8 @@ from tests.postgres_server import Postgres, running_postgres
 from tests.redis_servers import running, until
 from tests.redis_servers.ports import HOST, free_port
 from tollkeeper import Limit, Limiter, Request, open_store
-from tollkeeper.control.follow import STOP_S_MAX
+from tollkeeper.control.follow import STOP_S_MAX, announce
 from tollkeeper.control.repository import Repository
-from tollkeeper.control.sources import announce
 from tollkeeper.rules.document.model import Document, Rule
 
 NODES = 5

@@ -9,7 +9,7 @@ import pytest
 
 from tests.redis_servers import KINDS, Cluster, Sentinels, Single, User, running, until
 from tollkeeper import StoreTimeout, StoreUnavailable, open_store
-from tollkeeper.control.sources import announce
+from tollkeeper.control.follow import announce
 from tollkeeper.decide.stores.redis import pubsub
 from tollkeeper.decide.stores.redis.pubsub import Subscription
 from tollkeeper.decide.stores.redis.store import RedisStore

@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.rule_databases import document
 from tests.postgres_server import Postgres, running_postgres
-from tollkeeper.control import listening
+from tollkeeper.control import database as database_module
 from tollkeeper.control.repository import Repository
 from tollkeeper.core.errors import ConfigError, StoreTimeout, StoreUnavailable
 
@@ -87,7 +87,7 @@ async def test_what_was_not_announced_is_found_after_a_while(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A quiet connection is asked for the number: it may be dead, and something may be missed."""
-    monkeypatch.setattr(listening, "QUIET_SECONDS_MAX", 0.05)
+    monkeypatch.setattr(database_module, "QUIET_SECONDS_MAX", 0.05)
     monkeypatch.setattr("tollkeeper.control.repository.CHANNEL", "somewhere_else")
     async with aclosing(repository.listen()) as numbers:
         await soon(anext(numbers))
@@ -114,8 +114,8 @@ async def test_a_cut_connection_is_told_and_listening_again_works(repository: Re
 async def test_a_server_that_falls_silent_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its connections stay open and nobody answers: the question that follows a quiet while is not
     answered in time."""
-    monkeypatch.setattr(listening, "QUIET_SECONDS_MAX", 0.05)
-    monkeypatch.setattr(listening, "CONNECT_SECONDS_MAX", 0.2)
+    monkeypatch.setattr(database_module, "QUIET_SECONDS_MAX", 0.05)
+    monkeypatch.setattr(database_module, "CONNECT_SECONDS_MAX", 0.2)
     with Postgres() as server:
         async with (
             await Repository.open(server.new_database()) as repository,
@@ -148,5 +148,5 @@ async def test_listening_leaves_no_connection(repository: Repository) -> None:
 async def test_sqlite_has_no_push(tmp_path: Path) -> None:
     """It says what to do instead."""
     async with await Repository.open(f"sqlite:///{tmp_path / 'rules.db'}") as repository:
-        with pytest.raises(ConfigError, match=r"SQLite has no push; ask for number\(\)"):
+        with pytest.raises(ConfigError, match=r"SQLite has no push; call number\(\)"):
             await anext(repository.listen())

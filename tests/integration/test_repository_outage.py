@@ -118,7 +118,7 @@ async def test_a_writer_that_forgets_its_transaction_is_ended(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that was stopped in the middle holds the lock no longer than the server allows."""
-    monkeypatch.setattr(database_module, "FORGOTTEN_SECONDS_MAX", 0.2)
+    monkeypatch.setattr(database_module, "IDLE_SECONDS_MAX", 0.2)
 
     async def forget() -> None:
         async with repository._database.writing():

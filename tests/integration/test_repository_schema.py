@@ -18,7 +18,7 @@ from tests.postgres_server import running_postgres
 from tollkeeper.control import schema
 from tollkeeper.control.database import Database
 from tollkeeper.control.repository import Repository
-from tollkeeper.control.tables import SCHEMA_TABLE, metadata
+from tollkeeper.control.schema import SCHEMA_TABLE, metadata
 from tollkeeper.core.errors import ConfigError, StoreUnavailable
 
 __all__ = ["repository", "url"]  # fixtures, found by name

@@ -22,8 +22,8 @@ from tests.redis_servers import Single, running
 from tollkeeper import open_store
 from tollkeeper.cli import rules_change
 from tollkeeper.cli.main import app
+from tollkeeper.control.follow import TOPIC
 from tollkeeper.control.repository import Repository
-from tollkeeper.control.sources import TOPIC
 from tollkeeper.rules.document.reading import read
 from tollkeeper.rules.document.writing import to_yaml
 

@@ -32,7 +32,7 @@ from tollkeeper.cli.rules_read import (
     from_either,
     from_file,
 )
-from tollkeeper.control.diffs import unified_diff
+from tollkeeper.control.edits import unified_diff
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import DocumentError

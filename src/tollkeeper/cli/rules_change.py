@@ -30,8 +30,8 @@ from tollkeeper.cli.rules_print import (
     version_data,
 )
 from tollkeeper.cli.rules_read import from_file, opened, source_of
-from tollkeeper.control.diffs import unified_diff
-from tollkeeper.control.sources import announce
+from tollkeeper.control.edits import unified_diff
+from tollkeeper.control.follow import announce
 from tollkeeper.core.errors import ConfigError, StoreError, UnsafeChange, VersionConflict
 from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores import open_store

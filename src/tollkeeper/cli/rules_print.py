@@ -39,7 +39,7 @@ from tollkeeper.core.errors import (
 from tollkeeper.rules.document.reading import DocumentError
 
 if TYPE_CHECKING:
-    from tollkeeper.control.versions import Version
+    from tollkeeper.control.repository import Version
 
 OK: Final = 0
 PROBLEMS: Final = 1

@@ -1,1 +1,1 @@
-"""The control plane: the rules of a fleet, kept in versions, changed by many, lost by nobody."""
+"""The control plane: the rules of a fleet, stored in versions and followed by every node."""

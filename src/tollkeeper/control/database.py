@@ -1,19 +1,27 @@
-"""The database behind the repository: where it is, how it is reached, and what its errors mean.
+"""The database behind the repository and the records: its URL, connections, timeouts and errors.
 
-    sqlite:///rules.db                           a file beside the process; its folder must exist
-    sqlite:////var/lib/tollkeeper/rules.db       the same by its full path
-    postgresql://user:password@host:5432/name    what libpq takes, with its ?sslmode= and so on
+    sqlite:///rules.db                           a file in the working directory; its folder exists
+    sqlite:////var/lib/tollkeeper/rules.db       the same with an absolute path
+    postgresql://user:password@host:5432/name    any URL that libpq accepts, with ?sslmode= etc.
 
-One writer at a time: SQLite by BEGIN IMMEDIATE, PostgreSQL by an advisory lock that ends with the
-transaction. Writers wait for it, so two never see the same newest version; readers never wait.
+**Writers of the rules take turns.** SQLite uses BEGIN IMMEDIATE. PostgreSQL uses an advisory lock
+that ends with the transaction. A writer waits for its turn, so two writers never see the same
+newest version. Readers never wait. Records are written beside each other (`writing_shared`).
 
-Everything is bounded in time. A statement that takes too long is given up by us, and a transaction
-that its client has forgotten (a process that was stopped) is ended by PostgreSQL, or it would keep
-all other writers out. What a driver raises becomes StoreTimeout or StoreUnavailable here, with the
-driver's error as the cause; a password is in no message, for no URL is ever shown whole.
+**Everything has a timeout.** The client gives up a statement that takes too long. PostgreSQL ends
+a transaction whose client no longer sends anything (a stopped process), because its lock would
+block all other writers. Driver errors become StoreTimeout or StoreUnavailable, with the driver's
+error as the cause. No message contains a password, because no message contains a whole URL.
 
-An SQLite file that was removed, or replaced by another (a backup, say), is opened anew: connections
-hold on to the file that they opened, and what is written to one without a name is gone.
+**A replaced SQLite file is reopened.** A connection keeps the file that it opened, even after that
+file was removed or replaced by a backup, and writes to such a file are lost.
+
+**Notifications.** `listen` waits on its own PostgreSQL connection for new versions. NOTIFY is part
+of the transaction that adds a version, so it arrives after the commit and never after a rollback.
+Any user of the database can send anything on the channel, so a notification is only a reason to
+query the newest number. Several notifications may become one. A connection can die silently (a
+cable, a firewall), so `listen` also queries the number after QUIET_SECONDS_MAX without one: that
+detects a dead connection and finds a missed version.
 """
 
 from __future__ import annotations
@@ -21,11 +29,11 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import URL, Connection, event, exc, make_url, text
+from sqlalchemy import URL, Connection, event, exc, func, make_url, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from tollkeeper.core.errors import ConfigError, StoreError, StoreTimeout, StoreUnavailable, show
@@ -35,29 +43,36 @@ if TYPE_CHECKING:
 
 POOL_SIZE: Final = 4
 CONNECT_SECONDS_MAX: Final = 5.0
-# For one of a pool's connections, and for the writer before us.
+# Waiting for a connection of the pool, or for another writer.
 WAIT_SECONDS_MAX: Final = 10.0
-# One transaction, with all its waiting; a version of 16 MiB takes a second.
+# One transaction with all its waiting; writing a version of 16 MiB takes a second.
 TRANSACTION_SECONDS_MAX: Final = 30.0
-# How long PostgreSQL lets a transaction sit there without a word from its client.
-FORGOTTEN_SECONDS_MAX: Final = 10.0
+# PostgreSQL ends a transaction whose client was silent for this long.
+IDLE_SECONDS_MAX: Final = 10.0
+# The same bounds for a transaction beside other writers.
+SHARED_WAIT_SECONDS_MAX: Final = 5.0
+SHARED_SECONDS_MAX: Final = 10.0
 
-# "tollkeep" as a number: the lock that writers of the rules take turns with.
+# "tollkeep" as a number: the lock with which writers of the rules take turns.
 ADVISORY_LOCK: Final = 0x746F6C6C6B656570
+
+CHANNEL: Final = "tollkeeper_rules"
+QUIET_SECONDS_MAX: Final = 5.0
 
 EXAMPLES: Final = '"sqlite:///rules.db" or "postgresql://user:password@host/rules"'
 
-# SQLSTATE: canceled by a timeout of ours, a lock not had in time, and forgotten in a transaction.
+# SQLSTATE: canceled by our timeout, lock not granted in time, idle in a transaction for too long.
 _TIMEOUT_STATES: Final = {"57014", "55P03", "25P03"}
-_NO_RIGHT: Final = "42501"
+_PERMISSION_DENIED: Final = "42501"
 _SQLITE_BUSY: Final = ("database is locked", "database table is locked", "database is busy")
+_NEWEST: Final = "SELECT coalesce(max(number), 0) FROM tollkeeper_versions"
 
 
 class Database:
-    """One database, not connected to before it is first asked."""
+    """One database. The first query connects to it."""
 
     def __init__(self, url: str) -> None:
-        """Raises ConfigError for a URL that names none."""
+        """Raise ConfigError if the URL does not name a database."""
         self._given = url
         self._url = _parsed(url)
         self.is_postgresql = self._url.drivername == "postgresql"
@@ -70,21 +85,21 @@ class Database:
 
     @property
     def name(self) -> str:
-        """Where it is, for messages: nothing that anyone would keep to himself."""
+        """Return the URL for messages, without user, password and options."""
         if not self.is_postgresql:
             return f"sqlite:///{self._url.database}"
         port = f":{self._url.port}" if self._url.port else ""
         return f"postgresql://{self._url.host or ''}{port}/{self._url.database or ''}"
 
     def again(self) -> Database:
-        """The same one, for another event loop: a connection belongs to the one it was made in."""
+        """Return the same database for another event loop: a connection belongs to its loop."""
         return Database(self._given)
 
     async def reach(self) -> None:
-        """Raises StoreUnavailable where no SQLite file can be opened or made; asks no server.
+        """Raise StoreUnavailable if the SQLite file cannot be opened or created.
 
-        The driver would find out too. But its thread outlives a connection that was not made, and
-        prints a traceback if the event loop has ended by then.
+        It does nothing for PostgreSQL. The driver would raise, too, but its thread outlives a
+        connection that failed, and prints a traceback if the event loop has ended by then.
         """
         if not self.is_postgresql:
             with self.errors():
@@ -92,7 +107,7 @@ class Database:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
-        """A transaction that sees one state, and waits for nobody."""
+        """Open a transaction that sees one state and waits for no writer."""
         with self.errors():
             await self._follow_file()
             async with asyncio.timeout(TRANSACTION_SECONDS_MAX), self.engine.begin() as connection:
@@ -100,18 +115,32 @@ class Database:
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncConnection]:
-        """A transaction that nobody else writes beside; committed at the end, or gone."""
+        """Open a transaction with no other writer of the rules; it commits, or changes nothing."""
         with self.errors():
             await self._follow_file()
             async with (
                 asyncio.timeout(TRANSACTION_SECONDS_MAX),
                 self.engine.execution_options(writes=True).begin() as connection,
             ):
-                await self._take_turn(connection)
+                if self.is_postgresql:  # SQLite holds the lock since BEGIN IMMEDIATE
+                    await _set_timeouts(connection, WAIT_SECONDS_MAX, TRANSACTION_SECONDS_MAX)
+                    await lock(connection, ADVISORY_LOCK)
+                yield connection
+
+    @asynccontextmanager
+    async def writing_shared(self) -> AsyncIterator[AsyncConnection]:
+        """Open a transaction that writes beside others; in SQLite, writers always take turns."""
+        if not self.is_postgresql:
+            async with self.writing() as connection:
+                yield connection
+            return
+        with self.errors():
+            async with asyncio.timeout(SHARED_SECONDS_MAX), self.reading() as connection:
+                await _set_timeouts(connection, SHARED_WAIT_SECONDS_MAX, SHARED_SECONDS_MAX)
                 yield connection
 
     async def _follow_file(self) -> None:
-        """Let go of connections to a file that is no longer the one of this name."""
+        """Close the connections if the file at this path is another one than before."""
         if self.is_postgresql:
             return
         file: tuple[int, int] | None = None
@@ -122,21 +151,8 @@ class Database:
             await self.engine.dispose()
         self._file = file
 
-    async def _take_turn(self, connection: AsyncConnection) -> None:
-        """SQLite has the lock since BEGIN IMMEDIATE."""
-        if not self.is_postgresql:
-            return
-        bounds_ms = {
-            "lock_timeout": round(WAIT_SECONDS_MAX * 1_000),
-            "statement_timeout": round(TRANSACTION_SECONDS_MAX * 1_000),
-            "idle_in_transaction_session_timeout": round(FORGOTTEN_SECONDS_MAX * 1_000),
-        }
-        calls = ", ".join(f"set_config('{name}', '{ms}', true)" for name, ms in bounds_ms.items())
-        await connection.execute(text(f"SELECT {calls}"))
-        await connection.execute(text(f"SELECT pg_advisory_xact_lock({ADVISORY_LOCK})"))
-
     async def connect_asyncpg(self) -> asyncpg.Connection:
-        """A connection of its own, past the pool. Raises what the driver does."""
+        """Open a connection outside the pool. Raises the driver's errors."""
         import asyncpg  # noqa: PLC0415 - an extra: SQLite works without it
 
         return await asyncpg.connect(
@@ -148,7 +164,7 @@ class Database:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """What a driver raises in this block, in our words."""
+        """Turn the driver errors of this block into StoreTimeout and StoreUnavailable."""
         try:
             yield
         except StoreError:
@@ -160,24 +176,24 @@ class Database:
             ) from error
         except exc.DBAPIError as error:
             original = error.orig or error
-            # SQLAlchemy's own error of the driver has the name of a class before the words.
+            # SQLAlchemy's wrapper puts a class name before the driver's message.
             raise self._store_error(original.__cause__ or original) from error
         except _raw_errors() as error:
             raise self._store_error(error) from error
 
     def _store_error(self, error: BaseException) -> StoreError:
-        said = str(error) or type(error).__name__
+        message = str(error) or type(error).__name__
         state = getattr(error, "sqlstate", None)
-        busy = not self.is_postgresql and any(words in said for words in _SQLITE_BUSY)
+        busy = not self.is_postgresql and any(words in message for words in _SQLITE_BUSY)
         if busy or state in _TIMEOUT_STATES:
-            return StoreTimeout(f"{self.name} is busy: {said}; try again")
+            return StoreTimeout(f"{self.name} is busy: {message}; try again")
         if not self.is_postgresql:
             remedy = "is it a file in a folder that exists, and may this process write there?"
-        elif state == _NO_RIGHT:
+        elif state == _PERMISSION_DENIED:
             remedy = "grant that to the user in the URL"
         else:
             remedy = "does the server run, and do user, password and database exist?"
-        return StoreUnavailable(f"{self.name} cannot be used: {said}; {remedy}")
+        return StoreUnavailable(f"{self.name} cannot be used: {message}; {remedy}")
 
     async def close(self) -> None:
         """Close every connection."""
@@ -190,9 +206,9 @@ class Database:
             pool_size=POOL_SIZE,
             max_overflow=0,
             pool_timeout=WAIT_SECONDS_MAX,
-            # Connections that a restart of the server has cut are replaced before they are used.
+            # Connections that a restart of the server has closed are replaced before use.
             pool_pre_ping=True,
-            # Rules have keys of customers in them.
+            # Rules contain keys of customers.
             hide_parameters=True,
         )
 
@@ -210,17 +226,36 @@ class Database:
         return engine
 
 
+async def lock(connection: AsyncConnection, number: int) -> None:
+    """Wait for an advisory lock of PostgreSQL, which ends with the transaction."""
+    await connection.execute(select(func.pg_advisory_xact_lock(number)))
+
+
+async def _set_timeouts(connection: AsyncConnection, wait_s: float, total_s: float) -> None:
+    """Set PostgreSQL's timeouts for this transaction."""
+    seconds = {
+        "lock_timeout": wait_s,
+        "statement_timeout": total_s,
+        "idle_in_transaction_session_timeout": IDLE_SECONDS_MAX,
+    }
+    settings = [
+        func.set_config(name, f"{each * 1_000:.0f}", True) for name, each in seconds.items()
+    ]
+    await connection.execute(select(*settings))
+
+
 def _open_and_close(path: str) -> None:
     sqlite3.connect(path, timeout=WAIT_SECONDS_MAX).close()
 
 
 def _on_connect(connection: Any, _record: object) -> None:
-    # The driver would begin before the first write only, and never IMMEDIATE.
+    # By default, the driver begins a transaction before the first write only, and never IMMEDIATE.
     connection.isolation_level = None
     cursor = connection.cursor()
-    # With a write-ahead log, readers and the writer are not in each other's way. It is a property
-    # of the file: where somebody else is just switching it, there is nothing left to do. What else
-    # may be wrong (no database at all) the first statement says; said here, nobody would close it.
+    # With a write-ahead log, readers and the writer do not block each other. It is a property of
+    # the file, so nothing is left to do if another process is just setting it. Any other error (the
+    # file is not a database) is raised by the first statement; raised here, it would leak the
+    # connection.
     with suppress(sqlite3.DatabaseError):
         cursor.execute("PRAGMA journal_mode=WAL")
     cursor.close()
@@ -228,8 +263,8 @@ def _on_connect(connection: Any, _record: object) -> None:
 
 def _begin(connection: Connection) -> None:
     writes = connection.get_execution_options().get("writes")
-    # IMMEDIATE: a transaction that begins as a reader and then writes fails when somebody else
-    # wrote meanwhile, without waiting.
+    # IMMEDIATE: a transaction that begins as a reader and then writes fails at once if another
+    # writer has committed in between.
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
@@ -239,20 +274,20 @@ def _parsed(url: str) -> URL:
     try:
         parsed = make_url(url)
     except (exc.ArgumentError, ValueError):
-        # Not shown, and no cause: there may be a password in it.
+        # Neither shown nor given as the cause: it may contain a password.
         raise ConfigError(f"the database's URL cannot be read; try {EXAMPLES}") from None
-    if parsed.drivername == "postgres":  # as many write it
+    if parsed.drivername == "postgres":  # a common spelling
         parsed = parsed.set(drivername="postgresql")
     if parsed.drivername not in {"sqlite", "postgresql"}:
-        raise ConfigError(f"there are no rules in {show(parsed.drivername)}; try {EXAMPLES}")
+        raise ConfigError(f"{show(parsed.drivername)} is not supported; try {EXAMPLES}")
     if parsed.drivername == "sqlite" and (parsed.database or ":memory:") == ":memory:":
         raise ConfigError(
-            'a database in memory is gone with its connection; name a file: "sqlite:///rules.db"'
+            'a database in memory is lost with its connection; name a file: "sqlite:///rules.db"'
         )
     if parsed.drivername == "sqlite" and (parsed.host or parsed.query):
         raise ConfigError(
-            "the URL of an SQLite file has three slashes and no options, four if the path is a "
-            'full one: "sqlite:///rules.db", "sqlite:////var/lib/tollkeeper/rules.db"'
+            "the URL of an SQLite file has three slashes, or four before an absolute path, and no "
+            'options: "sqlite:///rules.db", "sqlite:////var/lib/tollkeeper/rules.db"'
         )
     if parsed.drivername == "postgresql" and not parsed.database:
         raise ConfigError(f"the URL names no database on {show(parsed.host)}; try {EXAMPLES}")
@@ -270,7 +305,7 @@ def _require_asyncpg() -> None:
 
 
 def _raw_errors() -> tuple[type[Exception], ...]:
-    """What comes where SQLAlchemy does not stand between: while connecting, and while listening."""
+    """Return the errors that SQLAlchemy does not wrap: while connecting, and while listening."""
     try:
         import asyncpg  # noqa: PLC0415 - an extra: SQLite works without it
     except ImportError:
@@ -282,3 +317,61 @@ def _raw_errors() -> tuple[type[Exception], ...]:
         asyncpg.InterfaceError,
         asyncpg.InternalClientError,
     )
+
+
+# ── Notifications of PostgreSQL ────────────────────────────────────────────────────────────────
+
+
+class _Listener:
+    """Callbacks of a connection: `news` is set by a notification and by the connection's end."""
+
+    def __init__(self) -> None:
+        self.is_lost = False
+        self.news = asyncio.Event()
+
+    def on_notification(self, *_notification: object) -> None:
+        self.news.set()
+
+    def on_end(self, _connection: object) -> None:
+        self.is_lost = True
+        self.news.set()
+
+
+async def listen(database: Database) -> AsyncGenerator[int, None]:
+    """Yield the newest version's number at once, then each newer one. It ends by raising.
+
+    Raises StoreUnavailable when the connection is lost.
+    """
+    with database.errors():
+        connection = await database.connect_asyncpg()
+    listener = _Listener()
+    try:
+        with database.errors():
+            connection.add_termination_listener(listener.on_end)
+            await connection.add_listener(CHANNEL, listener.on_notification)
+            newest = await _newest(connection)
+        yield newest
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(listener.news.wait(), QUIET_SECONDS_MAX)
+            listener.news.clear()
+            if listener.is_lost:
+                raise StoreUnavailable(
+                    f"{database.name} has closed the connection that listens; listen again"
+                )
+            with database.errors():
+                number = await _newest(connection)
+            if number > newest:
+                newest = number
+                yield newest
+    finally:
+        connection.remove_termination_listener(listener.on_end)
+        try:
+            await connection.close(timeout=CONNECT_SECONDS_MAX)
+        except Exception:  # the connection was dead already
+            connection.terminate()
+
+
+async def _newest(connection: asyncpg.Connection) -> int:
+    number: int = await connection.fetchval(_NEWEST, timeout=CONNECT_SECONDS_MAX)
+    return number

@@ -1,12 +1,16 @@
-"""Keeping a limiter's rules up to date: a change is in force on every node in under two seconds.
+"""Keep a limiter's rules up to date: a change is in force on every node in under two seconds.
 
-A follower is one thread beside the application. It asks its source what is current: as soon as
-something hints at a change, and every `poll` seconds in any case. What is new goes into force in
-one step and, if the limiter has a snapshot, to disk. A source that is away or has a wrong document
-changes nothing: the last good rules stay, `status` tells what is wrong, and the source is asked
-again and again, at growing intervals, until it answers.
+**Sources and hints.** A *source* (a file, a database) returns the current version of the rules, and
+only its answer counts. A *hint* says that the source may have changed: a file that looks different,
+a NOTIFY of PostgreSQL, a message through Redis. Hints may be lost, repeated or late, so the
+follower also polls its source.
 
-Nothing here raises into the application, and no check ever waits for it.
+**The follower** is one thread beside the application. It queries its source after every hint, and
+every `poll` seconds in any case. A new version comes into force in one step and is saved to the
+snapshot, if the limiter has one. If the source is unavailable or its document is invalid, the last
+good rules stay in force, `status` reports the error, and the follower retries at growing intervals.
+
+The follower never raises into the application, and no check waits for it.
 """
 
 from __future__ import annotations
@@ -20,35 +24,310 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from hashlib import sha256
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 
 from tollkeeper.control import snapshot as snapshots
-from tollkeeper.control.sources import Found, Source, StoreHints, jittered, source_of
-from tollkeeper.core.errors import ConfigError, StoreTimeout, TollkeeperError, show
-from tollkeeper.decide.store import Store
+from tollkeeper.core.errors import ConfigError, StoreError, StoreTimeout, TollkeeperError, show
+from tollkeeper.decide.store import Channel, Store, Subscription
 from tollkeeper.rules.document.model import Document
-from tollkeeper.rules.document.reading import Rules, document_of
+from tollkeeper.rules.document.reading import (
+    Rules,
+    document_of,
+    is_document_text,
+    read,
+    read_file,
+)
+
+if TYPE_CHECKING:
+    from tollkeeper.control.repository import Repository
 
 POLL_S_MIN: Final = 0.05
 POLL_S_MAX: Final = 3600.0
-# One look at a source, with connecting and a document of 10,000 rules.
-LOOK_S_MAX: Final = 30.0
-# After a failure: twice as long each time.
+# One query of a source, with connecting and a document of 10,000 rules.
+QUERY_S_MAX: Final = 30.0
+# The pause after a failure doubles from the first to the longest.
 PAUSE_S_FIRST: Final = 0.1
 PAUSE_S_LONGEST: Final = 5.0
-# A fleet that is told at once does not ask at once.
+# Nodes that get a hint at the same moment query the source at different moments.
 HINT_SPREAD_S: Final = 0.1
-# When a forked worker begins to follow.
+# A forked worker starts to follow after a random time between these.
 FORKED_S_MIN: Final = 0.05
 FORKED_S_MAX: Final = 0.5
-# How long closing waits for the thread to end; it is a daemon, and may end later.
+# Closing a limiter waits this long for the thread; it is a daemon thread and may end later.
 STOP_S_MAX: Final = 2.0
+FILE_POLL_S: Final = 0.25
+# A file is read after it has looked the same for this long: a writer may not be finished.
+FILE_SETTLED_S: Final = 0.2
+# Nodes poll at different times: each period is up to a fifth shorter or longer.
+JITTER: Final = 0.2
+TOPIC: Final = "rules"
+# The thread that waits for Redis notices after this time that the follower has stopped.
+_REDIS_WAIT_S: Final = 0.25
+_FORK_WAIT_S_MAX: Final = 1.0
+_VERSION_CHARACTERS: Final = 12
+
+# Inode, time of the last change and size: at least one differs after a file was written.
+_FileState = tuple[int, int, int]
 
 log = logging.getLogger("tollkeeper.rules")
+
+
+# ── Sources ────────────────────────────────────────────────────────────────────────────────────
+
+
+class VersionedDocument(NamedTuple):
+    """A rule document and the version that its source gives it."""
+
+    version: str
+    document: Document
+
+
+class RulesSource(Protocol):
+    """A place that rules are read from. All its methods are called in one event loop."""
+
+    name: str
+    """The name for messages, without secrets."""
+
+    async def current(self, known: str) -> VersionedDocument | None:
+        """Return the current version, or None if that is `known`. Raises TollkeeperError."""
+
+    def hints(self) -> AsyncGenerator[None, None]:
+        """Yield whenever `current` may have changed. It ends at once if the source cannot push."""
+
+    async def close(self) -> None:
+        """Close all connections; the next call opens new ones."""
+
+
+class FileSource:
+    """A document on disk. Its version is the beginning of its text's SHA-256.
+
+    A program may replace the file by a rename, as most editors do, or write it in place. A file
+    that is written in place may look finished while its writer pauses at the end of a line: use a
+    rename if that matters.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._path = path
+        self._taken: tuple[_FileState | None, str] = None, ""
+
+    async def current(self, known: str) -> VersionedDocument | None:
+        """Read the file if it looks different; parse it if its text has changed."""
+        settled = not known  # the first read does not wait
+        while True:
+            state = self._state()
+            if state is not None and (state, known) == self._taken:
+                return None
+            version = self._version()
+            if version and version == known:
+                self._taken = state, known
+                return None
+            if not settled:
+                await asyncio.sleep(FILE_SETTLED_S)
+            settled = False
+            if (state, version) != (self._state(), self._version()):
+                continue
+            document = read_file(self._path)
+            if (state, version) == (self._state(), self._version()):
+                self._taken = state, version
+                return VersionedDocument(version, document)
+
+    async def hints(self) -> AsyncGenerator[None, None]:
+        """Look at the file four times a second, and yield when it looks different."""
+        seen = self._state()
+        while True:
+            await asyncio.sleep(_jittered(FILE_POLL_S))
+            state = self._state()
+            if state != seen:
+                seen = state
+                yield
+
+    async def close(self) -> None:
+        """Do nothing: no file stays open."""
+
+    def _state(self) -> _FileState | None:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+    def _version(self) -> str:
+        try:
+            text = self._path.read_bytes()
+        except OSError:
+            return ""  # read_file raises an error that names the cause and the remedy
+        return sha256(text).hexdigest()[:_VERSION_CHARACTERS]
+
+
+class RepositorySource:
+    """The rules in a database. Their version is its number."""
+
+    def __init__(self, url: str) -> None:
+        self.name = without_secrets(url)
+        self._url = url
+        self._repository: Repository | None = None
+        self._opening = asyncio.Lock()
+
+    async def current(self, known: str) -> VersionedDocument | None:
+        """Query the number, and the text only if the number has changed."""
+        try:
+            repository = await self._opened()
+            number = await repository.number()
+            if number and str(number) == known:
+                return None
+            version = await repository.current()
+        except StoreError:
+            # The connections may be broken.
+            await self.close()
+            raise
+        if version is None:
+            raise ConfigError(
+                f"{self.name} holds no rules yet; put a document there first: "
+                f"tollkeeper rules apply limits.yaml"
+            )
+        document = read(version.text, f"version {version.number}")
+        return VersionedDocument(str(version.number), document)
+
+    async def hints(self) -> AsyncGenerator[None, None]:
+        """Yield when PostgreSQL reports a new version; SQLite cannot push."""
+        if self._url.startswith("sqlite"):
+            return
+        repository = await self._opened()
+        async for _ in repository.listen():
+            yield
+
+    async def close(self) -> None:
+        """Close the database."""
+        repository, self._repository = self._repository, None
+        if repository is not None:
+            with suppress(Exception):  # it is abandoned, whatever its state
+                await repository.close()
+
+    async def _opened(self) -> Repository:
+        async with self._opening:
+            if self._repository is None:
+                try:
+                    from tollkeeper.control.repository import (  # noqa: PLC0415 - an extra
+                        Repository,
+                    )
+                except ImportError as error:
+                    raise ConfigError(
+                        f"rules in a database need the libraries of the control extra ({error}); "
+                        f"install them with: pip install 'tollkeeper[control,postgres]'"
+                    ) from error
+                self._repository = await Repository.open(self._url)
+            return self._repository
+
+
+class StoreHints:
+    """Messages that `announce` publishes through the store that also holds the counts."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    async def hints(self) -> AsyncGenerator[None, None]:
+        """Yield once per message. Raises StoreError when the connection is lost."""
+        loop = asyncio.get_running_loop()
+        # One thread that waits in short steps, so that it ends soon after the follower.
+        thread = ThreadPoolExecutor(1, "tollkeeper-rules-redis")
+        try:
+            subscription = await loop.run_in_executor(thread, self._subscribe)
+            try:
+                # A message may have been published before the subscription.
+                yield
+                while True:
+                    if await loop.run_in_executor(thread, subscription.wait, _REDIS_WAIT_S):
+                        yield
+            finally:
+                with suppress(RuntimeError):  # the interpreter is shutting down
+                    thread.submit(subscription.close)
+        finally:
+            thread.shutdown(wait=False)
+
+    def _subscribe(self) -> Subscription:
+        with _fork_lock.connecting:
+            return self._channel.subscribe(TOPIC)
+
+
+class _ForkLock:
+    """Delays a fork while our thread connects to Redis, because redis-py then imports modules.
+
+    A module that a thread is importing during a fork stays locked in the child, and any import of
+    it there waits for a thread that does not exist.
+    """
+
+    def __init__(self) -> None:
+        self.connecting = threading.Lock()
+        self._held = False
+
+    def before(self) -> None:
+        """Wait for the connection, but not for long."""
+        self._held = self.connecting.acquire(timeout=_FORK_WAIT_S_MAX)
+
+    def in_parent(self) -> None:
+        """Release the lock."""
+        if self._held:
+            self.connecting.release()
+
+    def in_child(self) -> None:
+        """Replace the lock: the thread that may hold it does not exist here."""
+        self.connecting = threading.Lock()
+
+
+_fork_lock = _ForkLock()
+os.register_at_fork(
+    before=_fork_lock.before,
+    after_in_parent=_fork_lock.in_parent,
+    after_in_child=_fork_lock.in_child,
+)
+
+
+def announce(store: Store, number: int) -> bool:
+    """Announce a new version to all nodes that use this store; False if it has no channel.
+
+    Blocks for one round trip. Raises StoreError; the nodes then find the version by polling.
+    """
+    if store.channel is None:
+        return False
+    store.channel.publish(TOPIC, str(number))
+    return True
+
+
+def source_of(rules: object) -> RulesSource | None:
+    """Return the source that a path or a database URL names; None for a document or its text."""
+    if isinstance(rules, str):
+        if is_document_text(rules):
+            return None
+        if "://" in rules:
+            return RepositorySource(rules)
+    elif not isinstance(rules, os.PathLike):
+        return None
+    return FileSource(Path(rules))
+
+
+def without_secrets(url: str) -> str:
+    """Return a database URL for messages, without user, password and options.
+
+    >>> without_secrets("postgresql://app:s3cr@t@db.internal/rules?sslmode=require")
+    'postgresql://db.internal/rules'
+    """
+    scheme, _, rest = url.partition("://")
+    place = rest.rpartition("@")[2].partition("?")[0]
+    return f"{scheme}://{place}"
+
+
+def _jittered(period_s: float) -> float:
+    return period_s * random.uniform(1 - JITTER, 1 + JITTER)  # noqa: S311 - not a secret
+
+
+# ── The first version ──────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,80 +335,76 @@ class RulesStatus:
     """Which rules are in force, and how fresh they are."""
 
     version: str
-    """A repository's number, or the beginning of a file's SHA-256; empty for one without."""
+    """A repository's number, or the beginning of a file's SHA-256; empty for a given document."""
     source: str
-    """Where they are followed: a path or a database's URL, without secrets. Empty: nowhere."""
+    """The path or database URL that is followed, without secrets; empty if there is none."""
     origin: Literal["source", "snapshot", "given"] = "given"
-    """Whether this version came from the source, its snapshot, or from the application."""
+    """Where this version came from: the source, its snapshot, or the application."""
     since: datetime | None = None
-    """When it came into force here."""
+    """When it came into force in this process."""
     age: float | None = None
-    """Seconds since the source last said what is current; None: it never did."""
+    """Seconds since the source last answered; None if it never did."""
     error: str = ""
-    """What is wrong since then; empty if nothing is."""
+    """The present error of the source or the snapshot; empty if there is none."""
     push_error: str = ""
-    """Why changes are not pushed but found by asking; empty if they are, or nobody pushes."""
+    """Why changes are found by polling only; empty if push works, or the source has none."""
     failures: int = 0
-    """How often the source could not be read, or had a wrong document, since the start."""
-
-
-class Following(Protocol):
-    """What `begin` needs to know of a limiter."""
-
-    def use(self, rules: Document, version: str = "") -> None: ...
+    """How often reading the source failed since the start."""
 
 
 @dataclass(frozen=True, slots=True)
-class How:
-    """How rules are followed."""
+class FollowOptions:
+    """How a limiter follows its rules."""
 
     poll_s: float = 1.0
-    """How often to ask without a hint."""
+    """Seconds between two queries without a hint."""
     snapshot: Path | None = None
-    """Where to keep the last good rules."""
+    """The file for the last good rules."""
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """The rules to start with, and how things stood when they were found."""
+class LoadedRules:
+    """The rules that a limiter starts with, and their status."""
 
     document: Document
     status: RulesStatus
 
 
-def load(rules: Rules, snapshot: Path | None = None) -> Start:
-    """The rules to start with: from their source or, if that is away, from the snapshot.
+def load(rules: Rules, snapshot: Path | None = None) -> LoadedRules:
+    """Load the rules from their source or, if it is unavailable, from the snapshot.
 
-    Blocks until the source has answered. Raises ConfigError or StoreError if there are no rules to
-    be had. A database without any rules is no source of an empty document: everything would pass.
+    Blocks until the source has answered. Raises ConfigError or StoreError if neither has rules. A
+    database without rules is an error, not an empty document that would let everything pass.
     """
     source = source_of(rules)
     if source is None:
-        return Start(document_of(rules), RulesStatus("", "", since=_now()))
+        return LoadedRules(document_of(rules), RulesStatus("", "", since=_now()))
     if snapshot is not None:
         snapshots.check_place(snapshot)
     try:
-        found = _in_thread(source)
+        found = _query_in_thread(source)
     except TollkeeperError as error:
         return _from_snapshot(snapshot, source.name, error)
     status = RulesStatus(found.version, source.name, "source", _now(), 0.0)
-    return Start(found.document, status)
+    return LoadedRules(found.document, status)
 
 
-def _in_thread(source: Source) -> Found:
-    """The first look. In a thread, for the caller may be in an event loop of its own."""
-    result: list[Found | BaseException] = []
+def _query_in_thread(source: RulesSource) -> VersionedDocument:
+    """Query a source in a new thread, because the caller may run in an event loop."""
+    result: list[VersionedDocument | BaseException] = []
 
-    async def look() -> Found:
+    async def query() -> VersionedDocument:
         try:
-            return await _look(source, "") or _nothing()
+            found = await _query(source, "")
         finally:
             await source.close()
+        assert found is not None, "no version is known yet"  # noqa: S101 - a source's contract
+        return found
 
     def run() -> None:
         try:
-            result.append(asyncio.run(look()))
-        except BaseException as error:  # raised again by the caller's thread
+            result.append(asyncio.run(query()))
+        except BaseException as error:  # raised again in the caller's thread
             result.append(error)
 
     thread = threading.Thread(target=run, name="tollkeeper-rules-first", daemon=True)
@@ -140,54 +415,62 @@ def _in_thread(source: Source) -> Found:
     return result[0]
 
 
-def _nothing() -> Found:
-    raise AssertionError("a source that is asked for the first time has a version, or raises")
-
-
-async def _look(source: Source, known: str) -> Found | None:
+async def _query(source: RulesSource, known: str) -> VersionedDocument | None:
     try:
-        async with asyncio.timeout(LOOK_S_MAX):
+        async with asyncio.timeout(QUERY_S_MAX):
             return await source.current(known)
     except TimeoutError:
-        raise StoreTimeout(f"{source.name} did not answer within {LOOK_S_MAX:g} s") from None
+        raise StoreTimeout(f"{source.name} did not answer within {QUERY_S_MAX:g} s") from None
 
 
-def _from_snapshot(path: Path | None, name: str, error: TollkeeperError) -> Start:
+def _from_snapshot(path: Path | None, name: str, error: TollkeeperError) -> LoadedRules:
     if path is None:
         raise error
     try:
         found = snapshots.load(path)
-    except ConfigError as refusal:
-        error.add_note(str(refusal))
-        raise error from refusal
+    except ConfigError as unusable:
+        error.add_note(str(unusable))
+        raise error from unusable
     if found is None:
         raise error
     log.warning("rules: version %s from the snapshot %s: %s", found.version, path, error)
     status = RulesStatus(found.version, name, "snapshot", _now(), None, str(error))
-    return Start(found.document, status)
+    return LoadedRules(found.document, status)
+
+
+# ── The follower ───────────────────────────────────────────────────────────────────────────────
+
+
+class RulesUser(Protocol):
+    """A limiter, as far as the follower needs it."""
+
+    def use(self, rules: Document, version: str = "") -> None:
+        """Put a document into force."""
 
 
 class Follower:
-    """Keeps one limiter's rules up to date, until `stop`, or until the limiter is gone."""
+    """Keeps one limiter's rules up to date, until `stop` or until the limiter is garbage."""
 
     def __init__(
         self,
-        limiter: Following,
+        limiter: RulesUser,
         rules: Rules,
-        start: Start,
-        how: How,
+        loaded: LoadedRules,
+        options: FollowOptions,
         store: Store | None = None,
     ) -> None:
-        """Prepare to follow. `start` is in force already; `store` may carry hints."""
+        """Prepare to follow. `loaded` is in force already; `store` may carry hints."""
         self._limiter = weakref.ref(limiter, lambda _: self._signal())
         self._rules = rules
-        self._poll_s = how.poll_s
-        self._snapshot = how.snapshot
+        self._poll_s = options.poll_s
+        self._snapshot = options.snapshot
         self._channel = None if store is None else store.channel
-        # Replaced, never changed, and by one thread: who reads it needs no lock.
-        self._status = start.status
-        self._looked_s = time.monotonic() if start.status.origin == "source" else None
-        self._known = start.status.version if start.status.origin == "source" else ""
+        # One thread replaces it and never changes it, so reading it needs no lock.
+        self._status = loaded.status
+        is_fresh = loaded.status.origin == "source"
+        self._answered_s = time.monotonic() if is_fresh else None
+        self._known = loaded.status.version if is_fresh else ""
+        self._unsaved = VersionedDocument(self._known, loaded.document) if is_fresh else None
         self._push_errors: dict[str, str] = {}
         self._failures = 0
         self._stopped = threading.Event()
@@ -195,26 +478,23 @@ class Follower:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
-        self._unsaved: Found | None = None
-        if start.status.origin == "source":
-            self._unsaved = Found(start.status.version, start.document)
-        if unsaved := self._save():
-            self._note(unsaved)
+        if error := self._save():
+            self._set_error(error)
 
     def start(self) -> None:
-        """Follow from now on. Rules that are at hand have nothing to follow."""
+        """Start the thread. Rules without a source have nothing to follow."""
         if source_of(self._rules) is not None:
             _followers.add(self)
             self._start(first_pause_s=0.0)
 
     def status(self) -> RulesStatus:
-        """How things stand now."""
-        looked_s = self._looked_s
-        age = None if looked_s is None else time.monotonic() - looked_s
+        """Return the present status."""
+        answered_s = self._answered_s
+        age = None if answered_s is None else time.monotonic() - answered_s
         return replace(self._status, age=age, failures=self._failures)
 
     def stop(self) -> None:
-        """End the thread, and wait for that a little."""
+        """End the thread, and wait STOP_S_MAX for that at most."""
         self._signal()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -224,17 +504,17 @@ class Follower:
         self._stopped.set()
         loop, task = self._loop, self._task
         if loop is not None and task is not None:
-            with suppress(RuntimeError):  # it has ended by itself
+            with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(task.cancel)
 
     def forked(self) -> None:
-        """In a child process: the thread is not here, and its connections are the parent's."""
+        """Start a new thread in a child process, which has no thread and no connections yet."""
         if self._thread is None or self._stopped.is_set():
             return
         self._stopped = threading.Event()
         self._loop = self._task = None
-        # Not at once: the store, too, has to notice that it was forked, and a server that forks
-        # fifty workers would have fifty connections asked for in one moment.
+        # Not at once: the store must notice the fork first, and a server that forks fifty workers
+        # would open fifty connections in one moment.
         self._start(first_pause_s=random.uniform(FORKED_S_MIN, FORKED_S_MAX))  # noqa: S311 - same
 
     def _start(self, first_pause_s: float) -> None:
@@ -250,60 +530,60 @@ class Follower:
             with suppress(asyncio.CancelledError):
                 asyncio.run(self._follow())
         except Exception:
-            # A defect of ours: the application goes on with the rules that it has.
+            # Our own bug: the application continues with the rules that it has.
             log.exception("rules: no longer followed")
-            self._note("no longer followed, because of a defect; see the log")
+            self._set_error("no longer followed, because of a bug; see the log")
 
     async def _follow(self) -> None:
         self._wake = asyncio.Event()
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         source = source_of(self._rules)
-        assert source is not None, "only what has a source is followed"  # noqa: S101 - our own
-        pushing = [asyncio.create_task(self._heed("source", source.hints))]
+        assert source is not None, "start() has checked it"  # noqa: S101 - our own
+        pushing = [asyncio.create_task(self._wake_on("source", source.hints))]
         if self._channel is not None:
             hints = StoreHints(self._channel).hints
-            pushing.append(asyncio.create_task(self._heed("store", hints)))
-        pause = Pause()
+            pushing.append(asyncio.create_task(self._wake_on("store", hints)))
+        pause = RetryPause()
         try:
             while not self._stopped.is_set():
                 self._wake.clear()
-                if await self._look(source):
+                if await self._update(source):
                     pause.reset()
-                    await self._rest()
+                    await self._wait()
                 else:
                     await asyncio.sleep(pause.next_s())
         finally:
             for task in pushing:
                 task.cancel()
             with suppress(TimeoutError):
-                # A server that hangs: nobody waits for us any more, but there is an end to it.
-                async with asyncio.timeout(LOOK_S_MAX):
+                # Nothing waits for this thread any more, but a hanging server must not keep it.
+                async with asyncio.timeout(QUERY_S_MAX):
                     await asyncio.gather(*pushing, return_exceptions=True)
                     await source.close()
 
-    async def _rest(self) -> None:
-        """Until something hints at a change, or it is time to ask without."""
+    async def _wait(self) -> None:
+        """Wait for a hint, or until it is time to poll."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(jittered(self._poll_s)):
+            async with asyncio.timeout(_jittered(self._poll_s)):
                 await self._wake.wait()
-                await asyncio.sleep(random.uniform(0, HINT_SPREAD_S))  # noqa: S311 - no secret
+                await asyncio.sleep(random.uniform(0, HINT_SPREAD_S))  # noqa: S311 - not a secret
 
-    async def _look(self, source: Source) -> bool:
-        """Ask the source, and put what is new into force. Was all well?"""
+    async def _update(self, source: RulesSource) -> bool:
+        """Query the source and put a new version into force; return True if that worked."""
         try:
-            found = await _look(source, self._known)
+            found = await _query(source, self._known)
             if found is not None:
-                self._take(found)
+                self._put_into_force(found)
         except Exception as error:  # whatever it is, the last good rules stay
             self._failures += 1
-            self._note(_words(error))
+            self._set_error(_message(error))
             return False
-        self._looked_s = time.monotonic()
+        self._answered_s = time.monotonic()
         self._known = found.version if found is not None else self._known
-        self._note(self._save())
+        self._set_error(self._save())
         return True
 
-    def _take(self, found: Found) -> None:
+    def _put_into_force(self, found: VersionedDocument) -> None:
         limiter = self._limiter()
         if limiter is None:
             self._stopped.set()
@@ -316,67 +596,67 @@ class Follower:
         log.info("rules: version %s of %s is in force", found.version, self._status.source)
 
     def _save(self) -> str:
-        """Write the snapshot, if that is still to be done; what is wrong, or nothing."""
+        """Write the snapshot if it is out of date; return the error, or an empty text."""
         if self._snapshot is None or self._unsaved is None:
             return ""
-        found = self._unsaved
+        version, document = self._unsaved
         try:
-            snapshots.save(self._snapshot, found.version, found.document, self._status.source)
+            snapshots.save(self._snapshot, version, document, self._status.source)
         except TollkeeperError as error:
             return str(error)
         self._unsaved = None
         return ""
 
-    async def _heed(self, name: str, hints: Callable[[], AsyncGenerator[None, None]]) -> None:
-        """Wake the loop at each hint; where hints have ended, try to get more."""
-        pause = Pause()
+    async def _wake_on(self, name: str, hints: Callable[[], AsyncGenerator[None, None]]) -> None:
+        """Wake the loop at each hint; subscribe again after an error."""
+        pause = RetryPause()
         while True:
             try:
-                async with aclosing(hints()) as heard:
-                    async for _ in heard:
+                async with aclosing(hints()) as received:
+                    async for _ in received:
                         pause.reset()
-                        self._note_push(name, "")
+                        self._set_push_error(name, "")
                         self._wake.set()
-            except Exception as error:  # whatever it is, polling goes on
-                self._note_push(name, _words(error))
+            except Exception as error:  # whatever it is, polling continues
+                self._set_push_error(name, _message(error))
                 await asyncio.sleep(pause.next_s())
             else:
                 return
 
-    def _note(self, error: str) -> None:
+    def _set_error(self, error: str) -> None:
         if error == self._status.error:
             return
         if error:
             log.warning("rules: version %s stays in force: %s", self._status.version, error)
         else:
-            log.info("rules: %s is well again", self._status.source)
+            log.info("rules: %s works again", self._status.source)
         self._status = replace(self._status, error=error)
 
-    def _note_push(self, name: str, error: str) -> None:
+    def _set_push_error(self, name: str, error: str) -> None:
         if error != self._push_errors.get(name, ""):
             self._push_errors[name] = error
-            said = "; ".join(filter(None, self._push_errors.values()))
-            self._status = replace(self._status, push_error=said)
+            errors = "; ".join(filter(None, self._push_errors.values()))
+            self._status = replace(self._status, push_error=errors)
 
 
-class Pause:
-    """How long to wait after each failure in a row: longer each time, up to a bound."""
+class RetryPause:
+    """The pause after each failure in a row: it doubles up to PAUSE_S_LONGEST."""
 
     def __init__(self) -> None:
         self._pause_s = 0.0
 
     def next_s(self) -> float:
-        """The next pause. A random part keeps a fleet from knocking all at once."""
+        """Return the next pause, with a random part so that a fleet does not retry together."""
         self._pause_s = min(max(2 * self._pause_s, PAUSE_S_FIRST), PAUSE_S_LONGEST)
-        return self._pause_s * random.uniform(0.5, 1)  # noqa: S311 - no secret hangs on it
+        return self._pause_s * random.uniform(0.5, 1)  # noqa: S311 - not a secret
 
     def reset(self) -> None:
-        """It worked."""
+        """Begin with the first pause again, after a success."""
         self._pause_s = 0.0
 
 
 def poll_s_of(poll: Any) -> float:
-    """How often to ask, in seconds. Raises ConfigError."""
+    """Return the validated poll interval in seconds. Raises ConfigError."""
     number = isinstance(poll, int | float) and not isinstance(poll, bool)
     if not number or not POLL_S_MIN <= poll <= POLL_S_MAX:
         raise ConfigError(
@@ -386,7 +666,7 @@ def poll_s_of(poll: Any) -> float:
     return float(poll)
 
 
-def _words(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
@@ -407,8 +687,8 @@ def _stop_all() -> None:
         follower.stop()
 
 
-# A server that loads the application once and then forks its workers would have them all stay with
+# A server may load the application once and then fork its workers. Without this, they would keep
 # the rules of that moment.
 os.register_at_fork(after_in_child=_forked)
-# So that no thread is cut off while it talks to a database.
+# No thread is cut off in the middle of a query.
 atexit.register(_stop_all)

@@ -1,22 +1,23 @@
-"""The rules of a fleet, kept in versions: changed by many at once, and no change is ever lost.
+"""The rules of a fleet, in versions: many people change them at once, and no change is lost.
 
     repository = await Repository.open("sqlite:///rules.db")
     version = await repository.apply(document, author="ann", reason="launch", expected=0)
     await repository.assign("user:42", "pro", author="ann")
     await repository.rollback(1, author="bob", reason="too strict", expected=2)
 
-A version is a whole document with its author, time and reason. Versions are numbered 1, 2, 3 … with
-no gap, and none is ever changed or removed; going back to an old one makes a new one like it.
+A version is a whole document with its author, time and reason. Versions are numbered 1, 2, 3 …
+without gaps. No version is ever changed or removed; a rollback adds a new version with the old
+text.
 
-Whoever changes the rules says which version he has seen (`expected`; 0 or None if there was none).
-If there is another one by now, the change is refused with VersionConflict. The small edits (a tier
-assigned, an override added) need not say it: they read, edit and try again until nobody else was
-quicker. Everything is checked before the lock is taken; under it, only the number is looked at and
-two rows are added.
+**Optimistic concurrency.** A caller passes the number of the version that it has edited
+(`expected`; 0 or None if there was none). The change raises VersionConflict if another version is
+current. The small edits (assign a tier, add an override) need no number: they read, edit and retry
+until no other change came between. Everything is validated before the writers' lock is taken;
+under the lock, the number is compared and two rows are added.
 
-A change that ends in StoreTimeout or StoreUnavailable may have been made all the same, if the
-connection broke while it was committed. To apply the same document again is safe: where it is in
-force already, nothing changes.
+**Lost answers.** A change that raises StoreTimeout or StoreUnavailable may have been committed, if
+the connection broke during the commit. Applying the same document again is safe: if it is current,
+nothing changes.
 """
 
 from __future__ import annotations
@@ -27,44 +28,89 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 
-from sqlalchemy import func, insert, literal, select, text
+from sqlalchemy import func, insert, literal, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from tollkeeper.control import edits
-from tollkeeper.control.database import Database
-from tollkeeper.control.diffs import unified_diff
-from tollkeeper.control.listening import CHANNEL, listen
-from tollkeeper.control.schema import bring_up_to_date
-from tollkeeper.control.tables import audit, versions
-from tollkeeper.control.versions import (
-    AuditEntry,
-    Kind,
-    Version,
-    check_expected,
-    check_number,
-    check_rows,
-    check_who_and_why,
+from tollkeeper.control.database import CHANNEL, Database, listen
+from tollkeeper.control.edits import unified_diff
+from tollkeeper.control.schema import (
+    AUTHOR_LENGTH_MAX,
+    REASON_LENGTH_MAX,
+    audit,
+    bring_up_to_date,
+    versions,
 )
-from tollkeeper.core.errors import ConfigError, UnsafeChange, VersionConflict
+from tollkeeper.core.errors import ConfigError, UnsafeChange, VersionConflict, show
 from tollkeeper.core.model import Limits
 from tollkeeper.rules.document.model import Document, Override
 from tollkeeper.rules.document.reading import read
 from tollkeeper.rules.document.safety import new_findings
 from tollkeeper.rules.document.writing import to_yaml
 
-__all__ = ["AuditEntry", "Repository", "Version"]
+__all__ = ["AuditEntry", "Kind", "Repository", "Version"]
 
-# Each conflict is a change that somebody else got through, so this many in a row take a crowd.
+ROWS_MAX: Final = 1_000
+"""The largest page of the history or the audit."""
+# Each conflict is a change by another writer, so only a crowd causes this many in a row.
 EDIT_ATTEMPTS_MAX: Final = 50
 _PAUSE_SECONDS_MIN: Final = 0.005
 _PAUSE_SECONDS_MAX: Final = 0.5
+_NUMBER_MAX: Final = 2**31 - 1
+
+Kind = Literal[
+    "apply",
+    "rollback",
+    "put-rule",
+    "remove-rule",
+    "set-tier",
+    "remove-tier",
+    "assign",
+    "unassign",
+    "override",
+    "remove-override",
+    "list",
+    "unlist",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """Who wants a change, which kind of change, and why."""
+class Version:
+    """One version of the rules."""
+
+    number: int
+    author: str
+    reason: str
+    created_at: datetime
+    """In UTC, by the clock of the database server."""
+    text: str
+    """The document in canonical form."""
+    base: int | None
+    """The number of the version that was changed; None for the first."""
+    kind: str
+    """The kind of change: apply, rollback, assign and so on."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditEntry:
+    """Who changed what, when and why. Each version has one entry."""
+
+    version: int
+    author: str
+    reason: str
+    created_at: datetime
+    kind: str
+    diff: str
+    """The difference from the version before; for the first version, its whole text."""
+    forced: str
+    """The safety findings that were overruled; empty if there were none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ChangeRequest:
+    """The kind of a change, its author and its reason."""
 
     kind: Kind
     author: str
@@ -72,14 +118,15 @@ class _Asked:
     force: bool = False
 
     def __post_init__(self) -> None:
-        check_who_and_why(self.author, self.reason)
+        _check_author(self.author)
+        _check_reason(self.reason)
 
 
 @dataclass(frozen=True, slots=True)
-class _Change:
-    """What is to be the next version after `base`, checked and ready."""
+class _PreparedChange:
+    """The next version after `base`, validated and ready to commit."""
 
-    asked: _Asked
+    request: _ChangeRequest
     base: int
     text: str
     diff: str
@@ -87,23 +134,23 @@ class _Change:
 
 
 class Repository:
-    """The versions in one database. For one event loop; any number of tasks."""
+    """The versions in one database. For one event loop and any number of tasks."""
 
     def __init__(self, database: Database) -> None:
-        """Use `Repository.open`, which sees to the schema."""
+        """Use `Repository.open`, which also creates or migrates the schema."""
         self._database = database
-        # Tasks of one process do not race each other: each would do its work in vain.
+        # Edits of one process take turns: racing each other, most would do their work in vain.
         self._editing = asyncio.Lock()
-        # The newest document that was read, and its number: reading 10,000 rules takes seconds.
-        self._read: tuple[int, Document] | None = None
+        # The newest parsed document and its number: parsing 10,000 rules takes seconds.
+        self._parsed: tuple[int, Document] | None = None
 
     @classmethod
     async def open(cls, url: str) -> Self:
-        """The repository in a database, whose schema is made or brought up to date.
+        """Open the repository in a database, and create or migrate its schema.
 
-        `sqlite:///rules.db` or `postgresql://user:password@host/name`. Raises ConfigError for a URL
-        that cannot be used or a schema that is newer than this code, StoreUnavailable if the
-        database cannot be reached.
+        `url` is `sqlite:///rules.db` or `postgresql://user:password@host/name`. Raises ConfigError
+        for an unusable URL or a schema newer than this code, and StoreUnavailable if the database
+        cannot be reached.
         """
         database = Database(url)
         try:
@@ -123,36 +170,36 @@ class Repository:
     async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    # ------------------------------------------------------------------------------------ looking
+    # ── Reading ────────────────────────────────────────────────────────────────────────────────
 
     async def number(self) -> int:
-        """The number of the current version; 0 if there is none. Cheap: no text is read."""
+        """Return the number of the current version; 0 if there is none. It reads no text."""
         async with self._database.reading() as connection:
             return await _newest(connection)
 
     async def current(self) -> Version | None:
-        """The version in force; None if there is none yet."""
+        """Return the current version; None if there is none yet."""
         found = await self.history(limit=1)
         return found[0] if found else None
 
     async def version(self, number: int) -> Version:
-        """One version. Raises Missing if there is none with this number."""
-        check_number(number)
+        """Return one version. Raises NotFound if no version has this number."""
+        _check_number(number)
         async with self._database.reading() as connection:
             query = select(versions).where(versions.c.number == number)
             row = (await connection.execute(query)).mappings().one_or_none()
             if row is None:
                 newest = await _newest(connection)
                 there_is = f"there are 1 to {newest}" if newest else "there is none yet"
-                raise edits.Missing(f"there is no version {number}; {there_is}")
+                raise edits.NotFound(f"there is no version {number}; {there_is}")
         return Version(**row)
 
     async def history(
         self, limit: int = 50, before: int | None = None, *, texts: bool = True
     ) -> list[Version]:
-        """Versions, the newest first; those below the number `before`, if that is given.
+        """Return versions, the newest first, with numbers below `before` if that is given.
 
-        Without `texts`, theirs are empty: a list of many large documents would fill the memory.
+        Without `texts`, their texts are empty: many large documents would fill the memory.
         """
         columns: list[Any] = [
             column for column in versions.c if texts or column is not versions.c.text
@@ -166,9 +213,9 @@ class Repository:
     async def audit(
         self, limit: int = 50, before: int | None = None, *, diff_length_max: int | None = None
     ) -> list[AuditEntry]:
-        """Who changed what, the newest first; below the version `before`, if that is given.
+        """Return audit entries, the newest first, of versions below `before` if that is given.
 
-        With `diff_length_max`, longer differences are cut there.
+        With `diff_length_max`, longer diffs are cut there.
         """
         columns: list[Any] = list(audit.c)
         if diff_length_max is not None:
@@ -179,38 +226,38 @@ class Repository:
             return [AuditEntry(**row) for row in (await connection.execute(query)).mappings()]
 
     async def document_of(self, version: Version) -> Document:
-        """What a version says; that of the newest is kept. Raises DocumentError.
+        """Return the parsed document of a version. Raises DocumentError.
 
-        Versions never change, so neither does what was read of one.
+        The newest one is cached; versions never change.
         """
-        known = self._read
-        if known is not None and known[0] == version.number:
-            return known[1]
+        cached = self._parsed
+        if cached is not None and cached[0] == version.number:
+            return cached[1]
         document = await asyncio.to_thread(read, version.text, f"version {version.number}")
-        if self._read is None or self._read[0] < version.number:
-            self._read = (version.number, document)
+        if self._parsed is None or self._parsed[0] < version.number:
+            self._parsed = (version.number, document)
         return document
 
     async def diff(self, a: int, b: int) -> str:
-        """What changed from version `a` to version `b`, as a unified diff; empty if nothing did."""
+        """Return the changes from version `a` to version `b` as a unified diff; empty if equal."""
         old, new = await self.version(a), await self.version(b)
         names = f"version {old.number}", f"version {new.number}"
         return await asyncio.to_thread(unified_diff, old.text, new.text, *names)
 
     async def listen(self) -> AsyncGenerator[int, None]:
-        """The current number at once, then each newer one as soon as it is committed.
+        """Yield the current number at once, then each newer one as soon as it is committed.
 
-        On PostgreSQL, by NOTIFY; where several come at a time, only the newest is told. Raises
-        StoreUnavailable when the connection is lost, and ConfigError on SQLite, which has no push.
-        Its connection is closed with it: use `async with aclosing(repository.listen())`.
+        PostgreSQL sends it by NOTIFY; of several at a time, only the newest is yielded. Raises
+        StoreUnavailable when the connection is lost, and ConfigError on SQLite, which cannot push.
+        Closing the generator closes its connection: use `async with aclosing(repository.listen())`.
         """
         if not self._database.is_postgresql:
-            raise ConfigError("SQLite has no push; ask for number() every second instead")
+            raise ConfigError("SQLite has no push; call number() every second instead")
         async with aclosing(listen(self._database)) as numbers:
             async for number in numbers:
                 yield number
 
-    # ----------------------------------------------------------------------------------- changing
+    # ── Changing ───────────────────────────────────────────────────────────────────────────────
 
     async def apply(
         self,
@@ -221,66 +268,65 @@ class Repository:
         expected: int | None,
         force: bool = False,
     ) -> Version:
-        """Put a document in force as the next version, and return that.
+        """Add a document as the next version, and return that version.
 
-        `expected`  the number of the version that was edited; 0 or None: there was none
-        `force`     also if it is unsafe; what was found is kept in the audit
+        `expected`  the number of the version that was edited; 0 or None if there was none
+        `force`     apply it even if it is unsafe; the audit keeps the findings
 
-        A document that is the current one changes nothing: the current version is returned. Raises
-        VersionConflict if the current version is not the expected one, UnsafeChange for what
-        `match.safety` finds and was not in force already, and DocumentError if the document is not
-        right.
+        A document equal to the current one changes nothing: the current version is returned. Raises
+        VersionConflict if the current version is not the expected one, UnsafeChange for safety
+        findings that are not in force already, and DocumentError for an invalid document.
         """
-        asked = _Asked("apply", author, reason, force)
-        check_expected(expected)
-        return await self._apply(document, asked, await self.current(), expected or 0)
+        request = _ChangeRequest("apply", author, reason, force)
+        _check_expected(expected)
+        return await self._apply(document, request, await self.current(), expected or 0)
 
     async def rollback(
         self, number: int, *, author: str, reason: str = "", expected: int | None
     ) -> Version:
-        """Make a new version with the text of an old one. It was accepted once, so it is again."""
-        asked = _Asked("rollback", author, reason)
-        check_expected(expected)
+        """Add a new version with the text of an old one. Safety findings do not stop a rollback."""
+        request = _ChangeRequest("rollback", author, reason)
+        _check_expected(expected)
         old, current = await self.version(number), await self.current()
         if current is not None and current.text == old.text:
             return current
-        _refuse_conflict(expected or 0, current)
-        # What was right once may not be for the grammar of today.
+        _check_current(expected or 0, current)
+        # The old text must still be valid for the grammar of this release.
         await asyncio.to_thread(read, old.text, f"version {number}")
         diff = await asyncio.to_thread(_diff, current, old.text)
-        return await self._commit(_Change(asked, expected or 0, old.text, diff))
+        return await self._commit(_PreparedChange(request, expected or 0, old.text, diff))
 
     async def assign(
         self, subject: str, tier: str, *, author: str, reason: str = "", force: bool = False
     ) -> Version:
-        """Put `user:42`, `api_key:sk_1` or `tenant:acme` in a tier, in place of the one it had."""
+        """Put `user:42`, `api_key:sk_1` or `tenant:acme` in a tier, instead of its present one."""
         return await self._edit(
             lambda document: edits.assign(document, subject, tier),
-            _Asked("assign", author, reason, force),
+            _ChangeRequest("assign", author, reason, force),
         )
 
     async def unassign(
         self, subject: str, *, author: str, reason: str = "", force: bool = False
     ) -> Version:
-        """Take a subject out of its tier. Raises Missing if it is in none."""
+        """Take a subject out of its tier. Raises NotFound if it is assigned to none."""
         return await self._edit(
             lambda document: edits.unassign(document, subject),
-            _Asked("unassign", author, reason, force),
+            _ChangeRequest("unassign", author, reason, force),
         )
 
     async def add_override(
         self, override: Override, *, author: str, reason: str = "", force: bool = False
     ) -> Version:
-        """Add an override, in place of the one for the same subject and rule.
+        """Add an override, replacing the one for the same subject and rule.
 
-        Where it has no author or reason of its own, it gets these.
+        An override without an author or a reason gets those of the change.
         """
         signed = replace(
             override, author=override.author or author, reason=override.reason or reason
         )
         return await self._edit(
             lambda document: edits.add_override(document, signed),
-            _Asked("override", author, reason, force),
+            _ChangeRequest("override", author, reason, force),
         )
 
     async def remove_override(
@@ -293,22 +339,22 @@ class Repository:
         reason: str = "",
         force: bool = False,
     ) -> Version:
-        """Take out a subject's override for a rule (None: the one for every rule).
+        """Remove a subject's override for a rule (None: the one for every rule).
 
-        Raises Missing if there is none.
+        Raises NotFound if there is none.
         """
         return await self._edit(
             lambda document: edits.remove_override(document, attribute, value, rule),
-            _Asked("remove-override", author, reason, force),
+            _ChangeRequest("remove-override", author, reason, force),
         )
 
     async def set_tier(
         self, name: str, limits: Limits, *, author: str, reason: str = "", force: bool = False
     ) -> Version:
-        """Give a tier these limits; a new name makes a new tier."""
+        """Give a tier these limits; a new name adds a tier."""
         return await self._edit(
             lambda document: edits.set_tier(document, name, limits),
-            _Asked("set-tier", author, reason, force),
+            _ChangeRequest("set-tier", author, reason, force),
         )
 
     async def edit(
@@ -321,32 +367,30 @@ class Repository:
         expected: int | None = None,
         force: bool = False,
     ) -> Version:
-        """Change the document by a function: one of `edits`, or what is made of several.
+        """Change the document by a function: one of `edits`, or a combination of several.
 
-        It is called with the newest document, and again if somebody was quicker. With `expected` it
-        is a change of that version (0: of none yet) or of none: raises VersionConflict.
+        The function is called with the newest document, and again after a conflict. With
+        `expected`, it raises VersionConflict if another version is current (0: none yet).
         """
-        check_expected(expected)
-        return await self._edit(edit, _Asked(kind, author, reason, force), expected)
-
-    # ------------------------------------------------------------------------------------ privates
+        _check_expected(expected)
+        return await self._edit(edit, _ChangeRequest(kind, author, reason, force), expected)
 
     async def _edit(
         self,
         edit: Callable[[Document], Document],
-        asked: _Asked,
+        request: _ChangeRequest,
         expected: int | None = None,
     ) -> Version:
-        """Read, edit, apply; and again, on what there is then, if somebody was quicker."""
+        """Read, edit and apply; retry on the newest version after a conflict."""
         async with self._editing:
             for attempt in range(1, EDIT_ATTEMPTS_MAX + 1):
                 current = await self.current()
                 if expected is not None:
-                    _refuse_conflict(expected, current)
+                    _check_current(expected, current)
                 document = Document() if current is None else await self.document_of(current)
                 number = current.number if current else 0
                 try:
-                    return await self._apply(edit(document), asked, current, number)
+                    return await self._apply(edit(document), request, current, number)
                 except VersionConflict:
                     if attempt == EDIT_ATTEMPTS_MAX or expected is not None:
                         raise
@@ -355,63 +399,50 @@ class Repository:
         raise AssertionError("the last attempt returns or raises")
 
     async def _apply(
-        self, document: Document, asked: _Asked, current: Version | None, expected: int
+        self, document: Document, request: _ChangeRequest, current: Version | None, expected: int
     ) -> Version:
         written, checked = await asyncio.to_thread(_canonical, document)
         if current is not None and current.text == written:
             return current
-        _refuse_conflict(expected, current)
+        _check_current(expected, current)
         before = None if current is None else await self.document_of(current)
         unsafe = await asyncio.to_thread(new_findings, checked, before)
-        if unsafe and not asked.force:
+        if unsafe and not request.force:
             raise UnsafeChange(unsafe)
         diff = await asyncio.to_thread(_diff, current, written)
         forced = "\n".join(map(str, unsafe))
-        version = await self._commit(_Change(asked, expected, written, diff, forced))
-        self._read = (version.number, checked)
+        version = await self._commit(_PreparedChange(request, expected, written, diff, forced))
+        self._parsed = (version.number, checked)
         return version
 
-    async def _commit(self, change: _Change) -> Version:
-        """Add the next version, its audit entry and its notification: all or nothing."""
+    async def _commit(self, change: _PreparedChange) -> Version:
+        """Add the next version, its audit entry and its notification in one transaction."""
         # Server time, not ours: nodes skew, and times would not follow the numbers.
         on_server = self._database.is_postgresql
         now: Any = func.clock_timestamp() if on_server else datetime.now(UTC)
+        request, base = change.request, change.base
         async with self._database.writing() as connection:
             newest = await _newest(connection)
-            if newest != change.base:
-                raise VersionConflict(change.base, newest)
-            asked = change.asked
-            told = {"author": asked.author, "reason": asked.reason, "kind": asked.kind}
-            row = (
-                await connection.execute(
-                    insert(versions)
-                    .values(
-                        number=newest + 1,
-                        created_at=now,
-                        base=change.base or None,
-                        text=change.text,
-                        **told,
-                    )
-                    .returning(versions.c.number, versions.c.created_at)
-                )
-            ).one()
-            kept = {"version": row.number, "created_at": row.created_at, **told}
-            await connection.execute(
-                insert(audit).values(diff=change.diff, forced=change.forced, **kept)
+            if newest != base:
+                raise VersionConflict(base, newest)
+            fields: dict[str, Any] = {
+                "author": request.author,
+                "reason": request.reason,
+                "kind": request.kind,
+            }
+            row = {"number": newest + 1, "base": base or None, "text": change.text, **fields}
+            added = await connection.execute(
+                insert(versions).values(created_at=now, **row).returning(versions.c.created_at)
             )
+            fields["created_at"] = added.scalar_one()
+            entry = {"version": newest + 1, "diff": change.diff, "forced": change.forced, **fields}
+            await connection.execute(insert(audit).values(**entry))
             if on_server:
-                await connection.execute(_NOTIFY, {"channel": CHANNEL, "number": str(row.number)})
-        return Version(
-            number=row.number,
-            created_at=row.created_at,
-            text=change.text,
-            base=change.base or None,
-            **told,
-        )
+                await connection.execute(select(func.pg_notify(CHANNEL, str(newest + 1))))
+        return Version(**{**row, **fields})
 
 
 _NUMBER: Final = select(func.coalesce(func.max(versions.c.number), 0))
-_NOTIFY: Final = text("SELECT pg_notify(:channel, :number)")
 
 
 async def _newest(connection: AsyncConnection) -> int:
@@ -420,24 +451,25 @@ async def _newest(connection: AsyncConnection) -> int:
 
 
 def _page(query: Any, number: Any, limit: int, before: int | None) -> Any:
-    check_rows(limit)
+    if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= ROWS_MAX:
+        raise ConfigError(f"limit={show(limit)} is not from 1 to {ROWS_MAX:,}; try limit=50")
     if before is not None:
-        check_number(before)
+        _check_number(before)
         query = query.where(number < before)
     return query.order_by(number.desc()).limit(limit)
 
 
-def _refuse_conflict(expected: int, current: Version | None) -> None:
+def _check_current(expected: int, current: Version | None) -> None:
     number = current.number if current else 0
     if number != expected:
         raise VersionConflict(expected, number)
 
 
 def _canonical(document: Document) -> tuple[str, Document]:
-    """The text to keep, and what it says. Raises DocumentError for what no node could read."""
+    """Return the text to store and its parsed form. Raises DocumentError if it is invalid."""
     written = to_yaml(document)
     checked = read(written, "<document>")
-    # Made by hand, it may have said the same in other words: a time of another zone, for example.
+    # A document made by hand may differ in form only, as in the time zone of a date.
     return (written if checked == document else to_yaml(checked)), checked
 
 
@@ -445,3 +477,36 @@ def _diff(current: Version | None, written: str) -> str:
     number = current.number if current else 0
     names = f"version {number}", f"version {number + 1}"
     return unified_diff(current.text if current else "", written, *names)
+
+
+def _check_number(number: int) -> None:
+    is_integer = isinstance(number, int) and not isinstance(number, bool)
+    if not is_integer or not 1 <= number <= _NUMBER_MAX:
+        raise ConfigError(f"{show(number)} is not the number of a version; those are 1, 2, 3 …")
+
+
+def _check_expected(expected: int | None) -> None:
+    """Raise ConfigError unless it is a version's number, or 0 or None for no version."""
+    if expected is not None and expected != 0:
+        _check_number(expected)
+
+
+def _check_author(author: str) -> None:
+    fits = isinstance(author, str) and 1 <= len(author) <= AUTHOR_LENGTH_MAX
+    if not fits or not author.isprintable() or not author.strip():
+        raise ConfigError(
+            f"author={show(author)} is not a name: printable text of at most "
+            f'{AUTHOR_LENGTH_MAX} characters; for example author="ann@example.com"'
+        )
+
+
+def _check_reason(reason: str) -> None:
+    if (
+        not isinstance(reason, str)
+        or len(reason) > REASON_LENGTH_MAX
+        or not all(line.isprintable() for line in reason.splitlines())
+    ):
+        raise ConfigError(
+            f"reason={show(reason)} is not printable text of at most {REASON_LENGTH_MAX:,} "
+            f'characters; for example reason="launch day"'
+        )

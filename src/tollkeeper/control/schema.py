@@ -1,13 +1,21 @@
-"""Bringing the database's schema up to date, once, however many nodes start at the same time.
+"""The repository's tables, and how a database gets them: once, however many nodes start together.
 
-Whoever finds it behind takes the writers' lock, looks again, and runs what is missing in that one
-transaction: the others wait, and find it done. A schema that is current is only looked at, so a
-node needs no right to make tables.
+    tollkeeper_versions   each version of the rules, whole, as canonical text; number 1, 2, 3 …
+    tollkeeper_audit      who changed what, when and why: one entry for each version
+    tollkeeper_schema     the revision of the schema (Alembic's table)
+
+Rows are only ever added. Triggers reject every UPDATE and DELETE, and every number that is not the
+next one.
+
+A node that finds an old schema takes the writers' lock, looks again, and runs the missing revisions
+in that one transaction. Other nodes wait, and then find it done. A current schema is only read, so
+a node needs no permission to create tables.
 """
 
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from threading import Lock
@@ -17,44 +25,112 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection
+from sqlalchemy import (
+    Column,
+    Connection,
+    DateTime,
+    Dialect,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+)
+from sqlalchemy.types import TypeDecorator
 
 from tollkeeper.control.database import Database
-from tollkeeper.control.tables import SCHEMA_TABLE
 from tollkeeper.core.errors import ConfigError
 
+SCHEMA_TABLE: Final = "tollkeeper_schema"
 MIGRATIONS: Final = Path(__file__).with_name("migrations")
 
-# Alembic keeps what it works on in its modules, so it can do one thing at a time in a process.
+AUTHOR_LENGTH_MAX: Final = 200
+REASON_LENGTH_MAX: Final = 1_000
+KIND_LENGTH_MAX: Final = 40
+
+# Alembic keeps its context in module globals, so a process runs one migration at a time.
 _alembic: Final = Lock()
 
 
+class UtcTime(TypeDecorator[datetime]):
+    """A time in UTC. SQLite stores no zone, so it is added when a row is read."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(
+        self,
+        value: datetime | None,
+        dialect: Dialect,  # noqa: ARG002 - SQLAlchemy's signature
+    ) -> datetime | None:
+        """Convert a value for the database."""
+        return value and value.astimezone(UTC)
+
+    def process_result_value(
+        self,
+        value: datetime | None,
+        dialect: Dialect,  # noqa: ARG002 - SQLAlchemy's signature
+    ) -> datetime | None:
+        """Convert a value from the database."""
+        if value is None or value.tzinfo is not None:
+            return value and value.astimezone(UTC)
+        return value.replace(tzinfo=UTC)
+
+
+metadata = MetaData()
+
+versions = Table(
+    "tollkeeper_versions",
+    metadata,
+    Column("number", Integer, primary_key=True, autoincrement=False),
+    Column("created_at", UtcTime, nullable=False),
+    Column("author", String(AUTHOR_LENGTH_MAX), nullable=False),
+    Column("reason", String(REASON_LENGTH_MAX), nullable=False),
+    Column("kind", String(KIND_LENGTH_MAX), nullable=False),
+    Column("base", Integer),
+    Column("text", Text, nullable=False),
+)
+
+audit = Table(
+    "tollkeeper_audit",
+    metadata,
+    Column("version", Integer, primary_key=True, autoincrement=False),
+    Column("created_at", UtcTime, nullable=False),
+    Column("author", String(AUTHOR_LENGTH_MAX), nullable=False),
+    Column("reason", String(REASON_LENGTH_MAX), nullable=False),
+    Column("kind", String(KIND_LENGTH_MAX), nullable=False),
+    Column("diff", Text, nullable=False),
+    Column("forced", Text, nullable=False),
+)
+
+
 async def bring_up_to_date(database: Database) -> None:
-    """Raises ConfigError if the schema is newer than this code."""
+    """Create or migrate the tables. Raises ConfigError if the schema is newer than this code."""
     await database.reach()
     async with database.reading() as connection:
         revision = await connection.run_sync(_revision)
-    if revision == _newest():
+    newest = _known()[0]
+    if revision == newest:
         return
     if revision is not None and revision not in _known():
         raise ConfigError(
             f"{database.name} has a schema of revision {revision}, which this version of "
-            f"Tollkeeper does not know ({_newest()} is its newest); use a newer Tollkeeper"
+            f"Tollkeeper does not know ({newest} is its newest); use a newer Tollkeeper"
         )
-    # On a connection through the event loop, Alembic would be interrupted by other tasks that use
-    # it. In a thread, with a loop of its own, it can be waited for.
+    # In a thread with its own event loop: on this loop, other tasks would run in the middle of a
+    # migration and use Alembic's globals.
     await asyncio.to_thread(_migrate, database)
 
 
 def _migrate(database: Database) -> None:
     with _alembic:
-        asyncio.run(_migrate_by_itself(database.again()))
+        asyncio.run(_migrate_alone(database.again()))
 
 
-async def _migrate_by_itself(database: Database) -> None:
+async def _migrate_alone(database: Database) -> None:
     try:
         async with database.writing() as connection:
-            # What somebody else did while we waited for the lock is found done.
+            # Alembic skips the revisions that another node ran while this one waited for the lock.
             await connection.run_sync(_upgrade)
     finally:
         await database.close()
@@ -73,17 +149,13 @@ def _revision(connection: Connection) -> str | None:
 
 def _config() -> Config:
     config = Config()
-    # It is read with % as the sign of a variable.
+    # The parser of the configuration treats % as the start of a variable.
     config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     return config
 
 
 @cache
 def _known() -> tuple[str, ...]:
-    """The revisions that this code has, the newest first."""
+    """Return the revisions of this code, the newest first."""
     scripts = ScriptDirectory.from_config(_config())
     return tuple(script.revision for script in scripts.walk_revisions())
-
-
-def _newest() -> str:
-    return _known()[0]

@@ -43,7 +43,7 @@ from tollkeeper.rules.ruled import RuledGate
 from tollkeeper.rules.ruled_async import AsyncRuledGate
 
 if TYPE_CHECKING:
-    from tollkeeper.control.follow import Follower, RulesStatus, Start
+    from tollkeeper.control.follow import Follower, LoadedRules, RulesStatus
 
 Duration = float | timedelta
 
@@ -122,16 +122,16 @@ class Path:
         # Imported here: limits alone do without what reads, follows and keeps documents.
         from tollkeeper.control.follow import (  # noqa: PLC0415 - see above
             Follower,
-            How,
+            FollowOptions,
             load,
             poll_s_of,
         )
 
         limiter = cls.__new__(cls)
-        how = How(poll_s_of(poll), None if snapshot is None else FilePath(snapshot))
-        start = load(rules, how.snapshot)
-        Path._start_with_rules(limiter, start, store, clock, on_failure, local_fallback)
-        Path._follow(limiter, Follower(limiter, rules, start, how, limiter.store), follow)
+        options = FollowOptions(poll_s_of(poll), None if snapshot is None else FilePath(snapshot))
+        loaded = load(rules, options.snapshot)
+        Path._start_with_rules(limiter, loaded, store, clock, on_failure, local_fallback)
+        Path._follow(limiter, Follower(limiter, rules, loaded, options, limiter.store), follow)
         return limiter
 
     def _follow(self, follower: Follower, follow: bool) -> None:
@@ -141,7 +141,7 @@ class Path:
 
     def _start_with_rules(
         self,
-        start: Start,
+        loaded: LoadedRules,
         store: str | Store,
         clock: Clock | None,
         on_failure: FailurePolicy,
@@ -149,15 +149,15 @@ class Path:
     ) -> None:
         self._by = None
         self._name = ""
-        self._start(store, clock, on_failure, local_fallback, lambda: self._ruled(start))
+        self._start(store, clock, on_failure, local_fallback, lambda: self._ruled(loaded))
 
-    def _ruled(self, start: Start) -> Gate:
+    def _ruled(self, loaded: LoadedRules) -> Gate:
         """Rules on the store, as a gate whose subject is a request."""
         self._rules = self._gate_for_rules()(
             self._store,
-            start.document,
+            loaded.document,
             self._clock,
-            start.status.version,
+            loaded.status.version,
             self._on_failure,
             self._local,
         )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.service.admin.nodes import Admin, admin, template
-from tollkeeper.control.edits import Missing
+from tollkeeper.control.edits import NotFound
 from tollkeeper.core import errors
 from tollkeeper.core.model import Limit
 from tollkeeper.rules.document.reading import DocumentError, read
@@ -27,7 +27,7 @@ KNOWN: list[tuple[errors.TollkeeperError, int, str]] = [
     (errors.InvalidCost("x"), 422, "INVALID_REQUEST"),
     (errors.RateSyntaxError("5/x", 2, "expected a unit", "5/s"), 422, "INVALID_REQUEST"),
     (WRONG, 422, "INVALID_DOCUMENT"),
-    (Missing("x"), 404, "NOT_FOUND"),
+    (NotFound("x"), 404, "NOT_FOUND"),
     (errors.CapacityError(9, Limit(5, per=1)), 422, "COST_EXCEEDS_CAPACITY"),
     (errors.VersionConflict(1, 2), 409, "VERSION_CONFLICT"),
     (errors.UnsafeChange(UNSAFE), 409, "UNSAFE_CHANGE"),

@@ -23,7 +23,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from tollkeeper.control.tables import REASON_LENGTH_MAX
+from tollkeeper.control.schema import REASON_LENGTH_MAX
 from tollkeeper.core.errors import show
 from tollkeeper.service.admin.models import NUMBER_MAX
 from tollkeeper.service.admin.plane import Asked, Condition, InForce, Plane

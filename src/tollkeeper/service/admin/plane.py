@@ -15,9 +15,8 @@ import logging
 from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
-from tollkeeper.control.repository import Repository, Version
-from tollkeeper.control.sources import announce
-from tollkeeper.control.versions import Kind
+from tollkeeper.control.follow import announce
+from tollkeeper.control.repository import Kind, Repository, Version
 from tollkeeper.core.errors import ChangeRefused, StoreError, VersionConflict
 from tollkeeper.limiter import AsyncLimiter
 from tollkeeper.rules.compiled import CompiledRules

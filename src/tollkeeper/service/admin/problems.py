@@ -17,7 +17,7 @@ from starlette import exceptions as starlette
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from tollkeeper.control.edits import Missing
+from tollkeeper.control.edits import NotFound
 from tollkeeper.core.errors import (
     CapacityError,
     ConfigError,
@@ -109,7 +109,7 @@ def of_error(error: TollkeeperError, *, conditional: bool) -> Response:
     if isinstance(error, DocumentError):
         listed = [problem_data(each) for each in error.problems[:LISTED_MAX]]
         return problem(422, "INVALID_DOCUMENT", said, problems=listed)
-    if isinstance(error, Missing):
+    if isinstance(error, NotFound):
         return problem(404, "NOT_FOUND", said)
     if isinstance(error, CapacityError):
         return problem(422, "COST_EXCEEDS_CAPACITY", said)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 
 from tollkeeper.control import edits
-from tollkeeper.control.diffs import unified_diff
+from tollkeeper.control.edits import unified_diff
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.rules.document.model import Document, Rule
 from tollkeeper.rules.document.reading import DocumentError, from_data, read
@@ -172,7 +172,7 @@ def _find(document: Document, rule_id: str) -> Rule:
     for rule in document.rules:
         if rule.id == rule_id:
             return rule
-    raise edits.Missing(f"there is no rule {show(rule_id)} in the rules in force")
+    raise edits.NotFound(f"there is no rule {show(rule_id)} in the rules in force")
 
 
 @router.put(

@@ -96,7 +96,7 @@ async def get_tier(
     """The limits of one tier."""
     found = newer(await plane.in_force(), if_none_match)
     if name not in found.document.tiers:
-        raise edits.Missing(f"there is no tier {show(name)} in the rules in force")
+        raise edits.NotFound(f"there is no tier {show(name)} in the rules in force")
     response.headers["ETag"] = found.etag
     return _tier(name, found.document.tiers[name])
 
@@ -182,7 +182,7 @@ async def get_assignment(
     found = newer(await plane.in_force(), if_none_match)
     tier = found.document.assign.get(subject)
     if tier is None:
-        raise edits.Missing(f"{show(subject)} is assigned to no tier")
+        raise edits.NotFound(f"{show(subject)} is assigned to no tier")
     response.headers["ETag"] = found.etag
     return AssignmentOut(subject=subject, tier=tier)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Path, Query, Response
 
-from tollkeeper.control.diffs import unified_diff
+from tollkeeper.control.edits import unified_diff
 from tollkeeper.service.admin.answering import (
     READ,
     ROWS,

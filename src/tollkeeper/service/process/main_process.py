@@ -34,7 +34,7 @@ from granian.constants import HTTPModes, Interfaces, SSLProtocols
 from granian.http import HTTP1Settings
 from granian.log import LogLevels
 
-from tollkeeper.control.sources import without_secrets
+from tollkeeper.control.follow import without_secrets
 from tollkeeper.core.version import __version__
 from tollkeeper.service.http.tokens import Tokens
 from tollkeeper.service.process import logs

@@ -1,4 +1,4 @@
-"""Versions and audit: rows that are added in order, and never changed."""
+"""Create the tables of versions and audit, whose rows are added in order and never changed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ down_revision = None
 branch_labels = None
 depends_on = None
 
-# What is kept by number, and the column that has it.
-_KEPT = (("tollkeeper_versions", "number"), ("tollkeeper_audit", "version"))
+# Each table with its column of consecutive numbers.
+_NUMBERED = (("tollkeeper_versions", "number"), ("tollkeeper_audit", "version"))
 
-_REFUSED = "rows of {table} are never changed; apply a new version instead"
+_REJECTED = "rows of {table} are never changed; apply a new version instead"
 
 _CHECK_NEXT = """
 CREATE FUNCTION {table}_check_next() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -38,28 +38,28 @@ END
 
 
 def upgrade() -> None:
-    """Make the tables and what guards them."""
+    """Create the tables and the triggers that protect them."""
     op.create_table(
         "tollkeeper_versions",
         sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),
-        *_what_happened(),
+        *_change_columns(),
         sa.Column("base", sa.Integer),
         sa.Column("text", sa.Text, nullable=False),
     )
     op.create_table(
         "tollkeeper_audit",
         sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
-        *_what_happened(),
+        *_change_columns(),
         sa.Column("diff", sa.Text, nullable=False),
         sa.Column("forced", sa.Text, nullable=False),
     )
     if op.get_bind().dialect.name == "postgresql":
-        _guard_postgresql()
+        _protect_postgresql()
     else:
-        _guard_sqlite()
+        _protect_sqlite()
 
 
-def _what_happened() -> list[sa.Column[object]]:
+def _change_columns() -> list[sa.Column[object]]:
     return [
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
         sa.Column("author", sa.String(200), nullable=False),
@@ -68,7 +68,7 @@ def _what_happened() -> list[sa.Column[object]]:
     ]
 
 
-def _guard_postgresql() -> None:
+def _protect_postgresql() -> None:
     op.execute(
         """
         CREATE FUNCTION tollkeeper_refuse() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -78,7 +78,7 @@ def _guard_postgresql() -> None:
         END $$
         """
     )
-    for table, number in _KEPT:
+    for table, number in _NUMBERED:
         op.execute(
             f"CREATE TRIGGER {table}_kept BEFORE UPDATE OR DELETE OR TRUNCATE ON {table} "
             f"FOR EACH STATEMENT EXECUTE FUNCTION tollkeeper_refuse()"
@@ -90,13 +90,13 @@ def _guard_postgresql() -> None:
         )
 
 
-def _guard_sqlite() -> None:
-    for table, number in _KEPT:
-        refused = f"SELECT RAISE(ABORT, '{_REFUSED.format(table=table)}');"
-        for what in ("UPDATE", "DELETE"):
+def _protect_sqlite() -> None:
+    for table, number in _NUMBERED:
+        rejected = f"SELECT RAISE(ABORT, '{_REJECTED.format(table=table)}');"
+        for verb in ("UPDATE", "DELETE"):
             op.execute(
-                f"CREATE TRIGGER {table}_no_{what.lower()} BEFORE {what} ON {table} "
-                f"BEGIN {refused} END"
+                f"CREATE TRIGGER {table}_no_{verb.lower()} BEFORE {verb} ON {table} "
+                f"BEGIN {rejected} END"
             )
-        # INSERT OR REPLACE deletes without a word to the triggers of DELETE; this one it does meet.
+        # INSERT OR REPLACE deletes rows without firing DELETE triggers, but it fires this one.
         op.execute(_SQLITE_NEXT.format(table=table, number=number))
