@@ -38,7 +38,7 @@ settings.configure(
     TOLLKEEPER={
         "limits": "1000/minute",
         "store": os.environ.get("STORE", "memory://"),
-        "skip": lambda call: call.path == "/hello",
+        "skip": lambda request: request.path == "/hello",
     },
 )
 django.setup()
@@ -68,7 +68,9 @@ async def search(_request: Any) -> JsonResponse:
 
 # Only failures count. Who knows the password may log in as often as they like.
 @method_decorator(
-    rate_limit("3/hour", key=lambda call: call.native.POST.get("user"), count=lambda s: s == 401),
+    rate_limit(
+        "3/hour", key=lambda request: request.native.POST.get("user"), count=lambda s: s == 401
+    ),
     name="dispatch",
 )
 class Login(View):

@@ -27,7 +27,7 @@ limit = RateLimit(
     app,
     "1000/minute",
     store=os.environ.get("STORE", "memory://"),
-    skip=lambda call: call.path == "/hello",
+    skip=lambda request: request.path == "/hello",
 )
 USERS = {"ada": "correct horse"}
 
@@ -98,7 +98,7 @@ async def main() -> int | str:
         ]
         await client.get("/complete?prompt=tea")
         left = (await client.get("/complete?prompt=tea")).headers["X-RateLimit-Remaining"]
-    await limit.guard.close()
+    await limit.enforcer.close()
     print(f"50 orders: {orders.count(200)} answered, {orders.count(429)} refused")
     print(f"refused: {refused.status_code}, Retry-After {refused.headers['Retry-After']} s")
     print(f"logins: {logins}")

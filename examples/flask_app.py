@@ -43,7 +43,9 @@ async def search() -> Response:
 
 # Only failures count. Who knows the password may log in as often as they like.
 @app.post("/login")
-@limit("3/hour", key=lambda call: call.native.form["user"], count=lambda status: status == 401)
+@limit(
+    "3/hour", key=lambda request: request.native.form["user"], count=lambda status: status == 401
+)
 def login() -> tuple[Response, int]:
     right = USERS.get(request.form["user"]) == request.form["password"]
     return jsonify(welcome=right), 200 if right else 401

@@ -1,10 +1,11 @@
-"""The ASGI middleware: charges before, headers on what starts, and nothing else touched."""
+"""The ASGI middleware, and the decorator of endpoints."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import json
+import threading
 import weakref
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,10 +14,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.applications import Starlette
+from starlette.endpoints import HTTPEndpoint
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Mount, Route
+from starlette.routing import Mount, Route, WebSocketRoute
+from starlette.websockets import WebSocket
 
 from tests.web.asgi_driver import (
     Message,
@@ -30,6 +33,7 @@ from tests.web.asgi_driver import (
 )
 from tollkeeper import ConfigError
 from tollkeeper.asgi import RateLimit
+from tollkeeper.asgi import limited as limited_to
 from tollkeeper.testing import ManualClock, limiting_off
 from tollkeeper.web.answers import Style
 
@@ -61,9 +65,9 @@ async def test_a_denied_request_is_answered_without_the_application() -> None:
         ran.append(scope["path"])
         await hello(scope, receive, send)
 
-    guarded = limited(app)
+    limited_app = limited(app)
     for _ in range(3):
-        seen = await ask(guarded)
+        seen = await ask(limited_app)
     assert len(ran) == 2
     assert seen.status == 429
     assert seen.headers["content-type"] == "application/problem+json"
@@ -75,22 +79,22 @@ async def test_a_denied_request_is_answered_without_the_application() -> None:
 
 async def test_a_denied_head_request_has_no_body() -> None:
     """HEAD is counted like others, and answered with the headers alone."""
-    guarded = limited(limits="1/minute")
-    await ask(guarded)
-    seen = await ask(guarded, method="HEAD")
+    limited_app = limited(limits="1/minute")
+    await ask(limited_app)
+    seen = await ask(limited_app, method="HEAD")
     assert (seen.status, seen.body) == (429, b"")
     assert int(seen.headers["content-length"]) > 0
 
 
 async def test_retry_after_once_waited_for_succeeds() -> None:
     """By the header alone, in whole seconds, a client gets through."""
-    guarded = limited(limits="3/minute")
+    limited_app = limited(limits="3/minute")
     for _ in range(4):
-        seen = await ask(guarded)
-    clock = guarded.guard.terms.clock
+        seen = await ask(limited_app)
+    clock = limited_app.enforcer.options.clock
     assert isinstance(clock, ManualClock)
     clock.advance(int(seen.headers["retry-after"]))
-    assert (await ask(guarded)).status == 200
+    assert (await ask(limited_app)).status == 200
 
 
 async def test_the_applications_own_headers_win() -> None:
@@ -113,9 +117,9 @@ async def test_a_message_that_the_application_keeps_is_not_changed() -> None:
         await send(start)
         await send({"type": "http.response.body"})
 
-    guarded = limited(app)
-    await ask(guarded)
-    assert (await ask(guarded)).headers["x-ratelimit-remaining"] == "0"
+    limited_app = limited(app)
+    await ask(limited_app)
+    assert (await ask(limited_app)).headers["x-ratelimit-remaining"] == "0"
     assert start["headers"] == [(b"a", b"b")]
 
 
@@ -183,10 +187,10 @@ async def test_a_websocket_passes_with_headers_on_its_acceptance() -> None:
 
 async def test_a_denied_websocket_is_answered_where_the_server_can() -> None:
     """With the extension the client sees the same 429 as over HTTP."""
-    guarded = limited(echo, limits="1/minute")
+    limited_app = limited(echo, limits="1/minute")
     scope = scope_of(kind="websocket", extensions={"websocket.http.response": {}})
-    await ask_scope(guarded, dict(scope))
-    seen = await ask_scope(guarded, dict(scope))
+    await ask_scope(limited_app, dict(scope))
+    seen = await ask_scope(limited_app, dict(scope))
     assert seen.types == ["websocket.http.response.start", "websocket.http.response.body"]
     assert seen.status == 429
     assert seen.headers["retry-after"] == "60"
@@ -195,9 +199,9 @@ async def test_a_denied_websocket_is_answered_where_the_server_can() -> None:
 
 async def test_a_denied_websocket_is_closed_where_the_server_cannot() -> None:
     """Before it is accepted, with the code for a policy."""
-    guarded = limited(echo, limits="1/minute")
-    await ask_scope(guarded, scope_of(kind="websocket"))
-    seen = await ask_scope(guarded, scope_of(kind="websocket"))
+    limited_app = limited(echo, limits="1/minute")
+    await ask_scope(limited_app, scope_of(kind="websocket"))
+    seen = await ask_scope(limited_app, scope_of(kind="websocket"))
     assert seen.types == ["websocket.close"]
     assert seen.messages[0]["code"] == 1008
 
@@ -250,12 +254,12 @@ async def test_the_lifespan_passes_and_closes_what_was_opened() -> None:
             started.append((await receive())["type"])
             await send({"type": f"lifespan.{word}.complete"})
 
-    guarded = limited(app)
+    limited_app = limited(app)
     for _ in range(2):
-        assert (await ask(guarded)).headers["x-ratelimit-remaining"] == "1"
-        sent = await run_lifespan(guarded)
+        assert (await ask(limited_app)).headers["x-ratelimit-remaining"] == "1"
+        sent = await run_lifespan(limited_app)
         assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
-        assert not guarded.guard._opened
+        assert not limited_app.enforcer._is_open
     assert started == ["lifespan.startup", "lifespan.shutdown"] * 2
 
 
@@ -266,16 +270,16 @@ async def test_an_application_without_a_lifespan_keeps_its_limits() -> None:
         assert scope["type"] == "http"
         await hello(scope, receive, send)
 
-    guarded = limited(app, limits="1/minute")
-    await ask(guarded)
+    limited_app = limited(app, limits="1/minute")
+    await ask(limited_app)
     with pytest.raises(AssertionError):
-        await run_lifespan(guarded)
-    assert (await ask(guarded)).status == 429
+        await run_lifespan(limited_app)
+    assert (await ask(limited_app)).status == 429
 
 
 async def test_nothing_is_left_for_the_garbage_collector() -> None:
     """A request is forgotten when it is over: no circle of references keeps its scope."""
-    guarded = limited(limits="2/minute")
+    limited_app = limited(limits="2/minute")
 
     class Scope(dict[str, Any]):
         """A scope that can be referred to weakly."""
@@ -285,7 +289,7 @@ async def test_nothing_is_left_for_the_garbage_collector() -> None:
         for _ in range(3):
             scope = Scope(scope_of())
             forgotten = weakref.ref(scope)
-            await ask_scope(guarded, scope)
+            await ask_scope(limited_app, scope)
             del scope
             assert forgotten() is None
     finally:
@@ -376,18 +380,135 @@ def test_no_request_makes_the_middleware_fail(
 
 async def test_while_limiting_is_switched_off_nothing_is_said_or_counted() -> None:
     """A test that switches limiting off does so for requests that take the short way too."""
-    guarded = limited(limits="1/minute")
-    assert (await ask(guarded)).status == 200
+    limited_app = limited(limits="1/minute")
+    assert (await ask(limited_app)).status == 200
     with limiting_off():
         for _ in range(3):
-            seen = await ask(guarded)
+            seen = await ask(limited_app)
             assert (seen.status, seen.headers) == (200, {"x-mine": "1"})
-    assert (await ask(guarded)).status == 429
+    assert (await ask(limited_app)).status == 429
 
 
 async def test_the_short_way_and_the_long_way_are_one() -> None:
     """The first request of an address is decided at length and the next shortly: same answers."""
-    short, long = limited(limits="3/minute"), limited(limits="3/minute", skip=lambda call: False)
+    short, long = limited(limits="3/minute"), limited(limits="3/minute", skip=lambda request: False)
     for _ in range(5):
         one, other = await ask(short), await ask(long)
         assert (one.status, one.headers, one.body) == (other.status, other.headers, other.body)
+
+
+@limited_to("1/minute")
+async def limited_search(request: Request) -> Response:
+    """An endpoint that has a limit of its own."""
+    return PlainTextResponse("found")
+
+
+class Listing(HTTPEndpoint):
+    """Methods are endpoints too."""
+
+    @limited_to("2/minute", name="listing", count=lambda status: status == 200)
+    async def get(self, request: Request) -> Response:
+        return PlainTextResponse("all", 404 if "missing" in request.query_params else 200)
+
+    @limited_to("2/minute", key=lambda request: request.native.headers["x-user"])
+    async def post(self, request: Request) -> Response:
+        return PlainTextResponse("added")
+
+
+@limited_to("9/minute")
+@limited_to("2/minute", count=lambda status: status == 401)
+async def login(request: Request) -> Response:
+    """An endpoint with two limits of one window."""
+    return PlainTextResponse("no", 401)
+
+
+@limited_to("1/minute")
+async def feed(websocket: WebSocket) -> None:
+    """A WebSocket that has a limit of its own."""
+    await websocket.accept()
+
+
+def _endpoints() -> Starlette:
+    return Starlette(
+        routes=[
+            Route("/search", limited_search),
+            Route("/listing", Listing),
+            Route("/login", login),
+            WebSocketRoute("/feed", feed),
+        ],
+        middleware=[Middleware(RateLimit, limits="9/minute", clock=ManualClock(1_000))],
+    )
+
+
+async def test_an_endpoint_has_limits_of_its_own() -> None:
+    """Beside those of the application, with one answer for both."""
+    app = _endpoints()
+    seen = await ask(app, "/search")
+    assert seen.headers["ratelimit-policy"] == (
+        '"default";q=9;w=60, "tests.test_asgi.limited_search";q=1;w=60'
+    )
+    assert (await ask(app, "/search")).status == 429
+    missing = [await ask(app, "/listing", query_string=b"missing=1") for _ in range(3)]
+    assert [seen.status for seen in missing] == [404] * 3
+    listed = [await ask(app, "/listing") for _ in range(3)]
+    assert [seen.status for seen in listed] == [200, 200, 429]
+    feeds = [await ask_scope(app, scope_of("/feed", kind="websocket")) for _ in range(2)]
+    assert [seen.types for seen in feeds] == [["websocket.accept"], ["websocket.close"]]
+
+
+async def test_two_limits_of_one_endpoint_count_apart() -> None:
+    """Even with the same window, and the same key."""
+    app = _endpoints()
+    seen = [await ask(app, "/login") for _ in range(3)]
+    assert [each.status for each in seen] == [401, 401, 429]
+    name = "tests.test_asgi.login"
+    assert seen[0].headers["ratelimit-policy"] == (
+        f'"default";q=9;w=60, "{name}";q=9;w=60, "{name}#2";q=2;w=60'
+    )
+
+
+async def test_an_endpoint_that_is_not_async() -> None:
+    """It runs in a thread, as Starlette has it without a limit; methods too."""
+    threads: list[int] = []
+
+    @limited_to("2/minute")
+    def blocking(request: Request) -> Response:
+        threads.append(threading.get_ident())
+        return PlainTextResponse(request.path_params["word"])
+
+    class Blocking(HTTPEndpoint):
+        @limited_to("1/minute")
+        def get(self, request: Request) -> Response:
+            return PlainTextResponse("class")
+
+    app = Starlette(
+        routes=[Route("/function/{word}", blocking), Route("/class", Blocking)],
+        middleware=[Middleware(RateLimit, limits="9/minute", clock=ManualClock(1_000))],
+    )
+    seen = [await ask(app, f"/function/{word}") for word in "abc"]
+    assert [each.status for each in seen] == [200, 200, 429]
+    assert seen[1].body == b"b"
+    assert threading.get_ident() not in threads
+    assert [(await ask(app, "/class")).status for _ in range(2)] == [200, 429]
+
+
+async def test_hooks_of_a_method_see_the_request() -> None:
+    """And not the object whose method it is, which has a scope too."""
+    app = _endpoints()
+    users = ["ada", "ada", "ada", "bob"]
+    seen = [await ask(app, "/listing", method="POST", headers=[("x-user", u)]) for u in users]
+    assert [each.status for each in seen] == [200, 200, 429, 200]
+
+
+async def test_an_endpoint_that_cannot_be_limited_is_a_mistake() -> None:
+    """The developer is told: a class, no request, no middleware."""
+    with pytest.raises(ConfigError, match="decorate a class's methods"):
+        limited_to("1/s")(Listing)
+
+    @limited_to("1/s")
+    async def bare() -> None: ...
+
+    with pytest.raises(ConfigError, match="must take the request"):
+        await bare()
+    with pytest.raises(ConfigError, match="no RateLimit is installed"):
+        await limited_search(Request(scope_of()))

@@ -17,8 +17,7 @@ from tests.web.django_site import NOW_S, OURS, Site
 from tollkeeper import ConfigError
 from tollkeeper.django import RateLimitMiddleware, rate_limit
 from tollkeeper.testing import ManualClock
-from tollkeeper.web.django_request import DjangoBill, settling
-from tollkeeper.web.django_site import desk
+from tollkeeper.web.django_site import DjangoCharges, settling, site_limits
 
 
 @pytest.fixture(params=["wsgi", "asgi"])
@@ -50,7 +49,7 @@ async def test_an_event_loop_has_an_async_limiter(site: Site) -> None:
     """And threads have one for threads: neither is ever asked in the other's place."""
     with site.having(limits="9/minute"):
         await site.statuses("/hello", "/ahello", "/search", "/asearch")
-        assert (desk()._async_guard is not None) == (site.kind == "asgi")
+        assert (site_limits()._async_enforcer is not None) == (site.kind == "asgi")
 
 
 async def test_endpoints_go_by_their_route(site: Site) -> None:
@@ -96,13 +95,13 @@ async def test_hooks_by_their_path_and_with_djangos_request(site: Site) -> None:
 async def test_async_hooks_are_awaited(site: Site) -> None:
     """In the event loop, and from a thread in the loop that waits for it; a view's own as well."""
 
-    async def skip(call: Any) -> bool:
+    async def skip(request: Any) -> bool:
         await asyncio.sleep(0)
-        return "skip" in call.native.GET
+        return "skip" in request.native.GET
 
-    async def key(call: Any) -> str:
+    async def key(request: Any) -> str:
         await asyncio.sleep(0)
-        return str(call.native.GET["key"])
+        return str(request.native.GET["key"])
 
     with site.having(limits="1/minute", skip=skip, key=key):
         for url in ("/hello", "/ahello"):
@@ -117,9 +116,9 @@ async def test_async_hooks_are_awaited(site: Site) -> None:
 
 async def test_refusals_that_are_no_denials(site: Site) -> None:
     """A cost that never fits is a 422, a key that is none a 400."""
-    with site.having(limits="1/minute", cost=lambda call: 2):
+    with site.having(limits="1/minute", cost=lambda request: 2):
         assert await site.statuses("/hello") == [422]
-    with site.having(limits="1/minute", key=lambda call: ""):
+    with site.having(limits="1/minute", key=lambda request: ""):
         assert await site.statuses("/hello") == [400]
 
 
@@ -166,7 +165,7 @@ async def test_two_decorators_on_one_view_count_apart(site: Site) -> None:
 
 
 async def test_views_that_share_a_name_share_a_count(site: Site) -> None:
-    """Whether they run in a thread or in the loop: both guards are on one store."""
+    """Whether they run in a thread or in the loop: both enforcers are on one store."""
     with site.having():
         assert await site.statuses("/mail", "/amail", "/mail2", "/amail") == [200, 200, 429, 429]
 
@@ -374,9 +373,9 @@ def test_under_wsgi_an_async_view_is_settled_in_its_own_task(
 ) -> None:
     """Where asgiref is older than 3.8, it would wait for ever in another one."""
     tasks: list[Any] = []
-    settle = DjangoBill.settle_async
+    settle = DjangoCharges.settle_async
 
-    async def watched(bill: DjangoBill) -> None:
+    async def watched(bill: DjangoCharges) -> None:
         tasks.append(asyncio.current_task())
         await settle(bill)
 
@@ -385,7 +384,7 @@ def test_under_wsgi_an_async_view_is_settled_in_its_own_task(
         tasks.append(asyncio.current_task())
         return HttpResponse()
 
-    monkeypatch.setattr(DjangoBill, "settle_async", watched)
+    monkeypatch.setattr(DjangoCharges, "settle_async", watched)
     with override_settings(TOLLKEEPER={"clock": ManualClock(NOW_S)}):
         for _ in range(3):
             assert async_to_sync(view)(RequestFactory().get("/")).status_code == 200

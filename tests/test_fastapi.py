@@ -112,8 +112,8 @@ async def test_routers_and_the_application_have_dependencies_too() -> None:
     app.include_router(router, prefix="/v1", dependencies=[limit("9/minute")])
     seen = await ask(app, "/v1/api/items/1")
     assert seen.headers["ratelimit-policy"] == (
-        '"GET /v1/api/items/{item}";q=9;w=60, "GET /v1/api/items/{item} #2";q=5;w=60, '
-        '"GET /v1/api/items/{item} #3";q=2;w=60'
+        '"GET /v1/api/items/{item}";q=9;w=60, "GET /v1/api/items/{item}#2";q=5;w=60, '
+        '"GET /v1/api/items/{item}#3";q=2;w=60'
     )
     assert seen.headers["x-ratelimit-remaining"] == "1"
     assert await _statuses(app, "/v1/api/items/2", "/v1/api/items/3") == [200, 429]
@@ -192,7 +192,7 @@ async def test_a_key_of_the_application_and_of_a_route() -> None:
 async def test_a_key_that_uses_the_frameworks_request() -> None:
     """A hook of a route finds the connection as FastAPI has it, path parameters and all."""
     app, limit = _limited()
-    by_tenant = limit("1/minute", key=lambda call: call.native.path_params["tenant"])
+    by_tenant = limit("1/minute", key=lambda request: request.native.path_params["tenant"])
 
     @app.get("/{tenant}", dependencies=[by_tenant])
     async def get(tenant: str) -> None: ...
@@ -276,8 +276,8 @@ async def test_a_key_from_the_body_leaves_it_to_the_endpoint() -> None:
     """As for logins, which are counted by who is named there."""
     app, limit = _limited()
 
-    async def by_user(call: Any) -> str:
-        return str((await call.native.json())["user"])
+    async def by_user(request: Any) -> str:
+        return str((await request.native.json())["user"])
 
     @app.post("/login", dependencies=[limit("1/minute", key=by_user)])
     async def login(user: Annotated[str, Body(embed=True)]) -> str:
@@ -330,7 +330,7 @@ async def test_dependencies_that_make_another_error_of_a_refusal(session: Any) -
 async def test_on_limit_of_a_route_answers_in_its_own_way() -> None:
     """A response of the framework's, with the headers."""
     app, limit = _limited()
-    mine = limit("1/minute", on_limit=lambda call, ruling: PlainTextResponse("wait", 420))
+    mine = limit("1/minute", on_limit=lambda request, result: PlainTextResponse("wait", 420))
 
     @app.get("/x", dependencies=[mine])
     async def x() -> None: ...
@@ -344,7 +344,7 @@ async def test_a_cost_that_never_fits_is_a_422() -> None:
     """Raised in a dependency, it is an answer too, and what was charged before is given back."""
     app, limit = _limited("10/minute")
 
-    @app.get("/x", dependencies=[limit("5/minute", cost=lambda call: 6)])
+    @app.get("/x", dependencies=[limit("5/minute", cost=lambda request: 6)])
     async def x() -> None: ...
 
     assert await _statuses(app, *["/x"] * 11) == [422] * 11
@@ -393,14 +393,14 @@ async def test_a_request_that_comes_while_the_limits_are_closed() -> None:
     """It opens them again, and what closes leaves them open."""
     rule = {"id": "all", "by": ["ip"], "limits": ["9/minute"]}
     app, limit = _limited(rules={"version": 1, "rules": [rule]})
-    closing = asyncio.create_task(limit.guard.close())
+    closing = asyncio.create_task(limit.enforcer.close())
     await asyncio.sleep(0)  # it has begun
-    assert not limit.guard._opened
+    assert not limit.enforcer._is_open
     await ask(app)
     await closing
     seen = await ask(app)
     assert seen.headers["x-ratelimit-remaining"] == "7"
-    await limit.guard.close()
+    await limit.enforcer.close()
 
 
 def test_the_description_says_where_a_429_may_come_from() -> None:

@@ -1,14 +1,18 @@
-"""Flask: limits for an application, a blueprint and a view, in one response."""
+"""Limits in Flask: applications, blueprints, views, and settling."""
 
 from __future__ import annotations
 
+import io
 import json
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
-from flask import Blueprint, Flask, Response, session
+from flask import Blueprint, Flask, Response, g, jsonify, redirect, send_file, session
+from flask import request as flask_request
+from flask.testing import FlaskClient
 from flask.views import MethodView
-from werkzeug.test import TestResponse
+from werkzeug.test import EnvironBuilder, TestResponse
 
 from tests.web.flask_app import NOW_S, app_with, statuses
 from tollkeeper import ConfigError, Limiter
@@ -78,9 +82,11 @@ def test_a_key_from_the_session() -> None:
 
 
 def test_hooks_see_flasks_request() -> None:
-    """`call.native` is the request itself."""
+    """`web_request.native` is the request itself."""
     seen = []
-    _, _, _, client = app_with("5/minute", cost=lambda call: seen.append(call.native) or 1)
+    _, _, _, client = app_with(
+        "5/minute", cost=lambda web_request: seen.append(web_request.native) or 1
+    )
     client.get("/hello?a=1")
     assert seen[0].args["a"] == "1"
 
@@ -88,7 +94,8 @@ def test_hooks_see_flasks_request() -> None:
 def test_a_response_of_ones_own() -> None:
     """Whatever Flask can make a response of; the headers come with it."""
     _, _, _, client = app_with(
-        "1/minute", on_limit=lambda call, ruling: ({"wait": ruling.decision.retry_after}, 420)
+        "1/minute",
+        on_limit=lambda web_request, result: ({"wait": result.decision.retry_after}, 420),
     )
     client.get("/hello")
     response = client.get("/hello")
@@ -212,7 +219,9 @@ def test_a_view_with_its_own_key_and_cost() -> None:
     app, limit, _, client = app_with(key="header:X-API-Key")
 
     @app.get("/own")
-    @limit("10/minute", key="query:user", cost=lambda call: int(call.query("cost") or 1))
+    @limit(
+        "10/minute", key="query:user", cost=lambda web_request: int(web_request.query("cost") or 1)
+    )
     def own() -> str:
         return "own"
 
@@ -326,7 +335,7 @@ def test_a_limit_above_the_route_is_told_of(caplog: pytest.LogCaptureFixture) ->
     statuses = [client.get(url).status_code for url in ("/above", "/above", "/below", "/below")]
     assert statuses == [200, 200, 200, 429]
     assert [message.split(";")[0] for message in caplog.messages] == [
-        "above is served without the limit that it is decorated with"
+        "the limit of above has no effect because it is written above the route"
     ]
 
 
@@ -451,10 +460,10 @@ def test_wrong_options_are_explained() -> None:
         RateLimit(limits="5/fortnight")
     app = Flask(__name__)
     app.config["TOLLKEEPER"] = {"limit": "5/minute"}
-    with pytest.raises(ConfigError, match=r"has \['limit'\]; it is a dict of these: limits, rules"):
+    with pytest.raises(ConfigError, match=r"has \['limit'\]; it must be a dict of limits, rules"):
         RateLimit(app)
     app.config["TOLLKEEPER"] = "5/minute"
-    with pytest.raises(ConfigError, match="is a dict"):
+    with pytest.raises(ConfigError, match="must be a dict"):
         RateLimit(app)
 
 
@@ -482,3 +491,143 @@ def test_a_request_without_the_wsgi_app_is_explained() -> None:
     app, _, _, _ = app_with("1/minute")
     with app.test_request_context("/hello"), pytest.raises(ConfigError, match="test_client"):
         app.preprocess_request()
+
+
+def left(client: FlaskClient) -> int:
+    """What is left of the application's limit, after the request that asks."""
+    return int(client.get("/hello").headers["X-RateLimit-Remaining"])
+
+
+def test_costs_are_settled() -> None:
+    """`charge` is the last that was made: the view's own, or else the application's."""
+    app, limit, _, client = app_with("100/minute", cost=10)
+
+    @app.get("/cheap")
+    def cheap() -> str:
+        charge.settle(3)
+        return str(charge.decision.remaining)
+
+    @app.get("/own")
+    @limit("50/minute", cost=20)
+    def own() -> str:
+        charge.refund()
+        return str(charge.decision.remaining)
+
+    assert client.get("/cheap").data == b"90"
+    assert left(client) == 87
+    assert [client.get("/own").data for _ in range(3)] == [b"30"] * 3
+
+
+def test_a_stream_is_untouched_and_settled_at_its_end() -> None:
+    """Each piece when it is asked for, and what it says of its cost counts."""
+    app, _, _, client = app_with("100/minute")
+    made = []
+
+    @app.get("/stream")
+    def stream() -> Response:
+        mine = flask_request.environ["tollkeeper.charge"]
+
+        def pieces() -> Iterator[str]:
+            for number in range(3):
+                made.append(number)
+                mine.settle(10 * number)
+                yield str(number)
+
+        return Response(pieces())
+
+    response = client.get("/stream", buffered=False)
+    assert response.headers["X-RateLimit-Remaining"] == "99"
+    pieces = response.iter_encoded()
+    assert next(iter(pieces)) == b"0"
+    assert made == [0]
+    assert b"".join(pieces) == b"12"
+    response.close()
+    assert left(client) == 79
+
+
+def test_a_file_is_sent() -> None:
+    """With the headers, by whatever way the server sends files."""
+    app, _, _, client = app_with("5/minute")
+    app.add_url_rule("/file", "file", lambda: send_file(io.BytesIO(b"file"), "text/plain"))
+    response = client.get("/file")
+    assert (response.data, response.headers["X-RateLimit-Remaining"]) == (b"file", "4")
+
+
+@pytest.mark.parametrize("testing", [True, False], ids=["raised", "answered"])
+def test_a_view_that_raises_is_a_500(testing: bool) -> None:
+    """Whether Flask answers for it or lets it through."""
+    seen: list[int] = []
+    app, _, _, client = app_with("5/minute", count=lambda status: bool(seen.append(status)))
+    app.testing = testing
+
+    @app.get("/raise")
+    def failing() -> str:
+        return str(1 / 0)
+
+    if testing:
+        with pytest.raises(ZeroDivisionError):
+            client.get("/raise")
+    else:
+        response = client.get("/raise")
+        assert (response.status_code, response.headers["X-RateLimit-Limit"]) == (500, "5")
+    assert set(seen) == {500}
+
+
+def test_only_failed_logins_count() -> None:
+    """Who knows the password is never held up; who guesses is, and so is who guesses right then."""
+    app, limit, _, client = app_with()
+
+    @app.get("/login/<word>")
+    @limit("2/minute", count=lambda status: status == 401)
+    def login(word: str) -> Any:
+        return redirect("/hello") if word == "right" else (jsonify(error="wrong"), 401)
+
+    tries = ["right", "right", "right", "wrong", "right", "wrong", "right"]
+    found = statuses(client, *[f"/login/{word}" for word in tries])
+    assert found == [302, 302, 302, 401, 302, 401, 429]
+
+
+def test_what_has_been_answered_is_the_outcome() -> None:
+    """A guess whose answer breaks off was told that it was wrong, and is not let off."""
+    app, limit, _, client = app_with()
+
+    def pieces() -> Iterator[str]:
+        yield "wrong"
+        raise OSError("the rest is gone")
+
+    @app.get("/login")
+    @limit("2/minute", count=lambda status: status == 401)
+    def login() -> Response:
+        return Response(pieces(), 401)
+
+    for _ in range(2):
+        with pytest.raises(OSError, match="gone"):
+            client.get("/login", buffered=True)
+    assert statuses(client, "/login") == [429]
+
+
+def test_an_environ_that_is_used_again_is_another_request() -> None:
+    """As by who asks one application after another: each has its headers, and its own refusal."""
+    one, two = app_with("2/minute")[0], app_with("1/minute")[0]
+    environ = EnvironBuilder(path="/hello").get_environ()
+    seen: list[tuple[str, str]] = []
+
+    def start_response(status: str, headers: Any, exc_info: Any = None) -> Any:
+        seen.append((status[:3], dict(headers)["X-RateLimit-Limit"]))
+
+    for app in (one, two, two, one):
+        app.wsgi_app(environ, start_response).close()  # type: ignore[attr-defined]  # Flask's has
+    assert seen == [("200", "2"), ("200", "1"), ("429", "1"), ("200", "2")]
+
+
+def test_the_charge_where_nothing_is_limited() -> None:
+    """It can be settled, and nothing happens."""
+    app, _, _, client = app_with()
+
+    @app.get("/any")
+    def anything() -> str:
+        charge.settle(5)
+        g.seen = charge.decision.allowed
+        return str(g.seen)
+
+    assert client.get("/any").data == b"True"

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from tollkeeper import ConfigError, Limiter
 from tollkeeper.testing import ManualClock
-from tollkeeper.web.answers import Answer, Style
-from tollkeeper.web.calls import WsgiCall
-from tollkeeper.wsgi import BILL, CHARGE, RateLimit
+from tollkeeper.web.answers import HttpAnswer, Style
+from tollkeeper.web.charges import CHARGE, CHARGES
+from tollkeeper.web.requests import WsgiRequest
+from tollkeeper.wsgi import RateLimit
 
 NOW_S = 1_767_225_600
 
@@ -78,8 +79,8 @@ def limited(app: Any = hello, limits: str = "2/minute", **options: Any) -> RateL
 
 def remaining(limit: RateLimit) -> int:
     """What the caller of these tests has left."""
-    key = limit.guard._key_of(WsgiCall(environ_of()))
-    return int(limit.guard._limiter.peek(key).remaining)
+    key = limit.enforcer._keys.of(WsgiRequest(environ_of()))
+    return int(limit.enforcer._limiter.peek(key).remaining)
 
 
 # ------------------------------------------------------------------------------------- answers
@@ -164,14 +165,14 @@ def test_rules_and_a_limiter_of_ones_own() -> None:
 
 def test_a_cost_that_can_never_fit_is_a_422() -> None:
     """No wait would help, and the answer says so."""
-    got = Got(limited(cost=lambda call: 3), environ_of())
+    got = Got(limited(cost=lambda request: 3), environ_of())
     assert got.status == 422
     assert "Retry-After" not in got.headers
 
 
 def test_a_key_that_is_none_is_a_400() -> None:
     """A hook that returns what cannot be counted is not a 500."""
-    assert Got(limited(key=lambda call: ""), environ_of()).status == 400
+    assert Got(limited(key=lambda request: ""), environ_of()).status == 400
 
 
 def test_a_response_of_ones_own() -> None:
@@ -181,8 +182,8 @@ def test_a_response_of_ones_own() -> None:
         start_response("418 I'm a Teapot", [("X-RateLimited", "yes")])
         return [b"tea"]
 
-    answers = iter([teapot, Answer(420, [("X-Mine", "1")], b"calm"), None])
-    limit = limited(limits="1/minute", on_limit=lambda call, ruling: next(answers))
+    answers = iter([teapot, HttpAnswer(420, [("X-Mine", "1")], b"calm"), None])
+    limit = limited(limits="1/minute", on_limit=lambda request, result: next(answers))
     Got(limit, environ_of())
     got = Got(limit, environ_of())
     assert (got.status, got.body) == (418, b"tea")
@@ -194,7 +195,7 @@ def test_a_response_of_ones_own() -> None:
 
 def test_a_wrong_response_of_ones_own_is_explained() -> None:
     """It is the application's mistake, so it is raised to it."""
-    limit = limited(limits="1/minute", on_limit=lambda call, ruling: "no")
+    limit = limited(limits="1/minute", on_limit=lambda request, result: "no")
     Got(limit, environ_of())
     with pytest.raises(ConfigError, match="return a WSGI application"):
         Got(limit, environ_of())
@@ -219,7 +220,7 @@ def test_headers_of_the_application_win() -> None:
 
 
 def test_the_style_of_headers() -> None:
-    """As the terms say."""
+    """As the options say."""
     got = Got(limited(style=Style(draft=None, legacy=False)), environ_of())
     assert got.starts[0][1] == [("Content-Type", "text/plain")]
 
@@ -229,7 +230,7 @@ def test_the_style_of_headers() -> None:
     [
         ({}, 'needs limits="100/minute"'),
         ({"limits": "5/fortnight"}, "expected a unit"),
-        ({"limits": "1/minute", "rules": {}}, "both say"),
+        ({"limits": "1/minute", "rules": {}}, "both define"),
         ({"limits": "1/minute", "key": "headers:X"}, "not a source"),
         ({"limits": "1/minute", "skip": True}, "not a function"),
         ({"limits": "1/minute", "skip": async_hook}, "skip=.* is async"),
@@ -449,7 +450,7 @@ def test_only_outcomes_that_count_count() -> None:
 
 def test_skipped_requests_are_not_counted() -> None:
     """And have no headers."""
-    limit = limited(skip=lambda call: call.path == "/healthz")
+    limit = limited(skip=lambda request: request.path == "/healthz")
     got = Got(limit, environ_of("/healthz"))
     assert got.starts[0][1] == [("Content-Type", "text/plain")]
     assert remaining(limit) == 2
@@ -474,7 +475,7 @@ def test_two_in_one_another_answer_as_one() -> None:
 
 def test_a_refusal_further_in_costs_nothing_outside() -> None:
     """Also one that is no denial."""
-    inner = limited(cost=lambda call: 3)
+    inner = limited(cost=lambda request: 3)
     outer = limited(inner, limits="5/minute")
     assert Got(outer, environ_of()).status == 422
     assert remaining(outer) == 5
@@ -497,4 +498,4 @@ def test_nothing_that_a_client_sends_is_an_error_of_ours(environ: dict[str, Any]
     limit = limited(limits="1000/minute", key=sources, per_route=True, trusted_proxies=["private"])
     got = Got(limit, {**environ_of(), "REMOTE_ADDR": "10.0.0.1", **environ})
     assert got.status == 200
-    assert BILL not in got.headers
+    assert CHARGES not in got.headers

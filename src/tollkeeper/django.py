@@ -1,4 +1,4 @@
-"""Rate limits for Django: a middleware for all requests, a decorator for views. WSGI and ASGI.
+"""Rate limits for Django: a middleware for the whole site, a decorator for views. WSGI and ASGI.
 
     MIDDLEWARE = [..., "tollkeeper.django.RateLimitMiddleware", ...]
     TOLLKEEPER = {"limits": "100/minute", "store": "shared:///run/site.limits"}
@@ -6,19 +6,19 @@
     @rate_limit("5/minute", key="session:user_id")
     def export(request): ...
 
-The middleware charges a request before the rest of the site sees it. It may stand anywhere: put it
-after what it needs (the session's, for a key from there), before what is expensive. The decorator
-works with it or by itself: whoever is outermost adds the headers and settles (see `bill.py`).
+The middleware charges a request before the rest of the site sees it. Put it after the middleware it
+needs (sessions, for a key from the session) and before expensive work. The decorator works with or
+without the middleware: the outermost of them adds the headers and settles (`web/charges.py`).
 
-**Nothing blocks an event loop.** Under ASGI, what runs in the loop asks an AsyncLimiter; a
-synchronous view, which Django runs in a thread, asks a Limiter. Both are on one store. Under WSGI,
-Django gives each async view a loop for itself; there, a Limiter is asked in the thread beside it.
+**Nothing blocks an event loop.** Under ASGI, code in the loop uses an AsyncLimiter; a sync view,
+which Django runs in a thread, uses a Limiter. Both use one store. Under WSGI, Django runs each
+async view in its own loop; there, a Limiter runs in a thread beside the loop.
 
-**Streaming.** A response is not looked at. Its `close`, which Django calls however it ended,
-settles once more what was said while it was produced.
+**Streaming.** The body of a response passes unchanged. Django calls `close` however the response
+ended, and that settles the cost that was reported while the body was produced.
 
-An endpoint is known by its route, `/users/<int:id>/`, also to the middleware: it asks Django's
-resolver, if limits depend on it. A `re_path` is known without its expressions: `/users/<id>/`.
+An endpoint is known by its route, `/users/<int:id>/`, also in the middleware, which asks Django's
+resolver if the limits depend on it. A `re_path` is known without its expressions: `/users/<id>/`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,17 @@ from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.model import check_name
 from tollkeeper.core.rates import LimitsArgument
 from tollkeeper.limiter.arguments import name_of
-from tollkeeper.web.answers import Answer
-from tollkeeper.web.charges import Charge
-from tollkeeper.web.django_request import DjangoBill, DjangoCall, in_event_loop, template_of
-from tollkeeper.web.django_site import desk, for_threads
-from tollkeeper.web.guard import AsyncGuard, Guard, Terms
-from tollkeeper.web.terms import RouteOptions
+from tollkeeper.web.answers import HttpAnswer
+from tollkeeper.web.django_site import (
+    DjangoCharges,
+    DjangoWebRequest,
+    for_threads,
+    in_event_loop,
+    site_limits,
+    template_of,
+)
+from tollkeeper.web.enforcer import AsyncEnforcer, Charge, Enforcer
+from tollkeeper.web.options import EnforcerOptions, RouteArguments
 
 try:
     from asgiref.sync import iscoroutinefunction, markcoroutinefunction
@@ -54,8 +59,8 @@ except ImportError as error:
 
 __all__ = ["Charge", "RateLimitMiddleware", "rate_limit"]
 
-_BILL: Final = "_tollkeeper_bill"
-# What Django answers to these, where a view raises them.
+_CHARGES: Final = "_tollkeeper_charges"
+# Exceptions of views, and the status that Django answers.
 _STATUSES: Final = (
     (Http404, 404),
     (exceptions.PermissionDenied, 403),
@@ -65,12 +70,12 @@ _STATUSES: Final = (
 
 _FOR_CLASSES: Final = 'for a class write @method_decorator(rate_limit(…), name="dispatch")'
 
-Chosen = Callable[[DjangoBill], Any]
-"""The guard that a request is charged by, whose name may depend on what is on the bill."""
+Choose = Callable[[DjangoCharges], Any]
+"""Returns the enforcer of a request. Its name may depend on the charges so far."""
 
 
 class RateLimitMiddleware:
-    """Limits all requests of a site as settings.TOLLKEEPER says, and adds the headers."""
+    """Limits all requests of a site as settings.TOLLKEEPER defines, and adds the headers."""
 
     sync_capable = True
     async_capable = True
@@ -80,63 +85,65 @@ class RateLimitMiddleware:
         self._is_async = iscoroutinefunction(get_response)
         if self._is_async:
             markcoroutinefunction(self)
-        # Opened now, so that a mistake stops the start and not a request.
-        _ = desk().async_guard if self._is_async else desk().guard
+        # Opened now, so that a wrong setting stops the start.
+        _ = site_limits().async_enforcer if self._is_async else site_limits().enforcer
 
     def __call__(self, request: Any) -> Any:
-        """Serve a request, as Django says."""
+        """Serve a request, as Django defines it."""
         respond = partial(self._get_response, request)
         if self._is_async:
-            guard = desk().async_guard
-            return _serve_async(request, guard, lambda _: guard, respond)
-        thread_guard = desk().guard
-        return _serve(request, thread_guard, lambda _: thread_guard, respond)
+            enforcer = site_limits().async_enforcer
+            return _serve_async(request, enforcer, lambda _: enforcer, respond)
+        thread_enforcer = site_limits().enforcer
+        return _serve(request, thread_enforcer, lambda _: thread_enforcer, respond)
 
 
 def rate_limit(
-    limits: LimitsArgument, *, name: str = "", **options: Unpack[RouteOptions]
+    limits: LimitsArgument, *, name: str = "", **options: Unpack[RouteArguments]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a view, or a method with Django's `method_decorator`: further limits for it.
+    """Limit a view further, or a method with Django's `method_decorator`.
 
-    `key`, `skip` and `on_limit` are those of settings.TOLLKEEPER unless said here, and so is the
-    store. Each route counts by itself, and so does each method of a class that is decorated; with a
-    `name`, all that have the same share one count.
+    `key`, `skip` and `on_limit` default to those of settings.TOLLKEEPER, which also names the
+    store. Each route has its own count, and so has each decorated method of a class. Limits with
+    the same `name` share one count.
     """
     check_name("name", name)
-    terms = Terms(limits=limits, **options)
-    thread_terms = for_threads(terms)
+    route_options = EnforcerOptions(limits=limits, **options)
+    thread_options = for_threads(route_options)
 
     def decorate(view: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(view, type) or not callable(view):
             raise ConfigError(f"{show(view)} is not a function; {_FOR_CLASSES}")
 
-        def guards(request: Any) -> tuple[Any, Chosen]:
+        def enforcers(request: Any) -> tuple[Any, Choose]:
             if isinstance(request, View):
                 raise ConfigError(f"{name_of(view)} is a method, with self first; {_FOR_CLASSES}")
-            # In the loop of an ASGI server; a loop that Django made for one view is no home for
-            # connections, which outlive it.
+            # The async enforcer needs the loop of an ASGI server. A loop that Django makes for one
+            # view ends before the connections to a store do.
             in_loop = in_event_loop() and isinstance(request, ASGIRequest)
-            outer: Any = desk().async_guard if in_loop else desk().guard
-            own = terms if in_loop else thread_terms
+            limits = site_limits()
+            outer: Any = limits.async_enforcer if in_loop else limits.enforcer
+            options = route_options if in_loop else thread_options
 
-            def chosen(bill: DjangoBill) -> Any:
-                return outer.beside(own, name or bill.name_of(_name_of(request, view)))
+            def choose(charges: DjangoCharges) -> Any:
+                count_name = name or charges.name_for(_name_of(request, view))
+                return outer.route_enforcer(options, count_name)
 
-            return outer, chosen
+            return outer, choose
 
         if _is_async(view):
 
             @wraps(view)
             async def limited_async(request: Any, *args: Any, **kwargs: Any) -> Any:
                 respond = partial(view, request, *args, **kwargs)
-                return await _serve_async(request, *guards(request), respond)
+                return await _serve_async(request, *enforcers(request), respond)
 
             return limited_async
 
         @wraps(view)
         def limited(request: Any, *args: Any, **kwargs: Any) -> Any:
             respond = partial(view, request, *args, **kwargs)
-            return _serve(request, *guards(request), respond)
+            return _serve(request, *enforcers(request), respond)
 
         return limited
 
@@ -144,18 +151,18 @@ def rate_limit(
 
 
 def _is_async(view: Callable[..., Any]) -> bool:
-    """Whether calling a view gives something to await."""
+    """Return True if calling the view returns an awaitable."""
     if iscoroutinefunction(view):
         return True
-    # The `dispatch` of a class with async methods is not async itself, but returns what is.
+    # The `dispatch` of a class with async methods is not async, but returns an awaitable.
     owner = _owner_of(view)
     return owner is not None and bool(owner.view_is_async)
 
 
 def _owner_of(view: Callable[..., Any]) -> Any:
-    """The view as a class whose method this is; None for a function.
+    """Return the View whose method this is; None for a function.
 
-    What `method_decorator` hands to a decorator is a partial, around a method of the view.
+    `method_decorator` passes a partial around a method of the View to the decorator.
     """
     inner: Any = view
     while inner is not None:
@@ -167,7 +174,7 @@ def _owner_of(view: Callable[..., Any]) -> Any:
 
 
 def _name_of(request: Any, view: Callable[..., Any]) -> str:
-    """What a view's count is kept under: its route, and which of a class's methods it is.
+    """Return the name of a view's count: its route, and the method of a class.
 
     In a test without routes it is the view's name.
     """
@@ -180,76 +187,76 @@ def _name_of(request: Any, view: Callable[..., Any]) -> str:
     return f"{method.upper()} {route}"
 
 
-def _serve(request: Any, outer: Guard, chosen: Chosen, respond: Callable[[], Any]) -> Any:
-    """Charge a request, have it answered, and, where nobody outside does, finish it."""
-    bill, is_outermost = _bill_of(request, outer)
+def _serve(request: Any, outer: Enforcer, choose: Choose, respond: Callable[[], Any]) -> Any:
+    """Charge a request and respond to it; the outermost limit adds the headers and settles."""
+    charges, is_outermost = _charges_of(request, outer)
     try:
-        refusal = bill.refusal(chosen(bill), DjangoCall(request))
-        request.charge = bill.charge
-        response = respond() if refusal is None else _response_of(refusal)
+        denial = charges.denial(choose(charges), DjangoWebRequest(request))
+        request.charge = charges.last
+        response = respond() if denial is None else _response_of(denial)
     except BaseException as error:
         if is_outermost:
-            _fail(request, bill, error)
-            bill.settle()
+            _fail(request, charges, error)
+            charges.settle()
         raise
     if is_outermost:
-        _finish(request, bill, response)
-        bill.settle()
+        _finish(request, charges, response)
+        charges.settle()
     return response
 
 
 async def _serve_async(
-    request: Any, outer: Guard | AsyncGuard, chosen: Chosen, respond: Callable[[], Any]
+    request: Any, outer: Enforcer | AsyncEnforcer, choose: Choose, respond: Callable[[], Any]
 ) -> Any:
-    """The same in the event loop."""
-    bill, is_outermost = _bill_of(request, outer)
+    """Do the same in the event loop."""
+    charges, is_outermost = _charges_of(request, outer)
     try:
-        refusal = await bill.refusal_async(chosen(bill), DjangoCall(request))
-        request.charge = bill.charge
-        response = respond() if refusal is None else _response_of(refusal)
+        denial = await charges.denial_async(choose(charges), DjangoWebRequest(request))
+        request.charge = charges.last
+        response = respond() if denial is None else _response_of(denial)
         if isawaitable(response):
             response = await response
     except BaseException as error:
         if is_outermost:
-            _fail(request, bill, error)
-            await bill.settle_surely()
+            _fail(request, charges, error)
+            await charges.settle_shielded()
         raise
     if is_outermost:
-        _finish(request, bill, response)
-        await bill.settle_surely()
+        _finish(request, charges, response)
+        await charges.settle_shielded()
     return response
 
 
-def _bill_of(request: Any, outer: Guard | AsyncGuard) -> tuple[DjangoBill, bool]:
-    """The request's bill, and whether it was made just now."""
-    bill = getattr(request, _BILL, None)
-    if bill is not None:
-        return bill, False
-    bill = DjangoBill(outer)
-    setattr(request, _BILL, bill)
-    return bill, True
+def _charges_of(request: Any, outer: Enforcer | AsyncEnforcer) -> tuple[DjangoCharges, bool]:
+    """Return the request's charges, and True if they were made just now."""
+    charges = getattr(request, _CHARGES, None)
+    if charges is not None:
+        return charges, False
+    charges = DjangoCharges(outer)
+    setattr(request, _CHARGES, charges)
+    return charges, True
 
 
-def _fail(request: Any, bill: DjangoBill, error: BaseException) -> None:
-    delattr(request, _BILL)
-    bill.fail(error)
-    # A REST framework answers its own exceptions further out, with the status that they have. A
-    # guess that is refused by one is not let off with a 500.
+def _fail(request: Any, charges: DjangoCharges, error: BaseException) -> None:
+    delattr(request, _CHARGES)
+    charges.fail(error)
+    # Django REST framework answers its own exceptions further out, with their status. A wrong
+    # password that raises one must not pass as a 500.
     status = getattr(error, "status_code", None)
     if isinstance(error, Exception) and isinstance(status, int):
-        bill.status = status
+        charges.status = status
     for kind, status in _STATUSES:
         if isinstance(error, kind):
-            bill.status = status
+            charges.status = status
 
 
-def _finish(request: Any, bill: DjangoBill, response: Any) -> None:
-    """Add the headers, and see to it that what a stream says of its cost is heard."""
-    delattr(request, _BILL)  # who serves the same request again, as tests do, begins a new one
+def _finish(request: Any, charges: DjangoCharges, response: Any) -> None:
+    """Add the headers, and settle again when a streaming response is closed."""
+    delattr(request, _CHARGES)  # tests may serve the same request again
     if not isinstance(response, HttpResponseBase):
-        return  # Django explains that better
-    bill.status = response.status_code
-    for header, value in bill.headers_beside(response.headers):
+        return  # Django reports that
+    charges.status = response.status_code
+    for header, value in charges.headers_beside(response.headers):
         response.headers[header] = value
     if not response.streaming:
         return
@@ -259,12 +266,12 @@ def _finish(request: Any, bill: DjangoBill, response: Any) -> None:
         try:
             close()
         finally:
-            bill.settle()
+            charges.settle()
 
     response.close = close_and_settle
 
 
-def _response_of(refusal: Any) -> Any:
-    if not isinstance(refusal, Answer):
-        return refusal
-    return HttpResponse(refusal.body, status=refusal.status, headers=dict(refusal.headers))
+def _response_of(denial: Any) -> Any:
+    if not isinstance(denial, HttpAnswer):
+        return denial
+    return HttpResponse(denial.body, status=denial.status, headers=dict(denial.headers))

@@ -1,4 +1,4 @@
-"""Rate limits for FastAPI: for all routes, and for each as a dependency.
+"""Rate limits for FastAPI: for the whole application, and for single routes as a dependency.
 
     app = FastAPI()
     limit = RateLimit(app, "100/minute", store="shared:///run/api.limits")
@@ -10,13 +10,13 @@
     async def complete(charge: Annotated[Charge, limit("1000/minute", cost=100)]):
         charge.settle(37)
 
-`RateLimit` installs the ASGI middleware, which sends the headers and answers who is denied; a
-dependency adds its charge to the request's passage (`passage.py`). So no endpoint needs a `request`
-argument, a Response that it returns itself has the headers too, and the application's own exception
-handlers have no part in it.
+`RateLimit` installs the ASGI middleware, which sends the headers and answers denied requests. A
+dependency adds its charge to the request's charges (`web/charges.py`). So an endpoint needs no
+`request` argument, a Response that it returns itself gets the headers too, and the application's
+exception handlers are not involved.
 
-Each route counts by itself, under its methods and template: "GET /search". With a `name`, all that
-have the same share one count. All are kept in one store.
+Each route has its own count, named after its methods and template: "GET /search". Limits with the
+same `name` share one count. All counts are in one store.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from typing import Any, Final, Unpack
 
 from tollkeeper import asgi
 from tollkeeper.core.errors import ConfigError, show
-from tollkeeper.core.model import NAME_LENGTH_MAX, check_name
+from tollkeeper.core.model import check_name
 from tollkeeper.core.rates import LimitsArgument
-from tollkeeper.web.calls import AsgiCall, Call, digest_of
-from tollkeeper.web.charges import Charge
-from tollkeeper.web.guard import AsyncGuard
-from tollkeeper.web.passage import passage_of
-from tollkeeper.web.terms import Options, RouteOptions, Terms
+from tollkeeper.web.charges import charges_of
+from tollkeeper.web.enforcer import AsyncEnforcer, Charge
+from tollkeeper.web.options import EnforcerOptions, OptionArguments, RouteArguments
+from tollkeeper.web.requests import AsgiRequest, WebRequest
 
 try:
     from fastapi import Depends, FastAPI, routing
@@ -44,14 +43,11 @@ except ImportError as error:
 
 __all__ = ["Charge", "RateLimit"]
 
-# Room for the "#2" of a route's second limit.
-_ROUTE_NAME_LENGTH_MAX: Final = NAME_LENGTH_MAX - 8
-
 _TOO_MANY: Final = {
     "description": "Too many requests",
     "headers": {
         "Retry-After": {
-            "description": "Seconds after which the same request would pass.",
+            "description": "Seconds until the same request would be allowed.",
             "schema": {"type": "integer", "minimum": 1},
         }
     },
@@ -75,57 +71,58 @@ _TOO_MANY: Final = {
 class RateLimit:
     """The limits of a FastAPI application.
 
-    `app`, the limits of all its routes (or `rules`, or none), and what `Terms` says, by name.
-    Add it before other middleware: what is added later is around it, and sees the refusals too.
+    Takes `app`, the limits of all its routes (or `rules`, or none), and the options of
+    `EnforcerOptions` by name. Add it before other middleware: middleware that is added later wraps
+    it, and sees the denials too.
     """
 
     def __init__(
-        self, app: FastAPI, limits: LimitsArgument | None = None, **options: Unpack[Options]
+        self, app: FastAPI, limits: LimitsArgument | None = None, **options: Unpack[OptionArguments]
     ) -> None:
         if not isinstance(app, FastAPI):
             raise ConfigError(
                 f"{show(app)} is not a FastAPI application; write RateLimit(app, …). "
-                f"For app.add_middleware(RateLimit, …) there is tollkeeper.asgi.RateLimit"
+                f"For app.add_middleware(RateLimit, …) use tollkeeper.asgi.RateLimit"
             )
-        self.guard = AsyncGuard(Terms(limits=limits, **options))
-        self._charging: set[Callable[..., Any]] = set()
-        app.add_middleware(asgi.RateLimit, guard=self.guard)
+        self.enforcer = AsyncEnforcer(EnforcerOptions(limits=limits, **options))
+        self._dependencies: set[Callable[..., Any]] = set()
+        app.add_middleware(asgi.RateLimit, enforcer=self.enforcer)
         self._describe_in(app)
 
     def __call__(
-        self, limits: LimitsArgument, *, name: str = "", **options: Unpack[RouteOptions]
+        self, limits: LimitsArgument, *, name: str = "", **options: Unpack[RouteArguments]
     ) -> Any:
-        """A dependency that charges the request by further limits; its value is the Charge.
+        """Return a dependency that charges the request by further limits; its value is the Charge.
 
-        In `dependencies=[…]` of a route, a router or the application, or as
-        `Annotated[Charge, limit(…)]` of an argument. `key`, `skip` and `on_limit` are those of the
-        application unless said here.
+        Use it in `dependencies=[…]` of a route, a router or the application, or as
+        `Annotated[Charge, limit(…)]` of an argument. `key`, `skip` and `on_limit` default to those
+        of the application.
         """
         check_name("name", name)
-        terms = Terms(limits=limits, **options)
-        guard = self.guard
+        route_options = EnforcerOptions(limits=limits, **options)
+        outer = self.enforcer
 
         async def charged(connection: HTTPConnection) -> Charge:
             scope = connection.scope
-            passage = passage_of(scope)
-            call = AsgiCall(scope, connection)
+            charges = charges_of(scope)
+            request = AsgiRequest(scope, connection)
             route, context = scope.get("route"), _context_of(scope)
-            # By number, since routes are no keys; they are kept, so that no other gets theirs.
-            by = terms, id(route), id(context), scope.get("root_path")
-            known = guard.remembered.get(by)
-            if known is not None:
-                return await passage.charge(known[0], call)
-            known_as = name or passage.name_for(_route_name(route, call))
-            found = guard.remember(by, guard.beside(terms, known_as), alive=(route, context))
-            return await passage.charge(found, call)
+            # By id, since routes are not hashable. They are kept alive, so that no id is reused.
+            key = route_options, id(route), id(context), scope.get("root_path")
+            enforcer = outer.known_route(key)
+            if enforcer is None:
+                count_name = name or charges.name_for(_route_name(route, request))
+                enforcer = outer.route_enforcer(route_options, count_name)
+                outer.remember_route(key, enforcer, alive=(route, context))
+            return await charges.charge(enforcer, request)
 
-        self._charging.add(charged)
+        self._dependencies.add(charged)
         return Depends(charged)
 
     # ── OpenAPI ────────────────────────────────────────────────────────────────────────────────
 
     def _describe_in(self, app: FastAPI) -> None:
-        """Have the application's description of itself say where a 429 may come from."""
+        """Add a 429 to every limited operation of the application's OpenAPI document."""
         described = app.openapi
 
         def openapi() -> dict[str, Any]:
@@ -136,12 +133,12 @@ class RateLimit:
                     operation.setdefault("responses", {}).setdefault("429", _TOO_MANY)
             return document
 
-        app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's own way to extend it
+        app.openapi = openapi  # type: ignore[method-assign]  # FastAPI documents this
 
     def _limited(self, app: FastAPI) -> Iterator[tuple[str, str]]:
-        """The path and method of every operation that has a limit."""
-        everywhere = self.guard.terms.says_limits
-        # Since FastAPI has included routers as they are, this is how to see all routes.
+        """Yield the path and the method of every limited operation."""
+        everywhere = self.enforcer.options.has_limits
+        # Recent versions of FastAPI keep included routers whole, and list all routes with this.
         listed: Callable[..., Iterator[Any]] = getattr(routing, "iter_route_contexts", iter)
         for route in listed(app.routes):
             dependant = getattr(route, "dependant", None)
@@ -150,21 +147,19 @@ class RateLimit:
                     yield route.path_format, method.lower()
 
     def _charges(self, dependant: Any) -> bool:
-        return dependant.call in self._charging or any(
+        return dependant.call in self._dependencies or any(
             self._charges(each) for each in dependant.dependencies
         )
 
 
 def _context_of(scope: Any) -> object:
-    """Where a route is: since FastAPI has included routers as they are, it may be in several."""
+    """Return where a route is included: with recent versions of FastAPI in several places."""
     included = scope.get("fastapi")
     return included.get("effective_route_context") if isinstance(included, dict) else None
 
 
-def _route_name(route: object, call: Call) -> str:
-    """What a route's count is kept under: "GET /users/{id}"."""
+def _route_name(route: object, request: WebRequest) -> str:
+    """Return the name of a route's count: "GET /users/{id}"."""
     methods = getattr(route, "methods", None) or ()
-    name = " ".join([*([",".join(sorted(methods))] if methods else []), call.route or call.path])
-    if len(name) <= _ROUTE_NAME_LENGTH_MAX and name.isprintable():
-        return name
-    return digest_of(name)
+    path = request.route or request.path
+    return f"{','.join(sorted(methods))} {path}" if methods else path

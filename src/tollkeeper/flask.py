@@ -1,4 +1,4 @@
-"""Rate limits for Flask: for all routes, for a blueprint, and for each view.
+"""Rate limits for Flask: for the whole application, for blueprints, and for single views.
 
     app = Flask(__name__)
     limit = RateLimit(app, "100/minute", store="shared:///run/api.limits")
@@ -8,19 +8,19 @@
     def search(): ...
 
     limit("20/minute")(blueprint)        # all views of a blueprint together
-    limit.exempt(view_or_blueprint)      # not even the limits of the application
+    limit.exempt(view_or_blueprint)      # not limited by the application's limits
 
-The application is wrapped in a WSGI layer (`wsgi.py`), which adds the headers and settles. Charging
-happens inside Flask, once it has matched the URL and opened the session: so an endpoint is known by
-its rule (`/users/<int:id>`, whatever the number), a key may come from the session, and a refusal is
-a response like any other, which the application's `after_request` functions see.
+A WSGI layer (`wsgi.py`) wraps the application, adds the headers and settles. Charging happens
+inside Flask, after it has matched the URL and opened the session. So an endpoint is known by its
+rule (`/users/<int:id>`, for every number), a key may come from the session, and a denial is an
+ordinary response that the application's `after_request` functions see.
 
-Each view counts by itself, under its endpoint's name, whichever of its URLs was asked for; so does
-each method of a class that is decorated, as "POST item". With a `name`, all that have the same
-share one count. All are kept in one store.
+Each view has its own count, named after its endpoint, for all its URLs. Each decorated method of a
+class has its own count too: "POST item". Limits with the same `name` share one count. All counts
+are in one store.
 
-Views that are `async` work: Flask runs each in an event loop of its own, in the worker's thread,
-and the limits are asked before that.
+Async views work: Flask runs each in its own event loop in the worker's thread, and the limits are
+checked before that.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ from typing import Any, Final, ParamSpec, TypeVar, Unpack, cast
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.model import check_name
 from tollkeeper.core.rates import LimitsArgument
-from tollkeeper.web.answers import Answer
-from tollkeeper.web.bill import Bill
-from tollkeeper.web.calls import WsgiCall
-from tollkeeper.web.charges import PASSED, Charge
-from tollkeeper.web.guard import LOG, Guard, Options, Terms
-from tollkeeper.web.terms import RouteOptions, plain
-from tollkeeper.wsgi import BILL, CHARGE, billed
+from tollkeeper.web.answers import HttpAnswer
+from tollkeeper.web.charges import CHARGE, CHARGES, RequestCharges
+from tollkeeper.web.enforcer import LOG, Charge, Enforcer
+from tollkeeper.web.options import EnforcerOptions, OptionArguments, RouteArguments
+from tollkeeper.web.requests import WsgiRequest
+from tollkeeper.wsgi import serve_charged
 
 try:
     from flask import Blueprint, Flask, Response, current_app, has_app_context, request, session
@@ -60,32 +59,32 @@ View = TypeVar("View", bound="Callable[..., Any] | Blueprint")
 EXTENSION: Final = "tollkeeper"
 _EXEMPT: Final = "__tollkeeper_exempt__"
 
-charge: Charge = cast("Charge", LocalProxy(lambda: request.environ.get(CHARGE) or Charge(PASSED)))
-"""The charge of the request that is being served: the last that was made, and so a view's own."""
+charge: Charge = cast("Charge", LocalProxy(lambda: request.environ.get(CHARGE) or Charge()))
+"""The charge of the current request: the last one, so in a decorated view its own."""
 
 
 class RateLimit:
     """The limits of a Flask application.
 
-    `app`, the limits of all its routes (or `rules`, or none), and what `Terms` says, by name.
-    Without an `app`, call `init_app` with it later. What `app.config["TOLLKEEPER"]` has, a dict of
-    the same names, goes before.
+    Takes `app`, the limits of all its routes (or `rules`, or none), and the options of
+    `EnforcerOptions` by name. Without an `app`, call `init_app` later. `app.config["TOLLKEEPER"]`,
+    a dict of the same names, takes precedence.
     """
 
     def __init__(
         self,
         app: Flask | None = None,
         limits: LimitsArgument | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[OptionArguments],
     ) -> None:
         self._options: dict[str, Any] = {"limits": limits, **options}
         self._exempt: list[Blueprint] = []
-        # The names that were given: a view whose endpoint is called so has another.
-        self._given: set[str] = set()
-        # Views as they were before they were decorated; by number, since some are no keys.
+        # Names given with `name=`. A view whose endpoint has such a name gets another one.
+        self._given_names: set[str] = set()
+        # Views before decoration, by id since some are not hashable.
         self._undecorated: dict[int, Callable[..., Any]] = {}
-        # What is wrong is refused now, and not when there is an application.
-        plain(Terms(limits=limits, **options))
+        # Reports wrong options now, not in `init_app`.
+        EnforcerOptions(limits=limits, **options).require_plain_hooks()
         if app is not None:
             self.init_app(app)
 
@@ -93,61 +92,61 @@ class RateLimit:
         """Limit an application."""
         if not isinstance(app, Flask):
             raise ConfigError(f"{show(app)} is not a Flask application; write RateLimit(app, …)")
-        guard = Guard(plain(Terms(**{**self._options, **_configured(app)})))
-        guards = app.extensions.setdefault(EXTENSION, {})
-        if self in guards:
-            guard.close()
-            raise ConfigError(f"{app.name} has this RateLimit already; call init_app once")
-        guards[self] = guard
+        enforcer = Enforcer(EnforcerOptions(**{**self._options, **_configured(app)}))
+        enforcers = app.extensions.setdefault(EXTENSION, {})
+        if self in enforcers:
+            enforcer.close()
+            raise ConfigError(f"{app.name} already has this RateLimit; call init_app once")
+        enforcers[self] = enforcer
         serve = app.wsgi_app
 
-        def serve_billed(environ: Any, start_response: Any) -> Iterable[bytes]:
-            return billed(environ, start_response, guard, serve)
+        def serve_limited(environ: Any, start_response: Any) -> Iterable[bytes]:
+            return serve_charged(environ, start_response, enforcer, serve)
 
-        app.wsgi_app = serve_billed  # type: ignore[method-assign]  # Flask's own way to wrap it
+        app.wsgi_app = serve_limited  # type: ignore[method-assign]  # Flask documents this
         app.before_request(self._before_request)
 
     def __call__(
-        self, limits: LimitsArgument, *, name: str = "", **options: Unpack[RouteOptions]
+        self, limits: LimitsArgument, *, name: str = "", **options: Unpack[RouteArguments]
     ) -> Callable[[View], View]:
-        """Decorate a view, or call with a Blueprint: its requests pass further limits.
+        """Return a decorator that limits a view further, or all views of a Blueprint.
 
-        `key`, `skip` and `on_limit` are those of the application unless said here.
+        `key`, `skip` and `on_limit` default to those of the application.
         """
         check_name("name", name)
-        terms = plain(Terms(limits=limits, **options))
-        self._given.add(name)
+        route_options = EnforcerOptions(limits=limits, **options).require_plain_hooks()
+        self._given_names.add(name)
 
         def decorate(limited: View) -> View:
             if isinstance(limited, Blueprint):
-                limited.before_request(lambda: self._before_blueprint(limited, terms, name))
+                limited.before_request(lambda: self._before_blueprint(limited, route_options, name))
                 return limited
-            return cast("View", self._view(limited, terms, name))
+            return cast("View", self._view(limited, route_options, name))
 
         return decorate
 
     def exempt(self, view: View) -> View:
-        """Have a view, or all of a Blueprint, pass without any limit but those of its own."""
+        """Exempt a view, or all views of a Blueprint, from all limits except its own."""
         if isinstance(view, Blueprint):
             self._exempt.append(view)
         else:
             setattr(view, _EXEMPT, True)
         return view
 
-    def guard_of(self, app: Flask | None = None) -> Guard:
-        """The guard of an application, by default the one that is being served."""
+    def enforcer_of(self, app: Flask | None = None) -> Enforcer:
+        """Return the enforcer of an application, by default of the current one."""
         found = app or (current_app if has_app_context() else None)
-        guard = None if found is None else found.extensions.get(EXTENSION, {}).get(self)
-        if guard is None:
+        enforcer = None if found is None else found.extensions.get(EXTENSION, {}).get(self)
+        if enforcer is None:
             raise ConfigError(
-                "a limit was asked for by an application that its RateLimit is not installed in; "
+                "this RateLimit is not installed in the application that uses it; "
                 "make it with RateLimit(app), or call init_app(app)"
             )
-        return cast("Guard", guard)
+        return cast("Enforcer", enforcer)
 
     def close(self, app: Flask | None = None) -> None:
-        """Close what was opened for an application."""
-        self.guard_of(app).close()
+        """Close the store and the limiter of an application."""
+        self.enforcer_of(app).close()
 
     # ── Charging ───────────────────────────────────────────────────────────────────────────────
 
@@ -155,57 +154,59 @@ class RateLimit:
         view = current_app.view_functions.get(request.endpoint or "")
         if self._undecorated.pop(id(view), None) is not None:
             LOG.warning(
-                "%s is served without the limit that it is decorated with; write the limit below "
-                "the route: @app.get(…) first, then @limit(…)",
+                "the limit of %s has no effect because it is written above the route; write it "
+                "below: @app.get(…) first, then @limit(…)",
                 request.endpoint,
             )
-        return None if self._is_exempt() else self._refusal(self.guard_of())
+        return None if self._is_exempt() else self._denial(self.enforcer_of())
 
-    def _view(self, view: Callable[P, R], terms: Terms, name: str) -> Callable[P, R | Response]:
+    def _view(
+        self, view: Callable[P, R], options: EnforcerOptions, name: str
+    ) -> Callable[P, R | Response]:
         if not callable(view):
-            raise ConfigError(f"{show(view)} is neither a view nor a Blueprint, so has no requests")
+            raise ConfigError(f"{show(view)} is neither a view nor a Blueprint; it has no requests")
 
         self._undecorated[id(view)] = view
 
         @wraps(view)
         def limited(*args: P.args, **kwargs: P.kwargs) -> R | Response:
-            refusal = self._refusal_beside(terms, name, _name_of(view, args))
-            if refusal is not None:
-                return cast("Response", refusal)
+            denial = self._route_denial(options, name, _name_of(view, args))
+            if denial is not None:
+                return cast("Response", denial)
             return cast("R", current_app.ensure_sync(view)(*args, **kwargs))
 
         return limited
 
-    def _before_blueprint(self, blueprint: Blueprint, terms: Terms, name: str) -> Any:
+    def _before_blueprint(self, blueprint: Blueprint, options: EnforcerOptions, name: str) -> Any:
         known = current_app.blueprints
         around = [known[each] for each in request.blueprints]  # the innermost first
         inner = takewhile(lambda each: each is not blueprint, around)
         if _view_is_exempt() or any(each in self._exempt for each in inner):
             return None
-        # Under the first of the names that it is registered by: two may be called v1 in two others.
-        known_as = next(each for each in known if known[each] is blueprint)
-        return self._refusal_beside(terms, name, f"{known_as}.*")
+        # The first name it is registered under, which is unique: two blueprints inside others may
+        # both be called v1.
+        registered_as = next(each for each in known if known[each] is blueprint)
+        return self._route_denial(options, name, f"{registered_as}.*")
 
-    def _refusal_beside(self, terms: Terms, given: str, found: str) -> Any:
-        """By limits of the name that was `given`, or else found for them."""
-        guard = self.guard_of()
-        if not given:
-            # Who shares the name that somebody else was given would share the count.
-            taken = found in self._given or found == guard.terms.name
-            given = _bill().name_of(f"{found}()" if taken else found)
-        return self._refusal(guard.beside(terms, given))
+    def _route_denial(self, options: EnforcerOptions, name: str, found: str) -> Any:
+        """Check a route's limits under the given `name`, or under the one that was found."""
+        enforcer = self.enforcer_of()
+        if not name:
+            # Another limit may have been given this name. The two must not share a count.
+            is_given = found in self._given_names or found == enforcer.options.name
+            name = _charges().name_for(f"{found}()" if is_given else found)
+        return self._denial(enforcer.route_enforcer(options, name))
 
-    def _refusal(self, guard: Guard) -> Any:
-        """The response to a request that may not pass; None to one that may."""
+    def _denial(self, enforcer: Enforcer) -> Any:
+        """Return the response to a denied request; None if it is allowed."""
         rule = None if request.url_rule is None else request.url_rule.rule
-        native = cast("Any", request)._get_current_object()  # noqa: SLF001 - werkzeug's name for it
-        call = WsgiCall(request.environ, native, session, route=rule)
-        bill = _bill()
-        refusal = bill.refusal(guard, call)
-        request.environ[CHARGE] = bill.charge
-        if isinstance(refusal, Answer):
-            return Response(refusal.body, refusal.status, refusal.headers)
-        return refusal
+        native = cast("Any", request)._get_current_object()  # noqa: SLF001 - werkzeug documents it
+        charges = _charges()
+        denial = charges.denial(enforcer, WsgiRequest(request.environ, native, session, route=rule))
+        request.environ[CHARGE] = charges.last
+        if isinstance(denial, HttpAnswer):
+            return Response(denial.body, denial.status, denial.headers)
+        return denial
 
     def _is_exempt(self) -> bool:
         if _view_is_exempt():
@@ -215,7 +216,7 @@ class RateLimit:
 
 
 def _name_of(view: Callable[..., Any], args: tuple[object, ...]) -> str:
-    """What a view's count is kept under: its endpoint, and which of a class's methods it is."""
+    """Return the name of a view's count: its endpoint, and the method of a class."""
     endpoint = str(request.endpoint)
     method = getattr(view, "__name__", "")
     if not args or not isinstance(args[0], ClassView) or method == "dispatch_request":
@@ -228,22 +229,22 @@ def _view_is_exempt() -> bool:
     return bool(getattr(view, _EXEMPT, False))
 
 
-def _bill() -> Bill:
-    bill = request.environ.get(BILL)
-    if isinstance(bill, Bill):
-        return bill
+def _charges() -> RequestCharges:
+    charges = request.environ.get(CHARGES)
+    if isinstance(charges, RequestCharges):
+        return charges
     raise ConfigError(
-        "this request did not come through the application's wsgi_app, which settles its limits; "
+        "this request did not pass through the application's wsgi_app, which settles its limits; "
         "serve the application itself, or use app.test_client() in a test"
     )
 
 
 def _configured(app: Flask) -> dict[str, Any]:
     found = app.config.get("TOLLKEEPER", {})
-    known = [field.name for field in fields(Terms)]
+    known = [field.name for field in fields(EnforcerOptions)]
     if not isinstance(found, dict) or not set(found) <= set(known):
         wrong = sorted(set(found) - set(known)) if isinstance(found, dict) else found
         raise ConfigError(
-            f'app.config["TOLLKEEPER"] has {show(wrong)}; it is a dict of these: {", ".join(known)}'
+            f'app.config["TOLLKEEPER"] has {show(wrong)}; it must be a dict of {", ".join(known)}'
         )
     return found

@@ -2,86 +2,85 @@
 
     app = RateLimit(app, limits="100/minute")
 
-A request is charged before the application runs, and one that is denied is answered here, with a
-429 and problem JSON. All others pass, and their responses get headers where `start_response` is
-called. Bodies go through as they are: what the application returns is handed on itself (a list, a
-file for the server's `wsgi.file_wrapper`), or iterated without looking at it, for its end.
+A request is charged before the application runs. A denied request is answered here with a 429 and
+problem JSON. All others pass, and their responses get headers when the application calls
+`start_response`. Bodies pass unchanged: a list, or a file for the server's `wsgi.file_wrapper`, is
+returned as it is; anything else is iterated as the server asks for it, to notice its end.
 
-A request's bill (`bill.py`) is in the environ: another of these, or a framework's decorator, puts
-its charges on that.
+The environ holds the request's charges (`web/charges.py`). Another RateLimit, or a framework's
+decorator, adds its charges there.
 
-**Settling.** What a request cost is applied when the application has returned its response, and
-what is said while a body is produced once more at its end. The first is before the client has seen
-anything of the response: whichever worker it asks next, the outcome of a login is settled.
+**Settling.** The final cost is applied when the application has returned its response, and once
+more at the end of the body, for a cost that is reported while the body is produced. The first time
+is before the client sees any of the response: on every worker, the outcome of a login is settled
+before the client's next request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from http.client import responses
-from typing import Any, Final, Unpack
+from typing import Any, Unpack
 
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.rates import LimitsArgument
-from tollkeeper.web.answers import Answer
-from tollkeeper.web.bill import Bill, Header
-from tollkeeper.web.calls import WsgiCall
-from tollkeeper.web.guard import Guard, Options, Terms
-from tollkeeper.web.terms import application, plain
+from tollkeeper.web.answers import Header, HttpAnswer
+from tollkeeper.web.charges import CHARGE, CHARGES, RequestCharges
+from tollkeeper.web.enforcer import Enforcer
+from tollkeeper.web.options import EnforcerOptions, OptionArguments, checked_application
+from tollkeeper.web.requests import WsgiRequest
 
 Environ = MutableMapping[str, Any]
 StartResponse = Callable[..., Callable[[bytes], object]]
 WsgiApp = Callable[[Any, Any], Iterable[bytes]]
 
-# Where the environ has the two: the charge is for applications, the bill for what limits further.
-CHARGE: Final = "tollkeeper.charge"
-BILL: Final = "tollkeeper.bill"
-
 
 class RateLimit:
     """A WSGI application whose requests are limited.
 
-    `app`, its limits (or `rules`, or a `limiter`), and what `Terms` says, by name. The request's
-    Charge is at `environ["tollkeeper.charge"]`. `on_limit` returns a WSGI application. Headers
-    about limits that the application sends by itself win over these.
+    Takes `app`, its limits (or `rules`, or a `limiter`), and the options of `EnforcerOptions` by
+    name. The request's Charge is at `environ["tollkeeper.charge"]`. `on_limit` returns a WSGI
+    application. If the application sends headers about limits itself, those win.
     """
 
     def __init__(
-        self, app: WsgiApp, limits: LimitsArgument | None = None, **options: Unpack[Options]
+        self, app: WsgiApp, limits: LimitsArgument | None = None, **options: Unpack[OptionArguments]
     ) -> None:
-        self.app: WsgiApp = application(app)
-        self.guard = Guard(plain(Terms(limits=limits, **options)).demand("RateLimit"))
+        self.app: WsgiApp = checked_application(app)
+        self.enforcer = Enforcer(
+            EnforcerOptions(limits=limits, **options).require_limits("RateLimit")
+        )
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
-        """Serve one request, as WSGI says."""
-        return billed(environ, start_response, self.guard, self._limited)
+        """Serve one request, as WSGI defines it."""
+        return serve_charged(environ, start_response, self.enforcer, self._limited)
 
     def _limited(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
-        bill: Bill = environ[BILL]
-        refusal = bill.refusal(self.guard, WsgiCall(environ))
-        environ[CHARGE] = bill.charge
-        app = self.app if refusal is None else _app_of(refusal)
+        charges: RequestCharges = environ[CHARGES]
+        denial = charges.denial(self.enforcer, WsgiRequest(environ))
+        environ[CHARGE] = charges.last
+        app = self.app if denial is None else _app_of(denial)
         return app(environ, start_response)
 
     def close(self) -> None:
-        """Close what was opened here."""
-        self.guard.close()
+        """Close the store and the limiter that this opened."""
+        self.enforcer.close()
 
 
-def billed(
-    environ: Environ, start_response: StartResponse, guard: Guard, app: WsgiApp
+def serve_charged(
+    environ: Environ, start_response: StartResponse, enforcer: Enforcer, app: WsgiApp
 ) -> Iterable[bytes]:
-    """Run an application with a bill: add its headers, and settle it when that is due."""
-    if BILL in environ and environ[BILL].status is None:
-        return app(environ, start_response)  # another of these is around this one
-    # One that has answered is not: whoever asks several applications may use an environ again.
-    bill = environ[BILL] = Bill(guard)
+    """Run an application with RequestCharges: add the headers and settle the cost."""
+    if CHARGES in environ and environ[CHARGES].status is None:
+        return app(environ, start_response)  # another RateLimit wraps this one
+    # If the charges already have a status, the environ is being reused for another application.
+    charges = environ[CHARGES] = RequestCharges(enforcer)
 
     def start(
         status: str, headers: list[Header], exc_info: Any = None
     ) -> Callable[[bytes], object]:
-        bill.status = _number(status)
-        headers = [*headers, *bill.headers_beside(name for name, _ in headers)]
+        charges.status = _number(status)
+        headers = [*headers, *charges.headers_beside(name for name, _ in headers)]
         if exc_info is None:
             return start_response(status, headers)
         return start_response(status, headers, exc_info)
@@ -89,41 +88,41 @@ def billed(
     try:
         body = app(environ, start)
     except BaseException as error:
-        bill.fail(error)
-        bill.settle()
+        charges.fail(error)
+        charges.settle()
         raise
-    if bill.status is None:  # a generator, which has yet to begin
-        return _Body(body, bill)
-    bill.settle()
-    return body if _is_whole(body, environ) else _Body(body, bill)
+    if charges.status is None:  # a generator that has not started yet
+        return _ChargedBody(body, charges)
+    charges.settle()
+    return body if _is_complete(body, environ) else _ChargedBody(body, charges)
 
 
 def _number(status: str) -> int | None:
     try:
         return int(status[:3])
     except ValueError:
-        return None  # not a status; the server will say so
+        return None  # not a status; the server reports it
 
 
-def _is_whole(body: Iterable[bytes], environ: Environ) -> bool:
-    """Whether nothing of the application runs after this: then there is no end to wait for."""
+def _is_complete(body: Iterable[bytes], environ: Environ) -> bool:
+    """Return True if no code of the application runs while the body is sent."""
     if isinstance(body, list | tuple):
         return True
     wrapper = environ.get("wsgi.file_wrapper")
     return isinstance(wrapper, type) and isinstance(body, wrapper)
 
 
-class _Body:
-    """What an application returned, with an eye on its end."""
+class _ChargedBody:
+    """The body of an application's response; settles the charges at its end."""
 
-    __slots__ = ("_bill", "_body", "_has_begun", "_has_given", "_iterator")
+    __slots__ = ("_body", "_charges", "_has_sent", "_has_started", "_iterator")
 
-    def __init__(self, body: Iterable[bytes], bill: Bill) -> None:
+    def __init__(self, body: Iterable[bytes], charges: RequestCharges) -> None:
         self._body = body
-        self._bill = bill
+        self._charges = charges
         self._iterator: Iterator[bytes] | None = None
-        self._has_begun = bill.status is not None
-        self._has_given = False
+        self._has_started = charges.status is not None
+        self._has_sent = False
 
     def __iter__(self) -> Iterator[bytes]:
         self._iterator = iter(self._body)
@@ -135,45 +134,45 @@ class _Body:
         try:
             piece = next(self._iterator)
         except StopIteration:
-            self._bill.settle()  # before the server tells the client that this was all
+            self._charges.settle()  # before the server ends the response
             raise
         except BaseException as error:
-            if not self._has_given:  # what went out is the outcome, even if the rest does not come
-                self._bill.fail(error)
+            if not self._has_sent:  # a status that was sent is the outcome, even if the body fails
+                self._charges.fail(error)
             raise
-        self._has_given = True
-        if not self._has_begun and self._bill.status is not None:
-            self._has_begun = True
-            self._bill.settle()  # before the client sees anything of it
+        self._has_sent = True
+        if not self._has_started and self._charges.status is not None:
+            self._has_started = True
+            self._charges.settle()  # before the client sees any of the response
         return piece
 
     def close(self) -> None:
-        """Called by the server however the response ended."""
+        """Settle the charges. The server calls this however the response ended."""
         try:
             closing = getattr(self._body, "close", None)
             if closing is not None:
                 closing()
         finally:
-            self._bill.settle()
+            self._charges.settle()
 
 
 def _app_of(response: Any) -> WsgiApp:
-    if isinstance(response, Answer):
-        return answering(response)
+    if isinstance(response, HttpAnswer):
+        return _answering(response)
     if callable(response):
         found: WsgiApp = response
         return found
     raise ConfigError(
-        f"on_limit returned {show(response)}; return a WSGI application, an Answer, or None"
+        f"on_limit returned {show(response)}; return a WSGI application, an HttpAnswer, or None"
     )
 
 
-def answering(answer: Answer) -> WsgiApp:
-    """A WSGI application that gives one answer."""
+def _answering(answer: HttpAnswer) -> WsgiApp:
+    """Return a WSGI application that sends one answer."""
 
     def app(environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         headers = [*answer.headers, ("Content-Length", str(len(answer.body)))]
-        start_response(f"{answer.status} {responses.get(answer.status, 'Refused')}", headers)
+        start_response(f"{answer.status} {responses.get(answer.status, 'Denied')}", headers)
         return [] if environ.get("REQUEST_METHOD") == "HEAD" else [answer.body]
 
     return app

@@ -14,7 +14,7 @@ from tests.redis_servers import Single, running
 from tests.web.asgi_driver import ask, hello, run_lifespan
 from tollkeeper.asgi import RateLimit
 from tollkeeper.fastapi import RateLimit as FastRateLimit
-from tollkeeper.web.guard import AsyncGuard
+from tollkeeper.web.enforcer import AsyncEnforcer
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ async def test_exactly_the_limit_passes_however_many_ask_at_once(uri: str) -> No
     answers = await asyncio.gather(*(ask(apps[number % 2]) for number in range(100)))
     assert Counter(each.status for each in answers) == {200: 40, 429: 60}
     for app in apps:
-        await app.guard.close()
+        await app.enforcer.close()
 
 
 async def test_costs_and_outcomes_are_settled_before_the_response_ends(uri: str) -> None:
@@ -44,8 +44,8 @@ async def test_costs_and_outcomes_are_settled_before_the_response_ends(uri: str)
     one, two = (RateLimit(app, "500/day", store=uri, cost=100) for _ in range(2))
     left = [(await ask(each)).headers["x-ratelimit-remaining"] for each in (one, two) * 3]
     assert left == [str(400 - 4 * number) for number in range(6)]
-    await one.guard.close()
-    await two.guard.close()
+    await one.enforcer.close()
+    await two.enforcer.close()
 
 
 async def test_a_cancelled_request_is_settled_all_the_same(uri: str) -> None:
@@ -57,15 +57,15 @@ async def test_a_cancelled_request_is_settled_all_the_same(uri: str) -> None:
         running_now.set()
         await asyncio.Event().wait()
 
-    guarded = RateLimit(app, "10/day", store=uri)
-    task = asyncio.create_task(ask(guarded))
+    limited_app = RateLimit(app, "10/day", store=uri)
+    task = asyncio.create_task(ask(limited_app))
     await running_now.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    left = await guarded.guard._limiter.peek("address:192.0.2.1")
+    left = await limited_app.enforcer._limiter.peek("address:192.0.2.1")
     assert left.remaining == 10
-    await guarded.guard.close()
+    await limited_app.enforcer.close()
 
 
 @pytest.mark.parametrize(("cost", "used", "left"), [(1, 7, 3), (7, 1, 9)])
@@ -82,17 +82,17 @@ async def test_who_hangs_up_while_it_is_settled_pays_all_the_same(
         asyncio.get_running_loop().call_soon(task.cancel)
         await send({"type": "http.response.body", "body": b"all"})
 
-    guarded = RateLimit(app, "10/day", store=uri, cost=cost)
+    limited_app = RateLimit(app, "10/day", store=uri, cost=cost)
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.create_task(ask(guarded))
+        await asyncio.create_task(ask(limited_app))
 
     async def remaining() -> int:
-        return int((await guarded.guard._limiter.peek("address:192.0.2.1")).remaining)
+        return int((await limited_app.enforcer._limiter.peek("address:192.0.2.1")).remaining)
 
     async with asyncio.timeout(30):
         while await remaining() != left:  # noqa: ASYNC110 - the server tells of no event
             await asyncio.sleep(0.01)
-    await guarded.guard.close()
+    await limited_app.enforcer.close()
 
 
 async def test_a_denied_route_gives_back_what_the_application_charged(uri: str) -> None:
@@ -106,7 +106,7 @@ async def test_a_denied_route_gives_back_what_the_application_charged(uri: str) 
     statuses = [(await ask(app, "/x")).status for _ in range(5)]
     assert statuses == [200] + [429] * 4
     assert (await ask(app, "/nowhere")).headers["x-ratelimit-remaining"] == "98"
-    await limit.guard.close()
+    await limit.enforcer.close()
 
 
 @pytest.mark.parametrize(("on_failure", "status"), [("open", 200), ("closed", 503)])
@@ -114,14 +114,14 @@ async def test_a_store_that_is_away_is_answered_as_was_asked_for(
     on_failure: Any, status: int
 ) -> None:
     """Open lets pass, closed is a 503 with Retry-After; both say that they do not know."""
-    guarded = RateLimit(
+    limited_app = RateLimit(
         hello, "10/day", store=f"redis://127.0.0.1:{free_port()}", on_failure=on_failure
     )
-    seen = await ask(guarded)
+    seen = await ask(limited_app)
     assert seen.status == status
     assert seen.headers["x-ratelimit-policy"] == "degraded"
     assert ("retry-after" in seen.headers) is (status == 503)
-    await guarded.guard.close()
+    await limited_app.enforcer.close()
 
 
 async def test_a_store_that_goes_away_before_the_end_is_logged(
@@ -135,18 +135,18 @@ async def test_a_store_that_goes_away_before_the_end_is_logged(
             await asyncio.to_thread(server.stop)
             await hello(scope, receive, send)
 
-        guarded = RateLimit(app, "10/day", store=f"{server.uri}?deadline_ms=10000")
-        assert (await ask(guarded)).status == 200
+        limited_app = RateLimit(app, "10/day", store=f"{server.uri}?deadline_ms=10000")
+        assert (await ask(limited_app)).status == 200
         assert "could not be settled" in caplog.text
-        await guarded.guard.close()
+        await limited_app.enforcer.close()
 
 
 async def test_the_store_is_closed_with_the_application(uri: str) -> None:
     """After the lifespan no connection is left, and a second start opens one again."""
     app = FastAPI()
     limit = FastRateLimit(app, "10/day", store=uri)
-    assert isinstance(limit.guard, AsyncGuard)
+    assert isinstance(limit.enforcer, AsyncEnforcer)
     for number in range(2):
         assert (await ask(app)).headers["x-ratelimit-remaining"] == str(9 - number)
         await run_lifespan(app)
-        assert not limit.guard._opened
+        assert not limit.enforcer._is_open

@@ -266,16 +266,16 @@ class Site:
         return int((await self.get(url)).headers["X-RateLimit-Remaining"])
 
 
-def key_of_tests(call: Any) -> str:
-    return str(call.native.GET["key"])
+def key_of_tests(request: Any) -> str:
+    return str(request.native.GET["key"])
 
 
-def skip_of_tests(call: Any) -> bool:
-    return "skip" in call.native.GET
+def skip_of_tests(request: Any) -> bool:
+    return "skip" in request.native.GET
 
 
-def refusal_of_tests(call: Any, ruling: Any) -> HttpResponse:
-    return JsonResponse({"wait": ruling.decision.retry_after}, status=420)
+def refusal_of_tests(request: Any, result: Any) -> HttpResponse:
+    return JsonResponse({"wait": result.decision.retry_after}, status=420)
 
 
 def plain_middleware(get_response: Any) -> Any:

@@ -15,27 +15,27 @@ from tollkeeper.rules.matching.lists import Lists
 from tollkeeper.rules.matching.patterns import address_of
 from tollkeeper.web import addresses
 from tollkeeper.web.addresses import ClientAddresses
-from tollkeeper.web.calls import AsgiCall, Call, clean_value, digest_of
+from tollkeeper.web.requests import AsgiRequest, WebRequest, clean_value, digest_of
 
 PROXIES = ["10.0.0.0/8", "2001:db8:ffff::/48"]
 PROXY = "10.0.0.2"
 CLIENT = "203.0.113.9"
 
 
-def call_of(peer: str | None = PROXY, **headers: str) -> Call:
-    """A call from that end of the socket; `x_forwarded_for=` is a header."""
+def web_request(peer: str | None = PROXY, **headers: str) -> WebRequest:
+    """A request from that end of the socket; `x_forwarded_for=` is a header."""
     raw = [(name.replace("_", "-").encode(), v.encode("latin-1")) for name, v in headers.items()]
-    return AsgiCall({"type": "http", "client": peer and (peer, 1), "headers": raw})
+    return AsgiRequest({"type": "http", "client": peer and (peer, 1), "headers": raw})
 
 
 def behind(header: str, **more: Any) -> str | None:
     """The client of a trusted proxy that sends this X-Forwarded-For."""
-    return ClientAddresses(PROXIES, **more).of(call_of(x_forwarded_for=header))
+    return ClientAddresses(PROXIES, **more).of(web_request(x_forwarded_for=header))
 
 
 def forwarded(header: str) -> str | None:
     """The client of a trusted proxy that sends this Forwarded."""
-    return ClientAddresses(PROXIES).of(call_of(forwarded=header))
+    return ClientAddresses(PROXIES).of(web_request(forwarded=header))
 
 
 # ------------------------------------------------------------------------------------ trust
@@ -44,9 +44,11 @@ def forwarded(header: str) -> str | None:
 @pytest.mark.parametrize("proxies", [[], PROXIES])
 def test_an_untrusted_peer_changes_nothing(proxies: list[str]) -> None:
     """Whatever headers it sends, the client is who is at the other end of the socket."""
-    call = call_of(CLIENT, x_forwarded_for="1.2.3.4", forwarded="for=1.2.3.4", x_real_ip="1.2.3.4")
+    request = web_request(
+        CLIENT, x_forwarded_for="1.2.3.4", forwarded="for=1.2.3.4", x_real_ip="1.2.3.4"
+    )
     for header in (None, *addresses.FORWARDED_HEADERS):
-        assert ClientAddresses(proxies, forwarded=header).of(call) == CLIENT
+        assert ClientAddresses(proxies, forwarded=header).of(request) == CLIENT
 
 
 @pytest.mark.parametrize(
@@ -68,8 +70,8 @@ def test_a_proxy_that_nobody_has_named_is_told_of_once(
     """Everybody behind it counts as one client, which the operator should not have to find out."""
     known = ClientAddresses(proxies)
     for peer in peers:
-        known.of(call_of(peer, x_forwarded_for="1.2.3.4"))
-    known.of(call_of("10.9.9.9"))
+        known.of(web_request(peer, x_forwarded_for="1.2.3.4"))
+    known.of(web_request("10.9.9.9"))
     assert [re.findall(r'trusted_proxies=\["(.*)"\]', each) for each in caplog.messages] == [
         [peer] for peer in warned
     ]
@@ -78,17 +80,17 @@ def test_a_proxy_that_nobody_has_named_is_told_of_once(
 def test_a_proxy_that_asks_for_itself_first_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     """As load balancers do, after an application's health; and no peer is looked at for ever."""
     known = ClientAddresses()
-    assert [known.of(call_of(PROXY)) for _ in range(3)] == [PROXY] * 3
-    assert not known.knows(PROXY)
-    assert known.of(call_of(PROXY, x_forwarded_for="1.2.3.4")) == PROXY
+    assert [known.of(web_request(PROXY)) for _ in range(3)] == [PROXY] * 3
+    assert not known.is_cached(PROXY)
+    assert known.of(web_request(PROXY, x_forwarded_for="1.2.3.4")) == PROXY
     assert len(caplog.messages) == 1
-    assert known.of(call_of(PROXY)) == PROXY
-    assert known.knows(PROXY)
+    assert known.of(web_request(PROXY)) == PROXY
+    assert known.is_cached(PROXY)
     alone = ClientAddresses()
-    for _ in range(addresses.LOOKS_MAX + 1):
-        alone.of(call_of(PROXY))
-    alone.of(call_of(PROXY, x_forwarded_for="1.2.3.4"))
-    assert alone.knows(PROXY)
+    for _ in range(addresses.PROXY_SEARCHES_MAX + 1):
+        alone.of(web_request(PROXY))
+    alone.of(web_request(PROXY, x_forwarded_for="1.2.3.4"))
+    assert alone.is_cached(PROXY)
     assert len(caplog.messages) == 1
 
 
@@ -164,9 +166,9 @@ def test_a_quote_by_the_client_swallows_nothing() -> None:
 def test_both_headers_have_to_agree() -> None:
     """A proxy passes on the header that it does not write, so one of two is made up."""
     clients = ClientAddresses(PROXIES)
-    agreed = call_of(forwarded=f"for={CLIENT}", x_forwarded_for=f"1.2.3.4, {CLIENT}")
+    agreed = web_request(forwarded=f"for={CLIENT}", x_forwarded_for=f"1.2.3.4, {CLIENT}")
     assert clients.of(agreed) == CLIENT
-    torn = call_of(forwarded="for=1.2.3.4", x_forwarded_for=CLIENT)
+    torn = web_request(forwarded="for=1.2.3.4", x_forwarded_for=CLIENT)
     assert clients.of(torn) == PROXY
     assert ClientAddresses(PROXIES, forwarded="x-forwarded-for").of(torn) == CLIENT
     assert ClientAddresses(PROXIES, forwarded="forwarded").of(torn) == "1.2.3.4"
@@ -174,23 +176,23 @@ def test_both_headers_have_to_agree() -> None:
 
 def test_the_header_that_is_named_is_the_only_one() -> None:
     """X-Real-IP is looked at only where it is named, and then nothing else is."""
-    call = call_of(x_real_ip=CLIENT, x_forwarded_for="1.2.3.4")
-    assert ClientAddresses(PROXIES, forwarded="x-real-ip").of(call) == CLIENT
-    assert ClientAddresses(PROXIES).of(call) == "1.2.3.4"
-    assert ClientAddresses(PROXIES, forwarded="forwarded").of(call) == PROXY
+    request = web_request(x_real_ip=CLIENT, x_forwarded_for="1.2.3.4")
+    assert ClientAddresses(PROXIES, forwarded="x-real-ip").of(request) == CLIENT
+    assert ClientAddresses(PROXIES).of(request) == "1.2.3.4"
+    assert ClientAddresses(PROXIES, forwarded="forwarded").of(request) == PROXY
 
 
 def test_words_for_networks() -> None:
     """`loopback`, `private`, and `unix` for a socket without an address."""
     header = {"x_forwarded_for": CLIENT}
     for peer in ("127.0.0.1", "::1", "::ffff:127.0.0.9"):
-        assert ClientAddresses(["loopback"]).of(call_of(peer, **header)) == CLIENT
+        assert ClientAddresses(["loopback"]).of(web_request(peer, **header)) == CLIENT
     for peer in ("10.1.1.1", "172.31.0.1", "192.168.1.1", "fd00::1"):
-        assert ClientAddresses(["private"]).of(call_of(peer, **header)) == CLIENT
-        assert ClientAddresses(["loopback"]).of(call_of(peer, **header)) != CLIENT
-    assert ClientAddresses(["unix"]).of(call_of(None, **header)) == CLIENT
-    assert ClientAddresses(["loopback", "private"]).of(call_of(None, **header)) is None
-    assert ClientAddresses(["unix"]).of(call_of(None)) is None
+        assert ClientAddresses(["private"]).of(web_request(peer, **header)) == CLIENT
+        assert ClientAddresses(["loopback"]).of(web_request(peer, **header)) != CLIENT
+    assert ClientAddresses(["unix"]).of(web_request(None, **header)) == CLIENT
+    assert ClientAddresses(["loopback", "private"]).of(web_request(None, **header)) is None
+    assert ClientAddresses(["unix"]).of(web_request(None)) is None
 
 
 # ------------------------------------------------------------------------------------ forms
@@ -203,22 +205,22 @@ def test_words_for_networks() -> None:
 def test_ipv6_is_counted_by_network(prefix: int, client: str) -> None:
     """Of one network all addresses are one client; IPv4 is left whole."""
     clients = ClientAddresses(ipv6_prefix=prefix)
-    assert clients.of(call_of("2001:db8:1:2:3:4:5:6")) == client
-    assert clients.of(call_of(CLIENT)) == CLIENT
+    assert clients.of(web_request("2001:db8:1:2:3:4:5:6")) == client
+    assert clients.of(web_request(CLIENT)) == CLIENT
 
 
 def test_lists_still_match() -> None:
     """An address in this form is in the networks that rules and lists name."""
     lists = Lists.compile(deny=["ip:2001:db8:1:2::/64", "ip:203.0.113.0/24"])
     for peer in ("2001:db8:1:2:3:4:5:6", CLIENT):
-        assert lists.verdict(Request(ip=ClientAddresses().of(call_of(peer)))) == "deny"
+        assert lists.verdict(Request(ip=ClientAddresses().of(web_request(peer)))) == "deny"
 
 
 def test_a_peer_that_is_no_address_is_itself() -> None:
     """Test clients are called "testclient"."""
-    assert ClientAddresses(["loopback"]).of(call_of("testclient")) == "testclient"
-    assert ClientAddresses().of(call_of("\x1f")) == digest_of("\x1f")
-    assert ClientAddresses().of(call_of(None)) is None
+    assert ClientAddresses(["loopback"]).of(web_request("testclient")) == "testclient"
+    assert ClientAddresses().of(web_request("\x1f")) == digest_of("\x1f")
+    assert ClientAddresses().of(web_request(None)) is None
 
 
 def test_peers_are_remembered_up_to_a_bound() -> None:
@@ -226,7 +228,7 @@ def test_peers_are_remembered_up_to_a_bound() -> None:
     clients = ClientAddresses(["10.0.0.1"])
     for number in range(addresses.PEERS_MAX + 10):
         peer = f"10.{number >> 8}.{number & 255}.1"
-        assert clients.of(call_of(peer)) == peer
+        assert clients.of(web_request(peer)) == peer
     assert len(clients._peers) <= addresses.PEERS_MAX
 
 
@@ -251,7 +253,7 @@ def test_the_examples_of_the_page() -> None:
     for peer, shown, client in rows:
         pairs = [each.split(": ", 1) for each in re.findall(r"`([^`]+)`", shown)]
         headers = {name.lower().replace("-", "_"): value for name, value in pairs}
-        assert ClientAddresses(["10.0.0.0/8"]).of(call_of(peer, **headers)) == client, shown
+        assert ClientAddresses(["10.0.0.0/8"]).of(web_request(peer, **headers)) == client, shown
 
 
 # ------------------------------------------------------------------------------------ refused
@@ -306,10 +308,10 @@ def test_what_stands_to_the_left_never_counts(attack: str, hops: list[str]) -> N
 @given(ATTACKS, ATTACKS, st.sampled_from([None, PROXY, CLIENT, "", "x", "\ud800", "::"]))
 def test_any_headers_have_an_answer(one: str, other: str, peer: str | None) -> None:
     """Nothing that is sent raises, and an address that is found can be read again."""
-    call = call_of(peer, forwarded=one, x_forwarded_for=other, x_real_ip=other)
+    request = web_request(peer, forwarded=one, x_forwarded_for=other, x_real_ip=other)
     named = clean_value(peer) if peer else None
     for header in (None, *addresses.FORWARDED_HEADERS):
-        found = ClientAddresses([*PROXIES, "unix"], forwarded=header).of(call)
+        found = ClientAddresses([*PROXIES, "unix"], forwarded=header).of(request)
         assert found is None or found == named or address_of(found) is not None
 
 

@@ -1,24 +1,40 @@
-"""Rulings as headers, statuses and bodies: every kind, every style, and what may never be said."""
+"""Answers: headers, statuses and bodies of every kind of result."""
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tollkeeper import ConfigError, Limit
+from tollkeeper import CapacityError, ConfigError, Decision, Limit, Limiter
 from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.core.model import AppliedRule, CheckResult, Decision, ResultKind
+from tollkeeper.core.model import (
+    ALGORITHM_NAMES,
+    WINDOW_NS_MAX,
+    AppliedRule,
+    CheckResult,
+    ResultKind,
+)
+from tollkeeper.testing import ManualClock
 from tollkeeper.web import answers
 from tollkeeper.web.answers import (
+    DETAIL_LENGTH_MAX,
+    PREPARED_MAX,
+    PreparedHeaders,
     Style,
+    capacity_answer,
+    denial_answer,
     headers_of,
-    over_limit,
+    invalid_request_answer,
+    is_over_limit,
+    problem,
+    problem_answer,
     problem_of,
     raw_headers_of,
-    refusal_of,
     status_of,
 )
 
@@ -28,7 +44,7 @@ SECOND = Limit(10, per=1)
 HALF_MINUTE = 30 * NS_PER_SECOND
 
 
-def ruling_of(
+def result_of(
     *,
     allowed: bool = True,
     kind: ResultKind = "limited",
@@ -41,16 +57,16 @@ def ruling_of(
     rule: str = "orders",
     more: tuple[AppliedRule, ...] = (),
 ) -> CheckResult:
-    """A ruling of the rule `orders`, of one limit unless a test says otherwise."""
+    """A result of the rule `orders`, of one limit unless a test says otherwise."""
     decision = Decision(
         allowed, tightest, remaining, retry_after_ns, reset_after_ns, rule=rule, degraded=degraded
     )
     return CheckResult(decision, (AppliedRule(rule, limits), *more), kind)
 
 
-DENIED = ruling_of(allowed=False, remaining=0, retry_after_ns=NS_PER_SECOND + 1)
-DEGRADED = ruling_of(remaining=0, degraded=True)
-UNAVAILABLE = ruling_of(
+DENIED = result_of(allowed=False, remaining=0, retry_after_ns=NS_PER_SECOND + 1)
+DEGRADED = result_of(remaining=0, degraded=True)
+UNAVAILABLE = result_of(
     allowed=False, kind="unavailable", remaining=0, retry_after_ns=NS_PER_SECOND, degraded=True
 )
 UNLIMITED = CheckResult(Decision(True, MINUTE, 100), (), "unlimited")
@@ -61,10 +77,10 @@ BLOCKED = CheckResult(Decision(False, MINUTE, 0, 10**18, 10**18, rule="deny"), (
 
 
 @pytest.mark.parametrize(
-    ("ruling", "expected"),
+    ("result", "expected"),
     [
         pytest.param(
-            ruling_of(),
+            result_of(),
             {
                 "X-RateLimit-Limit": "100",
                 "X-RateLimit-Remaining": "73",
@@ -98,7 +114,7 @@ BLOCKED = CheckResult(Decision(False, MINUTE, 0, 10**18, 10**18, rule="deny"), (
             id="degraded and open",
         ),
         pytest.param(
-            ruling_of(allowed=False, degraded=True, retry_after_ns=1),
+            result_of(allowed=False, degraded=True, retry_after_ns=1),
             {
                 "X-RateLimit-Limit": "100",
                 "X-RateLimit-Remaining": "-1",
@@ -125,15 +141,15 @@ BLOCKED = CheckResult(Decision(False, MINUTE, 0, 10**18, 10**18, rule="deny"), (
         pytest.param(EXEMPT, {"X-RateLimit-Policy": "exempt"}, id="exempt"),
         pytest.param(BLOCKED, {}, id="blocked"),
         pytest.param(
-            ruling_of()._replace(shadow_denied=("tighter",)),
-            dict(headers_of(ruling_of(), NOW_NS)),
+            result_of()._replace(shadow_denied=("tighter",)),
+            dict(headers_of(result_of(), NOW_NS)),
             id="denied in the shadow alone",
         ),
     ],
 )
-def test_each_kind_has_its_headers(ruling: CheckResult, expected: dict[str, str]) -> None:
+def test_each_kind_has_its_headers(result: CheckResult, expected: dict[str, str]) -> None:
     """What was decided is said, what is not known is not, and shadow rules show nothing."""
-    assert dict(headers_of(ruling, NOW_NS)) == expected
+    assert dict(headers_of(result, NOW_NS)) == expected
 
 
 @pytest.mark.parametrize(
@@ -154,18 +170,18 @@ def test_each_kind_has_its_headers(ruling: CheckResult, expected: dict[str, str]
 )
 def test_a_style_says_which_headers_there_are(style: Style, names: list[str]) -> None:
     """Those of the style and no others."""
-    assert [name for name, _ in headers_of(ruling_of(), NOW_NS, style)] == names
+    assert [name for name, _ in headers_of(result_of(), NOW_NS, style)] == names
 
 
 def test_older_drafts_have_their_own_syntax() -> None:
     """Draft 7 is a dictionary, draft 6 a header for each number; both name policies by quota."""
-    ruling = ruling_of(limits=(MINUTE, SECOND))
-    seventh = dict(headers_of(ruling, NOW_NS, Style(draft=7, legacy=False)))
+    result = result_of(limits=(MINUTE, SECOND))
+    seventh = dict(headers_of(result, NOW_NS, Style(draft=7, legacy=False)))
     assert seventh == {
         "RateLimit": "limit=100, remaining=73, reset=30",
         "RateLimit-Policy": "100;w=60, 10;w=1",
     }
-    sixth = dict(headers_of(ruling, NOW_NS, Style(draft=6, legacy=False)))
+    sixth = dict(headers_of(result, NOW_NS, Style(draft=6, legacy=False)))
     assert sixth == {
         "RateLimit-Limit": "100",
         "RateLimit-Remaining": "73",
@@ -175,10 +191,10 @@ def test_older_drafts_have_their_own_syntax() -> None:
 
 
 @pytest.mark.parametrize("draft", [10, 7, 6, None])
-@pytest.mark.parametrize("ruling", [DEGRADED, UNAVAILABLE])
-def test_no_draft_says_what_is_not_known(ruling: CheckResult, draft: Any) -> None:
+@pytest.mark.parametrize("result", [DEGRADED, UNAVAILABLE])
+def test_no_draft_says_what_is_not_known(result: CheckResult, draft: Any) -> None:
     """While the store is away, no header of the draft says how much remains."""
-    names = {name for name, _ in headers_of(ruling, NOW_NS, Style(draft=draft))}
+    names = {name for name, _ in headers_of(result, NOW_NS, Style(draft=draft))}
     assert not names & {"RateLimit", "RateLimit-Limit", "RateLimit-Remaining", "RateLimit-Reset"}
 
 
@@ -198,17 +214,17 @@ def test_legacy_is_yes_or_no(bad: Any) -> None:
 
 def test_raw_headers_are_the_same_in_bytes() -> None:
     """For ASGI: the same values, the names in small letters."""
-    for ruling in (ruling_of(), DENIED, DEGRADED, UNAVAILABLE, EXEMPT, BLOCKED, UNLIMITED):
-        raw = [(name.decode(), value.decode()) for name, value in raw_headers_of(ruling, NOW_NS)]
-        assert raw == [(name.lower(), value) for name, value in headers_of(ruling, NOW_NS)]
+    for result in (result_of(), DENIED, DEGRADED, UNAVAILABLE, EXEMPT, BLOCKED, UNLIMITED):
+        raw = [(name.decode(), value.decode()) for name, value in raw_headers_of(result, NOW_NS)]
+        assert raw == [(name.lower(), value) for name, value in headers_of(result, NOW_NS)]
 
 
 # ------------------------------------------------------------------------------------ names
 
 
-def _names_of(ruling: CheckResult) -> list[str]:
+def _names_of(result: CheckResult) -> list[str]:
     """The names of all policies, as the header lists them."""
-    return re.findall(r'"([^"]*)"', dict(headers_of(ruling, NOW_NS))["RateLimit-Policy"])
+    return re.findall(r'"([^"]*)"', dict(headers_of(result, NOW_NS))["RateLimit-Policy"])
 
 
 @pytest.mark.parametrize(
@@ -231,14 +247,14 @@ def _names_of(ruling: CheckResult) -> list[str]:
 )
 def test_each_limit_has_a_name_of_its_own(limits: tuple[Limit, ...], names: list[str]) -> None:
     """The rule's id; with several limits, the limit's name or window after it."""
-    assert _names_of(ruling_of(limits=limits)) == names
+    assert _names_of(result_of(limits=limits)) == names
 
 
 def test_several_rules_are_all_listed() -> None:
     """All limits of all rules are policies; the state is that of the tightest one."""
     other = AppliedRule("address", (Limit(5, per=1), Limit(50, per=3600)))
-    ruling = ruling_of(limits=(SECOND, MINUTE), more=(other,))
-    headers = dict(headers_of(ruling, NOW_NS))
+    result = result_of(limits=(SECOND, MINUTE), more=(other,))
+    headers = dict(headers_of(result, NOW_NS))
     assert headers["RateLimit-Policy"] == (
         '"orders.1s";q=10;w=1, "orders.60s";q=100;w=60, '
         '"address.1s";q=5;w=1, "address.3600s";q=50;w=3600'
@@ -250,35 +266,35 @@ def test_several_rules_are_all_listed() -> None:
 def test_two_rules_that_share_a_limit_are_told_apart() -> None:
     """Tiers hand the same limits to several rules; the decision's rule says which is meant."""
     shared = (SECOND, MINUTE)
-    ruling = ruling_of(limits=shared, rule="second", more=(AppliedRule("first", shared),))
-    assert dict(headers_of(ruling, NOW_NS))["RateLimit"].startswith('"second.60s"')
+    result = result_of(limits=shared, rule="second", more=(AppliedRule("first", shared),))
+    assert dict(headers_of(result, NOW_NS))["RateLimit"].startswith('"second.60s"')
 
 
 def test_rules_of_one_name_are_told_apart() -> None:
     """Two limiters without a name on one response: still no name twice."""
-    ruling = ruling_of(rule="", more=(AppliedRule("default", (MINUTE,)),))
-    assert _names_of(ruling) == ["default", "default.60s"]
+    result = result_of(rule="", more=(AppliedRule("default", (MINUTE,)),))
+    assert _names_of(result) == ["default", "default.60s"]
 
 
 def test_an_unnamed_limiter_is_called_default() -> None:
     """A decision of a limiter without a name finds its policy."""
     decision = Decision(True, SECOND, 3)
-    ruling = CheckResult(decision, (AppliedRule("default", (MINUTE, SECOND)),))
-    assert dict(headers_of(ruling, NOW_NS))["RateLimit"] == '"default.1s";r=3;t=0'
+    result = CheckResult(decision, (AppliedRule("default", (MINUTE, SECOND)),))
+    assert dict(headers_of(result, NOW_NS))["RateLimit"] == '"default.1s";r=3;t=0'
 
 
 def test_the_tightest_is_found_when_it_is_another_object() -> None:
     """By equality, and where its numbers are scaled by what it is."""
     limits = (SECOND, MINUTE)
     for tightest in (Limit(100, per=60), Limit(50, per=60)):
-        headers = dict(headers_of(ruling_of(limits=limits, tightest=tightest), NOW_NS))
+        headers = dict(headers_of(result_of(limits=limits, tightest=tightest), NOW_NS))
         assert headers["RateLimit"].startswith('"orders.60s"')
 
 
 def test_a_burst_is_in_the_limit_and_not_in_the_quota() -> None:
     """X-RateLimit-Limit is the most that can remain; the policy's quota is the steady rate."""
     limit = Limit(100, per=60, burst=50)
-    headers = dict(headers_of(ruling_of(limits=(limit,), tightest=limit), NOW_NS))
+    headers = dict(headers_of(result_of(limits=(limit,), tightest=limit), NOW_NS))
     assert headers["X-RateLimit-Limit"] == "150"
     assert headers["RateLimit-Policy"] == '"orders";q=100;w=60'
 
@@ -286,21 +302,21 @@ def test_a_burst_is_in_the_limit_and_not_in_the_quota() -> None:
 def test_a_window_of_no_whole_seconds_is_left_out() -> None:
     """The draft knows whole seconds only; draft 7 must have one, so there the policy goes."""
     limit = Limit(5, per=0.25)
-    ruling = ruling_of(limits=(limit,), tightest=limit)
-    assert dict(headers_of(ruling, NOW_NS))["RateLimit-Policy"] == '"orders";q=5'
-    assert "RateLimit-Policy" not in dict(headers_of(ruling, NOW_NS, Style(draft=7)))
+    result = result_of(limits=(limit,), tightest=limit)
+    assert dict(headers_of(result, NOW_NS))["RateLimit-Policy"] == '"orders";q=5'
+    assert "RateLimit-Policy" not in dict(headers_of(result, NOW_NS, Style(draft=7)))
 
 
 def test_strange_names_stay_valid() -> None:
     """Quotes and backslashes are escaped, and what is not ASCII is percent-encoded."""
-    headers = dict(headers_of(ruling_of(rule='a"b\\ü'), NOW_NS))
+    headers = dict(headers_of(result_of(rule='a"b\\ü'), NOW_NS))
     assert headers["RateLimit"] == '"a\\"b\\\\%C3%BC";r=73;t=30'
 
 
 def test_a_long_list_of_policies_is_cut_at_a_policy() -> None:
     """No server refuses a response for its headers."""
     many = tuple(AppliedRule("x" * 100 + str(number), (MINUTE,)) for number in range(100))
-    value = dict(headers_of(ruling_of(more=many), NOW_NS))["RateLimit-Policy"]
+    value = dict(headers_of(result_of(more=many), NOW_NS))["RateLimit-Policy"]
     assert len(value) <= answers.POLICY_BYTES_MAX
     assert value.endswith(";q=100;w=60")
     assert value.count(", ") > 30
@@ -309,7 +325,7 @@ def test_a_long_list_of_policies_is_cut_at_a_policy() -> None:
 def test_what_is_remembered_is_bounded() -> None:
     """Ever new rules do not fill the memory."""
     for number in range(answers.KNOWN_MAX + 10):
-        headers_of(ruling_of(rule=str(number)), NOW_NS)
+        headers_of(result_of(rule=str(number)), NOW_NS)
     assert len(answers._known) <= answers.KNOWN_MAX
 
 
@@ -317,27 +333,27 @@ def test_what_is_remembered_is_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ruling", "status"),
+    ("result", "status"),
     [
-        (ruling_of(), 200),
+        (result_of(), 200),
         (DENIED, 429),
         (DEGRADED, 200),
-        (ruling_of(allowed=False, degraded=True), 429),
+        (result_of(allowed=False, degraded=True), 429),
         (UNAVAILABLE, 503),
         (UNLIMITED, 200),
         (EXEMPT, 200),
         (BLOCKED, 403),
     ],
 )
-def test_each_kind_has_its_status(ruling: CheckResult, status: int) -> None:
+def test_each_kind_has_its_status(result: CheckResult, status: int) -> None:
     """200 to pass, 429 over the limit, 403 blocked, 503 where nobody could decide."""
-    assert status_of(ruling) == status
-    assert over_limit(ruling) is (status != 200)
+    assert status_of(result) == status
+    assert is_over_limit(result) is (status != 200)
 
 
 def test_a_denial_says_what_to_do() -> None:
     """The body of a 429: for a person a sentence, for a program a code and numbers."""
-    answer = refusal_of(DENIED, NOW_NS)
+    answer = denial_answer(DENIED, NOW_NS)
     assert answer.status == 429
     assert dict(answer.headers) == {
         **dict(headers_of(DENIED, NOW_NS)),
@@ -377,7 +393,7 @@ def test_a_store_that_is_away_is_not_the_clients_fault() -> None:
 
 def test_the_blocked_are_told_no_numbers() -> None:
     """A 403 has no Retry-After: no wait would help."""
-    answer = refusal_of(BLOCKED, NOW_NS)
+    answer = denial_answer(BLOCKED, NOW_NS)
     assert answer.status == 403
     assert {name for name, _ in answer.headers} == {"Content-Type", "Cache-Control"}
     members = json.loads(answer.body)
@@ -389,12 +405,279 @@ def test_the_blocked_are_told_no_numbers() -> None:
 
 def test_the_tightest_of_several_is_the_one_violated() -> None:
     """By the name that it has in the header."""
-    ruling = ruling_of(allowed=False, limits=(SECOND, MINUTE), retry_after_ns=1)
-    assert problem_of(ruling, NOW_NS)["violated-policies"] == ["orders.60s"]
+    result = result_of(allowed=False, limits=(SECOND, MINUTE), retry_after_ns=1)
+    assert problem_of(result, NOW_NS)["violated-policies"] == ["orders.60s"]
 
 
 def test_a_burst_is_said_in_words() -> None:
     """Who reads the sentence knows why more than the rate went through."""
     limit = Limit(1, per=1, burst=4)
-    ruling = ruling_of(allowed=False, limits=(limit,), tightest=limit)
-    assert "1 per 1 second (at most 5 at once)" in str(problem_of(ruling, NOW_NS)["detail"])
+    result = result_of(allowed=False, limits=(limit,), tightest=limit)
+    assert "1 per 1 second (at most 5 at once)" in str(problem_of(result, NOW_NS)["detail"])
+
+
+LIMITS = st.builds(
+    Limit,
+    st.integers(1, 1_000_000),
+    per=st.sampled_from([0.001, 0.1, 1, 1.5, 60, 3600, 86_400 * 366]),
+    algorithm=st.sampled_from(ALGORITHM_NAMES),
+    name=st.sampled_from(["", "burst", "größe", 'a"b']),
+)
+NAMES = st.text(max_size=30)
+
+
+@st.composite
+def results(draw: st.DrawFn) -> CheckResult:
+    """Any result at all, also such as no limiter makes."""
+    applied = draw(
+        st.lists(st.builds(AppliedRule, NAMES, st.lists(LIMITS, max_size=4)), max_size=4).map(tuple)
+    )
+    inside = [(each.rule, limit) for each in applied for limit in each.limits]
+    anywhere = st.tuples(NAMES, LIMITS)
+    rule, limit = draw(st.sampled_from(inside) | anywhere if inside else anywhere)
+    times_ns = st.integers(0, 10**20)
+    decision = Decision(
+        draw(st.booleans()),
+        limit,
+        draw(st.integers(0, 10**9)),
+        draw(times_ns),
+        draw(times_ns),
+        rule=rule,
+        degraded=draw(st.booleans()),
+    )
+    kind = draw(st.sampled_from(get_args(ResultKind)))
+    return CheckResult(decision, applied, kind)
+
+
+STYLES = st.builds(Style, st.sampled_from([10, 7, 6, None]), st.booleans())
+
+
+@given(results(), st.integers(-(10**20), 10**20), STYLES)
+def test_any_ruling_has_valid_headers(result: CheckResult, now_ns: int, style: Style) -> None:
+    """No header can be split or broken by what a rule is called, and each name is there once."""
+    headers = headers_of(result, now_ns, style)
+    assert len({name for name, _ in headers}) == len(headers)
+    for name, value in headers:
+        assert re.fullmatch(r"[A-Za-z-]+", name)
+        assert re.fullmatch(r"[\x20-\x7e]+", value)
+        if name == "RateLimit-Policy":
+            names = [name for name, _ in strict_list(value)]
+            if style.draft == 10:
+                assert len(set(names)) == len(names)
+        elif name == "RateLimit" and style.draft == 10:
+            ((_, parameters),) = strict_list(value)
+            assert parameters.keys() == {"r", "t"}
+        elif name == "RateLimit":
+            assert re.fullmatch(r"limit=\d+, remaining=\d+, reset=\d+", value)
+        elif name != "X-RateLimit-Policy":
+            assert re.fullmatch(r"-?\d+", value)
+
+
+@given(results(), st.integers(-(10**20), 10**20), STYLES)
+def test_any_refusal_is_a_problem(result: CheckResult, now_ns: int, style: Style) -> None:
+    """Whatever was decided, the body is JSON that any reader takes, and no wait is 0."""
+    answer = denial_answer(result, now_ns, style)
+    members = json.loads(answer.body)
+    json.dumps(members, ensure_ascii=False).encode("utf-8")
+    assert members["status"] == answer.status
+    headers = dict(answer.headers)
+    if result.kind == "limited" and not result.decision.allowed:
+        assert int(headers["Retry-After"]) >= 1
+        assert int(headers["Retry-After"]) * NS_PER_SECOND >= result.decision.retry_after_ns
+    if result.kind == "blocked":
+        assert "Retry-After" not in headers
+
+
+@given(st.integers(0, 10**20), st.integers(0, 10**20))
+def test_times_are_never_rounded_down(now_ns: int, reset_after_ns: int) -> None:
+    """At X-RateLimit-Reset the quota is whole, and a second before it may not be."""
+    headers = dict(headers_of(result_of(reset_after_ns=reset_after_ns), now_ns))
+    whole_at_ns = int(headers["X-RateLimit-Reset"]) * NS_PER_SECOND
+    assert 0 <= whole_at_ns - (now_ns + reset_after_ns) < NS_PER_SECOND
+    t_ns = int(strict_list(headers["RateLimit"])[0][1]["t"]) * NS_PER_SECOND
+    assert 0 <= t_ns - reset_after_ns < NS_PER_SECOND
+
+
+@given(
+    st.lists(LIMITS.filter(lambda limit: limit.limit < 1000), min_size=1, max_size=3),
+    st.lists(st.integers(1, 50), min_size=1, max_size=30),
+    st.floats(0, 5),
+)
+def test_who_waits_as_told_is_let_in(limits: list[Limit], costs: list[int], step: float) -> None:
+    """Retry-After, once waited for to the second, is enough, with any limits."""
+    limits = list({limit.identity: limit for limit in limits}.values())
+    clock = ManualClock(1_767_225_600)
+    limiter = Limiter(limits, clock=clock)
+    applied = (AppliedRule("default", limits),)
+    for asked in costs:
+        cost = min(asked, *(limit.capacity for limit in limits), 50)
+        decision = limiter.check("k", cost)
+        if not decision.allowed:
+            headers = dict(denial_answer(CheckResult(decision, applied), clock.now_ns()).headers)
+            clock.advance(int(headers["Retry-After"]))
+            assert limiter.check("k", cost).allowed
+        clock.advance(step)
+
+
+# A strict reader of the part of RFC 9651 that the draft uses: a list of strings with integer
+# parameters.
+_MEMBER = re.compile(
+    r'(?:"(?P<name>(?:[\x20-\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"|(?P<number>\d{1,15}))'
+    r"(?P<parameters>(?:;[a-z][a-z0-9_.*-]*=\d{1,15})*)"
+)
+
+
+def strict_list(value: str) -> list[tuple[str, dict[str, str]]]:
+    """The members of a structured list, or an AssertionError."""
+    members = []
+    position = 0
+    while True:
+        found = _MEMBER.match(value, position)
+        assert found, value[position:]
+        name = found["number"] if found["name"] is None else found["name"]
+        pairs = [each.split("=") for each in found["parameters"].split(";")[1:]]
+        members.append((name, dict(pairs)))
+        position = found.end()
+        if position == len(value):
+            return members
+        assert value[position : position + 2] == ", ", value[position:]
+        position += 2
+
+
+@pytest.mark.parametrize(
+    "bad", ["", '"a', '"a";Q=1', '"ü";q=1', '"a\\b";q=1', '"a";q=1,', '"a";q=1 "b"', '"a";q=x']
+)
+def test_the_strict_reader_refuses(bad: str) -> None:
+    """The reader of these tests can fail."""
+    with pytest.raises(AssertionError):
+        strict_list(bad)
+
+
+LATER_NS = 1_794_837_002_123_456_789
+
+
+@given(
+    name=st.text(max_size=30),
+    limit=st.integers(1, 10**9),
+    per=st.sampled_from([0.001, 0.5, 1, 60, 86_400]),
+    told=st.lists(
+        st.tuples(
+            st.integers(0, 10**9),
+            st.integers(0, WINDOW_NS_MAX),
+            st.integers(0, 10**11),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+)
+def test_they_are_the_same_bytes(
+    name: str, limit: int, per: float, told: list[tuple[int, int, int]]
+) -> None:
+    """For any limit under any name, and decisions on it at any times, one after another."""
+    policy = Limit(limit, per=per)
+    applied = (AppliedRule(name, [policy]),)
+    sample = CheckResult(Decision(True, policy, 1, rule=name), applied)
+    made = PreparedHeaders.of(sample, LATER_NS, Style())
+    assert made is not None
+    for remaining, reset_after_ns, later_ns in told:
+        decision = Decision(True, policy, remaining, reset_after_ns=reset_after_ns, rule=name)
+        wanted = raw_headers_of(CheckResult(decision, applied), LATER_NS + later_ns, Style())
+        assert made.headers(decision, LATER_NS + later_ns) == wanted
+
+
+POLICY = Limit(5, per=60)
+ONE = (AppliedRule("a", [POLICY]),)
+ALLOWED = Decision(True, POLICY, 4)
+
+
+@pytest.mark.parametrize(
+    ("result", "style"),
+    [
+        (CheckResult(Decision(False, POLICY, 0), ONE), Style()),
+        (CheckResult(Decision(True, POLICY, 0, degraded=True), ONE), Style()),
+        (CheckResult(ALLOWED, (AppliedRule("a", [POLICY, Limit(9, per=1)]),)), Style()),
+        (CheckResult(ALLOWED, ONE * 2), Style()),
+        (CheckResult(ALLOWED, (), "unlimited"), Style()),
+        (CheckResult(ALLOWED, ONE, "exempt"), Style()),
+        (CheckResult(ALLOWED, ONE), Style(draft=7)),
+        (CheckResult(ALLOWED, ONE), Style(draft=6)),
+        (CheckResult(ALLOWED, ONE), Style(draft=None)),
+        (CheckResult(ALLOWED, ONE), Style(legacy=False)),
+    ],
+)
+def test_what_changes_in_more_than_numbers_is_not_prepared(
+    result: CheckResult, style: Style
+) -> None:
+    """Several limits, other styles and other kinds of answers are worked out each time."""
+    assert PreparedHeaders.of(result, LATER_NS, style) is None
+
+
+def test_a_limiters_own_rulings_are_prepared() -> None:
+    """The kernel's decisions have what is needed, as ours do."""
+    limiter = Limiter("3/minute", name="orders")
+    made = PreparedHeaders.of(limiter.evaluate("k"), LATER_NS, Style())
+    assert made is not None
+    result = limiter.evaluate("k")
+    assert made.headers(result.decision, LATER_NS) == raw_headers_of(result, LATER_NS, Style())
+
+
+def test_what_is_kept_has_a_bound_and_is_still_right() -> None:
+    """At most PREPARED_MAX answers are cached, and all headers stay correct."""
+    policy = Limit(10**6, per=60)
+    applied = (AppliedRule("a", [policy]),)
+    made = PreparedHeaders.of(CheckResult(Decision(True, policy, 1), applied), LATER_NS, Style())
+    assert made is not None
+    for remaining in (*range(PREPARED_MAX + 2), 0):
+        decision = Decision(True, policy, remaining, reset_after_ns=10**9)
+        wanted = raw_headers_of(CheckResult(decision, applied), LATER_NS, Style())
+        assert made.headers(decision, LATER_NS) == wanted
+        assert len(made._known) <= PREPARED_MAX
+
+
+def test_a_cost_that_never_fits_is_a_422() -> None:
+    """It names what would fit, and no Retry-After suggests that waiting helps."""
+    limiter = Limiter("10/minute burst 5")
+    with pytest.raises(CapacityError) as raised:
+        limiter.check("k", cost=50)
+    answer = capacity_answer(raised.value)
+    assert answer.status == 422
+    assert dict(answer.headers) == {
+        "Content-Type": "application/problem+json",
+        "Cache-Control": "no-store",
+    }
+    members = json.loads(answer.body)
+    assert members["type"] == "about:blank"
+    assert members["error"]["code"] == "COST_EXCEEDS_CAPACITY"
+    assert members["error"]["details"] == {"limit": 15, "window_seconds": 60, "cost": 50}
+    assert "at most 15 each" in members["detail"]
+
+
+def test_a_cost_beyond_all_numbers_is_not_written_out() -> None:
+    """JSON has no place for 5,001 digits, and neither has Python's printer."""
+    answer = capacity_answer(CapacityError(10**5_000, Limit(1, per=0.5)))
+    assert json.loads(answer.body)["error"]["details"] == {"limit": 1, "window_seconds": 0.5}
+
+
+def test_what_cannot_be_counted_is_a_400() -> None:
+    """The error's own words are the detail."""
+    answer = invalid_request_answer(ConfigError("user=5 is not text; write it as text"))
+    assert answer.status == 400
+    members = json.loads(answer.body)
+    assert members["title"] == "Bad Request"
+    assert members["detail"] == "user=5 is not text; write it as text"
+    assert members["error"]["code"] == "INVALID_REQUEST"
+
+
+def test_a_long_detail_is_cut() -> None:
+    """A body stays small, whatever was wrong."""
+    assert len(str(problem(400, "X", "x" * 10_000)["detail"])) == DETAIL_LENGTH_MAX
+
+
+@given(st.text())
+def test_any_text_is_valid_json(detail: str) -> None:
+    """The bytes are ASCII, and what is read back is text that UTF-8 can hold."""
+    body = problem_answer(problem(400, "INVALID_REQUEST", detail), []).body
+    read = json.loads(body.decode("ascii"))
+    read["detail"].encode("utf-8")
+    if detail.isprintable() and len(detail) <= DETAIL_LENGTH_MAX:
+        assert read["detail"] == detail

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from tests.test_fuzz_entries import ANYTHING
 from tollkeeper import ConfigError
-from tollkeeper.web.calls import AsgiCall, Call
 from tollkeeper.web.claims import TOKEN_LENGTH_MAX, Claim, bearer_of
+from tollkeeper.web.requests import AsgiRequest, WebRequest
 
 SECRET = "s" * 32
 RSA_KEY = rsa.generate_private_key(public_exponent=65_537, key_size=2_048)
@@ -35,9 +35,11 @@ def pem_of(key: Any) -> str:
     )
 
 
-def call_of(token: str, header: bytes = b"authorization", scheme: str = "Bearer ") -> Call:
-    """A call that shows this token."""
-    return AsgiCall({"type": "http", "headers": [(header, (scheme + token).encode("latin-1"))]})
+def web_request(
+    token: str, header: bytes = b"authorization", scheme: str = "Bearer "
+) -> WebRequest:
+    """A request that shows this token."""
+    return AsgiRequest({"type": "http", "headers": [(header, (scheme + token).encode("latin-1"))]})
 
 
 def token_of(claims: dict[str, Any], key: Any = SECRET, algorithm: str = "HS256") -> str:
@@ -67,7 +69,7 @@ def by_secret(name: str = "sub", **more: Any) -> Claim:
 def test_a_good_token_is_who_it_says(key: Any, public: Any, algorithm: str) -> None:
     """With a shared secret, and with a public key as text or as an object."""
     claim = Claim("sub", key=public, algorithms=[algorithm])
-    assert claim(call_of(token_of({"sub": "42"}, key, algorithm))) == "42"
+    assert claim(web_request(token_of({"sub": "42"}, key, algorithm))) == "42"
     assert claim.rejected == 0
 
 
@@ -81,10 +83,10 @@ def test_a_key_may_be_looked_up() -> None:
     claim = Claim("sub", key=key_of, algorithms=["HS256"])
     for kid, key in keys.items():
         token = jwt.encode({"sub": kid}, key, algorithm="HS256", headers={"kid": kid})
-        assert claim(call_of(token)) == kid
+        assert claim(web_request(token)) == kid
     stranger = jwt.encode({"sub": "x"}, SECRET, algorithm="HS256", headers={"kid": "three"})
-    assert claim(call_of(stranger)) is None
-    assert claim(call_of("not.a.token")) is None
+    assert claim(web_request(stranger)) is None
+    assert claim(web_request("not.a.token")) is None
     assert claim.rejected == 2
 
 
@@ -94,7 +96,7 @@ def test_a_jwk_is_a_key_too() -> None:
         json.loads(jwt.algorithms.RSAAlgorithm.to_jwk(RSA_KEY.public_key())) | {"alg": "RS256"}
     )
     claim = Claim("sub", key=lambda token: jwk, algorithms=["RS256"])
-    assert claim(call_of(token_of({"sub": "42"}, RSA_KEY, "RS256"))) == "42"
+    assert claim(web_request(token_of({"sub": "42"}, RSA_KEY, "RS256"))) == "42"
 
 
 def unsigned(claims: dict[str, Any], algorithm: str = "none") -> str:
@@ -125,7 +127,7 @@ def unsigned(claims: dict[str, Any], algorithm: str = "none") -> str:
 def test_a_bad_token_is_none_at_all(token: str) -> None:
     """It counts as absent, is counted as rejected, and is no error."""
     claim = by_secret()
-    assert claim(call_of(token)) is None
+    assert claim(web_request(token)) is None
     assert claim.rejected == 1
 
 
@@ -134,13 +136,13 @@ def test_a_public_key_is_no_secret() -> None:
     pem = pem_of(RSA_KEY)
     claim = Claim("sub", key=pem, algorithms=["RS256"])
     header = base64.urlsafe_b64encode(b'{"alg":"HS256"}').decode().rstrip("=")
-    assert claim(call_of(f"{header}.e30.AAAA")) is None
-    with pytest.raises(ConfigError, match="none for HS256"):
+    assert claim(web_request(f"{header}.e30.AAAA")) is None
+    with pytest.raises(ConfigError, match="not valid for HS256"):
         Claim("sub", key=pem, algorithms=["HS256"])
 
 
 @pytest.mark.parametrize(
-    ("terms", "claims", "good"),
+    ("options", "claims", "good"),
     [
         ({"audience": "shop"}, {"aud": "shop"}, True),
         ({"audience": "shop"}, {"aud": ["shop", "bank"]}, True),
@@ -157,9 +159,9 @@ def test_a_public_key_is_no_secret() -> None:
         ({"leeway": 10}, {"exp": int(time.time()) - 30}, False),
     ],
 )
-def test_audience_issuer_and_leeway(terms: Any, claims: dict[str, Any], good: bool) -> None:
+def test_audience_issuer_and_leeway(options: Any, claims: dict[str, Any], good: bool) -> None:
     """What was asked of a token is asked of it, and nothing else."""
-    found = by_secret(**terms)(call_of(token_of({"sub": "42", **claims})))
+    found = by_secret(**options)(web_request(token_of({"sub": "42", **claims})))
     assert found == ("42" if good else None)
 
 
@@ -170,7 +172,7 @@ def test_behind_a_gateway_nothing_is_verified() -> None:
     """The gateway has: signature, time and audience are not looked at."""
     claim = Claim("sub", trusted_gateway=True)
     for token in (token_of({"sub": "42", "exp": 1, "aud": "x"}, "k" * 40), unsigned({"sub": "42"})):
-        assert claim(call_of(token)) == "42"
+        assert claim(web_request(token)) == "42"
 
 
 @pytest.mark.parametrize(
@@ -189,7 +191,7 @@ def test_behind_a_gateway_nothing_is_verified() -> None:
 def test_what_is_no_token_is_nothing(token: str) -> None:
     """Neither text that is no token, nor JSON that is no object, nor a tower of brackets."""
     claim = Claim("sub", trusted_gateway=True)
-    assert claim(call_of(token)) is None
+    assert claim(web_request(token)) is None
     assert claim.rejected == 1
 
 
@@ -203,17 +205,17 @@ def test_what_is_no_token_is_nothing(token: str) -> None:
 def test_a_claim_is_text_or_a_number(value: Any, found: str | None) -> None:
     """Anything else names nobody; the token is good all the same."""
     for claim in (by_secret("tenant"), Claim("tenant", trusted_gateway=True)):
-        assert claim(call_of(token_of({"tenant": value}))) == found
-        assert claim(call_of(token_of({}))) is None
+        assert claim(web_request(token_of({"tenant": value}))) == found
+        assert claim(web_request(token_of({}))) is None
         assert claim.rejected == 0
 
 
 def test_a_subject_may_be_a_number() -> None:
     """PyJWT would refuse it."""
     token = token_of({"tenant": 7})
-    assert by_secret("tenant")(call_of(token)) == "7"
+    assert by_secret("tenant")(web_request(token)) == "7"
     numbered = jwt.api_jws.encode(b'{"sub": 7}', SECRET, algorithm="HS256")
-    assert by_secret()(call_of(numbered)) == "7"
+    assert by_secret()(web_request(numbered)) == "7"
 
 
 @pytest.mark.parametrize(
@@ -239,9 +241,9 @@ def test_other_headers_hold_the_token_alone() -> None:
     """With or without the word before it."""
     claim = by_secret(header="X-Assertion")
     token = token_of({"sub": "42"})
-    assert claim(call_of(token, b"x-assertion", "")) == "42"
-    assert claim(call_of(token, b"x-assertion")) == "42"
-    assert claim(call_of(token)) is None
+    assert claim(web_request(token, b"x-assertion", "")) == "42"
+    assert claim(web_request(token, b"x-assertion")) == "42"
+    assert claim(web_request(token)) is None
     assert claim.rejected == 0
 
 
@@ -253,20 +255,23 @@ async def key_that_is_awaited(token: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("terms", "said"),
+    ("options", "said"),
     [
         ({}, "trusted_gateway=True"),
-        ({"key": SECRET, "algorithms": ["HS256"], "trusted_gateway": True}, "was by a gateway"),
-        ({"trusted_gateway": True, "algorithms": ["HS256"]}, "would do nothing"),
-        ({"trusted_gateway": True, "audience": "x"}, "would do nothing"),
+        (
+            {"key": SECRET, "algorithms": ["HS256"], "trusted_gateway": True},
+            "if a gateway has verified it",
+        ),
+        ({"trusted_gateway": True, "algorithms": ["HS256"]}, "no effect"),
+        ({"trusted_gateway": True, "audience": "x"}, "no effect"),
         ({"key": SECRET}, "choose from"),
         ({"key": SECRET, "algorithms": "HS256"}, "choose from"),
         ({"key": SECRET, "algorithms": ["none"]}, "choose from"),
         ({"key": SECRET, "algorithms": ["HS256", "rot13"]}, "choose from"),
         ({"key": SECRET, "algorithms": [7]}, "choose from"),
         ({"key": SECRET, "algorithms": ["HS256", "RS256"]}, "mixes"),
-        ({"key": "no PEM", "algorithms": ["RS256"]}, "none for RS256"),
-        ({"key": 7, "algorithms": ["HS256"]}, "none for HS256"),
+        ({"key": "no PEM", "algorithms": ["RS256"]}, "not valid for RS256"),
+        ({"key": 7, "algorithms": ["HS256"]}, "not valid for HS256"),
         ({"key": "", "algorithms": ["HS256"]}, "the key is empty"),
         ({"key": b" \n", "algorithms": ["HS256"]}, "the key is empty"),
         ({"key": key_that_is_awaited, "algorithms": ["HS256"]}, "is async"),
@@ -277,10 +282,10 @@ async def key_that_is_awaited(token: str) -> str:
         ({"trusted_gateway": True, "header": ""}, "printable text"),
     ],
 )
-def test_what_is_wrong_is_refused(terms: dict[str, Any], said: str) -> None:
+def test_what_is_wrong_is_refused(options: dict[str, Any], said: str) -> None:
     """At the start, with what would be right."""
     with pytest.raises(ConfigError, match=said):
-        Claim("sub", **terms)
+        Claim("sub", **options)
 
 
 @pytest.mark.parametrize("name", ["", 7, None, "a\nb"])
@@ -302,7 +307,7 @@ def test_without_pyjwt_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ConfigError, match=r"tollkeeper\[jwt\]"):
         by_secret()
-    assert Claim("sub", trusted_gateway=True)(call_of("a.eyJzdWIiOiI3In0.c")) == "7"
+    assert Claim("sub", trusted_gateway=True)(web_request("a.eyJzdWIiOiI3In0.c")) == "7"
 
 
 def test_how_it_is_shown() -> None:
@@ -325,7 +330,7 @@ def test_how_it_is_shown() -> None:
 def test_any_token_has_an_answer(token: str) -> None:
     """A value or none, and never an error."""
     for claim in (by_secret(), Claim("sub", trusted_gateway=True)):
-        found = claim(call_of(token))
+        found = claim(web_request(token))
         assert found is None or isinstance(found, str)
 
 

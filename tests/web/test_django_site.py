@@ -1,35 +1,51 @@
-"""What a Django site's settings say of its limits."""
+"""A Django site: its settings, its requests, and charges in threads and in the event loop."""
 
 from __future__ import annotations
 
+import asyncio
+import io
 import threading
 from typing import Any
 
 import pytest
-from django.test import Client, override_settings
+from django.core.handlers.asgi import ASGIRequest
+from django.test import Client, RequestFactory, override_settings
 
 from tests.web import django_site as views
 from tollkeeper import AsyncLimiter, ConfigError, Limiter
 from tollkeeper.django import RateLimitMiddleware
-from tollkeeper.web.django_site import desk, terms_of
+from tollkeeper.web.django_site import (
+    DjangoCharges,
+    DjangoWebRequest,
+    options_of,
+    run_in_loop,
+    settling,
+    site_limits,
+    template_of,
+)
+from tollkeeper.web.enforcer import AsyncEnforcer, Enforcer
+from tollkeeper.web.options import EnforcerOptions
 
 
 def test_a_store_that_is_a_trip_away_is_awaited() -> None:
-    """The two guards on one Redis, which is not asked here."""
+    """The two enforcers on one Redis, which is not asked here."""
     with override_settings(TOLLKEEPER={"limits": "9/minute", "store": "redis://127.0.0.1:1"}):
-        site = desk()
-        assert type(site.guard._limiter) is Limiter
-        assert type(site.async_guard._limiter) is AsyncLimiter
-        assert site.guard.store is site.async_guard.store
+        site = site_limits()
+        assert type(site.enforcer._limiter) is Limiter
+        assert type(site.async_enforcer._limiter) is AsyncLimiter
+        assert site.enforcer.store is site.async_enforcer.store
 
 
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
         ("100/minute", r"settings\.TOLLKEEPER='100/minute' is not a dict; for example "),
-        ({"limit": "1/minute"}, r"has limit; it can have limits, rules, store"),
+        (
+            {"limit": "1/minute"},
+            r"has unknown names: limit; the known names are limits, rules, store",
+        ),
         ({"limits": "1/fortnight"}, r"settings\.TOLLKEEPER: expected a unit"),
-        ({"limiter": None}, "has limiter"),
+        ({"limiter": None}, "unknown names: limiter"),
         ({"skip": "no.such.function"}, "skip='no.such.function' cannot be imported"),
         ({"limits": "1/minute", "store": "carrier-pigeon://"}, "store"),
         ({"limits": "1/minute", "key": "pigeon:7"}, "not a source"),
@@ -43,7 +59,7 @@ def test_wrong_settings_stop_the_start(setting: Any, words: str) -> None:
 
 def test_a_site_without_the_setting_has_no_limits_of_its_own() -> None:
     """The decorators still work."""
-    assert not terms_of({}).says_limits
+    assert not options_of({}).has_limits
 
 
 def test_an_overridden_setting_is_read_again_and_closes_what_was_open() -> None:
@@ -64,7 +80,7 @@ def test_threads_open_the_limits_once() -> None:
 
         def ask() -> None:
             barrier.wait()
-            found.append(desk().guard)
+            found.append(site_limits().enforcer)
 
         threads = [threading.Thread(target=ask) for _ in range(8)]
         for thread in threads:
@@ -72,3 +88,71 @@ def test_threads_open_the_limits_once() -> None:
         for thread in threads:
             thread.join()
         assert len(set(map(id, found))) == 1
+
+
+assert views  # Django is configured by it
+
+
+def test_paths_are_read_as_they_came() -> None:
+    """An encoded question mark is part of the path, to a rule as to Django."""
+    factory = RequestFactory()
+    scope = {"type": "http", "method": "GET", "headers": [], "path": "/caf\u00e9?x"}
+    for native in (factory.get("/caf%C3%A9%3Fx?y=1"), ASGIRequest(scope, io.BytesIO())):
+        request = DjangoWebRequest(native)
+        assert (request.path, request.route) == ("/caf%C3%A9%3Fx", None)
+
+
+@pytest.mark.parametrize(
+    ("route", "template"),
+    [
+        ("", "/"),
+        ("users/<int:id>/", "/users/<int:id>/"),
+        ("^users/(?P<id>[0-9]+)/$", "/users/<id>/"),
+        ("api/^users/([0-9]+)/$", "/api/users/<var>/"),
+        (r"^a\.b/(?P<path>(x|y)+)$", "/a\\.b/<path>"),
+    ],
+)
+def test_routes_as_rules_write_them(route: str, template: str) -> None:
+    """Expressions are left out, so that /users/<id>/ is one endpoint to a rule."""
+    assert template_of(route) == template
+
+
+def enforcers() -> tuple[Enforcer, AsyncEnforcer]:
+    enforcer = Enforcer(EnforcerOptions(limits="5/minute", name="threads"))
+    return enforcer, AsyncEnforcer(
+        EnforcerOptions(limits="5/minute", name="loop", store=enforcer.store)
+    )
+
+
+def left(enforcer: Any, request: DjangoWebRequest) -> int:
+    return int(enforcer._limiter.peek(enforcer._keys.of(request)).remaining)
+
+
+async def test_charges_of_both_kinds_are_settled_from_either() -> None:
+    """In the loop, in a thread that the loop waits for, and where there is no loop at all."""
+    request = DjangoWebRequest(RequestFactory().get("/"))
+    both = enforcers()
+    for settle in ("in the loop", "in a thread"):
+        charges = DjangoCharges(both[0])
+        for enforcer in both:
+            assert await charges.denial_async(enforcer, request) is None
+        charges.refund()
+        if settle == "in the loop":
+            await charges.settle_async()
+        else:
+            await asyncio.to_thread(charges.settle)
+        assert [left(enforcer, request) for enforcer in both] == [5, 5]
+
+
+async def test_what_cannot_be_awaited_in_the_loop_is_done_soon() -> None:
+    """Code that is not async, called in the loop, neither blocks it nor loses the settling."""
+    done = []
+
+    async def leave() -> None:
+        done.append(True)
+
+    run_in_loop(leave())
+    assert not done
+    await asyncio.gather(*settling)
+    assert done
+    assert not settling

@@ -1,4 +1,4 @@
-"""Who is asking: sources, their priority, and that nothing a client sends is an error."""
+"""Identity: sources find a client, and no client is taken for another."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.test_fuzz_entries import ANYTHING
+from tests.web.asgi_driver import scope_of
 from tollkeeper import ConfigError, Limiter, Request
 from tollkeeper.core.subjects import subject_of
 from tollkeeper.web import identity as identities
-from tollkeeper.web.calls import AsgiCall, Call, WsgiCall, digest_of
 from tollkeeper.web.claims import Claim
-from tollkeeper.web.identity import NOBODY, Identity
+from tollkeeper.web.identity import ANONYMOUS, Identity, RequestKeys
+from tollkeeper.web.requests import AsgiRequest, WebRequest, WsgiRequest, digest_of
 
 PEER = "203.0.113.9"
 
 
-def call_of(
+def request_with(
     headers: dict[str, str] | None = None, query: str = "", path: str = "/", **more: Any
-) -> AsgiCall:
-    """A call with these headers and this query."""
+) -> AsgiRequest:
+    """A web_request with these headers and this query."""
     raw = [(name.lower().encode(), v.encode("latin-1")) for name, v in (headers or {}).items()]
     scope = {
         "type": "http",
@@ -37,7 +38,7 @@ def call_of(
         "headers": raw,
         "client": (PEER, 1),
     }
-    return AsgiCall(scope | more)
+    return AsgiRequest(scope | more)
 
 
 def unsigned(claims: dict[str, Any]) -> str:
@@ -49,61 +50,61 @@ def unsigned(claims: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("source", "call", "key"),
+    ("source", "web_request", "key"),
     [
         (
             "header:X-API-Key",
-            call_of({"X-API-Key": " sk_1 "}),
+            request_with({"X-API-Key": " sk_1 "}),
             ("header:x-api-key", "sk_1"),
         ),
-        ("bearer", call_of({"Authorization": "Bearer t"}), ("bearer", digest_of("t"))),
+        ("bearer", request_with({"Authorization": "Bearer t"}), ("bearer", digest_of("t"))),
         (
             "header:Authorization",
-            call_of({"Authorization": "Basic t"}),
+            request_with({"Authorization": "Basic t"}),
             ("header:authorization", digest_of("Basic t")),
         ),
-        ("header:cookie", call_of({"Cookie": "a=1"}), ("header:cookie", digest_of("a=1"))),
-        ("query:key", call_of(query="key=sk%5F1"), ("query:key", "sk_1")),
-        ("cookie:sid", call_of({"Cookie": "sid=7"}), ("cookie:sid", digest_of("7"))),
-        ("session:user_id", call_of(session={"user_id": 42}), ("session:user_id", "42")),
+        ("header:cookie", request_with({"Cookie": "a=1"}), ("header:cookie", digest_of("a=1"))),
+        ("query:key", request_with(query="key=sk%5F1"), ("query:key", "sk_1")),
+        ("cookie:sid", request_with({"Cookie": "sid=7"}), ("cookie:sid", digest_of("7"))),
+        ("session:user_id", request_with(session={"user_id": 42}), ("session:user_id", "42")),
         (
             "claim:sub",
-            call_of({"Authorization": f"Bearer {unsigned({'sub': '42'})}"}),
+            request_with({"Authorization": f"Bearer {unsigned({'sub': '42'})}"}),
             ("claim:sub", "42"),
         ),
-        ("address", call_of(), ("address", PEER)),
-        (lambda call: call.method, call_of(), ("custom:1", "POST")),
-        (lambda call: 42, call_of(), ("custom:1", "42")),
+        ("address", request_with(), ("address", PEER)),
+        (lambda web_request: web_request.method, request_with(), ("custom:1", "POST")),
+        (lambda web_request: 42, request_with(), ("custom:1", "42")),
     ],
 )
-def test_each_source_is_a_key(source: Any, call: Call, key: tuple[str, str]) -> None:
+def test_each_source_is_a_key(source: Any, web_request: WebRequest, key: tuple[str, str]) -> None:
     """Where it was found is part of the key; secrets are never the key themselves."""
-    assert Identity().key_of(call, [source]) == key
-    assert Identity().key_of(call, source) == key
+    assert Identity().key_of(web_request, [source]) == key
+    assert Identity().key_of(web_request, source) == key
 
 
 @pytest.mark.parametrize(
-    ("source", "call"),
+    ("source", "web_request"),
     [
-        ("header:X-API-Key", call_of({"X-API-Key": " "})),
-        ("bearer", call_of({"Authorization": "Basic t"})),
-        ("header:Authorization", call_of({"Authorization": " "})),
-        ("query:key", call_of(query="key=%20")),
-        ("cookie:sid", call_of({"Cookie": "sid="})),
-        ("session:user_id", call_of(session={"user_id": True})),
-        ("session:user_id", call_of(session={"user_id": object()})),
-        ("session:user_id", call_of(session={})),
-        ("claim:sub", call_of({"Authorization": "Bearer x"})),
-        ("address", call_of(client=None)),
-        (lambda call: None, call_of()),
-        (lambda call: "  ", call_of()),
+        ("header:X-API-Key", request_with({"X-API-Key": " "})),
+        ("bearer", request_with({"Authorization": "Basic t"})),
+        ("header:Authorization", request_with({"Authorization": " "})),
+        ("query:key", request_with(query="key=%20")),
+        ("cookie:sid", request_with({"Cookie": "sid="})),
+        ("session:user_id", request_with(session={"user_id": True})),
+        ("session:user_id", request_with(session={"user_id": object()})),
+        ("session:user_id", request_with(session={})),
+        ("claim:sub", request_with({"Authorization": "Bearer x"})),
+        ("address", request_with(client=None)),
+        (lambda web_request: None, request_with()),
+        (lambda web_request: "  ", request_with()),
     ],
 )
-def test_what_is_empty_is_absent(source: Any, call: Call) -> None:
+def test_what_is_empty_is_absent(source: Any, web_request: WebRequest) -> None:
     """The next source is asked; in the end all who show nothing are one."""
-    assert Identity().key_of(call, [source]) == NOBODY
-    assert Identity().key_of(call, [source, lambda call: "x"]) == ("custom:2", "x")
-    assert subject_of(NOBODY)
+    assert Identity().key_of(web_request, [source]) == ANONYMOUS
+    assert Identity().key_of(web_request, [source, lambda web_request: "x"]) == ("custom:2", "x")
+    assert subject_of(ANONYMOUS)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_a_value_that_comes_twice_is_no_new_client(
         headers = [] if name is None else [(name, each) for each in texts]
         query = b"&".join(texts) if name is None else b""
         scope = {"type": "http", "headers": headers, "query_string": query, "client": (PEER, 1)}
-        return Identity().key_of(AsgiCall(scope), [source, "address"])
+        return Identity().key_of(AsgiRequest(scope), [source, "address"])
 
     own, *made_up = [unsigned({"sub": each}) for each in ("own", "a", "b", "c")]
     found = {key_of(own, each) for each in made_up} | {key_of(each, own) for each in made_up}
@@ -140,39 +141,39 @@ def test_a_value_that_comes_twice_is_no_new_client(
 def test_no_source_finds_anything_in_an_empty_call() -> None:
     """Nor do they mind."""
     sources = ["header:x", "bearer", "claim:x", "query:x", "cookie:x", "session:x", "address"]
-    assert Identity().key_of(AsgiCall({"type": "http"}), sources) == NOBODY
-    assert Identity().key_of(WsgiCall({}), tuple(sources)) == NOBODY
+    assert Identity().key_of(AsgiRequest({"type": "http"}), sources) == ANONYMOUS
+    assert Identity().key_of(WsgiRequest({}), tuple(sources)) == ANONYMOUS
 
 
 def test_the_first_that_finds_something_is_taken() -> None:
     """In the order in which they are written."""
     sources = ["header:X-API-Key", "session:user", "address"]
-    both = call_of({"X-API-Key": "sk_1"}, session={"user": "u"})
+    both = request_with({"X-API-Key": "sk_1"}, session={"user": "u"})
     identity = Identity()
     assert identity.key_of(both, sources) == ("header:x-api-key", "sk_1")
     assert identity.key_of(both, sources[1:]) == ("session:user", "u")
-    assert identity.key_of(call_of(), sources) == ("address", PEER)
+    assert identity.key_of(request_with(), sources) == ("address", PEER)
 
 
 def test_a_session_that_is_not_there_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
     """All would count as one, which the operator should not have to find out. An empty one is."""
     identity = Identity({"user": "session:of_this_test"})
-    assert identity.request_of(call_of(session={})).user is None
+    assert identity.request_of(request_with(session={})).user is None
     assert caplog.messages == []
     for _ in range(2):
-        assert identity.request_of(call_of()).user is None
-    assert [message.partition(" is looked")[0] for message in caplog.messages] == [
+        assert identity.request_of(request_with()).user is None
+    assert [message.partition(" finds no")[0] for message in caplog.messages] == [
         "session:of_this_test"
     ]
 
 
 def test_the_same_value_from_two_sources_is_two_keys() -> None:
     """A header cannot name somebody else's query field."""
-    call = call_of({"X-Key": "7"}, query="key=7")
+    web_request = request_with({"X-Key": "7"}, query="key=7")
     identity = Identity()
-    assert identity.key_of(call, "header:X-Key") != identity.key_of(call, "query:key")
-    first, second = (lambda call: None), (lambda call: "7")
-    assert identity.key_of(call, [first, second]) == ("custom:2", "7")
+    assert identity.key_of(web_request, "header:X-Key") != identity.key_of(web_request, "query:key")
+    first, second = (lambda web_request: None), (lambda web_request: "7")
+    assert identity.key_of(web_request, [first, second]) == ("custom:2", "7")
 
 
 def test_a_verified_claim_is_a_source() -> None:
@@ -182,36 +183,41 @@ def test_a_verified_claim_is_a_source() -> None:
     good = jwt.encode({"sub": "42"}, "s" * 32, algorithm="HS256")
     forged = jwt.encode({"sub": "42"}, "f" * 32, algorithm="HS256")
     said = {"X-User": "guest"}
-    assert identity.request_of(call_of({"Authorization": f"Bearer {good}"} | said)).user == "42"
     assert (
-        identity.request_of(call_of({"Authorization": f"Bearer {forged}"} | said)).user == "guest"
+        identity.request_of(request_with({"Authorization": f"Bearer {good}"} | said)).user == "42"
+    )
+    assert (
+        identity.request_of(request_with({"Authorization": f"Bearer {forged}"} | said)).user
+        == "guest"
     )
     assert claim.rejected == 1
-    assert identity.key_of(call_of({"Authorization": f"Bearer {good}"}), claim)[0] == "claim:sub"
+    assert (
+        identity.key_of(request_with({"Authorization": f"Bearer {good}"}), claim)[0] == "claim:sub"
+    )
 
 
 # ------------------------------------------------------------------------------------ requests
 
 
 def test_a_request_for_rules() -> None:
-    """Fields by name, other names as attributes, and what is always the call's own."""
+    """Fields by name, other names as attributes, and what is always the request's own."""
     identity = Identity(
         {
             "user": "session:user",
             "api_key": ("header:X-API-Key", "query:key"),
             "tenant": "header:X-Tenant",
-            "tier": lambda call: "pro",
+            "tier": lambda web_request: "pro",
             "region": "header:X-Region",
             "device": "cookie:device",
         }
     )
-    call = call_of(
+    web_request = request_with(
         {"X-Region": "eu", "X-Tenant": "t1"},
         query="key=sk_1",
         path="/v1/orders",
         session={"user": 7},
     )
-    assert identity.request_of(call) == Request(
+    assert identity.request_of(web_request) == Request(
         user="7",
         api_key="sk_1",
         ip=PEER,
@@ -225,23 +231,23 @@ def test_a_request_for_rules() -> None:
 
 def test_without_fields_a_request_is_what_the_call_is() -> None:
     """Address, path and method need no setting."""
-    assert Identity().request_of(call_of(path="/a")) == Request(
+    assert Identity().request_of(request_with(path="/a")) == Request(
         ip=PEER, endpoint="/a", method="POST"
     )
 
 
 def test_a_route_goes_before_the_path() -> None:
     """Once the framework knows it, /users/1 and /users/2 are one endpoint."""
-    call = WsgiCall({"PATH_INFO": "/users/1"}, route="/users/<id>")
-    assert Identity().request_of(call).endpoint == "/users/<id>"
+    web_request = WsgiRequest({"PATH_INFO": "/users/1"}, route="/users/<id>")
+    assert Identity().request_of(web_request).endpoint == "/users/<id>"
 
 
 def test_addresses_behind_proxies() -> None:
     """The settings of addresses are handed on."""
-    call = call_of({"X-Forwarded-For": "2001:db8:1:2:3::4", "Forwarded": "for=1.2.3.4"})
+    web_request = request_with({"X-Forwarded-For": "2001:db8:1:2:3::4", "Forwarded": "for=1.2.3.4"})
     trusting = Identity(trusted_proxies=[PEER], ipv6_prefix=48, forwarded="x-forwarded-for")
-    assert trusting.request_of(call).ip == trusting.address_of(call) == "2001:db8:1::"
-    assert Identity().address_of(call) == PEER
+    assert trusting.request_of(web_request).ip == trusting.address_of(web_request) == "2001:db8:1::"
+    assert Identity().address_of(web_request) == PEER
 
 
 @pytest.mark.parametrize("path", ["/a%1Fb", "/a%1fb", "/a\x1fb", "/%1F%1f\x1f", "/%251F"])
@@ -253,8 +259,8 @@ def test_a_path_is_never_an_invalid_key(path: str) -> None:
         rules: [{id: all, by: [ip, endpoint, method], limits: ["5/minute"]}]
         """
     )
-    request = Identity().request_of(call_of(path=path, method="A\x1fB"))
-    assert limiter.check(request).remaining == 4
+    web_request = Identity().request_of(request_with(path=path, method="A\x1fB"))
+    assert limiter.check(web_request).remaining == 4
 
 
 # ------------------------------------------------------------------------------------ values
@@ -273,14 +279,14 @@ def test_a_path_is_never_an_invalid_key(path: str) -> None:
 )
 def test_values_that_no_key_may_hold(value: str, found: str) -> None:
     """They are counted as their digest; so is what looks like one."""
-    assert Identity().key_of(call_of({"X-Key": value}), "header:X-Key")[1] == found
+    assert Identity().key_of(request_with({"X-Key": value}), "header:X-Key")[1] == found
 
 
 def test_nobody_can_send_a_digest() -> None:
     """Whoever sends somebody's digest as a value is not taken for him."""
     identity = Identity()
-    victim = identity.key_of(call_of({"X-Key": "v" * 300}), "header:X-Key")
-    attacker = identity.key_of(call_of({"X-Key": victim[1]}), "header:X-Key")
+    victim = identity.key_of(request_with({"X-Key": "v" * 300}), "header:X-Key")
+    attacker = identity.key_of(request_with({"X-Key": victim[1]}), "header:X-Key")
     assert victim != attacker
 
 
@@ -290,7 +296,7 @@ TEXTS = st.text(alphabet=st.characters(max_codepoint=255), max_size=300)
 @given(TEXTS, TEXTS)
 def test_different_values_are_different_keys(one: str, other: str) -> None:
     """But for the space around them."""
-    keys = [Identity().key_of(call_of({"X-Key": v}), "header:X-Key") for v in (one, other)]
+    keys = [Identity().key_of(request_with({"X-Key": v}), "header:X-Key") for v in (one, other)]
     assert (keys[0] == keys[1]) == (one.strip() == other.strip())
 
 
@@ -299,7 +305,7 @@ def test_anything_that_is_sent_can_be_counted(
     header: str, authorization: str, query: str, path: bytes, session: Any
 ) -> None:
     """Whatever a client sends, every source gives a key that a limiter takes."""
-    call = call_of(
+    web_request = request_with(
         {"X": header, "Authorization": f"Bearer {authorization}", "Cookie": f"c={header}"},
         query=f"q={query}",
         raw_path=path,
@@ -308,17 +314,17 @@ def test_anything_that_is_sent_can_be_counted(
     sources = ["header:X", "bearer", "header:Authorization", "query:q", "cookie:c", "session:s"]
     identity = Identity({f"f{place}": source for place, source in enumerate(sources)})
     for source in (*sources, "claim:sub"):
-        assert len(subject_of(identity.key_of(call, source))) <= 512
-    request = identity.request_of(call)
-    assert isinstance(request.endpoint, str)
-    for name in ("ip", "method", *request.attributes):
-        assert Limiter("5/minute", by=["ip", name] if name != "ip" else ["ip"]).check(request)
+        assert len(subject_of(identity.key_of(web_request, source))) <= 512
+    web_request = identity.request_of(web_request)
+    assert isinstance(web_request.endpoint, str)
+    for name in ("ip", "method", *web_request.attributes):
+        assert Limiter("5/minute", by=["ip", name] if name != "ip" else ["ip"]).check(web_request)
 
 
 # ------------------------------------------------------------------------------------ refused
 
 
-async def later(call: Call) -> str | None:
+async def later(web_request: WebRequest) -> str | None:
     """A source that cannot be asked without waiting."""
     return None
 
@@ -326,7 +332,7 @@ async def later(call: Call) -> str | None:
 class Later:
     """The same as an object."""
 
-    async def __call__(self, call: Call) -> str | None:
+    async def __call__(self, web_request: WebRequest) -> str | None:
         return None
 
 
@@ -334,12 +340,12 @@ class Later:
     ("source", "said"),
     [
         ("header", "header:NAME, bearer"),
-        ("header:", "no name"),
-        ("header:X Y", "no name"),
+        ("header:", "invalid name"),
+        ("header:X Y", "invalid name"),
         ("Header:X", "header:NAME, bearer"),
-        ("cookie:", "no name"),
-        ("query:" + "x" * 129, "no name"),
-        ("claim:", "no name"),
+        ("cookie:", "invalid name"),
+        ("query:" + "x" * 129, "invalid name"),
+        ("claim:", "invalid name"),
         ("ip", "header:NAME, bearer"),
         ("bearer:x", "header:NAME, bearer"),
         ("", "header:NAME, bearer"),
@@ -381,7 +387,7 @@ def test_fields_that_cannot_be_set_are_refused(fields: Any, said: str) -> None:
 def test_a_function_that_returns_no_text_is_the_applications_error(value: Any) -> None:
     """It is nothing that the client could mend, so it is not a 400."""
     with pytest.raises(TypeError, match="returns text or None"):
-        Identity().key_of(call_of(), lambda call: value)
+        Identity().key_of(request_with(), lambda web_request: value)
 
 
 @given(ANYTHING, ANYTHING, ANYTHING)
@@ -403,19 +409,127 @@ def test_any_settings(fields: Any, proxies: Any, prefix: Any) -> None:
 
 
 def test_sources_are_compiled_once_and_few_are_kept() -> None:
-    """Also where functions are made anew for every request, or cannot be remembered at all."""
+    """Also where functions are made anew for every web_request, or cannot be remembered at all."""
     identity = Identity()
     sources = ["bearer", "address"]
     assert identity.compiled(sources) is identity.compiled(tuple(sources))
     for _ in range(identities.COMPILED_MAX + 10):
-        identity.key_of(call_of(), lambda call: "x")
+        identity.key_of(request_with(), lambda web_request: "x")
     assert len(identity._compiled) <= identities.COMPILED_MAX
 
     class Unhashable:
         __hash__ = None  # type: ignore[assignment]  # what the test is about
 
-        def __call__(self, call: Call) -> str:
+        def __call__(self, web_request: WebRequest) -> str:
             return "x"
 
-    assert identity.key_of(call_of(), Unhashable()) == ("custom:1", "x")
-    assert identity.key_of(call_of(), [Unhashable()]) == ("custom:1", "x")
+    assert identity.key_of(request_with(), Unhashable()) == ("custom:1", "x")
+    assert identity.key_of(request_with(), [Unhashable()]) == ("custom:1", "x")
+
+
+def _keys(
+    identity: Identity | None = None, key: Any = None, per_route: bool = False
+) -> RequestKeys:
+    return RequestKeys(identity or Identity(), key, per_route=per_route, has_rules=False)
+
+
+def _request(query: str = "", peer: str = "192.0.2.1", **headers: str) -> AsgiRequest:
+    pairs = [(name.replace("_", "-"), value) for name, value in headers.items()]
+    return AsgiRequest(scope_of(headers=pairs, peer=peer, query_string=query.encode()))
+
+
+@pytest.mark.parametrize(
+    ("options", "web_request", "key"),
+    [
+        ({}, _request(), "address:192.0.2.1"),
+        ({"key": "header:X-Key"}, _request(x_key="a"), "header:x-key:a"),
+        ({"key": "header:X-Key"}, _request(), "anonymous:*"),
+        ({"key": ["header:X-Key", "address"]}, _request(), "address:192.0.2.1"),
+        ({"key": ["query:a", "query:a:b"]}, _request("a=1"), ("query:a", "1")),
+        ({"key": lambda web_request: None}, _request(), ("address", "192.0.2.1")),
+        ({"per_route": True}, _request(), ("address", "192.0.2.1", "/")),
+    ],
+)
+def test_a_key_is_one_piece_where_that_cannot_be_mistaken(
+    options: dict[str, Any], web_request: AsgiRequest, key: object
+) -> None:
+    """And a tuple where another source, or the application, could make the same text."""
+    made = _keys(**options)
+    assert (
+        made.of(web_request)
+        if made.hook is None
+        else made.of_hook(made.hook(web_request), web_request)
+    ) == key
+
+
+@given(
+    st.lists(st.sampled_from(["query:a", "query:a:b", "query:a:b:c", "header:x"]), min_size=1),
+    st.dictionaries(st.sampled_from(["a", "a:b", "a:b:c"]), st.sampled_from(["b:c", "c", "1"])),
+    st.dictionaries(st.sampled_from(["a", "a:b", "a:b:c"]), st.sampled_from(["b:c", "c", "1"])),
+)
+def test_different_clients_have_different_keys(
+    sources: list[str], one: dict[str, str], two: dict[str, str]
+) -> None:
+    """Two requests share a subject only if the same source found the same value."""
+    made = _keys(key=sources[:16])
+
+    def found(fields: dict[str, str]) -> tuple[str, str] | None:
+        for source in sources[:16]:
+            kind, _, name = source.partition(":")
+            if kind == "query" and name in fields:
+                return source, fields[name]
+        return None
+
+    requests = [
+        _request("&".join(f"{name}={value}" for name, value in each.items())) for each in (one, two)
+    ]
+    subjects = [subject_of(key) for key in map(made.of, requests) if not isinstance(key, Request)]
+    assert (subjects[0] == subjects[1]) == (found(one) == found(two))
+
+
+def test_a_hook_cannot_be_made_to_name_an_address() -> None:
+    """A client that sends the text of somebody's address is not counted as that address."""
+    made = _keys(key=lambda web_request: web_request.header("x-user"))
+    spoofed, own = made.of_hook("address:192.0.2.1", _request()), made.of_hook(None, _request())
+    assert not isinstance(spoofed, Request)
+    assert not isinstance(own, Request)
+    assert subject_of(spoofed) != subject_of(own)
+
+
+def test_what_is_remembered_of_peers_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many addresses there are, and a key is the same before and after."""
+    monkeypatch.setattr(identities, "PEERS_MAX", 4)
+    made = _keys()
+    for number in range(20):
+        web_request = _request(peer=f"192.0.2.{number}")
+        assert made.of(web_request) == made.of(web_request) == f"address:192.0.2.{number}"
+        assert made.by_peer is not None
+        assert len(made.by_peer) <= 4
+
+
+def test_a_peer_that_may_be_a_proxy_is_not_remembered_at_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A peer may send requests of its own first; the warning is logged when it forwards one."""
+    made = _keys()
+    requests = [_request(peer="10.0.0.9"), _request(peer="10.0.0.9", x_forwarded_for="192.0.2.1")]
+    assert [made.of(web_request) for web_request in (*requests, *requests)] == [
+        "address:10.0.0.9"
+    ] * 4
+    assert len(caplog.messages) == 1
+    assert made.by_peer == {"10.0.0.9": "address:10.0.0.9"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"identity": Identity(trusted_proxies=["loopback"])},
+        {"identity": Identity(trusted_proxies=["unix"])},
+        {"per_route": True},
+        {"key": ["header:X-Key", "address"]},
+        {"key": lambda web_request: None},
+    ],
+)
+def test_a_peer_is_remembered_only_where_it_alone_says_the_key(options: dict[str, Any]) -> None:
+    """Behind a proxy, one peer is many clients."""
+    assert _keys(**options).by_peer is None

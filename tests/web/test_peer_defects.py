@@ -19,8 +19,9 @@ from flask import Flask
 
 from tests.web.asgi_driver import App, ask, hello, limited
 from tollkeeper import asgi, fastapi, flask
-from tollkeeper.web.calls import AsgiCall
-from tollkeeper.web.guard import Guard, Terms
+from tollkeeper.web.enforcer import Enforcer
+from tollkeeper.web.options import EnforcerOptions
+from tollkeeper.web.requests import AsgiRequest
 
 THREADS = 16
 
@@ -92,9 +93,9 @@ def test_a_hook_that_nobody_awaits(hook: str) -> None:
         return False
 
     hooks: dict[str, Any] = {hook: lambda _: asked()}
-    guard = Guard(Terms(limits="1/minute", **hooks))
-    with pytest.raises(TypeError, match=f"{hook} returned <coroutine .* return True or False"):
-        guard.leave(guard.enter(AsgiCall({"type": "http"})), 200)
+    enforcer = Enforcer(EnforcerOptions(limits="1/minute", **hooks))
+    with pytest.raises(TypeError, match=f"{hook} returned <coroutine .* return a plain value"):
+        enforcer.leave(enforcer.enter(AsgiRequest({"type": "http"})), 200)
 
 
 def test_threads_that_meet_a_route_for_the_first_time_at_once() -> None:

@@ -215,6 +215,11 @@ class Path:
         return self._on_failure
 
     @property
+    def has_rules(self) -> bool:
+        """True for a limiter that was made with `from_rules`."""
+        return self._rules is not None
+
+    @property
     def compiled_rules(self) -> CompiledRules:
         """The rules in force, compiled. They never change; a new document replaces them."""
         return self._ruled_gate().compiled_rules
@@ -325,6 +330,10 @@ class Path:
                 if found:
                     return combine_decisions(found)
         return decision_on_failure(error, self._on_failure, self._gate.limits[0], self._name)
+
+    def result_of(self, decision: Decision) -> CheckResult:
+        """Return a decision that `check` made by the limiter's own limits as `evaluate` does."""
+        return self._ruling(decision)
 
     def _ruling(self, decision: Decision) -> CheckResult:
         """A decision by the limiter's own limits, with its grounds."""

@@ -1,23 +1,24 @@
-"""Whose request it is: the address of the client, behind proxies that are trusted.
+"""The address of a client, behind trusted proxies.
 
-Anybody can write `X-Forwarded-For`, so it is believed only if the other end of the socket is a
-proxy that the operator has named. Each proxy appends the address that it was called from, so the
-list is read from the right: trusted proxies are skipped, and the first address that is not one is
-the client. What stands left of it, the client may have made up, and nobody looks at it.
+Any client can send `X-Forwarded-For`, so the header is believed only if the other end of the socket
+is a proxy that the operator has configured. Each proxy appends the address that called it, so the
+list is read from the right: trusted proxies are skipped, and the first address that is not trusted
+is the client. The client may have made up everything to the left of it, so that is ignored.
 
     socket's peer 10.0.0.2 (trusted)    X-Forwarded-For: 1.2.3.4, 203.0.113.9, 10.0.0.1
                                                          made up  the client   trusted
 
-An element that cannot be read ends the walk: the proxy that sent it is the client then. So does
-`unknown` and a name such as `_hidden`, which `Forwarded` (RFC 7239) may have for an address.
+An element that cannot be parsed ends the search, and the proxy that sent it counts as the client.
+So do `unknown` and names such as `_hidden`, which `Forwarded` (RFC 7239) allows as an address.
 
-A proxy passes on the header that it does not write itself. Where both `Forwarded` and
-`X-Forwarded-For` are there and lead to different clients, one of them is made up, and the proxy is
-the client: who sends such requests is counted with the others who do. `forwarded=` says which of
-them the proxies write, and then the other is not looked at.
+A proxy passes on the header that it does not write itself. If both `Forwarded` and
+`X-Forwarded-For` are present and lead to different clients, one of them is made up, and the proxy
+counts as the client: all requests of this kind share one count. `forwarded=` names the header that
+the proxies write, and the other one is then ignored.
 
-IPv6 clients are counted by network, because each has 2**64 addresses to choose from: the address is
-the network's first one, without a length, so that rules and lists can still match it.
+IPv6 clients are counted by network, because each client has 2**64 addresses to choose from. Such a
+client is written as the first address of its network, without a prefix length, so that rules and
+lists can still match it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Final, Literal, get_args
 
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.rules.matching.patterns import Address, Network, address_of, compile_network
-from tollkeeper.web.calls import Call, clean_value, digest_of
+from tollkeeper.web.requests import WebRequest, clean_value, digest_of
 
 LOG: Final = logging.getLogger("tollkeeper.web")
 
@@ -41,24 +42,25 @@ FORWARDED_HEADERS: Final[tuple[ForwardedHeader, ...]] = get_args(ForwardedHeader
 # An IPv6 client can use every address of its network, which is usually a /64.
 IPV6_PREFIX: Final = 64
 PROXIES_MAX: Final = 1_000
-# Of a header, from the right.
+# The part of a header that is read, from the right.
 ELEMENTS_MAX: Final = 100
 CHARACTERS_MAX: Final = 16_384
-# The addresses of sockets whose meaning is remembered, about 200 bytes each.
+# Peers whose address is cached, about 200 bytes each.
 PEERS_MAX: Final = 4_096
-# Requests from near by that are looked at for a proxy that nobody has named. Not the first one of
-# each alone: a load balancer asks after an application's health before it forwards anything.
-LOOKS_MAX: Final = 1_000
+# Requests from this machine or a private network that are searched for signs of a proxy that is not
+# configured. One request of each peer is not enough: a load balancer sends health checks before it
+# forwards anything.
+PROXY_SEARCHES_MAX: Final = 1_000
 
 _WORDS: Final = {
     "loopback": ("127.0.0.0/8", "::1"),
     "private": ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7"),
 }
 _NEAR: Final = tuple(compile_network(each) for several in _WORDS.values() for each in several)
-# A socket of the file system: its other end has no address, and is on this machine.
+# A Unix socket: its peer has no address and is on this machine.
 _UNIX: Final = "unix"
 _EXAMPLE: Final = 'for example trusted_proxies=["10.0.0.0/8", "loopback"]'
-_LOOPBACK: Final = (6, 1)  # ::1 is this machine and no network
+_LOOPBACK: Final = (6, 1)  # ::1 is this machine, not a network
 
 _BRACKETED: Final = re.compile(r"\[([^\]]*:[^\]]*)\](?::(?:[0-9]{1,5}|_[A-Za-z0-9._-]+))?")
 _WITH_PORT: Final = re.compile(r"([0-9.]+):(?:[0-9]{1,5}|_[A-Za-z0-9._-]+)")
@@ -70,11 +72,11 @@ _PAIR: Final = re.compile(
 
 
 class ClientAddresses:
-    """The address that a request counts as.
+    """Finds the address of each request's client.
 
     `trusted_proxies`  networks and addresses of proxies, and the words `loopback`, `private` and
-                       `unix` (a socket of the file system).
-    `ipv6_prefix`      how many leading bits of an IPv6 address say who it is.
+                       `unix` (a Unix socket).
+    `ipv6_prefix`      the number of leading bits of an IPv6 address that identify a client.
     `forwarded`        the header that the proxies write; by default Forwarded or X-Forwarded-For.
     """
 
@@ -92,45 +94,50 @@ class ClientAddresses:
             )
         if forwarded is not None and forwarded not in FORWARDED_HEADERS:
             raise ConfigError(
-                f"forwarded={show(forwarded)} is not a header that is known; "
+                f"forwarded={show(forwarded)} is not a known header; "
                 f"choose one of {', '.join(FORWARDED_HEADERS)}"
             )
         networks, self._trusts_unix = _compiled(trusted_proxies)
-        # A network's shift is worked out here, once.
         self._networks = tuple((each.version, each.shift, each.prefix) for each in networks)
-        self._looks_left = 0 if trusted_proxies else LOOKS_MAX
-        # Nobody but a proxy comes through a socket of the file system, whichever others are named.
-        self._unix_looks_left = LOOKS_MAX
+        self._searches_left = 0 if trusted_proxies else PROXY_SEARCHES_MAX
+        # Only a proxy connects through a Unix socket, so this search does not depend on the others.
+        self._unix_searches_left = PROXY_SEARCHES_MAX
         self._ipv6_shift = 128 - ipv6_prefix
         self._forwarded = forwarded
-        # For a peer: its address if it is a trusted proxy, else None, and how it is written.
+        # For each peer: its address if it is a trusted proxy, otherwise None, and its text.
         self._peers: dict[str, tuple[Address | None, str]] = {}
 
-    def of(self, call: Call) -> str | None:
-        """The client's address; None where nobody knows it. Never raises."""
-        peer = call.peer
+    @property
+    def trusts_proxies(self) -> bool:
+        """True if the address depends on anything but the peer."""
+        return bool(self._networks) or self._trusts_unix
+
+    def of(self, request: WebRequest) -> str | None:
+        """Return the client's address; None if it is unknown. Never raises."""
+        peer = request.peer
         if peer is None:
             if self._trusts_unix:
-                return self._behind(call, None)
-            if self._unix_looks_left:
-                found = _warn_of_proxy(_UNIX, call)
-                self._unix_looks_left = 0 if found else self._unix_looks_left - 1
+                return self._forwarded_client(request, None)
+            if self._unix_searches_left:
+                found = _warn_about_proxy(_UNIX, request)
+                self._unix_searches_left = 0 if found else self._unix_searches_left - 1
             return None
-        proxy, text = self._peers.get(peer) or self._learn(peer, call)
-        return text if proxy is None else self._behind(call, proxy)
+        proxy, text = self._peers.get(peer) or self._learn(peer, request)
+        return text if proxy is None else self._forwarded_client(request, proxy)
 
-    def knows(self, peer: str) -> bool:
-        """Whether all has been seen of a peer that is looked for."""
+    def is_cached(self, peer: str) -> bool:
+        """Return True if the address of this peer is cached and no search for a proxy is due."""
         return peer in self._peers
 
-    def _learn(self, peer: str, call: Call) -> tuple[Address | None, str]:
+    def _learn(self, peer: str, request: WebRequest) -> tuple[Address | None, str]:
         address = address_of(peer)
-        # What is no address is what a test or a server calls the other end: itself.
+        # Tests and some servers use a name instead of an address. It is counted as it is.
         text = clean_value(peer) or digest_of(peer) if address is None else self._text(address)
         trusted = address if address is not None and self._trusts(address) else None
-        if self._looks_left and any(network.contains(peer) for network in _NEAR):
-            self._looks_left = 0 if _warn_of_proxy(peer, call) else self._looks_left - 1
-            return trusted, text  # and look again
+        if self._searches_left and any(network.contains(peer) for network in _NEAR):
+            found = _warn_about_proxy(peer, request)
+            self._searches_left = 0 if found else self._searches_left - 1
+            return trusted, text  # not cached: the next request is searched too
         if len(self._peers) >= PEERS_MAX:
             self._peers.clear()
         self._peers[peer] = trusted, text
@@ -143,16 +150,16 @@ class ClientAddresses:
                 return True
         return False
 
-    def _behind(self, call: Call, proxy: Address | None) -> str | None:
-        """The client of a proxy."""
+    def _forwarded_client(self, request: WebRequest, proxy: Address | None) -> str | None:
+        """Return the client for which a trusted proxy forwards this request."""
         if self._forwarded is not None:
-            client = self._walk(call.header(self._forwarded), self._forwarded, proxy)
+            client = self._walk(request.header(self._forwarded), self._forwarded, proxy)
         else:
-            client = self._by_either(call, proxy)
+            client = self._by_either(request, proxy)
         return None if client is None else self._text(client)
 
-    def _by_either(self, call: Call, proxy: Address | None) -> Address | None:
-        standard, usual = call.header("forwarded"), call.header("x-forwarded-for")
+    def _by_either(self, request: WebRequest, proxy: Address | None) -> Address | None:
+        standard, usual = request.header("forwarded"), request.header("x-forwarded-for")
         if standard is None:
             return self._walk(usual, "x-forwarded-for", proxy)
         client = self._walk(standard, "forwarded", proxy)
@@ -198,17 +205,18 @@ def _network_text(address: Address, ipv6_shift: int) -> str:
     return inet_ntop(AF_INET6, (value >> shift << shift).to_bytes(16))
 
 
-def _warn_of_proxy(peer: str, call: Call) -> bool:
-    """Tell the operator, if this looks like a proxy that nobody has named: all behind it are one.
+def _warn_about_proxy(peer: str, request: WebRequest) -> bool:
+    """Log a warning if this peer looks like a proxy that is not configured.
 
-    Only for a peer that is near: from elsewhere, anybody can write the header.
+    Call it only for a peer on this machine or in a private network: any other client may write the
+    header itself.
     """
-    if call.header("x-forwarded-for") is None and call.header("forwarded") is None:
+    if request.header("x-forwarded-for") is None and request.header("forwarded") is None:
         return False
     LOG.warning(
-        "%s forwards requests of others, and trusted_proxies do not name it, so that all of them "
-        'count as one client; if it is your proxy, say trusted_proxies=["%s"]',
-        "a socket of the file system" if peer == _UNIX else peer,
+        "%s forwards requests, but trusted_proxies does not include it, so all clients behind it "
+        'count as one; if it is your proxy, set trusted_proxies=["%s"]',
+        "a Unix socket" if peer == _UNIX else peer,
         peer,
     )
     return True
@@ -232,29 +240,29 @@ def _compiled(trusted_proxies: Sequence[str]) -> tuple[tuple[Network, ...], bool
         except ConfigError as error:
             words_known = ", ".join([*_WORDS, _UNIX])
             raise ConfigError(
-                f"trusted_proxies: {error}; these words are known too: {words_known}"
+                f"trusted_proxies: {error}; these words work too: {words_known}"
             ) from None
     return tuple(networks), trusts_unix
 
 
 def _addresses(header: str, kind: ForwardedHeader) -> Iterator[Address | None]:
-    """The addresses of a header from the right; None for an element that cannot be read."""
+    """Yield the addresses of a header from the right; None for an element that is invalid."""
     kept = header[-CHARACTERS_MAX:]
     elements: Iterator[str] = islice(_from_the_right(kept), ELEMENTS_MAX)
     if len(kept) < len(header):
-        # The first of what was kept may be half of an element.
+        # The leftmost element may have been cut in half.
         elements = _all_but_the_last(elements)
     read = _forwarded_for if kind == "forwarded" else _node
     for element in elements:
-        if element and not element.isspace():  # empty elements of a list mean nothing
+        if element and not element.isspace():  # a list may have empty elements
             yield read(element)
 
 
 def _from_the_right(text: str) -> Iterator[str]:
-    """The elements of a list, the last one first; a comma between quotes separates nothing.
+    """Yield the elements of a list, the last one first; a comma in quotes does not separate.
 
-    Quotes are counted from the right. From the left, one quote by the client would swallow all
-    that the proxies append after it.
+    Quotes are paired from the right. From the left, one quote that the client sends would swallow
+    everything that the proxies append.
     """
     end = len(text)
     if '"' not in text:
@@ -290,7 +298,7 @@ def _all_but_the_last(elements: Iterable[str]) -> Iterator[str]:
 
 
 def _forwarded_for(element: str) -> Address | None:
-    """The address in an element of Forwarded: `for="[2001:db8::1]:4711";proto=https`."""
+    """Parse an element of Forwarded: `for="[2001:db8::1]:4711";proto=https`."""
     found: str | None = None
     position = 0
     while position < len(element):
@@ -306,7 +314,7 @@ def _forwarded_for(element: str) -> Address | None:
 
 
 def _node(text: str) -> Address | None:
-    """An address with or without a port: 192.0.2.7:80, [2001:db8::1]:80, 2001:db8::1%eth0."""
+    """Parse an address with or without a port: 192.0.2.7:80, [2001:db8::1]:80, 2001:db8::1%eth0."""
     text = text.strip(" \t")
     if ":" in text:
         found = _BRACKETED.fullmatch(text) or _WITH_PORT.fullmatch(text)

@@ -1,114 +1,421 @@
-"""What a request was charged, and what it turns out to cost.
+"""All charges of one web request, by every limit that applies to it.
 
-A request is charged on its way in, so that no number of them at once is ever over a limit. What it
-really cost may be known only afterwards: the tokens that a model wrote, or that a login succeeded
-and was no guess. The application says so on the request's *charge*, with a plain call from sync or
-async code. The last word counts. The middleware applies the difference through `Limiter.settle`, at
-the latest once the response has gone out.
+The outermost integration (a middleware, a WSGI layer, a Django view) makes a RequestCharges for the
+request and finishes it. Every limit further in (another middleware, a route's dependency, a
+blueprint, a decorated view) adds its charge. So a response has one set of headers for all limits,
+and a request that one limit denies costs nothing in the others.
 
-A charge keeps what is charged now beside what is wanted, so applying it twice changes nothing.
+`RequestCharges` serves WSGI, Flask and Django. `AsgiCharges` adds what ASGI needs: it sends the
+messages of the response.
+
+**Denials in ASGI.** A limit further in marks the request as denied and raises RequestDenied. The
+middleware discards whatever the frameworks in between send because of that exception, and answers
+once it is back in control.
+
+**Settling in ASGI.** The final cost is applied before the last part of the response is sent: a
+client that has seen the end of a response finds the request settled, on every worker. A cost that
+is reported later, by a background task or by a failure, is applied when the application returns.
+
+Bodies are passed on as they come, without a task or a buffer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
+from typing import Any, Final, NoReturn
 
-from tollkeeper.core.model import UNLIMITED, CheckResult, Decision, Request, units_of
-from tollkeeper.core.subjects import Key
+from tollkeeper.core import switches
+from tollkeeper.core.errors import ConfigError, TollkeeperError, show
+from tollkeeper.core.model import NAME_LENGTH_MAX, CheckResult
+from tollkeeper.core.steps import Call, Steps, run
 from tollkeeper.decide.combine import combine_decisions
+from tollkeeper.web.answers import (
+    Header,
+    HttpAnswer,
+    PreparedHeaders,
+    headers_beside,
+    headers_of,
+    raw_headers_of,
+    with_raw_headers,
+)
+from tollkeeper.web.enforcer import (
+    PASSED,
+    AsyncEnforcer,
+    Charge,
+    Enforcer,
+    EnforcerCore,
+    RequestRejected,
+)
+from tollkeeper.web.requests import AsgiRequest, RoutedAsgiRequest, WebRequest, digest_of
 
-# Of a request that no limit was asked about: `skip` said so, or there is none.
-PASSED: Final = CheckResult(Decision(True, UNLIMITED, UNLIMITED.capacity), kind="unlimited")
+# The keys of an ASGI scope or a WSGI environ: the last charge is for applications, all charges are
+# for limits further in.
+CHARGE: Final = "tollkeeper.charge"
+CHARGES: Final = "tollkeeper.charges"
+
+# Leaves room for the "#2" of a route's second limit.
+_NAME_LENGTH_MAX: Final = NAME_LENGTH_MAX - 8
 
 
-class Charge:
-    """What one request was charged, and on what grounds.
+class RequestCharges:
+    """The charges of one request, in the order in which they were made."""
 
-    >>> charge = Charge(PASSED)
-    >>> charge.decision.allowed
-    True
-    >>> charge.settle(37)
-    """
+    __slots__ = ("_charges", "enforcer", "status")
 
-    __slots__ = ("_charged", "_ruling", "_wanted", "changed", "decision", "key")
+    def __init__(self, enforcer: EnforcerCore) -> None:
+        """`enforcer` is the outermost: the headers use its clock and its style."""
+        self.enforcer = enforcer
+        self._charges: list[Charge] = []
+        self.status: int | None = None
+        """The status of the response, once it is known."""
 
-    def __init__(self, ruling: CheckResult, key: Key | Request = "", units: int = 0) -> None:
-        """`ruling` has spent `units` of `key`'s quota, if it allowed the request."""
-        self._ruling: CheckResult | None = ruling
-        self.decision = ruling.decision
-        """What was decided on the request."""
-        self.key = key
-        self._charged = self._wanted = units
-        self.changed = False
-        """Whether the application has said something that is not applied yet."""
-
-    @property
-    def ruling(self) -> CheckResult:
-        """What was decided on the request, and on what grounds."""
-        return PASSED if self._ruling is None else self._ruling
-
-    def settle(self, units: int) -> None:
-        """Make the request cost so many units in all. The last call counts.
-
-        What is more than was charged is spent as far as there is room: the request was served.
-        Raises InvalidCost.
-        """
-        self._wanted = units_of(units, "units")
-        self.changed = True
+    def add(self, charge: Charge) -> bool:
+        """Add a charge. If it is denied, refund all charges and return False."""
+        self._charges.append(charge)
+        if not charge.decision.allowed:
+            self.refund()
+        return charge.decision.allowed
 
     def refund(self) -> None:
         """Make the request cost nothing."""
-        self._wanted = 0
-        self.changed = True
+        for charge in self._charges:
+            charge.refund()
+
+    def name_for(self, name: str) -> str:
+        """Return a name for a route's limits: the given one, or "name#2" if that is taken.
+
+        A route may have several limits: of the application, of its router and its own. They come
+        in the same order on every request, so each keeps its name.
+        """
+        if len(name) > _NAME_LENGTH_MAX or not name.isprintable():
+            name = digest_of(name)
+        taken = {each.enforcer.options.name for each in self._charges if each.enforcer is not None}
+        found, number = name, 1
+        while found in taken:
+            number += 1
+            found = f"{name}#{number}"
+        return found
 
     @property
-    def units(self) -> int:
-        """What is charged now."""
-        return self._charged
+    def last(self) -> Charge:
+        """The charge that was made last."""
+        return self._charges[-1] if self._charges else Charge()
 
-    def take(self, counts: bool = True) -> tuple[int, int] | None:
-        """What is charged and what is to be, if that differs; from then on the latter is.
+    @property
+    def result(self) -> CheckResult:
+        """The combined result of all charges."""
+        return joint_result([charge.result for charge in self._charges])
 
-        `counts` is False for a request whose outcome costs nothing.
+    def headers_beside(self, names: Iterable[str]) -> list[Header]:
+        """Return the headers to add to a response that has headers of these names."""
+        enforcer = self.enforcer
+        return headers_beside(names, headers_of(self.result, enforcer.now_ns(), enforcer.style))
+
+    def fail(self, error: BaseException) -> None:
+        """Note that the handler raised. That is a 500; a cancelled request has no status."""
+        if isinstance(error, Exception):
+            self.status = 500
+
+    @property
+    def is_settled(self) -> bool:
+        """True if every reported cost has been applied and the response cannot report another."""
+        for charge in self._charges:
+            if charge.changed or charge.enforcer.counts_outcomes:
+                return False
+        return True
+
+    def unsettled(self) -> list[tuple[Any, Charge]]:
+        """Return the charges that may still change, each with its enforcer."""
+        return [
+            (charge.enforcer, charge)
+            for charge in self._charges
+            if charge.changed or charge.enforcer.counts_outcomes
+        ]
+
+    def settle(self) -> None:
+        """Apply the cost of the request so far; `status` decides where outcomes count."""
+        for enforcer, charge in self.unsettled():
+            enforcer.leave(charge, self.status)
+
+    async def settle_async(self) -> None:
+        """Do the same in an event loop."""
+        for enforcer, charge in self.unsettled():
+            await enforcer.leave(charge, self.status)
+
+    def denial(self, enforcer: Enforcer, request: WebRequest) -> Any:
+        """Charge the request. Return None if it is allowed, otherwise the response to send.
+
+        The response is an HttpAnswer, or whatever `on_limit` returned.
         """
-        self.changed = False
-        wanted = self._wanted if counts else 0
-        decision = self.decision
-        # A degraded answer spent nothing, nor did a denied one: there is nothing to settle.
-        charged = decision.allowed and not decision.degraded and self.ruling.kind == "limited"
-        if not charged or wanted == self._charged:
+        return run(self.denial_steps(enforcer, request))
+
+    def denial_steps(self, enforcer: EnforcerCore, request: WebRequest) -> Steps[Any]:
+        """Do what `denial` does, as steps."""
+        settle = self.settle_async if isinstance(enforcer, AsyncEnforcer) else self.settle
+        try:
+            charge = yield from self._enter_steps(enforcer, request)
+        except RequestRejected as rejected:
+            self.refund()
+            yield Call(settle)
+            return rejected.answer
+        if self.add(charge):
             return None
-        due = self._charged, wanted
-        self._charged = wanted
-        return due
+        yield Call(settle)
+        result = self.result
+        response = yield from enforcer.response_steps(request, result)
+        return enforcer.default_response(result) if response is None else response
 
-    def __repr__(self) -> str:
-        return f"<Charge of {self._wanted} units: {self.decision!r}>"
+    def _enter_steps(self, enforcer: EnforcerCore, request: WebRequest) -> Steps[Charge]:
+        return enforcer.enter_steps(request)
 
 
-def joined(rulings: Sequence[CheckResult]) -> CheckResult:
-    """One ruling of those on one request, in the order they were made; only the last can deny."""
-    last = rulings[-1]
-    if len(rulings) == 1 or last.kind == "blocked":
+def joint_result(results: Sequence[CheckResult]) -> CheckResult:
+    """Combine the results of one request, in the order they were made; only the last can deny."""
+    if not results:
+        return PASSED
+    last = results[-1]
+    if len(results) == 1 or last.kind == "blocked":
         return last
-    limited = [each for each in rulings if each.kind == "limited"]
-    shadow_denied = tuple(name for each in rulings for name in each.shadow_denied)
+    limited = [each for each in results if each.kind == "limited"]
+    shadow_denied = tuple(name for each in results for name in each.shadow_denied)
     if last.decision.allowed and not limited:
-        exempt = [each for each in rulings if each.kind == "exempt"]
-        return (exempt or rulings)[0]._replace(shadow_denied=shadow_denied)
+        exempt = [each for each in results if each.kind == "exempt"]
+        return (exempt or results)[0]._replace(shadow_denied=shadow_denied)
     denied = not last.decision.allowed
+    # The counted subjects belong to the applied rules one by one, so they are complete or absent.
+    is_counted = all(len(each.counted) == len(each.applied) for each in results)
     return CheckResult(
         last.decision if denied else combine_decisions([each.decision for each in limited]),
-        tuple(rule for each in rulings for rule in each.applied),
+        tuple(rule for each in results for rule in each.applied),
         last.kind if denied else "limited",
         shadow_denied,
-        _counted(rulings),
+        tuple(subject for each in results for subject in each.counted) if is_counted else (),
     )
 
 
-def _counted(rulings: Sequence[CheckResult]) -> tuple[tuple[str, int], ...]:
-    """Who is counted by each rule of all the rulings, if each of them knows."""
-    if any(len(each.counted) != len(each.applied) for each in rulings):
-        return ()
-    return tuple(who for each in rulings for who in each.counted)
+# ── ASGI ───────────────────────────────────────────────────────────────────────────────────────
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+_STARTS: Final = frozenset(
+    {"http.response.start", "websocket.http.response.start", "websocket.accept"}
+)
+_ENDS: Final = frozenset({"http.response.body", "http.response.pathsend"})
+_DENIAL: Final = "websocket.http.response"
+_POLICY_VIOLATION: Final = 1008  # RFC 6455, 7.4.1
+
+
+class RequestDenied(TollkeeperError):
+    """Unwinds an application whose request was denied; the middleware sends the answer."""
+
+
+def is_request_denied(error: BaseException) -> bool:
+    """Return True for RequestDenied, also in exception groups that hold nothing else."""
+    if isinstance(error, BaseExceptionGroup):
+        return error.split(RequestDenied)[1] is None
+    return isinstance(error, RequestDenied)
+
+
+class AsgiCharges(RequestCharges):
+    """The charges of one ASGI request, and the sender of its response."""
+
+    # Not the scope, which refers to this object: the cycle would be left to the garbage collector.
+    __slots__ = ("_answer", "_prepared", "_send", "denied")
+
+    enforcer: AsyncEnforcer
+
+    def __init__(self, enforcer: AsyncEnforcer, send: Send) -> None:
+        self.enforcer = enforcer
+        self._charges = []
+        self.status = None
+        self._send = send
+        self._prepared: PreparedHeaders | None = None
+        # The answer to a request that cannot be checked.
+        self._answer: HttpAnswer | None = None
+        self.denied: tuple[AsyncEnforcer, AsgiRequest] | None = None
+        """The enforcer that denied the request, and the request as it saw it."""
+
+    def charge_by_peer(self, scope: Scope, app: Any) -> bool:
+        """Charge a request whose peer alone decides, and return True. This is the fast path.
+
+        Return False if the request needs `charge`. Raises RequestDenied.
+        """
+        enforcer = self.enforcer
+        keys = enforcer.keys_by_peer
+        if keys is not None:
+            client = scope.get("client")
+            key = keys.get(client[0]) if client and not switches.limiting_off else None
+            if key is None:
+                return False
+            decision = enforcer.check(key, enforcer.units)
+            charge = scope[CHARGE] = Charge(decision, key, enforcer.units, enforcer)
+            self._charges.append(charge)
+            if not decision.allowed:
+                self.deny(enforcer, RoutedAsgiRequest(scope, app))
+            if not decision.degraded:
+                self._prepared = enforcer.prepared
+            return True
+        if enforcer.options.has_limits:
+            return False
+        scope[CHARGE] = Charge()  # only routes have limits
+        return True
+
+    async def charge(self, enforcer: AsyncEnforcer, request: AsgiRequest) -> Charge:
+        """Charge the request by an enforcer's limits. Raises RequestDenied."""
+        try:
+            charge = (
+                enforcer.enter_now(request) if enforcer.is_quick else await enforcer.enter(request)
+            )
+        except RequestRejected as rejected:
+            self._answer = rejected.answer
+            self.deny(enforcer, request)
+        is_first = not self._charges
+        self._charges.append(charge)
+        request.scope[CHARGE] = charge
+        decision = charge.decision
+        if not decision.allowed:
+            self.deny(enforcer, request)
+        is_quick = is_first and enforcer.is_quick and enforcer.style is self.enforcer.style
+        is_prepared = is_quick and charge.result.kind == "limited" and not decision.degraded
+        self._prepared = enforcer.prepared if is_prepared else None
+        return charge
+
+    def deny(self, enforcer: AsyncEnforcer, request: AsgiRequest) -> NoReturn:
+        """Mark the request as denied by `enforcer`, and unwind the application."""
+        self.denied = enforcer, request
+        self.refund()
+        raise RequestDenied("the request was denied")
+
+    # ── The response ───────────────────────────────────────────────────────────────────────────
+
+    def send(self, message: Message) -> Awaitable[None]:
+        """Send a message, with our headers if it starts a response. Not async: one frame less."""
+        kind = message["type"]
+        if self.denied is not None:
+            return _nothing()
+        if kind in _ENDS:
+            if message.get("more_body") or self.is_settled:
+                return self._send(message)
+            return self._settle_and_send(message)
+        if kind in _STARTS:
+            self.status = message.get("status", 101)
+            return self._send(self._with_headers(message))
+        if kind == "websocket.close" and self.status is None:
+            self.status = 403  # the server's answer to a handshake that is not accepted
+        return self._send(message)
+
+    def _with_headers(self, message: Message) -> Message:
+        """Return a copy of the message with our headers: the application may reuse its own."""
+        enforcer = self.enforcer
+        if self._prepared is not None:
+            ours = self._prepared.headers(self._charges[0].decision, enforcer.now_ns())
+        else:
+            ours = raw_headers_of(self.result, enforcer.now_ns(), enforcer.style)
+        if not ours:
+            return message
+        theirs = message.get("headers")
+        if type(theirs) is not list:
+            theirs = list(theirs or ())
+        changed = dict(message)
+        changed["headers"] = with_raw_headers(theirs, ours)
+        return changed
+
+    async def _settle_and_send(self, message: Message) -> None:
+        await self.settle_async()
+        await self._send(message)
+
+    async def finish(self, receive: Receive) -> None:
+        """Send the answer to a denied request, or settle a cost that was reported late."""
+        if self.denied is not None:
+            await self._send_denial(*self.denied, receive)
+        else:
+            await self.settle_async()
+
+    async def settle_failure(self, error: BaseException) -> None:
+        """Settle a request whose handler raised, or whose task is being cancelled."""
+        # A status that was sent is the outcome: `send` may raise because the client has closed the
+        # connection, and a wrong password must not pass as a 500. A request that is cancelled
+        # without a status counts, or a client could guess and close the connection.
+        if self.status is None:
+            self.fail(error)
+        if self.is_settled:
+            return
+        if any(enforcer.awaits for enforcer, _ in self.unsettled()):
+            # Shielded: a cancelled task may be cancelled again while it awaits.
+            await asyncio.shield(self.settle_async())
+        else:
+            await self.settle_async()
+
+    # ── Denials ────────────────────────────────────────────────────────────────────────────────
+
+    async def _send_denial(
+        self, enforcer: AsyncEnforcer, request: AsgiRequest, receive: Receive
+    ) -> None:
+        """Refund what was charged, and answer a denied request."""
+        scope, answered, self.status = request.scope, self.status, None
+        await self.settle_async()
+        self.status = answered
+        self.denied = None  # from here on, `send` sends
+        if self.status is not None and scope["type"] == "http":
+            raise RequestDenied(
+                "a request was limited after its response had started; check the limit earlier"
+            )
+        if self._answer is not None:
+            await self._send_answer(self._answer, scope, self._send)
+            return
+        result = self.result
+        response = await enforcer.response(request, result)
+        if response is None:
+            await self._send_answer(enforcer.default_response(result), scope, self._send)
+        elif isinstance(response, HttpAnswer):
+            await self._send_answer(response, scope, self.send)  # with our headers
+        elif not callable(response):
+            raise ConfigError(
+                f"on_limit returned {show(response)}; return a response of the framework, "
+                f"such as JSONResponse(…, status_code=429), an HttpAnswer, or None"
+            )
+        elif scope["type"] == "http" or self._may_answer_websocket(scope):
+            await response(scope, receive, self.send)
+        else:
+            await self._close_websocket()
+
+    async def _send_answer(self, answer: HttpAnswer, scope: Scope, send: Send) -> None:
+        if scope["type"] == "http":
+            prefix = "http.response"
+        elif self._may_answer_websocket(scope):
+            prefix = _DENIAL
+        else:
+            await self._close_websocket()
+            return
+        self.status = answer.status
+        headers = [*answer.raw_headers(), (b"content-length", b"%d" % len(answer.body))]
+        body = b"" if scope.get("method") == "HEAD" else answer.body
+        await send({"type": f"{prefix}.start", "status": answer.status, "headers": headers})
+        await send({"type": f"{prefix}.body", "body": body})
+
+    def _may_answer_websocket(self, scope: Scope) -> bool:
+        return self.status is None and _DENIAL in (scope.get("extensions") or ())
+
+    async def _close_websocket(self) -> None:
+        await self._send(
+            {"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": "limit exceeded"}
+        )
+
+
+def charges_of(scope: Scope) -> AsgiCharges:
+    """Return the charges of a request. Raises ConfigError if no middleware made them."""
+    charges = scope.get(CHARGES)
+    if isinstance(charges, AsgiCharges):
+        return charges
+    raise ConfigError(
+        "a route has a limit, but no RateLimit is installed in the application that serves the "
+        "request; install it: app.add_middleware(RateLimit, …), or in FastAPI RateLimit(app)"
+    )
+
+
+async def _nothing() -> None:
+    """Discard a message of a denied request: the middleware sends the answer."""

@@ -1,15 +1,14 @@
-"""Who a bearer token says its owner is: a claim of a JSON Web Token.
+"""A source of identity: a claim of a JSON Web Token.
 
-A token is either verified here, or it was verified by the gateway that everything comes through.
-There is no third way: a claim that nobody has verified is whatever the client likes, and each of
-its requests could be somebody else's.
+A token is verified either here or by a gateway that every request passes. There is no third
+choice: a client can write anything into an unverified claim, and could pose as another client with
+every request.
 
-A token that is expired, forged or not a token at all is as good as none: the next source of
-identity is asked, and `rejected` counts one more. Refusing it is for the application to do.
+A token that is expired, forged or malformed counts as absent: identity tries its next source, and
+`rejected` grows by one. Rejecting the request is up to the application.
 
-PyJWT verifies (`pip install 'tollkeeper[jwt]'`). Which algorithms are allowed is said at the start
-and never read from the token; `none` is not among them, and a key that is for signatures cannot be
-used as a shared secret.
+PyJWT verifies (`pip install 'tollkeeper[jwt]'`). The allowed algorithms are configured and never
+read from the token. `none` is not allowed, and a public key cannot be used as a shared secret.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from typing import Any, Final
 
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.limiter.arguments import kind_of, name_of
-from tollkeeper.web.calls import UNCLEAR, Call, sole_header
+from tollkeeper.web.requests import UNCLEAR, WebRequest, sole_header
 
-# Servers allow headers of about this size; a token with more is none of ours.
+# Servers allow headers of about this size. A longer token counts as invalid.
 TOKEN_LENGTH_MAX: Final = 8_192
 LEEWAY_SECONDS_MAX: Final = 3_600
 
 _BEARER: Final = "bearer "
 _EXAMPLE: Final = 'for example Claim("sub", key=PUBLIC_KEY, algorithms=["RS256"])'
 
-# What a secret, a PEM text or a key object can be; or a function from a token to one of these.
-Key = Any
+# A secret, PEM text, a key object, or a function from a token to one of these.
+TokenKey = Any
 
 
 def bearer_of(value: str | None) -> str | None:
-    """The token in the value of an Authorization header; None if it holds none.
+    """Return the token in an Authorization header; None if there is no bearer token.
 
     >>> bearer_of("Bearer abc"), bearer_of("Basic abc")
     ('abc', None)
@@ -52,29 +51,29 @@ class Claim:
 
         Claim("sub", key=PUBLIC_KEY, algorithms=["RS256"], audience="shop", issuer="https://id")
 
-    `key`         a public key as PEM text, a shared secret, or a function that is given the token
-                  and returns the key, such as one that looks it up in a JWKS. It runs on every
-                  request, so it has to have the keys at hand; for a token whose key it does not
-                  have it raises LookupError, ValueError or an error of PyJWT.
-    `algorithms`  those that are allowed.
-    `audience`, `issuer`  what the token has to say there; by default they are not looked at.
-    `leeway`      seconds that clocks may differ by.
-    `header`      where the token is, if not in Authorization.
+    `key`         a public key as PEM text, a shared secret, or a function that takes the token and
+                  returns the key, for example from a JWKS. The function runs on every request, so
+                  it must keep the keys in memory. If it has no key for a token, it raises
+                  LookupError, ValueError or an error of PyJWT.
+    `algorithms`  the allowed algorithms.
+    `audience`, `issuer`  the required values of `aud` and `iss`; by default any value is accepted.
+    `leeway`      the number of seconds that clocks may differ by.
+    `header`      the header that holds the token; by default Authorization.
 
-    Verified before:
+    Verified by a gateway:
 
         Claim("sub", trusted_gateway=True)
 
-    This decodes the token and verifies nothing. It is safe only where every request comes through
-    a gateway that verifies the token and refuses it otherwise, and where nobody can reach the
-    application past the gateway. Anywhere else each client chooses who it is.
+    This decodes the token without verifying it. It is safe only if every request passes a gateway
+    that verifies the token and rejects invalid ones, and if no client can reach the application
+    directly. Otherwise each client chooses its own identity.
     """
 
     def __init__(
         self,
         name: str,
         *,
-        key: Key | Callable[[str], Key] | None = None,
+        key: TokenKey | Callable[[str], TokenKey] | None = None,
         algorithms: Sequence[str] = (),
         audience: str | Sequence[str] | None = None,
         issuer: str | Sequence[str] | None = None,
@@ -85,34 +84,34 @@ class Claim:
         _check_texts(name, header)
         if trusted_gateway is not (key is None):
             raise ConfigError(
-                "a claim is verified with a key, or was by a gateway: give key= and algorithms=, "
-                f"or trusted_gateway=True; {_EXAMPLE}"
+                "a claim needs key= and algorithms= to be verified here, or trusted_gateway=True "
+                f"if a gateway has verified it; {_EXAMPLE}"
             )
         self.name = name
         self.rejected = 0
-        """Tokens that were there and no good. Counted without a lock: about right."""
+        """The number of invalid tokens. It is counted without a lock, so it may be slightly low."""
         self._header = header.lower()
         self._read: Callable[[str], object] = _unverified
         if not trusted_gateway:
             self._read = _verifier(key, algorithms, audience, issuer, leeway)
         elif algorithms or audience is not None or issuer is not None:
             raise ConfigError(
-                "with trusted_gateway=True nothing is verified, so algorithms=, audience= and "
-                f"issuer= would do nothing; give a key too, {_EXAMPLE}"
+                "trusted_gateway=True verifies nothing, so algorithms=, audience= and issuer= have "
+                f"no effect; to verify the token here, give a key, {_EXAMPLE}"
             )
 
-    def __call__(self, call: Call) -> str | None:
-        """The claim's value as text; None without a token that is good and has it."""
-        value = sole_header(call, self._header)
+    def __call__(self, request: WebRequest) -> str | None:
+        """Return the claim's value as text; None without a valid token that has the claim."""
+        value = sole_header(request, self._header)
         if value == UNCLEAR:
             return value
         token = bearer_of(value)
         if token is None and self._header != "authorization" and value:
-            token = value.strip()  # headers of gateways hold the token alone
+            token = value.strip()  # a gateway's header holds the token alone
         return None if token is None else self.of_token(token)
 
     def of_token(self, token: str) -> str | None:
-        """The claim of this token; None if the token is no good or does not have it."""
+        """Return the claim of this token; None if the token is invalid or lacks the claim."""
         try:
             claims = self._read(token) if len(token) <= TOKEN_LENGTH_MAX else None
         except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
@@ -133,11 +132,11 @@ class Claim:
 def _check_texts(name: object, header: object) -> None:
     for what, value in (("the name of a claim", name), ("header", header)):
         if not isinstance(value, str) or not value or not value.isprintable():
-            raise ConfigError(f"{what} is not {show(value)} but printable text; {_EXAMPLE}")
+            raise ConfigError(f"{what} must be printable text, not {show(value)}; {_EXAMPLE}")
 
 
 def _unverified(token: str) -> object:
-    """What a token says, whoever signed it."""
+    """Decode the claims of a token without verifying its signature."""
     parts = token.split(".", 3)
     if len(parts) != 3:
         return None
@@ -146,29 +145,29 @@ def _unverified(token: str) -> object:
 
 
 def _verifier(
-    key: Key,
+    key: TokenKey,
     algorithms: Sequence[str],
     audience: str | Sequence[str] | None,
     issuer: str | Sequence[str] | None,
     leeway: float,
 ) -> Callable[[str], object]:
-    """A function from a token to its claims; None for one that is no good."""
+    """Return a function from a token to its claims; it returns None for an invalid token."""
     try:
-        import jwt  # noqa: PLC0415 - only those who verify need it
+        import jwt  # noqa: PLC0415 - only verification needs it
     except ImportError:
-        raise ConfigError(
-            "PyJWT, which verifies tokens, is not installed: pip install 'tollkeeper[jwt]'"
-        ) from None
+        raise ConfigError("verifying tokens needs PyJWT: pip install 'tollkeeper[jwt]'") from None
     allowed = _algorithms(algorithms, set(jwt.algorithms.get_default_algorithms()))
     _check_terms(audience, issuer, leeway)
     _check_key(key)
     prepared = key
     if not callable(key):
         try:
-            # Once, and not for every token: reading PEM takes longer than verifying does.
+            # Parsed once: parsing PEM takes longer than verifying a token.
             prepared = jwt.get_algorithm_by_name(allowed[0]).prepare_key(key)
         except (jwt.PyJWTError, ValueError, TypeError) as error:
-            raise ConfigError(f"the key is none for {allowed[0]}: {error}; {_EXAMPLE}") from None
+            raise ConfigError(
+                f"the key is not valid for {allowed[0]}: {error}; {_EXAMPLE}"
+            ) from None
 
     def claims_of(token: str) -> object:
         try:
@@ -179,7 +178,7 @@ def _verifier(
                 audience=audience,
                 issuer=issuer,
                 leeway=leeway,
-                # A `sub` that is a number is one to us; `aud` counts where one was named.
+                # A numeric `sub` is accepted; `aud` is checked only if an audience is configured.
                 options={"verify_aud": audience is not None, "verify_sub": False},
             )
         except jwt.PyJWTError:
@@ -188,14 +187,14 @@ def _verifier(
     return claims_of
 
 
-def _check_key(key: Key) -> None:
+def _check_key(key: TokenKey) -> None:
     if isinstance(key, str | bytes) and not key.strip():
-        # As from a variable that is not set. Anybody can sign with it, and not every PyJWT minds.
-        raise ConfigError(f"the key is empty, so that anybody could sign with it; {_EXAMPLE}")
+        # For example from an unset variable. Some versions of PyJWT accept an empty key.
+        raise ConfigError(f"the key is empty, so anyone could sign with it; {_EXAMPLE}")
     if callable(key) and kind_of(key) != "plain":
         raise ConfigError(
-            f"key={name_of(key)} is async, and a key is asked for without waiting; write a plain "
-            f"function that has the keys at hand"
+            f"key={name_of(key)} is async, but the key function is not awaited; write a plain "
+            f"function that keeps the keys in memory"
         )
 
 
@@ -218,12 +217,12 @@ def _algorithms(algorithms: Sequence[str], known: set[str]) -> list[str]:
     unknown = [each for each in wanted if not isinstance(each, str) or each not in known]
     if not wanted or unknown:
         raise ConfigError(
-            f"algorithms={show(algorithms)} is not a list of known ones; "
+            f"algorithms={show(algorithms)} is not a list of known algorithms; "
             f"choose from {', '.join(sorted(known))}"
         )
     if len({each.startswith("HS") for each in wanted}) > 1:
         raise ConfigError(
-            f"algorithms={show(algorithms)} mixes secrets (HS…) with signatures: whoever has the "
-            f"public key could sign with it; name one kind"
+            f"algorithms={show(algorithms)} mixes shared secrets (HS…) and public keys: anyone who "
+            f"has the public key could sign with it; choose one kind"
         )
     return wanted

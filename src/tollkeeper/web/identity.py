@@ -1,20 +1,25 @@
-"""Stage 1 at the edge: who is asking, found in a request of the web.
+"""Who sent a request: fields for rules, or a key for limits.
 
-A *source* says where to look. Sources are tried in order, and the first that finds something is
-taken. They are written as text, or are functions from a Call to text:
+A *source* says where to look for a value. Sources are tried in order, and the first one that finds
+a value wins. A source is text, or a function from a WebRequest to text:
 
     header:X-API-Key    a header
     bearer              the token of `Authorization: Bearer …`
     claim:sub           a claim of that token, UNVERIFIED: see `claims.Claim` for when that is safe,
                         and for claims that are verified
-    query:key           a field of the query
+    query:key           a query field
     cookie:sid          a cookie
     session:user_id     a value of the framework's session
     address             the client's address, behind trusted proxies
 
-Nothing that a client sends is an error here. What is empty counts as absent. What is too long for
-a key, or cannot be printed, counts as a digest of it. Tokens, cookies and the Authorization header
-are secrets: of those it is always the digest that counts, so that none gets into a store or a log.
+Nothing that a client sends is an error here. An empty value counts as absent. A value that is too
+long for a key, or not printable, is replaced by its digest. Tokens, cookies and the Authorization
+header are secrets: they are always digested, so that no secret reaches a store or a log.
+
+**Keys.** `RequestKeys` makes the key for limits. It is one string, `"address:192.0.2.1"`, because a
+store decides that fastest. It is a tuple where strings could collide: next to a key function of the
+application, which may return anything, and for sources such as `query:a` and `query:a:b`. With
+`per_route` the route is one more part. If the key depends on the peer alone, keys are cached.
 """
 
 from __future__ import annotations
@@ -23,73 +28,81 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import iscoroutinefunction
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.model import NAME_LENGTH_MAX, REQUEST_FIELDS, Request
+from tollkeeper.core.subjects import Key
+from tollkeeper.rules.matching.patterns import normalised
 from tollkeeper.web.addresses import LOG, ClientAddresses, ForwardedHeader
-from tollkeeper.web.calls import UNCLEAR, Call, clean_value, digest_of, sole_header
 from tollkeeper.web.claims import Claim, bearer_of
+from tollkeeper.web.requests import UNCLEAR, WebRequest, clean_value, digest_of, sole_header
 
-Source = str | Callable[[Call], str | None]
+IdentitySource = str | Callable[[WebRequest], str | None]
+KeySource = IdentitySource | Sequence[IdentitySource] | Callable[[WebRequest], Any]
+"""Where the key of limits comes from. A single function may return a Key, a Request, or None."""
 
 FIELDS_MAX: Final = 64
 SOURCES_MAX: Final = 16
-# Lists of sources that are remembered as compiled; applications have one for each route at most.
+# Compiled lists of sources that are cached. An application has at most one for each route.
 COMPILED_MAX: Final = 1_024
+# A longer path is digested, so that it fits into a key.
+ROUTE_LENGTH_MAX: Final = 200
+# Peers whose keys are cached, about 2 MB. All are dropped when there are more.
+PEERS_MAX: Final = 10_000
 
-# Who shows nothing at all: they share one key.
-NOBODY: Final = ("anonymous", "*")
+# The key of requests in which no source finds a value. They share one count.
+ANONYMOUS: Final = ("anonymous", "*")
 
-_OF_THE_CALL: Final = {
-    "ip": "it is always the client's address; name the proxies with trusted_proxies=",
+_FIXED_FIELDS: Final = {
+    "ip": "it is always the client's address; configure proxies with trusted_proxies=",
     "endpoint": "it is always the route or the path",
     "method": "it is always the request's method",
 }
-_KNOWN: Final = (
+_KNOWN_SOURCES: Final = (
     "header:NAME, bearer, claim:NAME, query:NAME, cookie:NAME, session:NAME, address, "
-    "or a function of the call"
+    "or a function of the request"
 )
 _SECRET_HEADERS: Final = frozenset({"authorization", "proxy-authorization", "cookie"})
 _HEADER_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}")
-# The one character that no key may hold, as a path may: `rules/matching/paths.py` decodes it.
+# The only character that a path may hold and a key may not: `rules/matching/patterns.py` decodes it
 _SEPARATOR_IN_PATH: Final = re.compile(r"%1[fF]|\x1f")
 
-Reader = Callable[[Call], str | None]
+Reader = Callable[[WebRequest], str | None]
 
 
-class Compiled(NamedTuple):
-    """A source, ready to be read: what it is called, and a function to a clean value."""
+class CompiledSource(NamedTuple):
+    """A source that is ready to be read: its label, and a function to a clean value."""
 
     label: str
     read: Reader
 
 
-_Named = list[tuple[str, tuple[Reader, ...]]]
+_FieldReaders = list[tuple[str, tuple[Reader, ...]]]
 
 
 class Identity:
-    """Who a request is from, as a Request for rules or as a key for limits.
+    """Reads from a request who sent it, as a Request for rules or as a key for limits.
 
     >>> identity = Identity({"api_key": "header:X-API-Key", "user": ["session:user", "claim:sub"]})
-    >>> from tollkeeper.web.calls import AsgiCall
-    >>> call = AsgiCall({"type": "http", "path": "/", "headers": [(b"x-api-key", b"sk_1")]})
-    >>> identity.request_of(call).api_key
+    >>> from tollkeeper.web.requests import AsgiRequest
+    >>> request = AsgiRequest({"type": "http", "path": "/", "headers": [(b"x-api-key", b"sk_1")]})
+    >>> identity.request_of(request).api_key
     'sk_1'
-    >>> identity.key_of(call, ["bearer", "header:X-API-Key"])
+    >>> identity.key_of(request, ["bearer", "header:X-API-Key"])
     ('header:x-api-key', 'sk_1')
 
     `fields`           for each field of a Request (user, api_key, tenant, tier; any other name is
-                       one of its attributes) a source, or several in the order of priority. `ip`,
-                       `endpoint` and `method` are always the call's own.
-    `trusted_proxies`, `ipv6_prefix`, `forwarded`  as of `addresses.ClientAddresses`.
+                       one of its attributes) a source, or several in order of priority. `ip`,
+                       `endpoint` and `method` always come from the request itself.
+    `trusted_proxies`, `ipv6_prefix`, `forwarded`  see `addresses.ClientAddresses`.
 
-    Raises ConfigError at once for what it does not know.
+    Raises ConfigError at once for an unknown source.
     """
 
     def __init__(
         self,
-        fields: Mapping[str, Source | Sequence[Source]] | None = None,
+        fields: Mapping[str, IdentitySource | Sequence[IdentitySource]] | None = None,
         *,
         trusted_proxies: Sequence[str] = (),
         ipv6_prefix: int = 64,
@@ -98,93 +111,107 @@ class Identity:
         self._addresses = ClientAddresses(
             trusted_proxies, ipv6_prefix=ipv6_prefix, forwarded=forwarded
         )
-        self._compiled: dict[object, tuple[Compiled, ...]] = {}
-        self._fields: _Named = []
-        self._attributes: _Named = []
+        self._compiled: dict[object, tuple[CompiledSource, ...]] = {}
+        self._fields: _FieldReaders = []
+        self._attributes: _FieldReaders = []
         for name, sources in _checked_fields(fields).items():
-            readers = tuple(each.read for each in self._several(sources, name))
+            readers = tuple(each.read for each in self._compile_all(sources, name))
             kept = self._fields if name in REQUEST_FIELDS else self._attributes
             kept.append((name, readers))
 
-    def address_of(self, call: Call) -> str | None:
-        """The client's address, behind trusted proxies; IPv6 as the first of its network."""
-        return self._addresses.of(call)
+    @property
+    def trusts_proxies(self) -> bool:
+        """True if the address of a client depends on anything but the peer."""
+        return self._addresses.trusts_proxies
 
-    def knows(self, peer: str) -> bool:
-        """Whether a peer's address need not be asked for again, if nobody forwards for others."""
-        return self._addresses.knows(peer)
+    def address_of(self, request: WebRequest) -> str | None:
+        """Return the client's address, behind trusted proxies; of an IPv6 network the first."""
+        return self._addresses.of(request)
 
-    def request_of(self, call: Call) -> Request:
-        """The request as rules see it."""
-        found = _found(self._fields, call)
+    def is_cached(self, peer: str) -> bool:
+        """Return True if the address of this peer is cached."""
+        return self._addresses.is_cached(peer)
+
+    def request_of(self, request: WebRequest) -> Request:
+        """Return the request as rules see it."""
+        found = _read_fields(self._fields, request)
         return Request(
             found.get("user"),
             found.get("api_key"),
-            self._addresses.of(call),
+            self._addresses.of(request),
             found.get("tenant"),
             found.get("tier"),
-            _endpoint_of(call),
-            clean_value(call.method),
-            _found(self._attributes, call),
+            _endpoint_of(request),
+            clean_value(request.method),
+            _read_fields(self._attributes, request),
         )
 
-    def key_of(self, call: Call, sources: Source | Sequence[Source]) -> tuple[str, str]:
-        """The first source that finds something, and what it found; or ("anonymous", "*").
+    def key_of(
+        self, request: WebRequest, sources: IdentitySource | Sequence[IdentitySource]
+    ) -> tuple[str, str]:
+        """Return the first source that finds a value, and the value; or ("anonymous", "*").
 
-        The source is part of the key, so that a header cannot name somebody else's cookie.
+        The source is part of the key, so that a header cannot imitate another client's cookie.
         """
-        for label, read in self.compiled(sources):
-            value = read(call)
-            if value is not None:
-                return label, value
-        return NOBODY
+        return first_found(self.compiled(sources), request)
 
-    def compiled(self, sources: Source | Sequence[Source]) -> tuple[Compiled, ...]:
-        """The sources, checked and ready; the same ones are compiled once."""
+    def compiled(
+        self, sources: IdentitySource | Sequence[IdentitySource]
+    ) -> tuple[CompiledSource, ...]:
+        """Check and compile sources; the result is cached."""
         key = tuple(sources) if isinstance(sources, list) else sources
         try:
             known = self._compiled.get(key)
-        except TypeError:  # a function that cannot be a key of a dict
-            return self._several(sources, "key")
+        except TypeError:  # a function that is not hashable
+            return self._compile_all(sources, "key")
         if known is None:
-            known = self._several(sources, "key")
+            known = self._compile_all(sources, "key")
             if len(self._compiled) >= COMPILED_MAX:
                 self._compiled.clear()
             self._compiled[key] = known
         return known
 
-    def _several(self, sources: object, what: str) -> tuple[Compiled, ...]:
+    def _compile_all(self, sources: object, what: str) -> tuple[CompiledSource, ...]:
         each: Sequence[object] = sources if isinstance(sources, list | tuple) else (sources,)
         if not 1 <= len(each) <= SOURCES_MAX:
             raise ConfigError(
                 f"{what} has {len(each)} sources and may have 1 to {SOURCES_MAX}; "
                 f'for example ["header:X-API-Key", "address"]'
             )
-        return tuple(self._one(source, what, place) for place, source in enumerate(each, start=1))
+        return tuple(self._compile(source, what, place) for place, source in enumerate(each, 1))
 
-    def _one(self, source: object, what: str, place: int) -> Compiled:
+    def _compile(self, source: object, what: str, place: int) -> CompiledSource:
         if isinstance(source, Claim):
-            return Compiled(f"claim:{source.name}", partial(_of_function, source))
+            return CompiledSource(f"claim:{source.name}", partial(_of_function, source))
         if callable(source):
             if iscoroutinefunction(source) or iscoroutinefunction(type(source).__call__):
                 raise ConfigError(
-                    f"{what}: {show(source)} is async, and a source is asked without waiting; "
+                    f"{what}: {show(source)} is async, but a source is not awaited; "
                     f"write a plain function"
                 )
-            return Compiled(f"custom:{place}", partial(_of_function, source))
+            return CompiledSource(f"custom:{place}", partial(_of_function, source))
         if source == "address":
-            return Compiled("address", self._addresses.of)
+            return CompiledSource("address", self._addresses.of)
         if not isinstance(source, str):
-            raise ConfigError(f"{what}: {show(source)} is not a source; write {_KNOWN}")
-        return _compiled_text(source, what)
+            raise ConfigError(f"{what}: {show(source)} is not a source; write {_KNOWN_SOURCES}")
+        return _compile_text(source, what)
 
 
-def _found(fields: _Named, call: Call) -> dict[str, str]:
-    """For each field, what the first of its sources finds that finds something."""
+def first_found(sources: tuple[CompiledSource, ...], request: WebRequest) -> tuple[str, str]:
+    """Return the label and the value of the first source that finds one; or ANONYMOUS."""
+    for label, read in sources:
+        value = read(request)
+        if value is not None:
+            return label, value
+    return ANONYMOUS
+
+
+def _read_fields(fields: _FieldReaders, request: WebRequest) -> dict[str, str]:
+    """Return for each field the value of the first source that finds one."""
     found: dict[str, str] = {}
     for name, readers in fields:
         for read in readers:
-            value = read(call)
+            value = read(request)
             if value is not None:
                 found[name] = value
                 break
@@ -192,8 +219,8 @@ def _found(fields: _Named, call: Call) -> dict[str, str]:
 
 
 def _checked_fields(
-    fields: Mapping[str, Source | Sequence[Source]] | None,
-) -> Mapping[str, Source | Sequence[Source]]:
+    fields: Mapping[str, IdentitySource | Sequence[IdentitySource]] | None,
+) -> Mapping[str, IdentitySource | Sequence[IdentitySource]]:
     if fields is None:
         return {}
     if not isinstance(fields, Mapping) or len(fields) > FIELDS_MAX:
@@ -207,87 +234,177 @@ def _checked_fields(
                 f"fields: {show(name)} is not the name of a field or an attribute; "
                 f"for example user, api_key, tenant, tier, region"
             )
-        if name in _OF_THE_CALL:
-            raise ConfigError(f"fields: {name} cannot be set: {_OF_THE_CALL[name]}")
+        if name in _FIXED_FIELDS:
+            raise ConfigError(f"fields: {name} cannot be set: {_FIXED_FIELDS[name]}")
     return fields
 
 
-def _compiled_text(source: str, what: str) -> Compiled:
+# ── Keys for limits ────────────────────────────────────────────────────────────────────────────
+
+
+class RequestKeys:
+    """Makes the key of each request of one enforcer: a Key for limits, a Request for rules."""
+
+    def __init__(
+        self, identity: Identity, key: KeySource | None, *, per_route: bool, has_rules: bool
+    ) -> None:
+        self.hook: Callable[[WebRequest], Any] | None = (
+            key if callable(key) and not isinstance(key, Claim) else None
+        )
+        """The application's own key function. Its result goes through `of_hook`."""
+        self._identity = identity
+        self._has_rules = has_rules
+        self._per_route = per_route
+        self._as_request = key is None and has_rules
+        self._sources = identity.compiled(
+            "address" if key is None or self.hook is not None else cast("IdentitySource", key)
+        )
+        self._as_text = self.hook is None and not _is_ambiguous(self._sources)
+        by_address = self._as_text and [each.label for each in self._sources] == ["address"]
+        by_peer = by_address and not (self._as_request or per_route or identity.trusts_proxies)
+        self.by_peer: dict[str, str] | None = {} if by_peer else None
+        """The cached keys, if a key depends on the peer alone; otherwise None."""
+
+    def of(self, request: WebRequest) -> Key | Request:
+        """Return the key of a request, where there is no key function."""
+        if self._as_request:
+            return self._identity.request_of(request)
+        if self.by_peer is None:
+            return self._from_sources(request)
+        peer = request.peer
+        return (self.by_peer.get(peer) if peer else None) or self._learn(peer, request)
+
+    def of_hook(self, found: Any, request: WebRequest) -> Key | Request:
+        """Return the key for `found`, the result of the key function."""
+        if found is None:
+            if self._has_rules:
+                return self._identity.request_of(request)
+            return self._from_sources(request)
+        if not self._per_route or isinstance(found, Request):
+            return cast("Key", found)
+        parts = found if isinstance(found, tuple) else (found,)
+        return (*parts, _route_of(request))
+
+    def _learn(self, peer: str | None, request: WebRequest) -> Key:
+        """Return the key of a peer that is not cached, and cache it."""
+        key = self._from_sources(request)
+        if peer is None or self.by_peer is None or not self._identity.is_cached(peer):
+            return key
+        if isinstance(key, str):
+            if len(self.by_peer) >= PEERS_MAX:
+                self.by_peer.clear()
+            self.by_peer[peer] = key
+        return key
+
+    def _from_sources(self, request: WebRequest) -> Key:
+        label, value = first_found(self._sources, request)
+        if self._per_route:
+            return label, value, _route_of(request)
+        return f"{label}:{value}" if self._as_text else (label, value)
+
+
+def _is_ambiguous(sources: tuple[CompiledSource, ...]) -> bool:
+    """Return True if "label:value" of two sources may be equal, as of query:a and query:a:b."""
+    labels = [source.label for source in sources]
+    return any(
+        other.startswith(f"{label}:") for label in labels for other in labels if other != label
+    )
+
+
+def _route_of(request: WebRequest) -> str:
+    """Return the route's template or the path, short enough for a key."""
+    route = request.route or normalised(request.path)
+    if 0 < len(route) <= ROUTE_LENGTH_MAX and route.isascii() and route.isprintable():
+        return route
+    return digest_of(route)
+
+
+def _endpoint_of(request: WebRequest) -> str:
+    path = request.route or request.path
+    if "%1" in path or "\x1f" in path:
+        return _SEPARATOR_IN_PATH.sub("%251F", path)
+    return path
+
+
+# ── Sources ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _compile_text(source: str, what: str) -> CompiledSource:
     kind, colon, name = source.partition(":")
     if source == "bearer":
-        return Compiled(source, _of_bearer)
+        return CompiledSource(source, _of_bearer)
     if not colon or (kind != "claim" and kind not in _READERS):
-        raise ConfigError(f"{what}: {show(source)} is not a source; write {_KNOWN}")
+        raise ConfigError(f"{what}: {show(source)} is not a source; write {_KNOWN_SOURCES}")
     if kind == "header":
         name = name.lower()
-        right = _HEADER_NAME.fullmatch(name) is not None
+        is_valid = _HEADER_NAME.fullmatch(name) is not None
     else:
-        right = 0 < len(name) <= NAME_LENGTH_MAX and name.isprintable()
-    if not right:
-        raise ConfigError(f"{what}: {show(source)} has no name that can be looked for; {_KNOWN}")
+        is_valid = 0 < len(name) <= NAME_LENGTH_MAX and name.isprintable()
+    if not is_valid:
+        raise ConfigError(f"{what}: {show(source)} has an invalid name; write {_KNOWN_SOURCES}")
     if kind == "claim":
-        return Compiled(source, partial(_of_function, Claim(name, trusted_gateway=True)))
+        return CompiledSource(source, partial(_of_function, Claim(name, trusted_gateway=True)))
     read = _READERS[kind]
     if name in _SECRET_HEADERS and kind == "header":
         read = _of_secret_header
-    return Compiled(f"{kind}:{name}", partial(read, name))
+    return CompiledSource(f"{kind}:{name}", partial(read, name))
 
 
-def _of_header(name: str, call: Call) -> str | None:
-    value = sole_header(call, name)
+def _of_header(name: str, request: WebRequest) -> str | None:
+    value = sole_header(request, name)
     return clean_value(value) if value else None
 
 
-def _of_secret_header(name: str, call: Call) -> str | None:
-    return _digest(sole_header(call, name))
+def _of_secret_header(name: str, request: WebRequest) -> str | None:
+    return _digest(sole_header(request, name))
 
 
-def _of_bearer(call: Call) -> str | None:
-    value = sole_header(call, "authorization")
+def _of_bearer(request: WebRequest) -> str | None:
+    value = sole_header(request, "authorization")
     return _digest(value if value == UNCLEAR else bearer_of(value))
 
 
-def _of_query(name: str, call: Call) -> str | None:
-    value = call.query(name)
+def _of_query(name: str, request: WebRequest) -> str | None:
+    value = request.query(name)
     return clean_value(value) if value else None
 
 
-def _of_cookie(name: str, call: Call) -> str | None:
-    return _digest(call.cookie(name))
+def _of_cookie(name: str, request: WebRequest) -> str | None:
+    return _digest(request.cookie(name))
 
 
-def _of_session(name: str, call: Call) -> str | None:
-    session = call.session
+def _of_session(name: str, request: WebRequest) -> str | None:
+    session = request.session
     if session is None:
-        _warn_of_session(name)
+        _warn_about_session(name)
         return None
     value = session.get(name)
-    # What is neither text nor a number, such as an object of the application, names nobody.
+    # Only text and numbers can be part of a key. Any other object counts as absent.
     return clean_value(str(value)) if _is_name(value) else None
 
 
-# Names of which the operator was told; as many as the application has sources.
-_told: Final[set[str]] = set()
+# Names for which the warning was logged; at most one for each source of the application.
+_warned: Final[set[str]] = set()
 
 
-def _warn_of_session(name: str) -> None:
-    """Tell the operator once: who is looked for where nobody can be found shares one count."""
-    if name not in _told:
-        _told.add(name)
+def _warn_about_session(name: str) -> None:
+    """Log once that there is no session: all clients then share one count."""
+    if name not in _warned:
+        _warned.add(name)
         LOG.warning(
-            "session:%s is looked for in a request that has no session, so that it finds nobody; "
-            "what opens sessions has to be around the limits: add it after them in Starlette and "
-            "FastAPI, list it before them in Django",
+            "session:%s finds no value because the request has no session; the session middleware "
+            "must wrap the limits: add it after them in Starlette and FastAPI, list it before "
+            "them in Django",
             name,
         )
 
 
-def _of_function(function: Callable[[Call], object], call: Call) -> str | None:
-    value = function(call)
+def _of_function(function: Callable[[WebRequest], object], request: WebRequest) -> str | None:
+    value = function(request)
     if value is None:
         return None
     if not _is_name(value):
-        # The application's mistake and not the client's, so it is no ConfigError, which is a 400.
+        # A defect of the application. A ConfigError would blame the client with a 400.
         raise TypeError(
             f"the source {show(function)} returned {show(value)}; a source returns text or None"
         )
@@ -303,16 +420,9 @@ def _digest(secret: str | None) -> str | None:
     return digest_of(secret) if secret else None
 
 
-_READERS: Final[Mapping[str, Callable[[str, Call], str | None]]] = {
+_READERS: Final[Mapping[str, Callable[[str, WebRequest], str | None]]] = {
     "header": _of_header,
     "query": _of_query,
     "cookie": _of_cookie,
     "session": _of_session,
 }
-
-
-def _endpoint_of(call: Call) -> str:
-    path = call.route or call.path
-    if "%1" in path or "\x1f" in path:
-        return _SEPARATOR_IN_PATH.sub("%251F", path)
-    return path

@@ -33,9 +33,9 @@ from tollkeeper.rules.document.reading import DocumentError
 from tollkeeper.rules.document.tree import DocumentProblem
 from tollkeeper.service.admin.plane import NoDatabase, etag_of
 from tollkeeper.service.http.tokens import TokenRejection
-from tollkeeper.web import problems
+from tollkeeper.web import answers
 
-MEDIA_TYPE: Final = problems.CONTENT_TYPE
+MEDIA_TYPE: Final = answers.PROBLEM_CONTENT_TYPE
 # Of what is wrong with a document, or unsafe in it; `detail` says how many there are.
 LISTED_MAX: Final = 100
 RETRY_AFTER_S: Final = 1
@@ -76,8 +76,8 @@ def problem(
     **more: Any,
 ) -> Response:
     """A problem as a response."""
-    members = {**problems.problem(status, code, detail), **more}
-    answer = problems.problem_answer(members, list((headers or {}).items()))
+    members = {**answers.problem(status, code, detail), **more}
+    answer = answers.problem_answer(members, list((headers or {}).items()))
     return Response(answer.body, answer.status, dict(answer.headers))
 
 

@@ -21,13 +21,13 @@ from tollkeeper.core.model import CheckResult, Limit, ResultKind
 from tollkeeper.decide.combine import combine_decisions
 from tollkeeper.service.envoy.protocol.messages import RateLimitResponse
 from tollkeeper.web.answers import (
-    Answer,
+    HttpAnswer,
     Style,
-    bad_request_of,
-    capacity_refusal_of,
-    over_limit,
+    capacity_answer,
+    denial_answer,
+    invalid_request_answer,
+    is_over_limit,
     raw_headers_of,
-    refusal_of,
 )
 
 # What became of a descriptor.
@@ -63,13 +63,13 @@ def response_of(outcomes: Sequence[Outcome], now_ns: int, style: Style) -> RateL
     refusal = _failure_of(outcomes)
     if refusal is None:
         ruling = merged([each for each in outcomes if isinstance(each, CheckResult)])
-        if not over_limit(ruling):
+        if not is_over_limit(ruling):
             for name, value in raw_headers_of(ruling, now_ns, style):
                 response.response_headers_to_add.add(
                     key=name.decode("ascii"), value=value.decode("ascii")
                 )
             return response
-        refusal = refusal_of(ruling, now_ns, style)
+        refusal = denial_answer(ruling, now_ns, style)
     response.overall_code = OVER_LIMIT
     refusal = _as_429(refusal)
     for header, text in refusal.headers:
@@ -78,22 +78,22 @@ def response_of(outcomes: Sequence[Outcome], now_ns: int, style: Style) -> RateL
     return response
 
 
-def _failure_of(outcomes: Sequence[Outcome]) -> Answer | None:
+def _failure_of(outcomes: Sequence[Outcome]) -> HttpAnswer | None:
     """The refusal of the first descriptor that could not be decided on."""
     for each in outcomes:
         if isinstance(each, CapacityError):
-            return capacity_refusal_of(each)
+            return capacity_answer(each)
         if isinstance(each, InvalidKey):
-            return bad_request_of(each)
+            return invalid_request_answer(each)
     return None
 
 
-def _as_429(answer: Answer) -> Answer:
+def _as_429(answer: HttpAnswer) -> HttpAnswer:
     if answer.status == TOO_MANY_REQUESTS:
         return answer
     members = {**json.loads(answer.body), "status": TOO_MANY_REQUESTS}
     body = json.dumps(members, separators=(",", ":")).encode("ascii")
-    return Answer(TOO_MANY_REQUESTS, answer.headers, body)
+    return HttpAnswer(TOO_MANY_REQUESTS, answer.headers, body)
 
 
 def merged(rulings: Sequence[CheckResult]) -> CheckResult:

@@ -39,7 +39,7 @@ from tollkeeper.service.http.context import (
     token_reply,
 )
 from tollkeeper.service.http.tokens import TokenRejection
-from tollkeeper.web.calls import AsgiCall, query_field
+from tollkeeper.web.requests import AsgiRequest, query_field
 
 URI_LENGTH_MAX: Final = 16_384
 TOKEN_HEADER: Final = b"x-tollkeeper-token"
@@ -54,7 +54,7 @@ class ForwardedRequest:
     __slots__ = ("_call", "_query", "method", "native", "path", "peer", "route", "session")
 
     def __init__(self, scope: Any, method: str, uri: str) -> None:
-        self._call = AsgiCall(scope)
+        self._call = AsgiRequest(scope)
         self.method = method
         self.path, _, self._query = uri.partition("?")
         self.native = scope

@@ -51,8 +51,7 @@ from tollkeeper.service.http.context import (
     json_reply,
 )
 from tollkeeper.web.addresses import counted_address
-from tollkeeper.web.answers import Style, problem_of, raw_headers_of, status_of
-from tollkeeper.web.problems import problem
+from tollkeeper.web.answers import Style, problem, problem_of, raw_headers_of, status_of
 
 ATTRIBUTES_MAX: Final = 64
 BATCH_CHECKS_MAX: Final = 100

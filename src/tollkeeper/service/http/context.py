@@ -20,8 +20,13 @@ from tollkeeper.core.errors import CapacityError, ConfigError, StoreError
 from tollkeeper.core.model import Request
 from tollkeeper.metrics.counters import Counters
 from tollkeeper.service.http.tokens import Permission, Token, TokenRejection, confined
-from tollkeeper.web.answers import Answer, bad_request_of, capacity_refusal_of
-from tollkeeper.web.problems import CONTENT_TYPE, problem
+from tollkeeper.web.answers import (
+    PROBLEM_CONTENT_TYPE,
+    HttpAnswer,
+    capacity_answer,
+    invalid_request_answer,
+    problem,
+)
 
 if TYPE_CHECKING:
     from tollkeeper.history.recorder import Recorder
@@ -45,7 +50,7 @@ HOLD_SECONDS_MAX: Final = 30.0
 RETRY_AFTER_SECONDS: Final = 1
 
 JSON: Final = (b"content-type", b"application/json")
-PROBLEM: Final = (b"content-type", CONTENT_TYPE.encode("ascii"))
+PROBLEM: Final = (b"content-type", PROBLEM_CONTENT_TYPE.encode("ascii"))
 NO_STORE: Final = (b"cache-control", b"no-store")
 
 encode: Final = msgspec.json.Encoder().encode
@@ -170,16 +175,16 @@ def error_reply(error: Exception) -> ServiceReply | None:
     if isinstance(error, RequestRejected):
         return error.reply
     if isinstance(error, CapacityError):
-        return _reply_of(capacity_refusal_of(error))
+        return _reply_of(capacity_answer(error))
     if isinstance(error, ConfigError):
-        return _reply_of(bad_request_of(error))
+        return _reply_of(invalid_request_answer(error))
     if isinstance(error, StoreError):
         wait = [(b"retry-after", b"%d" % RETRY_AFTER_SECONDS)]
         return problem_reply(503, "STORE_UNAVAILABLE", str(error), wait)
     return None
 
 
-def _reply_of(answer: Answer) -> ServiceReply:
+def _reply_of(answer: HttpAnswer) -> ServiceReply:
     headers = [
         (name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers
     ]

@@ -30,7 +30,7 @@ from tollkeeper.service.http.checks import (
 from tollkeeper.service.http.health import HealthReply, ReadyReply
 from tollkeeper.service.http.quotas import GrantBody, QuotaReply
 from tollkeeper.service.http.tokens import Role
-from tollkeeper.web.problems import CONTENT_TYPE
+from tollkeeper.web.answers import PROBLEM_CONTENT_TYPE
 
 Json = dict[str, Any]
 
@@ -341,7 +341,7 @@ def check_paths() -> Json:
     for each in _OPERATIONS:
         found.setdefault(each.path, {})[each.method] = _described(each)
     # Replies that follow no pattern.
-    problem = _content(CONTENT_TYPE, _reference("Problem"))
+    problem = _content(PROBLEM_CONTENT_TYPE, _reference("Problem"))
     found["/v1/authorize"]["get"]["responses"]["4XX"] = {
         "description": "The status that `denied` asks for.",
         **problem,
@@ -385,7 +385,7 @@ def _responses(operation: _Operation) -> Json:
         good["headers"] = _headers(operation.headers)
     found: Json = {str(status): good}
     for each in sorted(operation.errors):
-        problem = _content(CONTENT_TYPE, _reference("Problem"))
+        problem = _content(PROBLEM_CONTENT_TYPE, _reference("Problem"))
         found[str(each)] = {"description": _MEANING[each], **problem}
         if each in {429, 503}:
             found[str(each)]["headers"] = _headers(_RETRY_AFTER)

@@ -1,4 +1,4 @@
-"""Terms: what is wrong is told where it is written, and type checkers know every name."""
+"""EnforcerOptions: what is wrong is told where it is written, and type checkers know every name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tollkeeper import ConfigError, Limiter, asgi, fastapi, flask, wsgi
 from tollkeeper.decide.local_fallback import LocalFallback
 from tollkeeper.testing import ManualClock
 from tollkeeper.web.identity import Identity
-from tollkeeper.web.terms import Options, Terms
+from tollkeeper.web.options import EnforcerOptions, OptionArguments
 
 RULES = """
 version: 1
@@ -33,11 +33,11 @@ rules:
         ({"limits": "1/s", "style": "draft-7"}, "is not a Style"),
         ({"limits": "1/s", "on_failure": "perhaps"}, "on_failure"),
         ({"limits": "1/s", "name": "a\nb"}, "name="),
-        ({"rules": RULES, "name": "x"}, "name and per_route are for limits"),
-        ({"rules": RULES, "per_route": True}, "name and per_route are for limits"),
+        ({"rules": RULES, "name": "x"}, "name and per_route apply to limits only"),
+        ({"rules": RULES, "per_route": True}, "name and per_route apply to limits only"),
         ({"rules": RULES, "key": "header:X"}, "each rule's `by`"),
-        ({"limiter": Limiter("1/s"), "store": "redis://x"}, "has a store"),
-        ({"limiter": Limiter("1/s"), "on_failure": "closed"}, "has a store"),
+        ({"limiter": Limiter("1/s"), "store": "redis://x"}, "already has a store"),
+        ({"limiter": Limiter("1/s"), "on_failure": "closed"}, "already has a store"),
         ({"limiter": Limiter("1/s"), "clock": ManualClock()}, "and a clock"),
         ({"limiter": Limiter("1/s"), "local_fallback": LocalFallback()}, "a local_fallback"),
         ({"identify": Identity(), "trusted_proxies": ["10.0.0.0/8"]}, "to the Identity"),
@@ -46,14 +46,14 @@ rules:
 def test_wrong_terms_are_refused_at_once(options: dict[str, Any], said: str) -> None:
     """The error comes where the application is written, and says what would be right."""
     with pytest.raises(ConfigError, match=said):
-        Terms(**options)
+        EnforcerOptions(**options)
 
 
 def test_an_integration_may_demand_limits() -> None:
     """A middleware without any would limit nothing, and nobody would notice."""
     with pytest.raises(ConfigError, match='RateLimit needs limits="100/minute"'):
-        Terms().demand("RateLimit")
-    assert Terms(limits="1/s").demand("RateLimit").says_limits
+        EnforcerOptions().require_limits("RateLimit")
+    assert EnforcerOptions(limits="1/s").require_limits("RateLimit").has_limits
 
 
 @pytest.mark.parametrize("integration", [asgi, fastapi, flask, wsgi])
@@ -65,4 +65,4 @@ def test_what_is_no_application_is_refused(integration: Any) -> None:
 
 def test_options_are_the_names_of_terms() -> None:
     """What type checkers know of the integrations' arguments is what there is."""
-    assert {"limits", *get_type_hints(Options)} == set(get_type_hints(Terms))
+    assert {"limits", *get_type_hints(OptionArguments)} == set(get_type_hints(EnforcerOptions))

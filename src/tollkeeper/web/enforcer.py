@@ -1,0 +1,488 @@
+"""The part that all web integrations share: charge a request, then settle what it cost.
+
+    request → skip? → key, cost → evaluate → (leaky bucket: wait) → the application → settle
+
+An enforcer opens the store and the limiter that its options name, and closes what it opened.
+`enter` charges a request and returns the Charge. `leave` applies what the application made of it.
+`Enforcer` is for threads. `AsyncEnforcer` has the same methods, awaited, and its hooks may be
+async. Both run the same steps (`core/steps.py`). An error that a hook raises goes to the
+application.
+
+`memory://` and `shared://` answer without I/O, so an AsyncEnforcer calls them directly; `enter_now`
+does that without a coroutine. It awaits a remote store.
+
+An enforcer has no thread or task, and keeps nothing of a request.
+
+**Charges.** A request is charged before it is served, so that concurrent requests never exceed a
+limit. Its real cost may be known only afterwards: the tokens that a model wrote, or that a login
+succeeded and was not a guess. The application reports it on the request's charge, with a plain call
+from sync or async code; the last report counts. A charge keeps the units that are charged beside
+the units that are wanted, so applying it twice changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from inspect import isawaitable
+from typing import Any, ClassVar, Final, Self
+
+from tollkeeper.core.clock import Clock, clock_of, seconds_from_ns
+from tollkeeper.core.errors import CapacityError, ConfigError, TollkeeperError, show
+from tollkeeper.core.model import UNLIMITED, CheckResult, Decision, Request, units_of
+from tollkeeper.core.steps import Call, Steps, Undo, run, run_async
+from tollkeeper.core.subjects import Key
+from tollkeeper.decide.store import Store
+from tollkeeper.decide.stores import open_store
+from tollkeeper.limiter import AsyncLimiter, Limiter
+from tollkeeper.web.answers import (
+    HttpAnswer,
+    PreparedHeaders,
+    capacity_answer,
+    denial_answer,
+    invalid_request_answer,
+)
+from tollkeeper.web.identity import Identity, RequestKeys
+from tollkeeper.web.options import EnforcerOptions
+from tollkeeper.web.requests import WebRequest
+
+__all__ = ["LOG", "PASSED", "AsyncEnforcer", "Charge", "Enforcer", "RequestRejected"]
+
+LOG: Final = logging.getLogger("tollkeeper.web")
+
+# Enforcers for single routes that one enforcer keeps: more than any application has.
+ROUTES_MAX: Final = 10_000
+
+# The result of a request that no limit was checked for: it is skipped, or there are no limits.
+PASSED: Final = CheckResult(Decision(True, UNLIMITED, UNLIMITED.capacity), kind="unlimited")
+
+
+class Charge:
+    """The units that one enforcer charged a request.
+
+    >>> charge = Charge()
+    >>> charge.decision.allowed
+    True
+    >>> charge.settle(37)
+    """
+
+    __slots__ = ("_charged", "_result", "_wanted", "changed", "decision", "enforcer", "key")
+
+    def __init__(
+        self,
+        decision: Decision = PASSED.decision,
+        key: Key | Request = "",
+        units: int = 0,
+        enforcer: EnforcerCore | None = None,
+        result: CheckResult | None = None,
+    ) -> None:
+        """`decision` spent `units` of the key's quota, if it allowed the request."""
+        self.decision = decision
+        """The decision on the request."""
+        self.key = key
+        self._charged = self._wanted = units
+        self.enforcer: Any = enforcer  # an Enforcer or an AsyncEnforcer; None if there is none
+        self._result = result
+        self.changed = False
+        """True if the application reported a cost that has not been applied yet."""
+
+    @property
+    def result(self) -> CheckResult:
+        """The decision with the rules that applied."""
+        if self._result is None:
+            passed = self.enforcer is None or self.decision is PASSED.decision
+            self._result = PASSED if passed else self.enforcer.result_of(self.decision)
+        return self._result
+
+    def settle(self, units: int) -> None:
+        """Make the request cost this many units in all. The last call counts.
+
+        Units beyond the charged ones are spent as far as there is room, because the request was
+        served. Raises InvalidCost.
+        """
+        self._wanted = units_of(units, "units")
+        self.changed = True
+
+    def refund(self) -> None:
+        """Make the request cost nothing."""
+        self._wanted = 0
+        self.changed = True
+
+    @property
+    def units(self) -> int:
+        """The units that are charged now."""
+        return self._charged
+
+    def take(self, counts: bool = True) -> tuple[int, int] | None:
+        """Return the charged and the wanted units if they differ, and mark them as applied.
+
+        `counts` is False for a request whose outcome costs nothing.
+        """
+        self.changed = False
+        wanted = self._wanted if counts else 0
+        decision = self.decision
+        # A denied or a degraded decision spent nothing, so there is nothing to settle.
+        charged = decision.allowed and not decision.degraded and self.result.kind == "limited"
+        if not charged or wanted == self._charged:
+            return None
+        due = self._charged, wanted
+        self._charged = wanted
+        return due
+
+    def __repr__(self) -> str:
+        return f"<Charge of {self._wanted} units: {self.decision!r}>"
+
+
+class RequestRejected(TollkeeperError):
+    """A request that cannot be checked; `answer` tells the client why."""
+
+    def __init__(self, error: CapacityError | ConfigError) -> None:
+        self.error = error
+        self.answer: HttpAnswer = (
+            capacity_answer(error)
+            if isinstance(error, CapacityError)
+            else invalid_request_answer(error)
+        )
+        super().__init__(str(error))
+
+    def __reduce__(self) -> tuple[type[RequestRejected], tuple[CapacityError | ConfigError]]:
+        return type(self), (self.error,)
+
+
+class EnforcerCore:
+    """Everything that both enforcers share: opening, closing, and the steps of a request."""
+
+    _limiter_type: ClassVar[type[Limiter | AsyncLimiter]]
+
+    def __init__(self, options: EnforcerOptions) -> None:
+        self.options = options
+        self.style = options.style
+        self.identity = (
+            options.identify
+            if isinstance(options.identify, Identity)
+            else Identity(options.identify or {}, trusted_proxies=options.trusted_proxies)
+        )
+        self.counts_outcomes = options.count is not None
+        """True if the status of a response decides whether its request counts."""
+        self._cost = options.cost if callable(options.cost) else None
+        self.units = 1 if callable(options.cost) else options.cost
+        self._lock = threading.Lock()  # held while reopening
+        given = options.limiter
+        self._has_rules = options.rules is not None if given is None else given.has_rules
+        self._keys = RequestKeys(
+            self.identity, options.key, per_route=options.per_route, has_rules=self._has_rules
+        )
+        self._is_open = False
+        self._open()
+
+    # ── Opening and closing ────────────────────────────────────────────────────────────────────
+
+    def _reopen(self) -> None:
+        with self._lock:
+            if not self._is_open:
+                self._open()
+
+    def _open(self) -> None:
+        """Open the store and the limiter: at the start, and when used after `close`."""
+        options = self.options
+        # Enforcers of single routes, and for each the objects that its key refers to by id.
+        self._routes: dict[object, tuple[Self, object]] = {}
+        self._limiter: Any = options.limiter
+        self._owns_store = options.limiter is None and isinstance(options.store, str)
+        if options.limiter is not None:
+            self._check_limiter(options.limiter)
+            self.clock: Clock = options.limiter.clock
+            self._on_failure = options.limiter.on_failure
+            self.store: Store = options.limiter.store
+        else:
+            self.clock = clock_of(options.clock)
+            self._on_failure = options.on_failure
+            store = options.store
+            self.store = open_store(store, self.clock) if isinstance(store, str) else store
+        self.now_ns = self.clock.now_ns
+        try:
+            if self._limiter is None:
+                self._limiter = self._make_limiter()
+            self._bind()
+        except BaseException:
+            if self._owns_store:
+                self.store.close()
+            raise
+        self._is_open = True
+
+    def _limiter_for_store(self) -> type[Limiter | AsyncLimiter]:
+        return Limiter
+
+    def _bind(self) -> None:
+        """Prepare what a subclass needs of the limiter."""
+
+    def _make_limiter(self) -> Limiter | AsyncLimiter | None:
+        options = self.options
+        kind = self._limiter_for_store()
+        arguments: dict[str, Any] = {
+            "store": self.store,
+            "clock": options.clock,
+            "on_failure": options.on_failure,
+            "local_fallback": options.local_fallback,
+        }
+        if options.limits is not None:
+            return kind(options.limits, name=options.name, **arguments)
+        if options.rules is not None:
+            return kind.from_rules(options.rules, **arguments)
+        return None
+
+    def _check_limiter(self, limiter: object) -> None:
+        if not isinstance(limiter, self._limiter_type):
+            raise ConfigError(
+                f"limiter={show(limiter)} is not a {self._limiter_type.__name__}; this integration "
+                f"needs one, so that it neither blocks an event loop nor depends on one"
+            )
+
+    def _close_limiter(self, limiter: Any) -> Any:
+        return limiter.close()
+
+    def _close_store(self, store: Store) -> Any:
+        return store.close()
+
+    def close_steps(self) -> Steps[None]:
+        """Close what this enforcer opened."""
+        # A request that arrives meanwhile opens others, so only the present ones are closed.
+        limiter, store = self._limiter, self.store
+        routes = {id(enforcer): enforcer for enforcer, _ in self._routes.values()}
+        self._routes.clear()
+        for enforcer in routes.values():
+            yield from enforcer.close_steps()
+        if self._is_open and self.options.limiter is None:
+            self._is_open = False
+            if limiter is not None:
+                yield Call(self._close_limiter, limiter)
+            if self._owns_store:
+                yield Call(self._close_store, store)
+
+    # ── Routes ─────────────────────────────────────────────────────────────────────────────────
+
+    def route_enforcer(self, options: EnforcerOptions, name: str) -> Self:
+        """Return an enforcer of other limits, such as a route's, on the same store.
+
+        Options that it leaves open are those of this enforcer: key, skip, answers. The same options
+        and name return the same enforcer. Closing this enforcer closes it.
+        """
+        if not self._is_open:
+            self._reopen()
+        found = self.known_route((options, name))
+        if found is None:
+            found = type(self)(self._inherited(options, name))
+            self.remember_route((options, name), found)
+        return found
+
+    def known_route(self, key: object) -> Self | None:
+        """Return the enforcer that `remember_route` kept under this key."""
+        found = self._routes.get(key)
+        return None if found is None else found[0]
+
+    def remember_route(self, key: object, enforcer: Self, alive: object = None) -> None:
+        """Keep a route's enforcer under a key; `alive` keeps objects that the key names by id."""
+        if len(self._routes) >= ROUTES_MAX:
+            self._routes.clear()
+        self._routes[key] = enforcer, alive
+
+    def _inherited(self, options: EnforcerOptions, name: str) -> EnforcerOptions:
+        own = self.options
+        return replace(
+            options,
+            store=self.store,
+            name=name,
+            identify=self.identity,
+            trusted_proxies=(),
+            key=own.key if options.key is None and not self._has_rules else options.key,
+            skip=options.skip or own.skip,
+            on_limit=options.on_limit or own.on_limit,
+            style=own.style,
+            on_failure=self._on_failure,
+            local_fallback=own.local_fallback,
+            clock=self.clock,
+        )
+
+    # ── A request ──────────────────────────────────────────────────────────────────────────────
+
+    def _sleep(self, seconds: float) -> Any:
+        return self.clock.sleep(seconds)
+
+    def enter_steps(self, request: WebRequest) -> Steps[Charge]:
+        """Charge a request, and wait as long as a leaky bucket demands.
+
+        Raises RequestRejected for an invalid key or cost, and for a cost that can never fit.
+        """
+        if not self._is_open:
+            self._reopen()
+        skip, hook = self.options.skip, self._keys.hook
+        if self._limiter is None or (
+            skip is not None and _checked("skip", (yield Call(skip, request)))
+        ):
+            return Charge(enforcer=self)
+        if hook is None:
+            key = self._keys.of(request)
+        else:
+            key = self._keys.of_hook(_checked("key", (yield Call(hook, request))), request)
+        units = self.units
+        if self._cost is not None:
+            units = _checked("cost", (yield Call(self._cost, request)))
+        try:
+            result = yield Call(self._limiter.evaluate, key, units)
+        except (CapacityError, ConfigError) as error:
+            raise RequestRejected(error) from error
+        charge = Charge(result.decision, key, units, self, result)
+        if result.decision.delay_ns:
+            try:
+                yield Call(self._sleep, seconds_from_ns(result.decision.delay_ns))
+            except BaseException:
+                charge.refund()  # a request that leaves the queue returns its place
+                yield from self.leave_steps(charge)
+                raise
+        return charge
+
+    def leave_steps(self, charge: Charge, status: int | None = None) -> Steps[None]:
+        """Apply the final cost of a request, unless it is already applied.
+
+        `status` is that of the response, 500 for a handler that raised, None if there is no
+        outcome. If the store fails, the error is logged and the request keeps its charge.
+        """
+        count = self.options.count
+        counts = count is None or status is None or _checked("count", (yield Call(count, status)))
+        due = charge.take(bool(counts))
+        if due is None:
+            return
+        try:
+            # Not lost if the task is cancelled, as when the client closes the connection.
+            yield Undo(self._limiter.settle, charge.key, *due)
+        except TollkeeperError as error:
+            # Without the key, which may be a secret.
+            LOG.warning("the final cost of a request could not be settled: %s", error)
+
+    def response_steps(self, request: WebRequest, result: CheckResult) -> Steps[Any]:
+        """Return what `on_limit` answers to a denied request; None for the default answer."""
+        hook = self.options.on_limit
+        return None if hook is None else _checked("on_limit", (yield Call(hook, request, result)))
+
+    def default_response(self, result: CheckResult) -> HttpAnswer:
+        """Return the answer to a denied request for which `on_limit` has none."""
+        return denial_answer(result, self.now_ns(), self.style)
+
+    def result_of(self, decision: Decision) -> CheckResult:
+        """Return a decision of the limiter's `check` as `evaluate` returns it."""
+        result: CheckResult = self._limiter.result_of(decision)
+        return result
+
+
+def _checked(hook: str, value: Any) -> Any:
+    """Return the value of a hook. Raises TypeError for one that nothing has awaited."""
+    if isawaitable(value):
+        # It is true: with such a `skip` no request would be limited, and nobody would notice.
+        raise TypeError(
+            f"{hook} returned {show(value)}, which a thread cannot await; return a plain value"
+        )
+    return value
+
+
+class Enforcer(EnforcerCore):
+    """Enforces limits in threads."""
+
+    _limiter_type = Limiter
+
+    def __init__(self, options: EnforcerOptions) -> None:
+        super().__init__(options.require_plain_hooks())
+
+    def enter(self, request: WebRequest) -> Charge:
+        """Charge a request. See `enter_steps`."""
+        return run(self.enter_steps(request))
+
+    def leave(self, charge: Charge, status: int | None = None) -> None:
+        """Apply the final cost of a request. See `leave_steps`."""
+        run(self.leave_steps(charge, status))
+
+    def response(self, request: WebRequest, result: CheckResult) -> Any:
+        """Return what `on_limit` answers to a denied request; None for the default answer."""
+        return run(self.response_steps(request, result))
+
+    def close(self) -> None:
+        """Close what this enforcer opened. Using it again opens it again."""
+        run(self.close_steps())
+
+
+class AsyncEnforcer(EnforcerCore):
+    """Enforces limits in an event loop: the methods of Enforcer, awaited. Hooks may be async."""
+
+    _limiter_type = AsyncLimiter
+    # True if the store is remote.
+    awaits: bool
+    # True if `enter_now` suffices: no hooks, nothing to await, no leaky bucket.
+    is_quick: bool
+    # The cached keys by peer, if the peer alone decides (`AsgiCharges.charge_by_peer`).
+    keys_by_peer: dict[str, str] | None
+    # Made with the first result.
+    prepared: PreparedHeaders | None
+    check: Callable[..., Decision]
+
+    def _limiter_for_store(self) -> type[Limiter | AsyncLimiter]:
+        return Limiter if self.store.as_async is None else AsyncLimiter
+
+    def _bind(self) -> None:
+        options = self.options
+        self.awaits = isinstance(self._limiter, AsyncLimiter)
+        self.prepared = None
+        self.keys_by_peer = None
+        self.is_quick = (
+            not self.awaits
+            and options.limits is not None
+            and all(limit.algorithm != "leaky_bucket" for limit in self._limiter.limits)
+            and (options.skip, self._keys.hook, self._cost) == (None, None, None)
+        )
+        if self.is_quick:
+            self.check = self._limiter.check
+            if self.units <= min(limit.capacity for limit in self._limiter.limits):
+                self.keys_by_peer = self._keys.by_peer
+
+    def _sleep(self, seconds: float) -> Any:
+        return self.clock.sleep_async(seconds)
+
+    def _close_limiter(self, limiter: Any) -> Any:
+        # Closing a limiter that follows rules waits for its thread.
+        if self.options.rules is not None and not self.awaits:
+            return asyncio.to_thread(limiter.close)
+        return limiter.close()
+
+    def _close_store(self, store: Store) -> Any:
+        return store.close() if store.as_async is None else store.as_async.aclose()
+
+    def enter_now(self, request: WebRequest) -> Charge:
+        """Charge a request without waiting, by an enforcer that `is_quick`."""
+        key = self._keys.of(request)
+        try:
+            result = self._limiter.evaluate(key, self.units)
+        except (CapacityError, ConfigError) as error:
+            raise RequestRejected(error) from error
+        if self.prepared is None:
+            self.prepared = PreparedHeaders.of(result, self.now_ns(), self.style)
+        return Charge(result.decision, key, self.units, self, result)
+
+    async def enter(self, request: WebRequest) -> Charge:
+        """Charge a request. See `enter_steps`."""
+        return await run_async(self.enter_steps(request))
+
+    async def leave(self, charge: Charge, status: int | None = None) -> None:
+        """Apply the final cost of a request. See `leave_steps`."""
+        await run_async(self.leave_steps(charge, status))
+
+    async def response(self, request: WebRequest, result: CheckResult) -> Any:
+        """Return what `on_limit` answers to a denied request; None for the default answer."""
+        return await run_async(self.response_steps(request, result))
+
+    async def close(self) -> None:
+        """Close what this enforcer opened. Using it again opens it again."""
+        if self.options.limiter is None:
+            self.is_quick = False  # `enter` opens it again
+            self.keys_by_peer = None
+        await run_async(self.close_steps())

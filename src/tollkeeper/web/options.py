@@ -1,0 +1,200 @@
+"""The options of every web integration, checked when the application starts.
+
+All integrations take the same names. A wrong option raises ConfigError where it is written, not at
+the first request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Self, TypedDict
+
+from tollkeeper.core.clock import Clock, clock_of
+from tollkeeper.core.errors import ConfigError, show
+from tollkeeper.core.model import CheckResult, check_name, units_of
+from tollkeeper.core.rates import LimitsArgument, limits_of
+from tollkeeper.decide.failure import FailurePolicy, check_policy
+from tollkeeper.decide.local_fallback import LocalFallback, local_fallback_of
+from tollkeeper.decide.store import Store
+from tollkeeper.limiter import AsyncLimiter, Limiter
+from tollkeeper.limiter.arguments import kind_of, name_of
+from tollkeeper.rules.document.reading import Rules
+from tollkeeper.web.answers import Style
+from tollkeeper.web.identity import Identity, IdentitySource, KeySource
+from tollkeeper.web.requests import WebRequest
+
+# The options that may be functions of the application.
+HOOKS: Final = ("key", "cost", "skip", "on_limit", "count")
+
+
+class OptionArguments(TypedDict, total=False):
+    """The keyword arguments of an integration, besides `limits`; see EnforcerOptions."""
+
+    rules: Rules | None
+    limiter: Limiter | AsyncLimiter | None
+    store: str | Store
+    identify: Identity | Mapping[str, IdentitySource | Sequence[IdentitySource]] | None
+    trusted_proxies: Sequence[str]
+    key: KeySource | None
+    per_route: bool
+    cost: int | Callable[[WebRequest], Any]
+    skip: Callable[[WebRequest], Any] | None
+    on_limit: Callable[[WebRequest, CheckResult], Any] | None
+    count: Callable[[int], Any] | None
+    style: Style
+    name: str
+    on_failure: FailurePolicy
+    local_fallback: LocalFallback | None
+    clock: Clock | None
+
+
+class RouteArguments(TypedDict, total=False):
+    """The keyword arguments of a route's own limits; see EnforcerOptions."""
+
+    key: KeySource | None
+    cost: int | Callable[[WebRequest], Any]
+    skip: Callable[[WebRequest], Any] | None
+    on_limit: Callable[[WebRequest, CheckResult], Any] | None
+    count: Callable[[int], Any] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EnforcerOptions:
+    """The limits of requests, and how they are enforced.
+
+    At most one of these three defines the limits:
+
+    `limits`    as for `Limiter`: a rate string, a Limit, or several.
+    `rules`     as for `Limiter.from_rules`; `identify` describes each request to the rules.
+    `limiter`   your own limiter, which you close yourself.
+
+    The others are optional:
+
+    `store`, `name`, `on_failure`, `local_fallback` and `clock` as for `Limiter`.
+    `identify`         an Identity, or its fields: {"user": "session:user_id", …}.
+    `trusted_proxies`  the proxies whose forwarded addresses are believed, as for Identity.
+    `key`              the subject that `limits` count: the first source that finds a value; by
+                       default the address. Or a function of the request that returns a key, a
+                       Request, or None for the address.
+    `per_route`        count each route separately.
+    `cost`             units, or a function of the request.
+    `skip`             a function of the request: if it returns true, the request is not counted.
+    `on_limit`         a function of the request and the CheckResult that returns the framework's
+                       response to a denied request, or None for the default response.
+    `count`            a function of the response's status: the request counts only if it returns
+                       true. Every request is charged before it is served and refunded afterwards,
+                       so that concurrent attempts cannot exceed the limit.
+    `style`            the headers that responses have.
+    """
+
+    limits: LimitsArgument | None = None
+    rules: Rules | None = None
+    limiter: Limiter | AsyncLimiter | None = None
+    store: str | Store = "memory://"
+    identify: Identity | Mapping[str, IdentitySource | Sequence[IdentitySource]] | None = None
+    trusted_proxies: Sequence[str] = ()
+    key: KeySource | None = None
+    per_route: bool = False
+    cost: int | Callable[[WebRequest], Any] = 1
+    skip: Callable[[WebRequest], Any] | None = None
+    on_limit: Callable[[WebRequest, CheckResult], Any] | None = None
+    count: Callable[[int], Any] | None = None
+    style: Style = field(default_factory=Style)
+    name: str = ""
+    on_failure: FailurePolicy = "open"
+    local_fallback: LocalFallback | None = None
+    clock: Clock | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("limits", "rules", "limiter") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} both define the limits; give one of them")
+        check_name("name", self.name)
+        check_policy(self.on_failure)
+        local_fallback_of(self.local_fallback)
+        clock_of(self.clock)
+        for name in ("skip", "on_limit", "count"):
+            hook = getattr(self, name)
+            if hook is not None and not callable(hook):
+                raise ConfigError(f"{name}={show(hook)} is not a function; {_EXAMPLES[name]}")
+        if not callable(self.cost):
+            units_of(self.cost, "cost")
+        if not isinstance(self.style, Style):
+            raise ConfigError(
+                f"style={show(self.style)} is not a Style; for example Style(draft=7)"
+            )
+        if self.limits is not None:
+            self._check_cost(self.limits)
+        self._check_combination()
+
+    def _check_cost(self, limits: LimitsArgument) -> None:
+        least = min(limits_of(limits), key=lambda limit: limit.capacity)
+        if not callable(self.cost) and self.cost > least.capacity:
+            raise ConfigError(
+                f"cost={self.cost} never fits into {least!r}, so every request would be denied; "
+                f"use a cost of at most {least.capacity}, or a larger burst"
+            )
+
+    def _check_combination(self) -> None:
+        if isinstance(self.identify, Identity) and self.trusted_proxies:
+            raise ConfigError("give trusted_proxies to the Identity that you pass as identify")
+        if self.limits is None and (self.name or self.per_route):
+            raise ConfigError(
+                "name and per_route apply to limits only; a rule has an id, and `by` says what it "
+                "counts"
+            )
+        if self.rules is not None and self.key is not None and not callable(self.key):
+            raise ConfigError(
+                f"key={show(self.key)} applies to limits only; with rules, each rule's `by` says "
+                f'what it counts, and identify={{"api_key": "header:X-API-Key"}} reads it'
+            )
+        if self.limiter is not None:
+            given = (self.store, self.on_failure, self.local_fallback, self.clock)
+            if given != ("memory://", "open", None, None):
+                raise ConfigError(
+                    "the limiter that you pass already has a store, an on_failure, a "
+                    "local_fallback and a clock; give them to the limiter"
+                )
+
+    @property
+    def has_limits(self) -> bool:
+        """True if `limits`, `rules` or `limiter` is given."""
+        return not (self.limits is None and self.rules is None and self.limiter is None)
+
+    def require_limits(self, where: str) -> Self:
+        """Return the options. Raises ConfigError if they define no limits."""
+        if not self.has_limits:
+            raise ConfigError(
+                f'{where} needs limits="100/minute", rules="limits.yaml" or limiter=your limiter'
+            )
+        return self
+
+    def require_plain_hooks(self) -> Self:
+        """Return the options. Raises ConfigError for an async hook, which no thread can await.
+
+        The coroutine that an async function returns is true, so that an async `skip` would let
+        every request through.
+        """
+        for name in HOOKS:
+            hook = getattr(self, name)
+            if callable(hook) and kind_of(hook) != "plain":
+                raise ConfigError(
+                    f"{name}={name_of(hook)} is async, but it is called in a thread, where it "
+                    f"cannot be awaited; write a plain function"
+                )
+        return self
+
+
+_EXAMPLES: Final = {
+    "skip": "for example skip=lambda request: request.path == '/healthz'",
+    "on_limit": "for example on_limit=lambda request, result: Response(status_code=429)",
+    "count": "for example count=lambda status: status in (401, 403)",
+}
+
+
+def checked_application(app: Any) -> Any:
+    """Return the application. Raises ConfigError for an object that cannot be called."""
+    if callable(app):
+        return app
+    raise ConfigError(f"{show(app)} is not an application; write RateLimit(app, limits=…)")

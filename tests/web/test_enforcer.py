@@ -1,0 +1,675 @@
+"""Enforcers: the same promises in threads and in an event loop, for every framework."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tollkeeper import (
+    AsyncLimiter,
+    ConfigError,
+    Decision,
+    InvalidCost,
+    Limit,
+    Limiter,
+    LocalFallback,
+    Request,
+    StoreUnavailable,
+)
+from tollkeeper.core.model import AppliedRule, CheckResult, ResultKind
+from tollkeeper.testing import ManualClock
+from tollkeeper.web.answers import Style
+from tollkeeper.web.charges import joint_result as joined
+from tollkeeper.web.enforcer import PASSED, AsyncEnforcer, Charge, Enforcer, RequestRejected
+from tollkeeper.web.options import EnforcerOptions, OptionArguments
+from tollkeeper.web.requests import WsgiRequest
+
+RULES = """
+version: 1
+rules:
+  - id: orders
+    match: {endpoint: "/orders/{id}"}
+    by: [api_key]
+    limits: ["2/minute"]
+allow: ["sk_internal_*"]
+"""
+
+
+def _request(
+    path: str = "/", *, peer: str = "192.0.2.1", route: str | None = None, **headers: str
+) -> WsgiRequest:
+    environ = {"PATH_INFO": path, "REMOTE_ADDR": peer, "REQUEST_METHOD": "GET"}
+    for name, value in headers.items():
+        environ[f"HTTP_{name.upper()}"] = value
+    return WsgiRequest(environ, route=route)
+
+
+class Waited:
+    """An AsyncEnforcer with the verbs of a Enforcer: each is run to its end."""
+
+    def __init__(self, enforcer_options: EnforcerOptions, runner: asyncio.Runner) -> None:
+        self._run = runner.run
+        self.enforcer = AsyncEnforcer(enforcer_options)
+        self.clock = self.enforcer.clock
+
+    def enter(self, request: Any) -> Charge:
+        return self._run(self.enforcer.enter(request))
+
+    def leave(self, charge: Charge, status: int | None = None) -> None:
+        self._run(self.enforcer.leave(charge, status))
+
+    def response(self, request: Any, result: Any) -> Any:
+        return self._run(self.enforcer.response(request, result))
+
+    def route_enforcer(self, enforcer_options: EnforcerOptions, name: str) -> Waited:
+        other = object.__new__(Waited)
+        other._run, other.enforcer = self._run, self.enforcer.route_enforcer(enforcer_options, name)
+        return other
+
+    def close(self) -> None:
+        self._run(self.enforcer.close())
+
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture(params=[Limiter, AsyncLimiter], ids=["threads", "asyncio"])
+def kind(request: pytest.FixtureRequest) -> type[Limiter | AsyncLimiter]:
+    """The limiter that a enforcer takes."""
+    found: type[Limiter | AsyncLimiter] = request.param
+    return found
+
+
+@pytest.fixture
+def make(kind: type[Limiter | AsyncLimiter]) -> Iterator[Make]:
+    """A enforcer of either kind, made of options, on a clock that a test moves."""
+    made: list[Any] = []
+    with asyncio.Runner() as runner:
+
+        def made_of(**options: Any) -> Any:
+            if "limiter" not in options:
+                options.setdefault("clock", ManualClock(1_000))
+            enforcer_options = EnforcerOptions(**options)
+            made.append(
+                Enforcer(enforcer_options) if kind is Limiter else Waited(enforcer_options, runner)
+            )
+            return made[-1]
+
+        yield made_of
+        for enforcer in made:
+            enforcer.close()
+
+
+# ── Who is counted ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_by_default_the_address_is_counted(make: Make) -> None:
+    """Two addresses have a quota each, and one has one."""
+    enforcer = make(limits="2/minute")
+    found = [
+        enforcer.enter(_request(peer=peer)).decision for peer in ("192.0.2.1",) * 3 + ("192.0.2.2",)
+    ]
+    assert [decision.allowed for decision in found] == [True, True, False, True]
+
+
+def test_the_first_source_that_finds_something_is_the_key(make: Make) -> None:
+    """With a key in the header that counts, and the address for those without."""
+    enforcer = make(limits="1/minute", key=["header:X-API-Key", "address"])
+    assert enforcer.enter(_request(x_api_key="a")).decision.allowed
+    assert not enforcer.enter(_request(peer="192.0.2.9", x_api_key="a")).decision.allowed
+    assert enforcer.enter(_request(x_api_key="b")).decision.allowed
+    assert enforcer.enter(_request()).decision.allowed
+    assert not enforcer.enter(_request()).decision.allowed
+
+
+@pytest.mark.parametrize("found", ["user:42", ("tenant:1", "user:42")])
+def test_a_function_may_say_the_key(make: Make, found: Any) -> None:
+    """What it returns is the key, and None is for the address."""
+    enforcer = make(
+        limits="1/minute", key=lambda request: found if request.header("user") else None
+    )
+    assert enforcer.enter(_request(user="x")).key == found
+    assert enforcer.enter(_request()).decision.allowed
+    assert not enforcer.enter(_request(user="x", peer="192.0.2.5")).decision.allowed
+
+
+def test_routes_are_counted_by_themselves_if_asked_for(make: Make) -> None:
+    """`per_route` counts by template; other numbers in the path are the same endpoint."""
+    enforcer = make(limits="1/minute", per_route=True)
+    assert enforcer.enter(_request("/users/1", route="/users/{id}")).decision.allowed
+    assert not enforcer.enter(_request("/users/2", route="/users/{id}")).decision.allowed
+    assert enforcer.enter(_request("/orders")).decision.allowed
+    assert not enforcer.enter(_request("//orders/")).decision.allowed
+
+
+def test_a_key_function_and_routes_go_together(make: Make) -> None:
+    """A route is one more part of whatever key there is."""
+    enforcer = make(limits="1/minute", per_route=True, key=lambda request: ("a", "b"))
+    assert enforcer.enter(_request("/x")).key == ("a", "b", "/x")
+
+
+@pytest.mark.parametrize("path", ["/" + "x" * 9_000, "/é\x1f\0", "/" + "%ff" * 400])
+def test_no_path_is_too_long_to_be_counted(make: Make, path: str) -> None:
+    """A long or strange path is an endpoint like any other, and no error."""
+    enforcer = make(limits="1/minute", per_route=True)
+    assert enforcer.enter(_request(path)).decision.allowed
+    assert not enforcer.enter(_request(path)).decision.allowed
+    assert enforcer.enter(_request(path + "y")).decision.allowed
+
+
+def test_rules_are_asked_about_the_request_that_identity_makes(make: Make) -> None:
+    """The rules' own `by` and lists decide; what no rule is for passes."""
+    enforcer = make(rules=RULES, identify={"api_key": "header:X-API-Key"})
+    orders = _request("/orders/1", route="/orders/{id}", x_api_key="sk_1")
+    kinds = [enforcer.enter(orders).result for _ in range(3)]
+    assert [result.decision.allowed for result in kinds] == [True, True, False]
+    assert enforcer.enter(_request("/free", x_api_key="sk_1")).result.kind == "unlimited"
+    internal = _request("/orders/1", route="/orders/{id}", x_api_key="sk_internal_7")
+    assert enforcer.enter(internal).result.kind == "exempt"
+
+
+def test_a_key_function_may_make_the_request_for_rules(make: Make) -> None:
+    """Then its request is asked about, and None leaves it to identity."""
+    asked = Request(api_key="sk_2", endpoint="/orders/9")
+    enforcer = make(rules=RULES, key=lambda request: asked if request.header("mine") else None)
+    assert enforcer.enter(_request(mine="1")).key is asked
+    assert enforcer.enter(_request("/orders/1")).result.kind == "limited"
+
+
+def test_a_limiter_of_ones_own_is_used_and_not_closed(
+    make: Make, kind: type[Limiter | AsyncLimiter], tmp_path: Path
+) -> None:
+    """Its limits count, and it is as open after the enforcer as before."""
+    clock = ManualClock()
+    limiter = kind("1/minute", store=f"shared://{tmp_path}/x", clock=clock)
+    enforcer = make(limiter=limiter)
+    assert enforcer.clock is clock
+    assert enforcer.enter(_request()).decision.allowed
+    enforcer.close()
+    assert not enforcer.enter(_request()).decision.allowed
+    limiter.store.close()
+
+
+def test_a_limiter_from_rules_is_asked_about_requests(
+    make: Make, kind: type[Limiter | AsyncLimiter]
+) -> None:
+    """A limiter that has rules takes what identity makes, wherever it was made."""
+    limiter = kind.from_rules(RULES, clock=ManualClock())
+    enforcer = make(limiter=limiter, identify={"api_key": "header:X-API-Key"})
+    assert (
+        enforcer.enter(_request("/orders/1", x_api_key="sk_1")).result.applied[0].rule == "orders"
+    )
+
+
+# ── Costs and outcomes ─────────────────────────────────────────────────────────────────────────
+
+
+def test_a_function_may_say_the_cost(make: Make) -> None:
+    """Units are spent as it says, each request its own."""
+    enforcer = make(limits="10/minute", cost=lambda request: int(request.header("cost") or 1))
+    assert enforcer.enter(_request(cost="7")).decision.remaining == 3
+    assert enforcer.enter(_request()).decision.remaining == 2
+
+
+def test_what_is_skipped_is_not_counted(make: Make) -> None:
+    """A request that `skip` is true for passes, and has a charge that may be settled in vain."""
+    enforcer = make(limits="1/minute", skip=lambda request: request.path == "/healthz")
+    for _ in range(3):
+        charge = enforcer.enter(_request("/healthz"))
+        assert charge.result.kind == "unlimited"
+        charge.settle(5)
+        enforcer.leave(charge, 200)
+    assert enforcer.enter(_request()).decision.allowed
+
+
+def test_a_settled_cost_is_what_is_spent(make: Make) -> None:
+    """100 were reserved and 37 used: 37 are gone."""
+    enforcer = make(limits="1000/minute", cost=100)
+    charge = enforcer.enter(_request())
+    charge.settle(37)
+    enforcer.leave(charge, 200)
+    enforcer.leave(charge, 200)
+    assert enforcer.enter(_request()).decision.remaining == 1000 - 37 - 100
+
+
+@pytest.mark.parametrize(("status", "counted"), [(401, True), (403, True), (200, False)])
+def test_only_outcomes_that_count_are_kept(make: Make, status: int, counted: bool) -> None:
+    """A login that succeeds is given back; one that fails is spent."""
+    enforcer = make(limits="1/minute", count=lambda status: status in {401, 403})
+    charge = enforcer.enter(_request())
+    # On the way in it is charged, so a second guess meanwhile is not let in.
+    assert not enforcer.enter(_request()).decision.allowed
+    enforcer.leave(charge, status)
+    assert enforcer.enter(_request()).decision.allowed is not counted
+
+
+def test_without_an_outcome_a_request_counts(make: Make) -> None:
+    """Who hangs up before the answer has guessed all the same."""
+    enforcer = make(limits="1/minute", count=lambda status: status == 401)
+    enforcer.leave(enforcer.enter(_request()))
+    assert not enforcer.enter(_request()).decision.allowed
+
+
+def test_a_leaky_bucket_holds_before_the_application_runs(make: Make) -> None:
+    """Each is served a second after the one before, by the limiter's clock."""
+    enforcer = make(limits=Limit(1, per=1, algorithm="leaky_bucket", capacity=3))
+    times = []
+    for _ in range(3):
+        assert enforcer.enter(_request()).decision.allowed
+        times.append(enforcer.clock.now_ns() // 10**9)
+    assert times == [1000, 1001, 1002]
+
+
+# ── What goes wrong ────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_cost_that_can_never_fit_is_a_422(make: Make) -> None:
+    """No wait would help, and the answer says so."""
+    with pytest.raises(RequestRejected) as refused:
+        make(limits="10/minute", cost=lambda request: 11).enter(_request())
+    assert refused.value.answer.status == 422
+
+
+@pytest.mark.parametrize("key", ["", "a\x1fb", ("a",) * 17, 42, "x" * 600])
+def test_a_key_that_is_none_is_a_400(make: Make, key: Any) -> None:
+    """The client is told what is wrong with it; nothing breaks."""
+    with pytest.raises(RequestRejected) as refused:
+        make(limits="10/minute", key=lambda request: key).enter(_request())
+    assert refused.value.answer.status == 400
+
+
+@pytest.mark.parametrize("cost", [-1, "3", 1.5])
+def test_a_cost_that_is_none_is_a_400(make: Make, cost: Any) -> None:
+    """A cost that was read from a request may be anything."""
+    with pytest.raises(RequestRejected) as refused:
+        make(limits="10/minute", cost=lambda request: cost).enter(_request())
+    assert refused.value.answer.status == 400
+
+
+@pytest.mark.parametrize("hook", ["key", "cost", "skip"])
+@pytest.mark.parametrize("error", [ConfigError, ZeroDivisionError])
+def test_a_hook_that_raises_is_the_applications_error(
+    make: Make, hook: str, error: type[Exception]
+) -> None:
+    """It goes to the application as it is, even one that we raise ourselves."""
+
+    def raising(request: object) -> None:
+        raise error("mine")
+
+    with pytest.raises(error, match="mine"):
+        make(limits="10/minute", **{hook: raising}).enter(_request())
+
+
+class Failing:
+    """A limiter in a enforcer's place whose store cannot settle."""
+
+    def settle(self, *asked: Any) -> Any:
+        raise StoreUnavailable("the store is away")
+
+
+def test_a_store_that_fails_while_settling_is_logged_and_no_more(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The client has its response; what was charged on the way in stays charged."""
+    enforcer = make(limits="10/minute", key=lambda request: "secret-key")
+    charge = enforcer.enter(_request())
+    getattr(enforcer, "enforcer", enforcer)._limiter = Failing()
+    charge.refund()
+    with caplog.at_level(logging.WARNING, "tollkeeper.web"):
+        enforcer.leave(charge, 200)
+    assert "the store is away" in caplog.text
+    assert "secret-key" not in caplog.text
+    getattr(enforcer, "enforcer", enforcer)._limiter = None
+
+
+def test_a_handler_for_denials_answers_in_its_own_way(make: Make) -> None:
+    """`on_limit` takes the request and the result. Without a hook the response is None."""
+    enforcer = make(limits="1/minute", on_limit=lambda request, result: (request.path, result.kind))
+    result = enforcer.enter(_request("/x")).result
+    assert enforcer.response(_request("/x"), result) == ("/x", "limited")
+    assert make(limits="1/minute").response(_request("/x"), result) is None
+
+
+# ── Several enforcers on one store ────────────────────────────────────────────────────────────────
+
+
+def test_guards_beside_one_share_its_store_and_ways_and_no_count(make: Make) -> None:
+    """A route's limits count by themselves, whom the application counts, on one store."""
+    enforcer = make(
+        limits="3/minute", key="header:user", skip=lambda request: request.path == "/free"
+    )
+    enforcer_options = EnforcerOptions(limits="1/minute")
+    route, other = (
+        enforcer.route_enforcer(enforcer_options, "GET /a"),
+        enforcer.route_enforcer(enforcer_options, "GET /b"),
+    )
+    assert route.enter(_request(user="1")).decision.allowed
+    assert not route.enter(_request(user="1", peer="192.0.2.7")).decision.allowed
+    assert other.enter(_request(user="1")).decision.allowed
+    assert enforcer.enter(_request(user="1")).decision.remaining == 2
+    assert route.enter(_request("/free", user="1")).result.kind == "unlimited"
+    assert route.enter(_request(user="2")).result.applied[0].rule == "GET /a"
+
+
+def test_the_same_terms_and_name_are_one_guard() -> None:
+    """Asked for on every request, it is made once."""
+    enforcer = Enforcer(EnforcerOptions(store="memory://"))
+    enforcer_options = EnforcerOptions(limits="1/minute")
+    assert enforcer.route_enforcer(enforcer_options, "a") is enforcer.route_enforcer(
+        enforcer_options, "a"
+    )
+    assert enforcer.route_enforcer(enforcer_options, "a") is not enforcer.route_enforcer(
+        enforcer_options, "b"
+    )
+    assert enforcer.route_enforcer(
+        EnforcerOptions(limits="1/minute"), "a"
+    ) is not enforcer.route_enforcer(enforcer_options, "a")
+    enforcer.close()
+
+
+def test_a_guard_beside_one_with_rules_counts_by_address(make: Make) -> None:
+    """A key function that makes requests for rules is not asked for a route's limits."""
+    enforcer = make(rules=RULES, key=lambda request: Request(api_key="sk_1"))
+    route = enforcer.route_enforcer(EnforcerOptions(limits="1/minute"), "r")
+    assert route.enter(_request()).decision.allowed
+    assert not route.enter(_request()).decision.allowed
+
+
+def test_what_was_closed_opens_again_when_it_is_used(make: Make) -> None:
+    """An application that is started twice, as tests do, has its limits both times."""
+    enforcer = make(limits="1/minute")
+    enforcer_options = EnforcerOptions(limits="1/minute")
+    for _ in range(2):
+        assert enforcer.enter(_request()).decision.allowed
+        assert not enforcer.enter(_request()).decision.allowed
+        assert enforcer.route_enforcer(enforcer_options, "r").enter(_request()).decision.allowed
+        enforcer.close()
+
+
+def test_without_limits_of_its_own_a_guard_lets_pass(make: Make) -> None:
+    """It is there for the routes that have theirs."""
+    assert make().enter(_request()).result.kind == "unlimited"
+
+
+# ── Asyncio alone ──────────────────────────────────────────────────────────────────────────────
+
+
+async def test_every_hook_may_be_async() -> None:
+    """Each is awaited, in either form."""
+
+    async def key(request: Any) -> str:
+        return str(request.header("user"))
+
+    async def cost(request: Any) -> int:
+        return 2
+
+    async def skip(request: Any) -> bool:
+        return request.path == "/free"
+
+    async def on_limit(request: Any, result: Any) -> str:
+        return "mine"
+
+    async def count(status: int) -> bool:
+        return status == 401
+
+    hooks: OptionArguments = {
+        "key": key,
+        "cost": cost,
+        "skip": skip,
+        "on_limit": on_limit,
+        "count": count,
+    }
+    enforcer = AsyncEnforcer(EnforcerOptions(limits="4/minute", **hooks))
+    charge = await enforcer.enter(_request(user="1"))
+    assert (charge.key, charge.decision.remaining) == ("1", 2)
+    assert (await enforcer.enter(_request("/free"))).result.kind == "unlimited"
+    assert await enforcer.response(_request(), charge.result) == "mine"
+    await enforcer.leave(charge, 200)
+    assert charge.units == 0
+    await enforcer.close()
+
+
+class Stuck(ManualClock):
+    """A clock whose sleepers sleep until they are cancelled."""
+
+    async def sleep_async(self, seconds: float) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_whoever_is_cancelled_in_the_queue_gives_its_place_back() -> None:
+    """A client that hangs up while it is held costs nothing."""
+    limit = Limit(1, per=1, algorithm="leaky_bucket", capacity=2)
+    enforcer = AsyncEnforcer(EnforcerOptions(limits=limit, clock=Stuck(1)))
+    assert (await enforcer.enter(_request())).decision.allowed
+    held = asyncio.create_task(enforcer.enter(_request()))
+    await asyncio.sleep(0)
+    assert not (await enforcer.enter(_request())).decision.allowed
+    held.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await held
+    again = asyncio.create_task(enforcer.enter(_request()))
+    await asyncio.sleep(0)
+    assert not again.done()  # held as the second, so there was a place
+    again.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await again
+    await enforcer.close()
+
+
+@pytest.mark.parametrize("key", ["header", "cookies:x", ["header:X", "what"], [], 42])
+def test_a_wrong_source_is_refused_at_once(key: Any) -> None:
+    """Not at the first request."""
+    with pytest.raises(ConfigError):
+        Enforcer(EnforcerOptions(limits="1/s", key=key))
+
+
+def test_a_limiter_of_the_other_kind_is_refused() -> None:
+    """An event loop must not be blocked, and threads have none."""
+    with pytest.raises(ConfigError, match="AsyncLimiter"):
+        AsyncEnforcer(EnforcerOptions(limiter=Limiter("1/s")))
+    with pytest.raises(ConfigError, match="not a Limiter"):
+        Enforcer(EnforcerOptions(limiter=AsyncLimiter("1/s")))
+
+
+def test_the_refusal_has_the_style_that_was_asked_for(make: Make) -> None:
+    """Headers of a denial follow the enforcer_options' style."""
+    enforcer = make(limits="1/minute", style=Style(draft=None, legacy=False))
+    enforcer.enter(_request())
+    result = enforcer.enter(_request()).result
+    names = {
+        name for name, _ in getattr(enforcer, "enforcer", enforcer).default_response(result).headers
+    }
+    assert names == {"Retry-After", "Content-Type", "Cache-Control"}
+
+
+def test_a_guard_for_threads_takes_no_async_hook() -> None:
+    """What nobody awaits is true, and everybody would be skipped."""
+
+    async def skip(request: Any) -> bool:
+        return False
+
+    with pytest.raises(ConfigError, match="is async"):
+        Enforcer(EnforcerOptions(limits="1/minute", skip=skip))
+
+
+@pytest.mark.parametrize("kind", [Enforcer, AsyncEnforcer])
+def test_a_guard_stands_by_as_it_is_told(kind: Any) -> None:
+    """With a store that is away, each of four machines lets a quarter pass."""
+    enforcer_options = EnforcerOptions(
+        limits="8/minute",
+        store="redis://127.0.0.1:1",
+        on_failure="local",
+        local_fallback=LocalFallback(nodes=4),
+    )
+
+    async def admitted() -> int:
+        enforcer = kind(enforcer_options)
+        charges = []
+        for _ in range(5):
+            charge = enforcer.enter(_request())
+            charges.append(charge if kind is Enforcer else await charge)
+        closed = enforcer.close()
+        if closed is not None:
+            await closed
+        return sum(charge.decision.allowed for charge in charges)
+
+    assert asyncio.run(admitted()) == 2
+
+
+LIMIT = Limit(10, per=60)
+APPLIED = AppliedRule("orders", [LIMIT])
+
+
+def _result(
+    *,
+    allowed: bool = True,
+    remaining: int = 9,
+    degraded: bool = False,
+    kind: ResultKind = "limited",
+) -> CheckResult:
+    decision = Decision(allowed, LIMIT, remaining, rule="orders", degraded=degraded)
+    return CheckResult(decision, (APPLIED,), kind)
+
+
+def charge_of(result: CheckResult, key: str, units: int) -> Charge:
+    return Charge(result.decision, key, units, None, result)
+
+
+def test_a_charge_that_nobody_settles_is_as_it_was() -> None:
+    """Without a word from the application there is nothing to apply."""
+    assert charge_of(_result(), "k", 3).take() is None
+
+
+def test_the_last_word_counts_and_is_applied_once() -> None:
+    """Of several settlements the last is taken, and taking it again takes nothing."""
+    charge = charge_of(_result(), "k", 100)
+    charge.settle(50)
+    charge.settle(37)
+    assert charge.take() == (100, 37)
+    assert charge.take() is None
+
+
+def test_a_word_after_it_was_applied_is_a_further_difference() -> None:
+    """What a background task settles later starts from what is charged by then."""
+    charge = charge_of(_result(), "k", 100)
+    charge.settle(37)
+    charge.take()
+    charge.settle(40)
+    assert charge.take() == (37, 40)
+
+
+def test_an_outcome_that_does_not_count_costs_nothing_whatever_was_settled() -> None:
+    """`count` goes before `settle`: a successful login is free, whatever it cost."""
+    charge = charge_of(_result(), "k", 1)
+    charge.settle(5)
+    assert charge.take(counts=False) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        _result(allowed=False, remaining=0),
+        _result(degraded=True),
+        _result(kind="exempt"),
+        _result(kind="unlimited"),
+        _result(allowed=False, kind="blocked"),
+        _result(allowed=False, degraded=True, kind="unavailable"),
+        PASSED,
+    ],
+    ids=["denied", "degraded", "exempt", "unlimited", "blocked", "unavailable", "passed"],
+)
+def test_what_was_not_charged_is_not_settled(result: CheckResult) -> None:
+    """A refund of what nobody spent would be a gift."""
+    charge = charge_of(result, "k", 1)
+    charge.refund()
+    assert charge.take() is None
+    charge.settle(5)
+    assert charge.take(counts=False) is None
+
+
+@pytest.mark.parametrize("units", [-1, 1.5, "3", None, True])
+def test_a_wrong_cost_is_told_to_whoever_says_it(units: object) -> None:
+    """The application hears of its mistake where it makes it, not in a log afterwards."""
+    with pytest.raises(InvalidCost):
+        charge_of(_result(), "k", 1).settle(units)  # type: ignore[arg-type]  # that is the point
+
+
+@given(st.lists(st.one_of(st.integers(0, 50), st.none()), max_size=20))
+def test_however_often_it_is_applied_the_end_is_the_last_word(words: list[int | None]) -> None:
+    """Settling and applying in any order leaves exactly the last settlement charged."""
+    limiter = Limiter("1000/minute", clock=ManualClock())
+    charge = charge_of(limiter.evaluate("k", 20), "k", 20)
+    for units in words:
+        if units is not None:
+            charge.settle(units)
+        elif due := charge.take():
+            assert limiter.settle("k", *due) == 0
+    if due := charge.take():
+        limiter.settle("k", *due)
+    said = [units for units in words if units is not None]
+    assert limiter.peek("k").remaining == 1000 - (said[-1] if said else 20)
+
+
+def test_of_several_rulings_the_tightest_speaks_and_all_are_listed() -> None:
+    """A response with a global and a route's limit tells the one that a client must heed."""
+    other = AppliedRule("search", [Limit(5, per=1)])
+    tight = CheckResult(
+        Decision(True, other.limits[0], 2, rule="search"), (other,), "limited", ("s",)
+    )
+    whole = joined([_result(), tight])
+    assert whole.decision is tight.decision
+    assert whole.applied == (APPLIED, other)
+    assert whole.shadow_denied == ("s",)
+
+
+def test_who_was_counted_is_known_of_all_or_of_none() -> None:
+    """It goes with the rules, one for one, so a part of it would be wrong."""
+    known = _result()._replace(counted=(("user:1", 2),))
+    assert joined([known, known]).counted == (("user:1", 2), ("user:1", 2))
+    assert joined([known, _result()]).counted == ()
+
+
+def test_a_denial_speaks_before_all_that_allowed() -> None:
+    """The last of several results is the one that can deny, whatever remains elsewhere."""
+    allowed, denied = _result(remaining=0), _result(allowed=False, remaining=3)
+    whole = joined([allowed, denied])
+    assert whole.decision is denied.decision
+    assert whole.kind == "limited"
+    assert len(whole.applied) == 2
+
+
+@pytest.mark.parametrize(
+    ("kinds", "kind"),
+    [
+        (("unlimited", "limited"), "limited"),
+        (("exempt", "limited"), "limited"),
+        (("limited", "exempt"), "limited"),
+        (("unlimited", "exempt"), "exempt"),
+        (("unlimited", "unlimited"), "unlimited"),
+    ],
+)
+def test_what_allowed_without_a_limit_does_not_hide_one(
+    kinds: tuple[ResultKind, ResultKind], kind: ResultKind
+) -> None:
+    """Exempt from one and limited by another is limited."""
+    assert joined([_result(kind=each) for each in kinds]).kind == kind
+
+
+def test_blocked_tells_no_numbers() -> None:
+    """Who is blocked learns nothing of the limits that let it pass before."""
+    blocked = _result(allowed=False, kind="blocked")
+    assert joined([_result(), blocked]) is blocked
+
+
+def test_a_charge_says_what_it_is() -> None:
+    """In a debugger or a log a charge shows its decision, and no key."""
+    assert repr(charge_of(_result(), "secret", 2)) == (
+        "<Charge of 2 units: <Decision allowed remaining=9/10 reset_after=0 rule='orders'>>"
+    )
