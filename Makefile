@@ -1,15 +1,28 @@
-# Two commands are all anyone needs: `make run` and `make test`. Each sets up what it needs.
+# `make run` starts the service, `make check` is the quick test and `make test` the whole one. Each
+# target installs what it needs first.
 
 VENV := .venv
+# `make test PYTHON=python3.13` runs everything on another Python. An environment that was made with
+# a different minor version is made again.
 PYTHON ?= python3
 BIN := $(VENV)/bin
 RUN_READY := $(VENV)/.run-ready
 READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.bench-ready
+VERSION_OF = -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
+PYTEST := $(BIN)/pytest --numprocesses=4 --dist=worksteal
 KERNEL := $(wildcard src/tollkeeper/decide/kernel/*.c src/tollkeeper/decide/kernel/*.h)
 
+# Hundreds of tests start a Python process. Without cached bytecode, each would compile the package.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
-.PHONY: help run test lint bench fuzz clean
+.PHONY: help run check test lint bench fuzz clean
+
+ifneq ($(shell $(PYTHON) $(VERSION_OF)),$(shell $(BIN)/python $(VERSION_OF)))
+.PHONY: $(RUN_READY) $(READY) $(BENCH_READY)
+NEW_VENV := $(PYTHON) -m venv --clear $(VENV)
+endif
 
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,8 +30,11 @@ help:  ## show this list
 run: $(RUN_READY)  ## the service with an example document, on http://127.0.0.1:8080
 	$(BIN)/tollkeeper serve --data build/run --seed examples/limits.yaml
 
-test: lint  ## everything that must hold: lint, unit, property, conformance, parity
-	$(BIN)/pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile
+check: lint  ## lint, types, and the tests that need no server
+	$(PYTEST) -m "not server"
+
+test: lint  ## everything: lint, types, and all tests, on real servers too
+	$(PYTEST)
 
 lint: $(READY)  ## ruff, mypy strict, import-linter
 	$(BIN)/ruff check .
@@ -47,13 +63,13 @@ SOURCES := pyproject.toml tools/system_packages.sh $(wildcard setup.py) $(KERNEL
 
 $(RUN_READY): $(SOURCES)
 	@PYTHON=$(PYTHON) sh tools/system_packages.sh run
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(NEW_VENV)
 	$(INSTALL) '.[server]'
 	@touch $@
 
 $(READY): $(SOURCES)
 	@PYTHON=$(PYTHON) sh tools/system_packages.sh test
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(NEW_VENV)
 	$(INSTALL) '.[dev]'
 	@touch $@ $(RUN_READY)
 

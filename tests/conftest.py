@@ -1,12 +1,18 @@
-"""Settings for the whole suite."""
+"""Settings and fixtures of the whole suite, and the mark of the tests that need a server."""
 
+from __future__ import annotations
+
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.redis_servers import running
+from tests.redis_servers import running, scratch
+from tests.redis_servers.server import Startable
 from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores import open_store
 from tollkeeper.testing import ManualClock
@@ -14,22 +20,85 @@ from tollkeeper.testing import ManualClock
 # The plugin that runs pytest inside pytest, for the tests of our own fixtures.
 pytest_plugins = ["pytester"]
 
-# No property may fail because the machine was busy: a deadline is a timing assertion.
+# A deadline is an assertion about time: no property may fail because the machine was busy.
 settings.register_profile(
     "tollkeeper", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile("tollkeeper")
 
+# Every test in these folders runs against a server, a gateway or several processes.
+_SERVER_FOLDERS = ("tests/integration/", "tests/faults/", "tests/examples/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test that needs a server; `make check` runs the others.
+
+    A test needs a server if it is in one of `_SERVER_FOLDERS`, or if the test, a helper or a fixture
+    refers to the harness that starts servers. A parametrised fixture marks those of its parameters
+    that need one. A test that starts a server without the mark fails.
+    """
+    found: dict[object, bool] = {}
+    for item in items:
+        if item.nodeid.startswith(_SERVER_FOLDERS) or any(
+            _starts_a_server(each, found) for each in _functions(item)
+        ):
+            item.add_marker(pytest.mark.server)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let only the marked tests start servers."""
+    scratch.forbidden = "" if item.get_closest_marker("server") else item.nodeid
+
+
+def _functions(item: pytest.Item) -> Iterator[object]:
+    """Yield the test function and the functions of its fixtures."""
+    yield getattr(item, "function", None)
+    fixtures = getattr(item, "_fixtureinfo", None)
+    for definitions in fixtures.name2fixturedefs.values() if fixtures else ():
+        if definitions[-1].params is None:
+            yield definitions[-1].func
+
+
+def _starts_a_server(value: Any, found: dict[object, bool]) -> bool:
+    """Return True if a function or class of the tests refers to the harness, directly or not."""
+    if not (inspect.isclass(value) or inspect.isroutine(value)):
+        return False
+    if value not in found:
+        found[value] = value is running or (inspect.isclass(value) and issubclass(value, Startable))
+        found[value] = found[value] or any(
+            _starts_a_server(each, found) for each in _used_by(value)
+        )
+    return found[value]
+
+
+def _used_by(value: Any) -> Iterator[object]:
+    """Yield the methods of a class of the tests, or the globals that a function of them uses."""
+    property_test = getattr(value, "hypothesis", None)
+    value = property_test.inner_test if property_test else inspect.unwrap(value)
+    if not (getattr(value, "__module__", None) or "").startswith("tests."):
+        return
+    if inspect.isclass(value):
+        yield from vars(value).values()
+    elif isinstance(value, FunctionType):
+        known = value.__globals__
+        yield from (known[name] for name in _names(value.__code__) if name in known)
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the global names that a function uses, nested functions included."""
+    nested = (each for each in code.co_consts if isinstance(each, CodeType))
+    return set(code.co_names).union(*map(_names, nested))
+
 
 @pytest.fixture
 def clock() -> ManualClock:
-    """A clock that moves when it is told to."""
+    """Return a clock that only moves when the test advances it."""
     return ManualClock(start=1_800_000_000)
 
 
-@pytest.fixture(params=["memory", "shared", "redis"])
+@pytest.fixture(params=["memory", "shared", pytest.param("redis", marks=pytest.mark.server)])
 def store(request: pytest.FixtureRequest, clock: ManualClock, tmp_path: Path) -> Iterator[Store]:
-    """Each kind of store, empty, that decides by `clock`."""
+    """Open an empty store of each kind that uses `clock`."""
     uri = "memory://"
     options: dict[str, object] = {}
     if request.param == "shared":
@@ -37,7 +106,7 @@ def store(request: pytest.FixtureRequest, clock: ManualClock, tmp_path: Path) ->
     if request.param == "redis":
         server = running("single")
         server.flush()
-        # A machine that tests may pause for longer than a production's deadline.
+        # A busy machine may stall a test for longer than the deadline of production.
         uri, options = server.uri, {"deadline_ms": 10_000}
     opened = open_store(uri, clock, **options)
     yield opened

@@ -1,13 +1,18 @@
-"""The stores that the conformance suite and the promises run on. To add one, add it to STORES.
+"""The stores that the conformance suite and the promises run on.
+
+Both suites run in full on each store of STORES: the engines, a Redis server and a Redis Cluster.
+CONNECTIONS are further ways to reach the same Redis scripts: asyncio, a password, TLS, Sentinel.
+They run the tests that concern the connection: one pass of each verb, many threads, closing, and
+the comparison with the model.
 
 A test sees a store only through the protocol in `tollkeeper.decide.store`, or through a Limiter
-that was given it. Nothing here or in the tests knows how a store keeps what it keeps.
+that uses it. Nothing here or in the tests knows how a store represents its state.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,6 +20,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from tests.clocks import SteppedClock
 from tests.conformance.awaited import AwaitedStore
@@ -28,11 +34,11 @@ from tollkeeper.decide.stores.native import KernelStore
 
 # Room for every key of a test that is not about room.
 STATES_MAX = 1_000
-# Room for the logs of all tests but one, which asks for more states and gets more of this too. A
-# file is made for each example of each property, and 32 MB of it would take 3 ms.
+# Room for the logs of every test but one, which opens a larger store. Each example of a property
+# creates a file, and creating the default 32 MB takes 3 ms.
 LOG_BYTES_MIN = 2**18
 
-# A machine that tests may pause for longer than a production's deadlines.
+# A busy machine may stall a test for longer than the deadlines of production.
 PATIENCE = {"deadline_ms": 10_000, "connect_ms": 10_000}
 
 _numbers = count()
@@ -40,21 +46,23 @@ _numbers = count()
 
 @dataclass(frozen=True, slots=True)
 class StoreFactory:
-    """How to open a store that holds nothing.
+    """How to open an empty store.
 
     `open`          (clock, states_max, tmp_path) → the store, closed at the end of the block.
-                    The path is shared by many calls: a store that needs a file makes a new one.
-    `expiry_slack`  how much longer than `reset_after` the store may physically keep a state, as
-                    a fraction of the time from its last write to then. What it answers is as of
-                    a fresh key from `reset_after` on.
-    `time_step_ns`  the store tells times only in whole steps of this; so does the clock it is given
-    `bounded`       it has room for so many states and no more
-    `sweeps`        `sweep` drops what has expired by the clock that the store was given
-    `examples`      the part of a property's examples that are tried on it
+                    Many calls share the path: a store that needs a file creates a new one.
+    `server`        the kind of server that the store needs, or ""
+    `expiry_slack`  how much longer than `reset_after` the store may keep a state in memory, as a
+                    fraction of the time between its last write and `reset_after`. Its decisions
+                    are those of a fresh key from `reset_after` on.
+    `time_step_ns`  the resolution of the store's clock; the test's clock gets the same
+    `bounded`       True if the store has a maximum number of states
+    `sweeps`        True if `sweep` removes states that expired by the store's clock
+    `examples`      the share of a property's examples that this store runs
     """
 
     name: str
     open: Callable[[Clock, int, Path], AbstractContextManager[Store]]
+    server: str = ""
     expiry_slack: Fraction = Fraction(0)
     time_step_ns: int = 1
     bounded: bool = True
@@ -95,9 +103,9 @@ _redis_open: Counter[str] = Counter()
 def _redis(
     kind: str, *, awaited: bool = False
 ) -> Callable[[Clock, int, Path], AbstractContextManager[Store]]:
-    """Redis of a kind. Each store has a prefix of its own, so that two can be open at once.
+    """Open a store on a kind of Redis, through the verbs for asyncio if `awaited`.
 
-    `awaited`: through the verbs for asyncio.
+    Each store has its own key prefix, so that two can be open at once.
     """
 
     @contextmanager
@@ -122,11 +130,12 @@ def _redis(
 def _redis_factory(
     name: str, kind: str, examples: Fraction, *, awaited: bool = False
 ) -> StoreFactory:
-    # Redis tells the time in microseconds, has no bound of its own, and drops keys by its own clock
-    # (`tests/integration/test_redis_expiry.py`).
+    # The clock of Redis counts microseconds. Redis has no maximum of its own and expires keys by
+    # its own clock (`tests/integration/test_redis_expiry.py`).
     return StoreFactory(
         name,
         _redis(kind, awaited=awaited),
+        server=kind,
         time_step_ns=1_000,
         bounded=False,
         sweeps=False,
@@ -134,38 +143,49 @@ def _redis_factory(
     )
 
 
-# The kernel keeps the time to live in 8 bits of precision, rounded up.
+# The kernel stores the time to live with 8 bits of precision, rounded up.
 _KERNEL_SLACK = Fraction(1, 256)
 
-# The properties are the scripts' affair, which are the same on every kind of Redis; what differs is
-# the way there. So all the examples are tried on one server, and some on the others.
+# The two kernel stores run the same C code, and every Redis runs the same scripts. One store of
+# each pair runs more examples of a property; for the other, a few show that the way to the code
+# changes nothing.
 STORES = (
     StoreFactory("python", _python),
-    StoreFactory("kernel", _kernel, _KERNEL_SLACK),
-    StoreFactory("shared", _shared, _KERNEL_SLACK),
+    StoreFactory("kernel", _kernel, expiry_slack=_KERNEL_SLACK),
+    StoreFactory("shared", _shared, expiry_slack=_KERNEL_SLACK, examples=Fraction(1, 4)),
     _redis_factory("redis", "single", Fraction(1, 2)),
+    _redis_factory("cluster", "cluster", Fraction(1, 8)),
+)
+CONNECTIONS = (
     _redis_factory("redis-async", "single", Fraction(1, 8), awaited=True),
+    _redis_factory("cluster-async", "cluster", Fraction(1, 20), awaited=True),
     _redis_factory("redis-password", "password", Fraction(1, 20)),
     _redis_factory("redis-tls", "tls", Fraction(1, 20)),
     _redis_factory("sentinel", "sentinel", Fraction(1, 20)),
-    _redis_factory("cluster", "cluster", Fraction(1, 4)),
-    _redis_factory("cluster-async", "cluster", Fraction(1, 20), awaited=True),
 )
 
 
-# Fixtures of session scope, so that Hypothesis may open a store for each example.
-@pytest.fixture(params=STORES, ids=lambda factory: factory.name, scope="session")
+def _parameters(factories: Iterable[StoreFactory]) -> list[ParameterSet]:
+    """Return the stores as parameters of a test; a store on a server carries the `server` mark."""
+    return [
+        pytest.param(each, id=each.name, marks=[pytest.mark.server] if each.server else [])
+        for each in factories
+    ]
+
+
+# Hypothesis opens a store for each example, so these fixtures have the scope of the session.
+@pytest.fixture(params=_parameters(STORES), scope="session")
 def factory(request: pytest.FixtureRequest) -> StoreFactory:
-    """Each store in turn."""
+    """Return each store of STORES in turn."""
     chosen: StoreFactory = request.param
     return chosen
 
 
 @dataclass(frozen=True, slots=True)
 class OpenStore:
-    """Opens a fresh store of the kind under test: `with open_store(clock) as store`.
+    """Opens an empty store of the kind under test: `with open_store(clock) as store`.
 
-    The clock is set to tell time in the store's steps, so that both see the same time.
+    It gives the clock the resolution of the store, so that both show the same time.
     """
 
     factory: StoreFactory
@@ -184,21 +204,18 @@ def open_store(factory: StoreFactory, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def past_expiry(factory: StoreFactory, clock: SteppedClock, reset_after_ns: int) -> None:
-    """Move to when the store must have let go of a state that it wrote in the last ten seconds."""
+    """Advance until the store must have dropped a state that it wrote in the last ten seconds."""
     written_ns = reset_after_ns + 10 * 10**9
     clock.advance_ns(reset_after_ns + int(written_ns * factory.expiry_slack))
 
 
-def _stores_that(have: Callable[[StoreFactory], bool]) -> pytest.MarkDecorator:
-    """Marks tests that are run on some of the stores."""
-    return pytest.mark.parametrize(
-        "factory",
-        [each for each in STORES if have(each)],
-        ids=lambda each: each.name,
-        indirect=True,
-    )
+def _run_on(factories: Iterable[StoreFactory]) -> pytest.MarkDecorator:
+    """Return a mark that runs a test on these stores."""
+    return pytest.mark.parametrize("factory", _parameters(factories), indirect=True)
 
 
-bounded_stores = _stores_that(lambda each: each.bounded)
-sweeping_stores = _stores_that(lambda each: each.sweeps)
+bounded_stores = _run_on(each for each in STORES if each.bounded)
+sweeping_stores = _run_on(each for each in STORES if each.sweeps)
+every_connection = _run_on(STORES + CONNECTIONS)
+connections = _run_on(CONNECTIONS)
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)

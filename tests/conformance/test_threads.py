@@ -10,7 +10,12 @@ from typing import TypeVar
 import pytest
 
 from tests.clocks import SteppedClock
-from tests.conformance.stores import OpenStore, bounded_stores, every_algorithm
+from tests.conformance.stores import (
+    OpenStore,
+    bounded_stores,
+    every_algorithm,
+    every_connection,
+)
 from tollkeeper import Limit, Limiter, StoreFull, StoreUnavailable
 from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
 from tollkeeper.decide.failure import FailurePolicy
@@ -46,6 +51,7 @@ def at_once(work: Callable[[int], T]) -> list[T]:
     return [results[number] for number in range(THREADS)]
 
 
+@every_connection
 @every_algorithm
 @pytest.mark.parametrize("cost", [1, 3])
 def test_threads_on_one_key_admit_exactly_the_limit(
@@ -72,6 +78,7 @@ def test_threads_under_several_limits_admit_exactly_the_tightest(
         assert Limiter(limit, store=store, clock=clock).peek("k").remaining == 800
 
 
+@every_connection
 @every_algorithm
 def test_threads_spend_refund_and_grant_without_loss(
     algorithm: AlgorithmName, store: Store, clock: SteppedClock
@@ -139,6 +146,7 @@ def test_threads_while_time_moves_are_never_over(store: Store, clock: SteppedClo
     assert admitted >= 100
 
 
+@every_connection
 def test_close_can_be_called_twice(open_store: OpenStore, clock: SteppedClock) -> None:
     """Closing a closed store does nothing."""
     with open_store(clock) as store:
@@ -147,6 +155,7 @@ def test_close_can_be_called_twice(open_store: OpenStore, clock: SteppedClock) -
         store.close()
 
 
+@every_connection
 def test_a_closed_store_is_unavailable(open_store: OpenStore, clock: SteppedClock) -> None:
     """Every verb raises StoreUnavailable once the store is closed, and none crashes."""
     with open_store(clock) as store:

@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-from tests.conformance.stores import STORES
+from tests.conformance.stores import CONNECTIONS, STORES
 from tests.parity.in_microseconds import Moments, Pair
 from tests.parity.traces import Step, changed, random_limits, steps
 from tests.redis_servers import Single, running
@@ -21,7 +21,9 @@ from tollkeeper.core.model import Limit
 from tollkeeper.decide.store import Store
 from tollkeeper.testing import ManualClock
 
-OPENERS = {factory.name: factory.open for factory in STORES}
+pytestmark = pytest.mark.server
+
+OPENERS = {factory.name: factory.open for factory in STORES + CONNECTIONS}
 STEPS = 1_000
 SHARDS = 10
 

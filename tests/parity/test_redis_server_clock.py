@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 import tollkeeper.core.clock
-from tests.conformance.stores import STORES
+from tests.conformance.stores import CONNECTIONS, STORES
 from tests.parity.in_microseconds import ALGORITHMS_US
 from tests.parity.reference import ReferenceGate, States, answer
 from tests.parity.server_times import TimedAnswers, timed
@@ -18,7 +18,9 @@ from tollkeeper.core.clock import SystemClock
 from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS, Limit
 from tollkeeper.decide.store import Gate, Store
 
-OPENERS = {factory.name: factory.open for factory in STORES}
+pytestmark = pytest.mark.server
+
+OPENERS = {factory.name: factory.open for factory in STORES + CONNECTIONS}
 # Short beside a trace, which takes about a tenth of a second; and one that never ends in it.
 WINDOWS_S = (0.001, 0.0033, 0.01, 0.02, 0.1, 3_600)
 STEPS = 1_000

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from tests.clocks import SteppedClock
-from tests.conformance.stores import OpenStore, every_algorithm
+from tests.conformance.stores import OpenStore, every_algorithm, every_connection
 from tests.promises.model import Answer, Model
 from tests.promises.strategies import (
     KEY,
@@ -85,6 +85,7 @@ def assert_agree(
         assert_same("peek", gate, key, 0, model.peek(key, now_ns, 0))
 
 
+@every_connection
 @every_algorithm
 @promise(250, data=st.data())
 def test_a_store_agrees_with_the_model(

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from tests.redis_servers.cluster import Cluster
 from tests.redis_servers.promotion import Promotion
+from tests.redis_servers.scratch import check_allowed
 from tests.redis_servers.sentinels import Sentinels
 from tests.redis_servers.server import Server, ServerFailed
 from tests.redis_servers.single import Single, User
@@ -82,6 +83,7 @@ def running(kind: str) -> Running:
     """
     if kind not in _MAKERS:
         raise ValueError(f"kind={kind!r} is unknown; there are {', '.join(KINDS)}")
+    check_allowed()
     with _lock:
         if kind not in _running:
             made = _MAKERS[kind]()

@@ -30,6 +30,18 @@ setsid sh -c 'kill -s KILL -- "-$0"; rm -rf -- "$1"' "$$" "$1"
 """
 
 
+# The test that runs now, if it may not start a server; tests/conftest.py sets it.
+forbidden = ""
+
+
+def check_allowed() -> None:
+    """Fail a test that uses a server without the mark that keeps it out of `make check`."""
+    assert not forbidden, (
+        f"{forbidden} uses a server, and tests/conftest.py could not see that: add "
+        "`pytest.mark.server` to the test, its module, or the parameter of its fixture"
+    )
+
+
 class Scratch:
     """One process's folder, guard, and list of what is to be stopped at its end."""
 
@@ -47,7 +59,8 @@ class Scratch:
 
     @property
     def process_group(self) -> int:
-        """What a server must be started in, so that the guard finds it."""
+        """The process group that a server must be started in, so that the guard finds it."""
+        check_allowed()
         return self._guard.pid
 
     def new_folder(self, name: str) -> Path:
