@@ -17,7 +17,7 @@ KERNEL := $(wildcard src/tollkeeper/decide/kernel/*.c src/tollkeeper/decide/kern
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run check test lint bench fuzz clean
+.PHONY: help run check unit test lint bench fuzz clean
 
 ifneq ($(shell $(PYTHON) $(VERSION_OF)),$(shell $(BIN)/python $(VERSION_OF)))
 .PHONY: $(RUN_READY) $(READY) $(BENCH_READY)
@@ -30,7 +30,10 @@ help:  ## show this list
 run: $(RUN_READY)  ## the service with an example document, on http://127.0.0.1:8080
 	$(BIN)/tollkeeper serve --data build/run --seed examples/limits.yaml
 
-check: lint  ## lint, types, and the tests that need no server
+check: $(READY)  ## lint, types, and the tests that need no server, in about a minute
+	$(MAKE) --no-print-directory --jobs=2 --output-sync lint unit
+
+unit: $(READY)
 	$(PYTEST) -m "not server"
 
 test: lint  ## everything: lint, types, and all tests, on real servers too

@@ -33,9 +33,9 @@ _SERVER_FOLDERS = ("tests/integration/", "tests/faults/", "tests/examples/")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark each test that needs a server; `make check` runs the others.
 
-    A test needs a server if it is in one of `_SERVER_FOLDERS`, or if the test, a helper or a fixture
-    refers to the harness that starts servers. A parametrised fixture marks those of its parameters
-    that need one. A test that starts a server without the mark fails.
+    A test needs a server if it is in one of `_SERVER_FOLDERS`, or if the test, one of its fixtures
+    or a helper refers to the harness that starts servers. A parametrised fixture marks those of its
+    parameters that need one. A test that starts a server without the mark fails.
     """
     found: dict[object, bool] = {}
     for item in items:

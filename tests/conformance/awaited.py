@@ -1,27 +1,34 @@
-"""A store's verbs for asyncio behind the verbs for threads, so that one suite tries both.
+"""A store's awaited calls behind the protocol for threads, so that one suite tests both.
 
-Every call runs in the event loop of one thread in the background, whoever makes it. Calls of many
-threads meet there, and leave together.
+Every call runs in the event loop of one background thread, whichever thread makes it. Calls of many
+threads meet in that loop and share its connections.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import cache
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from tollkeeper.core.model import Decision, Limit
-from tollkeeper.decide.store import AsyncGate, StoreStats
-from tollkeeper.decide.stores.redis.store import RedisStore
+from tollkeeper.decide.store import (
+    AsyncGate,
+    AsyncStore,
+    Channel,
+    GateCheck,
+    Store,
+    StoreMonitor,
+    StoreStats,
+)
 
 T = TypeVar("T")
 
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """The loop, started when first asked for; it ends with the process."""
+    """Return the loop. The first call starts it; it ends with the process."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="event loop", daemon=True).start()
     return loop
@@ -32,7 +39,7 @@ def _awaited(coroutine: Coroutine[object, object, T]) -> T:
 
 
 class AwaitedGate:
-    """A gate for threads over one for asyncio."""
+    """The gate protocol for threads over an AsyncGate."""
 
     def __init__(self, gate: AsyncGate) -> None:
         self._gate = gate
@@ -53,15 +60,29 @@ class AwaitedGate:
     def reset(self, subject: str) -> None:
         _awaited(self._gate.reset(subject))
 
+    def fast_check(self, fallback: Callable[..., Decision]) -> None:
+        return None
+
 
 class AwaitedStore:
-    """A store for threads over the half of a RedisStore that is for asyncio."""
+    """The store protocol for threads over the awaited calls of a store."""
 
-    def __init__(self, store: RedisStore) -> None:
+    as_async: AsyncStore | None = None
+    monitor: StoreMonitor | None = None
+    channel: Channel | None = None
+    is_private = False
+
+    def __init__(self, store: Store) -> None:
+        assert store.as_async is not None
         self._store = store
+        self._async = store.as_async
 
     def gate(self, limits: Sequence[Limit], rule: str) -> AwaitedGate:
-        return AwaitedGate(self._store.async_gate(limits, rule))
+        return AwaitedGate(self._async.async_gate(limits, rule))
+
+    def check_together(self, checks: Sequence[GateCheck]) -> list[Decision]:
+        awaited = [(cast("AwaitedGate", gate)._gate, *rest) for gate, *rest in checks]
+        return _awaited(self._async.check_together_async(awaited))
 
     def sweep(self) -> int:
         return self._store.sweep()
@@ -73,4 +94,4 @@ class AwaitedStore:
         return self._store.busiest(count)
 
     def close(self) -> None:
-        _awaited(self._store.aclose())
+        _awaited(self._async.aclose())

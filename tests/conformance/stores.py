@@ -146,15 +146,16 @@ def _redis_factory(
 # The kernel stores the time to live with 8 bits of precision, rounded up.
 _KERNEL_SLACK = Fraction(1, 256)
 
-# The two kernel stores run the same C code, and every Redis runs the same scripts. One store of
-# each pair runs more examples of a property; for the other, a few show that the way to the code
-# changes nothing.
+# The examples of a property are the same on every run, so more of them in each run find nothing
+# new; `TOLLKEEPER_EXPLORE` tries others. Two stores run the same C code, and every Redis runs the
+# same scripts: the first of each runs more examples, and for the others a few show that the way to
+# the code changes nothing. The parity tests compare the Python store with the kernel.
 STORES = (
-    StoreFactory("python", _python),
-    StoreFactory("kernel", _kernel, expiry_slack=_KERNEL_SLACK),
-    StoreFactory("shared", _shared, expiry_slack=_KERNEL_SLACK, examples=Fraction(1, 4)),
-    _redis_factory("redis", "single", Fraction(1, 2)),
-    _redis_factory("cluster", "cluster", Fraction(1, 8)),
+    StoreFactory("python", _python, examples=Fraction(1, 4)),
+    StoreFactory("kernel", _kernel, expiry_slack=_KERNEL_SLACK, examples=Fraction(1, 2)),
+    StoreFactory("shared", _shared, expiry_slack=_KERNEL_SLACK, examples=Fraction(1, 8)),
+    _redis_factory("redis", "single", Fraction(1, 4)),
+    _redis_factory("cluster", "cluster", Fraction(1, 10)),
 )
 CONNECTIONS = (
     _redis_factory("redis-async", "single", Fraction(1, 8), awaited=True),

@@ -21,7 +21,11 @@ from tollkeeper.decide.stores.redis.gates import Commands, Together
 from tollkeeper.testing import ManualClock
 
 _prefixes = count()
-KINDS = ("memory", "single", "cluster")
+KINDS = (
+    "memory",
+    pytest.param("single", marks=pytest.mark.server),
+    pytest.param("cluster", marks=pytest.mark.server),
+)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ Each trace has its own seed; a failure prints it, and `trace(seed)` replays it a
 
 from __future__ import annotations
 
+import os
 from random import Random
 from typing import Any
 
@@ -14,7 +15,8 @@ from tests.parity.reference import ReferenceGate, States, answer
 from tests.parity.traces import Step, changed, random_limits, steps
 from tollkeeper.decide.kernel import _kernel
 
-TRACES = 1_000
+# The seeds are the same on every run; TOLLKEEPER_EXPLORE=10 runs ten times as many traces.
+TRACES = 300 * int(os.environ.get("TOLLKEEPER_EXPLORE", "1"))
 STEPS = 1_000
 SHARDS = 10
 
@@ -64,8 +66,8 @@ def trace(seed: int, table: _kernel.Table, *, count: int = STEPS) -> int:
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_a_million_steps_agree_in_memory(shard: int) -> None:
-    """memory:// answers what the reference answers."""
+def test_many_steps_agree_in_memory(shard: int) -> None:
+    """memory:// gives the decisions of the reference implementation."""
     compared = 0
     for seed in range(shard, TRACES, SHARDS):
         # A table of its own for each: the traces tell different times.
@@ -75,9 +77,9 @@ def test_a_million_steps_agree_in_memory(shard: int) -> None:
     assert compared > TRACES * STEPS // SHARDS // 2
 
 
-def test_a_hundred_thousand_steps_agree_in_a_file(tmp_path: Any) -> None:
-    """shared:// answers what the reference answers, also when the file is opened anew."""
-    for seed in range(TRACES, TRACES + 100):
+def test_many_steps_agree_in_a_file(tmp_path: Any) -> None:
+    """shared:// gives the decisions of the reference implementation."""
+    for seed in range(TRACES, TRACES + TRACES // 10):
         path = tmp_path / f"{seed}.limits"
         table = _kernel.Table(path, capacity=4_000, log_bytes=1 << 22)
         trace(seed, table)

@@ -31,7 +31,7 @@ ACME = Request(tenant="acme")
 OWN = Override(2, HOUR_NS)
 
 
-@pytest.fixture(params=["memory", "redis"])
+@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.server)])
 async def limiter(request: pytest.FixtureRequest) -> AsyncIterator[AsyncLimiter]:
     """On a store in this process, and on one that is a trip away."""
     store = "memory://"
