@@ -154,7 +154,7 @@ def test_rules_that_others_cover_are_told(store: str, tmp_path: Path) -> None:
     (finding,) = [each for each in told["findings"] if each["check"] == "rules"]
     assert (result.exit_code, told["exit_code"], finding["level"]) == (1, 1, "warning")
     assert finding["what"].startswith('rule vip: it can never match: rule "orders" before it')
-    assert "put it before" in finding["remedy"]
+    assert "move it before" in finding["remedy"]
 
 
 @pytest.mark.parametrize(

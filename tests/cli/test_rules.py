@@ -94,7 +94,7 @@ def test_what_nobody_wants_is_a_warning_with_its_place() -> None:
     result = run("validate", file("unsafe.yaml", UNSAFE))
     assert result.exit_code == 0
     first, last = result.stdout.splitlines()
-    assert first.startswith('unsafe.yaml:5:5: warning: deny[0]: "*": everyone with')
+    assert first.startswith('unsafe.yaml:5:5: warning: deny[0]: "*": every request with')
     assert last == "unsafe.yaml: ok, rules: 1, warnings: 1"
     assert "force" not in first
 
@@ -137,7 +137,7 @@ def test_an_empty_file_is_a_problem() -> None:
     result = run("validate", file("empty.yaml", ""))
     assert (result.exit_code, result.stdout) == (
         1,
-        "empty.yaml:1:1: the document is empty; it starts with version: 1\n",
+        "empty.yaml:1:1: the document is empty; start it with version: 1\n",
     )
 
 

@@ -31,7 +31,7 @@ from tollkeeper.core.errors import ChangeRefused, SafetyFinding, UnsafeChange, V
 LIMIT = Limit(5, per=60)
 DENIED = Decision(False, LIMIT, 0, retry_after_ns=1_234_567_890)
 FINDING = SafetyFinding(
-    "denies-all", "deny[0]", '"*"', "everyone is denied", "name those who are meant"
+    "denies-all", "deny[0]", '"*"', "everyone is denied", "use a narrower entry"
 )
 
 ONE_OF_EACH: list[TollkeeperError] = [
@@ -127,7 +127,7 @@ def test_capacity_error_says_what_to_do() -> None:
     error = CapacityError(6, Limit(5, per=60, name="logins"))
     assert str(error) == (
         "a cost of 6 can never fit 5 per 60 s (token_bucket), which holds 5 at most; "
-        "split the work, or raise the limit's capacity to at least that"
+        "split the request, or raise the limit's capacity to at least that cost"
     )
     assert (error.cost, error.limit.name) == (6, "logins")
 
@@ -167,16 +167,18 @@ def test_what_was_given_is_shown(value: object, shown: str) -> None:
 def test_a_conflict_names_both_versions() -> None:
     """What the caller knew, what there is now, and what to do; none at all is said in words."""
     assert str(VersionConflict(3, 4)) == (
-        "this is a change of version 3, but now there is version 4; "
-        "look at what has changed, then make the change on that"
+        "the change is based on version 3, but now version 4 is in force; "
+        "look at what has changed, then repeat the change on that version"
     )
-    assert "a change of no version yet, but now there is version 1;" in str(VersionConflict(0, 1))
+    assert "the change is based on no version, but now version 1 is in force;" in str(
+        VersionConflict(0, 1)
+    )
 
 
 def test_an_unsafe_change_lists_what_was_found() -> None:
     """One line each, up to 20; then how many more there are."""
     assert str(UnsafeChange((FINDING,))) == (
-        'deny[0]: "*": everyone is denied; name those who are meant, or force it'
+        'deny[0]: "*": everyone is denied; use a narrower entry, or force it'
     )
     lines = str(UnsafeChange((FINDING,) * 23)).splitlines()
     assert (len(lines), lines[-1]) == (21, "… and 3 more")

@@ -106,9 +106,9 @@ WANTS_COUNT = "expected how many units, a whole number,"
 WANTS_PER = "expected '/' or 'per' after the number of units"
 WANTS_UNIT = "expected a unit: ms, second, minute, hour, day, week, month or year"
 WANTS_END = "expected ';' before another limit, 'burst', or the end"
-WANTS_WINDOW = "a window is from 1 ms to 366 days in whole microseconds; this is not one"
-TOO_MANY = "at most 1,000,000,000 units are possible; too many"
-TOO_LONG = "a number has at most 18 characters; too long"
+WANTS_WINDOW = "expected a window of 1 ms to 366 days in whole microseconds,"
+TOO_MANY = "expected at most 1,000,000,000 units,"
+TOO_LONG = "expected a number of at most 18 characters,"
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_numbers_that_make_no_limit_are_pointed_at(
 
 def test_one_limit_where_one_is_wanted() -> None:
     """`parse_limit` refuses two, pointing at what separates them."""
-    with pytest.raises(RateSyntaxError, match="one limit is wanted here") as caught:
+    with pytest.raises(RateSyntaxError, match="expected only one limit") as caught:
         parse_limit("5/s; 6/m")
     assert caught.value.position == 3
 

@@ -197,7 +197,7 @@ def test_what_is_unsafe_is_refused_with_the_reasons_unless_forced(process: Cli) 
     """Exit code 1, and nothing has changed."""
     refused = process("apply", "unsafe.yaml")
     assert refused.returncode == 1
-    assert 'deny[0]: "*": everyone with an api_key or a user is denied' in refused.stderr
+    assert 'deny[0]: "*": every request with an api_key or a user is denied' in refused.stderr
     assert "--force" in refused.stderr
     found = answer(process("apply", "unsafe.yaml", "--json"), 1)
     assert [finding["code"] for finding in found["findings"]] == ["denies-all"]
@@ -223,7 +223,7 @@ def test_a_change_of_an_old_version_is_exit_code_3(cli: Cli) -> None:
     cli("apply", "20.yaml", "--expected", "1")
     late = cli("apply", "30.yaml", "--expected", "1")
     assert late.returncode == 3
-    assert "this is a change of version 1, but now there is version 2" in late.stderr
+    assert "the change is based on version 1, but now version 2 is in force" in late.stderr
     assert "tollkeeper rules diff 1 2" in late.stderr
     found = answer(cli("apply", "30.yaml", "--expected", "1", "--json"), 3)
     assert (found["expected"], found["current"]) == (1, 2)

@@ -68,7 +68,7 @@ def test_what_is_neither_a_limit_nor_a_list_of_them(limits: Any) -> None:
 )
 def test_limits_that_would_share_one_count(limits: Any) -> None:
     """Charged once and refunded twice, they would count wrong; the error says how to tell them."""
-    with pytest.raises(ConfigError, match="would share one count: give each a name of its own"):
+    with pytest.raises(ConfigError, match="would share one count; give each its own name"):
         limits_of(limits)
 
 

@@ -1,1 +1,1 @@
-"""Values that every other package uses: errors, limits, requests, decisions, time."""
+"""The values that every other package uses: errors, limits, requests, decisions, time."""

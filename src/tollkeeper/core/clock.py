@@ -1,10 +1,10 @@
 """Clocks. Time is a whole number of nanoseconds since the Unix epoch, and it never steps.
 
-The system clock is the wall clock as it stood when the process started, carried on by a clock
-that counts from boot. Reading the wall clock each time would be simpler and wrong: when an
-operator or NTP sets it back by an hour, every key touched before would stay frozen for that
-hour, because a limiter must never let time rewind. A clock that cannot step has no such hour.
-It still follows the wall clock's rate (the kernel disciplines both), so windows stay aligned.
+The system clock adds the time since boot to the wall clock's value at the start of the process.
+Reading the wall clock each time would be simpler and wrong. When an operator or NTP sets it back by
+an hour, every key used before would stay frozen for that hour, because a limiter must never let
+time rewind. The clock since boot cannot step. It still follows the wall clock's rate (the kernel
+disciplines both), so windows stay aligned.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from tollkeeper.core.errors import ConfigError, show
 
 NS_PER_SECOND = 1_000_000_000
 
-# Counts through a suspend where the platform can (Linux); elsewhere the monotonic clock.
+# On Linux, a clock that includes the time in suspend; elsewhere the monotonic clock.
 _BOOT_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _boot_ns = time.clock_gettime_ns
 EPOCH_OFFSET_NS = time.time_ns() - _boot_ns(_BOOT_CLOCK)
 
 
 class Clock(Protocol):
-    """What a limiter needs of time: to read it, and to wait."""
+    """A source of time for a limiter: read it, and wait."""
 
     def now_ns(self) -> int:
-        """Nanoseconds since the epoch; never less than an earlier answer."""
+        """Return the nanoseconds since the epoch; never less than an earlier result."""
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Wait, blocking this thread."""
+        """Block this thread for some seconds."""
         ...
 
     async def sleep_async(self, seconds: float) -> None:
-        """Wait, leaving the event loop free."""
+        """Wait for some seconds without blocking the event loop."""
         ...
 
 
 class SystemClock:
-    """Real time, unless a test has put another clock in its place (`testing.use_clock`)."""
+    """Real time, unless a test replaced it by another clock (`testing.use_clock`)."""
 
     __slots__ = ()
 
@@ -64,15 +64,15 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves only when told to, so that tests of waiting are instant.
+    """A clock that moves only when a test advances it, so that tests of waiting are instant.
 
     >>> clock = ManualClock()
     >>> clock.advance(1.5)
     >>> clock.now_ns()
     1500000000
 
-    `sleep` advances the clock instead of waiting. Starts at 0 unless `start` (seconds) says
-    otherwise. `advance` takes negative seconds too: a test may want a clock that steps back.
+    `sleep` advances the clock instead of waiting. The clock starts at `start` seconds, by default
+    0. `advance` also takes negative seconds, for tests of a clock that steps back.
     """
 
     __slots__ = ("_lock", "_now_ns")
@@ -87,13 +87,13 @@ class ManualClock:
     def advance(self, seconds: float) -> None:
         """Move by `seconds`, to the nearest nanosecond.
 
-        A clock that went ahead and comes back may find states gone that were dropped in between,
-        and with them what was spent: only a clock that steps can do that, and SystemClock does not.
+        If a clock moves ahead and back again, states that expired in between are gone, with the
+        units spent in them. SystemClock never steps, so that this cannot happen with it.
         """
         self.advance_ns(_moment_ns("seconds", seconds))
 
     def advance_ns(self, nanoseconds: int) -> None:
-        """Move by a whole number of nanoseconds."""
+        """Move by some nanoseconds."""
         with self._lock:
             self._now_ns += nanoseconds
 
@@ -106,8 +106,8 @@ class ManualClock:
 
 
 def _moment_ns(what: str, seconds: object) -> int:
-    """Seconds of either sign, however many, as nanoseconds."""
-    # An int is always finite, and one of 400 digits is more than isfinite can take.
+    """Return any number of seconds, also negative, in nanoseconds."""
+    # An int is always finite, and isfinite raises for one of 400 digits.
     number = isinstance(seconds, int) or (isinstance(seconds, float) and isfinite(seconds))
     if isinstance(seconds, bool) or not number:
         raise ConfigError(f"{what}={show(seconds)} is not a number of seconds; try {what}=1.5")
@@ -115,20 +115,20 @@ def _moment_ns(what: str, seconds: object) -> int:
 
 
 def ns_from_seconds(seconds: float) -> int:
-    """The nearest whole nanosecond.
+    """Return seconds in nanoseconds, rounded to the nearest.
 
     >>> ns_from_seconds(1_700_000_000.25)
     1700000000250000000
     """
-    # The whole seconds by themselves: multiplied as a float they would lose their last digits.
+    # Whole seconds are multiplied as an int: as a float they would lose their last digits.
     whole = int(seconds)
     return whole * NS_PER_SECOND + round((seconds - whole) * NS_PER_SECOND)
 
 
 def duration_ns(what: str, value: object, ns_max: int, example: str) -> int:
-    """A length of time that a caller gave, as nanoseconds; anything longer counts as `ns_max`.
+    """Return a caller's length of time in nanoseconds; one above `ns_max` counts as `ns_max`.
 
-    Raises ConfigError for what is not a number of seconds or a timedelta, or is negative.
+    Raises ConfigError if `value` is negative, or neither a number of seconds nor a timedelta.
     """
     ns = -1
     if isinstance(value, timedelta):
@@ -144,10 +144,10 @@ def duration_ns(what: str, value: object, ns_max: int, example: str) -> int:
 
 
 def seconds_from_ns(nanoseconds: int) -> float:
-    """Seconds that `ns_from_seconds` turns back into at least `nanoseconds`.
+    """Return seconds that `ns_from_seconds` turns back into at least `nanoseconds`.
 
-    A float has 53 bits, so beyond some 26 days a plain division may land a few nanoseconds
-    short, and a caller who waited that long would be denied again. Rounds up, never down.
+    A float has 53 bits, so above some 26 days a plain division may be a few nanoseconds short, and
+    a caller who waited that long would be denied again. Rounds up, never down.
     """
     seconds = nanoseconds / NS_PER_SECOND
     while ns_from_seconds(seconds) < nanoseconds:
@@ -156,7 +156,7 @@ def seconds_from_ns(nanoseconds: int) -> float:
 
 
 def clock_of(clock: Clock | None) -> Clock:
-    """The clock to go by; what has no `now_ns` is refused."""
+    """Return the clock to use; raise ConfigError if it has no `now_ns`."""
     if clock is None:
         return SystemClock()
     if not callable(getattr(clock, "now_ns", None)):

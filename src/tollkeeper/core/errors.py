@@ -6,17 +6,17 @@
     │   ├── InvalidKey         a key that cannot name a subject
     │   └── InvalidCost        a cost that is not a whole number in range
     ├── CapacityError          give up: this cost can never fit this limit
-    ├── ChangeRefused          the rules stay as they are; look at them again, then decide
-    │   ├── VersionConflict    somebody changed the rules meanwhile
-    │   └── UnsafeChange       most likely not what anyone wants; force it if it is
+    ├── ChangeRefused          the rules did not change; read them again, then decide
+    │   ├── VersionConflict    another change of the rules came first
+    │   └── UnsafeChange       most likely a mistake; force it if it is intended
     ├── StoreError             apply the failure policy
-    │   ├── StoreFull          no room for another key that is still limited
+    │   ├── StoreFull          no room for another key
     │   ├── StoreTimeout       the deadline passed before the store answered
     │   └── StoreUnavailable   the store cannot be opened or reached
-    └── LimitExceeded          a denial, where the caller asked for an exception
+    └── LimitExceeded          a denial, where the caller wants an exception
 
-The branches follow what the caller does about it. Denial is a Decision, not an error: only the
-forms that have no Decision to return (the decorator, the context manager) raise LimitExceeded.
+The branches follow what the caller does about the error. A denial is a Decision, not an error. Only
+the forms that cannot return a Decision (the decorator, the context manager) raise LimitExceeded.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SHOWN_FINDINGS_MAX = 20
 
 
 def show(value: object) -> str:
-    """`value` for an error message: short, on one line, and whatever it is.
+    """Return any value for an error message: shortened and on one line.
 
     >>> show("a\\nb")
     "'a\\\\nb'"
@@ -52,7 +52,7 @@ def show(value: object) -> str:
     """
     try:
         text = repr(value)
-    except Exception:  # a caller's object may raise anything, and so does a long int
+    except Exception:  # repr of a caller's object may raise anything; a long int raises, too
         return f"<a {type(value).__name__} that cannot be shown>"
     if len(text) <= _SHOWN_CHARACTERS_MAX:
         return text
@@ -61,7 +61,7 @@ def show(value: object) -> str:
 
 
 def quoted(text: str) -> str:
-    """`text` as it would stand in a document, short and on one line, for a message.
+    """Return text in double quotes for an error message: shortened and on one line.
 
     >>> print(quoted("10/fortnight"))
     "10/fortnight"
@@ -72,7 +72,7 @@ def quoted(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SafetyFinding:
-    """Something in a rule document that is rejected unless the author forces it."""
+    """A part of a rule document that is rejected unless the author forces it."""
 
     code: FindingCode
     where: str
@@ -81,7 +81,7 @@ class SafetyFinding:
     why: str
     remedy: str
     rule: str = ""
-    """The id of the rule; empty where it is about none."""
+    """The id of the rule; empty if the finding is not about a rule."""
 
     def __str__(self) -> str:
         rule = f" (rule {quoted(self.rule)})" if self.rule else ""
@@ -89,17 +89,17 @@ class SafetyFinding:
 
 
 class TollkeeperError(Exception):
-    """The root: `except TollkeeperError` catches everything this package raises on purpose."""
+    """The root of all errors that this package raises on purpose."""
 
 
 class ConfigError(TollkeeperError, ValueError):
-    """An argument, rate string or document is wrong. The message shows a right one."""
+    """An argument, rate string or document is wrong. The message shows a correct one."""
 
 
 class RateSyntaxError(ConfigError):
-    """A rate string that cannot be read.
+    """A rate string is not valid.
 
-    `text` is the whole string and `position` the offset of the first character that is wrong.
+    `text` is the whole string and `position` the offset of the first wrong character.
     """
 
     def __init__(self, text: str, position: int, problem: str, example: str) -> None:
@@ -119,22 +119,22 @@ class RateSyntaxError(ConfigError):
 
 
 class InvalidKey(ConfigError):
-    """A key that cannot name a subject: empty, too long, or not text."""
+    """A key cannot name a subject: it is empty, too long, or not text."""
 
 
 class InvalidCost(ConfigError):
-    """A cost that is not a whole number of units from 0 up."""
+    """A cost is not a whole number of units from 0 up."""
 
 
 class CapacityError(TollkeeperError):
-    """The cost is more than the limit can ever hold, so no wait would help."""
+    """The cost is higher than the limit's capacity, so waiting does not help."""
 
     def __init__(self, cost: int, limit: Limit) -> None:
         self.cost = cost
         self.limit = limit
         super().__init__(
             f"a cost of {show(cost)} can never fit {limit}, which holds {limit.capacity} at most; "
-            f"split the work, or raise the limit's capacity to at least that"
+            f"split the request, or raise the limit's capacity to at least that cost"
         )
 
     def __reduce__(self) -> tuple[type[CapacityError], tuple[int, Limit]]:
@@ -142,22 +142,22 @@ class CapacityError(TollkeeperError):
 
 
 class ChangeRefused(TollkeeperError):
-    """A change of the rules was refused, and nothing has changed."""
+    """A change of the rules was rejected. The rules did not change."""
 
 
 class VersionConflict(ChangeRefused):
-    """The rules were changed by somebody else since the caller looked at them.
+    """Another change of the rules came first.
 
-    `expected` is the number of the version that the caller knew and `current` that of the one in
-    force; 0 is none.
+    `expected` is the number of the version that the caller changed and `current` that of the
+    version in force; 0 means that there is no version.
     """
 
     def __init__(self, expected: int, current: int) -> None:
         self.expected = expected
         self.current = current
         super().__init__(
-            f"this is a change of {_version(expected)}, but now there is {_version(current)}; "
-            f"look at what has changed, then make the change on that"
+            f"the change is based on {_version(expected)}, but now {_version(current)} is in "
+            f"force; look at what has changed, then repeat the change on that version"
         )
 
     def __reduce__(self) -> tuple[type[VersionConflict], tuple[int, int]]:
@@ -165,11 +165,11 @@ class VersionConflict(ChangeRefused):
 
 
 def _version(number: int) -> str:
-    return f"version {number}" if number else "no version yet"
+    return f"version {number}" if number else "no version"
 
 
 class UnsafeChange(ChangeRefused):
-    """The rules can be used, but most likely nobody wants them. `findings` says what and why."""
+    """The rules are valid, but most likely a mistake. `findings` says what and why."""
 
     def __init__(self, findings: tuple[SafetyFinding, ...]) -> None:
         self.findings = findings
@@ -183,11 +183,11 @@ class UnsafeChange(ChangeRefused):
 
 
 class StoreError(TollkeeperError):
-    """The store could not decide. `Limiter(on_failure=…)` says what happens then."""
+    """The store could not decide. `Limiter(on_failure=…)` sets what happens then."""
 
 
 class StoreFull(StoreError):
-    """Every place in the store holds a key that is still limited."""
+    """The store has no room for another key: every slot holds a key that is still limited."""
 
 
 class StoreTimeout(StoreError):
@@ -199,7 +199,7 @@ class StoreUnavailable(StoreError):
 
 
 class LimitExceeded(TollkeeperError):
-    """Raised by the decorator and the context manager; `decision` says when to come back."""
+    """Raised by the decorator and the context manager; `decision` says when to retry."""
 
     def __init__(self, decision: Decision) -> None:
         self.decision = decision

@@ -1,7 +1,8 @@
-"""The frozen values that travel the path: Limit, Request, Decision, CheckResult.
+"""The frozen values of every check: Limit, Request, Decision, CheckResult.
 
-A *limit* is numbers: 100 per 60 s, an algorithm, a burst. A *decision* is the answer. Durations
-inside are whole nanoseconds (names end in `_ns`); the properties without a suffix are seconds.
+A *limit* is numbers: 100 per 60 s, an algorithm, a burst. A *decision* is the answer to a check.
+Internal durations are whole nanoseconds (names end in `_ns`); properties without a suffix are
+seconds.
 """
 
 from __future__ import annotations
@@ -27,31 +28,31 @@ AlgorithmName = Literal[
 ALGORITHM_NAMES: Final[tuple[AlgorithmName, ...]] = get_args(AlgorithmName)
 
 BUCKETS: Final = frozenset({"token_bucket", "leaky_bucket"})
-# A count kept per window means nothing in a window of another length, so for these two the
-# length is part of what the limit is. A bucket's level and a log's times mean the same under any.
+# A count of one window means nothing in a window of another length, so for these two algorithms
+# the length is part of the limit's identity. A bucket's level and a log's times are valid with any.
 WINDOW_COUNTS: Final = frozenset({"sliding_window_counter", "fixed_window"})
 
 # Buckets count in millionths of a unit. Every admission rounds the refill down by less than one,
 # so the delivered rate is within 1e-6 of the configured one.
 MICROS_PER_UNIT: Final = 1_000_000
 
-# 1e9 units are 1e15 micros, below 2**53: an engine whose numbers are doubles stays exact.
+# 1e9 units are 1e15 micros, below 2**53, so an engine that computes with doubles is exact.
 UNITS_MAX: Final = 1_000_000_000
-# The log keeps 8 bytes for every admission in the window: 8 MB a key at this limit.
+# The log keeps 8 bytes for every admission in the window: 8 MB per key at this limit.
 LOG_UNITS_MAX: Final = 1_000_000
 WINDOW_NS_MIN: Final = 1_000_000
 WINDOW_NS_MAX: Final = 366 * 86_400 * NS_PER_SECOND
-# Redis tells the time in microseconds; a window in whole ones is the same length everywhere.
+# Redis has a clock in microseconds. A window of whole microseconds has the same length everywhere.
 WINDOW_NS_STEP: Final = 1_000
 WINDOW_NS_OFF_MAX: Final = 5
-# An empty bucket is full again within a century, so that every time fits 64 bits.
+# An empty bucket must be full again within a century, so that every time fits 64 bits.
 REFILL_NS_MAX: Final = 100 * WINDOW_NS_MAX
 NAME_LENGTH_MAX: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """So many units per so much time.
+    """A number of units per time, with an algorithm.
 
     >>> Limit(100, per=60)
     Limit(100, per=60)
@@ -62,13 +63,13 @@ class Limit:
 
     `limit`      units, 1 to 1,000,000,000 (sliding_window_log: to 1,000,000).
     `per`        the window: seconds or a timedelta, 1 ms to a year in whole microseconds.
-    `algorithm`  one of the five; the README says when to choose which.
+    `algorithm`  one of five; docs/choosing.md compares them.
     `burst`      units above the steady rate that a bucket can hold.
-    `capacity`   what a bucket can hold in all; by default limit + burst.
-    `name`       what the limit is called. Consumption is kept under the name, or, without one,
-                 under algorithm and window: change the numbers and nobody's count starts anew.
+    `capacity`   all units that a bucket can hold; by default limit + burst.
+    `name`       the limit's name. Counts are stored under the name or, without a name, under
+                 algorithm and window. So no count restarts when the numbers change.
 
-    To change a limit's number, make a new one: `dataclasses.replace` would keep the old capacity.
+    To change the numbers, create a new Limit: `dataclasses.replace` would keep the old capacity.
     """
 
     limit: int
@@ -78,8 +79,8 @@ class Limit:
     capacity: int = 0
     name: str = ""
     window_ns: int = field(init=False, compare=False)
-    # The refill in lowest terms: micros_numerator / ns_denominator micro-units a nanosecond.
-    # Small numbers here let an engine with 64 bits divide without going wider.
+    # The refill in lowest terms: micros_numerator / ns_denominator micro-units per nanosecond.
+    # With these small numbers, an engine can divide in 64 bits.
     micros_numerator: int = field(init=False, compare=False)
     ns_denominator: int = field(init=False, compare=False)
 
@@ -131,7 +132,7 @@ class Limit:
 
     @property
     def identity(self) -> str:
-        """What consumption is kept under; the numbers that may change are not in it."""
+        """The name under which counts are stored. It does not contain numbers that may change."""
         if self.name and self.algorithm not in WINDOW_COUNTS:
             return f"{self.algorithm}={self.name}"
         window_us = self.window_ns // WINDOW_NS_STEP
@@ -157,7 +158,7 @@ Limits = tuple[Limit, ...]
 
 
 def _check_units(what: str, value: object, low: int, high: int) -> None:
-    # bool is an int to Python and a mistake here.
+    # A bool is an int in Python, but a mistake here.
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ConfigError(
             f"{what}={show(value)} is not a whole number from {low:,} to {high:,}; "
@@ -166,7 +167,7 @@ def _check_units(what: str, value: object, low: int, high: int) -> None:
 
 
 def check_name(what: str, value: object) -> None:
-    """Refuse a name that could not be shown, or not be kept."""
+    """Raise ConfigError for a name that is too long or not printable."""
     if not isinstance(value, str) or len(value) > NAME_LENGTH_MAX or not value.isprintable():
         raise ConfigError(
             f"{what}={show(value)} is not printable text of at most {NAME_LENGTH_MAX} characters; "
@@ -175,14 +176,14 @@ def check_name(what: str, value: object) -> None:
 
 
 def _window_ns(per: object) -> int:
-    """`per` as nanoseconds, or an error that shows a right one."""
+    """Return `per` in nanoseconds; raise ConfigError if it is not a valid window."""
     example = "per=60 (seconds) or per=timedelta(hours=1)"
     window_ns = duration_ns("per", per, WINDOW_NS_MAX + 1, example)
     if not WINDOW_NS_MIN <= window_ns <= WINDOW_NS_MAX:
         raise ConfigError(
             f"per={show(per)} is not between 1 ms and 366 days; for example {example}"
         )
-    # A float of many seconds is a few nanoseconds off the microseconds it stands for.
+    # A float of many seconds is a few nanoseconds off the microseconds that the caller meant.
     off_ns = (window_ns + WINDOW_NS_STEP // 2) % WINDOW_NS_STEP - WINDOW_NS_STEP // 2
     if abs(off_ns) > WINDOW_NS_OFF_MAX:
         raise ConfigError(
@@ -192,18 +193,18 @@ def _window_ns(per: object) -> int:
 
 
 def _plain_seconds(nanoseconds: int) -> float:
-    """60, not 60.0, where the seconds are whole: it reads better and prints the same anywhere."""
+    """Return whole seconds as an int (60, not 60.0), which is easier to read."""
     whole, rest = divmod(nanoseconds, NS_PER_SECOND)
     return nanoseconds / NS_PER_SECOND if rest else whole
 
 
-# What a Request has beside `attributes`; `by` and rules name both the same way.
+# The fields of a Request beside `attributes`. `by` and rules name fields and attributes alike.
 REQUEST_FIELDS: Final = ("user", "api_key", "ip", "tenant", "tier", "endpoint", "method")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is known of a request: who sent it, and what for. All optional.
+    """The client and the target of a request. All fields are optional.
 
     >>> Request(user="42", endpoint="/v1/orders", method="POST").user
     '42'
@@ -227,19 +228,19 @@ class Request:
 
 
 class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines can register
-    """The answer to one check. True when allowed.
+    """The answer to one check. True if the request is allowed.
 
-    Of `Limiter("10/second")`, at the 4th of 4 requests at one instant:
-    `allowed` True, `limit` 10, `remaining` 6, `retry_after` 0.0, `reset_after` 0.4.
-    At the 11th: `allowed` False, `remaining` 0, `retry_after` 0.1, `reset_after` 1.0.
+    With `Limiter("10/second")`, the 4th of 4 requests at one instant gets `allowed` True, `limit`
+    10, `remaining` 6, `retry_after` 0.0, `reset_after` 0.4. The 11th gets `allowed` False,
+    `remaining` 0, `retry_after` 0.1, `reset_after` 1.0.
 
-    With several limits, the fields are of the *tightest*: the one with the least remaining, and
-    among equals the one that takes longest to pass (then to be whole). `retry_after` is when all
-    of them would let this same cost pass.
+    With several limits, the fields describe the *tightest*: the limit with the least remaining.
+    Among equals it is the one with the longest `retry_after`, then the longest `reset_after`.
+    `retry_after` is the time until all of them would allow this same cost.
 
-    Read-only through properties rather than a frozen dataclass, which takes four times as long
-    to make, and one is made on every check. The kernel makes decisions of its own type with the
-    same fields; `isinstance` and `==` treat both alike.
+    The fields are read-only properties, because every check creates a Decision and a frozen
+    dataclass takes four times as long to create. The C kernel's decisions are another type with
+    the same fields; `isinstance` and `==` treat both alike.
     """
 
     __slots__ = (
@@ -275,42 +276,42 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
 
     @property
     def allowed(self) -> bool:
-        """May the request go on?"""
+        """Whether the request may proceed."""
         return self._allowed
 
     @property
     def policy(self) -> Limit:
-        """The tightest limit itself: its window, algorithm and name."""
+        """The tightest limit, with its window, algorithm and name."""
         return self._policy
 
     @property
     def limit(self) -> int:
-        """The most that can ever remain: the tightest limit's capacity."""
+        """The tightest limit's capacity, which is the maximum of `remaining`."""
         return self.policy.capacity
 
     @property
     def remaining(self) -> int:
-        """How many single requests would pass at this instant."""
+        """The number of requests of cost 1 that would be allowed at this instant."""
         return self._remaining
 
     @property
     def retry_after_ns(self) -> int:
-        """Nanoseconds until this same cost would pass; 0 when allowed."""
+        """Nanoseconds until this same cost would be allowed; 0 if it is allowed."""
         return self._retry_after_ns
 
     @property
     def retry_after(self) -> float:
-        """Seconds until this same cost would pass; 0.0 when allowed. Never rounded down."""
+        """Seconds until this same cost would be allowed; 0.0 if it is. Never rounded down."""
         return seconds_from_ns(self.retry_after_ns)
 
     @property
     def reset_after_ns(self) -> int:
-        """Nanoseconds until the quota is whole again, if nobody spends."""
+        """Nanoseconds until the whole quota is available again, if no units are spent."""
         return self._reset_after_ns
 
     @property
     def reset_after(self) -> float:
-        """Seconds until the quota is whole again, if nobody spends."""
+        """Seconds until the whole quota is available again, if no units are spent."""
         return seconds_from_ns(self.reset_after_ns)
 
     @property
@@ -330,7 +331,7 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
 
     @property
     def degraded(self) -> bool:
-        """True when the store could not decide and the failure policy answered instead."""
+        """True if the store could not decide and the failure policy decided instead."""
         return self._degraded
 
     def __bool__(self) -> bool:
@@ -364,18 +365,18 @@ DECISION_FIELDS: Final = (
 
 
 def decision_fields(decision: Decision) -> tuple[Any, ...]:
-    """The eight fields in order; one definition of equality for every engine's decisions."""
+    """Return the eight fields in order: the definition of equality for all engines' decisions."""
     return tuple(getattr(decision, name) for name in DECISION_FIELDS)
 
 
 def decision_with(decision: Decision, **changes: Any) -> Decision:
-    """A copy with some fields changed, whichever engine made it."""
+    """Return a copy of any engine's decision with some fields changed."""
     fields = dict(zip(DECISION_FIELDS, decision_fields(decision), strict=True))
     return Decision(**{**fields, **changes})
 
 
 def decision_repr(decision: Decision) -> str:
-    """One line a person can read: denied ones say when to come back."""
+    """Return a readable line; for a denial with the time to retry."""
     parts = [
         "allowed" if decision.allowed else "denied",
         f"remaining={decision.remaining}/{decision.limit}",
@@ -445,7 +446,7 @@ class CheckResult(NamedTuple):
 
 
 def units_of(units: int, what: str) -> int:
-    """A cost or a number of units: whole, and from 0 up."""
+    """Return a cost or number of units as an int; raise InvalidCost unless it is whole and >= 0."""
     if type(units) is int and units >= 0:
         return units
     try:

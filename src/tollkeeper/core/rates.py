@@ -5,9 +5,9 @@
     count  = digits, with "_" between them if you like
     number = count, or a decimal such as 1.5
 
-Units go from milliseconds to years, each with a few spellings and no prefixes of them: an `m` is a
-minute and a `month` is a month, never the other way about. A month is 30 days and a year 365,
-since a limiter counts time and not calendars.
+Units go from milliseconds to years. Each has a few spellings, and a prefix of a spelling is not a
+spelling: `m` is a minute and `month` is a month, never the other way round. A month has 30 days and
+a year 365, because a limiter measures time and knows no calendar.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tollkeeper.core.model import (
     Limit,
 )
 
-# How callers give limits: a rate string, a Limit, or several of either.
+# The forms in which callers pass limits: a rate string, a Limit, or a list of either.
 LimitsArgument = str | Limit | Sequence[str | Limit]
 
 TEXT_LENGTH_MAX: Final = 1_000
@@ -59,35 +59,37 @@ _TOKEN: Final = re.compile(
     r"(?P<number>[0-9](?:_?[0-9])*(?:\.[0-9]+)?)|(?P<word>[A-Za-z]+)|(?P<mark>[/;])"
 )
 _SPACE: Final = re.compile(r"\s*")
-# Longer numbers are refused before they are converted: int() of a million digits takes seconds.
+# Longer numbers are rejected before they are converted: int() of a million digits takes seconds.
 _DIGITS_MAX: Final = 18
 
 
 def parse_limits(text: str, *, algorithm: AlgorithmName = "token_bucket") -> tuple[Limit, ...]:
-    """The limits that a rate string asks for, in its order.
+    """Return the limits in a rate string, in its order.
 
     >>> parse_limits("10/second; 1000/hour burst 200")
     (Limit(10, per=1), Limit(1000, per=3600, capacity=1200))
 
-    Raises RateSyntaxError, which points at the first character that is wrong.
+    Raises RateSyntaxError, which points at the first wrong character.
     """
     return _Parser(text, algorithm).limits()
 
 
 def parse_limit(text: str, *, algorithm: AlgorithmName = "token_bucket") -> Limit:
-    """The one limit that a rate string asks for.
+    """Return the only limit in a rate string.
 
     >>> parse_limit("5/30s", algorithm="fixed_window")
     Limit(5, per=30, algorithm='fixed_window')
     """
     limits = parse_limits(text, algorithm=algorithm)
     if len(limits) != 1:
-        raise RateSyntaxError(text, text.index(";"), "one limit is wanted here", "100/minute")
+        raise RateSyntaxError(
+            text, text.index(";"), "expected only one limit, but another follows", "100/minute"
+        )
     return limits[0]
 
 
 class _Parser:
-    """A cursor over the text. Every method reads one part of the grammar, or points and raises."""
+    """A cursor over the text. Each method reads one part of the grammar, or raises an error."""
 
     def __init__(self, text: str, algorithm: AlgorithmName) -> None:
         if not isinstance(text, str):
@@ -105,7 +107,7 @@ class _Parser:
             if not self._take_mark(";"):
                 self._fail("expected ';' before another limit, 'burst', or the end")
             if len(limits) == LIMITS_MAX:
-                self._fail(f"at most {LIMITS_MAX} limits fit one string;")
+                self._fail(f"expected at most {LIMITS_MAX} limits, but another follows")
             limits.append(self._limit())
         return tuple(limits)
 
@@ -139,7 +141,7 @@ class _Parser:
         window_ns = number * unit_ns
         if not WINDOW_NS_MIN <= window_ns <= WINDOW_NS_MAX or window_ns % WINDOW_NS_STEP:
             self._position = start
-            self._fail("a window is from 1 ms to 366 days in whole microseconds; this is not one")
+            self._fail("expected a window of 1 ms to 366 days in whole microseconds,")
         return int(window_ns)
 
     def _unit_ns(self) -> int:
@@ -156,13 +158,13 @@ class _Parser:
             self._fail(f"expected {what},")
         count = int(self._bounded_digits(match["number"]))
         if count > UNITS_MAX:
-            self._fail(f"at most {UNITS_MAX:,} units are possible; too many")
+            self._fail(f"expected at most {UNITS_MAX:,} units,")
         self._advance(match.end())
         return count
 
     def _bounded_digits(self, digits: str) -> str:
         if len(digits) > _DIGITS_MAX:
-            self._fail(f"a number has at most {_DIGITS_MAX} characters; too long")
+            self._fail(f"expected a number of at most {_DIGITS_MAX} characters,")
         return digits
 
     def _take_mark(self, mark: str) -> bool:
@@ -194,7 +196,7 @@ class _Parser:
 
 
 def limits_of(limits: LimitsArgument) -> tuple[Limit, ...]:
-    """The limits that a rate string, a Limit, or several of either stand for."""
+    """Return the limits in a rate string, a Limit, or a list of either."""
     given = [limits] if isinstance(limits, str | Limit) else limits
     if not isinstance(given, list | tuple):
         raise ConfigError(
@@ -215,19 +217,19 @@ def limits_of(limits: LimitsArgument) -> tuple[Limit, ...]:
         by_identity[limit.identity] = limit
         if other is not None:
             raise ConfigError(
-                f"{other!r} and {limit!r} would share one count: give each a name of its own, "
-                f"for example {Limit(limit.limit, limit.per, name='second')!r}, or drop one"
+                f"{other!r} and {limit!r} would share one count; give each its own name, "
+                f"for example {Limit(limit.limit, limit.per, name='second')!r}, or remove one"
             )
     return tuple(found)
 
 
 def scaled(limits: Sequence[Limit], factor: float | Fraction) -> tuple[Limit, ...]:
-    """The same limits with numbers so many times as large; never below 1. Down: less is safer.
+    """Multiply the numbers of limits by a factor. Rounds down, which is safer, but not below 1.
 
     >>> scaled((Limit(100, per=60),), 1.15)
     (Limit(115, per=60),)
     """
-    # By the decimal digits that were written: the float nearest to 1.15 is below it.
+    # Computed from the decimal digits: the float nearest to 1.15 is below 1.15.
     exact = factor if isinstance(factor, Fraction) else Fraction(str(factor))
     return tuple(_scaled(limit, exact) for limit in limits)
 
@@ -237,7 +239,7 @@ def _scaled(limit: Limit, factor: Fraction) -> Limit:
     units = max(1, min(math.floor(limit.limit * factor), most))
     capacity = 0
     if limit.algorithm in BUCKETS:
-        # Rounding the rate down may leave a bucket that refills too slowly for what it holds.
+        # After rounding the rate down, the bucket may refill too slowly for its capacity.
         refillable = REFILL_NS_MAX * units // limit.window_ns
         capacity = max(1, min(math.floor(limit.capacity * factor), most, refillable))
     return Limit(units, limit.per, algorithm=limit.algorithm, capacity=capacity, name=limit.name)

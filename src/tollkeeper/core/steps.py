@@ -1,7 +1,7 @@
-"""Logic that is written once and driven twice: by threads and by asyncio.
+"""Steps: logic that is written once and driven by threads or by asyncio.
 
-Code that decides does no I/O. Where it needs the answer of a store, a clock or an application's
-hook, it yields a Call and goes on with the result, or with the error, as if it had made the call
+Code that decides does no I/O. Where it needs a store, a clock or a hook of the application, it
+yields a Call. It continues with the call's result, or with its error, as if it had made the call
 itself:
 
     def allowed(gate: Gate | AsyncGate, subject: str) -> Steps[bool]:
@@ -11,12 +11,12 @@ itself:
             return False
         return decision.allowed
 
-`run` carries the calls out in the calling thread. `run_async` awaits each of them. Both take the
-same generator, so no logic is kept in two versions. Steps call other steps with `yield from`.
+`run` makes the calls in the calling thread. `run_async` awaits each of them. Both take the same
+generator, so there is only one version of the logic. Steps call other steps with `yield from`.
 
-`Together` is several calls that may go out at the same time: threads make them one after another,
-asyncio all at once. An `Undo` is a call that must not be lost once the caller is cancelled: it
-returns what was spent.
+`Together` is several calls that may run at the same time: threads make them one after another,
+asyncio makes them concurrently. An `Undo` is a call that must complete even if the caller is
+cancelled, because it returns units that were spent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Call:
-    """Call `function` with these arguments; the step goes on with its result."""
+    """Call `function` with these arguments; the generator continues with its result."""
 
     __slots__ = ("args", "function")
 
@@ -40,15 +40,15 @@ class Call:
 
 
 class Undo(Call):
-    """A call that is completed even if the caller is cancelled meanwhile."""
+    """A call that completes even if the caller is cancelled meanwhile."""
 
     __slots__ = ()
 
 
 class Together:
-    """Several calls; the step goes on with a list of their results.
+    """Several calls; the generator continues with the list of their results.
 
-    A call that fails has its exception in the list, where others have their result.
+    If a call fails, the list has its exception instead of a result.
     """
 
     __slots__ = ("calls",)
@@ -62,7 +62,7 @@ Steps = Generator[Step, Any, T]
 
 
 def run(steps: Steps[T]) -> T:
-    """Carry the steps out in this thread; return what they return."""
+    """Run the steps in this thread and return their result."""
     try:
         step = next(steps)
         while True:
@@ -88,7 +88,7 @@ def _result(call: Call) -> Any:
 
 
 async def run_async(steps: Steps[T]) -> T:
-    """Carry the steps out in this event loop; return what they return."""
+    """Run the steps in this event loop and return their result."""
     try:
         step = next(steps)
         while True:

@@ -1,9 +1,9 @@
-"""Stage 1: who is asking. A key, or a request's attributes, becomes a subject.
+"""Subjects: turn a key, or a request's attributes, into the text that counts are stored under.
 
-A subject is the text that quotas are kept under. Two different keys must never share one, so the
-parts of a compound key are joined by a character that no part may contain: ("a/b", "c") and
-("a", "b/c") stay apart, and apart from every plain string. (A tuple of one part is that part.) A
-caller who controls one part of a key cannot reach into another's.
+Two different keys must never share a subject. So the parts of a compound key are joined by a
+character that no part may contain: ("a/b", "c") and ("a", "b/c") have different subjects, and so
+has every plain string. (A tuple of one part equals that part.) A client that controls one part of a
+key cannot choose another client's subject.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ KEY_LENGTH_MAX: Final = 512
 PARTS_MAX: Final = 16
 # The ASCII unit separator.
 SEPARATOR: Final = "\x1f"
-# Longer values are shortened where several have to fit one key.
+# Values longer than this are replaced by a digest if all values together are too long for a key.
 _LONG: Final = 48
 
 Key = str | tuple[str, ...]
 
 
 def subject_of(key: Key) -> str:
-    """The subject that a key names.
+    """Return the subject that a key names.
 
     >>> subject_of("user:42")
     'user:42'
     >>> subject_of(("a/b", "c")) == subject_of(("a", "b/c"))
     False
 
-    Raises InvalidKey for what is not text, empty, longer than 512 characters in all, or holds
-    the separator.
+    Raises InvalidKey for a key that is not text, is empty, has more than 512 characters in all, or
+    contains the separator.
     """
     if type(key) is str:
-        # What nearly every key is, in one line; the rest goes through the checks that explain.
+        # Nearly every key passes this test; the others get the checks that explain the error.
         if not (0 < len(key) <= KEY_LENGTH_MAX and key.isascii() and SEPARATOR not in key):
             _check_part(key, key)
         return key
@@ -47,8 +47,11 @@ def subject_of(key: Key) -> str:
         subject = SEPARATOR.join(key)
         if len(subject) <= KEY_LENGTH_MAX:
             return subject
-        raise InvalidKey(f"a key has at most {KEY_LENGTH_MAX} characters; this has {len(subject)}")
-    if isinstance(key, str):  # a str subclass, such as a StrEnum's member
+        raise InvalidKey(
+            f"a key has at most {KEY_LENGTH_MAX} characters, but this one has {len(subject)}; "
+            f"hash the longest part"
+        )
+    if isinstance(key, str):  # a subclass of str, such as a member of a StrEnum
         return subject_of(str.__str__(key))
     raise InvalidKey(
         f"a key is text or a tuple of 1 to {PARTS_MAX} texts, not {type(key).__name__}; "
@@ -59,17 +62,18 @@ def subject_of(key: Key) -> str:
 def _check_part(part: object, key: object) -> None:
     if not isinstance(part, str):
         raise InvalidKey(
-            f"the parts of a key are text; {show(part)} is {type(part).__name__}; write it as text"
+            f"the parts of a key are text, but {show(part)} is {type(part).__name__}; "
+            f"convert it to text"
         )
     if not part or len(part) > KEY_LENGTH_MAX:
         size = "is empty" if not part else f"has {len(part)} characters"
         raise InvalidKey(
-            f"a key has 1 to {KEY_LENGTH_MAX} characters and this one {size}; "
-            f"hash a longer identifier, and give anonymous callers a key of their own"
+            f"a key has 1 to {KEY_LENGTH_MAX} characters, but this one {size}; "
+            f"hash a longer identifier, and use one key for all anonymous callers"
         )
     if SEPARATOR in part:
         raise InvalidKey(
-            f"{show(key)} holds the character U+001F, which keeps the parts of a key apart; "
+            f"{show(key)} contains the character U+001F, which separates the parts of a key; "
             f"remove it from the identifier"
         )
     if not part.isascii():
@@ -77,28 +81,28 @@ def _check_part(part: object, key: object) -> None:
             part.encode()
         except UnicodeEncodeError:
             raise InvalidKey(
-                f"{show(key)!a} holds half of a surrogate pair, which is not text; "
+                f"{show(key)!a} contains half of a surrogate pair, which is not valid text; "
                 f'decode the identifier with errors="replace" first'
             ) from None
 
 
 def subject_of_request(request: Request, by: Sequence[str]) -> str:
-    """Who a request counts as, when counted by these attributes.
+    """Return the subject of a request that is counted by these attributes.
 
     >>> subject_of_request(Request(tenant="t1", user="42"), by=["tenant", "user"])
     'tenant:t1\\x1fuser:42'
 
-    The attribute's name is part of the subject, so that user 42 and tenant 42 are two. One that
-    the request does not have counts as `name` alone: all such requests share one quota. Values
-    that are keys each, but too long together, go by their digests.
+    The attribute's name is part of the subject, so user 42 and tenant 42 are two subjects. An
+    attribute that the request does not have becomes its name alone: all such requests share one
+    quota. If the values are too long together, digests replace the long ones.
     """
     parts = []
     for name in by:
         value = getattr(request, name) if name in REQUEST_FIELDS else request.attributes.get(name)
         if value is not None and not isinstance(value, str):
             raise InvalidKey(
-                f"{name}={show(value)} is {type(value).__name__}, and a request's attributes are "
-                f"text; write it as text"
+                f"{name}={show(value)} is {type(value).__name__}, but a request's attributes are "
+                f"text; convert it to text"
             )
         parts.append(name if value is None else f"{name}:{value}")
     if len(parts) > 1 and sum(map(len, parts)) + len(parts) > KEY_LENGTH_MAX:
@@ -107,7 +111,7 @@ def subject_of_request(request: Request, by: Sequence[str]) -> str:
 
 
 def _shortened(part: str, name: str) -> str:
-    """A part of a subject, by its digest if it is long and could be a key alone."""
+    """Return a part of a subject, as a digest if it is long and would be valid alone."""
     if not _LONG < len(part) <= KEY_LENGTH_MAX or SEPARATOR in part:
         return part
     digest = blake2b(part.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
@@ -115,7 +119,7 @@ def _shortened(part: str, name: str) -> str:
 
 
 def check_by(by: Sequence[str]) -> tuple[str, ...]:
-    """`by` as a tuple, or an error that shows a right one."""
+    """Return `by` as a tuple; raise ConfigError if it is not a list of attribute names."""
     hint = 'for example by=["tenant", "user"]'
     if not isinstance(by, list | tuple) or not 1 <= len(by) <= PARTS_MAX:
         raise ConfigError(f"by={show(by)} is not a list of 1 to {PARTS_MAX} names; {hint}")

@@ -1,8 +1,8 @@
-"""What a test may replace for the whole process: the system clock, and limiting itself.
+"""Two process-wide switches for tests: replace the system clock, and turn limiting off.
 
-Limiters are often made at import time, out of a test's reach. These two switches reach them all.
-Only `tollkeeper.testing` sets them; the path reads them, and the kernel is told through
-`on_change`, because it reads time without asking Python.
+Applications often create limiters at import time, where a test cannot reach them. These switches
+apply to all limiters. Only `tollkeeper.testing` sets them. Limiters read them on every check; the C
+kernel reads the time without calling Python, so it learns of a change through `on_change`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def on_change(notify: Callable[[], None]) -> None:
 
 
 def set_clock(replacement: Clock | None) -> None:
-    """Make every system clock read `replacement`; None gives real time back."""
+    """Make every system clock return the time of `replacement`; None restores real time."""
     global clock  # noqa: PLW0603 - the switch is this module's purpose
     clock = replacement
     for notify in _on_change:
@@ -33,7 +33,7 @@ def set_clock(replacement: Clock | None) -> None:
 
 
 def set_limiting_off(off: bool) -> None:
-    """Make every limiter allow everything and count nothing."""
+    """Make every limiter allow everything and count nothing, or end that."""
     global limiting_off  # noqa: PLW0603 - the switch is this module's purpose
     limiting_off = off
     for notify in _on_change:

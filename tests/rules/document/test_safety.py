@@ -195,7 +195,7 @@ def test_tiers_that_a_program_left_out() -> None:
     )
     first, second = findings(document)
     assert (first.code, first.where) == ("orphaned-tier", 'assign["user:1"]')
-    assert first.why == "it is named here and at 1 more places"
+    assert first.why == "it is used here and at 1 more places"
     assert second.what == 'there is no tier "gold"'
 
 
@@ -246,8 +246,8 @@ def test_rules_that_are_never_reached() -> None:
     (finding,) = findings(document)
     assert (finding.code, finding.where, finding.rule) == ("unreachable", "rules[1]", "some")
     assert str(finding) == (
-        'rules[1] (rule "some"): it can never match: rule "all" before it counts by the same and '
-        'takes all its requests; put it before "all", or remove it, or force it'
+        'rules[1] (rule "some"): it can never match: the earlier rule "all" counts by the same and '
+        'matches all its requests; move it before "all", or remove it, or force it'
     )
 
 
@@ -258,13 +258,13 @@ def test_a_finding_says_what_why_and_what_to_do() -> None:
     """In one line."""
     (finding,) = findings(read("{version: 1, rules: [{id: r, by: user, limits: 5/s, cost: 6}]}"))
     assert str(finding) == (
-        'rules[0].limits (rule "r"): every request costs 6: 5 per 1 s (token_bucket) holds 5 at '
-        "most, so that each is denied; raise the limit or its burst so that 6 fit, or lower the "
-        "cost, or force it"
+        'rules[0].limits (rule "r"): every request costs 6: 5 per 1 s (token_bucket) holds at '
+        "most 5, so every such request is denied; raise the limit or its burst so that 6 "
+        "fit, or lower the cost, or force it"
     )
     (finding,) = findings(read("{version: 1, deny: ['*']}"))
     assert str(finding) == (
-        'deny[0]: "*": everyone with an api_key or a user is denied; name those who are meant, '
+        'deny[0]: "*": every request with an api_key or a user is denied; use a narrower entry, '
         "for example deny: [sk_internal_*], or force it"
     )
 

@@ -215,7 +215,7 @@ def test_what_is_not_text_is_refused(name: str, value: Any) -> None:
     conditions: dict[str, Any] = {"endpoint": "/**", "user": "*", "tier": "*"}
     table = RuleTable([rule("a", **conditions, attributes={"region": ("*",)})])
     known: dict[str, Any] = {name: value} if name != "region" else {"attributes": {name: value}}
-    with pytest.raises(InvalidKey, match=rf"{name}=.*write it as text"):
+    with pytest.raises(InvalidKey, match=rf"{name}=.*convert it to text"):
         table.match(Request(**known), value if name == "tier" else None)
 
 
@@ -225,14 +225,14 @@ def test_what_is_not_text_is_refused(name: str, value: Any) -> None:
 def test_a_rule_is_found_wherever_most_others_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rules for one endpoint and many tenants, or one tenant and many keys, are not all asked."""
     asked: list[int] = []
-    candidates = table_module._Index.candidates
+    candidates = table_module._RuleIndex.candidates
 
     def counted(*arguments: Any) -> Any:
         found = candidates(*arguments)
         asked.append(len(found))
         return found
 
-    monkeypatch.setattr(table_module._Index, "candidates", counted)
+    monkeypatch.setattr(table_module._RuleIndex, "candidates", counted)
     crowds = [
         [rule(str(n), endpoint="/v1/*", tenant=f"t{n}") for n in range(200)],
         [rule(str(n), endpoint=f"/v1/{n}", tenant="acme") for n in range(200)],

@@ -62,8 +62,8 @@ async def test_assignments_are_read_made_and_taken_back(admin: Admin) -> None:
     ("subject", "tier", "words"),
     [
         ("user:1", "gold", "there is no tier"),
-        ("somebody", "pro", "does not say who is meant"),
-        ("ip:10.0.0.1", "pro", "does not say who is meant"),
+        ("somebody", "pro", "does not name a user, API key or tenant"),
+        ("ip:10.0.0.1", "pro", "does not name a user, API key or tenant"),
     ],
 )
 async def test_assignments_that_cannot_be(

@@ -1,8 +1,9 @@
-"""The grammar of a rule document: which names stand where, and what may stand under them.
+"""The grammar of a rule document: which fields it has and which values they take.
 
-The functions follow the document's shape from the top down. What is wrong is noted where it stands
-and reading goes on, so that one reading tells everything. `rules.py` says what each value means;
-`rules.schema.json` says the same as this module to editors.
+The functions follow the document's structure from the top down, limits first because every level
+uses them. Each function adds its problems to the place where they are and goes on, so that one run
+reports all of them. `model.py` says what each value means. `rules.schema.json` states the same
+grammar for editors.
 """
 
 from __future__ import annotations
@@ -59,21 +60,20 @@ _DURATION: Final = re.compile(r"[0-9._]*\s*[A-Za-z]+")
 
 
 def limits_at(place: DocumentPlace) -> Limits:
-    """One limit or several, each as text or in full; no two of them share a count."""
+    """Return one or several limits, each a rate or a mapping; no two of them share a counter."""
     problems_before = place.problem_count
     found: dict[str, Limit] = {}
     for item in place.items(EXAMPLE_LIMITS):
         for limit in _limits_of(item):
             if other := found.get(limit.identity):
                 item.fail(
-                    f"{other} and {limit} would share one count; drop one, or name them, for "
+                    f"{other} and {limit} would share one count; remove one, or name them, for "
                     f"example {{limit: {limit.limit}, per: {limit.per}, name: second}}"
                 )
             found[limit.identity] = limit
     if place.problem_count == problems_before and not 1 <= len(found) <= LIMITS_MAX:
         place.fail(
-            f"1 to {LIMITS_MAX} limits are wanted here, not {len(found)}; "
-            f"for example {EXAMPLE_LIMITS}"
+            f"expected 1 to {LIMITS_MAX} limits, found {len(found)}; for example {EXAMPLE_LIMITS}"
         )
     return tuple(found.values())
 
@@ -93,7 +93,7 @@ def _limits_of(place: DocumentPlace) -> Limits:
     return ()
 
 
-# Rules resemble one another: a document of 20,000 has a few dozen different rates.
+# Rules share their rates: a document of 20,000 rules has a few dozen different ones.
 _parsed: Final = lru_cache(maxsize=1_024)(parse_limits)
 
 
@@ -113,13 +113,13 @@ def _in_full(place: DocumentPlace) -> Limits:
     try:
         return (Limit(limit, per, algorithm or "token_bucket", burst, capacity, name),)
     except ConfigError as error:
-        # Its message starts with the name of what is wrong, if that is one thing.
+        # The message starts with the name of the wrong field, if only one is wrong.
         found.get(str(error).partition("=")[0], place).fail(str(error))
     return ()
 
 
 def seconds_at(place: DocumentPlace) -> float:
-    """A length of time: a number of seconds, or text such as `90s`, `1m` or `1.5h`."""
+    """Return a duration in seconds: from a number of seconds, or text such as `90s` or `1.5h`."""
     node = place.node
     if node.kind == "number" and isinstance(node.value, int | float) and node.value >= 0:
         return node.value
@@ -136,14 +136,14 @@ def seconds_at(place: DocumentPlace) -> float:
 Owner = Literal["user", "api_key", "tenant"]
 
 VERSION: Final = 1
-PATTERN_LENGTH_MAX: Final = 1_100  # `patterns.py` has bounds of its own, for each kind
-VALUE_LENGTH_MAX: Final = 512  # of a user, key or tenant; no longer one can be counted
+PATTERN_LENGTH_MAX: Final = 1_100  # `patterns.py` has a lower maximum for each kind of pattern
+VALUE_LENGTH_MAX: Final = 512  # of a user, API key or tenant: the maximum length of a key
 REASON_LENGTH_MAX: Final = 1_000
 MULTIPLY_MIN: Final = 0.001
 MULTIPLY_MAX: Final = 1_000.0
 SMOOTHING_S_MAX: Final = 86_400.0
 
-# `$schema` is for editors, which look there in JSON.
+# Editors read `$schema` in JSON documents.
 _TOP: Final = ("version", "tiers", "rules", "assign", "allow", "deny", "overrides", "$schema")
 _RULE: Final = (
     *("id", "match", "by", "limits", "tiers", "keys", "cost"),
@@ -166,7 +166,7 @@ _Any = TypeVar("_Any")
 
 
 def document_at(place: DocumentPlace) -> Document:
-    """The document at its root; what is wrong with it is noted there."""
+    """Return the document whose root this is; add its problems."""
     found = place.fields(_TOP, "version: 1")
     if place.require(found, ("version", "1")):
         _check_version(found["version"])
@@ -187,21 +187,21 @@ def document_at(place: DocumentPlace) -> Document:
 def _check_version(place: DocumentPlace) -> None:
     node = place.node
     if node.kind != "number" or not isinstance(node.value, int) or node.value != VERSION:
-        place.fail(f"{place.shown} is not a version that is known; write version: {VERSION}")
+        place.fail(f"unsupported version {place.shown}; write version: {VERSION}")
 
 
 def _check_tier_name(place: DocumentPlace, name: str) -> None:
     if len(name) > NAME_LENGTH_MAX or not name.isprintable():
         place.fail_name(
-            f"{quoted(name)} is not the name of a tier, which is printable text of at most "
-            f"{NAME_LENGTH_MAX} characters; for example pro"
+            f"{quoted(name)} is not a valid tier name: use at most {NAME_LENGTH_MAX} printable "
+            f"characters; for example pro"
         )
 
 
 def _limits_by_name(
     place: DocumentPlace | None, example: str, check_name: Callable[[DocumentPlace, str], object]
 ) -> dict[str, Limits]:
-    """Tiers or keys: for each name or pattern, its limits."""
+    """Return the limits of each tier or key."""
     found: dict[str, Limits] = {}
     if place is not None:
         for name, at_limits in place.entries(example).items():
@@ -218,7 +218,7 @@ def _assign(place: DocumentPlace | None, tiers: Collection[str]) -> dict[str, st
         prefix, _, value = owner.partition(":")
         if prefix not in _OWNERS or not 1 <= len(value) <= VALUE_LENGTH_MAX:
             at_tier.fail_name(
-                f"{quoted(owner)} does not say who is meant; "
+                f"{quoted(owner)} does not name a user, API key or tenant; "
                 f'write "user:42", "api_key:sk_1" or "tenant:acme"'
             )
         found[owner] = _known(at_tier, "tier", tiers)
@@ -226,7 +226,7 @@ def _assign(place: DocumentPlace | None, tiers: Collection[str]) -> dict[str, st
 
 
 def _known(place: DocumentPlace, what: str, known: Collection[str]) -> str:
-    """A name that must be one of those that the document defines."""
+    """Return a name that the document must define elsewhere."""
     name = place.text(next(iter(known), "orders"), NAME_LENGTH_MAX)
     if name and name not in known:
         place.fail(f"there is no {what} {quoted(name)} in this document; {suggestion(name, known)}")
@@ -234,7 +234,7 @@ def _known(place: DocumentPlace, what: str, known: Collection[str]) -> str:
 
 
 def _entries(place: DocumentPlace | None) -> tuple[str, ...]:
-    """An allow or deny list."""
+    """Return the entries of an allow or deny list."""
     if place is None:
         return ()
     problems_before = place.problem_count
@@ -257,7 +257,7 @@ def _rules(place: DocumentPlace | None, tiers: Collection[str]) -> tuple[Rule, .
         return ()
     items = place.items(f"[{_EXAMPLE_RULE}]", single=False)
     if len(items) > RULES_MAX:
-        place.fail(f"a document has at most {RULES_MAX:,} rules, and this has {len(items):,}")
+        place.fail(f"expected at most {RULES_MAX:,} rules, found {len(items):,}; remove some")
         return ()
     rules: dict[str, Rule] = {}
     for item in items:
@@ -271,7 +271,7 @@ def _rule(place: DocumentPlace, tiers: Collection[str], taken: Collection[str]) 
     place.require(found, ("id", "orders"), ("by", "[api_key]"))
     if place.node.kind == "mapping" and "limits" not in found and not tiers:
         place.fail(
-            f"the rule has no limits, and the document no tiers to take them from; "
+            f"the rule has no limits and the document defines no tiers; "
             f"for example limits: {EXAMPLE_LIMITS}"
         )
     cost, costs = _cost(found.get("cost"))
@@ -301,7 +301,7 @@ def _rule(place: DocumentPlace, tiers: Collection[str], taken: Collection[str]) 
 def _id(place: DocumentPlace, taken: Collection[str]) -> str:
     name = place.line("orders", NAME_LENGTH_MAX)
     if name and name in taken:
-        place.fail(f"{quoted(name)} is the id of an earlier rule; each has its own")
+        place.fail(f"{quoted(name)} is already the id of an earlier rule; choose another id")
     return name
 
 
@@ -322,22 +322,22 @@ def _by(place: DocumentPlace) -> tuple[str, ...]:
     for item, name in place.each_text("[api_key]", NAME_LENGTH_MAX):
         _check_attribute(item.fail, name)
         if name in names:
-            item.fail(f"{quoted(name)} is given twice; remove one")
+            item.fail(f"{quoted(name)} occurs twice; remove one")
         names.append(name)
     if len(names) > BY_MAX:
-        place.fail(f"a rule counts by at most {BY_MAX} things, and this has {len(names)}")
+        place.fail(f"expected at most {BY_MAX} attributes, found {len(names)}; remove some")
     return tuple(names)
 
 
 def _check_attribute(fail: Callable[[str], None], name: str) -> None:
     if not _ATTRIBUTE.fullmatch(name):
         fail(
-            f"{quoted(name)} is not the name of an attribute: letters from a to z, digits and _; "
+            f"{quoted(name)} is not a valid attribute name: use the letters a to z, digits and _; "
             f"for example region"
         )
     elif (meant := _FIELD_BY_LETTERS.get(_letters(name), name)) != name:
-        # Taken for an attribute that no request has, it would count everyone as one.
-        fail(f"{quoted(name)} is written {meant}")
+        # As an attribute that no request has, it would count all clients together.
+        fail(f"{quoted(name)} must be spelled {meant}")
 
 
 def _letters(name: str) -> str:
@@ -355,17 +355,17 @@ def _match(place: DocumentPlace) -> Match:
         for name, at in found["attributes"].entries("{region: eu-*}").items():
             _check_attribute(at.fail_name, name)
             if name in REQUEST_FIELDS:
-                at.fail_name(f"{name} is no attribute; write match: {{{name}: …}}")
+                at.fail_name(f"{name} is not a custom attribute; write match: {{{name}: …}}")
             attributes[name] = _patterns(at, "")
     return Match(**conditions, attributes=attributes)
 
 
 def _patterns(place: DocumentPlace, name: str) -> tuple[str, ...]:
-    """The patterns of one condition, each of which compiles."""
+    """Return the patterns of one condition, without those that do not compile."""
     if place.node.kind == "list" and not 1 <= len(place.node.value) <= PATTERNS_MAX:
         place.fail(
-            f"a condition has 1 to {PATTERNS_MAX:,} patterns, and this has "
-            f"{len(place.node.value):,}; leave it out to match everything"
+            f"expected 1 to {PATTERNS_MAX:,} patterns, found {len(place.node.value):,}; "
+            f"to match everything, remove the condition"
         )
         return ()
     example, compiled = _CONDITIONS.get(name, ('"eu-*"', compile_glob))
@@ -377,7 +377,7 @@ def _patterns(place: DocumentPlace, name: str) -> tuple[str, ...]:
 
 
 def _compiles(fail: Callable[[str], None], compiled: Callable[[_Any], object], it: _Any) -> bool:
-    """Does this compile? If not, that is a problem."""
+    """Return whether it compiles; if not, report the error with `fail`."""
     try:
         compiled(it)
     except ConfigError as error:
@@ -399,7 +399,7 @@ def _keys(found: dict[str, DocumentPlace]) -> dict[str, Limits]:
         return {}
     counted = found["by"].node if "by" in found else None
     if counted and counted.kind == "list" and len(counted.value) != 1:
-        place.fail("keys is for a rule that counts by one thing, for example by: [api_key]")
+        place.fail("keys needs a rule that counts by one attribute, for example by: [api_key]")
     return _limits_by_name(
         place,
         "{sk_vip_*: [1000/minute]}",
@@ -408,7 +408,7 @@ def _keys(found: dict[str, DocumentPlace]) -> dict[str, Limits]:
 
 
 def _cost(place: DocumentPlace | None) -> tuple[int, dict[str, int]]:
-    """What a request costs, and what it costs at some endpoints. `*` is for all others."""
+    """Return the cost of a request (`*`, or a plain number), and the costs at some endpoints."""
     if place is None:
         return 1, {}
     if place.node.kind != "mapping":
@@ -438,7 +438,7 @@ def _scale(place: DocumentPlace) -> Scale:
     if "smoothing" in found:
         smoothing_s = seconds_at(found["smoothing"])
         if not 0 <= smoothing_s <= SMOOTHING_S_MAX:
-            found["smoothing"].fail("smoothing is from 0 s to a day; for example smoothing: 10s")
+            found["smoothing"].fail("smoothing must be from 0 s to 1 day; for example 10s")
     source = _choice(found, "source", LOAD_SOURCES, usual.source)
     return Scale(source=source, smoothing_s=smoothing_s, **shares)
 
@@ -457,7 +457,7 @@ def _penalty(place: DocumentPlace) -> PenaltySettings:
     cooldown_s = seconds("cooldown", usual.cooldown_s)
     longest_s = seconds("cooldown_max", max(usual.cooldown_max_s, cooldown_s))
     if cooldown_s > longest_s and place.problem_count == problems_before:
-        place.fail(f"cooldown ({cooldown_s:g} s) is more than cooldown_max ({longest_s:g} s)")
+        place.fail(f"cooldown ({cooldown_s:g} s) must not exceed cooldown_max ({longest_s:g} s)")
     return PenaltySettings(
         after=count("after", usual.after, PENALTY_COUNT_MAX),
         within_s=seconds("within", usual.within_s),
@@ -472,7 +472,7 @@ def _penalty(place: DocumentPlace) -> PenaltySettings:
 def _penalty_s(place: DocumentPlace, name: str) -> float:
     seconds = seconds_at(place)
     if not 1 <= seconds <= PENALTY_S_MAX:
-        place.fail(f"{name} is from 1 s to 30 days; for example {name}: 1m")
+        place.fail(f"{name} must be from 1 s to 30 days; for example {name}: 1m")
     return seconds
 
 
@@ -490,7 +490,7 @@ def _override(place: DocumentPlace, rules: Collection[str]) -> Override:
     found = place.fields(_OVERRIDE, "{for: {user: alice}, multiply: 2}")
     place.require(found, ("for", "{user: alice}"))
     if place.node.kind == "mapping" and ("limits" in found) == ("multiply" in found):
-        place.fail("an override has either limits or multiply; for example multiply: 2")
+        place.fail("an override needs either limits or multiply, not both; for example multiply: 2")
     attribute, value = _owner(found["for"]) if "for" in found else ("user", "")
     return Override(
         attribute=attribute,
@@ -511,7 +511,7 @@ def _multiply(place: DocumentPlace | None) -> float | None:
 def _owner(place: DocumentPlace) -> tuple[Owner, str]:
     found = place.fields(_OWNERS, "{user: alice}")
     if place.node.kind == "mapping" and len(place.node.value) != 1:
-        place.fail("an override is for one user, api_key or tenant; for example {user: alice}")
+        place.fail("an override names one user, api_key or tenant; for example {user: alice}")
     for attribute in _OWNERS:
         if attribute in found:
             return attribute, found[attribute].text("alice", VALUE_LENGTH_MAX)
@@ -531,5 +531,5 @@ def _time(place: DocumentPlace) -> datetime | None:
             return time.astimezone(UTC)
     except (ValueError, OverflowError):
         pass
-    place.fail(f"{place.shown} is not a time with its zone; for example {example}")
+    place.fail(f"{place.shown} is not a time with a time zone; for example {example}")
     return None

@@ -1,8 +1,8 @@
-"""The values that a rule document is made of. All frozen: a table made of them never changes.
+"""The values that a rule document consists of. All are frozen, so a compiled table never changes.
 
-A *rule* says who gets which limits: which requests it is for (`match`), what is counted separately
-(`by`), and the limits, which may differ by tier and by key. A *document* is all rules of a service,
-with its tiers, lists and overrides.
+A *rule* says which requests get which limits: the requests that it matches (`match`), the
+attributes that it counts by (`by`), and the limits, which may differ by tier and by key. A
+*document* holds all rules of a service, with its tiers, lists and overrides.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LoadSource = Literal["cpu", "memory", "pushed"]
 LOAD_SOURCES: Final[tuple[LoadSource, ...]] = get_args(LoadSource)
 
 RULES_MAX: Final = 20_000
-PATTERNS_MAX: Final = 1_000  # in one condition of one rule
+PATTERNS_MAX: Final = 1_000  # of one condition of one rule
 BY_MAX: Final = 8
 COST_MAX: Final = 1_000_000
 SPLIT_MAX: Final = 64
@@ -35,10 +35,11 @@ PENALTY_S_MAX: Final = 30 * 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Which requests a rule is for: every condition that is given must hold; none given, all.
+    """The requests that a rule applies to: those that meet all conditions.
 
-    A condition holds if one of its patterns does. Patterns are those of `patterns.py`: endpoints
-    are templates, globs or `re:`; addresses are networks; the others are globs.
+    A rule without conditions applies to every request. A condition is met if one of its patterns
+    matches (`matching/patterns.py`). Endpoints are route templates, globs or `re:` patterns,
+    addresses are networks, and all others are globs.
     """
 
     endpoint: tuple[str, ...] = ()
@@ -53,7 +54,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Limits that follow the load: from all of it at `low` and below to `least` at `high`.
+    """Limits that follow the load: whole up to the load `low`, the share `least` from `high` on.
 
     `source` is the built-in probe of CPU or memory, or a number that the application pushes, from
     0.0 (idle) to 1.0. `smoothing_s` is the time in which two thirds of a change take effect.
@@ -68,16 +69,16 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class PenaltySettings:
-    """Cool-downs for those who keep sending after a denial, instead of waiting as they were told.
+    """Cool-downs for clients that keep sending after a denial and ignore Retry-After.
 
-    Each cool-down is twice as long as the one before, up to `cooldown_max_s`; after `block_after`
-    of them comes a block. One of them is forgotten every `decay_s`.
+    Each cool-down is twice as long as the one before, up to `cooldown_max_s`. After `block_after`
+    cool-downs the client is blocked. One cool-down is forgotten every `decay_s`.
     """
 
     after: int = 10
-    """So many requests that did not wait,"""
+    """The number of requests that did not wait which starts a cool-down."""
     within_s: float = 60.0
-    """in so many seconds."""
+    """The time in which these requests are counted."""
     cooldown_s: float = 10.0
     cooldown_max_s: float = 600.0
     block_after: int = 5
@@ -87,46 +88,46 @@ class PenaltySettings:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Who gets which limits. `limits` is empty where the document's tiers say them."""
+    """Which requests get which limits. `limits` is empty if the document's tiers apply."""
 
     id: str
     by: tuple[str, ...]
     limits: Limits = ()
     match: Match = field(default_factory=Match)
     tiers: Mapping[str, Limits] = field(default_factory=dict)
-    """Limits of some tiers, in place of `limits`."""
+    """The limits of some tiers, instead of `limits`."""
     keys: Mapping[str, Limits] = field(default_factory=dict)
-    """Limits of some keys (globs), in place of both; for a rule that counts by one thing."""
+    """The limits of some keys (globs), instead of both; for a rule that counts by one attribute."""
     cost: int = 1
-    """Units for each unit that the caller asks for."""
+    """The units charged for each unit of the request's cost."""
     costs: Mapping[str, int] = field(default_factory=dict)
-    """The same for some endpoints; the first pattern that matches."""
+    """The same for some endpoints; the first pattern that matches applies."""
     consistency: Consistency = "strict"
     on_failure: OnFailure | None = None
-    """None: as the limiter was told."""
+    """None: the limiter's failure policy applies."""
     mode: Mode = "enforce"
     rollout: int = 100
-    """For how many per cent of the keys the rule is in force."""
+    """The percentage of subjects that the rule applies to."""
     scale: Scale | None = None
     split: int = 1
-    """In how many parts each subject's limits are kept, for subjects too busy for one place."""
+    """The number of parts that each subject's limits are kept in, for very busy subjects."""
     penalty: PenaltySettings | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """Other limits for one user, key or tenant, until a time."""
+    """Other limits for one user, API key or tenant, optionally until a time."""
 
     attribute: Literal["user", "api_key", "tenant"]
     value: str
     rule: str | None = None
-    """The id of the rule it is about; None: every rule."""
+    """The id of the rule that it changes; None: all rules."""
     limits: Limits = ()
-    """In place of the rule's; empty where `multiply` is given."""
+    """The limits instead of the rule's; empty if `multiply` is given."""
     multiply: float | None = None
-    """The rule's numbers, so many times."""
+    """The factor by which the rule's limits are multiplied."""
     until: datetime | None = None
-    """Gone from then on; None: it stays."""
+    """The time at which the override expires; None: never."""
     reason: str = ""
     author: str = ""
 
@@ -137,11 +138,11 @@ class Document:
 
     rules: tuple[Rule, ...] = ()
     tiers: Mapping[str, Limits] = field(default_factory=dict)
-    """Limits of rules that have none of their own."""
+    """The limits by tier, for rules without limits."""
     assign: Mapping[str, str] = field(default_factory=dict)
-    """`user:42`, `api_key:sk_1` or `tenant:acme` to a tier, for requests that name none."""
+    """The tier of `user:42`, `api_key:sk_1` or `tenant:acme`, for requests that name no tier."""
     allow: tuple[str, ...] = ()
-    """Never limited: exact, globs, networks; see `lists.py`."""
+    """Entries that are never limited: exact values, globs, networks; see `matching/lists.py`."""
     deny: tuple[str, ...] = ()
-    """Always denied; goes before `allow`."""
+    """Entries that are always denied. `deny` takes precedence over `allow`."""
     overrides: tuple[Override, ...] = ()

@@ -1,4 +1,4 @@
-"""The rule document: from YAML, JSON or plain data to a `Document`, or to all that is wrong in it.
+"""Read a rule document: turn YAML, JSON or plain data into a `Document`, or report all problems.
 
     version: 1
     tiers: {free: 100/minute, pro: 1000/minute burst 200}
@@ -8,8 +8,8 @@
         by: [api_key]
         limits: [10/second, 100/minute burst 50]
 
-`rules.py` says what each value means; `rules.schema.json` (`schema()`) says the same to editors.
-`reading.py` makes a tree of it, `grammar.py` reads the tree. All problems are told at once.
+`tree.py` turns the text into a tree and `grammar.py` the tree into a `Document`. `model.py` says
+what each value means. Editors use the JSON Schema that `schema` returns.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHOWN_MAX: Final = 20
 
 
 class DocumentError(ConfigError):
-    """A rule document that cannot be used. `problems` has all that is wrong with it."""
+    """A rule document has mistakes. `problems` lists all of them, in the document's order."""
 
     def __init__(self, problems: tuple[DocumentProblem, ...]) -> None:
         self.problems = problems
@@ -54,38 +54,38 @@ class DocumentError(ConfigError):
 
 
 def read(text: str, source: str = "<text>") -> Document:
-    """The document that a YAML or JSON text holds.
+    """Return the document in a YAML or JSON text.
 
     >>> read("{version: 1, rules: [{id: all, by: user, limits: 10/second}]}").rules[0].limits
     (Limit(10, per=1),)
 
-    Raises DocumentError, whose problems name `source`, the line and the column.
+    Raises DocumentError. Each problem names `source`, the line and the column.
     """
     if not isinstance(text, str):
-        _refuse(source, f"a document is text, not {show(text)}; to read a file, use read_file()")
+        _reject(source, f"a document is text, not {show(text)}; to read a file, use read_file()")
     return _read(source, lambda problems: tree_of_yaml(text, problems))
 
 
 def read_file(path: str | Path) -> Document:
-    """The document in a file. Raises DocumentError, also where the file cannot be read."""
+    """Return the document in a file. Raises DocumentError, also if the file cannot be read."""
     source = str(path)
     try:
         with Path(path).open("rb") as file:
             found = file.read(BYTES_MAX + 1)
         if len(found) > BYTES_MAX:
-            _refuse(source, TOO_LONG)
+            _reject(source, TOO_LONG)
         text = found.decode()
     except UnicodeDecodeError as error:
-        _refuse(source, f"byte {error.start + 1} is not UTF-8; save the file as UTF-8")
+        _reject(source, f"byte {error.start + 1} is not UTF-8; save the file as UTF-8")
     except OSError as error:
-        _refuse(source, f"it cannot be read: {error.strerror}")
-    except ValueError as error:  # the path is not one that a system can know
-        _refuse(source, f"it cannot be read: {error}")
+        _reject(source, f"cannot be read: {error.strerror}")
+    except ValueError as error:  # the path contains a null character
+        _reject(source, f"cannot be read: {error}")
     return read(text, source)
 
 
 def from_data(data: Mapping[str, Any], source: str = "<data>") -> Document:
-    """The document that plain data stands for, such as `json.loads` gives. Raises DocumentError.
+    """Return the document in plain data, such as `json.loads` returns. Raises DocumentError.
 
     >>> from_data({"version": 1, "deny": ["sk_revoked_*"]}).deny
     ('sk_revoked_*',)
@@ -94,12 +94,12 @@ def from_data(data: Mapping[str, Any], source: str = "<data>") -> Document:
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of a rule document."""
+    """Return the JSON Schema (draft 2020-12) of a rule document."""
     text = resources.files(__package__).joinpath("rules.schema.json").read_text("utf-8")
     return cast("dict[str, Any]", json.loads(text))
 
 
-def _refuse(source: str, message: str) -> NoReturn:
+def _reject(source: str, message: str) -> NoReturn:
     raise DocumentError((DocumentProblem(source, 0, 0, "", message),))
 
 
@@ -113,16 +113,17 @@ def _read(source: str, tree_of: Callable[[ProblemList], DocumentNode | None]) ->
     except TooManyProblems:
         pass
     if problems.found:
-        raise DocumentError(tuple(sorted(problems.found, key=lambda it: (it.line, it.column))))
+        found = sorted(problems.found, key=lambda problem: (problem.line, problem.column))
+        raise DocumentError(tuple(found))
     return document
 
 
-# How callers give rules: a path, the text of a document, plain data, or a Document.
+# The forms in which callers pass rules: a path, a document's text, plain data, or a Document.
 Rules = str | PathLike[str] | Mapping[str, Any] | Document
 
 
 def is_document_text(rules: str) -> bool:
-    """Whether it is a document itself, and no path or URL of one: several lines, or JSON.
+    """Return whether `rules` is a document's text (several lines, or JSON) and not a path or URL.
 
     >>> is_document_text('{"version": 1}'), is_document_text("limits.yaml")
     (True, False)
@@ -131,7 +132,7 @@ def is_document_text(rules: str) -> bool:
 
 
 def document_of(rules: Rules) -> Document:
-    """The document that a path, a text or a mapping stands for."""
+    """Return the document that is given as a path, a text or plain data."""
     if isinstance(rules, Document):
         return rules
     if isinstance(rules, Mapping):

@@ -1,11 +1,19 @@
-"""What is right as a document and most likely not what anyone wants, found before it goes live.
+"""Find valid documents that most likely do not do what their author wants, before they go live.
 
-A finding is no error: the document can be used. But one that would deny everyone, exempt everyone,
-stop enforcing, leave a tier without limits or hold a rule that never matches is to be refused
-unless somebody says that it is meant, by force. Each finding says what, why and what to do instead.
+A finding is not an error: the document could be used. But a document that denies everyone, exempts
+everyone, stops enforcing, leaves a tier without limits or contains a rule that never matches is
+rejected unless the author forces it. Each finding says what it is about, why, and what to do.
 
-Nothing is reported that may be harmless: numbers are rounded in the rule's favour, and patterns are
-compared only where one certainly covers the other.
+Harmless documents are never reported. Numbers are rounded in the rule's favour, and a pattern
+counts as covered only if another certainly matches everything that it matches.
+
+**Rules that can never match.** A rule covers a later one if each of its conditions is also a
+condition of the later rule and matches everything that the later rule's condition matches. The
+test is sound but not complete: some covered rules are not found (two `re:` patterns, or a glob with
+a star inside). Comparing each rule with all earlier ones would take minutes for 20,000 rules.
+Instead, each rule is indexed by the literal start of its patterns, where a pattern that it covers
+finds it: `/v1/*` under `/v1`, a network under its prefix. A covered rule is not indexed, because
+the earlier rule also covers everything that it covers. COMPARISONS_MAX bounds the rest.
 """
 
 from __future__ import annotations
@@ -33,12 +41,12 @@ from tollkeeper.rules.matching.patterns import (
 )
 
 FINDINGS_MAX: Final = 1_000
-# Networks as wide as this are put together, to see whether they are everything.
+# Networks with a prefix this short are combined, to see whether together they cover all addresses.
 _WIDE_BITS: Final = 8
 
 
 def findings(document: Document, before: Document | None = None) -> tuple[SafetyFinding, ...]:
-    """What must be forced to go live, in place of `before` (the document in force, if any)."""
+    """Return the findings of a document that replaces `before` (the document in force, if any)."""
     found = chain(
         _everyone(document),
         _never_fits(document),
@@ -59,13 +67,13 @@ def _in_force(rule: Rule) -> bool:
 
 
 def _everyone(document: Document) -> Iterator[SafetyFinding]:
-    """Entries that mean everyone."""
+    """Find list entries that match everyone."""
     lists: tuple[tuple[FindingCode, str, tuple[str, ...], str], ...] = (
         ("denies-all", "deny", document.deny, "is denied"),
         ("allows-all", "allow", document.allow, "is never limited"),
     )
     for code, name, entries, outcome in lists:
-        remedy = f"name those who are meant, for example {name}: [sk_internal_*]"
+        remedy = f"use a narrower entry, for example {name}: [sk_internal_*]"
         wide: set[Network] = set()
         for place, text in enumerate(entries):
             network = _network(text)
@@ -80,17 +88,17 @@ def _everyone(document: Document) -> Iterator[SafetyFinding]:
                 wide.add(network)
         for version in (4, 6):
             if _all_inside(Network(version, 0, 0), wide):
-                what = f"its networks are all of IPv{version}"
+                what = f"its networks cover all of IPv{version}"
                 yield SafetyFinding(code, name, what, f"every address {outcome}", remedy)
 
 
 def _everyone_with(entry: str) -> str:
-    """Whom an entry means, if that is everyone who has its attribute; else nothing."""
+    """Describe the requests of an entry that matches every value of its attribute; else ""."""
     attribute, colon, value = entry.partition(":")
     if not colon:
         attribute, value = "an api_key or a user", entry
     only_wild = "*" in value and set(value) <= {"*", "?"}
-    return f"everyone with {attribute}" if only_wild else ""
+    return f"every request with {attribute}" if only_wild else ""
 
 
 def _network(entry: str) -> Network | None:
@@ -99,7 +107,7 @@ def _network(entry: str) -> Network | None:
     try:
         return compile_network(entry.removeprefix("ip:"))
     except ConfigError:
-        return None  # a key with a slash in it
+        return None  # a key that contains a slash
 
 
 def _all_inside(block: Network, networks: set[Network]) -> bool:
@@ -115,7 +123,7 @@ def _all_inside(block: Network, networks: set[Network]) -> bool:
 
 
 def _never_fits(document: Document) -> Iterator[SafetyFinding]:
-    """Rules in force with a cost that is more than one of their limits can ever hold."""
+    """Find enforced rules with a cost above the capacity of one of their limits."""
     for place, rule in enumerate(document.rules):
         if not _in_force(rule):
             continue
@@ -133,7 +141,7 @@ def _never_fits(document: Document) -> Iterator[SafetyFinding]:
 
 
 def _limit_sets(document: Document, path: str, rule: Rule) -> Iterator[tuple[str, Limits]]:
-    """All limits that may apply under a rule, each with where it stands."""
+    """Yield all limits that may apply under a rule, each with its path."""
     if rule.limits:
         yield below(path, "limits"), rule.limits
     else:
@@ -147,10 +155,10 @@ def _limit_sets(document: Document, path: str, rule: Rule) -> Iterator[tuple[str
 
 def _why_never(cost: int, limit: Limit, rule: Rule) -> str:
     if cost > limit.capacity:
-        return f"{limit} holds {limit.capacity:,} at most, so that each is denied"
-    # Rounded up: at which steps the load is followed is not known here.
+        return f"{limit} holds at most {limit.capacity:,}, so every such request is denied"
+    # Rounded up, because this module does not know the steps in which limits follow the load.
     if rule.scale and cost > ceil(rule.scale.least * limit.capacity):
-        return f"under load {limit} goes down to {rule.scale.least:g} of it, and each is denied"
+        return f"under load {limit} shrinks to {rule.scale.least:g} of it and denies every request"
     return ""
 
 
@@ -159,7 +167,7 @@ def _raise_to(cost: int) -> str:
 
 
 def _override_never_fits(document: Document) -> Iterator[SafetyFinding]:
-    """Overrides under which some rule in force could never let its usual cost pass."""
+    """Find overrides under which an enforced rule could never allow its usual cost."""
     in_force = {rule.id: rule for rule in document.rules if _in_force(rule) and rule.cost}
     dearest = max(in_force.values(), key=lambda rule: rule.cost, default=None)
     room = {rule.id: _room(document, rule) for rule in in_force.values()}
@@ -177,20 +185,20 @@ def _override_never_fits(document: Document) -> Iterator[SafetyFinding]:
         left = _left(override, room[rule.id])
         if left < rule.cost:
             who = f"{override.attribute} {quoted(override.value)}"
-            what = f"at most {left:,} are left to {who}"
-            why = f"each request costs {rule.cost:,} there, so that each is denied"
+            what = f"{who} gets at most {left:,}"
+            why = f"each request costs {rule.cost:,}, so every request is denied"
             where = below("overrides", place)
             yield SafetyFinding("never-fits", where, what, why, _raise_to(rule.cost), rule.id)
 
 
 def _room(document: Document, rule: Rule) -> int:
-    """What one request may cost at most, by the widest limits: whose they are is not known."""
+    """Return the highest cost that fits the widest limits: the client's tier is not known here."""
     sets = (limits for _, limits in _limit_sets(document, "", rule) if limits)
     return max((min(limit.capacity for limit in limits) for limits in sets), default=0)
 
 
 def _left(override: Override, room: int) -> int:
-    """The most that one request may cost under an override."""
+    """Return the highest cost that fits under an override."""
     if override.limits:
         return min(limit.capacity for limit in override.limits)
     return max(1, floor((override.multiply or 1) * room))
@@ -203,13 +211,13 @@ def _nothing_enforced(document: Document, before: Document | None) -> Iterator[S
     if before is None or not any(map(_in_force, before.rules)):
         return
     if not any(map(_in_force, document.rules)):
-        what = "no rule is in force any more" if document.rules else "no rule is left"
-        why = "rules were in force before, and now nobody is limited"
+        what = "no rule is enforced any more" if document.rules else "no rule is left"
+        why = "rules were enforced before, and now no client is limited"
         yield SafetyFinding("nothing-enforced", "rules", what, why, "leave one with mode: enforce")
 
 
 def _orphaned_tiers(document: Document, before: Document | None) -> Iterator[SafetyFinding]:
-    """Tiers that the document does not have, and still names."""
+    """Find tiers that the document names but does not define."""
     named: dict[str, list[str]] = defaultdict(list)
     for owner, tier in document.assign.items():
         named[tier].append(below("assign", owner))
@@ -217,8 +225,8 @@ def _orphaned_tiers(document: Document, before: Document | None) -> Iterator[Saf
         path = below("rules", place)
         for tier in rule.tiers:
             named[tier].append(below(path, "tiers"))
-        # A request may name a tier that the document knows nothing of. If it did so far, though,
-        # the rule was written for that.
+        # A request may name a tier that no document defines. But if the document before defined
+        # it, the rule was written for that tier.
         for tier in filter(None, (compile_glob(text).exact for text in rule.match.tier)):
             if before is not None and tier in before.tiers:
                 named[tier].append(f"{path}.match.tier")
@@ -226,29 +234,29 @@ def _orphaned_tiers(document: Document, before: Document | None) -> Iterator[Saf
         if tier not in document.tiers:
             what = f"there is no tier {quoted(tier)}"
             count = len(places)
-            why = f"it is named here{f' and at {count - 1:,} more places' if count > 1 else ''}"
+            why = f"it is used here{f' and at {count - 1:,} more places' if count > 1 else ''}"
             remedy = "keep the tier, or name another"
             yield SafetyFinding("orphaned-tier", places[0], what, why, remedy)
 
 
 def _no_limits(document: Document) -> Iterator[SafetyFinding]:
-    """Tiers and rules for which no limit is given anywhere."""
+    """Find tiers and rules without any limit."""
     elsewhere = {tier for rule in document.rules for tier in rule.tiers if rule.tiers[tier]}
     remedy = "give it limits, for example [100/minute]"
     for tier, limits in document.tiers.items():
         if not limits and tier not in elsewhere:
-            why = "no rule has any for it, so that nobody in it is limited"
+            why = "no rule has limits for it either, so its clients are not limited"
             yield SafetyFinding("no-limits", below("tiers", tier), "it has no limits", why, remedy)
     for place, rule in enumerate(document.rules):
         if rule.limits or rule.mode == "off":
             continue
         path = below("rules", place)
         if not document.tiers and not rule.tiers and not rule.keys:
-            why = "the document has no tiers to take them from"
+            why = "the document defines no tiers"
             yield SafetyFinding("no-limits", path, "it has no limits", why, remedy, rule.id)
         for tier in filter(None, (compile_glob(text).exact for text in rule.match.tier)):
             if not (rule.tiers.get(tier) or document.tiers.get(tier)):
-                what = f"it is for the tier {quoted(tier)}"
+                what = f"it matches the tier {quoted(tier)}"
                 why = "neither the rule nor the document has limits for that tier"
                 yield SafetyFinding("no-limits", f"{path}.match.tier", what, why, remedy, rule.id)
 
@@ -260,14 +268,14 @@ def _unreachable(document: Document) -> Iterator[SafetyFinding]:
             "unreachable",
             below("rules", place),
             "it can never match",
-            f"rule {quoted(other.id)} before it counts by the same and takes all its requests",
-            f"put it before {quoted(other.id)}, or remove it",
+            f"the earlier rule {quoted(other.id)} counts by the same and matches all its requests",
+            f"move it before {quoted(other.id)}, or remove it",
             rule.id,
         )
 
 
 def new_findings(document: Document, before: Document | None) -> tuple[SafetyFinding, ...]:
-    """What is unsafe and is not in force already: that was forced once, and is not asked again."""
+    """Return the findings that the document in force does not have: those were forced before."""
     found = findings(document, before)
     if not found or before is None:
         return found
@@ -276,12 +284,12 @@ def new_findings(document: Document, before: Document | None) -> tuple[SafetyFin
 
 
 def _finding_key(finding: SafetyFinding) -> tuple[str, str, str, str]:
-    """Without its place, which moves when a rule is added before it."""
+    """Return what identifies a finding. Its path changes when a rule is added before it."""
     return finding.code, finding.rule, finding.what, finding.why
 
 
 COMPARISONS_MAX: Final = 1_000_000
-# Those first that tell most rules apart.
+# The attributes that distinguish most rules come first.
 _FILED_BY: Final = ("api_key", "user", "tenant", "ip", "endpoint", "tier", "method")
 
 Pattern = EndpointPattern | Glob | Network | str
@@ -289,19 +297,19 @@ Conditions = dict[str, tuple[Pattern, ...]]
 
 
 def covered_rules(rules: Sequence[Rule]) -> Iterator[tuple[int, int]]:
-    """Pairs of places: a rule that can never match, and the earlier one that takes its requests.
+    """Yield pairs of positions: a rule that can never match, and the earlier rule that covers it.
 
-    Rules stand in each other's way if they count by the same things and have the same mode. One
-    that is off, or in force for some keys only, is in nobody's.
+    Only a rule that counts by the same attributes and has the same mode can cover another. A rule
+    that is off, or rolled out to a part of the subjects, covers nothing.
     """
-    files: dict[Hashable, _File] = {}
+    indexes: dict[Hashable, _CoverIndex] = {}
     comparisons = iter(range(COMPARISONS_MAX))
     for place, rule in enumerate(rules):
         if rule.mode == "off":
             continue
-        file = files.setdefault((rule.by, rule.mode), _File())
+        index = indexes.setdefault((rule.by, rule.mode), _CoverIndex())
         conditions = _conditions(rule.match)
-        for earlier, others in file.candidates(conditions):
+        for earlier, others in index.candidates(conditions):
             if next(comparisons, None) is None:
                 return
             if _covers(others, conditions):
@@ -309,11 +317,11 @@ def covered_rules(rules: Sequence[Rule]) -> Iterator[tuple[int, int]]:
                 break
         else:
             if rule.rollout == 100:
-                file.add(place, conditions)
+                index.add(place, conditions)
 
 
 def _conditions(match: Match) -> Conditions:
-    """The patterns by attribute; a method is a text that is compared as it is."""
+    """Return the compiled patterns by attribute; a method stays text."""
     found: Conditions = {}
     for name in REQUEST_FIELDS:
         if texts := getattr(match, name):
@@ -331,12 +339,12 @@ def _compiled(name: str, text: str) -> Pattern:
     return text if name == "method" else compile_glob(text)
 
 
-class _File:
-    """Rules by one condition of theirs, and by where the patterns in it start."""
+class _CoverIndex:
+    """Rules by one of their conditions and the literal start of its patterns."""
 
     def __init__(self) -> None:
         self._for_all: list[tuple[int, Conditions]] = []
-        self._filed: dict[Hashable, list[tuple[int, Conditions]]] = {}
+        self._by_start: dict[Hashable, list[tuple[int, Conditions]]] = {}
 
     def add(self, place: int, conditions: Conditions) -> None:
         named = (name for name in _FILED_BY if name in conditions)
@@ -346,19 +354,19 @@ class _File:
             return
         for pattern in conditions[name]:
             start = next(_starts(pattern))
-            self._filed.setdefault((name, start), []).append((place, conditions))
+            self._by_start.setdefault((name, start), []).append((place, conditions))
 
     def candidates(self, conditions: Conditions) -> Iterator[tuple[int, Conditions]]:
-        """Those that may cover these conditions."""
+        """Yield the rules that may cover these conditions."""
         yield from self._for_all
         for name, patterns in conditions.items():
-            # Each of its patterns must be covered, so that looking for one finds all who may.
+            # A rule must cover every pattern, so looking up one of them finds all candidates.
             for start in _starts(patterns[0]):
-                yield from self._filed.get((name, start), ())
+                yield from self._by_start.get((name, start), ())
 
 
 def _starts(pattern: Pattern) -> Iterator[Hashable]:
-    """Where a pattern is filed, and then where others are that may cover it."""
+    """Yield the pattern's own index key, then the keys of the patterns that may cover it."""
     if isinstance(pattern, str):
         yield pattern
     elif isinstance(pattern, Network):
@@ -388,11 +396,8 @@ def _literal_head(endpoint: EndpointPattern) -> tuple[str, ...]:
     return tuple(head)
 
 
-# ------------------------------------------------------------------------------------- coverage
-
-
 def _covers(wide: Conditions, narrow: Conditions) -> bool:
-    """Does `wide` let every request through that `narrow` does?"""
+    """Return whether every request that meets `narrow` also meets `wide`."""
     return all(
         name in narrow
         and all(any(covers(one, other) for one in patterns) for other in narrow[name])
@@ -401,7 +406,7 @@ def _covers(wide: Conditions, narrow: Conditions) -> bool:
 
 
 def covers(wide: Pattern, narrow: Pattern) -> bool:
-    """Does one pattern match all that another of its kind matches? False if it cannot be told.
+    """Return whether `wide` certainly matches everything that `narrow` matches.
 
     >>> covers(compile_endpoint("/v1/*"), compile_endpoint("/v1/orders/{id}"))
     True
@@ -431,7 +436,7 @@ def _glob_covers(wide: Glob, narrow: Glob) -> bool:
 
 
 def _segments_cover(wide: tuple[Segment, ...], narrow: tuple[Segment, ...]) -> bool:
-    if not wide or not narrow:  # one of them is a regex
+    if not wide or not narrow:  # one of them is a re: pattern
         return False
     goes_on = wide[-1] is Wildcard.MANY
     one_by_one = wide[:-1] if goes_on else wide

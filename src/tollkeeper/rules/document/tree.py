@@ -1,13 +1,18 @@
-"""From YAML, JSON or plain data to one tree, each node of which knows where it stands.
+"""Turn YAML, JSON or plain data into a tree of nodes that know their line and column.
 
-A document comes from people, and over an API from anyone, so reading has bounds. YAML is taken
-event by event and not composed by the library: a reader that stops at a depth or a number of nodes
-stops in the middle of a hostile document, not after it. An alias counts as all that it stands for,
-so that ten lines of aliases to aliases (a "billion laughs") are a billion nodes and refused at the
-alias that passes the bound. Nothing is ever constructed from a tag.
+Rule documents come from people and, over the admin API, from any client. Reading is therefore
+bounded. The reader takes YAML event by event instead of letting the library compose it. So it stops
+as soon as a document exceeds the depth or the number of nodes, and never builds the rest. An alias
+counts as all the nodes that it expands to: ten lines of aliases to aliases (a "billion laughs")
+are rejected at the alias that exceeds the bound. Tags never construct objects.
 
-JSON is YAML here, as the standard has it. What YAML reads as something else than text (`off`, `42`,
-`2026-01-01`) keeps its spelling, for the message that says to quote it.
+JSON is read as YAML, of which it is a subset. A value that YAML does not read as text (`off`, `42`,
+`2026-01-01`) keeps its spelling, so that an error message can show how to quote it.
+
+The grammar reads the tree through a `DocumentPlace`: a node with its path in the document. A place
+has one method for each kind of value ("text", "a whole number from 0 to 100"). If the node holds
+something else, the method records a problem and returns a harmless value of the right type. The
+grammar then goes on, and one run reports every problem of the document.
 """
 
 from __future__ import annotations
@@ -24,10 +29,10 @@ from typing import Any, Final, Literal, TypeVar
 from tollkeeper.core.errors import ConfigError, quoted, show
 
 BYTES_MAX: Final = 16 * 2**20
-TOO_LONG: Final = f"this is longer than {BYTES_MAX // 2**20} MiB; is it a rule document?"
-NODES_MAX: Final = 2_500_000  # a million entries of a list, and 20,000 rules beside them
+TOO_LONG: Final = f"larger than {BYTES_MAX // 2**20} MiB; is this a rule document?"
+NODES_MAX: Final = 2_500_000  # enough for a list of a million entries and 20,000 rules
 DEPTH_MAX: Final = 16
-# Beyond these nobody reads on, and a broken list of a million entries would be a million objects.
+# Nobody reads more, and a broken list of a million entries would create a million objects.
 PROBLEMS_MAX: Final = 1_000
 
 Kind = Literal["mapping", "list", "text", "number", "boolean", "nothing", "time", "merge", "other"]
@@ -43,15 +48,15 @@ _SCALAR_KINDS: Final[dict[str, Kind]] = {
     _TAG + "timestamp": "time",
     _TAG + "merge": "merge",
 }
-# YAML has characters that it may not hold even in quotes, where escapes stand for them.
+# Characters that YAML forbids even in quotes; they can only be written as escapes.
 _NOT_YAML: Final = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-# A number in JSON and in newer YAML; the YAML that the library knows asks for a dot and a sign.
+# A number in JSON and in YAML 1.2. PyYAML implements YAML 1.1, which requires a dot and a sign.
 EXPONENT: Final = re.compile(r"-?[0-9]+(?:\.[0-9]+)?[eE][-+]?[0-9]+")
 _WHOLE: Final = re.compile(r"-?(?:0|[1-9][0-9]{0,99})")
 _DECIMAL: Final = re.compile(r"-?[0-9]*\.[0-9]+|-?[0-9]+\.|-?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+")
-# The parser takes time by the square of their number, and no document needs one.
+# The parser's time grows with the square of the number of %TAG directives. No document needs one.
 _TAG_DIRECTIVE: Final = re.compile("^%TAG", re.MULTILINE)
-# JSON writes a character beyond U+FFFF as two escapes, which YAML does not know.
+# JSON writes a character above U+FFFF as two escapes, which YAML does not combine.
 _JSON_PAIR: Final = re.compile(
     r"(?<!\\)((?:\\\\)*)\\u(d[89ab][0-9a-f]{2})\\u(d[c-f][0-9a-f]{2})", re.IGNORECASE
 )
@@ -59,14 +64,14 @@ _JSON_PAIR: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class DocumentProblem:
-    """One thing that is wrong with a document, and what would be right."""
+    """One mistake in a document: where it is, what is wrong and what would be right."""
 
     source: str
     line: int
-    """From 1; 0 where there are no lines, as in plain data."""
+    """Counted from 1; 0 if the document has no lines, as in plain data."""
     column: int
     where: str
-    """The path in the document, such as `rules[2].limits[0]`; empty for the whole."""
+    """The path in the document, such as `rules[2].limits[0]`; empty for the whole document."""
     message: str
 
     def __str__(self) -> str:
@@ -76,18 +81,18 @@ class DocumentProblem:
 
 
 class TooManyProblems(Exception):
-    """PROBLEMS_MAX were found; there is no point in looking for more."""
+    """Raised when PROBLEMS_MAX problems were found, to stop reading."""
 
 
 class ProblemList:
-    """What was found wrong so far in one document."""
+    """The problems found so far in one document."""
 
     def __init__(self, source: str) -> None:
         self.source = source
         self.found: list[DocumentProblem] = []
 
     def add(self, line: int, column: int, where: str, message: str) -> None:
-        """Note one. Raises TooManyProblems when enough are known."""
+        """Add a problem. Raises TooManyProblems when the list is full."""
         self.found.append(DocumentProblem(self.source, line, column, where, message))
         if len(self.found) >= PROBLEMS_MAX:
             raise TooManyProblems
@@ -95,13 +100,13 @@ class ProblemList:
 
 @dataclass(slots=True)
 class DocumentNode:
-    """A value of the document and where it stands."""
+    """A value of the document, with its line and column."""
 
     kind: Kind
     value: Any
-    """list: nodes; mapping: pairs of nodes; number: None if it is not a plain decimal one."""
+    """list: nodes; mapping: pairs of nodes; number: None unless it is a plain decimal number."""
     text: str = ""
-    """How a scalar was written."""
+    """The spelling of a scalar in the document."""
     line: int = 0
     column: int = 0
 
@@ -110,12 +115,12 @@ class DocumentNode:
 
 
 def tree_of_yaml(text: str, problems: ProblemList) -> DocumentNode | None:
-    """The tree of a YAML or JSON text, or None and a problem that says why there is none."""
+    """Return the tree of a YAML or JSON text; after a problem, None."""
     try:
-        import yaml  # noqa: PLC0415 - an extra: plain data is read without it
+        import yaml  # noqa: PLC0415 - an extra that plain data does not need
     except ImportError:
         raise ConfigError(
-            "rule documents in YAML need a package that is not installed; "
+            "rule documents in YAML need PyYAML, which is not installed; "
             "install it with: pip install 'tollkeeper[rules]'"
         ) from None
     text = text.removeprefix("\ufeff")
@@ -127,35 +132,35 @@ def tree_of_yaml(text: str, problems: ProblemList) -> DocumentNode | None:
     builder = _Builder(loader)
     try:
         root = builder.build()
-    except _Refused as refused:
-        problems.add(refused.line, refused.column, "", str(refused))
+    except _Rejected as rejected:
+        problems.add(rejected.line, rejected.column, "", str(rejected))
         return None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line, column = (mark.line + 1, mark.column + 1) if mark else (0, 0)
         parts = (getattr(error, "problem", None), getattr(error, "context", None))
-        said = ", ".join(part for part in parts if part) or str(error)
-        problems.add(line, column, "", f"this is not YAML: {said}")
+        reason = ", ".join(part for part in parts if part) or str(error)
+        problems.add(line, column, "", f"invalid YAML: {reason}")
         return None
     finally:
         loader.dispose()
     if root is None:
-        problems.add(1, 1, "", "the document is empty; it starts with version: 1")
+        problems.add(1, 1, "", "the document is empty; start it with version: 1")
     return root
 
 
 def _is_readable(text: str, problems: ProblemList) -> bool:
-    """Is the text short enough, and without what YAML may not hold? If not, a problem says so."""
+    """Return whether the text is short enough and has no forbidden parts; add a problem if not."""
     wrong = _NOT_YAML.search(text)
     if wrong:
         line, column = _position(text, wrong.start())
         code = f"U+{ord(wrong.group()):04X}"
-        problems.add(line, column, "", f"the character {code} may not stand in YAML; remove it")
+        problems.add(line, column, "", f"YAML does not allow the character {code}; remove it")
     elif len(text) > BYTES_MAX or len(text.encode()) > BYTES_MAX:
         problems.add(0, 0, "", TOO_LONG)
     elif directive := _TAG_DIRECTIVE.search(text):
         line, column = _position(text, directive.start())
-        problems.add(line, column, "", "%TAG has no meaning here; remove the line")
+        problems.add(line, column, "", "%TAG is not supported; remove the line")
     else:
         return True
     return False
@@ -170,8 +175,8 @@ def _one_escape(pair: re.Match[str]) -> str:
     return f"{pair[1]}\\U{0x10000 + ((high & 0x3FF) << 10 | low & 0x3FF):08X}"
 
 
-class _Refused(Exception):
-    """A bound was passed, or a part of YAML is used that has no meaning here."""
+class _Rejected(Exception):
+    """The document exceeds a bound, or uses a part of YAML that is not supported here."""
 
     def __init__(self, mark: Any, message: str) -> None:
         self.line: int = mark.line + 1
@@ -181,18 +186,18 @@ class _Refused(Exception):
 
 @dataclass(slots=True)
 class _Open:
-    """A list or mapping whose end is not read yet."""
+    """A list or mapping whose end has not been read yet."""
 
     node: DocumentNode
     anchor: str | None
     nodes_before: int
     depth: int = 1
-    """Of the deepest node inside, from this one."""
+    """The number of levels below this node."""
     children: list[DocumentNode] = field(default_factory=list)
 
 
 class _Builder:
-    """Makes the tree from events, with a stack of its own, so that depth costs no recursion."""
+    """Builds the tree from YAML events. It keeps its own stack, so nesting needs no recursion."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -202,7 +207,7 @@ class _Builder:
         self._root: DocumentNode | None = None
 
     def build(self) -> DocumentNode | None:
-        """The root of the one document in the text; None if the text holds none."""
+        """Return the root of the only document in the text; None if the text has none."""
         takers = {
             "ScalarEvent": self._scalar,
             "SequenceStartEvent": self._start,
@@ -220,8 +225,8 @@ class _Builder:
 
     def _document(self, event: Any) -> None:
         if self._root is not None:
-            message = "a second document starts here; remove --- or put it in a file of its own"
-            raise _Refused(event.start_mark, message)
+            message = "a second document starts here; remove --- or move it to another file"
+            raise _Rejected(event.start_mark, message)
 
     def _scalar(self, event: Any) -> None:
         text, mark = event.value, event.start_mark
@@ -231,7 +236,7 @@ class _Builder:
         self._put(DocumentNode(kind, value, text, mark.line + 1, mark.column + 1), event)
 
     def _resolved(self, text: str, implicit: tuple[bool, bool]) -> str:
-        """What a scalar without a tag is: by YAML's own rules if plain, and text if quoted."""
+        """Return the tag of a scalar that has none: YAML's rules if plain, text if quoted."""
         if implicit[0]:
             for tag, pattern in self._loader.yaml_implicit_resolvers.get(text[:1], ()):
                 if pattern.match(text):
@@ -242,7 +247,7 @@ class _Builder:
 
     def _start(self, event: Any) -> None:
         if len(self._open) >= DEPTH_MAX:
-            raise _Refused(event.start_mark, f"this is nested more than {DEPTH_MAX} deep")
+            raise _Rejected(event.start_mark, f"more than {DEPTH_MAX} levels of nesting")
         mark = event.start_mark
         kind: Kind = "list" if type(event).__name__ == "SequenceStartEvent" else "mapping"
         wanted = "seq" if kind == "list" else "map"
@@ -266,11 +271,11 @@ class _Builder:
 
     def _alias(self, event: Any) -> None:
         if event.anchor not in self._anchors:
-            message = f"*{event.anchor} stands for nothing yet: an anchor (&) goes before its use"
-            raise _Refused(event.start_mark, message)
+            message = f"unknown alias *{event.anchor}; define the anchor &{event.anchor} before it"
+            raise _Rejected(event.start_mark, message)
         node, size, depth = self._anchors[event.anchor]
         if len(self._open) + depth > DEPTH_MAX:
-            raise _Refused(event.start_mark, f"this is nested more than {DEPTH_MAX} deep")
+            raise _Rejected(event.start_mark, f"more than {DEPTH_MAX} levels of nesting")
         self._count(size, event)
         self._add(node, depth)
 
@@ -292,16 +297,16 @@ class _Builder:
         self._nodes += nodes
         if self._nodes > NODES_MAX:
             message = (
-                f"with its aliases, the document has more than {NODES_MAX:,} values; "
-                f"split it, or write fewer aliases"
+                f"with all aliases expanded, the document has more than {NODES_MAX:,} values; "
+                f"split it, or use fewer aliases"
             )
-            raise _Refused(event.start_mark, message)
+            raise _Rejected(event.start_mark, message)
 
 
 def _merged(
     pairs: list[tuple[DocumentNode, DocumentNode]], event: Any
 ) -> list[tuple[DocumentNode, DocumentNode]]:
-    """`<<: *anchor` as the pairs that it stands for; those written out come first and win."""
+    """Return the pairs with `<<: *anchor` expanded; the mapping's own keys take precedence."""
     if not any(key.kind == "merge" for key, _ in pairs):
         return pairs
     merged = [pair for pair in pairs if pair[0].kind != "merge"]
@@ -309,8 +314,8 @@ def _merged(
     for _, value in (pair for pair in pairs if pair[0].kind == "merge"):
         for source in value.value if value.kind == "list" else [value]:
             if source.kind != "mapping":
-                message = "<< takes a mapping, or a list of them; for example <<: *defaults"
-                raise _Refused(event.start_mark, message)
+                message = "<< takes a mapping or a list of mappings; for example <<: *defaults"
+                raise _Rejected(event.start_mark, message)
             new = [pair for pair in source.value if pair[0].text not in taken]
             merged += new
             taken.update(key.text for key, _ in new)
@@ -318,7 +323,7 @@ def _merged(
 
 
 def _number(text: str) -> float | None:
-    """A decimal number. YAML's others (017, 0x1F, 12:30, .inf) are mistakes more often than not."""
+    """Return a decimal number. YAML's other forms (017, 0x1F, 12:30, .inf) are usually mistakes."""
     plain = text.replace("_", "").removeprefix("+")
     if _WHOLE.fullmatch(plain):
         return int(plain)
@@ -329,25 +334,25 @@ def _number(text: str) -> float | None:
 
 
 def tree_of_data(data: object, problems: ProblemList) -> DocumentNode | None:
-    """The tree of what `json.loads` or a program made, or None and a problem."""
+    """Return the tree of plain data, such as `json.loads` returns; after a problem, None."""
     try:
         return _of_data(data, itertools.count(1), 0)
-    except _TooMuch as refused:
-        problems.add(0, 0, "", str(refused))
+    except _TooLarge as rejected:
+        problems.add(0, 0, "", str(rejected))
         return None
 
 
-class _TooMuch(Exception):
-    """The data passed a bound."""
+class _TooLarge(Exception):
+    """The data exceeds a bound."""
 
 
 def _of_data(data: object, count: Iterator[int], depth: int) -> DocumentNode:
     if next(count) > NODES_MAX:
-        raise _TooMuch(f"the document has more than {NODES_MAX:,} values; split it")
+        raise _TooLarge(f"the document has more than {NODES_MAX:,} values; split it")
     if depth > DEPTH_MAX:
-        raise _TooMuch(f"the document is nested more than {DEPTH_MAX} deep")
+        raise _TooLarge(f"the document has more than {DEPTH_MAX} levels of nesting")
     if isinstance(data, str):
-        text = str.__str__(data)  # of a subclass too, such as a StrEnum's member
+        text = str.__str__(data)  # data may be of a subclass, such as a member of a StrEnum
         return DocumentNode("text", text, text)
     if isinstance(data, Mapping):
         pairs = [
@@ -370,11 +375,13 @@ def _kind_of(data: object) -> Kind:
     return "time" if isinstance(data, date | datetime) else "other"
 
 
-# Comparing words for likeness takes time by the square of their length.
+# ----------------------------------------------------------------------------------------- places
+
+# The time to compare two words grows with the square of their length.
 _WORD_LENGTH_MAX: Final = 64
 _WORDS_MAX: Final = 200
 _SHOWN_MAX: Final = 12
-# YAML itself takes no longer ones.
+# YAML's own maximum for a key.
 _NAME_LENGTH_MAX: Final = 1_024
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -383,17 +390,17 @@ _KIND_NAMES: Final[dict[Kind, str]] = {
     "list": "a list",
     "text": "text",
     "number": "a number",
-    "boolean": "true or false",
+    "boolean": "a boolean",
     "nothing": "nothing",
     "time": "a time",
-    "merge": "a merge",
-    "other": "no plain text",
+    "merge": "a merge key",
+    "other": "not plain text",
 }
 _Word = TypeVar("_Word", bound=str)
 
 
 def suggestion(word: str, known: Collection[str]) -> str:
-    """The known word that is most like `word`, or all of them if they are few.
+    """Return a hint for an unknown word: the most similar known word, or some of the known words.
 
     >>> suggestion("limit", ["id", "limits"])
     'did you mean "limits"?'
@@ -401,7 +408,7 @@ def suggestion(word: str, known: Collection[str]) -> str:
     'known: "id", "limits"'
     """
     if not known:
-        return "there are none"
+        return "none are defined"
     compared = list(islice(known, _WORDS_MAX))
     if len(word) <= _WORD_LENGTH_MAX and (near := difflib.get_close_matches(word, compared, n=1)):
         return f"did you mean {quoted(near[0])}?"
@@ -412,7 +419,7 @@ def suggestion(word: str, known: Collection[str]) -> str:
 
 
 def below(path: str, name: str | int) -> str:
-    """The path of what stands under a name, or at a place of a list.
+    """Return the path of a field of a mapping, or of an item of a list.
 
     >>> below("rules[2].tiers", "pro")
     'rules[2].tiers.pro'
@@ -425,7 +432,7 @@ def below(path: str, name: str | int) -> str:
 
 
 class DocumentPlace:
-    """A node of the document, with its path and the list of problems."""
+    """A node of the document with its path, read by the kind of value that is expected there."""
 
     __slots__ = ("_above", "_key", "_name", "_problems", "node")
 
@@ -450,7 +457,7 @@ class DocumentPlace:
 
     @property
     def shown(self) -> str:
-        """What stands here, for a message."""
+        """The value, for an error message."""
         node = self.node
         if node.kind in {"mapping", "list"} or not node.text:
             return _KIND_NAMES[node.kind]
@@ -458,78 +465,78 @@ class DocumentPlace:
 
     @property
     def problem_count(self) -> int:
-        """How many problems the whole document has so far."""
+        """The number of problems found in the whole document so far."""
         return len(self._problems.found)
 
     def fail(self, message: str) -> None:
-        """Note a problem with what stands here."""
+        """Add a problem with the value."""
         self._problems.add(self.node.line, self.node.column, self.where, message)
 
     def fail_name(self, message: str) -> None:
-        """Note a problem with the name under which it stands in a mapping."""
+        """Add a problem with the value's key in its mapping."""
         key = self._key or self.node
         self._problems.add(key.line, key.column, self._above.where if self._above else "", message)
 
     def _wrong_kind(self, wanted: str, example: str) -> None:
         found = self.node
         if found.kind == "nothing":
-            self.fail(f"a value is missing; {wanted} is wanted here, for example {example}")
+            self.fail(f"the value is missing; expected {wanted}, for example {example}")
         elif found.kind in {"mapping", "list"}:
-            self.fail(f"{wanted} is wanted here, not {self.shown}; for example {example}")
+            self.fail(f"expected {wanted}, found {self.shown}; for example {example}")
         else:
             self.fail(f"{self.shown} is not {wanted}; for example {example}")
 
     # ------------------------------------------------------------------------------ one value
 
     def text(self, example: str, length_max: int) -> str:
-        """The text here: 1 to `length_max` characters; "" after a problem."""
+        """Return the text, of 1 to `length_max` characters; "" after a problem."""
         node = self.node
         if node.kind != "text":
             if node.kind in {"mapping", "list", "nothing"}:
                 self._wrong_kind("text", example)
             else:
                 self.fail(
-                    f"{self.shown} is read as {_KIND_NAMES[node.kind]}, and text is wanted "
-                    f"here; quote it: {quoted(node.text)}"
+                    f"expected text, but {self.shown} is {_KIND_NAMES[node.kind]}; "
+                    f"quote it: {quoted(node.text)}"
                 )
             return ""
         text: str = node.value
         if not 1 <= len(text) <= length_max:
-            size = "is empty" if not text else f"has {len(text):,}"
+            size = f"{len(text):,}" if text else "none"
             self.fail(
-                f"text of 1 to {length_max:,} characters is wanted here, and this {size}; "
+                f"expected text of 1 to {length_max:,} characters, found {size}; "
                 f"for example {example}"
             )
             return ""
         if not text.isascii() and re.search("[\ud800-\udfff]", text):
-            self.fail(f"{quoted(text)} holds half of a surrogate pair, which is not text")
+            self.fail(f"{quoted(text)} contains half of a surrogate pair, which is not valid text")
             return ""
         return text
 
     def line(self, example: str, length_max: int) -> str:
-        """The text here, all of it printable."""
+        """Return the text, all of it printable."""
         text = self.text(example, length_max)
         if not text.isprintable():
-            self.fail(f"{quoted(text)} has characters that cannot be printed; write {example}")
+            self.fail(f"{quoted(text)} contains unprintable characters; for example {example}")
             return ""
         return text
 
     def choice(self, words: Sequence[_Word]) -> _Word:
-        """One of these words; the first after a problem."""
+        """Return one of these words; the first one after a problem."""
         node = self.node
-        # `off` is false to YAML, but where it is one of the words nobody means that.
+        # YAML reads `off` as false. If `off` is one of the words, the author meant the word.
         text = node.text if node.kind in {"text", "boolean"} else ""
         for word in words:
             if word == text:
                 return word
         if node.kind == "text":
-            self.fail(f"{quoted(text)} is not known here; {suggestion(text, words)}")
+            self.fail(f"unknown value {quoted(text)}; {suggestion(text, words)}")
         else:
             self._wrong_kind(f"one of {', '.join(words)}", words[0])
         return words[0]
 
     def whole(self, low: int, high: int, example: str) -> int:
-        """A whole number in these bounds; `low` after a problem."""
+        """Return a whole number from `low` to `high`; `low` after a problem."""
         value = self.node.value
         if self.node.kind == "number" and isinstance(value, int) and low <= value <= high:
             return int(value)
@@ -537,10 +544,10 @@ class DocumentPlace:
         return low
 
     def number(self, low: float, high: float, example: str) -> float:
-        """A number in these bounds; `high` after a problem."""
+        """Return a number from `low` to `high`; `high` after a problem."""
         value = self.node.value
         is_number = self.node.kind == "number" and isinstance(value, int | float)
-        if is_number and low <= value <= high:  # and so neither infinite nor NaN
+        if is_number and low <= value <= high:  # excludes infinity and NaN
             return float(value)
         self._wrong_kind(f"a number from {low:g} to {high:g}", example)
         return high
@@ -548,7 +555,7 @@ class DocumentPlace:
     # --------------------------------------------------------------------------- many values
 
     def items(self, example: str, *, single: bool = True) -> list[DocumentPlace]:
-        """The places of a list. Unless `single` is False, one value counts as a list of one."""
+        """Return the items of a list. If `single`, one value counts as a list of one."""
         if self.node.kind == "list":
             return [
                 DocumentPlace(item, self._problems, self, index)
@@ -560,7 +567,7 @@ class DocumentPlace:
         return [self]
 
     def entries(self, example: str) -> dict[str, DocumentPlace]:
-        """The places of a mapping by their names, which are text and all different."""
+        """Return the values of a mapping by their keys, which must be text and unique."""
         if self.node.kind != "mapping":
             self._wrong_kind("a mapping", example)
             return {}
@@ -571,36 +578,34 @@ class DocumentPlace:
             )
             place = DocumentPlace(value, self._problems, self, name, key)
             if name in found:
-                place.fail_name(f"{quoted(name)} is given twice; remove one")
+                place.fail_name(f"{quoted(name)} occurs twice; remove one")
             elif name:
                 found[name] = place
         return found
 
     def fields(self, known: Sequence[str], example: str) -> dict[str, DocumentPlace]:
-        """The places of a mapping that has these names and no other."""
+        """Return the fields of a mapping that may have these fields and no others."""
         found = self.entries(example)
         for name in [name for name in found if name not in known]:
-            found.pop(name).fail_name(
-                f"{quoted(name)} is not a name that is known here; {suggestion(name, known)}"
-            )
+            found.pop(name).fail_name(f"unknown field {quoted(name)}; {suggestion(name, known)}")
         return found
 
     def require(self, found: dict[str, DocumentPlace], *examples: tuple[str, str]) -> bool:
-        """Note each of these names that a mapping does not have; are all there?"""
+        """Return whether a mapping has all these fields; add a problem for each missing one."""
         missing = [(name, example) for name, example in examples if name not in found]
-        # A value that is no mapping has been told of already.
+        # If the value is not a mapping, `fields` has already added a problem.
         if self.node.kind == "mapping":
             for name, example in missing:
                 self.fail(f"{quoted(name)} is missing; for example {name}: {example}")
         return not missing
 
     def each_text(self, example: str, length_max: int) -> Iterator[tuple[DocumentPlace, str]]:
-        """The texts of a list, or of a single value, that are texts indeed."""
+        """Yield the texts of a list or of a single value, without those that have a problem."""
         for item in self.items(example):
             if text := item.text(example, length_max):
                 yield item, text
 
 
 def _cut(text: str) -> str:
-    """What was written, short and on one line."""
+    """Return the spelling, shortened and on one line."""
     return show(text)[1:-1]

@@ -1,11 +1,11 @@
-"""A document as plain data and as YAML, in one canonical form: to show, to compare and to keep.
+"""Write a document as plain data or YAML, in one canonical form to show, compare and store.
 
-Reading what was written gives an equal document. What has its usual value is left out, limits are
-written as rates where a rate says it all, and long lists stand one entry to a line, so that two
-versions differ in the lines that changed.
+Reading the result returns an equal document. Fields with their default value are left out, limits
+are written as rates where a rate can express them, and lists have one entry per line. So two
+versions differ only in the lines that changed.
 
-Order means something (the first rule, key or cost that matches applies), so what stores a document
-must keep it: as text, or in a column type that leaves the order of names alone.
+The order matters, because the first rule, key or cost that matches applies. A database must
+therefore store a document as text, or in a column type that preserves the order of keys.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Data = dict[str, Any]
 
 _WIDTH: Final = 100
 _US_PER_MS: Final = 1_000
-# The longest first, with the word for one of it.
+# The longest unit first, with the word for one of it.
 _UNITS_US: Final = (
     (86_400_000_000, "d", "day"),
     (3_600_000_000, "h", "hour"),
@@ -41,12 +41,12 @@ _UNITS_US: Final = (
 
 
 def to_yaml(document: Document) -> str:
-    """The document as YAML, which `document.read` reads."""
+    """Return the document as YAML, for `read`."""
     try:
-        import yaml  # noqa: PLC0415 - an extra: plain data is written without it
+        import yaml  # noqa: PLC0415 - an extra that plain data does not need
     except ImportError:
         raise ConfigError(
-            "rule documents in YAML need a package that is not installed; "
+            "rule documents in YAML need PyYAML, which is not installed; "
             "install it with: pip install 'tollkeeper[rules]'"
         ) from None
     data = to_data(document)
@@ -64,7 +64,7 @@ def to_yaml(document: Document) -> str:
 
 
 def to_data(document: Document) -> Data:
-    """The document as plain data (dict, list, str, numbers), which `document.from_data` reads.
+    """Return the document as plain data (dict, list, str, numbers), for `from_data`.
 
     >>> to_data(Document(tiers={"free": (Limit(100, per=60),)}))
     {'version': 1, 'tiers': {'free': ['100/minute']}}
@@ -83,14 +83,14 @@ def to_data(document: Document) -> Data:
 
 
 def limit_data(limit: Limit) -> str | Data:
-    """A limit as a rate or, where a rate cannot say it, in full.
+    """Return a limit as a rate or, if a rate cannot express it, as a mapping.
 
     >>> limit_data(Limit(1000, per=60, burst=200))
     '1000/minute burst 200'
     >>> limit_data(Limit(5, per=90, algorithm="fixed_window"))
     {'limit': 5, 'per': '90s', 'algorithm': 'fixed_window'}
     """
-    # A capacity below the limit cannot be said as a burst.
+    # A burst cannot express a capacity below the limit.
     room: Data = {}
     if limit.capacity > limit.limit:
         room = {"burst": limit.capacity - limit.limit}
@@ -105,7 +105,7 @@ def limit_data(limit: Limit) -> str | Data:
 
 
 def _window(limit: Limit, one: str) -> str:
-    """`90s`; of one unit `minute`, or `1m` where `one` is to be said."""
+    """Return the window, such as `90s`; one minute is `minute`, or `1m` if `one` is given."""
     window_us = limit.window_ns // 1_000
     for unit_us, letter, word in _UNITS_US:
         count, rest = divmod(window_us, unit_us)
@@ -116,7 +116,7 @@ def _window(limit: Limit, one: str) -> str:
 
 
 def _given(**values: Any) -> Data:
-    """Without those that say nothing: None, and what is empty."""
+    """Return the values that are neither None nor empty."""
     return {name: value for name, value in values.items() if value not in (None, "", [], {})}
 
 
@@ -213,7 +213,7 @@ def _override(override: Override) -> Data:
 
 
 class _Lines(list[str]):
-    """A list to be written one entry to a line, however short."""
+    """A list that is written with one entry per line, however short it is."""
 
 
 @cache
@@ -222,13 +222,13 @@ def _dumper() -> Any:
 
     parent: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
-    class Dumper(parent):  # type: ignore[misc]  # which of the two is known only now
-        """Writes no anchors, and lists of the lists' kind one entry to a line."""
+    class Dumper(parent):  # type: ignore[misc]  # one of two classes, chosen at run time
+        """Writes no anchors, and `_Lines` with one entry per line."""
 
-        def ignore_aliases(self, data: object) -> bool:  # noqa: ARG002 - whatever it is
+        def ignore_aliases(self, data: object) -> bool:  # noqa: ARG002 - for every value
             return True
 
-    # What the reader takes for a number is quoted if it is text.
+    # Text that the reader would take for a number must be quoted.
     Dumper.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-0123456789"))
     Dumper.add_representer(
         _Lines,

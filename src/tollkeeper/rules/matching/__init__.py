@@ -1,1 +1,1 @@
-"""Which rules apply to a request: patterns, lists and the compiled table."""
+"""Find the rules that apply to a request: patterns, lists and the compiled table."""

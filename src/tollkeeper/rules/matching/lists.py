@@ -1,24 +1,24 @@
-"""Allow and deny lists: of any size, at the cost of a few look-ups.
+"""Allow and deny lists of any size, at the cost of a few look-ups.
 
-    api_key:sk_internal_*    a glob of one attribute: user, api_key, tenant, tier, or any of yours
-    user:42                  exactly this one
+    api_key:sk_internal_*    a glob of one attribute: user, api_key, tenant, tier or a custom one
+    user:42                  exactly this user
     ip:10.0.0.0/8            a network, or a single address
-    10.0.0.0/8               the same: what reads as a network is one
-    sk_revoked_*             anything else without a name: an api_key or a user
+    10.0.0.0/8               the same, because it looks like a network
+    sk_revoked_*             anything else without an attribute: an api_key or a user
 
-An entry whose value holds a colon needs its attribute before it: `api_key:live:7`. A deny goes
-before an allow.
+An entry whose value contains a colon needs its attribute: `api_key:live:7`. A deny takes
+precedence over an allow.
 
-A million entries must not slow a check, so nothing is tried one by one that can be looked up:
+A million entries must not slow a check, so as many as possible are looked up, not tried:
 
 - exact values are keys of a dict;
-- globs of the form `prefix*` are keys of a dict too: one look-up for each length that occurs;
-- networks are numbers in a dict for each prefix length: at most 33 look-ups, and 129 for IPv6;
-- other globs are tried one by one, those alone whose literal start the value has. There may be
-  1,000.
+- globs of the form `prefix*` are keys of a dict, too: one look-up for each length that occurs;
+- networks are numbers in one dict per prefix length: at most 33 look-ups, and 129 for IPv6;
+- the other globs, at most 1,000, are tried one by one, but only those whose literal start the
+  value has.
 
-Dicts and not sets: CPython's garbage collector walks through a set of a million texts for 40 ms,
-each time. Of a dict that holds nothing but texts it knows (3.11 to 3.13) that it need not.
+They are dicts, not sets, because each run of CPython's garbage collector takes 40 ms to traverse a
+set of a million texts. It does not traverse a dict that holds only texts (3.11 to 3.13).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ LINE_BYTES_MAX: Final = 4_096  # of a file, with its comment
 _EXAMPLE: Final = "write it like api_key:sk_internal_*, user:42 or ip:10.0.0.0/8"
 _WHO: Final = frozenset(REQUEST_FIELDS) - {"endpoint", "method"}
 _FIELD_BY_LETTERS: Final = {name.replace("_", ""): name for name in REQUEST_FIELDS}
-# Dotted numbers, if need be with a mistake in them: no key is meant by that.
+# Dotted numbers, possibly with a mistake in them. Nobody means a key by that.
 _LIKE_IPV4: Final = re.compile(r"[0-9]+\.[0-9.*]*(?:/.*)?")
 _COMMENT: Final = re.compile(r"(?:^|\s)#.*", re.DOTALL)
 
@@ -60,13 +60,13 @@ _COMMENT: Final = re.compile(r"(?:^|\s)#.*", re.DOTALL)
 # ── Entries ────────────────────────────────────────────────────────────────────────────────────
 
 
-# Which attribute, what of it, and whether that is the start of many values. No attribute: an
-# api_key or a user. A plain tuple, because making a million of another kind takes a second more.
+# The attribute ("" for an api_key or a user), the pattern, and whether the pattern is a prefix.
+# A plain tuple: creating a million objects of another kind takes a second more.
 _Entry = tuple[str, str | Glob | Network, bool]
 
 
 def check_entry(text: str) -> None:
-    """Refuse what is no entry with a ConfigError that says what would be right."""
+    """Raise ConfigError if the text is not a valid entry."""
     _entry(text)
 
 
@@ -89,13 +89,13 @@ def _entry(text: str) -> _Entry:
         _check_attribute(text, attribute)
     if not 0 < len(value) <= GLOB_LENGTH_MAX or value[0].isspace():
         raise ConfigError(
-            f"entry {show(text)}: a value has 1 to {GLOB_LENGTH_MAX} characters, "
-            f"the first of them no space; {_EXAMPLE}"
+            f"entry {show(text)}: the value must have 1 to {GLOB_LENGTH_MAX} characters "
+            f"and must not start with a space; {_EXAMPLE}"
         )
     if "?" in value or "[" in value or "*" in value[:-1]:
         return _glob_entry(text, attribute, value)
     if value[-1] == "*":
-        # What compile_glob would say, a hundred times as fast: there may be a million.
+        # The same as compile_glob, a hundred times as fast: there may be a million entries.
         return attribute, value[:-1], True
     return attribute, value, False
 
@@ -121,21 +121,21 @@ def _glob_entry(text: str, attribute: str, value: str) -> _Entry:
 def _check_attribute(text: str, attribute: str) -> None:
     if attribute in REQUEST_FIELDS:
         raise ConfigError(
-            f"entry {show(text)}: lists are about who asks, and {attribute} is what is asked; "
-            f"write a rule that matches the {attribute}"
+            f"entry {show(text)}: lists name clients, not an {attribute}; "
+            f"write a rule that matches the {attribute} instead"
         )
     if not attribute.isidentifier() or len(attribute) > NAME_LENGTH_MAX:
         raise ConfigError(
-            f"entry {show(text)}: {show(attribute)} is not the name of an attribute; {_EXAMPLE}, "
-            f"and a key that holds a colon as api_key:live:7"
+            f"entry {show(text)}: {show(attribute)} is not a valid attribute name; {_EXAMPLE}, "
+            f"and a key that contains a colon like api_key:live:7"
         )
     meant = _FIELD_BY_LETTERS.get(attribute.lower().replace("_", ""))
     if meant:
-        raise ConfigError(f"entry {show(text)}: {attribute} is written {meant}")
+        raise ConfigError(f"entry {show(text)}: {attribute} must be spelled {meant}")
 
 
 def read_list(path: str | PathLike[str]) -> Iterator[str]:
-    """The entries of a file, each checked: one a line; blank lines and `#` comments are left out.
+    """Yield the entries of a file, one per line, each checked; skip blank lines and `#` comments.
 
     A `#` begins a comment at the start of a line or after a space. Raises ConfigError, which names
     the file and the line.
@@ -143,7 +143,7 @@ def read_list(path: str | PathLike[str]) -> Iterator[str]:
     number = 0
     try:
         with Path(path).open("rb") as file:
-            # readline with a bound and not the file's iterator: a line may be all of a disk.
+            # readline with a maximum, because a line may be as long as the file.
             for raw in iter(partial(file.readline, LINE_BYTES_MAX + 1), b""):
                 number += 1
                 if entry := _entry_of_line(raw, is_first=number == 1):
@@ -153,28 +153,28 @@ def read_list(path: str | PathLike[str]) -> Iterator[str]:
         raise ConfigError(f"{path}, line {number}: {error}") from None
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read: {error.strerror}; name a file with one entry a line"
+            f"{path} cannot be read: {error.strerror}; name a file with one entry per line"
         ) from error
 
 
 def _entry_of_line(raw: bytes, is_first: bool) -> str:
     if len(raw) > LINE_BYTES_MAX:
         raise ConfigError(
-            f"the line has more than {LINE_BYTES_MAX:,} bytes; write one entry a line"
+            f"the line has more than {LINE_BYTES_MAX:,} bytes; write one entry per line"
         )
     try:
-        # Some editors put a mark before the first character.
+        # Some editors write a byte order mark before the first character.
         text = raw.decode("utf-8-sig" if is_first else "utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"the line is not UTF-8 at byte {error.start + 1}; save it so") from None
+        raise ConfigError(f"byte {error.start + 1} is not UTF-8; save the file as UTF-8") from None
     return (_COMMENT.sub("", text) if "#" in text else text).strip()
 
 
 # ── Looking up ─────────────────────────────────────────────────────────────────────────────────
 
 
-# The entry that matched, in parts that cost nothing: its attribute, a literal, and what follows,
-# which is text or the three numbers of a network.
+# The entry that matched: its attribute, a literal, and the rest, which is text or the three numbers
+# of a network. It is formatted only when somebody asks why.
 _Hit = tuple[str, str, str | tuple[int, int, int]]
 
 
@@ -194,7 +194,7 @@ class _Values:
         self.exact: dict[str, None] = {}
         self.prefixes: dict[str, None] = {}
         self.lengths: tuple[int, ...] = ()
-        # The other globs, by their literal start, and the lengths of those starts.
+        # The other globs by their literal start, and the lengths of these starts.
         self.globs: dict[str, list[Glob]] = {}
         self.starts: tuple[int, ...] = ()
 
@@ -220,13 +220,13 @@ class _Values:
 
 
 class _Networks:
-    """The networks on a list: for each length, the prefixes of that length."""
+    """The networks on a list: the prefixes by their length."""
 
     __slots__ = ("by_length", "by_version")
 
     def __init__(self) -> None:
         self.by_length: dict[tuple[int, int], dict[int, None]] = {}
-        # The same for looking up: the length, how far to shift an address, what to find then.
+        # The same for look-ups: the length, the bits to shift an address by, and the prefixes.
         self.by_version: dict[int, list[tuple[int, int, dict[int, None]]]] = {4: [], 6: []}
 
     def __bool__(self) -> bool:
@@ -249,8 +249,8 @@ class _Networks:
         return None
 
 
-class _List:
-    """One list, compiled: what to look at in a request, and what to look it up in."""
+class _CompiledList:
+    """One list, compiled: the values by the attribute of a request that they are compared with."""
 
     __slots__ = ("attributes", "fields", "networks", "verdict")
 
@@ -266,13 +266,15 @@ class _List:
 
     def _read(self, entries: Iterable[str], values: dict[str, _Values]) -> None:
         if isinstance(entries, str):
-            raise ConfigError(f"{show(entries)} is one text, not several; write [{show(entries)}]")
+            raise ConfigError(
+                f"{show(entries)} is text, not a list of entries; write [{show(entries)}]"
+            )
         globs = 0
         for number, text in enumerate(entries, start=1):
             if number > ENTRIES_MAX:
                 raise ConfigError(
                     f"there are more than {ENTRIES_MAX:,} entries; "
-                    f"write those with a common start as one, such as sk_internal_*"
+                    f"combine those with a common start into one, such as sk_internal_*"
                 )
             attribute, pattern, is_prefix = _entry(text)
             if isinstance(pattern, Network):
@@ -285,9 +287,9 @@ class _List:
                 globs += 1
                 if globs > IRREGULAR_GLOBS_MAX:
                     raise ConfigError(
-                        f"there are more than {IRREGULAR_GLOBS_MAX:,} globs that can only be tried "
+                        f"there are more than {IRREGULAR_GLOBS_MAX:,} globs that must be tried "
                         f"one by one, such as {show(text)}; write them with one * at the end, "
-                        f"like sk_internal_*, of which there may be millions"
+                        f"like sk_internal_*, which may occur millions of times"
                     )
                 known.globs.setdefault(pattern.prefix, []).append(pattern)
             else:
@@ -320,17 +322,17 @@ class _List:
 
 
 def _text(name: str, value: object) -> str:
-    """`value`, if it is text. A number would be found on no list, and pass."""
+    """Return `value` if it is text. A number would match no entry, and evade the list."""
     if isinstance(value, str):
         return value
     raise InvalidKey(
-        f"{name}={show(value)} is {type(value).__name__}, and a request's attributes are text; "
-        f"write it as text"
+        f"{name}={show(value)} is {type(value).__name__}, but a request's attributes are text; "
+        f"convert it to text"
     )
 
 
 class Lists:
-    """Who is never limited, and who is always denied.
+    """The allow list and the deny list of a document.
 
     >>> lists = Lists.compile(allow=["sk_internal_*"], deny=["ip:192.0.2.0/24"])
     >>> lists.verdict(Request(api_key="sk_internal_7"))
@@ -342,23 +344,23 @@ class Lists:
     __slots__ = ("_has_networks", "_lists")
 
     def __init__(self, allow: Iterable[str], deny: Iterable[str]) -> None:
-        # The first that knows the request decides.
-        both = (_List("deny", deny), _List("allow", allow))
+        # The first list that contains the request decides.
+        both = (_CompiledList("deny", deny), _CompiledList("allow", allow))
         self._lists = tuple(each for each in both if each)
         self._has_networks = any(each.networks for each in both)
 
     @classmethod
     def compile(cls, allow: Iterable[str] = (), deny: Iterable[str] = ()) -> Lists:
-        """The lists of these entries; ConfigError where one is wrong, or there are too many."""
+        """Compile these entries; raise ConfigError if one is wrong or there are too many."""
         return cls(allow, deny)
 
     def verdict(self, request: Request) -> Verdict | None:
-        """Whether the request is on a list; None: on neither. A deny goes before an allow."""
+        """Return the list that the request is on, deny before allow; None if it is on neither."""
         found = self._find(request)
         return found[0] if found else None
 
     def why(self, request: Request) -> str | None:
-        """The entry that decides; networks and globs as one would write them anew."""
+        """Return the entry that decides, in canonical form; None if there is none."""
         found = self._find(request)
         return _shown(found[1]) if found else None
 

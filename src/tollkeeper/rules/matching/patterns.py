@@ -1,28 +1,45 @@
-r"""Patterns: compiled once, matched in time linear in the text, whatever the pattern.
+r"""Patterns of paths, values and networks: compiled once, matched in time linear in the text.
 
-**Endpoints** are paths with holes.
+**Endpoints** are paths with wildcards.
 
     /v1/orders          that path
-    /users/{id}         one segment. Also {id:int}, <id>, <int:id>; the type is not checked
-    /files/{path...}    the rest of the path, also nothing. Also {path:path}, <path:path>
-    /v1/*/items         `*` within a segment: any characters but a slash; alone: one segment
+    /users/{id}         one segment; also {id:int}, <id>, <int:id>; the type is not checked
+    /files/{path...}    the rest of the path, also nothing; also {path:path}, <path:path>
+    /v1/*/items         `*` within a segment: any characters except a slash; alone: one segment
     /v1/orders/*        `*` at the very end: the rest, slashes included, also nothing
     /v1/report-*        the same: /v1/report-7 and /v1/report-7/pages/2
     /v1/**/items        `**`: any number of segments, also none
-    /pages/?.html       `?`: one character but a slash; one that stays encoded is three
+    /pages/?.html       `?`: one character except a slash; one that stays encoded counts as three
     re:/v[0-9]+/.*      an RE2 pattern of the whole path; `.` is any character
 
-`/v1/orders/*` holds for `/v1/orders` too: a trailing slash means nothing here, and `/v1/orders/` is
-what every glob of that form matches. A literal `*`, `?`, `{` or `<` is written %2A, %3F, %7B, %3C.
-A framework's route template, sent as the endpoint of a request, is matched by itself as a pattern.
+`/v1/orders/*` also matches `/v1/orders`, because trailing slashes are ignored and every such glob
+matches `/v1/orders/`. Write a literal `*`, `?`, `{` or `<` as %2A, %3F, %7B, %3C. If a request's
+endpoint is a framework's route template, the same template as a pattern matches it.
 
-Patterns and requests are compared as `paths.normalised` spells them. **Globs** are for the other
-conditions: `*` any characters, `?` one, `[abc]`, `[a-z]`, `[!abc]` one of a set, so `[*]` is a
-literal star. Networks are in `networks.py`.
+**Paths** have one spelling each, so that no other spelling evades a limit. Patterns and requests
+are compared in this form (`normalised`):
 
-Why linear: RE2 never backtracks. The others become expressions of `re` in which each `*` is
-followed by a literal chunk in an atomic group. The leftmost place where the chunk fits leaves the
-most room for what follows, so none but that need ever be tried.
+- The query, the fragment, and the scheme and host of an absolute request target are removed.
+- Duplicate and trailing slashes are removed; a missing first slash is added.
+- Percent-encoding is decoded, except for `/`, `?`, `#` and `%`, which would change the meaning of
+  the path, and for bytes that are not UTF-8. Those stay encoded, in upper case. So `/caf%c3%a9` and
+  `/café` are one path.
+- `.` and `..` segments are resolved, also as `%2e`, as proxies do before they forward a request.
+
+Case is kept, and so is `;`, which is an ordinary character. Pass an endpoint as it came over the
+wire, or as the framework's route template. In a path that was already decoded, a `?` may be part of
+a segment, and would be taken for the start of the query.
+
+**Globs** are for all other conditions: `*` any characters, `?` one, `[abc]`, `[a-z]`, `[!abc]` one
+of a set, so `[*]` is a literal star.
+
+**Networks** are IPv4 and IPv6 addresses and CIDR blocks. An IPv4 address in IPv6 notation
+(`::ffff:10.1.2.3`, as dual-stack sockets report it) is that IPv4 address, in requests and in
+networks. So `::/0` is all of IPv6 and nothing else.
+
+Why matching is linear: RE2 never backtracks. All other patterns become expressions of `re` in which
+each `*` is followed by a literal chunk in an atomic group. The leftmost position of a chunk leaves
+the most room for the rest, so no other position ever needs to be tried.
 """
 
 from __future__ import annotations
@@ -38,21 +55,23 @@ from typing import Any, Final, NamedTuple
 
 from tollkeeper.core.errors import ConfigError, show
 
-# Version and number. A plain tuple: one is made for every request that is looked up in a list.
+# ── Networks ───────────────────────────────────────────────────────────────────────────────────
+
+# Version and number. A plain tuple, because every request that is looked up in a list creates one.
 Address = tuple[int, int]
 
 _BITS: Final = {4: 32, 6: 128}
 _LENGTHS: Final = {str(length): length for length in range(129)}
-_MAPPED: Final = bytes(10) + b"\xff\xff"  # ::ffff:0:0/96, how IPv6 writes IPv4 addresses
+_MAPPED: Final = bytes(10) + b"\xff\xff"  # ::ffff:0:0/96, the IPv6 form of IPv4 addresses
 
 
 def address_of(text: str) -> Address | None:
-    """The address that a text is; None if it is none. An IPv6 zone (`%eth0`) is left out.
+    """Parse an IP address; return None if the text is not one. An IPv6 zone (`%eth0`) is ignored.
 
     >>> address_of("0.0.1.2"), address_of("::ffff:0.0.1.2"), address_of("::2"), address_of("1.2")
     ((4, 258), (4, 258), (6, 2), None)
     """
-    # inet_pton and not ipaddress: the same answers, in a tenth of the time.
+    # inet_pton returns the same as the ipaddress module, in a tenth of the time.
     try:
         if ":" not in text:
             return 4, int.from_bytes(inet_pton(AF_INET, text))
@@ -72,7 +91,7 @@ class Network(NamedTuple):
     prefix: int
 
     def contains(self, text: str) -> bool:
-        """Whether an address is in it; False for what is no address."""
+        """Return whether an address is in the block; False if the text is not an address."""
         address = address_of(text)
         if address is None or address[0] != self.version:
             return False
@@ -80,7 +99,7 @@ class Network(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """How many bits of an address are not of the prefix."""
+        """The number of bits after the prefix."""
         return _BITS[self.version] - self.prefix_length
 
     def __str__(self) -> str:
@@ -90,7 +109,7 @@ class Network(NamedTuple):
 
 
 def compile_network(text: str) -> Network:
-    """The network or the single address that a text is, or a ConfigError.
+    """Compile a CIDR block or a single address; raise ConfigError if the text is neither.
 
     >>> compile_network("10.0.0.0/8").contains("::ffff:10.1.2.3")
     True
@@ -106,26 +125,28 @@ def compile_network(text: str) -> Network:
         )
     version, value = address
     bits = _BITS[version]
-    # In ::ffff:10.0.0.0/104 the first 96 bits say that it is IPv4.
+    # In ::ffff:10.0.0.0/104 the first 96 bits mark an IPv4 address.
     before = 96 if version == 4 and ":" in start else 0
     prefix_length = _LENGTHS.get(length, -1) - before if slash else bits
     if not 0 <= prefix_length <= bits:
         raise ConfigError(
-            f"network {show(text)}: after the slash comes the number of leading bits, "
+            f"network {show(text)}: the prefix length after the slash must be from "
             f"{before} to {before + bits}; for example 10.0.0.0/8"
         )
     shift = bits - prefix_length
     network = Network(version, prefix_length, value >> shift)
     if value >> shift << shift != value:
         raise ConfigError(
-            f"network {show(text)} has bits set after the first {length}; "
-            f"write {network} for all of it, or the address alone"
+            f"network {show(text)} has bits set after its first {length} bits; "
+            f"write {network} for the whole network, or the address alone"
         )
     return network
 
 
-# Nearly every path is normal already, and this is all it costs then. Segments that start with a
-# dot go the long way, though most are as harmless as /.well-known.
+# ── Paths ──────────────────────────────────────────────────────────────────────────────────────
+
+# Nearly every path is already normal, and this match is then its whole cost. Segments that start
+# with a dot take the slow path, although most are as harmless as /.well-known.
 _is_normal: Final = re.compile(r"(?:/[^./%?#\ud800-\udfff][^/%?#\ud800-\udfff]*+)+|/").fullmatch
 _ORIGIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*+://[^/?#]*+")
 _PERCENT: Final = re.compile(rb"%([0-9A-Fa-f]{2})?")
@@ -134,19 +155,19 @@ _METHOD: Final = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
 
 
 def normalised(path: str) -> str:
-    """The one spelling of a path, which patterns are compared with.
+    """Return the one spelling of a path that patterns are compared with.
 
     >>> normalised("//v1/./orders/%34%32/?page=2")
     '/v1/orders/42'
 
-    Normalising twice changes nothing. Takes any text and never raises.
+    Normalising twice changes nothing. Accepts any text and never raises.
     """
     if _is_normal(path):
         return path
     if origin := _ORIGIN.match(path):
         path = path[origin.end() :]
     path = path.partition("?")[0].partition("#")[0].rstrip("/")
-    # A query and a trailing slash are common, and then this is all that was left to do.
+    # A query and a trailing slash are common; without them, most paths are normal.
     if _is_normal(path):
         return path
     kept: list[str] = []
@@ -159,7 +180,7 @@ def normalised(path: str) -> str:
 
 
 def decoded(text: str) -> str:
-    """Without percent-encoding, where that leaves the meaning as it is.
+    """Remove percent-encoding where that does not change the meaning.
 
     >>> decoded("a%2Ab%2fc")
     'a*b%2Fc'
@@ -167,7 +188,7 @@ def decoded(text: str) -> str:
     if "%" not in text and text.isascii():
         return text
     try:
-        # Servers hand bytes that are not UTF-8 on as surrogates.
+        # Servers represent bytes that are not UTF-8 as surrogates.
         encoded = text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
         encoded = text.encode("utf-8", "surrogatepass")
@@ -177,19 +198,19 @@ def decoded(text: str) -> str:
 
 def _decoded_byte(found: re.Match[bytes]) -> bytes:
     if found[1] is None:
-        return b"%25"  # a bare %: left so, it could join with what is decoded after it
+        return b"%25"  # a bare % could form a new escape with the characters decoded after it
     byte = bytes.fromhex(found[1].decode())
     return found[0].upper() if byte in b"/?#%" else byte
 
 
 def compile_method(text: str) -> str:
-    """An HTTP method in capitals, which is how methods are compared; or a ConfigError.
+    """Return an HTTP method in upper case, which is how methods are compared; or raise ConfigError.
 
     >>> compile_method("post")
     'POST'
     """
     if not isinstance(text, str) or not _METHOD.fullmatch(text):
-        raise ConfigError(f"method {show(text)} is not the name of one; write it like POST")
+        raise ConfigError(f"{show(text)} is not an HTTP method; for example POST")
     return text.upper()
 
 
@@ -211,21 +232,21 @@ __all__ = [
 ENDPOINT_LENGTH_MAX: Final = 1_024
 SEGMENTS_MAX: Final = 64
 REGEX_LENGTH_MAX: Final = 1_024
-GLOB_LENGTH_MAX: Final = 512  # as long as a key can be
-# What an automaton may grow to. Beyond, RE2 starts it anew: slower, as right as before.
+GLOB_LENGTH_MAX: Final = 512  # the maximum length of a key
+# The memory of an automaton. When it is full, RE2 rebuilds the automaton: slower, but correct.
 REGEX_BYTES_MAX: Final = 1 << 20
 REGEXES_BYTES_MAX: Final = 64 << 20
 
 
 class Wildcard(Enum):
-    """What stands for whole segments of a path."""
+    """A wildcard that stands for whole segments of a path."""
 
     ONE = "one segment"
     MANY = "any number of segments, also none"
 
 
 class _Expression:
-    """An expression of `re`, compiled when it is first needed: a table's index spares most that."""
+    """A regular expression, compiled at its first use. Most are never used, thanks to the index."""
 
     __slots__ = ("_fullmatch", "_regex")
 
@@ -244,13 +265,13 @@ class _Expression:
 
 
 class _Token(NamedTuple):
-    """One character of a pattern: the expression for it, and the character if there is but one."""
+    """One character of a pattern: its expression, and the character if it can be only one."""
 
     regex: str
     literal: str = ""
 
 
-_STAR: Final = _Token("*")  # stands for itself; a literal star is \\*
+_STAR: Final = _Token("*")  # the wildcard; a literal star is \\*
 _SET: Final = re.compile(r"\[(!?)(\]?[^\]]*)\]")
 _MEMBER: Final = re.compile(r"(.)-(.)|(.)", re.DOTALL)
 _SPECIAL: Final = re.compile(r"[*?\[]")
@@ -260,8 +281,8 @@ _SPECIAL: Final = re.compile(r"[*?\[]")
 class Glob:
     """A pattern of one value: `*` any characters, `?` one, `[abc]` one of these.
 
-    `exact` is the one value it matches, if it has no wildcard; `prefix` what every value starts
-    with; `is_prefix` says that nothing more is asked, as in `sk_live_*`.
+    `exact` is the only value that it matches, if it has no wildcard. `prefix` is the literal start
+    of every value. `is_prefix` is True if any value with that start matches, as in `sk_live_*`.
     """
 
     text: str
@@ -272,12 +293,12 @@ class Glob:
     _accepts: Callable[[str], object] = field(repr=False, compare=False)
 
     def matches(self, value: str) -> bool:
-        """Whether it matches the whole of `value`."""
+        """Return whether the glob matches the whole of `value`."""
         return bool(self._accepts(value))
 
 
 def compile_glob(text: str) -> Glob:
-    """The glob that a text is, or a ConfigError.
+    """Compile a glob; raise ConfigError if it is not one.
 
     >>> compile_glob("sk_*_test").matches("sk_42_test")
     True
@@ -289,7 +310,7 @@ def compile_glob(text: str) -> Glob:
 
 
 def escaped(value: str) -> str:
-    """The glob that matches `value` and nothing else.
+    """Return the glob that matches `value` and nothing else.
 
     >>> escaped("what?")
     'what[?]'
@@ -306,8 +327,8 @@ def _glob_tokens(text: str) -> Iterator[_Token]:
             found = _SET.match(text, position - 1)
             if not found or not found[2]:
                 raise ConfigError(
-                    f"pattern {show(text)}: the [ at character {position} begins a set that does "
-                    f"not end; write [abc] for one of these, [[] for the bracket itself"
+                    f"pattern {show(text)}: the set [ at character {position} is not closed; "
+                    f"write [abc] for one of these, [[] for the bracket itself"
                 )
             yield _one_of(text, negated=bool(found[1]), members=found[2])
             position = found.end()
@@ -328,7 +349,7 @@ def _one_of(text: str, negated: bool, members: str) -> _Token:
     for low, high, single in _MEMBER.findall(members):
         if low > high:
             raise ConfigError(
-                f"pattern {show(text)}: no character is in {show(low + '-' + high)}; "
+                f"pattern {show(text)}: the range {show(low + '-' + high)} is empty; "
                 f"write {show(high + '-' + low)}"
             )
         parts.append(re.escape(single) or f"{re.escape(low)}-{re.escape(high)}")
@@ -377,10 +398,10 @@ _AFTER_METHOD: Final = re.compile(r"[A-Za-z]+\s+/")
 
 @dataclass(frozen=True, slots=True)
 class EndpointPattern:
-    """A pattern of paths. Just one of `exact`, `segments` and `regex` says what it matches.
+    """A pattern of paths. Exactly one of `exact`, `segments` and `regex` is set.
 
-    `exact` is a normalised path; `segments` is what stands between the slashes, for a trie;
-    `regex` is an RE2 pattern, for `Regexes`. `Wildcard.MANY` may be anywhere among the segments.
+    `exact` is a normalised path. `segments` are the parts between the slashes, for a tree;
+    `Wildcard.MANY` may be any of them. `regex` is an RE2 pattern, for `Regexes`.
     """
 
     text: str
@@ -390,16 +411,16 @@ class EndpointPattern:
     _accepts: Callable[[str], object] = field(repr=False, compare=False)
 
     def matches(self, path: str) -> bool:
-        """Whether it matches a path, in any spelling."""
+        """Return whether the pattern matches a path, in any spelling."""
         return bool(self._accepts(normalised(path)))
 
     def matches_normalised(self, path: str) -> bool:
-        """The same for a path that is normalised already."""
+        """Return whether the pattern matches a normalised path."""
         return bool(self._accepts(path))
 
 
 def compile_endpoint(text: str) -> EndpointPattern:
-    """The pattern that a text is, or a ConfigError.
+    """Compile a pattern of paths; raise ConfigError if it is not one.
 
     >>> compile_endpoint("/users/{id}/orders").matches("/users/42/orders/")
     True
@@ -414,7 +435,7 @@ def compile_endpoint(text: str) -> EndpointPattern:
     segments = tuple(_segments(text))
     if len(segments) > SEGMENTS_MAX:
         raise ConfigError(
-            f"endpoint {show(text)} has {len(segments)} segments and may have {SEGMENTS_MAX}; "
+            f"endpoint {show(text)} has {len(segments)} segments, more than {SEGMENTS_MAX}; "
             f"end it with * after the first few"
         )
     if any(not isinstance(segment, str) for segment in segments):
@@ -424,18 +445,20 @@ def compile_endpoint(text: str) -> EndpointPattern:
 
 
 def _check_endpoint(text: str) -> None:
-    """Refuse what reads like a path and could never match one."""
+    """Reject text that looks like a path but could never match one."""
     problem = ""
     if text != text.strip():
-        problem = "has a space before or after it; remove that"
+        problem = "has a space before or after it; remove the space"
     elif _AFTER_METHOD.match(text):
-        problem = "begins with a method; that is a condition of its own: method: [POST]"
+        problem = "begins with a method; write it as another condition: method: [POST]"
     elif "://" in text:
         problem = "names a host; write the path alone, like /v1/orders"
     elif "#" in text:
-        problem = "has a fragment, which no server sees; leave it out, or write %23"
+        problem = (
+            "has a fragment, which clients never send; remove it, or write %23 for a literal #"
+        )
     elif _QUERY.search(text):
-        problem = "has a query, which is not matched; leave it out, or write %3F for a literal ?"
+        problem = "has a query, which is not matched; remove it, or write %3F for a literal ?"
     if problem:
         raise ConfigError(f"endpoint {show(text)} {problem}")
 
@@ -445,7 +468,7 @@ def _segments(text: str) -> Iterator[Segment]:
     previous: Segment = ""
     for position, part in enumerate(parts, start=1):
         for segment in _segments_of(text, part, is_last=position == len(parts)):
-            # A second "any number" in a row would add nothing.
+            # A second MANY in a row would change nothing.
             if segment is not Wildcard.MANY or previous is not Wildcard.MANY:
                 yield segment
             previous = segment
@@ -475,8 +498,8 @@ def _segments_of(text: str, part: str, is_last: bool) -> tuple[Segment, ...]:
 def _resolved(text: str, segment: str) -> str:
     if segment in {".", ".."}:
         raise ConfigError(
-            f"endpoint {show(text)} has a segment {segment}, which no path has once it is "
-            f"resolved; write the path that it leads to"
+            f"endpoint {show(text)} has a segment {segment}, which paths are compared without; "
+            f"write the path that it resolves to"
         )
     return segment
 
@@ -493,18 +516,18 @@ def _piece_tokens(found: re.Match[str]) -> list[_Token]:
 def _piece_problem(text: str, part: str, position: int) -> str:
     where = f"endpoint {show(text)}: in the segment {show(part)}, "
     if part[position] == "*":
-        return where + "** is not alone; write * within a segment, ** between slashes"
+        return where + "** has other characters beside it; write * within a segment"
     if _REST.match(part, position):
-        return where + "the rest of the path is not alone; write it between slashes"
+        return where + "the rest of the path has other characters beside it; write a slash between"
     code = f"%{ord(part[position]):X}"
     return where + (
-        f"the {part[position]} at character {position + 1} is no parameter; write {{id}} for one "
-        f"segment, {{path...}} for the rest, or {code} for the character itself"
+        f"the {part[position]} at character {position + 1} does not belong to a parameter; write "
+        f"{{id}} for one segment, {{path...}} for the rest, or {code} for the character itself"
     )
 
 
 def _path_regex(segments: Sequence[Segment]) -> str:
-    """The same form as a glob's, with segments for characters and MANY for the star."""
+    """Return an expression of the same form as a glob's, of segments instead of characters."""
     chunks = [""]
     for segment in segments:
         if segment is Wildcard.MANY:
@@ -527,7 +550,7 @@ def _path_regex(segments: Sequence[Segment]) -> str:
 
 
 class Regexes:
-    """RE2 patterns as one automaton: which of them match a path, in one pass over it.
+    """RE2 patterns as one automaton, which finds all that match a path in one pass over it.
 
     >>> Regexes(["/v[0-9]+/.*", "/v1/orders"]).matching("/v1/orders")
     [0, 1]
@@ -541,9 +564,9 @@ class Regexes:
         options.max_mem = min(REGEX_BYTES_MAX * max(len(patterns), 1), REGEXES_BYTES_MAX)
         options.log_errors = False
         options.never_capture = True
-        # A newline in a path (%0A) must not slip past /admin/.*
+        # A path with a newline (%0A) must not evade /admin/.*
         options.dot_nl = True
-        # A Set, though it may be of one: RE2's plain match takes seven times as long from Python.
+        # A Set, even for one pattern: RE2's plain match takes seven times as long from Python.
         self._set: Any = re2.Set.FullMatchSet(options)
         for pattern in patterns:
             _check_regex(pattern)
@@ -555,12 +578,12 @@ class Regexes:
             self._set.Compile()
         except re2.error:
             raise ConfigError(
-                f"the {len(patterns)} patterns from {show(patterns[0])} on take more than "
-                f"{options.max_mem:,} bytes; write shorter ones, with smaller repetitions"
+                f"the {len(patterns)} re: patterns from {show(patterns[0])} on need more than "
+                f"{options.max_mem:,} bytes; write shorter patterns with smaller repetitions"
             ) from None
 
     def matching(self, path: str) -> list[int]:
-        """The positions of the patterns that match a normalised path."""
+        """Return the positions of the patterns that match a normalised path."""
         return sorted(self._set.Match(path) or ())
 
 
@@ -569,12 +592,11 @@ _HALF_PAIR: Final = re.compile(r"[\ud800-\udfff]")
 
 def _re2() -> Any:
     try:
-        # Imported here: it is an extra, which rules without such patterns do without.
-        import re2  # type: ignore[import-untyped]  # noqa: PLC0415 - see above
+        import re2  # type: ignore[import-untyped]  # noqa: PLC0415 - an extra, for re: patterns only
     except ImportError as error:
         raise ConfigError(
-            f"a re: pattern needs the libraries of the rules extra ({error}); "
-            f"install them with: pip install 'tollkeeper[rules]'"
+            f"re: patterns need google-re2, which cannot be imported ({error}); "
+            f"install it with: pip install 'tollkeeper[rules]'"
         ) from error
     return re2
 
@@ -582,16 +604,16 @@ def _re2() -> Any:
 def _check_regex(pattern: str) -> None:
     _check_length("pattern re:", pattern, REGEX_LENGTH_MAX, "re:/v[0-9]+/orders")
     if pattern != pattern.strip():
-        raise ConfigError(f"pattern re: {show(pattern)} has a space around it; remove that")
+        raise ConfigError(f"pattern re: {show(pattern)} has a space around it; remove the space")
     if not pattern.isascii() and _HALF_PAIR.search(pattern):
         raise ConfigError(
-            f"pattern re: {show(pattern)} holds half of a surrogate pair, which is not text; "
-            f"write a byte that is not UTF-8 as paths have it, like %FF"
+            f"pattern re: {show(pattern)} contains half of a surrogate pair, which is not valid "
+            f"text; write a byte that is not UTF-8 percent-encoded, like %FF"
         )
     if pattern.endswith("/") and pattern != "/":
         raise ConfigError(
-            f"pattern re: {show(pattern)} ends with a slash, and no path does once it is "
-            f"normalised; write {show(pattern.rstrip('/'))}"
+            f"pattern re: {show(pattern)} ends with a slash, but paths are compared without it; "
+            f"write {show(pattern.rstrip('/'))}"
         )
 
 

@@ -1,24 +1,25 @@
-"""The compiled table: from a request to the rules that apply, in about a microsecond.
+"""The compiled table: find the rules that apply to a request, in about a microsecond.
 
-For each distinct `by` the first matching rule applies; rules that count by different things all
-apply. A rule in shadow mode takes nobody's place: the first matching one is decided beside the
-one in force. A rule that is off is not there.
+For each distinct `by` the first matching rule applies; rules that count by different attributes all
+apply. A rule in shadow mode does not replace an enforced one: the first matching shadow rule is
+decided in addition. A rule that is off is ignored.
 
-Asking 10,000 rules one by one would take milliseconds, so each is filed under the condition that
-it shares with the fewest others:
+Testing 10,000 rules one by one would take milliseconds. So each rule is indexed by the condition
+that it shares with the fewest others:
 
-- its endpoints, in a tree of path segments: children by name, and one child for any segment. A path
-  walks down both. Behind `**` or a final `*` anything may follow: such rules are found on the way.
-  `re:` endpoints are all in one automaton.
-- exact values that it asks for (tenants, tiers, methods): a dict for each attribute.
-- the literal start of its globs: a dict for each attribute, looked up once for each length of them.
-- else it is asked each time: rules for everything, and those by network or `*…` alone.
+- its endpoints, in a tree of path segments: children by name, and one child for any segment. The
+  look-up of a path follows both. After `**` or a final `*` anything may follow, so the look-up
+  collects such rules on its way. All `re:` endpoints are in one automaton.
+- the exact values of a condition (tenants, tiers, methods): one dict per attribute.
+- the literal start of its globs: one dict per attribute, with one look-up for each length.
+- Rules that have none of these are tested every time: those that match everything, and those that
+  have only networks or globs that start with `*`.
 
-What is filed under a request's path and values are candidates. They are asked in the order of the
-document, all their conditions; the index only leaves out who could not match.
+The rules found under a request's path and values are candidates. Their conditions are tested in the
+order of the document. The index only leaves out rules that cannot match.
 
-Requests resemble one another. What matched is remembered by the values that any rule looks at, up
-to MEMO_MAX of them, and forgotten all at once when full: no lock, no order to keep.
+Requests resemble one another. The table caches what matched by the values that its rules test, up
+to MEMO_MAX results. A full cache is cleared as a whole, which needs no lock and no order.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from tollkeeper.rules.matching.patterns import (
 )
 
 MEMO_MAX: Final = 8_192
-# A longer path is matched each time: strangers must not fill the memory with what they ask for.
+# A longer path is never cached: clients must not fill the memory with long paths.
 MEMO_PATH_LENGTH_MAX: Final = 256
 _ROLLOUT_STEPS_PER_CENT: Final = 100
 _TEXTS: Final = frozenset({str, NoneType})
@@ -58,42 +59,42 @@ Test = Callable[[str], bool]
 
 @dataclass(frozen=True, slots=True)
 class RuleCondition:
-    """One attribute that a rule asks about: any of the patterns has to match."""
+    """A condition on one attribute: at least one of the patterns must match."""
 
     attribute: str
     patterns: tuple[str, ...]
     holds: Test
     exact: frozenset[str] | None
-    """The values it asks for, if none of the patterns has a wildcard."""
+    """The values that meet it, if no pattern has a wildcard."""
     starts: frozenset[str] | None = None
-    """What one of its values starts with, if each pattern starts with something."""
+    """The literal starts of the patterns, if every pattern has one."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledRule:
-    """A rule, with its patterns ready to ask."""
+    """A rule with its compiled patterns."""
 
     rule: Rule
     order: int
     group: int
-    """Rules of one group count by the same, all in force or all in shadow mode."""
+    """Rules of one group count by the same attributes and have the same mode."""
     endpoints: tuple[EndpointPattern, ...]
     conditions: tuple[RuleCondition, ...]
     keys: tuple[tuple[str, Test], ...]
     costs: tuple[tuple[EndpointPattern, int], ...]
 
     def in_force_for(self, subject: str) -> bool:
-        """Is the rule rolled out to this subject? The same answer on every node."""
+        """Return whether the rule is rolled out to this subject; the same on every node."""
         rollout = self.rule.rollout
         if rollout >= 100:
             return True
-        # Of the rule too, or the same subjects would try everything first.
+        # The digest includes the rule; otherwise the same subjects would get every roll-out first.
         digest = blake2b(f"{self.rule.id}\x1f{subject}".encode(), digest_size=8).digest()
         steps = 100 * _ROLLOUT_STEPS_PER_CENT
         return int.from_bytes(digest) % steps < rollout * _ROLLOUT_STEPS_PER_CENT
 
     def cost(self, path: str | None) -> int:
-        """Units for each unit that is asked for, at a normalised path."""
+        """Return the units charged at a normalised path for each unit of a request's cost."""
         if self.costs and path is not None:
             for endpoint, units in self.costs:
                 if endpoint.matches_normalised(path):
@@ -101,24 +102,24 @@ class CompiledRule:
         return self.rule.cost
 
     def failing(self, path: str | None, value_of: ValueOf) -> str:
-        """Why it does not match, in words; empty if it does."""
+        """Say why the rule does not match; "" if it does."""
         if self.endpoints and not any(
             path is not None and endpoint.matches_normalised(path) for endpoint in self.endpoints
         ):
             texts = ", ".join(endpoint.text for endpoint in self.endpoints)
-            return f"endpoint {show(path)} is not {texts}"
+            return f"endpoint {show(path)} does not match {texts}"
         for condition in self.conditions:
             value = value_of(condition.attribute)
             if value is None:
                 return f"the request has no {condition.attribute}"
             if not condition.holds(value):
                 texts = ", ".join(condition.patterns)
-                return f"{condition.attribute} {show(value)} is not {texts}"
+                return f"{condition.attribute} {show(value)} does not match {texts}"
         return ""
 
 
 def compile_rule(rule: Rule, order: int, group: int) -> CompiledRule:
-    """Make a rule ready. Raises ConfigError for a pattern that is none."""
+    """Compile a rule. Raises ConfigError for an invalid pattern."""
     return CompiledRule(
         rule,
         order,
@@ -160,38 +161,38 @@ def _any(tests: Iterable[Test]) -> Test:
     return each[0] if len(each) == 1 else lambda value: any(test(value) for test in each)
 
 
-# Where the value of an attribute stands among those that were read, and what it has to pass.
-_Asked = tuple[tuple[int, Test], ...]
-# A rule that may match: its place in the document, the rule, what is still to be asked of the path
-# (one of these endpoints; None: nothing) and of the values; its group, and whether it is for every
-# subject. The last two are the rule's own; from here they are read with fewer misses of the cache.
-_Candidate = tuple[int, CompiledRule, tuple[EndpointPattern, ...] | None, _Asked, int, bool]
+# The position of an attribute among the values read from a request, and the test of its value.
+_Tests = tuple[tuple[int, Test], ...]
+# A rule that may match: its position in the document, the rule, the endpoints of which one must
+# still match the path (None: no test), the tests of the values, the rule's group, and whether it
+# applies to all subjects. The last two repeat fields of the rule: read from here, they cause fewer
+# cache misses.
+_Candidate = tuple[int, CompiledRule, tuple[EndpointPattern, ...] | None, _Tests, int, bool]
 _order: Final = itemgetter(0)
 
 
 def _candidate(
-    rule: CompiledRule, endpoints: tuple[EndpointPattern, ...] | None, asked: _Asked
+    rule: CompiledRule, endpoints: tuple[EndpointPattern, ...] | None, tests: _Tests
 ) -> _Candidate:
-    return rule.order, rule, endpoints, asked, rule.group, rule.rule.rollout >= 100
+    return rule.order, rule, endpoints, tests, rule.group, rule.rule.rollout >= 100
 
 
-# Tuples, which are one piece of memory where a list is two: with 10,000 rules, a match takes as
-# long as it takes to fetch what it reads.
-_Filed = tuple[_Candidate, ...]
+# A tuple is one block of memory, a list two: with 10,000 rules, memory access dominates a match.
+_Candidates = tuple[_Candidate, ...]
 
 
 class _PathNode:
-    """A place in the tree of path segments."""
+    """A node of the tree of path segments."""
 
     __slots__ = ("any", "children", "ends", "open")
 
     def __init__(self) -> None:
         self.children = _NO_CHILDREN
         self.any: _PathNode | None = None
-        self.ends: _Filed = ()  # patterns that end here
-        self.open: _Filed = ()  # patterns behind which anything may follow
+        self.ends: _Candidates = ()  # patterns that end here
+        self.open: _Candidates = ()  # patterns after which anything may follow
 
-    def file(self, endpoint: EndpointPattern, rule: CompiledRule, asked: _Asked) -> None:
+    def add(self, endpoint: EndpointPattern, rule: CompiledRule, tests: _Tests) -> None:
         segments: Sequence[object] = endpoint.segments
         if endpoint.exact is not None:
             segments = _segments(endpoint.exact)
@@ -200,29 +201,29 @@ class _PathNode:
         for position, segment in enumerate(segments, start=1):
             if segment is Wildcard.MANY:
                 certain = certain and position == len(segments)
-                node.open += (_candidate(rule, None if certain else (endpoint,), asked),)
+                node.open += (_candidate(rule, None if certain else (endpoint,), tests),)
                 return
             if isinstance(segment, str):
                 if node.children is _NO_CHILDREN:
                     node.children = {}
                 node = node.children.setdefault(segment, _PathNode())
             else:
-                # One segment; a glob within it is left to the pattern itself.
+                # Any one segment; the pattern itself tests a glob within it.
                 certain = certain and segment is Wildcard.ONE
                 if node.any is None:
                     node.any = _PathNode()
                 node = node.any
-        node.ends += (_candidate(rule, None if certain else (endpoint,), asked),)
+        node.ends += (_candidate(rule, None if certain else (endpoint,), tests),)
 
     def find(self, segments: list[str], found: list[_Candidate]) -> None:
-        """Add to `found` what is filed under a path of these segments, at its end or on the way."""
+        """Add the rules under a path of these segments to `found`, at its end or on the way."""
         node = self
         for position, segment in enumerate(segments, start=1):
             child = node.children.get(segment)
             other = node.any
             if other is not None:
                 if child is not None:
-                    # Both ways: the one through `any` by a call of its own.
+                    # Follow both: the child for any segment by recursion.
                     if other.open:
                         found += other.open
                     other.find(segments[position:], found)
@@ -237,7 +238,7 @@ class _PathNode:
             found += node.ends
 
 
-# The same one for all that have none.
+# Shared by all nodes without children.
 _NO_CHILDREN: Final[dict[str, _PathNode]] = {}
 
 
@@ -248,45 +249,46 @@ def _segments(path: str) -> list[str]:
 class _ByStart:
     """Rules by the literal start of a value."""
 
-    __slots__ = ("filed", "lengths")
+    __slots__ = ("by_start", "lengths")
 
     def __init__(self) -> None:
-        self.filed: dict[str, _Filed] = {}
+        self.by_start: dict[str, _Candidates] = {}
         self.lengths: tuple[int, ...] = ()
 
     def seal(self) -> None:
-        self.lengths = tuple(sorted(set(map(len, self.filed))))
+        self.lengths = tuple(sorted(set(map(len, self.by_start))))
 
     def find(self, value: str, found: list[_Candidate]) -> None:
-        """Add to `found` what is filed under the starts of a value."""
+        """Add the rules under the starts of a value to `found`."""
         for length in self.lengths:
             if length > len(value):
                 return
             start = value[:length]
-            if start in self.filed:
-                found += self.filed[start]
+            if start in self.by_start:
+                found += self.by_start[start]
 
 
-# What a rule can be filed under: None for its endpoints, and the keys that it would have there.
+# A condition that a rule can be indexed by (None: its endpoints), and its index keys there.
 _Option = tuple[RuleCondition | None, tuple[Hashable, ...]]
 
 
 def _options(rule: CompiledRule) -> list[_Option]:
     options: list[_Option] = []
     if rule.endpoints:
-        keys = tuple((each.exact, each.segments, each.regex) for each in rule.endpoints)
-        options.append((None, keys))
-    # The last first: there are more tenants than methods.
+        paths = tuple((each.exact, each.segments, each.regex) for each in rule.endpoints)
+        options.append((None, paths))
+    # In reverse order, because there are more tenants than methods.
     for condition in reversed(rule.conditions):
         values = condition.exact if condition.exact is not None else condition.starts
         if values is not None:
             exact = condition.exact is not None
-            options.append((condition, tuple((condition.attribute, exact, it) for it in values)))
+            keys = tuple((condition.attribute, exact, value) for value in values)
+            options.append((condition, keys))
     return options
 
 
-class _Index:
-    """All rules, filed. `positions` says where the value of each attribute stands."""
+class _RuleIndex:
+    """All rules by their rarest condition. `positions` has each attribute's position in values."""
 
     __slots__ = (
         "_always",
@@ -301,7 +303,7 @@ class _Index:
     def __init__(self, rules: Sequence[CompiledRule], positions: dict[str, int]) -> None:
         self._positions = positions
         self._tree: _PathNode | None = None
-        self._by_value: dict[int, dict[str, _Filed]] = {}
+        self._by_value: dict[int, dict[str, _Candidates]] = {}
         self._by_start: dict[int, _ByStart] = {}
         self._always: list[_Candidate] = []
         self._regex_rules: list[_Candidate] = []
@@ -310,51 +312,51 @@ class _Index:
         crowd = Counter(key for each in options for _, keys in each for key in set(keys))
         for rule, each in zip(rules, options, strict=True):
             if not each:
-                self._always.append(_candidate(rule, None, self._asked(rule)))
+                self._always.append(_candidate(rule, None, self._tests(rule)))
                 continue
             fewest = min(each, key=lambda option: max(crowd[key] for key in option[1]))
             if fewest[0] is None:
-                regexes += self._file_by_endpoint(rule)
+                regexes += self._add_by_endpoint(rule)
             else:
-                self._file_by_value(rule, fewest[0])
+                self._add_by_value(rule, fewest[0])
         for by_start in self._by_start.values():
             by_start.seal()
         self._regexes = Regexes(regexes) if regexes else None
 
-    def _asked(self, rule: CompiledRule, but: RuleCondition | None = None) -> _Asked:
-        """What is to be asked of a request's values, but for what is certain already."""
+    def _tests(self, rule: CompiledRule, but: RuleCondition | None = None) -> _Tests:
+        """Return the tests of a rule's conditions, except the one that the index ensures."""
         return tuple(
             (self._positions[each.attribute], each.holds)
             for each in rule.conditions
             if each is not but
         )
 
-    def _file_by_endpoint(self, rule: CompiledRule) -> list[str]:
-        """File it, and say which regular expressions it has."""
-        asked = self._asked(rule)
+    def _add_by_endpoint(self, rule: CompiledRule) -> list[str]:
+        """Index a rule by its endpoints; return its `re:` patterns."""
+        tests = self._tests(rule)
         regexes = [each.regex for each in rule.endpoints if each.regex is not None]
-        self._regex_rules += [_candidate(rule, None, asked)] * len(regexes)
+        self._regex_rules += [_candidate(rule, None, tests)] * len(regexes)
         for endpoint in rule.endpoints:
             if endpoint.regex is None:
                 if self._tree is None:
                     self._tree = _PathNode()
-                self._tree.file(endpoint, rule, asked)
+                self._tree.add(endpoint, rule, tests)
         return regexes
 
-    def _file_by_value(self, rule: CompiledRule, condition: RuleCondition) -> None:
+    def _add_by_value(self, rule: CompiledRule, condition: RuleCondition) -> None:
         position = self._positions[condition.attribute]
         if condition.exact is not None:
-            filed = self._by_value.setdefault(position, {})
-            asked = self._asked(rule, but=condition)
+            by_value = self._by_value.setdefault(position, {})
+            tests = self._tests(rule, but=condition)
         else:
-            filed = self._by_start.setdefault(position, _ByStart()).filed
-            asked = self._asked(rule)
-        candidate = _candidate(rule, rule.endpoints or None, asked)
+            by_value = self._by_start.setdefault(position, _ByStart()).by_start
+            tests = self._tests(rule)
+        candidate = _candidate(rule, rule.endpoints or None, tests)
         for value in condition.exact or condition.starts or ():
-            filed[value] = (*filed.get(value, ()), candidate)
+            by_value[value] = (*by_value.get(value, ()), candidate)
 
     def candidates(self, path: str | None, values: Values) -> list[_Candidate]:
-        """Who may match, in the order of the document; one may be there more than once."""
+        """Return the rules that may match, in the document's order; a rule may occur twice."""
         found = self._always[:]
         if path is not None:
             if self._tree is not None:
@@ -363,10 +365,10 @@ class _Index:
                 self._tree.find(_segments(path), found)
             if self._regexes is not None:
                 found += [self._regex_rules[index] for index in self._regexes.matching(path)]
-        for position, filed in self._by_value.items():
+        for position, by_value in self._by_value.items():
             value = values[position]
-            if value in filed:
-                found += filed[value]
+            if value in by_value:
+                found += by_value[value]
         for position, starts in self._by_start.items():
             value = values[position]
             if value is not None:
@@ -379,23 +381,23 @@ class _Index:
 def _matching(
     candidates: list[_Candidate], path: str | None, values: Values
 ) -> tuple[tuple[CompiledRule, ...], ...]:
-    """For each group those that match, in order, up to the first that is for every subject."""
+    """Return each group's matching rules, in order, up to the first that is for all subjects."""
     groups: dict[int, list[CompiledRule]] = {}
     complete: set[int] = set()
     before = None
-    for _, rule, endpoints, asked, group, for_all in candidates:
+    for _, rule, endpoints, tests, group, for_all in candidates:
         if group in complete or rule is before:
             continue
         if endpoints is not None and (
             path is None or not any(each.matches_normalised(path) for each in endpoints)
         ):
             continue
-        for position, holds in asked:
+        for position, holds in tests:
             value = values[position]
             if value is None or not holds(value):
                 break
         else:
-            before = rule  # it may be there again, by another of its endpoints
+            before = rule  # it may follow again, by another of its endpoints
             if group in groups:
                 groups[group].append(rule)
             else:
@@ -406,17 +408,17 @@ def _matching(
 
 
 class RuleTable:
-    """All rules of a document, ready to be asked. Never changes."""
+    """All rules of a document, compiled. Never changes, except for its cache."""
 
     __slots__ = (
-        "_asks_endpoint",
-        "_asks_tier",
         "_index",
         "_memo",
         "_method",
         "_names",
         "_others",
         "_read",
+        "_uses_endpoint",
+        "_uses_tier",
         "rules",
     )
 
@@ -426,31 +428,32 @@ class RuleTable:
             compile_rule(rule, order, groups.setdefault((rule.by, rule.mode), order))
             for order, rule in enumerate(rules)
         )
-        asked = {each.attribute for rule in self.rules for each in rule.conditions}
-        # What to look at in a request, to know whether it is like one seen before: the endpoint
-        # first, if any rule asks about it. Of a method and a tier there are but few, so those are
-        # always read: reading several fields gives a tuple at once.
-        self._asks_endpoint = any(rule.endpoints for rule in self.rules)
-        fields = ["endpoint"] if self._asks_endpoint else []
-        fields += [name for name in REQUEST_FIELDS if name in asked | {"method", "tier"}]
+        used = {each.attribute for rule in self.rules for each in rule.conditions}
+        # The fields that the cache key consists of: the endpoint first, if any rule tests it. There
+        # are few methods and tiers, so these are always read: attrgetter of several fields returns
+        # a tuple at once.
+        self._uses_endpoint = any(rule.endpoints for rule in self.rules)
+        fields = ["endpoint"] if self._uses_endpoint else []
+        fields += [name for name in REQUEST_FIELDS if name in used | {"method", "tier"}]
         self._read: Callable[[Request], tuple[Any, ...]] = attrgetter(*fields)
         self._method = fields.index("method")
-        # The tier once more, where it may be another than the request's own.
-        self._asks_tier = "tier" in asked
-        self._others = tuple(sorted(asked - set(REQUEST_FIELDS)))
-        self._names = (*fields, *(["tier"] if self._asks_tier else []), *self._others)
+        # The tier once more, because it may differ from the tier that the request names.
+        self._uses_tier = "tier" in used
+        self._others = tuple(sorted(used - set(REQUEST_FIELDS)))
+        self._names = (*fields, *(["tier"] if self._uses_tier else []), *self._others)
         positions = {name: position for position, name in enumerate(self._names)}
-        there = [each for each in self.rules if each.rule.mode != "off"]
-        self._index = _Index(there, positions)
+        active = [each for each in self.rules if each.rule.mode != "off"]
+        self._index = _RuleIndex(active, positions)
         self._memo: dict[Values, tuple[tuple[CompiledRule, ...], ...]] = {}
 
     def match(self, request: Request, tier: str | None) -> tuple[tuple[CompiledRule, ...], ...]:
-        """For each `by` with a match, its matching rules in order: the first in force applies.
+        """Return, for each `by` with a match, its matching rules in order: the first applies.
 
-        `tier` is the request's, or the one that its subject is assigned to.
+        A rule that is not rolled out to the subject is skipped. `tier` is the request's tier, or
+        the one that its subject is assigned to.
         """
         values = self._read(request)
-        if self._asks_tier:
+        if self._uses_tier:
             values = (*values, tier)
         if self._others:
             attributes = request.attributes
@@ -462,14 +465,14 @@ class RuleTable:
         return self._match(values)
 
     def forget(self) -> None:
-        """Drop what is remembered. The next matches take longer, and are the same."""
+        """Clear the cache. The next matches take longer and return the same."""
         self._memo.clear()
 
     def _match(self, values: Values) -> tuple[tuple[CompiledRule, ...], ...]:
         if not _TEXTS.issuperset(map(type, values)):
             self._require_text(values)
         key = values
-        endpoint = values[0] if self._asks_endpoint else None
+        endpoint = values[0] if self._uses_endpoint else None
         path = None if endpoint is None else normalised(endpoint)
         method = values[self._method]
         if method is not None and not method.isupper():
@@ -487,6 +490,6 @@ class RuleTable:
         for name, value in zip(self._names, values, strict=True):
             if value is not None and not isinstance(value, str):
                 raise InvalidKey(
-                    f"{name}={show(value)} is {type(value).__name__}, and a request's attributes "
-                    f"are text; write it as text"
+                    f"{name}={show(value)} is {type(value).__name__}, but a request's attributes "
+                    f"are text; convert it to text"
                 )
