@@ -1,9 +1,8 @@
-"""The C kernel, where it was built. `BUILT` says whether; nothing else here is for anyone but
-`stores/native.py`.
+"""The C kernel, if it was built. `BUILT` says whether; only `stores/native.py` uses the rest.
 
-The table is plain C (`table.c` and what it includes) and knows nothing of Python; `module.c` is the
-binding. Where the package was installed without a compiler, `memory://` is served by the pure
-Python store with the same answers, and `shared://` says what is missing.
+The table is plain C (`table.c` and the files beside it) and does not know Python; `module.c` is the
+binding. If the package was installed without a compiler, the pure Python store serves `memory://`
+with the same decisions, and `shared://` raises an error that says what is missing.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ else:
     BUILT = True
     Decision.register(_kernel.Decision)
 
-    def _tell_kernel() -> None:
+    def _pass_on_switches() -> None:
         _kernel.set_bypass(switches.clock is not None or switches.limiting_off)
 
-    switches.on_change(_tell_kernel)
+    switches.on_change(_pass_on_switches)

@@ -2,8 +2,8 @@
 
 #include "numbers.h"
 
-/* As in the reference: what is spent rounds up and what is free rounds down, so rounding never
- * admits; times to wait round up, so waiting always suffices. */
+/* As in the reference: spent units round up and free units round down, so rounding never admits a
+ * request. Waiting times round up, so waiting always suffices. */
 
 static int64_t drained(const tk_limit *limit, int64_t elapsed_ns)
 {
@@ -122,7 +122,7 @@ static void decide_counter(const tk_limit *limit, const tk_state *before, int64_
         outcome->reset_after_ns = c.start_ns + window_ns - now_ns;
 }
 
-/* The index of the first entry later than `time`: entries up to it have left the window. */
+/* The index of the first entry later than `time`: the entries before it have left the window. */
 static uint32_t first_after(const tk_ring *ring, int64_t time)
 {
     uint32_t low = 0, high = ring->count;

@@ -1,5 +1,5 @@
-/* The five algorithms in C, decision for decision what the Python reference
- * (decide/algorithms/) gives. Pure: no clock, no lock, no memory of their own. */
+/* The five algorithms in C. Every decision equals that of the Python reference
+ * (decide/algorithms/). They are pure: no clock, no lock, no state. */
 #ifndef TK_ALGORITHMS_H
 #define TK_ALGORITHMS_H
 
@@ -8,8 +8,8 @@
 
 enum { TK_MICROS_PER_UNIT = 1000000, TK_UNITS_MAX = 1000000000 };
 
-/* Times outside these are refused by the caller, and not believed when they are read from a file:
- * inside, no sum of a time, a window and a refill overflows. 1938 to 2096. */
+/* The range of times, 1938 to 2096: within it, no sum of a time, a window and a refill overflows.
+ * The caller rejects other times; those read from a file are clamped. */
 #define TK_NOW_NS_MIN INT64_C(-1000000000000000000)
 #define TK_NOW_NS_MAX INT64_C(4000000000000000000)
 
@@ -28,7 +28,7 @@ typedef enum {
     TK_FIXED_WINDOW,
 } tk_algorithm;
 
-/* A limit's numbers. The refill is numerator / denominator micro-units a nanosecond. */
+/* A limit's numbers. The refill is numerator / denominator micro-units per nanosecond. */
 typedef struct {
     tk_algorithm algorithm;
     int64_t limit;
@@ -36,7 +36,7 @@ typedef struct {
     int64_t window_ns;
     int64_t numerator;
     int64_t denominator;
-    uint64_t salt[2]; /* hash of the rule and the limit's identity: where its states are kept */
+    uint64_t salt[2]; /* hash of the rule and the limit's identity, which locates its states */
 } tk_limit;
 
 /* A ring of admission times, oldest first. */
@@ -57,7 +57,7 @@ static inline int64_t tk_ring_at(const tk_ring *ring, uint32_t index)
  *   token_bucket, leaky_bucket   micro-units used as of last_ns
  *   fixed_window                 the count of last_ns's window
  *   sliding_window_counter       the previous window's count << 32 | the count of last_ns's window
- *   sliding_window_log           nothing; the ring has it all */
+ *   sliding_window_log           unused; the ring has all times */
 typedef struct {
     bool present;
     int64_t last_ns;
@@ -73,13 +73,14 @@ typedef struct {
     int64_t delay_ns;
 } tk_outcome;
 
-/* Decide, and leave in `after` the state to write. For the log, `after->ring` has the new head and
- * count, of which the last `cost` entries are still to be written: all of them after->last_ns.
- * When denied, or at cost 0, `after` is `before`. False when the cost can never fit. */
+/* Decide, and set `after` to the state to write. For the log, `after->ring` has the new head and
+ * count; the caller must still write the last `cost` entries, each with the time after->last_ns.
+ * If the request is denied or its cost is 0, `after` equals `before`. Return false if the cost can
+ * never fit. */
 bool tk_decide(const tk_limit *limit, const tk_state *before, int64_t now_ns, int64_t cost,
                tk_outcome *outcome, tk_state *after);
 
-/* The state with `units` given back; after->present is false when nothing is left to remember. */
+/* Set `after` to the state with `units` refunded; after->present is false if no state is needed. */
 void tk_refund(const tk_limit *limit, const tk_state *before, int64_t now_ns, int64_t units,
                tk_state *after);
 

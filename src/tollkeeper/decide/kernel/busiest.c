@@ -1,9 +1,11 @@
-/* The busiest subjects, by name. The table keeps hashes, so names have to be noted as they pass:
- * one check in TK_SAMPLE_EVERY is, on average and at random, so that no rhythm of requests hides
- * anyone. A space-saving sketch holds TK_BUSIEST_MAX of them: a new name takes
- * the place of the one with the fewest samples and inherits its count, so whoever has clearly more
- * than 1 / TK_BUSIEST_MAX of all checks is in it. Counts are halved now and then, so that it tells
- * of lately and not of ever. Noting never waits: if the lock is taken, the sample is dropped. */
+/* The busiest subjects, by name.
+ *
+ * The table stores hashes, so names must be recorded during checks. One check in TK_SAMPLE_EVERY is
+ * sampled, on average and at random, so that no pattern of requests hides a subject. A space-saving
+ * sketch holds TK_BUSIEST_MAX names: a new name replaces the one with the fewest samples and
+ * inherits its count. So the sketch contains every subject with clearly more than 1 /
+ * TK_BUSIEST_MAX of all checks. Counts are halved regularly, so that recent checks weigh more.
+ * Sampling never waits: if the lock is taken, the sample is dropped. */
 #include "layout.h"
 
 #include <stdlib.h>
@@ -14,7 +16,7 @@
 static const uint64_t HALVE_EVERY = 16384; /* samples: a million checks */
 static const int64_t LIST_WAIT_NS = 100000000;
 
-/* After this many samples dropped in a row, look whether the lock's owner is dead. */
+/* After this many consecutive dropped samples, test whether the lock's owner is dead. */
 static const uint32_t MISSES_MAX = 1000;
 
 bool tk_sample_due(tk_table *table)
@@ -23,7 +25,7 @@ bool tk_sample_due(tk_table *table)
         table->sample_in--;
         return false;
     }
-    /* xorshift32; any number but 0 will do to start with. */
+    /* xorshift32; any seed except 0 works. */
     uint32_t x = table->random ? table->random : (uint32_t)(uintptr_t)table | 1;
     x ^= x << 13, x ^= x >> 17, x ^= x << 5;
     bool first = table->random == 0;
@@ -113,7 +115,7 @@ int tk_busiest(tk_table *table, tk_busy *found, int most)
     bool repaired;
     if (tk_lock_wait(table, &busiest->lock, LIST_WAIT_NS, &repaired) != TK_OK)
         return 0;
-    if (repaired) /* its owner died in the middle of a name */
+    if (repaired) /* the owner died while it wrote a name */
         busiest->count = 0;
     int count = 0;
     for (uint32_t i = 0; i < busiest->count && i < TK_BUSIEST_MAX; i++) {

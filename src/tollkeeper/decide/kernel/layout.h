@@ -1,6 +1,6 @@
-/* What the table's memory looks like; shared by the files that implement it, and by nothing else.
+/* The layout of the table's memory. Only the files that implement the table include it.
  *
- *   header     one page: what the file is, the clock's offset, the log slab's free lists
+ *   header     one page: the file's format, the clock's offset, the log slab's free lists
  *   owners     a generation for each process that may have the file open
  *   busiest    names of the busiest subjects
  *   segments   each: a lock, a journal, buckets of eight tags and eight states
@@ -27,8 +27,9 @@ enum {
     TK_SWEEP_SEGMENTS = 64, /* at once, when the slab is full: about 0.3 ms */
 };
 
-/* Slots of one segment, and how many of them may be filled. Measured on random keys: up to 90 %
- * of a segment, no key failed to find a place in either of its buckets after moving one other. */
+/* Slots of one segment, and how many of them may be filled. Measured on random keys: while a
+ * segment is at most 90 % full, every key found a slot in one of its buckets after moving at most
+ * one other key. */
 #define TK_SEGMENT_SLOTS (TK_BUCKETS_MAX * TK_SLOTS_PER_BUCKET)
 #define TK_SEGMENT_DESIGN (TK_SEGMENT_SLOTS * 80 / 100)
 #define TK_SEGMENT_LIMIT (TK_SEGMENT_SLOTS * 90 / 100)
@@ -44,7 +45,7 @@ typedef struct {
     uint64_t value;
 } tk_write;
 
-/* Entries to write into a ring: `count` times `at_ns` from place `first` on. */
+/* Entries to write into a ring: `at_ns`, `count` times, starting at position `first`. */
 typedef struct {
     uint32_t block;
     uint32_t first;
@@ -55,9 +56,9 @@ typedef struct {
 
 typedef struct {
     tk_lock lock;
-    _Atomic uint32_t journal_count; /* writes that must be done, or done again; see table.c */
+    _Atomic uint32_t journal_count; /* writes to apply or to repeat; see table.c */
     uint32_t push_count;
-    uint32_t filled; /* slots with a tag, expired ones too */
+    uint32_t filled; /* slots with a tag, including expired ones */
     tk_write writes[TK_WRITES_MAX];
     tk_push pushes[TK_LIMITS_MAX];
     uint64_t expired, repaired;
@@ -69,7 +70,7 @@ typedef struct {
     uint64_t value;
 } tk_cell;
 
-/* Eight slots: the line that is searched, and beside it what is found. */
+/* Eight slots: the cache line that is searched, and the states beside it. */
 typedef struct {
     uint64_t tags[TK_SLOTS_PER_BUCKET]; /* the tag, flags and time to live; 0: empty */
     tk_cell cells[TK_SLOTS_PER_BUCKET];
@@ -101,14 +102,14 @@ typedef struct {
     uint32_t blocks; /* of the slab */
     uint64_t seed[2];
     uint64_t checksum; /* of all the above */
-    /* From here on: changes while in use. */
+    /* The fields from here on change while the table is in use. */
     _Atomic int64_t epoch_offset_ns;
     char boot_id[40];
-    uint64_t time_namespace; /* boot clocks differ between them */
-    uint32_t slab_given;     /* blocks given back since free ones were last joined */
+    uint64_t time_namespace; /* boot clocks differ between time namespaces */
+    uint32_t slab_given;     /* blocks returned since free blocks were last joined */
     tk_lock slab_lock;
-    uint32_t slab_used;                   /* blocks handed out or freed so far, from the front */
-    uint32_t slab_free[TK_BLOCK_CLASSES]; /* first free block + 1 of each size; 0: none */
+    uint32_t slab_used;                   /* blocks ever taken, from the front */
+    uint32_t slab_free[TK_BLOCK_CLASSES]; /* 1 + the first free block of each size; 0: none */
 } tk_header;
 
 struct tk_table {
@@ -125,14 +126,13 @@ struct tk_table {
     bool shared;
     int fd;
     uint32_t owner;
-    uint32_t sample_in; /* checks until one is noted for `tk_busiest` */
+    uint32_t sample_in; /* checks until the next sample for `tk_busiest` */
     uint32_t random;
-    uint32_t busy_misses; /* samples dropped in a row because the lock was taken */
-    uint32_t sweep_next;  /* the segment that the next search for blocks starts at */
-    bool opening;         /* not usable yet: a fork's child must let go of it */
-    uint64_t device,
-        inode; /* what `fd` was opened on; a descriptor may be closed behind our back */
-    struct tk_table *next_open; /* all shared tables of this process, for fork */
+    uint32_t busy_misses;       /* consecutive samples dropped because the lock was taken */
+    uint32_t sweep_next;        /* the segment at which the next search for blocks starts */
+    bool opening;               /* not usable yet: after a fork, the child must release it */
+    uint64_t device, inode;     /* the file of `fd`; other code may close our descriptor */
+    struct tk_table *next_open; /* the list of this process's shared tables, for fork */
 };
 
 typedef struct {
@@ -146,7 +146,7 @@ void tk_attach(tk_table *table, uint8_t *base, size_t bytes);
 
 /* locks.c */
 tk_status tk_lock_try(const tk_table *table, tk_lock *lock);
-/* Like tk_lock_try, but sleeps; `repaired` tells that the lock was taken from a dead owner. */
+/* Like tk_lock_try, but sleeps. Sets `repaired` if it took the lock from a dead owner. */
 tk_status tk_lock_wait(const tk_table *table, tk_lock *lock, int64_t timeout_ns, bool *repaired);
 static inline void tk_unlock(const tk_table *table, tk_lock *lock)
 {
@@ -154,13 +154,13 @@ static inline void tk_unlock(const tk_table *table, tk_lock *lock)
         atomic_store_explicit(lock, 0, memory_order_release);
 }
 bool tk_register(tk_table *table);
-/* Is `fd` still what it was opened on? */
+/* Return whether `fd` still refers to the file that it was opened on. */
 bool tk_descriptor_intact(const tk_table *table);
 
 /* table.c */
 tk_segment *tk_segment_at(const tk_table *table, uint32_t index);
 void tk_recover(tk_table *table, tk_segment *segment);
-/* Call `visit` with the block of every log in the table. Only while no one else has it open. */
+/* Call `visit` with the block of every log. Only while no other process has the table open. */
 void tk_each_log(const tk_table *table, void (*visit)(void *context, uint32_t block),
                  void *context);
 
@@ -168,11 +168,12 @@ void tk_each_log(const tk_table *table, void (*visit)(void *context, uint32_t bl
 uint32_t tk_block_capacity(const tk_table *table, uint32_t block);
 int64_t *tk_block_times(const tk_table *table, uint32_t block);
 bool tk_block_valid(const tk_table *table, uint32_t block);
-/* A block for at least `entries`; TK_LOG_FULL when the slab has none, TK_BUSY when it is locked. */
+/* Take a block for at least `entries`; TK_LOG_FULL if the slab has none, TK_BUSY if it is locked.
+ */
 tk_status tk_block_take(tk_table *table, uint32_t entries, uint32_t *block);
 void tk_block_give(tk_table *table, uint32_t block);
 tk_status tk_slab_wait(tk_table *table, int64_t timeout_ns);
-/* Find what processes that were killed have leaked. Only while no one else has it open. */
+/* Reclaim the blocks that killed processes leaked. Only while no other process has it open. */
 void tk_slab_rebuild(tk_table *table);
 
 #endif

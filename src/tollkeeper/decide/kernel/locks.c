@@ -1,22 +1,24 @@
 /* Locks that survive their owner.
  *
- * Problem. A process killed while it holds a lock in shared memory would stop everyone else for
- * good. The kernel's robust mutexes solve that at 40 bytes and about 40 ns a lock, a third of a
- * whole check; process numbers are reused and differ between containers.
+ * Problem. If a process is killed while it holds a lock in shared memory, all other processes would
+ * wait forever. Linux's robust mutexes solve this, but cost 40 bytes and about 40 ns per lock, a
+ * third of a whole check. Process ids do not identify an owner: they are reused and differ between
+ * containers.
  *
- * Approach. Each process that opens the file takes a free index, by an exclusive record lock on one
- * byte of the file far behind its data, and counts that index's generation up. A lock word holds
- * generation and index. The kernel drops the record lock when the process ends, however it ends, so
- * whoever waits too long asks: is the owner's generation still the current one, and is its byte
- * still locked? If not, the owner is dead and the lock is taken from it by compare-and-swap.
+ * Approach. Each process that opens the file claims a free index, by an exclusive record lock on
+ * one byte of the file far behind its data, and increments that index's generation. A lock word
+ * holds generation and index. The operating system drops the record lock when the process ends,
+ * however it ends. A process that waits too long tests whether the owner's generation is still
+ * current and its byte still locked. If not, the owner is dead, and the waiting process takes the
+ * lock by compare-and-swap.
  *
  * The record locks belong to the open file description (F_OFD_SETLK), not to the process: closing
- * another descriptor of the same file does not drop them. But a child made by fork shares its
- * parent's description and would keep a dead parent looking alive. So a fork handler gives the
- * child a description and an index of its own, maps the file anew through it, since a mapping keeps
- * its description too, and closes the inherited one.
+ * another descriptor of the same file does not drop them. But the child of a fork shares its
+ * parent's description, and would make a dead parent look alive. So a fork handler gives the child
+ * its own description and index, maps the file again through it (a mapping also keeps its
+ * description), and closes the inherited one.
  *
- * Bound. Taking a free lock is one compare-and-swap. A dead owner holds the others up for
+ * Bound. Taking a free lock is one compare-and-swap. A dead owner delays the others by
  * SUSPECT_AFTER_NS. A stopped owner is not dead: then the wait ends with the caller's timeout. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -32,15 +34,16 @@
 
 /* About 50 µs: longer than any critical section runs, shorter than a time slice. */
 static const int SPINS_MAX = 4000;
-/* Looking at a lock takes its cache line away from whoever works with it. Looked at seldom, it
- * stays there for some dozen checks in a row; two processes in strict turns would fetch every line
- * from each other for every check, and together be three times slower than one alone. */
+/* Reading a lock takes its cache line away from the process that uses it. If waiting processes read
+ * it rarely, the line stays there for some dozen checks in a row. Two processes that alternate
+ * strictly would fetch every line from each other on every check, and together be three times
+ * slower than one alone. */
 static const int PAUSE_MIN = 64;
 static const int PAUSE_MAX = 512;
 static const int64_t SLEEP_NS_MIN = 20000;
 static const int64_t SLEEP_NS_MAX = 1000000;
 static const int64_t SUSPECT_AFTER_NS = 2000000;
-/* Where the record locks are: no file is this long. */
+/* The offset of the record locks: no file is this long. */
 static const off_t OWNER_BYTES_AT = (off_t)1 << 60;
 
 static inline void relax(void)
@@ -63,7 +66,7 @@ tk_status tk_lock_try(const tk_table *table, tk_lock *lock)
 {
     if (!table->shared)
         return TK_OK;
-    if (table->owner == 0) /* a fork whose child got no index of its own */
+    if (table->owner == 0) /* a forked child that got no index */
         return TK_UNAVAILABLE;
     if (take(table, lock))
         return TK_OK;
@@ -96,7 +99,7 @@ static bool owner_alive(const tk_table *table, uint32_t owner)
     struct flock probe = {
         .l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = OWNER_BYTES_AT + index, .l_len = 1};
     if (fcntl(table->fd, F_OFD_GETLK, &probe) != 0)
-        return true; /* unknown: rather wait than take a lock from the living */
+        return true; /* unknown: waiting is safer than taking the lock of a live owner */
     return probe.l_type != F_UNLCK;
 }
 
@@ -119,7 +122,7 @@ bool tk_register(tk_table *table)
     return false;
 }
 
-/* Does anyone but us have the file open? Only sure while the opening lock is held. */
+/* Return whether no other process has the file open. Reliable only under the opening lock. */
 bool tk_alone(int fd)
 {
     struct flock probe = {

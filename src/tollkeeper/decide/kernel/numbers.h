@@ -1,4 +1,4 @@
-/* Whole-number arithmetic that cannot overflow. Every function names the way it rounds. */
+/* Integer arithmetic that cannot overflow. Every function names the direction of its rounding. */
 #ifndef TK_NUMBERS_H
 #define TK_NUMBERS_H
 
@@ -6,9 +6,9 @@
 
 typedef unsigned __int128 tk_u128;
 
-/* a * b / c, rounded down, and at most INT64_MAX. All of them >= 0, c > 0. The 128-bit division
- * costs about 30 ns, so it is taken only where the product needs it; and a rate in lowest terms
- * often divides by 1, which is not worth a division at all. */
+/* a * b / c, rounded down, and at most INT64_MAX. a, b >= 0 and c > 0. A 128-bit division costs
+ * about 30 ns, so it is used only if the product needs it. A rate in lowest terms often has the
+ * denominator 1, which needs no division at all. */
 static inline int64_t tk_mul_div_floor(int64_t a, int64_t b, int64_t c)
 {
     uint64_t product;
@@ -33,7 +33,7 @@ static inline int64_t tk_mul_div_ceil(int64_t a, int64_t b, int64_t c)
     return wide > INT64_MAX ? INT64_MAX : (int64_t)wide;
 }
 
-/* a modulo b as Python has it: never negative for b > 0. */
+/* a modulo b as in Python: never negative for b > 0. */
 static inline int64_t tk_floor_mod(int64_t a, int64_t b)
 {
     int64_t rest = a % b;

@@ -1,6 +1,6 @@
-/* SipHash-1-3 with a 128-bit result: a keyed hash, so that nobody who does not know the seed can
- * choose keys that collide. One round a block and three to finish is what CPython and Rust use for
- * their own tables. */
+/* SipHash-1-3 with a 128-bit result: a keyed hash, so that an attacker who does not know the seed
+ * cannot choose keys that collide. CPython and Rust also use one round per block and three final
+ * rounds for their hash tables. */
 #ifndef TK_SIPHASH_H
 #define TK_SIPHASH_H
 
@@ -52,7 +52,7 @@ static inline tk_hash tk_siphash(const uint64_t seed[2], const void *data, size_
     return hash;
 }
 
-/* A bijection that spreads every bit over all 64. */
+/* A bijection in which every input bit affects all 64 output bits. */
 static inline uint64_t tk_mix(uint64_t x)
 {
     x ^= x >> 32;

@@ -1,21 +1,22 @@
-/* The slab: room for the rings of sliding window logs, in blocks of 64 bytes times a power of two.
+/* The slab: memory for the rings of sliding window logs, in blocks of 64 bytes times a power of
+ * two.
  *
- * Blocks come off the front of the unused part, or from a list of free ones of their size; a larger
- * free one is halved when there is no other. Free neighbours are joined only when there is no block
- * large enough, since rings of one limit all have the same few sizes. The first word of a block in
- * use is its size class, marked; of a free one, the next in its list.
+ * A block comes from the list of free blocks of its size, or from the start of the unused part; if
+ * there is neither, a larger free block is halved. Free neighbours are joined only if no block is
+ * large enough, because the rings of one limit all have the same few sizes. The first word of a
+ * used block is its size class with a mark; that of a free block is the next block in its list.
  *
- * Taking and giving commit by one store each, so a kill leaves the lists whole and leaks at most
- * the one block in hand; a kill while joining leaks what was in hand then, as all leaks until the
- * file is next opened alone. Everything read from here is checked before it is followed: after a
- * power cut the file may hold anything. */
+ * Taking and returning a block commit by one store each. A kill therefore leaves the lists intact
+ * and leaks at most one block; a kill during joining leaks the blocks that were being joined.
+ * Leaked blocks are found when a process next opens the file alone. Every value read from the slab
+ * is checked before use: after a power cut the file may contain anything. */
 #include "layout.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 static const uint64_t IN_USE = 0x746b2d72696e6700u; /* "tk-ring", and the class in the last byte */
-/* How long a block that is given back waits for the lock: a dead owner is found out in less. */
+/* How long returning a block waits for the lock. A dead owner is detected in less time. */
 static const int64_t GIVE_WAIT_NS = 5000000;
 
 static uint64_t *word_of(const tk_table *table, uint32_t block)
@@ -98,7 +99,7 @@ static void free_run(tk_table *table, uint32_t from, uint32_t to)
     }
 }
 
-/* Make the lists anew from a map of what is not free: the longest runs, cut into powers of two. */
+/* Rebuild the lists from a map of the used blocks: each free run is cut into powers of two. */
 static void rebuild_lists(tk_table *table, const uint8_t *taken, uint32_t used)
 {
     memset(table->header->slab_free, 0, sizeof table->header->slab_free);
@@ -114,7 +115,7 @@ static void rebuild_lists(tk_table *table, const uint8_t *taken, uint32_t used)
     table->header->slab_given = 0;
 }
 
-/* Join free neighbours; false when that cannot have changed anything. */
+/* Join free neighbours; return false if that cannot have changed anything. */
 static bool join_free(tk_table *table)
 {
     tk_header *header = table->header;
@@ -124,7 +125,7 @@ static bool join_free(tk_table *table)
         return false;
     memset(taken, 1, used);
     for (uint32_t size_class = 0; size_class < TK_BLOCK_CLASSES; size_class++) {
-        uint32_t block, left = used; /* no list is longer, unless it runs in a circle */
+        uint32_t block, left = used; /* only a list with a cycle is longer */
         while (left-- > 0 && pop_free(table, size_class, &block))
             if (block + ((uint64_t)1 << size_class) <= used)
                 memset(taken + block, 0, (size_t)1 << size_class);
@@ -140,7 +141,7 @@ tk_status tk_block_take(tk_table *table, uint32_t entries, uint32_t *block)
     while ((TK_BLOCK_BYTES / 8u << size_class) - 1 < entries)
         if (++size_class == TK_BLOCK_CLASSES)
             return TK_LOG_FULL;
-    /* Only tried: the caller holds its segment, and waits when it has let go of that. */
+    /* Does not wait: the caller holds its segment's lock, and waits after releasing it. */
     tk_status status = tk_lock_try(table, &table->header->slab_lock);
     if (status != TK_OK)
         return status;
@@ -154,7 +155,7 @@ tk_status tk_block_take(tk_table *table, uint32_t entries, uint32_t *block)
 
 tk_status tk_slab_wait(tk_table *table, int64_t timeout_ns)
 {
-    bool repaired; /* nothing to mend: see above */
+    bool repaired; /* nothing to repair: see above */
     tk_status status = tk_lock_wait(table, &table->header->slab_lock, timeout_ns, &repaired);
     if (status == TK_OK)
         tk_unlock(table, &table->header->slab_lock);
@@ -166,7 +167,7 @@ void tk_block_give(tk_table *table, uint32_t block)
     bool repaired;
     if (!tk_block_valid(table, block) ||
         tk_lock_wait(table, &table->header->slab_lock, GIVE_WAIT_NS, &repaired) != TK_OK)
-        return; /* leaked, and found when the file is next opened alone */
+        return; /* leaked until a process next opens the file alone */
     push_free(table, block, class_of(table, block));
     tk_unlock(table, &table->header->slab_lock);
 }
@@ -176,7 +177,7 @@ uint64_t tk_log_bytes(const tk_table *table)
     return (uint64_t)table->header->blocks * TK_BLOCK_BYTES;
 }
 
-/* A ring that doubles until it holds them all has had blocks of every size up to the last one. */
+/* A ring doubles until it holds all entries, so it used blocks of every size up to the last one. */
 uint64_t tk_log_bytes_needed(int64_t entries)
 {
     uint64_t bytes = TK_BLOCK_BYTES;
@@ -189,7 +190,7 @@ uint64_t tk_log_bytes_needed(int64_t entries)
 
 typedef struct {
     const tk_table *table;
-    uint8_t *live; /* a byte for each block: part of a ring? */
+    uint8_t *live; /* a byte per block: whether it is part of a ring */
 } marks;
 
 static void mark(void *context, uint32_t block)
@@ -206,7 +207,7 @@ void tk_slab_rebuild(tk_table *table)
         return;
     marks found = {.table = table, .live = calloc(header->blocks, 1)};
     if (found.live == NULL)
-        return; /* leaks stay until next time */
+        return; /* leaked blocks remain until the next rebuild */
     tk_each_log(table, mark, &found);
     uint32_t used = header->slab_used < header->blocks ? header->slab_used : header->blocks;
     while (used > 0 && !found.live[used - 1])

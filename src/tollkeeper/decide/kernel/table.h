@@ -1,5 +1,5 @@
-/* The table: quotas in one piece of memory, of this process or of a file that many processes map.
- * Plain C without Python, so that it runs under sanitizers and fuzzers alone. */
+/* The table: quotas in one block of memory, of this process or of a file that many processes map.
+ * Plain C without Python, so that sanitizers and fuzzers can run it alone. */
 #ifndef TK_TABLE_H
 #define TK_TABLE_H
 
@@ -22,29 +22,29 @@ typedef enum {
     TK_OK,
     TK_FULL,        /* no room for another state */
     TK_LOG_FULL,    /* no room for a log's entries */
-    TK_SWEPT,       /* never returned from here */
-    TK_BUSY,        /* the lock was not to be had in a few microseconds: tk_wait, then again */
+    TK_SWEPT,       /* internal: start over after a sweep */
+    TK_BUSY,        /* the lock stayed taken for some microseconds: tk_wait, then retry */
     TK_CAPACITY,    /* the cost can never fit limits[decision.speaker] */
     TK_UNAVAILABLE, /* the file cannot be used; the message says why */
-    TK_MISMATCH,    /* the file is fine, but was made with other options */
+    TK_MISMATCH,    /* the file is valid, but was created with other options */
 } tk_status;
 
 typedef struct {
     const char *path;        /* NULL: memory of this process */
-    uint64_t capacity;       /* states to make room for; 0: what the file has, or the default */
-    uint64_t log_bytes;      /* room for sliding window logs; 0: likewise */
+    uint64_t capacity;       /* the number of states; 0: that of the file, or the default */
+    uint64_t log_bytes;      /* the bytes for sliding window logs; 0: likewise */
     int64_t epoch_offset_ns; /* memory only: epoch time minus the boot clock */
 } tk_options;
 
 typedef struct tk_table tk_table;
 
-/* Open, and make if need be. NULL with a status and a message when that fails. */
+/* Open the table, and create it if necessary. On failure, NULL with a status and a message. */
 tk_table *tk_open(const tk_options *options, tk_status *status, char error[TK_ERROR_BYTES]);
 void tk_close(tk_table *table);
 
 int64_t tk_now_ns(const tk_table *table);
 bool tk_is_shared(const tk_table *table);
-/* Room that a log of this many entries may come to need while its ring grows. */
+/* The bytes that a log of this many entries needs at most while its ring grows. */
 uint64_t tk_log_bytes_needed(int64_t entries);
 uint64_t tk_log_bytes(const tk_table *table);
 tk_hash tk_subject_hash(const tk_table *table, const void *subject, size_t length);
@@ -58,7 +58,7 @@ typedef struct {
     int64_t delay_ns;
 } tk_decision;
 
-/* Decide on all limits at once. With `spend`, charge all of them if all allow; without, look. */
+/* Decide on all limits at once. With `spend`, charge all of them if all allow. */
 tk_status tk_check(tk_table *table, tk_hash subject, const tk_limit *limits, int count,
                    int64_t now_ns, int64_t cost, bool spend, tk_decision *decision);
 /* Count a request that TK_FULL was the last word on. */
