@@ -1,4 +1,4 @@
-"""What a Redis URI says, and what is said when it says nothing sensible."""
+"""Redis URIs and their options: the configuration they give, and the errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from tollkeeper.core.errors import ConfigError
 from tollkeeper.decide.stores.redis import config as module
 from tollkeeper.decide.stores.redis.config import (
     ADDRESSES_MAX,
+    READERS,
     SCHEMES,
     Address,
     RedisConfig,
     TlsOptions,
+    Verify,
     parse,
 )
-from tollkeeper.decide.stores.redis.options import READERS, Verify
 
 LOCAL = (Address("localhost", 6379),)
 OPTION_NAMES = tuple(READERS)
@@ -101,15 +102,15 @@ OPTION_NAMES = tuple(READERS)
         ("rediss+cluster://localhost/0", RedisConfig("cluster", LOCAL, tls=TlsOptions())),
     ],
 )
-def test_a_right_uri_is_read(uri: str, expected: RedisConfig) -> None:
-    """Each URI says exactly this, and what it leaves out is the default."""
+def test_parse_reads_a_valid_uri(uri: str, expected: RedisConfig) -> None:
+    """Each URI gives exactly this configuration; omitted options have their defaults."""
     assert parse(uri) == expected
 
 
 @pytest.mark.parametrize(
     ("uri", "problem"),
     [
-        ("", "no known scheme; there are redis://, rediss://"),
+        ("", "no known scheme; the schemes are redis://, rediss://"),
         ("redis", "no known scheme"),
         ("redis:localhost", "no known scheme"),
         ("http://localhost", "no known scheme"),
@@ -118,9 +119,9 @@ def test_a_right_uri_is_read(uri: str, expected: RedisConfig) -> None:
         ("redis:///0", "address 1 has no host"),
         ("redis://:pw@", "address 1 has no host"),
         ("redis://:6379", "address 1 has no host"),
-        ("redis://bü", "address 1 has no host, or one that is not a name"),
-        ("redis://a..b", "address 1 has no host, or one that is not a name"),
-        ("redis://" + "a" * 64, "address 1 has no host, or one that is not a name"),
+        ("redis://bü", "address 1 has no host, or its host is not a name"),
+        ("redis://a..b", "address 1 has no host, or its host is not a name"),
+        ("redis://" + "a" * 64, "address 1 has no host, or its host is not a name"),
         ("redis://::1", "with IPv6 in brackets"),
         ("redis://[::1", "with IPv6 in brackets"),
         ("redis://[::1]6379", "with IPv6 in brackets"),
@@ -144,16 +145,16 @@ def test_a_right_uri_is_read(uri: str, expected: RedisConfig) -> None:
         ("redis://a:b@h?password=c", "gives password twice"),
         ("redis://h?prefix=a&prefix=a", "gives prefix twice"),
         ("redis://h?db", "the option db has no value; write db=…"),
-        ("redis://h?dbs=1", "no option dbs; there are db, username, password, prefix"),
-        ("redis://h?d%20b=1", "no option of that name; there are db"),
-        ("redis://h?prefix=%ff", "prefix has a % code that is not UTF-8"),
-        ("redis://:%ff@h", "the password has a % code"),
-        ("redis://a@h", "username without password; for a user who needs none"),
+        ("redis://h?dbs=1", "no option dbs; the options are db, username, password, prefix"),
+        ("redis://h?d%20b=1", "no option of that name; the options are db"),
+        ("redis://h?prefix=%ff", "prefix has a % escape that is not UTF-8"),
+        ("redis://:%ff@h", "the password has a % escape"),
+        ("redis://a@h", "username without password; for a user without a password"),
         ("redis://h/0#top", "write / as %2F"),
         ("redis://:a/b@h", "write / as %2F"),
         ("redis://:a?b@h", "? as %3F"),
         ("redis://:a b@h", "a space as %20"),
-        ("redis://h\n", "another meaning"),
+        ("redis://h\n", "must be escaped"),
         ("redis://h?deadline_ms=0", "deadline_ms='0' is not a number of milliseconds from 1 to"),
         ("redis://h?deadline_ms=0.999999", "is not a number of milliseconds"),
         ("redis://h?deadline_ms=60000.000001", "is not a number of milliseconds"),
@@ -169,12 +170,12 @@ def test_a_right_uri_is_read(uri: str, expected: RedisConfig) -> None:
         ("redis://h?tls_ca=/a.pem", "tls_ca without TLS; write rediss://"),
         ("rediss://h?tls_ca=", "tls_ca is not the path of a file"),
         ("rediss://h?tls_key=a", "tls_key without tls_cert"),
-        ("rediss://h?tls_verify=no", "tls_verify='no' is none of full, ca, none"),
-        ("rediss://h?tls_server_name=a%20b", "tls_server_name='a b' is not a host's name"),
+        ("rediss://h?tls_verify=no", "tls_verify='no' must be full, ca or none"),
+        ("rediss://h?tls_server_name=a%20b", "tls_server_name='a b' is not a host name"),
         ("redis://h?sentinel_password=a", "are for redis+sentinel://"),
         ("redis+sentinel://h", "for example redis+sentinel://h1,h2/mymaster"),
-        ("redis+sentinel://h/", "what the Sentinels call the primary is missing"),
-        ("redis+sentinel://h/a%0Ab", "what the Sentinels call the primary is missing or not"),
+        ("redis+sentinel://h/", "the name of the primary (the Sentinel service) is missing"),
+        ("redis+sentinel://h/a%0Ab", "(the Sentinel service) is missing or invalid"),
         ("redis+sentinel://h/a/b", "db is not a whole number"),
         ("redis+sentinel://h/a?sentinel_username=b", "sentinel_username without sentinel_password"),
         ("redis+cluster://h/1", "a cluster has only database 0"),
@@ -187,8 +188,8 @@ def test_a_right_uri_is_read(uri: str, expected: RedisConfig) -> None:
         ("redis://" + "h" * 2**16, "at most 65,536 characters"),
     ],
 )
-def test_a_wrong_uri_says_what_would_be_right(uri: str, problem: str) -> None:
-    """The message names the part, and the right form."""
+def test_the_error_for_a_wrong_uri_names_the_correct_form(uri: str, problem: str) -> None:
+    """The message names the wrong part and shows the correct form."""
     with pytest.raises(ConfigError) as caught:
         parse(uri)
     assert problem.replace("\\", "") in str(caught.value)
@@ -211,8 +212,8 @@ def test_a_wrong_uri_says_what_would_be_right(uri: str, problem: str) -> None:
         ({"tls_verify": "none"}, "tls", TlsOptions(verify="none")),
     ],
 )
-def test_an_argument_beats_the_uri(option: dict[str, Any], field: str, value: object) -> None:
-    """What is given as an argument counts; None leaves what the URI says."""
+def test_an_argument_overrides_the_uri(option: dict[str, Any], field: str, value: object) -> None:
+    """An argument overrides the URI; None keeps the value of the URI."""
     read = parse("rediss://a:pw@localhost/1?prefix=old&deadline_ms=7&connect_ms=7", **option)
     assert getattr(read, field) == value
 
@@ -227,23 +228,23 @@ def test_an_argument_beats_the_uri(option: dict[str, Any], field: str, value: ob
         ({"deadline_ms": 1e300}, "deadline_ms=1e+300 is not"),
         ({"deadline_ms": True}, "deadline_ms=True is not"),
         ({"deadline_ms": -5}, "deadline_ms=-5 is not"),
-        ({"password": b"pw"}, "password is text, not of type bytes"),
-        ({"password": "\ud800"}, "password is too long, or holds a character"),
-        ({"tls_ca": 5}, "tls_ca is text, not of type int"),
-        ({"timeout": 5}, "no option timeout; there are db"),
+        ({"password": b"pw"}, "password must be text, not of type bytes"),
+        ({"password": "\ud800"}, "password is too long, or contains a character"),
+        ({"tls_ca": 5}, "tls_ca must be text, not of type int"),
+        ({"timeout": 5}, "no option timeout; the options are db"),
     ],
 )
-def test_a_wrong_argument_says_what_would_be_right(option: dict[str, Any], problem: str) -> None:
-    """The message names the argument."""
+def test_the_error_for_a_wrong_argument_names_it(option: dict[str, Any], problem: str) -> None:
+    """The message names the argument and the values that it accepts."""
     with pytest.raises(ConfigError) as caught:
         parse("redis://localhost", **option)
     assert problem in str(caught.value)
 
 
 @pytest.mark.parametrize("uri", [None, 5, b"redis://:pw@localhost", Path("redis://localhost")])
-def test_a_uri_is_text(uri: Any) -> None:
-    """Anything else is refused, and not repeated: bytes may hold a password."""
-    with pytest.raises(ConfigError, match="a URI is text, not of type") as caught:
+def test_parse_rejects_a_uri_that_is_not_text(uri: Any) -> None:
+    """The message does not repeat the value: bytes may contain a password."""
+    with pytest.raises(ConfigError, match="a URI must be text, not of type") as caught:
         parse(uri)
     assert "pw" not in str(caught.value)
 
@@ -259,15 +260,15 @@ def test_a_uri_is_text(uri: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("digits", ["9" * 11, "9" * 60_000, "9" * 10**6])
-def test_long_numbers_are_refused_unread(template: str, digits: str) -> None:
-    """int() of so many digits raises ValueError or takes seconds; neither happens."""
+def test_parse_rejects_long_numbers_without_converting_them(template: str, digits: str) -> None:
+    """int() of that many digits would raise ValueError or take seconds."""
     with pytest.raises(ConfigError):
         parse(template.format(digits))
 
 
 @pytest.mark.parametrize("name", ["db", "deadline_ms", "connect_ms", "prefix", "tls_verify"])
-def test_long_arguments_are_refused_shortly(name: str) -> None:
-    """An int that Python refuses to print, and a long text, give a message of a line or two."""
+def test_the_error_for_a_long_argument_is_short(name: str) -> None:
+    """A huge int or a long text gives a message of one or two lines."""
     for value in (10**5_000, -(10**5_000), "9" * 10**6):
         with pytest.raises(ConfigError) as caught:
             parse("redis://localhost", **{name: value})
@@ -286,13 +287,13 @@ def test_long_arguments_are_refused_shortly(name: str) -> None:
         ("rediss+cluster://a:pw@h1,h2", "rediss+cluster://a:***@h1:6379,h2:6379"),
     ],
 )
-def test_what_is_shown_is_the_uri_without_secrets(uri: str, shown: str) -> None:
-    """For messages and logs; and it is a URI again."""
+def test_shown_returns_the_uri_without_secrets(uri: str, shown: str) -> None:
+    """The shown form is a valid URI itself."""
     assert parse(uri).shown() == shown
     assert parse(shown).shown() == shown
 
 
-# Characters that none of our own words have in a row, and those that a URI gives a meaning.
+# Characters that do not occur in a row in our own messages, and characters with a meaning in URIs.
 _SECRET = st.text(st.sampled_from("QXZ389_=;:/?#@&%[], \n\té\\*'\""), min_size=8, max_size=24)
 _WRONG = st.sampled_from(
     [
@@ -328,7 +329,7 @@ _PLACES = [
 
 
 def _said(uri: str, options: dict[str, Any]) -> list[str]:
-    """Everything that anyone may print about this URI."""
+    """Return every text that a program could print about this URI."""
     try:
         read = parse(uri, **options)
     except ConfigError as error:
@@ -343,10 +344,10 @@ def _said(uri: str, options: dict[str, Any]) -> list[str]:
 @example("12#QXQXQXQX", "redis://app:{}@localhost", False, {})
 @example("99999999", "redis://app:{}", False, {})
 @example("12/QXQXQXQX", "redis://app:{}", False, {})
-def test_no_message_holds_a_password(
+def test_no_message_contains_a_password(
     secret: str, place: str, encoded: bool, wrong: dict[str, Any]
 ) -> None:
-    """Wherever it stands, encoded or not, and whatever else is wrong: neither it nor a part."""
+    """No message contains the password or a part of it, wherever it stands in the URI."""
     written = quote(secret, safe="") if encoded else secret
     for text in _said(place.replace("{}", written), dict(wrong)):
         parts = (part for part in re.split(r"[/?#@&=;:]", secret) if len(part) > 5)
@@ -355,10 +356,10 @@ def test_no_message_holds_a_password(
 
 
 @given(_SECRET, _WRONG)
-def test_no_message_holds_a_password_given_as_an_argument(
+def test_no_message_contains_a_password_given_as_an_argument(
     secret: str, wrong: dict[str, Any]
 ) -> None:
-    """An argument is as secret as the URI's, under its right name and under a wrong one."""
+    """An argument is secret even if its name is misspelled."""
     for name in ("password", "sentinel_password", "passwrd"):
         for uri in ("redis://localhost", "redis+sentinel://h/a", "redis://:"):
             for text in _said(uri, wrong | {name: secret}):
@@ -393,8 +394,10 @@ _OPTIONS = st.dictionaries(
 @example("redis://", "[::1", {})
 @example("redis://", "h:²", {})
 @example("redis://", "\ufdfa", {})
-def test_anything_is_read_or_refused(start: str, rest: str, options: dict[str, Any]) -> None:
-    """Any text and any options give a config or a ConfigError, and what can be shown is text."""
+def test_parse_returns_a_config_or_raises_config_error(
+    start: str, rest: str, options: dict[str, Any]
+) -> None:
+    """Any text and any options give a config or a ConfigError; a config can be shown."""
     with suppress(ConfigError):
         read = parse(start + rest, **options)
         read.shown().encode()
@@ -403,8 +406,8 @@ def test_anything_is_read_or_refused(start: str, rest: str, options: dict[str, A
 
 
 @given(_TEXT)
-def test_any_text_is_read_or_refused(uri: str) -> None:
-    """The same for text that was not made to look like a URI."""
+def test_parse_accepts_or_rejects_any_text(uri: str) -> None:
+    """The same for text that does not resemble a URI."""
     with suppress(ConfigError):
         parse(uri)
 
@@ -414,16 +417,16 @@ def test_any_text_is_read_or_refused(uri: str) -> None:
     st.text(min_size=1, max_size=12),
     st.integers(0, 2**31 - 1),
 )
-def test_what_is_encoded_comes_back(username: str, password: str, db: int) -> None:
-    """User names and passwords of any characters survive the URI."""
+def test_percent_encoded_credentials_are_decoded(username: str, password: str, db: int) -> None:
+    """User names and passwords may contain any character."""
     assume(password.isascii() or not any("\ud800" <= c <= "\udfff" for c in password))
     user, secret = quote(username, safe=""), quote(password, safe="")
     read = parse(f"redis://{user}:{secret}@localhost/{db}")
     assert (read.username, read.password, read.db) == (username or None, password, db)
 
 
-def test_it_needs_no_redis_library() -> None:
-    """A base install, without the extra, can still say what is wrong with a URI."""
+def test_parsing_needs_no_redis_library() -> None:
+    """A base install without the redis extra can still reject a wrong URI."""
     code = (
         "import sys, importlib.util as u; sys.modules['redis'] = sys.modules['hiredis'] = None;"
         "spec = u.spec_from_file_location('config', sys.argv[1]);"
@@ -459,10 +462,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("none", ssl.CERT_NONE, False),
     ],
 )
-def test_tls_verifies_what_it_was_told_to(
+def test_tls_verify_sets_what_the_context_verifies(
     folder: Path, verify: Verify, mode: ssl.VerifyMode, names_host: bool
 ) -> None:
-    """full checks authority and name, ca the authority, none nothing; never below TLS 1.2."""
+    """full verifies authority and name, ca the authority, none nothing; TLS 1.2 is the minimum."""
     cert, key = folder / "cert.pem", folder / "key.pem"
     context = TlsOptions(ca=cert, cert=cert, key=key, verify=verify).context()
     assert context.verify_mode == mode
@@ -484,16 +487,96 @@ def test_tls_verifies_what_it_was_told_to(
         ({"cert": "cert.pem", "key": "locked.pem"}, "without a passphrase"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_named(
+def test_the_error_for_an_unusable_file_names_it(
     folder: Path, files: dict[str, str], problem: str
 ) -> None:
-    """A missing, wrong or locked file is a ConfigError at the start, not a failed handshake."""
+    """A missing, wrong or encrypted file raises ConfigError at startup, not in a handshake."""
     paths: dict[str, Any] = {name: folder / file for name, file in files.items()}
     with pytest.raises(ConfigError) as caught:
         TlsOptions(**paths).context()
     assert problem in str(caught.value)
 
 
-def test_without_an_authority_the_systems_are_believed() -> None:
-    """A public certificate needs no option."""
+def test_tls_trusts_the_system_authorities_by_default() -> None:
+    """A server with a public certificate needs no option."""
     assert TlsOptions().context().verify_mode == ssl.CERT_REQUIRED
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("denied_cache_ns", 10**9),
+        ("coalesce", True),
+        ("breaker", True),
+        ("breaker_window_ns", 10 * 10**9),
+        ("breaker_failures", 5),
+        ("breaker_share", 0.5),
+        ("breaker_open_ns", 10**9),
+        ("breaker_open_max_ns", 15 * 10**9),
+        ("breaker_probes", 2),
+    ],
+)
+def test_the_options_for_failures_and_hot_keys_have_these_defaults(
+    field: str, value: object
+) -> None:
+    """The documentation names the same defaults."""
+    assert getattr(parse("redis://localhost"), field) == value
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "field", "value"),
+    [
+        ("denied_cache_ms", "0", "denied_cache_ns", 0),
+        ("denied_cache_ms", 0, "denied_cache_ns", 0),
+        ("denied_cache_ms", "1.5", "denied_cache_ns", 1_500_000),
+        ("denied_cache_ms", 1.5, "denied_cache_ns", 1_500_000),
+        ("coalesce", "off", "coalesce", False),
+        ("coalesce", "TRUE", "coalesce", True),
+        ("coalesce", False, "coalesce", False),
+        ("breaker", "false", "breaker", False),
+        ("breaker", "on", "breaker", True),
+        ("breaker_window_ms", "500", "breaker_window_ns", 500_000_000),
+        ("breaker_failures", "9", "breaker_failures", 9),
+        ("breaker_failures", 7, "breaker_failures", 7),
+        ("breaker_share", "0.25", "breaker_share", 0.25),
+        ("breaker_share", 1, "breaker_share", 1.0),
+        ("breaker_open_ms", "2.5", "breaker_open_ns", 2_500_000),
+        ("breaker_open_max_ms", 60_000, "breaker_open_max_ns", 60 * 10**9),
+        ("breaker_probes", "1", "breaker_probes", 1),
+    ],
+)
+def test_an_option_may_be_text_or_an_argument(
+    option: str, given: Any, field: str, value: object
+) -> None:
+    """Text has the form it has in a URI; an argument may also have the option's type."""
+    assert getattr(parse("redis://localhost", **{option: given}), field) == value
+    if isinstance(given, str):
+        assert getattr(parse(f"redis://localhost?{option}={given}"), field) == value
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "problem"),
+    [
+        ("denied_cache_ms", "-1", "denied_cache_ms='-1' is not a number of milliseconds"),
+        ("denied_cache_ms", False, "denied_cache_ms=False is not"),
+        ("coalesce", "maybe", "coalesce='maybe' must be on or off; for example"),
+        ("coalesce", 1, "coalesce=1 must be on or off"),
+        ("breaker", "a=b", "breaker=(not shown) must be on or off"),
+        ("breaker_failures", "0", "breaker_failures='0' is not a whole number from 1 to"),
+        ("breaker_failures", 10**7, "is not a whole number from 1 to 1,000,000"),
+        ("breaker_failures", True, "breaker_failures=True is not"),
+        ("breaker_probes", "1.5", "breaker_probes='1.5' is not a whole number"),
+        ("breaker_share", "0", "breaker_share='0' is not a number above 0 and up to 1"),
+        ("breaker_share", "1.1", "breaker_share='1.1' is not a number above"),
+        ("breaker_share", float("nan"), "breaker_share=nan is not a number above"),
+        ("breaker_share", True, "breaker_share=True is not a number above"),
+        ("breaker_window_ms", "0", "breaker_window_ms='0' is not a number of milliseconds"),
+        ("breaker_open_ms", "16000", "breaker_open_ms is more than breaker_open_max_ms"),
+        ("breaker_open_max_ms", 999, "breaker_open_ms is more than breaker_open_max_ms"),
+    ],
+)
+def test_the_error_for_a_wrong_option_names_it(option: str, given: Any, problem: str) -> None:
+    """The message names the option and shows an example."""
+    with pytest.raises(ConfigError) as caught:
+        parse("redis://localhost", **{option: given})
+    assert problem in str(caught.value)
