@@ -20,7 +20,7 @@ from tests.redis_servers.server import program_path
 
 from bench.redis_engines import Rates, our_limits
 from bench.redis_measure import Sample
-from tollkeeper.decide.stores.redis.codec import encode_gate
+from tollkeeper.decide.stores.redis.codec import encode_limits
 from tollkeeper.decide.stores.redis.scripts import CHECK
 
 CLIENTS: Final = 2
@@ -34,7 +34,7 @@ class RedisBenchmark:
     connections = CLIENTS
 
     def __init__(self, server: Single, rates: Rates, keys: int, requests: int) -> None:
-        gate = encode_gate(our_limits(rates), rule="")
+        gate = encode_limits(our_limits(rates), rule="")
         literal = "".join(f"\\{byte:03}" for byte in gate)
         sha = server.admin.script_load(f"ARGV[1] = '{literal}'\n{CHECK.text.decode()}")
         self._command: list[str | bytes] = [

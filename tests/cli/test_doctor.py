@@ -15,7 +15,7 @@ from tests.redis_servers import Cluster, Sentinels, Single, Tls, User, running, 
 from tollkeeper import Limiter
 from tollkeeper.cli.doctor import CHECKS, SCRIPT_COMMANDS, Report, examine
 from tollkeeper.decide import kernel
-from tollkeeper.decide.stores.redis.findings import Finding
+from tollkeeper.decide.stores.redis.findings import HealthFinding
 
 SETTLED_SECONDS_MAX = 20.0
 REDIS_CHECKS = [
@@ -28,7 +28,7 @@ def checks(report: Report) -> list[str]:
     return list(dict.fromkeys(finding.check for finding in report.findings))
 
 
-def finding(report: Report, check: str) -> Finding:
+def finding(report: Report, check: str) -> HealthFinding:
     (found,) = (each for each in report.findings if each.check == check)
     return found
 
@@ -68,7 +68,7 @@ def test_with_aof_there_is_nothing_to_say_about_persistence() -> None:
     """How much a crash loses is in the line."""
     with Single(aof=True) as server:
         report = examine(server.uri)
-        assert finding(report, "persistence") == Finding(
+        assert finding(report, "persistence") == HealthFinding(
             "persistence",
             "ok",
             "AOF is on, appendfsync always: whatever was answered survives a crash",

@@ -32,7 +32,7 @@ from tollkeeper.cli.reconcile_used import rules_used
 from tollkeeper.cli.scrape import read
 from tollkeeper.control.database import Database
 from tollkeeper.core.errors import ConfigError
-from tollkeeper.decide.stores.redis.encode import field_of
+from tollkeeper.decide.stores.redis.codec import field_of
 from tollkeeper.history import tables
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import from_data

@@ -20,15 +20,15 @@ from tests.service_process import run_to_end
 from tollkeeper import Limit, Limiter
 from tollkeeper.cli import reconcile as reconciling
 from tollkeeper.core.errors import StoreUnavailable
-from tollkeeper.decide.stores.redis.config import parse
-from tollkeeper.decide.stores.redis.reconcile import (
+from tollkeeper.decide.stores.redis.audit import (
     PAGE_KEYS,
-    Pace,
-    Walked,
+    AuditedServer,
+    AuditPace,
+    audit,
     remove,
     set_expiry,
-    walk,
 )
+from tollkeeper.decide.stores.redis.config import parse
 from tollkeeper.decide.stores.redis.topology import Topology
 from tollkeeper.rules.document.reading import from_data
 
@@ -217,7 +217,7 @@ def test_what_has_changed_meanwhile_is_not_touched(single: Single) -> None:
     single.admin.set(keys[3], "text")
     with_topology = Topology(parse(single.uri))
     try:
-        (walked,) = walk(with_topology, "tk", Pace(pause_seconds=0))
+        (walked,) = audit(with_topology, "tk", AuditPace(pause_seconds=0))
         for key in keys[1:4]:
             single.admin.restore(key, 100_000, values[key], replace=True)
         before = dumped(single)
@@ -266,13 +266,13 @@ def test_many_keys_are_walked_page_by_page_with_a_rest(single: Single) -> None:
     rests: list[float] = []
     topology = Topology(parse(single.uri))
     try:
-        (walked,) = walk(topology, "tk", Pace(0, 0.25, sleep=rests.append))
+        (walked,) = audit(topology, "tk", AuditPace(0, 0.25, sleep=rests.append))
         assert (walked.keys, walked.states, walked.complete) == (keys, keys, True)
         assert walked.defects == []
         assert len(rests) >= 2
         assert set(rests) == {0.25}
         assert len(walked.sample) == 200
-        (some,) = walk(topology, "tk", Pace(keys_max=700, pause_seconds=0))
+        (some,) = audit(topology, "tk", AuditPace(keys_max=700, pause_seconds=0))
         assert (some.keys, some.complete) == (700, False)
     finally:
         topology.close()
@@ -377,13 +377,13 @@ def test_defects_beyond_what_is_kept_are_counted(
     assert finding.what.endswith("stay for good: 20")
     assert finding.where[-1] == "and 15 more"
     assert sum(each.done for each in report.repairs) == 8
-    assert isinstance(walked_of(single), Walked)
+    assert isinstance(walked_of(single), AuditedServer)
     assert walked_of(single).counts["no expiry"] == 12
 
 
-def walked_of(server: Single) -> Walked:
+def walked_of(server: Single) -> AuditedServer:
     topology = Topology(parse(server.uri))
     try:
-        return walk(topology, "tk", Pace(pause_seconds=0))[0]
+        return audit(topology, "tk", AuditPace(pause_seconds=0))[0]
     finally:
         topology.close()

@@ -28,7 +28,7 @@ from tests.redis_servers import Cluster, Server, Single, until
 from tollkeeper import Limit, Limiter
 from tollkeeper.core.clock import SystemClock
 from tollkeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
-from tollkeeper.decide.breaker import BreakerState
+from tollkeeper.decide.store import BreakerState
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.memory import PythonMemoryStore
 from tollkeeper.decide.stores.redis import breakers
@@ -322,7 +322,7 @@ def test_it_is_probed_though_there_was_no_thread_for_it(
 
     monkeypatch.setattr(threading.Thread, "start", started)
     with client("threads", server.uri, **QUICK) as api:
-        exhausted = api.store._servers._prober._run = _Exhausted(3)
+        exhausted = api.store._servers._prober._executor = _Exhausted(3)
         server.kill()
         until(lambda: is_open(api), "the breaker is open", SECONDS_MAX)
         server.start()

@@ -21,7 +21,7 @@ from tollkeeper.core.clock import Clock
 from tollkeeper.core.errors import StoreError, StoreTimeout
 from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
 from tollkeeper.decide.stores import open_store
-from tollkeeper.decide.stores.redis.flights import FREE_MAX
+from tollkeeper.decide.stores.redis.coalescing import FREE_MAX
 from tollkeeper.decide.stores.redis.store import RedisStore
 from tollkeeper.testing import ManualClock
 

@@ -18,7 +18,7 @@ from tollkeeper import AsyncLimiter, Limit, Limiter
 from tollkeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.redis import health as health_module
-from tollkeeper.decide.stores.redis.health import RedisHealth, census, survey
+from tollkeeper.decide.stores.redis.health import RedisHealth, count_states, survey
 from tollkeeper.decide.stores.redis.store import RedisStore
 from tollkeeper.decide.stores.redis.topology import Topology
 
@@ -167,11 +167,11 @@ def test_a_thousand_subjects_are_counted_exactly_and_more_estimated(single: Sing
         two = Limiter("5/minute; 100/hour", store=store)
         for number in range(health_module.SUBJECTS_COUNTED_MAX):
             two.check(f"user:{number}")
-        counted = census(topology, "tk")
+        counted = count_states(topology, "tk")
         assert (counted.subjects, counted.states, counted.exact) == (1_000, 2_000, True)
         for number in range(500):
             two.check(f"more:{number}")
-        counted = census(topology, "tk")
+        counted = count_states(topology, "tk")
         assert (counted.subjects, counted.states, counted.exact) == (1_500, 3_000, False)
 
 
@@ -188,7 +188,7 @@ def test_a_large_database_is_estimated_from_a_part(single: Single) -> None:
             pipeline.restore(f"tk:{{user:{number}}}", 3_600_000, hash_of_a)
         pipeline.execute()
         before = scans_seen(single)
-        counted = census(topology, "tk")
+        counted = count_states(topology, "tk")
         assert not counted.exact
         assert counted.subjects == pytest.approx(10_000, rel=0.15)
         assert counted.states == pytest.approx(20_000, rel=0.15)
@@ -201,11 +201,11 @@ def test_foreign_values_under_our_prefix_are_passed_over(single: Single) -> None
     with opened(single.uri) as store, closing(Topology(store.config)) as topology:
         Limiter("5/minute", store=store).check("a")
         single.admin.set("tk:{b}", "no hash")
-        counted = census(topology, "tk")
+        counted = count_states(topology, "tk")
         assert (counted.subjects, counted.exact) == (2, False)
         single.admin.delete("tk:{a}")
         with pytest.raises(StoreUnavailable, match="WRONGTYPE"):
-            census(topology, "tk")
+            count_states(topology, "tk")
     single.flush()
 
 
@@ -300,7 +300,7 @@ def test_quota_that_would_not_survive_is_warned_of() -> None:
     with Single() as server, opened(server.uri) as store:
         (warning, _) = store.health().warnings
         assert warning == (
-            f"AOF is off: quota would not survive a restart (127.0.0.1:{server.port}): "
+            f"AOF is off: counts would be lost at a restart (127.0.0.1:{server.port}): "
             f"CONFIG SET appendonly yes, then CONFIG REWRITE"
         )
         server.admin.config_set("appendonly", "yes")
@@ -363,7 +363,7 @@ def test_a_refused_login_is_told_without_the_password(who: str) -> None:
         with opened(uri) as store, closing(Topology(store.config)) as topology:
             (node,) = survey(topology, store.config).nodes
             assert (node.reachable, node.login_refused) == (False, True)
-            with pytest.raises(StoreUnavailable, match="refuses the login") as caught:
+            with pytest.raises(StoreUnavailable, match="rejects the login") as caught:
                 store.health()
             assert "s3cret" not in str(caught.value)
 

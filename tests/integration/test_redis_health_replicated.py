@@ -13,7 +13,7 @@ from tests.redis_servers import Cluster, Sentinels, until
 from tollkeeper import Limiter
 from tollkeeper.core.errors import StoreError
 from tollkeeper.decide.stores import open_store
-from tollkeeper.decide.stores.redis.findings import Finding
+from tollkeeper.decide.stores.redis.findings import HealthFinding
 from tollkeeper.decide.stores.redis.store import RedisStore
 
 SETTLED_SECONDS_MAX = 20.0
@@ -25,7 +25,7 @@ def opened(uri: str) -> closing[RedisStore]:
     return closing(cast("RedisStore", open_store(uri, deadline_ms=10_000)))
 
 
-def findings(store: RedisStore, check: str) -> list[Finding]:
+def findings(store: RedisStore, check: str) -> list[HealthFinding]:
     return [finding for finding in store.health().findings if finding.check == check]
 
 

@@ -19,7 +19,7 @@ from tests.redis_servers import Single
 from tollkeeper import AsyncLimiter, Decision, Limit
 from tollkeeper.core.errors import StoreError
 from tollkeeper.decide.stores import open_store
-from tollkeeper.decide.stores.redis.flights import FREE_MAX
+from tollkeeper.decide.stores.redis.coalescing import FREE_MAX
 from tollkeeper.decide.stores.redis.store import RedisStore
 
 _numbers = count()

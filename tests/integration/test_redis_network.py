@@ -39,8 +39,7 @@ from tests.redis_servers.ports import HOST
 from tollkeeper import AsyncLimiter, Limiter
 from tollkeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
 from tollkeeper.decide.stores import open_store
-from tollkeeper.decide.stores.redis import handshake, wire_async
-from tollkeeper.decide.stores.redis import wire as wire_threads
+from tollkeeper.decide.stores.redis import connections
 from tollkeeper.decide.stores.redis.store import RedisStore
 
 _numbers = count()
@@ -214,7 +213,7 @@ def test_another_service_on_that_port_is_told_apart(key: str, wire: str) -> None
             with client(wire, f"redis://{HOST}:{web.server_port}", deadline_ms=2_000) as api:
                 seconds, error = timed(lambda: outcome(api.start(key)))
                 assert isinstance(error, StoreUnavailable)
-                assert "not an answer of Redis" in str(error)
+                assert "not a reply of Redis" in str(error)
                 assert seconds < 1 + LATE_SECONDS_MAX
         finally:
             web.shutdown()
@@ -316,7 +315,7 @@ def test_a_connection_that_the_server_closed_while_it_idled_is_replaced(
 @both_wires
 def test_a_storm_of_reconnects_charges_at_most_once(server: Single, key: str, wire: str) -> None:
     """More callers than connections are kept for, all cut off again and again."""
-    kept = wire_threads.IDLE_MAX if wire == "threads" else 1
+    kept = connections.IDLE_MAX if wire == "threads" else 1
     with client(wire, server.uri) as api:
         with Load(api, key, workers=90) as load:
             for _ in range(20):
@@ -442,7 +441,7 @@ async def test_what_may_be_under_way_is_bounded(
     server: Single, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond PENDING_MAX a call fails at once, and is not sent; before and after the connection."""
-    monkeypatch.setattr(wire_async, "PENDING_MAX", 10)
+    monkeypatch.setattr(connections, "PENDING_MAX", 10)
     with Proxy(server.port, "swallow") as proxy:
         store = open_store(proxy.uri, deadline_ms=200, coalesce=False)
         limiter = AsyncLimiter(COUNTED, store=store, on_failure="raise")
@@ -465,7 +464,7 @@ async def test_closing_does_not_wait_for_a_server_that_takes_nothing_in(key: str
         limiter = AsyncLimiter(COUNTED, store=store, on_failure="raise")
         calls = [asyncio.ensure_future(limiter.check(f"{key} {'x' * 480}")) for _ in range(6_000)]
         taken, _ = await asyncio.to_thread(silent.accept)
-        greeting = handshake.payload(handshake.greeting(store.config))
+        greeting = connections.handshake_payload(connections.handshake_commands(store.config))
         while greeting:
             greeting = greeting[len(await asyncio.to_thread(taken.recv, len(greeting))) :]
         taken.sendall(b"+OK\r\n")

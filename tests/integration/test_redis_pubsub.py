@@ -11,7 +11,7 @@ from tests.redis_servers import KINDS, Cluster, Sentinels, Single, User, running
 from tollkeeper import StoreTimeout, StoreUnavailable, open_store
 from tollkeeper.control.follow import announce
 from tollkeeper.decide.stores.redis import pubsub
-from tollkeeper.decide.stores.redis.pubsub import Subscription
+from tollkeeper.decide.stores.redis.pubsub import RedisSubscription
 from tollkeeper.decide.stores.redis.store import RedisStore
 
 SECONDS_MAX = 20.0
@@ -36,7 +36,7 @@ def opened() -> Iterator[Open]:
         store.close()
 
 
-def await_message(subscription: Subscription) -> None:
+def await_message(subscription: RedisSubscription) -> None:
     until(lambda: subscription.wait(WAIT_S), "a message comes", SECONDS_MAX)
 
 
@@ -134,7 +134,7 @@ def test_a_cluster_that_has_lost_a_node_carries_messages(opened: Open) -> None:
             await_message(again)
 
 
-def _subscribed(store: RedisStore) -> Subscription | None:
+def _subscribed(store: RedisStore) -> RedisSubscription | None:
     try:
         return store.subscribe("rules")
     except (StoreUnavailable, StoreTimeout):

@@ -114,7 +114,7 @@ def test_a_server_that_cannot_save_refuses(key: str, wire: str) -> None:
         error = refusal(api, key)
         assert isinstance(error, StoreUnavailable)
         assert "MISCONF" in str(error)
-        assert "mend the disk" in str(error)
+        assert "repair the disk" in str(error)
         server.admin.config_set("stop-writes-on-bgsave-error", "no")
         assert api.check(key).remaining == COUNTED.limit - 2
 
@@ -157,7 +157,7 @@ def test_a_key_of_another_application_is_left_alone(server: Single, key: str, wi
     """WRONGTYPE: it says how to keep out of each other's way."""
     server.admin.set(f"tk:{{{key}}}", "mine")
     with client(wire, server.uri) as api:
-        assert "set prefix=" in str(refusal(api, key))
+        assert "set another prefix=" in str(refusal(api, key))
     assert server.admin.get(f"tk:{{{key}}}") == "mine"
 
 

@@ -89,7 +89,7 @@ def test_a_service_that_no_sentinel_knows_is_named(servers: Sentinels, key: str,
         for _ in range(3):
             seconds, error = timed(lambda: outcome(api.start(key)))
             assert isinstance(error, StoreUnavailable)
-            assert "watches no primary called 'mine'" in str(error)
+            assert "monitors no primary called 'mine'" in str(error)
             assert seconds < LATE_SECONDS_MAX
 
 
@@ -108,7 +108,7 @@ def test_dead_sentinels_change_nothing_for_those_who_know(servers: Sentinels, ke
             for api in newcomers:
                 error = outcome(api.start(key))
                 assert isinstance(error, StoreUnavailable)
-                assert "no server could say who is the primary" in str(error)
+                assert "no server could name the primary" in str(error)
             for api in clients:
                 assert api.check(key).allowed
             servers.revive()

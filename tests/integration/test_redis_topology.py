@@ -113,11 +113,11 @@ def test_slots_are_the_servers(cluster: Cluster) -> None:
 def test_every_slot_has_its_primary(cluster: Cluster) -> None:
     """Three of six addresses are enough to find all, and nothing is known before asking."""
     with _topology(cluster.uri) as topology:
-        assert topology.address_of(0) is None
+        assert topology.slots[0] is None
         topology.refresh()
         for slot in (0, 1, SLOTS // 3, SLOTS // 2, SLOTS - 1):
-            assert topology.address_of(slot) == _address(cluster.node_of(slot))
-        assert topology.address_of(SLOTS - 1) != topology.address_of(0)
+            assert topology.slots[slot] == _address(cluster.node_of(slot))
+        assert topology.slots[SLOTS - 1] != topology.slots[0]
         assert set(topology.primaries()) == set(map(_address, cluster.primaries()))
 
 
@@ -151,13 +151,13 @@ def test_moved_counts_at_once(cluster: Cluster) -> None:
     """The slot, and it alone, is where the node said; a refresh finds out what is true."""
     with _topology(cluster.uri) as topology:
         topology.refresh()
-        before, stranger = topology.address_of(7), Address("stranger", 1)
+        before, stranger = topology.slots[7], Address("stranger", 1)
         topology.moved(7, stranger)
-        assert topology.address_of(7) == stranger
-        assert topology.address_of(6) == topology.address_of(8) == before
+        assert topology.slots[7] == stranger
+        assert topology.slots[6] == topology.slots[8] == before
         assert stranger in topology.nodes()
         until(
-            lambda: _asked(topology).address_of(7) == before,
+            lambda: _asked(topology).slots[7] == before,
             "the truth about slot 7",
             SECONDS_MAX,
         )
@@ -171,8 +171,8 @@ def test_a_moved_slot_is_found(cluster: Cluster, eager: None) -> None:
         cluster.move_slot(9, target.port)
         try:
             topology.refresh()
-            assert topology.address_of(9) == _address(target)
-            assert topology.address_of(8) == topology.address_of(10) == _address(source)
+            assert topology.slots[9] == _address(target)
+            assert topology.slots[8] == topology.slots[10] == _address(source)
         finally:
             cluster.move_slot(9, source.port)
 
@@ -185,11 +185,11 @@ def test_a_killed_primary_of_a_cluster_is_replaced(mortal_cluster: Cluster, eage
         try:
             promotion = mortal_cluster.wait_promoted(3)
             until(
-                lambda: _asked(topology).address_of(3) != old,
+                lambda: _asked(topology).slots[3] != old,
                 "a refresh finds the new primary",
                 SECONDS_MAX,
             )
-            assert topology.address_of(3) == Address(*promotion.address)
+            assert topology.slots[3] == Address(*promotion.address)
             assert time.monotonic() - promotion.seen_at_seconds < 5
         finally:
             mortal_cluster.revive()
@@ -216,7 +216,7 @@ def test_a_killed_primary_under_sentinels_is_replaced(eager: None) -> None:
         old = Address(*servers.kill_primary())
         with pytest.raises(StoreUnavailable, match=f"{old}, named by Sentinel .*refused"):
             topology.refresh()
-        assert topology.address_of(0) == old
+        assert topology.slots[0] == old
         promotion = servers.wait_promoted()
 
         def found() -> bool:
@@ -224,11 +224,11 @@ def test_a_killed_primary_under_sentinels_is_replaced(eager: None) -> None:
                 topology.refresh()
             except StoreUnavailable:
                 return False
-            return topology.address_of(0) == Address(*promotion.address)
+            return topology.slots[0] == Address(*promotion.address)
 
         until(found, "a Sentinel names the new primary", SECONDS_MAX)
         assert time.monotonic() - promotion.seen_at_seconds < 5
-        assert topology.address_of(SLOTS - 1) == topology.address_of(0)
+        assert topology.slots[SLOTS - 1] == topology.slots[0]
 
 
 def test_a_sentinel_that_names_a_replica_is_not_believed(sentinels: Sentinels) -> None:
@@ -243,14 +243,14 @@ def test_a_sentinel_that_names_a_replica_is_not_believed(sentinels: Sentinels) -
             both = sentinels.uri.replace("://", f"://{HOST}:{mistaken.port},")
             with _topology(both) as topology:
                 topology.refresh()
-                assert topology.address_of(0) == Address(*sentinels.primary)
+                assert topology.slots[0] == Address(*sentinels.primary)
 
 
 def test_an_unknown_service_is_named(sentinels: Sentinels) -> None:
     """A name that no Sentinel knows is a mistake in the URI, and the message says which."""
     error = _failure(sentinels.uri.replace("/main/0", "/mine"))
     assert isinstance(error, StoreUnavailable)
-    assert "watches no primary called 'mine'" in str(error)
+    assert "monitors no primary called 'mine'" in str(error)
 
 
 def test_a_silent_primary_costs_its_timeout_once(sentinels: Sentinels) -> None:
@@ -296,7 +296,7 @@ def test_a_refresh_is_shared(alone: Single, eager: None) -> None:
     with _topology(_cluster_uri(alone), connect_ms=60_000) as topology:
         alone.pause()
         assert _at_once(topology, alone.resume) == [None] * 8
-        assert topology.address_of(0) == _address(alone)
+        assert topology.slots[0] == _address(alone)
     assert _connections(alone) - before == 1
 
 
@@ -310,7 +310,7 @@ def test_a_failed_refresh_is_shared_too(alone: Single, eager: None) -> None:
         assert len({str(error) for error in errors}) == 1
         alone.start()
         topology.refresh()
-        assert topology.address_of(0) == _address(alone)
+        assert topology.slots[0] == _address(alone)
 
 
 def test_a_refresh_just_done_is_good_enough(alone: Single, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +330,7 @@ def test_one_server_is_known_without_asking() -> None:
     """Its address is in the URI: nothing is connected to, so a dead one is no error here."""
     with _topology(f"redis://{HOST}:1/5") as topology:
         topology.refresh()
-        assert topology.address_of(0) == topology.address_of(SLOTS - 1) == Address(HOST, 1)
+        assert topology.slots[0] == topology.slots[SLOTS - 1] == Address(HOST, 1)
         assert topology.primaries() == topology.nodes() == [Address(HOST, 1)]
 
 
@@ -344,8 +344,8 @@ def test_the_error_says_what_each_server_did() -> None:
         error = _failure(uri, connect_ms=200)
         message = str(error)
         assert isinstance(error, StoreUnavailable)
-        assert message.startswith(f"{parse(uri).shown()}: no server could say who has which slot")
-        assert f"{_address(plain)}: it is one server and no cluster; write redis://" in message
+        assert message.startswith(f"{parse(uri).shown()}: no server could name the cluster's slots")
+        assert f"{_address(plain)}: it is a single server, not a cluster; write redis://" in message
         assert f"{_address(slow)}: no answer in time" in message
         assert f"{HOST}:{dead}: Connection refused" in message
         assert "no-such-host.invalid:6379: " in message
@@ -393,7 +393,7 @@ def test_a_sentinel_that_refuses_the_login_says_what_to_check(sentinels: Sentine
             assert "wr0ng" not in str(error)
         with _topology(uri, sentinel_password="s3cret") as topology:
             topology.refresh()
-            assert topology.address_of(0) == Address(*sentinels.primary)
+            assert topology.slots[0] == Address(*sentinels.primary)
 
 
 @pytest.mark.parametrize("password", ["hunter2", "h" * 300])
@@ -428,12 +428,12 @@ def test_who_knows_more_is_believed(cluster: Cluster, eager: None) -> None:
         for _ in range(8):
             with _topology(_cluster_uri(empty, half, cluster.nodes[0])) as topology:
                 topology.refresh()
-                assert topology.address_of(0) == _address(cluster.node_of(0))
+                assert topology.slots[0] == _address(cluster.node_of(0))
         with _topology(_cluster_uri(empty, half)) as topology:
             topology.refresh()
-            assert topology.address_of(SLOTS // 2) == _address(half)
-            assert topology.address_of(SLOTS // 2 + 1) is None
-        assert "no slots and knows no node that has" in str(_failure(_cluster_uri(empty)))
+            assert topology.slots[SLOTS // 2] == _address(half)
+            assert topology.slots[SLOTS // 2 + 1] is None
+        assert "no slots and knows no node with slots" in str(_failure(_cluster_uri(empty)))
 
 
 def test_a_user_needs_no_more_than_cluster_slots() -> None:
@@ -443,7 +443,7 @@ def test_a_user_needs_no_more_than_cluster_slots() -> None:
         _give_slots(server)
         with _topology(_cluster_uri(server), username="app", password="pw") as topology:
             topology.refresh()
-            assert topology.address_of(0) == _address(server)
+            assert topology.slots[0] == _address(server)
 
 
 def test_tls_is_used_for_asking_and_for_clients() -> None:

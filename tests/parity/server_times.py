@@ -1,40 +1,40 @@
-"""The server's time of each decision, read back."""
+"""Read the server's time of each decision."""
 
 from __future__ import annotations
 
 from tests.conformance.awaited import AwaitedGate
 from tollkeeper.core.model import Decision
 from tollkeeper.decide.store import Gate
-from tollkeeper.decide.stores.redis.codec import NS_PER_US, Answers
+from tollkeeper.decide.stores.redis.codec import NS_PER_US, ReplyDecoder
 from tollkeeper.decide.stores.redis.gates import AsyncRedisGate, RedisGate
 
 
-class TimedAnswers:
-    """Notes the server's time of each answer on its way to becoming a decision."""
+class TimedDecoder:
+    """A decoder that notes the server's time in each reply."""
 
-    def __init__(self, answers: Answers) -> None:
-        self._answers = answers
-        self.limits = answers.limits
+    def __init__(self, decoder: ReplyDecoder) -> None:
+        self._decoder = decoder
+        self.limits = decoder.limits
         self.now_ns = 0
 
-    def check(self, answer: list[int], cost: int, early_ns: int = 0) -> Decision:
-        self._note(answer)
-        return self._answers.check(answer, cost, early_ns)
+    def check(self, reply: list[int], cost: int, early_ns: int = 0) -> Decision:
+        self._note(reply)
+        return self._decoder.check(reply, cost, early_ns)
 
-    def peek(self, answer: list[int], cost: int, early_ns: int = 0) -> Decision:
-        self._note(answer)
-        return self._answers.peek(answer, cost, early_ns)
+    def peek(self, reply: list[int], cost: int, early_ns: int = 0) -> Decision:
+        self._note(reply)
+        return self._decoder.peek(reply, cost, early_ns)
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._answers, name)
+        return getattr(self._decoder, name)
 
-    def _note(self, answer: list[int]) -> None:
-        self.now_ns = (answer[0] if answer[0] >= 0 else ~answer[0]) * NS_PER_US
+    def _note(self, reply: list[int]) -> None:
+        self.now_ns = (reply[0] if reply[0] >= 0 else ~reply[0]) * NS_PER_US
 
 
-def timed(gate: Gate) -> TimedAnswers:
-    """The times of a gate's answers from now on."""
+def timed(gate: Gate) -> TimedDecoder:
+    """Return the times of a gate's replies from now on."""
     inner: RedisGate | AsyncRedisGate = gate._gate if isinstance(gate, AwaitedGate) else gate
-    times = TimedAnswers(inner.commands.answers)
-    inner.commands.answers = times
+    times = TimedDecoder(inner.scripts.decoder)
+    inner.scripts.decoder = times
     return times

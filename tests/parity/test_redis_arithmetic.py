@@ -18,7 +18,7 @@ from tests.promises.strategies import limit_of, promise
 from tests.redis_servers import running
 from tollkeeper.core.model import MICROS_PER_UNIT, REFILL_NS_MAX, UNITS_MAX, WINDOW_NS_MAX, Limit
 from tollkeeper.decide.store import Store
-from tollkeeper.decide.stores.redis.codec import encode_gate
+from tollkeeper.decide.stores.redis.codec import encode_limits
 from tollkeeper.testing import ManualClock
 
 YEAR_US = WINDOW_NS_MAX // NS_PER_US
@@ -79,7 +79,7 @@ def borders(draw: st.DrawFn) -> tuple[int, int, int]:
 @promise(300, triples=st.lists(refills() | fadings() | borders(), min_size=1, max_size=100))
 def test_products_are_divided_exactly(triples: list[tuple[int, int, int]]) -> None:
     """Whole and rest of x × n / d, where the product is far beyond what a double can hold."""
-    gate = encode_gate([Limit(1, per=1)], "")
+    gate = encode_limits([Limit(1, per=1)], "")
     numbers = [number for triple in triples for number in triple]
     answers = running("single").admin.eval(MULTIPLY_DIVIDE, 1, "none", gate, 0, 0, *numbers)
     expected = [divmod(x * n, d) for x, n, d in triples]

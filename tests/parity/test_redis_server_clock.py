@@ -13,7 +13,7 @@ import tollkeeper.core.clock
 from tests.conformance.stores import CONNECTIONS, STORES
 from tests.parity.in_microseconds import ALGORITHMS_US
 from tests.parity.reference import ReferenceGate, States, answer
-from tests.parity.server_times import TimedAnswers, timed
+from tests.parity.server_times import TimedDecoder, timed
 from tollkeeper.core.clock import SystemClock
 from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS, Limit
 from tollkeeper.decide.store import Gate, Store
@@ -44,7 +44,7 @@ def trace(seed: int, store: Store) -> int:
     states: States = {}
     denied = 0
 
-    def gates() -> tuple[Gate, TimedAnswers, ReferenceGate]:
+    def gates() -> tuple[Gate, TimedDecoder, ReferenceGate]:
         limits = short_limits(random)
         gate = store.gate(limits, "rule")
         return gate, timed(gate), ReferenceGate(states, limits, "rule", ALGORITHMS_US)

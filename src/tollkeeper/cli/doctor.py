@@ -22,7 +22,12 @@ from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.redis.config import SCHEMES as REDIS_SCHEMES
 from tollkeeper.decide.stores.redis.config import RedisConfig
 from tollkeeper.decide.stores.redis.config import parse as parse_redis
-from tollkeeper.decide.stores.redis.findings import FORBIDDEN, Finding, NodeHealth, merged
+from tollkeeper.decide.stores.redis.findings import (
+    FORBIDDEN,
+    HealthFinding,
+    ServerHealth,
+    merge_findings,
+)
 from tollkeeper.limiter import Limiter
 
 if TYPE_CHECKING:
@@ -51,7 +56,7 @@ class Report:
 
     store: str
     """Its URI, without secrets."""
-    findings: tuple[Finding, ...]
+    findings: tuple[HealthFinding, ...]
     usable: bool
     """Could it be opened, and does any server answer?"""
 
@@ -80,11 +85,13 @@ def examine(uri: str, **options: object) -> Report:
         if scheme == "memory":
             return _examine_memory(uri, given)
     except ConfigError as error:
-        wrong = Finding("uri", "problem", str(error), "correct it, or the option that it names")
+        wrong = HealthFinding(
+            "uri", "problem", str(error), "correct it, or the option that it names"
+        )
         return Report(f"{scheme}://", (wrong,), usable=False)
     known = ", ".join(f"{name}://" for name in ("memory", "shared", *REDIS_SCHEMES))
     # Nothing of it is repeated: it may hold a password anywhere.
-    wrong = Finding(
+    wrong = HealthFinding(
         "uri", "problem", "the URI has no known scheme", f"begin it with one of {known}"
     )
     return Report("unknown", (wrong,), usable=False)
@@ -94,15 +101,17 @@ def _examine_memory(uri: str, options: dict[str, object]) -> Report:
     with closing(open_store(uri, None, **options)) as store:
         room = f"for {store.stats().states_max:,} states"
     here = "quotas of each process by itself, so there is nothing to connect to"
-    findings = (Finding("uri", "ok", here), _kernel(), Finding("capacity", "ok", room))
+    findings = (HealthFinding("uri", "ok", here), _kernel(), HealthFinding("capacity", "ok", room))
     return Report(uri, findings, usable=True)
 
 
-def _kernel() -> Finding:
+def _kernel() -> HealthFinding:
     if kernel.BUILT:
-        return Finding("kernel", "ok", "the C kernel decides")
+        return HealthFinding("kernel", "ok", "the C kernel decides")
     remedy = "install a C compiler and the Python headers, then tollkeeper again"
-    return Finding("kernel", "warning", "not built: Python decides, some 20 times slower", remedy)
+    return HealthFinding(
+        "kernel", "warning", "not built: Python decides, some 20 times slower", remedy
+    )
 
 
 def _examine_shared(uri: str, options: dict[str, object]) -> Report:
@@ -114,22 +123,22 @@ def _examine_shared(uri: str, options: dict[str, object]) -> Report:
         store = open_store(uri, None, **options)
     except StoreError as error:
         remedy = "correct the path, or its owner and mode; or delete the file to make it anew"
-        wrong = Finding("file", "problem", str(error), remedy)
+        wrong = HealthFinding("file", "problem", str(error), remedy)
         return Report(uri, (wrong,), usable=False)
     with closing(store):
         capacity = _capacity(store.stats(), parts.path)
     found = f"{path} is there and of this version"
-    return Report(uri, (Finding("file", "ok", found), _kernel(), capacity), usable=True)
+    return Report(uri, (HealthFinding("file", "ok", found), _kernel(), capacity), usable=True)
 
 
-def _capacity(stats: StoreStats, path: str) -> Finding:
+def _capacity(stats: StoreStats, path: str) -> HealthFinding:
     found = f"{stats.states:,} of {stats.states_max:,} states"
     if stats.fullness < FULLNESS_HIGH and not stats.refused:
-        return Finding("capacity", "ok", found)
+        return HealthFinding("capacity", "ok", found)
     found += f"; {stats.refused:,} new ones found no room"
     larger = f"shared://{path}?capacity={2 * stats.states_max}"
     remedy = f"stop the service, delete the file, and start it with {larger}"
-    return Finding("capacity", "warning", found, remedy)
+    return HealthFinding("capacity", "warning", found, remedy)
 
 
 def _examine_missing(uri: str, path: Path) -> Report:
@@ -137,11 +146,11 @@ def _examine_missing(uri: str, path: Path) -> Report:
     usable = path.parent.is_dir() and os.access(path.parent, os.W_OK | os.X_OK)
     if usable:
         found = f"{path} is not there yet; the first process that opens it makes it"
-        missing = Finding("file", "warning", found, "start the service, or correct the path")
+        missing = HealthFinding("file", "warning", found, "start the service, or correct the path")
     else:
         found = f"{path} is not there, and this user cannot make it"
         remedy = f"mkdir -p {path.parent}, and give it to the user that runs the service"
-        missing = Finding("file", "problem", found, remedy)
+        missing = HealthFinding("file", "problem", found, remedy)
     return Report(uri, (missing, _kernel()), usable)
 
 
@@ -149,7 +158,7 @@ def _examine_redis(uri: str, options: dict[str, object]) -> Report:
     config = parse_redis(uri, **options)
     deadline_ms = config.deadline_ns / _NS_PER_MS
     found = f"{config.shown()}, prefix {config.prefix}, deadline {deadline_ms:g} ms"
-    findings = [Finding("uri", "ok", found)]
+    findings = [HealthFinding("uri", "ok", found)]
     # Whether calls meet the deadline is told by the round trip; here it is whether they work.
     patient_ms = max(config.deadline_ns, config.connect_ns) / _NS_PER_MS
     with closing(open_store(uri, None, **{**options, "deadline_ms": patient_ms})) as store:
@@ -162,7 +171,7 @@ def _examine_redis(uri: str, options: dict[str, object]) -> Report:
                 health = survey(topology, config)
             except StoreError as error:
                 remedy = "start the servers that the URI names, or correct it"
-                findings.append(Finding("connection", "problem", str(error), remedy))
+                findings.append(HealthFinding("connection", "problem", str(error), remedy))
                 return Report(config.shown(), tuple(findings), usable=False)
             findings += health.findings
             usable = any(node.reachable for node in health.nodes)
@@ -175,7 +184,7 @@ def _examine_redis(uri: str, options: dict[str, object]) -> Report:
 
 def _try_scripts(
     store: Store, topology: Topology, health: RedisHealth, config: RedisConfig
-) -> tuple[Finding, ...]:
+) -> tuple[HealthFinding, ...]:
     """Go the whole way of a check on each primary."""
     user = config.username or "default"
     allowed = " ".join(f"+{name}" for name in ("eval", "evalsha", "script|load", *SCRIPT_COMMANDS))
@@ -191,8 +200,8 @@ def _try_scripts(
             check, remedy = "scripts", "mend what it says; until then checks fail"
             if FORBIDDEN.search(str(error)):
                 check, remedy = "permissions", f"ACL SETUSER {user} ~{config.prefix}:* {allowed}"
-            findings.append(Finding(check, "problem", str(error), remedy, (address,)))
-    return merged(findings)
+            findings.append(HealthFinding(check, "problem", str(error), remedy, (address,)))
+    return merge_findings(findings)
 
 
 def _subjects(topology: Topology, prefix: str) -> Iterator[tuple[str, str]]:
@@ -202,7 +211,7 @@ def _subjects(topology: Topology, prefix: str) -> Iterator[tuple[str, str]]:
     left = set(topology.primaries())
     for _ in range(_SUBJECTS_TRIED_MAX):
         subject = f"tollkeeper-doctor:{token_hex(8)}"
-        address = topology.address_of(slot_of(f"{prefix}:{{{subject}}}".encode()))
+        address = topology.slots[slot_of(f"{prefix}:{{{subject}}}".encode())]
         if address in left:
             left.remove(address)
             yield str(address), subject
@@ -224,8 +233,8 @@ def _try_verbs(limiter: Limiter, subject: str) -> None:
 
 
 def _what_is_fine(
-    findings: Sequence[Finding], health: RedisHealth, config: RedisConfig
-) -> Iterator[Finding]:
+    findings: Sequence[HealthFinding], health: RedisHealth, config: RedisConfig
+) -> Iterator[HealthFinding]:
     """A line for each check that has found nothing wrong."""
     told = {finding.check for finding in findings}
     if any(finding.check == "permissions" and finding.level == "problem" for finding in findings):
@@ -253,19 +262,21 @@ def _what_is_fine(
         if check in told:
             continue
         if found is None:
-            yield Finding(check, "warning", "not known: no server tells it", "see permissions")
+            yield HealthFinding(
+                check, "warning", "not known: no server tells it", "see permissions"
+            )
         else:
-            yield Finding(check, "ok", found)
+            yield HealthFinding(check, "ok", found)
 
 
-def _of_all(nodes: Sequence[NodeHealth], say: Callable[[NodeHealth], str | None]) -> str | None:
+def _of_all(nodes: Sequence[ServerHealth], say: Callable[[ServerHealth], str | None]) -> str | None:
     """What is said of the nodes, each thing once; None if of one of them nothing can be."""
     said = [say(node) for node in nodes]
     known = [each for each in dict.fromkeys(said) if each is not None]
     return "; ".join(known) if known and None not in said else None
 
 
-def _version(node: NodeHealth) -> str | None:
+def _version(node: ServerHealth) -> str | None:
     return node.version and f"{str(node.server).capitalize()} {node.version}"
 
 
@@ -276,7 +287,7 @@ _LOST_WITH: Final = {
 }
 
 
-def _persistence(node: NodeHealth) -> str | None:
+def _persistence(node: ServerHealth) -> str | None:
     if node.aof_enabled is None:
         return None
     if node.aof_fsync not in _LOST_WITH:
@@ -290,12 +301,12 @@ _WHEN_FULL: Final = {
 }
 
 
-def _eviction(node: NodeHealth) -> str | None:
+def _eviction(node: ServerHealth) -> str | None:
     policy = node.maxmemory_policy
     return policy and f"{policy}: {_WHEN_FULL.get(policy, '')}"
 
 
-def _memory(nodes: Sequence[NodeHealth]) -> str | None:
+def _memory(nodes: Sequence[ServerHealth]) -> str | None:
     """Of the node that has least room left."""
     known = [(node.used_memory_bytes, node.maxmemory_bytes) for node in nodes]
     used, maximum = max(
@@ -310,7 +321,7 @@ def _memory(nodes: Sequence[NodeHealth]) -> str | None:
     return f"{used / maximum:.0%} of {maximum / 2**20:.1f} MiB used"
 
 
-def _clock(nodes: Sequence[NodeHealth]) -> str | None:
+def _clock(nodes: Sequence[ServerHealth]) -> str | None:
     offsets_ms = [node.clock_offset_ms for node in nodes if node.clock_offset_ms is not None]
     if not offsets_ms:
         return None
@@ -319,7 +330,7 @@ def _clock(nodes: Sequence[NodeHealth]) -> str | None:
     return f"{shown} from this machine's, which is no matter: the server's decides"
 
 
-def _replication(nodes: Sequence[NodeHealth]) -> str | None:
+def _replication(nodes: Sequence[ServerHealth]) -> str | None:
     primaries = [node for node in nodes if node.role == "primary"]
     fewest = min((node.replicas_connected or 0 for node in primaries), default=0)
     if not fewest:
@@ -331,7 +342,7 @@ def _replication(nodes: Sequence[NodeHealth]) -> str | None:
     return found
 
 
-def _cluster(nodes: Sequence[NodeHealth], health: RedisHealth) -> str | None:
+def _cluster(nodes: Sequence[ServerHealth], health: RedisHealth) -> str | None:
     if health.cluster_state is None or health.slots_covered is None:
         return None
     found = f"state {health.cluster_state}, {health.slots_covered:,} slots served"
@@ -340,7 +351,7 @@ def _cluster(nodes: Sequence[NodeHealth], health: RedisHealth) -> str | None:
     return found
 
 
-def _round_trip(nodes: Sequence[NodeHealth], config: RedisConfig) -> str | None:
+def _round_trip(nodes: Sequence[ServerHealth], config: RedisConfig) -> str | None:
     medians_ms = [node.latency_ms for node in nodes if node.latency_ms is not None]
     worst_ms = [node.latency_max_ms for node in nodes if node.latency_max_ms is not None]
     if not medians_ms or not worst_ms:

@@ -1,7 +1,7 @@
 """`tollkeeper reconcile`: is what the store holds as it should be, and if not, what mends it?
 
 `doctor` asks whether the servers are fit; this looks at what they keep. It walks Redis gently
-(`decide/stores/redis/reconcile.py`), compares replicas with their primaries (`drift.py`), and, told
+(`decide/stores/redis/audit.py`), compares replicas with their primaries, and, told
 the rules, says which of them nobody meets. It changes nothing unless `--repair` asks for it, and
 then says each thing that it did. `reconcile_command.py` is the command; here nobody prints.
 """
@@ -29,8 +29,12 @@ from tollkeeper.rules.document.model import Document
 
 if TYPE_CHECKING:
     # These need the libraries of the redis extra, which shared:// does without.
-    from tollkeeper.decide.stores.redis.drift import Compared
-    from tollkeeper.decide.stores.redis.reconcile import Defect, Kind, Walked
+    from tollkeeper.decide.stores.redis.audit import (
+        AuditedServer,
+        DefectKind,
+        KeyDefect,
+        ReplicaComparison,
+    )
     from tollkeeper.decide.stores.redis.topology import Topology
 
 Level = Literal["ok", "warning", "problem"]
@@ -163,20 +167,19 @@ def _redis(asked: Asked) -> tuple[str, list[Finding], dict[str, int], tuple[Repa
     config = parse_redis(asked.store, **asked.options)
     # Says so if its libraries are missing.
     open_store(asked.store, None, **asked.options).close()
-    from tollkeeper.decide.stores.redis import drift  # noqa: PLC0415 - the redis extra
-    from tollkeeper.decide.stores.redis import reconcile as walking  # noqa: PLC0415 - as above
+    from tollkeeper.decide.stores.redis import audit  # noqa: PLC0415 - the redis extra
     from tollkeeper.decide.stores.redis.topology import Topology  # noqa: PLC0415 - as above
 
     needed_ms = 0 if asked.document is None else reconcile_rules.needed_ms(asked.document)
-    pause_s = walking.PAUSE_SECONDS if asked.pause_seconds is None else asked.pause_seconds
+    pause_s = audit.PAUSE_SECONDS if asked.pause_seconds is None else asked.pause_seconds
     logs = frozenset() if asked.document is None else reconcile_rules.logs_of(asked.document)
-    pace = walking.Pace(asked.keys_max, pause_s, ttl_ms_max=needed_ms or None, logs=logs)
+    pace = audit.AuditPace(asked.keys_max, pause_s, ttl_ms_max=needed_ms or None, logs=logs)
     with closing(Topology(config)) as topology:
-        walked = walking.walk(topology, config.prefix, pace)
+        walked = audit.audit(topology, config.prefix, pace)
         compared = [
             each
             for one in walked
-            for each in drift.compare(topology, one.address, one.sample, config.prefix)
+            for each in audit.compare_replicas(topology, one.address, one.sample, config.prefix)
         ]
         repairs = tuple(_Repairs(topology, walked, asked.repair, needed_ms).made())
         findings = [
@@ -187,7 +190,7 @@ def _redis(asked: Asked) -> tuple[str, list[Finding], dict[str, int], tuple[Repa
     return config.shown(), findings, _counted(walked), repairs
 
 
-def _counted(walked: Sequence[Walked]) -> dict[str, int]:
+def _counted(walked: Sequence[AuditedServer]) -> dict[str, int]:
     states = sum(one.states for one in walked)
     memory_bytes = sum(one.memory_bytes for one in walked)
     return {
@@ -200,7 +203,7 @@ def _counted(walked: Sequence[Walked]) -> dict[str, int]:
 
 
 def _walked(
-    walked: Sequence[Walked], config: RedisConfig, asked: Asked, repairs: Sequence[Repair]
+    walked: Sequence[AuditedServer], config: RedisConfig, asked: Asked, repairs: Sequence[Repair]
 ) -> Iterator[Finding]:
     yield _coverage(walked, config)
     for kind, (level, what, remedy) in _DEFECTS.items():
@@ -227,7 +230,7 @@ def _walked(
         yield from _stored(asked.document, walked)
 
 
-_DEFECTS: Final[Mapping[Kind, tuple[Level, str, str]]] = {
+_DEFECTS: Final[Mapping[DefectKind, tuple[Level, str, str]]] = {
     "no expiry": (
         "problem",
         "keys that never expire, and would stay for good: {count}",
@@ -254,7 +257,7 @@ _DEFECTS: Final[Mapping[Kind, tuple[Level, str, str]]] = {
         "give the other program another prefix; they are never touched here",
     ),
 }
-_FINE: Final[Mapping[Kind, str]] = {
+_FINE: Final[Mapping[DefectKind, str]] = {
     "no expiry": "lacks an expiry",
     "wrong type": "is of another type than ours",
     "unreadable": "has a field that cannot be read",
@@ -263,7 +266,7 @@ _FINE: Final[Mapping[Kind, str]] = {
 }
 
 
-def _coverage(walked: Sequence[Walked], config: RedisConfig) -> Finding:
+def _coverage(walked: Sequence[AuditedServer], config: RedisConfig) -> Finding:
     keys = sum(one.keys for one in walked)
     servers = "a primary" if len(walked) == 1 else f"{len(walked)} primaries"
     found = f"{keys:,} keys of prefix {config.prefix} on {servers} were looked at"
@@ -274,7 +277,7 @@ def _coverage(walked: Sequence[Walked], config: RedisConfig) -> Finding:
     return Finding("keys", "ok", found, remedy="raise --limit-keys to look at more")
 
 
-def _memory(walked: Sequence[Walked]) -> Finding:
+def _memory(walked: Sequence[AuditedServer]) -> Finding:
     if not any(one.weighed for one in walked):
         return Finding(
             "memory", "ok", "not known: there are no keys, or no server tells their size"
@@ -287,7 +290,7 @@ def _memory(walked: Sequence[Walked]) -> Finding:
     return Finding("memory", "ok", found)
 
 
-def _anomalies(walked: Sequence[Walked]) -> Iterator[Finding]:
+def _anomalies(walked: Sequence[AuditedServer]) -> Iterator[Finding]:
     """One who holds a large share of everything."""
     states = sum(one.states for one in walked)
     holders: Counter[bytes] = Counter()
@@ -306,7 +309,7 @@ def _anomalies(walked: Sequence[Walked]) -> Iterator[Finding]:
         yield Finding("shares", "warning", found, remedy=remedy)
 
 
-def _stored(document: Document, walked: Sequence[Walked]) -> Iterator[Finding]:
+def _stored(document: Document, walked: Sequence[AuditedServer]) -> Iterator[Finding]:
     """Which rules the states are of."""
     fields: Counter[bytes] = Counter()
     for one in walked:
@@ -322,7 +325,7 @@ def _stored(document: Document, walked: Sequence[Walked]) -> Iterator[Finding]:
         yield Finding("rules kept", "ok", what, tuple(named), remedy)
 
 
-def _drift(compared: Sequence[Compared]) -> Iterator[Finding]:
+def _drift(compared: Sequence[ReplicaComparison]) -> Iterator[Finding]:
     fine = [one for one in compared if not (one.drifted or one.error or one.behind)]
     if not compared:
         yield Finding("drift", "ok", "not looked at: no primary has a replica")
@@ -372,7 +375,7 @@ class _Repairs:
     """What is mended: the missing expiries; and, where all is asked for, what cannot be read."""
 
     def __init__(
-        self, topology: Topology, walked: Sequence[Walked], how: Repairing, needed_ms: int
+        self, topology: Topology, walked: Sequence[AuditedServer], how: Repairing, needed_ms: int
     ) -> None:
         self._topology = topology
         self._walked = walked
@@ -397,18 +400,20 @@ class _Repairs:
                     return
                 yield Repair(defect.node, key_text(defect.key), what, done)
 
-    def _mending(self, one: Walked, defect: Defect) -> tuple[str, Callable[[], bool]] | None:
-        from tollkeeper.decide.stores.redis import reconcile as walking  # noqa: PLC0415 - an extra
+    def _mending(
+        self, one: AuditedServer, defect: KeyDefect
+    ) -> tuple[str, Callable[[], bool]] | None:
+        from tollkeeper.decide.stores.redis import audit  # noqa: PLC0415 - an extra
 
         if defect.kind == "no expiry":
             ttl_ms = max(self._needed_ms, defect.needed_ms)
             if not ttl_ms:
                 return "it says not how long it is needed; give --rules", lambda: False
             what = f"expires in {ttl_ms / 1_000:,.0f} s"
-            return what, lambda: walking.set_expiry(self._topology, one.address, defect.key, ttl_ms)
+            return what, lambda: audit.set_expiry(self._topology, one.address, defect.key, ttl_ms)
         if self._how == "all" and defect.kind in {"wrong type", "unreadable"}:
             what = f"removed: {defect.why}"
-            return what, lambda: walking.remove(self._topology, one.address, defect)
+            return what, lambda: audit.remove(self._topology, one.address, defect)
         return None
 
 

@@ -13,7 +13,7 @@ from typing import Final
 from tollkeeper.cli.scrape import Scrape
 from tollkeeper.core.errors import SafetyFinding
 from tollkeeper.core.model import BUCKETS, Limit, Limits
-from tollkeeper.decide.stores.redis.encode import field_of, id_of
+from tollkeeper.decide.stores.redis.codec import field_of, id_of
 from tollkeeper.metrics.counters import OTHERS
 from tollkeeper.rules.document.model import Document, Rule
 from tollkeeper.rules.document.safety import findings

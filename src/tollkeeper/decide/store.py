@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from tollkeeper.core.model import Decision, Limit
 
-if TYPE_CHECKING:
-    from tollkeeper.decide.breaker import BreakerState
+BreakerPosition = Literal["closed", "open", "half_open"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +39,25 @@ class StoreStats:
     def fullness(self) -> float:
         """From 0.0 to 1.0; always 0.0 where the store has no bound."""
         return self.states / self.states_max if self.states_max else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerState:
+    """The state of one server's circuit breaker."""
+
+    address: str
+    state: BreakerPosition
+    since_s: float
+    """Seconds since the last change."""
+    failures: int
+    """Failed calls in the window; while it is open, those that opened it."""
+    opened_times: int
+    next_probe_s: float | None
+    """Seconds until the next probe; None while it is closed."""
+    reason: str
+    """The last failure; empty if there was none."""
+    failed_calls: int = 0
+    """All failed calls so far, without probes."""
 
 
 class Gate(Protocol):

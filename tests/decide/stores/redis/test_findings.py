@@ -1,4 +1,4 @@
-"""From facts about servers to findings: each fault is found, has a remedy, and is told once."""
+"""From facts about servers to findings: each fault is found once and has a remedy."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import pytest
 from tollkeeper.decide.stores.redis.config import RedisConfig, parse
 from tollkeeper.decide.stores.redis.findings import (
     FORBIDDEN,
-    Finding,
-    NodeHealth,
+    HealthFinding,
+    ServerHealth,
     evaluate,
-    merged,
+    merge_findings,
 )
 
 ONE = parse("redis://app:secret@h")
 SENTINEL = parse("redis+sentinel://s1/main")
 CLUSTER = parse("redis+cluster://h")
 
-WELL = NodeHealth(
+WELL = ServerHealth(
     "h:6379",
     reachable=True,
     role="primary",
@@ -49,40 +49,55 @@ WELL = NodeHealth(
 REPLICA: dict[str, Any] = {"role": "replica", "replicas_connected": None, "link_up": True}
 
 
-def found(node: NodeHealth, config: RedisConfig = ONE) -> list[tuple[str, str]]:
+def found(node: ServerHealth, config: RedisConfig = ONE) -> list[tuple[str, str]]:
     return [(finding.check, finding.level) for finding in evaluate([node], config)]
 
 
 @pytest.mark.parametrize("config", [ONE, SENTINEL, CLUSTER])
-def test_a_server_that_is_well_gives_no_findings(config: RedisConfig) -> None:
-    """Nobody learns to ignore what is not wrong."""
+def test_a_healthy_server_has_no_findings(config: RedisConfig) -> None:
+    """A false alarm would teach operators to ignore findings."""
     assert found(WELL, config) == []
 
 
-def test_what_is_not_known_is_not_judged() -> None:
-    """A server that tells nothing but that it is there is not accused of anything."""
-    assert found(NodeHealth("h:6379", reachable=True)) == []
+def test_unknown_facts_give_no_findings() -> None:
+    """A server that answers, but returns no facts, has no findings."""
+    assert found(ServerHealth("h:6379", reachable=True)) == []
 
 
 @pytest.mark.parametrize(
     ("changes", "check", "level", "text"),
     [
-        ({"aof_enabled": False}, "persistence", "warning", "quota would not survive a restart"),
+        ({"aof_enabled": False}, "persistence", "warning", "counts would be lost at a restart"),
         (
             {"aof_enabled": False, "rdb_save_points": "3600 1"},
             "persistence",
             "warning",
-            "quota would be that of the last snapshot after a restart",
+            "counts would fall back to the last snapshot at a restart",
         ),
         ({"aof_last_write_ok": False}, "persistence", "problem", "AOF cannot be written"),
         ({"rdb_last_save_ok": False}, "persistence", "problem", "last snapshot failed"),
-        ({"maxmemory_policy": "allkeys-lru"}, "eviction", "problem", "may evict a key"),
-        ({"maxmemory_policy": "volatile-lru"}, "eviction", "problem", "may evict a key"),
-        ({"maxmemory_policy": "allkeys-random"}, "eviction", "problem", "may evict a key"),
+        (
+            {"maxmemory_policy": "allkeys-lru"},
+            "eviction",
+            "problem",
+            "may evict a subject's counts",
+        ),
+        (
+            {"maxmemory_policy": "volatile-lru"},
+            "eviction",
+            "problem",
+            "may evict a subject's counts",
+        ),
+        (
+            {"maxmemory_policy": "allkeys-random"},
+            "eviction",
+            "problem",
+            "may evict a subject's counts",
+        ),
         ({"evicted_keys": 12_345}, "eviction", "warning", "12,345 keys were evicted"),
         ({"used_memory_bytes": 80}, "memory", "warning", "80% of maxmemory"),
         ({"used_memory_bytes": 95}, "memory", "problem", "95% of maxmemory"),
-        ({"version": "6.2.14"}, "version", "warning", "6.2.14 is older than what is tested"),
+        ({"version": "6.2.14"}, "version", "warning", "6.2.14 is older than the tested versions"),
         ({"version": "6.0.16"}, "version", "problem", "6.0.16 is too old"),
         ({"version": "5.0"}, "version", "problem", "5.0 is too old"),
         ({"loading": True}, "connection", "warning", "is loading its data"),
@@ -92,12 +107,12 @@ def test_what_is_not_known_is_not_judged() -> None:
         ({"replication_lag_bytes": 2**27}, "replication", "warning", "134,217,728 bytes behind"),
         (REPLICA, "replication", "problem", "refuses every check"),
         ({"cluster_enabled": True}, "cluster", "problem", "a node of a cluster"),
-        ({"cluster_state": "fail"}, "cluster", "problem", "called fail"),
+        ({"cluster_state": "fail"}, "cluster", "problem", "the cluster's state is fail"),
         ({"cluster_slots_ok": 16_383}, "cluster", "problem", "16,383 of 16,384 slots"),
     ],
 )
 def test_each_fault_is_found(changes: dict[str, Any], check: str, level: str, text: str) -> None:
-    """Each gives one finding, which says what is wrong, where, and what to do."""
+    """Each gives one finding with the problem, the server and the remedy."""
     (finding,) = evaluate([replace(WELL, **changes)], ONE)
     assert (finding.check, finding.level) == (check, level)
     assert text in finding.found
@@ -117,27 +132,27 @@ def test_each_fault_is_found(changes: dict[str, Any], check: str, level: str, te
         {"evicted_keys": None},
     ],
 )
-def test_what_is_safe_is_left_alone(changes: dict[str, Any]) -> None:
-    """Each is at the right side of a line."""
+def test_safe_values_give_no_findings(changes: dict[str, Any]) -> None:
+    """Each is on the safe side of a threshold."""
     assert found(replace(WELL, **changes)) == []
 
 
-def test_an_unsafe_policy_is_a_problem_even_before_there_is_a_maxmemory() -> None:
-    """The day that it is set is too late; the finding says that nothing is evicted yet."""
+def test_an_unsafe_policy_is_a_problem_even_without_maxmemory() -> None:
+    """The finding says that nothing is evicted yet."""
     (finding,) = evaluate([replace(WELL, maxmemory_policy="allkeys-lfu", maxmemory_bytes=0)], ONE)
     assert finding.level == "problem"
-    assert "once maxmemory is set; it is not" in finding.found
+    assert "maxmemory is not set, so not yet" in finding.found
 
 
-def test_a_replica_is_well_where_somebody_else_is_primary() -> None:
-    """With Sentinel and on a cluster replicas are wanted; one that lost its primary is told."""
+def test_a_replica_is_healthy_with_sentinel_and_in_a_cluster() -> None:
+    """A replica that has lost its primary is a finding."""
     replica = replace(WELL, **REPLICA)
     for config in (SENTINEL, CLUSTER):
         assert found(replica, config) == []
         assert found(replace(replica, link_up=False), config) == [("replication", "warning")]
 
 
-def test_who_may_not_ask_is_told_the_rules_to_add() -> None:
+def test_missing_permissions_name_the_acl_rules_to_add() -> None:
     """The remedy is one command, with the user's name."""
     node = replace(WELL, unanswered=("TIME", "CONFIG GET", "CLUSTER INFO"))
     (finding,) = evaluate([node], ONE)
@@ -146,9 +161,9 @@ def test_who_may_not_ask_is_told_the_rules_to_add() -> None:
     assert finding.remedy.startswith("ACL SETUSER default ")
 
 
-def test_no_connection_and_no_login_are_told_apart() -> None:
-    """And nothing else is said of such a node."""
-    gone = NodeHealth("h:6379", reachable=False, reason="Connection refused")
+def test_a_failed_connection_and_a_rejected_login_are_distinguished() -> None:
+    """There is no other finding about such a server."""
+    gone = ServerHealth("h:6379", reachable=False, reason="Connection refused")
     assert found(gone) == [("connection", "problem")]
     refused = replace(gone, reason="WRONGPASS", login_refused=True)
     assert found(refused) == [("authentication", "problem")]
@@ -157,8 +172,8 @@ def test_no_connection_and_no_login_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize(("offset_ms", "told"), [(1_000.0, False), (1_000.1, True)])
-def test_clocks_that_differ_are_told(offset_ms: float, told: bool) -> None:
-    """More than a second between servers is a jump at a fail-over; ours does not count."""
+def test_clocks_that_differ_are_found(offset_ms: float, told: bool) -> None:
+    """More than a second between servers is a jump at a fail-over; our clock does not count."""
     nodes = [replace(WELL, clock_offset_ms=90_000.0)]
     assert not list(evaluate(nodes, ONE))
     nodes.append(replace(WELL, address="i:6379", clock_offset_ms=90_000.0 + offset_ms))
@@ -168,20 +183,20 @@ def test_clocks_that_differ_are_told(offset_ms: float, told: bool) -> None:
     assert all(finding.nodes == ("h:6379", "i:6379") for finding in findings)
 
 
-def test_the_same_of_several_nodes_is_said_once() -> None:
+def test_equal_findings_about_several_servers_are_merged() -> None:
     """Six nodes without AOF are one finding, which names all six."""
     nodes = [replace(WELL, address=f"h:{port}", aof_enabled=False) for port in range(6)]
-    (finding,) = merged(evaluate(nodes, CLUSTER))
+    (finding,) = merge_findings(evaluate(nodes, CLUSTER))
     assert finding.nodes == ("h:0", "h:1", "h:2", "h:3", "h:4", "h:5")
     assert str(finding) == (
-        "AOF is off: quota would not survive a restart (h:0, h:1, h:2, h:3, h:4, h:5): "
+        "AOF is off: counts would be lost at a restart (h:0, h:1, h:2, h:3, h:4, h:5): "
         "CONFIG SET appendonly yes, then CONFIG REWRITE"
     )
 
 
-def test_a_finding_without_more_to_say_is_its_text() -> None:
-    """No empty brackets, and no colon before nothing."""
-    assert str(Finding("uri", "ok", "understood")) == "understood"
+def test_a_finding_without_servers_and_remedy_is_its_text() -> None:
+    """No empty brackets, and no colon at the end."""
+    assert str(HealthFinding("uri", "ok", "understood")) == "understood"
 
 
 @pytest.mark.parametrize(
@@ -192,6 +207,6 @@ def test_a_finding_without_more_to_say_is_its_text() -> None:
         "ERR ACL failure in script: User app has no permissions to run the 'time' command",
     ],
 )
-def test_what_servers_say_when_something_is_forbidden(text: str) -> None:
-    """Redis before 7.0.6, after it, and outside of scripts."""
+def test_errors_about_permissions_are_recognised(text: str) -> None:
+    """Of Redis before 7.0.6, after it, and outside scripts."""
     assert FORBIDDEN.search(text)

@@ -1,4 +1,4 @@
-"""The scripts as a server knows them."""
+"""The scripts, as a server sees them, and the keys of their calls."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ import pytest
 
 from tests.redis_servers import Single, running
 from tollkeeper.decide.stores.redis import scripts
-from tollkeeper.decide.stores.redis.scripts import CHECK, GRANT, REFUND, RESET, Script
+from tollkeeper.decide.stores.redis.scripts import CHECK, GRANT, REFUND, RESET, LuaScript
 
 EVERY_SCRIPT = (CHECK, REFUND, GRANT, RESET)
 
 
 @pytest.fixture
 def server() -> Single:
-    """The shared one."""
+    """Return the shared server."""
     return cast("Single", running("single"))
 
 
 def test_every_script_has_its_own_name() -> None:
-    """And the table here is complete."""
+    """And this test knows all scripts."""
     assert len({script.sha for script in EVERY_SCRIPT}) == 4
-    assert {each for each in vars(scripts).values() if isinstance(each, Script)} == set(
+    assert {each for each in vars(scripts).values() if isinstance(each, LuaScript)} == set(
         EVERY_SCRIPT
     )
 
 
 @pytest.mark.parametrize("script", EVERY_SCRIPT)
-def test_a_script_is_named_as_the_server_names_it(server: Single, script: Script) -> None:
-    """By the SHA-1 of its text: else each call would go out twice."""
+def test_a_script_has_the_sha_that_the_server_computes(server: Single, script: LuaScript) -> None:
+    """Otherwise each call would be sent twice."""
     assert server.admin.script_load(script.text) == script.sha.decode()
     assert script.sha == sha1(script.text).hexdigest().encode()
 
 
 @pytest.mark.parametrize("script", EVERY_SCRIPT)
-def test_a_script_begins_with_what_all_have_in_common(script: Script) -> None:
-    """The same text, and then its own."""
+def test_a_script_begins_with_the_shared_functions(script: LuaScript) -> None:
+    """Then its own text follows."""
     folder = files("tollkeeper.decide.stores.redis").joinpath("lua")
     assert script.text.startswith(folder.joinpath("state.lua").read_bytes())
 
 
 @pytest.mark.parametrize("script", EVERY_SCRIPT)
-def test_a_script_touches_its_key_and_nothing_else(server: Single, script: Script) -> None:
-    """A user who may touch that key alone may run it: so it is right for a cluster too."""
+def test_a_script_accesses_only_its_key(server: Single, script: LuaScript) -> None:
+    """A user with access to that key alone may run it, so it works in a cluster."""
     admin = server.admin
     admin.script_load(script.text)
     rights = ("resetkeys", "~tk:{only}", "+@all", "nopass", "on")
@@ -64,6 +64,6 @@ def test_a_script_touches_its_key_and_nothing_else(server: Single, script: Scrip
         admin.delete("tk:{only}")
 
 
-def test_a_script_is_small_enough_to_go_along() -> None:
-    """NOSCRIPT sends the whole text: that stays within a few packets."""
+def test_a_script_is_small_enough_to_send_with_a_call() -> None:
+    """After NOSCRIPT the whole text is sent, in a few packets."""
     assert max(len(script.text) for script in EVERY_SCRIPT) < 20_000

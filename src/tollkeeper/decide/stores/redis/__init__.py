@@ -1,9 +1,19 @@
-"""Quotas in Redis: one limit across every machine.
+"""Counts in Redis: one limit across every machine.
 
-Read in this order: `config` and `options` (what the URI says), `topology` (where the servers are),
-`lua/` (what runs inside them), `encode` and `codec` (limits as bytes, and answers as decisions),
-`calls` (one call, and what to do when it is refused), `wire` and `wire_async` (connections),
-`breakers` and `probes` (a server that fails is left alone), `drive` (calls carried out), `denied`
-and `flights` (calls that are not made), `gates` and `store` (what a limiter sees), `health` and
-`findings` (what an operator sees).
+Read in this order:
+
+    config         the URI and its options
+    topology       where the servers are
+    lua/           the scripts that run inside Redis
+    codec          limits as bytes, and replies as decisions
+    scripts        the calls of the scripts
+    connections    sockets for threads, a pipelined connection for asyncio
+    breakers       circuit breakers and their probes
+    driver         calls carried out: send, retry, redirect
+    denial_cache   checks that need no call
+    coalescing     checks that share a call
+    gates, store   the part that a limiter sees
+    pubsub         messages between processes
+    findings, health, audit
+                   the part that an operator sees
 """

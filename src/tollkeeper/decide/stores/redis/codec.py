@@ -1,40 +1,138 @@
-"""The scripts' answers as decisions.
+"""Limits as the scripts read them, and the scripts' replies as decisions.
 
-The scripts decide and charge; what a decision says besides (what remains, when to come back) is
-worked out here, by the reference algorithms, from the states as they were before. So there is one
-truth to keep, and the scripts stay short. Redis tells the time in microseconds: waits are rounded
-up to whole ones, because a request that came a part of one early would be denied again.
+`encode_limits` packs a rule's limits into the bytes that go along with every call. `ReplyDecoder`
+turns a reply into a decision. The scripts decide and charge. The other fields of a decision
+(remaining units, time to retry) are computed here, by the reference algorithms, from the states
+before the check, which the reply contains. So there is one implementation of them, and the scripts
+stay short.
+
+Redis measures time in microseconds. Waits are rounded up to whole microseconds, because a request
+that came a part of one too early would be denied again.
+
+This module does no I/O and needs no Redis library.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Final, NamedTuple, cast
 
-from tollkeeper.core.errors import CapacityError, StoreUnavailable, show
-from tollkeeper.core.model import (
-    Decision,
-    Limit,
-    decision_with,
-)
+from tollkeeper.core.errors import CapacityError, ConfigError, StoreUnavailable, show
+from tollkeeper.core.model import MICROS_PER_UNIT, AlgorithmName, Decision, Limit, decision_with
 from tollkeeper.decide import credit as credits_
 from tollkeeper.decide.algorithms import ALGORITHMS, Algorithm, Outcome, State
 from tollkeeper.decide.combine import combine
 from tollkeeper.decide.credit import Credit
-from tollkeeper.decide.stores.redis.encode import (
-    BUCKET,
-    COUNTER,
-    FIXED,
-    KINDS,
-    LOG,
-    NS_PER_US,
-    NUMBERS_OF_KIND,
-    TIME_BYTES,
-    encode_gate,
-    encode_numbers,
-)
 
-__all__ = ["NS_PER_US", "Answers", "encode_gate", "encode_numbers"]
+NS_PER_US: Final = 1_000
+# A rule's name is its field, so that an operator can read a hash; a longer name is hashed.
+FIELD_BYTES_MAX: Final = 12
+_DIGEST_MARK: Final = b"\x03"  # names are printable, so no name begins with it
+TIME_BYTES: Final = 7
+
+# As in state.lua. A leaky bucket admits the same requests as a token bucket.
+BUCKET, FIXED, COUNTER, LOG = 1, 2, 3, 4
+KINDS: Final[dict[AlgorithmName, int]] = {
+    "token_bucket": BUCKET,
+    "leaky_bucket": BUCKET,
+    "fixed_window": FIXED,
+    "sliding_window_counter": COUNTER,
+    "sliding_window_log": LOG,
+}
+NUMBERS_OF_KIND: Final = {BUCKET: 2, FIXED: 2, COUNTER: 3, LOG: 3}
+
+# (limit up to, times in one chunk of its log). Nine times are 63 bytes, which keeps a small hash in
+# its compact form. A long log has longer chunks: a million times must not be 100,000 fields.
+_CHUNKS: Final = ((9, 9), (4_096, 64), (1_000_000, 512))
+
+
+# ── Limits as bytes ────────────────────────────────────────────────────────────────────────────
+
+
+def field_of(rule: str) -> bytes:
+    """Return the name of a rule's field in a subject's hash."""
+    name = rule.encode()
+    if len(name) <= FIELD_BYTES_MAX:
+        return name
+    return _DIGEST_MARK + blake2b(name, digest_size=FIELD_BYTES_MAX - 1).digest()
+
+
+def id_of(limit: Limit) -> int:
+    """Return the number that identifies a limit in its rule, below 2**32.
+
+    It is odd if the state has a second amount. The algorithm is part of a limit's identity, so
+    this never changes for a number.
+    """
+    digest = blake2b(limit.identity.encode(), digest_size=4).digest()
+    number = int.from_bytes(digest) % (2**31 - 1) + 1
+    return 2 * number + (KINDS[limit.algorithm] in {COUNTER, LOG})
+
+
+def encode_limits(limits: Sequence[Limit], rule: str) -> bytes:
+    """Return the first argument of every script: the rule's field, and seven numbers per limit."""
+    by_id: dict[int, Limit] = {}
+    values: list[int] = []
+    for limit in limits:
+        number = id_of(limit)
+        other = by_id.setdefault(number, limit)
+        if other is not limit:  # about once in 200 million rules of four limits
+            raise ConfigError(f"{other!r} and {limit!r} cannot be distinguished; name one of them")
+        values += [
+            KINDS[limit.algorithm],
+            number,
+            limit.capacity,
+            *_refill_per_us(limit),
+            limit.window_ns // NS_PER_US,
+            _last_number(limit),
+        ]
+    return b"".join((_array_head(1 + len(values)), _text(field_of(rule)), *map(_number, values)))
+
+
+def encode_numbers(values: Sequence[int]) -> bytes:
+    """Return several numbers as one argument of a script."""
+    return b"".join((_array_head(len(values)), *map(_number, values)))
+
+
+def _refill_per_us(limit: Limit) -> tuple[int, int]:
+    """Return the refill in lowest terms, as millionths of a unit over microseconds."""
+    numerator, denominator = limit.micros_numerator, limit.ns_denominator
+    for factor in (5, 5, 5, 2, 2, 2):
+        if denominator % factor == 0:
+            denominator //= factor
+        else:
+            numerator *= factor
+    return numerator, denominator
+
+
+def _last_number(limit: Limit) -> int:
+    """Return a log's times per chunk, or the microseconds in which a bucket fills from empty."""
+    if limit.algorithm == "sliding_window_log":
+        return next(per_chunk for limit_max, per_chunk in _CHUNKS if limit.limit <= limit_max)
+    numerator, denominator = _refill_per_us(limit)
+    return -(-limit.capacity * MICROS_PER_UNIT * denominator // numerator)
+
+
+def _array_head(length: int) -> bytes:
+    return b"\xdc" + length.to_bytes(2)
+
+
+def _text(value: bytes) -> bytes:
+    return bytes((0xA0 | len(value),)) + value
+
+
+def _number(value: int) -> bytes:
+    """Return the shortest msgpack form of a number from 0 to 2**64 - 1."""
+    if value < 0x80:
+        return bytes((value,))
+    for mark, size in ((b"\xcc", 1), (b"\xcd", 2), (b"\xce", 4)):
+        if value < 1 << 8 * size:
+            return mark + value.to_bytes(size)
+    return b"\xcf" + value.to_bytes(8)
+
+
+# ── Replies as decisions ───────────────────────────────────────────────────────────────────────
 
 
 class _InMicroseconds:
@@ -62,12 +160,13 @@ class _InMicroseconds:
 _ALGORITHMS: Final = {name: _InMicroseconds(each) for name, each in ALGORITHMS.items()}
 
 
-# A limit's state for the reference to decide on. A log without its times is a _LogSummary.
-_Held = tuple[Limit, Algorithm, State, Credit | None]
+# One limit with the state and the grant that the reference algorithm decides on. A log without its
+# times has a _LogSummary as its state.
+_LimitState = tuple[Limit, Algorithm, State, Credit | None]
 
 
 class _LogSummary(NamedTuple):
-    """What check.lua tells of a log: enough for the request it was asked about."""
+    """The numbers that check.lua returns for a log: enough to decide the request it was for."""
 
     last_us: int
     alive: int
@@ -75,10 +174,14 @@ class _LogSummary(NamedTuple):
     now_us: int
 
 
-class Answers:
-    """Turns what check.lua answered into decisions on one rule's limits."""
+class ReplyDecoder:
+    """Turns replies of check.lua into decisions on one rule's limits.
 
-    __slots__ = ("_numbers", "_only", "_parts", "_plain", "_rule", "limits")
+    A reply is a list: the server's time in microseconds, complemented (`~`) if the script denied,
+    and then each limit's state before the check.
+    """
+
+    __slots__ = ("_numbers", "_only", "_parts", "_rule", "limits")
 
     def __init__(self, limits: tuple[Limit, ...], rule: str) -> None:
         self.limits = limits
@@ -87,31 +190,31 @@ class Answers:
             (limit, _ALGORITHMS[limit.algorithm], KINDS[limit.algorithm]) for limit in limits
         )
         self._numbers = 1 + sum(NUMBERS_OF_KIND[kind] for _, _, kind in self._parts)
-        self._plain = tuple(
-            (limit, ALGORITHMS[limit.algorithm].decide, kind) for limit, _, kind in self._parts
-        )
-        # The usual case, decided without a loop.
+        # The usual case, a single bucket or fixed window, is decided without a loop.
         self._only = (
             ALGORITHMS[limits[0].algorithm].decide
             if len(limits) == 1 and self._parts[0][2] in {BUCKET, FIXED}
             else None
         )
 
-    def check(self, answer: list[int], cost: int, early_ns: int = 0) -> Decision:
-        """The decision on a request. `early_ns`: how far into its microsecond the caller is."""
-        try:
-            return self._checked(answer, cost, early_ns)
-        except (IndexError, TypeError, StopIteration) as error:
-            raise _no_answer(answer) from error
+    def check(self, reply: list[int], cost: int, early_ns: int = 0) -> Decision:
+        """Return the decision on a request.
 
-    def _checked(self, answer: list[int], cost: int, early_ns: int) -> Decision:
-        now_us = answer[0]
+        `early_ns` is the caller's time past the microsecond that the script decided at.
+        """
+        try:
+            return self._check(reply, cost, early_ns)
+        except (IndexError, TypeError, StopIteration) as error:
+            raise _invalid_reply(reply) from error
+
+    def _check(self, reply: list[int], cost: int, early_ns: int) -> Decision:
+        now_us = reply[0]
         passed = now_us >= 0
-        if self._only is not None and len(answer) == 3:
+        if self._only is not None and len(reply) == 3:
             limit = self.limits[0]
-            last_us = answer[1]
+            last_us = reply[1]
             _, (allowed, remaining, retry_ns, reset_ns, delay_ns) = self._only(
-                None if last_us < 0 else (last_us * NS_PER_US, answer[2]),
+                None if last_us < 0 else (last_us * NS_PER_US, reply[2]),
                 limit,
                 (now_us if passed else ~now_us) * NS_PER_US,
                 cost,
@@ -125,144 +228,89 @@ class Answers:
                 delay_ns,
                 self._rule,
             )
-        elif len(answer) == self._numbers:
-            decision = self._decide_plain(answer, cost)
+        elif len(reply) == self._numbers:
+            decision = self._decide_plain(reply, cost)
         else:
-            decision = self._decide(answer, cost, cost)
+            decision = self._decide(reply, cost, cost)
         if decision.allowed is not passed:
-            raise _disagreement(answer, cost)
+            raise _disagreement(reply, cost)
         return _earlier(decision, early_ns) if early_ns else decision
 
-    def peek(self, answer: list[int], cost: int, early_ns: int = 0) -> Decision:
-        """What `check` would answer; where it would allow, with what remains now."""
+    def peek(self, reply: list[int], cost: int, early_ns: int = 0) -> Decision:
+        """Return the answer of `check`; if it allows, with the units that remain now."""
         try:
-            decision = self._decide(answer, cost, 0 if answer[0] >= 0 else cost)
+            decision = self._decide(reply, cost, 0 if reply[0] >= 0 else cost)
         except (IndexError, TypeError, StopIteration) as error:
-            raise _no_answer(answer) from error
+            raise _invalid_reply(reply) from error
         return _earlier(decision, early_ns) if early_ns else decision
 
-    def _decide_plain(self, answer: list[int], cost: int) -> Decision:  # noqa: PLR0912 - see below
-        """`_decide` where nothing is granted, in a third of the time: no call for each limit."""
-        passed = answer[0] >= 0
-        now_us = answer[0] if passed else ~answer[0]
+    def _decide_plain(self, reply: list[int], cost: int) -> Decision:
+        """Decide a reply without grants. Faster than `_decide`, which handles them."""
+        now_us = reply[0] if reply[0] >= 0 else ~reply[0]
         now_ns = now_us * NS_PER_US
         place = 1
-        every = True
-        longest_ns = delays_ns = 0
-        speaker: tuple[int, int, int] | None = None
-        policy = self.limits[0]
-        for limit, decide, kind in self._plain:
-            last_us = answer[place]
+        outcomes: list[Outcome] = []
+        for limit, algorithm, kind in self._parts:
+            last_us = reply[place]
             if kind == LOG:
-                log = _LogSummary(last_us, answer[place + 1], answer[place + 2], now_us)
-                outcome = _log_outcome(log, limit, cost)
+                log = _LogSummary(last_us, reply[place + 1], reply[place + 2], now_us)
+                outcomes.append(_log_outcome(log, limit, cost))
+                place += 3
+                continue
+            state: State = None
+            if kind == COUNTER:
+                if last_us >= 0:
+                    state = (last_us * NS_PER_US, reply[place + 1], reply[place + 2])
                 place += 3
             else:
-                state: State = None
-                if kind == COUNTER:
-                    if last_us >= 0:
-                        state = (last_us * NS_PER_US, answer[place + 1], answer[place + 2])
-                    place += 3
-                else:
-                    if last_us >= 0:
-                        state = (last_us * NS_PER_US, answer[place + 1])
-                    place += 2
-                outcome = decide(state, limit, now_ns, cost)[1]
-            allowed, remaining, retry_ns, reset_ns, delay_ns = outcome
-            every = every and allowed
-            if retry_ns:
-                retry_ns = -(-retry_ns // NS_PER_US) * NS_PER_US
-                if retry_ns > longest_ns:
-                    longest_ns = retry_ns
-            if delay_ns > delays_ns:
-                delays_ns = delay_ns
-            if allowed is passed:
-                # As in combine: the least remaining, then the longest to pass, then to be whole.
-                tightness = (remaining, -retry_ns, reset_ns // -NS_PER_US)
-                if speaker is None or tightness < speaker:
-                    speaker, policy = tightness, limit
-        if speaker is None:  # the script denied what no limit denies; `check` will say so
-            speaker = (0, 0, 0)
-        return Decision(
-            every,
-            policy,
-            speaker[0],
-            longest_ns,
-            -speaker[2] * NS_PER_US,
-            delays_ns if every else 0,
-            self._rule,
-        )
+                if last_us >= 0:
+                    state = (last_us * NS_PER_US, reply[place + 1])
+                place += 2
+            outcomes.append(algorithm.decide(state, limit, now_ns, cost)[1])
+        return combine(self.limits, outcomes, self._rule)
 
-    def checks(self, answer: list[int], cost: int, count: int, early_ns: int = 0) -> list[Decision]:
-        """The decisions on so many checks one after another at that instant, which passed as one.
+    def checks(self, reply: list[int], cost: int, count: int, early_ns: int = 0) -> list[Decision]:
+        """Return the decisions on `count` checks in a row that the script allowed as one.
 
-        `answer` is that of the one, of so many times the cost.
+        `reply` is the reply to that one check of `count * cost` units.
         """
         try:
-            held = self._held(answer, answer[0])
+            states = self._states(reply, reply[0])
         except (IndexError, TypeError, StopIteration) as error:
-            raise _no_answer(answer) from error
-        decide = self._checks_granted if self.granted(answer) else self._checks_plain
-        decisions = decide(held, answer[0] * NS_PER_US, cost, count)
+            raise _invalid_reply(reply) from error
+        decisions = self._decide_in_turn(states, reply[0] * NS_PER_US, cost, count)
         if not all(decision.allowed for decision in decisions):
-            raise _disagreement(answer, cost)
+            raise _disagreement(reply, cost)
         return [_earlier(each, early_ns) for each in decisions] if early_ns else decisions
 
-    def _checks_granted(
-        self, held: list[_Held], now_ns: int, cost: int, count: int
+    def _decide_in_turn(
+        self, states: list[_LimitState], now_ns: int, cost: int, count: int
     ) -> list[Decision]:
         decisions: list[Decision] = []
         for _ in range(count):
             outcomes: list[Outcome] = []
-            for index, (limit, algorithm, before, credit) in enumerate(held):
-                if credit is None:
-                    state, outcome = algorithm.decide(before, limit, now_ns, cost)
-                    held[index] = (limit, algorithm, state, None)
+            for index, (limit, algorithm, state, credit) in enumerate(states):
+                left = credit
+                if isinstance(state, _LogSummary):
+                    outcome = _log_outcome(state, limit, cost)
+                    last_us = max(state.last_us, state.now_us)
+                    after: State = _LogSummary(last_us, state.alive + cost, 0, state.now_us)
+                elif credit is None:
+                    after, outcome = algorithm.decide(state, limit, now_ns, cost)
                 else:
-                    state, left, outcome = credits_.decide(
-                        algorithm, before, credit, limit, now_ns, cost
+                    after, left, outcome = credits_.decide(
+                        algorithm, state, credit, limit, now_ns, cost
                     )
-                    held[index] = (limit, algorithm, state, left)
+                states[index] = (limit, algorithm, after, left)
                 outcomes.append(outcome)
             decisions.append(combine(self.limits, outcomes, self._rule))
         return decisions
 
-    def _checks_plain(
-        self, held: list[_Held], now_ns: int, cost: int, count: int
-    ) -> list[Decision]:
-        """Where nothing is granted, in half the time; as `_decide_plain`, of what is allowed."""
-        states = [state for _, _, state, _ in held]
-        rule = self._rule
-        decisions: list[Decision] = []
-        for _ in range(count):
-            every, delays_ns, policy = True, 0, self.limits[0]
-            speaker: tuple[int, int] | None = None
-            for index, (limit, decide, kind) in enumerate(self._plain):
-                if kind == LOG:
-                    log = states[index]
-                    allowed, remaining, _, reset_ns, delay_ns = _log_outcome(log, limit, cost)
-                    last_us = max(log.last_us, log.now_us)
-                    states[index] = _LogSummary(last_us, log.alive + cost, 0, log.now_us)
-                else:
-                    states[index], (allowed, remaining, _, reset_ns, delay_ns) = decide(
-                        states[index], limit, now_ns, cost
-                    )
-                every = every and allowed
-                delays_ns = max(delays_ns, delay_ns)
-                tightness = (remaining, reset_ns // -NS_PER_US)
-                if speaker is None or tightness < speaker:
-                    speaker, policy = tightness, limit
-            left, reset_us = speaker or (0, 0)
-            decisions.append(
-                Decision(every, policy, left, 0, -reset_us * NS_PER_US, delays_ns, rule)
-            )
-        return decisions
-
-    def fits(self, answer: list[int], cost: int) -> int:
-        """How many checks of a cost would have passed, one after another, by a denial's states."""
-        now_us = ~answer[0]
+    def fits(self, reply: list[int], cost: int) -> int:
+        """Return how many checks of a cost would have passed, according to a denial's states."""
+        now_us = ~reply[0]
         rooms: list[int] = []
-        for limit, algorithm, state, credit in self._held(answer, now_us):
+        for limit, algorithm, state, credit in self._states(reply, now_us):
             if isinstance(state, _LogSummary):
                 room = limit.limit - state.alive
             else:
@@ -272,74 +320,77 @@ class Answers:
             rooms.append(room)
         return max(min(rooms), 0) // cost
 
-    def tells(self, answer: list[int], cost: int, count: int) -> bool:
-        """Does a denial of so many times a cost tell how that cost itself is denied?
+    def explains_one(self, reply: list[int], cost: int, count: int) -> bool:
+        """Return True if the denial of `count` checks as one contains the denial of a single one.
 
-        Of a log that denies it, only where it was asked for: it tells when what was asked for fits.
+        It does not if a log denies the single check: the log's reply contains the time when all
+        the requested units fit, not when one check fits.
         """
-        if count == 1 or self.granted(answer):
+        if count == 1 or self.has_grants(reply):
             return True
         place = 1
         for limit, _, kind in self._parts:
-            if kind == LOG and cost > limit.limit - answer[place + 1]:
+            if kind == LOG and cost > limit.limit - reply[place + 1]:
                 return False
             place += NUMBERS_OF_KIND[kind]
         return True
 
-    def granted(self, answer: list[int]) -> bool:
-        """Does the answer tell of units that were granted?"""
-        return len(answer) != self._numbers
+    def has_grants(self, reply: list[int]) -> bool:
+        """Return True if the reply contains granted units."""
+        return len(reply) != self._numbers
 
-    def lasts(self, answer: list[int], cost: int) -> bool:
-        """Can a decision at a later time be worked out from this answer, all else being equal?
+    def lasts(self, reply: list[int], cost: int) -> bool:
+        """Return True if this reply is enough to decide the same check at a later time.
 
-        Not from a log's summary where several units are missing: it tells when all of them are
-        there, and not how many there are in between.
+        A log's summary is not enough if several units are missing: it contains the time when all
+        of them are free, not the times in between.
         """
-        if cost == 1 or self.granted(answer):
+        if cost == 1 or self.has_grants(reply):
             return True
         place = 1
         for limit, _, kind in self._parts:
-            if kind == LOG and answer[0] < 0:
-                missing = cost - max(limit.limit - answer[place + 1], 0)
+            if kind == LOG and reply[0] < 0:
+                missing = cost - max(limit.limit - reply[place + 1], 0)
                 if missing > 1:
                     return False
             place += NUMBERS_OF_KIND[kind]
         return True
 
-    def after(self, answer: list[int], spent: int, cost: int) -> list[int] | None:
-        """How the script would deny `cost` right after it let `spent` pass; None: who knows.
+    def denial_after(self, reply: list[int], spent: int, cost: int) -> list[int] | None:
+        """Return the script's denial of `cost` right after this reply allowed `spent` units.
 
-        Only for what it would deny. Of a log it takes the time that must leave first, which an
-        answer that allows does not tell; unless the log was empty before.
+        Only for a cost that it would deny. Returns None if the reply is not enough: a log's denial
+        needs the time of the entry that must expire first, which an allowing reply does not have
+        unless the log was empty.
         """
-        if self.granted(answer):
+        if self.has_grants(reply):
             return None
-        now_us = answer[0]
-        found = [~now_us]
+        now_us = reply[0]
+        denial = [~now_us]
         place = 1
-        for limit, decide, kind in self._plain:
-            last_us = answer[place]
+        for limit, _, kind in self._parts:
+            last_us = reply[place]
             at_us = max(last_us, now_us)
             if kind == LOG:
-                alive = answer[place + 1] + spent
+                alive = reply[place + 1] + spent
                 denies = cost > limit.limit - alive
                 if denies and alive != spent:
                     return None
-                found += [at_us, alive, at_us if denies else 0]
+                denial += [at_us, alive, at_us if denies else 0]
             else:
-                numbers = answer[place + 1 : place + NUMBERS_OF_KIND[kind]]
+                numbers = reply[place + 1 : place + NUMBERS_OF_KIND[kind]]
                 state = (last_us * NS_PER_US, *numbers) if last_us >= 0 else None
+                decide = ALGORITHMS[limit.algorithm].decide
                 last_ns, *numbers = decide(state, limit, now_us * NS_PER_US, spent)[0]
-                found += [last_ns // NS_PER_US, *numbers]
+                denial += [last_ns // NS_PER_US, *numbers]
             place += NUMBERS_OF_KIND[kind]
-        return found
+        return denial
 
-    def spent(self, answer: list[int], cost: int) -> list[int]:
-        """What an allowed check spent: for each limit its own units, drawn ones, their end."""
-        now_us = answer[0]
+    def spent(self, reply: list[int], cost: int) -> list[int]:
+        """Return an allowed check's charges: for each limit its units, granted units, their end."""
+        now_us = reply[0]
         spent: list[int] = []
-        for limit, algorithm, state, credit in self._held(answer, now_us):
+        for limit, algorithm, state, credit in self._states(reply, now_us):
             own, ends_us = cost, 0
             if credit is not None and credit[1] > now_us * NS_PER_US:
                 _, look = algorithm.decide(state, limit, now_us * NS_PER_US, 0)
@@ -348,14 +399,14 @@ class Answers:
             spent += [own, cost - own, ends_us]
         return spent
 
-    def _decide(self, answer: list[int], asked: int, cost: int) -> Decision:
-        now_us = answer[0] if answer[0] >= 0 else ~answer[0]
+    def _decide(self, reply: list[int], requested: int, cost: int) -> Decision:
+        now_us = reply[0] if reply[0] >= 0 else ~reply[0]
         now_ns = now_us * NS_PER_US
-        held = self._held(answer, now_us)
+        states = self._states(reply, now_us)
         outcomes = []
-        for limit, algorithm, state, credit in held:
-            if asked > limit.capacity and credit is None:
-                raise CapacityError(asked, limit)
+        for limit, algorithm, state, credit in states:
+            if requested > limit.capacity and credit is None:
+                raise CapacityError(requested, limit)
             if isinstance(state, _LogSummary):
                 outcomes.append(_log_outcome(state, limit, cost))
             elif credit is None:
@@ -363,24 +414,24 @@ class Answers:
             else:
                 outcomes.append(credits_.decide(algorithm, state, credit, limit, now_ns, cost)[2])
         decision = combine(self.limits, outcomes, self._rule)
-        if decision.allowed or len(held) == 1 or len(answer) == self._numbers:
+        if decision.allowed or len(states) == 1 or len(reply) == self._numbers:
             return decision
         wait_ns = credits_.wait_together(
-            [(algorithm, state, credit, limit) for limit, algorithm, state, credit in held],
+            [(algorithm, state, credit, limit) for limit, algorithm, state, credit in states],
             now_ns,
             cost,
             decision.retry_after_ns,
         )
         return decision_with(decision, retry_after_ns=wait_ns)
 
-    def _held(self, answer: list[int], now_us: int) -> list[_Held]:
-        """The states that the numbers of an answer stand for."""
-        granted = len(answer) > self._numbers
-        if granted and len(answer) != self._numbers + 2 * len(self._parts):
-            raise IndexError(len(answer))
-        numbers = iter(answer)
+    def _states(self, reply: list[int], now_us: int) -> list[_LimitState]:
+        """Return each limit's state and grant from the numbers of a reply."""
+        granted = len(reply) > self._numbers
+        if granted and len(reply) != self._numbers + 2 * len(self._parts):
+            raise IndexError(len(reply))
+        numbers = iter(reply)
         next(numbers)
-        held: list[_Held] = []
+        states: list[_LimitState] = []
         for limit, algorithm, kind in self._parts:
             last_us = next(numbers)
             state: State = None
@@ -403,19 +454,20 @@ class Answers:
                 units, ends_us = next(numbers), next(numbers)
                 if units:
                     credit = (units, ends_us * NS_PER_US)
-            held.append((limit, algorithm, state, credit))
-        return held
+            states.append((limit, algorithm, state, credit))
+        return states
 
 
-def _no_answer(answer: object) -> StoreUnavailable:
+def _invalid_reply(reply: object) -> StoreUnavailable:
     return StoreUnavailable(
-        f"not an answer of the script: {show(answer)}; the call may have been counted once"
+        f"the server's reply is not one of the script: {show(reply)}; "
+        f"the call may have been counted once"
     )
 
 
-def _disagreement(answer: list[int], cost: int) -> StoreUnavailable:
+def _disagreement(reply: list[int], cost: int) -> StoreUnavailable:
     return StoreUnavailable(
-        f"the server and this library disagree about {answer!r} at a cost of {cost}; "
+        f"the server and this library disagree about {reply!r} at a cost of {cost}; "
         f"this is a defect of Tollkeeper, please report it"
     )
 
@@ -431,7 +483,7 @@ def _times_ns(packed: bytes) -> array[int]:
 
 
 def _log_outcome(log: _LogSummary, limit: Limit, cost: int) -> Outcome:
-    """As `sliding_window_log.decide`, from the numbers that it would have looked up."""
+    """Return the outcome of `sliding_window_log.decide`, from a summary instead of the times."""
     if cost > limit.limit:
         raise CapacityError(cost, limit)
     window_us = limit.window_ns // NS_PER_US
@@ -447,7 +499,7 @@ def _log_outcome(log: _LogSummary, limit: Limit, cost: int) -> Outcome:
 
 
 def _earlier(decision: Decision, early_ns: int) -> Decision:
-    """For a caller whose clock is finer than the server's: waits as from its own instant."""
+    """Return the decision with waits from the caller's instant, if its clock is finer."""
     return decision_with(
         decision,
         retry_after_ns=max(decision.retry_after_ns - early_ns, 0),

@@ -240,7 +240,8 @@ def _split(uri: str) -> tuple[str, str, str, str]:
     if found.end() != len(uri) or "@" in rest or blank:
         raise ConfigError(
             f"store={scheme}://…: the URI contains a character that must be escaped; in user "
-            f"names, passwords and options write / as %2F, ? as %3F, # as %23, @ as %40, a space as %20"
+            f"names, passwords and options write / as %2F, ? as %3F, # as %23, @ as %40 "
+            f"and a space as %20"
         )
     return scheme, found[2], found[3], found[4] or ""
 

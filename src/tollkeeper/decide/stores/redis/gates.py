@@ -1,352 +1,315 @@
-"""One rule's limits on Redis: the verbs of a gate as script calls, for threads and for asyncio."""
+"""One rule's limits on Redis, for threads and for asyncio; and checks of several subjects.
+
+A check is one call of the check script. It is answered without a call if its denial is cached, and
+fails at once if the circuit breaker of its server is open. On asyncio it may go together with other
+checks of the same key (see `coalescing.py`).
+
+The two gates share everything but the way they wait. `check` is the hot path: it has no generator,
+and asyncio awaits the future of the connection itself. The other verbs are steps that both drivers
+run.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
 from tollkeeper.core.errors import CapacityError, StoreError, StoreUnavailable
-from tollkeeper.core.model import UNITS_MAX, Decision, Limit
-from tollkeeper.decide.coalesce import together_max
-from tollkeeper.decide.stores.redis.calls import Call, NotSent
-from tollkeeper.decide.stores.redis.codec import Answers
-from tollkeeper.decide.stores.redis.denied import Denied, Sent
-from tollkeeper.decide.stores.redis.drive import Servers, Tasks, Threads
-from tollkeeper.decide.stores.redis.encode import NS_PER_US, encode_gate, encode_numbers, field_of
-from tollkeeper.decide.stores.redis.scripts import CHECK, GRANT, REFUND, RESET, Script
+from tollkeeper.core.model import Decision
+from tollkeeper.core.steps import Steps, run, run_async
+from tollkeeper.decide.stores.redis.coalescing import batch_max
+from tollkeeper.decide.stores.redis.connections import NotSent
+from tollkeeper.decide.stores.redis.denial_cache import DenialCache
+from tollkeeper.decide.stores.redis.driver import (
+    AsyncioDriver,
+    RedisDriver,
+    RedisServers,
+    ThreadDriver,
+)
+from tollkeeper.decide.stores.redis.scripts import CheckAttempt, CheckKey, RuleScripts, ScriptCall
 
-SERVER_TIME: Final = b""
-_LOOK: Final = b"look"
-# What an error says after which nobody knows what the server did.
-_MAYBE: Final = "may have been counted"
-# Costs above this are not written out ahead.
-_USUAL_COSTS: Final = 16
+# Part of every error after which the server may have run the call.
+_MAY_BE_COUNTED: Final = "may have been counted"
 
 
-class Commands:
-    """How a rule's calls are spelled."""
+class _GateLogic:
+    """The parts of a gate that need no I/O."""
 
-    __slots__ = ("_head", "_key_head", "_tails", "answers", "field", "gate", "now_ns")
+    __slots__ = (
+        "_breakers",
+        "_cache",
+        "_deadline_ns",
+        "_note",
+        "_servers",
+        "limits",
+        "scripts",
+    )
 
     def __init__(
         self,
-        limits: tuple[Limit, ...],
-        rule: str,
-        prefix: str,
-        now_ns: Callable[[], int | None],
+        scripts: RuleScripts,
+        servers: RedisServers,
+        cache: DenialCache,
+        note: Callable[[str], None],
     ) -> None:
-        self.answers = Answers(limits, rule)
-        self.now_ns = now_ns
-        self._key_head = prefix.encode() + b":{"
-        # What is kept under it is shared by all limits that the rule has, or has had.
-        self.field = field_of(rule)
-        self.gate = encode_gate(limits, rule)
-        # EVALSHA <sha> 1 <key> <gate> <cost>, all but the key and the cost written out ahead.
-        self._head = b"*6\r\n$7\r\nEVALSHA\r\n$40\r\n%b\r\n$1\r\n1\r\n$" % CHECK.sha
-        self._tails = [self._tail(cost) for cost in range(_USUAL_COSTS)]
+        """`note` is called with the subject of each check."""
+        self.limits = scripts.decoder.limits
+        self.scripts = scripts
+        self._servers = servers
+        self._breakers = servers.breakers
+        self._deadline_ns = servers.config.deadline_ns
+        self._cache = cache
+        self._note = note
 
-    def _tail(self, cost: int) -> bytes:
-        digits = b"%d" % cost
-        return b"\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (
-            len(self.gate),
-            self.gate,
-            len(digits),
-            digits,
-        )
+    def _decided_locally(self, check: CheckKey) -> Decision | None:
+        """Return a cached denial. Raises StoreUnavailable if the server's breaker is open."""
+        scripts, subject, _ = check
+        if subject in self._cache.subjects:
+            decision = self._cache.find(check, scripts.now())
+            if decision is not None:
+                return decision
+        if self._breakers.any_open:
+            self._servers.require_closed(scripts.key(subject))
+        return None
 
-    def key(self, subject: str) -> bytes:
-        """The subject's hash. Its tag is the subject, so that a slot is a subject's alone.
+    def _decision(self, attempt: CheckAttempt, reply: list[int]) -> Decision:
+        """Return the decision in a reply; cache it if further checks are denied."""
+        decision = attempt.scripts.decoder.check(reply, attempt.cost, attempt.early_ns)
+        if decision.remaining < attempt.cost or attempt.subject in self._cache.subjects:
+            self._cache.keep(attempt, reply, decision)
+        return decision
 
-        A tag that began with a brace would be empty, which Redis takes for none.
-        """
-        if subject[:1] in {"}", "%"}:
-            subject = "%" + subject
-        return b"%b%b}" % (self._key_head, subject.encode())
+    def _peeking(self, driver: RedisDriver, subject: str, cost: int) -> Steps[Decision]:
+        scripts = self.scripts
+        now, early_ns = scripts.now()
+        reply = yield from driver.running(scripts.peek(scripts.key(subject), cost, now))
+        return scripts.decoder.peek(reply, cost, early_ns)
 
-    def check(self, key: bytes, cost: int) -> bytes:
-        """The bytes of a check by the server's clock."""
-        tail = self._tails[cost] if cost < _USUAL_COSTS else self._tail(cost)
-        return b"%b%d\r\n%b%b" % (self._head, len(key), key, tail)
-
-    def check_at(self, key: bytes, cost: int, now: bytes | int) -> bytes:
-        """The bytes of a check at a time that was given, or by the server's clock."""
-        if now == SERVER_TIME:
-            return self.check(key, cost)
-        return self.call(CHECK, key, cost, now).by_sha()
-
-    def call(self, script: Script, key: bytes, *arguments: bytes | int) -> Call:
-        return Call(script, key, (self.gate, *arguments))
-
-    def now(self) -> tuple[bytes | int, int]:
-        """The time to decide at, and by how much the caller is past that microsecond."""
-        now_ns = self.now_ns()
-        if now_ns is None:
-            return SERVER_TIME, 0
-        now_ns = max(now_ns, 0)
-        return now_ns // NS_PER_US, now_ns % NS_PER_US
-
-    def look(self, key: bytes, cost: int, now: bytes | int) -> Call:
-        return self.call(CHECK, key, cost, now, _LOOK)
-
-    def refund(self, subject: str, units: int) -> Call:
-        return self.call(REFUND, self.key(subject), units, self.now()[0])
-
-    def undo(self, subject: str, answer: list[int], cost: int) -> Call:
-        """What puts back exactly what a check took, as its answer tells."""
-        spent = encode_numbers(self.answers.spent(answer, cost))
-        return self.call(REFUND, self.key(subject), 0, self.now()[0], spent)
-
-    def grant(self, subject: str, units: int, ttl_ns: int | None) -> Call:
-        # Up: a grant is never shorter than it was promised.
-        ttl: bytes | int = b"" if ttl_ns is None else -(-ttl_ns // NS_PER_US)
-        return self.call(GRANT, self.key(subject), units, self.now()[0], ttl, UNITS_MAX)
-
-    def reset(self, subject: str) -> Call:
-        return self.call(RESET, self.key(subject))
+    def _giving(self, driver: RedisDriver, subject: str, call: ScriptCall) -> Steps[None]:
+        """Run a refund, a grant or a reset."""
+        try:
+            yield from driver.running(call)
+        finally:  # also if it failed or was cancelled: the server may have run it
+            self._cache.drop_subject(subject)
 
 
-class Together:
-    """One request of several subjects: the calls that check them, and those that take it back."""
-
-    __slots__ = ("_asked", "_denied", "_sent", "unwanted")
-
-    def __init__(
-        self, asked: Sequence[tuple[RedisGate | AsyncRedisGate, str, int]], denied: Denied
-    ) -> None:
-        # Its caller has left: whatever was taken is to be put back.
-        self.unwanted = False
-        self._asked = [(gate.commands, subject, cost) for gate, subject, cost in asked]
-        self._denied = denied
-        now, early_ns = self._asked[0][0].now()
-        self._sent = Sent.of(now, early_ns, time.monotonic_ns(), denied.denials.mark)
-
-    def known(self) -> list[Decision] | None:
-        """The decisions, where it is known that these are denied together."""
-        return self._denied.find_together(self._asked, self._sent.now, self._sent.early_ns)
-
-    def calls(self) -> list[Call]:
-        return [
-            commands.call(CHECK, commands.key(subject), cost, self._sent.now)
-            for commands, subject, cost in self._asked
-        ]
-
-    def decisions(self, answers: Sequence[Any]) -> tuple[list[Decision], Exception | None]:
-        """What was decided; and what went wrong: what may have been counted, before the rest."""
-        decided: list[Decision] = []
-        errors: list[Exception] = []
-        for (commands, _, cost), answer in zip(self._asked, answers, strict=True):
-            if isinstance(answer, StoreError):
-                errors.append(answer)
-                continue
-            try:
-                decided.append(commands.answers.check(answer, cost, self._sent.early_ns))
-            except (CapacityError, StoreError) as error:
-                errors.append(error)
-        return decided, min(errors, key=lambda error: _MAYBE not in str(error), default=None)
-
-    def told(self, wrong: Exception | None, undone: Sequence[Any]) -> Exception | None:
-        """What went wrong, with what came of undoing the rest."""
-        failed = any(isinstance(each, StoreError) for each in undone)
-        if not failed or not isinstance(wrong, StoreError) or _MAYBE in str(wrong):
-            return wrong
-        told = StoreUnavailable(f"{wrong}; another part of the request {_MAYBE} once")
-        told.__cause__ = wrong
-        return told
-
-    def keep(
-        self, answers: Sequence[Any], decided: Sequence[Decision], wrong: Exception | None
-    ) -> None:
-        """When all is done, and undone: note what it tells of requests to come."""
-        if wrong is None and not all(decided):
-            self._denied.keep_together(self._asked, answers, decided, self._sent)
-        else:
-            self._denied.spend_all(self._asked)
-
-    def undo(self, answers: Sequence[Any]) -> list[Call]:
-        """The calls that put back what was taken."""
-        calls: list[Call] = []
-        for (commands, subject, cost), answer in zip(self._asked, answers, strict=True):
-            if not cost or type(answer) is not list:
-                continue
-            # What no script says tells of nothing that was taken; `decisions` has said so.
-            with suppress(IndexError, TypeError, StopIteration):
-                if answer[0] >= 0:
-                    calls.append(commands.undo(subject, answer, cost))
-        return calls
-
-
-class RedisGate:
+class RedisGate(_GateLogic):
     """One rule's limits, for threads."""
 
-    __slots__ = ("_breakers", "_denied", "_note", "_servers", "_threads", "commands", "limits")
+    __slots__ = ("_driver",)
 
     def __init__(
-        self, commands: Commands, threads: Threads, denied: Denied, note: Callable[[str], None]
+        self,
+        scripts: RuleScripts,
+        driver: ThreadDriver,
+        cache: DenialCache,
+        note: Callable[[str], None],
     ) -> None:
-        self.limits = commands.answers.limits
-        self.commands = commands
-        self._threads = threads
-        self._servers = threads.servers
-        self._breakers = threads.servers.breakers
-        self._denied = denied
-        self._note = note
+        super().__init__(scripts, driver.servers, cache, note)
+        self._driver = driver
 
     def fast_check(self, fallback: Callable[..., Decision]) -> None:
         """Return None: the server decides."""
 
     def check(self, subject: str, cost: int) -> Decision:
-        commands, denied = self.commands, self._denied
+        """Spend `cost` units if every limit has room. One round trip."""
         self._note(subject)
-        now, early_ns = commands.now()
-        if subject in denied.kept:
-            known = denied.find(commands, subject, cost, now, early_ns)
-            if known is not None:
-                return known
-        if self._breakers.any_open:
-            self._servers.require_closed(commands, subject)
-        mark = denied.denials.mark
-        key = commands.key(subject)
-        started_ns = time.monotonic_ns()
+        check = (self.scripts, subject, cost)
+        if subject in self._cache.subjects or self._breakers.any_open:
+            decision = self._decided_locally(check)
+            if decision is not None:
+                return decision
+        attempt = CheckAttempt(check, self.scripts.now(), self._cache.table.mark)
         try:
-            answer = self._threads.start(key, commands.check_at(key, cost, now))
+            reply = self._driver.send(attempt.key, attempt.payload())
         except NotSent as error:
-            answer = error
-        if type(answer) is not list:
-            call = commands.call(CHECK, key, cost, now)
-            answer = self._threads.settled(call, started_ns, answer)
-        decision = commands.answers.check(answer, cost, early_ns)
-        if decision.remaining < cost or subject in denied.kept:
-            sent = Sent.of(now, early_ns, started_ns, mark)
-            denied.keep((commands, subject, cost), answer, decision, sent)
-        return decision
+            reply = error
+        if type(reply) is not list:
+            due_ns = attempt.sent_ns + self._deadline_ns
+            reply = self._driver.settle(attempt.call(), due_ns, reply)
+        return self._decision(attempt, reply)
 
     def peek(self, subject: str, cost: int) -> Decision:
-        now, early_ns = self.commands.now()
-        call = self.commands.look(self.commands.key(subject), cost, now)
-        answer = self._threads.run(call, call.by_sha())
-        return self.commands.answers.peek(answer, cost, early_ns)
+        """Return the answer of `check`, with the remaining quota as it is now."""
+        return run(self._peeking(self._driver, subject, cost))
 
     def refund(self, subject: str, units: int) -> None:
-        self._give(subject, self.commands.refund(subject, units))
+        """Give units back to every limit."""
+        run(self._giving(self._driver, subject, self.scripts.refund(subject, units)))
 
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
+        """Add extra units on top of every limit."""
         if units:
-            self._give(subject, self.commands.grant(subject, units, ttl_ns))
+            run(self._giving(self._driver, subject, self.scripts.grant(subject, units, ttl_ns)))
 
     def reset(self, subject: str) -> None:
-        self._give(subject, self.commands.reset(subject))
-
-    def _give(self, subject: str, call: Call) -> None:
-        try:
-            self._threads.run(call, call.by_sha())
-        finally:  # one that failed may have been carried out
-            self._denied.drop(subject)
+        """Forget what the subject spent and was granted."""
+        run(self._giving(self._driver, subject, self.scripts.reset(subject)))
 
 
-class AsyncRedisGate:
-    """One rule's limits, for asyncio: the verbs of RedisGate, awaited."""
+class AsyncRedisGate(_GateLogic):
+    """One rule's limits, for asyncio.
 
-    __slots__ = (
-        "_breakers",
-        "_capacity",
-        "_denied",
-        "_note",
-        "_servers",
-        "_tasks",
-        "_tasks_of",
-        "commands",
-        "limits",
-    )
+    `driver_of_loop` returns the driver of the running event loop.
+    """
+
+    __slots__ = ("_capacity", "_driver", "_driver_of_loop")
 
     def __init__(
         self,
-        commands: Commands,
-        servers: Servers,
-        tasks_of: Callable[[], Tasks],
-        denied: Denied,
+        scripts: RuleScripts,
+        servers: RedisServers,
+        driver_of_loop: Callable[[], AsyncioDriver],
+        cache: DenialCache,
         note: Callable[[str], None],
     ) -> None:
-        self.limits = commands.answers.limits
-        self.commands = commands
-        self._servers = servers
-        self._breakers = servers.breakers
-        # What may go as one; 0: nothing is to.
-        coalesced = servers.config.coalesce
-        self._capacity = min(limit.capacity for limit in self.limits) if coalesced else 0
-        self._tasks_of = tasks_of
-        self._tasks: Tasks | None = None
-        self._denied = denied
-        self._note = note
-
-    def tasks(self) -> Tasks:
-        """The connections of the running event loop."""
-        tasks = self._tasks
-        if tasks is None or tasks.loop is not asyncio.get_running_loop():
-            tasks = self._tasks = self._tasks_of()
-        return tasks
+        super().__init__(scripts, servers, cache, note)
+        # The units that may go as one call; 0 if coalescing is off.
+        coalesce = servers.config.coalesce
+        self._capacity = min(limit.capacity for limit in self.limits) if coalesce else 0
+        self._driver_of_loop = driver_of_loop
+        self._driver: AsyncioDriver | None = None
 
     async def check(self, subject: str, cost: int) -> Decision:
-        commands, denied = self.commands, self._denied
+        """Spend `cost` units if every limit has room. One round trip."""
         self._note(subject)
-        now, early_ns = commands.now()
-        if subject in denied.kept:
-            known = denied.find(commands, subject, cost, now, early_ns)
-            if known is not None:
-                return known
-        if self._breakers.any_open:
-            self._servers.require_closed(commands, subject)
-        tasks = self.tasks()
-        flights = tasks.flights
-        key = commands.key(subject)
-        question = (commands, subject, cost)
-        if question not in flights.under_way:
-            flights.under_way[question] = 1
-        elif (most := together_max(self._capacity, cost)) and flights.must_wait(question):
-            return await flights.join(question, most)
+        check = (self.scripts, subject, cost)
+        if subject in self._cache.subjects or self._breakers.any_open:
+            decision = self._decided_locally(check)
+            if decision is not None:
+                return decision
+        driver = self._driver
+        if driver is None or driver.loop is not asyncio.get_running_loop():
+            driver = self._driver = self._driver_of_loop()
+        coalescer = driver.coalescer
+        if check not in coalescer.in_flight:
+            coalescer.in_flight[check] = 1
+        elif (most := batch_max(self._capacity, cost)) and coalescer.must_wait(check):
+            return await coalescer.join(check, most)
         else:
-            flights.begin(question)
-        mark = denied.denials.mark
-        started_ns = time.monotonic_ns()
+            coalescer.started(check)
         try:
+            attempt = CheckAttempt(check, self.scripts.now(), self._cache.table.mark)
             try:
-                answer = await tasks.start(key, commands.check_at(key, cost, now))
+                reply = await driver.send(attempt.key, attempt.payload())
             except NotSent as error:
-                answer = error
-            if type(answer) is not list:
-                call = commands.call(CHECK, key, cost, now)
-                answer = await tasks.settled(call, started_ns, answer)
+                reply = error
+            if type(reply) is not list:
+                due_ns = attempt.sent_ns + self._deadline_ns
+                reply = await driver.settle(attempt.call(), due_ns, reply)
         finally:
-            if flights.waiting or flights.under_way[question] > 1:
-                flights.land(question)
-            else:  # the same, without a call: it was the only one, as most are
-                del flights.under_way[question]
-        decision = commands.answers.check(answer, cost, early_ns)
-        if decision.remaining < cost or subject in denied.kept:
-            sent = Sent.of(now, early_ns, started_ns, mark)
-            denied.keep(question, answer, decision, sent)
-        return decision
+            if coalescer.waiting or coalescer.in_flight[check] > 1:
+                coalescer.finished(check)
+            else:  # the same without a function call, for the usual case: it was the only one
+                del coalescer.in_flight[check]
+        return self._decision(attempt, reply)
 
     async def peek(self, subject: str, cost: int) -> Decision:
-        now, early_ns = self.commands.now()
-        call = self.commands.look(self.commands.key(subject), cost, now)
-        answer = await self.tasks().run(call, call.by_sha())
-        return self.commands.answers.peek(answer, cost, early_ns)
+        """Return the answer of `check`, with the remaining quota as it is now."""
+        return await run_async(self._peeking(self._driver_of_loop(), subject, cost))
 
     async def refund(self, subject: str, units: int) -> None:
-        await self._give(subject, self.commands.refund(subject, units))
+        """Give units back to every limit."""
+        call = self.scripts.refund(subject, units)
+        await run_async(self._giving(self._driver_of_loop(), subject, call))
 
     async def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
+        """Add extra units on top of every limit."""
         if units:
-            await self._give(subject, self.commands.grant(subject, units, ttl_ns))
+            call = self.scripts.grant(subject, units, ttl_ns)
+            await run_async(self._giving(self._driver_of_loop(), subject, call))
 
     async def reset(self, subject: str) -> None:
-        await self._give(subject, self.commands.reset(subject))
+        """Forget what the subject spent and was granted."""
+        call = self.scripts.reset(subject)
+        await run_async(self._giving(self._driver_of_loop(), subject, call))
 
-    async def _give(self, subject: str, call: Call) -> None:
-        try:
-            await self.tasks().run(call, call.by_sha())
-        finally:  # one that failed, or was cancelled, may have been carried out
-            self._denied.drop(subject)
+
+class JointCheck:
+    """Checks of several subjects of one request: all are allowed, or none is charged.
+
+    All checks leave together. If one denies, a second round trip gives back to the others exactly
+    the units that they took.
+    """
+
+    __slots__ = ("_attempts", "_cache", "cancelled")
+
+    def __init__(self, checks: Sequence[CheckKey], cache: DenialCache) -> None:
+        # Set when the caller is cancelled: then every charge must be given back.
+        self.cancelled = False
+        self._cache = cache
+        moment, mark = checks[0][0].now(), cache.mark
+        self._attempts = [CheckAttempt(check, moment, mark) for check in checks]
+
+    def decided_locally(self, servers: RedisServers) -> list[Decision] | None:
+        """Return the decisions if a denial of these checks is cached.
+
+        Raises StoreUnavailable if a server's breaker is open: before anything is sent, because the
+        healthy servers would be charged and refunded.
+        """
+        cached = self._cache.find_joint(self._attempts)
+        if cached is None and servers.breakers.any_open:
+            for attempt in self._attempts:
+                servers.require_closed(attempt.key)
+        return cached
+
+    def deciding(self, driver: RedisDriver) -> Steps[list[Decision]]:
+        """Send the checks, undo them if one denies, and return the decisions."""
+        if self.cancelled:  # before anything was sent
+            return []
+        replies = yield from driver.running_all([each.call() for each in self._attempts])
+        decisions, error = self._decisions(replies)
+        if error is not None or not all(decisions) or self.cancelled:
+            undone = yield from driver.running_all(self._undo_calls(replies))
+            error = _with_undo_failure(error, undone)
+        if error is None and not all(decisions):
+            self._cache.keep_joint(self._attempts, replies, decisions)
+        else:
+            self._cache.drop_charged(self._attempts)
+        if error is not None:
+            raise error
+        return decisions
+
+    def _decisions(self, replies: Sequence[Any]) -> tuple[list[Decision], Exception | None]:
+        """Return the decisions, and the most important error.
+
+        An error after which a call may have been counted is more important than the others.
+        """
+        decisions: list[Decision] = []
+        errors: list[Exception] = []
+        for attempt, reply in zip(self._attempts, replies, strict=True):
+            if isinstance(reply, StoreError):
+                errors.append(reply)
+                continue
+            try:
+                decoder = attempt.scripts.decoder
+                decisions.append(decoder.check(reply, attempt.cost, attempt.early_ns))
+            except (CapacityError, StoreError) as error:
+                errors.append(error)
+        return decisions, min(
+            errors, key=lambda error: _MAY_BE_COUNTED not in str(error), default=None
+        )
+
+    def _undo_calls(self, replies: Sequence[Any]) -> list[ScriptCall]:
+        """Return the calls that give back what the checks took."""
+        calls: list[ScriptCall] = []
+        for attempt, reply in zip(self._attempts, replies, strict=True):
+            if not attempt.cost or type(reply) is not list:
+                continue
+            # A reply that the script cannot give says nothing about units; `_decisions` reports it.
+            with suppress(IndexError, TypeError, StopIteration):
+                if reply[0] >= 0:
+                    calls.append(attempt.scripts.undo(attempt.subject, reply, attempt.cost))
+        return calls
+
+
+def _with_undo_failure(error: Exception | None, undone: Sequence[Any]) -> Exception | None:
+    """Return the error of a request; it also says so if another part could not be undone."""
+    failed = any(isinstance(each, StoreError) for each in undone)
+    if not failed or not isinstance(error, StoreError) or _MAY_BE_COUNTED in str(error):
+        return error
+    both = StoreUnavailable(f"{error}; another part of the request {_MAY_BE_COUNTED} once")
+    both.__cause__ = error
+    return both

@@ -1,15 +1,15 @@
-"""What an operator sees: how much the servers hold, and how they are.
+"""What operators see: the number of states, and the health of the servers.
 
-`census` counts. The keys are walked with SCAN, a page at a time, and at most KEYS_LOOKED_AT_MAX of
-them: no server stops for it. If that is all, the count is exact; if not, it is the share of ours
-among them, times the size of the database. count.lua tells how many states a subject has, for each
-of them or for a sample.
+`count_states` walks the keys with SCAN, a page at a time, and at most KEYS_LOOKED_AT_MAX of them,
+so no server is blocked. If these are all keys, the count is exact. If not, it is the share of our
+keys among them, times the size of the database. count.lua counts the states of each subject, or of
+a sample of the subjects.
 
-`survey` asks every node about itself, several at a time, and each Sentinel whether it could see a
-fail-over through. A fact that a server does not tell, because the user may not ask or the version
-does not know, is None and never an error.
+`survey` queries every server, several at a time, and asks each Sentinel whether it could carry out
+a fail-over. A fact that a server does not return, because the user lacks permission or the version
+does not know it, is None and never an error.
 
-Everything here blocks, on redis-py's connections and not on those of the checks.
+Everything here blocks. It uses redis-py's connections, not those of the checks.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from redis.exceptions import (
 
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
-from tollkeeper.decide.breaker import BreakerState
+from tollkeeper.decide.store import BreakerState
 from tollkeeper.decide.stores.redis.config import Address, Mode, RedisConfig
 from tollkeeper.decide.stores.redis.findings import (
     FORBIDDEN,
-    Finding,
-    Level,
-    NodeHealth,
+    FindingLevel,
+    HealthFinding,
+    ServerHealth,
     evaluate,
-    merged,
+    merge_findings,
 )
 from tollkeeper.decide.stores.redis.topology import Topology
 
 KEYS_LOOKED_AT_MAX: Final = 10_000
 KEYS_PER_SCAN: Final = 1_000
-# Of the subjects found, the states of so many are counted, and so many are weighed.
+# Of the subjects found, this many have their states counted, and this many are measured.
 SUBJECTS_COUNTED_MAX: Final = 1_000
 SUBJECTS_WEIGHED_MAX: Final = 50
 NODES_AT_ONCE_MAX: Final = 16
@@ -59,56 +59,56 @@ PINGS_MIN, PINGS_MAX = 3, 20
 PINGING_NS_MAX: Final = NS_PER_SECOND // 2
 _NS_PER_MS: Final = 1_000_000
 
-# UnicodeError is Python's for a host name that cannot be one.
+# Python raises UnicodeError for an invalid host name.
 _VENDOR_ERRORS: Final = (redis.RedisError, OSError, UnicodeError)
-# A server that does not know AUTH repeats what follows it, which is the password.
+# A server that does not know AUTH repeats its arguments, which contain the password.
 _REPEATED: Final = ", with args beginning with"
 
 _COUNT: Final = files("tollkeeper.decide.stores.redis").joinpath("lua/count.lua").read_bytes()
-# Redis names scripts by their SHA-1; nothing secret hangs on it.
+# Redis identifies scripts by SHA-1; it protects no secret.
 _COUNT_SHA: Final = sha1(_COUNT, usedforsecurity=False).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
-class Census:
-    """What the primaries hold under one prefix. A *state* is one limit's count of one subject."""
+class StateCounts:
+    """The states of one prefix on all primaries. A *state* is one limit's count of one subject."""
 
     subjects: int
     states: int
     exact: bool
-    """Was everything counted? If not, the numbers are estimated from a part."""
+    """True if everything was counted; otherwise the numbers are estimates from a part."""
     bytes: int
-    """Memory of all subjects, from a sample; 0 where the server does not tell."""
+    """Memory of all subjects, estimated from a sample; 0 if the server does not say."""
     expired_keys: int
-    """Keys of any kind that these servers dropped at their expiry; 0 where they do not tell."""
+    """Keys of any prefix that these servers expired; 0 if they do not say."""
 
 
 @dataclass(frozen=True, slots=True)
 class RedisHealth:
-    """How the servers of a store are."""
+    """The health of a store's servers."""
 
     mode: Mode
-    nodes: tuple[NodeHealth, ...]
-    """Replicas too, where Sentinel or the cluster names them."""
+    nodes: tuple[ServerHealth, ...]
+    """Primaries, and the replicas that Sentinel or the cluster names."""
     cluster_state: str | None
-    """`ok` if every node that answers says so."""
+    """`ok` if every node that answers reports it."""
     slots_covered: int | None
-    """Of 16,384, as the node knows it that sees fewest."""
-    findings: tuple[Finding, ...]
-    """What is wrong."""
+    """Of 16,384; the smallest number that any node reports."""
+    findings: tuple[HealthFinding, ...]
+    """The warnings and problems."""
     breakers: tuple[BreakerState, ...] = ()
-    """Of the servers that this process has called, by the store that was asked."""
+    """The breakers of the servers that this store has called."""
 
     @property
     def warnings(self) -> list[str]:
-        """The findings as text: what is wrong, where, and what to do."""
+        """The findings as text: the problem, the servers, the remedy."""
         return [str(finding) for finding in self.findings]
 
 
-def census(topology: Topology, prefix: str) -> Census:
-    """Count what is kept under a prefix. Two trips to each primary while there is little.
+def count_states(topology: Topology, prefix: str) -> StateCounts:
+    """Count the states under a prefix. Two round trips to each primary while there are few.
 
-    Raises StoreUnavailable or StoreTimeout if a primary does not answer, or may not be asked.
+    Raises StoreUnavailable or StoreTimeout if a primary does not answer or denies permission.
     """
     primaries = topology.primaries()
     try:
@@ -117,18 +117,18 @@ def census(topology: Topology, prefix: str) -> Census:
         counted = []
     if counted and not any(one.moved for one in counted):
         return _sum(counted)
-    # A primary may have been replaced, or may have given slots away, since we last heard.
+    # A primary may have been replaced, or may have lost slots, since the last refresh.
     topology.refresh()
     return _sum(_count_all(topology, topology.primaries(), prefix))
 
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """One primary's part of a census."""
+    """The counts of one primary."""
 
-    census: Census
+    counts: StateCounts
     moved: bool
-    """Did it say that another node has a key now?"""
+    """True if a key has moved to another node."""
 
 
 def _count_all(topology: Topology, primaries: Sequence[Address], prefix: str) -> list[_Counted]:
@@ -136,9 +136,9 @@ def _count_all(topology: Topology, primaries: Sequence[Address], prefix: str) ->
     return [_count(topology, address, prefix, keys_max) for address in primaries]
 
 
-def _sum(counted: Sequence[_Counted]) -> Census:
-    parts = [one.census for one in counted]
-    return Census(
+def _sum(counted: Sequence[_Counted]) -> StateCounts:
+    parts = [one.counts for one in counted]
+    return StateCounts(
         subjects=sum(part.subjects for part in parts),
         states=sum(part.states for part in parts),
         exact=all(part.exact for part in parts),
@@ -159,13 +159,13 @@ def _count(topology: Topology, address: Address, prefix: str, keys_max: int) -> 
 
 
 class _Scan:
-    """A look at one primary's keys."""
+    """A scan of one primary's keys."""
 
     def __init__(self, client: Any, pattern: str, keys_max: int) -> None:
         self._client = client
         page = min(KEYS_PER_SCAN, keys_max)
         how = ("MATCH", pattern, "COUNT", page)
-        first, dbsize, info = _ask(client, ("SCAN", 0, *how), ("DBSIZE",), ("INFO", "stats"))
+        first, dbsize, info = _pipelined(client, ("SCAN", 0, *how), ("DBSIZE",), ("INFO", "stats"))
         if isinstance(first, ResponseError):
             raise first
         cursor, found = first
@@ -182,22 +182,22 @@ class _Scan:
         self.expired_keys = info.get("expired_keys", 0) if isinstance(info, dict) else 0
 
     def counted(self) -> _Counted:
-        """The subjects, and their states and bytes as far as these can be had."""
+        """Return the counts of this primary."""
         sample = self.keys
         if len(sample) > SUBJECTS_COUNTED_MAX:
             sample = random.sample(sample, SUBJECTS_COUNTED_MAX)
-        # The first brings the script along; the others name it.
+        # The first call contains the script; the others name it.
         calls = [("EVAL", _COUNT, 1, key) for key in sample[:1]]
         calls += [("EVALSHA", _COUNT_SHA.encode(), 1, key) for key in sample[1:]]
         weighing = [("MEMORY USAGE", key) for key in sample[:SUBJECTS_WEIGHED_MAX]]
-        replies = _ask(self._client, *calls, *weighing)
+        replies = _pipelined(self._client, *calls, *weighing)
         states = [reply for reply in replies[: len(sample)] if isinstance(reply, int)]
         sizes = [reply for reply in replies[len(sample) :] if isinstance(reply, int)]
         moved = any(isinstance(reply, MovedError) for reply in replies)
         if sample and not states and not moved:
             raise replies[0]
         return _Counted(
-            Census(
+            StateCounts(
                 subjects=self.subjects,
                 states=_scaled(states, self.subjects),
                 exact=self.whole and len(states) == self.subjects,
@@ -209,12 +209,12 @@ class _Scan:
 
 
 def _scaled(sample: Sequence[int], subjects: int) -> int:
-    """The sum over all subjects, of whom these are some."""
+    """Extrapolate the sum of a sample to all subjects."""
     return round(sum(sample) * subjects / len(sample)) if sample else 0
 
 
 def health(topology: Topology, config: RedisConfig) -> RedisHealth:
-    """`survey`, or StoreUnavailable if no node at all answers."""
+    """Return the result of `survey`. Raises StoreUnavailable if no server answers."""
     found = survey(topology, config)
     if not any(node.reachable for node in found.nodes):
         reasons = "; ".join(f"{node.address}: {node.reason}" for node in found.nodes)
@@ -223,24 +223,24 @@ def health(topology: Topology, config: RedisConfig) -> RedisHealth:
 
 
 def survey(topology: Topology, config: RedisConfig) -> RedisHealth:
-    """Ask every node how it is; those that do not answer are in the result too.
+    """Query every server; those that do not answer are in the result too.
 
-    Takes as long as the slowest node, which gets `connect_ms` for the connection and for each
-    answer. Raises StoreError only if nobody can say which nodes there are.
+    Takes as long as the slowest server, which gets `connect_ms` for the connection and for each
+    reply. Raises StoreError only if no server can name the others.
     """
     topology.nodes()
-    findings: list[Finding] = []
+    findings: list[HealthFinding] = []
     try:
         topology.refresh()
     except StoreError as error:
-        found = f"the nodes are those of before: {error}"
-        remedy = "start the servers that the URI names, or mend the way to them"
-        findings.append(Finding("connection", "warning", found, remedy))
+        found = f"the list of servers may be stale: {error}"
+        remedy = "start the servers that the URI names, or repair the network to them"
+        findings.append(HealthFinding("connection", "warning", found, remedy))
     addresses = topology.nodes()
     with ThreadPoolExecutor(min(NODES_AT_ONCE_MAX, len(addresses)), "tollkeeper-health") as pool:
-        nodes = tuple(pool.map(lambda each: _look(topology, each, config.mode), addresses))
+        nodes = tuple(pool.map(lambda each: _server_health(topology, each, config.mode), addresses))
         if config.mode == "sentinel":
-            for asked in pool.map(lambda each: _ask_sentinel(config, each), config.addresses):
+            for asked in pool.map(lambda each: _sentinel_findings(config, each), config.addresses):
                 findings += asked
     findings += evaluate(nodes, config)
     states = {node.cluster_state for node in nodes if node.cluster_state is not None}
@@ -250,12 +250,12 @@ def survey(topology: Topology, config: RedisConfig) -> RedisHealth:
         nodes=nodes,
         cluster_state=max(states - {"ok"} or states, default=None),
         slots_covered=min(slots, default=None),
-        findings=merged(findings),
+        findings=merge_findings(findings),
     )
 
 
 _Reader = Callable[[Any], Any]
-# Our fields, what the server calls them, and what turns its values into ours.
+# Our field: the server's name of it, and the function that converts its value.
 _FROM_INFO: Final[Mapping[str, tuple[str, _Reader]]] = {
     "role": ("role", {"master": "primary", "slave": "replica"}.get),
     "version": ("redis_version", str),
@@ -284,26 +284,26 @@ _FROM_CLUSTER: Final[Mapping[str, tuple[str, _Reader]]] = {
 }
 
 
-def _look(topology: Topology, address: Address, mode: Mode) -> NodeHealth:
+def _server_health(topology: Topology, address: Address, mode: Mode) -> ServerHealth:
     client: Any = topology.client(address)
     try:
-        return _ask_all(client, str(address), mode)
+        return _query_server(client, str(address), mode)
     except BusyLoadingError as error:
-        # It answers nothing but INFO then, and not even a login to another database.
-        loading = NodeHealth(str(address), reachable=True, reason=_reason(error), loading=True)
+        # It answers only INFO then, and not even a login to another database.
+        loading = ServerHealth(str(address), reachable=True, reason=_reason(error), loading=True)
         try:
             return replace(loading, **_from_info(client.execute_command("INFO")))
         except _VENDOR_ERRORS:
             return loading
     except _VENDOR_ERRORS as error:
         refused = isinstance(error, redis.AuthenticationError)
-        return NodeHealth(
+        return ServerHealth(
             str(address), reachable=False, reason=_reason(error), login_refused=refused
         )
 
 
-def _ask_all(client: redis.Redis, address: str, mode: Mode) -> NodeHealth:
-    # The first may have to connect, and is not measured.
+def _query_server(client: redis.Redis, address: str, mode: Mode) -> ServerHealth:
+    # The first PING may have to connect, so it is not measured.
     _permitted(client, "PING")
     times_ns: list[int] = []
     started_ns = time.monotonic_ns()
@@ -319,7 +319,7 @@ def _ask_all(client: redis.Redis, address: str, mode: Mode) -> NodeHealth:
 
     settings = [("CONFIG", "GET", name) for name, _ in _FROM_CONFIG.values()]
     cluster = [("CLUSTER", "INFO")] if mode == "cluster" else []
-    info, keys, *replies = _ask(client, ("INFO",), ("DBSIZE",), *settings, *cluster)
+    info, keys, *replies = _pipelined(client, ("INFO",), ("DBSIZE",), *settings, *cluster)
     asked = {"TIME": told, "INFO": info, "DBSIZE": keys, "CONFIG GET": replies[0]}
     if cluster:
         asked["CLUSTER INFO"] = replies[-1]
@@ -327,7 +327,7 @@ def _ask_all(client: redis.Redis, address: str, mode: Mode) -> NodeHealth:
         name for name, reply in asked.items() if reply is None or isinstance(reply, ResponseError)
     )
     configured = {reply[0].decode(): reply[1].decode() for reply in replies if _is_setting(reply)}
-    return NodeHealth(
+    return ServerHealth(
         address,
         reachable=True,
         latency_ms=median(times_ns) / _NS_PER_MS,
@@ -341,8 +341,8 @@ def _ask_all(client: redis.Redis, address: str, mode: Mode) -> NodeHealth:
     )
 
 
-def _ask_sentinel(config: RedisConfig, address: Address) -> list[Finding]:
-    """What is wrong with one Sentinel; it is asked as a server of its own, with its own login."""
+def _sentinel_findings(config: RedisConfig, address: Address) -> list[HealthFinding]:
+    """Return the findings about one Sentinel, which has its own login."""
     alone = replace(
         config,
         mode="standalone",
@@ -356,24 +356,24 @@ def _ask_sentinel(config: RedisConfig, address: Address) -> list[Finding]:
         try:
             client.execute_command("SENTINEL", "CKQUORUM", config.service)
         except ResponseError as error:
-            level: Level = "problem"
-            found = f"no fail-over would be agreed on: {_reason(error)}"
+            level: FindingLevel = "problem"
+            found = f"the Sentinels could not agree on a fail-over: {_reason(error)}"
         except _VENDOR_ERRORS as error:
             level, found = "warning", f"no answer from a Sentinel: {_reason(error)}"
         else:
             return []
-    remedy = "start the Sentinels that are missing, each on a machine of its own"
-    return [Finding("sentinel", level, found, remedy, (str(address),))]
+    remedy = "start the missing Sentinels, each on its own machine"
+    return [HealthFinding("sentinel", level, found, remedy, (str(address),))]
 
 
 def _permitted(client: Any, command: str) -> Any:
-    """The reply; None where the server refuses: for who we are, or for the state it is in."""
+    """Return the reply; None if the server denies permission or cannot answer in its state."""
     try:
         return client.execute_command(command)
     except (NoPermissionError, MasterDownError):
         return None
     except ResponseError as error:
-        # A server that cannot write its snapshots refuses even a PING.
+        # A server that cannot write its snapshots refuses even PING.
         if str(error).startswith("MISCONF"):
             return None
         raise
@@ -385,12 +385,12 @@ def _offset_ms(told: tuple[int, int], ours_ns: int) -> float:
 
 
 def _is_setting(reply: object) -> bool:
-    """CONFIG GET: [name, value]; empty for a setting that the server does not have."""
+    """Return True for [name, value] of CONFIG GET; it is empty for an unknown setting."""
     return isinstance(reply, list) and len(reply) == 2
 
 
 def _lines(reply: object) -> dict[str, str]:
-    """CLUSTER INFO: a name, a colon and a value on each line."""
+    """Read CLUSTER INFO: a name, a colon and a value on each line."""
     if not isinstance(reply, bytes):
         return {}
     pairs = (line.partition(":") for line in reply.decode().splitlines())
@@ -398,7 +398,7 @@ def _lines(reply: object) -> dict[str, str]:
 
 
 def _read(fields: Mapping[str, tuple[str, _Reader]], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Our fields, as far as they are told and make sense."""
+    """Return our fields, as far as the server returned valid values."""
     found = {}
     for field, (name, reader) in fields.items():
         try:
@@ -413,7 +413,7 @@ def _from_info(info: Any) -> dict[str, Any]:
         return {}
     found = _read(_FROM_INFO, info)
     if "valkey_version" in info:
-        # For old clients it claims to be a Redis besides.
+        # For old clients, Valkey reports a Redis version besides.
         found |= {"server": "valkey", "version": str(info["valkey_version"])}
     elif "version" in found:
         found["server"] = "redis"
@@ -426,8 +426,8 @@ def _from_info(info: Any) -> dict[str, Any]:
     return found
 
 
-def _ask(client: redis.Redis, *commands: tuple[Any, ...]) -> list[Any]:
-    """The replies, in one round trip; some may be ResponseErrors."""
+def _pipelined(client: redis.Redis, *commands: tuple[Any, ...]) -> list[Any]:
+    """Return the replies of one round trip; some may be ResponseErrors."""
     pipeline: Any = client.pipeline(transaction=False)
     for command in commands:
         pipeline.execute_command(*command)
@@ -436,12 +436,12 @@ def _ask(client: redis.Redis, *commands: tuple[Any, ...]) -> list[Any]:
 
 
 def _timed_out(error: Exception) -> bool:
-    """Was there no answer, as opposed to a bad one?"""
+    """Return True for a timeout."""
     return isinstance(error, redis.TimeoutError | TimeoutError)
 
 
 def _reason(error: Exception) -> str:
-    """What a server did, without any secret in it."""
+    """Describe an error, without secrets."""
     if _timed_out(error):
         return "no answer in time"
     below = error.__context__
@@ -449,5 +449,5 @@ def _reason(error: Exception) -> str:
     said = (below.strerror if isinstance(below, OSError) else None) or str(error)
     text = said.partition(_REPEATED)[0].strip() or type(error).__name__
     if isinstance(error, redis.AuthenticationError):
-        return f"it refuses the login: {text}"
+        return f"it rejects the login: {text}"
     return text

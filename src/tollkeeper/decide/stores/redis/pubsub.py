@@ -1,9 +1,10 @@
 """Messages to every process that uses the same servers, through Redis pub/sub.
 
-A message reaches those who listen at that moment, once or not at all: it is a hint that something
-has changed, never the change itself. In a cluster any node will do, for nodes pass messages on.
+A message reaches the processes that are subscribed at that moment, once or not at all: it is a hint
+that something has changed, never the change itself. In a cluster any node will do, because nodes
+forward messages.
 
-Blocking, for threads; the connections are redis-py's.
+Blocking, for threads. The connections are redis-py's.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from tollkeeper.core.errors import StoreTimeout, StoreUnavailable
 from tollkeeper.decide.stores.redis.config import Address, RedisConfig
 from tollkeeper.decide.stores.redis.topology import Topology
 
-# A connection that has been silent for so long is asked whether it still lives.
+# A subscription that was silent for this long sends a PING.
 IDLE_S_MAX: Final = 5.0
 _VENDOR_ERRORS: Final = (redis.RedisError, OSError, UnicodeError)
 
 
 def publish(topology: Topology, config: RedisConfig, channel: str, text: str) -> None:
-    """Send a message to whoever listens now. Raises StoreUnavailable or StoreTimeout."""
+    """Send a message to all current subscribers. Raises StoreUnavailable or StoreTimeout."""
     try:
         _publish(topology, config, channel, text)
     except (StoreUnavailable, StoreTimeout):
-        # They may have moved, and where they are now is known to others.
+        # The servers may have changed; other servers know the current ones.
         topology.refresh()
         _publish(topology, config, channel, text)
 
@@ -45,11 +46,11 @@ def _publish(topology: Topology, config: RedisConfig, channel: str, text: str) -
         topology.client(last).publish(channel, text)
 
 
-class Subscription:
-    """Messages of one channel, from one server. Used by one thread; raises when it is cut off."""
+class RedisSubscription:
+    """The messages of one channel, from one server. For one thread. Raises if it is cut off."""
 
     def __init__(self, topology: Topology, config: RedisConfig, channel: str) -> None:
-        """Subscribe, and wait until the server has said so. Raises StoreError."""
+        """Subscribe, and wait for the server's confirmation. Raises StoreError."""
         self._config = config
         self._pubsub: Any = None
         topology.refresh()
@@ -70,7 +71,7 @@ class Subscription:
         self._pinged = False
 
     def wait(self, seconds: float) -> bool:
-        """Has a message come? Waits for one. Raises StoreError; then make another subscription."""
+        """Wait for a message; return whether one came. After a StoreError, subscribe again."""
         with _wrapped(self._config, self._address):
             message = self._pubsub.get_message(timeout=seconds)
             now_s = time.monotonic()
@@ -87,7 +88,7 @@ class Subscription:
         return False
 
     def close(self) -> None:
-        """Give the connection up."""
+        """Close the connection."""
         if self._pubsub is not None:
             self._pubsub.close()
 
@@ -96,7 +97,7 @@ class Subscription:
 
 
 def _addresses(topology: Topology, config: RedisConfig) -> list[Address]:
-    """Whom to ask, in turn: any primary, in random order, which spreads the load of a fleet."""
+    """Return all primaries in random order, which spreads the load of a fleet."""
     addresses = topology.primaries()
     random.shuffle(addresses)
     if not addresses:
@@ -111,8 +112,8 @@ def _wrapped(config: RedisConfig, address: Address) -> Iterator[None]:
     except redis.TimeoutError as error:
         raise StoreTimeout(f"{config.shown()}: {address} does not answer") from error
     except _VENDOR_ERRORS as error:
-        # A server that does not know AUTH repeats what follows it, which is the password.
-        said, repeated, _ = str(error).partition(", with args beginning with")
-        raise StoreUnavailable(f"{config.shown()}: {address}: {said}") from (
+        # A server that does not know AUTH repeats its arguments, which contain the password.
+        text, repeated, _ = str(error).partition(", with args beginning with")
+        raise StoreUnavailable(f"{config.shown()}: {address}: {text}") from (
             None if repeated else error
         )

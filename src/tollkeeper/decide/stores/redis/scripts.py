@@ -1,34 +1,209 @@
-"""The scripts that run inside Redis: `.lua` files, each behind what they have in common.
+"""The scripts that run inside Redis, and the calls of them.
 
-A script is known to a server by the SHA-1 of its text, so two versions of Tollkeeper on one server
-never run each other's.
+Each script is a `.lua` file behind the functions that all scripts share (`lua/state.lua`). A server
+identifies a script by the SHA-1 of its text, so two versions of Tollkeeper on one server never run
+each other's scripts.
+
+`RuleScripts` writes one rule's calls: which script, which key, which arguments. `CheckAttempt` is
+one check on its way: the call, and when it was made. Nothing here does I/O.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from hashlib import sha1
 from importlib.resources import files
-from typing import Final
+from typing import Final, cast
+
+from hiredis import pack_command
+
+from tollkeeper.core import switches
+from tollkeeper.core.clock import Clock, SystemClock
+from tollkeeper.core.model import UNITS_MAX, Limit
+from tollkeeper.decide.stores.redis.codec import (
+    NS_PER_US,
+    ReplyDecoder,
+    encode_limits,
+    encode_numbers,
+    field_of,
+)
+
+# The time argument of a script: microseconds from a test's clock, or SERVER_TIME.
+ScriptTime = bytes | int
+SERVER_TIME: Final = b""
+_SERVER_NOW: Final = (SERVER_TIME, 0)
+_PEEK: Final = b"look"
+# The payloads of a check are prepared for costs below this.
+_PREPARED_COSTS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Script:
-    """A script's text, and the name that a server gives it."""
+class LuaScript:
+    """A script's text, and the SHA-1 that a server knows it by."""
 
     text: bytes
     sha: bytes
 
 
-def _load(name: str) -> Script:
+def _load(name: str) -> LuaScript:
     folder = files("tollkeeper.decide.stores.redis").joinpath("lua")
     parts = (folder.joinpath(f"{part}.lua").read_bytes() for part in ("state", name))
     text = b"\n".join(parts)
-    # Redis names scripts by their SHA-1; nothing secret hangs on it.
-    return Script(text, sha1(text, usedforsecurity=False).hexdigest().encode())
+    # Redis identifies scripts by SHA-1; it protects no secret.
+    return LuaScript(text, sha1(text, usedforsecurity=False).hexdigest().encode())
 
 
 CHECK: Final = _load("check")
 REFUND: Final = _load("refund")
 GRANT: Final = _load("grant")
 RESET: Final = _load("reset")
+
+
+def pack(*parts: str | bytes | int) -> bytes:
+    """Return the bytes of one command in the Redis protocol."""
+    return cast("bytes", pack_command(parts))  # type: ignore[arg-type]  # its stub takes no tuples
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptCall:
+    """A script to run on one subject's hash."""
+
+    script: LuaScript
+    key: bytes
+    arguments: tuple[bytes | int, ...]
+
+    def by_sha(self) -> bytes:
+        """Return the command that names the script."""
+        return pack("EVALSHA", self.script.sha, 1, self.key, *self.arguments)
+
+    def by_text(self) -> bytes:
+        """Return the command that contains the script, for a server that does not know it yet."""
+        return pack("EVAL", self.script.text, 1, self.key, *self.arguments)
+
+
+class RuleScripts:
+    """The script calls of one rule's limits.
+
+    Redis decides by its own clock, which is the same for all nodes. A `clock` that is not the
+    system's is a test's, and its time is sent along.
+    """
+
+    __slots__ = (
+        "_by_server_clock",
+        "_clock",
+        "_head",
+        "_key_head",
+        "_tails",
+        "decoder",
+        "encoded",
+        "field",
+    )
+
+    def __init__(self, limits: tuple[Limit, ...], rule: str, prefix: str, clock: Clock) -> None:
+        self.decoder = ReplyDecoder(limits, rule)
+        self._clock = clock
+        self._by_server_clock = type(clock) is SystemClock
+        self._key_head = prefix.encode() + b":{"
+        # All limits that the rule has or ever had keep their states in this field.
+        self.field = field_of(rule)
+        self.encoded = encode_limits(limits, rule)
+        # EVALSHA <sha> 1 <key> <limits> <cost>: everything but the key and the cost.
+        self._head = b"*6\r\n$7\r\nEVALSHA\r\n$40\r\n%b\r\n$1\r\n1\r\n$" % CHECK.sha
+        self._tails = [self._tail(cost) for cost in range(_PREPARED_COSTS)]
+
+    def _tail(self, cost: int) -> bytes:
+        digits = b"%d" % cost
+        return b"\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (
+            len(self.encoded),
+            self.encoded,
+            len(digits),
+            digits,
+        )
+
+    def now(self) -> tuple[ScriptTime, int]:
+        """Return the time argument of a script, and the caller's nanoseconds past it."""
+        if self._by_server_clock and switches.clock is None:
+            return _SERVER_NOW
+        now_ns = max(self._clock.now_ns(), 0)
+        return now_ns // NS_PER_US, now_ns % NS_PER_US
+
+    def key(self, subject: str) -> bytes:
+        """Return the key of a subject's hash. The hash tag is the subject.
+
+        Redis ignores an empty tag, so a subject that begins with a brace gets an escape.
+        """
+        if subject[:1] in {"}", "%"}:
+            subject = "%" + subject
+        return b"%b%b}" % (self._key_head, subject.encode())
+
+    def check_payload(self, key: bytes, cost: int, now: ScriptTime) -> bytes:
+        """Return the bytes of a check."""
+        if now != SERVER_TIME:
+            return self.check(key, cost, now).by_sha()
+        tail = self._tails[cost] if cost < _PREPARED_COSTS else self._tail(cost)
+        return b"%b%d\r\n%b%b" % (self._head, len(key), key, tail)
+
+    def check(self, key: bytes, cost: int, now: ScriptTime) -> ScriptCall:
+        """Return the call that spends `cost` units if every limit has room."""
+        return ScriptCall(CHECK, key, (self.encoded, cost, now))
+
+    def peek(self, key: bytes, cost: int, now: ScriptTime) -> ScriptCall:
+        """Return the call that decides as `check` would, and spends nothing."""
+        return ScriptCall(CHECK, key, (self.encoded, cost, now, _PEEK))
+
+    def refund(self, subject: str, units: int) -> ScriptCall:
+        """Return the call that gives units back."""
+        return ScriptCall(REFUND, self.key(subject), (self.encoded, units, self.now()[0]))
+
+    def undo(self, subject: str, reply: list[int], cost: int) -> ScriptCall:
+        """Return the call that gives back exactly the units that a check took."""
+        spent = encode_numbers(self.decoder.spent(reply, cost))
+        return ScriptCall(REFUND, self.key(subject), (self.encoded, 0, self.now()[0], spent))
+
+    def grant(self, subject: str, units: int, ttl_ns: int | None) -> ScriptCall:
+        """Return the call that adds extra units."""
+        # Rounded up: a grant never ends before the promised time.
+        ttl: bytes | int = b"" if ttl_ns is None else -(-ttl_ns // NS_PER_US)
+        arguments = (self.encoded, units, self.now()[0], ttl, UNITS_MAX)
+        return ScriptCall(GRANT, self.key(subject), arguments)
+
+    def reset(self, subject: str) -> ScriptCall:
+        """Return the call that deletes what the subject spent and was granted."""
+        return ScriptCall(RESET, self.key(subject), (self.encoded,))
+
+
+# The checks that may be coalesced and that share a cached denial: scripts, subject and cost.
+CheckKey = tuple[RuleScripts, str, int]
+
+
+class CheckAttempt:
+    """One call of the check script: what it checks, and when it was made.
+
+    `count` checks of the same cost may go as one call. `mark` is the denial cache's mark at the
+    start: it shows whether a denial in the reply is still up to date.
+    """
+
+    __slots__ = ("cost", "count", "early_ns", "key", "mark", "now", "scripts", "sent_ns", "subject")
+
+    def __init__(
+        self,
+        check: CheckKey,
+        moment: tuple[ScriptTime, int],
+        mark: int,
+        count: int = 1,
+    ) -> None:
+        self.scripts, self.subject, self.cost = check
+        self.now, self.early_ns = moment
+        self.mark = mark
+        self.count = count
+        self.key = self.scripts.key(self.subject)
+        self.sent_ns = time.monotonic_ns()
+
+    def payload(self) -> bytes:
+        """Return the bytes to send."""
+        return self.scripts.check_payload(self.key, self.count * self.cost, self.now)
+
+    def call(self) -> ScriptCall:
+        """Return the call, to send it again after a refusal."""
+        return self.scripts.check(self.key, self.count * self.cost, self.now)

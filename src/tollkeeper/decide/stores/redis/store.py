@@ -1,4 +1,4 @@
-"""RedisStore: quotas that every machine shares."""
+"""RedisStore: counts in Redis, shared by every machine."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Self, cast
 
-from tollkeeper.core import switches
 from tollkeeper.core.clock import Clock, SystemClock
 from tollkeeper.core.errors import StoreUnavailable
 from tollkeeper.core.model import Decision, Limit
-from tollkeeper.decide.breaker import BreakerState
+from tollkeeper.core.steps import run, run_async
 from tollkeeper.decide.busiest import Busiest
-from tollkeeper.decide.store import AsyncGateCheck, GateCheck, StoreStats
-from tollkeeper.decide.stores.redis.breakers import Listener
+from tollkeeper.decide.store import AsyncGateCheck, BreakerState, GateCheck, StoreStats
+from tollkeeper.decide.stores.redis.breakers import BreakerListener
 from tollkeeper.decide.stores.redis.config import RedisConfig
-from tollkeeper.decide.stores.redis.denied import Denied
-from tollkeeper.decide.stores.redis.drive import Servers, Tasks, Threads
-from tollkeeper.decide.stores.redis.gates import AsyncRedisGate, Commands, RedisGate, Together
-from tollkeeper.decide.stores.redis.health import RedisHealth, census, health
-from tollkeeper.decide.stores.redis.pubsub import Subscription, publish
+from tollkeeper.decide.stores.redis.denial_cache import DenialCache
+from tollkeeper.decide.stores.redis.driver import AsyncioDriver, RedisServers, ThreadDriver
+from tollkeeper.decide.stores.redis.gates import AsyncRedisGate, JointCheck, RedisGate
+from tollkeeper.decide.stores.redis.health import RedisHealth, count_states, health
+from tollkeeper.decide.stores.redis.pubsub import RedisSubscription, publish
+from tollkeeper.decide.stores.redis.scripts import RuleScripts
 
 
 class RedisStore:
-    """Quotas in Redis or Valkey: one server, Sentinel or Cluster, for threads and asyncio alike.
+    """Counts in Redis or Valkey: one server, Sentinel or Cluster; for threads and asyncio.
 
-    Nothing is connected until the first call. Decisions are made by the server's clock; a `clock`
-    that is not the system's is for tests, and is sent along.
+    It connects at the first call. The server's clock decides. A `clock` that is not the system's is
+    for tests, and its time is sent along.
     """
 
     is_private = False
@@ -54,13 +54,13 @@ class RedisStore:
         self.config = config
         self._clock = clock or SystemClock()
         self._checks = Busiest()
-        self._denied = Denied(config.denied_cache_ns)
+        self._cache = DenialCache(config.denied_cache_ns)
         self._closed = False
         self._lock = threading.Lock()
-        self._servers = Servers(config)
-        self._threads = Threads(self._servers)
-        # By loop; a loop that is gone takes its connections along.
-        self._tasks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Tasks] = (
+        self._servers = RedisServers(config)
+        self._threads = ThreadDriver(self._servers)
+        # The driver of each event loop. A loop that is garbage-collected takes its driver along.
+        self._drivers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncioDriver] = (
             weakref.WeakKeyDictionary()
         )
         _stores.add(self)
@@ -68,96 +68,64 @@ class RedisStore:
     def gate(self, limits: Sequence[Limit], rule: str) -> RedisGate:
         """Prepare a rule's limits for threads."""
         self._require_open()
-        return RedisGate(self._commands(limits, rule), self._threads, self._denied, self._note)
+        return RedisGate(self._scripts(limits, rule), self._threads, self._cache, self._note)
 
     def async_gate(self, limits: Sequence[Limit], rule: str) -> AsyncRedisGate:
         """Prepare a rule's limits for asyncio."""
         self._require_open()
-        commands = self._commands(limits, rule)
-        return AsyncRedisGate(commands, self._servers, self._tasks_here, self._denied, self._note)
+        scripts = self._scripts(limits, rule)
+        return AsyncRedisGate(scripts, self._servers, self._driver_of_loop, self._cache, self._note)
 
     def check_together(self, checks: Sequence[GateCheck]) -> list[Decision]:
-        """Check several subjects in one trip; if one denies, a second trip gives back to the rest.
+        """Check several subjects in one round trip; if one denies, a second refunds the others.
 
-        A trip that fails may leave the others charged, never twice; see `docs/redis.md`.
+        If a round trip fails, the others may stay charged, never twice; see `docs/redis.md`.
         """
-        asked = cast("Sequence[tuple[RedisGate, str, int]]", checks)  # gates of this store
-        if not asked:
+        if not checks:
             return []
-        together = Together(asked, self._denied)
-        known = together.known()
-        if known is not None:
-            return known
-        self._require_closed(asked)
-        answers = self._threads.run_all(together.calls())
-        decided, wrong = together.decisions(answers)
-        if wrong is not None or not all(decided):
-            wrong = together.told(wrong, self._threads.run_all(together.undo(answers)))
-        together.keep(answers, decided, wrong)
-        if wrong is not None:
-            raise wrong
-        return decided
+        joint = self._joint_check(checks)
+        decisions = joint.decided_locally(self._servers)
+        if decisions is not None:
+            return decisions
+        return run(joint.deciding(self._threads))
 
     async def check_together_async(self, checks: Sequence[AsyncGateCheck]) -> list[Decision]:
-        """`check_together`, awaited. Whoever is cancelled meanwhile has spent nothing."""
-        asked = cast("Sequence[tuple[AsyncRedisGate, str, int]]", checks)  # gates of this store
-        if not asked:
+        """`check_together`, awaited. A caller that is cancelled has spent nothing."""
+        if not checks:
             return []
-        together = Together(asked, self._denied)
-        known = together.known()
-        if known is not None:
-            return known
-        self._require_closed(asked)
-        # Shielded: what has been sent is charged, whether its caller stays or not. Who is denied
-        # by one limit could else spend all of another's, by leaving before it is given back.
-        trips = asyncio.ensure_future(self._trips(together))
+        joint = self._joint_check(checks)
+        decisions = joint.decided_locally(self._servers)
+        if decisions is not None:
+            return decisions
+        # Shielded: a call that was sent is charged even if its caller is cancelled. Otherwise a
+        # client that one limit denies could use up another limit, by leaving before the refund.
+        deciding = asyncio.ensure_future(run_async(joint.deciding(self._driver_of_loop())))
         try:
-            return await asyncio.shield(trips)
+            return await asyncio.shield(deciding)
         except asyncio.CancelledError:
-            together.unwanted = True
+            joint.cancelled = True
             raise
 
-    async def _trips(self, together: Together) -> list[Decision]:
-        if together.unwanted:  # before anything was sent
-            return []
-        tasks = self._tasks_here()
-        answers = await tasks.run_all(together.calls())
-        decided, wrong = together.decisions(answers)
-        if wrong is not None or not all(decided) or together.unwanted:
-            wrong = together.told(wrong, await tasks.run_all(together.undo(answers)))
-        together.keep(answers, decided, wrong)
-        if wrong is not None:
-            raise wrong
-        return decided
+    def _joint_check(self, checks: Sequence[GateCheck] | Sequence[AsyncGateCheck]) -> JointCheck:
+        # They are gates of this store.
+        own = cast("Sequence[tuple[RedisGate | AsyncRedisGate, str, int]]", checks)
+        return JointCheck(
+            [(gate.scripts, subject, cost) for gate, subject, cost in own], self._cache
+        )
 
-    def _require_closed(self, asked: Sequence[tuple[RedisGate | AsyncRedisGate, str, int]]) -> None:
-        """Raise StoreUnavailable if a breaker is open of a server that one of them would ask.
+    def _scripts(self, limits: Sequence[Limit], rule: str) -> RuleScripts:
+        return RuleScripts(tuple(limits), rule, self.config.prefix, self._clock)
 
-        Before anything is sent: the servers that are well would be charged, and paid back.
-        """
-        if self._servers.breakers.any_open:
-            for gate, subject, _ in asked:
-                self._servers.require_closed(gate.commands, subject)
-
-    def _commands(self, limits: Sequence[Limit], rule: str) -> Commands:
-        return Commands(tuple(limits), rule, self.config.prefix, self._now_ns)
-
-    def _now_ns(self) -> int | None:
-        """None: the server's time, which is alike for all."""
-        if type(self._clock) is SystemClock and switches.clock is None:
-            return None
-        return self._clock.now_ns()
-
-    def _tasks_here(self) -> Tasks:
+    def _driver_of_loop(self) -> AsyncioDriver:
         loop = asyncio.get_running_loop()
         with self._lock:
-            tasks = self._tasks.get(loop)
-            if tasks is None:
-                # A loop that was closed without a word is kept by its own connections.
-                for gone in [each for each in self._tasks if each.is_closed()]:
-                    del self._tasks[gone]
-                tasks = self._tasks[loop] = Tasks(self._servers, loop, self._denied)
-            return tasks
+            driver = self._drivers.get(loop)
+            if driver is None:
+                # The connections of a closed loop keep it alive, so drop it here.
+                for closed in [each for each in self._drivers if each.is_closed()]:
+                    del self._drivers[closed]
+                driver = self._drivers[loop] = AsyncioDriver(self._servers, loop, self._cache)
+            return driver
 
     def _note(self, subject: str) -> None:
         with self._lock:
@@ -168,19 +136,20 @@ class RedisStore:
             raise StoreUnavailable("the store is closed; open another one")
 
     def sweep(self) -> int:
-        """Redis drops what has expired by itself; nothing is left to do."""
+        """Return 0: Redis drops expired keys itself."""
         self._require_open()
         return 0
 
     def stats(self) -> StoreStats:
-        """What the servers hold under this store's prefix: exact while that is little.
+        """Count the states under this store's prefix; exact while there are few.
 
-        With more than a thousand subjects the states, and with more than ten thousand keys the
-        subjects too, are estimated. Blocks for a few round trips, at most `connect_ms` each; from
-        asyncio, call it with `asyncio.to_thread`. Raises StoreUnavailable or StoreTimeout.
+        With more than a thousand subjects the number of states is an estimate, and with more than
+        ten thousand keys the number of subjects too. Blocks for a few round trips, at most
+        `connect_ms` each; from asyncio, call it with `asyncio.to_thread`. Raises StoreUnavailable
+        or StoreTimeout.
         """
         self._require_open()
-        found = census(self._servers.topology, self.config.prefix)
+        found = count_states(self._servers.topology, self.config.prefix)
         return StoreStats(
             states=found.states,
             states_max=0,
@@ -190,7 +159,7 @@ class RedisStore:
         )
 
     def health(self) -> RedisHealth:
-        """How every server is, what is wrong, and what would mend it.
+        """Return the health of every server, the problems, and their remedies.
 
         Blocks for about thirty round trips, to all servers at once; from asyncio, call it with
         `asyncio.to_thread`. Raises StoreUnavailable if no server at all answers.
@@ -200,73 +169,75 @@ class RedisStore:
         return replace(found, breakers=tuple(self.breakers()))
 
     def counters(self) -> dict[str, int]:
-        """What this process has counted since the store was opened; costs nothing to ask.
+        """Return the counters of this process since the store was opened. No round trip.
 
-        `denied_cache_hits`  denials that were answered without a trip
-        `coalesced_checks`   checks that waited to go with others, in event loops that there are
+        `denied_cache_hits`  denials that the denial cache answered
+        `coalesced_checks`   checks that waited for a batch, in the current event loops
         """
-        coalesced = sum(tasks.flights.coalesced for tasks in list(self._tasks.values()))
-        return {"denied_cache_hits": self._denied.hits, "coalesced_checks": coalesced}
+        drivers = list(self._drivers.values())
+        coalesced = sum(driver.coalescer.coalesced for driver in drivers)
+        return {"denied_cache_hits": self._cache.hits, "coalesced_checks": coalesced}
 
     def denied_by_rule(self) -> dict[str, int]:
-        """The same denials by their rules; those of several rules at once are under each."""
-        return dict(self._denied.by_rule)
+        """Return the cache hits by rule; a denial by several rules counts for each of them."""
+        return dict(self._cache.by_rule)
 
     def breakers(self) -> list[BreakerState]:
-        """How the breaker of each server is that was asked so far; costs nothing to ask."""
+        """Return the breaker of each server that was called so far. No round trip."""
         return [breaker.state() for breaker in self._servers.breakers.all()]
 
-    def on_breaker(self, listener: Listener) -> None:
+    def on_breaker(self, listener: BreakerListener) -> None:
         """Call `listener` with the state after each change: open, half_open, closed.
 
-        It is called in the thread that saw the change, which may be that of a check or an event
-        loop's: it must not block. What it raises is ignored. The last sixteen listeners count.
+        It runs in the thread that saw the change, which may be a check's or an event loop's, so it
+        must not block. Its exceptions are ignored. Only the last sixteen listeners are kept.
         """
         self._servers.breakers.listen(listener)
 
     def busiest(self, count: int) -> list[tuple[str, int]]:
-        """As this process sees them."""
+        """Return the subjects that this process checked most."""
         self._require_open()
         with self._lock:
             return self._checks.top(count)
 
     def publish(self, topic: str, text: str) -> None:
-        """Tell every process that is subscribed to the topic now, on channel `<prefix>:<topic>`.
+        """Send a message to all current subscribers of a topic, on channel `<prefix>:<topic>`.
 
         Blocks for a round trip; from asyncio, call it with `asyncio.to_thread`. Raises StoreError.
         """
         self._require_open()
         publish(self._servers.topology, self.config, f"{self.config.prefix}:{topic}", text)
 
-    def subscribe(self, topic: str) -> Subscription:
-        """Listen for what `publish` tells, from now on; for one thread. Raises StoreError."""
+    def subscribe(self, topic: str) -> RedisSubscription:
+        """Subscribe to a topic, for one thread. Raises StoreError."""
         self._require_open()
-        return Subscription(self._servers.topology, self.config, f"{self.config.prefix}:{topic}")
+        channel = f"{self.config.prefix}:{topic}"
+        return RedisSubscription(self._servers.topology, self.config, channel)
 
     def close(self) -> None:
-        """Close what threads use, and tell the event loops to close theirs."""
+        """Close the connections of threads now, and those of event loops in their loops."""
         self._closed = True
-        self._denied.forget()
+        self._cache.reset()
         self._servers.close()
         self._threads.close()
-        for loop, tasks in list(self._tasks.items()):
+        for loop, driver in list(self._drivers.items()):
             if not loop.is_closed():
-                loop.call_soon_threadsafe(tasks.close_soon)
+                loop.call_soon_threadsafe(driver.close_soon)
 
     async def aclose(self) -> None:
-        """`close`, and wait until this loop's connections are closed."""
-        tasks = self._tasks.pop(asyncio.get_running_loop(), None)
+        """Close the store, and wait until this loop's connections are closed."""
+        driver = self._drivers.pop(asyncio.get_running_loop(), None)
         self.close()
-        if tasks is not None:
-            await tasks.close()
+        if driver is not None:
+            await driver.close()
 
     def forked(self) -> None:
-        """In a child process: the connections are the parent's, and its threads are not here."""
+        """In a forked child: drop the parent's connections; its threads do not exist here."""
         self._lock = threading.Lock()
-        self._denied.forget()
+        self._cache.reset()
         self._servers.forked()
         self._threads.forked()
-        self._tasks.clear()
+        self._drivers.clear()
 
 
 _stores: weakref.WeakSet[RedisStore] = weakref.WeakSet()
@@ -277,6 +248,6 @@ def _forked() -> None:
         store.forked()
 
 
-# A server that loads the application once and then forks its workers would have them all talk
-# through one socket, and read each other's answers.
+# Without this, the workers of a server that loads the application before it forks would share one
+# socket, and read each other's replies.
 os.register_at_fork(after_in_child=_forked)

@@ -1,23 +1,23 @@
 """Where the servers are: which node has a slot, and which server is the primary.
 
-The store asks `address_of` before each call and is answered from memory: a list with an address
-for each of the 16,384 slots, one and the same where there is no cluster. It is brought up to date
-in two ways. A node that no longer has a slot says who has it (`moved`), which corrects that slot
-alone. When nothing is known, or a server is gone, the store calls `refresh`, which asks around:
+The driver reads `slots` before each call, from memory: a list with an address for each of the
+16,384 slots, all equal outside a cluster. It is updated in two ways. A node that no longer has a
+slot names the node that has it (`moved`), which corrects that slot alone. If nothing is known, or a
+server is gone, the driver calls `refresh`, which asks the servers:
 
-    cluster    any node for the slots of all. A node that is cut off from the others, or was taken
-               out, knows old news: so one that does not call the cluster whole is believed only
-               when no other is better.
+    cluster    any node for all slots. A node that is cut off from the others, or was removed, has
+               stale data. So the answer of a node that does not call the cluster healthy is used
+               only if no other answer is better.
     sentinel   one Sentinel after another for the primary, and then that server for its role: for
-               some seconds after a promotion, a Sentinel may still name the old one.
+               some seconds after a promotion, a Sentinel may still name the old primary.
 
-A thousand callers notice a dead primary at once, so a refresh is shared: whoever comes while one
-runs waits for it and takes its result. One that succeeded is good for 50 ms. Servers are asked in
-random order, which spreads the load of a fleet, and those that failed last time come last: a dead
-host costs its timeout once, not in every refresh.
+A thousand callers notice a dead primary at once, so a refresh is shared: callers that come while
+one runs wait for it and take its result. A successful refresh is valid for 50 ms. Servers are asked
+in random order, which spreads the load of a fleet, and those that failed last time come last: a
+dead host costs its timeout once, not in every refresh.
 
-Blocking, for threads; asyncio calls `refresh` in one. The connections made here are redis-py's; the
-store has its own for the checks.
+Blocking, for threads; asyncio runs `refresh` in a thread. The connections made here are redis-py's;
+the driver has its own for the checks.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ from tollkeeper.decide.stores.redis.config import Address, RedisConfig
 
 SLOTS: Final = 16_384
 REFRESH_INTERVAL_NS_MIN: Final = 50_000_000
-# Enough to meet four dead hosts in a row, at the default of a second each.
+# Enough for four dead hosts in a row, at the default of a second each.
 REFRESH_NS_MAX: Final = 5_000_000_000
 _NS_PER_SECOND: Final = 1_000_000_000
 
-# UnicodeError is Python's for a host name that cannot be one.
+# Python raises UnicodeError for an invalid host name.
 _VENDOR_ERRORS: Final = (redis.RedisError, OSError, UnicodeError)
-# A server that does not know AUTH repeats what follows it, which is the password.
+# A server that does not know AUTH repeats its arguments, which contain the password.
 _REPEATED: Final = ", with args beginning with"
 
 
 def slot_of(key: bytes) -> int:
-    """The slot that a cluster keeps a key in: of what is in the first braces, if anything is.
+    """Return the cluster's slot of a key: of the text in its first braces, if there is any.
 
     >>> slot_of(b"tk:{user:42}") == slot_of(b"user:42")
     True
@@ -69,54 +69,51 @@ def slot_of(key: bytes) -> int:
 
 
 class Topology:
-    """Which server to ask for which slot. Every method may be called from any thread."""
+    """Which server has which slot. Thread-safe."""
 
     def __init__(self, config: RedisConfig) -> None:
         self._config = config
-        self._dialer = _Dialer(config)
+        self._factory = _ClientFactory(config)
         alone = config.addresses[:1] if config.mode == "standalone" else ()
-        self._found = _Found(list(alone or (None,)) * SLOTS, alone)
+        # The primary of each slot, as far as it is known. Read without a lock.
+        self.slots: list[Address | None] = list(alone or (None,)) * SLOTS
+        self._nodes: tuple[Address, ...] = alone
         self._failed: set[Address] = set()
         self._refreshed_ns: int | None = None
         self._running: Future[None] | None = None
         self._clients: dict[Address, redis.Redis] = {}
         self._closed = False
-        # Held for memory alone, never while a server is asked.
+        # Never held during I/O.
         self._lock = Lock()
 
-    def address_of(self, slot: int) -> Address | None:
-        """The primary that has a slot, as far as is known. From memory, without a lock."""
-        return self._found.slots[slot]
-
     def moved(self, slot: int, address: Address) -> None:
-        """A node said that another one has the slot now. Counts at once."""
+        """Note that a slot is on another node now."""
         with self._lock:
-            found = self._found
-            found.slots[slot] = address
-            if address not in found.nodes:
-                found.nodes = (*found.nodes, address)
+            self.slots[slot] = address
+            if address not in self._nodes:
+                self._nodes = (*self._nodes, address)
 
     def primaries(self) -> list[Address]:
-        """Every server that has a slot; asks if none is known. Raises what `refresh` raises."""
-        if not self._found.nodes:
+        """Return every server that has a slot; refresh if none is known. Raises as `refresh`."""
+        if not self._nodes:
             self.refresh()
-        return list(dict.fromkeys(filter(None, self._found.slots)))
+        return list(dict.fromkeys(filter(None, self.slots)))
 
     def known(self) -> set[Address]:
-        """Every server that is known to have a slot. From memory; may be empty."""
-        return set(filter(None, self._found.slots))
+        """Return every server that is known to have a slot. From memory; may be empty."""
+        return set(filter(None, self.slots))
 
     def nodes(self) -> list[Address]:
-        """Every server, replicas too; asks if none is known. Raises what `refresh` raises."""
-        if not self._found.nodes:
+        """Return every server and replica; refresh if none is known. Raises as `refresh`."""
+        if not self._nodes:
             self.refresh()
-        return list(self._found.nodes)
+        return list(self._nodes)
 
     def refresh(self) -> None:
         """Ask the servers where everything is, in at most about REFRESH_NS_MAX.
 
-        Raises StoreUnavailable, which says who was asked and what each said; StoreTimeout when
-        there was nothing but silence. What was known before is kept then.
+        Raises StoreUnavailable with the answer of each server, or StoreTimeout if none answered.
+        Then the previous data stays.
         """
         if self._config.mode == "standalone":
             return
@@ -131,29 +128,29 @@ class Topology:
             _result_of(running)
             return
         try:
-            self._ask_around()
+            self._ask_servers()
         except BaseException as error:
             self._finish(mine, error)
             raise
         self._finish(mine, None)
 
     def client(self, address: Address) -> redis.Redis:
-        """For administration: logged in, in the config's database, without retries.
+        """Return a redis-py client for administration: logged in, without retries.
 
-        Kept for the next caller; closed by `close`, or when the server has left. It waits
-        `connect_ns` for the connection and for each answer, and raises redis-py's own errors.
+        It is kept for the next caller, and closed by `close` or when the server has left. It waits
+        `connect_ns` for the connection and for each reply, and raises redis-py's own errors.
         """
         with self._lock:
             if self._closed:
                 raise StoreUnavailable(f"{self._config.shown()} has been closed; open it again")
             client = self._clients.get(address)
             if client is None:
-                client = self._dialer.client(address, self._config.connect_ns)
+                client = self._factory.client(address, self._config.connect_ns)
                 self._clients[address] = client
             return client
 
     def close(self) -> None:
-        """Close the clients that were handed out. What is known stays known."""
+        """Close the clients. The known slots stay."""
         with self._lock:
             self._closed = True
             clients = list(self._clients.values())
@@ -171,21 +168,21 @@ class Topology:
         else:
             mine.set_exception(error)
 
-    def _ask_around(self) -> None:
-        """Only one thread at a time is here."""
-        inquiry = _Inquiry(self._config, self._dialer)
+    def _ask_servers(self) -> None:
+        """Update the slots. Only one thread at a time runs this."""
+        attempt = _Refresh(self._config, self._factory)
         if self._config.mode == "cluster":
-            known = dict.fromkeys((*self._found.nodes, *self._config.addresses))
-            found = inquiry.slots(self._in_turn(known), skip=self._failed)
+            known = dict.fromkeys((*self._nodes, *self._config.addresses))
+            found = attempt.slots(self._in_turn(known), skip=self._failed)
         else:
-            found = inquiry.primary(self._in_turn(self._config.addresses))
-        self._failed = {address for address, _, _ in inquiry.failures} | (
-            self._failed - inquiry.answered
+            found = attempt.primary(self._in_turn(self._config.addresses))
+        self._failed = {address for address, _, _ in attempt.failures} | (
+            self._failed - attempt.answered
         )
         if found is None:
-            raise inquiry.error()
+            raise attempt.error()
         with self._lock:
-            self._found = found
+            self.slots, self._nodes = found.slots, found.nodes
             kept = {*found.nodes, *self._config.addresses}
             left = [self._clients.pop(address) for address in self._clients.keys() - kept]
         self._failed &= kept
@@ -193,24 +190,24 @@ class Topology:
             client.connection_pool.disconnect()
 
     def _in_turn(self, addresses: Iterable[Address]) -> list[Address]:
-        """In random order, and those that failed last time at the end."""
+        """Return them in random order, with those that failed last time at the end."""
         each = list(addresses)
         random.shuffle(each)
         return sorted(each, key=self._failed.__contains__)
 
 
 def _result_of(running: Future[None]) -> None:
-    """Another thread's result; its error as a new one, for two cannot add to one traceback."""
+    """Raise another thread's error, as a new one: each caller adds its own traceback."""
     error = running.exception()
     if isinstance(error, StoreError):
         raise type(error)(str(error)) from error
     if error is not None:
-        raise StoreUnavailable("the refresh that this call waited for was broken off") from error
+        raise StoreUnavailable("the refresh that this call waited for was interrupted") from error
 
 
-@dataclass(slots=True)
-class _Found:
-    """Where everything is, as somebody said it."""
+@dataclass(frozen=True, slots=True)
+class _SlotMap:
+    """Where everything is, according to one server."""
 
     slots: list[Address | None]
     nodes: tuple[Address, ...]
@@ -220,29 +217,29 @@ class _Found:
         return SLOTS - self.slots.count(None)
 
 
-class _Inquiry:
-    """One refresh: the time it has left, who answered, and what went wrong with whom."""
+class _Refresh:
+    """One refresh: its deadline, the servers that answered, and the failures."""
 
-    def __init__(self, config: RedisConfig, dialer: _Dialer) -> None:
+    def __init__(self, config: RedisConfig, factory: _ClientFactory) -> None:
         self._config = config
-        self._dialer = dialer
+        self._factory = factory
         self._deadline_ns = time.monotonic_ns() + REFRESH_NS_MAX
         self.answered: set[Address] = set()
-        # Whom to ask last next time, what to call it in a message, and what it did.
+        # The server to ask last next time, its name in a message, and its error.
         self.failures: list[tuple[Address, str, Exception]] = []
         self._roles: dict[Address, Any] = {}
 
-    def slots(self, addresses: Sequence[Address], skip: set[Address]) -> _Found | None:
-        """Of the first node that calls the cluster whole, or of the one that knows most."""
-        best: _Found | None = None
+    def slots(self, addresses: Sequence[Address], skip: set[Address]) -> _SlotMap | None:
+        """Ask nodes until one calls the cluster healthy; else return the most complete map."""
+        best: _SlotMap | None = None
         for address in addresses:
-            # Something is known, and this one failed a moment ago: not worth its timeout.
+            # There is a map already, and this node failed recently: not worth its timeout.
             if best is not None and address in skip:
                 continue
             with self._noting(address, str(address)):
                 slots, info = self._ask(address, ("CLUSTER", "SLOTS"), ("CLUSTER", "INFO"))
                 found = _slots_in(slots, address)
-                # Whoever may not ask for the state takes it to be good.
+                # Without permission for CLUSTER INFO, assume that the cluster is healthy.
                 broken = isinstance(info, bytes) and b"cluster_state:ok" not in info
                 if found.covered == SLOTS and not broken:
                     return found
@@ -250,8 +247,8 @@ class _Inquiry:
                     best = found
         return best
 
-    def primary(self, sentinels: Sequence[Address]) -> _Found | None:
-        """The first that a Sentinel names and that is one."""
+    def primary(self, sentinels: Sequence[Address]) -> _SlotMap | None:
+        """Return the first server that a Sentinel names and whose role is primary."""
         service = self._config.service
         commands = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME"), ("SENTINEL", "REPLICAS")
         for sentinel in sentinels:
@@ -263,23 +260,23 @@ class _Inquiry:
                 nodes = dict.fromkeys((primary, *_replicas_in(replicas)))
                 with self._noting(sentinel, f"{primary}, named by Sentinel {sentinel}"):
                     self._check_role(primary)
-                    return _Found([primary] * SLOTS, tuple(nodes))
+                    return _SlotMap([primary] * SLOTS, tuple(nodes))
         return None
 
     def error(self) -> StoreError:
-        """What went wrong, as one error, when nothing was found."""
+        """Return one error for all failures."""
         reasons = "; ".join(_reason(name, error) for _, name, error in self.failures)
-        sought = "who is the primary" if self._config.mode == "sentinel" else "who has which slot"
-        message = f"{self._config.shown()}: no server could say {sought}: {reasons}"
+        sought = "the primary" if self._config.mode == "sentinel" else "the cluster's slots"
+        message = f"{self._config.shown()}: no server could name {sought}: {reasons}"
         silent = all(_timed_out(error) for _, _, error in self.failures)
         made = StoreTimeout(message) if silent else StoreUnavailable(message)
         cause = self.failures[-1][2]
-        # Its traceback would show what the message leaves out.
+        # The cause's traceback would show the part that the message omits.
         made.__cause__ = None if _REPEATED in str(cause) else cause
         return made
 
     def _check_role(self, primary: Address) -> None:
-        """Asks once: if all Sentinels name a dead host, its timeout is not waited for each time."""
+        """Raise unless a server is a primary. Asks it once: a dead host costs one timeout."""
         if primary not in self._roles:
             try:
                 (self._roles[primary],) = self._ask(primary, ("ROLE",))
@@ -289,7 +286,7 @@ class _Inquiry:
         if isinstance(reply, Exception):
             raise reply
         if not isinstance(reply, list) or reply[:1] != [b"master"]:
-            raise redis.InvalidResponse("it is not a primary (any more, or yet)")
+            raise redis.InvalidResponse("it is not a primary (any more, or not yet)")
 
     @contextmanager
     def _noting(self, blamed: Address, name: str) -> Iterator[None]:
@@ -301,19 +298,19 @@ class _Inquiry:
     def _ask(
         self, address: Address, *commands: tuple[str, ...], of_sentinel: bool = False
     ) -> list[Any]:
-        """The replies, in a single round trip on a connection of its own; some may be errors.
+        """Return the replies of one round trip on a new connection; some may be errors.
 
-        Of its own, because one that was kept may lead to a host that is gone without a word.
+        A new one, because a kept connection may lead to a host that has silently disappeared.
         """
         left_ns = self._deadline_ns - time.monotonic_ns()
         if left_ns <= 0:
             raise redis.TimeoutError
         timeout_ns = min(left_ns, self._config.connect_ns)
-        client = self._dialer.client(address, timeout_ns, of_sentinel=of_sentinel)
+        client = self._factory.client(address, timeout_ns, of_sentinel=of_sentinel)
         try:
             pipeline: Any = client.pipeline(transaction=False)
             for command in commands:
-                # Word by word: redis-py then finds no parser for it, and these differ by version.
+                # Word by word, so that redis-py applies no parser: they differ by version.
                 pipeline.execute_command(*command)
             replies: list[Any] = pipeline.execute(raise_on_error=False)
         finally:
@@ -322,8 +319,8 @@ class _Inquiry:
         return replies
 
 
-class _Dialer:
-    """Makes redis-py's clients with what the config says: login, TLS, timeouts."""
+class _ClientFactory:
+    """Makes redis-py's clients with the login, TLS and timeouts of the config."""
 
     def __init__(self, config: RedisConfig) -> None:
         self._config = config
@@ -336,7 +333,7 @@ class _Dialer:
     def client(
         self, address: Address, timeout_ns: int, *, of_sentinel: bool = False
     ) -> redis.Redis:
-        """Connects when it is first used."""
+        """Return a client. It connects at its first use."""
         config = self._config
         timeout_seconds = timeout_ns / _NS_PER_SECOND
         how: dict[str, Any] = {
@@ -359,8 +356,11 @@ class _Dialer:
 
 
 class _TlsConnection(Connection):
-    """With our own context: redis-py's would believe the system's authorities besides `tls_ca`,
-    read the files for each connection, and take no other name than the host's."""
+    """A connection with our TLS context.
+
+    redis-py's would trust the system's authorities besides `tls_ca`, read the files for each
+    connection, and verify no other name than the host.
+    """
 
     def __init__(self, tls: ssl.SSLContext, tls_name: str | None, **how: Any) -> None:
         super().__init__(**how)  # type: ignore[no-untyped-call]  # redis-py leaves it so
@@ -376,8 +376,8 @@ class _TlsConnection(Connection):
             raise
 
 
-def _slots_in(reply: Any, asked: Address) -> _Found:
-    """CLUSTER SLOTS: [first slot, last slot, [host, port, …] of the primary, … of each replica]."""
+def _slots_in(reply: Any, asked: Address) -> _SlotMap:
+    """Read CLUSTER SLOTS: [first, last, [host, port, …] of the primary, … of each replica]."""
     if isinstance(reply, Exception):
         raise reply
     slots: list[Address | None] = [None] * SLOTS
@@ -385,30 +385,30 @@ def _slots_in(reply: Any, asked: Address) -> _Found:
     try:
         for first, last, *servers in reply:
             if not 0 <= first <= last < SLOTS:
-                raise redis.InvalidResponse(f"it has slots from {first} to {last}")
+                raise redis.InvalidResponse(f"it returned slots from {first} to {last}")
             addresses = [_address(server[0], server[1], asked) for server in servers]
             slots[first : last + 1] = [addresses[0]] * (last + 1 - first)
             nodes |= dict.fromkeys(addresses)
     except (TypeError, ValueError, LookupError) as error:
-        raise redis.InvalidResponse("its answer to CLUSTER SLOTS is none") from error
+        raise redis.InvalidResponse("it returned an invalid reply to CLUSTER SLOTS") from error
     if not nodes:
-        raise redis.InvalidResponse("it has no slots and knows no node that has")
-    return _Found(slots, tuple(nodes))
+        raise redis.InvalidResponse("it has no slots and knows no node with slots")
+    return _SlotMap(slots, tuple(nodes))
 
 
 def _primary_in(reply: Any, service: str) -> Address:
     if isinstance(reply, Exception):
         raise reply
     if reply is None:
-        raise redis.InvalidResponse(f"it watches no primary called {show(service)}")
+        raise redis.InvalidResponse(f"it monitors no primary called {show(service)}")
     try:
         return _address(reply[0], reply[1])
     except (TypeError, ValueError, LookupError) as error:
-        raise redis.InvalidResponse("its answer about the primary is none") from error
+        raise redis.InvalidResponse("it returned an invalid address of the primary") from error
 
 
 def _replicas_in(reply: Any) -> list[Address]:
-    """SENTINEL REPLICAS: [name, value, name, value, …] of each. Good to know, and no more."""
+    """Read SENTINEL REPLICAS: [name, value, name, value, …] of each; empty if it is invalid."""
     try:
         facts = [dict(zip(flat[::2], flat[1::2], strict=True)) for flat in reply]
         return [_address(each[b"ip"], each[b"port"]) for each in facts]
@@ -417,7 +417,7 @@ def _replicas_in(reply: Any) -> list[Address]:
 
 
 def _address(host: bytes | None, port: bytes | int, asked: Address | None = None) -> Address:
-    """A node that does not know its own name is where the one that was asked is."""
+    """Return an address. A node that does not know its host is on the host that was asked."""
     number = int(port)
     if not 1 <= number <= 65_535:
         raise ValueError("port")
@@ -433,7 +433,7 @@ def _timed_out(error: Exception) -> bool:
 
 
 def _reason(name: str, error: Exception) -> str:
-    """What a server did, and where that tells, what to do about it."""
+    """Describe a failure, with the remedy if there is an obvious one."""
     below = error.__context__
     # redis-py's own message repeats the address.
     said = (below.strerror if isinstance(below, OSError) else None) or str(error)
@@ -442,7 +442,7 @@ def _reason(name: str, error: Exception) -> str:
         text = "no answer in time"
     elif isinstance(error, redis.AuthenticationError):
         kind = "sentinel_" if name.startswith("Sentinel") else ""
-        text = f"it refuses the login ({text}); check {kind}username and {kind}password"
+        text = f"it rejects the login ({text}); check {kind}username and {kind}password"
     elif "cluster support disabled" in text:
-        text = "it is one server and no cluster; write redis:// instead of redis+cluster://"
+        text = "it is a single server, not a cluster; write redis:// instead of redis+cluster://"
     return f"{name}: {text}"

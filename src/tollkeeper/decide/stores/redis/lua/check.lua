@@ -1,28 +1,28 @@
--- Decide one request under all the limits of a rule: every limit has room, or none is charged.
+-- Decide one request by all limits of a rule: every limit has room, or none is charged.
 --
 -- ARGV[2]  the cost in units
 -- ARGV[3]  the time in microseconds; absent or empty: the server's
--- ARGV[4]  present: only look
+-- ARGV[4]  present: decide, but spend nothing
 --
--- The script finds out whether the request passes, and charges it. All else that a decision says
--- (what remains, when to come back) the caller works out from the states as they were before, with
--- the same code that is the reference for every engine. So the answer is a flat array:
+-- The script decides whether to allow the request, and charges it. The client computes the other
+-- fields of a decision (remaining units, time to retry) from the states before the check, with the
+-- code that is the reference for every engine. So the reply is a flat array:
 --
 --     the time, or -1 - the time when denied; then for each limit
---     bucket, fixed   last, a                     last is -1 where there is no state
+--     bucket, fixed   last, a                     last is -1 if there is no state
 --     counter         last, a, b
---     log             last, live times, the time that must leave first for the cost to fit
+--     log             last, number of live times, the time that must expire for the cost to fit
 --
--- Where anything is granted, each limit has two more numbers (units, end), and a log answers with
--- its live times themselves in place of the one.
+-- If any units are granted, each limit has two more numbers (units, end), and a log returns all its
+-- live times instead of the one.
 --
--- Each limit's state after the request goes into `held` straight away. If one denies, `held` is
--- not written, and nothing has happened.
+-- The loop puts each limit's state after the request into `held`. If one limit denies, `held` is not
+-- written, so nothing changes.
 
 local cost = tonumber(ARGV[2])
 local limits = (#gate - GATE_FIRST + 1) / GATE_STEP
 
--- As a rule the states are just where the gate's order puts them, and nothing else is there.
+-- Usually the states are in the order of the gate, and there are no others.
 local in_place, granted = raw, false
 local next_p = HELD_FIRST
 if raw then
@@ -42,7 +42,7 @@ if raw then
 end
 
 local answer, size, passes, need_us = {now}, 1, true, 0
-local dropped, appends -- places of grants that are over; what to write to logs
+local dropped, appends -- places of grants that have ended; writes to logs
 
 for i = 0, limits - 1 do
     local g = GATE_FIRST + i * GATE_STEP
@@ -78,13 +78,13 @@ for i = 0, limits - 1 do
         if p then
             local window = gate[g + WINDOW]
             at, a, b = rolled(window, last, a, b, now)
-            -- Up: a request of the window before counts until it has faded out entirely.
+            -- Rounded up: a request of the previous window counts until it has faded out entirely.
             local faded, rest = multiply_divide(window - fmod(at, window), a, window)
             room = capacity - b - faded - (rest > 0 and 1 or 0)
         end
     else
         log = log_of(g)
-        b = p and b or gate[g + FULL] -- for a new log, how many times a chunk holds
+        b = p and b or gate[g + FULL] -- for a new log, the times per chunk
         local per_chunk, alive, blocking = fmod(b, 1024), 0, granted and '' or 0
         if p then
             kept = (b - per_chunk) / 1024
@@ -111,7 +111,7 @@ for i = 0, limits - 1 do
         answer[size + 1], answer[size + 2] = units, ends
         size = size + 2
         if q and now < ends then
-            -- Drawn on only for what the limit itself has no room for.
+            -- Used only for units that the limit itself has no room for.
             own = min(cost, room)
             room = room + units
             held[q + 2] = units - (cost - own)
@@ -162,7 +162,7 @@ end
 if not passes then
     answer[1] = -1 - now
 elseif cost > 0 and not ARGV[4] then
-    -- First of all writes the one that a full server refuses: then nothing has changed.
+    -- This write comes first, because a server without memory rejects it: then nothing changes.
     keep(dropped and without(dropped) or held, need_us)
     if appends then
         for _, append in ipairs(appends) do

@@ -1,8 +1,8 @@
--- How many states a subject's hash holds: KEYS[1]. It only reads, and stands alone: state.lua, which
--- explains the layout, is about one rule, and this about all of them.
+-- Count the states in a subject's hash, KEYS[1]. It only reads, and does not use state.lua, which
+-- explains the layout: that reads one rule, and this all rules.
 --
--- A field that begins with \1 is a chunk of a log, and one with \2 the rest of a rule's states. There
--- may be many chunks, and long ones: only their names are looked at.
+-- A field that begins with \1 is a chunk of a log, and one with \2 continues a rule's states. There
+-- may be many long chunks, so only their names are read.
 
 local PIECE_BYTES = 64
 local states = 0

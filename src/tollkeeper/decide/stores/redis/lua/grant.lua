@@ -1,9 +1,9 @@
--- Give units on top of every limit of a rule.
+-- Add extra units on top of every limit of a rule.
 --
 -- ARGV[2]  the units
 -- ARGV[3]  the time in microseconds; empty: the server's
 -- ARGV[4]  for how many microseconds; empty: one window of each limit
--- ARGV[5]  the most units that a subject can have been granted
+-- ARGV[5]  the most units that a grant can have
 
 local units, units_max = tonumber(ARGV[2]), tonumber(ARGV[5])
 local need_us = 0

@@ -2,8 +2,8 @@
 --
 -- ARGV[2]  the units
 -- ARGV[3]  the time in microseconds; absent or empty: the server's
--- ARGV[4]  to undo a check just made, in place of ARGV[2]: msgpack of three numbers a limit, the
---          units it spent itself, those it drew from a grant, and when that grant ends
+-- ARGV[4]  to undo a check, instead of ARGV[2]: msgpack of three numbers for each limit, its own
+--          units, the units taken from a grant, and the time when that grant ends
 
 local exact = ARGV[4] and cmsgpack.unpack(ARGV[4])
 if not raw and not exact then
@@ -11,7 +11,7 @@ if not raw and not exact then
 end
 local dropped, truncated = {}, {}
 
--- One limit's state with the units back: last, a, b; or nothing, where none is left.
+-- Return one limit's state after the refund: last, a, b; or nothing, if no state is left.
 local function refunded(g, last, a, b, units)
     local kind, window = gate[g + KIND], gate[g + WINDOW]
     if kind == BUCKET then
@@ -35,7 +35,7 @@ local function refunded(g, last, a, b, units)
         local log, per_chunk = log_of(g), fmod(b, 1024)
         local kept = (b - per_chunk) / 1024
         local finish = a + kept - min(units, kept)
-        -- From the chunk that the next time goes to, or the one after it.
+        -- The first chunk to drop: the one of the next time, or the one after it.
         local first = finish > a and math.ceil(finish / per_chunk) or floor(a / per_chunk)
         truncated[#truncated + 1] = {log, first, floor((a + kept - 1) / per_chunk)}
         if finish > a then

@@ -1,4 +1,4 @@
--- Forget what a subject spent under the limits of a rule, and what it was granted.
+-- Delete a rule's states and grants of a subject.
 
 if not raw then
     return 0

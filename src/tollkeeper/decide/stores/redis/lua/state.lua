@@ -1,13 +1,13 @@
--- What every script begins with: the time, exact arithmetic, and a rule's states of one subject.
+-- The beginning of every script: the time, exact arithmetic, and one rule's states of a subject.
 --
--- KEYS[1] is the subject's hash, and a script touches nothing else: a hash moves between the nodes
+-- KEYS[1] is the subject's hash, the only key that a script accesses: a hash moves between the nodes
 -- of a cluster in one piece, two keys do not. A rule's states are one msgpack array:
 --
 --     base, ttl, and for each limit: id, lag, a (, b)
 --
--- base   the last time this was written at, in microseconds
--- ttl    the hash lives at least so many milliseconds beyond base
--- id     which limit; odd where there is a b; negative (and with a b): what was granted on top
+-- base   the time of the last write, in microseconds
+-- ttl    the hash lives at least this many milliseconds beyond base
+-- id     which limit; odd if there is a b; negative (and with a b): units granted on top
 -- lag    base - lag is the time of the last admission (or refund) under this limit
 -- a, b   bucket     millionths of a unit used
 --        fixed      units counted in the window of that admission
@@ -15,26 +15,26 @@
 --        log        position of the oldest time kept, times kept * 1024 + times in a chunk
 --        granted    units left, microseconds since the epoch at which they end
 --
--- It lies in the rule's field, 64 bytes at most; what is longer goes on in the fields \2 1:<field>,
+-- The rule's field has at most 64 bytes of it; a longer array continues in the fields \2 1:<field>,
 -- \2 2:<field> and so on. A hash of short values is one packed piece of memory, of half the size or
 -- less. A log's times are 7 bytes each, in chunks: the fields \1 <id>.<number>:<field>.
 --
--- ARGV[1] is the gate: msgpack of the rule's field, then seven numbers for each limit, see KIND to
--- FULL. Numbers here are doubles. Everything below stays under 2^53, where those are exact.
+-- ARGV[1] is the gate: msgpack of the rule's field and seven numbers for each limit, KIND to FULL.
+-- Lua's numbers are doubles. Every number below stays under 2^53, where doubles are exact.
 
 local call, fmod, floor, max, min = redis.call, math.fmod, math.floor, math.max, math.min
 local key = KEYS[1]
 local gate = cmsgpack.unpack(ARGV[1])
 local field = gate[1]
 
--- Where a limit's numbers are in the gate, counted from the limit's first.
+-- The offsets of a limit's numbers in the gate.
 local KIND, ID, CAPACITY, NUMERATOR, DENOMINATOR, WINDOW, FULL = 0, 1, 2, 3, 4, 5, 6
 local BUCKET, FIXED, COUNTER, LOG = 1, 2, 3, 4
 local GATE_FIRST, GATE_STEP, HELD_FIRST = 2, 7, 3
 local MICROS_PER_UNIT = 1000000
 local TIME_BYTES, PIECE_BYTES = 7, 64
 
--- floor(x * n / d) and the rest, exactly, for x * n / d and n < 2^50 and d < 2^45.
+-- Return floor(x * n / d) and the remainder, exactly, for x * n / d and n < 2^50 and d < 2^45.
 local function multiply_divide(x, n, d)
     local product = x * n
     if product < 9007199254740992 then -- 2^53
@@ -56,7 +56,8 @@ local function multiply_divide(x, n, d)
     return whole * n + quotient, rest
 end
 
--- What is used of a bucket now. Down: a part of a millionth that has not come in cannot be spent.
+-- Return the amount used of a bucket now. The refill is rounded down: a part of a millionth that is
+-- not refilled yet cannot be spent.
 local function used_now(g, last, used, now)
     used = min(used, gate[g + CAPACITY] * MICROS_PER_UNIT)
     local elapsed = now - last
@@ -69,7 +70,7 @@ local function used_now(g, last, used, now)
     return max(used - multiply_divide(elapsed, gate[g + NUMERATOR], gate[g + DENOMINATOR]), 0)
 end
 
--- The counter's time and two counts as of now.
+-- Return a window counter's time and its two counts as of now.
 local function rolled(window, last, previous, current, now)
     if now <= last then
         return last, previous, current
@@ -81,8 +82,8 @@ local function rolled(window, last, previous, current, now)
     return now, windows == 1 and current or 0, 0
 end
 
--- A log's chunks. Made only where there is a log: functions cost time to make, and a script makes
--- its own anew each time it runs.
+-- Return the functions for a log's chunks. Made only for a log: a script makes its functions
+-- each time it runs, which costs time.
 local function log_of(g)
     local log, chunks = {}, {}
     local prefix, suffix = '\1' .. gate[g + ID] .. '.', ':' .. field
@@ -99,7 +100,7 @@ local function log_of(g)
         return (struct.unpack('>I7', log.chunk(number), offset + 1))
     end
 
-    -- How many of the times kept are after `oldest`, and how many are not.
+    -- Return how many of the times are after `oldest`, and how many are not.
     function log.alive_and_dead(oldest, last, start, kept, per_chunk)
         if last <= oldest then
             return 0, kept
@@ -107,7 +108,7 @@ local function log_of(g)
         if log.time_at(per_chunk, start) > oldest then
             return kept, 0
         end
-        local dead, alive = 1, kept - 1 -- so many are dead for sure, and this one is alive
+        local dead, alive = 1, kept - 1 -- the first is dead for sure, and the last is alive
         while dead < alive do
             local middle = floor((dead + alive) / 2)
             if log.time_at(per_chunk, start + middle) > oldest then
@@ -119,7 +120,7 @@ local function log_of(g)
         return kept - dead, dead
     end
 
-    -- The packed times of so many positions.
+    -- Return the packed times of `count` positions.
     function log.times(start, count, per_chunk)
         local parts, finish = {}, start + count
         while start < finish do
@@ -172,8 +173,8 @@ local function width(id)
     return (id < 0 or id % 2 == 1) and 4 or 3
 end
 
--- The server's time, not the caller's: nodes skew, and a bucket over-admits by the skew. A caller
--- that gives a time is a test.
+-- The server's time, not the caller's: clocks of nodes differ, and a bucket would admit too much
+-- by the difference. Only tests give a time.
 local now = ARGV[3]
 local given = now and now ~= ''
 if given then
@@ -183,7 +184,7 @@ else
     now = time[1] * 1000000 + time[2]
 end
 
--- Time never rewinds for a state, and lags count from the latest that any was written at.
+-- Time never rewinds for a state. Lags count from the time of the last write of any state.
 if raw then
     local shift = now - held[1]
     if shift > 0 then
@@ -200,7 +201,7 @@ end
 
 local places
 
--- Where a limit's state is in `held`, or nil.
+-- Return the place of a limit's state in `held`, or nil.
 local function place(id)
     if not places then
         places = {}
@@ -213,7 +214,7 @@ local function place(id)
     return places[id]
 end
 
--- `held` without the states at some places.
+-- Return `held` without the states at the dropped places.
 local function without(dropped)
     local kept, p = {held[1], held[2]}, HELD_FIRST
     while held[p] do
@@ -246,15 +247,15 @@ local function write(states)
     end
 end
 
--- Write the states, and see to it that the hash lives for `need_us` from now. The expiry is moved
--- an eighth further than it must be, and to a second from now at least, so that a busy key moves
--- it now and then, not each time. Never shortened: other rules have states in the same hash.
+-- Write the states, and make the hash live for `need_us` from now. The expiry is set an eighth later
+-- than necessary, and at least a second from now, so that a busy key sets it occasionally, not each
+-- time. It is never shortened: other rules have states in the same hash.
 local function keep(states, need_us)
-    local ahead_ms = (states[1] - now) / 1000 -- above 0 only where the clock went back
+    local ahead_ms = (states[1] - now) / 1000 -- above 0 only if the clock was set back
     local need_ms = math.ceil(need_us / 1000) + 1
     local extend = need_ms > states[2] + ahead_ms
     if extend then
-        -- A test's clock may stand while the server's runs: an hour then.
+        -- A test's clock may stand still while the server's runs, so then it is an hour.
         need_ms = max(need_ms + floor(need_ms / 8), given and 3600000 or 1000)
         states[2] = floor(need_ms - ahead_ms)
     end

@@ -1,0 +1,61 @@
+"""RedisStore without a server. With servers: tests/integration/test_redis_store.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from tollkeeper import Limit, StoreUnavailable
+from tollkeeper.decide.store import Store
+from tollkeeper.decide.stores.redis.config import parse
+from tollkeeper.decide.stores.redis.store import RedisStore
+
+LIMITS = (Limit(5, per=60),)
+
+
+def test_opening_a_store_connects_to_nothing() -> None:
+    """So an application starts whether Redis is up or not."""
+    store = RedisStore(parse("redis://127.0.0.1:1"))
+    assert isinstance(store, Store)
+    assert store.gate(LIMITS, "rule").limits == LIMITS
+    assert store.async_gate(LIMITS, "rule").limits == LIMITS
+    assert store.counters() == {"denied_cache_hits": 0, "coalesced_checks": 0}
+    assert (store.breakers(), store.denied_by_rule(), store.sweep()) == ([], {}, 0)
+    store.close()
+
+
+def test_a_check_of_a_dead_server_counts_as_a_failure() -> None:
+    """Its breaker counts the call."""
+    store = RedisStore(parse("redis://127.0.0.1:1"))
+    with pytest.raises(StoreUnavailable, match="cannot connect"):
+        store.gate(LIMITS, "rule").check("alice", 1)
+    (breaker,) = store.breakers()
+    assert (breaker.address, breaker.state, breaker.failed_calls) == ("127.0.0.1:1", "closed", 1)
+    store.close()
+
+
+async def test_asyncio_reports_the_same_error() -> None:
+    """Also for several subjects."""
+    store = RedisStore(parse("redis://127.0.0.1:1"))
+    gate = store.async_gate(LIMITS, "rule")
+    with pytest.raises(StoreUnavailable, match="cannot connect"):
+        await gate.check("alice", 1)
+    with pytest.raises(StoreUnavailable):
+        await store.check_together_async([(gate, "alice", 1), (gate, "bob", 1)])
+    assert await store.check_together_async([]) == []
+    await store.aclose()
+
+
+def test_a_closed_store_makes_no_gates() -> None:
+    """Every call says that it is closed."""
+    store = RedisStore(parse("redis://127.0.0.1:1"))
+    gate = store.gate(LIMITS, "rule")
+    store.close()
+    for call in (
+        lambda: store.gate(LIMITS, "rule"),
+        lambda: store.async_gate(LIMITS, "rule"),
+        lambda: gate.check("alice", 1),
+        store.stats,
+        store.health,
+    ):
+        with pytest.raises(StoreUnavailable, match="the store is closed"):
+            call()
