@@ -29,7 +29,7 @@ from tollkeeper.control.follow import STOP_S_MAX, announce
 from tollkeeper.control.repository import Repository
 from tollkeeper.rules.document.model import Document, Rule
 
-NODES = 5
+NODES = 3
 # Never reached: a denial under load would be a fault.
 LIMIT = 900_000_000
 # Nobody asks while a test runs: what arrives was pushed.
@@ -161,9 +161,9 @@ async def measured(
     changes: int,
     seconds_max: float,
 ) -> None:
-    """Make changes one by one; each is in force on all nodes in that time, 99 times in 100.
+    """Make changes one by one; each is in force on all nodes within `seconds_max`.
 
-    Tried twice, for a machine that does something else for seconds.
+    A second attempt follows a failed one, because a busy machine may stall for seconds.
     """
     for last in (False, True):
         delays_s = []
@@ -175,14 +175,14 @@ async def measured(
             latest_ns = max(node.await_number(number) for node in nodes)
             delays_s.append((latest_ns - began_ns) / 1e9)
         delays_s.sort()
-        p50, p99 = (delays_s[round(share * (len(delays_s) - 1))] for share in (0.5, 0.99))
+        median_s, longest_s = delays_s[len(delays_s) // 2], delays_s[-1]
         print(
             f"\n{name}: {changes} changes, {len(nodes)} nodes, "
-            f"p50 {p50 * 1e3:.0f} ms, p99 {p99 * 1e3:.0f} ms, most {delays_s[-1] * 1e3:.0f} ms"
+            f"median {median_s * 1e3:.0f} ms, longest {longest_s * 1e3:.0f} ms"
         )
-        if p99 < seconds_max:
+        if longest_s < seconds_max:
             return
-        assert not last, f"p99 of {p99:.3f} s, twice; {seconds_max:g} s are allowed"
+        assert not last, f"{longest_s:.3f} s, and as slow before; the maximum is {seconds_max:g} s"
 
 
 async def test_push_on_postgresql() -> None:
@@ -191,7 +191,7 @@ async def test_push_on_postgresql() -> None:
     async with editing(url) as editor:
         with fleet(rules=url, poll=NEVER_S) as nodes:
             await measured(
-                "push, PostgreSQL", editor.change, nodes, changes=50, seconds_max=PUSH_S_MAX
+                "push, PostgreSQL", editor.change, nodes, changes=20, seconds_max=PUSH_S_MAX
             )
 
 
@@ -210,7 +210,7 @@ async def test_push_through_redis(kind: str, tmp_path: Path) -> None:
 
         with fleet(rules=url, store=uri, poll=NEVER_S) as nodes:
             await measured(
-                f"push, Redis ({kind})", change, nodes, changes=50, seconds_max=PUSH_S_MAX
+                f"push, Redis ({kind})", change, nodes, changes=20, seconds_max=PUSH_S_MAX
             )
     store.close()
 
@@ -236,7 +236,7 @@ async def test_forked_workers_are_pushed_to_as_well(pushing: str, tmp_path: Path
             for node in nodes:
                 await asyncio.to_thread(node.await_number, number)
             await measured(
-                f"push, {pushing}, forked", change, nodes, changes=10, seconds_max=PUSH_S_MAX
+                f"push, {pushing}, forked", change, nodes, changes=5, seconds_max=PUSH_S_MAX
             )
     store.close()
 
@@ -245,9 +245,9 @@ async def test_asking_where_nobody_pushes(tmp_path: Path) -> None:
     """SQLite: within the poll interval and a second."""
     url = f"sqlite:///{tmp_path}/rules.db"
     async with editing(url) as editor:
-        with fleet(rules=url, poll=0.5) as nodes:
+        with fleet(rules=url, poll=0.2) as nodes:
             await measured(
-                "asking every 0.5 s, SQLite", editor.change, nodes, changes=20, seconds_max=1.5
+                "asking every 0.2 s, SQLite", editor.change, nodes, changes=10, seconds_max=1.2
             )
 
 
@@ -259,9 +259,9 @@ async def test_asking_where_push_is_cut_off() -> None:
     server.run(LOSE_NOTIFICATIONS, name)
     server.run(f"ALTER DATABASE {name} SET search_path = public, pg_catalog")
     async with editing(url) as editor:
-        with fleet(rules=url, poll=0.5) as nodes:
+        with fleet(rules=url, poll=0.2) as nodes:
             await measured(
-                "asking every 0.5 s, PostgreSQL", editor.change, nodes, changes=20, seconds_max=1.5
+                "asking every 0.2 s, PostgreSQL", editor.change, nodes, changes=10, seconds_max=1.2
             )
 
 
@@ -282,7 +282,7 @@ async def test_a_file_that_is_replaced(tmp_path: Path) -> None:
 
     await change()
     with fleet(rules=str(path)) as nodes:
-        await measured("a file", change, nodes, changes=20, seconds_max=PUSH_S_MAX)
+        await measured("a file", change, nodes, changes=10, seconds_max=PUSH_S_MAX)
 
 
 async def test_a_database_that_is_stopped_for_a_while(tmp_path: Path) -> None:
@@ -331,14 +331,14 @@ async def test_a_start_without_database_and_snapshot_fails(tmp_path: Path) -> No
     assert "StoreUnavailable: postgresql://127.0.0.1" in ran.stderr
 
 
-async def test_a_hundred_changes_under_load() -> None:
+async def test_changes_under_load() -> None:
     """Two threads check without a pause: no check fails, and each is of exactly one version."""
     url = running_postgres().new_database()
     async with editing(url) as editor:
         node = Node(rules=url, poll=NEVER_S, threads=2)
         try:
             await asyncio.to_thread(node.await_number, 1)
-            for _ in range(100):
+            for _ in range(30):
                 number = await editor.change()
                 await asyncio.to_thread(node.await_number, number)
         except BaseException:

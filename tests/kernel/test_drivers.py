@@ -1,4 +1,4 @@
-"""The plain table under the compiler's sanitizers, and under SIGKILL."""
+"""The table of the kernel under the sanitizers of the compiler, and under SIGKILL."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.kernel.build import SANITIZED, build
 
-ROUNDS = 300
+ROUNDS = 100
 
 
 def run(driver: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -16,7 +16,7 @@ def run(driver: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_random_calls_and_damaged_files_break_no_rule_of_c(tmp_path: Path) -> None:
-    """Millions of random calls, a third of them on a file with random bytes overwritten: no
+    """Two million random calls, a third of them on a file with random bytes overwritten: no
     address error, no undefined behaviour, no leak, no hang."""
     done = run(build("random_driver.c", tmp_path, *SANITIZED), tmp_path, 1, ROUNDS)
     assert done.returncode == 0, done.stderr[-4_000:]
