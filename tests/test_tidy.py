@@ -53,8 +53,6 @@ TESTED_IN = {
     "decide/stores/redis/__init__.py": "decide/stores/test_uri.py",
     "service/envoy/protocol/files.py": "service/envoy/protocol/test_messages.py",
     "rules/document/model.py": "rules/matching/test_table.py",
-    "history/reading.py": "integration/test_records_databases.py",
-    "history/tables.py": "integration/test_records_databases.py",
     "testing/__init__.py": "testing/test_switches.py",
 }
 

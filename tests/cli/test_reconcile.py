@@ -267,7 +267,7 @@ async def recorded(path: Path, *rows: tuple[str, datetime]) -> str:
     url = f"sqlite:///{path}"
     database = Database(url)
     async with database.writing() as connection:
-        await tables.make(connection, is_postgresql=False)
+        await tables.create(connection, is_postgresql=False)
         for rule, at in rows:
             await connection.execute(
                 text("INSERT INTO tollkeeper_usage VALUES ('user:1', :rule, 60, :at, 1, 0, 1)"),

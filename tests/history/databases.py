@@ -1,4 +1,4 @@
-"""Databases to keep records in, and what is in them."""
+"""Databases with records, and rows to write."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from typing import Any
 from sqlalchemy import text
 
 from tollkeeper.control.database import Database
-from tollkeeper.history.events import Event
+from tollkeeper.history.events import DecisionEvent
 from tollkeeper.history.sink import Sink
 
 SECONDS_MAX = 20.0
 _PAUSE_SECONDS = 0.01
 
+# A subject, a rule, a minute and the counts.
+UsageCounts = tuple[str, str, int, list[int]]
 
-def event(at_us: int, **other: Any) -> Event:
-    """A denial, but for what is said otherwise."""
-    usual = Event(
+
+def event(at_us: int, **other: Any) -> DecisionEvent:
+    """Return the row of a denial, with other values for some columns."""
+    usual = DecisionEvent(
         *(at_us, "eu-1", "orders", "user:42", "/orders", "POST", "denied"),
         *("limited", 1, 2_500, 0, "[]"),
     )
@@ -27,7 +30,7 @@ def event(at_us: int, **other: Any) -> Event:
 
 
 async def rows(url: str, statement: str) -> list[tuple[Any, ...]]:
-    """What a query finds."""
+    """Return the rows that a query finds."""
     database = Database(url)
     try:
         async with database.reading() as connection:
@@ -37,9 +40,9 @@ async def rows(url: str, statement: str) -> list[tuple[Any, ...]]:
 
 
 async def filled(
-    url: str, events: Sequence[Event] = (), usage: Sequence[tuple[str, str, int, list[int]]] = ()
+    url: str, events: Sequence[DecisionEvent] = (), usage: Sequence[UsageCounts] = ()
 ) -> None:
-    """Write these; of usage: who, which rule, which minute, and the counts."""
+    """Write these records."""
     sink = Sink(Database(url))
     sink.offer(events)
     for subject, rule, minute, counts in usage:
@@ -51,7 +54,7 @@ async def filled(
 
 
 async def until_async(condition: Callable[[], Any], what: str) -> Any:
-    """What `condition` gives once that is true, while the event loop goes on."""
+    """Wait until `condition` returns something true, and return that; the event loop runs on."""
     deadline_s = time.monotonic() + SECONDS_MAX
     while not (found := condition()):
         assert time.monotonic() < deadline_s, f"waited {SECONDS_MAX:g} s for this: {what}"

@@ -1,24 +1,29 @@
-"""What a row of the decision log says, and of whom."""
+"""Rows of the decision log, and buckets of usage whose sums stay right when they are full."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tollkeeper import Limiter, Request
 from tollkeeper.core.subjects import SEPARATOR
 from tollkeeper.history.events import (
     ENDPOINT_LENGTH_MAX,
     NUMBER_MAX,
+    OTHERS,
     PART,
-    Event,
-    Subjects,
+    DecisionEvent,
+    SubjectMode,
+    UsageBuckets,
+    UsageIncrement,
+    caller_of,
     cleaned,
     event_of,
-    known_as,
+    recorded_subject,
     subject_of,
-    told,
 )
 from tollkeeper.rules.document.reading import read
 from tollkeeper.testing import ManualClock
@@ -38,21 +43,21 @@ NOW_NS = 1_800_000_000 * 10**9
 
 
 def event(
-    request: Request, *, times: int = 1, cost: int = 1, subjects: Subjects = "plain"
-) -> Event:
-    """Of the last of so many decisions."""
+    request: Request, *, times: int = 1, cost: int = 1, subjects: SubjectMode = "plain"
+) -> DecisionEvent:
+    """Return the row of the last of several decisions."""
     limiter = Limiter.from_rules(RULES, clock=ManualClock(start=1_800_000_000))
     for _ in range(times):
-        ruling = limiter.evaluate(request, cost)
-    known = "" if ruling.counted else known_as(request)
-    noted = (NOW_NS, ruling, cost, known, request.endpoint, request.method)
+        result = limiter.evaluate(request, cost)
+    caller = "" if result.counted else caller_of(request)
+    noted = (NOW_NS, result, cost, caller, request.endpoint, request.method)
     return event_of(noted, "eu-1", subjects)
 
 
-def test_a_denial_says_who_what_and_until_when() -> None:
-    """In the rule's own words for whom it counts; the wait is rounded up."""
+def test_the_row_of_a_denial() -> None:
+    """It has the subject as the rule counts it; the wait is rounded up."""
     found = event(Request(user="42", endpoint="/orders", method="POST"), times=2)
-    assert found == Event(
+    assert found == DecisionEvent(
         *(NOW_NS // 1_000, "eu-1", "users", "user:42", "/orders", "POST"),
         *("denied", "limited", 1, 60_000, 0, '["trial"]'),
     )
@@ -68,57 +73,65 @@ def test_a_denial_says_who_what_and_until_when() -> None:
         (Request(), "(none)", "", "allowed", "unlimited"),
     ],
 )
-def test_kinds(request_: Request, rule: str, subject: str, outcome: str, kind: str) -> None:
-    """Where no rule counts, it is told by the first of the request's fields."""
+def test_rows_of_every_kind(
+    request_: Request, rule: str, subject: str, outcome: str, kind: str
+) -> None:
+    """Without a rule that counts, the first identifying field of the request is the subject."""
     found = event(request_)
     assert (found.rule, found.subject, found.outcome, found.kind) == (rule, subject, outcome, kind)
     assert found.retry_after_ms == 0
 
 
-def test_a_cost_is_a_number_to_every_database() -> None:
-    """Whoever is on the allow list may ask for anything."""
+def test_a_cost_fits_every_database() -> None:
+    """A caller on the allow list may send any cost."""
     assert event(Request(user="root"), cost=10**30).cost == NUMBER_MAX
 
 
-def test_of_several_rules_the_one_that_spoke_is_told() -> None:
-    """With the subject that it counts by."""
+def test_of_several_rules_the_one_that_decided_is_recorded() -> None:
+    """With the subject that it counts."""
     request = Request(user="42", tenant="acme", method="get")
     found = event(request, times=2)
     assert (found.rule, found.subject) == ("tenants", f"tenant:acme{PART}method:GET")
 
 
-def test_units_and_subjects_of_each_rule_are_in_the_ruling() -> None:
-    """What `usage` is made of."""
+def test_a_result_has_the_subject_and_units_of_each_rule() -> None:
+    """Usage is made of them."""
     limiter = Limiter.from_rules(RULES)
-    ruling = limiter.evaluate(Request(user="42", tenant="acme", method="get"))
-    assert ruling.counted == (("user:42", 2), (f"tenant:acme{PART}method:GET", 1))
-    assert subject_of(ruling) in {"user:42", f"tenant:acme{PART}method:GET"}
+    result = limiter.evaluate(Request(user="42", tenant="acme", method="get"))
+    assert result.counted == (("user:42", 2), (f"tenant:acme{PART}method:GET", 1))
+    assert subject_of(result) in {"user:42", f"tenant:acme{PART}method:GET"}
 
 
-def test_subjects_by_digest_keep_their_parts() -> None:
-    """The same value has the same digest; the names stay, the values do not."""
+def test_hashed_subjects_keep_their_parts() -> None:
+    """The same value has the same digest; names stay readable, values do not."""
     subject = f"tenant:acme{PART}user:42{PART}everyone"
-    found = told(subject, "hashed").split(PART)
-    assert found == [told("tenant:acme", "hashed"), told("user:42", "hashed"), "everyone"]
+    found = recorded_subject(subject, "hashed").split(PART)
+    assert found == [
+        recorded_subject("tenant:acme", "hashed"),
+        recorded_subject("user:42", "hashed"),
+        "everyone",
+    ]
     assert "acme" not in found[0]
     assert found[0].startswith("tenant:#")
-    assert event(Request(user="42"), subjects="hashed").subject == told("user:42", "hashed")
+    assert event(Request(user="42"), subjects="hashed").subject == recorded_subject(
+        "user:42", "hashed"
+    )
     assert event(Request(user="42"), subjects="none").subject == ""
 
 
-def test_texts_are_such_as_every_database_takes() -> None:
-    """Bounded, without NUL and without halves of pairs."""
+def test_texts_fit_every_database() -> None:
+    """They are cut, and have neither NUL nor lone surrogates."""
     assert cleaned("é\ud800\0", 10) == "é?\ufffd"
     long = event(Request(user="42", endpoint="/" + "a" * 5_000, method="M" * 99))
     assert len(long.endpoint) == ENDPOINT_LENGTH_MAX
     assert len(long.method) == 32
 
 
-def test_a_list_of_shadows_that_is_too_long_is_cut() -> None:
-    """It stays a list."""
+def test_a_long_list_of_shadow_rules_is_cut() -> None:
+    """It stays valid JSON."""
     limiter = Limiter.from_rules(RULES)
-    ruling = limiter.evaluate(Request(user="42"))
-    many = ruling._replace(shadow_denied=tuple(f"rule-{number}" for number in range(1_000)))
+    result = limiter.evaluate(Request(user="42"))
+    many = result._replace(shadow_denied=tuple(f"rule-{number}" for number in range(1_000)))
     found = event_of((NOW_NS, many, 1, "", None, None), "n", "plain")
     assert len(found.shadow_denied) < 1_100
     assert json.loads(found.shadow_denied)[:2] == ["rule-0", "rule-1"]
@@ -127,3 +140,78 @@ def test_a_list_of_shadows_that_is_too_long_is_cut() -> None:
 def test_the_separator_is_the_one_that_subjects_have() -> None:
     """It is written down twice, because a stage imports no other."""
     assert PART == SEPARATOR
+
+
+# ── Usage ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_counts_of_the_same_bucket_are_added() -> None:
+    """Twice the same bucket is one bucket with the sums."""
+    usage = UsageBuckets()
+    for counts in ([1, 0, 5], [2, 3, 0]):
+        usage.add(("user:1", "orders", 7), counts)
+    assert usage.take(10) == [UsageIncrement("user:1", "orders", 420, 3, 3, 5)]
+    assert len(usage) == 0
+
+
+def test_requests_beyond_the_maximum_are_counted_by_rule() -> None:
+    """The subject is lost, the counts are not."""
+    usage = UsageBuckets(buckets_max=2)
+    for number in range(5):
+        usage.add((f"user:{number}", "orders", 7), [1, 2, 3])
+    assert usage.take(10) == [
+        UsageIncrement(OTHERS, "orders", 420, 3, 6, 9),
+        UsageIncrement("user:0", "orders", 420, 1, 2, 3),
+        UsageIncrement("user:1", "orders", 420, 1, 2, 3),
+    ]
+    assert usage.dropped == 0
+
+
+def test_requests_that_do_not_fit_are_dropped_and_counted() -> None:
+    """Each request counts."""
+    usage = UsageBuckets(buckets_max=1, others_max=1)
+    usage.add(("user:0", "orders", 7), [1, 0, 1])
+    usage.add(("user:1", "orders", 7), [1, 0, 1])
+    usage.add(("user:1", "search", 7), [4, 3, 4])
+    assert usage.dropped == 7
+    usage.new(("user:2", "login", 8))
+    assert usage.dropped == 8
+    assert len(usage) == 2
+
+
+def test_take_returns_the_oldest_buckets_sorted() -> None:
+    """Two writers lock rows in the same order."""
+    usage = UsageBuckets()
+    for name in ("c", "a", "b"):
+        usage.add((name, "r", 1), [1, 0, 0])
+    assert [each.subject for each in usage.take(2)] == ["a", "c"]
+    assert [each.subject for each in usage.take(2)] == ["b"]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.tuples(st.sampled_from("abcdef"), st.sampled_from("xy"), st.integers(0, 3)),
+            st.lists(st.integers(0, 9), min_size=3, max_size=3),
+        )
+    ),
+    st.integers(1, 8),
+)
+def test_sums_by_rule_and_minute_are_exact(
+    added: list[tuple[tuple[str, str, int], list[int]]], buckets_max: int
+) -> None:
+    """Whatever the order, and however few buckets there are."""
+    usage = UsageBuckets(buckets_max)
+    true: dict[tuple[str, int], list[int]] = {}
+    for bucket, counts in added:
+        usage.add(bucket, counts)
+        sums = true.setdefault((bucket[1], bucket[2] * 60), [0, 0, 0])
+        for at, count in enumerate(counts):
+            sums[at] += count
+    found: dict[tuple[str, int], list[int]] = {}
+    while page := usage.take(3):
+        for each in page:
+            sums = found.setdefault((each.rule, each.start_s), [0, 0, 0])
+            for at, count in enumerate((each.allowed, each.denied, each.units)):
+                sums[at] += count
+    assert found == true

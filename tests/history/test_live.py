@@ -1,59 +1,176 @@
-"""Files that workers leave for each other: of the living, whole, and bounded."""
+"""Reports that workers publish for each other, and the bounds of the sketches in them."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
-from tollkeeper.history.live import PENALTIES_MAX, Counted, Known, Live, Standing
-from tollkeeper.history.sketch import COUNTERS_MAX
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tollkeeper.history.live import (
+    COUNTERS_MAX,
+    HALF_LIFE_SECONDS,
+    PENALTIES_MAX,
+    SECONDS_COUNTED,
+    ActivePenalty,
+    ReportFolder,
+    Sketch,
+    SketchData,
+    WorkerReport,
+    decayed,
+)
 
 
-def known(subject: str) -> Known:
-    """What a worker knows that has seen one."""
-    counted = Counted([((subject, "orders"), 2.0)], 0.5, 3.0)
-    standing = Standing("orders", subject, 1, 10, False, 99)
-    return Known(1.5, counted, Counted([], 0.0, 0.0), [standing])
+def report(subject: str) -> WorkerReport:
+    """Return the report of a worker that has seen one subject."""
+    counted = SketchData([((subject, "orders"), 2.0)], 0.5, 3.0)
+    standing = ActivePenalty("orders", subject, 1, 10, False, 99)
+    return WorkerReport(1.5, counted, SketchData([], 0.0, 0.0), [standing])
 
 
-def test_what_one_leaves_the_others_read(tmp_path: Path) -> None:
-    """All of it; and not one's own."""
-    one, two = Live(tmp_path, number=1), Live(tmp_path)
-    one.leave(known("user:1"))
-    two.leave(known("user:2"))
-    assert list(two.others()) == [known("user:1")]
-    assert list(one.others()) == [known("user:2")]
+def test_workers_read_the_reports_of_the_others(tmp_path: Path) -> None:
+    """Unchanged, and without their own."""
+    one, two = ReportFolder(tmp_path, number=1), ReportFolder(tmp_path)
+    one.publish(report("user:1"))
+    two.publish(report("user:2"))
+    assert list(two.others()) == [report("user:1")]
+    assert list(one.others()) == [report("user:2")]
 
 
-def test_the_longest_that_there_can_be_is_read(tmp_path: Path) -> None:
-    """Whoever makes up long names in strange letters blinds nobody."""
+def test_the_largest_possible_report_is_read(tmp_path: Path) -> None:
+    """Long subjects in non-ASCII letters do not exceed the size limit."""
     names = [f"user:{number:06}".ljust(512, "🦊") for number in range(COUNTERS_MAX)]
     rule = "r" * 128
-    counted = Counted([((name, rule), 1.0) for name in names], 0.0, 1.0)
-    standing = [Standing(rule, name, 1, 10, False, 99) for name in names[:PENALTIES_MAX]]
-    Live(tmp_path, number=1).leave(Known(1.0, counted, counted, standing))
-    (found,) = Live(tmp_path).others()
+    counted = SketchData([((name, rule), 1.0) for name in names], 0.0, 1.0)
+    standing = [ActivePenalty(rule, name, 1, 10, False, 99) for name in names[:PENALTIES_MAX]]
+    ReportFolder(tmp_path, number=1).publish(WorkerReport(1.0, counted, counted, standing))
+    (found,) = ReportFolder(tmp_path).others()
     assert len(found.penalties) == PENALTIES_MAX
 
 
-def test_of_the_dead_nothing_is_told(tmp_path: Path) -> None:
-    """And their files are removed."""
+def test_reports_of_dead_workers_are_removed(tmp_path: Path) -> None:
+    """They are not returned either."""
     done = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"],
         check=True,
         capture_output=True,
         text=True,
     )
-    Live(tmp_path, number=int(done.stdout)).leave(known("user:1"))
-    assert list(Live(tmp_path).others()) == []
+    ReportFolder(tmp_path, number=int(done.stdout)).publish(report("user:1"))
+    assert list(ReportFolder(tmp_path).others()) == []
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
-    """Half a file, a strange one, one with another name."""
+def test_unreadable_reports_are_skipped(tmp_path: Path) -> None:
+    """A truncated file, an unknown format, another name."""
     (tmp_path / "1.live").write_bytes(b"\x83half")
     (tmp_path / "notes.live").write_bytes(b"")
-    Live(tmp_path, number=os.getppid()).leave(known("user:3"))
-    assert list(Live(tmp_path).others()) == [known("user:3")]
+    ReportFolder(tmp_path, number=os.getppid()).publish(report("user:3"))
+    assert list(ReportFolder(tmp_path).others()) == [report("user:3")]
+
+
+# ── The sketch ─────────────────────────────────────────────────────────────────────────────────
+
+COUNTERS = 8
+
+# Streams in batches: few who come often, many who come seldom.
+who = st.one_of(st.integers(0, 5), st.integers(6, 200))
+batches = st.lists(st.lists(who, max_size=60), max_size=20)
+
+
+def _sketch(stream: list[list[int]], counters: int = COUNTERS) -> tuple[Sketch[int], Counter[int]]:
+    sketch: Sketch[int] = Sketch(counters)
+    true: Counter[int] = Counter()
+    for batch in stream:
+        sketch.add(Counter(batch), now_s=0)
+        true.update(batch)
+    return sketch, true
+
+
+def _check_bounds(sketch: Sketch[int], true: Counter[int], counters: int) -> None:
+    total = sum(true.values())
+    assert sketch.total == pytest.approx(total)
+    assert sketch.missed <= total / (counters + 1) + 1e-9
+    told = {each.item: each for each in sketch.top(counters, now_s=0)}
+    assert len(told) <= counters
+    for each in told.values():
+        assert each.count - each.error - 1e-9 <= true[each.item] <= each.count + 1e-9
+    for each, count in true.items():
+        if count > total / counters:
+            assert each in told
+
+
+@given(batches)
+def test_counts_are_within_their_error_and_heavy_hitters_are_found(
+    stream: list[list[int]],
+) -> None:
+    """true ≤ count ≤ true + error; error ≤ N/(k+1); an item with more than N/k is in the result."""
+    _check_bounds(*_sketch(stream), COUNTERS)
+
+
+@given(st.lists(batches, min_size=2, max_size=4))
+def test_merged_sketches_keep_the_bounds(streams: list[list[list[int]]]) -> None:
+    """Merging the sketches of several workers has the bounds of one sketch of all."""
+    merged: Sketch[int] = Sketch(COUNTERS)
+    true: Counter[int] = Counter()
+    for stream in streams:
+        sketch, counted = _sketch(stream)
+        merged.merge(*sketch.data(now_s=0))
+        true += counted
+    _check_bounds(merged, true, COUNTERS)
+
+
+@given(st.lists(st.tuples(st.lists(who, max_size=40), st.floats(0, 300)), max_size=12))
+def test_the_bounds_hold_for_decayed_counts(stream: list[tuple[list[int], float]]) -> None:
+    """Counts and error decay alike."""
+    sketch: Sketch[int] = Sketch(COUNTERS)
+    true: dict[int, float] = {}
+    now_s = 0.0
+    for batch, passed_s in stream:
+        now_s += passed_s
+        true = {each: count * decayed(passed_s) for each, count in true.items()}
+        for each in batch:
+            true[each] = true.get(each, 0.0) + 1
+        sketch.add(Counter(batch), now_s)
+    assert sketch.total == pytest.approx(sum(true.values()))
+    assert sketch.missed <= sketch.total / (COUNTERS + 1) + 1e-9
+    for heavy in sketch.top(COUNTERS, now_s):
+        assert heavy.count - heavy.error - 1e-9 <= true[heavy.item] <= heavy.count + 1e-9
+
+
+def test_memory_is_bounded() -> None:
+    """However many items occur, the number of counters is limited."""
+    sketch: Sketch[int] = Sketch(COUNTERS)
+    for start in range(0, 10_000, 1_000):
+        sketch.add(dict.fromkeys(range(start, start + 1_000), 1.0), now_s=0)
+    counts, _, total = sketch.data(now_s=0)
+    assert len(counts) <= COUNTERS
+    assert total == 10_000
+
+
+def test_decayed_items_are_not_returned() -> None:
+    """An item that occurred long ago is no longer in the result."""
+    sketch: Sketch[str] = Sketch()
+    sketch.add({"ann": 100}, now_s=1_000)
+    assert [each.item for each in sketch.top(5, 1_000 + HALF_LIFE_SECONDS)] == ["ann"]
+    assert sketch.top(5, 1_000 + 20 * HALF_LIFE_SECONDS) == []
+
+
+def test_a_steady_rate_has_its_expected_count() -> None:
+    """10 per second for long is ten times SECONDS_COUNTED."""
+    sketch: Sketch[str] = Sketch()
+    for second in range(1_200):
+        sketch.add({"ann": 10}, now_s=second)
+    assert sketch.top(1, 1_199)[0].count / SECONDS_COUNTED == pytest.approx(10, rel=0.01)
+
+
+def test_a_clock_that_is_set_back_changes_nothing() -> None:
+    """Time never rewinds: nothing grows."""
+    sketch: Sketch[str] = Sketch()
+    sketch.add({"ann": 8}, now_s=1_000)
+    assert sketch.top(1, now_s=500)[0].count == 8

@@ -1,4 +1,4 @@
-"""From rulings to rows: what is noted, sampled, bounded, handed over, and lost."""
+"""The recorder: from results of checks to rows and usage, sampled, bounded and handed over."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from tollkeeper import AsyncLimiter, Request
 from tollkeeper.control.database import Database
 from tollkeeper.core.model import CheckResult
 from tollkeeper.history import recorder as recorders
-from tollkeeper.history.events import told
-from tollkeeper.history.live import Live
+from tollkeeper.history.events import UsageBuckets, recorded_subject
+from tollkeeper.history.live import ReportFolder
 from tollkeeper.history.reading import Records
 from tollkeeper.history.recorder import Recorder
-from tollkeeper.history.sink import EVENTS_MAX, Pace, Sink
-from tollkeeper.history.usage import Usage
+from tollkeeper.history.sink import EVENTS_MAX, Sink, WritePace
 from tollkeeper.rules.document.reading import read
 from tollkeeper.testing import ManualClock
 
@@ -37,20 +36,20 @@ allow: ["user:root"]
 deny: ["user:mallory"]
 """
 )
-QUICK = Pace(write_seconds=0.02, usage_seconds=0.02, batch_seconds=0)
+QUICK = WritePace(write_seconds=0.02, usage_seconds=0.02, batch_seconds=0)
 USAGE = "SELECT subject, rule, allowed, denied, units FROM tollkeeper_usage ORDER BY subject, rule"
 ANN = Request(user="ann")
 
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    """Of a file that is not there yet."""
+    """Return the URL of a file that does not exist yet."""
     return f"sqlite:///{tmp_path / 'records.db'}"
 
 
 @pytest.fixture
 async def limiter() -> AsyncIterator[AsyncLimiter]:
-    """With RULES, and a clock that stands still."""
+    """A limiter with RULES and a clock that stands still."""
     async with AsyncLimiter.from_rules(RULES, clock=ManualClock(start=1_800_000_000)) as made:
         yield made
 
@@ -60,7 +59,7 @@ Make = Callable[..., Recorder]
 
 @pytest.fixture
 def make(url: str) -> Make:
-    """Makes a recorder on the database, which keeps what is allowed only if that is asked for."""
+    """Create recorders on the database; they log no allowed requests by default."""
 
     def made(**options: Any) -> Recorder:
         options.setdefault("share", 0.0)
@@ -75,16 +74,16 @@ def make(url: str) -> Make:
 
 
 async def noted(recorder: Recorder, limiter: AsyncLimiter, *requests: Request) -> list[CheckResult]:
-    """Check these, one by one, and note each."""
-    rulings = []
+    """Check these requests one by one, and note each."""
+    results = []
     for request in requests:
-        rulings.append(await limiter.evaluate(request))
-        recorder.note(request, rulings[-1], 1, time.time_ns())
-    return rulings
+        results.append(await limiter.evaluate(request))
+        recorder.note(request, results[-1], 1, time.time_ns())
+    return results
 
 
-async def test_usage_is_what_was_decided(make: Make, limiter: AsyncLimiter, url: str) -> None:
-    """By the rule's own subjects and units; a denial is the rule's that spoke."""
+async def test_usage_matches_the_decisions(make: Make, limiter: AsyncLimiter, url: str) -> None:
+    """By subject and units of each rule; a denial counts for the rule that denied."""
     recorder = make(share=0.0)
     await recorder.start()
     both = Request(user="bob", tenant="acme")
@@ -107,17 +106,17 @@ async def test_usage_is_what_was_decided(make: Make, limiter: AsyncLimiter, url:
     assert recorder.dropped() == 0
 
 
-async def test_of_several_that_are_denied_together_nothing_was_spent(
+async def test_a_denied_atomic_batch_is_no_usage(
     make: Make, limiter: AsyncLimiter, url: str
 ) -> None:
-    """Those that would have passed alone are not usage."""
+    """Checks of the batch that would have passed alone are not counted."""
     recorder = make(share=1.0)
     await recorder.start()
     for _ in range(3):
-        asked = [(ANN, 1), (Request(user="eve"), 1)]
-        recorder.note_all(asked, await limiter.evaluate_all(asked), time.time_ns())
-        asked = [(ANN, 1), (Request(user="bob"), 1)]
-        recorder.note_all(asked, await limiter.evaluate_all(asked), time.time_ns())
+        checks = [(ANN, 1), (Request(user="eve"), 1)]
+        recorder.note_all(checks, await limiter.evaluate_all(checks), time.time_ns())
+        checks = [(ANN, 1), (Request(user="bob"), 1)]
+        recorder.note_all(checks, await limiter.evaluate_all(checks), time.time_ns())
     await recorder.stop()
     assert await rows(url, USAGE) == [
         ("user:ann", "users", 2, 4, 4),
@@ -127,10 +126,10 @@ async def test_of_several_that_are_denied_together_nothing_was_spent(
 
 
 @pytest.mark.parametrize(("share", "kept"), [(0.0, 0), (1.0, 5)])
-async def test_a_share_of_what_is_allowed_is_kept(
+async def test_a_share_of_the_allowed_requests_is_logged(
     make: Make, limiter: AsyncLimiter, url: str, share: float, kept: int
 ) -> None:
-    """None, or all; and what a rule in shadow mode would have denied, always."""
+    """None or all; what a rule in shadow mode would deny is always logged."""
     recorder = make(share=share)
     await recorder.start()
     await noted(recorder, limiter, *(Request(ip=f"192.0.2.{number}") for number in range(5)))
@@ -145,17 +144,17 @@ async def test_a_share_of_what_is_allowed_is_kept(
 
 
 async def test_a_sample_has_about_its_share(make: Make, limiter: AsyncLimiter) -> None:
-    """A tenth of five thousand; six sigmas from it would be chance once in 10^9."""
+    """A tenth of five thousand; six sigmas off would happen once in 10^9 runs."""
     recorder = make(share=0.1)
-    ruling = await limiter.evaluate(Request())
+    result = await limiter.evaluate(Request())
     for _ in range(5_000):
-        recorder.note(Request(), ruling, 1, 0)
+        recorder.note(Request(), result, 1, 0)
     assert 373 < len(recorder._noted) < 627
     await recorder.stop()
 
 
-async def test_what_is_not_taken_is_bounded(make: Make, limiter: AsyncLimiter) -> None:
-    """Nobody takes it: it is not started. Decisions are dropped, usage is counted together."""
+async def test_the_buffers_are_bounded(make: Make, limiter: AsyncLimiter) -> None:
+    """Without a thread, decisions are dropped, and usage is counted together."""
     recorder = make()
     denied = (await noted(recorder, limiter, ANN, ANN, ANN))[-1]
     for _ in range(EVENTS_MAX + 10):
@@ -163,46 +162,46 @@ async def test_what_is_not_taken_is_bounded(make: Make, limiter: AsyncLimiter) -
     assert len(recorder._noted) == EVENTS_MAX
     assert recorder.dropped() >= 10
     for number in range(60_000):
-        ruling = denied._replace(counted=((f"user:{number}", 1),))
-        recorder.note(ANN, ruling, 1, 0)
+        result = denied._replace(counted=((f"user:{number}", 1),))
+        recorder.note(ANN, result, 1, 0)
     assert len(recorder._usage) <= 50_001
     await recorder.stop()
 
 
-async def test_what_waits_is_bounded_in_bytes(make: Make, limiter: AsyncLimiter) -> None:
-    """A request may be as long as a body; what is put aside of it is not."""
+async def test_the_buffers_are_bounded_in_bytes(make: Make, limiter: AsyncLimiter) -> None:
+    """Long fields of a request are cut."""
     recorder = make(share=1.0)
     await noted(recorder, limiter, Request(api_key="k" * 50_000, endpoint="/" * 50_000))
     await noted(recorder, limiter, Request(user="root", method="M" * 50_000))
-    for _, _, _, known, endpoint, method in recorder._noted:
-        assert len(known) + len(endpoint or "") + len(method or "") < 1_200
+    for _, _, _, caller, endpoint, method in recorder._noted:
+        assert len(caller) + len(endpoint or "") + len(method or "") < 1_200
     assert all(len(subject) < 1_000 for subject, _, _ in recorder._usage.buckets)
     await recorder.stop()
 
 
-async def test_subjects_are_told_as_wanted(
+async def test_subjects_are_hashed_everywhere(
     make: Make, limiter: AsyncLimiter, url: str, tmp_path: Path
 ) -> None:
-    """By digest everywhere: in usage, in decisions and among those who ask most."""
+    """In usage, in decisions and among the busiest subjects."""
     recorder = make(subjects="hashed")
     await recorder.start()
     await noted(recorder, limiter, ANN, ANN, ANN)
-    await until_async(lambda: recorder.top("denied", 5)[0], "it is counted")
-    digest = told("user:ann", "hashed")
-    assert [each.who for each in recorder.top("denied", 5)[0]] == [(digest, "users")]
+    await until_async(lambda: recorder.top("denied", 5)[0], "the thread has counted")
+    digest = recorded_subject("user:ann", "hashed")
+    assert [each.item for each in recorder.top("denied", 5)[0]] == [(digest, "users")]
     await recorder.stop()
     assert [row[0] for row in await rows(url, USAGE)] == [digest]
     assert await rows(url, "SELECT DISTINCT subject FROM tollkeeper_decisions") == [(digest,)]
     assert b"user:ann" not in (tmp_path / "records.db").read_bytes()
 
 
-async def test_workers_tell_each_other_who_asks_most(
+async def test_reports_of_workers_are_merged(
     make: Make, limiter: AsyncLimiter, tmp_path: Path
 ) -> None:
-    """Whoever is asked adds up what the living have left."""
-    one = make(live=Live(tmp_path, number=1))
-    # Process 1 is always there.
-    two = make(live=Live(tmp_path))
+    """Each worker adds up the reports of those that are alive."""
+    one = make(live=ReportFolder(tmp_path, number=1))
+    # Process 1 always exists.
+    two = make(live=ReportFolder(tmp_path))
     await one.start()
     await two.start()
     await noted(one, limiter, ANN, ANN, ANN)
@@ -211,19 +210,19 @@ async def test_workers_tell_each_other_who_asks_most(
     def both() -> bool:
         return two.top("checks", 5)[1] > 4
 
-    await until_async(both, "the other's file is there")
+    await until_async(both, "the report of the other is there")
     found, total = two.top("checks", 5)
-    assert [each.who for each in found] == [("user:ann", "users"), ("user:bob", "users")]
+    assert [each.item for each in found] == [("user:ann", "users"), ("user:bob", "users")]
     assert found[0].count == pytest.approx(4, rel=0.2)
     assert total == pytest.approx(5, rel=0.2)
     await one.stop()
     await two.stop()
 
 
-async def test_what_is_dropped_never_goes_down(make: Make, limiter: AsyncLimiter) -> None:
-    """Not even while it is handed over, and nobody has taken it yet."""
+async def test_the_number_of_drops_never_decreases(make: Make, limiter: AsyncLimiter) -> None:
+    """Not even between the hand-over and the thread."""
     recorder = make()
-    recorder._usage = Usage(buckets_max=0, others_max=0)
+    recorder._usage = UsageBuckets(buckets_max=0, others_max=0)
     recorder._buckets = recorder._usage.buckets
     await noted(recorder, limiter, ANN, ANN)
     assert recorder.dropped() == 2
@@ -234,24 +233,22 @@ async def test_what_is_dropped_never_goes_down(make: Make, limiter: AsyncLimiter
     assert (len(handed), recorder.dropped()) == (1, 2)
 
 
-def test_a_folder_that_is_gone_is_told_of_once(
+def test_a_missing_report_folder_is_logged_once(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And again when it was there in between; not every second."""
-    recorder = make(live=Live(tmp_path / "run"))
+    """And once more after it existed in between; not every second."""
+    recorder = make(live=ReportFolder(tmp_path / "run"))
     for _ in range(2):
-        recorder._leave()
-        recorder._leave()
+        recorder._publish()
+        recorder._publish()
         (tmp_path / "run").mkdir()
-        recorder._leave()
+        recorder._publish()
         shutil.rmtree(tmp_path / "run")
-    assert caplog.text.count("not told who asks most") == 2
+    assert caplog.text.count("report for other workers cannot be written") == 2
 
 
-async def test_a_clock_that_is_set_back_keeps_nobody_on_top(
-    make: Make, limiter: AsyncLimiter
-) -> None:
-    """Counts fade by a clock that nobody sets."""
+async def test_counts_decay_by_the_monotonic_clock(make: Make, limiter: AsyncLimiter) -> None:
+    """Setting the wall clock back changes nothing."""
     wall_s, passed_s = 1_800_000_000.0, 0.0
     recorder = make(now_ns=lambda: int(wall_s * 1e9), monotonic_s=lambda: passed_s)
     await recorder.start()
@@ -263,10 +260,10 @@ async def test_a_clock_that_is_set_back_keeps_nobody_on_top(
     await recorder.stop()
 
 
-async def test_a_database_that_is_away_costs_nothing(
+async def test_an_unavailable_database_does_not_affect_checks(
     limiter: AsyncLimiter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks go on, who asks most is known, and the end does not wait for long."""
+    """The busiest subjects are known, and the shutdown is quick."""
     monkeypatch.setattr(recorders, "STOP_SECONDS_MAX", 0.5)
     gone = f"sqlite:///{tmp_path / 'nowhere' / 'records.db'}"
     recorder = Recorder(
@@ -275,15 +272,15 @@ async def test_a_database_that_is_away_costs_nothing(
     await recorder.start()
     for _ in range(3):
         await noted(recorder, limiter, ANN)
-    await until_async(lambda: recorder.top("checks", 1)[0], "it is counted all the same")
+    await until_async(lambda: recorder.top("checks", 1)[0], "the thread has counted")
     await asyncio.wait_for(recorder.stop(), 10)
     assert not recorder._thread.is_alive()
 
 
-async def test_many_are_handed_over_before_their_time(
+async def test_a_full_batch_is_handed_over_at_once(
     make: Make, limiter: AsyncLimiter, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thousand decisions do not wait for the clock."""
+    """A thousand decisions do not wait for the timer."""
     monkeypatch.setattr(recorders, "HAND_OVER_SECONDS", 3_600.0)
     recorder = make()
     await recorder.start()

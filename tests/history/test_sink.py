@@ -1,4 +1,4 @@
-"""Writing records: in batches, once, within bounds, and again after a failure. On SQLite."""
+"""The sink on SQLite: it writes in batches, each exactly once, and retries after a failure."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from tests.history.databases import event, rows, until_async
 from tollkeeper.control.database import Database
 from tollkeeper.core.errors import ConfigError, StoreError
 from tollkeeper.history import sink as sinks
-from tollkeeper.history.reading import Records, Wanted
-from tollkeeper.history.sink import BATCH_EVENTS_MAX, EVENTS_MAX, Pace, Sink
+from tollkeeper.history.reading import RecordFilter, Records
+from tollkeeper.history.sink import BATCH_EVENTS_MAX, EVENTS_MAX, Sink, WritePace
 
-QUICK = Pace(write_seconds=0.01, usage_seconds=0.01, batch_seconds=0)
+QUICK = WritePace(write_seconds=0.01, usage_seconds=0.01, batch_seconds=0)
 COUNTS = "SELECT count(*), coalesce(sum(allowed), 0), coalesce(sum(units), 0) FROM tollkeeper_usage"
 DECISIONS = "SELECT count(*) FROM tollkeeper_decisions"
 
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    """Of a file that is not there yet."""
+    """Return the URL of a file that does not exist yet."""
     return f"sqlite:///{tmp_path / 'records.db'}"
 
 
-async def test_everything_that_is_offered_is_written_once(url: str) -> None:
-    """More than a batch of both kinds, and then nothing more."""
+async def test_everything_is_written_once(url: str) -> None:
+    """More than one batch of decisions and of usage."""
     sink = Sink(Database(url))
     events = [event(number, subject=f"user:{number}") for number in range(BATCH_EVENTS_MAX + 500)]
     sink.offer(events)
@@ -43,8 +43,8 @@ async def test_everything_that_is_offered_is_written_once(url: str) -> None:
     assert (sink.written, sink.dropped()) == (len(events), 0)
 
 
-async def test_writers_add_up(url: str) -> None:
-    """Several at a time, to the same buckets; also to those of a time before."""
+async def test_counts_of_several_writers_add_up(url: str) -> None:
+    """Several at a time, to the same buckets, repeatedly."""
 
     async def write() -> None:
         sink = Sink(Database(url))
@@ -59,18 +59,18 @@ async def test_writers_add_up(url: str) -> None:
     assert await rows(url, found) == [(50, 20, 20, 60)]
 
 
-async def test_a_batch_whose_commit_nobody_heard_of_is_not_added_again(
+async def test_a_committed_batch_is_not_added_again(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer to the commit is lost; the same batch is tried again, and found there."""
+    """The answer to its commit is lost; the retry finds its number."""
     sink = Sink(Database(url))
     sink.offer([event(1)])
     sink.usage.add(("user:1", "orders", 1), [1, 0, 1])
     add = sink._add
 
-    async def add_and_lose_the_answer(batch: sinks.Batch) -> None:
+    async def add_and_lose_the_answer(batch: sinks.RecordBatch) -> None:
         await add(batch)
-        raise StoreError("nobody answers")
+        raise StoreError("no answer")
 
     await sink._prepare()
     monkeypatch.setattr(sink, "_add", add_and_lose_the_answer)
@@ -84,7 +84,7 @@ async def test_a_batch_whose_commit_nobody_heard_of_is_not_added_again(
     assert await rows(url, COUNTS) == [(1, 1, 1)]
 
 
-async def test_what_does_not_fit_is_dropped_and_counted(url: str) -> None:
+async def test_decisions_that_do_not_fit_are_dropped_and_counted(url: str) -> None:
     """The oldest stay."""
     sink = Sink(Database(url))
     sink.offer([event(number) for number in range(EVENTS_MAX - 1)])
@@ -95,10 +95,10 @@ async def test_what_does_not_fit_is_dropped_and_counted(url: str) -> None:
     await sink.close()
 
 
-async def test_a_locked_file_is_waited_out(
+async def test_a_locked_file_is_retried(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What comes meanwhile is kept as far as it fits, and written when the lock is gone."""
+    """Decisions are kept while they fit, and written when the lock is released."""
     monkeypatch.setattr("tollkeeper.control.database.WAIT_SECONDS_MAX", 0.05)
     monkeypatch.setattr(sinks, "RETRY_SECONDS_MIN", 0.01)
     sink = Sink(Database(url), pace=QUICK)
@@ -109,7 +109,7 @@ async def test_a_locked_file_is_waited_out(
         for _ in range(2 * EVENTS_MAX // BATCH_EVENTS_MAX):
             sink.offer([event(time.time_ns() // 1_000)] * BATCH_EVENTS_MAX)
             await asyncio.sleep(0)
-        await until_async(lambda: sink._failures > 1, "it has tried again")
+        await until_async(lambda: sink._failures > 1, "the sink has retried")
         assert sink.written == 0
         assert sink.dropped() >= EVENTS_MAX - BATCH_EVENTS_MAX
         other.execute("ROLLBACK")
@@ -122,23 +122,23 @@ async def test_a_locked_file_is_waited_out(
     other.close()
 
 
-def removed(folder: Path) -> None:
-    """All that is in there."""
+def remove_files(folder: Path) -> None:
+    """Remove all files of a folder."""
     for each in folder.iterdir():
         each.unlink()
 
 
-async def test_a_file_that_was_removed_is_made_anew(url: str, tmp_path: Path) -> None:
-    """Whoever needs the room may remove it, and what comes then is not lost with it."""
+async def test_a_removed_file_is_created_again(url: str, tmp_path: Path) -> None:
+    """An operator may remove it, and later records are written to a new one."""
     sink = Sink(Database(url), pace=QUICK)
     records = Records(Database(url))
     now_us = time.time_ns() // 1_000
-    wanted = Wanted(0, 2 * now_us)
+    wanted = RecordFilter(0, 2 * now_us)
     running = asyncio.create_task(sink.run())
     sink.offer([event(now_us)])
     await until_async(lambda: sink.written == 1, "the first is written")
     assert len(await records.decisions(wanted, 10)) == 1
-    removed(tmp_path)
+    remove_files(tmp_path)
     sink.offer([event(now_us + 1)])
     await until_async(lambda: sink.written == 2, "the second is written")
     found = await records.decisions(wanted, 10)
@@ -150,8 +150,8 @@ async def test_a_file_that_was_removed_is_made_anew(url: str, tmp_path: Path) ->
     assert await rows(url, DECISIONS) == [(1,)]
 
 
-async def test_a_batch_that_no_database_takes_is_lost_and_counted(url: str) -> None:
-    """And does not keep the next ones back."""
+async def test_a_batch_that_cannot_be_encoded_is_dropped_and_counted(url: str) -> None:
+    """It does not block the next batches."""
     sink = Sink(Database(url))
     sink.offer([event(1, node=object()), event(2)])
     await sink.finish()
@@ -162,25 +162,25 @@ async def test_a_batch_that_no_database_takes_is_lost_and_counted(url: str) -> N
     assert await rows(url, DECISIONS) == [(1,)]
 
 
-async def test_tables_of_a_later_version_are_left_alone(url: str) -> None:
-    """An older Tollkeeper does not write what it does not know."""
+async def test_tables_of_a_later_version_are_rejected(url: str) -> None:
+    """An older Tollkeeper does not write to them."""
     first = Sink(Database(url))
     await first.finish()
-    async with first.transaction() as connection:
+    async with first._database.writing_shared() as connection:
         await connection.exec_driver_sql("UPDATE tollkeeper_record_state SET version = 99")
     await first.close()
     sink = Sink(Database(url))
     sink.offer([event(1)])
-    with pytest.raises(ConfigError, match="of version 99"):
+    with pytest.raises(ConfigError, match="have version 99"):
         await sink.finish()
     await sink.close()
 
 
 async def test_the_loop_writes_what_is_due(url: str) -> None:
-    """Decisions at once when there are many, usage when it is due."""
+    """Many decisions at once, usage when its interval has passed."""
     sink = Sink(Database(url), pace=QUICK)
     running = asyncio.create_task(sink.run())
-    now_s = int(time.time())  # what is old would be trimmed
+    now_s = int(time.time())  # old rows would be trimmed
     sink.offer([event(now_s * 10**6)])
     sink.usage.add(("user:1", "orders", now_s // 60), [1, 0, 1])
     await until_async(lambda: sink.written == 1 and not len(sink.usage), "both are written")

@@ -19,9 +19,9 @@ from tollkeeper.core.errors import StoreError
 from tollkeeper.history import sink as sinks
 from tollkeeper.history import tables
 from tollkeeper.history.events import NUMBER_MAX, PART
-from tollkeeper.history.reading import Cursor, Records, Step, UsageRow, Wanted
-from tollkeeper.history.sink import EVENTS_MAX, Pace, Sink
-from tollkeeper.history.trimming import Keep, Trimmer
+from tollkeeper.history.reading import DecisionCursor, RecordFilter, Records, UsageRow, UsageStep
+from tollkeeper.history.sink import EVENTS_MAX, Sink, WritePace
+from tollkeeper.history.tables import Retention, Trimmer
 from tollkeeper.testing import ManualClock
 
 # 2027-01-15T08:00:00Z.
@@ -29,7 +29,7 @@ NOW_S = 1_800_000_000
 NOW_US = NOW_S * 10**6
 TODAY = date(2027, 1, 15)
 DAY_S = 86_400
-ALL = Wanted(NOW_US - 10 * DAY_S * 10**6, NOW_US + DAY_S * 10**6)
+ALL = RecordFilter(NOW_US - 10 * DAY_S * 10**6, NOW_US + DAY_S * 10**6)
 TABLES = (
     *("tollkeeper_usage", "tollkeeper_decisions"),
     *("tollkeeper_record_writers", "tollkeeper_record_state"),
@@ -87,7 +87,9 @@ async def test_what_is_written_is_read(sink: Sink, records: Records) -> None:
     found = await records.decisions(ALL, 10)
     assert [row.event for row in found] == [strange]
     assert found[0].shadow_denied == ["a", "b"]
-    assert len(await records.decisions(Wanted(0, 2 * NOW_US, subject=strange.subject), 10)) == 1
+    assert (
+        len(await records.decisions(RecordFilter(0, 2 * NOW_US, subject=strange.subject), 10)) == 1
+    )
 
 
 async def test_pages_hold_every_row_once(sink: Sink, records: Records) -> None:
@@ -100,9 +102,9 @@ async def test_pages_hold_every_row_once(sink: Sink, records: Records) -> None:
     cursor = None
     while page := await records.decisions(ALL, 7, cursor):
         seen += [row.id for row in page]
-        cursor = Cursor(page[-1].event.at_us, page[-1].id)
+        cursor = DecisionCursor(page[-1].event.at_us, page[-1].id)
     assert len(seen) == len(set(seen)) == 50
-    steps: tuple[Step, ...] = ("minute", "hour", "day")
+    steps: tuple[UsageStep, ...] = ("minute", "hour", "day")
     for step in steps:
         found = []
         last = None
@@ -131,15 +133,15 @@ async def test_a_page_adds_up_little_more_than_it_tells(
         return await find(statement, given)
 
     monkeypatch.setattr(records, "_rows", spied)
-    found = await records.usage(Wanted(first_s * 10**6, ALL.to_us), "minute", 100)
+    found = await records.usage(RecordFilter(first_s * 10**6, ALL.to_us), "minute", 100)
     assert [row.start_s for row in found] == [first_s + 60 * each for each in range(100)]
     assert asked[-1][1] - first_s <= 200 * 60
     asked.clear()
-    again = await records.usage(Wanted(first_s * 10**6, ALL.to_us), "minute", 1, found[-1])
+    again = await records.usage(RecordFilter(first_s * 10**6, ALL.to_us), "minute", 1, found[-1])
     assert [row.start_s for row in again] == [first_s + 60 * 100]
     assert asked[-1][1] - asked[0][0] <= 5 * 60
     asked.clear()
-    of_all = await records.usage(Wanted(-(10**17), 10**17), "minute", 1_000)
+    of_all = await records.usage(RecordFilter(-(10**17), 10**17), "minute", 1_000)
     assert len(of_all) == 600
     assert len(asked) < 40
 
@@ -150,7 +152,7 @@ async def test_a_cursor_of_another_time_hides_nothing(sink: Sink, records: Recor
         sink.usage.add((subject, "orders", NOW_S // 60), [1, 0, 1])
     await sink.finish()
     before = UsageRow(NOW_S - 3_600, 3_600, "user:5", "orders", 0, 0, 0)
-    wanted = Wanted(NOW_US, NOW_US + 10**6)
+    wanted = RecordFilter(NOW_US, NOW_US + 10**6)
     assert len(await records.usage(wanted, "hour", 10, before)) == 2
 
 
@@ -169,7 +171,7 @@ async def test_scopes_are_whole_parts(sink: Sink, records: Records) -> None:
     await sink.finish()
 
     async def seen(scope: dict[str, str]) -> list[str]:
-        wanted = Wanted(ALL.from_us, ALL.to_us, scope=scope)
+        wanted = RecordFilter(ALL.from_us, ALL.to_us, scope=scope)
         return sorted(row.subject for row in await records.usage(wanted, "hour", 100))
 
     assert await seen({"tenant": "acme"}) == sorted(subjects[:3])
@@ -199,7 +201,7 @@ async def test_writers_beside_each_other_add_up(url: str) -> None:
 
 async def test_hours_and_their_sums(url: str, sink: Sink, records: Records) -> None:
     """Old minutes become hours while somebody else goes on adding to them."""
-    trimmer = Trimmer(sink.transaction, Keep(), is_postgresql=url.startswith("postgresql"))
+    trimmer = Trimmer(sink._database, Retention())
     await sink.finish()
     other = Sink(Database(url), now_ns=lambda: NOW_S * 10**9)
 
@@ -213,10 +215,10 @@ async def test_hours_and_their_sums(url: str, sink: Sink, records: Records) -> N
 
     async def tend() -> None:
         for turn in range(10):
-            await trimmer.tend(NOW_S + 60 * turn)
+            await trimmer.trim(NOW_S + 60 * turn)
 
     await asyncio.gather(add(), tend())
-    await trimmer.tend(NOW_S + 6_000)
+    await trimmer.trim(NOW_S + 6_000)
     await other.close()
     found = await rows(url, f"{SUMS} WHERE step_s = 3600")
     assert [int(each) for each in found[0][1:]] == [600, 600, 600]
@@ -228,11 +230,11 @@ async def test_hours_and_their_sums(url: str, sink: Sink, records: Records) -> N
 @pytest.mark.parametrize("gone", [TABLES, TABLES[:1], TABLES[2:]])
 async def test_tables_that_were_dropped_are_made_anew(url: str, gone: tuple[str, ...]) -> None:
     """While a service runs: they may all be dropped, and it goes on without a restart."""
-    quick = Pace(write_seconds=0.02, usage_seconds=0.02, batch_seconds=0)
+    quick = WritePace(write_seconds=0.02, usage_seconds=0.02, batch_seconds=0)
     sink = Sink(Database(url), pace=quick, now_ns=lambda: NOW_S * 10**9)
     sink.offer([event(NOW_US)])
     await sink.finish()
-    async with sink.transaction() as connection:
+    async with sink._database.writing_shared() as connection:
         for name in gone:
             await connection.execute(text(f"DROP TABLE {name}"))
     running = asyncio.create_task(sink.run())
@@ -264,12 +266,12 @@ async def test_partitions_appear_ahead_and_are_dropped_by_age() -> None:
     """Day after day; what was written a week ago goes with its day."""
     url = running_postgres().new_database()
     clock = ManualClock(start=NOW_S)
-    sink = Sink(Database(url), Keep(decisions_days=7), now_ns=clock.now_ns)
-    trimmer = Trimmer(sink.transaction, Keep(decisions_days=7), is_postgresql=True)
+    sink = Sink(Database(url), Retention(decisions_days=7), now_ns=clock.now_ns)
+    trimmer = Trimmer(sink._database, Retention(decisions_days=7))
     for day in range(20):
         sink.offer([event(clock.now_ns() // 1_000)])
         await sink.finish()
-        await trimmer.tend(clock.now_ns() // 10**9)
+        await trimmer.trim(clock.now_ns() // 10**9)
         today = TODAY + timedelta(days=day)
         first = max(TODAY, today - timedelta(days=7))
         ahead = today + timedelta(days=tables.DAYS_AHEAD)
@@ -303,8 +305,8 @@ async def test_decisions_of_no_day_are_counted_once_however_often_they_are_tried
     sink.offer([event(at_us) for at_us in (0, NOW_US)])
     await sink._prepare()
 
-    async def fail(_: sinks.Batch) -> None:
-        raise StoreError("nobody answers")
+    async def fail(_: sinks.RecordBatch) -> None:
+        raise StoreError("no answer")
 
     with monkeypatch.context() as patched:
         patched.setattr(sink, "_add", fail)
@@ -319,12 +321,12 @@ async def test_decisions_of_no_day_are_counted_once_however_often_they_are_tried
 async def test_a_day_that_somebody_dropped_is_made_anew() -> None:
     """Nothing is lost with it, usage least of all."""
     url = running_postgres().new_database()
-    quick = Pace(write_seconds=0.02, usage_seconds=0.02, batch_seconds=0)
+    quick = WritePace(write_seconds=0.02, usage_seconds=0.02, batch_seconds=0)
     sink = Sink(Database(url), pace=quick, now_ns=lambda: NOW_S * 10**9)
     sink.offer([event(NOW_US)])
     await sink.finish()
     assert TODAY in sink._days
-    async with sink.transaction() as connection:
+    async with sink._database.writing_shared() as connection:
         await tables.drop_days(connection, TODAY + timedelta(days=1))
     sink.offer([event(NOW_US)])
     sink.usage.add(("user:1", "orders", NOW_S // 60), [1, 1, 1])
@@ -347,7 +349,7 @@ async def test_a_node_whose_clock_is_ahead_drops_nothing_of_the_others() -> None
     right.usage.add(("user:1", "orders", time.time_ns() // (60 * 10**9)), [1, 1, 1])
     await right.finish()
     wrong = Sink(Database(url), now_ns=lambda: time.time_ns() + 200 * DAY_S * 10**9)
-    await wrong._tend()
+    await wrong._trim()
     assert (await rows(url, "SELECT tended_s FROM tollkeeper_record_state"))[0][0] > 0
     assert await rows(url, "SELECT count(*) FROM tollkeeper_decisions") == [(1,)]
     assert [int(each) for each in (await rows(url, SUMS))[0]] == [1, 1, 1, 1]
@@ -369,7 +371,7 @@ async def test_a_server_that_stands_still_is_waited_out(monkeypatch: pytest.Monk
     monkeypatch.setattr(sinks, "RETRY_SECONDS_MAX", 0.2)
     with Postgres() as server:
         url = server.new_database()
-        quick = Pace(write_seconds=0.02, usage_seconds=0.02, batch_seconds=0)
+        quick = WritePace(write_seconds=0.02, usage_seconds=0.02, batch_seconds=0)
         sink = Sink(Database(url), pace=quick, now_ns=lambda: NOW_S * 10**9)
         running = asyncio.create_task(sink.run())
         sink.offer([event(NOW_US)])

@@ -1,9 +1,6 @@
-"""Stage 5, record: what happened, counted and kept beside the path, which never waits for it.
+"""The history: decisions and usage, recorded beside the path of a request, which never waits.
 
-`tally.py` and `histograms.py` are what grows on the path, `counters.py` says what it is called and
-how the counts of several processes become one, `otel.py` tells it to OpenTelemetry.
-
-`recorder.py` keeps decisions (`events.py`) and `usage.py`, and counts who asks most (`sketch.py`,
-over workers by `live.py`); `sink.py` writes them to `tables.py`, `trimming.py` removes what is old,
-and `reading.py` tells them.
+`recorder.py` notes what one worker decides and hands it to a thread. `events.py` turns it into rows
+and adds up usage. `sink.py` writes them to `tables.py`, which also trims old rows. `reading.py`
+queries them. `live.py` finds the busiest subjects of all workers of a machine.
 """

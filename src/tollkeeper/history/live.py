@@ -1,36 +1,167 @@
-"""What the workers of a machine know of each other, in files: who asks most, and penalties.
+"""The busiest subjects and the active penalties of all workers of a machine.
 
-As with the metrics, a question reaches one worker and is about all. So each leaves what it knows in
-a file in the folder of this run, and whoever is asked adds up those of the living. A file is
-replaced by a rename: whoever reads it sees all of it.
+**A sketch** finds the heavy hitters of a stream in bounded memory. Exact counts would need a
+counter for every subject. Space-Saving keeps COUNTERS_MAX counters and an error: an item without a
+counter occurred at most `missed` times, and an item with one occurred at most `count` times and at
+least `count - missed` times. With N occurrences and k counters, `missed` is at most N / (k + 1), so
+an item that occurred more than N / k times always has a counter.
+
+Counts are added in batches, the way Misra-Gries summaries are merged: the counts are added, and if
+there are more than k, the count of number k + 1 is subtracted from all. Each time, this takes at
+least k + 1 times as much from the sum as it adds to the error, so the bound holds. Sketches of
+several workers are merged in the same way, with the same bound for their sum.
+
+Everything (counts, error and sum) is halved every HALF_LIFE_SECONDS. So the bound holds for counts
+that decay in the same way, and the result is about the last minutes.
+
+**Workers share their sketches through files**, because a query reaches one worker and is about all
+of them. Each worker publishes a report in a file in the folder of this run, and the worker that is
+queried merges the reports of the workers that are alive. A file is replaced by a rename, so a
+reader always sees a complete one.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from heapq import nlargest
+from math import log
+from operator import itemgetter
 from pathlib import Path
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import msgspec
 
-# Two sketches and the penalties, 3,000 in all, each a subject of 512 characters and a rule's id.
+COUNTERS_MAX: Final = 1_000
+HALF_LIFE_SECONDS: Final = 60.0
+# A steady rate of 1 per second has this count: the sum of what has not decayed yet.
+SECONDS_COUNTED: Final = HALF_LIFE_SECONDS / log(2)
+# A smaller count is not reported: the item did not occur in the last minutes.
+_COUNT_MIN: Final = 0.5
+
+# Two sketches and the penalties: 3,000 entries, each with a subject of 512 characters and a rule.
 FILE_BYTES_MAX: Final = 8 * 1024 * 1024
 PENALTIES_MAX: Final = 1_000
 SUFFIX: Final = ".live"
 
+Item = TypeVar("Item")
 
-class Counted(msgspec.Struct):
-    """A sketch: who has how much, what may be missed, and the sum."""
+
+# ── The sketch ─────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class HeavyHitter(Generic[Item]):
+    """One of the most frequent items."""
+
+    item: Item
+    count: float
+    """The decayed count; the true one is not higher."""
+    error: float
+    """The true count is not lower than `count - error`."""
+
+
+class Sketch(Generic[Item]):
+    """Counts of the most frequent items.
+
+    >>> sketch = Sketch(counters_max=2)
+    >>> sketch.add({"ann": 50, "bob": 30, "eve": 1}, now_s=0)
+    >>> [(each.item, each.count, each.error) for each in sketch.top(2, now_s=60)]
+    [('ann', 25.0, 0.5), ('bob', 15.0, 0.5)]
+    """
+
+    __slots__ = ("_at_s", "_counters_max", "_counts", "missed", "total")
+
+    def __init__(self, counters_max: int = COUNTERS_MAX, now_s: float = 0.0) -> None:
+        self._counters_max = counters_max
+        self._counts: dict[Item, float] = {}
+        self._at_s = now_s
+        self.missed = 0.0
+        """The largest count that an item without a counter may have."""
+        self.total = 0.0
+        """The sum of all counts."""
+
+    def add(self, counts: Mapping[Item, float], now_s: float) -> None:
+        """Add the counts of a batch; some 0.3 µs per item."""
+        self._decay(now_s)
+        mine = self._counts
+        for item, count in counts.items():
+            mine[item] = mine.get(item, 0.0) + count
+        self.total += sum(counts.values())
+        self._cut()
+
+    def merge(
+        self,
+        counts: Iterable[tuple[Item, float]],
+        missed: float,
+        total: float,
+        age_s: float = 0.0,
+    ) -> None:
+        """Add the `data` of another sketch, which is `age_s` old."""
+        factor = decayed(age_s)
+        mine = self._counts
+        for item, count in counts:
+            mine[item] = mine.get(item, 0.0) + count * factor
+        self.missed += missed * factor
+        self.total += total * factor
+        self._cut()
+
+    def data(self, now_s: float) -> tuple[list[tuple[Item, float]], float, float]:
+        """Return the counts, `missed` and `total`, for `merge` of another sketch."""
+        self._decay(now_s)
+        return list(self._counts.items()), self.missed, self.total
+
+    def top(self, limit: int, now_s: float) -> list[HeavyHitter[Item]]:
+        """Return the most frequent items, the most frequent first."""
+        self._decay(now_s)
+        return [
+            HeavyHitter(item, count + self.missed, self.missed)
+            for item, count in nlargest(limit, self._counts.items(), key=itemgetter(1))
+            if count >= _COUNT_MIN
+        ]
+
+    def _decay(self, now_s: float) -> None:
+        passed_s = now_s - self._at_s
+        if passed_s <= 0:  # the clock was set back: nothing decays until it has caught up
+            return
+        self._at_s = now_s
+        factor = decayed(passed_s)
+        self._counts = {item: count * factor for item, count in self._counts.items()}
+        self.missed *= factor
+        self.total *= factor
+
+    def _cut(self) -> None:
+        """Reduce the counters to the maximum."""
+        most = self._counters_max
+        if len(self._counts) <= most:
+            return
+        *_, next_one = nlargest(most + 1, self._counts.values())
+        self._counts = {
+            item: count - next_one for item, count in self._counts.items() if count > next_one
+        }
+        self.missed += next_one
+
+
+def decayed(passed_s: float) -> float:
+    """Return what is left of a count of 1 after this time."""
+    return float(0.5 ** (max(passed_s, 0.0) / HALF_LIFE_SECONDS))
+
+
+# ── Reports of workers ─────────────────────────────────────────────────────────────────────────
+
+
+class SketchData(msgspec.Struct):
+    """A sketch in a report: the counts by subject and rule, the error, and the sum."""
 
     counts: list[tuple[tuple[str, str], float]]
     missed: float
     total: float
 
 
-class Standing(msgspec.Struct, frozen=True):
-    """A cool-down or a block that is not over."""
+class ActivePenalty(msgspec.Struct, frozen=True):
+    """A cool-down or a block that has not ended."""
 
     rule: str
     subject: str
@@ -40,36 +171,36 @@ class Standing(msgspec.Struct, frozen=True):
     until_ns: int
 
 
-class Known(msgspec.Struct):
-    """What one worker leaves."""
+class WorkerReport(msgspec.Struct):
+    """The sketches and penalties of one worker."""
 
     at_s: float
-    """By the clock that counts from boot, which is the same for all of them."""
-    checks: Counted
-    denied: Counted
-    penalties: list[Standing] = []
+    """By the clock that counts from boot, which all workers of a machine share."""
+    checks: SketchData
+    denied: SketchData
+    penalties: list[ActivePenalty] = []
 
 
 _encode: Final = msgspec.msgpack.Encoder().encode
-_decode: Final = msgspec.msgpack.Decoder(Known).decode
+_decode: Final = msgspec.msgpack.Decoder(WorkerReport).decode
 
 
-class Live:
-    """The files of a folder; `number` is that of this process."""
+class ReportFolder:
+    """The folder with the reports; `number` identifies this process."""
 
     def __init__(self, folder: Path, number: int | None = None) -> None:
         self._folder = folder
         self._number = os.getpid() if number is None else number
 
-    def leave(self, known: Known) -> None:
-        """Leave what this worker knows. Raises OSError."""
+    def publish(self, report: WorkerReport) -> None:
+        """Replace the report of this worker. Raises OSError."""
         path = self._folder / f"{self._number}{SUFFIX}"
         temporary = path.with_suffix(".leaving")
-        temporary.write_bytes(_encode(known))
+        temporary.write_bytes(_encode(report))
         temporary.replace(path)
 
-    def others(self) -> Iterator[Known]:
-        """What the other workers know that are alive; files of the dead are removed."""
+    def others(self) -> Iterator[WorkerReport]:
+        """Yield the reports of the other workers that are alive; remove those of dead ones."""
         for path in self._folder.glob(f"*{SUFFIX}"):
             if not path.stem.isdigit() or int(path.stem) == self._number:
                 continue

@@ -1,11 +1,11 @@
-"""What was recorded, for whoever asks: usage by time, decisions one by one, in pages.
+"""Queries of the records: usage by time, and single decisions, in pages.
 
-A page is some short transactions, however long the list is that somebody reads: those who write
-never wait for it, and a client that reads slowly holds nothing. The next page begins after the last
-row of the one before, which the cursor names; so rows that come meanwhile shift nothing.
+A page takes a few short transactions, however long the whole list is, so writers never wait for a
+reader, and a slow client holds no connection. The next page begins after the last row of the
+previous one, which the cursor names, so new rows shift nothing.
 
-To add up all of a month for each page of it would take longer the longer the list is. So usage is
-looked at step by step: one step of time, then the next two, four and so on, until the page is full.
+Adding up a whole month for each of its pages would take time that grows with the list. So usage is
+queried in windows of time: one step, then the next two, four and so on, until the page is full.
 """
 
 from __future__ import annotations
@@ -17,19 +17,27 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from sqlalchemy import text
 
-from tollkeeper.history.events import PART, SUBJECT_LENGTH_MAX, Event, Subjects, cleaned, told
+from tollkeeper.history.events import (
+    PART,
+    SUBJECT_LENGTH_MAX,
+    DecisionEvent,
+    SubjectMode,
+    cleaned,
+    recorded_subject,
+)
 
 if TYPE_CHECKING:
     from tollkeeper.control.database import Database
 
-Step = Literal["minute", "hour", "day"]
+UsageStep = Literal["minute", "hour", "day"]
 
-STEP_SECONDS: Final[Mapping[Step, int]] = {"minute": 60, "hour": 3_600, "day": 86_400}
-# Of a list that is read to its end; told in smaller pieces, as others wait meanwhile.
+STEP_SECONDS: Final[Mapping[UsageStep, int]] = {"minute": 60, "hour": 3_600, "day": 86_400}
+# A whole list is queried in pages and returned in smaller pieces, so that other requests run
+# in between.
 PAGE_ROWS: Final = 5_000
 PIECE_ROWS: Final = 500
 
-# Usage is told by steps; what is there only by the hour is told by the hour.
+# Usage by steps of time; rows that exist only by the hour are returned by the hour.
 _USAGE: Final = """
 SELECT * FROM (
     SELECT start_s / :step * :step AS start_s,
@@ -37,16 +45,16 @@ SELECT * FROM (
            subject, rule, sum(allowed) AS allowed, sum(denied) AS denied, sum(units) AS units
     FROM tollkeeper_usage WHERE {where}
     GROUP BY 1, 2, subject, rule
-) AS found {after} ORDER BY start_s, subject, rule, step_s LIMIT :most
+) AS found {after} ORDER BY start_s, subject, rule, step_s LIMIT :limit
 """
 _AFTER: Final = (
     "WHERE (start_s, subject, rule, step_s) > (:start_s, :after_subject, :after_rule, :after_step)"
 )
-_DECISIONS: Final = "SELECT id, {columns} FROM tollkeeper_decisions {where} {order} LIMIT :most"
+_DECISIONS: Final = "SELECT id, {columns} FROM tollkeeper_decisions {where} {order} LIMIT :limit"
 
 
 class UsageRow(NamedTuple):
-    """What a subject did under a rule in one step of time."""
+    """The usage of a subject under a rule in one step of time."""
 
     start_s: int
     step_s: int
@@ -58,23 +66,23 @@ class UsageRow(NamedTuple):
 
 
 class DecisionRow(NamedTuple):
-    """One decision."""
+    """One decision of the log."""
 
     id: int
-    event: Event
+    event: DecisionEvent
     shadow_denied: list[str]
 
 
-class Cursor(NamedTuple):
-    """After which decision a page begins: its time and its number."""
+class DecisionCursor(NamedTuple):
+    """The time and the id of the decision that a page begins after."""
 
     at_us: int
     id: int
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Which records are asked for. Times are since the epoch: from `from_us`, before `to_us`."""
+class RecordFilter:
+    """The records to return. Times are since the epoch: from `from_us`, before `to_us`."""
 
     from_us: int
     to_us: int
@@ -82,51 +90,51 @@ class Wanted:
     rule: str | None = None
     outcome: str | None = None
     scope: Mapping[str, str] = field(default_factory=dict)
-    """Only subjects that have these parts: what a token is confined to."""
+    """Only subjects with all these parts: the scope of a token."""
 
 
 class Records:
-    """Reads the records of one database. For one event loop."""
+    """Queries the records of one database. For one event loop."""
 
-    def __init__(self, database: Database, subjects: Subjects = "plain") -> None:
-        """`subjects` is how they are told there."""
+    def __init__(self, database: Database, subjects: SubjectMode = "plain") -> None:
+        """`subjects` is the mode in which they were recorded."""
         self._database = database
-        self._subjects: Subjects = subjects
+        self._subjects: SubjectMode = subjects
 
     async def close(self) -> None:
-        """Close every connection; the next question opens one."""
+        """Close every connection; the next query opens one."""
         await self._database.close()
 
     async def usage(
-        self, wanted: Wanted, step: Step, most: int, after: UsageRow | None = None
+        self, wanted: RecordFilter, step: UsageStep, limit: int, after: UsageRow | None = None
     ) -> list[UsageRow]:
-        """By time, then by subject and rule; one page. Raises StoreError."""
+        """Return one page of usage, by time, then by subject and rule. Raises StoreError."""
         step_s = STEP_SECONDS[step]
-        # Whole steps, but for the first and the last: those are what of them was asked for.
+        # The first and the last step may be partial.
         from_s = max(-(-wanted.from_us // 10**6), 0 if after is None else after.start_s, 0)
         to_s = -(-wanted.to_us // 10**6)
         found: list[UsageRow] = []
         window_s = step_s
-        while from_s < to_s and len(found) < most:
+        while from_s < to_s and len(found) < limit:
             until_s = min(from_s // step_s * step_s + window_s, to_s)
-            left = most - len(found)
+            left = limit - len(found)
             found += await self._usage(wanted, step_s, (from_s, until_s), left, after)
-            # Rows of the next steps are all after it.
+            # All rows of the next windows come after it.
             from_s, window_s, after = until_s, 2 * window_s, None
         return found
 
     async def _usage(
         self,
-        wanted: Wanted,
+        wanted: RecordFilter,
         step_s: int,
         between: tuple[int, int],
-        most: int,
+        limit: int,
         after: UsageRow | None,
     ) -> list[UsageRow]:
-        """Of these times, those that come after a row."""
+        """Return the usage of a window of time, after a row."""
         from_s, to_s = between
         conditions = ["start_s >= :from_s", "start_s < :to_s"]
-        given: dict[str, Any] = {"step": step_s, "from_s": from_s, "to_s": to_s, "most": most}
+        given: dict[str, Any] = {"step": step_s, "from_s": from_s, "to_s": to_s, "limit": limit}
         self._narrow(wanted, conditions, given)
         if after is not None:
             conditions.append("(start_s / :step * :step > :start_s OR subject >= :after_subject)")
@@ -142,8 +150,10 @@ class Records:
         rows = await self._rows(statement, given)
         return [UsageRow(row[0], row[1], row[2], row[3], *map(int, row[4:])) for row in rows]
 
-    async def all_usage(self, wanted: Wanted, step: Step) -> AsyncIterator[list[UsageRow]]:
-        """All of it, in pieces. Raises StoreError."""
+    async def all_usage(
+        self, wanted: RecordFilter, step: UsageStep
+    ) -> AsyncIterator[list[UsageRow]]:
+        """Yield all usage, in pieces. Raises StoreError."""
         last: UsageRow | None = None
         while page := await self.usage(wanted, step, PAGE_ROWS, last):
             for start in range(0, len(page), PIECE_ROWS):
@@ -153,11 +163,11 @@ class Records:
             last = page[-1]
 
     async def decisions(
-        self, wanted: Wanted, most: int, before: Cursor | None = None
+        self, wanted: RecordFilter, limit: int, before: DecisionCursor | None = None
     ) -> list[DecisionRow]:
-        """The newest first; one page, of those before `before`. Raises StoreError."""
+        """Return one page of decisions before `before`, the newest first. Raises StoreError."""
         conditions = ["at_us >= :from_us", "at_us < :to_us"]
-        given: dict[str, Any] = {"from_us": wanted.from_us, "to_us": wanted.to_us, "most": most}
+        given: dict[str, Any] = {"from_us": wanted.from_us, "to_us": wanted.to_us, "limit": limit}
         self._narrow(wanted, conditions, given)
         if wanted.outcome is not None:
             conditions.append("outcome = :outcome")
@@ -166,28 +176,29 @@ class Records:
             conditions.append("(at_us, id) < (:before_us, :before_id)")
             given |= {"before_us": before.at_us, "before_id": before.id}
         statement = _DECISIONS.format(
-            columns=", ".join(Event._fields),
+            columns=", ".join(DecisionEvent._fields),
             where="WHERE " + " AND ".join(conditions),
             order="ORDER BY at_us DESC, id DESC",
         )
         return [
-            DecisionRow(row[0], Event(*row[1:]), json.loads(row[-1]))
+            DecisionRow(row[0], DecisionEvent(*row[1:]), json.loads(row[-1]))
             for row in await self._rows(statement, given)
         ]
 
-    def _narrow(self, wanted: Wanted, conditions: list[str], given: dict[str, Any]) -> None:
+    def _narrow(self, wanted: RecordFilter, conditions: list[str], given: dict[str, Any]) -> None:
         if wanted.subject is not None:
             conditions.append("subject = :subject")
-            given["subject"] = told(wanted.subject, self._subjects)
+            given["subject"] = recorded_subject(wanted.subject, self._subjects)
         if wanted.rule is not None:
             conditions.append("rule = :rule")
             given["rule"] = cleaned(wanted.rule, SUBJECT_LENGTH_MAX)
         find = "strpos" if self._database.is_postgresql else "instr"
         for number, (name, value) in enumerate(wanted.scope.items()):
-            # Whole parts, wherever they stand: "tenant:acme" is no part of "tenant:acme-2".
+            # Whole parts at any position: "tenant:acme" does not match "tenant:acme-2".
             conditions.append(f"{find}(:sep || subject || :sep, :scope_{number}) > 0")
             given["sep"] = PART
-            part = told(f"{name}:{value}", "plain" if self._subjects == "none" else self._subjects)
+            mode: SubjectMode = "plain" if self._subjects == "none" else self._subjects
+            part = recorded_subject(f"{name}:{value}", mode)
             given[f"scope_{number}"] = f"{PART}{part}{PART}"
 
     async def _rows(self, statement: str, given: Mapping[str, Any]) -> list[Any]:

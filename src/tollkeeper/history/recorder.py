@@ -1,16 +1,16 @@
-"""From the path to the records: one call that never waits, and a thread that does the rest.
+"""From the path of a request to the records: one call that never waits, and a thread.
 
-`note` is called with every ruling, in the event loop that answers. It adds to a bucket of usage
-and, for denials and a share of what is allowed, puts a small tuple aside: about a microsecond, and
-no lock, because nobody else touches either. Once a second, or when BATCH_EVENTS_MAX tuples are
-there, both are handed over as they are, and empty ones put in their place: a constant time, however
-much it is.
+**On the path**, the event loop that answers calls `note` with every result. It adds to a bucket of
+usage and, for denials and a share of the allowed requests, puts a small tuple aside. That takes
+about a microsecond and no lock, because no other thread touches either. Once a second, or when
+BATCH_EVENTS_MAX tuples are there, both are handed over and replaced by empty ones, which takes
+constant time.
 
-A thread with an event loop of its own takes them: it counts who asks most, adds the buckets to
-those that wait for the database, and makes rows of the tuples and writes (`sink.py`). It works in
-small portions with a pause after each, because while it holds Python's lock nobody is answered. If
-it is behind, nothing is handed over; what is here then fills up, and what does not fit is dropped
-and counted. So nothing that happens there reaches a request: not a slow database, nor a dead one.
+**The thread** has its own event loop. It counts the busiest subjects, adds the buckets to those
+that wait for the database, makes rows of the tuples, and writes (`sink.py`). It works in small
+portions with a pause after each, because the worker cannot answer while the thread holds Python's
+lock. While it is behind, nothing is handed over: the buffers on the path fill up, and what does not
+fit is dropped and counted. So no request ever waits for a slow or unavailable database.
 """
 
 from __future__ import annotations
@@ -29,102 +29,110 @@ from tollkeeper.history.events import (
     ENDPOINT_LENGTH_MAX,
     LISTED,
     METHOD_LENGTH_MAX,
-    Event,
-    Noted,
-    Subjects,
+    MINUTE_NS,
+    DecisionEvent,
+    NotedDecision,
+    SubjectMode,
+    UsageBuckets,
+    caller_of,
     event_of,
-    known_as,
-    told,
+    recorded_subject,
 )
-from tollkeeper.history.live import PENALTIES_MAX, Counted, Known, Live, Standing
+from tollkeeper.history.live import (
+    PENALTIES_MAX,
+    ActivePenalty,
+    HeavyHitter,
+    ReportFolder,
+    Sketch,
+    SketchData,
+    WorkerReport,
+)
 from tollkeeper.history.sink import BATCH_EVENTS_MAX, EVENTS_MAX, Sink
-from tollkeeper.history.sketch import Heavy, Sketch
-from tollkeeper.history.usage import MINUTE_NS, Usage
 
 if TYPE_CHECKING:
     from tollkeeper.core.model import CheckResult, Request
     from tollkeeper.history.reading import Records
 
 HAND_OVER_SECONDS: Final = 1.0
-# With nothing to hand over, the other workers are still told what stands, every so many seconds.
+# Without records to hand over, the report for the other workers is still renewed this often.
 IDLE_TICKS: Final = 5
-# How long the end waits for what was last recorded to be written.
+# A shutdown waits this long for the last records to be written.
 STOP_SECONDS_MAX: Final = 5.0
 CLOSE_SECONDS_MAX: Final = 1.0
-# What the thread does at a time, some 200 µs, and how long it then lets others go on.
+# Items that the thread handles at a time, some 200 µs, and its pause after them.
 PORTION: Final = 100
 PORTION_PAUSE_SECONDS: Final = 0.000_5
 
-By = Literal["checks", "denied"]
-Who = tuple[str, str]
+TopBy = Literal["checks", "denied"]
+# A subject and a rule.
+SubjectRule = tuple[str, str]
 Portion = TypeVar("Portion")
 
 log = logging.getLogger("tollkeeper.history")
 
 
-class _Handed(NamedTuple):
-    noted: list[Noted]
-    usage: Usage
+class _HandOver(NamedTuple):
+    noted: list[NotedDecision]
+    usage: UsageBuckets
 
 
 class Recorder:
-    """Records what one worker decides. `note` is for one event loop."""
+    """Records the decisions of one worker. `note` is for one event loop."""
 
     def __init__(
         self,
-        sink: Callable[[Callable[[Noted], Event]], Sink],
+        sink: Callable[[Callable[[NotedDecision], DecisionEvent]], Sink],
         records: Records,
         *,
         node: str = "",
         share: float = 0.01,
-        subjects: Subjects = "plain",
-        live: Live | None = None,
-        penalties: Callable[[], Iterable[Standing]] = tuple,
+        subjects: SubjectMode = "plain",
+        live: ReportFolder | None = None,
+        penalties: Callable[[], Iterable[ActivePenalty]] = tuple,
         now_ns: Callable[[], int] = time.time_ns,
         monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Not yet writing: see `start`.
+        """Prepare; `start` begins to write.
 
-        `sink`       makes what writes, in the event loop that it will write in, from what makes a
-                     row of what was noted.
-        `records`    what reads the same database, for whoever asks.
-        `share`      of the decisions that allow, how many are kept; all that deny are.
-        `subjects`   how much is told of who was counted.
-        `live`       where workers tell each other who asks most; None: there is one.
-        `penalties`  those that this worker has given and that are not over.
-        `monotonic_s`  what counts of who asks most fade by: a clock that nobody sets, and that all
-                     processes of a machine have in common.
+        `sink`         creates the Sink, in the event loop of the thread; its argument makes a row
+                       of a noted decision.
+        `records`      queries the same database, for the admin API.
+        `share`        the share of the allowed requests that is logged; denials always are.
+        `subjects`     how subjects are recorded.
+        `live`         where workers publish their reports; None: there is only this worker.
+        `penalties`    returns the active penalties that this worker has given.
+        `monotonic_s`  the clock of the sketches, shared by all processes of a machine.
         """
         self.records = records
-        self.subjects: Subjects = subjects
+        self.subjects: SubjectMode = subjects
         self._make_sink = sink
         self._sink: Sink | None = None
         self._node = node
         self._share = share
-        self._live = live
+        self._reports = live
         self._penalties = penalties
         self._now_ns = now_ns
         self._monotonic_s = monotonic_s
-        self._noted: list[Noted] = []
-        self._usage = Usage()
+        self._noted: list[NotedDecision] = []
+        self._usage = UsageBuckets()
         self._buckets = self._usage.buckets
         self._dropped = 0
         self._is_behind = False
-        self._is_silent = False
+        self._has_warned = False
         self._idle_ticks = 0
         self._timer: asyncio.TimerHandle | None = None
         self._thread = threading.Thread(target=self._run, name="tollkeeper-record", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready = threading.Event()
         self._ending: asyncio.Event | None = None
-        self._sketches: dict[By, Sketch[Who]] = {"checks": Sketch(), "denied": Sketch()}
-        self._lock = threading.Lock()  # of the sketches: they are read elsewhere
+        self._sketches: dict[TopBy, Sketch[SubjectRule]] = {"checks": Sketch(), "denied": Sketch()}
+        self._lock = threading.Lock()  # of the sketches, which other threads read
 
     # ── On the path ──────────────────────────────────────────────────────────────────────────
 
-    def note(self, request: Request, ruling: CheckResult, cost: int, now_ns: int) -> None:
+    def note(self, request: Request, result: CheckResult, cost: int, now_ns: int) -> None:
         """Record a decision; `now_ns` is the Unix time."""
-        decision, applied, kind, shadows, counted = ruling
+        decision, applied, kind, shadows, counted = result
         allowed = decision.allowed
         minute = now_ns // MINUTE_NS
         if len(counted) == 1:
@@ -139,52 +147,53 @@ class Recorder:
             else:
                 counts[1] += 1
         elif counted:
-            self._note_several(ruling, allowed, minute)
+            self._note_several(result, allowed, minute)
         elif kind != "unlimited":
-            self._note_uncounted(request, ruling, cost, minute)
+            self._note_uncounted(request, result, cost, minute)
         if not allowed or shadows or random() < self._share:  # noqa: S311 - a sample
             noted = self._noted
             if len(noted) >= EVENTS_MAX:
                 self._dropped += 1
                 return
-            known = "" if counted else known_as(request)
+            caller = "" if counted else caller_of(request)
             endpoint, method = request.endpoint, request.method
-            # What waits is bounded in bytes, too: a path may be as long as a body.
+            # The buffer is bounded in bytes, too: a path may be very long.
             if endpoint is not None and len(endpoint) > ENDPOINT_LENGTH_MAX:
                 endpoint = endpoint[: ENDPOINT_LENGTH_MAX + 1]
             if method is not None and len(method) > METHOD_LENGTH_MAX:
                 method = method[: METHOD_LENGTH_MAX + 1]
-            noted.append((now_ns, ruling, cost, known, endpoint, method))
+            noted.append((now_ns, result, cost, caller, endpoint, method))
             if len(noted) == BATCH_EVENTS_MAX:
                 self._hand_over()
 
     def note_all(
-        self, asked: Sequence[tuple[Request, int]], rulings: Sequence[CheckResult], now_ns: int
+        self, checks: Sequence[tuple[Request, int]], results: Sequence[CheckResult], now_ns: int
     ) -> None:
-        """Record decisions that were made together: if one denies, the others spent nothing."""
-        all_pass = all(ruling.decision.allowed for ruling in rulings)
-        for (request, cost), ruling in zip(asked, rulings, strict=True):
-            if all_pass or not ruling.decision.allowed:
-                self.note(request, ruling, cost, now_ns)
+        """Record decisions of an atomic batch: if one denies, the others spent nothing."""
+        all_pass = all(result.decision.allowed for result in results)
+        for (request, cost), result in zip(checks, results, strict=True):
+            if all_pass or not result.decision.allowed:
+                self.note(request, result, cost, now_ns)
 
-    def settle(self, ruling: CheckResult, units: int, now_ns: int) -> None:
+    def settle(self, result: CheckResult, units: int, now_ns: int) -> None:
         """Correct usage by units that were spent, or given back (below 0), after a check.
 
-        `ruling` is one on the same request for one unit: it says who is counted, and how dear.
+        `result` is that of a check of the same request with one unit: it has the subjects and
+        their price per unit.
         """
         minute = now_ns // MINUTE_NS
-        for applied, (subject, each) in zip(ruling.applied, ruling.counted, strict=False):
+        for applied, (subject, each) in zip(result.applied, result.counted, strict=False):
             bucket = (subject, applied.rule, minute)
             counts = self._buckets.get(bucket)
             if counts is None:
                 counts = self._usage.new(bucket)
             counts[2] += units * each
 
-    def _note_several(self, ruling: CheckResult, allowed: bool, minute: int) -> None:
+    def _note_several(self, result: CheckResult, allowed: bool, minute: int) -> None:
         buckets = self._buckets
-        rule = ruling.decision.rule
-        for applied, (subject, units) in zip(ruling.applied, ruling.counted, strict=True):
-            # A denial is the rule's that spoke; the others were charged nothing.
+        rule = result.decision.rule
+        for applied, (subject, units) in zip(result.applied, result.counted, strict=True):
+            # A denial counts for the rule that denied; the others charged nothing.
             if not allowed and applied.rule != rule:
                 continue
             bucket = (subject, applied.rule, minute)
@@ -198,13 +207,13 @@ class Recorder:
                 counts[1] += 1
 
     def _note_uncounted(
-        self, request: Request, ruling: CheckResult, cost: int, minute: int
+        self, request: Request, result: CheckResult, cost: int, minute: int
     ) -> None:
-        """Usage of those whom a list knows, or who brought a limit of their own."""
-        rule = LISTED.get(ruling.kind) or (ruling.applied[0].rule if ruling.applied else "")
-        bucket = (known_as(request), rule, minute)
+        """Count usage under a list, or under limits that came with the call."""
+        rule = LISTED.get(result.kind) or (result.applied[0].rule if result.applied else "")
+        bucket = (caller_of(request), rule, minute)
         counts = self._buckets.get(bucket) or self._usage.new(bucket)
-        if ruling.decision.allowed:
+        if result.decision.allowed:
             counts[0] += 1
             counts[2] += cost
         else:
@@ -213,10 +222,10 @@ class Recorder:
     def _hand_over(self) -> None:
         if self._is_behind or self._loop is None:
             return
-        handed = _Handed(self._noted, self._usage)
-        # At once, or the count would go down until the thread comes to it.
+        handed = _HandOver(self._noted, self._usage)
+        # At once, so that the total does not go down until the thread has taken them.
         self._dropped += self._usage.dropped
-        self._noted, self._usage = [], Usage()
+        self._noted, self._usage = [], UsageBuckets()
         self._buckets = self._usage.buckets
         self._is_behind = True
         with suppress(RuntimeError):  # the thread has ended
@@ -225,7 +234,7 @@ class Recorder:
     # ── Start and end ────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> None:
-        """Begin to write. Does not wait for the database."""
+        """Start the thread. Does not wait for the database."""
         self._thread.start()
         await asyncio.to_thread(self._ready.wait)
         self._tick()
@@ -239,12 +248,12 @@ class Recorder:
         self._timer = loop.call_later(HAND_OVER_SECONDS, self._tick)
 
     async def stop(self) -> None:
-        """Write what is there, for as long as STOP_SECONDS_MAX, and end."""
+        """Write what is in memory, within STOP_SECONDS_MAX, and end the thread."""
         if self._timer is not None:
             self._timer.cancel()
         if self._loop is not None and self._ending is not None:
             deadline_s = time.monotonic() + STOP_SECONDS_MAX
-            while self._is_behind and time.monotonic() < deadline_s:  # noqa: ASYNC110 - a thread's
+            while self._is_behind and time.monotonic() < deadline_s:  # noqa: ASYNC110 - a thread sets it
                 await asyncio.sleep(0.01)
             self._hand_over()
             with suppress(RuntimeError):
@@ -258,7 +267,7 @@ class Recorder:
         try:
             asyncio.run(self._work())
         except Exception:
-            log.exception("nothing is recorded any more")
+            log.exception("recording has stopped, because of a bug")
         finally:
             self._loop = None
             self._ready.set()
@@ -274,37 +283,37 @@ class Recorder:
         await asyncio.wait({writing, ending}, return_when=asyncio.FIRST_COMPLETED)
         sink.stop()
         try:
-            # Nobody who writes is cut off but by the time: it might be in the middle of a commit.
+            # A write is only cancelled by the timeout: it may be in the middle of a commit.
             async with asyncio.timeout(STOP_SECONDS_MAX):
                 await asyncio.gather(writing, *self._taking, return_exceptions=True)
                 await sink.finish()
         except (StoreError, ConfigError, TimeoutError) as error:
-            log.warning("the last records are not written: %s", str(error) or "no time is left")
+            log.warning("the last records are not written: %s", str(error) or "a timeout")
         await _closed(sink)
 
-    def _take(self, handed: _Handed) -> None:
-        task = asyncio.get_running_loop().create_task(self._taken(handed))
+    def _take(self, handed: _HandOver) -> None:
+        task = asyncio.get_running_loop().create_task(self._process(handed))
         self._taking.add(task)
         task.add_done_callback(self._taking.discard)
 
-    async def _taken(self, handed: _Handed) -> None:
+    async def _process(self, handed: _HandOver) -> None:
         try:
             await self._add(handed)
-            self._leave()
+            self._publish()
         except Exception:
-            log.exception("records are lost")
+            log.exception("records are dropped, because of a bug")
             self._dropped += len(handed.noted)
         finally:
             self._is_behind = False
 
-    async def _add(self, handed: _Handed) -> None:
+    async def _add(self, handed: _HandOver) -> None:
         assert self._sink is not None, "made before anything is handed over"  # noqa: S101 - ours
         usage = self._sink.usage
-        checks: dict[Who, float] = {}
-        denied: dict[Who, float] = {}
+        checks: dict[SubjectRule, float] = {}
+        denied: dict[SubjectRule, float] = {}
         for portion in _portions(list(handed.usage.buckets.items())):
-            for (who, rule, minute), counts in portion:
-                subject = told(who, self.subjects)
+            for (counted, rule, minute), counts in portion:
+                subject = recorded_subject(counted, self.subjects)
                 usage.add((subject, rule, minute), counts)
                 key = (subject, rule)
                 checks[key] = checks.get(key, 0) + counts[0] + counts[1]
@@ -317,68 +326,67 @@ class Recorder:
             self._sketches["denied"].add(denied, now_s)
         self._sink.offer(handed.noted)
 
-    def _row_of(self, noted: Noted) -> Event:
+    def _row_of(self, noted: NotedDecision) -> DecisionEvent:
         return event_of(noted, self._node, self.subjects)
 
-    def _leave(self) -> None:
-        """Tell the other workers."""
-        if self._live is None:
+    def _publish(self) -> None:
+        """Publish a report for the other workers."""
+        if self._reports is None:
             return
         try:
-            self._live.leave(self._known())
+            self._reports.publish(self._report())
         except OSError as error:
-            if not self._is_silent:  # said once, and not every second
-                log.warning("the other workers are not told who asks most: %s", error.strerror)
-            self._is_silent = True
+            if not self._has_warned:  # once, not every second
+                log.warning("the report for other workers cannot be written: %s", error.strerror)
+            self._has_warned = True
         else:
-            self._is_silent = False
+            self._has_warned = False
 
-    def _known(self) -> Known:
+    def _report(self) -> WorkerReport:
         now_s = self._monotonic_s()
         with self._lock:
-            counted = {by: Counted(*sketch.data(now_s)) for by, sketch in self._sketches.items()}
+            data = {by: SketchData(*sketch.data(now_s)) for by, sketch in self._sketches.items()}
         penalties = list(self._penalties())[:PENALTIES_MAX]
-        return Known(now_s, counted["checks"], counted["denied"], penalties)
+        return WorkerReport(now_s, data["checks"], data["denied"], penalties)
 
-    # ── For those who look ───────────────────────────────────────────────────────────────────
+    # ── Queries ──────────────────────────────────────────────────────────────────────────────
 
     def dropped(self) -> int:
-        """Decisions and counts that there was no room for, in this worker."""
+        """Return the number of decisions and requests that this worker has dropped."""
         lost = 0 if self._sink is None else self._sink.dropped()
         return self._dropped + self._usage.dropped + lost
 
-    def top(self, by: By, most: int) -> tuple[list[Heavy[Who]], float]:
-        """Who asks most, or is denied most, of all workers; and the count of everybody."""
+    def top(self, by: TopBy, limit: int) -> tuple[list[HeavyHitter[SubjectRule]], float]:
+        """Return the subjects of all workers with most checks or denials, and the count of all."""
         now_s = self._monotonic_s()
-        merged: Sketch[Who] = Sketch(now_s=now_s)
-        for known in self._all():
-            counted = known.checks if by == "checks" else known.denied
-            age_s = now_s - known.at_s
-            merged.merge(counted.counts, counted.missed, counted.total, age_s)
-        return merged.top(most, now_s), merged.total
+        merged: Sketch[SubjectRule] = Sketch(now_s=now_s)
+        for report in self._all():
+            data = report.checks if by == "checks" else report.denied
+            merged.merge(data.counts, data.missed, data.total, now_s - report.at_s)
+        return merged.top(limit, now_s), merged.total
 
-    def penalties(self) -> list[Standing]:
-        """Cool-downs and blocks of all workers that are not over, the longest first.
+    def penalties(self) -> list[ActivePenalty]:
+        """Return the active penalties of all workers, those that last longest first.
 
-        One for each subject and rule: the next is on top of the last, whoever gave it.
+        There is one per subject and rule: the one that ends last.
         """
         now_ns = self._now_ns()
-        found: dict[Who, Standing] = {}
-        for known in self._all():
-            for each in known.penalties:
+        found: dict[SubjectRule, ActivePenalty] = {}
+        for report in self._all():
+            for each in report.penalties:
                 last = found.get((each.rule, each.subject))
                 if each.until_ns > now_ns and (last is None or last.until_ns < each.until_ns):
                     found[each.rule, each.subject] = each
         return sorted(found.values(), key=lambda each: -each.until_ns)[:PENALTIES_MAX]
 
-    def _all(self) -> Iterator[Known]:
-        yield self._known()
-        if self._live is not None:
-            yield from self._live.others()
+    def _all(self) -> Iterator[WorkerReport]:
+        yield self._report()
+        if self._reports is not None:
+            yield from self._reports.others()
 
 
 async def _closed(connections: Records | Sink) -> None:
-    """Close them; a server that does not answer is not waited for."""
+    """Close the connections, without waiting for a server that does not answer."""
     with suppress(TimeoutError):
         async with asyncio.timeout(CLOSE_SECONDS_MAX):
             await connections.close()

@@ -1,13 +1,12 @@
-"""From memory to the database, in batches: later, at its own pace, and only once.
+"""Write records from memory to the database, in batches, and each batch exactly once.
 
-What is offered waits here, EVENTS_MAX decisions and BUCKETS_MAX of usage at most: of decisions that
-are too many the newest are dropped, and counted. A batch is one transaction. If it fails, the same
-batch is tried again after a pause that doubles up to RETRY_SECONDS_MAX, while what comes waits and,
-if it is too much, is dropped.
+Records wait here: at most EVENTS_MAX decisions and BUCKETS_MAX buckets of usage. When decisions do
+not fit, the newest are dropped, and the drops are counted. A batch is one transaction. A batch that
+fails is retried after a pause that doubles up to RETRY_SECONDS_MAX.
 
-Whether a transaction was committed whose answer never came, nobody can know. So each batch has a
-number, and the writer's last one is written with it: a batch that is already there is not added
-again. Sums are exact, whatever happens to connections.
+If the connection breaks during a commit, the client cannot know whether the batch was committed.
+So each batch has a number, and the transaction stores the last number of its writer: a batch that
+is already there is not added again. The sums are exact, whatever happens to connections.
 
 All of this runs in an event loop of its own, in a thread of its own (`recorder.py`).
 """
@@ -21,8 +20,8 @@ import secrets
 import sqlite3
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -30,53 +29,52 @@ from sqlalchemy import text
 
 from tollkeeper.core.errors import ConfigError, StoreError
 from tollkeeper.history import tables
-from tollkeeper.history.events import NUMBER_MAX, Event
-from tollkeeper.history.trimming import TEND_SECONDS, Keep, Trimmer
-from tollkeeper.history.usage import MINUTE_SECONDS, Usage, Used
+from tollkeeper.history.events import (
+    MINUTE_SECONDS,
+    NUMBER_MAX,
+    DecisionEvent,
+    UsageBuckets,
+    UsageIncrement,
+)
+from tollkeeper.history.tables import TRIM_SECONDS, Retention, Trimmer
 
 if TYPE_CHECKING:
     from datetime import date
-
-    from sqlalchemy.ext.asyncio import AsyncConnection
 
     from tollkeeper.control.database import Database
 
 EVENTS_MAX: Final = 10_000
 BATCH_EVENTS_MAX: Final = 1_000
 BATCH_BUCKETS_MAX: Final = 5_000
-# So many rows are bound at a time: Python's lock is let go of between, for whoever answers.
+# Rows bound at a time: between them, the worker's event loop gets Python's lock and answers.
 STATEMENT_ROWS: Final = 100
 RETRY_SECONDS_MIN: Final = 0.5
 RETRY_SECONDS_MAX: Final = 30.0
 _PAUSE_SECONDS: Final = 0.000_5
-# One transaction, in PostgreSQL, with all its waiting: for other writers, and for an answer.
-WRITE_SECONDS_MAX: Final = 10.0
-_LOCK_MS: Final = 5_000
-_STATEMENT_MS: Final = 10_000
 
 _NOW: Final = text("SELECT floor(extract(epoch FROM clock_timestamp()))::bigint")
-_IS_FIRST: Final = text(
+_CLAIM_BATCH: Final = text(
     "INSERT INTO tollkeeper_record_writers AS kept (writer, batch, at_s) "
     "VALUES (:writer, :batch, :at_s) ON CONFLICT (writer) DO UPDATE "
     "SET batch = excluded.batch, at_s = excluded.at_s WHERE kept.batch < excluded.batch"
 )
-# Rows go to the driver as they are, a quarter of the time that names in place of `places` take:
-# meanwhile Python's lock is held, and nobody is answered.
+# Rows go to the driver as plain tuples. Named parameters would take four times as long, while
+# Python's lock is held.
 _ADD_EVENT: Final = (
-    f"INSERT INTO tollkeeper_decisions ({', '.join(Event._fields)}) "  # noqa: S608 - our own names
+    f"INSERT INTO tollkeeper_decisions ({', '.join(DecisionEvent._fields)}) "  # noqa: S608 - our own names
     "VALUES ({places})"
 )
 _ADD_USAGE: Final = (
     "INSERT INTO tollkeeper_usage AS kept "  # noqa: S608 - our own names
-    f"({', '.join(Used._fields)}, step_s) "
+    f"({', '.join(UsageIncrement._fields)}, step_s) "
     f"VALUES ({{places}}, {MINUTE_SECONDS}) "
     "ON CONFLICT (subject, rule, start_s, step_s) DO UPDATE SET "
     "allowed = kept.allowed + excluded.allowed, denied = kept.denied + excluded.denied, "
     "units = kept.units + excluded.units"
 )
-# What is wrong with a value, and not with the database: SQLSTATE's class, and what drivers raise.
+# Errors of a value, not of the database: classes of SQLSTATE, and errors that drivers raise.
 _DATA_CLASSES: Final = ("22", "23")
-# A day's partition that was there and is gone: it is made anew, and then there is nothing wrong.
+# A partition is missing: it is created again, and the batch is retried.
 _NO_PARTITION: Final = "23514"
 _DATA_ERRORS: Final = (sqlite3.DataError, sqlite3.IntegrityError, sqlite3.InterfaceError)
 
@@ -86,141 +84,128 @@ Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """How often what is written."""
+class WritePace:
+    """How often the sink writes."""
 
     write_seconds: float = 1.0
     usage_seconds: float = 5.0
-    """A bucket that is added to every second is written every so many."""
+    """Seconds between two writes of usage."""
     batch_seconds: float = 0.5
-    """Between full batches: 2,000 decisions a second. Each takes 20 µs of the worker's time, and
-    whoever is denied a hundred thousand times must not cost those who are answered."""
+    """Seconds between full batches: 2,000 decisions a second. Each row takes 20 µs of the worker's
+    time, and a client that is denied 100,000 times must not slow down the others."""
 
 
-class Batch(NamedTuple):
-    """What is written in one transaction."""
+class RecordBatch(NamedTuple):
+    """The records of one transaction."""
 
     number: int
-    events: list[Event]
-    usage: list[Used]
+    events: list[DecisionEvent]
+    usage: list[UsageIncrement]
 
 
 class Sink:
-    """Writes records to one database. For one event loop but for `dropped`."""
+    """Writes records to one database. For one event loop, except `dropped`."""
 
     def __init__(
         self,
         database: Database,
-        keep: Keep | None = None,
-        pace: Pace | None = None,
+        retention: Retention | None = None,
+        pace: WritePace | None = None,
         now_ns: Callable[[], int] = time.time_ns,
-        row_of: Callable[[Any], Event] | None = None,
+        row_of: Callable[[Any], DecisionEvent] | None = None,
     ) -> None:
-        """Nothing is asked of the database yet.
+        """Connect later, when `run` writes.
 
-        `row_of` makes a row of what is offered, when its turn comes; None: it is one.
+        `row_of` makes a row of an offered decision when it is written; None: it is a row already.
         """
         self._database = database
         self._row_of = row_of
-        self._pace = pace or Pace()
+        self._pace = pace or WritePace()
         self._now_ns = now_ns
-        self._keep = keep or Keep()
-        self._trimmer = Trimmer(self.transaction, self._keep, is_postgresql=database.is_postgresql)
+        self._retention = retention or Retention()
+        self._trimmer = Trimmer(database, self._retention)
         self._events: deque[Any] = deque()
-        self._usage = Usage()
+        self.usage = UsageBuckets()
+        """Usage to write; callers add to it."""
         self._usage_due_s = 0.0
         self._numbers = 0
         self._writer = secrets.token_hex(8)
-        self._pending: Batch | None = None
+        self._pending: RecordBatch | None = None
         self._days: set[date] = set()
-        self._add_event = _placed(_ADD_EVENT, len(Event._fields), database)
-        self._add_usage = _placed(_ADD_USAGE, len(Used._fields), database)
-        self._is_made = False
-        self._tend_at_s = 0.0
+        self._add_event = _with_placeholders(_ADD_EVENT, len(DecisionEvent._fields), database)
+        self._add_usage = _with_placeholders(_ADD_USAGE, len(UsageIncrement._fields), database)
+        self._has_tables = False
+        self._trim_at_s = 0.0
         self._failures = 0
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
         self._dropped = 0
         self.written = 0
-        """Decisions that are in the database."""
+        """The number of decisions that are in the database."""
 
     def dropped(self) -> int:
-        """Decisions and counts that are lost."""
-        return self._dropped + self._usage.dropped
-
-    @property
-    def room(self) -> int:
-        """How many more decisions fit."""
-        return max(EVENTS_MAX - len(self._events), 0)
+        """Return the number of decisions and requests that were dropped."""
+        return self._dropped + self.usage.dropped
 
     def offer(self, events: Sequence[Any]) -> None:
-        """Decisions to write; those that there is no room for are dropped."""
-        room = self.room
+        """Queue decisions; those that do not fit are dropped."""
+        room = max(EVENTS_MAX - len(self._events), 0)
         self._events.extend(events[:room])
-        self.drop(max(len(events) - room, 0))
+        self._dropped += max(len(events) - room, 0)
         if len(self._events) >= BATCH_EVENTS_MAX:
             self._wake.set()
-
-    def drop(self, count: int) -> None:
-        """Count so many that are lost."""
-        self._dropped += count
-
-    @property
-    def usage(self) -> Usage:
-        """What usage is added to."""
-        return self._usage
 
     # ── The loop ─────────────────────────────────────────────────────────────────────────────
 
     async def run(self) -> None:
-        """Write until `stop`; what cannot be written is tried again."""
+        """Write until `stop`; retry what fails."""
         while not self._stopping.is_set():
             pause_s = await self._round()
-            # While it fails, a full queue is no reason to ask sooner.
+            # After a failure, a full queue does not shorten the pause.
             waking = self._stopping if self._failures else self._wake
             with suppress(TimeoutError):
                 await asyncio.wait_for(waking.wait(), pause_s)
             self._wake.clear()
 
     def stop(self) -> None:
-        """Have `run` return when what it writes now is written. See `finish` for the rest."""
+        """Make `run` return after the present batch. `finish` writes the rest."""
         self._stopping.set()
         self._wake.set()
 
     async def _round(self) -> float:
-        """Write what is due; how long to wait then."""
+        """Write what is due, and return the seconds to wait."""
         try:
             await self._prepare()
             while await self.write() and not self._stopping.is_set():
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), self._pace.batch_seconds)
-            await self._tend()
+            await self._trim()
         except StoreError as error:
             self._failures += 1
-            # Somebody may have dropped a table, or a day of it.
-            self._is_made, self._days = False, set()
+            # A table or a partition may have been dropped.
+            self._has_tables, self._days = False, set()
             if self._failures == 1:
-                log.warning("records are not written, and kept as far as they fit: %s", error)
+                log.warning("records are not written, only kept while they fit: %s", error)
             most = min(RETRY_SECONDS_MIN * 2.0 ** (self._failures - 1), RETRY_SECONDS_MAX)
-            return most * random.uniform(0.5, 1.0)  # noqa: S311 - so that not all come at once
+            return most * random.uniform(0.5, 1.0)  # noqa: S311 - workers retry at different times
         except ConfigError as error:
-            # Tables of another version: nothing that waiting for a second would change.
+            # Tables of another version: a short pause would not help.
             self._failures += 1
-            log.error("records are not written: %s", error)  # noqa: TRY400 - it says it all
+            log.error("records are not written: %s", error)  # noqa: TRY400 - the message is enough
             return RETRY_SECONDS_MAX
         except Exception:
             self._failures += 1
-            log.exception("records are not written, because of a defect")
+            log.exception("records are not written, because of a bug")
             return RETRY_SECONDS_MAX
         if self._failures:
-            log.info("records are written again; %d are lost until now", self.dropped())
+            log.info("records are written again; %d were dropped so far", self.dropped())
             self._failures = 0
         return self._pace.write_seconds
 
     async def finish(self) -> None:
-        """Write all that is there, once. Raises StoreError."""
+        """Write everything that is queued, without retrying. Raises StoreError."""
         await self._prepare()
-        while self._pending or self._events or len(self._usage):
+        while self._pending or self._events or len(self.usage):
             self._usage_due_s = 0.0
             await self.write()
 
@@ -230,30 +215,9 @@ class Sink:
 
     # ── Writing ──────────────────────────────────────────────────────────────────────────────
 
-    @asynccontextmanager
-    async def transaction(self) -> AsyncIterator[AsyncConnection]:
-        """One that may write. Not the rules' `writing` in PostgreSQL: its writers take turns."""
-        if not self._database.is_postgresql:
-            async with self._database.writing() as connection:
-                yield connection
-            return
-        bounds_ms = {
-            "lock_timeout": _LOCK_MS,
-            "statement_timeout": _STATEMENT_MS,
-            "idle_in_transaction_session_timeout": _STATEMENT_MS,
-        }
-        calls = ", ".join(f"set_config('{name}', '{ms}', true)" for name, ms in bounds_ms.items())
-        with self._database.errors():
-            async with (
-                asyncio.timeout(WRITE_SECONDS_MAX),
-                self._database.reading() as connection,
-            ):
-                await connection.execute(text(f"SELECT {calls}"))
-                yield connection
-
     async def _prepare(self) -> None:
-        """Tables, and the partitions of these days."""
-        if self._is_made:
+        """Create the tables if they are missing."""
+        if self._has_tables:
             return
         is_postgresql = self._database.is_postgresql
         await self._database.reach()
@@ -261,109 +225,109 @@ class Sink:
             found = await tables.version(connection, is_postgresql=is_postgresql)
         tables.check_version(found, self._database.name)
         if found is None:
-            async with self.transaction() as connection:
-                await tables.make(connection, is_postgresql=is_postgresql)
-        self._is_made = True
+            async with self._database.writing_shared() as connection:
+                await tables.create(connection, is_postgresql=is_postgresql)
+        self._has_tables = True
 
     async def write(self) -> bool:
-        """Write one batch; is there another one to be written now? Raises StoreError."""
+        """Write one batch; return True if another one is due. Raises StoreError."""
         batch = self._pending or await self._next()
         if batch is None:
             return False
-        self._pending = batch = self._of_days_kept(batch)
+        self._pending = batch = self._without_other_days(batch)
         try:
             await self._add(batch)
         except StoreError as error:
             if not _is_about_data(error):
                 raise
-            self._lose(batch, error)
-        except (ValueError, OverflowError, TypeError) as error:  # what a driver cannot encode
-            self._lose(batch, error)
+            self._drop(batch, error)
+        except (ValueError, OverflowError, TypeError) as error:  # the driver cannot encode a value
+            self._drop(batch, error)
         self._pending = None
         self.written += len(batch.events)
         return len(self._events) >= BATCH_EVENTS_MAX or self._is_usage_due()
 
-    async def _next(self) -> Batch | None:
+    async def _next(self) -> RecordBatch | None:
         count = min(len(self._events), BATCH_EVENTS_MAX)
-        events = await self._made([self._events.popleft() for _ in range(count)])
-        usage: list[Used] = []
+        events = await self._rows([self._events.popleft() for _ in range(count)])
+        usage: list[UsageIncrement] = []
         if self._is_usage_due():
-            usage = self._usage.take(BATCH_BUCKETS_MAX)
-            if not len(self._usage):
+            usage = self.usage.take(BATCH_BUCKETS_MAX)
+            if not len(self.usage):
                 self._usage_due_s = time.monotonic() + self._pace.usage_seconds
         if not events and not usage:
             return None
         self._numbers += 1
-        return Batch(self._numbers, events, usage)
+        return RecordBatch(self._numbers, events, usage)
 
-    async def _made(self, offered: list[Any]) -> list[Event]:
-        """The rows, made a few at a time: while one is made, nobody is answered."""
+    async def _rows(self, offered: list[Any]) -> list[DecisionEvent]:
+        """Make the rows, a few at a time, because the worker cannot answer meanwhile."""
         if self._row_of is None:
             return offered
-        rows: list[Event] = []
+        rows: list[DecisionEvent] = []
         for some in _chunks(offered):
             rows += map(self._row_of, some)
             await asyncio.sleep(_PAUSE_SECONDS)
         return rows
 
     def _is_usage_due(self) -> bool:
-        return len(self._usage) > 0 and time.monotonic() >= self._usage_due_s
+        return len(self.usage) > 0 and time.monotonic() >= self._usage_due_s
 
-    async def _add(self, batch: Batch) -> None:
+    async def _add(self, batch: RecordBatch) -> None:
         events = batch.events
         if self._database.is_postgresql and events:
-            await self._make_partitions(events)
-        async with self.transaction() as connection:
+            await self._create_partitions(events)
+        async with self._database.writing_shared() as connection:
             written = {
                 "writer": self._writer,
                 "batch": batch.number,
                 "at_s": self._now_ns() // 10**9,
             }
-            first = await connection.execute(_IS_FIRST, written)
+            first = await connection.execute(_CLAIM_BATCH, written)
             if not first.rowcount:
-                return  # the last attempt was committed, and we did not hear of it
+                return  # the last attempt was committed, but its answer was lost
             for rows in _chunks(events):
                 await connection.exec_driver_sql(self._add_event, [tuple(row) for row in rows])
             for used in _chunks(batch.usage):
                 await connection.exec_driver_sql(self._add_usage, [_fitting(row) for row in used])
 
-    def _of_days_kept(self, batch: Batch) -> Batch:
-        """Without decisions of days that get no partition: long gone, or far ahead."""
+    def _without_other_days(self, batch: RecordBatch) -> RecordBatch:
+        """Drop the decisions of days without a partition: too old, or far ahead."""
         if not self._database.is_postgresql:
             return batch
         now_us = self._now_ns() // 1_000
         last = tables.days_ahead(now_us)[-1]
-        oldest = tables.day_of(now_us - self._keep.decisions_days * tables.DAY_US)
+        oldest = tables.day_of(now_us - self._retention.decisions_days * tables.DAY_US)
         kept = [each for each in batch.events if oldest <= tables.day_of(each.at_us) <= last]
         self._dropped += len(batch.events) - len(kept)
         return batch._replace(events=kept)
 
-    async def _make_partitions(self, events: Sequence[Event]) -> None:
+    async def _create_partitions(self, events: Sequence[DecisionEvent]) -> None:
         ahead = tables.days_ahead(self._now_ns() // 1_000)
         wanted = {tables.day_of(each.at_us) for each in events}
         if not wanted <= self._days:
-            async with self.transaction() as connection:
-                await tables.make_days(connection, {*ahead, *wanted})
-            # Not for good: they are dropped when they are old.
+            async with self._database.writing_shared() as connection:
+                await tables.create_days(connection, {*ahead, *wanted})
+            # Replaced, not extended: old partitions are dropped.
             self._days = {*ahead, *wanted}
 
-    def _lose(self, batch: Batch, error: Exception) -> None:
-        log.error("a batch of records is lost: %s", error)
+    def _drop(self, batch: RecordBatch, error: Exception) -> None:
+        log.error("a batch of records is dropped: %s", error)
         self._dropped += len(batch.events) + sum(each.allowed + each.denied for each in batch.usage)
 
-    async def _tend(self) -> None:
-        if time.monotonic() < self._tend_at_s and not self._trimmer.is_behind:
+    async def _trim(self) -> None:
+        if time.monotonic() < self._trim_at_s and not self._trimmer.is_behind:
             return
-        # Not all at the same moment: the first who comes does it for all.
+        # Workers try at different moments, and the first one trims for all.
         spread = random.uniform(0.5, 1.0)  # noqa: S311 - same
-        self._tend_at_s = time.monotonic() + TEND_SECONDS * spread
-        if await self._trimmer.tend(await self._tended_at_s()):
+        self._trim_at_s = time.monotonic() + TRIM_SECONDS * spread
+        if await self._trimmer.trim(await self._database_time_s()):
             self._days = set()
 
-    async def _tended_at_s(self) -> int:
-        """The time that what is old is told by: the database's own, where it has one.
+    async def _database_time_s(self) -> int:
+        """Return the time of PostgreSQL's clock; for SQLite, this machine's.
 
-        A node whose clock is ahead by weeks must not drop what all others keep.
+        A node whose clock is weeks ahead must not drop the records of the others.
         """
         if not self._database.is_postgresql:
             return self._now_ns() // 10**9
@@ -372,14 +336,14 @@ class Sink:
             return int(found.scalar_one())
 
 
-def _placed(statement: str, count: int, database: Database) -> str:
-    """With the marks that the database's driver knows values by."""
+def _with_placeholders(statement: str, count: int, database: Database) -> str:
+    """Return the statement with the placeholders of the database's driver."""
     places = [f"${place + 1}" if database.is_postgresql else "?" for place in range(count)]
     return statement.format(places=", ".join(places))
 
 
-def _fitting(used: Used) -> tuple[Any, ...]:
-    """With units that are a number to both databases."""
+def _fitting(used: UsageIncrement) -> tuple[Any, ...]:
+    """Return the row with units that both databases can store."""
     *others, units = used
     return (*others, min(units, NUMBER_MAX))
 
@@ -390,7 +354,7 @@ def _chunks(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
 
 
 def _is_about_data(error: StoreError) -> bool:
-    """Would the same batch fail again, whatever the state of the database?"""
+    """Return True if the same batch would always fail, whatever the state of the database."""
     found: BaseException | None = error
     for _ in range(5):
         if found is None:

@@ -15,7 +15,7 @@ from tests.history.databases import event, filled, until_async
 from tests.service.admin.nodes import RULES, Admin, admin_of
 from tollkeeper import Request
 from tollkeeper.control.database import Database
-from tollkeeper.history.live import Standing
+from tollkeeper.history.live import ActivePenalty
 from tollkeeper.history.reading import Records
 from tollkeeper.history.recorder import Recorder
 from tollkeeper.history.sink import Sink
@@ -321,9 +321,9 @@ async def test_penalties(recording: Admin, tmp_path: Path) -> None:
     assert await asked(recording, "/penalties") == {"items": []}
     far_ns = 4_000_000_000 * 10**9
     given = [
-        Standing("orders", "user:42", 2, 20, False, far_ns),
-        Standing("orders", "tenant:acme", 9, 3600, True, far_ns + 1),
-        Standing("orders", "user:9", 1, 10, False, 1),
+        ActivePenalty("orders", "user:42", 2, 20, False, far_ns),
+        ActivePenalty("orders", "tenant:acme", 9, 3600, True, far_ns + 1),
+        ActivePenalty("orders", "user:9", 1, 10, False, 1),
     ]
     url = f"sqlite:///{tmp_path / 'records.db'}"
     recording.node.recorder = Recorder(
@@ -346,9 +346,9 @@ async def test_a_penalty_that_was_ended_is_not_told(tmp_path: Path) -> None:
     far_ns = 4_000_000_000 * 10**9
     # What another worker has given to both, and has not heard of since.
     given = [
-        Standing("api", "user:1", 1, 10, False, far_ns - 1),
-        Standing("api", "user:1", 2, 20, False, far_ns),
-        Standing("api", "user:2", 1, 10, False, far_ns),
+        ActivePenalty("api", "user:1", 1, 10, False, far_ns - 1),
+        ActivePenalty("api", "user:1", 2, 20, False, far_ns),
+        ActivePenalty("api", "user:2", 1, 10, False, far_ns),
     ]
     store = f"shared://{tmp_path}/limits"
     async with admin_of(tmp_path, read(rules), None, store=store) as admin:

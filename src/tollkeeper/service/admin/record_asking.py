@@ -16,8 +16,8 @@ from pydantic import WithJsonSchema
 
 from tollkeeper.core.errors import show
 from tollkeeper.core.subjects import KEY_LENGTH_MAX, PARTS_MAX, SEPARATOR
-from tollkeeper.history.events import Subjects, told
-from tollkeeper.history.reading import UsageRow, Wanted
+from tollkeeper.history.events import SubjectMode, recorded_subject
+from tollkeeper.history.reading import RecordFilter, UsageRow
 from tollkeeper.history.recorder import Recorder
 from tollkeeper.service.admin.answering import PREFIX
 from tollkeeper.service.admin.asking import ROLE, AdminRoute, PlaneOf, plane_of
@@ -114,7 +114,7 @@ _Until = Annotated[
 class Asked(NamedTuple):
     """Which records, of those that the viewer may see."""
 
-    wanted: Wanted
+    wanted: RecordFilter
     from_: datetime
     to: datetime
 
@@ -134,7 +134,7 @@ def _asked(
             "INVALID_TIME",
             f"from ({since.isoformat()}) is not before to ({until.isoformat()})",
         )
-    wanted = Wanted(
+    wanted = RecordFilter(
         _microseconds(since),
         _microseconds(until),
         subject=None if subject is None else SEPARATOR.join(subject),
@@ -220,7 +220,7 @@ def row_of(cursor: str | None) -> UsageRow | None:
     )
 
 
-def within(subject: str, scope: Mapping[str, str], how: Subjects) -> bool:
+def within(subject: str, scope: Mapping[str, str], how: SubjectMode) -> bool:
     """Has a subject all parts of a scope? `how` it is told decides what the parts look like.
 
     >>> within("tenant:acme\\x1fuser:42", {"tenant": "acme"}, "plain")
@@ -229,4 +229,4 @@ def within(subject: str, scope: Mapping[str, str], how: Subjects) -> bool:
     False
     """
     parts = subject.split(SEPARATOR)
-    return all(told(f"{name}:{value}", how) in parts for name, value in scope.items())
+    return all(recorded_subject(f"{name}:{value}", how) in parts for name, value in scope.items())

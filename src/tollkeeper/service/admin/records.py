@@ -18,11 +18,17 @@ from fastapi import APIRouter, Query, Request, Response
 from starlette.responses import StreamingResponse
 
 from tollkeeper.core.subjects import SEPARATOR
-from tollkeeper.history.events import Subjects, told
-from tollkeeper.history.live import Standing
-from tollkeeper.history.reading import Cursor, DecisionRow, Records, Step, UsageRow, Wanted
+from tollkeeper.history.events import SubjectMode, recorded_subject
+from tollkeeper.history.live import COUNTERS_MAX, SECONDS_COUNTED, ActivePenalty
+from tollkeeper.history.reading import (
+    DecisionCursor,
+    DecisionRow,
+    RecordFilter,
+    Records,
+    UsageRow,
+    UsageStep,
+)
 from tollkeeper.history.recorder import Recorder
-from tollkeeper.history.sketch import COUNTERS_MAX, SECONDS_COUNTED
 from tollkeeper.limiter import AsyncLimiter
 from tollkeeper.service.admin.answering import READ, paged, refusals
 from tollkeeper.service.admin.asking import PlaneOf
@@ -96,7 +102,9 @@ async def list_usage(
     response: Response,
     recorder: RecorderOf,
     asked: AskedFor,
-    step: Annotated[Step, Query(description="By minute for a day, by hour after that.")] = "hour",
+    step: Annotated[
+        UsageStep, Query(description="By minute for a day, by hour after that.")
+    ] = "hour",
     limit: Annotated[int, Query(ge=1, le=USAGE_ROWS_MAX, description="Of JSON.")] = USAGE_ROWS,
     after: Annotated[
         str | None,
@@ -132,7 +140,7 @@ async def list_usage(
     return UsagePage(items=items, from_=asked.from_, to=asked.to, next=following)
 
 
-async def _csv(records: Records, wanted: Wanted, step: Step) -> Response:
+async def _csv(records: Records, wanted: RecordFilter, step: UsageStep) -> Response:
     pages = records.all_usage(wanted, step)
     # The first page is read before anything is sent: what goes wrong is then still an answer.
     nothing: list[UsageRow] = []
@@ -184,7 +192,7 @@ async def list_decisions(
 ) -> DecisionLogPage:
     """Every denial, and a sample of what was allowed; the newest first."""
     wanted = replace(asked.wanted, outcome=outcome)
-    cursor = None if before is None else Cursor(*map(int, before.split(".")))
+    cursor = None if before is None else DecisionCursor(*map(int, before.split(".")))
     rows = await recorder.records.decisions(wanted, limit + 1, cursor)
     following = None
     if len(rows) > limit:
@@ -232,11 +240,11 @@ async def top(
     A count is at most so much as it says, and at least that less its error.
     """
     found, total = recorder.top(by, COUNTERS_MAX if viewer.scope else limit)
-    seen = [each for each in found if within(each.who[0], viewer.scope, recorder.subjects)]
+    seen = [each for each in found if within(each.item[0], viewer.scope, recorder.subjects)]
     items = [
         TalkerOut(
-            subject=_parts(each.who[0]),
-            rule=each.who[1],
+            subject=_parts(each.item[0]),
+            rule=each.item[1],
             count=round(each.count, 3),
             error=round(each.error, 3),
             per_second=round(each.count / SECONDS_COUNTED, 3),
@@ -260,7 +268,7 @@ async def list_penalties(plane: PlaneOf, viewer: ViewerOf) -> PenaltiesOut:
     """
     recorder: Recorder | None = getattr(plane.node, "recorder", None)
     standing: Iterable[Any] = plane.node.limiter.penalties()
-    how: Subjects = "plain"
+    how: SubjectMode = "plain"
     if recorder is not None:
         standing, how = recorder.penalties(), recorder.subjects
     seen = [each for each in standing if within(each.subject, viewer.scope, "plain")]
@@ -268,9 +276,9 @@ async def list_penalties(plane: PlaneOf, viewer: ViewerOf) -> PenaltiesOut:
     return PenaltiesOut(items=items)
 
 
-async def _still(limiter: AsyncLimiter, standing: Sequence[Standing]) -> list[Standing]:
+async def _still(limiter: AsyncLimiter, standing: Sequence[ActivePenalty]) -> list[ActivePenalty]:
     """Those that the store knows too: who gave one need not have heard that it was ended."""
-    found: list[Standing] = []
+    found: list[ActivePenalty] = []
     for start in range(0, len(standing), _ASKED_TOGETHER):
         some = standing[start : start + _ASKED_TOGETHER]
         barred = await asyncio.gather(
@@ -280,10 +288,10 @@ async def _still(limiter: AsyncLimiter, standing: Sequence[Standing]) -> list[St
     return found
 
 
-def _penalty(each: Standing, how: Subjects) -> PenaltyOut:
+def _penalty(each: ActivePenalty, how: SubjectMode) -> PenaltyOut:
     return PenaltyOut(
         rule=each.rule,
-        subject=_parts(told(each.subject, how)),
+        subject=_parts(recorded_subject(each.subject, how)),
         kind="block" if each.blocked else "cooldown",
         level=each.level,
         seconds=each.seconds,

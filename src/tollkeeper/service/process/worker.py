@@ -37,11 +37,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from tollkeeper.control.database import Database
-from tollkeeper.history.live import Live, Standing
+from tollkeeper.history.live import ActivePenalty, ReportFolder
 from tollkeeper.history.reading import Records
 from tollkeeper.history.recorder import Recorder
 from tollkeeper.history.sink import Sink
-from tollkeeper.history.trimming import Keep
+from tollkeeper.history.tables import Retention
 from tollkeeper.limiter import AsyncLimiter
 from tollkeeper.service.http.app import HttpService
 from tollkeeper.service.http.context import Receive, Scope, Send, ServiceContext, WorkerSettings
@@ -109,11 +109,13 @@ def recorder_of(
     if settings.record == "off":
         return None
     database = Database(settings.record)
-    keep = Keep(settings.keep_decisions, settings.keep_usage)
+    keep = Retention(settings.keep_decisions, settings.keep_usage)
 
-    def penalties() -> list[Standing]:
+    def penalties() -> list[ActivePenalty]:
         return [
-            Standing(each.rule, each.subject, each.level, each.seconds, each.blocked, each.until_ns)
+            ActivePenalty(
+                each.rule, each.subject, each.level, each.seconds, each.blocked, each.until_ns
+            )
             for each in limiter.penalties()
         ]
 
@@ -124,7 +126,7 @@ def recorder_of(
         node=settings.node_id,
         share=settings.sample,
         subjects=settings.record_subjects,
-        live=None if counters is None else Live(counters),
+        live=None if counters is None else ReportFolder(counters),
         penalties=penalties,
     )
 

@@ -1,4 +1,7 @@
-"""What is old leaves, and sums stay; on SQLite, with a clock that is set by hand."""
+"""The tables on SQLite: old rows are trimmed, and the sums stay.
+
+`tests/integration/test_records_databases.py` runs them on PostgreSQL, too.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ import pytest
 
 from tests.history.databases import event, rows, until_async
 from tollkeeper.control.database import Database
-from tollkeeper.history import trimming
-from tollkeeper.history.sink import Pace, Sink
-from tollkeeper.history.trimming import Keep, Trimmer
+from tollkeeper.history import tables
+from tollkeeper.history.sink import Sink, WritePace
+from tollkeeper.history.tables import Retention, Trimmer
 
 # 2027-01-15T08:00:00Z.
 NOW_S = 1_800_000_000
@@ -23,25 +26,25 @@ USAGE = "SELECT step_s, start_s, allowed, denied, units FROM tollkeeper_usage OR
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    """Of a file that is not there yet."""
+    """Return the URL of a file that does not exist yet."""
     return f"sqlite:///{tmp_path / 'records.db'}"
 
 
 def sink_and_trimmer(url: str) -> tuple[Sink, Trimmer]:
-    """Of one database, kept for 7 and 90 days."""
+    """Return both for one database, which keeps records for 7 and 90 days."""
     sink = Sink(Database(url))
-    return sink, Trimmer(sink.transaction, Keep(7, 90), is_postgresql=False)
+    return sink, Trimmer(sink._database, Retention(7, 90))
 
 
 async def test_minutes_become_hours_when_they_are_a_day_old(url: str) -> None:
-    """Whole hours only; what comes late is added to the hour that is there."""
+    """Whole hours only; late counts are added to the existing hour."""
     sink, trimmer = sink_and_trimmer(url)
     old_s = NOW_S - 2 * DAY
     for minute in range(90):
         sink.usage.add(("user:1", "orders", old_s // 60 + minute), [1, 2, 3])
     sink.usage.add(("user:1", "orders", NOW_S // 60), [1, 0, 1])
     await sink.finish()
-    assert await trimmer.tend(NOW_S)
+    assert await trimmer.trim(NOW_S)
     found = await rows(url, USAGE)
     assert found == [
         (3600, old_s, 60, 120, 180),
@@ -50,12 +53,12 @@ async def test_minutes_become_hours_when_they_are_a_day_old(url: str) -> None:
     ]
     sink.usage.add(("user:1", "orders", old_s // 60), [5, 0, 5])
     await sink.finish()
-    assert await trimmer.tend(NOW_S + 60)
+    assert await trimmer.trim(NOW_S + 60)
     assert (await rows(url, USAGE))[0] == (3600, old_s, 65, 120, 185)
     await sink.close()
 
 
-async def test_what_is_too_old_is_gone(url: str) -> None:
+async def test_old_rows_are_removed(url: str) -> None:
     """Decisions after 7 days, usage after 90."""
     sink, trimmer = sink_and_trimmer(url)
     for days in (6, 8):
@@ -63,36 +66,36 @@ async def test_what_is_too_old_is_gone(url: str) -> None:
     for days in (89, 91):
         sink.usage.add(("user:1", "orders", (NOW_S - days * DAY) // 60), [1, 1, 1])
     await sink.finish()
-    assert await trimmer.tend(NOW_S)
+    assert await trimmer.trim(NOW_S)
     found = await rows(url, "SELECT at_us FROM tollkeeper_decisions")
     assert found == [((NOW_S - 6 * DAY) * 10**6,)]
     assert [row[1] for row in await rows(url, USAGE)] == [NOW_S - 89 * DAY]
     await sink.close()
 
 
-async def test_it_is_done_in_steps(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than fits one step is gone as well."""
-    monkeypatch.setattr(trimming, "STEP_ROWS", 10)
+async def test_trimming_works_in_steps(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows than one step are removed, too."""
+    monkeypatch.setattr(tables, "STEP_ROWS", 10)
     sink, trimmer = sink_and_trimmer(url)
     sink.offer([event(number) for number in range(95)])
     for number in range(95):
         sink.usage.add((f"user:{number % 5}", "orders", NOW_S // 60 - 3_000 - number), [1, 1, 1])
     await sink.finish()
-    assert await trimmer.tend(NOW_S)
+    assert await trimmer.trim(NOW_S)
     while trimmer.is_behind:  # at once, and not in a minute
-        assert await trimmer.tend(NOW_S)
+        assert await trimmer.trim(NOW_S)
     assert await rows(url, "SELECT count(*) FROM tollkeeper_decisions") == [(0,)]
     sums = "SELECT min(step_s), sum(allowed), sum(denied), sum(units) FROM tollkeeper_usage"
     assert await rows(url, sums) == [(3600, 95, 95, 95)]
     await sink.close()
 
 
-async def test_more_than_a_minute_has_room_for_is_trimmed(
+async def test_trimming_continues_after_the_next_batch(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However much has become old: it is gone on with after the next batch."""
-    monkeypatch.setattr(trimming, "STEP_ROWS", 10)
-    quick = Pace(write_seconds=0.01, usage_seconds=0.01, batch_seconds=0)
+    """However many rows have become old."""
+    monkeypatch.setattr(tables, "STEP_ROWS", 10)
+    quick = WritePace(write_seconds=0.01, usage_seconds=0.01, batch_seconds=0)
     sink = Sink(Database(url), pace=quick, now_ns=lambda: NOW_S * 10**9)
     sink.offer([event(number) for number in range(1_000)])
     for number in range(1_000):
@@ -111,29 +114,29 @@ async def test_more_than_a_minute_has_room_for_is_trimmed(
     await sink.close()
 
 
-async def test_one_of_many_does_it(url: str) -> None:
-    """Whoever comes first, and again after a minute; what is far ahead is a wrong clock's."""
+async def test_one_of_several_workers_trims(url: str) -> None:
+    """The first one, and again after a minute; a time far ahead is ignored as a wrong clock."""
     sink, trimmer = sink_and_trimmer(url)
     await sink.finish()
     another, other = sink_and_trimmer(url)
-    assert await trimmer.tend(NOW_S)
-    assert not await other.tend(NOW_S + 1)
-    assert not await other.tend(NOW_S - 1)
-    assert await other.tend(NOW_S + 60)
-    assert await trimmer.tend(NOW_S - DAY)
+    assert await trimmer.trim(NOW_S)
+    assert not await other.trim(NOW_S + 1)
+    assert not await other.trim(NOW_S - 1)
+    assert await other.trim(NOW_S + 60)
+    assert await trimmer.trim(NOW_S - DAY)
     await sink.close()
     await another.close()
 
 
-async def test_writers_of_long_ago_are_forgotten(url: str) -> None:
-    """Those who are gone write no batch again."""
+async def test_old_writers_are_removed(url: str) -> None:
+    """A writer that has ended does not repeat a batch."""
     sink = Sink(Database(url), now_ns=lambda: NOW_S * 10**9)
-    trimmer = Trimmer(sink.transaction, Keep(), is_postgresql=False)
+    trimmer = Trimmer(sink._database, Retention())
     sink.offer([event(1)])
     await sink.finish()
     count = "SELECT count(*) FROM tollkeeper_record_writers"
-    await trimmer.tend(NOW_S + DAY)
+    await trimmer.trim(NOW_S + DAY)
     assert await rows(url, count) == [(1,)]
-    await trimmer.tend(NOW_S + 8 * DAY)
+    await trimmer.trim(NOW_S + 8 * DAY)
     assert await rows(url, count) == [(0,)]
     await sink.close()

@@ -1,0 +1,68 @@
+"""Queries of the records on SQLite: filters and pages.
+
+`tests/integration/test_records_databases.py` runs more of them, on PostgreSQL, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.history.databases import event, filled
+from tollkeeper.control.database import Database
+from tollkeeper.history.events import PART
+from tollkeeper.history.reading import DecisionCursor, RecordFilter, Records
+
+NOW_S = 1_800_000_000
+NOW_US = NOW_S * 10**6
+ALL = RecordFilter(0, 2 * NOW_US)
+
+
+@pytest.fixture
+async def records(tmp_path: Path) -> AsyncIterator[Records]:
+    """Three denials and the usage of two subjects in two hours."""
+    url = f"sqlite:///{tmp_path / 'records.db'}"
+    events = [event(NOW_US + each, subject=f"user:{each}") for each in range(3)]
+    minute = NOW_S // 60
+    usage = [
+        ("user:1", "orders", minute, [1, 2, 3]),
+        ("user:1", "orders", minute + 1, [1, 2, 3]),
+        (f"tenant:acme{PART}user:2", "login", minute + 60, [5, 0, 5]),
+    ]
+    await filled(url, events, usage)
+    made = Records(Database(url))
+    yield made
+    await made.close()
+
+
+async def test_decisions_come_in_pages_the_newest_first(records: Records) -> None:
+    """The next page begins after the last row of the previous one."""
+    first = await records.decisions(ALL, 2)
+    assert [row.event.subject for row in first] == ["user:2", "user:1"]
+    cursor = DecisionCursor(first[-1].event.at_us, first[-1].id)
+    rest = await records.decisions(ALL, 2, cursor)
+    assert [row.event.subject for row in rest] == ["user:0"]
+    one = await records.decisions(RecordFilter(0, 2 * NOW_US, subject="user:1"), 10)
+    assert [row.event.at_us for row in one] == [NOW_US + 1]
+    assert await records.decisions(RecordFilter(0, 2 * NOW_US, outcome="allowed"), 10) == []
+
+
+async def test_usage_is_added_up_by_step(records: Records) -> None:
+    """Minutes of one hour are one row of it; pages and the whole list have the same rows."""
+    rows = await records.usage(ALL, "hour", 10)
+    assert [(row.subject, row.allowed, row.denied, row.units) for row in rows] == [
+        ("user:1", 2, 4, 6),
+        (f"tenant:acme{PART}user:2", 5, 0, 5),
+    ]
+    assert len(await records.usage(ALL, "minute", 10)) == 3
+    assert await records.usage(ALL, "hour", 10, rows[0]) == rows[1:]
+    assert [row async for piece in records.all_usage(ALL, "hour") for row in piece] == rows
+
+
+async def test_a_scope_matches_whole_parts(records: Records) -> None:
+    """`user:2` is a part of the second subject, `user:` is not."""
+    for scope, count in (({"user": "2"}, 1), ({"user": ""}, 0), ({"tenant": "acme"}, 1), ({}, 2)):
+        wanted = RecordFilter(0, 2 * NOW_US, scope=scope)
+        assert len(await records.usage(wanted, "hour", 10)) == count
