@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 from statistics import median
 from typing import Any, cast
 
@@ -37,13 +36,6 @@ from tollkeeper.decide.stores.redis.topology import slot_of
 
 # Short, so that a test need not wait a second for each probe.
 QUICK = {"breaker_open_ms": 100, "breaker_open_max_ms": 200}
-_numbers = count()
-
-
-@pytest.fixture
-def key() -> str:
-    """One that no other test uses."""
-    return f"key {next(_numbers)}"
 
 
 @pytest.fixture

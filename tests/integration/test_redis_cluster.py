@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from itertools import count
 
 import pytest
 
@@ -40,8 +39,6 @@ RECOVERY_SECONDS_MAX = 5.0
 # Two clients have four calls under way each; some more may be on their way to the replica.
 LOST_UNITS_MAX = 100
 
-_numbers = count()
-
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
@@ -56,12 +53,6 @@ def lone_node() -> Iterator[Single]:
     with Single(lines=["cluster-enabled yes"]) as started:
         started.admin.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, SLOTS - 1)
         yield started
-
-
-@pytest.fixture
-def key() -> str:
-    """One that no other test uses."""
-    return f"key {next(_numbers)}"
 
 
 def slot(subject: str) -> int:

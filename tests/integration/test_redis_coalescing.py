@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from itertools import count
 from random import Random
 from typing import cast
 
@@ -26,7 +25,6 @@ from tollkeeper.decide.stores.redis.store import RedisStore
 from tollkeeper.testing import ManualClock
 
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
-_numbers = count()
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +32,6 @@ def server() -> Iterator[Single]:
     """One for all: each test has a key of its own."""
     with Single() as started:
         yield started
-
-
-@pytest.fixture
-def key() -> str:
-    """One that no other test uses."""
-    return f"key {next(_numbers)}"
 
 
 @asynccontextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
-from itertools import count
 from typing import cast
 
 import pytest
@@ -21,7 +20,6 @@ from tollkeeper.testing import ManualClock
 NS = 10**9
 # Where calls are counted: on a busy machine a second may pass between any two of them.
 LONG = {"denied_cache_ms": 60_000}
-_numbers = count()
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +27,6 @@ def server() -> Iterator[Single]:
     """One for all: each test has a key of its own."""
     with Single() as started:
         yield started
-
-
-@pytest.fixture
-def key() -> str:
-    """One that no other test uses."""
-    return f"key {next(_numbers)}"
 
 
 def calls_of(server: Single) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
 
 import pytest
 import redis
@@ -35,20 +34,12 @@ from tests.redis_servers.ports import HOST
 from tollkeeper import Decision, Limit
 from tollkeeper.core.errors import StoreTimeout, StoreUnavailable
 
-_numbers = count()
-
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Single]:
     """One for the tests that leave it as they found it."""
     with Single(lines=["enable-debug-command yes"]) as started:
         yield started
-
-
-@pytest.fixture
-def key() -> str:
-    """One that no other test uses."""
-    return f"key {next(_numbers)}"
 
 
 @contextmanager

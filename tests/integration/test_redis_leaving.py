@@ -7,7 +7,6 @@ import gc
 import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from itertools import count
 from random import Random
 from typing import Any, cast
 
@@ -22,20 +21,12 @@ from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.redis.coalescing import FREE_MAX
 from tollkeeper.decide.stores.redis.store import RedisStore
 
-_numbers = count()
-
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Single]:
     """One for all: each test has a key of its own."""
     with Single() as started:
         yield started
-
-
-@pytest.fixture
-def key() -> str:
-    """One that no other test uses."""
-    return f"key {next(_numbers)}"
 
 
 @asynccontextmanager

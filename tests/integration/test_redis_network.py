@@ -42,20 +42,12 @@ from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.redis import connections
 from tollkeeper.decide.stores.redis.store import RedisStore
 
-_numbers = count()
-
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Single]:
     """One for the tests that leave it as they found it."""
     with Single() as started:
         yield started
-
-
-@pytest.fixture
-def key() -> str:
-    """One that no other test uses."""
-    return f"key {next(_numbers)}"
 
 
 @both_wires

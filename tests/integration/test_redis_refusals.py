@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from itertools import count
 
 import pytest
 
@@ -27,8 +26,6 @@ from tests.redis_servers.ports import HOST
 from tollkeeper import Limit
 from tollkeeper.core.errors import StoreError, StoreFull, StoreUnavailable
 
-_numbers = count()
-
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Single]:
@@ -36,12 +33,6 @@ def server() -> Iterator[Single]:
     # By default a primary waits five seconds, for more replicas that want the same copy.
     with Single(lines=["repl-diskless-sync-delay 0"]) as started:
         yield started
-
-
-@pytest.fixture
-def key() -> str:
-    """One that no other test uses."""
-    return f"key {next(_numbers)}"
 
 
 def refusal(api: Client, key: str, cost: int = 1) -> StoreError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from itertools import count
 
 import pytest
 import redis
@@ -36,20 +35,12 @@ RECOVERY_SECONDS_MAX = 5.0
 # Two clients have four calls under way each; some more may be on their way to the replica.
 LOST_UNITS_MAX = 100
 
-_numbers = count()
-
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[Sentinels]:
     """One set for all tests here: whoever kills revives."""
     with Sentinels() as started:
         yield started
-
-
-@pytest.fixture
-def key() -> str:
-    """One that no other test uses."""
-    return f"key {next(_numbers)}"
 
 
 def primary_of(servers: Sentinels) -> Server:

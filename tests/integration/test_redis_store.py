@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 from typing import cast
 
 import pytest
@@ -35,20 +34,12 @@ from tollkeeper.core.errors import StoreUnavailable
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.redis.store import RedisStore
 
-_numbers = count()
-
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Single]:
     """One that listens on a socket of this machine too."""
     with Single(lines=["unixsocket redis.sock"]) as started:
         yield started
-
-
-@pytest.fixture
-def key() -> str:
-    """One that no other test uses."""
-    return f"key {next(_numbers)}"
 
 
 def _store(uri: str, **options: object) -> RedisStore:

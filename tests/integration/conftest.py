@@ -1,0 +1,15 @@
+"""Fixtures that several tests against real servers share."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+_numbers = count()
+
+
+@pytest.fixture
+def key() -> str:
+    """Return a key that no other test of this process uses."""
+    return f"key {next(_numbers)}"
