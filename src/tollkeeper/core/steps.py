@@ -23,8 +23,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
-from inspect import isawaitable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
 
@@ -87,6 +86,22 @@ def _result(call: Call) -> Any:
         return error
 
 
+# Whether the objects of a type can be awaited; emptied when it is full.
+_awaitable_types: Final[dict[type, bool]] = {}
+TYPES_MAX: Final = 1_000
+
+
+def is_awaitable(value: object) -> bool:
+    """Return True for a coroutine, a future or a task. Faster than `inspect.isawaitable`."""
+    kind = type(value)
+    known = _awaitable_types.get(kind)
+    if known is None:
+        if len(_awaitable_types) >= TYPES_MAX:
+            _awaitable_types.clear()
+        known = _awaitable_types[kind] = hasattr(kind, "__await__")
+    return known
+
+
 async def run_async(steps: Steps[T]) -> T:
     """Run the steps in this event loop and return their result."""
     try:
@@ -95,7 +110,7 @@ async def run_async(steps: Steps[T]) -> T:
             try:
                 if isinstance(step, Call):
                     result = step.function(*step.args)
-                    if isawaitable(result):
+                    if is_awaitable(result):
                         result = await (asyncio.shield(result) if type(step) is Undo else result)
                 else:
                     result = await asyncio.gather(
@@ -112,4 +127,4 @@ async def run_async(steps: Steps[T]) -> T:
 
 async def _awaited(call: Call) -> Any:
     result = call.function(*call.args)
-    return await result if isawaitable(result) else result
+    return await result if is_awaitable(result) else result

@@ -224,7 +224,7 @@ class AsgiCharges(RequestCharges):
     """The charges of one ASGI request, and the sender of its response."""
 
     # Not the scope, which refers to this object: the cycle would be left to the garbage collector.
-    __slots__ = ("_answer", "_prepared", "_send", "denied")
+    __slots__ = ("_prepared", "_send", "denied")
 
     enforcer: AsyncEnforcer
 
@@ -234,10 +234,9 @@ class AsgiCharges(RequestCharges):
         self.status = None
         self._send = send
         self._prepared: PreparedHeaders | None = None
-        # The answer to a request that cannot be checked.
-        self._answer: HttpAnswer | None = None
-        self.denied: tuple[AsyncEnforcer, AsgiRequest] | None = None
-        """The enforcer that denied the request, and the request as it saw it."""
+        self.denied: tuple[AsyncEnforcer, AsgiRequest, HttpAnswer | None] | None = None
+        """The enforcer that denied the request, the request as it saw it, and, if the request
+        could not be checked, the answer."""
 
     def charge_by_peer(self, scope: Scope, app: Any) -> bool:
         """Charge a request whose peer alone decides, and return True. This is the fast path.
@@ -253,7 +252,7 @@ class AsgiCharges(RequestCharges):
                 return False
             decision = enforcer.check(key, enforcer.units)
             charge = scope[CHARGE] = Charge(decision, key, enforcer.units, enforcer)
-            self._charges.append(charge)
+            self._charges = [charge]
             if not decision.allowed:
                 self.deny(enforcer, RoutedAsgiRequest(scope, app))
             if not decision.degraded:
@@ -271,8 +270,7 @@ class AsgiCharges(RequestCharges):
                 enforcer.enter_now(request) if enforcer.is_quick else await enforcer.enter(request)
             )
         except RequestRejected as rejected:
-            self._answer = rejected.answer
-            self.deny(enforcer, request)
+            self.deny(enforcer, request, rejected.answer)
         is_first = not self._charges
         self._charges.append(charge)
         request.scope[CHARGE] = charge
@@ -284,9 +282,11 @@ class AsgiCharges(RequestCharges):
         self._prepared = enforcer.prepared if is_prepared else None
         return charge
 
-    def deny(self, enforcer: AsyncEnforcer, request: AsgiRequest) -> NoReturn:
+    def deny(
+        self, enforcer: AsyncEnforcer, request: AsgiRequest, answer: HttpAnswer | None = None
+    ) -> NoReturn:
         """Mark the request as denied by `enforcer`, and unwind the application."""
-        self.denied = enforcer, request
+        self.denied = enforcer, request, answer
         self.refund()
         raise RequestDenied("the request was denied")
 
@@ -298,9 +298,11 @@ class AsgiCharges(RequestCharges):
         if self.denied is not None:
             return _nothing()
         if kind in _ENDS:
-            if message.get("more_body") or self.is_settled:
-                return self._send(message)
-            return self._settle_and_send(message)
+            if not message.get("more_body"):
+                for charge in self._charges:  # `is_settled`, without the call
+                    if charge.changed or charge.enforcer.counts_outcomes:
+                        return self._settle_and_send(message)
+            return self._send(message)
         if kind in _STARTS:
             self.status = message.get("status", 101)
             return self._send(self._with_headers(message))
@@ -353,7 +355,11 @@ class AsgiCharges(RequestCharges):
     # ── Denials ────────────────────────────────────────────────────────────────────────────────
 
     async def _send_denial(
-        self, enforcer: AsyncEnforcer, request: AsgiRequest, receive: Receive
+        self,
+        enforcer: AsyncEnforcer,
+        request: AsgiRequest,
+        answer: HttpAnswer | None,
+        receive: Receive,
     ) -> None:
         """Refund what was charged, and answer a denied request."""
         scope, answered, self.status = request.scope, self.status, None
@@ -364,8 +370,8 @@ class AsgiCharges(RequestCharges):
             raise RequestDenied(
                 "a request was limited after its response had started; check the limit earlier"
             )
-        if self._answer is not None:
-            await self._send_answer(self._answer, scope, self._send)
+        if answer is not None:
+            await self._send_answer(answer, scope, self._send)
             return
         result = self.result
         response = await enforcer.response(request, result)
