@@ -1,21 +1,21 @@
-"""The five algorithms as pure functions: the specification every engine agrees with.
+"""The five algorithms as pure functions: the specification that every engine follows.
 
-Each module has the same two functions, on integer time and with no clock, I/O or lock:
+Each module has the same two functions, on integer time and without clock, I/O or lock:
 
     decide(state, limit, now_ns, cost) → (state, outcome)
     refund(state, limit, now_ns, units) → state
 
-`state` is None for a key never seen, and for one that has become indistinguishable from it. A
-denied request, and a cost of 0, return the state they were given. Cost 0 is always allowed and
-spends nothing, so it reads a quota. A cost above the limit's capacity raises CapacityError: no
-wait would help.
+`state` is None for a new key, and for one that no longer differs from a new key. A denied request
+and a cost of 0 return the state that they were given. A cost of 0 is always allowed and spends
+nothing, so it reads a quota. A cost above the limit's capacity raises CapacityError, because
+waiting would not help.
 
-Time never rewinds: each state holds the last time it was written, and an earlier `now_ns` is
-taken as that time. What is answered still counts from the `now_ns` given, so a caller whose
-clock is behind waits the longer.
+Time never rewinds: each state holds the time of its last change, and an earlier `now_ns` counts as
+that time. Times in an outcome are still relative to the given `now_ns`, so a caller whose clock is
+behind waits longer.
 
-Every division says which way it rounds. The rule: what is spent rounds up and what is free
-rounds down, so rounding never admits; times to wait round up, so waiting always suffices.
+Every division says how it rounds. Spent units round up and free units round down, so rounding never
+admits a request. Waiting times round up, so waiting always suffices.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from tollkeeper.decide.algorithms.outcome import Outcome
 
 __all__ = ["ALGORITHMS", "Algorithm", "Outcome", "State"]
 
-# Each algorithm knows its own state; to everyone else it is opaque.
+# Each algorithm knows its own state; to all other code it is opaque.
 State = Any
 
 
 class Algorithm(Protocol):
-    """What every module of this package offers."""
+    """The functions of every algorithm's module."""
 
     def decide(
         self, state: State, limit: Limit, now_ns: int, cost: int, /

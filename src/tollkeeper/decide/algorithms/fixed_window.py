@@ -1,9 +1,9 @@
 """Fixed window: one counter for each window, aligned to the epoch.
 
-The cheapest, and the only one that can let two windows' worth through around an edge: `limit` just
-before it and `limit` just after. Within one aligned window at most `limit` units are admitted.
+It is the cheapest algorithm, and the only one that can admit two windows' units around an edge:
+`limit` just before it and `limit` just after. Within one aligned window it admits at most `limit`.
 
-The state is (last_ns, count): the last admission, whose window the count belongs to.
+The state is (last_ns, count): the last admission, and the count of that time's window.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
 
 
 def refund(state: State, limit: Limit, now_ns: int, units: int) -> State:
-    """Uncount `units` of the current window; an earlier window's are past caring about."""
+    """Subtract `units` from the current window; earlier windows no longer count."""
     if state is None or units == 0:
         return state
     last_ns, count = state

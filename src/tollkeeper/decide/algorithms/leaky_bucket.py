@@ -1,12 +1,12 @@
 """Leaky bucket: requests are served evenly spaced, one every window / limit.
 
-A request pours its cost into a bucket that leaks at limit / window. What is in the bucket ahead of
-it is how long it has to wait: it is admitted at once, with the `delay` after which to serve it. One
-that would overflow the capacity is denied. Served that way, no two units are closer together than
-window / limit, which is what a fragile backend wants.
+A request pours its cost into a bucket that leaks at limit / window. It is admitted at once, with
+the `delay` after which to serve it: the time in which the units before it leak. A request that
+would exceed the capacity is denied. So no two units are served closer together than window / limit,
+which protects a fragile backend.
 
-Whether a request fits is the token bucket's question with the same numbers (what is poured in is
-what is used), so this module asks it there and adds the delay.
+The token bucket with the same numbers decides whether a request fits: the units in this bucket are
+the units used of that one. This module calls it and adds the delay.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ State = token_bucket.State
 
 
 def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, Outcome]:
-    """Queue `cost` units if the bucket has room; the outcome's delay says when to serve them."""
+    """Queue `cost` units if the bucket has room; the outcome has the delay before serving them."""
     after, outcome = token_bucket.decide(state, limit, now_ns, cost)
     if state is None or not outcome.allowed:
         return after, outcome
-    # How long what was in the bucket before this request takes to drain. Up: never too early.
+    # The time in which the units before this request leak. Rounds up: never too early.
     last_ns = state[0]
     used = min(state[1], limit.capacity * MICROS_PER_UNIT)
     delay_ns = last_ns - (-used * limit.ns_denominator // limit.micros_numerator) - now_ns

@@ -1,4 +1,4 @@
-"""What an algorithm answers for one limit."""
+"""The result of an algorithm for one limit."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class Outcome(NamedTuple):
-    """One limit's answer. Times are nanoseconds from the `now` the caller gave.
+    """The result for one limit. Times are nanoseconds from the caller's `now_ns`.
 
-    `remaining` is what is left after this request if it was allowed, and what is left now if not.
-    `retry_after_ns` is 0 when allowed; otherwise the same cost is denied at every instant before
-    it and allowed at it, if nobody spends meanwhile. `reset_after_ns` is when the limit is as good
-    as untouched. `delay_ns` is how long to hold the request (leaky bucket; 0 elsewhere).
+    `remaining` is the number of units left, after this request if it was allowed.
+    `retry_after_ns` is 0 if the request was allowed. Otherwise the same cost is denied until that
+    time and allowed at it, if no units are spent meanwhile. `reset_after_ns` is the time until the
+    whole limit is available again. `delay_ns` is the time to hold the request (leaky bucket only).
     """
 
     allowed: bool

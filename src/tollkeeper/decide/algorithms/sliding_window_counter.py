@@ -1,13 +1,14 @@
-"""Sliding window counter: the previous window's count, fading out, plus the current one's.
+"""Sliding window counter: a fading share of the previous window's count plus the current count.
 
     counted = previous × (1 − elapsed / window) + current
 
-Two counters approximate a sliding window as if the previous window's requests had come evenly. With
-42 in the previous window, 18 in this one, and 15 s of 60 s gone, 42 × 0.75 + 18 = 49.5 are counted.
+Two counters approximate a sliding window, as if the previous window's requests had been evenly
+spaced. With 42 in the previous window, 18 in this one, and 15 s of 60 s gone, the count is
+42 × 0.75 + 18 = 49.5.
 
-The state is (last_ns, previous, current): the last admission tells which window `current` is of.
-Within one aligned window at most `limit` units are admitted, and around an edge what the
-formula gives.
+The state is (last_ns, previous, current), where last_ns is the last admission and `current` the
+count of its window. Within one aligned window at most `limit` units are admitted. Around an edge,
+the formula gives the bound.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
     window_ns = limit.window_ns
     at_ns, previous, current = _rolled(state, window_ns, now_ns)
     start_ns = at_ns - at_ns % window_ns
-    # Up: a request of the previous window counts until it has faded out entirely. Everything
-    # else is whole, so rounding this one term rounds the sum.
+    # Rounds up: a request of the previous window counts until its share is zero. All other terms
+    # are whole, so rounding this one rounds the sum.
     faded = -(previous * (start_ns - at_ns + window_ns) // -window_ns)
     room = limit.limit - current - faded
     if cost <= room or cost == 0:
@@ -39,19 +40,19 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
         return state, Outcome(True, max(room - cost, 0), 0, reset_ns, 0)
     need = limit.limit - current - cost
     if need >= 0:
-        # In this window, once previous × (window − elapsed) <= need × window; at the latest at
-        # the edge, where the previous window is gone and this one counts whole.
-        # Down, because it is taken from the window's end: the wait rounds up.
+        # It fits in this window, once previous × (window − elapsed) <= need × window; at the latest
+        # at the edge, where the previous window no longer counts. The division rounds down because
+        # its result is subtracted from the window's end: the wait rounds up.
         fits_ns = start_ns + window_ns - need * window_ns // previous
     else:
-        # In the next window, where `current` is the one that fades.
+        # It fits in the next window, in which `current` fades.
         fits_ns = start_ns + 2 * window_ns - (limit.limit - cost) * window_ns // current
     reset_ns = _whole_at(start_ns, window_ns, previous, current, now_ns) - now_ns
     return state, Outcome(False, max(room, 0), fits_ns - now_ns, reset_ns, 0)
 
 
 def refund(state: State, limit: Limit, now_ns: int, units: int) -> State:
-    """Uncount `units`, from the current window first and then from the previous one."""
+    """Subtract `units`, from the current window first and then from the previous one."""
     if state is None or units == 0:
         return state
     at_ns, previous, current = _rolled(state, limit.window_ns, now_ns)
@@ -62,7 +63,7 @@ def refund(state: State, limit: Limit, now_ns: int, units: int) -> State:
 
 
 def _rolled(state: State, window_ns: int, now_ns: int) -> tuple[int, int, int]:
-    """The time that counts, and the two counters as of it."""
+    """Return the time to use (now, or the state's if later) and the two counters at that time."""
     if state is None:
         return now_ns, 0, 0
     last_ns, previous, current = state
@@ -75,7 +76,7 @@ def _rolled(state: State, window_ns: int, now_ns: int) -> tuple[int, int, int]:
 
 
 def _whole_at(start_ns: int, window_ns: int, previous: int, current: int, now_ns: int) -> int:
-    """When nothing is counted any more: a request counts until the end of the next window."""
+    """Return the time from which on the count is 0: a request counts until the next window ends."""
     if current:
         return start_ns + 2 * window_ns
     return start_ns + window_ns if previous else now_ns

@@ -1,12 +1,13 @@
 """Sliding window log: exact. At most `limit` units in any window, wherever it starts.
 
-The log holds the time of each of the last `limit` units admitted. A request passes when the unit
-`limit` admissions before it has left the window, so deciding looks at one entry; counting what is
-left is a binary search, since the times only rise. An entry of time t has left at t + window.
+The log holds the time of each of the last `limit` units admitted. A request is allowed if the unit
+`limit` admissions before it has left the window, so a decision reads one entry. Counting the
+remaining units is a binary search, because the times are sorted. An entry of time t leaves the
+window at t + window.
 
-The state is (times, start, end): an array of 8-byte times and the part of it that is live.
-Appending reuses the array, so a decision costs no copy. Therefore a state that was not kept is
-void once another decision was made from the state before it; the state before it stays good.
+The state is (times, start, end): an array of 8-byte times and the range of it that is live.
+Appending reuses the array, so a decision copies nothing. Therefore, if two decisions start from the
+same state, only the later result may be used; the state they started from stays valid.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from tollkeeper.decide.algorithms.outcome import Outcome
 # (times, start, end), or None when empty
 State = tuple["array[int]", int, int] | None
 
-# The dead front of the array is dropped when it outgrows the live part, but not for less than
-# this: copying a handful of entries over and over would cost more than it frees.
+# The expired front of the array is removed when it is longer than the live part, but not if it is
+# shorter than this: copying a few entries again and again would cost more than it frees.
 _DEAD_ENTRIES_MIN = 64
 
 
@@ -43,7 +44,7 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
     remaining = limit.limit - (end - live)
     reset_ns = last_ns + window_ns - now_ns if live < end else 0
     if cost > remaining and cost > 0:
-        # The unit that must leave first: with it gone, exactly `cost` fit.
+        # The unit that must leave the window first: without it, exactly `cost` fit.
         blocking = end - limit.limit + cost - 1
         retry_ns = times[blocking] + window_ns - now_ns
         return state, Outcome(False, remaining if remaining > 0 else 0, retry_ns, reset_ns, 0)
@@ -57,7 +58,7 @@ def _append(times: array[int], live: int, end: int, at_ns: int, cost: int) -> St
     if live > _DEAD_ENTRIES_MIN and live > end - live:
         times, live, end = times[live:end], 0, end - live
     elif len(times) > end:
-        del times[end:]  # entries of a decision that was not kept
+        del times[end:]  # entries of a decision whose result was not used
     if cost == 1:
         times.append(at_ns)
     else:
@@ -71,7 +72,7 @@ def refund(
     now_ns: int,  # noqa: ARG001 - every algorithm has the same signature
     units: int,
 ) -> State:
-    """Strike the latest `units` entries out."""
+    """Remove the latest `units` entries."""
     if state is None or units == 0:
         return state
     times, start, end = state

@@ -1,9 +1,9 @@
 """Token bucket: a bucket of `capacity` units, refilled continuously at limit / window.
 
-The state is (last_ns, used): how much was missing from a full bucket, in micro-units, when it was
-last written. Others keep one number instead, the time at which the bucket will be full (GCRA). That
-time depends on the rate: raise 1/s to 10/s and a client who owed 9 s still owes 9 s. What is
-*used* depends on nothing, so a changed limit means just what it says.
+The state is (last_ns, used): the micro-units missing from a full bucket when it was last written.
+Other libraries keep one number instead, the time at which the bucket will be full (GCRA). That time
+depends on the rate: after a change from 1/s to 10/s, a client that owed 9 s still owes 9 s. The
+units *used* do not depend on the limit, so a changed limit applies at once (docs/adr/0001).
 
 Within any interval of T ns at most capacity + T × limit / window units are admitted.
 """
@@ -29,11 +29,11 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
     used = used_now = 0
     if state is not None:
         last_ns, used = state
-        if used > capacity:  # a bucket that was made smaller is empty; it cannot owe
+        if used > capacity:  # the capacity was lowered: the bucket is empty, and not in debt
             used = capacity
         used_now = used
         if now_ns > last_ns:
-            # Down: a part of a micro-unit that has not come in yet cannot be spent.
+            # Rounds down: a part of a micro-unit cannot be spent.
             used_now -= (now_ns - last_ns) * numerator // denominator
             if used_now < 0:
                 used_now = 0
@@ -45,18 +45,18 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
                 last_ns = now_ns
             used = used_now + cost_micros
             state = (last_ns, used)
-        # Up, as all waits: -(-a // b) is a / b rounded up.
+        # Rounds up, as all waits do: -(-a // b) is a / b rounded up.
         reset_ns = last_ns - (-used * denominator // numerator) - now_ns if used_now or cost else 0
         return state, Outcome(True, free // MICROS_PER_UNIT, 0, reset_ns, 0)
-    # From the state as written, not as of now: the refill is rounded once, so the same instant
-    # is found whenever the question is asked.
+    # Computed from the written state, not from the refilled one: the refill is rounded once, so the
+    # result is the same instant at whatever time it is computed.
     retry_ns = last_ns - ((capacity - used - cost_micros) * denominator // numerator) - now_ns
     reset_ns = last_ns - (-used * denominator // numerator) - now_ns
     return state, Outcome(False, (free + cost_micros) // MICROS_PER_UNIT, retry_ns, reset_ns, 0)
 
 
 def refund(state: State, limit: Limit, now_ns: int, units: int) -> State:
-    """Put `units` back, never above a full bucket."""
+    """Return `units` to the bucket, up to its capacity."""
     if state is None or units == 0:
         return state
     last_ns, used = state

@@ -1,14 +1,14 @@
-/* Opening: the memory a table lives in.
+/* Opening: the memory of a table, in this process or in a file.
  *
- * A file is made by whoever gets there first, under a record lock on one byte, and everyone else
- * waits for that lock; so there is no moment at which two make it or one sees half of it. Its room
- * is allocated before it is mapped: a full disk is an error here and not a bus error in the middle
- * of a check. It is made with mode 0600. Until the header is complete the file carries another
- * mark, so a maker that was killed leaves a file that the next one makes anew.
+ * The first process creates the file under a record lock on one byte, and all others wait for that
+ * lock. So two processes never create it at once, and none sees half of it. Its space is allocated
+ * before it is mapped: a full disk is an error here, and not a bus error during a check. The file
+ * has mode 0600. Until the header is complete the file carries another magic number, so if its
+ * creator is killed, the next process creates it again.
  *
  * Time in a file is the boot clock, which all processes of the machine share and nobody can set,
- * plus an offset to the epoch that the first opener after each boot writes down. So all processes
- * agree to the nanosecond, and a stepped wall clock changes nothing. */
+ * plus an offset to the epoch that the first process after each boot writes. So all processes agree
+ * to the nanosecond, and a step of the wall clock changes nothing. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -44,7 +44,7 @@ static const uint64_t CAPACITY_DEFAULT = 1000000;
 static const uint64_t LOG_BYTES_PER_STATE = 64;
 static const uint64_t LOG_BYTES_MIN = 1 << 20;
 static const uint64_t LOG_BYTES_MAX = (((uint64_t)1 << TK_BLOCK_REF_BITS) - 1) * TK_BLOCK_BYTES;
-/* Memory of this process costs nothing until it is touched, so there can be plenty. */
+/* Memory of this process costs nothing until it is touched, so the default can be large. */
 static const uint64_t LOG_BYTES_MEMORY_MIN = 64 << 20;
 static const int OPEN_WAIT_MS_MAX = 10000;
 
@@ -67,7 +67,7 @@ tk_geometry tk_geometry_for(uint64_t capacity, uint64_t log_bytes)
         g.buckets = TK_BUCKETS_MAX;
         g.segment_limit = TK_SEGMENT_LIMIT;
     } else {
-        /* A small table has few buckets to choose from: half full is where it stays safe. */
+        /* A small table has few buckets to choose from, so it may be only half full. */
         while (g.buckets < TK_BUCKETS_MAX && g.buckets * TK_SLOTS_PER_BUCKET / 2 < capacity)
             g.buckets *= 2;
     }
@@ -127,7 +127,7 @@ int64_t tk_now_ns(const tk_table *table)
 
 bool tk_is_shared(const tk_table *table) { return table->shared; }
 
-/* ---- making and checking a header ---- */
+/* ---- creating and checking a header ---- */
 
 static bool random_seed(uint64_t seed[2])
 {
@@ -192,8 +192,8 @@ static tk_table *open_memory(const tk_options *options, tk_status *status,
 static const char RECREATE[] = "delete it to start with fresh quotas, or use another path";
 static const off_t OPENING_BYTE_AT = ((off_t)1 << 60) - 1;
 
-/* One process at a time makes or checks the file. Waits with a bound: whoever has it only makes a
- * file. */
+/* One process at a time creates or checks the file. The wait is bounded, because that is all that
+ * the process with the lock does. */
 static bool lock_opening(int fd)
 {
     struct flock claim = {
@@ -229,13 +229,13 @@ static tk_status make_file(int fd, const tk_options *options, char error[TK_ERRO
         if (ftruncate(fd, 0) != 0)
             problem = errno;
         return fail(TK_UNAVAILABLE, error,
-                    "%s needs %zu bytes and they cannot be had: %s; free some space, or ask for a "
-                    "smaller capacity",
+                    "%s needs %zu bytes, which cannot be allocated: %s; free some space, or choose "
+                    "a smaller capacity",
                     options->path, g.bytes, strerror(problem));
     }
     if (!fill_header(&header, capacity, &g))
         return fail(TK_UNAVAILABLE, error, "no random seed: %s", strerror(errno));
-    /* All but the magic first: with it, the file is made. */
+    /* The magic number is written last: it marks the file as complete. */
     size_t rest = sizeof header - sizeof MAGIC;
     if (pwrite(fd, (char *)&header + sizeof MAGIC, rest, sizeof MAGIC) != (ssize_t)rest ||
         pwrite(fd, MAGIC, sizeof MAGIC, 0) != sizeof MAGIC)
@@ -250,10 +250,10 @@ static tk_status check_header(const tk_header *header, off_t size, const tk_opti
     const char *path = options->path;
     if (memcmp(header->magic, MAGIC, sizeof MAGIC) != 0)
         return fail(TK_UNAVAILABLE, error,
-                    "%s is not a Tollkeeper file and is left as it is; use another path", path);
+                    "%s is not a Tollkeeper file and was not changed; use another path", path);
     if (header->byte_order != BYTE_ORDER_MARK)
-        return fail(TK_UNAVAILABLE, error, "%s was made on a machine of another byte order; %s",
-                    path, RECREATE);
+        return fail(TK_UNAVAILABLE, error,
+                    "%s was created on a machine with another byte order; %s", path, RECREATE);
     if (header->version != TK_VERSION)
         return fail(TK_UNAVAILABLE, error,
                     "%s has format version %u, which is %s than this one's, %u; %s", path,
@@ -267,19 +267,20 @@ static tk_status check_header(const tk_header *header, off_t size, const tk_opti
         return fail(TK_UNAVAILABLE, error, "%s has a header that contradicts itself; %s", path,
                     RECREATE);
     if (header->bytes != (uint64_t)size)
-        return fail(TK_UNAVAILABLE, error, "%s has %lld bytes of %llu: it was cut off; %s", path,
+        return fail(TK_UNAVAILABLE, error,
+                    "%s has %lld bytes instead of %llu: it was truncated; %s", path,
                     (long long)size, (unsigned long long)header->bytes, RECREATE);
     if (options->capacity && options->capacity != header->capacity)
         return fail(TK_MISMATCH, error,
-                    "%s was made with capacity=%llu, not %llu; leave capacity out, or delete it to "
-                    "make it anew",
+                    "%s was created with capacity=%llu, not %llu; omit capacity, or delete the "
+                    "file to create it again",
                     path, (unsigned long long)header->capacity,
                     (unsigned long long)options->capacity);
     uint64_t log_bytes = (uint64_t)header->blocks * TK_BLOCK_BYTES;
     if (options->log_bytes && tk_geometry_for(1, options->log_bytes).blocks != header->blocks)
         return fail(TK_MISMATCH, error,
-                    "%s was made with log_bytes=%llu, not %llu; leave log_bytes out, or delete it "
-                    "to make it anew",
+                    "%s was created with log_bytes=%llu, not %llu; omit log_bytes, or delete the "
+                    "file to create it again",
                     path, (unsigned long long)log_bytes, (unsigned long long)options->log_bytes);
     return TK_OK;
 }
@@ -292,13 +293,13 @@ static tk_status check_kind(int fd, const char *path, struct stat *info, char er
         return fail(TK_UNAVAILABLE, error, "%s is not a regular file; use another path", path);
     if (info->st_mode & S_IWOTH)
         return fail(TK_UNAVAILABLE, error,
-                    "%s can be written by everyone, who could then lift or exhaust any limit; "
+                    "%s is writable for every user, who could then lift or exhaust any limit; "
                     "chmod 600 it",
                     path);
     return TK_OK;
 }
 
-/* The file exists and is whole, when this returns TK_OK. Call with the opening lock held. */
+/* Create the file if necessary; after TK_OK it is complete. Call with the opening lock held. */
 static tk_status make_or_check(int fd, const tk_options *options, size_t *bytes,
                                char error[TK_ERROR_BYTES])
 {
@@ -341,7 +342,7 @@ static uint64_t time_namespace(void)
     return stat("/proc/self/ns/time", &info) == 0 ? info.st_ino : 0;
 }
 
-/* All who have the file open must read the same boot clock. False when we do not read theirs. */
+/* All processes with the file open must read the same boot clock. Return false if we do not. */
 static bool settle_clock(tk_header *header, bool alone)
 {
     char boot_id[40];
@@ -357,7 +358,7 @@ static bool settle_clock(tk_header *header, bool alone)
     return true;
 }
 
-/* What processes that were killed have left undone. Only while nobody else has the file open. */
+/* Complete what killed processes left unfinished. Only while no other process has it open. */
 static void mend(tk_table *table)
 {
     for (uint32_t i = 0; i < table->header->segments; i++) {
@@ -372,14 +373,14 @@ static void mend(tk_table *table)
     tk_slab_rebuild(table);
 }
 
-static tk_table *open_tables; /* of this process; guarded by the lock below */
+static tk_table *open_tables; /* of this process; protected by the lock below */
 static pthread_mutex_t open_tables_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t fork_handlers = PTHREAD_ONCE_INIT;
 
 static void before_fork(void) { pthread_mutex_lock(&open_tables_lock); }
 static void after_fork_in_parent(void) { pthread_mutex_unlock(&open_tables_lock); }
 
-/* Unmap and close, but not a descriptor that is no longer ours. */
+/* Unmap and close, except for a descriptor that other code has closed. */
 static void let_go(tk_table *table)
 {
     if (table->base != NULL)
@@ -390,8 +391,7 @@ static void let_go(tk_table *table)
     table->fd = -1;
 }
 
-/* A description, a mapping and an index of the child's own; then nothing of the parent's is kept.
- */
+/* Give the child of a fork its own description, mapping and index, and release its parent's. */
 static bool open_anew(tk_table *table)
 {
     char path[64];
@@ -411,7 +411,7 @@ static void after_fork_in_child(void)
 {
     for (tk_table **link = &open_tables; *link != NULL;) {
         tk_table *table = *link;
-        if (table->opening) { /* by a thread that the child does not have */
+        if (table->opening) { /* opened by a thread that the child does not have */
             *link = table->next_open;
             let_go(table);
             continue;
@@ -461,20 +461,20 @@ static tk_status map_file(tk_table *table, const tk_options *options, char error
                     strerror(errno));
     tk_attach(table, base, bytes);
     if (!tk_register(table))
-        return fail(TK_UNAVAILABLE, error, "%s is open in %d processes, which is the most",
+        return fail(TK_UNAVAILABLE, error, "%s is open in %d processes, which is the maximum",
                     options->path, TK_OWNERS_MAX - 1);
     if (!settle_clock(table->header, alone))
         return fail(
             TK_UNAVAILABLE, error,
             "%s is in use by processes with another clock (a time namespace); share it only "
-            "with those of the same",
+            "within one time namespace",
             options->path);
     if (alone)
         mend(table);
     return TK_OK;
 }
 
-/* Under the lock that a fork waits for, so that a child knows of every descriptor it inherits. */
+/* Under the lock that a fork waits for, so that a child knows every descriptor it inherits. */
 static void open_descriptor(tk_table *table, const char *path)
 {
     struct stat info;
@@ -487,7 +487,7 @@ static void open_descriptor(tk_table *table, const char *path)
     pthread_mutex_unlock(&open_tables_lock);
 }
 
-/* Between opening and locking, the file may have been replaced: then the new one is opened. */
+/* If the file was replaced between opening and locking it, open the new one. */
 static bool still_there(tk_table *table, const char *path)
 {
     for (int tries = 0; tries < 10; tries++) {
@@ -543,9 +543,10 @@ static void let_go(tk_table *table) { munmap(table->base, table->bytes); }
 
 static tk_table *open_file(const tk_options *options, tk_status *status, char error[TK_ERROR_BYTES])
 {
-    *status = fail(TK_UNAVAILABLE, error,
-                   "%s: shared:// needs Linux, whose file locks outlive no process; use memory://",
-                   options->path);
+    *status =
+        fail(TK_UNAVAILABLE, error,
+             "%s: shared:// needs Linux, where file locks end with their process; use memory://",
+             options->path);
     return NULL;
 }
 

@@ -1,8 +1,8 @@
-/* The binding: the table for Python. As thin as it can be: one C call from `Limiter.check` to the
- * decision and back. A check goes the short way only when everything about it is ordinary (a plain
- * str key, a small cost, real time); anything else, and every error, is handed to the Python path
- * (`slow`), which validates, explains and applies the failure policy. So the rules for odd cases
- * exist once, in Python. */
+/* The binding of the table for Python. It is thin: one C call from `Limiter.check` to the decision
+ * and back. A check takes this fast path only if everything about it is ordinary (a plain str key,
+ * a small cost, real time). All other checks, and every error, go to the Python path (`slow`),
+ * which validates, explains and applies the failure policy. So special cases are handled once, in
+ * Python. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <math.h>
@@ -12,7 +12,7 @@
 
 #include "table.h"
 
-/* Longer than any preempted owner takes to be scheduled again, and short enough to notice. */
+/* Longer than a preempted owner waits to be scheduled again, and short enough to be noticed. */
 static const int64_t LOCK_WAIT_NS = 1000000000;
 enum { KEY_LENGTH_MAX = 512, SEPARATOR = 0x1f };
 
@@ -30,7 +30,7 @@ typedef struct {
 
 static PyTypeObject decision_type;
 
-/* Decisions live for microseconds; a few kept back save the allocator's time. */
+/* Decisions live for microseconds; keeping a few for reuse saves allocations. */
 enum { SPARE_MAX = 64 };
 static decision_object *spare[SPARE_MAX];
 static int spare_count;
@@ -73,7 +73,7 @@ static PyObject *get_allowed(decision_object *self, void *unused)
 static PyObject *get_degraded(decision_object *self, void *unused)
 {
     (void)self, (void)unused;
-    Py_RETURN_FALSE; /* what the kernel decides is never degraded */
+    Py_RETURN_FALSE; /* the kernel's decisions are never degraded */
 }
 
 static PyObject *get_policy(decision_object *self, void *unused)
@@ -106,8 +106,8 @@ static int64_t ns_from_seconds(double seconds)
     return whole * 1000000000 + (int64_t)nearbyint((seconds - (double)whole) * 1e9);
 }
 
-/* As clock.seconds_from_ns: never rounded down. Beyond 2**53 the nanoseconds do not fit a double,
- * and Python is asked, whose division is of the exact number. */
+/* As clock.seconds_from_ns: never rounded down. Above 2**53, nanoseconds do not fit a double, so
+ * Python divides the exact number. */
 static PyObject *get_seconds(decision_object *self, void *offset)
 {
     int64_t ns = *(int64_t *)((char *)self + (size_t)offset);
@@ -121,18 +121,18 @@ static PyObject *get_seconds(decision_object *self, void *offset)
 
 #define FIELD(name) ((void *)offsetof(decision_object, name))
 static PyGetSetDef decision_attributes[] = {
-    {"allowed", (getter)get_allowed, NULL, "May the request go on?", NULL},
-    {"policy", (getter)get_policy, NULL, "The tightest limit itself.", NULL},
+    {"allowed", (getter)get_allowed, NULL, "Whether the request may proceed.", NULL},
+    {"policy", (getter)get_policy, NULL, "The tightest limit.", NULL},
     {"limit", (getter)get_limit, NULL, "The tightest limit's capacity.", NULL},
-    {"remaining", (getter)get_integer, NULL, "How many single requests would pass now.",
+    {"remaining", (getter)get_integer, NULL, "Requests of cost 1 that would be allowed now.",
      FIELD(remaining)},
-    {"retry_after_ns", (getter)get_integer, NULL, "Nanoseconds until this cost would pass.",
+    {"retry_after_ns", (getter)get_integer, NULL, "Nanoseconds until this cost would be allowed.",
      FIELD(retry_after_ns)},
-    {"retry_after", (getter)get_seconds, NULL, "Seconds until this same cost would pass.",
+    {"retry_after", (getter)get_seconds, NULL, "Seconds until this cost would be allowed.",
      FIELD(retry_after_ns)},
-    {"reset_after_ns", (getter)get_integer, NULL, "Nanoseconds until the quota is whole.",
+    {"reset_after_ns", (getter)get_integer, NULL, "Nanoseconds until the whole quota is available.",
      FIELD(reset_after_ns)},
-    {"reset_after", (getter)get_seconds, NULL, "Seconds until the quota is whole again.",
+    {"reset_after", (getter)get_seconds, NULL, "Seconds until the whole quota is available.",
      FIELD(reset_after_ns)},
     {"delay_ns", (getter)get_integer, NULL, "Nanoseconds to hold the request.", FIELD(delay_ns)},
     {"delay", (getter)get_seconds, NULL, "Seconds to hold the request.", FIELD(delay_ns)},
@@ -206,9 +206,9 @@ static PyTypeObject decision_type = {
 
 typedef struct {
     PyObject_HEAD tk_table *table; /* NULL once closed */
-    int away;                      /* threads inside without the interpreter's lock */
-    pid_t away_in;                 /* whose threads: a fork's child has none of them */
-    bool waited;                   /* a check has just waited in vain: its second try need not */
+    int away;      /* threads in the table that have released the interpreter's lock */
+    pid_t away_in; /* the process of these threads: a forked child has none of them */
+    bool waited;   /* a check has just waited in vain, so its retry must not wait again */
     bool closing;
 } table_object;
 
@@ -251,7 +251,7 @@ static PyObject *table_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-/* Between leave and back the interpreter's lock is given up; a close() meanwhile is put off. */
+/* Between leave and back the interpreter's lock is released; a close() meanwhile is deferred. */
 static PyThreadState *leave(table_object *self)
 {
     if (self->away_in != getpid())
@@ -283,18 +283,18 @@ static PyObject *raise_status(table_object *self, tk_status status)
     if (!is_open(self))
         return NULL;
     if (status == TK_FULL)
-        PyErr_SetString(error_full, "every place for this key holds a key that is still limited; "
-                                    "make room with a larger ?capacity=");
+        PyErr_SetString(error_full, "every slot for this key holds a key that is still limited; "
+                                    "choose a larger ?capacity=");
     else if (status == TK_LOG_FULL)
-        PyErr_SetString(error_full, "the room for logs holds only ones that still count; make room "
-                                    "with a larger ?log_bytes=");
+        PyErr_SetString(error_full, "the memory for sliding window logs is full; choose a larger "
+                                    "?log_bytes=");
     else if (status == TK_BUSY)
         PyErr_SetString(error_timeout, "another process has held the table's lock for 1 s; "
                                        "is it stopped?");
     else
         PyErr_SetString(error_unavailable,
-                        "this process was forked and could not open the file anew: it is out of "
-                        "descriptors, or may no longer open it");
+                        "this process was forked and could not open the file again: it is out of "
+                        "descriptors, or has no permission");
     return NULL;
 }
 
@@ -345,7 +345,7 @@ static PyObject *table_sweep(table_object *self, PyObject *now)
     uint64_t dropped;
     if (!is_open(self) || !parse_now(self, now, &now_ns))
         return NULL;
-    if (!is_open(self)) /* again: reading `now` may have run anything */
+    if (!is_open(self)) /* again: reading `now` may have run any code */
         return NULL;
     PyThreadState *thread = tk_is_shared(self->table) ? leave(self) : NULL;
     tk_status status = tk_sweep(self->table, now_ns, &dropped);
@@ -399,16 +399,17 @@ static PyObject *table_busiest(table_object *self, PyObject *argument)
 
 static PyMethodDef table_methods[] = {
     {"close", (PyCFunction)table_close, METH_NOARGS, "Unmap the memory."},
-    {"now_ns", (PyCFunction)table_now_ns, METH_NOARGS, "The table's own time."},
-    {"sweep", (PyCFunction)table_sweep, METH_O, "Drop what has expired; how many."},
-    {"stats", (PyCFunction)table_stats, METH_NOARGS, "What the table holds."},
-    {"busiest", (PyCFunction)table_busiest, METH_O, "The busiest subjects and their checks."},
+    {"now_ns", (PyCFunction)table_now_ns, METH_NOARGS, "Return the table's time."},
+    {"sweep", (PyCFunction)table_sweep, METH_O, "Drop expired states; return their number."},
+    {"stats", (PyCFunction)table_stats, METH_NOARGS, "Return the table's numbers."},
+    {"busiest", (PyCFunction)table_busiest, METH_O,
+     "Return the busiest subjects and their checks."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyTypeObject table_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "tollkeeper.decide.kernel._kernel.Table",
-    .tp_doc = "Quotas in one piece of memory, of this process or of a file.",
+    .tp_doc = "Quotas in one block of memory, of this process or of a file.",
     .tp_basicsize = sizeof(table_object),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = table_new,
@@ -453,8 +454,8 @@ static bool read_algorithm(PyObject *limit, tk_limit *numbers)
     return false;
 }
 
-/* Where this limit's states are kept depends on the rule's name and the limit's identity, and not
- * on numbers that may change. */
+/* The location of a limit's states depends on the rule's name and the limit's identity, and not on
+ * numbers that may change. */
 static bool read_identity(gate_object *self, PyObject *limit, tk_limit *numbers)
 {
     PyObject *identity = PyObject_GetAttrString(limit, "identity");
@@ -462,7 +463,7 @@ static bool read_identity(gate_object *self, PyObject *limit, tk_limit *numbers)
         identity ? PyUnicode_FromFormat("%U%c%U", self->rule, SEPARATOR, identity) : NULL;
     Py_ssize_t length = 0;
     const char *text = full ? PyUnicode_AsUTF8AndSize(full, &length) : NULL;
-    if (text != NULL && !is_open(self->table)) /* reading attributes may have run anything */
+    if (text != NULL && !is_open(self->table)) /* reading attributes may have run any code */
         text = NULL;
     if (text != NULL) {
         tk_hash hash = tk_subject_hash(self->table->table, text, (size_t)length);
@@ -554,8 +555,7 @@ static void gate_dealloc(gate_object *self)
     Py_TYPE(self)->tp_free(self);
 }
 
-/* What every verb does when the lock is taken: wait without holding up other threads, and say
- * whether to try again. */
+/* Wait for a taken lock without blocking other threads; return whether to try again. */
 static bool try_again(gate_object *self, tk_hash hash, tk_status *status)
 {
     if (*status != TK_BUSY || self->table->waited)
@@ -579,7 +579,7 @@ static tk_status check_hash(gate_object *self, tk_hash hash, int64_t now_ns, int
     return status;
 }
 
-/* The key's bytes if it is a plain one: a str of 1 to 512 characters without the separator. */
+/* Return the bytes of a plain key: a str of 1 to 512 characters without the separator. */
 static const char *plain_key(PyObject *key, Py_ssize_t *length)
 {
     if (!PyUnicode_CheckExact(key))
@@ -594,14 +594,14 @@ static const char *plain_key(PyObject *key, Py_ssize_t *length)
     } else {
         bytes = PyUnicode_AsUTF8AndSize(key, length);
         if (bytes == NULL) {
-            PyErr_Clear(); /* half a surrogate pair: the slow path explains */
+            PyErr_Clear(); /* half of a surrogate pair: the slow path raises the error */
             return NULL;
         }
     }
     return memchr(bytes, SEPARATOR, (size_t)*length) ? NULL : bytes;
 }
 
-/* check(key, cost=1), the short way. */
+/* check(key, cost=1), the fast path. */
 static PyObject *gate_check(gate_object *self, PyObject *const *args, Py_ssize_t nargs,
                             PyObject *kwnames)
 {
@@ -611,7 +611,8 @@ static PyObject *gate_check(gate_object *self, PyObject *const *args, Py_ssize_t
     if (nargs < 1 || bypass || self->table->table == NULL || self->table->closing)
         goto slow;
     if (nargs + (kwnames ? PyTuple_GET_SIZE(kwnames) : 0) == 2) {
-        /* As keyword or not, the second is the cost: a wrong name is refused the slow way. */
+        /* The second argument is the cost, keyword or not: the slow path rejects a wrong keyword.
+         */
         if (kwnames && !(nargs == 1 && PyUnicode_CompareWithASCIIString(
                                            PyTuple_GET_ITEM(kwnames, 0), "cost") == 0))
             goto slow;
@@ -640,7 +641,7 @@ static PyObject *gate_check(gate_object *self, PyObject *const *args, Py_ssize_t
     return make_decision(self->limits, self->rule, &decision);
 slow:
     if (self->slow == NULL) { /* cleared by the garbage collector */
-        PyErr_SetString(error_unavailable, "the limiter is gone");
+        PyErr_SetString(error_unavailable, "the limiter was deleted");
         return NULL;
     }
     return PyObject_Vectorcall(self->slow, args, (size_t)nargs, kwnames);
@@ -653,7 +654,7 @@ typedef struct {
     int64_t units, now_ns;
 } call;
 
-/* The arguments that all strict verbs share. */
+/* The arguments that decide, refund and grant share. */
 static bool parse_call(gate_object *self, PyObject *subject, PyObject *units, PyObject *now,
                        call *parsed)
 {
@@ -665,8 +666,8 @@ static bool parse_call(gate_object *self, PyObject *subject, PyObject *units, Py
     if (parsed->units == -1 && !overflow && PyErr_Occurred())
         return false;
     if (overflow || parsed->units > (int64_t)TK_UNITS_MAX * 2)
-        parsed->units = (int64_t)TK_UNITS_MAX * 2 + 1; /* more than any capacity with any credit */
-    /* Last, because the conversions may have run anything, close() included. */
+        parsed->units = (int64_t)TK_UNITS_MAX * 2 + 1; /* above any capacity with any credit */
+    /* Last, because the conversions may have run any code, including close(). */
     if (!is_open(self->table) || !parse_now(self->table, now, &parsed->now_ns) ||
         !is_open(self->table))
         return false;
@@ -795,7 +796,7 @@ static PyObject *set_bypass(PyObject *module, PyObject *on)
 }
 
 static PyMethodDef module_methods[] = {
-    {"set_bypass", set_bypass, METH_O, "Send every check the slow way, through Python."},
+    {"set_bypass", set_bypass, METH_O, "Send every check through the Python path."},
     {NULL, NULL, 0, NULL},
 };
 

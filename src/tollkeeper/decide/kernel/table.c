@@ -1,42 +1,42 @@
 /* The table.
  *
- * Problem. Every check reads and writes a few words per limit, all limits of a subject together or
- * not at all, from many processes at once, any of which may be killed between two instructions.
- * It must take tens of nanoseconds and tens of bytes.
+ * Problem. Every check reads and writes a few words per limit, for all limits of a subject together
+ * or not at all. Many processes check at once, and each may be killed between two instructions. A
+ * check must take tens of nanoseconds, a state tens of bytes.
  *
- * Layout. A subject's 128-bit keyed hash picks a segment; all its limits live there, so one lock
- * covers a whole check. Within the segment, hash and limit give a 48-bit tag and two buckets of
- * eight slots. A state is in one of the two; a new one goes to the first while that is half empty,
- * and then where there is more room. There are no chains to walk and so none to mend: a slot whose
- * state has expired is simply free. When both buckets are full of live states, one of the sixteen
- * moves to its other bucket, which the tag tells. A slot is 24 bytes: 8 of meta (tag, flags, time
- * to live) and 16 of state.
+ * Layout. A subject's 128-bit keyed hash selects a segment. All its limits are there, so one lock
+ * covers a whole check. Within the segment, hash and limit determine a 48-bit tag and two buckets
+ * of eight slots. A state is in one of the two. A new state goes to the first bucket while that is
+ * at most half full, and otherwise to the emptier one. There are no chains to follow or to repair:
+ * a slot whose state has expired is free. If both buckets are full of live states, one of the
+ * sixteen moves to its other bucket, which follows from its tag. A slot has 24 bytes: 8 of metadata
+ * (tag, flags, time to live) and 16 of state.
  *
- * Two keys are taken for one only if they agree in segment, bucket and tag: for ten million keys
- * in one table, the chance that any two of them do is below one in a million, and without the
- * seed nobody can aim for it.
+ * Two keys are confused only if they agree in segment, bucket and tag. For ten million keys in one
+ * table, the probability that any two of them do is below one in a million, and an attacker without
+ * the seed cannot choose such keys.
  *
- * Time to live. A slot has to say when it is as good as empty without knowing its limit. 14 bits
- * hold the time from last_ns to then, as a float of 8 bits' precision rounded up: a state is kept
- * at most 0.4 % longer than it matters.
+ * Time to live. A slot must expire without knowledge of its limit. 14 bits hold the time from
+ * last_ns to its expiry, as a float with 8 bits of precision, rounded up: a state is kept at most
+ * 0.4 % too long.
  *
- * Locks. One word per segment: 0, or the owner's number. Taken by compare-and-swap, held for some
- * 30 ns. Inside it only the slab's lock is ever taken, and never waited for longer than a few
- * milliseconds. `locks.c` tells how a dead owner is found out.
+ * Locks. One word per segment: 0, or the owner's number. It is taken by compare-and-swap and held
+ * for about 30 ns. A process that holds it may take only the slab's lock in addition, and waits for
+ * that at most a few milliseconds. `locks.c` explains how a dead owner is detected.
  *
- * Killed in the middle. What a check will write goes to the segment's journal first; then the
- * count of journal entries is set, and from that moment the check has happened; then the writes
- * are done and the count is cleared. Whoever takes over a dead owner's lock does the journal again
- * if its count is not zero: doing it twice is the same as once. So a check is charged wholly or
- * not at all. Blocks of the slab are taken before and given back after; a kill in between leaks the
- * block, and the next process to open the file alone finds it again.
+ * Killed during a check. A check first writes its changes to the segment's journal. Then it sets
+ * the number of journal entries, and from that moment the check has happened. Then it applies the
+ * changes and clears the number. A process that takes a dead owner's lock applies the journal again
+ * if the number is not zero; applying it twice has the same effect as once. So a check is charged
+ * completely or not at all. Blocks of the slab are taken before and returned afterwards. A kill in
+ * between leaks the block, and the next process that opens the file alone reclaims it.
  *
- * What is read is not trusted. After a power cut the file may hold anything, so every time, count
- * and reference is brought into range when it is loaded: the worst is a wrong count, not a crash.
+ * Data is not trusted. After a power cut the file may contain anything, so every time, count and
+ * reference is clamped when it is loaded: the worst result is a wrong count, not a crash.
  *
- * What may look wrong. An expired slot still found by its tag is decided on as it stands: under the
- * limit that wrote it, it is as good as absent, and under one that was changed since, it is the
- * truth as long as it is there. `filled` is not journaled: it is counted again on recovery. */
+ * What may look wrong. An expired slot that is still found by its tag is used as it is: under the
+ * limit that wrote it, it is equivalent to an absent one, and under a limit that was changed since,
+ * it is correct while it exists. `filled` is not journaled: recovery counts it again. */
 #include "layout.h"
 
 #include <stdlib.h>
@@ -49,7 +49,7 @@
 #define META_LOG 0x8000u    /* the value refers to a block of the slab */
 #define META_TAG_SHIFT 16
 
-/* No bucket holds more, in micro-units. A value beyond it was not written by us. */
+/* The maximum of a bucket in micro-units. We never write a higher value. */
 static const uint64_t VALUE_MAX = (uint64_t)TK_UNITS_MAX * TK_MICROS_PER_UNIT;
 static const uint64_t CREDIT_SALT = 0x637265646974u;
 
@@ -72,7 +72,7 @@ static int64_t ttl_decode(uint64_t code)
     uint64_t exponent = code >> 8, mantissa = code & 255;
     if (exponent == 0)
         return (int64_t)mantissa;
-    if (exponent > 54) /* never written; keeps the shift in range whatever the file says */
+    if (exponent > 54) /* never written; keeps the shift in range for any file content */
         return INT64_MAX / 4;
     return (int64_t)((256 + mantissa) << (exponent - 1));
 }
@@ -83,7 +83,7 @@ static bool expired(uint64_t meta, int64_t last_ns, int64_t now_ns)
     return now_ns >= last_ns && now_ns - last_ns >= ttl_decode(meta & META_TTL_MASK);
 }
 
-/* ---- where things are ---- */
+/* ---- finding slots ---- */
 
 tk_segment *tk_segment_at(const tk_table *table, uint32_t index)
 {
@@ -107,13 +107,13 @@ static tk_cell *cell_at(tk_segment *segment, uint32_t slot)
 
 static tk_segment *segment_of(const tk_table *table, tk_hash subject)
 {
-    /* The upper half of the product is a number below `segments`, whatever that is. */
+    /* The upper half of the product is always below `segments`. */
     uint64_t index = (uint64_t)((tk_u128)subject.low * table->header->segments >> 64);
     return tk_segment_at(table, (uint32_t)index);
 }
 
-/* Where a limit's state of a subject is kept: its upper 48 bits are the tag, the lower the bucket.
- */
+/* The location of a subject's state for a limit: the upper 48 bits are its tag, the lower bits its
+ * bucket. */
 static uint64_t place_of(tk_hash subject, const uint64_t salt[2])
 {
     uint64_t place = tk_mix((subject.high ^ salt[0]) + tk_mix(subject.low ^ salt[1]));
@@ -137,8 +137,8 @@ static int find(const tk_table *table, tk_segment *segment, uint64_t place)
     uint32_t bucket = (uint32_t)place & table->bucket_mask;
     for (int choice = 0; choice < 2; choice++) {
         const tk_bucket *searched = &buckets_of(segment)[bucket];
-        /* The states are two lines further on. Asked for now, they come together with the tags,
-         * instead of after them. */
+        /* The states are two cache lines further on. Prefetched now, they arrive together with
+         * the tags instead of after them. */
         __builtin_prefetch(&searched->cells[0], 1);
         __builtin_prefetch(&searched->cells[TK_SLOTS_PER_BUCKET / 2], 1);
         for (uint32_t i = 0; i < TK_SLOTS_PER_BUCKET; i++)
@@ -168,15 +168,15 @@ static void apply_journal(const tk_table *table, tk_segment *segment, uint32_t c
             continue;
         *cell_at(segment, write->slot) =
             (tk_cell){.last_ns = write->last_ns, .value = write->value};
-        /* Mostly the same as before; then the line stays shared, and another processor that is
-         * about to look this key up has it already. */
+        /* The tag is usually unchanged. Then the cache line stays shared, and another processor
+         * that looks this key up still has it. */
         if (*tag_at(segment, write->slot) != write->meta)
             *tag_at(segment, write->slot) = write->meta;
     }
 }
 
-/* From the store of journal_count on, the writes will be done, by us or by whoever recovers. The
- * fences keep the three steps in order for a process that reads them after we were killed. */
+/* Once journal_count is stored, the writes will be applied, by us or by the process that recovers.
+ * The fences keep the three steps in order for a process that reads them after we were killed. */
 static void commit(const tk_table *table, tk_segment *segment, uint32_t count)
 {
     for (uint32_t i = 0; i < count; i++) {
@@ -189,8 +189,8 @@ static void commit(const tk_table *table, tk_segment *segment, uint32_t count)
     atomic_thread_fence(memory_order_release);
     apply_journal(table, segment, count);
     atomic_store_explicit(&segment->journal_count, 0, memory_order_release);
-    /* The next transaction must not be written into the journal before this one is over. A kill
-     * lets every earlier store land and no later one, so holding the compiler is enough. */
+    /* The next transaction must not enter the journal before this one has ended. After a kill,
+     * every earlier store is visible and no later one, so a compiler barrier is enough. */
     atomic_signal_fence(memory_order_seq_cst);
     segment->push_count = 0;
 }
@@ -203,7 +203,7 @@ static void count_filled(const tk_table *table, tk_segment *segment)
     segment->filled = filled;
 }
 
-/* What a dead owner left behind. Call with the lock held. */
+/* Complete what a dead owner left unfinished. Call with the lock held. */
 void tk_recover(tk_table *table, tk_segment *segment)
 {
     uint32_t count = atomic_load_explicit(&segment->journal_count, memory_order_acquire);
@@ -237,10 +237,10 @@ typedef struct {
     int slot;               /* -1: not in the table */
     int credit_slot;        /* -1: none granted */
     uint32_t block;         /* the log's ring before, if `before.ring.capacity` */
-    bool wants_credit_slot; /* a grant needs a place for it */
+    bool wants_credit_slot; /* a grant needs a slot for it */
     int64_t credit_units, credit_until_ns;
     int64_t credit_left; /* units left after `after` is written */
-    int64_t own;         /* what the limit itself pays of the cost */
+    int64_t own;         /* the part of the cost that the limit itself pays */
     tk_state before, after;
     tk_outcome outcome;
 } part;
@@ -260,7 +260,7 @@ static bool load_ring(const tk_table *table, uint64_t value, uint32_t *block, tk
     ring->capacity = tk_block_capacity(table, *block);
     ring->head = (uint32_t)(value >> 20) & 0xfffff;
     ring->count = (uint32_t)value & 0xfffff;
-    /* A ring that a power cut tore is forgotten rather than followed out of bounds. */
+    /* A ring that a power cut damaged is dropped, so that it is never read out of bounds. */
     return ring->head < ring->capacity && ring->count > 0 && ring->count <= ring->capacity;
 }
 
@@ -284,7 +284,7 @@ static void load(const tk_table *table, tk_segment *segment, tk_hash subject, co
         p->before.present =
             (meta & META_LOG) && load_ring(table, cell.value, &p->block, &p->before.ring);
     } else {
-        p->before.present = cell.value != 0; /* 0: only here to point to a credit */
+        p->before.present = cell.value != 0; /* 0: present only to refer to a credit */
         if (limit->algorithm != TK_SLIDING_WINDOW_COUNTER && cell.value > VALUE_MAX)
             p->before.value = VALUE_MAX;
     }
@@ -298,7 +298,7 @@ static void load(const tk_table *table, tk_segment *segment, tk_hash subject, co
     }
 }
 
-/* As decide/credit.py: granted units are drawn on only for what the limit has no room for. */
+/* As decide/credit.py: granted units pay only the part of the cost that the limit cannot. */
 static bool decide_with_credit(part *p, int64_t now_ns, int64_t cost)
 {
     tk_outcome look;
@@ -334,9 +334,9 @@ static bool decide(part *p, int64_t now_ns, int64_t cost)
     return tk_decide(p->limit, &p->before, now_ns, cost, &p->outcome, &p->after);
 }
 
-/* ---- room ---- */
+/* ---- free slots ---- */
 
-/* Slots that the transaction at hand has a use for, so that nothing else is put there. */
+/* Slots that the current transaction uses, so that nothing else is put there. */
 typedef struct {
     int slots[TK_WRITES_MAX];
     int count;
@@ -354,7 +354,7 @@ static bool claimed(const claims *claim, uint32_t slot)
 
 static void claim_slot(claims *claim, int slot) { claim->slots[claim->count++] = slot; }
 
-/* The best free slot of a bucket (empty before expired), and how many there are. */
+/* Find the best free slot of a bucket (empty before expired), and the number of free ones. */
 static int free_in(tk_segment *segment, uint32_t bucket, int64_t now_ns, const claims *claim,
                    int *found)
 {
@@ -376,7 +376,7 @@ static int free_in(tk_segment *segment, uint32_t bucket, int64_t now_ns, const c
     return empty >= 0 ? empty : reusable;
 }
 
-/* Move one live state of a full bucket to its other bucket; the slot it left, or -1. */
+/* Move one live state of a full bucket to its other bucket; return the slot it left, or -1. */
 static int make_room_in(tk_table *table, tk_segment *segment, uint32_t bucket, int64_t now_ns,
                         claims *claim)
 {
@@ -405,7 +405,7 @@ static int make_room_in(tk_table *table, tk_segment *segment, uint32_t bucket, i
     return -1;
 }
 
-/* A slot for a state that has none; -1 when both buckets are full and cannot be relieved. */
+/* Return a slot for a state that has none; -1 if both buckets are full and no state can move. */
 static int choose_slot(tk_table *table, tk_segment *segment, uint64_t place, int64_t now_ns,
                        claims *claim)
 {
@@ -414,8 +414,9 @@ static int choose_slot(tk_table *table, tk_segment *segment, uint64_t place, int
     int free_one, free_two;
     int slot_one = free_in(segment, one, now_ns, claim, &free_one);
     int slot_two = free_in(segment, two, now_ns, claim, &free_two);
-    /* The first unless it is half full: then a look-up seldom needs the second, another miss of
-     * the cache. Up to 90 % of a segment that is as good as always taking the emptier one. */
+    /* The first bucket, unless it is half full. So a look-up rarely needs the second one, which is
+     * another cache miss. While the segment is at most 90 % full, this fills the buckets as evenly
+     * as always taking the emptier one. */
     int slot = free_one >= TK_SLOTS_PER_BUCKET / 2 || free_one >= free_two ? slot_one : slot_two;
     if (slot < 0)
         slot = make_room_in(table, segment, one, now_ns, claim);
@@ -429,7 +430,7 @@ static int choose_slot(tk_table *table, tk_segment *segment, uint64_t place, int
     return slot;
 }
 
-/* Empty every expired slot; how many. One store each, so there is nothing to journal. */
+/* Empty every expired slot; return their number. Each is one store, so no journal is needed. */
 static uint32_t sweep_segment(tk_table *table, tk_segment *segment, int64_t now_ns)
 {
     uint32_t dropped = 0, filled = 0;
@@ -460,7 +461,7 @@ static void journal(tk_segment *segment, uint32_t *count, int slot, uint64_t met
         (tk_write){.slot = (uint32_t)slot, .meta = meta, .last_ns = last_ns, .value = value};
 }
 
-/* The ring that `after` goes into: the one it has, or a larger one with the live part copied. */
+/* The ring for `after`: the current one, or a larger one with the live entries copied. */
 static tk_status fit_ring(tk_table *table, part *p, uint32_t *block)
 {
     tk_ring *ring = &p->after.ring;
@@ -479,8 +480,8 @@ static tk_status fit_ring(tk_table *table, part *p, uint32_t *block)
     return TK_OK;
 }
 
-/* Rings for all parts that log something, and the entries to push into them. The blocks that a
- * part outgrew are remembered, to be given back once nothing refers to them. */
+/* Prepare the rings of all parts that log something, and the entries to push into them. Blocks that
+ * became too small are remembered, and returned once nothing refers to them. */
 static tk_status prepare_rings(tk_table *table, tk_segment *segment, part *parts, int count,
                                claims *claim)
 {
@@ -515,7 +516,7 @@ static tk_status prepare_rings(tk_table *table, tk_segment *segment, part *parts
     return TK_OK;
 }
 
-/* Put the part's after-state, and what is left of its credit, into the journal. */
+/* Write the part's new state and the rest of its credit to the journal. */
 static void journal_part(tk_segment *segment, uint32_t *count, const part *p, int64_t now_ns,
                          int64_t expires_ns)
 {
@@ -547,8 +548,8 @@ static uint32_t slots_wanted(const part *parts, int count)
     return wanted;
 }
 
-/* Find a slot for each state and credit that has none; TK_FULL when there is none. TK_SWEPT when
- * the segment had to be swept, which may have emptied slots of our own: start over, once. */
+/* Find a slot for each state and credit that has none; TK_FULL if there is none. TK_SWEPT if the
+ * segment had to be swept: that may have emptied our own slots, so the caller starts over, once. */
 static tk_status place_parts(tk_table *table, tk_segment *segment, part *parts, int count,
                              int64_t now_ns, bool may_sweep, claims *claim)
 {
@@ -613,7 +614,7 @@ static bool tighter(const tk_outcome *a, const tk_outcome *b)
     return a->reset_after_ns > b->reset_after_ns;
 }
 
-/* As decide/combine.py: the tightest of the limits that denied, or of all if none did, speaks. */
+/* As decide/combine.py: report the tightest of the limits that denied, or of all if none did. */
 static void combine(const part *parts, int count, bool allowed, tk_decision *decision)
 {
     int speaker = -1;
@@ -636,8 +637,8 @@ static void combine(const part *parts, int count, bool allowed, tk_decision *dec
     };
 }
 
-/* As credit.wait_together: others that pass now may lean on a credit that is over by then. False
- * when without it the cost can never fit, of which decision->speaker then tells. */
+/* As credit.wait_together: other limits that pass now may depend on a credit that will have expired
+ * by then. Return false if the cost can never fit without it; decision->speaker is that limit. */
 static bool wait_together(const part *parts, int count, int64_t now_ns, int64_t cost,
                           tk_decision *decision)
 {
@@ -654,7 +655,7 @@ static bool wait_together(const part *parts, int count, int64_t now_ns, int64_t 
         }
         if (!then.outcome.allowed) {
             decision->retry_after_ns += then.outcome.retry_after_ns;
-            i = -1; /* and all of them again, as of then */
+            i = -1; /* decide all of them again, at that time */
         }
     }
     return true;
@@ -706,8 +707,8 @@ static tk_status check_once(tk_table *table, tk_hash subject, const tk_limit *li
     return status;
 }
 
-/* Expired logs hold blocks until their slots are reused. When the slab has none left, some segments
- * are swept, the next ones next time; with a table that small, all of them. */
+/* Expired logs keep their blocks until their slots are reused. If the slab has no free block, some
+ * segments are swept, and the next ones the next time; in a small table, all of them. */
 static void sweep_for_blocks(tk_table *table, int64_t now_ns)
 {
     uint32_t segments = table->header->segments;
@@ -735,10 +736,10 @@ void tk_note_refused(tk_table *table, tk_hash subject)
     atomic_fetch_add_explicit(&segment_of(table, subject)->refused, 1, memory_order_relaxed);
 }
 
-/* The latest that any state can expire: a century after the latest time. */
+/* The latest expiry of any state: a century after the latest time. */
 static const int64_t EXPIRY_NS_MAX = TK_NOW_NS_MAX + INT64_C(3200000000000000000);
 
-/* When the slot says that its state is as good as new. */
+/* The time at which the slot's state expires. */
 static int64_t expiry_of(tk_segment *segment, int slot)
 {
     int64_t last_ns = tk_time_in_range(cell_at(segment, slot)->last_ns);
@@ -791,7 +792,7 @@ static tk_status grant_locked(tk_table *table, tk_segment *segment, tk_hash subj
         part *p = &parts[i];
         load(table, segment, subject, &limits[i], p);
         p->wants_credit_slot = true;
-        /* One whose state is gone may still be there, expired. A second beside it would not do:
+        /* A credit whose state is gone may still exist, expired. It must not get a second slot:
          * either could be found first. */
         if (p->credit_slot < 0)
             p->credit_slot = find(table, segment, credit_place(p->place));
@@ -863,7 +864,7 @@ tk_status tk_reset(tk_table *table, tk_hash subject, const tk_limit *limits, int
 
 /* ---- the whole table ---- */
 
-/* How long the whole-table verbs wait for each lock. */
+/* How long the functions on the whole table wait for each lock. */
 static const int64_t WHOLE_TABLE_WAIT_NS = 1000000000;
 
 static tk_status lock_for_whole(tk_table *table, tk_segment *segment)
@@ -880,7 +881,7 @@ tk_status tk_sweep(tk_table *table, int64_t now_ns, uint64_t *dropped)
     *dropped = 0;
     for (uint32_t i = 0; i < table->header->segments; i++) {
         tk_segment *segment = tk_segment_at(table, i);
-        if (segment->filled == 0) /* spares untouched pages from being made real */
+        if (segment->filled == 0) /* avoids touching pages that were never used */
             continue;
         tk_status status = lock_for_whole(table, segment);
         if (status != TK_OK)

@@ -61,17 +61,17 @@ typedef struct {
 /* Decide on all limits at once. With `spend`, charge all of them if all allow. */
 tk_status tk_check(tk_table *table, tk_hash subject, const tk_limit *limits, int count,
                    int64_t now_ns, int64_t cost, bool spend, tk_decision *decision);
-/* Count a request that TK_FULL was the last word on. */
+/* Count a request that the table finally rejected with TK_FULL. */
 void tk_note_refused(tk_table *table, tk_hash subject);
 tk_status tk_give_back(tk_table *table, tk_hash subject, const tk_limit *limits, int count,
                        int64_t now_ns, int64_t units);
-/* ttl_ns < 0: one window of each limit. */
+/* A ttl_ns below 0 means one window of each limit. */
 tk_status tk_grant(tk_table *table, tk_hash subject, const tk_limit *limits, int count,
                    int64_t now_ns, int64_t units, int64_t ttl_ns);
 tk_status tk_reset(tk_table *table, tk_hash subject, const tk_limit *limits, int count);
 
-/* Wait, sleeping, until the subject's lock is free or its dead owner's work is repaired; TK_BUSY
- * when it is neither after timeout_ns. Call without the interpreter's lock. */
+/* Sleep until the subject's lock is free or a dead owner's work is repaired. Return TK_BUSY if
+ * neither happens within timeout_ns. Call without the interpreter's lock. */
 tk_status tk_wait(tk_table *table, tk_hash subject, int64_t timeout_ns);
 
 typedef struct {
@@ -79,22 +79,22 @@ typedef struct {
     uint64_t log_bytes_used, log_bytes_max;
 } tk_stats;
 
-/* Both take every lock in turn, waiting for each; TK_BUSY if one stays taken. */
+/* Both take every lock in turn and wait for each; they return TK_BUSY if one stays taken. */
 tk_status tk_sweep(tk_table *table, int64_t now_ns, uint64_t *dropped);
 tk_status tk_read_stats(tk_table *table, tk_stats *stats);
 
-/* Every so many checks of one process, one is noted for `tk_busiest`. */
+/* On average one in this many checks of a process is sampled for `tk_busiest`. */
 enum { TK_SAMPLE_EVERY = 64 };
 bool tk_sample_due(tk_table *table);
 void tk_note_busy(tk_table *table, tk_hash subject, const char *name, size_t length);
 
 typedef struct {
-    uint64_t checks; /* an estimate: samples times TK_SAMPLE_EVERY, fading */
+    uint64_t checks; /* an estimate: samples times TK_SAMPLE_EVERY, halved over time */
     uint16_t length;
-    char name[236]; /* cut off there; never in the middle of a character */
+    char name[236]; /* truncated, never within a character */
 } tk_busy;
 
-/* The busiest subjects, most checks first; how many were found. */
+/* Write the busiest subjects to `found`, most checks first; return their number. */
 int tk_busiest(tk_table *table, tk_busy *found, int most);
 
 #endif
