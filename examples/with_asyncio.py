@@ -1,4 +1,4 @@
-"""Thirty tasks call something that takes fifty calls a second: each waits for its turn."""
+"""Thirty tasks call an API that accepts fifty calls per second: each waits for its turn."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tollkeeper import AsyncLimiter
 
 CALLS = 30
 
-# Ten may go at once, and then one every 20 ms.
+# Ten calls at once, and then one every 20 ms.
 limiter = AsyncLimiter("50/second capacity 10")
 
 
 async def call(started: float) -> float:
     await limiter.wait("upstream")
-    return time.monotonic() - started  # here the call itself would be
+    return time.monotonic() - started  # the call itself would be here
 
 
 async def main() -> list[float]:

@@ -1,4 +1,4 @@
-"""A client that waits as it is asked: more requests than the limit, and not one of them fails."""
+"""A client that honours Retry-After: it sends more requests than the limit, and none fails."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tollkeeper import Limiter
 from tollkeeper.httpx import RetryTransport
 
 REQUESTS = 9
-# Three at once, then three a second.
+# Three at once, then three per second.
 limiter = Limiter("3/second")
 
 
 class Orders(BaseHTTPRequestHandler):
-    """A server with a limit, that says when to come back."""
+    """A server with a limit, which answers with Retry-After."""
 
     protocol_version = "HTTP/1.1"
     refused = 0

@@ -1,4 +1,4 @@
-"""A decorated function: two messages a minute from each sender, longer ones cost more."""
+"""A decorated function: two messages per minute from each sender; longer ones cost more."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from tollkeeper import Limiter, LimitExceeded
 from tollkeeper.testing import ManualClock
 
-clock = ManualClock()  # so that this example does not take a minute; leave it out in real code
+clock = ManualClock()  # so that this example does not take a minute; omit it in real code
 limiter = Limiter("2/minute", clock=clock)
 
 

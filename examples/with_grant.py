@@ -1,4 +1,4 @@
-"""Extra quota for one customer: granted, drawn on when the limit is spent, gone in time."""
+"""Extra quota for one customer: granted, used once the limit is spent, and expired in time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from tollkeeper import Limiter
 from tollkeeper.testing import ManualClock
 
-clock = ManualClock()  # so that this example does not take an hour; leave it out in real code
+clock = ManualClock()  # so that this example does not take an hour; omit it in real code
 limiter = Limiter("10/minute", clock=clock)
 
 

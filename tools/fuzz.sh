@@ -1,6 +1,6 @@
 #!/bin/sh
-# Fuzz the plain table with libFuzzer for so many seconds (default 60). Needs clang and its runtime;
-# as root on Debian or Ubuntu they are installed, otherwise named.
+# Fuzz the C table with libFuzzer for a number of seconds (default 60). Needs clang and its runtime:
+# as root on Debian or Ubuntu the script installs them, otherwise it prints their packages.
 set -eu
 seconds=${1:-60}
 kernel=src/tollkeeper/decide/kernel

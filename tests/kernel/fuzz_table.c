@@ -1,7 +1,8 @@
 /* A coverage-guided fuzzer of the plain table (libFuzzer): `make fuzz`.
  *
  * The input is a program: its first bytes choose the table and its limits, and each further group
- * of four bytes is one call. What must hold of every answer is checked; the sanitizers do the rest.
+ * of four bytes is one call. The fuzzer checks the invariants of every answer; the sanitizers check
+ * the memory accesses.
  */
 #include "limits.h"
 

@@ -1,13 +1,13 @@
-/* Killed at any instruction, literally.
+/* Kills a process at every machine instruction of a call.
  *
- * A child process makes one call on a shared table. The parent single-steps it (ptrace), machine
- * instruction by machine instruction, to the end. After each one it copies the file: the copy is
- * what everyone else would be left with, had the child been killed just there. It opens the copy
- * and looks: nobody hangs, and every limit of the call is charged wholly or not at all.
+ * A child process makes one call on a shared table. The parent single-steps it (ptrace) through all
+ * machine instructions. After each instruction it copies the file: the copy is what other processes
+ * would find if the child had been killed there. The parent opens the copy and checks that it does
+ * not hang, and that every limit of the call is charged completely or not at all.
  *
- * At every KILL_EVERY-th instruction it is done for real as well, with SIGKILL and on the file that
- * the parent has open itself, so that the lock of a dead owner is really taken from it. While the
- * child still stands inside the lock, the parent's own call must come back as busy and not hang.
+ * At every KILL_EVERY-th instruction it also kills the child with SIGKILL, on the file that the
+ * parent has open itself, so that the parent really takes the lock of a dead owner. While the
+ * child is stopped inside the lock, the parent's own call must return TK_BUSY and not hang.
  *
  *   kill_driver FOLDER */
 #include <errno.h>
@@ -65,7 +65,7 @@ static void spend(tk_table *table, tk_hash subject, const scene *s, int64_t cost
     REQUIRE(spend_if_room(table, subject, s, cost), "%s: no room", s->name);
 }
 
-/* Run the child for `instructions`; false when it got to the end before. */
+/* Run the child for `instructions`; return false if it ended before. */
 static bool run_child(pid_t child, long instructions)
 {
     int state;
@@ -110,7 +110,7 @@ static tk_hash other_subject(const tk_table *table, int number)
     return tk_subject_hash(table, name, (size_t)length);
 }
 
-/* What is left of each limit, before the call. */
+/* The remaining units of each limit before the call. */
 static void prepare(tk_table *table, tk_hash subject, const scene *s, int64_t before[3])
 {
     REQUIRE(tk_reset(table, subject, s->limits, s->count) == TK_OK, "reset");
@@ -122,7 +122,7 @@ static void prepare(tk_table *table, tk_hash subject, const scene *s, int64_t be
         before[i] = remaining(table, subject, &s->limits[i]);
 }
 
-/* All limits charged, or none; which of the two. */
+/* Check that all limits are charged or none; return which. */
 static bool check_charged(tk_table *table, tk_hash subject, const scene *s, const int64_t before[3],
                           long instructions)
 {
@@ -162,7 +162,7 @@ static void copy_file(const char *from, const char *to)
     close(target);
 }
 
-/* Every instruction of the call, on copies; how many there are. */
+/* Check every instruction of the call, on copies; return their number. */
 static long walk(tk_table *table, const char *path, const scene *s)
 {
     char copy[520];
@@ -187,7 +187,7 @@ static long walk(tk_table *table, const char *path, const scene *s)
     return instructions;
 }
 
-/* The same for real, here and there; how many were killed inside the lock. */
+/* Kill the child at some instructions; return how many kills were inside the lock. */
 static int kill_here_and_there(tk_table *table, const scene *s, long instructions)
 {
     int inside = 0;
@@ -205,8 +205,8 @@ static int kill_here_and_there(tk_table *table, const scene *s, long instruction
     return inside;
 }
 
-/* A key whose two buckets are full, so that another has to make room for it: then its insertion
- * changes two tags, its own and the other's. */
+/* Find a key whose two buckets are full, so that another key must move: its insertion then changes
+ * two tags, its own and the other's. */
 static bool moves_another(const char *path, const char *copy, const scene *s)
 {
     static uint64_t before[FILE_BYTES_MAX / 8], after[FILE_BYTES_MAX / 8];
@@ -227,7 +227,7 @@ static bool moves_another(const char *path, const char *copy, const scene *s)
     return fits && changed == 2;
 }
 
-/* The same walk in a table so full that the new key makes an old one move. */
+/* The same check in a table so full that the new key makes an old one move. */
 static void walk_in_a_full_table(const char *folder, tk_limit limit)
 {
     char path[512], copy[520], name[48];

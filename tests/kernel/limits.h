@@ -1,4 +1,4 @@
-/* What the C drivers share: limits to check, and a random generator that prints its seed. */
+/* Shared by the C drivers: limits to check, and a random generator that prints its seed. */
 #ifndef TK_TEST_LIMITS_H
 #define TK_TEST_LIMITS_H
 
@@ -24,7 +24,7 @@ static inline int64_t greatest_divisor(int64_t a, int64_t b)
     return b == 0 ? a : greatest_divisor(b, a % b);
 }
 
-/* As model.Limit makes it. `id` tells limits apart. */
+/* The same as model.Limit creates. `id` distinguishes limits. */
 static inline tk_limit make_limit(tk_algorithm algorithm, int64_t limit, int64_t window_ns,
                                   int64_t capacity, uint64_t id)
 {

@@ -1,9 +1,10 @@
-/* A random driver of the plain table, to run under the address and undefined-behaviour sanitizers.
+/* A random driver of the C table, to run under the address and undefined-behaviour sanitizers.
  *
- * Random limits, subjects, costs and times, all verbs, in memory and in a file; small tables that
- * are full half the time. Now and then the file is closed and opened again, and in half of the file
- * runs random bytes of it are overwritten while it is in use, as a power cut might leave them: then
- * anything may be counted, but nothing may crash, hang or touch memory that is not the table's.
+ * It makes all calls with random limits, subjects, costs and times, in memory and in a file, on
+ * small tables that are full half of the time. Sometimes it closes the file and opens it again. In
+ * half of the runs with a file it overwrites random bytes while the file is in use, as a power cut
+ * might leave them. Then the counts may be wrong, but the table must not crash, hang or access
+ * other memory.
  *
  *   random_driver FOLDER SEED ROUNDS */
 #include <fcntl.h>
@@ -56,7 +57,7 @@ static int64_t random_cost(run *r)
     return (int64_t)below(r, dice < 19 ? 20 : TK_UNITS_MAX);
 }
 
-/* What must hold of any answer, as long as nobody damaged the table. */
+/* The invariants of every answer of an undamaged table. */
 static void check_answer(run *r, const tk_decision *d, int64_t cost)
 {
     REQUIRE(d->speaker >= 0 && d->speaker < r->count, "speaker %d", d->speaker);
@@ -84,7 +85,7 @@ static void check_or_peek(run *r, bool spend)
     check_answer(r, &decision, cost);
     if (!spend || r->damaged || !decision.allowed)
         return;
-    /* What was just left is still left. */
+    /* A second look finds the same units remaining. */
     status = tk_check(r->table, subject, r->limits, r->count, r->now_ns, 0, false, &look);
     REQUIRE(status == TK_OK && look.remaining == decision.remaining, "%lld left, then %lld",
             (long long)decision.remaining, (long long)look.remaining);
@@ -105,7 +106,7 @@ static void damage(run *r)
     REQUIRE(fd >= 0 && fstat(fd, &info) == 0, "%s", r->options.path);
     for (int i = 0; i < 50; i++) {
         uint64_t bytes = next_random(&r->random);
-        /* Behind what the checksum covers: damage there is refused on opening. */
+        /* After the bytes with a checksum: damage in those is rejected when the file is opened. */
         off_t at = 96 + (off_t)below(r, (uint64_t)info.st_size - 96 - 8);
         size_t length = 1 + below(r, 8);
         if (below(r, 3) == 0)
