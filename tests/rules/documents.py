@@ -1,4 +1,4 @@
-"""Rule documents that are right, as plain data in the ways that people may write it."""
+"""Hypothesis strategies for valid rule documents as plain data, in all forms people may write."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def rates(draw: st.DrawFn, window: str) -> str:
 
 @st.composite
 def limits(draw: st.DrawFn) -> Any:
-    """One to three limits with windows of their own, so that no two share a count."""
+    """One to three limits with different windows, so that no two share a count."""
     windows = draw(st.lists(st.sampled_from(list(SECONDS)), min_size=1, max_size=3, unique=True))
     # A count is kept under the name if there is one, and two limits may not share one.
     found = [
@@ -178,7 +178,7 @@ def overrides(draw: st.DrawFn, rule_ids: list[str]) -> Data:
 
 @st.composite
 def documents(draw: st.DrawFn) -> Data:
-    """A document that is right, as plain data."""
+    """A valid document as plain data."""
     tiers = draw(st.dictionaries(names, limits(), max_size=3))
     ids = draw(st.lists(names, max_size=4, unique=True))
     data: Data = {"version": 1}

@@ -1,4 +1,4 @@
-"""Random rules and requests that meet often: few values, and patterns that overlap."""
+"""Random rules and requests that often match: few values, and overlapping patterns."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ matches = st.builds(
 
 @st.composite
 def rules(draw: st.DrawFn) -> list[Rule]:
-    """Up to twelve rules by few things, so that several count by the same."""
+    """Up to twelve rules that count by few attributes, so that several count by the same."""
     made = st.builds(
         Rule,
         id=st.just(""),
@@ -116,7 +116,7 @@ def _named(name: str, rule: Rule) -> Rule:
 
 
 def requests() -> st.SearchStrategy[Request]:
-    """Requests with some of what rules ask for."""
+    """Requests with some of the attributes that rules test."""
     return st.builds(
         Request,
         user=st.none() | values,

@@ -1,4 +1,4 @@
-"""What a document may say, as a table; and what is said of each mistake, as another."""
+"""The grammar as two tables: what a document may contain, and the message for each mistake."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMITS = (Limit(5, per=1),)
 
 
 def rule(text: str) -> Rule:
-    """The rule that has these fields beside an id, `by` and limits, in a document with a tier."""
+    """Return the rule with these fields beside an id, `by` and limits, in a document with tiers."""
     usual = {"id": "id: r", "by": "by: user", "limits": "limits: 5/s"}
     lines = [line for name, line in usual.items() if not text.startswith(f"{name}:")]
     body = "\n    ".join([*lines, text])
@@ -93,14 +93,14 @@ def problems(text: str) -> list[str]:
         ),
     ],
 )
-def test_what_a_rule_may_say(text: str, expected: dict[str, Any]) -> None:
-    """Each field, and the usual value of all others."""
+def test_fields_of_a_rule(text: str, expected: dict[str, Any]) -> None:
+    """Each field is read; all others have their defaults."""
     usual: dict[str, Any] = {"id": "r", "by": ("user",), "limits": LIMITS}
     assert rule(text) == Rule(**(usual | expected))
 
 
-def test_a_rule_without_limits_takes_the_tiers() -> None:
-    """If there are any."""
+def test_a_rule_without_limits_needs_tiers() -> None:
+    """A rule may omit its limits if the document has tiers."""
     document = read("{version: 1, tiers: {pro: 5/s}, rules: [{id: a, by: user}]}")
     assert document.rules[0].limits == ()
     assert document.tiers == {"pro": LIMITS}
@@ -125,14 +125,14 @@ def test_a_rule_without_limits_takes_the_tiers() -> None:
         ),
     ],
 )
-def test_what_an_override_may_say(text: str, override: Override) -> None:
-    """For one user, key or tenant; limits or a factor; until a time in any zone."""
+def test_fields_of_an_override(text: str, override: Override) -> None:
+    """An override is for one user, key or tenant, has limits or a factor, and may expire."""
     document = read(f"{{version: 1, rules: [{{id: r, by: [], limits: 5/s}}], overrides: [{text}]}}")
     assert document.overrides == (override,)
 
 
 def test_lists_and_assignments() -> None:
-    """Entries as they were written; assignments to tiers of the document."""
+    """List entries keep their spelling; assignments refer to tiers of the document."""
     document = read(
         "version: 1\ntiers: {pro: 5/s}\nallow: sk_*\ndeny: ['user:1', 10.0.0.0/8]\n"
         "assign: {'user:1': pro, 'tenant:a:b': pro, api_key:k: pro}"
@@ -142,7 +142,7 @@ def test_lists_and_assignments() -> None:
 
 
 def test_anchors_are_shared_limits() -> None:
-    """An alias is what it stands for, and `<<` takes over a rule's fields."""
+    """An alias repeats its anchor's value, and `<<` copies a rule's fields."""
     document = read(
         "version: 1\nrules:\n"
         "  - &first {id: a, by: user, limits: &few [5/s], mode: shadow}\n"
@@ -273,7 +273,8 @@ def test_anchors_are_shared_limits() -> None:
     ],
 )
 def test_mistakes_in_a_rule(text: str, problem: str) -> None:
-    """One problem, and it begins like this: the path, what was found, what would be right."""
+    """Each mistake gives one problem that starts with the path, the value found and what is
+    expected."""
     with pytest.raises(DocumentError) as caught:
         rule(text)
     (first,) = caught.value.problems
@@ -362,7 +363,7 @@ def test_mistakes_in_a_rule(text: str, problem: str) -> None:
     ],
 )
 def test_mistakes_at_the_top(text: str, problem: str) -> None:
-    """One problem, with its line and column."""
+    """Each mistake gives one problem with its line and column."""
     assert [found[: len(problem)] for found in problems(text)] == [problem]
 
 
@@ -426,15 +427,15 @@ def test_mistakes_at_the_top(text: str, problem: str) -> None:
     ],
 )
 def test_mistakes_in_an_override(text: str, problem: str) -> None:
-    """Where, what, and what would be right."""
+    """Each mistake gives one problem with its path and what is expected."""
     found = problems(f"version: 1\nrules: [{{id: r, by: [], limits: 5/s}}]\noverrides:\n- {text}\n")
     said = found[0].partition(" overrides[0]")[2]
     assert found[0].startswith("t:4:")
     assert said.startswith(problem)
 
 
-def test_ids_are_each_rules_own() -> None:
-    """The second is told, where it stands."""
+def test_ids_are_unique() -> None:
+    """The second rule with an id is reported."""
     text = "version: 1\nrules:\n- {id: a, by: user, limits: 5/s}\n- {by: ip, limits: 5/s, id: a}\n"
     assert problems(text) == [
         't:4:29: rules[1].id: "a" is already the id of an earlier rule; choose another id'
@@ -442,14 +443,14 @@ def test_ids_are_each_rules_own() -> None:
 
 
 @pytest.mark.parametrize("by", ["[]", "[user, ip]"])
-def test_keys_are_for_rules_that_count_by_one_thing(by: str) -> None:
-    """With two, or none, nobody could say which a key is."""
+def test_keys_need_a_rule_that_counts_by_one_attribute(by: str) -> None:
+    """With two attributes, or none, a key would be ambiguous."""
     with pytest.raises(DocumentError, match="keys needs a rule that counts by one attribute"):
         read(f"version: 1\nrules: [{{id: a, by: {by}, limits: 5/s, keys: {{a: 5/s}}}}]")
 
 
-def test_all_mistakes_are_told_at_once() -> None:
-    """In the order of the text, whichever was looked at first."""
+def test_all_mistakes_are_reported_at_once() -> None:
+    """They are in the order of the text, whichever was found first."""
     text = (
         "version: 2\nrules:\n- {id: 1, by: [a b], limits: 5/x, mode: of}\n"
         "overrides:\n- {for: {user: 1}}\ntiers: {a: 5/z}\n"
@@ -468,7 +469,7 @@ def test_all_mistakes_are_told_at_once() -> None:
 
 
 def test_rules_and_patterns_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One more than the bound is refused, and the bound is not."""
+    """The maximum is accepted, and one more is rejected."""
     one = {"id": "a", "by": "user", "limits": "5/s"}
 
     def conditions(count: int) -> dict[str, Any]:
@@ -485,8 +486,8 @@ def test_rules_and_patterns_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
         from_data({"version": 1, "rules": rules})
 
 
-def test_globs_that_take_long_are_bounded() -> None:
-    """As many as a list may have that are no prefixes; prefixes are not counted."""
+def test_irregular_globs_are_bounded() -> None:
+    """A list may have a bounded number of irregular globs, and any number of prefixes."""
     from_data({"version": 1, "deny": [f"a{n}*" for n in range(2_000)] + ["*a", "b?"] * 500})
     with pytest.raises(DocumentError, match=r"^<data>: deny: .*1,000"):
         from_data({"version": 1, "deny": [f"*a{n}" for n in range(1_001)]})
@@ -526,7 +527,7 @@ def at(text: str) -> tuple[DocumentPlace, ProblemList]:
     ],
 )
 def test_limits(text: str, limits: list[Limit]) -> None:
-    """As a rate, several rates, in full, or a list of either."""
+    """Limits are a rate, several rates, a mapping, or a list of these."""
     place, problems = at(text)
     assert limits_at(place) == tuple(limits)
     assert not problems.found
@@ -608,15 +609,15 @@ def test_limits(text: str, limits: list[Limit]) -> None:
         ),
     ],
 )
-def test_mistakes(text: str, problem: str) -> None:
-    """One problem for one mistake: where, what, and what would be right."""
+def test_mistakes_in_limits(text: str, problem: str) -> None:
+    """Each mistake gives one problem with its place and what is expected."""
     place, problems = at(text)
     limits_at(place)
     assert [str(found)[: len(problem)] for found in problems.found] == [problem]
 
 
-def test_every_mistake_in_a_limit_is_told() -> None:
-    """Not only the first."""
+def test_every_mistake_in_a_limit_is_reported() -> None:
+    """A limit with two mistakes gives two problems."""
     place, problems = at("{limit: 0, per: x1, algorithm: a, burst: b, capacity: 0, name: 1}")
     assert limits_at(place) == ()
     assert [found.where for found in problems.found] == [
@@ -642,7 +643,7 @@ def test_every_mistake_in_a_limit_is_told() -> None:
     ],
 )
 def test_lengths_of_time(text: str, seconds: float) -> None:
-    """Numbers are seconds; text names its unit."""
+    """A number is in seconds; text names its unit."""
     place, problems = at(text)
     assert seconds_at(place) == seconds
     assert not problems.found

@@ -1,4 +1,4 @@
-"""Reading documents: from text, files and data; and anything at all, which is one or refused."""
+"""Reading documents from text, files and data; any input is a document or a DocumentError."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ deny: ["sk_revoked_*"]
 
 
 def test_the_document_of_the_design() -> None:
-    """Every value is where it belongs."""
+    """Every value is read into its field."""
     document = read(DESIGN)
     orders, login = document.rules
     assert (orders.id, orders.by, orders.on_failure) == ("orders", ("api_key",), "local")
@@ -63,15 +63,15 @@ def test_the_document_of_the_design() -> None:
     assert (document.allow, document.deny) == (("sk_internal_*",), ("sk_revoked_*",))
 
 
-def test_the_example_is_right() -> None:
-    """What we hand to readers can be read."""
+def test_the_example_is_valid() -> None:
+    """The example in the repository can be read."""
     document = read_file(EXAMPLE)
     assert [rule.id for rule in document.rules][:3] == ["login", "orders", "api"]
     assert len(document.overrides) == 2
 
 
-def test_an_error_says_file_line_value_and_a_right_one() -> None:
-    """The first line of the message is all that is needed to mend it."""
+def test_an_error_names_file_line_and_a_correct_value() -> None:
+    """The first line of the message is enough to correct the mistake."""
     with pytest.raises(DocumentError) as caught:
         read(SMALL.replace("10/second", "10/fortnight"), "limits.yaml")
     assert str(caught.value) == (
@@ -86,7 +86,7 @@ def test_an_error_says_file_line_value_and_a_right_one() -> None:
 
 
 def test_a_message_shows_the_first_twenty() -> None:
-    """All are in `problems`; the message says how many more there are."""
+    """`problems` has all; the message says how many more there are."""
     with pytest.raises(DocumentError) as caught:
         read("version: 1\ndeny:\n" + "- 5\n" * 50)
     lines = str(caught.value).splitlines()
@@ -95,15 +95,15 @@ def test_a_message_shows_the_first_twenty() -> None:
     assert lines[-1] == "… and 30 more"
 
 
-def test_a_million_mistakes_are_a_thousand() -> None:
-    """Looking for more helps nobody."""
+def test_the_number_of_problems_is_bounded() -> None:
+    """Reading stops after PROBLEMS_MAX mistakes."""
     with pytest.raises(DocumentError) as caught:
         from_data({"version": 1, "deny": [5] * 100_000})
     assert len(caught.value.problems) == PROBLEMS_MAX
 
 
 def test_an_error_survives_pickling_and_copying() -> None:
-    """A worker process can hand it to its parent."""
+    """A worker process can send it to its parent."""
     error = DocumentError((DocumentProblem("a.yaml", 1, 2, "rules", "wrong"),))
     for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert (type(again), str(again)) == (DocumentError, "a.yaml:1:2: rules: wrong")
@@ -111,7 +111,7 @@ def test_an_error_survives_pickling_and_copying() -> None:
 
 
 def test_json_is_read_like_yaml() -> None:
-    """The same document, and mistakes on their lines."""
+    """JSON gives the same document, and mistakes have their lines."""
     data = {"version": 1, "rules": [{"id": "all", "by": ["user"], "limits": ["10/second"]}]}
     assert read(json.dumps(data)) == read(SMALL) == from_data(data)
     data["rules"][0]["mode"] = "of"  # type: ignore[index]  # it is a list
@@ -122,7 +122,7 @@ def test_json_is_read_like_yaml() -> None:
 
 
 def test_data_has_no_lines() -> None:
-    """Its problems say the path."""
+    """The problems of plain data have a path, but no line."""
     with pytest.raises(DocumentError, match=r"^<data>: rules\[0\]\.rollout: 101 is not a whole"):
         from_data({"version": 1, "rules": [{"id": "a", "by": [], "limits": "5/s", "rollout": 101}]})
 
@@ -131,7 +131,7 @@ def test_data_has_no_lines() -> None:
 
 
 def test_a_file_is_read(tmp_path: Path) -> None:
-    """By a path or its text; with a byte order mark or without; and named in errors."""
+    """By a path or its text, with or without a byte order mark; errors name the file."""
     path = tmp_path / "limits.yaml"
     path.write_text(SMALL, "utf-8-sig")
     assert read_file(path) == read_file(str(path)) == read(SMALL)
@@ -153,7 +153,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
 def test_files_that_cannot_be_read(
     tmp_path: Path, name: str, content: bytes | None, said: str
 ) -> None:
-    """The same kind of error, naming the file."""
+    """The error is a DocumentError that names the file."""
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
@@ -163,7 +163,7 @@ def test_files_that_cannot_be_read(
 
 
 def test_a_file_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is not read to its end."""
+    """A file that is too large is not read to its end."""
     path = tmp_path / "long.yaml"
     path.write_text("é" * 20)
     monkeypatch.setattr(module, "BYTES_MAX", 9)
@@ -171,15 +171,15 @@ def test_a_file_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         read_file(path)
 
 
-def test_a_path_is_no_text() -> None:
-    """Who hands a path to `read` is told of `read_file`."""
+def test_read_rejects_a_path() -> None:
+    """The error of `read` suggests `read_file`."""
     path: Any = EXAMPLE
     with pytest.raises(DocumentError, match=r"to read a file, use read_file\(\)"):
         read(path)
 
 
-def test_the_schema_is_there() -> None:
-    """It is part of the package."""
+def test_the_schema_is_installed() -> None:
+    """The schema is part of the package."""
     assert schema()["title"] == "Tollkeeper rule document"
 
 
@@ -224,8 +224,8 @@ WORDS = [
 @given(st.text() | st.lists(st.sampled_from(WORDS), max_size=30).map("".join))
 @example("{version: 1, rules: [{id: a, by: user, limits: [{limit: 5, per: 1e400}]}]}")
 @example("version: 1\noverrides: [{for: {user: a}, until: 9999-12-31T23:59:59-23:59}]")
-def test_any_text_is_a_document_or_refused(text: str) -> None:
-    """And nothing else happens."""
+def test_any_text_is_a_document_or_rejected(text: str) -> None:
+    """No text raises another error."""
     with suppress(DocumentError):
         assert isinstance(read(text), Document)
 
@@ -256,8 +256,8 @@ ANYTHING = st.recursive(
 
 
 @given(ANYTHING)
-def test_any_data_is_a_document_or_refused(data: Any) -> None:
-    """And nothing else happens, also where only the version is right."""
+def test_any_data_is_a_document_or_rejected(data: Any) -> None:
+    """No data raises another error, even if its version is valid."""
     for candidate in (data, {"version": 1, "rules": [data], "tiers": data}):
         with suppress(DocumentError):
             assert isinstance(from_data(candidate), Document)
@@ -265,7 +265,7 @@ def test_any_data_is_a_document_or_refused(data: Any) -> None:
 
 @given(documents(), st.data())
 def test_one_value_replaced_by_anything(data: Data, draw: st.DataObject) -> None:
-    """A right document with one part of it exchanged is right or refused; every part is tried."""
+    """A valid document with any one part replaced is a document or rejected."""
     changed: Any = copy.deepcopy(data)
     inner = changed
     while True:

@@ -1,4 +1,4 @@
-"""What must be forced to go live, as a table; and what must not."""
+"""Findings of documents that most likely are mistakes, and rules that can never match."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ LIMITS = (Limit(5, per=1),)
 
 
 def found(text: str, before: Document | None = None) -> list[tuple[str, str]]:
-    """Code and path of what is found in a document with these names beside the version."""
+    """Return code and path of the findings of a document with these fields beside the version."""
     return [(it.code, it.where) for it in findings(read(f"{{version: 1, {text}}}"), before)]
 
 
 def rule(text: str) -> list[tuple[str, str]]:
-    """What is found in a rule with these fields, limited to 5 a second."""
+    """Return the findings of a rule with these fields and a limit of 5 per second."""
     return found(f"rules: [{{id: r, by: user, limits: 5/s, {text}}}]")
 
 
 def test_the_example_is_safe() -> None:
-    """Also as a change of itself."""
+    """The example has no findings, also as a change of itself."""
     document = read_file(EXAMPLE)
     assert findings(document) == ()
     assert findings(document, document) == ()
@@ -62,8 +62,8 @@ def test_the_example_is_safe() -> None:
         ),
     ],
 )
-def test_entries_that_mean_everyone(entries: str, places: list[str]) -> None:
-    """On either list; networks also together."""
+def test_entries_that_match_everyone(entries: str, places: list[str]) -> None:
+    """Entries on either list are found, also networks that cover all addresses together."""
     assert found(f"deny: {entries}") == [("denies-all", f"deny{place}") for place in places]
     assert found(f"allow: {entries}") == [("allows-all", f"allow{place}") for place in places]
 
@@ -90,12 +90,12 @@ def test_entries_that_mean_everyone(entries: str, places: list[str]) -> None:
     ],
 )
 def test_costs_that_never_fit(text: str, places: list[str]) -> None:
-    """More than the tightest limit holds, also after it is scaled down; if anyone is denied."""
+    """A cost above the capacity of the tightest limit is found, also after scaling down."""
     assert rule(text) == [("never-fits", place) for place in places]
 
 
-def test_a_burst_is_room_and_the_tightest_limit_counts() -> None:
-    """What a bucket can hold is what one request may cost."""
+def test_a_cost_must_fit_the_smallest_capacity() -> None:
+    """A bucket's capacity includes its burst."""
     assert found("rules: [{id: r, by: [], limits: 5/s burst 5, cost: 10}]") == []
     assert found("rules: [{id: r, by: [], limits: 5/s capacity 3, cost: 4}]") == [
         ("never-fits", "rules[0].limits")
@@ -105,8 +105,8 @@ def test_a_burst_is_room_and_the_tightest_limit_counts() -> None:
     ]
 
 
-def test_tiers_that_apply_are_looked_at() -> None:
-    """The rule's own, and the document's where the rule has none of its own."""
+def test_tiers_that_apply_are_checked() -> None:
+    """The rule's tiers are checked, and the document's for a rule without limits."""
     tiers = "tiers: {a: 1/s, b: 9/s}"
     assert found(f"{tiers}, rules: [{{id: r, by: [], cost: 2}}]") == [("never-fits", "tiers.a")]
     assert found(f"{tiers}, rules: [{{id: r, by: [], cost: 2, tiers: {{a: 2/s}}}}]") == []
@@ -130,7 +130,7 @@ def test_tiers_that_apply_are_looked_at() -> None:
     ],
 )
 def test_overrides_under_which_nothing_fits(override: str, is_found: bool) -> None:
-    """For the rule that is named, or for any of all."""
+    """For the rule that the override names, or for any rule."""
     rules = (
         "{id: r, by: user, limits: 5/s, cost: 3}, {id: cheap, by: ip, limits: 5/s},"
         "{id: idle, by: tier, limits: 5/s, cost: 5, mode: shadow}"
@@ -139,8 +139,8 @@ def test_overrides_under_which_nothing_fits(override: str, is_found: bool) -> No
     assert found(f"rules: [{rules}], overrides: [{{for: {{user: a}}, {override}}}]") == expected
 
 
-def test_an_override_is_given_the_benefit_of_the_doubt() -> None:
-    """Whose tier is not known, so that the widest limits count; and without any, nothing does."""
+def test_an_override_is_compared_with_the_widest_limits() -> None:
+    """The client's tier is unknown, so the widest limits count."""
     tiers = "tiers: {free: 10/s, pro: 1000/s}"
     override = "overrides: [{for: {user: a}, multiply: 0.1}]"
     assert found(f"{tiers}, rules: [{{id: r, by: [], cost: 5}}], {override}") == []
@@ -174,12 +174,12 @@ SHADOWED = read("{version: 1, rules: [{id: r, by: [], limits: 5/s, mode: shadow}
     ],
 )
 def test_nothing_enforced_any_more(text: str, before: Document | None, is_found: bool) -> None:
-    """If something was before."""
+    """Found only if the document before enforced a rule."""
     assert found(text, before) == ([("nothing-enforced", "rules")] if is_found else [])
 
 
 def test_a_tier_that_is_removed_and_still_matched() -> None:
-    """A rule for a tier that the document had; one for a tier that it never knew is left alone."""
+    """A rule for a tier that the document before had is found; one for an unknown tier is not."""
     before = read("{version: 1, tiers: {pro: 5/s}, rules: [{id: r, by: [], limits: 5/s}]}")
     text = "rules: [{id: r, by: [], limits: 5/s, match: {tier: [pro, gold, 'p*']}}]"
     assert found(text, before) == [("orphaned-tier", "rules[0].match.tier")]
@@ -187,8 +187,8 @@ def test_a_tier_that_is_removed_and_still_matched() -> None:
     assert found(f"tiers: {{pro: 5/s}}, {text}", before) == []
 
 
-def test_tiers_that_a_program_left_out() -> None:
-    """Reading refuses them; a document that was put together otherwise is looked at here."""
+def test_tiers_that_a_program_omitted() -> None:
+    """The reader rejects them; documents that a program built are checked here."""
     document = Document(
         rules=(Rule(id="r", by=(), limits=LIMITS, tiers={"pro": LIMITS}),),
         assign={"user:1": "pro", "user:2": "gold", "user:3": "gold"},
@@ -229,7 +229,7 @@ def test_tiers_that_a_program_left_out() -> None:
     ],
 )
 def test_tiers_and_rules_without_limits(document: Document, places: list[str]) -> None:
-    """Nobody would be limited, though a tier or a rule says that somebody is."""
+    """A tier or rule without any limit would limit no client."""
     assert [it.where for it in findings(document) if it.code == "no-limits"] == places
 
 
@@ -237,7 +237,7 @@ def test_tiers_and_rules_without_limits(document: Document, places: list[str]) -
 
 
 def test_rules_that_are_never_reached() -> None:
-    """Named with the rule that takes their requests."""
+    """The finding names the rule that matches their requests."""
     document = read(
         "{version: 1, rules: [{id: all, by: user, limits: 5/s},"
         " {id: some, by: user, limits: 5/s, match: {endpoint: /a}},"
@@ -255,7 +255,7 @@ def test_rules_that_are_never_reached() -> None:
 
 
 def test_a_finding_says_what_why_and_what_to_do() -> None:
-    """In one line."""
+    """A finding prints as one line."""
     (finding,) = findings(read("{version: 1, rules: [{id: r, by: user, limits: 5/s, cost: 6}]}"))
     assert str(finding) == (
         'rules[0].limits (rule "r"): every request costs 6: 5 per 1 s (token_bucket) holds at '
@@ -270,14 +270,14 @@ def test_a_finding_says_what_why_and_what_to_do() -> None:
 
 
 def test_findings_are_bounded() -> None:
-    """A document of mistakes is told of as many as anyone reads."""
+    """At most FINDINGS_MAX are returned."""
     rules = [{"id": str(n), "by": [], "limits": "5/s", "cost": 6} for n in range(FINDINGS_MAX + 5)]
     assert len(findings(from_data({"version": 1, "rules": rules}))) == FINDINGS_MAX
 
 
 @given(documents(), documents())
-def test_any_document_can_be_judged(data: Data, earlier: Data) -> None:
-    """And as a change of any other; each finding names a place and can be printed."""
+def test_any_document_can_be_checked(data: Data, earlier: Data) -> None:
+    """Also as a change of any other; each finding has a path and prints as text."""
     for before in (None, from_data(earlier)):
         for finding in findings(from_data(data), before):
             assert isinstance(finding, SafetyFinding)
@@ -285,8 +285,8 @@ def test_any_document_can_be_judged(data: Data, earlier: Data) -> None:
             assert str(finding)
 
 
-def test_a_change_to_the_same_finds_what_the_document_has() -> None:
-    """What was forced once is found again: the next change has to be forced, too."""
+def test_a_document_has_the_same_findings_as_a_change_of_itself() -> None:
+    """A finding that was forced is found again by `findings`."""
     document: Any = read("{version: 1, allow: ['*']}")
     assert findings(document, document) == findings(document)
 
@@ -336,8 +336,8 @@ def endpoint(*texts: str, **fields: Any) -> Rule:
         ("/*", "re:/.*", False),
     ],
 )
-def test_endpoints(wide: str, narrow: str, does: bool) -> None:
-    """What certainly matches all that the other does."""
+def test_covering_endpoints(wide: str, narrow: str, does: bool) -> None:
+    """A pattern covers another if it certainly matches all of its paths."""
     assert covers(compile_endpoint(wide), compile_endpoint(narrow)) is does
 
 
@@ -356,8 +356,8 @@ def test_endpoints(wide: str, narrow: str, does: bool) -> None:
         ("[ab]", "a", True),
     ],
 )
-def test_globs(wide: str, narrow: str, does: bool) -> None:
-    """The same for values."""
+def test_covering_globs(wide: str, narrow: str, does: bool) -> None:
+    """A glob covers another if it certainly matches all of its values."""
     assert covers(compile_glob(wide), compile_glob(narrow)) is does
 
 
@@ -373,8 +373,8 @@ def test_globs(wide: str, narrow: str, does: bool) -> None:
         ("2001:db8::/32", "2001:db8:1::/48", True),
     ],
 )
-def test_networks(wide: str, narrow: str, does: bool) -> None:
-    """A block and its parts."""
+def test_covering_networks(wide: str, narrow: str, does: bool) -> None:
+    """A network covers its parts."""
     assert covers(compile_network(wide), compile_network(narrow)) is does
 
 
@@ -386,8 +386,8 @@ paths = st.lists(st.sampled_from(["a", "b", "ab", "aab", "x"]), max_size=5).map(
 
 
 @given(endpoints, endpoints, paths)
-def test_covered_endpoints_are(wide: str, narrow: str, path: str) -> None:
-    """No path passes the covered one and not the other."""
+def test_covered_endpoints_match_no_other_path(wide: str, narrow: str, path: str) -> None:
+    """No path matches the covered pattern and not the covering one."""
     one, other = compile_endpoint(wide), compile_endpoint(narrow)
     if covers(one, other) and other.matches(path):
         assert one.matches(path)
@@ -397,8 +397,8 @@ globs = st.text("ab*?", min_size=1, max_size=4)
 
 
 @given(globs, globs, st.text("ab", max_size=5))
-def test_covered_globs_are(wide: str, narrow: str, value: str) -> None:
-    """No value passes the covered one and not the other."""
+def test_covered_globs_match_no_other_value(wide: str, narrow: str, value: str) -> None:
+    """No value matches the covered glob and not the covering one."""
     one, other = compile_glob(wide), compile_glob(narrow)
     if covers(one, other) and other.matches(value):
         assert one.matches(value)
@@ -452,7 +452,7 @@ def test_covered_globs_are(wide: str, narrow: str, value: str) -> None:
     ],
 )
 def test_rules_that_never_match(rules: list[Rule], pairs: list[tuple[int, int]]) -> None:
-    """Each with the earlier rule that takes all its requests."""
+    """Each comes with the earlier rule that matches all its requests."""
     assert list(covered_rules(rules)) == pairs
 
 
@@ -468,8 +468,8 @@ matches = st.builds(
 
 
 @given(st.lists(matches, min_size=2, max_size=8))
-def test_the_file_finds_all_that_comparing_each_would(found: list[Match]) -> None:
-    """Filing leaves nobody out: the same rules are covered as by looking at every earlier one."""
+def test_the_index_finds_what_comparing_all_rules_finds(found: list[Match]) -> None:
+    """The index omits no candidate: comparing every earlier rule finds the same."""
     rules = [rule_of(match) for match in found]
     conditions = [safety._conditions(match) for match in found]
     expected = {
@@ -483,7 +483,7 @@ def test_the_file_finds_all_that_comparing_each_would(found: list[Match]) -> Non
 
 
 def test_comparing_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the bound it stops and says what it has found."""
+    """At the bound the search stops and returns what it found."""
     rules = [endpoint("/a/*"), endpoint("/a/b"), *(endpoint(f"re:/{n}") for n in range(50))]
     rules += [endpoint("/a/c")]
     assert list(covered_rules(rules)) == [(1, 0), (52, 0)]
@@ -492,7 +492,7 @@ def test_comparing_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_many_rules_are_compared_with_few() -> None:
-    """10,000 rules under one path are not 50 million comparisons: the bound is not reached."""
+    """10,000 rules under one path do not need 50 million comparisons."""
     rules = [endpoint(f"/v1/things/{n}/*") for n in range(10_000)]
     rules += [endpoint("/v1/things/77/parts/{id}")]
     assert list(covered_rules(rules)) == [(10_000, 77)]

@@ -1,4 +1,4 @@
-"""The published JSON Schema: right in itself, and of one mind with the reader."""
+"""The published JSON Schema is valid and agrees with the reader."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def read(data: Any) -> bool:
 
 
 def parts(node: Any, path: str = "#") -> Iterator[tuple[str, Data]]:
-    """Every schema inside the schema."""
+    """Return every schema inside the schema."""
     if isinstance(node, dict):
         if "examples" in node or "type" in node or "properties" in node or "$ref" in node:
             yield path, node
@@ -91,14 +91,14 @@ def parts(node: Any, path: str = "#") -> Iterator[tuple[str, Data]]:
 # ---------------------------------------------------------------------------------- in itself
 
 
-def test_the_schema_is_one() -> None:
-    """By the rules of its own draft."""
+def test_the_schema_is_valid() -> None:
+    """It follows the rules of its draft."""
     Draft202012Validator.check_schema(SCHEMA)
     assert SCHEMA["$schema"] == "https://json-schema.org/draft/2020-12/schema"
 
 
-def test_nothing_unknown_is_let_through() -> None:
-    """Every object with names of ours refuses others, so that editors mark a misspelt one."""
+def test_unknown_fields_are_rejected() -> None:
+    """Every object with fixed fields rejects others, so that editors mark a misspelt field."""
     closed = [path for path, part in parts(SCHEMA) if part.get("additionalProperties") is False]
     opened = [
         path
@@ -110,7 +110,7 @@ def test_nothing_unknown_is_let_through() -> None:
 
 
 def test_everything_is_described() -> None:
-    """Editors show it: each name that one may write has a description, here or where it points."""
+    """Each field has a description for editors, directly or by reference."""
     missing = [
         f"{path}/{name}"
         for path, part in parts(SCHEMA)
@@ -124,8 +124,8 @@ def test_everything_is_described() -> None:
     assert [path.rpartition("/for/")[2] for path in missing] == ["user", "api_key", "tenant"]
 
 
-def test_every_example_is_right() -> None:
-    """What editors propose is accepted by the part of the schema that proposes it."""
+def test_every_example_is_valid() -> None:
+    """The part of the schema that has an example accepts it."""
     tried = 0
     for path, part in parts(SCHEMA):
         for example in part.get("examples", []):
@@ -138,8 +138,8 @@ def test_every_example_is_right() -> None:
 # ---------------------------------------------------------------------- of one mind with the code
 
 
-def test_the_names_are_the_grammars() -> None:
-    """A name added to one of them is missed here."""
+def test_the_fields_are_those_of_the_grammar() -> None:
+    """A field that is added to only one of them fails here."""
     rule = DEFS["rule"]["properties"]
     assert set(SCHEMA["properties"]) == set(grammar._TOP)
     assert set(rule) == set(grammar._RULE)
@@ -153,8 +153,8 @@ def test_the_names_are_the_grammars() -> None:
     assert set(forbidden) == set(REQUEST_FIELDS)
 
 
-def test_the_words_are_the_codes() -> None:
-    """Every choice, and the usual one."""
+def test_the_choices_are_those_of_the_code() -> None:
+    """Every choice and its default agree."""
     rule, scale = DEFS["rule"]["properties"], DEFS["scale"]["properties"]
     assert tuple(DEFS["limit"]["properties"]["algorithm"]["enum"]) == ALGORITHM_NAMES
     assert tuple(rule["mode"]["enum"]) == MODES
@@ -175,8 +175,8 @@ def test_the_words_are_the_codes() -> None:
     )
 
 
-def test_the_bounds_are_the_codes() -> None:
-    """Every number that stands in both."""
+def test_the_bounds_are_those_of_the_code() -> None:
+    """Every number that occurs in both agrees."""
     rule, override = DEFS["rule"]["properties"], DEFS["override"]["properties"]
     limit = DEFS["limit"]["properties"]
     assert SCHEMA["properties"]["version"]["const"] == grammar.VERSION
@@ -196,14 +196,14 @@ def test_the_bounds_are_the_codes() -> None:
 
 
 @given(documents())
-def test_what_is_read_is_accepted(data: Data) -> None:
-    """As it was written, and in the canonical form."""
+def test_readable_documents_are_accepted(data: Data) -> None:
+    """As they were written, and in the canonical form."""
     assert accepted(data), next(VALIDATOR.iter_errors(data)).message
     assert accepted(to_data(from_data(data)))
 
 
 def test_the_example_is_accepted() -> None:
-    """As its editor sees it: times are text there."""
+    """As an editor sees it, where times are text."""
 
     def plain(node: DocumentNode) -> Any:
         if node.kind == "list":
@@ -341,8 +341,8 @@ FIRST_LIMIT = ("rules", 0, "limits", 1)
     ],
     ids=lambda part: json.dumps(part)[:60],
 )
-def test_structural_mistakes_are_refused_by_both(path: tuple[Any, ...], wrong: Any) -> None:
-    """The right document with one thing wrong: neither the editor nor the reader takes it."""
+def test_both_reject_structural_mistakes(path: tuple[Any, ...], wrong: Any) -> None:
+    """Schema and reader reject a valid document with one mistake."""
     data: Any = copy.deepcopy(GOOD)
     assert accepted(data)
     assert read(data)
@@ -358,8 +358,8 @@ def test_structural_mistakes_are_refused_by_both(path: tuple[Any, ...], wrong: A
 
 
 @pytest.mark.parametrize("name", ["version"])
-def test_missing_names_are_refused_by_both(name: str) -> None:
-    """What is required."""
+def test_both_reject_missing_fields(name: str) -> None:
+    """Schema and reader require the same fields."""
     data = {key: value for key, value in GOOD.items() if key != name}
     assert not accepted(data)
     assert not read(data)

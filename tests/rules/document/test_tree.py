@@ -1,4 +1,4 @@
-"""From text and data to the tree: where things stand, what they are, and what is too much."""
+"""From text and data to the tree: positions, kinds of values and bounds; places that read it."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def tree(text: str) -> DocumentNode:
     return root
 
 
-def refused(text: str) -> str:
-    """The one problem of a text that has no tree."""
+def rejected(text: str) -> str:
+    """Return the only problem of a text that cannot be read."""
     problems = ProblemList("t")
     assert tree_of_yaml(text, problems) is None
     (problem,) = problems.found
@@ -45,7 +45,7 @@ def refused(text: str) -> str:
 
 
 def plain(node: DocumentNode) -> Any:
-    """The tree as kinds and values, without places."""
+    """Return the tree as kinds and values, without positions."""
     if node.kind == "list":
         return [plain(item) for item in node.value]
     if node.kind == "mapping":
@@ -96,21 +96,21 @@ def plain(node: DocumentNode) -> Any:
         ("!mine x", "other", "x"),
     ],
 )
-def test_what_a_scalar_is(text: str, kind: str, value: object) -> None:
-    """By YAML's rules, with its spelling kept; nothing is made from a tag."""
+def test_kinds_of_scalars(text: str, kind: str, value: object) -> None:
+    """YAML's rules apply, the spelling is kept, and tags construct nothing."""
     node = tree(text)
     assert (node.kind, node.value) == (kind, value)
     assert node.text == text.split(" ", 1)[-1].strip("'\"") if text != "a b" else "a b"
 
 
 @pytest.mark.parametrize("text", ["!!set {a, b}", "!!omap [a: 1]", "!!python/tuple [1]"])
-def test_collections_of_other_kinds_are_none_of_ours(text: str) -> None:
-    """Neither a list nor a mapping, so that the grammar refuses them."""
+def test_tagged_collections_are_other_values(text: str) -> None:
+    """They are neither a list nor a mapping, so that the grammar rejects them."""
     assert tree(text).kind == "other"
 
 
-def test_every_node_knows_its_place() -> None:
-    """Lines and columns from 1, in characters, of keys and of values."""
+def test_every_node_knows_its_position() -> None:
+    """Lines and columns of keys and values count from 1, in characters."""
     text = 'a: 1\nb:\n  - "é": [x,   y]\n  - >\n    folded\n'
     (_, one), (b, items) = tree(text).value
     first, folded = items.value
@@ -127,14 +127,14 @@ def test_every_node_knows_its_place() -> None:
     ]
 
 
-def test_aliases_stand_where_their_anchor_does() -> None:
-    """A mistake in what is shared is to be mended at the anchor."""
+def test_aliases_have_the_position_of_their_anchor() -> None:
+    """A mistake in a shared value must be corrected at the anchor."""
     (_, shared), (_, again) = tree("a: &x [1]\nb: *x\n").value
     assert again is shared
 
 
 def test_merge_keys() -> None:
-    """`<<` brings in the names that are not given, the first source first."""
+    """`<<` adds the keys that the mapping does not have; the first source takes precedence."""
     text = "- &a {x: 1, y: 2}\n- &b {y: 3, z: 4}\n- {<<: [*a, *b], z: 5}\n- {x: 6, <<: *a}\n"
     merged = [plain(item) for item in tree(text).value[2:]]
     number = "number"
@@ -167,27 +167,27 @@ def test_merge_keys() -> None:
         ("%YAML 3.0\n--- a", "t:1:1: invalid YAML: found incompatible YAML document"),
     ],
 )
-def test_what_is_not_yaml(text: str, problem: str) -> None:
-    """One problem, with its line and column."""
-    assert refused(text).startswith(problem)
+def test_invalid_yaml(text: str, problem: str) -> None:
+    """Each text gives one problem with its line and column."""
+    assert rejected(text).startswith(problem)
 
 
-def test_a_byte_order_mark_is_nothing() -> None:
+def test_a_byte_order_mark_is_ignored() -> None:
     """Some editors write one."""
     assert tree("\ufeffa: 1").value[0][0].text == "a"
 
 
 def test_the_library_without_its_compiled_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it was built so, documents are read more slowly and the same."""
+    """Without its compiled part, the library reads documents more slowly, with the same result."""
     text = 'a: &x [1, "b", off]\nc: *x\nd: {<<: {e: 2026-01-01}, f: ~}\n'
     compiled = tree(text)
     monkeypatch.delattr(yaml, "CSafeLoader")
     assert tree(text) == compiled
-    assert refused("a: b: c").startswith("t:1:5: invalid YAML: mapping values are not allowed")
+    assert rejected("a: b: c").startswith("t:1:5: invalid YAML: mapping values are not allowed")
 
 
-def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """YAML is an extra; plain data needs nothing."""
+def test_an_error_says_which_library_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """YAML is an extra; plain data needs no library."""
     real = builtins.__import__
 
     def without_yaml(name: str, *rest: Any) -> Any:
@@ -204,42 +204,43 @@ def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyP
 # ---------------------------------------------------------------------------------------- bounds
 
 
-def test_a_billion_laughs_are_refused() -> None:
-    """Each alias counts as all that it stands for: nine lines are 3**40 values."""
+def test_a_billion_laughs_are_rejected() -> None:
+    """Each alias counts as all that it expands to: nine lines are 3**40 values."""
     lines = ["- &a0 [x, x, x]"]
     lines += [f"- &a{n + 1} [*a{n}, *a{n}, *a{n}]" for n in range(40)]
-    assert "with all aliases expanded, the document has more than 2,500,000 values" in refused(
+    assert "with all aliases expanded, the document has more than 2,500,000 values" in rejected(
         "\n".join(lines)
     )
 
 
 def test_aliases_add_to_the_depth() -> None:
-    """What is nested by aliases is as deep as if it were written out."""
+    """Nesting by aliases counts as if it were written out."""
     lines = ["- &a0 [x]"] + [f"- &a{n + 1} [*a{n}]" for n in range(DEPTH_MAX - 2)]
     assert tree("\n".join(lines))
     lines.append(f"- [*a{DEPTH_MAX - 2}]")
-    assert refused("\n".join(lines)) == "t:16:4: more than 16 levels of nesting"
+    assert rejected("\n".join(lines)) == "t:16:4: more than 16 levels of nesting"
 
 
 @pytest.mark.parametrize("opening", ["[", "{a: ", "- ", "? ", "[{a: "])
 def test_depth_is_bounded(opening: str) -> None:
-    """Refused at the bound, not after a million levels: the parser's time grows by the square."""
-    assert "more than 16 levels of nesting" in refused(opening * 1_000_000)
+    """Rejected at the bound and not after a million levels, for which the parser's time is
+    quadratic."""
+    assert "more than 16 levels of nesting" in rejected(opening * 1_000_000)
 
 
-def test_the_deepest_that_is_allowed() -> None:
-    """Exactly DEPTH_MAX lists in one another."""
+def test_the_maximum_depth_is_accepted() -> None:
+    """Exactly DEPTH_MAX nested lists are read."""
     assert tree("[" * DEPTH_MAX + "]" * DEPTH_MAX)
-    assert refused("[" * (DEPTH_MAX + 1) + "]" * (DEPTH_MAX + 1)).startswith(
+    assert rejected("[" * (DEPTH_MAX + 1) + "]" * (DEPTH_MAX + 1)).startswith(
         f"t:1:{DEPTH_MAX + 1}:"
     )
 
 
 def test_the_number_of_values_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The list counts, and each of its values."""
+    """The list counts, and so does each of its values."""
     monkeypatch.setattr(module, "NODES_MAX", 4)
     assert tree("[1, 2, 3]")
-    assert refused("[1, 2, 3, 4]").startswith(
+    assert rejected("[1, 2, 3, 4]").startswith(
         "t:1:11: with all aliases expanded, the document has more"
     )
     problems = ProblemList("t")
@@ -249,22 +250,22 @@ def test_the_number_of_values_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_length_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Characters of two bytes count as two."""
+    """A character of two bytes counts as two."""
     monkeypatch.setattr(module, "BYTES_MAX", 5)
     assert tree("abcde")
     assert tree("éé1")
-    assert refused("abcdef") == "t: larger than 16 MiB; is this a rule document?"
-    assert refused("ééé") == "t: larger than 16 MiB; is this a rule document?"
+    assert rejected("abcdef") == "t: larger than 16 MiB; is this a rule document?"
+    assert rejected("ééé") == "t: larger than 16 MiB; is this a rule document?"
 
 
-def test_directives_do_not_take_the_square_of_their_number() -> None:
-    """The parser compares each %TAG with all before it; they are refused unread."""
+def test_tag_directives_are_rejected_unread() -> None:
+    """The parser compares each %TAG with all before it, which is quadratic."""
     text = "".join(f"%TAG !a{n}! x\n" for n in range(500_000)) + "---\nversion: 1\n"
-    assert refused(text) == "t:1:1: %TAG is not supported; remove the line"
+    assert rejected(text) == "t:1:1: %TAG is not supported; remove the line"
 
 
-def test_enough_problems_are_enough() -> None:
-    """A list of a million mistakes is not a million problems."""
+def test_the_number_of_problems_is_bounded() -> None:
+    """A list of a million mistakes does not create a million problems."""
     problems = ProblemList("t")
     for line in range(PROBLEMS_MAX - 1):
         problems.add(line, 1, "", "wrong")
@@ -290,15 +291,15 @@ json_values = st.recursive(
 @example({"a": "\U0001f600\\\U0001f600/\u2028"}, None, True)
 @example({"\\": "\x7f\x85\ufeff\x00"}, None, True)
 @example([1e22, -0.0, 1e-7, 123456789012345680.0], None, True)
-def test_json_is_read_as_json_reads_it(value: object, indent: Any, ascii_only: bool) -> None:
-    """The tree of a JSON text is the tree of the data, however it is laid out."""
+def test_json_text_gives_the_tree_of_its_data(value: object, indent: Any, ascii_only: bool) -> None:
+    """The tree of a JSON text equals the tree of its data, however it is formatted."""
     text = json.dumps({"value": value}, indent=indent, ensure_ascii=ascii_only)
     # Unescaped, these are no characters or line ends to YAML; and names stop at 1,024 there.
     odd = module._NOT_YAML.search(text) or re.search("[\x85\u2028\u2029]", text)
     if odd or any(len(json.dumps(key)) > 1_000 for key in _keys(value)):
         return
     problems = ProblemList("t")
-    assert _without_truth(tree_of_yaml(text, problems)) == _without_truth(
+    assert _without_booleans(tree_of_yaml(text, problems)) == _without_booleans(
         tree_of_data({"value": value}, problems)
     )
 
@@ -309,20 +310,20 @@ def _keys(value: Any) -> list[str]:
     return [key for inner in value for key in _keys(inner)] if isinstance(value, list) else []
 
 
-def _without_truth(node: DocumentNode | None) -> Any:
-    """The tree in plain form; `true` and `null` are spelled otherwise in data."""
+def _without_booleans(node: DocumentNode | None) -> Any:
+    """Return the tree in plain form; `true` and `null` are spelled differently in data."""
     assert node is not None
     if node.kind == "list":
-        return [_without_truth(item) for item in node.value]
+        return [_without_booleans(item) for item in node.value]
     if node.kind == "mapping":
-        return [(key.text, _without_truth(value)) for key, value in node.value]
+        return [(key.text, _without_booleans(value)) for key, value in node.value]
     if node.kind in {"boolean", "nothing"}:
         return str(node.value).lower().replace("none", "null")
     return node.kind, node.value
 
 
-def test_places_in_json_are_right_on_every_line() -> None:
-    """As in YAML; only on a line that has an escaped pair do later columns move."""
+def test_positions_in_json() -> None:
+    """As in YAML; only on a line with an escaped surrogate pair do later columns move."""
     ((key, value),) = tree('{\n  "a\\ud83d\\ude00": [\n    1,\n    {}\n  ]\n}').value
     assert (key.line, key.column, key.value) == (2, 3, "a\U0001f600")
     assert [(item.line, item.column) for item in value.value] == [(3, 5), (4, 5)]
@@ -345,15 +346,15 @@ def test_places_in_json_are_right_on_every_line() -> None:
         (object(), "other"),
     ],
 )
-def test_what_a_value_is(value: object, kind: str) -> None:
-    """Plain data, and everything else by no name."""
+def test_kinds_of_data(value: object, kind: str) -> None:
+    """Plain data has its kind; every other object is `other`."""
     node = tree_of_data(value, ProblemList("t"))
     assert node is not None
     assert (node.kind, node.line) == (kind, 0)
 
 
-def test_data_that_holds_itself_is_refused() -> None:
-    """By its depth; and by its size what is the same list nine times, nine times over."""
+def test_data_that_contains_itself_is_rejected() -> None:
+    """By its depth; and a list of lists that are all the same, by its size."""
     itself: list[Any] = []
     itself.append(itself)
     problems = ProblemList("t")
@@ -433,7 +434,7 @@ def of(data: object) -> tuple[DocumentPlace, ProblemList]:
 def test_one_value(
     ask: Callable[[DocumentPlace], object], text: str, value: object, said: str
 ) -> None:
-    """The value, or a harmless one and a problem that shows what was found and what is right."""
+    """The value, or a harmless one and a problem with what was found and what is expected."""
     place, problems = at(text)
     assert ask(place) == value
     assert [said in problem.message for problem in problems.found] == ([True] if said else [])
@@ -450,14 +451,14 @@ def test_one_value(
     ids=range(4),
 )
 def test_text_of_data(data: object, said: str) -> None:
-    """What only programs can hand over is refused as well."""
+    """Values that only programs can pass are rejected, too."""
     place, problems = of(data)
     assert place.text("x", 10) == ""
     assert said in problems.found[0].message
 
 
 def test_numbers_of_data() -> None:
-    """True is no 1, infinity no number, and a number of 5,000 digits no trouble."""
+    """True is not 1, infinity is not a number, and 5,000 digits are no trouble."""
     for data in (True, float("nan"), float("inf"), 10**5_000, "1"):
         place, problems = of(data)
         assert place.whole(0, 100, "50") == 0
@@ -466,15 +467,15 @@ def test_numbers_of_data() -> None:
 
 
 def test_a_single_value_is_a_list_of_one() -> None:
-    """Unless a list is asked for."""
+    """Unless a list is required."""
     place, problems = at("a")
     assert [item.node.value for item in place.items("[a]")] == ["a"]
     assert place.items("[a]", single=False) == []
     assert problems.found[0].message == '"a" is not a list; for example [a]'
 
 
-def test_names_of_a_mapping() -> None:
-    """They are text, all different; each mistake stands where the name does."""
+def test_keys_of_a_mapping() -> None:
+    """They must be text and unique; each mistake is reported at the key."""
     place, problems = at('a: 1\n42: 2\n"a": 3\n[x]: 4\n')
     assert list(place.entries("{a: 1}")) == ["a"]
     assert [str(problem) for problem in problems.found] == [
@@ -484,8 +485,8 @@ def test_names_of_a_mapping() -> None:
     ]
 
 
-def test_unknown_names_are_not_passed_over() -> None:
-    """Each with the name that was meant, or with all that there are."""
+def test_unknown_fields_are_reported() -> None:
+    """Each with a similar field, or with all known fields."""
     place, problems = at("limit: 1\ncolour: 2\nid: 3\n")
     assert list(place.fields(("id", "limits"), "{id: a}")) == ["id"]
     assert [problem.message for problem in problems.found] == [
@@ -494,8 +495,8 @@ def test_unknown_names_are_not_passed_over() -> None:
     ]
 
 
-def test_missing_names() -> None:
-    """Told once each, and not where there is no mapping at all."""
+def test_missing_fields() -> None:
+    """Each is reported once, and not if there is no mapping at all."""
     place, problems = at("a: 1")
     assert not place.require(place.entries("{}"), ("a", "1"), ("b", "2"), ("c", "3"))
     assert [problem.message for problem in problems.found] == [
@@ -510,7 +511,7 @@ def test_missing_names() -> None:
 
 
 def test_paths() -> None:
-    """As a program would write them; names with other characters are quoted."""
+    """Paths look like code; keys with other characters are quoted."""
     place, _ = at('rules: [{keys: {"sk 1": [a]}}]')
     rule = place.entries("")["rules"].items("")[0]
     key = rule.entries("")["keys"].entries("")["sk 1"]
@@ -527,12 +528,12 @@ def test_paths() -> None:
     [("a", '"a"'), ("it's", '"it\'s"'), ('say "hi"', "'say \"hi\"'"), ("a\nb", '"a\\nb"')],
 )
 def test_quoted(text: str, shown: str) -> None:
-    """As one would write it, on one line."""
+    """In double quotes, on one line."""
     assert quoted(text) == shown
 
 
 def test_suggestions_are_bounded() -> None:
-    """However many names there are and however long a word is."""
+    """For any number of names and any length of a word."""
     many = [f"rule-{n}" for n in range(100_000)]
     assert suggestion("rule-7", many) == 'did you mean "rule-7"?'
     assert suggestion("zzz", many).endswith('"rule-11", 99,988 more')
@@ -541,6 +542,6 @@ def test_suggestions_are_bounded() -> None:
 
 
 def test_places_are_light() -> None:
-    """No dictionary each: a list of a million entries makes a million of them."""
+    """They have no `__dict__`: a list of a million entries creates a million of them."""
     place: Any = at("a")[0]
     assert not hasattr(place, "__dict__")

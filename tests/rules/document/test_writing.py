@@ -1,4 +1,4 @@
-"""The canonical form: what was written reads as the same document, and reads well."""
+"""The canonical form: it reads as the same document, and is readable."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ EXAMPLE = Path(__file__).parents[3] / "examples/limits.yaml"
 
 
 @given(documents())
-def test_reading_what_was_written_gives_the_same(data: Data) -> None:
-    """As data, YAML and JSON: an equal document, in the same order, written the same again."""
+def test_written_documents_read_back_equal(data: Data) -> None:
+    """As data, YAML and JSON, in the same order; writing it again gives the same."""
     document = from_data(data)
     written, text = to_data(document), to_yaml(document)
     for again in (from_data(written), read(text), read(json.dumps(written))):
@@ -42,7 +42,7 @@ def test_reading_what_was_written_gives_the_same(data: Data) -> None:
 @example(100, 1_000, "token_bucket", 0, "")
 @example(100, 1_001, "token_bucket", 0, "")
 @example(100, 999_999, "token_bucket", 50, "")
-def test_any_limit_survives(
+def test_any_limit_reads_back_equal(
     limit: int, window_us: int, algorithm: str, capacity: int, name: str
 ) -> None:
     """Every window to the microsecond, every capacity, every name."""
@@ -84,13 +84,13 @@ def test_any_limit_survives(
         ),
     ],
 )
-def test_limits_as_rates_where_a_rate_says_it(limit: Limit, written: object) -> None:
-    """The shortest form that loses nothing, in the largest unit that the window is made of."""
+def test_limits_are_rates_where_possible(limit: Limit, written: object) -> None:
+    """The shortest form without loss, in the largest unit that divides the window."""
     assert limit_data(limit) == written
 
 
-def test_the_usual_is_left_out() -> None:
-    """A rule that says no more than it must is written so."""
+def test_defaults_are_omitted() -> None:
+    """A rule with only required fields is written with only these."""
     document = Document(rules=(Rule(id="all", by=(), limits=(Limit(5, per=1),)),))
     assert to_data(document) == {
         "version": 1,
@@ -98,8 +98,8 @@ def test_the_usual_is_left_out() -> None:
     }
 
 
-def test_all_that_is_unusual_is_written() -> None:
-    """Every field of every value reaches the text; a field added later is not forgotten here."""
+def test_every_other_value_is_written() -> None:
+    """Every field is written; a field that is added later fails here."""
     limits = (Limit(5, per=1),)
     rule = Rule(
         id="r",
@@ -141,8 +141,8 @@ def test_all_that_is_unusual_is_written() -> None:
     assert read(to_yaml(document)) == document
 
 
-def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """YAML is an extra; plain data needs nothing."""
+def test_an_error_says_which_library_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """YAML is an extra; plain data needs no library."""
     real = builtins.__import__
 
     def without_yaml(name: str, *rest: Any) -> Any:
@@ -157,7 +157,7 @@ def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyP
 
 
 def test_order_is_kept() -> None:
-    """The first that matches applies, so that the order of keys and costs means something."""
+    """The first that matches applies, so the order of keys and costs matters."""
     data = {
         "version": 1,
         "rules": [
@@ -177,21 +177,21 @@ def test_order_is_kept() -> None:
     assert again.rules[1].cost == 9
 
 
-def test_lists_stand_one_entry_to_a_line() -> None:
-    """So that a change of one entry is a change of one line."""
+def test_lists_have_one_entry_per_line() -> None:
+    """A change of one entry is a change of one line."""
     text = to_yaml(Document(deny=("sk_1", "sk_2")))
     assert text == "version: 1\ndeny:\n- sk_1\n- sk_2\n"
 
 
 def test_text_that_looks_like_something_else_is_quoted() -> None:
-    """Numbers, truth values and times come back as the text they were."""
+    """Text like a number, a boolean or a time is read back as text."""
     words = ["42", "off", "2026-01-01", "1.5", "0E0", "1e5", "0x1F", "12:30:45", "~", "=", "<<"]
     tiers = dict.fromkeys(words, (Limit(5, per=1),))
     assert list(read(to_yaml(Document(tiers=tiers))).tiers) == words
 
 
 def test_the_example_in_its_canonical_form() -> None:
-    """Short, and the same when read."""
+    """It is short, and reads back equal."""
     document = read_file(EXAMPLE)
     text = to_yaml(document)
     assert read(text) == document

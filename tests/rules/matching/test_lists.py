@@ -1,4 +1,4 @@
-"""Allow and deny lists: who is on them, which entry says so, and at any size."""
+"""Allow and deny lists: which requests are on them, by which entry, at any size."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ KEY = Request(api_key="sk_live_42", user="u7", ip="10.1.2.3", tenant="acme", tie
         ("dead:beef", Request(attributes={"dead": "beef"}), "dead:beef"),
     ],
 )
-def test_who_is_on_a_list(entry: str, request_: Request, why: str | None) -> None:
-    """An entry, a request, and the entry as it is given for the reason; None: not on it."""
+def test_requests_on_a_list(entry: str, request_: Request, why: str | None) -> None:
+    """An entry, a request, and the entry that `why` returns; None: the request is not on it."""
     for name, lists in (
         ("allow", Lists.compile(allow=[entry])),
         ("deny", Lists.compile(deny=[entry])),
@@ -116,10 +116,10 @@ def test_who_is_on_a_list(entry: str, request_: Request, why: str | None) -> Non
         (["10.1.2.3", "10.0.0.0/8", "10.1.0.0/16"], [], "allow", "ip:10.0.0.0/8"),
     ],
 )
-def test_a_deny_goes_before_an_allow(
+def test_a_deny_takes_precedence(
     allow: list[str], deny: list[str], verdict: str | None, why: str | None
 ) -> None:
-    """Whatever is more exact: who is denied is denied."""
+    """Even if the allow entry is more exact."""
     lists = Lists.compile(allow, deny)
     assert (lists.verdict(KEY), lists.why(KEY)) == (verdict, why)
 
@@ -158,8 +158,8 @@ def test_a_deny_goes_before_an_allow(
     ],
     ids=range(28),
 )
-def test_a_wrong_entry_says_what_is_right(entry: Any, says: str) -> None:
-    """The error names the list, shows the entry, and what would be right."""
+def test_a_wrong_entry_shows_a_correct_one(entry: Any, says: str) -> None:
+    """The error names the list, shows the entry and says what is expected."""
     with pytest.raises(ConfigError) as caught:
         Lists.compile(deny=["user:42", entry])
     assert str(caught.value).startswith("deny list: entry ")
@@ -169,7 +169,7 @@ def test_a_wrong_entry_says_what_is_right(entry: Any, says: str) -> None:
 
 
 def test_a_text_is_not_a_list() -> None:
-    """One text would be read as many entries of one character."""
+    """A text would be read as many entries of one character."""
     with pytest.raises(
         ConfigError, match=r"allow list: 'sk_\*' is text, not a list.* write \['sk_\*'\]"
     ):
@@ -181,8 +181,8 @@ class Plan(StrEnum):
 
 
 @pytest.mark.parametrize("entry", ["tier:free", "tier:f*", "tier:f*e"])
-def test_a_value_may_be_a_kind_of_text(entry: str) -> None:
-    """The member of a StrEnum is its text."""
+def test_a_value_may_be_a_subclass_of_str(entry: str) -> None:
+    """A member of a StrEnum counts as its text."""
     assert Lists.compile(deny=[entry]).verdict(Request(tier=Plan.FREE)) == "deny"
 
 
@@ -195,15 +195,15 @@ def test_a_value_may_be_a_kind_of_text(entry: str) -> None:
         Request(attributes={"region": ["eu"]}),  # type: ignore[dict-item]  # same
     ],
 )
-def test_a_value_that_is_not_text_is_refused(request_: Request) -> None:
-    """Looked up as it is, user 42 would not be found on the list that denies user:42."""
+def test_a_value_that_is_not_text_is_rejected(request_: Request) -> None:
+    """The number 42 would not match the entry user:42 that denies it."""
     lists = Lists.compile(deny=["user:42", "ip:0.0.0.0/0", "region:eu"])
     with pytest.raises(InvalidKey, match="convert it to text"):
         lists.verdict(request_)
 
 
 def test_irregular_globs_are_bounded() -> None:
-    """What can only be tried one by one is limited, and the error says how to write it."""
+    """Globs that must be tried one by one are bounded; the error says how to write them."""
     most = [f"*_{number}" for number in range(IRREGULAR_GLOBS_MAX)]
     assert Lists.compile(deny=most).why(Request(user="u_999")) == "*_999"
     with pytest.raises(ConfigError, match=r"more than 1,000 globs .* like sk_internal_\*"):
@@ -213,7 +213,7 @@ def test_irregular_globs_are_bounded() -> None:
 
 
 def test_entries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list that never ends is an error, not the end of the memory."""
+    """An endless list is an error and does not fill the memory."""
     monkeypatch.setattr(lists_module, "ENTRIES_MAX", 10)
     Lists.compile(deny=["user:42"] * 10)
     with pytest.raises(ConfigError, match="deny list: there are more than 10 entries"):
@@ -221,7 +221,7 @@ def test_entries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class CountingText(str):
-    """Text that counts how often it is looked up, compared or cut."""
+    """Text that counts how often it is hashed, compared or sliced."""
 
     __slots__ = ("touched",)
     touched: int
@@ -250,7 +250,7 @@ class CountingText(str):
 
 @pytest.mark.parametrize("form", ["api_key:sk_{:07d}", "sk_{:07d}", "sk_{:07d}_*", "sk_{:07d}*_x"])
 def test_a_look_up_does_not_grow_with_the_list(form: str) -> None:
-    """The value is looked up as often among a thousand entries as among ten."""
+    """A value is looked up as often among a thousand entries as among ten."""
 
     def touched(count: int) -> int:
         value = CountingText("sk_0000007_and_more")
@@ -262,7 +262,7 @@ def test_a_look_up_does_not_grow_with_the_list(form: str) -> None:
 
 
 def test_networks_of_every_length() -> None:
-    """Each of the 33 and 129 lengths is looked up on its own."""
+    """Each of the 33 and 129 prefix lengths is looked up separately."""
     for kind in (ipaddress.IPv4Network, ipaddress.IPv6Network):
         bits = kind(0).max_prefixlen
         ones = [kind((1 << (bits - length), length)) for length in range(1, bits + 1)]
@@ -277,8 +277,8 @@ def test_networks_of_every_length() -> None:
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="since 3.14 the collector walks dicts too")
-def test_the_garbage_collector_does_not_walk_through_a_list() -> None:
-    """What it has to look at does not grow with the list: its pauses would."""
+def test_the_garbage_collector_does_not_traverse_a_list() -> None:
+    """The number of objects that it traverses does not grow with the list."""
 
     def walked(count: int) -> int:
         forms = ("sk_{}", "user:u{}", "user:u{}*", "2001:db8::{:x}")
@@ -325,7 +325,7 @@ REQUESTS = st.builds(
 
 
 def _naively_on(entry: str, request: Request) -> bool:
-    """What the entry says, read anew for each request."""
+    """Return whether an entry matches, parsed again for each request."""
     try:
         network = ipaddress.ip_network(entry)
     except ValueError:
@@ -343,7 +343,7 @@ def _naively_on(entry: str, request: Request) -> bool:
 def test_lists_agree_with_a_naive_search(
     allow: list[str], deny: list[str], request: Request
 ) -> None:
-    """The verdict is what trying every entry finds, and the reason is an entry that matches."""
+    """The verdict equals that of trying every entry, and the reason is an entry that matches."""
     lists = Lists.compile(allow, deny)
     expected = None
     for name, entries in (("deny", deny), ("allow", allow)):
@@ -359,7 +359,7 @@ def test_lists_agree_with_a_naive_search(
 
 @given(st.text() | st.text(alphabet="user:ip10./*?[]-# \n", max_size=20))
 def test_any_text_is_an_entry_or_an_error(text: str) -> None:
-    """Nothing else comes out, and every message can be printed."""
+    """No text raises another error, and every message can be printed."""
     try:
         lists = Lists.compile(allow=[text])
     except ConfigError as error:
@@ -389,8 +389,8 @@ def _file(folder: Path, content: bytes) -> Path:
         (b"x" * 500 + b" #" + b"y" * (LINE_BYTES_MAX - 502), ["x" * 500]),
     ],
 )
-def test_a_file_has_one_entry_a_line(content: bytes, entries: list[str], tmp_path: Path) -> None:
-    """Comments and blank lines are left out, whatever system wrote the file."""
+def test_a_file_has_one_entry_per_line(content: bytes, entries: list[str], tmp_path: Path) -> None:
+    """Comments and blank lines are skipped, with any line ending."""
     assert list(read_list(_file(tmp_path, content))) == entries
     assert list(read_list(str(_file(tmp_path, content)))) == entries
 
@@ -414,8 +414,8 @@ def test_a_wrong_line_is_named(content: bytes, says: str, tmp_path: Path) -> Non
     assert str(caught.value).startswith(f"{path}, {says}")
 
 
-def test_a_list_of_a_file(tmp_path: Path) -> None:
-    """A file is read straight into a list, and its errors name list, file and line."""
+def test_a_list_from_a_file(tmp_path: Path) -> None:
+    """A file is read directly into a list; errors name list, file and line."""
     path = _file(tmp_path, b"user:42\nip:10.0.0.0/8\n")
     assert Lists.compile(deny=read_list(path)).why(KEY) == "ip:10.0.0.0/8"
     path = _file(tmp_path, b"user:42\nip:10\n")
@@ -425,6 +425,6 @@ def test_a_list_of_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["missing.txt", "."])
 def test_a_file_that_cannot_be_read(name: str, tmp_path: Path) -> None:
-    """It is an error of the configuration, which names it."""
+    """The error is a ConfigError that names the file."""
     with pytest.raises(ConfigError, match=r"cannot be read: .*; name a file"):
         list(read_list(tmp_path / name))

@@ -1,4 +1,4 @@
-"""Patterns: what each matches, as tables; against naive matchers; and never slower than linear."""
+"""Patterns: tables of what each matches, comparisons with naive matchers, and linear time."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ ONE, MANY = Wildcard.ONE, Wildcard.MANY
         ("/a[b]+(c)|d$", "/a[b]+(c)|d$", "/ab"),
     ],
 )
-def test_what_an_endpoint_matches(pattern: str, matched: str, not_matched: str) -> None:
+def test_endpoints(pattern: str, matched: str, not_matched: str) -> None:
     """The pattern matches each path of the first column and none of the second."""
     endpoint = compile_endpoint(pattern)
     assert [path for path in matched.split(" ") if not endpoint.matches(path)] == []
@@ -117,8 +117,8 @@ def test_what_an_endpoint_matches(pattern: str, matched: str, not_matched: str) 
         ("re:/é+", "/%C3%A9 /éé", "/e"),
     ],
 )
-def test_what_a_regular_expression_matches(pattern: str, matched: str, not_matched: str) -> None:
-    """It is matched with the whole of the normalised path."""
+def test_regular_expressions(pattern: str, matched: str, not_matched: str) -> None:
+    """The pattern must match the whole normalised path."""
     endpoint = compile_endpoint(pattern)
     assert [path for path in matched.split() if not endpoint.matches(path)] == []
     assert [path for path in not_matched.split() if endpoint.matches(path)] == []
@@ -139,17 +139,17 @@ def test_what_a_regular_expression_matches(pattern: str, matched: str, not_match
         ("re:/v1/.*", None, (), "/v1/.*"),
     ],
 )
-def test_what_an_index_sees(
+def test_parts_of_an_endpoint(
     pattern: str, exact: str | None, segments: tuple[Any, ...], regex: str | None
 ) -> None:
-    """Just one of the three says what the endpoint matches."""
+    """Exactly one of `exact`, `segments` and `regex` is set."""
     endpoint = compile_endpoint(pattern)
     assert (endpoint.exact, endpoint.segments, endpoint.regex) == (exact, segments, regex)
     assert endpoint.text == pattern
 
 
-def test_an_index_sees_globs_of_one_segment() -> None:
-    """Part of a segment is a glob of that segment; a star at the end adds the rest."""
+def test_globs_within_a_segment() -> None:
+    """A part of a segment is a glob of that segment; a star at the end adds the rest."""
     files, glob, rest = compile_endpoint("/files/report-*").segments
     assert (files, rest) == ("files", MANY)
     assert isinstance(glob, Glob)
@@ -198,8 +198,8 @@ def test_an_index_sees_globs_of_one_segment() -> None:
     ],
     ids=range(35),
 )
-def test_a_wrong_endpoint_says_what_is_right(pattern: Any, says: str) -> None:
-    """The error shows the pattern, what is wrong with it and what would be right."""
+def test_a_wrong_endpoint_shows_a_correct_one(pattern: Any, says: str) -> None:
+    """The error shows the pattern, the mistake and what is expected."""
     with pytest.raises(ConfigError) as caught:
         compile_endpoint(pattern)
     assert says in str(caught.value)
@@ -207,15 +207,15 @@ def test_a_wrong_endpoint_says_what_is_right(pattern: Any, says: str) -> None:
 
 
 def test_regular_expressions_are_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without RE2 the other patterns work, and the error says what to install."""
+    """Without RE2 all other patterns work, and the error says what to install."""
     monkeypatch.setitem(sys.modules, "re2", None)
     assert compile_endpoint("/v1/*").matches("/v1/a")
     with pytest.raises(ConfigError, match=r"pip install 'tollkeeper\[rules\]'"):
         compile_endpoint("re:/v1")
 
 
-def test_many_regular_expressions_are_one() -> None:
-    """All that match are found at once, and a wrong one among them is named."""
+def test_many_regular_expressions_are_one_automaton() -> None:
+    """All that match are found at once, and an invalid one among them is named."""
     regexes = Regexes([f"/v[0-9]+/s{number}/.*" for number in range(5_000)] + ["/v1/s7/.*"])
     assert regexes.matching("/v1/s7/x") == [7, 5_000]
     assert regexes.matching("/v1/s5000/x") == []
@@ -224,8 +224,9 @@ def test_many_regular_expressions_are_one() -> None:
         Regexes(["/a", "(", "/b"])
 
 
-def test_an_automaton_that_outgrows_its_memory_is_right() -> None:
-    """This pattern has 2**200 states. RE2 forgets them again and again, and no answer is wrong."""
+def test_an_automaton_that_exceeds_its_memory_is_correct() -> None:
+    """This pattern has 2**200 states. RE2 rebuilds its automaton often, and every result is
+    correct."""
     endpoint = compile_endpoint("re:/(a|b)*a(a|b){200}")
     source = random.Random(5)
     for _ in range(20):
@@ -239,13 +240,13 @@ LITERALS = st.sampled_from(["a", "b", "ab", "v1", "a.b"])
 
 @given(st.lists(LITERALS | NAMES | st.sampled_from(["{a}-{b}", "v{n}", "{n}.json"]), max_size=5))
 def test_a_template_matches_its_own_text(segments: list[str]) -> None:
-    """A framework that sends the route's template as the endpoint is limited by that rule."""
+    """A rule applies to requests whose endpoint is the route template itself."""
     template = "/" + "/".join(segments)
     assert compile_endpoint(template).matches(template)
 
 
 def _naive_glob(pattern: str, value: str) -> bool:
-    """Tries everything."""
+    """Match a glob by trying everything."""
     if not pattern:
         return not value
     if pattern[0] == "*":
@@ -254,7 +255,7 @@ def _naive_glob(pattern: str, value: str) -> bool:
 
 
 def _naive_path(pattern: list[str], path: list[str]) -> bool:
-    """Tries everything; `**` is any number of segments."""
+    """Match a path by trying everything; `**` is any number of segments."""
     if not pattern:
         return not path
     if pattern[0] == "**":
@@ -317,15 +318,15 @@ def test_endpoints_agree_with_a_naive_matcher(written: list[str], path: list[str
         ("a{1}", "a{1}", "a"),
     ],
 )
-def test_what_a_glob_matches(pattern: str, matched: str, not_matched: str) -> None:
+def test_globs(pattern: str, matched: str, not_matched: str) -> None:
     """The pattern matches each value of the first column and none of the second."""
     glob = compile_glob(pattern)
     assert [value for value in matched.split() if not glob.matches(value)] == []
     assert [value for value in not_matched.split() if glob.matches(value)] == []
 
 
-def test_a_glob_takes_any_character() -> None:
-    """Newlines and halves of surrogate pairs are characters like others."""
+def test_a_glob_matches_any_character() -> None:
+    """Newlines and halves of surrogate pairs are ordinary characters."""
     for character in "\n\r\0\u2028\ud800":
         assert compile_glob("a*").matches(f"a{character}b")
         assert compile_glob("a?b").matches(f"a{character}b")
@@ -347,10 +348,8 @@ def test_a_glob_takes_any_character() -> None:
         ("a[bc]", None, "a", False),
     ],
 )
-def test_what_an_index_sees_of_a_glob(
-    pattern: str, exact: str | None, prefix: str, is_prefix: bool
-) -> None:
-    """One value, or the literal start, and whether that is all there is to it."""
+def test_parts_of_a_glob(pattern: str, exact: str | None, prefix: str, is_prefix: bool) -> None:
+    """The exact value, or the literal start and whether the rest is one star."""
     glob = compile_glob(pattern)
     assert (glob.exact, glob.prefix, glob.is_prefix) == (exact, prefix, is_prefix)
 
@@ -368,8 +367,8 @@ def test_what_an_index_sees_of_a_glob(
     ],
     ids=range(7),
 )
-def test_a_wrong_glob_says_what_is_right(pattern: Any, says: str) -> None:
-    """The error shows the pattern, what is wrong with it and what would be right."""
+def test_a_wrong_glob_shows_a_correct_one(pattern: Any, says: str) -> None:
+    """The error shows the pattern, the mistake and what is expected."""
     with pytest.raises(ConfigError) as caught:
         compile_glob(pattern)
     assert says in str(caught.value)
@@ -382,7 +381,7 @@ def test_a_wrong_glob_says_what_is_right(pattern: Any, says: str) -> None:
     st.text(alphabet="abc.*", max_size=12),
 )
 def test_globs_agree_with_the_standard_library(tokens: list[str], value: str) -> None:
-    """Every combination matches what `fnmatch` says."""
+    """Every combination matches what `fnmatch` matches."""
     pattern = "".join(tokens)
     assert compile_glob(pattern).matches(value) is fnmatch.fnmatchcase(value, pattern)
 
@@ -394,8 +393,8 @@ def test_globs_agree_with_a_naive_matcher(pattern: str, value: str) -> None:
 
 
 @given(st.text(min_size=1, max_size=20), st.text(max_size=20))
-def test_an_escaped_value_matches_itself_alone(value: str, other: str) -> None:
-    """Any value can be written as a glob of nothing else."""
+def test_an_escaped_value_matches_only_itself(value: str, other: str) -> None:
+    """Any value can be written as a glob that matches nothing else."""
     glob = compile_glob(escaped(value))
     assert glob.exact == value
     assert glob.matches(value)
@@ -415,15 +414,15 @@ def test_an_escaped_value_matches_itself_alone(value: str, other: str) -> None:
     ],
     ids=range(7),
 )
-def test_no_endpoint_runs_away(pattern: str, path: str) -> None:
-    """Patterns that take a backtracking matcher longer than the universe is old finish at once."""
+def test_no_endpoint_takes_exponential_time(pattern: str, path: str) -> None:
+    """Patterns that a backtracking matcher would never finish are matched at once."""
     assert not compile_endpoint(pattern).matches(path)
 
 
 @pytest.mark.parametrize(
     "pattern", ["*a" * 200 + "*b", "*a?" * 150 + "b", "*[ab]" * 80 + "b", "*" * 500 + "b"]
 )
-def test_no_glob_runs_away(pattern: str) -> None:
+def test_no_glob_takes_exponential_time(pattern: str) -> None:
     """The same for globs: a million characters and hundreds of stars."""
     assert not compile_glob(pattern).matches("a" * 1_000_000)
     assert compile_glob(pattern).matches("a" * 1_000_000 + "b")
@@ -434,7 +433,7 @@ ANY_TEXT = st.text(alphabet=st.characters(codec=None, categories=None), max_size
 
 @given(ANY_TEXT | st.text(alphabet="/*?{}<>:.%[]re\\()+|^$#2Fa-", max_size=40), ANY_TEXT)
 def test_any_text_is_an_endpoint_or_an_error(pattern: str, path: str) -> None:
-    """Nothing else comes out; what compiles takes any path; every message can be printed."""
+    """No text raises another error; a compiled pattern accepts any path."""
     for text in (pattern, f"re:{pattern}"):
         try:
             endpoint = compile_endpoint(text)
@@ -446,7 +445,7 @@ def test_any_text_is_an_endpoint_or_an_error(pattern: str, path: str) -> None:
 
 @given(ANY_TEXT | st.text(alphabet="*?[]!-^\\ab", max_size=40), ANY_TEXT)
 def test_any_text_is_a_glob_or_an_error(pattern: str, value: str) -> None:
-    """Nothing else comes out; what compiles takes any value; every message can be printed."""
+    """No text raises another error; a compiled pattern accepts any value."""
     try:
         glob = compile_glob(pattern)
     except ConfigError as error:
@@ -496,8 +495,8 @@ def test_any_text_is_a_glob_or_an_error(pattern: str, value: str) -> None:
         ("::/0", "::\ud800", False),
     ],
 )
-def test_what_a_network_holds(network: str, address: str, is_in: bool) -> None:
-    """The network holds the address, or it does not."""
+def test_networks(network: str, address: str, is_in: bool) -> None:
+    """The network contains the address, or it does not."""
     assert compile_network(network).contains(address) is is_in
 
 
@@ -513,8 +512,8 @@ def test_what_a_network_holds(network: str, address: str, is_in: bool) -> None:
         ("0.0.0.0/0", "0.0.0.0/0"),
     ],
 )
-def test_a_network_is_shown_in_one_way(text: str, shown: str) -> None:
-    """A person reads it as it is usually written."""
+def test_a_network_prints_in_its_usual_form(text: str, shown: str) -> None:
+    """Each network has one printed form."""
     assert str(compile_network(text)) == shown
     assert compile_network(shown) == compile_network(text)
 
@@ -545,8 +544,8 @@ def test_a_network_is_shown_in_one_way(text: str, shown: str) -> None:
         (10, "is not text"),
     ],
 )
-def test_a_wrong_network_says_what_is_right(text: Any, says: str) -> None:
-    """The error shows the text, what is wrong with it and a right one."""
+def test_a_wrong_network_shows_a_correct_one(text: Any, says: str) -> None:
+    """The error shows the text, the mistake and what is expected."""
     with pytest.raises(ConfigError) as caught:
         compile_network(text)
     assert says in str(caught.value)
@@ -570,7 +569,7 @@ ADDRESSES = st.ip_addresses().map(str) | st.builds(
 
 @given(ADDRESSES | st.text(alphabet="0123456789abcdef:./f") | st.text())
 def test_addresses_are_those_of_the_standard_library(text: str) -> None:
-    """The fast way reads every text as `ipaddress` does."""
+    """`address_of` reads every text as `ipaddress` does."""
     assert address_of(text) == _reference(text)
 
 
@@ -578,7 +577,7 @@ def test_addresses_are_those_of_the_standard_library(text: str) -> None:
 def test_networks_are_those_of_the_standard_library(
     start: Any, length: int, other: Any, low_bits: int
 ) -> None:
-    """A network holds the addresses that `ipaddress` says, near its edges too."""
+    """A network contains the same addresses as with `ipaddress`, also near its edges."""
     assume(getattr(start, "ipv4_mapped", None) is None)  # those are IPv4 here; the table has them
     length = min(length, start.max_prefixlen)
     network = ipaddress.ip_network((int(start), length), strict=False)
@@ -592,7 +591,7 @@ def test_networks_are_those_of_the_standard_library(
 
 @given(st.text() | st.text(alphabet="0123456789abcdef:./%"))
 def test_any_text_is_a_network_or_an_error(text: str) -> None:
-    """Nothing else comes out, and the message can be printed anywhere."""
+    """No text raises another error, and every message can be printed."""
     try:
         network = compile_network(text)
     except ConfigError as error:
@@ -679,7 +678,7 @@ def test_any_text_is_a_network_or_an_error(text: str) -> None:
     ],
 )
 def test_each_path_has_one_spelling(path: str, normal: str) -> None:
-    """Every spelling on the left is the path on the right, and that is its own."""
+    """Every spelling on the left is normalised to the path on the right, which stays unchanged."""
     assert normalised(path) == normal
     assert normalised(normal) == normal
 
@@ -692,7 +691,7 @@ PATHS = st.text(alphabet="/.%?#:ab2eEfF5é\udcff\ud800") | st.text(
 
 @given(PATHS)
 def test_normalising_twice_changes_nothing(path: str) -> None:
-    """Any text has a normal form, which is text, begins with a slash and is its own."""
+    """Any text has a normal form that begins with a slash and is its own normal form."""
     normal = normalised(path)
     assert normalised(normal) == normal
     assert normal.encode()
@@ -704,7 +703,7 @@ def test_normalising_twice_changes_nothing(path: str) -> None:
 
 @st.composite
 def respelled(draw: st.DrawFn) -> tuple[str, str]:
-    """A path, and another spelling of it as a client may try it."""
+    """Return a path, and another spelling of it as a client may send it."""
     segments = draw(st.lists(st.sampled_from(["login", "v1", "a b", "é", ".x"]), max_size=4))
     written = draw(st.sampled_from(["", "http://host", "/"]))
     for segment in segments:
@@ -717,14 +716,14 @@ def respelled(draw: st.DrawFn) -> tuple[str, str]:
 
 
 @given(respelled())
-def test_no_spelling_slips_past(pair: tuple[str, str]) -> None:
-    """However slashes, dots and percents are put in, it is the same path."""
+def test_no_spelling_evades_a_limit(pair: tuple[str, str]) -> None:
+    """With any added slashes, dots and percent-encoding, it is the same path."""
     path, written = pair
     assert normalised(written) == path
 
 
 def test_long_paths_take_linear_time() -> None:
-    """Hundreds of thousands of what is worst for each step finish."""
+    """Hundreds of thousands of the worst characters for each step finish."""
     for piece in ("/a/..", "%", "%41", "//", "/.", "a:", "\udcff", "?#"):
         normalised(piece * 200_000)
         normalised("/" + piece * 200_000)
@@ -734,14 +733,14 @@ def test_long_paths_take_linear_time() -> None:
     ("text", "plain"),
     [("a%2Ab", "a*b"), ("%2F%3F%23%25", "%2F%3F%23%25"), ("%", "%25"), ("", ""), ("a b", "a b")],
 )
-def test_what_decoding_leaves(text: str, plain: str) -> None:
-    """Only what means something as a character of a path stays encoded."""
+def test_decoding(text: str, plain: str) -> None:
+    """Only characters that have a meaning in a path stay encoded."""
     assert decoded(text) == plain
 
 
 @pytest.mark.parametrize("text", ["POST", "post", "Post"])
-def test_methods_have_no_case(text: str) -> None:
-    """They are written in capitals, however they were."""
+def test_methods_are_upper_case(text: str) -> None:
+    """A method in any case is normalised to upper case."""
     assert compile_method(text) == "POST"
 
 
@@ -749,6 +748,6 @@ def test_methods_have_no_case(text: str) -> None:
     "text", ["", " POST", "POST ", "POST,GET", "*", "x" * 33, "PÖST", "POST\n", 7, None, ["POST"]]
 )
 def test_a_wrong_method(text: Any) -> None:
-    """What is no method is an error that shows one."""
+    """The error shows a correct method."""
     with pytest.raises(ConfigError, match=r"is not an HTTP method; for example POST"):
         compile_method(text)

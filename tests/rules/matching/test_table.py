@@ -30,7 +30,7 @@ def rule(
     costs: Mapping[str, int] | None = None,
     **match: Any,
 ) -> Rule:
-    """A rule that counts by what is named, with conditions as single texts or tuples of them."""
+    """Return a rule that counts by these attributes; conditions are texts or tuples of texts."""
     conditions = {name: (each,) if isinstance(each, str) else each for name, each in match.items()}
     return Rule(
         name,
@@ -44,7 +44,7 @@ def rule(
 
 
 def applying(rules: list[Rule], request: Request, tier: str | None = None) -> list[str]:
-    """The ids of the rules that apply where every rollout reaches."""
+    """Return the ids of the rules that apply to a subject that every roll-out includes."""
     matched = RuleTable(rules).match(request, tier if tier is not None else request.tier)
     return [candidates[0].rule.id for candidates in matched]
 
@@ -53,7 +53,7 @@ def applying(rules: list[Rule], request: Request, tier: str | None = None) -> li
 
 
 def test_the_first_match_applies() -> None:
-    """Of rules that count by the same, the first that matches applies, and no other."""
+    """Of rules that count by the same attributes, only the first that matches applies."""
     rules = [
         rule("writes", method="POST"),
         rule("orders", endpoint="/v1/orders"),
@@ -64,26 +64,26 @@ def test_the_first_match_applies() -> None:
     assert applying(rules, Request(endpoint="/else")) == ["everything"]
 
 
-def test_the_order_of_the_document_counts_and_not_how_a_rule_is_filed() -> None:
-    """A rule for everything that stands first goes before one for just this path."""
+def test_the_order_of_the_document_decides_and_not_the_index() -> None:
+    """An earlier rule for everything takes precedence over a later one for this path."""
     assert applying([rule("everything"), rule("orders", endpoint="/v1/orders")], GET) == [
         "everything"
     ]
 
 
-def test_rules_by_different_things_all_apply() -> None:
-    """One for each distinct `by`, whatever the others are."""
+def test_rules_by_different_attributes_all_apply() -> None:
+    """One rule for each distinct `by` applies."""
     rules = [rule("a", "user"), rule("b", "tenant"), rule("c", "user tenant"), rule("d", "")]
     assert applying(rules, GET) == ["a", "b", "c", "d"]
 
 
-def test_the_order_of_names_makes_another_by() -> None:
+def test_the_order_of_attributes_makes_another_by() -> None:
     """By tenant and user, and by user and tenant, are two counts, so both rules apply."""
     assert applying([rule("a", "user tenant"), rule("b", "tenant user")], GET) == ["a", "b"]
 
 
-def test_a_shadow_rule_takes_nobodys_place() -> None:
-    """It stands beside the one in force; of several the first that matches is decided."""
+def test_a_shadow_rule_replaces_no_other() -> None:
+    """It applies beside the enforced rule; of several, the first that matches."""
     rules = [
         rule("tried", mode="shadow"),
         rule("in force"),
@@ -92,20 +92,20 @@ def test_a_shadow_rule_takes_nobodys_place() -> None:
     assert applying(rules, GET) == ["tried", "in force"]
 
 
-def test_a_rule_that_is_off_is_not_there() -> None:
-    """The next one applies in its place."""
+def test_a_rule_that_is_off_is_ignored() -> None:
+    """The next rule applies instead."""
     assert applying([rule("a", mode="off"), rule("b")], GET) == ["b"]
 
 
-def test_where_a_rollout_does_not_reach_the_next_rule_applies() -> None:
-    """All candidates are told, down to the first that is for everyone."""
+def test_the_next_rule_applies_outside_a_roll_out() -> None:
+    """All candidates are returned, up to the first that applies to all subjects."""
     rules = [rule("new", rollout=10), rule("newer", rollout=50), rule("old"), rule("older")]
     [candidates] = RuleTable(rules).match(GET, None)
     assert [each.rule.id for each in candidates] == ["new", "newer", "old"]
 
 
-def test_no_rule_no_match() -> None:
-    """A document without rules, or with none for this request, has nothing to say."""
+def test_no_rule_matches() -> None:
+    """A document without rules, or without one for this request, returns nothing."""
     assert RuleTable([]).match(GET, None) == ()
     assert RuleTable([rule("a", method="PUT")]).match(GET, None) == ()
 
@@ -152,7 +152,7 @@ def test_no_rule_no_match() -> None:
     ids=repr,
 )
 def test_conditions(match: dict[str, Any], request_: Request, holds: bool) -> None:
-    """Each condition by itself and together with others."""
+    """Each condition alone and together with others."""
     assert applying([rule("a", **match)], request_) == (["a"] if holds else [])
 
 
@@ -189,12 +189,12 @@ def test_conditions(match: dict[str, Any], request_: Request, holds: bool) -> No
     ],
 )
 def test_endpoints(pattern: str, path: str, holds: bool) -> None:
-    """Templates, globs and regular expressions on paths as clients spell them."""
+    """Templates, globs and regular expressions, on paths as clients spell them."""
     assert applying([rule("a", endpoint=pattern)], Request(endpoint=path)) == ["a"] * holds
 
 
-def test_the_tier_is_the_one_that_is_given() -> None:
-    """A tier that somebody is assigned to counts as if the request had named it."""
+def test_an_assigned_tier_counts() -> None:
+    """An assigned tier counts as if the request had named it."""
     rules = [rule("a", tier="pro"), rule("b", tier="free")]
     assert applying(rules, Request(), tier="free") == ["b"]
     assert applying(rules, Request(), tier="pro") == ["a"]
@@ -202,7 +202,7 @@ def test_the_tier_is_the_one_that_is_given() -> None:
 
 
 def test_costs_by_endpoint() -> None:
-    """The first pattern that matches says the cost; else the rule's own."""
+    """The first pattern that matches gives the cost; otherwise the rule does."""
     [candidates] = RuleTable([rule("a", costs={"/search": 5, "/s*": 2})]).match(GET, None)
     costs = [candidates[0].cost(path) for path in ("/search", "/sort", "/v1", None)]
     assert costs == [5, 2, 1, 1]
@@ -210,8 +210,8 @@ def test_costs_by_endpoint() -> None:
 
 @pytest.mark.parametrize("value", [42, b"42", ["42"], True], ids=repr)
 @pytest.mark.parametrize("name", ["user", "endpoint", "method", "tier", "region"])
-def test_what_is_not_text_is_refused(name: str, value: Any) -> None:
-    """A number that matches nothing would slip past a limit; so it is an error."""
+def test_values_that_are_not_text_are_rejected(name: str, value: Any) -> None:
+    """A number would match no pattern and evade a limit, so it is an error."""
     conditions: dict[str, Any] = {"endpoint": "/**", "user": "*", "tier": "*"}
     table = RuleTable([rule("a", **conditions, attributes={"region": ("*",)})])
     known: dict[str, Any] = {name: value} if name != "region" else {"attributes": {name: value}}
@@ -222,8 +222,8 @@ def test_what_is_not_text_is_refused(name: str, value: Any) -> None:
 # ------------------------------------------------------------------------------ what is remembered
 
 
-def test_a_rule_is_found_wherever_most_others_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rules for one endpoint and many tenants, or one tenant and many keys, are not all asked."""
+def test_rules_are_indexed_by_what_distinguishes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules for one endpoint and many tenants, or one tenant and many keys, are not all tested."""
     asked: list[int] = []
     candidates = table_module._RuleIndex.candidates
 
@@ -247,7 +247,7 @@ def test_a_rule_is_found_wherever_most_others_are_alike(monkeypatch: pytest.Monk
 
 
 def test_the_memo_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many values requests have, so many are remembered, and no long path at all."""
+    """The number of cached results is bounded, and long paths are never cached."""
     monkeypatch.setattr(table_module, "MEMO_MAX", 4)
     table = RuleTable([rule("a", endpoint="/a/*")])
     for number in range(50):
@@ -262,8 +262,8 @@ def test_the_memo_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert table.match(Request(endpoint="/a/1"), None)
 
 
-def test_what_no_rule_looks_at_makes_no_difference_to_the_memo() -> None:
-    """A million users are one entry, if rules tell requests apart by path alone."""
+def test_unused_attributes_do_not_fill_the_memo() -> None:
+    """A million users are one entry if the rules only test the path."""
     table = RuleTable([rule("a", endpoint="/a")])
     for number in range(100):
         table.match(Request(user=str(number), ip=f"10.0.0.{number}", endpoint="/a"), None)
@@ -277,7 +277,7 @@ compiled = cache(compile_endpoint)
 
 
 def naive(rules: list[Rule], request: Request, tier: str | None) -> list[list[str]]:
-    """Matching in the words of the documentation: every rule asked, in order."""
+    """Match as the documentation says: test every rule, in order."""
     found: dict[tuple[tuple[str, ...], bool], list[str]] = {}
     complete = set()
     for each in rules:
@@ -343,7 +343,7 @@ def ids(matched: tuple[tuple[CompiledRule, ...], ...]) -> list[list[str]]:
 def test_the_table_agrees_with_a_naive_matcher(
     rules: list[Rule], requests: list[Request], memo_max: int
 ) -> None:
-    """On random rules and requests, at first sight, from memory, and after it was forgotten."""
+    """On random rules and requests: at first, from the cache, and after the cache was cleared."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(table_module, "MEMO_MAX", memo_max)
         table = RuleTable(rules)
@@ -356,7 +356,7 @@ def test_the_table_agrees_with_a_naive_matcher(
 def test_why_a_rule_does_not_match_agrees_with_the_table(
     rules: list[Rule], request: Request, tier: str | None
 ) -> None:
-    """What explains a rule's absence finds a reason just where the table leaves it out."""
+    """`failing` returns a reason for exactly the rules that the table leaves out."""
     table = RuleTable(rules)
     values = {
         **{name: getattr(request, name) for name in ("user", "api_key", "ip", "tenant")},

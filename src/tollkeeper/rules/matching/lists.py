@@ -174,7 +174,7 @@ def _entry_of_line(raw: bytes, is_first: bool) -> str:
 
 
 # The entry that matched: its attribute, a literal, and the rest, which is text or the three numbers
-# of a network. It is formatted only when somebody asks why.
+# of a network. It is formatted only on demand.
 _Hit = tuple[str, str, str | tuple[int, int, int]]
 
 
