@@ -103,7 +103,9 @@ class HttpService:
             return
         path = scope["path"]
         headers = dict(scope["headers"])
-        request_id = self._request_id(headers)
+        request_id = headers.get(b"x-request-id", b"")
+        if not _REQUEST_ID.fullmatch(request_id):
+            request_id = b"%b-%x" % (self._id_prefix, next(self._ids))
         methods = self._routes.get(path, _NO_ROUTES)
         if methods is _NO_ROUTES and _is_admin(path):
             await self._call_admin(scope, request_id, receive, send)
@@ -117,9 +119,7 @@ class HttpService:
                 given = headers.get(b"authorization")
                 authorization = None if given is None else given.decode("latin-1")
                 token = self._permitted(authorization, permission)
-                if token is OPEN and b"origin" in headers:
-                    token = _FROM_BROWSER
-                if isinstance(token, TokenRejection):
+                if isinstance(token, TokenRejection) or (token is OPEN and b"origin" in headers):
                     _reject(token)
             body = b""
             if bytes_max:
@@ -144,22 +144,15 @@ class HttpService:
             status, sent, body = error_reply(error) or self._defects.reply(scope)
         requests, counted = self._requests, (path if methods else "(none)", status)
         requests[counted] = requests.get(counted, 0) + 1
-        sent += (self._node_header, request_id)
+        sent += (self._node_header, (b"x-request-id", request_id))
         if (self.context.stopping or self.context.closing) and scope["http_version"] < "2":
             # A client that keeps connections open finds another one before this one is closed.
             sent.append(_CLOSE)
         await send({"type": "http.response.start", "status": status, "headers": sent})
         await send({"type": "http.response.body", "body": body})
 
-    def _request_id(self, headers: Mapping[bytes, bytes]) -> tuple[bytes, bytes]:
-        """Return the header with the client's request ID, or with one of ours."""
-        given = headers.get(b"x-request-id")
-        if given is None or not _REQUEST_ID.fullmatch(given):
-            given = b"%b-%x" % (self._id_prefix, next(self._ids))
-        return b"x-request-id", given
-
     async def _call_admin(
-        self, scope: Scope, request_id: tuple[bytes, bytes], receive: Receive, send: Send
+        self, scope: Scope, request_id: bytes, receive: Receive, send: Send
     ) -> None:
         async with self._opening_admin:
             if self._admin is None:
@@ -171,7 +164,8 @@ class HttpService:
             if message["type"] == "http.response.start":
                 counted = ("(admin)", message["status"])
                 self._requests[counted] = self._requests.get(counted, 0) + 1
-                headers = [*message.get("headers", ()), self._node_header, request_id]
+                own = (self._node_header, (b"x-request-id", request_id))
+                headers = [*message.get("headers", ()), *own]
                 if (context.stopping or context.closing) and scope["http_version"] < "2":
                     headers.append(_CLOSE)
                 message["headers"] = headers
@@ -215,7 +209,8 @@ def _admin_app(context: ServiceContext) -> Any:
     return admin_app(context)
 
 
-def _reject(rejection: TokenRejection) -> NoReturn:
+def _reject(token: Token | TokenRejection) -> NoReturn:
+    rejection = token if isinstance(token, TokenRejection) else _FROM_BROWSER
     raise RequestRejected(token_reply(rejection))
 
 

@@ -277,10 +277,13 @@ class RememberedChecks:
     """
 
     def __init__(self) -> None:
-        self.by_body: dict[bytes, Repeated] = {}
+        self.by_body: dict[bytes, tuple[Request, int]] = {}
+        """The request and the cost of each body."""
+        self.repeated: dict[bytes, Repeated] = {}
+        """The bodies that came more than once, where the store needs no I/O."""
         self._decode = msgspec.json.Decoder(CheckBody).decode
 
-    def read(self, body: bytes) -> Repeated:
+    def read(self, body: bytes) -> tuple[Request, int]:
         """Decode a body into a request and its cost. Raises ConfigError."""
         try:
             fields = self._decode(body)
@@ -288,17 +291,23 @@ class RememberedChecks:
             raise _body_error(error, body) from None
         if _NUL in body:
             _reject_nul(msgspec.to_builtins(fields), "$")
-        found = Repeated(request_of(fields), fields.cost)
+        found = request_of(fields), fields.cost
         if len(body) <= REMEMBERED_BYTES_MAX:
             if len(self.by_body) >= REMEMBERED_MAX:
                 self.by_body.clear()
+                self.repeated.clear()
             self.by_body[body] = found
+        return found
+
+    def repeat(self, body: bytes) -> Repeated:
+        """Return the remembered check of a body that came before."""
+        found = self.repeated[body] = Repeated(*self.by_body[body])
         return found
 
 
 def _check(context: ServiceContext) -> Handler:
     remembered = RememberedChecks()
-    by_body = remembered.by_body
+    by_body, repeated = remembered.by_body, remembered.repeated
     evaluate = context.limiter.evaluate
     gate = _gate_at_once(context)
     now_ns = context.now_ns
@@ -308,20 +317,19 @@ def _check(context: ServiceContext) -> Handler:
 
     async def check(asked: ServiceRequest) -> ServiceReply:
         body = asked[2]
-        repeated = by_body.get(body)
-        read = repeated or remembered.read(body)
-        request, cost = read.request, read.cost
+        known = by_body.get(body)
+        request, cost = known or remembered.read(body)
         scope = asked[3].scope
         if scope:
             request = in_scope(asked.token, request)
         started_ns = perf_counter_ns()
         if gate is None or switches.limiting_off:
             result = await evaluate(request, cost)
-        elif repeated is None or scope:
+        elif known is None or scope:
             # A plan that is kept for a request that never comes again costs more than it saves.
             result = gate.evaluate(request, cost, spend=True)
         else:
-            result = gate.evaluate_again(repeated)
+            result = gate.evaluate_again(repeated.get(body) or remembered.repeat(body))
         note_seconds(perf_counter_ns() - started_ns)
         decided_ns = now_ns()
         if recorder is not None:

@@ -1,0 +1,112 @@
+"""Walks: which functions of Tollkeeper a request crosses, and in which order.
+
+`docs/architecture.md` follows requests through the code. A section names the functions of a walk as
+`module:function`, with the module's path below `tollkeeper`. The tests record the same request and
+compare: the document cannot go stale.
+
+A function counts once, when it is first called. A property counts as an attribute, and a
+comprehension as part of its function. C functions are not recorded.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import tollkeeper
+
+SOURCE = Path(tollkeeper.__file__).parent
+DOCUMENT = Path(__file__).parents[1] / "docs" / "architecture.md"
+
+_STEP = re.compile(r"`([a-z0-9_./]+):([A-Za-z0-9_.<>]+)`")
+
+
+class Walk:
+    """The functions that were called, in the order of their first calls."""
+
+    def __init__(self) -> None:
+        self._codes: dict[CodeType, None] = {}
+
+    def note(self, frame: FrameType, event: str, _: Any) -> None:
+        """Record a call; a profile function for `sys.setprofile`."""
+        if event == "call":
+            self._codes.setdefault(frame.f_code)
+
+    @property
+    def steps(self) -> list[str]:
+        """The functions of Tollkeeper, as `module:function`."""
+        found = []
+        for code in self._codes:
+            path = Path(code.co_filename)
+            if not path.is_relative_to(SOURCE):
+                continue
+            module = path.relative_to(SOURCE).with_suffix("").as_posix()
+            name = code.co_qualname
+            last = name.rpartition(".")[2]
+            if last in {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>", "<module>"}:
+                continue
+            if not isinstance(resolved(module, name), property):
+                found.append(f"{module}:{name}")
+        return found
+
+
+@contextmanager
+def recorded() -> Any:
+    """Record every call in this thread."""
+    walk = Walk()
+    sys.setprofile(walk.note)
+    try:
+        yield walk
+    finally:
+        sys.setprofile(None)
+
+
+async def walk_of(
+    call: Callable[[], Awaitable[Any]], warm_up: Callable[[], Awaitable[Any]]
+) -> Walk:
+    """Record one awaited call, after another one has opened connections and filled caches."""
+    await warm_up()
+    walk: Walk
+    with recorded() as walk:
+        await call()
+    return walk
+
+
+def resolved(module: str, name: str) -> Any:
+    """Return the object that a step names; None if it is a local function or does not exist."""
+    found: Any = import_module(f"tollkeeper.{module.replace('/', '.')}")
+    for part in name.split("."):
+        if part == "<locals>":
+            return None
+        found = vars(found).get(part) if isinstance(found, type) else getattr(found, part, None)
+    return found
+
+
+def documented(heading: str) -> list[str]:
+    """Return the steps that a section of the architecture document names."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    _, _, rest = text.partition(f"# {heading}\n")
+    assert rest, f"{DOCUMENT.name} has no section {heading!r}"
+    section = re.split(r"^#+ ", rest, maxsplit=1, flags=re.MULTILINE)[0]
+    return [f"{module}:{name}" for module, name in _STEP.findall(section)]
+
+
+def files(steps: list[str]) -> list[str]:
+    """Return the modules of a walk, each once."""
+    return list(dict.fromkeys(step.partition(":")[0] for step in steps))
+
+
+def folders(steps: list[str]) -> list[str]:
+    """Return the folders of a walk in order; one that the walk returns to is listed again."""
+    found: list[str] = []
+    for step in steps:
+        folder = step.partition(":")[0].rpartition("/")[0]
+        if found[-1:] != [folder]:
+            found.append(folder)
+    return found
