@@ -14,7 +14,7 @@ import pytest
 
 from tests.postgres_server import running_postgres
 from tests.redis_servers import running, until
-from tests.service.admin.nodes import Admin, admin_of, filled, secrets_of
+from tests.service.admin.client import Admin, admin_of, filled, secrets_of
 from tests.service_process import RULES, Answered, ServiceProcess, ask_on
 
 # Nobody asks while a test runs: what arrives was pushed.
@@ -24,7 +24,7 @@ SECONDS_MAX = 30.0
 
 def version_of(admin: Admin) -> str:
     """The version of the rules in force in the node's limiter."""
-    return admin.node.limiter.rules_status().version
+    return admin.context.limiter.rules_status().version
 
 
 def has(admin: Admin, version: str) -> bool:
@@ -32,7 +32,7 @@ def has(admin: Admin, version: str) -> bool:
     return version_of(admin) == version
 
 
-# ------------------------------------------------------------------------------ control planes
+# ── Control planes ───────────────────────────────────────────────────────────────────────────────
 
 
 async def test_on_postgresql(tmp_path: Path) -> None:
@@ -55,18 +55,18 @@ async def test_on_postgresql(tmp_path: Path) -> None:
         ]
         for number, (method, path, body) in enumerate(changes, start=2):
             headers = {"If-Match": f'"v{number - 1}"'}
-            made = await admin.ask(method, path, json=body, headers=headers)
+            made = await admin.call(method, path, json=body, headers=headers)
             assert made.headers["etag"] == f'"v{number}"'
-            await admin.refused(method, path, 412, json=body, headers=headers)
+            await admin.rejected(method, path, 412, json=body, headers=headers)
         last = str(len(changes) + 1)
         until(partial(has, admin, last), "the last version is in force", SECONDS_MAX)
-        history = (await admin.ask("GET", "/versions")).json()["items"]
+        history = (await admin.call("GET", "/versions")).json()["items"]
         assert [each["kind"] for each in history] == [
             *("rollback", "remove-rule", "remove-tier", "unassign", "remove-override", "unlist"),
             *("list", "override", "assign", "set-tier", "put-rule", "apply"),
         ]
         assert history[-3]["reason"] == "größer 🦊\nzweite Zeile"
-        assert (await admin.ask("GET", "/node")).json()["rules"]["version"] == last
+        assert (await admin.call("GET", "/node")).json()["rules"]["version"] == last
 
 
 async def test_nodes_on_one_redis_are_told_of_a_change(tmp_path: Path) -> None:
@@ -77,11 +77,11 @@ async def test_nodes_on_one_redis_are_told_of_a_change(tmp_path: Path) -> None:
     async with admin_of(tmp_path, url, url, poll=NEVER_S, store=uri) as admin:
         # The first may come before the limiter listens; then it looks when it begins to.
         for number in ("2", "3"):
-            await admin.ask("PUT", "/tiers/max", json={"limits": f"{number}/second"})
+            await admin.call("PUT", "/tiers/max", json={"limits": f"{number}/second"})
             until(partial(has, admin, number), f"version {number} is told", SECONDS_MAX)
 
 
-# -------------------------------------------------------------------------------- a real service
+# ── A real service ───────────────────────────────────────────────────────────────────────────────
 
 
 class Served:

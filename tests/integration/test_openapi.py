@@ -11,7 +11,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import validate
 
-from tests.service.admin.nodes import secrets_of
+from tests.service.admin.client import secrets_of
 from tests.service_process import RULES, ServiceProcess
 from tollkeeper.service.admin import page
 

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.postgres_server import Postgres
 from tests.redis_servers.waiting import until
-from tests.service.admin.nodes import secrets_of
+from tests.service.admin.client import secrets_of
 from tests.service_process import RULES, Answered, ServiceProcess, ask_on
 
 # A writer that failed retries after 30 s at the latest.

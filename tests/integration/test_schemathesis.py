@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.service.admin.nodes import secrets_of
+from tests.service.admin.client import secrets_of
 from tests.service_process import RULES, ServiceProcess
 
 SECONDS_MAX = 400

@@ -1,1 +1,1 @@
-"""The admin API, asked as an ASGI application, on a database of its own."""
+"""Tests of the admin API as an ASGI application, on a database of its own."""

@@ -8,14 +8,14 @@ from hashlib import sha256
 from html.parser import HTMLParser
 from typing import Any
 
-from tests.service.admin.nodes import Admin, admin, template
+from tests.service.admin.client import Admin, admin, template
 from tollkeeper.service.admin import page
 
 __all__ = ["admin", "template"]  # fixtures, found by name
 
 
 class Seen(HTMLParser):
-    """The tags of a page, and what they refer to."""
+    """The tags of a page, and their references."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Seen(HTMLParser):
 
 
 async def test_the_page_shows_every_operation_and_loads_nothing(admin: Admin) -> None:
-    """No script, no picture, no style sheet: one link, to the description."""
+    """No script, no image, no style sheet: one link, to the OpenAPI document."""
     document: dict[str, Any] = (await admin.client.get("/openapi.json")).json()
     text = (await admin.client.get("/docs")).text
     seen = Seen()
@@ -49,7 +49,7 @@ async def test_the_page_shows_every_operation_and_loads_nothing(admin: Admin) ->
         assert operation["summary"] in text.replace("&#x27;", "'")
 
 
-async def test_the_page_s_style_is_the_one_that_its_policy_allows(admin: Admin) -> None:
+async def test_the_policy_allows_the_style_of_the_page(admin: Admin) -> None:
     """By its hash."""
     text = (await admin.client.get("/docs")).text
     style = re.search("<style>(.*?)</style>", text, re.DOTALL)
@@ -59,8 +59,8 @@ async def test_the_page_s_style_is_the_one_that_its_policy_allows(admin: Admin) 
     assert sha256(style[1].encode()).digest() == b64decode(allowed[1])
 
 
-def test_what_a_description_says_is_shown_as_text() -> None:
-    """Nothing in it becomes markup."""
+def test_descriptions_are_escaped() -> None:
+    """No description becomes markup."""
     operation = {
         "tags": ["x"],
         "summary": "<script>",

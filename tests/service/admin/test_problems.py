@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from tests.service.admin.nodes import Admin, admin, template
+from tests.service.admin.client import Admin, admin, template
 from tollkeeper.control.edits import NotFound
 from tollkeeper.core import errors
 from tollkeeper.core.model import Limit
 from tollkeeper.rules.document.reading import DocumentError, read
 from tollkeeper.rules.document.safety import findings
 from tollkeeper.rules.document.tree import DocumentProblem
-from tollkeeper.service.admin.plane import NoDatabase
-from tollkeeper.service.admin.problems import LISTED_MAX, of_error
+from tollkeeper.service.admin.control import NoDatabase
+from tollkeeper.service.admin.problems import LISTED_MAX, error_response
 
 __all__ = ["admin", "template"]  # fixtures, found by name
 
@@ -40,16 +40,18 @@ KNOWN: list[tuple[errors.TollkeeperError, int, str]] = [
 
 
 @pytest.mark.parametrize(("error", "status", "code"), KNOWN)
-def test_every_error_has_its_answer(error: errors.TollkeeperError, status: int, code: str) -> None:
-    """A status and a code for programs, and the error's own words."""
-    answer = of_error(error, conditional=False)
+def test_every_error_has_a_status_and_a_code(
+    error: errors.TollkeeperError, status: int, code: str
+) -> None:
+    """The detail is the text of the error."""
+    answer = error_response(error, conditional=False)
     assert answer.status_code == status
     assert answer.headers["content-type"] == "application/problem+json"
     assert f'"code":"{code}"' in bytes(answer.body).decode()
 
 
-def test_no_error_is_forgotten() -> None:
-    """All that a caller can meet; the others are made by verbs that are not used here."""
+def test_the_table_has_every_error() -> None:
+    """The other errors are raised by methods that are not used here."""
     tested = {type(error) for error, _, _ in KNOWN}
     never = {errors.TollkeeperError, errors.LimitExceeded, errors.ChangeRefused}
     in_tree = {
@@ -60,23 +62,23 @@ def test_no_error_is_forgotten() -> None:
     assert in_tree - never <= tested
 
 
-def test_a_conflict_is_a_failed_condition_only_where_there_was_one() -> None:
-    """412 for who sent If-Match, and 409 for who lost all races."""
+def test_a_conflict_is_412_only_with_a_condition() -> None:
+    """412 with If-Match, and 409 after too many concurrent changes."""
     conflict = errors.VersionConflict(1, 2)
-    assert of_error(conflict, conditional=True).status_code == 412
-    assert of_error(conflict, conditional=False).status_code == 409
+    assert error_response(conflict, conditional=True).status_code == 412
+    assert error_response(conflict, conditional=False).status_code == 409
 
 
 def test_long_lists_are_cut() -> None:
-    """Of a thousand problems a hundred are told."""
+    """Of a thousand problems, a hundred are listed."""
     many = DocumentError(tuple(DocumentProblem("<body>", n, 1, "", "no") for n in range(1_000)))
-    assert bytes(of_error(many, conditional=False).body).count(b'"line"') == LISTED_MAX
+    assert bytes(error_response(many, conditional=False).body).count(b'"line"') == LISTED_MAX
 
 
-async def test_what_is_not_there(admin: Admin) -> None:
-    """404 for a path, 405 for a method with all that there are."""
-    await admin.refused("GET", "/nope", 404)
-    await admin.refused("GET", "/rules/", 404)
+async def test_unknown_paths_and_methods(admin: Admin) -> None:
+    """404 for a path, 405 for a method with all allowed methods."""
+    await admin.rejected("GET", "/nope", 404)
+    await admin.rejected("GET", "/rules/", 404)
     for method, path, allowed in (
         ("PATCH", "/rules", "GET, PUT"),
         ("POST", "/rules/x", "DELETE, GET, PUT"),
@@ -84,21 +86,21 @@ async def test_what_is_not_there(admin: Admin) -> None:
         ("DELETE", "/versions/1/rollback", "POST"),
         ("POST", "/node", "GET"),
     ):
-        answer = await admin.ask(method, path, 405)
+        answer = await admin.call(method, path, 405)
         assert answer.headers["allow"] == allowed
         assert answer.json()["error"]["code"] == "METHOD_NOT_ALLOWED"
 
 
-async def test_a_defect_is_a_problem_too(
+async def test_a_defect_is_a_500_problem(
     admin: Admin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """500 that tells nothing of its inside; the error goes on to the server's log."""
+    """It shows no details; the server logs the error."""
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(admin.app.state.plane, "in_force", broken)
+    monkeypatch.setattr(admin.app.state.control, "current", broken)
     admin.client._transport.raise_app_exceptions = False  # type: ignore[attr-defined]  # httpx's
-    found = await admin.refused("GET", "/rules", 500)
+    found = await admin.rejected("GET", "/rules", 500)
     assert "secret" not in str(found)
     assert "a defect at GET '/v1/admin/rules'" in caplog.text

@@ -6,24 +6,24 @@ from typing import Any
 
 import pytest
 
-from tests.service.admin.nodes import Admin, admin, following, from_file, template
+from tests.service.admin.client import Admin, admin, following, from_file, template
 from tollkeeper import Request
 
 __all__ = ["admin", "following", "from_file", "template"]  # fixtures, found by name
 
 
 async def remaining(admin: Admin, query: str) -> dict[str, int]:
-    """What is left under each rule that applies."""
-    found = (await admin.ask("GET", f"/quota?{query}")).json()
+    """Return what remains under each rule that applies."""
+    found = (await admin.call("GET", f"/quota?{query}")).json()
     return {each["id"]: each["decision"]["remaining"] for each in found["rules"]}
 
 
-async def test_a_quota_is_told_for_each_rule_that_applies(admin: Admin) -> None:
-    """With its subject, its limits and where they come from; to look spends nothing."""
-    limiter = admin.node.limiter
+async def test_a_quota_lists_each_rule_that_applies(admin: Admin) -> None:
+    """With subject, limits and their source; looking spends nothing."""
+    limiter = admin.context.limiter
     await limiter.check(Request(user="42", ip="192.0.2.1", endpoint="/login"), 2)
     for _ in range(2):
-        found = (await admin.ask("GET", "/quota?user=42&ip=192.0.2.1&endpoint=/login")).json()
+        found = (await admin.call("GET", "/quota?user=42&ip=192.0.2.1&endpoint=/login")).json()
         assert (found["version"], found["tier"], found["listed"]) == ("", "pro", None)
         orders, login = found["rules"]
         assert (orders["id"], orders["subject"], orders["by"]) == ("orders", ["user:42"], ["user"])
@@ -33,28 +33,28 @@ async def test_a_quota_is_told_for_each_rule_that_applies(admin: Admin) -> None:
         assert login["decision"]["remaining"] == 1
 
 
-async def test_a_quota_may_be_asked_for_a_cost_that_never_fits(admin: Admin) -> None:
-    """Then there is no decision, but the reason why there is none."""
-    rule = (await admin.ask("GET", "/quota?user=1&cost=1000")).json()["rules"][0]
+async def test_a_quota_for_a_cost_that_never_fits(admin: Admin) -> None:
+    """It has no decision, but the reason."""
+    rule = (await admin.call("GET", "/quota?user=1&cost=1000")).json()["rules"][0]
     assert rule["decision"] is None
     assert "can never fit" in rule["error"]
 
 
-async def test_attributes_are_asked_for_by_name(admin: Admin) -> None:
-    """A rule that counts by one sees it."""
+async def test_attributes_are_given_by_name(admin: Admin) -> None:
+    """A rule that counts by an attribute sees it."""
     rule = {"by": ["region"], "limits": "9/second"}
-    await admin.ask("PUT", "/rules/regions", json=rule)
-    admin.node.limiter.use((await admin.ask("GET", "/rules")).json())
-    found = (await admin.ask("GET", "/quota?attributes.region=eu")).json()
+    await admin.call("PUT", "/rules/regions", json=rule)
+    admin.context.limiter.use((await admin.call("GET", "/rules")).json())
+    found = (await admin.call("GET", "/quota?attributes.region=eu")).json()
     assert ["region:eu"] in [each["subject"] for each in found["rules"]]
 
 
 @pytest.mark.parametrize(
     ("query", "words"),
     [
-        ("usr=42", "'usr' is no field of a request"),
+        ("usr=42", "'usr' is not a field of a request"),
         ("user=1&user=2", "'user' is given twice"),
-        ("attributes.=1", "'attributes.' is no field"),
+        ("attributes.=1", "'attributes.' is not a field"),
         ("user=%1f", "U+001F"),
         ("cost=-1", "greater than or equal to 0"),
         ("user=" + "x" * 2_001, "at most 2000 characters"),
@@ -62,40 +62,40 @@ async def test_attributes_are_asked_for_by_name(admin: Admin) -> None:
         ("&".join(f"attributes.a{n}=1" for n in range(65)), "at most 64 attributes"),
     ],
 )
-async def test_a_query_that_is_not_right_is_refused(admin: Admin, query: str, words: str) -> None:
-    """A name that was misspelt and dropped would be somebody else's quota."""
-    found = await admin.refused("GET", f"/quota?{query}", 422)
+async def test_an_invalid_query_is_rejected(admin: Admin, query: str, words: str) -> None:
+    """If a misspelt name were dropped, the reply would be another subject's quota."""
+    found = await admin.rejected("GET", f"/quota?{query}", 422)
     assert words in found["detail"]
 
 
-async def test_a_quota_is_forgotten(admin: Admin) -> None:
-    """Under every rule that applies; the answer is what is left then."""
+async def test_a_quota_is_reset(admin: Admin) -> None:
+    """Under every rule that applies; the reply has the new quota."""
     request = Request(ip="192.0.2.1", endpoint="/login")
-    await admin.node.limiter.check(request, 3)
+    await admin.context.limiter.check(request, 3)
     assert (await remaining(admin, "ip=192.0.2.1&endpoint=/login"))["login"] == 0
     body = {"ip": "192.0.2.1", "endpoint": "/login"}
-    found = (await admin.ask("POST", "/quota/reset", json=body)).json()
+    found = (await admin.call("POST", "/quota/reset", json=body)).json()
     assert [each["decision"]["remaining"] for each in found["rules"]] == [10, 3]
     assert (await remaining(admin, "ip=192.0.2.1&endpoint=/login"))["login"] == 3
 
 
-async def test_units_are_given(admin: Admin) -> None:
-    """On top of the limit; the answer is what is left then."""
+async def test_units_are_granted(admin: Admin) -> None:
+    """On top of the limit; the reply has the new quota."""
     body = {"user": "1", "units": 5, "ttl_seconds": 60}
-    found = (await admin.ask("POST", "/quota/grant", json=body)).json()
+    found = (await admin.call("POST", "/quota/grant", json=body)).json()
     assert found["rules"][0]["decision"]["remaining"] == 15
     assert await remaining(admin, "user=1") == {"orders": 15}
 
 
-async def test_who_is_on_a_list_has_no_rules(admin: Admin) -> None:
-    """And is told the entry."""
-    found = (await admin.ask("GET", "/quota?ip=10.1.2.3")).json()
+async def test_a_listed_subject_has_no_rules(admin: Admin) -> None:
+    """The reply names the entry of the list."""
+    found = (await admin.call("GET", "/quota?ip=10.1.2.3")).json()
     assert (found["listed"], found["rules"]) == ("allow ip:10.0.0.0/8", [])
 
 
 async def test_an_explanation_says_why(admin: Admin) -> None:
-    """Of each rule: whether it applies, and why not; with the override in force."""
-    found = (await admin.ask("POST", "/explain", json={"user": "7", "endpoint": "/x"})).json()
+    """For each rule: whether it applies and why, and the override in force."""
+    found = (await admin.call("POST", "/explain", json={"user": "7", "endpoint": "/x"})).json()
     assert (found["verdict"], found["omitted"]) == ("allowed", 0)
     orders, login = found["rules"]
     assert (orders["applies"], orders["why"]) == (True, "all its conditions hold")
@@ -116,35 +116,35 @@ async def test_an_explanation_says_why(admin: Admin) -> None:
         ({"api_key": "sk_bad"}, "denied"),
     ],
 )
-async def test_the_verdict_is_what_a_check_would_say(
+async def test_the_verdict_is_that_of_a_check(
     admin: Admin, request_: dict[str, Any], verdict: str
 ) -> None:
     """Allowed, or denied by a limit, a cost or a list."""
-    limiter = admin.node.limiter
-    await admin.ask("POST", "/lists/deny", json={"entry": "sk_bad"})
-    limiter.use((await admin.ask("GET", "/rules")).json())
+    limiter = admin.context.limiter
+    await admin.call("POST", "/lists/deny", json={"entry": "sk_bad"})
+    limiter.use((await admin.call("GET", "/rules")).json())
     await limiter.check(Request(user="spent"), 10)
-    assert (await admin.ask("POST", "/explain", json=request_)).json()["verdict"] == verdict
+    assert (await admin.call("POST", "/explain", json=request_)).json()["verdict"] == verdict
 
 
-async def test_of_many_rules_those_that_apply_are_all_shown(admin: Admin) -> None:
-    """And 200 of the others, with the number of the rest."""
+async def test_every_rule_that_applies_is_listed(admin: Admin) -> None:
+    """Of the others, 200 are listed, and the rest is counted."""
     rules = [
         {"id": f"r{number}", "match": {"user": f"u{number}"}, "by": "user", "limits": "5/s"}
         for number in range(300)
     ]
-    admin.node.limiter.use({"version": 1, "rules": rules})
-    found = (await admin.ask("POST", "/explain", json={"user": "u299"})).json()
+    admin.context.limiter.use({"version": 1, "rules": rules})
+    found = (await admin.call("POST", "/explain", json={"user": "u299"})).json()
     assert (len(found["rules"]), found["omitted"]) == (201, 99)
     assert found["rules"][-1]["id"] == "r299"
     assert found["rules"][-1]["applies"]
 
 
-async def test_a_node_tells_of_itself(following: Admin) -> None:
-    """The rules in force in it, what it counted, and what its store holds."""
+async def test_the_state_of_a_node(following: Admin) -> None:
+    """The rules in force, its counters, and the size of its store."""
     for _ in range(3):
-        await following.node.limiter.check(Request(user="1"), 5)
-    found = (await following.ask("GET", "/node")).json()
+        await following.context.limiter.check(Request(user="1"), 5)
+    found = (await following.call("GET", "/node")).json()
     assert found["node_id"] == "node-1"
     assert (found["rules"]["version"], found["rules"]["origin"]) == ("1", "source")
     assert found["rules"]["source"].startswith("sqlite:///")
@@ -155,8 +155,8 @@ async def test_a_node_tells_of_itself(following: Admin) -> None:
 
 
 async def test_quotas_need_no_database(from_file: Admin) -> None:
-    """They are the limiter's."""
+    """They come from the limiter."""
     assert await remaining(from_file, "user=1") == {"orders": 10}
-    assert (await from_file.ask("GET", "/node")).json()["rules"]["source"].endswith("limits.yaml")
-    await from_file.ask("POST", "/quota/reset", json={"user": "1"})
-    await from_file.ask("POST", "/explain", json={})
+    assert (await from_file.call("GET", "/node")).json()["rules"]["source"].endswith("limits.yaml")
+    await from_file.call("POST", "/quota/reset", json={"user": "1"})
+    await from_file.call("POST", "/explain", json={})

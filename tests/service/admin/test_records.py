@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.history.databases import event, filled, until_async
-from tests.service.admin.nodes import RULES, Admin, admin_of
+from tests.service.admin.client import RULES, Admin, admin_of
 from tollkeeper import Request
 from tollkeeper.control.database import Database
 from tollkeeper.history.live import ActivePenalty
@@ -46,34 +46,36 @@ USAGE = [
 
 @pytest.fixture
 async def recording(tmp_path: Path) -> AsyncIterator[Admin]:
-    """An admin API of a node that has kept records."""
+    """Yield the admin API of a node with records."""
     url = f"sqlite:///{tmp_path / 'records.db'}"
     await filled(url, EVENTS, USAGE)
     async with admin_of(tmp_path, read(RULES), None) as admin:
         records = Records(Database(url))
-        admin.node.recorder = Recorder(lambda row_of: Sink(Database(url), row_of=row_of), records)
+        admin.context.recorder = Recorder(
+            lambda row_of: Sink(Database(url), row_of=row_of), records
+        )
         yield admin
         await records.close()
 
 
-async def asked(admin: Admin, path: str, **more: Any) -> Any:
-    """The JSON."""
-    return (await admin.ask("GET", path, **more)).json()
+async def fetched(admin: Admin, path: str, **more: Any) -> Any:
+    """Return the JSON of a GET."""
+    return (await admin.call("GET", path, **more)).json()
 
 
 def bearer(secret: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {secret}"}
 
 
-# ---------------------------------------------------------------------------------------- usage
+# ── Usage ────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_usage_by_step(recording: Admin) -> None:
     """Minutes add up to hours and days."""
     path = f"/usage?{DAY}&subject=user:42"
-    minutes = await asked(recording, f"{path}&step=minute")
+    minutes = await fetched(recording, f"{path}&step=minute")
     assert [each["start"][11:16] for each in minutes["items"]] == ["12:00", "12:01", "13:01"]
-    hours = (await asked(recording, path))["items"]
+    hours = (await fetched(recording, path))["items"]
     assert [(each["start"], each["seconds"]) for each in hours] == [
         ("2026-11-15T12:00:00Z", 3600),
         ("2026-11-15T13:00:00Z", 3600),
@@ -87,26 +89,26 @@ async def test_usage_by_step(recording: Admin) -> None:
         "denied": 2,
         "units": 8,
     }
-    days = (await asked(recording, f"{path}&step=day"))["items"]
+    days = (await fetched(recording, f"{path}&step=day"))["items"]
     assert [(each["allowed"], each["denied"], each["units"]) for each in days] == [(5, 2, 9)]
 
 
 async def test_usage_of_a_subject_with_several_parts(recording: Admin) -> None:
-    """Each part is given."""
-    found = await asked(recording, f"/usage?{DAY}&subject=tenant:acme&subject=user:7")
+    """The query gives each part."""
+    found = await fetched(recording, f"/usage?{DAY}&subject=tenant:acme&subject=user:7")
     assert [each["subject"] for each in found["items"]] == [["tenant:acme", "user:7"]]
     assert found["next"] is None
     assert (found["from"], found["to"]) == ("2026-11-15T00:00:00Z", "2026-11-16T00:00:00Z")
 
 
 async def test_usage_in_pages(recording: Admin) -> None:
-    """Every row once, in order, by following the links."""
-    whole = (await asked(recording, f"/usage?{DAY}&step=minute"))["items"]
+    """Following the links gives every row once, in order."""
+    whole = (await fetched(recording, f"/usage?{DAY}&step=minute"))["items"]
     assert len(whole) == len(USAGE)
     found: list[Any] = []
     path: str | None = f"/usage?{DAY}&step=minute&limit=2"
     while path:
-        answer = await recording.ask("GET", path)
+        answer = await recording.call("GET", path)
         found += answer.json()["items"]
         link = answer.links.get("next")
         assert (link is None) == (answer.json()["next"] is None)
@@ -116,8 +118,8 @@ async def test_usage_in_pages(recording: Admin) -> None:
 
 @pytest.mark.parametrize(("query", "headers"), [("&format=csv", {}), ("", {"Accept": "text/csv"})])
 async def test_usage_as_csv(recording: Admin, query: str, headers: dict[str, str]) -> None:
-    """The same rows as of JSON, by a parameter or by what is accepted."""
-    answer = await recording.ask("GET", f"/usage?{DAY}&step=minute{query}", headers=headers)
+    """The same rows as in JSON, by a parameter or by Accept."""
+    answer = await recording.call("GET", f"/usage?{DAY}&step=minute{query}", headers=headers)
     assert answer.headers["content-type"].startswith("text/csv")
     table = list(csv.reader(io.StringIO(answer.text)))
     assert table[0] == ["start", "seconds", "subject", "rule", "allowed", "denied", "units"]
@@ -125,32 +127,32 @@ async def test_usage_as_csv(recording: Admin, query: str, headers: dict[str, str
         *("2026-11-15T12:00:00Z", "60", "tenant:acme, user:7", "login", "5", "0", "5")
     ]
     assert len(table) == 1 + len(USAGE)
-    nothing = await recording.ask("GET", "/usage?format=csv&subject=nobody")
+    nothing = await recording.call("GET", "/usage?format=csv&subject=nobody")
     assert nothing.text.splitlines() == [",".join(table[0])]
 
 
-async def test_json_is_preferred_where_both_are_accepted(recording: Admin) -> None:
-    """And `format` goes before."""
+async def test_json_is_preferred_if_both_are_accepted(recording: Admin) -> None:
+    """`format` overrides Accept."""
     both = {"Accept": "application/json, text/csv"}
-    assert (await recording.ask("GET", f"/usage?{DAY}", headers=both)).json()["items"]
+    assert (await recording.call("GET", f"/usage?{DAY}", headers=both)).json()["items"]
     only = {"Accept": "text/csv"}
-    assert (await recording.ask("GET", f"/usage?{DAY}&format=json", headers=only)).json()["items"]
+    assert (await recording.call("GET", f"/usage?{DAY}&format=json", headers=only)).json()["items"]
 
 
-async def test_without_times_it_is_the_last_day(recording: Admin) -> None:
-    """Until now."""
-    found = await asked(recording, "/usage")
+async def test_the_default_period_is_the_last_day(recording: Admin) -> None:
+    """It ends now."""
+    found = await fetched(recording, "/usage")
     start, end = (datetime.fromisoformat(found[each]) for each in ("from", "to"))
     assert (end - start).days == 1
     assert abs((datetime.now(UTC) - end).total_seconds()) < 60
 
 
-# ------------------------------------------------------------------------------------ decisions
+# ── Decisions ────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_decisions_the_newest_first(recording: Admin) -> None:
-    """With all that was recorded of each."""
-    found = (await asked(recording, f"/decisions?{DAY}"))["items"]
+async def test_decisions_are_sorted_by_time(recording: Admin) -> None:
+    """The newest first, with everything that was recorded."""
+    found = (await fetched(recording, f"/decisions?{DAY}"))["items"]
     assert [each["time"][-5:] for each in found] == ["0004Z", "0003Z", "0002Z", "0001Z", "0:00Z"]
     assert found[3] == {
         "time": "2026-11-15T12:00:00.000001Z",
@@ -185,25 +187,25 @@ async def test_decisions_the_newest_first(recording: Admin) -> None:
         ("from=2026-11-15T13:00:00%2B01:00&to=2026-11-15T13:01:00+01:00", 5),
     ],
 )
-async def test_which_decisions(recording: Admin, query: str, count: int) -> None:
-    """By outcome, rule, subject and time; a plus in a URL is taken for one."""
+async def test_decisions_are_filtered(recording: Admin, query: str, count: int) -> None:
+    """By outcome, rule, subject and time; an unescaped plus in a URL is accepted."""
     times = "" if "from" in query else f"&{DAY}"
-    assert len((await asked(recording, f"/decisions?{query}{times}"))["items"]) == count
+    assert len((await fetched(recording, f"/decisions?{query}{times}"))["items"]) == count
 
 
 @pytest.mark.parametrize("to", ["0001-01-01T06:15:03Z", "9999-12-31T23:59:59Z"])
 @pytest.mark.parametrize("path", ["/decisions", "/usage"])
-async def test_the_ends_of_time_are_times(recording: Admin, path: str, to: str) -> None:
-    """There is nothing, and nothing wrong."""
-    assert (await asked(recording, f"{path}?to={to}"))["items"] == []
+async def test_the_first_and_last_dates_are_accepted(recording: Admin, path: str, to: str) -> None:
+    """The page is empty, and no error is raised."""
+    assert (await fetched(recording, f"{path}?to={to}"))["items"] == []
 
 
 async def test_decisions_in_pages(recording: Admin) -> None:
-    """Every one once."""
+    """Each decision occurs once."""
     found: list[str] = []
     before = ""
     while True:
-        page = await asked(recording, f"/decisions?{DAY}&limit=2{before}")
+        page = await fetched(recording, f"/decisions?{DAY}&limit=2{before}")
         found += [each["time"] for each in page["items"]]
         if page["next"] is None:
             break
@@ -225,9 +227,9 @@ async def test_decisions_in_pages(recording: Admin) -> None:
     ],
 )
 @pytest.mark.parametrize("path", ["/decisions", "/usage"])
-async def test_times_that_are_none_are_refused(recording: Admin, path: str, query: str) -> None:
-    """With a zone, or not at all; what would be right is said."""
-    problem = await recording.refused("GET", f"{path}?{query}", 422)
+async def test_an_invalid_time_is_rejected(recording: Admin, path: str, query: str) -> None:
+    """The error shows a valid time."""
+    problem = await recording.rejected("GET", f"{path}?{query}", 422)
     assert problem["error"]["code"] == "INVALID_TIME"
 
 
@@ -246,56 +248,56 @@ async def test_times_that_are_none_are_refused(recording: Admin, path: str, quer
         "/top?limit=100000",
     ],
 )
-async def test_questions_that_are_none_are_refused(recording: Admin, path: str) -> None:
+async def test_an_invalid_query_is_rejected(recording: Admin, path: str) -> None:
     """With 422."""
-    await recording.refused("GET", path, 422)
+    await recording.rejected("GET", path, 422)
 
 
-# ------------------------------------------------------------------------------------------ who
+# ── Who ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_who_may_look(recording: Admin) -> None:
-    """Those who may read; not those who may only check, nor anybody without a token."""
+async def test_reading_records_needs_the_role_read(recording: Admin) -> None:
+    """A token with the role check, or no token, is rejected."""
     for path in ("/usage", "/decisions", "/top", "/penalties"):
-        await recording.ask("GET", path, headers=bearer(recording.secrets["read"]))
-        await recording.refused("GET", path, 403, headers=bearer(recording.secrets["check"]))
-        await recording.refused("GET", path, 401, headers=bearer("tk_unknown"))
+        await recording.call("GET", path, headers=bearer(recording.secrets["read"]))
+        await recording.rejected("GET", path, 403, headers=bearer(recording.secrets["check"]))
+        await recording.rejected("GET", path, 401, headers=bearer("tk_unknown"))
     del recording.client.headers["Authorization"]
-    await recording.refused("GET", "/usage", 401)
+    await recording.rejected("GET", "/usage", 401)
 
 
-async def test_a_node_without_tokens_tells_nobody(recording: Admin) -> None:
-    """Whoever may check without one may not look at what others did."""
-    recording.node.tokens = type(recording.node.tokens).load(None)
+async def test_records_always_need_a_token(recording: Admin) -> None:
+    """A client that may check without a token may not read records."""
+    recording.context.tokens = type(recording.context.tokens).load(None)
     for path in ("/usage", "/decisions", "/top", "/penalties"):
-        await recording.refused("GET", path, 401)
+        await recording.rejected("GET", path, 401)
 
 
-async def test_a_token_with_a_scope_sees_its_own(recording: Admin, tmp_path: Path) -> None:
-    """Whole parts of subjects, whatever else is asked for."""
+async def test_a_token_with_a_scope_sees_its_own_records(recording: Admin, tmp_path: Path) -> None:
+    """Only subjects with all parts of the scope, whatever the query."""
     path = tmp_path / "tokens.json"
     secret = create_token(path, "acme", "read", {"tenant": "acme"})
-    recording.node.tokens = type(recording.node.tokens).load(path)
+    recording.context.tokens = type(recording.context.tokens).load(path)
     headers = bearer(secret)
-    usage = await asked(recording, f"/usage?{DAY}", headers=headers)
+    usage = await fetched(recording, f"/usage?{DAY}", headers=headers)
     assert [each["subject"] for each in usage["items"]] == [["tenant:acme", "user:7"]]
-    decisions = await asked(recording, f"/decisions?{DAY}", headers=headers)
+    decisions = await fetched(recording, f"/decisions?{DAY}", headers=headers)
     assert [each["subject"] for each in decisions["items"]] == [["tenant:acme", "user:7"]]
     for other in ("user:42", "tenant:acme-2"):
-        found = await asked(recording, f"/usage?{DAY}&subject={other}", headers=headers)
+        found = await fetched(recording, f"/usage?{DAY}&subject={other}", headers=headers)
         assert found["items"] == []
-    text = await recording.ask("GET", f"/usage?{DAY}&format=csv", headers=headers)
+    text = await recording.call("GET", f"/usage?{DAY}&format=csv", headers=headers)
     assert len(text.text.splitlines()) == 2
-    assert (await asked(recording, "/top", headers=headers))["per_second"] is None
+    assert (await fetched(recording, "/top", headers=headers))["per_second"] is None
 
 
-# -------------------------------------------------------------------------------- top, penalties
+# ── Top, penalties ───────────────────────────────────────────────────────────────────────────────
 
 
-async def test_top(recording: Admin) -> None:
-    """Those who ask most and who are denied most, as soon as they do."""
-    recorder: Recorder = recording.node.recorder
-    limiter = recording.node.limiter
+async def test_the_busiest_subjects(recording: Admin) -> None:
+    """By checks and by denials, without delay."""
+    recorder: Recorder = recording.context.recorder
+    limiter = recording.context.limiter
     await recorder.start()
     for user, times in (("1", 30), ("2", 20), ("3", 2)):
         for _ in range(times):
@@ -303,22 +305,22 @@ async def test_top(recording: Admin) -> None:
             recorder.note(request, await limiter.evaluate(request), 1, NOON_US * 1_000)
 
     await until_async(lambda: recorder.top("checks", 5)[0], "the thread has counted")
-    found = await asked(recording, "/top?limit=2")
+    found = await fetched(recording, "/top?limit=2")
     assert [(each["subject"], each["rule"]) for each in found["items"]] == [
         (["user:1"], "orders"),
         (["user:2"], "orders"),
     ]
     assert found["items"][0]["count"] == pytest.approx(30, rel=0.2)
     assert found["items"][0]["error"] == 0
-    denied = await asked(recording, "/top?by=denied")
+    denied = await fetched(recording, "/top?by=denied")
     assert [each["subject"] for each in denied["items"]] == [["user:1"], ["user:2"]]
     assert denied["per_second"] > 0
     await recorder.stop()
 
 
-async def test_penalties(recording: Admin, tmp_path: Path) -> None:
-    """Of all workers, as far as the one who asks may see them."""
-    assert await asked(recording, "/penalties") == {"items": []}
+async def test_penalties_of_all_workers(recording: Admin, tmp_path: Path) -> None:
+    """Those that the caller may see."""
+    assert await fetched(recording, "/penalties") == {"items": []}
     far_ns = 4_000_000_000 * 10**9
     given = [
         ActivePenalty("orders", "user:42", 2, 20, False, far_ns),
@@ -326,12 +328,12 @@ async def test_penalties(recording: Admin, tmp_path: Path) -> None:
         ActivePenalty("orders", "user:9", 1, 10, False, 1),
     ]
     url = f"sqlite:///{tmp_path / 'records.db'}"
-    recording.node.recorder = Recorder(
+    recording.context.recorder = Recorder(
         lambda row_of: Sink(Database(url), row_of=row_of),
         Records(Database(url)),
         penalties=lambda: given,
     )
-    found = (await asked(recording, "/penalties"))["items"]
+    found = (await fetched(recording, "/penalties"))["items"]
     assert [(each["subject"], each["kind"], each["level"]) for each in found] == [
         (["tenant:acme"], "block", 9),
         (["user:42"], "cooldown", 2),
@@ -339,8 +341,8 @@ async def test_penalties(recording: Admin, tmp_path: Path) -> None:
     assert found[1]["until"] == "2096-10-02T07:06:40Z"
 
 
-async def test_a_penalty_that_was_ended_is_not_told(tmp_path: Path) -> None:
-    """Whichever worker gave it, and whichever was told to end it: the store knows."""
+async def test_a_penalty_that_was_ended_is_not_listed(tmp_path: Path) -> None:
+    """Whichever worker gave or ended it: the store has the state."""
     rules = "version: 1\nrules:\n  - {id: api, by: user, limits: 1/second, penalty: {after: 2}}\n"
     url = f"sqlite:///{tmp_path / 'records.db'}"
     far_ns = 4_000_000_000 * 10**9
@@ -357,30 +359,30 @@ async def test_a_penalty_that_was_ended_is_not_told(tmp_path: Path) -> None:
             Records(Database(url)),
             penalties=lambda: given,
         )
-        admin.node.recorder = recorder
-        limiter = admin.node.limiter
+        admin.context.recorder = recorder
+        limiter = admin.context.limiter
         for user in ("1", "2"):
             for _ in range(4):
                 await limiter.check(Request(user=user))
         await limiter.reset(Request(user="2"))
-        found = (await asked(admin, "/penalties"))["items"]
+        found = (await fetched(admin, "/penalties"))["items"]
         assert [(each["subject"], each["level"]) for each in found] == [(["user:1"], 2)]
 
 
-async def test_a_node_that_keeps_no_records_says_so(recording: Admin) -> None:
-    """And still tells of penalties."""
-    recording.node.recorder = None
+async def test_without_a_recorder_records_are_404(recording: Admin) -> None:
+    """Penalties are still listed."""
+    recording.context.recorder = None
     for path in ("/usage", "/decisions", "/top"):
-        problem = await recording.refused("GET", path, 404)
+        problem = await recording.rejected("GET", path, 404)
         assert problem["error"]["code"] == "NOT_RECORDED"
-    assert await asked(recording, "/penalties") == {"items": []}
+    assert await fetched(recording, "/penalties") == {"items": []}
 
 
-async def test_a_database_that_is_away_is_no_defect(recording: Admin, tmp_path: Path) -> None:
-    """503, and when to come back."""
+async def test_an_unavailable_database_is_503(recording: Admin, tmp_path: Path) -> None:
+    """With Retry-After."""
     url = f"sqlite:///{tmp_path / 'nowhere' / 'records.db'}"
-    recording.node.recorder = Recorder(
+    recording.context.recorder = Recorder(
         lambda row_of: Sink(Database(url), row_of=row_of), Records(Database(url))
     )
     for path in ("/usage", "/usage?format=csv", "/decisions"):
-        await recording.refused("GET", path, 503)
+        await recording.rejected("GET", path, 503)

@@ -1,4 +1,4 @@
-"""The document and single rules over HTTP: read, put, deleted, checked, under conditions."""
+"""The rule document, single rules, and versions over HTTP."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.service.admin.nodes import RULES, Admin, admin, from_file, template
+from tests.service.admin.client import AUTHOR, RULES, Admin, admin, from_file, template
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import from_data, read
 from tollkeeper.rules.document.writing import to_data, to_yaml
@@ -18,14 +18,14 @@ OTHER = RULES.replace("10/second", "11/second")
 
 
 async def document(admin: Admin) -> Document:
-    """The rules in force, as the API tells them."""
-    return from_data((await admin.ask("GET", "/rules")).json())
+    """Return the rules in force, from the API."""
+    return from_data((await admin.call("GET", "/rules")).json())
 
 
 async def test_the_document_is_read_as_json_or_yaml(admin: Admin) -> None:
-    """Both say the same, with the version as ETag, and caches are told what it depends on."""
-    as_json = await admin.ask("GET", "/rules")
-    as_yaml = await admin.ask("GET", "/rules", headers={"Accept": "application/yaml"})
+    """Both are the same document, with the version as ETag and a Vary header."""
+    as_json = await admin.call("GET", "/rules")
+    as_yaml = await admin.call("GET", "/rules", headers={"Accept": "application/yaml"})
     assert as_json.headers["content-type"] == "application/json"
     assert as_yaml.headers["content-type"] == "application/yaml"
     assert from_data(as_json.json()) == read(as_yaml.text) == read(RULES)
@@ -34,21 +34,21 @@ async def test_the_document_is_read_as_json_or_yaml(admin: Admin) -> None:
 
 
 @pytest.mark.parametrize("path", ["/rules", "/rules/orders", "/tiers", "/tiers/pro", "/lists/deny"])
-async def test_nothing_is_sent_to_one_who_has_it(admin: Admin, path: str) -> None:
-    """304 without a body for the newest version, however the tag is written; else all of it."""
+async def test_the_newest_version_is_304(admin: Admin, path: str) -> None:
+    """Without a body, whatever the form of the tag; otherwise the whole document."""
     for known in ('"v1"', 'W/"v1"', '"v0", "v1"', "*"):
-        answer = await admin.ask("GET", path, 304, headers={"If-None-Match": known})
+        answer = await admin.call("GET", path, 304, headers={"If-None-Match": known})
         assert answer.content == b""
         assert answer.headers["etag"] == '"v1"'
-    await admin.ask("GET", path, 200, headers={"If-None-Match": '"v0"'})
+    await admin.call("GET", path, 200, headers={"If-None-Match": '"v0"'})
 
 
 @pytest.mark.parametrize("kind", ["application/yaml", "text/yaml", "application/json", None])
-async def test_a_document_is_put_in_either_form(admin: Admin, kind: str | None) -> None:
-    """It is the next version, by the token's name, and read back at once."""
+async def test_a_document_is_applied_as_yaml_or_json(admin: Admin, kind: str | None) -> None:
+    """It is the next version, with the token's name, and can be read at once."""
     content = str(to_data(read(OTHER))).replace("'", '"') if kind == "application/json" else OTHER
     headers = {"X-Reason": "more", **({"Content-Type": kind} if kind else {})}
-    answer = await admin.ask("PUT", "/rules", content=content.encode(), headers=headers)
+    answer = await admin.call("PUT", "/rules", content=content.encode(), headers=headers)
     version = answer.json()
     assert (version["number"], version["base"], version["kind"]) == (2, 1, "apply")
     assert (version["author"], version["reason"]) == ("admin-token", "more")
@@ -56,44 +56,44 @@ async def test_a_document_is_put_in_either_form(admin: Admin, kind: str | None) 
     assert await document(admin) == read(OTHER)
 
 
-async def test_a_change_of_another_version_is_refused(admin: Admin) -> None:
-    """412 with the newest version in the ETag; with that, it is made."""
+async def test_a_change_of_another_version_is_412(admin: Admin) -> None:
+    """The ETag has the newest version; with that one, the change succeeds."""
     stale = {**YAML, "If-Match": '"v7"'}
-    answer = await admin.ask("PUT", "/rules", 412, content=OTHER, headers=stale)
+    answer = await admin.call("PUT", "/rules", 412, content=OTHER, headers=stale)
     assert answer.headers["etag"] == '"v1"'
     assert answer.json()["current"] == 1
     for header in ('W/"v1"', '"other"'):
-        await admin.refused("PUT", "/rules", 412, content=OTHER, headers={"If-Match": header})
-    await admin.refused("PUT", "/rules", 412, content=OTHER, headers={"If-None-Match": "*"})
+        await admin.rejected("PUT", "/rules", 412, content=OTHER, headers={"If-Match": header})
+    await admin.rejected("PUT", "/rules", 412, content=OTHER, headers={"If-None-Match": "*"})
     assert await document(admin) == read(RULES)
     fresh = {**YAML, "If-Match": answer.headers["etag"]}
-    assert (await admin.ask("PUT", "/rules", content=OTHER, headers=fresh)).json()["number"] == 2
+    assert (await admin.call("PUT", "/rules", content=OTHER, headers=fresh)).json()["number"] == 2
 
 
 async def test_one_of_several_versions_may_be_expected(admin: Admin) -> None:
-    """And `*` is whichever there is."""
+    """`*` matches any version."""
     for number, header in enumerate(('"v1", "v9"', "*"), start=2):
         content = RULES.replace("10/second", f"{number}/second")
-        answer = await admin.ask("PUT", "/rules", content=content, headers={"If-Match": header})
+        answer = await admin.call("PUT", "/rules", content=content, headers={"If-Match": header})
         assert answer.json()["number"] == number
 
 
-async def test_what_is_in_force_already_changes_nothing(admin: Admin) -> None:
-    """One who did not hear the answer may ask again, with the tag that he had."""
+async def test_a_document_in_force_changes_nothing(admin: Admin) -> None:
+    """A client that missed the reply may repeat the request with its old tag."""
     headers = {**YAML, "If-Match": '"v1"'}
     for _ in range(2):
-        answer = await admin.ask("PUT", "/rules", content=OTHER, headers=headers)
+        answer = await admin.call("PUT", "/rules", content=OTHER, headers=headers)
         assert answer.json()["number"] == 2
 
 
-async def test_all_problems_of_a_document_are_told_at_their_lines(admin: Admin) -> None:
-    """422, and nothing has changed."""
+async def test_all_problems_of_a_document_are_listed(admin: Admin) -> None:
+    """422 with their lines, and nothing has changed."""
     wrong = "version: 1\nrules:\n  - {id: a, by: user, limits: 5/x}\n  - {id: b, limits: 5/s}\n"
-    found = await admin.refused("PUT", "/rules", 422, content=wrong, headers=YAML)
+    found = await admin.rejected("PUT", "/rules", 422, content=wrong, headers=YAML)
     assert found["error"]["code"] == "INVALID_DOCUMENT"
     places = [(each["where"], each["line"]) for each in found["problems"]]
     assert places == [("rules[0].limits", 3), ("rules[1]", 4)]
-    assert (await admin.ask("GET", "/rules")).headers["etag"] == '"v1"'
+    assert (await admin.call("GET", "/rules")).headers["etag"] == '"v1"'
 
 
 @pytest.mark.parametrize(
@@ -108,63 +108,63 @@ async def test_all_problems_of_a_document_are_told_at_their_lines(admin: Admin) 
         (b"a: &a [*a]", 422, "unknown alias *a"),
     ],
 )
-async def test_a_hostile_document_gets_a_clear_answer(
+async def test_a_hostile_document_is_rejected(
     admin: Admin, content: bytes, status: int, words: str
 ) -> None:
-    """4xx, whatever it is."""
-    found = await admin.refused("PUT", "/rules", status, content=content, headers=YAML)
+    """With a 4xx, whatever it contains."""
+    found = await admin.rejected("PUT", "/rules", status, content=content, headers=YAML)
     assert words in found["detail"]
 
 
-async def test_what_is_unsafe_must_be_forced(admin: Admin) -> None:
-    """409 with the findings; with ?force=true it is made, and the audit says what was forced."""
+async def test_an_unsafe_change_needs_force(admin: Admin) -> None:
+    """409 with the findings; with ?force=true it succeeds, and the audit log shows it."""
     unsafe = RULES + "deny: ['*']\n"
-    found = await admin.refused("PUT", "/rules", 409, content=unsafe, headers=YAML)
+    found = await admin.rejected("PUT", "/rules", 409, content=unsafe, headers=YAML)
     assert found["error"]["code"] == "UNSAFE_CHANGE"
     assert [each["code"] for each in found["findings"]] == ["denies-all"]
     assert "?force=true" in found["detail"]
-    await admin.ask("PUT", "/rules?force=true", content=unsafe, headers=YAML)
-    entry = (await admin.ask("GET", "/audit?limit=1")).json()["items"][0]
+    await admin.call("PUT", "/rules?force=true", content=unsafe, headers=YAML)
+    entry = (await admin.call("GET", "/audit?limit=1")).json()["items"][0]
     assert "every request with an api_key or a user is denied" in entry["forced"]
 
 
-async def test_a_document_is_checked_without_being_applied(admin: Admin) -> None:
-    """What is wrong, what is unsafe, and what it would change."""
-    same = (await admin.ask("POST", "/rules/validate", content=RULES)).json()
+async def test_a_document_is_validated_without_being_applied(admin: Admin) -> None:
+    """Problems, findings and the diff."""
+    same = (await admin.call("POST", "/rules/validate", content=RULES)).json()
     assert same == {"valid": True, "safe": True, "problems": [], "findings": [], "diff": ""}
-    unsafe = (await admin.ask("POST", "/rules/validate", content=RULES + "deny: ['*']\n")).json()
+    unsafe = (await admin.call("POST", "/rules/validate", content=RULES + "deny: ['*']\n")).json()
     assert (unsafe["valid"], unsafe["safe"]) == (True, False)
     assert [each["code"] for each in unsafe["findings"]] == ["denies-all"]
     assert "--- v1\n+++ <body>\n" in unsafe["diff"]
-    wrong = (await admin.ask("POST", "/rules/validate", content="version: 2")).json()
+    wrong = (await admin.call("POST", "/rules/validate", content="version: 2")).json()
     assert (wrong["valid"], wrong["safe"]) == (False, False)
     assert [each["where"] for each in wrong["problems"]] == ["version"]
-    assert (await admin.ask("GET", "/rules")).headers["etag"] == '"v1"'
+    assert (await admin.call("GET", "/rules")).headers["etag"] == '"v1"'
 
 
-# ------------------------------------------------------------------------------------- one rule
+# ── One rule ─────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_rule_is_read_put_and_deleted(admin: Admin) -> None:
-    """One at a time; the others stay as they are, where they are."""
-    orders = (await admin.ask("GET", "/rules/orders")).json()
+async def test_a_rule_is_read_replaced_and_deleted(admin: Admin) -> None:
+    """The other rules keep their content and order."""
+    orders = (await admin.call("GET", "/rules/orders")).json()
     assert orders == to_data(read(RULES))["rules"][0]
-    await admin.ask("PUT", "/rules/orders", json={**orders, "limits": ["99/second"]})
-    await admin.ask("PUT", "/rules/search", json={"by": ["tenant"], "limits": "5/second"})
+    await admin.call("PUT", "/rules/orders", json={**orders, "limits": ["99/second"]})
+    await admin.call("PUT", "/rules/search", json={"by": ["tenant"], "limits": "5/second"})
     assert [rule.id for rule in (await document(admin)).rules] == ["orders", "login", "search"]
     moved = {"by": ["tenant"], "limits": "6/second"}
-    await admin.ask("PUT", "/rules/search?before=orders", json=moved)
+    await admin.call("PUT", "/rules/search?before=orders", json=moved)
     assert [rule.id for rule in (await document(admin)).rules] == ["search", "orders", "login"]
-    assert (await admin.ask("DELETE", "/rules/login")).json()["kind"] == "remove-rule"
+    assert (await admin.call("DELETE", "/rules/login")).json()["kind"] == "remove-rule"
     assert [rule.id for rule in (await document(admin)).rules] == ["search", "orders"]
 
 
-async def test_a_rule_s_id_may_be_any_name(admin: Admin) -> None:
-    """With slashes and spaces, percent-encoded; `validate` is one too."""
+async def test_a_rule_id_may_be_any_name(admin: Admin) -> None:
+    """With slashes and spaces, percent-encoded; `validate` is valid too."""
     for name, path in (("a/b c%", "a%2Fb%20c%25"), ("validate", "validate")):
-        await admin.ask("PUT", f"/rules/{path}", json={"by": ["tenant"], "limits": "5/second"})
-        assert (await admin.ask("GET", f"/rules/{path}")).json()["id"] == name
-        await admin.ask("DELETE", f"/rules/{path}")
+        await admin.call("PUT", f"/rules/{path}", json={"by": ["tenant"], "limits": "5/second"})
+        assert (await admin.call("GET", f"/rules/{path}")).json()["id"] == name
+        await admin.call("DELETE", f"/rules/{path}")
 
 
 @pytest.mark.parametrize(
@@ -177,11 +177,11 @@ async def test_a_rule_s_id_may_be_any_name(admin: Admin) -> None:
         ({"by": "user", "limits": "5/s", "cost": {"a": {"b": {}}}}, "rule.cost", ""),
     ],
 )
-async def test_problems_of_a_rule_are_told_by_their_place_in_it(
+async def test_problems_of_a_rule_have_places_in_the_rule(
     admin: Admin, body: Any, where: str, words: str
 ) -> None:
-    """Not by their place in a document that the caller does not see."""
-    found = await admin.refused("PUT", "/rules/new", 422, json=body)
+    """The caller does not see the document around it."""
+    found = await admin.rejected("PUT", "/rules/new", 422, json=body)
     assert any(
         each["where"].startswith(where) and words in each["message"] for each in found["problems"]
     ), found["problems"]
@@ -195,40 +195,40 @@ async def test_problems_of_a_rule_are_told_by_their_place_in_it(
         ("PUT", "/rules/new?before=nope", {"by": "tenant", "limits": "5/s"}),
     ],
 )
-async def test_a_rule_that_is_not_there(admin: Admin, method: str, path: str, body: Any) -> None:
-    """404, with its name."""
-    found = await admin.refused(method, path, 404, json=body)
+async def test_an_unknown_rule_is_404(admin: Admin, method: str, path: str, body: Any) -> None:
+    """The detail has its ID."""
+    found = await admin.rejected(method, path, 404, json=body)
     assert "there is no rule 'nope'" in found["detail"]
 
 
 async def test_a_rule_has_the_id_of_its_url(admin: Admin) -> None:
-    """Another one in the body is a mistake."""
+    """Another ID in the body is an error."""
     body = {"id": "b", "by": "user", "limits": "5/s"}
-    found = await admin.refused("PUT", "/rules/a", 422, json=body)
+    found = await admin.rejected("PUT", "/rules/a", 422, json=body)
     assert "the body is rule 'b', and the URL names 'a'" in found["detail"]
 
 
-async def test_a_rule_that_an_override_is_about_stays(admin: Admin) -> None:
-    """422: the document would not be right without it."""
+async def test_a_rule_with_an_override_cannot_be_removed(admin: Admin) -> None:
+    """422: the document would be invalid without it."""
     body = {"for": {"user": "9"}, "rule": "login", "multiply": 2}
-    await admin.ask("POST", "/overrides", json=body)
-    found = await admin.refused("DELETE", "/rules/login", 422)
+    await admin.call("POST", "/overrides", json=body)
+    found = await admin.rejected("DELETE", "/rules/login", 422)
     assert [each["where"] for each in found["problems"]] == ["overrides[0].rule"]
 
 
-# ---------------------------------------------------------------------------------- from a file
+# ── From a file ──────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_rules_of_a_file_are_read_and_not_changed(from_file: Admin) -> None:
-    """Reads come from the limiter; every change says where the rules are, and what to do."""
-    answer = await from_file.ask("GET", "/rules")
+async def test_rules_from_a_file_cannot_be_changed(from_file: Admin) -> None:
+    """They are read from the limiter; each change is rejected with the name of the file."""
+    answer = await from_file.call("GET", "/rules")
     assert from_data(answer.json()) == read(RULES)
     etag = answer.headers["etag"]
-    assert etag == f'"{from_file.node.limiter.rules_status().version}"'
-    await from_file.ask("GET", "/rules", 304, headers={"If-None-Match": etag})
-    yaml = await from_file.ask("GET", "/rules", headers={"Accept": "text/yaml"})
+    assert etag == f'"{from_file.context.limiter.rules_status().version}"'
+    await from_file.call("GET", "/rules", 304, headers={"If-None-Match": etag})
+    yaml = await from_file.call("GET", "/rules", headers={"Accept": "text/yaml"})
     assert yaml.text == to_yaml(read(RULES))
-    assert (await from_file.ask("POST", "/rules/validate", content=RULES)).json()["safe"]
+    assert (await from_file.call("POST", "/rules/validate", content=RULES)).json()["safe"]
     rule = {"by": "user", "limits": "5/s"}
     changes: list[tuple[str, str, Any]] = [
         ("PUT", "/rules", {"version": 1}),
@@ -249,7 +249,98 @@ async def test_rules_of_a_file_are_read_and_not_changed(from_file: Admin) -> Non
         ("GET", "/audit", None),
     ]
     for method, path, body in changes:
-        found = await from_file.refused(method, path, 409, json=body)
+        found = await from_file.rejected(method, path, 409, json=body)
         assert found["error"]["code"] == "RULES_FROM_FILE", path
         assert "--rules sqlite:///" in found["detail"]
         assert "limits.yaml" in found["detail"]
+
+
+# ── Versions ───────────────────────────────────────────────────────────────────────────────────
+
+
+async def changed(admin: Admin, count: int) -> None:
+    """Make more versions, each with another limit of one tier."""
+    for number in range(2, count + 2):
+        body = {"limits": f"{number}/second", "reason": f"no. {number}"}
+        await admin.call("PUT", "/tiers/max", json=body)
+
+
+@pytest.mark.parametrize(("path", "name"), [("/versions", "number"), ("/audit", "version")])
+async def test_versions_and_audit_log_have_pages(admin: Admin, path: str, name: str) -> None:
+    """The newest first; following the links gives each entry once."""
+    await changed(admin, 4)
+    seen: list[int] = []
+    url: str | None = f"/v1/admin{path}?limit=2"
+    while url is not None:
+        page = await admin.client.get(url)
+        seen += [each[name] for each in page.json()["items"]]
+        link = page.links.get("next")
+        assert (link is None) == (page.json()["next"] is None)
+        url = link["url"] if link else None
+    assert seen == [5, 4, 3, 2, 1]
+    whole = await admin.call("GET", f"{path}?limit=5")
+    assert (len(whole.json()["items"]), whole.json()["next"]) == (5, None)
+    for query in ("limit=0", "limit=201", "before=0", "before=x"):
+        await admin.rejected("GET", f"{path}?{query}", 422)
+
+
+async def test_a_version_is_read_with_its_text(admin: Admin) -> None:
+    """As it was applied; an unknown number is 404."""
+    first = (await admin.call("GET", "/versions/1")).json()
+    assert (first["number"], first["author"], first["kind"]) == (1, AUTHOR, "apply")
+    assert first["text"] == to_yaml(read(RULES))
+    found = await admin.rejected("GET", "/versions/9", 404)
+    assert found["detail"] == "there is no version 9; there are 1 to 1"
+    for number in ("0", "-1", "x", str(2**31)):
+        await admin.rejected("GET", f"/versions/{number}", 422)
+
+
+async def test_any_two_versions_can_be_compared(admin: Admin) -> None:
+    """By default with the previous one; the first is compared with nothing."""
+    await changed(admin, 2)
+    step = (await admin.call("GET", "/versions/3/diff")).json()
+    assert (step["before"], step["after"]) == (2, 3)
+    assert "-  max: [2/second]\n+  max: [3/second]" in step["diff"]
+    back = (await admin.call("GET", "/versions/2/diff?against=3")).json()["diff"]
+    assert "-  max: [3/second]\n+  max: [2/second]" in back
+    assert (await admin.call("GET", "/versions/2/diff?against=2")).json()["diff"] == ""
+    for query in ("", "?against=0"):
+        first = (await admin.call("GET", f"/versions/1/diff{query}")).json()
+        assert first["diff"].startswith("--- no version\n+++ version 1\n")
+    await admin.rejected("GET", "/versions/2/diff?against=9", 404)
+    await admin.rejected("GET", "/versions/9/diff", 404)
+
+
+async def test_a_rollback_makes_a_new_version(admin: Admin) -> None:
+    """With the old text and the reason; it needs no force."""
+    unsafe = RULES + "deny: ['*']\n"
+    await admin.call("PUT", "/rules?force=true", content=unsafe)
+    await admin.call("POST", "/versions/1/rollback")
+    headers = {"X-Reason": "on purpose", "If-Match": '"v3"'}
+    made = await admin.call("POST", "/versions/2/rollback", headers=headers)
+    version = made.json()
+    assert (version["number"], version["kind"], version["base"]) == (4, "rollback", 3)
+    assert (version["author"], version["reason"]) == ("admin-token", "on purpose")
+    texts = [(await admin.call("GET", f"/versions/{n}")).json()["text"] for n in (2, 4)]
+    assert texts[0] == texts[1]
+    await admin.rejected("POST", "/versions/9/rollback", 404)
+
+
+async def test_a_long_diff_is_cut_in_the_list(admin: Admin) -> None:
+    """The diff of one version is complete."""
+    rules = [{"id": f"r{n}", "by": ["user"], "limits": ["5/s"]} for n in range(1_000)]
+    await admin.call("PUT", "/rules?force=true", json={"version": 1, "rules": rules})
+    entry = (await admin.call("GET", "/audit?limit=1")).json()["items"][0]
+    whole = (await admin.call("GET", "/versions/2/diff")).json()["diff"]
+    assert len(entry["diff"]) == 10_000
+    assert whole.startswith(entry["diff"])
+    assert len(whole) > 20_000
+
+
+async def test_the_audit_log_has_authors_and_diffs(admin: Admin) -> None:
+    """One entry for each version."""
+    await changed(admin, 1)
+    entry = (await admin.call("GET", "/audit?limit=1")).json()["items"][0]
+    assert (entry["version"], entry["author"], entry["reason"]) == (2, "admin-token", "no. 2")
+    assert (entry["kind"], entry["forced"]) == ("set-tier", "")
+    assert "+  max: [2/second]" in entry["diff"]

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from tests.service.admin.nodes import Admin, admin, template
+from tests.service.admin.client import Admin, admin, template
 
 __all__ = ["admin", "template"]  # fixtures, found by name
 
 
 async def items(admin: Admin, path: str) -> list[Any]:
-    """What a page shows."""
-    found: list[Any] = (await admin.ask("GET", path)).json()["items"]
+    """Return the items of a page."""
+    found: list[Any] = (await admin.call("GET", path)).json()["items"]
     return found
 
 
@@ -22,40 +22,40 @@ async def test_tiers_are_read_set_and_removed(admin: Admin) -> None:
     pro = {"name": "pro", "limits": ["50/second"]}
     assert await items(admin, "/tiers") == [{"name": "free", "limits": ["5/second"]}, pro]
     body = {"limits": ["7/second", "90/minute burst 5"], "reason": "a new one"}
-    made = (await admin.ask("PUT", "/tiers/max", json=body)).json()
+    made = (await admin.call("PUT", "/tiers/max", json=body)).json()
     assert (made["kind"], made["reason"]) == ("set-tier", "a new one")
-    tier = await admin.ask("GET", "/tiers/max")
+    tier = await admin.call("GET", "/tiers/max")
     assert tier.json() == {"name": "max", "limits": body["limits"]}
     assert tier.headers["etag"] == '"v2"'
-    assert (await admin.ask("DELETE", "/tiers/max")).json()["kind"] == "remove-tier"
-    await admin.refused("GET", "/tiers/max", 404)
-    await admin.refused("DELETE", "/tiers/max", 404)
+    assert (await admin.call("DELETE", "/tiers/max")).json()["kind"] == "remove-tier"
+    await admin.rejected("GET", "/tiers/max", 404)
+    await admin.rejected("DELETE", "/tiers/max", 404)
 
 
 @pytest.mark.parametrize("limits", ["5/x", [], [{"limit": 0, "per": 1}], {}, 5, None, [[]]])
-async def test_limits_that_are_none_are_refused(admin: Admin, limits: Any) -> None:
-    """With the place in the body."""
-    found = await admin.refused("PUT", "/tiers/max", 422, json={"limits": limits})
+async def test_invalid_limits_are_rejected(admin: Admin, limits: Any) -> None:
+    """The problem has the place in the body."""
+    found = await admin.rejected("PUT", "/tiers/max", 422, json={"limits": limits})
     assert found["problems"][0]["where"].startswith("limits")
 
 
-async def test_a_tier_that_is_named_stays(admin: Admin) -> None:
-    """Who names it is told: a rule, and those who are in it."""
-    found = await admin.refused("DELETE", "/tiers/pro", 422)
+async def test_a_tier_in_use_cannot_be_removed(admin: Admin) -> None:
+    """The error names the rule or the members."""
+    found = await admin.rejected("DELETE", "/tiers/pro", 422)
     places = [each["where"] for each in found["problems"]]
     assert places == ["rules[0].tiers", 'assign["user:42"]']
 
 
-async def test_assignments_are_read_made_and_taken_back(admin: Admin) -> None:
-    """All, those of one tier, or of one subject."""
+async def test_assignments_are_read_made_and_removed(admin: Admin) -> None:
+    """All of them, those of a tier, or one."""
     acme = {"subject": "tenant:acme", "tier": "free"}
     assert await items(admin, "/assignments?tier=free") == [acme]
-    assert (await admin.ask("GET", "/assignments/tenant:acme")).json() == acme
-    await admin.ask("PUT", "/assignments/user:a%2Fb", json={"tier": "pro", "reason": "paid"})
-    assert (await admin.ask("GET", "/assignments/user:a%2Fb")).json()["tier"] == "pro"
-    await admin.ask("DELETE", "/assignments/user:a%2Fb")
-    await admin.refused("GET", "/assignments/user:a%2Fb", 404)
-    await admin.refused("DELETE", "/assignments/user:a%2Fb", 404)
+    assert (await admin.call("GET", "/assignments/tenant:acme")).json() == acme
+    await admin.call("PUT", "/assignments/user:a%2Fb", json={"tier": "pro", "reason": "paid"})
+    assert (await admin.call("GET", "/assignments/user:a%2Fb")).json()["tier"] == "pro"
+    await admin.call("DELETE", "/assignments/user:a%2Fb")
+    await admin.rejected("GET", "/assignments/user:a%2Fb", 404)
+    await admin.rejected("DELETE", "/assignments/user:a%2Fb", 404)
 
 
 @pytest.mark.parametrize(
@@ -66,28 +66,28 @@ async def test_assignments_are_read_made_and_taken_back(admin: Admin) -> None:
         ("ip:10.0.0.1", "pro", "does not name a user, API key or tenant"),
     ],
 )
-async def test_assignments_that_cannot_be(
+async def test_invalid_assignments_are_rejected(
     admin: Admin, subject: str, tier: str, words: str
 ) -> None:
-    """422, and what would be right."""
-    found = await admin.refused("PUT", f"/assignments/{subject}", 422, json={"tier": tier})
+    """422 with a valid example."""
+    found = await admin.rejected("PUT", f"/assignments/{subject}", 422, json={"tier": tier})
     assert words in found["detail"]
 
 
-async def test_overrides_are_added_first_and_removed(admin: Admin) -> None:
-    """Signed by the token, with the reason of the change where it has none of its own."""
+async def test_overrides_are_added_and_removed(admin: Admin) -> None:
+    """A new one comes first; its author and reason are those of the change by default."""
     body = {"for": {"user": "7"}, "rule": "orders", "limits": ["99/second"]}
-    await admin.ask("POST", "/overrides", json=body, headers={"X-Reason": "launch"})
+    await admin.call("POST", "/overrides", json=body, headers={"X-Reason": "launch"})
     first, second = await items(admin, "/overrides")
     assert first == {**body, "author": "admin-token", "reason": "launch"}
     assert second == {"for": {"user": "7"}, "multiply": 2}
     own = {"for": {"tenant": "t"}, "multiply": 3, "reason": "mine", "until": "2030-01-01T00:00:00Z"}
-    version = (await admin.ask("POST", "/overrides", json=own)).json()
+    version = (await admin.call("POST", "/overrides", json=own)).json()
     assert version["reason"] == "mine"
     assert (await items(admin, "/overrides"))[0] == {**own, "author": "admin-token"}
-    await admin.ask("DELETE", "/overrides/user:7?rule=orders")
-    await admin.ask("DELETE", "/overrides/user:7")
-    await admin.refused("DELETE", "/overrides/user:7", 404)
+    await admin.call("DELETE", "/overrides/user:7?rule=orders")
+    await admin.call("DELETE", "/overrides/user:7")
+    await admin.rejected("DELETE", "/overrides/user:7", 404)
     assert len(await items(admin, "/overrides")) == 1
 
 
@@ -102,37 +102,37 @@ async def test_overrides_are_added_first_and_removed(admin: Admin) -> None:
         ({"for": {"user": "7"}, "multiply": 2, "until": "tomorrow"}, "override.until"),
     ],
 )
-async def test_overrides_that_cannot_be(admin: Admin, body: Any, where: str) -> None:
-    """With the place in the body."""
-    found = await admin.refused("POST", "/overrides", 422, json=body)
+async def test_invalid_overrides_are_rejected(admin: Admin, body: Any, where: str) -> None:
+    """The problem has the place in the body."""
+    found = await admin.rejected("POST", "/overrides", 422, json=body)
     assert any(each["where"].startswith(where) for each in found["problems"]), found["problems"]
 
 
 @pytest.mark.parametrize("subject", ["7", "ip:7", "user:"])
-async def test_an_override_is_somebody_s(admin: Admin, subject: str) -> None:
-    """Of a user, key or tenant."""
-    found = await admin.refused("DELETE", f"/overrides/{subject}", 422)
-    assert "does not say who is meant" in found["detail"]
+async def test_an_override_needs_a_subject(admin: Admin, subject: str) -> None:
+    """A user, key or tenant."""
+    found = await admin.rejected("DELETE", f"/overrides/{subject}", 422)
+    assert "is not a subject" in found["detail"]
 
 
-async def test_lists_are_read_added_to_and_taken_from(admin: Admin) -> None:
-    """Each list has its own entries; one that is there is not added again."""
+async def test_list_entries_are_read_added_and_removed(admin: Admin) -> None:
+    """Each list has its own entries; an existing entry is not added again."""
     assert await items(admin, "/lists/allow") == ["sk_internal_*", "10.0.0.0/8"]
-    assert (await admin.ask("POST", "/lists/deny", json={"entry": "user:1"})).json()["number"] == 2
-    assert (await admin.ask("POST", "/lists/deny", json={"entry": "user:1"})).json()["number"] == 2
+    assert (await admin.call("POST", "/lists/deny", json={"entry": "user:1"})).json()["number"] == 2
+    assert (await admin.call("POST", "/lists/deny", json={"entry": "user:1"})).json()["number"] == 2
     assert await items(admin, "/lists/deny") == ["user:1"]
-    await admin.ask("DELETE", "/lists/allow?entry=10.0.0.0/8")
+    await admin.call("DELETE", "/lists/allow?entry=10.0.0.0/8")
     assert await items(admin, "/lists/allow") == ["sk_internal_*"]
-    await admin.refused("DELETE", "/lists/allow?entry=10.0.0.0/8", 404)
-    found = await admin.refused("POST", "/lists/deny", 422, json={"entry": "ip:nope"})
+    await admin.rejected("DELETE", "/lists/allow?entry=10.0.0.0/8", 404)
+    found = await admin.rejected("POST", "/lists/deny", 422, json={"entry": "ip:nope"})
     assert "entry 'ip:nope'" in found["detail"]
-    await admin.refused("POST", "/lists/allow", 409, json={"entry": "0.0.0.0/0"})
+    await admin.rejected("POST", "/lists/allow", 409, json={"entry": "0.0.0.0/0"})
 
 
-async def test_long_lists_come_in_pages(admin: Admin) -> None:
-    """The link leads to the next page, until there is none; each entry is seen once."""
+async def test_long_lists_have_pages(admin: Admin) -> None:
+    """Following the links gives each entry once."""
     for number in range(5):
-        await admin.ask("PUT", f"/assignments/user:n{number}", json={"tier": "pro"})
+        await admin.call("PUT", f"/assignments/user:n{number}", json={"tier": "pro"})
     seen: list[str] = []
     url: str | None = "/v1/admin/assignments?tier=pro&limit=2"
     pages = 0
@@ -151,9 +151,9 @@ async def test_long_lists_come_in_pages(admin: Admin) -> None:
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=201", "limit=x", "offset=-1", "offset=1e9"])
 @pytest.mark.parametrize("path", ["/tiers", "/assignments", "/overrides", "/lists/allow"])
-async def test_pages_have_bounds(admin: Admin, path: str, query: str) -> None:
-    """From 1 to 200 rows."""
-    found = await admin.refused("GET", f"{path}?{query}", 422)
+async def test_a_page_has_1_to_200_rows(admin: Admin, path: str, query: str) -> None:
+    """Other sizes are rejected."""
+    found = await admin.rejected("GET", f"{path}?{query}", 422)
     assert found["problems"][0]["where"] == f"query.{query.partition('=')[0]}"
 
 
@@ -172,12 +172,12 @@ async def test_pages_have_bounds(admin: Admin, path: str, query: str) -> None:
         ("POST", "/versions/1/rollback", None),
     ],
 )
-async def test_every_change_may_be_of_one_version_alone(
+async def test_every_change_may_have_a_condition(
     admin: Admin, method: str, path: str, body: Any
 ) -> None:
-    """412 where that is not the newest, and nothing has changed; else it is made."""
-    await admin.ask("PUT", "/tiers/other", json={"limits": "1/s"})
-    stale = await admin.ask(method, path, 412, json=body, headers={"If-Match": '"v1"'})
+    """412 if the version is not the newest, and nothing has changed."""
+    await admin.call("PUT", "/tiers/other", json={"limits": "1/s"})
+    stale = await admin.call(method, path, 412, json=body, headers={"If-Match": '"v1"'})
     assert stale.headers["etag"] == '"v2"'
-    made = await admin.ask(method, path, json=body, headers={"If-Match": '"v2"'})
+    made = await admin.call(method, path, json=body, headers={"If-Match": '"v2"'})
     assert made.headers["etag"] == '"v3"'

@@ -1,13 +1,20 @@
-"""The admin API, put together: FastAPI over the control plane, and the service's description.
+"""The application of the admin API: its routers, the OpenAPI document and the page /docs.
 
-`/openapi.json` describes the whole service, the raw endpoints too; `/docs` shows it as a page that
-loads nothing from anywhere. Both need no token: they hold nothing that the source does not say.
+`/openapi.json` describes the whole service, including the raw endpoints. `/docs` shows it as a page
+that loads nothing from other servers. Neither needs a token: they show only what the source shows.
+
+**Rejected bodies.** Many clients write a whole body before they read anything. If the reply comes
+first and the connection is closed, they report a broken pipe and never show the error. So the rest
+of a body is read and dropped before the reply, if it ends soon. A body that is declared much longer
+is not read, and neither is one of a client that asked whether to send it (`Expect: 100-continue`).
+Strangers get this service too, so it has a bound: when many bodies do not end, further requests get
+their replies at once.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -15,16 +22,15 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tollkeeper.core.version import __version__
-from tollkeeper.service.admin import page, problems, quotas, records, rules, subjects, versions
-from tollkeeper.service.admin.answering import PREFIX
-from tollkeeper.service.admin.draining import Draining
-from tollkeeper.service.admin.plane import AdminNode, Plane
+from tollkeeper.service.admin import page, problems, quotas, records, rules, subjects
+from tollkeeper.service.admin.control import AdminContext, ControlPlane
+from tollkeeper.service.admin.operations import PREFIX
 from tollkeeper.service.http import openapi
 
-# Nothing of what is answered may run in a browser, or be shown inside another page.
+# No reply may run in a browser or be shown inside another page.
 SECURITY_HEADERS: Final = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -32,11 +38,11 @@ SECURITY_HEADERS: Final = (
 _LOCKED: Final = b"default-src 'none'; frame-ancestors 'none'"
 
 
-def admin_app(node: AdminNode) -> FastAPI:
-    """The admin API of a node: what is under /v1/admin, /openapi.json and /docs.
+def admin_app(context: AdminContext) -> FastAPI:
+    """Return the application for /v1/admin, /openapi.json and /docs.
 
-    It opens the database at the first request that needs it. Its lifespan closes that; whoever runs
-    no lifespan calls `await app.state.plane.close()` when the node stops.
+    It opens the database at the first request that needs it, and closes it at the end of its
+    lifespan. A caller that runs no lifespan calls `await app.state.control.close()` at shutdown.
     """
     app = FastAPI(
         title="Tollkeeper",
@@ -44,13 +50,19 @@ def admin_app(node: AdminNode) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
-        # A slash too many is another URL: to redirect would drop the body's method on some clients.
+        # A trailing slash is another URL: on a redirect, some clients change the method.
         redirect_slashes=False,
         lifespan=_lifespan,
-        middleware=[Middleware(Draining), Middleware(_Headers)],
+        middleware=[Middleware(BodyDrain), Middleware(_Headers)],
     )
-    app.state.plane = Plane(node)
-    routers = [module.router for module in (rules, subjects, versions, quotas, records)]
+    app.state.control = ControlPlane(context)
+    routers = [
+        rules.router,
+        subjects.router,
+        rules.versions_router,
+        quotas.router,
+        records.router,
+    ]
     for router in routers:
         app.include_router(router, prefix=PREFIX)
     problems.install(app, PREFIX, [route for router in routers for route in router.routes])
@@ -61,18 +73,18 @@ def admin_app(node: AdminNode) -> FastAPI:
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
-    await app.state.plane.close()
+    await app.state.control.close()
 
 
 def _describe(app: FastAPI) -> None:
-    """Add the description of the service, made when it is first asked for."""
+    """Add the OpenAPI document and its page; both are made at the first request."""
 
     def described() -> dict[str, Any]:
         if app.openapi_schema is None:
             app.openapi_schema = openapi.document(app)
         return app.openapi_schema
 
-    # In threads: it takes a while, in which checks are to be answered.
+    # In threads: it takes a while, and checks must not wait for it.
     async def openapi_json(_: Request) -> Response:
         return JSONResponse(await asyncio.to_thread(described))
 
@@ -80,13 +92,13 @@ def _describe(app: FastAPI) -> None:
         text = page.of(await asyncio.to_thread(described))
         return HTMLResponse(text, headers={"Content-Security-Policy": page.POLICY})
 
-    app.openapi = described  # type: ignore[method-assign]  # FastAPI's way to do this
+    app.openapi = described  # type: ignore[method-assign]  # as FastAPI's documentation recommends
     app.add_route("/openapi.json", openapi_json, methods=["GET"], include_in_schema=False)
     app.add_route("/docs", docs, methods=["GET"], include_in_schema=False)
 
 
 class _Headers:
-    """Adds the headers that keep browsers from trusting what they get."""
+    """Adds headers that restrict how a browser uses a reply."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -105,3 +117,67 @@ class _Headers:
             await send(message)
 
         await self._app(scope, receive, send_with_headers)
+
+
+# ── Bodies of rejected requests ──────────────────────────────────────────────────────────────────
+
+DROPPED_BYTES_MAX: Final = 8 * 2**20
+DROPPING_SECONDS_MAX: Final = 5.0
+# How many of the requests in flight (`BACKPRESSURE`) may wait for this at a time.
+DROPPING_MAX: Final = 64
+
+
+class BodyDrain:
+    """Middleware that reads and drops the rest of a body before the reply."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._dropping = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http" or not _should_drop(scope):
+            await self._app(scope, receive, send)
+            return
+        ended = False
+
+        async def received() -> Message:
+            nonlocal ended
+            message = await receive()
+            ended = not message.get("more_body", False)
+            return message
+
+        async def send_at_the_end(message: Message) -> None:
+            if message["type"] == "http.response.start" and not ended:
+                await self._drop(rest)
+            await send(message)
+
+        async def rest() -> None:
+            dropped = 0
+            while not ended and dropped <= DROPPED_BYTES_MAX:
+                dropped += len((await received()).get("body", b""))
+
+        await self._app(scope, received, send_at_the_end)
+
+    async def _drop(self, rest: Callable[[], Awaitable[None]]) -> None:
+        if self._dropping >= DROPPING_MAX:
+            return
+        self._dropping += 1
+        try:
+            async with asyncio.timeout(DROPPING_SECONDS_MAX):
+                await rest()
+        except TimeoutError:
+            return
+        finally:
+            self._dropping -= 1
+
+
+def _should_drop(scope: Scope) -> bool:
+    """Return True if the body is short enough and already on its way."""
+    headers = dict(scope["headers"])
+    if b"expect" in headers:
+        return False
+    length: bytes = headers.get(b"content-length", b"")
+    if length:
+        return len(length) < 19 and length.isdigit() and 0 < int(length) <= DROPPED_BYTES_MAX
+    return b"transfer-encoding" in headers

@@ -1,7 +1,7 @@
-"""The page at /docs: every operation of the service, from its description.
+"""The page at /docs: every operation of the service, made from the OpenAPI document.
 
-Made here, without a script and without a file from anywhere else: the usual pages load theirs from
-other people's servers, which a node inside a network cannot reach, and should not trust.
+It needs no script and no file from another server. The usual pages load theirs from public servers,
+which a node in a private network cannot reach and should not trust.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ METHODS: Final = ("get", "put", "post", "delete", "patch", "head", "options")
 
 
 def of(document: Mapping[str, Any]) -> str:
-    """The page of an OpenAPI document."""
+    """Return the page of an OpenAPI document."""
     info = document["info"]
     sections = "".join(_section(document, tag) for tag in document["tags"])
     title = escape(f"{info['title']} {info['version']}")
@@ -46,7 +46,7 @@ def of(document: Mapping[str, Any]) -> str:
 
 
 def operations(document: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """The method, the path and the description of each operation."""
+    """Yield the method, the path and the description of each operation."""
     for path, item in document["paths"].items():
         for method in METHODS:
             if method in item:

@@ -1,8 +1,8 @@
-"""What went wrong, as problem JSON (RFC 9457): what, where, and what would be right.
+"""Errors of the admin API as problem JSON (RFC 9457).
 
-Every refusal has the same members: `type`, `title`, `status`, `detail`, and `error` with a code for
-programs. A document that is wrong lists its `problems` with their places, a change that is unsafe
-its `findings`, a condition that failed the `current` version, which the ETag names too.
+Every error has the same members: `type`, `title`, `status`, `detail`, and `error` with a code for
+programs. An invalid document lists its `problems` with their places, an unsafe change its
+`findings`, and a failed condition the `current` version, which is also the ETag.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from starlette import exceptions as starlette
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -31,41 +32,96 @@ from tollkeeper.core.errors import (
 )
 from tollkeeper.rules.document.reading import DocumentError
 from tollkeeper.rules.document.tree import DocumentProblem
-from tollkeeper.service.admin.plane import NoDatabase, etag_of
+from tollkeeper.service.admin.control import NoDatabase, etag_of
 from tollkeeper.service.http.tokens import TokenRejection
 from tollkeeper.web import answers
 
 MEDIA_TYPE: Final = answers.PROBLEM_CONTENT_TYPE
-# Of what is wrong with a document, or unsafe in it; `detail` says how many there are.
+# Listed problems or findings of a document; `detail` says how many there are.
 LISTED_MAX: Final = 100
 RETRY_AFTER_S: Final = 1
 
 log = logging.getLogger("tollkeeper.admin")
 
 
-class Refusal(HTTPException):
-    """A request that is answered with a problem, whatever it asked for."""
+class ApiInput(BaseModel):
+    """The body of a request: no unknown members, and no conversions."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class ApiOutput(BaseModel):
+    """The body of a reply."""
+
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
+
+
+class ErrorOut(ApiOutput):
+    """The error, for programs."""
+
+    code: str = Field(examples=["VERSION_CONFLICT"])
+    message: str
+    details: dict[str, Any] = Field(description="Numbers that belong to the error.")
+
+
+class PlaceOut(ApiOutput):
+    """One problem and its place."""
+
+    where: str = Field(description="A path in the document or the request.", examples=["rules[0]"])
+    line: int = Field(description="From 1; 0 if the place has no line.")
+    column: int
+    message: str
+
+
+class FindingOut(ApiOutput):
+    """A valid part of a document that is most likely a mistake."""
+
+    code: str = Field(examples=["denies-all"])
+    where: str = Field(examples=["deny[0]"])
+    rule: str = Field(description="The ID of the rule; empty if it concerns no rule.")
+    what: str
+    why: str
+    remedy: str
+
+
+class ProblemOut(ApiOutput):
+    """An error, as in RFC 9457."""
+
+    type: str = Field(examples=["about:blank"])
+    title: str = Field(examples=["Precondition Failed"])
+    status: int = Field(examples=[412])
+    detail: str
+    error: ErrorOut
+    problems: list[PlaceOut] | None = Field(None, description="The problems and their places.")
+    findings: list[FindingOut] | None = Field(None, description="Why the change is unsafe.")
+    current: int | None = Field(
+        None, description="The newest version, if another one was expected."
+    )
+
+
+class AdminError(HTTPException):
+    """Ends a request with a problem."""
 
     def __init__(
         self, status: int, code: str, detail: str, headers: Mapping[str, str] | None = None
     ) -> None:
-        # FastAPI lets its own kind of error pass where it reads a body, and hides all others.
+        # FastAPI hides every other kind of error that is raised while it reads a body.
         super().__init__(status, detail, dict(headers or {}))
         self.code = code
 
 
 class NotModified(Exception):
-    """There is nothing newer than what the one who asks has: no problem, but an end."""
+    """The caller has the newest version: ends the request with 304."""
 
     def __init__(self, etag: str) -> None:
         self.etag = etag
         super().__init__(etag)
 
 
-def refusal_of(refused: TokenRejection) -> Refusal:
-    """Of a token that may not, or of none."""
-    headers = {"WWW-Authenticate": refused.challenge} if refused.status == 401 else {}
-    return Refusal(refused.status, refused.code, refused.detail, headers)
+def token_error(rejection: TokenRejection) -> AdminError:
+    """Return the error for a rejected token."""
+    headers = {"WWW-Authenticate": rejection.challenge} if rejection.status == 401 else {}
+    return AdminError(rejection.status, rejection.code, rejection.detail, headers)
 
 
 def problem(
@@ -75,14 +131,14 @@ def problem(
     headers: Mapping[str, str] | None = None,
     **more: Any,
 ) -> Response:
-    """A problem as a response."""
+    """Return a problem as a response."""
     members = {**answers.problem(status, code, detail), **more}
     answer = answers.problem_answer(members, list((headers or {}).items()))
     return Response(answer.body, answer.status, dict(answer.headers))
 
 
 def problem_data(each: DocumentProblem) -> dict[str, Any]:
-    """One thing that is wrong with a document."""
+    """Return the members of a PlaceOut."""
     return {
         "where": each.where,
         "line": each.line,
@@ -92,7 +148,7 @@ def problem_data(each: DocumentProblem) -> dict[str, Any]:
 
 
 def finding_data(each: SafetyFinding) -> dict[str, Any]:
-    """One thing that is unsafe in a document."""
+    """Return the members of a FindingOut."""
     return {
         "code": each.code,
         "where": each.where,
@@ -103,8 +159,8 @@ def finding_data(each: SafetyFinding) -> dict[str, Any]:
     }
 
 
-def of_error(error: TollkeeperError, *, conditional: bool) -> Response:
-    """What an error of ours means to the one who asked."""
+def error_response(error: TollkeeperError, *, conditional: bool) -> Response:
+    """Return the response to a request that raised an error of Tollkeeper."""
     said = str(error)
     if isinstance(error, DocumentError):
         listed = [problem_data(each) for each in error.problems[:LISTED_MAX]]
@@ -121,14 +177,14 @@ def of_error(error: TollkeeperError, *, conditional: bool) -> Response:
         return problem(status, "VERSION_CONFLICT", said, headers, current=error.current)
     if isinstance(error, UnsafeChange):
         found = [finding_data(each) for each in error.findings[:LISTED_MAX]]
-        detail = f"{said}\nTo make the change all the same, ask again with ?force=true"
+        detail = f"{said}\nTo make the change anyway, repeat the request with ?force=true"
         return problem(409, "UNSAFE_CHANGE", detail, findings=found)
     if isinstance(error, NoDatabase):
         return problem(409, "RULES_FROM_FILE", said)
     if isinstance(error, StoreError):
         code = "STORE_TIMEOUT" if isinstance(error, StoreTimeout) else "STORE_UNAVAILABLE"
         return problem(503, code, said, {"Retry-After": str(RETRY_AFTER_S)})
-    log.error("an error that has no answer of its own: %s", said)
+    log.error("an error without a status of its own: %s", said)
     return problem(500, "INTERNAL", said)
 
 
@@ -136,26 +192,26 @@ _CONDITIONS: Final = ("if-match", "if-none-match")
 
 
 def install(app: FastAPI, prefix: str, routes: Sequence[BaseRoute]) -> None:
-    """Have an application answer all that is raised in it with problems.
+    """Turn every exception of an application into a problem.
 
-    `routes` are those under `prefix`, so that who asks with another method is told which there are.
+    `routes` are the routes under `prefix`: a 405 lists the methods of its path.
     """
 
-    async def on_refusal(_: Request, error: Exception) -> Response:
-        assert isinstance(error, Refusal)  # noqa: S101 - what it is installed for
+    async def on_admin_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, AdminError)  # noqa: S101 - the handler is registered for it
         return problem(error.status_code, error.code, str(error.detail), error.headers)
 
-    async def on_known(_: Request, error: Exception) -> Response:
-        assert isinstance(error, NotModified)  # noqa: S101 - what it is installed for
+    async def on_not_modified(_: Request, error: Exception) -> Response:
+        assert isinstance(error, NotModified)  # noqa: S101 - the handler is registered for it
         return Response(None, 304, {"ETag": error.etag, "Vary": "Accept"})
 
-    async def on_ours(request: Request, error: Exception) -> Response:
-        assert isinstance(error, TollkeeperError)  # noqa: S101 - what it is installed for
+    async def on_tollkeeper_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, TollkeeperError)  # noqa: S101 - the handler is registered for it
         conditional = any(name in request.headers for name in _CONDITIONS)
-        return of_error(error, conditional=conditional)
+        return error_response(error, conditional=conditional)
 
     async def on_invalid(_: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)  # noqa: S101 - what it is installed for
+        assert isinstance(error, RequestValidationError)  # noqa: S101 - the handler is registered for it
         return _of_validation(error.errors())
 
     async def on_http(request: Request, error: Exception) -> Response:
@@ -165,18 +221,18 @@ def install(app: FastAPI, prefix: str, routes: Sequence[BaseRoute]) -> None:
     async def on_defect(request: Request, _: Exception) -> Response:
         # The server logs the traceback: it is raised again after this.
         log.error("a defect at %s %s", request.method, show(request.url.path))
-        return problem(500, "INTERNAL", "a defect of the service; its log says more")
+        return problem(500, "INTERNAL", "a defect of the service; its log has the details")
 
-    app.add_exception_handler(Refusal, on_refusal)
-    app.add_exception_handler(NotModified, on_known)
-    app.add_exception_handler(TollkeeperError, on_ours)
+    app.add_exception_handler(AdminError, on_admin_error)
+    app.add_exception_handler(NotModified, on_not_modified)
+    app.add_exception_handler(TollkeeperError, on_tollkeeper_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(starlette.HTTPException, on_http)
     app.add_exception_handler(Exception, on_defect)
 
 
 def _of_validation(errors: Sequence[Any]) -> Response:
-    """What pydantic found. Not what it was given: that may be a secret, or a megabyte."""
+    """Return pydantic's errors, without the input: it may be a secret, or a megabyte."""
     listed = [
         {"where": _where(each["loc"]), "line": 0, "column": 0, "message": str(each["msg"])}
         for each in errors[:LISTED_MAX]
@@ -186,14 +242,14 @@ def _of_validation(errors: Sequence[Any]) -> Response:
 
 
 def _where(place: Sequence[str | int]) -> str:
-    """`body.attributes.region`; a name that is long is cut."""
+    """Return a place such as `body.attributes.region`; long names are cut."""
     return ".".join(str(part)[:100] for part in place)
 
 
 def _of_http(error: starlette.HTTPException, methods: Sequence[str]) -> Response:
     known = {
-        404: ("NOT_FOUND", "there is no such resource; /docs lists what there is"),
-        405: ("METHOD_NOT_ALLOWED", "the resource is there, but not this method; see Allow"),
+        404: ("NOT_FOUND", "there is no such resource; /docs lists every resource"),
+        405: ("METHOD_NOT_ALLOWED", "the resource exists but does not have this method; see Allow"),
     }
     code, detail = known.get(error.status_code, ("INVALID_REQUEST", str(error.detail)))
     headers = dict(error.headers or {})
@@ -203,7 +259,7 @@ def _of_http(error: starlette.HTTPException, methods: Sequence[str]) -> Response
 
 
 def _methods(path: str, routes: Sequence[BaseRoute]) -> list[str]:
-    """The methods of a path. Starlette tells those of the first route that has it, alone."""
+    """Return the methods of a path. Starlette reports only those of the first matching route."""
     found: set[str] = set()
     for route in routes:
         if isinstance(route, Route) and route.path_regex.match(path):

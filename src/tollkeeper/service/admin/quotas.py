@@ -1,6 +1,6 @@
-"""What somebody has left, and why; and what a node is about.
+"""Quotas of subjects under each rule, explanations, and the state of a node.
 
-Here the limiter of this node is asked, with the rules that are in force in it. Nothing is spent.
+These operations use the limiter of this node and the rules in force in it. They spend nothing.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import logging
 import os
 from datetime import UTC, datetime
 from inspect import isawaitable
-from typing import Annotated, Any, Final, cast
+from typing import Annotated, Any, Final, Literal, cast
 
 from fastapi import APIRouter, Query, Request
+from pydantic import ConfigDict, Field
 
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import CapacityError, ConfigError, StoreError, show
 from tollkeeper.core.model import REQUEST_FIELDS, UNITS_MAX, Decision
-from tollkeeper.core.model import Request as Asker
+from tollkeeper.core.model import Request as LimiterRequest
 from tollkeeper.core.subjects import SEPARATOR
 from tollkeeper.core.version import __version__
 from tollkeeper.rules.compiled import FACTOR_STEPS, RuleCheck
@@ -25,30 +26,26 @@ from tollkeeper.rules.document.model import Document, Mode
 from tollkeeper.rules.document.writing import limit_data, to_data
 from tollkeeper.rules.explain import Explanation, RuleExplained
 from tollkeeper.rules.splitting import summed
-from tollkeeper.service.admin.answering import READ, refusals
-from tollkeeper.service.admin.asking import ROLE, AdminRoute, PlaneOf
-from tollkeeper.service.admin.models import (
+from tollkeeper.service.admin.control import ControlPlane
+from tollkeeper.service.admin.operations import (
     ATTRIBUTES_MAX,
+    READ,
+    ROLE,
     TEXT_LENGTH_MAX,
-    CountsOut,
-    DecisionOut,
-    ExplainIn,
-    ExplanationOut,
-    GrantIn,
-    NodeOut,
-    QuotaOut,
-    QuotaRuleOut,
-    RequestIn,
-    RuleExplainedOut,
-    RulesStatusOut,
-    StoreOut,
+    TTL_SECONDS_MAX,
+    AdminRoute,
+    Control,
+    LimitData,
+    OverrideData,
+    Text,
+    error_responses,
 )
-from tollkeeper.service.admin.plane import Plane
+from tollkeeper.service.admin.problems import ApiInput, ApiOutput
 from tollkeeper.web.addresses import counted_address
 
 router = APIRouter(tags=["quotas"], route_class=AdminRoute)
 
-# Of the rules that do not apply; those that do are all shown.
+# How many rules that do not apply are listed; all rules that apply are.
 OTHERS_MAX: Final = 200
 _POST: Final = (*READ, 408, 413, 415)
 _ATTRIBUTE: Final = "attributes."
@@ -58,10 +55,150 @@ log = logging.getLogger("tollkeeper.admin")
 _Field = Annotated[str | None, Query(max_length=TEXT_LENGTH_MAX)]
 
 
-def _asker(body: RequestIn) -> Asker:
+class RequestIn(ApiInput):
+    """The fields of a request. All are optional."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        json_schema_extra={
+            "examples": [{"user": "42", "endpoint": "/v1/orders", "method": "POST"}]
+        },
+    )
+
+    user: Text | None = None
+    api_key: Text | None = None
+    ip: Text | None = None
+    tenant: Text | None = None
+    tier: Text | None = None
+    endpoint: Text | None = None
+    method: Text | None = None
+    attributes: dict[Text, Text] = Field(default_factory=dict, max_length=ATTRIBUTES_MAX)
+
+
+class ExplainIn(RequestIn):
+    """A request to explain."""
+
+    cost: int = Field(1, ge=0, le=UNITS_MAX, description="Units that the request costs.")
+
+
+class GrantIn(RequestIn):
+    """Extra units for the subjects of such a request."""
+
+    units: int = Field(ge=1, le=UNITS_MAX, description="Units on top of every limit that applies.")
+    ttl_seconds: float | None = Field(
+        None,
+        gt=0,
+        le=TTL_SECONDS_MAX,
+        description="How long they can be spent; by default one window.",
+    )
+
+
+class DecisionOut(ApiOutput):
+    """The decision that a check would get now."""
+
+    allowed: bool
+    limit: int = Field(description="The most that can ever remain.")
+    remaining: int = Field(description="How many single requests would pass now.")
+    retry_after: float = Field(description="Seconds until this cost would pass; 0 if it does now.")
+    reset_after: float = Field(description="Seconds until the quota is whole again.")
+    delay: float = Field(description="Leaky bucket: seconds to hold the request.")
+
+
+class QuotaRuleOut(ApiOutput):
+    """One rule that applies to a request, and its quota."""
+
+    id: str = Field(examples=["orders"])
+    mode: Literal["enforce", "shadow", "off"]
+    by: list[str] = Field(examples=[["api_key"]])
+    subject: list[str] = Field(
+        description="The subject that is counted.", examples=[["api_key:sk_1"]]
+    )
+    units: int = Field(description="Units that the request costs under this rule.")
+    limits: list[LimitData] = Field(examples=[["10/second"]])
+    source: str = Field(description="Where the limits come from.", examples=["tier pro"])
+    factor: float = Field(description="The share of the limits that the present load leaves.")
+    decision: DecisionOut | None = Field(description="Null if the store failed.")
+    error: str | None = Field(description="Why there is no decision.")
+
+
+class QuotaOut(ApiOutput):
+    """Every rule that applies to a request."""
+
+    version: str = Field(description="The version of the rules in force in this node.")
+    tier: str | None
+    listed: str | None = Field(description="The entry of a list that decides before all rules.")
+    rules: list[QuotaRuleOut]
+
+
+class RuleExplainedOut(QuotaRuleOut):
+    """One rule: whether it applies to a request, and why."""
+
+    applies: bool
+    why: str = Field(description="Why it applies or does not.")
+    override: OverrideData | None = Field(description="The override in force.")
+
+
+class ExplanationOut(ApiOutput):
+    """Every rule, whether it applies to a request, and why."""
+
+    verdict: Literal["allowed", "denied", "unknown"]
+    version: str
+    tier: str | None
+    listed: str | None
+    rules: list[RuleExplainedOut]
+    omitted: int = Field(description="How many rules that do not apply are left out.")
+
+
+class RulesStatusOut(ApiOutput):
+    """The rules in force in this node, and their age."""
+
+    version: str
+    source: str = Field(description="A path, or a database's URL without secrets.")
+    origin: Literal["source", "snapshot", "given"]
+    since: datetime | None
+    age_seconds: float | None = Field(description="Seconds since the source last confirmed them.")
+    error: str
+    push_error: str
+
+
+class CountsOut(ApiOutput):
+    """The decisions of a rule in this process."""
+
+    allowed: int
+    denied: int
+    shadow_denied: int
+    failed: int = Field(description="Checks that the store failed.")
+
+
+class StoreOut(ApiOutput):
+    """The size of the store."""
+
+    states: int
+    states_max: int = Field(description="The maximum; 0 if there is none.")
+    bytes: int
+    expired: int
+    refused: int
+
+
+class NodeOut(ApiOutput):
+    """One worker process."""
+
+    node_id: str
+    process: int = Field(description="The process ID; the counts are of this process.")
+    software: str = Field(examples=["0.1.0"])
+    started_at: datetime
+    rules: RulesStatusOut
+    counts: dict[str, CountsOut] = Field(description="By the ID of the rule.")
+    factors: dict[str, float] = Field(description="The factors of rules that follow the load.")
+    store: StoreOut | None = Field(description="Null if the store failed.")
+    store_error: str | None
+
+
+def _request_of(body: RequestIn) -> LimiterRequest:
     fields = {name: getattr(body, name) for name in REQUEST_FIELDS}
     fields["ip"] = _counted(fields["ip"])
-    return Asker(**fields, attributes=body.attributes)
+    return LimiterRequest(**fields, attributes=body.attributes)
 
 
 def _counted(ip: str | None) -> str | None:
@@ -85,9 +222,9 @@ def _subject(subject: str) -> list[str]:
     return subject.split(SEPARATOR) if subject else []
 
 
-async def _quota(plane: Plane, request: Asker, cost: int = 1) -> QuotaOut:
-    # Not `explain`, which asks all rules, and with 10,000 of them takes 100 ms.
-    policy = plane.policy()
+async def _quota(control: ControlPlane, request: LimiterRequest, cost: int = 1) -> QuotaOut:
+    # Not `explain`, which examines every rule: with 10,000 rules it takes 100 ms.
+    policy = control.compiled_rules()
     plan = policy.plan(request, cost)
     verdict, entry = policy.listed(request)
     return QuotaOut(
@@ -129,10 +266,12 @@ async def _look(check: RuleCheck) -> Decision:
     return summed(looks, check.gate.limits, check.prepared.limits)
 
 
-@router.get("/quota", operation_id="get_admin_quota", summary="A quota", responses=refusals(*READ))
+@router.get(
+    "/quota", operation_id="get_admin_quota", summary="A quota", responses=error_responses(*READ)
+)
 async def get_quota(
     request: Request,
-    plane: PlaneOf,
+    control: Control,
     user: _Field = None,
     api_key: _Field = None,
     ip: _Field = None,
@@ -142,17 +281,17 @@ async def get_quota(
     method: _Field = None,
     cost: Annotated[int, Query(ge=0, le=UNITS_MAX)] = 1,
 ) -> QuotaOut:
-    """Every rule that applies to such a request, and what is left of it. Spends nothing.
+    """Return every rule that applies to such a request, and its quota. Spends nothing.
 
-    Other attributes of a request are asked for as `attributes.region=eu`.
+    Further attributes are given as `attributes.region=eu`.
     """
     attributes = _attributes(request)
-    asker = Asker(user, api_key, _counted(ip), tenant, tier, endpoint, method, attributes)
-    return await _quota(plane, asker, cost)
+    asker = LimiterRequest(user, api_key, _counted(ip), tenant, tier, endpoint, method, attributes)
+    return await _quota(control, asker, cost)
 
 
 def _attributes(request: Request) -> dict[str, str]:
-    """Those of a query. Raises ConfigError for a name that is not known, or given twice."""
+    """Return the attributes in a query. Raises ConfigError for an unknown or repeated name."""
     seen: set[str] = set()
     found: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
@@ -165,41 +304,47 @@ def _attributes(request: Request) -> dict[str, str]:
         elif name not in {*REQUEST_FIELDS, "cost"}:
             known = ", ".join((*REQUEST_FIELDS, "cost"))
             raise ConfigError(
-                f"{show(name)} is no field of a request; those are {known}, and others are "
-                f"written like attributes.region=eu"
+                f"{show(name)} is not a field of a request; the fields are {known}, and attributes "
+                f"are written like attributes.region=eu"
             )
     if len(found) > ATTRIBUTES_MAX:
-        raise ConfigError(f"a request has at most {ATTRIBUTES_MAX} attributes")
+        raise ConfigError(f"a request may have at most {ATTRIBUTES_MAX} attributes")
     return found
 
 
 @router.post(
-    "/quota/reset", operation_id="reset_quota", summary="Reset a quota", responses=refusals(*_POST)
+    "/quota/reset",
+    operation_id="reset_quota",
+    summary="Reset a quota",
+    responses=error_responses(*_POST),
 )
-async def reset_quota(request: Request, plane: PlaneOf, asker: RequestIn) -> QuotaOut:
-    """Forget what was spent and granted under every rule that applies; what is left then."""
-    await plane.node.limiter.reset(_asker(asker))
-    quota = await _quota(plane, _asker(asker))
+async def reset_quota(request: Request, control: Control, asker: RequestIn) -> QuotaOut:
+    """Reset the quota under every rule that applies, and return it."""
+    await control.context.limiter.reset(_request_of(asker))
+    quota = await _quota(control, _request_of(asker))
     _note(request, "reset", quota)
     return quota
 
 
 @router.post(
-    "/quota/grant", operation_id="grant_quota", summary="Grant units", responses=refusals(*_POST)
+    "/quota/grant",
+    operation_id="grant_quota",
+    summary="Grant units",
+    responses=error_responses(*_POST),
 )
-async def grant_quota(request: Request, plane: PlaneOf, grant: GrantIn) -> QuotaOut:
-    """Give extra units under every rule that applies; what is left then.
+async def grant_quota(request: Request, control: Control, grant: GrantIn) -> QuotaOut:
+    """Grant extra units under every rule that applies, and return the quota.
 
-    They are drawn on when the limit itself has no room.
+    They are spent when the limit itself has no room.
     """
-    await plane.node.limiter.grant(_asker(grant), grant.units, grant.ttl_seconds)
-    quota = await _quota(plane, _asker(grant))
+    await control.context.limiter.grant(_request_of(grant), grant.units, grant.ttl_seconds)
+    quota = await _quota(control, _request_of(grant))
     _note(request, "grant", quota)
     return quota
 
 
 def _note(request: Request, what: str, quota: QuotaOut) -> None:
-    """Into the log, without the key: who did it, and to which rules."""
+    """Log the change, its author and the rules. The key is not logged."""
     rules = ", ".join(rule.id for rule in quota.rules) or "none"
     log.info("quota %s by %s; rules: %s", what, request.state.token.name, rules)
 
@@ -207,13 +352,13 @@ def _note(request: Request, what: str, quota: QuotaOut) -> None:
 @router.post(
     "/explain",
     operation_id="explain",
-    summary="Why a request is limited as it is",
-    responses=refusals(*_POST),
+    summary="Explain a request",
+    responses=error_responses(*_POST),
     openapi_extra={ROLE: "read"},
 )
-async def explain(plane: PlaneOf, request: ExplainIn) -> ExplanationOut:
-    """Which rules a request meets, which not, and why; what each would answer. Spends nothing."""
-    explanation = await plane.node.limiter.explain(_asker(request), request.cost)
+async def explain(control: Control, request: ExplainIn) -> ExplanationOut:
+    """Return every rule, whether it applies and why, and its decision. Spends nothing."""
+    explanation = await control.context.limiter.explain(_request_of(request), request.cost)
     others = 0
     shown: list[RuleExplained] = []
     for rule in explanation.rules:
@@ -252,7 +397,7 @@ def _explained(rule: RuleExplained) -> RuleExplainedOut:
 
 
 def _verdict(explanation: Explanation) -> Any:
-    """`unknown` where a rule in force could not be asked and no other denies."""
+    """Return `unknown` if the store failed for a rule and no other rule denies."""
     if explanation.listed:
         return "denied" if explanation.listed.startswith("deny ") else "allowed"
     enforced = [rule for rule in explanation.applying if rule.mode == "enforce"]
@@ -266,24 +411,28 @@ def _verdict(explanation: Explanation) -> Any:
 
 
 @router.get(
-    "/node", tags=["node"], operation_id="get_node", summary="This node", responses=refusals(*READ)
+    "/node",
+    tags=["node"],
+    operation_id="get_node",
+    summary="This node",
+    responses=error_responses(*READ),
 )
-async def get_node(plane: PlaneOf) -> NodeOut:
-    """The rules in force in this process, what it counted, and what its store holds."""
-    node = plane.node
-    status = node.limiter.rules_status()
+async def get_node(control: Control) -> NodeOut:
+    """Return the rules in force in this process, its counters and the size of its store."""
+    context = control.context
+    status = context.limiter.rules_status()
     store, store_error = None, None
     try:
-        stats = await asyncio.to_thread(node.limiter.stats)
+        stats = await asyncio.to_thread(context.limiter.stats)
         names = StoreOut.model_fields
         store = StoreOut(**{name: getattr(stats, name) for name in names})
     except StoreError as error:
         store_error = str(error)
     return NodeOut(
-        node_id=node.node_id,
+        node_id=context.node_id,
         process=os.getpid(),
         software=__version__,
-        started_at=datetime.fromtimestamp(node.started_ns / NS_PER_SECOND, UTC),
+        started_at=datetime.fromtimestamp(context.started_ns / NS_PER_SECOND, UTC),
         rules=RulesStatusOut(
             version=status.version,
             source=status.source,
@@ -300,9 +449,9 @@ async def get_node(plane: PlaneOf) -> NodeOut:
                 shadow_denied=each.shadow_denied,
                 failed=each.failed,
             )
-            for name, each in node.limiter.counts().items()
+            for name, each in context.limiter.counts().items()
         },
-        factors=node.limiter.factors(),
+        factors=context.limiter.factors(),
         store=store,
         store_error=store_error,
     )

@@ -1,13 +1,15 @@
-"""The rule document over HTTP: whole, or one rule at a time."""
+"""The rule document over HTTP, whole or one rule at a time, and its versions."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
+from pydantic import Field
 
 from tollkeeper.control import edits
 from tollkeeper.control.edits import unified_diff
@@ -17,33 +19,48 @@ from tollkeeper.rules.document.reading import DocumentError, from_data, read
 from tollkeeper.rules.document.safety import new_findings
 from tollkeeper.rules.document.tree import DocumentProblem
 from tollkeeper.rules.document.writing import to_data, to_yaml
-from tollkeeper.service.admin.answering import made, versioned, written
-from tollkeeper.service.admin.answering import refusals as refusals_of
-from tollkeeper.service.admin.asking import (
+from tollkeeper.service.admin.control import CurrentRules, etag_of
+from tollkeeper.service.admin.operations import (
     ANY_CONTENT,
+    DIFF_LENGTH_MAX,
+    NUMBER_MAX,
+    READ,
     ROLE,
-    AdminRoute,
-    AskedOf,
-    IfNoneMatch,
-    PlaneOf,
-    newer,
-    refuse_known,
-    text_of,
-    wants_yaml,
-)
-from tollkeeper.service.admin.models import (
+    ROWS,
     RULES,
-    FindingOut,
-    PlaceOut,
+    AdminRoute,
+    Before,
+    Change,
+    Control,
+    IfNoneMatch,
+    NextBefore,
+    Rows,
     RuleBody,
     RuleData,
-    ValidationOut,
     VersionOut,
+    change_responses,
+    check_modified,
+    error_responses,
+    if_newer,
+    link_next,
+    page_responses,
+    rules_responses,
+    text_of,
+    version_out,
+    version_reply,
+    wants_yaml,
 )
-from tollkeeper.service.admin.plane import InForce, etag_of
-from tollkeeper.service.admin.problems import LISTED_MAX, finding_data, problem_data
+from tollkeeper.service.admin.problems import (
+    LISTED_MAX,
+    ApiOutput,
+    FindingOut,
+    PlaceOut,
+    finding_data,
+    problem_data,
+)
 
 router = APIRouter(tags=["rules"], route_class=AdminRoute)
+versions_router = APIRouter(tags=["versions"], route_class=AdminRoute)
 
 YAML: Final = "application/yaml"
 _EXAMPLE: Final = {
@@ -53,16 +70,71 @@ _EXAMPLE: Final = {
 }
 _CONTENT: Final = {
     "application/json": {"schema": {RULES: "document"}, "example": _EXAMPLE},
-    # Text, and not the document's schema: what YAML says is known when it is read.
+    # A string, and not the schema of a document: YAML has structure only after it is parsed.
     YAML: {"schema": {"type": "string"}, "example": to_yaml(from_data(_EXAMPLE))},
 }
 _BODY: Final = {"requestBody": {"required": True, "content": _CONTENT}, ANY_CONTENT: True}
 
-RuleId = Annotated[str, Path(description="The rule's id.", examples=["orders"], max_length=128)]
+RuleId = Annotated[
+    str, Path(description="The ID of the rule.", examples=["orders"], max_length=128)
+]
+
+
+class ValidationOut(ApiOutput):
+    """The result of validating a document."""
+
+    valid: bool = Field(description="True if the document can be used.")
+    safe: bool = Field(description="True if it would be applied without `force`.")
+    problems: list[PlaceOut] = Field(description="Why it cannot be used.")
+    findings: list[FindingOut] = Field(description="Why it would need `force`.")
+    diff: str = Field(description="The changes to the rules in force, as a unified diff.")
+
+
+class VersionTextOut(VersionOut):
+    """One version of the rules, with its document."""
+
+    text: str = Field(description="The document, as YAML.")
+
+
+class DiffOut(ApiOutput):
+    """The changes between two versions."""
+
+    before: int = Field(description="The older version; 0: none.")
+    after: int
+    diff: str = Field(description="A unified diff; empty if nothing changed.")
+
+
+class AuditOut(ApiOutput):
+    """One change: its author, time, reason and diff."""
+
+    version: int
+    author: str
+    reason: str
+    created_at: datetime
+    kind: str
+    diff: str = Field(
+        description=f"The changes to the version before, at most {DIFF_LENGTH_MAX:,} characters. "
+        f"`versions/{{number}}/diff` has the whole diff."
+    )
+    forced: str = Field(description="The findings that `force` overruled.")
+
+
+class VersionPage(ApiOutput):
+    """Versions, the newest first."""
+
+    items: list[VersionOut]
+    next: NextBefore
+
+
+class AuditPage(ApiOutput):
+    """Entries of the audit log, the newest first."""
+
+    items: list[AuditOut]
+    next: NextBefore
 
 
 def _document_responses() -> dict[int | str, dict[str, Any]]:
-    found = versioned()
+    found = rules_responses()
     found[200] = {"description": "The document.", "content": _CONTENT, **found[200]}
     return found
 
@@ -75,14 +147,14 @@ def _document_responses() -> dict[int | str, dict[str, Any]]:
     responses=_document_responses(),
 )
 async def get_rules(
-    plane: PlaneOf,
+    control: Control,
     if_none_match: IfNoneMatch = None,
     accept: Annotated[str, Header(include_in_schema=False)] = "",
 ) -> Response:
-    """The newest rules: JSON, or YAML where `Accept` asks for it."""
-    if if_none_match is not None and (number := await plane.number()) is not None:
-        refuse_known(etag_of(number), if_none_match)  # without reading a document of megabytes
-    found = newer(await plane.in_force(), if_none_match)
+    """Return the newest rules: JSON, or YAML if `Accept` asks for it."""
+    if if_none_match is not None and (number := await control.number()) is not None:
+        check_modified(etag_of(number), if_none_match)  # before a document of megabytes is read
+    found = if_newer(await control.current(), if_none_match)
     headers = {"ETag": found.etag, "Vary": "Accept"}
     if wants_yaml(accept):
         return Response(await asyncio.to_thread(found.yaml), 200, headers, YAML)
@@ -90,44 +162,44 @@ async def get_rules(
     return Response(text, 200, headers, "application/json")
 
 
-def _json(found: InForce) -> str:
+def _json(found: CurrentRules) -> str:
     return json.dumps(to_data(found.document), ensure_ascii=False)
 
 
 @router.put(
     "/rules",
     operation_id="put_rules",
-    summary="Put a document in force",
-    responses=written(),
+    summary="Apply a document",
+    responses=change_responses(),
     openapi_extra=_BODY,
 )
 async def put_rules(
-    request: Request, response: Response, plane: PlaneOf, asked: AskedOf
+    request: Request, response: Response, control: Control, change: Change
 ) -> VersionOut:
-    """Replace all rules, as the next version. A document that is in force already changes nothing.
+    """Replace all rules by a new version. A document that is already in force changes nothing.
 
-    Send the ETag that you read as `If-Match`, or what somebody else changed meanwhile is lost.
+    Send the ETag that you read as `If-Match`; otherwise the change overwrites concurrent changes.
     """
-    await plane.repository()  # where there is none, nobody needs to be told of other problems
+    await control.repository()  # without a database, no other problem matters
     document = await asyncio.to_thread(read, await text_of(request), "<body>")
-    return made(response, await plane.apply(asked, document))
+    return version_reply(response, await control.apply(change, document))
 
 
 @router.post(
     "/rules/validate",
     operation_id="validate_rules",
-    summary="What a document would meet",
-    responses=refusals_of(400, 401, 403, 408, 413, 415, 422, 503),
+    summary="Validate a document",
+    responses=error_responses(400, 401, 403, 408, 413, 415, 422, 503),
     openapi_extra={**_BODY, ROLE: "read"},
 )
-async def validate_rules(request: Request, plane: PlaneOf) -> ValidationOut:
-    """Says what is wrong with a document or unsafe in it, and what it changes. Applies nothing."""
+async def validate_rules(request: Request, control: Control) -> ValidationOut:
+    """Report the problems of a document, its findings and its changes. Applies nothing."""
     text = await text_of(request)
-    found = await plane.in_force()
+    found = await control.current()
     return await asyncio.to_thread(_validated, text, found)
 
 
-def _validated(text: str, found: InForce) -> ValidationOut:
+def _validated(text: str, found: CurrentRules) -> ValidationOut:
     try:
         document = read(text, "<body>")
     except DocumentError as error:
@@ -145,24 +217,24 @@ def _validated(text: str, found: InForce) -> ValidationOut:
     )
 
 
-# ------------------------------------------------------------------------------------- one rule
+# ── One rule ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @router.get(
     "/rules/{id:path}",
     operation_id="get_rule",
     summary="One rule",
-    responses=versioned(404),
+    responses=rules_responses(404),
     response_model=RuleData,
 )
 async def get_rule(
-    id: RuleId,  # noqa: A002 - the name in the path is the one in the document
+    id: RuleId,  # noqa: A002 - the path has the name that the document uses
     response: Response,
-    plane: PlaneOf,
+    control: Control,
     if_none_match: IfNoneMatch = None,
 ) -> Any:
-    """One rule of the newest rules."""
-    found = newer(await plane.in_force(), if_none_match)
+    """Return one rule of the newest rules."""
+    found = if_newer(await control.current(), if_none_match)
     rule = _find(found.document, id)
     response.headers["ETag"] = found.etag
     return to_data(Document(rules=(rule,)))["rules"][0]
@@ -176,33 +248,36 @@ def _find(document: Document, rule_id: str) -> Rule:
 
 
 @router.put(
-    "/rules/{id:path}", operation_id="put_rule", summary="Put a rule", responses=written(404)
+    "/rules/{id:path}",
+    operation_id="put_rule",
+    summary="Put a rule",
+    responses=change_responses(404),
 )
 async def put_rule(
     id: RuleId,  # noqa: A002 - same
     rule: RuleBody,
     response: Response,
-    plane: PlaneOf,
-    asked: AskedOf,
+    control: Control,
+    change: Change,
     before: Annotated[
         str | None,
-        Query(description="Put it before the rule with this id.", max_length=128),
+        Query(description="Put it before the rule with this ID.", max_length=128),
     ] = None,
 ) -> VersionOut:
-    """Put a rule in the place of the one with this id; a new one goes after all others.
+    """Replace the rule with this ID, or add a new rule at the end.
 
-    The first rule that matches applies, so `before` moves it. The body is the rule as it stands in
-    the document; its `id` may be left out.
+    The first matching rule applies; `before` puts the rule in another place. The body is the rule
+    as in the document; its `id` may be left out.
     """
-    await plane.repository()  # same
-    found = await plane.in_force()
-    # A rule may name tiers; whether those are still there is found when it is applied.
+    await control.repository()  # same
+    found = await control.current()
+    # A rule may name tiers. Whether they still exist is checked when the change is applied.
     tiers = to_data(Document(tiers=found.document.tiers)).get("tiers", {})
     parsed = await asyncio.to_thread(_parsed, id, rule, tiers)
-    version = await plane.change(
-        asked, "put-rule", lambda document: edits.put_rule(document, parsed, before)
+    version = await control.edit(
+        change, "put-rule", lambda document: edits.put_rule(document, parsed, before)
     )
-    return made(response, version)
+    return version_reply(response, version)
 
 
 def _parsed(rule_id: str, rule: Mapping[str, Any], tiers: Mapping[str, Any]) -> Rule:
@@ -216,7 +291,7 @@ def _parsed(rule_id: str, rule: Mapping[str, Any], tiers: Mapping[str, Any]) -> 
 
 
 def placed(parse: Callable[[], Document], path: str, name: str) -> Document:
-    """A document made of a part; problems are told by their place in the part. DocumentError."""
+    """Parse a document made of one part. Raises DocumentError with places in the part."""
     try:
         return parse()
     except DocumentError as error:
@@ -237,16 +312,133 @@ def placed(parse: Callable[[], Document], path: str, name: str) -> Document:
 
 
 @router.delete(
-    "/rules/{id:path}", operation_id="delete_rule", summary="Remove a rule", responses=written(404)
+    "/rules/{id:path}",
+    operation_id="delete_rule",
+    summary="Remove a rule",
+    responses=change_responses(404),
 )
 async def delete_rule(
     id: RuleId,  # noqa: A002 - same
     response: Response,
-    plane: PlaneOf,
-    asked: AskedOf,
+    control: Control,
+    change: Change,
 ) -> VersionOut:
-    """Take a rule out. An override that is about it must go first."""
-    version = await plane.change(
-        asked, "remove-rule", lambda document: edits.remove_rule(document, id)
+    """Remove a rule. Its overrides must be removed first."""
+    version = await control.edit(
+        change, "remove-rule", lambda document: edits.remove_rule(document, id)
     )
-    return made(response, version)
+    return version_reply(response, version)
+
+
+# ── Versions ─────────────────────────────────────────────────────────────────────────────────────
+
+
+# The status of a node with rules from a file, which have no versions.
+_FROM_FILE: Final = 409
+
+Number = Annotated[int, Path(description="The number of the version.", ge=1, le=NUMBER_MAX)]
+
+
+@versions_router.get(
+    "/versions",
+    operation_id="list_versions",
+    summary="All versions",
+    responses=page_responses(_FROM_FILE),
+)
+async def list_versions(
+    response: Response, control: Control, limit: Rows = ROWS, before: Before = None
+) -> VersionPage:
+    """Return versions without their texts, the newest first."""
+    repository = await control.repository()
+    # One more row than the page holds shows whether there is a next page.
+    found = await repository.history(limit + 1, before, texts=False)
+    items = [version_out(each) for each in found[:limit]]
+    following = items[-1].number if len(found) > limit else None
+    if following is not None:
+        link_next(response, "/versions", limit=limit, before=following)
+    return VersionPage(items=items, next=following)
+
+
+@versions_router.get(
+    "/versions/{number}",
+    operation_id="get_version",
+    summary="One version",
+    responses=error_responses(*READ, 404, _FROM_FILE),
+)
+async def get_version(number: Number, control: Control) -> VersionTextOut:
+    """Return a version with its document, as YAML."""
+    version = await (await control.repository()).version(number)
+    return VersionTextOut(**version_out(version).model_dump(), text=version.text)
+
+
+@versions_router.get(
+    "/versions/{number}/diff",
+    operation_id="diff_versions",
+    summary="Compare versions",
+    responses=error_responses(*READ, 404, _FROM_FILE),
+)
+async def diff_versions(
+    number: Number,
+    control: Control,
+    against: Annotated[
+        int | None,
+        Query(
+            description="The version to compare with; by default the previous one.",
+            ge=0,
+            le=NUMBER_MAX,
+        ),
+    ] = None,
+) -> DiffOut:
+    """Return the changes from another version to this one, as a unified diff."""
+    repository = await control.repository()
+    before = number - 1 if against is None else against
+    if before:
+        diff = await repository.diff(before, number)
+    else:
+        text = (await repository.version(number)).text
+        names = "no version", f"version {number}"
+        diff = await asyncio.to_thread(unified_diff, "", text, *names)
+    return DiffOut(before=before, after=number, diff=diff)
+
+
+@versions_router.post(
+    "/versions/{number}/rollback",
+    operation_id="rollback",
+    summary="Roll back",
+    responses=change_responses(404),
+)
+async def rollback(
+    number: Number, response: Response, control: Control, change: Change
+) -> VersionOut:
+    """Make a new version with the rules of an old one. It was accepted before: no `force`."""
+    return version_reply(response, await control.rollback(change, number))
+
+
+@versions_router.get(
+    "/audit",
+    operation_id="list_audit",
+    summary="The audit log",
+    responses=page_responses(_FROM_FILE),
+)
+async def list_audit(
+    response: Response, control: Control, limit: Rows = ROWS, before: Before = None
+) -> AuditPage:
+    """Return one entry for each version, the newest first."""
+    repository = await control.repository()
+    found = await repository.audit(limit + 1, before, diff_length_max=DIFF_LENGTH_MAX)
+    items = [
+        AuditOut(
+            version=each.version,
+            author=each.author,
+            reason=each.reason,
+            created_at=each.created_at,
+            kind=each.kind,
+            diff=each.diff,
+            forced=each.forced,
+        )
+        for each in found[:limit]
+    ]
+    following = items[-1].version if len(found) > limit else None
+    if following is not None:
+        link_next(response, "/audit", limit=limit, before=following)
+    return AuditPage(items=items, next=following)

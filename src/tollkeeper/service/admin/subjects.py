@@ -1,4 +1,4 @@
-"""Who gets what, over HTTP: tiers, who is in them, overrides, and the allow and deny lists."""
+"""Subjects over HTTP: tiers and their members, overrides, and the allow and deny lists."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Path, Query, Response
+from pydantic import Field
 
 from tollkeeper.control import edits
 from tollkeeper.control.edits import ListName
@@ -17,29 +18,28 @@ from tollkeeper.rules.document.model import Document, Override
 from tollkeeper.rules.document.reading import from_data
 from tollkeeper.rules.document.writing import limit_data, to_data
 from tollkeeper.rules.matching.lists import check_entry
-from tollkeeper.service.admin.answering import (
+from tollkeeper.service.admin.operations import (
     ROWS,
+    AdminRoute,
+    Change,
+    Control,
+    IfNoneMatch,
+    LimitData,
+    LimitsData,
+    NextOffset,
     Offset,
-    Rows,
-    made,
-    page_of,
-    versioned,
-    written,
-)
-from tollkeeper.service.admin.asking import AdminRoute, AskedOf, IfNoneMatch, PlaneOf, newer
-from tollkeeper.service.admin.models import (
-    AssignmentIn,
-    AssignmentOut,
-    AssignmentPage,
-    EntryIn,
-    EntryPage,
     OverrideData,
-    OverridePage,
-    TierIn,
-    TierOut,
-    TierPage,
+    Reason,
+    Rows,
+    Total,
     VersionOut,
+    change_responses,
+    if_newer,
+    page_of,
+    rules_responses,
+    version_reply,
 )
+from tollkeeper.service.admin.problems import ApiInput, ApiOutput
 from tollkeeper.service.admin.rules import placed
 
 router = APIRouter(route_class=AdminRoute)
@@ -49,7 +49,9 @@ _SUBJECT_MAX: Final = 600
 _ENTRY_MAX: Final = 1_100
 _OWNERS: Final = ("user", "api_key", "tenant")
 
-TierName = Annotated[str, Path(description="The tier's name.", examples=["pro"], max_length=128)]
+TierName = Annotated[
+    str, Path(description="The name of the tier.", examples=["pro"], max_length=128)
+]
 Subject = Annotated[
     str,
     Path(description="`user:…`, `api_key:…` or `tenant:…`.", examples=["user:42"], max_length=600),
@@ -57,21 +59,92 @@ Subject = Annotated[
 Which = Annotated[ListName, Path(description="Which list.")]
 
 
-# ---------------------------------------------------------------------------------------- tiers
+class TierOut(ApiOutput):
+    """A tier and its limits."""
+
+    name: str = Field(examples=["pro"])
+    limits: list[LimitData] = Field(examples=[["1000/minute burst 200"]])
+
+
+class TierPage(ApiOutput):
+    """Tiers, in the order of the document."""
+
+    items: list[TierOut]
+    total: Total
+    next: NextOffset
+
+
+class TierIn(ApiInput):
+    """The limits of a tier."""
+
+    limits: LimitsData = Field(examples=[["1000/minute burst 200"]])
+    reason: Reason
+
+
+class AssignmentOut(ApiOutput):
+    """The tier of a subject."""
+
+    subject: str = Field(examples=["user:42"])
+    tier: str = Field(examples=["pro"])
+
+
+class AssignmentPage(ApiOutput):
+    """Assignments, in the order of the document."""
+
+    items: list[AssignmentOut]
+    total: Total
+    next: NextOffset
+
+
+class AssignmentIn(ApiInput):
+    """The new tier of a subject."""
+
+    tier: str = Field(examples=["pro"], min_length=1, max_length=128)
+    reason: Reason
+
+
+class OverridePage(ApiOutput):
+    """Overrides, in the order of the document: the first one that matches applies."""
+
+    items: list[OverrideData]
+    total: Total
+    next: NextOffset
+
+
+class EntryPage(ApiOutput):
+    """The entries of a list."""
+
+    items: list[str]
+    total: Total
+    next: NextOffset
+
+
+class EntryIn(ApiInput):
+    """An entry of a list: a key or user (exact or with * ? [abc]), an address or a network."""
+
+    entry: str = Field(examples=["sk_internal_*", "10.0.0.0/8"], min_length=1, max_length=1_100)
+    reason: Reason
+
+
+# ── Tiers ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @router.get(
-    "/tiers", tags=["tiers"], operation_id="list_tiers", summary="All tiers", responses=versioned()
+    "/tiers",
+    tags=["tiers"],
+    operation_id="list_tiers",
+    summary="All tiers",
+    responses=rules_responses(),
 )
 async def list_tiers(
     response: Response,
-    plane: PlaneOf,
+    control: Control,
     limit: Rows = ROWS,
     offset: Offset = 0,
     if_none_match: IfNoneMatch = None,
 ) -> TierPage:
-    """The tiers of the newest rules, in their order."""
-    found = newer(await plane.in_force(), if_none_match)
+    """Return the tiers of the newest rules, in their order."""
+    found = if_newer(await control.current(), if_none_match)
     response.headers["ETag"] = found.etag
     rows = list(found.document.tiers.items())
     page = page_of(response, "/tiers", rows, limit, offset)
@@ -88,13 +161,13 @@ def _tier(name: str, limits: Limits) -> TierOut:
     tags=["tiers"],
     operation_id="get_tier",
     summary="One tier",
-    responses=versioned(404),
+    responses=rules_responses(404),
 )
 async def get_tier(
-    name: TierName, response: Response, plane: PlaneOf, if_none_match: IfNoneMatch = None
+    name: TierName, response: Response, control: Control, if_none_match: IfNoneMatch = None
 ) -> TierOut:
-    """The limits of one tier."""
-    found = newer(await plane.in_force(), if_none_match)
+    """Return the limits of one tier."""
+    found = if_newer(await control.current(), if_none_match)
     if name not in found.document.tiers:
         raise edits.NotFound(f"there is no tier {show(name)} in the rules in force")
     response.headers["ETag"] = found.etag
@@ -106,20 +179,20 @@ async def get_tier(
     tags=["tiers"],
     operation_id="put_tier",
     summary="Set a tier",
-    responses=written(),
+    responses=change_responses(),
 )
 async def put_tier(
-    name: TierName, tier: TierIn, response: Response, plane: PlaneOf, asked: AskedOf
+    name: TierName, tier: TierIn, response: Response, control: Control, change: Change
 ) -> VersionOut:
-    """Give a tier these limits; a new name makes a new tier."""
+    """Set the limits of a tier, or make a new tier."""
     data = {"version": 1, "tiers": {name: tier.limits}}
     limits = placed(lambda: from_data(data, "<body>"), f"tiers.{name}", "limits").tiers[name]
-    version = await plane.change(
-        asked.because(tier.reason),
+    version = await control.edit(
+        change.because(tier.reason),
         "set-tier",
         lambda document: edits.set_tier(document, name, limits),
     )
-    return made(response, version)
+    return version_reply(response, version)
 
 
 @router.delete(
@@ -127,40 +200,40 @@ async def put_tier(
     tags=["tiers"],
     operation_id="delete_tier",
     summary="Remove a tier",
-    responses=written(404),
+    responses=change_responses(404),
 )
 async def delete_tier(
-    name: TierName, response: Response, plane: PlaneOf, asked: AskedOf
+    name: TierName, response: Response, control: Control, change: Change
 ) -> VersionOut:
-    """Take a tier out. Nobody may be in it, and no rule may name it."""
-    version = await plane.change(
-        asked, "remove-tier", lambda document: edits.remove_tier(document, name)
+    """Remove a tier. It must have no members, and no rule may name it."""
+    version = await control.edit(
+        change, "remove-tier", lambda document: edits.remove_tier(document, name)
     )
-    return made(response, version)
+    return version_reply(response, version)
 
 
-# ---------------------------------------------------------------------------------- assignments
+# ── Assignments ──────────────────────────────────────────────────────────────────────────────────
 
 
 @router.get(
     "/assignments",
     tags=["assignments"],
     operation_id="list_assignments",
-    summary="Who is in which tier",
-    responses=versioned(paged=True),
+    summary="All assignments",
+    responses=rules_responses(paged=True),
 )
 async def list_assignments(
     response: Response,
-    plane: PlaneOf,
+    control: Control,
     tier: Annotated[
-        str | None, Query(description="Only those in this tier.", max_length=_NAME_MAX)
+        str | None, Query(description="Only the members of this tier.", max_length=_NAME_MAX)
     ] = None,
     limit: Rows = ROWS,
     offset: Offset = 0,
     if_none_match: IfNoneMatch = None,
 ) -> AssignmentPage:
-    """The subjects that were put in tiers, in the order they were."""
-    found = newer(await plane.in_force(), if_none_match)
+    """Return the subjects and their tiers, in the order of the document."""
+    found = if_newer(await control.current(), if_none_match)
     response.headers["ETag"] = found.etag
     rows = [pair for pair in found.document.assign.items() if tier in {None, pair[1]}]
     page = page_of(response, "/assignments", rows, limit, offset, tier=tier)
@@ -172,14 +245,14 @@ async def list_assignments(
     "/assignments/{subject:path}",
     tags=["assignments"],
     operation_id="get_assignment",
-    summary="Somebody's tier",
-    responses=versioned(404),
+    summary="One assignment",
+    responses=rules_responses(404),
 )
 async def get_assignment(
-    subject: Subject, response: Response, plane: PlaneOf, if_none_match: IfNoneMatch = None
+    subject: Subject, response: Response, control: Control, if_none_match: IfNoneMatch = None
 ) -> AssignmentOut:
-    """The tier that a subject was put in."""
-    found = newer(await plane.in_force(), if_none_match)
+    """Return the tier of a subject."""
+    found = if_newer(await control.current(), if_none_match)
     tier = found.document.assign.get(subject)
     if tier is None:
         raise edits.NotFound(f"{show(subject)} is assigned to no tier")
@@ -191,43 +264,43 @@ async def get_assignment(
     "/assignments/{subject:path}",
     tags=["assignments"],
     operation_id="put_assignment",
-    summary="Put somebody in a tier",
-    responses=written(),
+    summary="Assign a tier",
+    responses=change_responses(),
 )
 async def put_assignment(
     subject: Subject,
     assignment: AssignmentIn,
     response: Response,
-    plane: PlaneOf,
-    asked: AskedOf,
+    control: Control,
+    change: Change,
 ) -> VersionOut:
-    """Put a subject in a tier, in place of the one it had."""
-    version = await plane.change(
-        asked.because(assignment.reason),
+    """Assign a subject to a tier, in place of its former tier."""
+    version = await control.edit(
+        change.because(assignment.reason),
         "assign",
         lambda document: edits.assign(document, subject, assignment.tier),
     )
-    return made(response, version)
+    return version_reply(response, version)
 
 
 @router.delete(
     "/assignments/{subject:path}",
     tags=["assignments"],
     operation_id="delete_assignment",
-    summary="Take somebody out of his tier",
-    responses=written(404),
+    summary="Remove an assignment",
+    responses=change_responses(404),
 )
 async def delete_assignment(
-    subject: Subject, response: Response, plane: PlaneOf, asked: AskedOf
+    subject: Subject, response: Response, control: Control, change: Change
 ) -> VersionOut:
-    """Take a subject out of its tier."""
-    version = await plane.change(
-        asked, "unassign", lambda document: edits.unassign(document, subject)
+    """Remove a subject from its tier."""
+    version = await control.edit(
+        change, "unassign", lambda document: edits.unassign(document, subject)
     )
-    return made(response, version)
+    return version_reply(response, version)
 
 
-# ------------------------------------------------------------------------------------ overrides
+# ── Overrides ────────────────────────────────────────────────────────────────────────────────────
 
 
 @router.get(
@@ -235,17 +308,17 @@ async def delete_assignment(
     tags=["overrides"],
     operation_id="list_overrides",
     summary="All overrides",
-    responses=versioned(paged=True),
+    responses=rules_responses(paged=True),
 )
 async def list_overrides(
     response: Response,
-    plane: PlaneOf,
+    control: Control,
     limit: Rows = ROWS,
     offset: Offset = 0,
     if_none_match: IfNoneMatch = None,
 ) -> OverridePage:
-    """The overrides of the newest rules, those that have ended too. The first that fits counts."""
-    found = newer(await plane.in_force(), if_none_match)
+    """Return the overrides of the newest rules, also expired ones. The first match applies."""
+    found = if_newer(await control.current(), if_none_match)
     response.headers["ETag"] = found.etag
     page = page_of(response, "/overrides", found.document.overrides, limit, offset)
     items = to_data(Document(overrides=tuple(page.items))).get("overrides", [])
@@ -257,31 +330,31 @@ async def list_overrides(
     tags=["overrides"],
     operation_id="add_override",
     summary="Add an override",
-    responses=written(),
+    responses=change_responses(),
 )
 async def add_override(
-    override: OverrideData, response: Response, plane: PlaneOf, asked: AskedOf
+    override: OverrideData, response: Response, control: Control, change: Change
 ) -> VersionOut:
-    """Other limits for one user, key or tenant, in place of those it had for the same rule.
+    """Add other limits for one user, key or tenant, in place of its override for the same rule.
 
-    Where the override names no author or reason, it gets those of the change.
+    An override without author or reason gets those of the change.
     """
-    await plane.repository()
-    found = await plane.in_force()
+    await control.repository()
+    found = await control.current()
     parsed = await asyncio.to_thread(_parsed, override, found.document)
-    asked = asked.because(asked.reason or parsed.reason)
+    change = change.because(change.reason or parsed.reason)
     signed = replace(
-        parsed, author=parsed.author or asked.author, reason=parsed.reason or asked.reason
+        parsed, author=parsed.author or change.author, reason=parsed.reason or change.reason
     )
-    version = await plane.change(
-        asked, "override", lambda document: edits.add_override(document, signed)
+    version = await control.edit(
+        change, "override", lambda document: edits.add_override(document, signed)
     )
-    return made(response, version)
+    return version_reply(response, version)
 
 
 def _parsed(override: Mapping[str, Any], document: Document) -> Override:
     rules: list[dict[str, Any]] = []
-    if "rule" in override:  # it must be one that there is; what it says does not matter
+    if "rule" in override:  # the rule must exist; its content does not matter
         rules = [{"id": each.id, "by": [], "limits": "1/s"} for each in document.rules]
     data = {"version": 1, "rules": rules, "overrides": [override]}
     return placed(lambda: from_data(data, "<body>"), "overrides[0]", "override").overrides[0]
@@ -292,35 +365,36 @@ def _parsed(override: Mapping[str, Any], document: Document) -> Override:
     tags=["overrides"],
     operation_id="delete_override",
     summary="Remove an override",
-    responses=written(404),
+    responses=change_responses(404),
 )
 async def delete_override(
     subject: Subject,
     response: Response,
-    plane: PlaneOf,
-    asked: AskedOf,
+    control: Control,
+    change: Change,
     rule: Annotated[
         str | None,
         Query(
-            description="The one for this rule; without it, that for every rule.", max_length=128
+            description="The override for this rule; by default the one for every rule.",
+            max_length=128,
         ),
     ] = None,
 ) -> VersionOut:
-    """Take out a subject's override for a rule."""
+    """Remove a subject's override for a rule."""
     attribute, _, value = subject.partition(":")
     if attribute not in _OWNERS or not value:
         raise ConfigError(
-            f"{show(subject)} does not say who is meant; write user:42, api_key:sk_1 or tenant:acme"
+            f"{show(subject)} is not a subject; write user:42, api_key:sk_1 or tenant:acme"
         )
-    version = await plane.change(
-        asked,
+    version = await control.edit(
+        change,
         "remove-override",
         lambda document: edits.remove_override(document, attribute, value, rule),
     )
-    return made(response, version)
+    return version_reply(response, version)
 
 
-# ---------------------------------------------------------------------------------------- lists
+# ── Lists ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @router.get(
@@ -328,18 +402,18 @@ async def delete_override(
     tags=["lists"],
     operation_id="get_list",
     summary="The entries of a list",
-    responses=versioned(paged=True),
+    responses=rules_responses(paged=True),
 )
 async def get_list(
     list_name: Which,
     response: Response,
-    plane: PlaneOf,
+    control: Control,
     limit: Rows = ROWS,
     offset: Offset = 0,
     if_none_match: IfNoneMatch = None,
 ) -> EntryPage:
-    """Who is never limited (`allow`), or always denied (`deny`, which goes first)."""
-    found = newer(await plane.in_force(), if_none_match)
+    """Return the entries of `allow` (never limited) or `deny` (always denied; it has priority)."""
+    found = if_newer(await control.current(), if_none_match)
     response.headers["ETag"] = found.etag
     entries: tuple[str, ...] = getattr(found.document, list_name)
     page = page_of(response, f"/lists/{list_name}", entries, limit, offset)
@@ -351,45 +425,45 @@ async def get_list(
     tags=["lists"],
     operation_id="add_entry",
     summary="Add an entry to a list",
-    responses=written(),
+    responses=change_responses(),
 )
 async def add_entry(
-    list_name: Which, entry: EntryIn, response: Response, plane: PlaneOf, asked: AskedOf
+    list_name: Which, entry: EntryIn, response: Response, control: Control, change: Change
 ) -> VersionOut:
-    """Put an entry at the end of a list; one that is on it changes nothing."""
+    """Add an entry at the end of a list. An existing entry changes nothing."""
     check_entry(entry.entry)
-    version = await plane.change(
-        asked.because(entry.reason),
+    version = await control.edit(
+        change.because(entry.reason),
         "list",
         lambda document: edits.add_entry(document, list_name, entry.entry),
     )
-    return made(response, version)
+    return version_reply(response, version)
 
 
 @router.delete(
     "/lists/{list_name}",
     tags=["lists"],
     operation_id="delete_entry",
-    summary="Take an entry off a list",
-    responses=written(404),
+    summary="Remove an entry from a list",
+    responses=change_responses(404),
 )
 async def delete_entry(
     list_name: Which,
     response: Response,
-    plane: PlaneOf,
-    asked: AskedOf,
+    control: Control,
+    change: Change,
     entry: Annotated[
         str,
         Query(
-            description="As it stands on the list.",
+            description="The entry as the list has it.",
             examples=["10.0.0.0/8"],
             min_length=1,
             max_length=_ENTRY_MAX,
         ),
     ],
 ) -> VersionOut:
-    """Take an entry off. It is named in the query, for many hold slashes."""
-    version = await plane.change(
-        asked, "unlist", lambda document: edits.remove_entry(document, list_name, entry)
+    """Remove an entry. It is in the query, because many entries contain slashes."""
+    version = await control.edit(
+        change, "unlist", lambda document: edits.remove_entry(document, list_name, entry)
     )
-    return made(response, version)
+    return version_reply(response, version)

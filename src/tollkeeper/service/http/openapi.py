@@ -16,7 +16,8 @@ from fastapi.openapi.utils import get_openapi
 
 from tollkeeper.core.model import REQUEST_FIELDS
 from tollkeeper.rules.document.reading import schema
-from tollkeeper.service.admin.models import RULES, ProblemOut
+from tollkeeper.service.admin.operations import RULES
+from tollkeeper.service.admin.problems import ProblemOut
 from tollkeeper.service.http.checks import (
     BatchBody,
     BatchDecision,

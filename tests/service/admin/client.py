@@ -1,4 +1,4 @@
-"""A node with its admin API, its tokens and a database, to ask in this process."""
+"""The admin API in this process, with tokens and a database, and a client that calls it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ assign: {"user:42": pro, "tenant:acme": free}
 allow: ["sk_internal_*", "10.0.0.0/8"]
 overrides: [{for: {user: "7"}, multiply: 2}]
 """
-# What there is in each database before a test begins.
+# The author of the first version in each database.
 AUTHOR = "setup"
 
 
 @dataclass
-class AdminNode:
-    """What the admin API needs of a node."""
+class FakeContext:
+    """As much of a worker as the admin API needs."""
 
     limiter: AsyncLimiter
     tokens: Tokens
@@ -50,22 +50,22 @@ class AdminNode:
 
 @dataclass
 class Admin:
-    """A node and a client that has an admin's token."""
+    """An admin API and a client with an admin's token."""
 
     client: httpx.AsyncClient
-    node: AdminNode
+    context: FakeContext
     secrets: dict[str, str]
     app: Any
 
-    async def ask(self, method: str, path: str, status: int = 200, **more: Any) -> httpx.Response:
-        """Ask under /v1/admin; whatever is not the expected status fails, with what was said."""
+    async def call(self, method: str, path: str, status: int = 200, **more: Any) -> httpx.Response:
+        """Call an operation under /v1/admin, and assert its status."""
         answer = await self.client.request(method, f"/v1/admin{path}", **more)
         assert answer.status_code == status, answer.text
         return answer
 
-    async def refused(self, method: str, path: str, status: int, **more: Any) -> dict[str, Any]:
-        """The problem that a request is answered with; it has what every problem has."""
-        answer = await self.ask(method, path, status, **more)
+    async def rejected(self, method: str, path: str, status: int, **more: Any) -> dict[str, Any]:
+        """Call an operation that is rejected, and return the problem."""
+        answer = await self.call(method, path, status, **more)
         assert answer.headers["content-type"] == "application/problem+json"
         found: dict[str, Any] = answer.json()
         assert found["status"] == status
@@ -74,7 +74,7 @@ class Admin:
 
 
 def secrets_of(folder: Path) -> dict[str, str]:
-    """A token of each role, in a file there."""
+    """Make a token file with a token of each role; return the secrets."""
     roles: tuple[Role, ...] = ("admin", "read", "check")
     path = folder / "tokens.json"
     return {role: create_token(path, f"{role}-token", role) for role in roles}
@@ -88,32 +88,32 @@ async def admin_of(
     poll: float = 3600.0,
     store: str = "memory://",
 ) -> AsyncIterator[Admin]:
-    """An admin API over a limiter with these rules, whose time stands still, and a client of it."""
+    """Run the admin API of a limiter with these rules and a manual clock; yield a client."""
     secrets = secrets_of(folder)
     clock = ManualClock()
     async with AsyncLimiter.from_rules(rules, poll=poll, clock=clock, store=store) as limiter:
-        node = AdminNode(limiter, Tokens.load(folder / "tokens.json"), database=database)
-        app = admin_app(node)
+        context = FakeContext(limiter, Tokens.load(folder / "tokens.json"), database=database)
+        app = admin_app(context)
         headers = {"Authorization": f"Bearer {secrets['admin']}"}
         transport = httpx.ASGITransport(app)
         try:
             async with httpx.AsyncClient(
                 transport=transport, base_url="http://node", headers=headers
             ) as client:
-                yield Admin(client, node, secrets, app)
+                yield Admin(client, context, secrets, app)
         finally:
-            await app.state.plane.close()
+            await app.state.control.close()
 
 
 async def filled(url: str) -> None:
-    """Put RULES in a database, as version 1."""
+    """Apply RULES to a database as version 1."""
     async with await Repository.open(url) as repository:
         await repository.apply(read(RULES), author=AUTHOR, expected=0)
 
 
 @pytest.fixture(scope="session")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An SQLite file with RULES; copied in a moment, where making one takes a tenth of a second."""
+    """Return an SQLite file with RULES. A copy is faster than a new file, which takes 0.1 s."""
     path = tmp_path_factory.mktemp("admin") / "rules.db"
     asyncio.run(filled(f"sqlite:///{path}"))
     return path
@@ -121,7 +121,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def admin(tmp_path: Path, template: Path) -> AsyncIterator[Admin]:
-    """One whose rules are in an SQLite file; its limiter has them too, and does not follow."""
+    """Yield one with rules in an SQLite file; its limiter has a copy and does not follow it."""
     path = tmp_path / "rules.db"
     shutil.copyfile(template, path)
     async with admin_of(tmp_path, read(RULES), f"sqlite:///{path}") as found:
@@ -130,7 +130,7 @@ async def admin(tmp_path: Path, template: Path) -> AsyncIterator[Admin]:
 
 @pytest.fixture
 async def following(tmp_path: Path, template: Path) -> AsyncIterator[Admin]:
-    """The same, but its limiter follows the file."""
+    """Yield one whose limiter follows the SQLite file."""
     path = tmp_path / "rules.db"
     shutil.copyfile(template, path)
     url = f"sqlite:///{path}"
@@ -140,7 +140,7 @@ async def following(tmp_path: Path, template: Path) -> AsyncIterator[Admin]:
 
 @pytest.fixture
 async def from_file(tmp_path: Path) -> AsyncIterator[Admin]:
-    """One whose rules are in a YAML file."""
+    """Yield one with rules in a YAML file."""
     path = tmp_path / "limits.yaml"
     path.write_text(RULES, encoding="utf-8")
     async with admin_of(tmp_path, str(path), None) as found:

@@ -1,4 +1,4 @@
-"""What gets in: tokens before bodies, strict JSON, bounded bodies, and HTTP's conditions."""
+"""What operations share: tokens before bodies, strict JSON, sizes, types and conditions."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.service.admin.nodes import Admin, admin, template
-from tollkeeper.service.admin import asking
-from tollkeeper.service.admin.asking import (
+from tests.service.admin.client import Admin, admin, template
+from tollkeeper.service.admin import operations
+from tollkeeper.service.admin.control import VersionCondition
+from tollkeeper.service.admin.operations import (
     BODY_BYTES_MAX,
     condition_of,
     strict_json,
     tags_of,
     wants_yaml,
 )
-from tollkeeper.service.admin.plane import Condition
-from tollkeeper.service.admin.problems import Refusal
+from tollkeeper.service.admin.problems import AdminError
 
 __all__ = ["admin", "template"]  # fixtures, found by name
 
 JSON = {"Content-Type": "application/json"}
 
 
-# ----------------------------------------------------------------------------------------- JSON
+# ── JSON ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -50,22 +50,22 @@ JSON = {"Content-Type": "application/json"}
         (b"1" * 5_000, "not JSON"),
     ],
 )
-def test_json_that_two_readers_could_read_differently_is_refused(raw: bytes, words: str) -> None:
-    """With a 400 that says what, and where that is known."""
-    with pytest.raises(Refusal) as error:
+def test_ambiguous_json_is_rejected(raw: bytes, words: str) -> None:
+    """The 400 says what is wrong, and where if that is known."""
+    with pytest.raises(AdminError) as error:
         strict_json(raw)
     assert error.value.status_code == 400
     assert words in str(error.value.detail)
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_json_or_refused(raw: bytes) -> None:
-    """No other error, whatever comes."""
-    with suppress(Refusal):
+def test_any_bytes_are_json_or_an_admin_error(raw: bytes) -> None:
+    """No other error is raised."""
+    with suppress(AdminError):
         strict_json(raw)
 
 
-# ----------------------------------------------------------------------------------- conditions
+# ── Conditions ───────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -79,17 +79,17 @@ def test_any_bytes_are_json_or_refused(raw: bytes) -> None:
         ('""', [""]),
     ],
 )
-def test_entity_tags_are_read_as_http_writes_them(header: str, tags: list[str] | None) -> None:
-    """Weak ones never match a change."""
+def test_entity_tags_are_parsed(header: str, tags: list[str] | None) -> None:
+    """Weak tags never match a change."""
     assert tags_of(header) == tags
 
 
 @pytest.mark.parametrize(
     "header", ["", " ", "v1", '"v1', '"v1" "v2"', "*,*", '"v1";', '"a",' * 500]
 )
-def test_what_is_no_list_of_tags_is_refused(header: str) -> None:
-    """Not taken for one that does not match: the caller would look for somebody else's change."""
-    with pytest.raises(Refusal, match="is not a list of ETags"):
+def test_a_malformed_condition_is_rejected(header: str) -> None:
+    """If it merely did not match, the caller would look for a concurrent change."""
+    with pytest.raises(AdminError, match="is not a list of ETags"):
         tags_of(header)
 
 
@@ -97,25 +97,25 @@ def test_what_is_no_list_of_tags_is_refused(header: str) -> None:
     ("if_match", "if_none_match", "condition"),
     [
         (None, None, None),
-        ('"v3"', None, Condition(frozenset({3}))),
-        ('"v9999999999"', None, Condition(frozenset())),
-        ('"v3", "v4", "other", "v05"', None, Condition(frozenset({3, 4}))),
-        ('W/"v3"', None, Condition(frozenset())),
-        ("*", None, Condition(any_version=True)),
-        (None, "*", Condition(frozenset({0}))),
+        ('"v3"', None, VersionCondition(frozenset({3}))),
+        ('"v9999999999"', None, VersionCondition(frozenset())),
+        ('"v3", "v4", "other", "v05"', None, VersionCondition(frozenset({3, 4}))),
+        ('W/"v3"', None, VersionCondition(frozenset())),
+        ("*", None, VersionCondition(any_version=True)),
+        (None, "*", VersionCondition(frozenset({0}))),
     ],
 )
-def test_what_a_change_depends_on(
-    if_match: str | None, if_none_match: str | None, condition: Condition | None
+def test_the_condition_of_a_change(
+    if_match: str | None, if_none_match: str | None, condition: VersionCondition | None
 ) -> None:
-    """Tags that are not ours match no version."""
+    """Foreign tags match no version."""
     assert condition_of(if_match, if_none_match) == condition
 
 
-def test_conditions_that_contradict_each_other_are_refused() -> None:
-    """`If-None-Match` on a change has one meaning: there is none yet."""
+def test_contradictory_conditions_are_rejected() -> None:
+    """On a change, `If-None-Match` has one meaning: there is no version yet."""
     for given_ in (("*", "*"), (None, '"v1"')):
-        with pytest.raises(Refusal, match="a change takes If-Match"):
+        with pytest.raises(AdminError, match="a change takes If-Match"):
             condition_of(*given_)
 
 
@@ -133,12 +133,12 @@ def test_conditions_that_contradict_each_other_are_refused() -> None:
         ("text/html, application/yaml;q=0.9, */*;q=0.8", True),
     ],
 )
-def test_yaml_is_given_to_those_who_want_it_most(accept: str, yaml: bool) -> None:
-    """By the weights; of equals, the one that was asked for by name."""
+def test_yaml_is_sent_if_accept_prefers_it(accept: str, yaml: bool) -> None:
+    """By the weights; among equals, YAML wins because it is named."""
     assert wants_yaml(accept) is yaml
 
 
-# --------------------------------------------------------------------------------------- tokens
+# ── Tokens ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -156,18 +156,18 @@ def test_yaml_is_given_to_those_who_want_it_most(accept: str, yaml: bool) -> Non
         ("GET", "/node", "read"),
     ],
 )
-async def test_each_operation_asks_for_its_role(
+async def test_each_operation_requires_its_role(
     admin: Admin, method: str, path: str, role: str
 ) -> None:
-    """Without a token 401, which says how to make one; with less than the role 403."""
+    """401 without a token, with how to make one; 403 with a smaller role."""
     admin.client.headers.pop("Authorization")
-    unknown = await admin.ask(method, path, 401)
+    unknown = await admin.call(method, path, 401)
     assert unknown.headers["www-authenticate"] == 'Bearer realm="tollkeeper"'
     assert f"tollkeeper token create NAME --role {role}" in unknown.json()["detail"]
     less = {"read": ["check"], "admin": ["check", "read"]}[role]
     for each in less:
         headers = {"Authorization": f"Bearer {admin.secrets[each]}"}
-        found = await admin.refused(method, path, 403, headers=headers)
+        found = await admin.rejected(method, path, 403, headers=headers)
         assert found["error"]["code"] == "PERMISSION_DENIED"
     enough = {"read": ["read", "admin"], "admin": ["admin"]}[role]
     for each in enough:
@@ -176,8 +176,8 @@ async def test_each_operation_asks_for_its_role(
         assert answer.status_code not in {401, 403}
 
 
-async def test_a_body_is_not_read_for_somebody_who_may_not_send_it(admin: Admin) -> None:
-    """The token comes first: nobody fills our memory without one."""
+async def test_the_body_of_an_unauthorized_request_is_not_read(admin: Admin) -> None:
+    """Without a token, a client cannot fill the memory."""
     read: list[int] = []
 
     async def endless() -> AsyncIterator[bytes]:
@@ -186,12 +186,12 @@ async def test_a_body_is_not_read_for_somebody_who_may_not_send_it(admin: Admin)
             yield b"x" * 100_000
 
     headers = {"Authorization": "Bearer tk_wrong", "Content-Length": str(1_000 * 100_000)}
-    await admin.refused("PUT", "/rules", 401, content=endless(), headers=headers)
+    await admin.rejected("PUT", "/rules", 401, content=endless(), headers=headers)
     assert not read
 
 
-async def test_a_body_has_a_bound(admin: Admin) -> None:
-    """By what it says and by what it is; one byte less is read."""
+async def test_a_body_has_a_maximum_size(admin: Admin) -> None:
+    """By its declared and by its real size; one byte less is read."""
     read: list[int] = []
 
     async def endless() -> AsyncIterator[bytes]:
@@ -199,18 +199,18 @@ async def test_a_body_has_a_bound(admin: Admin) -> None:
             read.append(number)
             yield b"x" * 100_000
 
-    found = await admin.refused("PUT", "/rules", 413, content=endless())
-    assert found["detail"] == "a body has at most 5,242,880 bytes here"
+    found = await admin.rejected("PUT", "/rules", 413, content=endless())
+    assert found["detail"] == "a body may have at most 5,242,880 bytes here"
     assert len(read) < 150, "5 MiB are read, and 8 more are dropped"
     for path, method in (("/rules", "PUT"), ("/explain", "POST")):
         too_long = b" " * (BODY_BYTES_MAX + 1)
-        await admin.refused(method, path, 413, content=too_long, headers=JSON)
+        await admin.rejected(method, path, 413, content=too_long, headers=JSON)
     whole = b'{"user": "7"}'.ljust(BODY_BYTES_MAX)
-    await admin.ask("POST", "/explain", 200, content=whole, headers=JSON)
+    await admin.call("POST", "/explain", 200, content=whole, headers=JSON)
 
 
 async def sent_in_part(admin: Admin, rest: Callable[[], Awaitable[Any]]) -> tuple[int, Any]:
-    """The answer to a change of whose body half arrives; `rest` is what then comes."""
+    """Send half of a body, then call `rest`; return the reply."""
     pieces = [{"type": "http.request", "body": b"{", "more_body": True}]
     said: list[Any] = []
 
@@ -232,8 +232,8 @@ async def sent_in_part(admin: Admin, rest: Callable[[], Awaitable[Any]]) -> tupl
     return said[0]["status"], json.loads(said[1]["body"])["error"]["code"]
 
 
-async def test_a_body_that_is_cut_short_is_refused(admin: Admin) -> None:
-    """And is no defect of ours, told by a traceback."""
+async def test_an_incomplete_body_is_rejected(admin: Admin) -> None:
+    """It is a 400 and not a defect with a traceback."""
 
     async def gone() -> Any:
         return {"type": "http.disconnect"}
@@ -241,26 +241,26 @@ async def test_a_body_that_is_cut_short_is_refused(admin: Admin) -> None:
     assert await sent_in_part(admin, gone) == (400, "BODY_INCOMPLETE")
 
 
-async def test_a_body_that_does_not_arrive_is_not_waited_for(
+async def test_a_body_that_does_not_arrive_is_408(
     admin: Admin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever has a token of any role could otherwise keep as many places as he likes."""
-    monkeypatch.setattr(asking, "BODY_SECONDS_MAX", 0.0)
+    """Otherwise a client with any token could occupy the worker."""
+    monkeypatch.setattr(operations, "BODY_SECONDS_MAX", 0.0)
     never = asyncio.Event()
     assert await sent_in_part(admin, never.wait) == (408, "BODY_TOO_SLOW")
 
 
-# --------------------------------------------------------------------------------------- bodies
+# ── Bodies ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded"])
-async def test_a_body_of_another_type_is_refused(admin: Admin, kind: str) -> None:
-    """415, with the type that would be right."""
+async def test_a_body_of_another_type_is_rejected(admin: Admin, kind: str) -> None:
+    """415, with the type that is supported."""
     headers = {"Content-Type": kind}
-    found = await admin.refused("POST", "/explain", 415, content=b"{}", headers=headers)
+    found = await admin.rejected("POST", "/explain", 415, content=b"{}", headers=headers)
     assert "Content-Type: application/json" in found["detail"]
     if kind:
-        found = await admin.refused("PUT", "/rules", 415, content=b"version: 1", headers=headers)
+        found = await admin.rejected("PUT", "/rules", 415, content=b"version: 1", headers=headers)
         assert "application/yaml or application/json" in found["detail"]
 
 
@@ -280,18 +280,18 @@ async def test_a_body_of_another_type_is_refused(admin: Admin, kind: str) -> Non
         ("/lists/nope", {"entry": "x"}, "path.list_name"),
     ],
 )
-async def test_what_is_not_right_is_told_by_its_place(
+async def test_an_invalid_field_is_422_with_its_place(
     admin: Admin, path: str, body: Any, where: str
 ) -> None:
-    """422; what was sent is not repeated."""
-    found = await admin.refused("POST", path, 422, json=body)
+    """The reply does not repeat the input."""
+    found = await admin.rejected("POST", path, 422, json=body)
     assert where in [each["where"] for each in found["problems"]]
 
 
 @pytest.mark.parametrize("path", ["/rules/%ff", "/quota?user=%ff", "/tiers/a%c3"])
-async def test_a_url_that_is_not_utf8_is_refused(admin: Admin, path: str) -> None:
-    """What stands for the broken byte would be another name."""
-    found = await admin.refused("GET", path, 400)
+async def test_a_url_that_is_not_utf8_is_rejected(admin: Admin, path: str) -> None:
+    """A replacement character would make it another name."""
+    found = await admin.rejected("GET", path, 400)
     assert found["error"]["code"] == "NOT_UTF8"
 
 
@@ -299,7 +299,7 @@ async def test_a_reason_may_be_in_any_script(admin: Admin) -> None:
     """In a header as UTF-8 bytes, or in the body."""
     reason = "größere Kunden 🦊"
     headers = {"X-Reason": reason.encode()}
-    answer = await admin.ask(
+    answer = await admin.call(
         "PUT",
         "/tiers/max",
         json={"limits": "90/second"},
@@ -307,5 +307,5 @@ async def test_a_reason_may_be_in_any_script(admin: Admin) -> None:
     )
     assert answer.json()["reason"] == reason
     body = {"limits": "91/second", "reason": reason}
-    answer = await admin.ask("PUT", "/tiers/max", json=body, headers={"X-Reason": "other"})
+    answer = await admin.call("PUT", "/tiers/max", json=body, headers={"X-Reason": "other"})
     assert answer.json()["reason"] == reason

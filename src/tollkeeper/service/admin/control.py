@@ -1,0 +1,247 @@
+"""How the admin API reads and changes the rules, and reaches the limiter of this node.
+
+Rules are read from the database where they are changed, so a caller can read its own change at
+once; the limiter of this node gets it a moment later. If the rules come from a file, the file is
+the only place to change them: they are read from the limiter, and every change is rejected.
+
+The database is opened at the first request that needs it. A node whose database is unavailable
+still answers everything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final, NamedTuple, Protocol
+
+from tollkeeper.control.follow import announce
+from tollkeeper.control.repository import Kind, Repository, Version
+from tollkeeper.core.errors import ChangeRefused, StoreError, VersionConflict
+from tollkeeper.history.recorder import Recorder
+from tollkeeper.limiter import AsyncLimiter
+from tollkeeper.rules.compiled import CompiledRules
+from tollkeeper.rules.document.model import Document
+from tollkeeper.rules.document.reading import DocumentError
+from tollkeeper.rules.document.writing import to_yaml
+from tollkeeper.service.http.tokens import Tokens
+
+# Each failed attempt means that another change succeeded; a rollback is urgent, so it is retried.
+ROLLBACK_ATTEMPTS_MAX: Final = 20
+
+log = logging.getLogger("tollkeeper.admin")
+
+
+class AdminContext(Protocol):
+    """What the admin API needs of a worker; ServiceContext has it."""
+
+    limiter: AsyncLimiter
+    tokens: Tokens
+    node_id: str
+    started_ns: int
+    database: str | None
+    recorder: Recorder | None
+
+
+class NoDatabase(ChangeRefused):
+    """The rules come from a file and cannot be changed here."""
+
+    def __init__(self, source: str) -> None:
+        where = f" ({source})" if source else ""
+        super().__init__(
+            f"the rules of this node come from a file{where} and have no versions; change the "
+            f"file, or start with `tollkeeper serve --rules sqlite:///rules.db`"
+        )
+
+
+class CurrentRules(NamedTuple):
+    """The newest rules."""
+
+    document: Document
+    etag: str
+    """In quotes, as in HTTP: `"v12"`, or for a file the beginning of its hash."""
+    number: int | None
+    """The version number; 0: there is no version yet; None: the rules come from a file."""
+    text: str | None = None
+    """The stored text of the document; None if it has to be written from the document."""
+
+    def yaml(self) -> str:
+        """Return the document as YAML."""
+        return to_yaml(self.document) if self.text is None else self.text
+
+
+class VersionCondition(NamedTuple):
+    """The version that a change expects."""
+
+    numbers: frozenset[int] | None = None
+    """One of these versions; empty: no version matches."""
+    any_version: bool = False
+    """Any version, but one must exist."""
+
+    def expected(self, current: int) -> int | None:
+        """Return the version to expect; None: any. Raises VersionConflict."""
+        if self.any_version and current == 0:
+            raise VersionConflict(1, 0)
+        if self.any_version or self.numbers is None:
+            return None
+        if current not in self.numbers:
+            raise VersionConflict(max(self.numbers, default=0), current)
+        return current
+
+
+class ChangeRequest(NamedTuple):
+    """The author of a change, the reason, and the expected version."""
+
+    author: str
+    reason: str = ""
+    force: bool = False
+    condition: VersionCondition | None = None
+
+    def because(self, reason: str | None) -> ChangeRequest:
+        """Return the request with the reason from the body, if there is one."""
+        return self._replace(reason=reason) if reason else self
+
+
+def etag_of(number: int) -> str:
+    """Return the ETag of a version.
+
+    >>> etag_of(12)
+    '"v12"'
+    """
+    return f'"v{number}"'
+
+
+class ControlPlane:
+    """The rules in their database, and the limiter of this node. For one event loop."""
+
+    def __init__(self, context: AdminContext) -> None:
+        self.context = context
+        self._repository: Repository | None = None
+        self._opening = asyncio.Lock()
+
+    def compiled_rules(self) -> CompiledRules:
+        """Return the rules in force in this node."""
+        return self.context.limiter.compiled_rules
+
+    async def repository(self) -> Repository:
+        """Return the database of the rules. Raises NoDatabase, StoreError."""
+        url = self.context.database
+        if url is None:
+            raise NoDatabase(self.context.limiter.rules_status().source)
+        async with self._opening:
+            if self._repository is None:
+                self._repository = await Repository.open(url)
+            return self._repository
+
+    async def close(self) -> None:
+        """Close the database; the next request opens it again."""
+        async with self._opening:
+            repository, self._repository = self._repository, None
+            if repository is not None:
+                await repository.close()
+
+    async def number(self) -> int | None:
+        """Return the number of the newest version; None if there is no database."""
+        if self.context.database is None:
+            return None
+        return await (await self.repository()).number()
+
+    async def current(self) -> CurrentRules:
+        """Return the newest rules. Raises StoreError."""
+        if self.context.database is None:
+            # One look at the rules, which is replaced whole: document and version belong together.
+            rules = self.compiled_rules()
+            return CurrentRules(rules.document, f'"{rules.version}"', None)
+        repository = await self.repository()
+        version = await repository.current()
+        if version is None:
+            return CurrentRules(Document(), etag_of(0), 0)
+        try:
+            document = await repository.document_of(version)
+        except DocumentError as error:
+            # Not the caller's mistake: a newer Tollkeeper or another program wrote it.
+            raise StoreError(
+                f"the newest rules cannot be read by this node: {error}; "
+                f"update this node, or roll back to a version that it can read"
+            ) from error
+        return CurrentRules(document, etag_of(version.number), version.number, version.text)
+
+    async def edit(
+        self, change: ChangeRequest, kind: Kind, edit: Callable[[Document], Document]
+    ) -> Version:
+        """Make a new version and announce it to the nodes. Raises ChangeRefused, StoreError."""
+        repository = await self.repository()
+        version = await repository.edit(
+            edit,
+            kind=kind,
+            author=change.author,
+            reason=change.reason,
+            force=change.force,
+            expected=await self._expected(repository, change.condition),
+        )
+        await self._announce(version)
+        return version
+
+    async def apply(self, change: ChangeRequest, document: Document) -> Version:
+        """Put a whole document in force. Raises ChangeRefused, StoreError."""
+        if change.condition is None or change.condition.any_version:
+            return await self.edit(change, "apply", lambda _: document)
+        repository = await self.repository()
+        # Not _expected: a document that is already in force succeeds, whatever version was
+        # expected.
+        version = await repository.apply(
+            document,
+            author=change.author,
+            reason=change.reason,
+            force=change.force,
+            expected=await self._closest(repository, change.condition),
+        )
+        await self._announce(version)
+        return version
+
+    async def rollback(self, change: ChangeRequest, number: int) -> Version:
+        """Make a new version with the rules of an old one.
+
+        Raises NotFound, ChangeRefused, StoreError.
+        """
+        repository = await self.repository()
+        for attempt in range(1, ROLLBACK_ATTEMPTS_MAX + 1):
+            expected = await self._expected(repository, change.condition)
+            try:
+                version = await repository.rollback(
+                    number,
+                    author=change.author,
+                    reason=change.reason,
+                    expected=await repository.number() if expected is None else expected,
+                )
+            except VersionConflict:
+                if expected is not None or attempt == ROLLBACK_ATTEMPTS_MAX:
+                    raise
+                continue
+            await self._announce(version)
+            return version
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _expected(
+        self, repository: Repository, condition: VersionCondition | None
+    ) -> int | None:
+        if condition is None:
+            return None
+        return condition.expected(await repository.number())
+
+    async def _closest(self, repository: Repository, condition: VersionCondition) -> int:
+        """Return the expected version, or one that does not exist. Raises VersionConflict."""
+        current = await repository.number()
+        if not condition.numbers:
+            raise VersionConflict(0, current)
+        return current if current in condition.numbers else max(condition.numbers)
+
+    async def _announce(self, version: Version) -> None:
+        """Announce a version to the nodes on the same store; otherwise they find it by polling."""
+        store = self.context.limiter.store
+        if store.channel is None:
+            return
+        try:
+            await asyncio.to_thread(announce, store, version.number)
+        except StoreError as error:
+            log.warning("version %s cannot be announced: %s", version.number, error)

@@ -1,0 +1,550 @@
+"""What the operations of the admin API share: authentication, bodies, conditions and pages.
+
+A request passes these steps in order, each before the next one costs anything. The token is
+checked before the body is read. The body is counted while it is read. JSON is parsed strictly: text
+that two parsers could understand differently (a name given twice, NaN, half of a surrogate pair) is
+rejected.
+
+Conditions are those of HTTP. `If-Match: "v12"` makes a change only if version 12 is the newest,
+`If-None-Match: *` only if there is no version yet. `If-None-Match: "v12"` on a GET asks for a newer
+version.
+
+A rule document has its own JSON schema. `RULES` marks the places where the OpenAPI document refers
+to it: a rule, an override, limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from typing import Annotated, Any, Final, Generic, NamedTuple, TypeVar
+from urllib.parse import unquote_to_bytes, urlencode
+
+from fastapi import Depends, Header, Query, Request, Response
+from fastapi.routing import APIRoute
+from pydantic import Field, WithJsonSchema
+from starlette.requests import ClientDisconnect
+
+from tollkeeper.control.repository import Version
+from tollkeeper.control.schema import REASON_LENGTH_MAX
+from tollkeeper.core.errors import show
+from tollkeeper.service.admin.control import (
+    ChangeRequest,
+    ControlPlane,
+    CurrentRules,
+    VersionCondition,
+    etag_of,
+)
+from tollkeeper.service.admin.problems import (
+    MEDIA_TYPE,
+    AdminError,
+    ApiOutput,
+    NotModified,
+    token_error,
+)
+from tollkeeper.service.http.tokens import Permission, TokenRejection
+
+# ── Values ───────────────────────────────────────────────────────────────────────────────────────
+
+# A member of a schema; its value is a name in the schema of a rule document.
+RULES: Final = "x-rules"
+
+PAGE_ROWS: Final = 50
+PAGE_ROWS_MAX: Final = 200
+# In a list; the diff of the first version is its whole document.
+DIFF_LENGTH_MAX: Final = 10_000
+NUMBER_MAX: Final = 2**31 - 1
+TEXT_LENGTH_MAX: Final = 2_000
+ATTRIBUTES_MAX: Final = 64
+# No window is longer.
+TTL_SECONDS_MAX: Final = 366 * 86_400
+
+LimitsData = Annotated[Any, WithJsonSchema({RULES: "limits"})]
+LimitData = Annotated[Any, WithJsonSchema({RULES: "oneLimit"})]
+RuleData = Annotated[dict[str, Any], WithJsonSchema({RULES: "rule"})]
+RuleBody = Annotated[dict[str, Any], WithJsonSchema({RULES: "ruleBody"})]
+OverrideData = Annotated[dict[str, Any], WithJsonSchema({RULES: "override"})]
+
+Text = Annotated[str, Field(max_length=TEXT_LENGTH_MAX)]
+Reason = Annotated[
+    str | None, Field(default=None, description="Why, for the audit log.", max_length=1_000)
+]
+NextBefore = Annotated[
+    int | None, Field(description="`before` for the next page; null if this is the last one.")
+]
+NextOffset = Annotated[
+    int | None, Field(description="`offset` for the next page; null if this is the last one.")
+]
+Total = Annotated[int, Field(description="The number of entries on all pages.")]
+
+
+class VersionOut(ApiOutput):
+    """One version of the rules."""
+
+    number: int = Field(examples=[12])
+    author: str = Field(examples=["ann"])
+    reason: str
+    created_at: datetime
+    kind: str = Field(description="The kind of change.", examples=["put-rule"])
+    base: int | None = Field(description="The version that it changes; null for the first one.")
+
+
+BODY_BYTES_MAX: Final = 5 * 2**20
+# Longer than for a check: a document of megabytes may come over a slow connection.
+BODY_SECONDS_MAX: Final = 30.0
+CONDITION_LENGTH_MAX: Final = 1_000
+# The member of an operation in the OpenAPI document that names the role.
+ROLE: Final = "x-role"
+# Set for operations that accept more than JSON and check the type themselves.
+ANY_CONTENT: Final = "x-any-content"
+
+# The pattern of a condition, for the OpenAPI document.
+_ETAGS: Final = r'^(\*|(W/)?"[^"]*"(, *(W/)?"[^"]*")*)$'
+_FIRST: Final = "(`If-None-Match: *`: only if there is no version yet.)"
+# A character has up to four bytes in UTF-8, and each arrives as a character of Latin-1.
+REASON_BYTES_MAX: Final = 4 * REASON_LENGTH_MAX
+_ETAG: Final = re.compile(r'\s*(W/)?"([^"]*)"\s*')
+_OURS: Final = re.compile(r"v(0|[1-9][0-9]{0,9})")
+_YAML: Final = frozenset({"application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml"})
+
+_Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+class AdminRoute(APIRoute):
+    """A route that requires a token."""
+
+    def get_route_handler(self) -> _Handler:
+        """Return FastAPI's handler, behind the check of the token."""
+        handle = super().get_route_handler()
+        extra = self.openapi_extra or {}
+        needed: Permission = extra.get(ROLE, "read" if self.methods == {"GET"} else "admin")
+        wants_json = self.body_field is not None and not extra.get(ANY_CONTENT)
+
+        async def authorized(request: Request) -> Response:
+            control = control_of(request)
+            found = control.context.tokens.permitted(request.headers.get("authorization"), needed)
+            if isinstance(found, TokenRejection):
+                raise token_error(found)
+            request.state.token = found
+            _check_url(request)
+            if wants_json:
+                _check_json_type(request)
+            response = await handle(_LimitedRequest(request.scope, request.receive))
+            response.headers.setdefault("Cache-Control", "no-cache")
+            return response
+
+        return authorized
+
+
+class _LimitedRequest(Request):
+    """A request whose body has a maximum size, and whose JSON is parsed strictly."""
+
+    async def body(self) -> bytes:
+        if not hasattr(self, "_body"):
+            self._body = await self._read()
+        return self._body
+
+    async def json(self) -> Any:
+        return strict_json(await self.body())
+
+    async def _read(self) -> bytes:
+        length = self.headers.get("content-length", "")
+        if length.isdecimal() and len(length) < 20 and int(length) > BODY_BYTES_MAX:
+            raise _too_large()
+        chunks: list[bytes] = []
+        count = 0
+        try:
+            async with asyncio.timeout(BODY_SECONDS_MAX):
+                async for chunk in self.stream():
+                    count += len(chunk)
+                    if count > BODY_BYTES_MAX:
+                        raise _too_large()
+                    chunks.append(chunk)
+        except TimeoutError:
+            detail = f"the body did not arrive in {BODY_SECONDS_MAX:g} s; send it in one piece"
+            raise AdminError(408, "BODY_TOO_SLOW", detail, {"Connection": "close"}) from None
+        except ClientDisconnect:
+            detail = "the connection closed before the whole body arrived; send all of it"
+            raise AdminError(400, "BODY_INCOMPLETE", detail, {"Connection": "close"}) from None
+        return b"".join(chunks)
+
+
+def _too_large() -> AdminError:
+    return AdminError(413, "TOO_LARGE", f"a body may have at most {BODY_BYTES_MAX:,} bytes here")
+
+
+def _check_url(request: Request) -> None:
+    """Reject a URL that is not UTF-8: the framework would replace the wrong bytes."""
+    parts = (
+        ("path", request.scope.get("raw_path") or b""),
+        ("query", request.scope.get("query_string") or b""),
+    )
+    for name, raw in parts:
+        try:
+            unquote_to_bytes(raw).decode()
+        except UnicodeDecodeError as error:
+            raise AdminError(
+                400, "NOT_UTF8", f"the URL's {name} is not UTF-8 at byte {error.start + 1}"
+            ) from None
+
+
+def _check_json_type(request: Request) -> None:
+    kind = _media_type(request)
+    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
+        return
+    raise AdminError(
+        415, "UNSUPPORTED_MEDIA_TYPE", f"{_said(kind)}; send it as Content-Type: application/json"
+    )
+
+
+def _said(kind: str) -> str:
+    return f"a body of type {show(kind)} is not supported here" if kind else "the body has no type"
+
+
+def _media_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def strict_json(raw: bytes) -> Any:
+    """Return the value of a JSON text. Raises AdminError (400) with the place.
+
+    >>> strict_json(b'{"user": "42"}')
+    {'user': '42'}
+    """
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise AdminError(
+            400, "NOT_UTF8", f"the body is not UTF-8 at byte {error.start + 1}"
+        ) from None
+    try:
+        data = json.loads(text, object_pairs_hook=_without_doubles, parse_constant=_no_constant)
+        # An escape can produce half of a surrogate pair, which is not valid text.
+        json.dumps(data, ensure_ascii=False).encode()
+    except RecursionError:
+        raise AdminError(400, "INVALID_JSON", "the body is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise AdminError(
+            400, "INVALID_JSON", "the body has half of a surrogate pair, which is not valid text"
+        ) from None
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise AdminError(
+            400, "INVALID_JSON", f"the body is not JSON at {place}: {error.msg}"
+        ) from None
+    except (
+        ValueError
+    ) as error:  # from the two functions below, or from Python for a number of 5,000 digits
+        raise AdminError(400, "INVALID_JSON", f"the body is not JSON: {str(error)[:200]}") from None
+    return data
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{show(name)} is given twice in one object")
+        found[name] = value
+    return found
+
+
+def _no_constant(word: str) -> Any:
+    raise ValueError(f"{word} is not a number in JSON")
+
+
+# ── Documents ────────────────────────────────────────────────────────────────────────────────────
+
+
+async def text_of(request: Request) -> str:
+    """Return the body as text: a document in YAML or JSON. Raises AdminError."""
+    kind = _media_type(request)
+    if kind and kind not in _YAML and kind != "application/json":
+        raise AdminError(
+            415,
+            "UNSUPPORTED_MEDIA_TYPE",
+            f"{_said(kind)}; send it as Content-Type: application/yaml or application/json",
+        )
+    raw = await request.body()
+    if not raw:
+        raise AdminError(422, "INVALID_DOCUMENT", "the document is empty; send it as the body")
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise AdminError(
+            400, "NOT_UTF8", f"the body is not UTF-8 at byte {error.start + 1}"
+        ) from None
+
+
+def wants_yaml(accept: str) -> bool:
+    """Return True if the Accept header prefers YAML to JSON.
+
+    >>> wants_yaml("application/yaml"), wants_yaml("*/*"), wants_yaml("text/yaml;q=0.1, */*")
+    (True, False, False)
+    """
+    yaml, json_ = -1.0, -1.0
+    for part in accept[:CONDITION_LENGTH_MAX].lower().split(","):
+        kind, _, parameters = part.strip().partition(";")
+        weight = _weight(parameters)
+        if kind.strip() in _YAML:
+            yaml = max(yaml, weight)
+        elif kind.strip() in {"application/json", "application/*", "*/*"}:
+            json_ = max(json_, weight)
+    return yaml > 0 and yaml >= json_
+
+
+def _weight(parameters: str) -> float:
+    for each in parameters.split(";"):
+        name, _, value = each.strip().partition("=")
+        if name == "q":
+            try:
+                return float(value)
+            except ValueError:
+                return 0.0
+    return 1.0
+
+
+# ── Conditions ───────────────────────────────────────────────────────────────────────────────────
+
+
+def tags_of(header: str, *, weak: bool = False) -> list[str] | None:
+    """Return the entity tags of a condition, without quotes; None for `*`. Raises AdminError.
+
+    Weak tags are left out unless `weak` is True.
+
+    >>> tags_of('"v1", W/"v2", "v3"'), tags_of("*")
+    (['v1', 'v3'], None)
+    """
+    if header.strip() == "*":
+        return None
+    found: list[str] = []
+    position = 0
+    while position < len(header) or not position:
+        tag = _ETAG.match(header, position)
+        end = tag.end() if tag else position
+        if (
+            tag is None
+            or len(header) > CONDITION_LENGTH_MAX
+            or header[end : end + 1] not in {"", ","}
+        ):
+            raise AdminError(
+                400, "INVALID_CONDITION", f'{show(header)} is not a list of ETags such as "v12"'
+            )
+        if weak or not tag[1]:
+            found.append(tag[2])
+        position = end + 1
+    return found
+
+
+def condition_of(if_match: str | None, if_none_match: str | None) -> VersionCondition | None:
+    """Return the condition of a change; None if it has none. Raises AdminError."""
+    if if_none_match is not None:
+        if if_match is not None or tags_of(if_none_match) is not None:
+            raise AdminError(
+                400,
+                "INVALID_CONDITION",
+                "a change takes If-Match, or If-None-Match: * if there must be no version yet",
+            )
+        return VersionCondition(frozenset({0}))
+    if if_match is None:
+        return None
+    tags = tags_of(if_match)
+    if tags is None:
+        return VersionCondition(any_version=True)
+    ours = (int(tag[1]) for tag in map(_OURS.fullmatch, tags) if tag)
+    return VersionCondition(frozenset(number for number in ours if number <= NUMBER_MAX))
+
+
+def check_modified(etag: str, if_none_match: str | None) -> None:
+    """Raise NotModified if the caller already has this version.
+
+    Weak tags match too, as HTTP requires for a GET.
+    """
+    if if_none_match is None:
+        return
+    tags = tags_of(if_none_match, weak=True)
+    if tags is None or etag.strip('"') in tags:
+        raise NotModified(etag)
+
+
+def if_newer(found: CurrentRules, if_none_match: str | None) -> CurrentRules:
+    """Return the rules if the caller has another version. Raises NotModified."""
+    check_modified(found.etag, if_none_match)
+    return found
+
+
+# ── Dependencies ─────────────────────────────────────────────────────────────────────────────────
+
+
+def control_of(request: Request) -> ControlPlane:
+    """Return the control plane of the application."""
+    control: ControlPlane = request.app.state.control
+    return control
+
+
+def _asked(
+    request: Request,
+    force: Annotated[
+        bool, Query(description="Make the change even if it is unsafe; the audit log shows it.")
+    ] = False,
+    if_match: Annotated[
+        str | None,
+        Header(
+            description=f"Make the change only if this is the newest version. {_FIRST}",
+            examples=['"v12"', "*"],
+            json_schema_extra={"pattern": _ETAGS},
+        ),
+    ] = None,
+    if_none_match: Annotated[str | None, Header(include_in_schema=False)] = None,
+    x_reason: Annotated[
+        str | None,
+        Header(
+            description="Why, for the audit log, if the body does not say it; in UTF-8.",
+            max_length=REASON_BYTES_MAX,
+            json_schema_extra={"maxLength": REASON_LENGTH_MAX},
+        ),
+    ] = None,
+) -> ChangeRequest:
+    reason = x_reason or ""
+    with suppress(UnicodeError):
+        # Headers are decoded as Latin-1, and people type UTF-8.
+        reason = reason.encode("latin-1").decode()
+    return ChangeRequest(
+        request.state.token.name, reason, force, condition_of(if_match, if_none_match)
+    )
+
+
+Control = Annotated[ControlPlane, Depends(control_of)]
+Change = Annotated[ChangeRequest, Depends(_asked)]
+IfNoneMatch = Annotated[
+    str | None,
+    Header(
+        description="304 if this is still the newest version.",
+        examples=['"v12"'],
+        json_schema_extra={"pattern": _ETAGS},
+    ),
+]
+
+
+# ── Replies ──────────────────────────────────────────────────────────────────────────────────────
+
+PREFIX: Final = "/v1/admin"
+
+Rows = Annotated[int, Query(ge=1, le=PAGE_ROWS_MAX, description="Entries per page.")]
+Offset = Annotated[int, Query(ge=0, le=NUMBER_MAX, description="Number of entries to skip.")]
+Before = Annotated[
+    int | None, Query(ge=1, le=NUMBER_MAX, description="Only entries below this number.")
+]
+ROWS: Final = PAGE_ROWS
+
+_MEANING: Final[dict[int, str]] = {
+    304: "The caller has the newest version.",
+    400: "The URL, the body or a condition is malformed.",
+    401: "The token is missing or unknown.",
+    403: "The token does not permit this.",
+    404: "It does not exist.",
+    408: "The body did not arrive in time.",
+    409: "The change is unsafe (repeat it with `?force=true`), or the rules come from a file.",
+    412: "The newest version is not the expected one; the ETag names it.",
+    413: "The body is too large.",
+    415: "The type of the body is not supported.",
+    422: "The content is invalid; `problems` says where.",
+    503: "The database or the store is unavailable.",
+}
+READ: Final = (400, 401, 403, 422, 503)
+WRITE: Final = (*READ, 408, 409, 412, 413, 415)
+
+_ETAG_HEADER: Final = {
+    "ETag": {
+        "description": "The newest version of the rules, for `If-Match`.",
+        "schema": {"type": "string"},
+        "example": '"v12"',
+    }
+}
+_LINK_HEADER: Final = {
+    "Link": {"description": "The next page, if there is one.", "schema": {"type": "string"}}
+}
+
+
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the error responses of an operation."""
+    content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
+    found: dict[int | str, dict[str, Any]] = {}
+    for status in sorted(set(statuses)):
+        found[status] = {"description": _MEANING[status]}
+        if status >= 400:
+            found[status]["content"] = content
+    if 412 in found:
+        found[412]["headers"] = _ETAG_HEADER
+    return found
+
+
+def good_responses(
+    *statuses: int, headers: Mapping[str, Any] | None = None, status: int = 200
+) -> dict[int | str, dict[str, Any]]:
+    """Return the responses of an operation: the headers of the good one, and the errors."""
+    return {status: {"headers": dict(headers or {})}, **error_responses(*statuses)}
+
+
+def change_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the responses of an operation that makes a version."""
+    return good_responses(*WRITE, *statuses, headers=_ETAG_HEADER)
+
+
+def rules_responses(*statuses: int, paged: bool = False) -> dict[int | str, dict[str, Any]]:
+    """Return the responses of an operation that reads the rules, with 304."""
+    headers = {**_ETAG_HEADER, **(_LINK_HEADER if paged else {})}
+    return good_responses(*READ, 304, *statuses, headers=headers)
+
+
+def page_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the responses of an operation with pages."""
+    return good_responses(*READ, *statuses, headers=_LINK_HEADER)
+
+
+def version_out(version: Version) -> VersionOut:
+    """Return a version without its text."""
+    return VersionOut(
+        number=version.number,
+        author=version.author,
+        reason=version.reason,
+        created_at=version.created_at,
+        kind=version.kind,
+        base=version.base,
+    )
+
+
+def version_reply(response: Response, version: Version) -> VersionOut:
+    """Return the reply to a change: the version that is now in force."""
+    response.headers["ETag"] = etag_of(version.number)
+    return version_out(version)
+
+
+_Item = TypeVar("_Item")
+
+
+class PageRows(NamedTuple, Generic[_Item]):
+    """The rows of one page, the number of all rows, and the next offset."""
+
+    items: list[_Item]
+    total: int
+    next: int | None
+
+
+def page_of(
+    response: Response, path: str, rows: Sequence[_Item], limit: int, offset: int, **query: Any
+) -> PageRows[_Item]:
+    """Return one page of the rows, and add the link to the next page."""
+    following = offset + limit if offset + limit < len(rows) else None
+    if following is not None:
+        link_next(response, path, limit=limit, offset=following, **query)
+    return PageRows(list(rows[offset : offset + limit]), len(rows), following)
+
+
+def link_next(response: Response, path: str, **query: Any) -> None:
+    """Add the link to the next page."""
+    given = {name: value for name, value in query.items() if value is not None}
+    response.headers["Link"] = f'<{PREFIX}{path}?{urlencode(given)}>; rel="next"'
