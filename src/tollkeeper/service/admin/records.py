@@ -407,9 +407,7 @@ async def list_usage(
     response: Response,
     recorder: RecorderOf,
     selection: Selection,
-    step: Annotated[
-        UsageStep, Query(description="Minutes are kept for a day, hours longer.")
-    ] = "hour",
+    step: Annotated[UsageStep, Query(description="Minutes are kept for one day.")] = "hour",
     limit: Annotated[
         int, Query(ge=1, le=USAGE_ROWS_MAX, description="Rows per page of JSON.")
     ] = USAGE_ROWS,
