@@ -26,7 +26,7 @@ from tests.service.envoy.running import ask_on, entries
 from tests.service_process import ServiceProcess
 from tollkeeper import AsyncLimiter, Request
 from tollkeeper.metrics import operations
-from tollkeeper.metrics.counters import FAMILIES, JOIN, Reading
+from tollkeeper.metrics.counters import FAMILIES, JOIN, LimiterMetrics
 
 WAIT_SECONDS = 60.0
 
@@ -157,7 +157,7 @@ async def test_what_a_store_in_redis_counts_is_read() -> None:
         await asyncio.gather(*(limiter.check(Request(user="1")) for _ in range(64)))
         for _ in range(10):
             await limiter.check(Request(user="1"))
-        found = Reading(limiter).snapshot()
+        found = LimiterMetrics(limiter).snapshot()
         checks = {key.replace(JOIN, " "): n for key, n in found.values["checks"].items()}
         assert checks["users allowed store"] == 30
         assert checks["users denied store"] + checks["users denied denied_cache"] == 44

@@ -44,8 +44,10 @@ def used(recorder: Recorder) -> dict[tuple[str, str], list[int]]:
 async def ask(tmp_path: Path) -> AsyncIterator[HttpClient]:
     """A service in this process, whose node records."""
     async with http_service() as made:
-        made.node.recorder = recorder_at(tmp_path)
-        yield HttpClient(made.node, made.clock)  # handlers look the recorder up when they are made
+        made.context.recorder = recorder_at(tmp_path)
+        yield HttpClient(
+            made.context, made.clock
+        )  # handlers look the recorder up when they are made
 
 
 async def test_a_check(ask: HttpClient) -> None:
@@ -95,8 +97,8 @@ async def test_a_token_with_a_scope_takes_nothing_off_its_usage(tmp_path: Path) 
     secret = create_token(tokens, "ann", "check", {"user": "ann"})
     headers = {"Authorization": f"Bearer {secret}"}
     async with http_service(tokens) as made:
-        made.node.recorder = recorder_at(tmp_path)
-        ask = HttpClient(made.node, made.clock)
+        made.context.recorder = recorder_at(tmp_path)
+        ask = HttpClient(made.context, made.clock)
         await ask("POST", "/v1/check", {"cost": 2}, headers)
         for actual in (0, 3):
             body = {"reserved": 2, "actual": actual}

@@ -1,4 +1,4 @@
-"""What is counted, by name; sums of several processes; and that nothing goes down."""
+"""Metrics: their names, sums over several processes, and totals that never go down."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from tollkeeper import Limiter, Request
 from tollkeeper.core.model import ResultKind
 from tollkeeper.metrics import counters
 from tollkeeper.metrics.counters import (
+    BOUNDS_NS,
     BY_NAME,
     FAMILIES,
     JOIN,
+    LENGTH,
     Counters,
-    Lasting,
-    Reading,
-    Snapshot,
+    Histogram,
+    LimiterMetrics,
+    MetricsSnapshot,
+    RuleTotals,
+    added,
+    cumulative,
 )
-from tollkeeper.metrics.histograms import LENGTH
 from tollkeeper.testing import ManualClock
 
 RULES: dict[str, Any] = {
@@ -33,16 +37,16 @@ RULES: dict[str, Any] = {
 }
 
 
-def snapshot(**values: float) -> Snapshot:
-    """With one value of each family, without labels."""
-    found = Snapshot()
+def snapshot(**values: float) -> MetricsSnapshot:
+    """Return a snapshot with one value of each family, without labels."""
+    found = MetricsSnapshot()
     for name, value in values.items():
         found.put(name, value)
     return found
 
 
-def test_names_are_as_prometheus_wants_them() -> None:
-    """Small letters, units in full at the end, labels that are no keys."""
+def test_names_follow_the_conventions_of_prometheus() -> None:
+    """Lower case, full unit names at the end, and labels that are not keys."""
     assert len(BY_NAME) == len(FAMILIES)
     for family in FAMILIES:
         assert re.fullmatch(r"[a-z]+(_[a-z]+)*", family.name)
@@ -52,16 +56,16 @@ def test_names_are_as_prometheus_wants_them() -> None:
         assert set(family.labels) <= known
 
 
-def test_the_reference_has_them_all() -> None:
-    """Each with its labels, and none that there is not."""
+def test_the_documentation_lists_every_metric() -> None:
+    """Each with its labels, and no other."""
     page = (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(tollkeeper_\w+)` \| ([a-z, ]*)\|", page, re.MULTILINE)
     told = {name: tuple(filter(None, labels.strip().split(", "))) for name, labels in rows}
     assert told == {family.full_name: family.labels for family in FAMILIES}
 
 
-def test_counters_are_added_and_of_gauges_the_worst_is_told() -> None:
-    """By how each family is merged; what only one has, stays."""
+def test_counters_are_added_and_the_worst_gauge_is_reported() -> None:
+    """As each family is merged; values of only one process stay."""
     one = snapshot(denied_cache_hits=3, rules_age_seconds=1.5, start_time_seconds=100)
     one.histograms["decision_seconds"] = [1] * LENGTH
     other = snapshot(denied_cache_hits=4, rules_age_seconds=9.5, start_time_seconds=90)
@@ -77,8 +81,8 @@ def test_counters_are_added_and_of_gauges_the_worst_is_told() -> None:
     assert one.histograms == {"decision_seconds": [3] * LENGTH}
 
 
-def test_what_another_version_wrote_is_left_out() -> None:
-    """A family that is not known, or a histogram with other ranges, spoils nothing."""
+def test_data_of_another_release_is_left_out() -> None:
+    """An unknown family, or a histogram with other ranges, changes nothing."""
     one = snapshot(denied_cache_hits=1)
     other = snapshot(of_the_future=1)
     other.histograms = {"decision_seconds": [1, 2], "of_the_future": [1] * LENGTH}
@@ -86,8 +90,8 @@ def test_what_another_version_wrote_is_left_out() -> None:
     assert one == snapshot(denied_cache_hits=1)
 
 
-def test_of_a_worker_that_is_gone_only_counts_remain() -> None:
-    """How old its rules were is of no more interest; when it started is: the first is told."""
+def test_only_the_counts_of_a_dead_worker_remain() -> None:
+    """The age of its rules does not matter any more; its start time does."""
     gone = snapshot(denied_cache_hits=3, rules_age_seconds=99, start_time_seconds=100)
     assert gone.lasting() == snapshot(denied_cache_hits=3, start_time_seconds=100)
 
@@ -99,8 +103,8 @@ def test_of_a_worker_that_is_gone_only_counts_remain() -> None:
     )
 )
 def test_counts_by_rule_never_go_down(seen: list[dict[str, tuple[int, ...]]]) -> None:
-    """Whatever rules come, go, and begin anew; and they are at least what is counted now."""
-    lasting = Lasting()
+    """Whatever rules are added, removed and compiled again."""
+    lasting = RuleTotals()
     told: dict[str, list[int]] = {}
     for now in seen:
         lasting.update(now)
@@ -109,9 +113,9 @@ def test_counts_by_rule_never_go_down(seen: list[dict[str, tuple[int, ...]]]) ->
         told = {rule: list(total) for rule, total in lasting.totals.items()}
 
 
-def test_a_rule_that_left_keeps_what_it_counted() -> None:
-    """And goes on from there when it is back."""
-    lasting = Lasting()
+def test_a_removed_rule_keeps_its_counts() -> None:
+    """They continue from there when it returns."""
+    lasting = RuleTotals()
     for now, total in [
         ({"a": (5, 1)}, [5, 1]),
         ({"a": (6, 1)}, [6, 1]),
@@ -124,17 +128,17 @@ def test_a_rule_that_left_keeps_what_it_counted() -> None:
         assert lasting.totals == {"a": total}
 
 
-def test_rules_have_names_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that came later are told together; no name changes sides, so nothing goes down."""
+def test_the_number_of_rule_names_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later rules are reported together, and no rule changes its name."""
     monkeypatch.setattr(counters, "RULES_MAX", 2)
-    lasting = Lasting()
+    lasting = RuleTotals()
     lasting.update({"a": (1,)})
     lasting.update({"d": (100,), "c": (10,), "b": (1,), "a": (1,)})
     assert lasting.totals == {"a": [1], "d": [100], "(others)": [11]}
 
 
-def test_the_services_own_counts() -> None:
-    """Requests by route and status, calls by code, and how long checks took."""
+def test_counts_of_the_service() -> None:
+    """Requests by route and status, calls by code, and durations of checks."""
     own = Counters()
     own.requests["/v1/check", 200] = 3
     own.grpc_requests["OK"] = 2
@@ -147,13 +151,13 @@ def test_the_services_own_counts() -> None:
     assert sum(found.histograms["decision_seconds"][:-1]) == 1
 
 
-def test_a_limiter_is_read() -> None:
-    """Its rules' counts by outcome and source, its lists, and how its rules are."""
+def test_the_counts_of_a_limiter_are_read() -> None:
+    """By rule, outcome and source, with its lists and the status of its rules."""
     with Limiter.from_rules(RULES, clock=ManualClock()) as limiter:
         for _ in range(3):
             limiter.check(Request(user="1"))
         limiter.check(Request(api_key="bad"))
-        found = Reading(limiter).snapshot()
+        found = LimiterMetrics(limiter).snapshot()
     assert found.values["checks"] == {
         f"users{JOIN}allowed{JOIN}store": 2,
         f"users{JOIN}denied{JOIN}store": 1,
@@ -165,22 +169,22 @@ def test_a_limiter_is_read() -> None:
     assert found.histograms["store_seconds"] == [0] * LENGTH
 
 
-def test_a_limiter_without_rules_is_read_too() -> None:
-    """It has a store, and has counted nothing of its own."""
+def test_a_limiter_without_rules_can_be_read() -> None:
+    """It has a store and no counts of rules."""
     with Limiter("2/minute") as limiter:
-        values = Reading(limiter).snapshot().values
+        values = LimiterMetrics(limiter).snapshot().values
         assert {name for name, found in values.items() if found} == {
             "denied_cache_hits",
             "coalesced_checks",
         }
 
 
-def test_kinds_without_a_rule_are_those_of_rulings() -> None:
-    """One word for one idea."""
+def test_outcomes_without_a_rule_are_kinds_of_results() -> None:
+    """Metrics and results use the same words."""
     assert {"unlimited", "exempt", "blocked"} < set(get_args(ResultKind))
 
 
-class _Away:
+class _RemoteStore:
     """A store that counts and has breakers, as one in Redis does."""
 
     def __init__(self) -> None:
@@ -203,14 +207,14 @@ class _Away:
         ]
 
 
-def test_a_store_that_is_away_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its breakers by server; denials it was not asked for, apart from the others."""
+def test_the_counts_of_a_remote_store_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its breakers by server; denials from the cache apart from the others."""
     with Limiter.from_rules(RULES, clock=ManualClock()) as limiter:
         for _ in range(5):
             limiter.check(Request(user="1"))
-        away = _Away()
+        away = _RemoteStore()
         monkeypatch.setattr(limiter, "_store", away)
-        reading = Reading(limiter)
+        reading = LimiterMetrics(limiter)
         found = reading.snapshot().values
         assert found["checks"] == {
             f"users{JOIN}allowed{JOIN}store": 2,
@@ -228,3 +232,49 @@ def test_a_store_that_is_away_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         again = reading.snapshot().values["checks"]
         assert again[f"users{JOIN}denied{JOIN}store"] == 2
         assert again[f"users{JOIN}denied{JOIN}denied_cache"] == 2
+
+
+# ── Histograms ─────────────────────────────────────────────────────────────────────────────────
+
+durations = st.lists(st.integers(0, 2_000_000_000), max_size=50)
+
+
+def histogram(taken_ns: list[int]) -> list[int]:
+    """Return the data of a histogram that has counted these durations."""
+    found = Histogram()
+    for each in taken_ns:
+        found.note(each)
+    return found.data()
+
+
+@pytest.mark.parametrize(
+    ("taken_ns", "place"),
+    [(0, 0), (50_000, 0), (50_001, 1), (1_000_000_000, 13), (1_000_000_001, 14), (10**12, 14)],
+)
+def test_a_duration_belongs_to_the_first_range_that_reaches_it(taken_ns: int, place: int) -> None:
+    """As in Prometheus, `le` means less or equal."""
+    data = histogram([taken_ns])
+    assert [at for at, count in enumerate(data[:-1]) if count] == [place]
+    assert data[-1] == taken_ns
+
+
+@given(durations)
+def test_each_duration_is_counted_once(taken_ns: list[int]) -> None:
+    """Each bound has the count of all durations up to it; the last has all."""
+    found = cumulative(histogram(taken_ns))
+    for upper_s, count in found[:-1]:
+        assert count == sum(each <= round(upper_s * 1e9) for each in taken_ns)
+    assert found[-1] == (float("inf"), len(taken_ns))
+
+
+@given(durations, durations)
+def test_two_histograms_add_up(some: list[int], others: list[int]) -> None:
+    """The histograms of workers become one."""
+    assert added(histogram(some), histogram(others)) == histogram(some + others)
+
+
+def test_the_ranges_never_change() -> None:
+    """50 µs to 1 s, ascending; one more range, and the sum."""
+    assert (BOUNDS_NS[0], BOUNDS_NS[-1]) == (50_000, 1_000_000_000)
+    assert list(BOUNDS_NS) == sorted(set(BOUNDS_NS))
+    assert len(Histogram().data()) == LENGTH

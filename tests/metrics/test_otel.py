@@ -1,4 +1,4 @@
-"""OpenTelemetry, with its own SDK: spans around checks, counts as metrics, and never a key."""
+"""OpenTelemetry with its SDK: checks are spans, counts are metrics, and neither has a key."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RULES: dict[str, Any] = {
 SECRET = "a-secret-key"
 
 
-class Telling:
+class Exported:
     """A tracer and a meter whose output is in memory."""
 
     def __init__(self) -> None:
@@ -64,26 +64,26 @@ class Telling:
 
 
 @pytest.fixture
-def told() -> Iterator[Telling]:
-    """Closed afterwards."""
-    telling = Telling()
-    yield telling
-    telling.tracers.shutdown()
-    telling.meters.shutdown()
+def exported() -> Iterator[Exported]:
+    """An exporter in memory, shut down after the test."""
+    made = Exported()
+    yield made
+    made.tracers.shutdown()
+    made.meters.shutdown()
 
 
-def test_a_check_is_a_span(told: Telling) -> None:
-    """With its rule, outcome and numbers; one for each, whichever verb asked."""
+def test_a_check_is_a_span(exported: Exported) -> None:
+    """It has the rule, the outcome and the numbers; each method makes one span."""
     with Limiter.from_rules(RULES) as limiter:
-        instrumented = told.instrument(limiter)
+        instrumented = exported.instrument(limiter)
         limiter.check(Request(user=SECRET))
         limiter.evaluate(Request(user=SECRET), 1)
         limiter.evaluate(Request(user=SECRET), cost=1)
         limiter.evaluate(Request(api_key="good"))
         limiter.evaluate_all([(Request(user="2"), 1), (Request(user="3"), 1)])
         limiter.peek(Request(user=SECRET))
-        found = [dict(span.attributes or {}) for span in told.spans]
-        assert [span.name for span in told.spans] == ["tollkeeper.check"] * 5
+        found = [dict(span.attributes or {}) for span in exported.spans]
+        assert [span.name for span in exported.spans] == ["tollkeeper.check"] * 5
         denied = {
             "tollkeeper.outcome": "denied",
             "tollkeeper.rule": "users",
@@ -101,16 +101,16 @@ def test_a_check_is_a_span(told: Telling) -> None:
         }
         instrumented.close()
         limiter.check(Request(user=SECRET))
-        assert len(told.spans) == 5
+        assert len(exported.spans) == 5
 
 
-def test_counts_are_metrics(told: Telling) -> None:
-    """What rules count anyway, and how long checks took."""
+def test_counts_are_metrics(exported: Exported) -> None:
+    """The counts of the rules, and the durations of checks."""
     with Limiter.from_rules(RULES) as limiter:
-        instrumented = told.instrument(limiter)
+        instrumented = exported.instrument(limiter)
         for _ in range(3):
             limiter.check(Request(user=SECRET))
-        found = told.metrics()
+        found = exported.metrics()
         assert found["tollkeeper.checks"] == {
             ("users", "allowed", "store"): 2,
             ("users", "denied", "store"): 1,
@@ -118,76 +118,76 @@ def test_counts_are_metrics(told: Telling) -> None:
         assert found["tollkeeper.rules_failing"] == {(): 0}
         assert found["tollkeeper.check.duration"][()].count == 3
         instrumented.close()
-        assert "tollkeeper.checks" not in told.metrics()
+        assert "tollkeeper.checks" not in exported.metrics()
 
 
-async def test_the_same_awaited(told: Telling) -> None:
-    """The span is current while the store is asked, so what is traced there is below it."""
+async def test_async_checks_are_spans(exported: Exported) -> None:
+    """The span is current during the store call, so spans of the store are its children."""
     async with AsyncLimiter.from_rules(RULES) as limiter:
-        told.instrument(limiter)
-        with told.tracers.get_tracer("test").start_as_current_span("request") as request:
+        exported.instrument(limiter)
+        with exported.tracers.get_tracer("test").start_as_current_span("request") as request:
             await limiter.check(Request(user="1"))
             await limiter.evaluate(Request(user="1"))
             await limiter.evaluate_all([(Request(user="1"), 1)])
         outcomes = [
             (span.attributes or {}).get("tollkeeper.outcome")
-            for span in told.spans
+            for span in exported.spans
             if span.parent is not None and span.parent.span_id == request.get_span_context().span_id
         ]
         assert outcomes == ["allowed", "allowed", "denied"]
 
 
 @pytest.mark.parametrize("name", ["", "api"])
-def test_a_limiter_without_rules_is_counted_here(name: str, told: Telling) -> None:
-    """One span for a judgement, and its checks under its name."""
+def test_a_limiter_without_rules_is_counted_here(name: str, exported: Exported) -> None:
+    """`evaluate` makes one span, and the checks have the limiter's name."""
     with Limiter("2/minute", name=name) as limiter:
-        instrumented = told.instrument(limiter)
+        instrumented = exported.instrument(limiter)
         limiter.evaluate("k")
         limiter.check("k")
         limiter.evaluate_all([("k", 1), ("l", 1)])
-        assert len(told.spans) == 3
-        assert told.metrics()["tollkeeper.checks"] == {
+        assert len(exported.spans) == 3
+        assert exported.metrics()["tollkeeper.checks"] == {
             (name or "default", "allowed", "store"): 3,
             (name or "default", "denied", "store"): 1,
         }
         instrumented.close()
         limiter.check("k")
-        assert len(told.spans) == 3
+        assert len(exported.spans) == 3
 
 
-async def test_a_middlewares_checks_are_in_the_trace_of_the_request(told: Telling) -> None:
-    """The limiter is instrumented before the middleware is made."""
+async def test_checks_of_a_middleware_join_the_trace_of_the_request(exported: Exported) -> None:
+    """The limiter is instrumented before the middleware is created."""
     async with AsyncLimiter("2/minute") as limiter:
-        told.instrument(limiter)
+        exported.instrument(limiter)
         app = RateLimit(hello, limiter=limiter)
-        with told.tracers.get_tracer("test").start_as_current_span("request") as request:
+        with exported.tracers.get_tracer("test").start_as_current_span("request") as request:
             statuses = [(await ask(app)).status for _ in range(3)]
         assert statuses == [200, 200, 429]
-        parents = [span.parent.span_id for span in told.spans if span.parent is not None]
+        parents = [span.parent.span_id for span in exported.spans if span.parent is not None]
         assert parents == [request.get_span_context().span_id] * 3
 
 
-def test_no_key_is_told(told: Telling) -> None:
-    """Neither in spans nor in metrics; not even by an error that quotes it."""
+def test_no_key_is_exported(exported: Exported) -> None:
+    """Neither in spans nor in metrics, not even from an error that quotes it."""
     with Limiter("2/minute") as limiter:
-        told.instrument(limiter)
+        exported.instrument(limiter)
         limiter.check(SECRET)
         with pytest.raises(InvalidKey):
             limiter.check(SECRET * 1_000)
-        text = "".join(span.to_json() for span in told.spans) + str(told.metrics())
+        text = "".join(span.to_json() for span in exported.spans) + str(exported.metrics())
         assert SECRET not in text
-        assert (told.spans[-1].attributes or {})["error.type"] == "InvalidKey"
-        assert not told.spans[-1].events
+        assert (exported.spans[-1].attributes or {})["error.type"] == "InvalidKey"
+        assert not exported.spans[-1].events
 
 
-def test_what_is_no_limiter_is_refused(told: Telling) -> None:
-    """With what would be right."""
+def test_only_limiters_can_be_instrumented(exported: Exported) -> None:
+    """The error names the right classes."""
     with pytest.raises(ConfigError, match="instrument a Limiter"):
-        told.instrument(object())
+        exported.instrument(object())
 
 
-def test_nothing_is_imported_unless_asked_for() -> None:
-    """Neither the library nor a worker of the service imports OpenTelemetry."""
+def test_opentelemetry_is_imported_only_on_request() -> None:
+    """Neither the library nor a worker of the service imports it."""
     script = """
 import sys
 import tollkeeper, tollkeeper.service.process.worker
@@ -199,8 +199,8 @@ print([name for name in sys.modules if name.startswith("opentelemetry")])
     assert found.stdout.strip() == "[]"
 
 
-def test_a_provider_is_found_where_one_is_configured() -> None:
-    """By default there is none: what OpenTelemetry has then waits for one."""
+def test_configured_detects_a_provider() -> None:
+    """The default providers do not count."""
     script = """
 from tollkeeper.metrics.otel import configured
 print(configured())

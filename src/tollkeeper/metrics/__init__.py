@@ -1,1 +1,1 @@
-"""Counters, histograms and their export."""
+"""Counters and histograms, and their export to Prometheus and OpenTelemetry."""

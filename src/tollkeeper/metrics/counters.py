@@ -1,83 +1,153 @@
-"""What is counted, under which names, and how the counts of several processes become one.
+"""The metrics: their names, how they are read from a limiter, and how processes add them up.
 
-On the path of a request nothing is done but to add one in a dictionary, or to a field: there is
-one event loop, so no lock. Everything else happens when somebody looks. A *snapshot* is what one
-process has counted so far: by family, and by the values of its labels. Counters of several
-processes are added; of a gauge that each has, such as the age of the rules, the worst is told.
+On the path of a request, counting is one addition to a dictionary or a field, without a lock,
+because there is one event loop. Everything else happens when the metrics are read. A
+*MetricsSnapshot* holds what one process has counted, by family and by label values. Counters of
+several processes are added; of a gauge, such as the age of the rules, the worst value is reported.
 
-No counter goes down while the service runs: what a rule had counted that left the document is kept,
-and so is what a worker had counted that died.
+No counter goes down while the service runs: the counts of rules that left the document and of
+workers that died are kept.
 
-Labels are bounded: rules are those of a document, RULES_MAX of them by name in each process and the
-rest together, servers NODES_MAX. No key, subject, user or path is ever one.
+Labels are bounded: each process reports the first RULES_MAX rules by name and the rest together,
+and at most NODES_MAX servers. No label ever holds a key, a subject, a user or a path.
+
+A *histogram* counts durations in fixed ranges: all that a quantile needs, in constant memory. The
+bounds are the same everywhere and never change, so the histograms of several workers, dead ones
+included, add up range by range.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from operator import add, attrgetter, sub
 from typing import Any, Final, Literal, NamedTuple
 
 from tollkeeper.core.errors import ConfigError
-from tollkeeper.metrics.histograms import LENGTH, Histogram, added
 
 RULES_MAX: Final = 1_000
 NODES_MAX: Final = 64
 OTHERS: Final = "(others)"
-# Joins the values of labels; no rule's id has a control character.
+# Joins the values of labels; no rule id has a control character.
 JOIN: Final = "\x1f"
 
-Kind = Literal["counter", "gauge", "histogram"]
+# ── Histograms ─────────────────────────────────────────────────────────────────────────────────
+
+# Upper bounds, inclusive: from a check in memory to longer than any client waits.
+BOUNDS_NS: Final = (
+    50_000,
+    100_000,
+    250_000,
+    500_000,
+    1_000_000,
+    2_500_000,
+    5_000_000,
+    10_000_000,
+    25_000_000,
+    50_000_000,
+    100_000_000,
+    250_000_000,
+    500_000_000,
+    1_000_000_000,
+)
+# One more range for longer durations, and the sum.
+LENGTH: Final = len(BOUNDS_NS) + 2
+
+
+class Histogram:
+    """Durations, counted without a lock: exact in one event loop, approximate in threads.
+
+    >>> taken = Histogram()
+    >>> taken.note(60_000)
+    >>> taken.data()[:3], taken.data()[-1]
+    ([0, 1, 0], 60000)
+    """
+
+    __slots__ = ("_counts", "_total_ns")
+
+    def __init__(self) -> None:
+        self._counts = [0] * (LENGTH - 1)
+        self._total_ns = 0
+
+    def note(self, taken_ns: int) -> None:
+        """Count one duration; it takes some 200 ns."""
+        self._counts[bisect_left(BOUNDS_NS, taken_ns)] += 1
+        self._total_ns += taken_ns
+
+    def data(self) -> list[int]:
+        """Return the counts, range by range, and then the sum in nanoseconds."""
+        return [*self._counts, self._total_ns]
+
+
+def added(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    """Return the data of two histograms as those of one."""
+    return [mine + theirs for mine, theirs in zip(one, other, strict=True)]
+
+
+def cumulative(data: Sequence[int]) -> list[tuple[float, int]]:
+    """Return, for each bound in seconds, the count up to it; the last bound is infinite.
+
+    >>> cumulative([1, 2] + [0] * 13 + [300_000])[:3]
+    [(5e-05, 1), (0.0001, 3), (0.00025, 3)]
+    """
+    bounds_s = [*(bound / 1e9 for bound in BOUNDS_NS), float("inf")]
+    return list(zip(bounds_s, accumulate(data[:-1]), strict=True))
+
+
+# ── Families ───────────────────────────────────────────────────────────────────────────────────
+
+FamilyKind = Literal["counter", "gauge", "histogram"]
 Merge = Literal["sum", "max", "min"]
 
 
-class Family(NamedTuple):
-    """A metric: `tollkeeper_` and the name, and `_total` after a counter's."""
+class MetricFamily(NamedTuple):
+    """A metric: its name is `tollkeeper_`, the name here and, for a counter, `_total`."""
 
     name: str
-    kind: Kind
+    kind: FamilyKind
     help: str
     labels: tuple[str, ...] = ()
     merge: Merge = "sum"
-    """Of several workers' values, which is told."""
+    """How the values of several workers become one."""
 
     @property
     def full_name(self) -> str:
-        """As Prometheus has it."""
+        """Return the name in Prometheus."""
         return f"tollkeeper_{self.name}{'_total' if self.kind == 'counter' else ''}"
 
 
 FAMILIES: Final = (
-    Family("checks", "counter", "What each rule decided.", ("rule", "outcome", "source")),
-    Family("degraded_checks", "counter", "Checks that the store could not decide.", ("rule",)),
-    Family("decision_seconds", "histogram", "How long checks took, from request to ruling."),
-    Family("requests", "counter", "Requests answered over HTTP.", ("route", "status")),
-    Family("grpc_requests", "counter", "Calls answered over gRPC.", ("code",)),
-    Family("store_seconds", "histogram", "How long checks waited for a store that is away."),
-    Family("store_errors", "counter", "Checks that the store failed, by kind.", ("kind",)),
-    Family("node_failures", "counter", "Calls that a server of the store failed.", ("node",)),
-    Family("store_states", "gauge", "States that the store holds."),
-    Family("store_states_max", "gauge", "States that fit the store; 0: it has no bound."),
-    Family("store_bytes", "gauge", "Memory that the states take."),
-    Family("breaker_state", "gauge", "0 closed, 1 half-open, 2 open.", ("node",), "max"),
-    Family("breaker_opened", "counter", "Times that a breaker opened.", ("node",)),
-    Family("denied_cache_hits", "counter", "Denials told again without asking the store."),
-    Family("coalesced_checks", "counter", "Checks that went to the store with another."),
-    Family("penalties", "counter", "Cool-downs and blocks given.", ("rule", "kind")),
-    Family("rules_info", "gauge", "The version of the rules in force.", ("version",), "max"),
-    Family(
-        "rules_age_seconds", "gauge", "Since the source last said what is current.", merge="max"
+    MetricFamily("checks", "counter", "Decisions of each rule.", ("rule", "outcome", "source")),
+    MetricFamily("degraded_checks", "counter", "Checks without the store's decision.", ("rule",)),
+    MetricFamily("decision_seconds", "histogram", "How long checks took, from request to result."),
+    MetricFamily("requests", "counter", "Requests answered over HTTP.", ("route", "status")),
+    MetricFamily("grpc_requests", "counter", "Calls answered over gRPC.", ("code",)),
+    MetricFamily("store_seconds", "histogram", "How long checks waited for a remote store."),
+    MetricFamily("store_errors", "counter", "Checks that failed in the store, by kind.", ("kind",)),
+    MetricFamily("node_failures", "counter", "Failed calls to a server of the store.", ("node",)),
+    MetricFamily("store_states", "gauge", "States in the store."),
+    MetricFamily("store_states_max", "gauge", "States that fit the store; 0: it has no limit."),
+    MetricFamily("store_bytes", "gauge", "Memory of the states."),
+    MetricFamily("breaker_state", "gauge", "0 closed, 1 half-open, 2 open.", ("node",), "max"),
+    MetricFamily("breaker_opened", "counter", "How often a breaker opened.", ("node",)),
+    MetricFamily("denied_cache_hits", "counter", "Denials answered by the denial cache."),
+    MetricFamily("coalesced_checks", "counter", "Checks that shared a store call with another."),
+    MetricFamily("penalties", "counter", "Cool-downs and blocks given.", ("rule", "kind")),
+    MetricFamily("rules_info", "gauge", "The version of the rules in force.", ("version",), "max"),
+    MetricFamily(
+        "rules_age_seconds", "gauge", "Seconds since the rules' source last answered.", merge="max"
     ),
-    Family("rules_failing", "gauge", "1 while the rules' source has an error.", merge="max"),
-    Family("rules_load_errors", "counter", "Times that the rules could not be read."),
-    Family("records_dropped", "counter", "Records that there was no room for."),
-    Family("workers", "gauge", "Workers alive."),
-    Family("worker_starts", "counter", "Workers started, those that died included."),
-    Family(
+    MetricFamily("rules_failing", "gauge", "1 while the rules' source has an error.", merge="max"),
+    MetricFamily("rules_load_errors", "counter", "How often reading the rules failed."),
+    MetricFamily("records_dropped", "counter", "Records dropped because they did not fit."),
+    MetricFamily("workers", "gauge", "Workers that are alive."),
+    MetricFamily("worker_starts", "counter", "Workers started, including those that died."),
+    MetricFamily(
         "start_time_seconds", "gauge", "When the first worker started, in Unix time.", (), "min"
     ),
-    Family("build_info", "gauge", "The version of Tollkeeper.", ("version",), "max"),
+    MetricFamily("build_info", "gauge", "The version of Tollkeeper.", ("version",), "max"),
 )
 BY_NAME: Final = {family.name: family for family in FAMILIES}
 
@@ -87,7 +157,7 @@ _MERGES: Final[dict[Merge, Callable[[float, float], float]]] = {"sum": add, "max
 
 
 class Counters:
-    """What the service counts on the path of its requests, in one process."""
+    """What one process of the service counts on the path of its requests."""
 
     __slots__ = ("decision_seconds", "grpc_requests", "requests")
 
@@ -95,12 +165,12 @@ class Counters:
         self.requests: dict[tuple[str, int], int] = {}
         """By route and status."""
         self.grpc_requests: dict[str, int] = {}
-        """By the status code's name."""
+        """By the name of the status code."""
         self.decision_seconds = Histogram()
 
-    def snapshot(self) -> Snapshot:
-        """What was counted so far."""
-        found = Snapshot()
+    def snapshot(self) -> MetricsSnapshot:
+        """Return the present counts."""
+        found = MetricsSnapshot()
         for (route, status), count in list(self.requests.items()):
             found.put("requests", count, route, str(status))
         for code, count in list(self.grpc_requests.items()):
@@ -110,18 +180,18 @@ class Counters:
 
 
 @dataclass(slots=True)
-class Snapshot:
-    """What a process has counted, by family and by its labels' values."""
+class MetricsSnapshot:
+    """The counts of a process, by family and by label values."""
 
     values: dict[str, Values] = field(default_factory=dict)
     histograms: dict[str, list[int]] = field(default_factory=dict)
 
     def put(self, family: str, value: float, *labels: str) -> None:
-        """Set one value."""
+        """Set a value."""
         self.values.setdefault(family, {})[JOIN.join(labels)] = value
 
-    def add(self, other: Snapshot) -> None:
-        """What the other has counted, too. Families that are not known here are left out."""
+    def add(self, other: MetricsSnapshot) -> None:
+        """Add the counts of another process; unknown families are left out."""
         for name, values in other.values.items():
             if name in BY_NAME:
                 merge = _MERGES[BY_NAME[name].merge]
@@ -132,34 +202,34 @@ class Snapshot:
             if name in BY_NAME and len(data) == LENGTH:
                 self.histograms[name] = added(self.histograms.get(name, [0] * LENGTH), data)
 
-    def lasting(self) -> Snapshot:
-        """What counts when the process is gone: all but what it said of the moment."""
+    def lasting(self) -> MetricsSnapshot:
+        """Return what stays valid after the process has ended: everything but gauges."""
         kept = {
             name: values
             for name, values in self.values.items()
             if name in BY_NAME and (BY_NAME[name].kind == "counter" or BY_NAME[name].merge == "min")
         }
-        return Snapshot(kept, self.histograms)
+        return MetricsSnapshot(kept, self.histograms)
 
 
-class Lasting:
-    """Counts by rule that do not go down when a rule leaves the document, or comes back.
+class RuleTotals:
+    """Totals by rule that never go down, even when a rule leaves the document or returns.
 
-    What a rule has counted since the last look is added to its total. A rule whose counts are lower
-    than they were has begun anew, and all that it has counted is new.
+    Each update adds what a rule has counted since the previous one. If its counts are lower than
+    before, the rule was compiled again and has counted from zero.
     """
 
     def __init__(self) -> None:
         self.totals: dict[str, list[int]] = {}
-        """By the name that the rule goes by."""
+        """By the name under which the rule is reported."""
         self._last: dict[str, Row] = {}
 
     def update(self, now: dict[str, Row]) -> None:
-        """Add what is new; `now` is what the rules in force have counted, field by field."""
+        """Add what is new; `now` holds the counts of the rules in force, field by field."""
         last = self._last
         for rule, row in now.items():
             old = last.get(rule)
-            if row == old:  # as for most of ten thousand rules in any second
+            if row == old:  # true for most of ten thousand rules in any second
                 continue
             new = list(row) if old is None else list(map(sub, row, old))
             if min(new) < 0:
@@ -170,13 +240,13 @@ class Lasting:
         self._last = now
 
     def name(self, rule: str) -> str:
-        """The rule, if it is among the first RULES_MAX that were counted."""
+        """Return the rule if it is among the first RULES_MAX that were counted, else OTHERS."""
         return rule if rule in self.totals or len(self.totals) < RULES_MAX else OTHERS
 
 
 # ── From a limiter ─────────────────────────────────────────────────────────────────────────────
 
-# The fields of a rule's counts, as family and labels after the rule.
+# Each field of a rule's counts, with its family and the labels after the rule.
 _OF_RULES: Final = {
     "allowed": ("checks", "allowed", "store"),
     "denied": ("checks", "denied", "store"),
@@ -193,25 +263,25 @@ _OF_RULES: Final = {
 _ROW: Final[Callable[[Any], Row]] = attrgetter(*_OF_RULES)
 _NOTHING: Final = [0] * len(_OF_RULES)
 _DENIED: Final = list(_OF_RULES).index("denied")
-# What a check without a rule is counted under.
+# The rule label of checks without a rule.
 NO_RULE: Final = "(none)"
 _STATES: Final = {"closed": 0, "half_open": 1, "open": 2}
 
 
-class Reading:
-    """Reads what a limiter and its store have counted; for one limiter."""
+class LimiterMetrics:
+    """Reads the counts of one limiter and its store."""
 
     def __init__(self, limiter: Any) -> None:
         self._limiter = limiter
-        self._lasting = Lasting()
-        # By rule: hits of the denied cache and denials at the last look, and which were both.
+        self._totals = RuleTotals()
+        # By rule: cache hits and denials at the previous snapshot, and denials from the cache.
         self._hits: dict[str, int] = {}
         self._denied: dict[str, int] = {}
-        self._known: dict[str, int] = {}
+        self._cached: dict[str, int] = {}
 
-    def snapshot(self) -> Snapshot:
-        """Everything that needs no I/O. A limiter without rules has counted nothing of its own."""
-        found = Snapshot()
+    def snapshot(self) -> MetricsSnapshot:
+        """Return all counts that need no I/O. A limiter without rules counts nothing itself."""
+        found = MetricsSnapshot()
         try:
             counts = self._limiter.counts()
         except ConfigError:
@@ -223,42 +293,42 @@ class Reading:
         self._store(found)
         return found
 
-    def _of_rules(self, found: Snapshot, counts: Mapping[str, Any]) -> None:
-        lasting = self._lasting
-        lasting.update({rule: _ROW(counted) for rule, counted in counts.items()})
+    def _of_rules(self, found: MetricsSnapshot, counts: Mapping[str, Any]) -> None:
+        totals = self._totals
+        totals.update({rule: _ROW(counted) for rule, counted in counts.items()})
         columns = [
             (found.values.setdefault(family, {}), JOIN.join(("", *labels)))
             for family, *labels in _OF_RULES.values()
         ]
-        for rule, total in lasting.totals.items():
+        for rule, total in totals.totals.items():
             for (values, labels), count in zip(columns, total, strict=True):
                 if count:
                     values[rule + labels] = count
         self._from_cache(found)
 
-    def _from_cache(self, found: Snapshot) -> None:
-        """Tell denials that the store was not asked for apart from the others.
+    def _from_cache(self, found: MetricsSnapshot) -> None:
+        """Split denials into those from the denial cache and those from the store.
 
-        Not every hit is a denial of the rule: it may be in shadow mode, or another rule of the same
-        request denied. So of what is new since the last look, no more hits count than denials.
+        Not every cache hit is a denial of the rule: the rule may be in shadow mode, or another rule
+        of the request may have denied. So of the new hits, no more count than new denials.
         """
         cached: dict[str, int] = {}
         monitor = self._limiter.store.monitor
         hits_by_rule = {} if monitor is None else monitor.denied_by_rule()
         for rule, hits in hits_by_rule.items():
-            name = self._lasting.name(rule)
+            name = self._totals.name(rule)
             cached[name] = cached.get(name, 0) + hits
         for rule, hits in cached.items():
-            denied = self._lasting.totals.get(rule, _NOTHING)[_DENIED]
+            denied = self._totals.totals.get(rule, _NOTHING)[_DENIED]
             new_hits = hits - self._hits.get(rule, 0)
             new_denied = denied - self._denied.get(rule, 0)
-            known = self._known.get(rule, 0) + max(min(new_hits, new_denied), 0)
-            self._hits[rule], self._denied[rule], self._known[rule] = hits, denied, known
-            if known:
-                found.put("checks", denied - known, rule, "denied", "store")
-                found.put("checks", known, rule, "denied", "denied_cache")
+            from_cache = self._cached.get(rule, 0) + max(min(new_hits, new_denied), 0)
+            self._hits[rule], self._denied[rule], self._cached[rule] = hits, denied, from_cache
+            if from_cache:
+                found.put("checks", denied - from_cache, rule, "denied", "store")
+                found.put("checks", from_cache, rule, "denied", "denied_cache")
 
-    def _beside_rules(self, found: Snapshot) -> None:
+    def _beside_rules(self, found: MetricsSnapshot) -> None:
         tally = self._limiter.tally()
         for kind, count in list(tally.unruled.items()):
             found.put("checks", count, NO_RULE, kind, "none")
@@ -266,7 +336,7 @@ class Reading:
             found.put("store_errors", tally.errors.get(kind, 0), kind)
         found.histograms["store_seconds"] = tally.store_seconds.data()
 
-    def _rules_status(self, found: Snapshot) -> None:
+    def _rules_status(self, found: MetricsSnapshot) -> None:
         status = self._limiter.rules_status()
         found.put("rules_info", 1, status.version)
         if status.age is not None:
@@ -274,8 +344,8 @@ class Reading:
         found.put("rules_failing", int(bool(status.error)))
         found.put("rules_load_errors", status.failures)
 
-    def _store(self, found: Snapshot) -> None:
-        """What a store counts by itself; most have none of it."""
+    def _store(self, found: MetricsSnapshot) -> None:
+        """Read what a remote store counts; other stores count nothing."""
         store = self._limiter.store
         monitor = store.monitor
         counters = {} if monitor is None else monitor.counters()

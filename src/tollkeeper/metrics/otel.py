@@ -1,29 +1,35 @@
-"""OpenTelemetry: a span around each check, and what is counted as observable metrics.
+"""OpenTelemetry: a span around each check, and the counts as observable metrics.
 
     instrumented = instrument(limiter)
 
-A limiter's `check`, `evaluate` and `evaluate_all` are replaced, on that limiter alone, by ones
-that do the same inside a span. Middlewares and the service ask through a limiter, so their checks
-become part of the trace of the request. Nothing is counted twice: the instruments read
-what rules count anyway, when somebody collects. Only a limiter without rules, which counts nothing,
-is counted here.
+`check`, `evaluate` and `evaluate_all` of that limiter are replaced by functions that do the same
+inside a span. Middlewares and the service call a limiter, so their checks become part of the trace
+of the request. Nothing is counted twice: the instruments read the counts of the rules when a reader
+collects them. Only a limiter without rules, which counts nothing, is counted here.
 
-Attributes are bounded: rules, outcomes, numbers. Never a key: what an error says is left out too,
-for it may quote one.
+Attributes are bounded: rules, outcomes, numbers. They never contain a key. Messages of errors are
+left out, because they may quote one.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from functools import partial, wraps
 from time import perf_counter
 from typing import Any, Final
 
 from tollkeeper.core.errors import ConfigError
+from tollkeeper.core.model import CheckResult
 from tollkeeper.core.version import __version__
-from tollkeeper.metrics.counters import FAMILIES, JOIN, Family, Reading, Snapshot
+from tollkeeper.metrics.counters import (
+    FAMILIES,
+    JOIN,
+    LimiterMetrics,
+    MetricFamily,
+    MetricsSnapshot,
+)
 
 try:
     from opentelemetry import context, metrics, propagate, trace
@@ -37,16 +43,16 @@ except ImportError as error:
 SCOPE: Final = "tollkeeper"
 SPAN: Final = "tollkeeper.check"
 DURATION: Final = "tollkeeper.check.duration"
-# What a limiter goes by that has no name.
+# The name of a limiter without one.
 _DEFAULT: Final = "default"
 
 Attributes = Mapping[str, str | int | bool]
 
 
 def configured() -> bool:
-    """Has somebody configured a provider in this process?"""
+    """Return True if a provider is configured in this process."""
     providers = (trace.get_tracer_provider(), metrics.get_meter_provider())
-    # Those that there are by default do nothing, or wait for a real one.
+    # The default providers do nothing, or delegate to one that is set later.
     return not all(type(each).__name__.lstrip("_").startswith(_IDLE) for each in providers)
 
 
@@ -59,15 +65,16 @@ def instrument(
     tracer_provider: TracerProvider | None = None,
     meter_provider: MeterProvider | None = None,
 ) -> Instrumented:
-    """Tell OpenTelemetry of a limiter's checks, until `close`; by default the global providers.
+    """Report a limiter's checks to OpenTelemetry until `close`.
 
-    `limiter` is a Limiter or an AsyncLimiter; a middleware is made with it afterwards.
+    Without providers, the global ones are used. `limiter` is a Limiter or an AsyncLimiter; create a
+    middleware with it afterwards.
     """
     return Instrumented(limiter, tracer_provider, meter_provider)
 
 
 def in_callers_trace(app: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
-    """The ASGI application, whose spans belong to the trace that a request's headers name."""
+    """Wrap an ASGI application so that its spans join the trace in a request's headers."""
 
     async def traced(scope: Any, receive: Any, send: Any) -> None:
         headers = {
@@ -84,7 +91,7 @@ def in_callers_trace(app: Callable[..., Awaitable[None]]) -> Callable[..., Await
 
 
 class Instrumented:
-    """A limiter that OpenTelemetry is told of."""
+    """A limiter that reports to OpenTelemetry."""
 
     def __init__(
         self,
@@ -99,8 +106,8 @@ class Instrumented:
         meter = metrics.get_meter(SCOPE, __version__, meter_provider)
         self._duration = meter.create_histogram(DURATION, "s", "How long a check took.")
         self._lock = threading.Lock()
-        self._reading = Reading(limiter)
-        # Of a limiter without rules: its checks by outcome and source.
+        self._metrics = LimiterMetrics(limiter)
+        # The checks of a limiter without rules, by outcome and source.
         self._own: dict[tuple[str, str], int] = {}
         self._closed = False
         for family in FAMILIES:
@@ -109,7 +116,7 @@ class Instrumented:
         self._replaced = self._replace()
 
     def close(self) -> None:
-        """The limiter is as it was; nothing is told any more."""
+        """Restore the limiter and stop reporting."""
         self._closed = True
         for name, was in self._replaced.items():
             if was is None:
@@ -120,7 +127,7 @@ class Instrumented:
 
     # ── Metrics ────────────────────────────────────────────────────────────────────────────────
 
-    def _observe(self, meter: Meter, family: Family) -> None:
+    def _observe(self, meter: Meter, family: MetricFamily) -> None:
         create: Callable[..., Any] = (
             meter.create_observable_counter
             if family.kind == "counter"
@@ -128,16 +135,16 @@ class Instrumented:
         )
         create(f"{SCOPE}.{family.name}", [partial(self._observed, family)], "", family.help)
 
-    def _observed(self, family: Family, _: CallbackOptions) -> Iterable[Observation]:
-        """Called when somebody collects, in their thread."""
+    def _observed(self, family: MetricFamily, _: CallbackOptions) -> Iterable[Observation]:
+        """Return the present values; a metrics reader calls it in its own thread."""
         if self._closed:
             return []
         values = self._snapshot().values.get(family.name, {})
         return [Observation(value, _attributes(family, labels)) for labels, value in values.items()]
 
-    def _snapshot(self) -> Snapshot:
+    def _snapshot(self) -> MetricsSnapshot:
         with self._lock:
-            found = self._reading.snapshot()
+            found = self._metrics.snapshot()
         for (outcome, source), count in list(self._own.items()):
             found.put("checks", count, self._name, outcome, source)
         return found
@@ -149,34 +156,36 @@ class Instrumented:
     # ── Spans ──────────────────────────────────────────────────────────────────────────────────
 
     def _replace(self) -> dict[str, Any]:
-        """Put the traced verbs in place; what was there on the limiter itself, if anything."""
-        awaited = hasattr(self._limiter, "__aenter__")
-        # Without rules, `evaluate` asks `check`, and one span is enough.
-        names = ["check", "evaluate_all", *(["evaluate"] if self._ruled else [])]
-        replaced = {name: vars(self._limiter).get(name) for name in names}
-        for name in names:
-            verb = getattr(self._limiter, name)
-            traced = self._traced_async(verb) if awaited else self._traced(verb)
-            setattr(self._limiter, name, traced)
+        """Replace the limiter's methods; return what its instance had under their names."""
+        limiter = self._limiter
+        verbs = {"check": limiter.check, "evaluate_all": limiter.evaluate_all}
+        if self._ruled:  # without rules, `evaluate` calls `check`, and one span is enough
+            verbs["evaluate"] = limiter.evaluate
+        replaced = {name: vars(limiter).get(name) for name in verbs}
+        is_async = isinstance(limiter, AbstractAsyncContextManager)
+        for name, verb in verbs.items():
+            setattr(limiter, name, self._traced_async(verb) if is_async else self._traced(verb))
         return replaced
 
     def _traced(self, verb: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(verb)
         def traced(*args: Any, **kwargs: Any) -> Any:
             with self._span() as span:
                 answer = verb(*args, **kwargs)
-                self._tell(span, answer, args, kwargs)
+                self._report(span, answer, args, kwargs)
                 return answer
 
-        return _named(traced, verb)
+        return traced
 
     def _traced_async(self, verb: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(verb)
         async def traced(*args: Any, **kwargs: Any) -> Any:
             with self._span() as span:
                 answer = await verb(*args, **kwargs)
-                self._tell(span, answer, args, kwargs)
+                self._report(span, answer, args, kwargs)
                 return answer
 
-        return _named(traced, verb)
+        return traced
 
     @contextmanager
     def _span(self) -> Iterator[Span]:
@@ -192,12 +201,12 @@ class Instrumented:
             finally:
                 self._duration.record(perf_counter() - began_s)
 
-    def _tell(self, span: Span, answer: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+    def _report(self, span: Span, answer: Any, args: tuple[Any, ...], kwargs: Any) -> None:
         if isinstance(answer, list):
-            told = _of_several([each.decision for each in answer])
+            attributes = _of_several([each.decision for each in answer])
         else:
-            told = _of_one(answer, args[1] if len(args) > 1 else kwargs.get("cost", 1))
-        span.set_attributes(dict(told))
+            attributes = _of_one(answer, args[1] if len(args) > 1 else kwargs.get("cost", 1))
+        span.set_attributes(dict(attributes))
         if not self._ruled:
             self._count(answer)
 
@@ -224,15 +233,10 @@ def _has_rules(limiter: Any) -> bool:
     return True
 
 
-def _named(traced: Callable[..., Any], verb: Callable[..., Any]) -> Callable[..., Any]:
-    # What the kernel has made is no function, and has neither name nor page.
-    return wraps(verb)(traced) if hasattr(verb, "__name__") else traced
-
-
 def _of_one(answer: Any, cost: int) -> Attributes:
-    """Of a Decision, or of a CheckResult."""
-    decision = getattr(answer, "decision", answer)
-    told: dict[str, str | int | bool] = {
+    """Return the attributes of a Decision or a CheckResult."""
+    decision = answer.decision if isinstance(answer, CheckResult) else answer
+    attributes: dict[str, str | int | bool] = {
         "tollkeeper.outcome": "allowed" if decision.allowed else "denied",
         "tollkeeper.rule": decision.rule,
         "tollkeeper.degraded": decision.degraded,
@@ -240,12 +244,12 @@ def _of_one(answer: Any, cost: int) -> Attributes:
         "tollkeeper.cost": cost,
     }
     if answer is not decision:
-        told["tollkeeper.kind"] = answer.kind
-    return told
+        attributes["tollkeeper.kind"] = answer.kind
+    return attributes
 
 
 def _of_several(decisions: list[Any]) -> Attributes:
-    """All pass, or none is charged: one outcome."""
+    """Return the attributes of an atomic batch: all pass, or none is charged."""
     return {
         "tollkeeper.outcome": "allowed" if all(decisions) else "denied",
         "tollkeeper.degraded": any(each.degraded for each in decisions),
@@ -253,5 +257,5 @@ def _of_several(decisions: list[Any]) -> Attributes:
     }
 
 
-def _attributes(family: Family, labels: str) -> Attributes:
+def _attributes(family: MetricFamily, labels: str) -> Attributes:
     return dict(zip(family.labels, labels.split(JOIN), strict=True)) if family.labels else {}

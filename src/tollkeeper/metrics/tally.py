@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from tollkeeper.core.errors import StoreError, StoreFull, StoreTimeout
-from tollkeeper.metrics.histograms import Histogram
+from tollkeeper.metrics.counters import Histogram
 
 _ERRORS: Final = {StoreTimeout: "timeout", StoreFull: "full"}
 

@@ -16,7 +16,7 @@ from tests.redis_servers.ports import free_port
 from tests.service.http.client import RULES, http_service
 from tollkeeper.core.errors import StoreUnavailable
 from tollkeeper.decide.store import StoreStats
-from tollkeeper.metrics.counters import FAMILIES, Snapshot
+from tollkeeper.metrics.counters import FAMILIES, MetricsSnapshot
 from tollkeeper.service.http import health
 from tollkeeper.service.http.context import encode
 from tollkeeper.service.http.health import WorkerCounts, fold_dead
@@ -137,7 +137,7 @@ async def test_every_metric_is_reported() -> None:
 
 
 def counts(**allowed: int) -> bytes:
-    counted = Snapshot()
+    counted = MetricsSnapshot()
     for rule, count in allowed.items():
         counted.put("checks", count, rule, "allowed", "store")
     counted.put("rules_age_seconds", 1000)
@@ -165,7 +165,7 @@ async def test_a_scrape_reports_all_workers(tmp_path: Path) -> None:
 
 async def test_a_worker_that_dies_while_it_folds_counts_nothing_twice(tmp_path: Path) -> None:
     """Counters in the file of dead workers and in the worker's file count once."""
-    gone = Snapshot()
+    gone = MetricsSnapshot()
     gone.put("checks", 100, "users", "allowed", "store")
     (tmp_path / f"{DEAD}.json").write_bytes(counts(users=100))
     (tmp_path / "gone.json").write_bytes(encode(WorkerCounts(gone, folded=[DEAD])))
@@ -178,7 +178,7 @@ async def test_a_worker_that_dies_while_it_folds_counts_nothing_twice(tmp_path: 
 
 async def test_a_worker_that_gets_the_number_of_a_dead_one_is_counted(tmp_path: Path) -> None:
     """Also if the worker that folded the dead one was killed in the middle."""
-    gone = Snapshot()
+    gone = MetricsSnapshot()
     gone.put("checks", 100, "users", "allowed", "store")
     (tmp_path / "gone.json").write_bytes(encode(WorkerCounts(gone, folded=[DEAD])))
     fold_dead(tmp_path)

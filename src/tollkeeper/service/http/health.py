@@ -47,8 +47,15 @@ from tollkeeper.core.errors import StoreError
 from tollkeeper.core.model import Limit
 from tollkeeper.core.version import __version__
 from tollkeeper.decide.store import StoreStats
-from tollkeeper.metrics.counters import FAMILIES, JOIN, Family, Reading, Snapshot
-from tollkeeper.metrics.histograms import LENGTH, cumulative
+from tollkeeper.metrics.counters import (
+    FAMILIES,
+    JOIN,
+    LENGTH,
+    LimiterMetrics,
+    MetricFamily,
+    MetricsSnapshot,
+    cumulative,
+)
 from tollkeeper.service.http.context import (
     NO_STORE,
     Handler,
@@ -201,7 +208,7 @@ def _scrape(metrics: WorkerMetrics) -> Handler:
 class WorkerCounts:
     """The contents of a counter file: of one worker, or of all dead workers."""
 
-    counted: Snapshot = field(default_factory=Snapshot)
+    counted: MetricsSnapshot = field(default_factory=MetricsSnapshot)
     folded: list[int] = field(default_factory=list)
     """Only for dead workers: those whose files are included and still have to be removed."""
 
@@ -214,7 +221,7 @@ class WorkerMetrics:
 
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
-        self._reading = Reading(context.limiter)
+        self._reading = LimiterMetrics(context.limiter)
         self._folder = context.settings.counters
         self._written = b""
         self._failing = False
@@ -222,7 +229,7 @@ class WorkerMetrics:
         self._stats_at_s = -STATS_SECONDS
         self._reading_stats: asyncio.Task[None] | None = None
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> MetricsSnapshot:
         """Return the present counters of this worker."""
         context = self._context
         found = context.counters.snapshot()
@@ -263,7 +270,7 @@ class WorkerMetrics:
         else:
             self._failing = False
 
-    def total(self) -> Snapshot:
+    def total(self) -> MetricsSnapshot:
         """Return the sum of the counters of all workers."""
         own = os.getpid()
         with _locked(self._folder, fcntl.LOCK_SH):
@@ -326,7 +333,7 @@ class _MetricList(Collector):
         return self._families
 
 
-def _metric(family: Family, total: Snapshot) -> Metric:
+def _metric(family: MetricFamily, total: MetricsSnapshot) -> Metric:
     name = f"tollkeeper_{family.name}"
     if family.kind == "histogram":
         data = total.histograms.get(family.name, [0] * LENGTH)
