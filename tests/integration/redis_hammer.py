@@ -1,10 +1,10 @@
-"""A process that checks keys on a Redis, many at once: a program, so that there can be several.
+"""A program that checks keys on a Redis, many at once. Tests run several of it as processes.
 
     python -m tests.integration.redis_hammer '{"uri": "redis://localhost", "limits": ...}'
 
-It says "ready", waits for a line, and checks each key until it is denied. What it prints then is
-one JSON object: the requests admitted for each key, or with `tell` the decisions on each. `hammer`
-starts several of them together.
+It prints "ready", waits for a line, and checks each key until it is denied. Then it prints one JSON
+object: the requests admitted for each key, or with `tell` the decisions on each. `hammer` starts
+several processes together.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-# Longer than anything here takes: reaching it means that somebody hangs.
+# Longer than any job takes: a process that reaches it hangs.
 HANGS_AFTER_SECONDS = 120
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one process does. `limits` are the arguments of Limit, by name."""
+    """The work of one process. `limits` are the arguments of Limit, by name."""
 
     uri: str
     limits: Sequence[dict[str, Any]]
@@ -39,7 +39,7 @@ class Job:
 
 
 def hammer(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """Run the jobs at once, each in a process of its own; what each printed."""
+    """Run the jobs at once, each in its own process; return what each printed."""
     program = (sys.executable, "-m", "tests.integration.redis_hammer")
     processes = [
         subprocess.Popen(
@@ -70,25 +70,25 @@ def hammer(jobs: Sequence[Job]) -> list[dict[str, Any]]:
 
 
 def admitted(results: Sequence[dict[str, Any]]) -> Counter[str]:
-    """The requests admitted for each key, by all together."""
+    """Return the requests admitted for each key, by all processes together."""
     return sum((Counter(result) for result in results), Counter())
 
 
 def set_clock_off(seconds: int) -> None:
-    """Make this process's wall clock wrong, for whoever reads it from here on."""
+    """Make the wall clock of this process wrong."""
     time_ns = time.time_ns
     time.time_ns = lambda: time_ns() + seconds * 10**9
     time.time = lambda: time.time_ns() / 10**9
 
 
 def work(job: Job) -> dict[str, Any]:
-    """Do the job when told to."""
-    # After the clock was set: they read it when they are imported.
+    """Do the job after the start signal."""
+    # Imported after the clock was set, because they read it at import.
     from tollkeeper import AsyncLimiter, Limit, Limiter  # noqa: PLC0415 - see above
     from tollkeeper.core.clock import SystemClock  # noqa: PLC0415 - see above
     from tollkeeper.decide.stores import open_store  # noqa: PLC0415 - see above
 
-    # A machine that tests may pause for longer than a production's deadlines.
+    # A test machine may pause for longer than the default deadline.
     store = open_store(job.uri, deadline_ms=10_000, connect_ms=10_000)
     limits = [Limit(**each) for each in job.limits]
     if job.wire == "asyncio":
@@ -110,13 +110,13 @@ def wait_for_go() -> None:
 
 
 def keys_from(job: Job, number: int) -> list[str]:
-    """The keys, each worker beginning with another one."""
+    """Return the keys; each worker begins with another one."""
     start = number % len(job.keys)
     return [*job.keys[start:], *job.keys[:start]]
 
 
 def spend(job: Job, limiter: Any, number: int) -> Counter[str]:
-    """One thread: check every key until it is denied."""
+    """Check every key until it is denied, in one thread."""
     counts: Counter[str] = Counter()
     for key in keys_from(job, number):
         while limiter.check(key, job.cost):
@@ -125,7 +125,7 @@ def spend(job: Job, limiter: Any, number: int) -> Counter[str]:
 
 
 async def spend_in_tasks(job: Job, limiter: Any) -> Counter[str]:
-    """As `spend`, in so many tasks."""
+    """Check every key until it is denied, in several tasks."""
 
     async def spend(number: int) -> Counter[str]:
         counts: Counter[str] = Counter()
@@ -142,7 +142,7 @@ async def spend_in_tasks(job: Job, limiter: Any) -> Counter[str]:
 
 
 def tell(job: Job, limiter: Any, now_ns: int) -> dict[str, Any]:
-    """The decisions on so many checks of each key, and the time by this process's clock."""
+    """Return the decisions on several checks of each key, and the time of this process's clock."""
     told = {
         key: [
             (found.allowed, found.limit, found.remaining, found.retry_after, found.reset_after)

@@ -1,12 +1,12 @@
-"""One scenario, both wires: the same checks from threads, and from the tasks of an event loop.
+"""One scenario for both drivers: the same checks from threads, and from tasks of an event loop.
 
     with client("asyncio", server.uri, deadline_ms=200) as api:
         api.check("alice")                  # waits for the decision, or raises StoreError
-        api.start("alice")                  # a future: a check under way
-        api.together(["alice"] * 100)       # a hundred at once; errors among the results
+        api.start("alice")                  # returns a future: a check in flight
+        api.together(["alice"] * 100)       # a hundred at once; errors are among the results
     assert counted(server.uri, "alice") == 102
 
-What nobody handles in the event loop is an error of the scenario.
+An exception that is not handled in the event loop is an error of the scenario.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from tollkeeper.decide.stores.redis.store import RedisStore
 WIRES = ("threads", "asyncio")
 both_wires = pytest.mark.parametrize("wire", WIRES)
 
-# On a busy machine; nothing takes more than two.
+# Generous, for a busy machine: nothing takes more than two.
 SECONDS_MAX = 20.0
-# How late a call may end: other people's work is on the same cores.
+# How late a call may end: other processes use the same cores.
 LATE_SECONDS_MAX = 3.0
 # More threads than a store keeps idle connections for.
 _THREADS_MAX = 200
 
 YEAR = 366 * 86_400
-# So long a window, and a plain count in it: what was charged can be read back as a number.
+# A long fixed window, so that a test can read the charge back as a number.
 COUNTED = Limit(1_000_000, per=YEAR, algorithm="fixed_window")
 
 Outcome = Decision | StoreError
@@ -50,37 +50,37 @@ Found = TypeVar("Found")
 
 
 class Client:
-    """A limiter on a Redis, called from one thread or many; what is common to both wires."""
+    """A limiter on a Redis, called from one thread or many; shared by both drivers."""
 
     def __init__(self, store: RedisStore) -> None:
         self.store = store
 
     def start(self, key: str, *units: int, verb: str = "check") -> Future[Any]:
-        """A call under way."""
+        """Start a check; return its future."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Close the store, and whatever made the calls."""
+        """Close the store and everything that made calls."""
         raise NotImplementedError
 
     def check(self, key: str, cost: int = 1) -> Decision:
-        """The decision. Raises StoreError."""
+        """Return the decision. Raises StoreError."""
         return cast("Decision", self.start(key, cost).result())
 
     def peek(self, key: str, cost: int = 1) -> Decision:
-        """What a check would answer."""
+        """Return the answer of a check without spending."""
         return cast("Decision", self.start(key, cost, verb="peek").result())
 
     def together(self, keys: Sequence[str]) -> list[Outcome]:
-        """Checks of all the keys at once."""
+        """Check all keys at once."""
         return [outcome(each) for each in [self.start(key) for key in keys]]
 
     def start_all(self, subjects: Sequence[str]) -> Future[list[Decision]]:
-        """One request of several subjects under way: all pass, or none is charged."""
+        """Start one request of several subjects: all are allowed, or none is charged."""
         raise NotImplementedError
 
     def works(self) -> bool:
-        """Does the server answer a check? Of a key that nobody counts."""
+        """Return True if the server answers a check, of a key that no test counts."""
         found = outcome(self.start("anyone"))
         return isinstance(found, Decision) and not found.degraded
 
@@ -145,7 +145,7 @@ class _FromTasks(Client):
 
     async def _close(self) -> None:
         await self.store.aclose()
-        # Tasks of a store that is closed have ended, or are about to.
+        # The tasks of a closed store have ended or are about to end.
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         if rest:
             _, left = await asyncio.wait(rest, timeout=SECONDS_MAX)
@@ -162,7 +162,7 @@ def _done(result: Any) -> Future[Any]:
 
 
 def outcome(future: Future[Any]) -> Outcome:
-    """The decision or the StoreError. Anything else is a defect, and raised."""
+    """Return the decision or the StoreError. Raises any other error: a defect."""
     error = future.exception(SECONDS_MAX)
     if error is None:
         return cast("Decision", future.result())
@@ -181,7 +181,7 @@ def client(
     clock: Clock | None = None,
     **options: object,
 ) -> Iterator[Client]:
-    """A store on a wire, closed at the end of the block. `options` are the URI's."""
+    """Open a store for threads or asyncio, for the length of the block. `options` are the URI's."""
     options.setdefault("deadline_ms", 5_000)
     store = cast("RedisStore", open_store(uri, clock, **options))
     kind = _FromThreads if wire == "threads" else _FromTasks
@@ -196,36 +196,36 @@ def client(
 def clients_of_both(
     uri: str, limits: LimitsArgument = COUNTED, **options: object
 ) -> Iterator[list[Client]]:
-    """A client of each wire."""
+    """Open a client of each driver."""
     with ExitStack() as stack:
         yield [stack.enter_context(client(wire, uri, limits, **options)) for wire in WIRES]
 
 
 def counted(uri: str, key: str, **options: object) -> int:
-    """How much the server has charged a key under COUNTED, asked on a connection of its own."""
+    """Return how much the server has charged a key, read on a separate connection."""
     with client("threads", uri, **options) as direct:
         return COUNTED.limit - direct.peek(key).remaining
 
 
 def timed(work: Callable[[], Found]) -> tuple[float, Found]:
-    """How many seconds it takes, and what it returns."""
+    """Return how many seconds a function takes, and its result."""
     started = time.monotonic()
     found = work()
     return time.monotonic() - started, found
 
 
 def errors_of(outcomes: Sequence[Outcome]) -> list[StoreError]:
-    """Those that got no decision."""
+    """Return the outcomes without a decision."""
     return [each for each in outcomes if isinstance(each, StoreError)]
 
 
 def admitted(outcomes: Sequence[Outcome]) -> int:
-    """How many were allowed by the server itself."""
+    """Return how many checks the server itself allowed."""
     return sum(isinstance(each, Decision) and each.allowed for each in outcomes)
 
 
 def charged_at_most(outcomes: Sequence[Outcome]) -> int:
-    """Those allowed, and those that failed with the words that they may have been counted."""
+    """Return the most units charged: allowed checks, and errors that may have been counted."""
     return sum(
         each.allowed if isinstance(each, Decision) else "may have been counted" in str(each)
         for each in outcomes
@@ -245,7 +245,7 @@ class Load:
         self._key = key
         self._stopped = threading.Event()
         self.outcomes: list[Outcome] = []
-        # The same, each with when it began and ended, by `time.monotonic`.
+        # The outcomes with their start and end, by `time.monotonic`.
         self.timeline: list[tuple[float, float, Outcome]] = []
         self._workers = [threading.Thread(target=self._work) for _ in range(workers)]
         self._failures: list[BaseException] = []
@@ -266,7 +266,7 @@ class Load:
         return self
 
     def settle(self) -> None:
-        """Wait until fifty checks in a row, all begun from now on, were allowed by the server."""
+        """Wait until the server has allowed fifty checks in a row that began from now on."""
         began_at = time.monotonic()
 
         def settled() -> bool:
@@ -276,7 +276,7 @@ class Load:
         until(settled, "checks are allowed again", SECONDS_MAX, lambda: self.outcomes[-1])
 
     def first_admitted(self, after: float) -> float:
-        """When the first check after then was allowed by the server."""
+        """Return when the server first allowed a check after that time."""
         return min(
             ended for _, ended, found in self.timeline if ended > after and admitted([found])
         )
@@ -291,7 +291,7 @@ class Load:
 
 @contextmanager
 def configured(server: Single, **settings: object) -> Iterator[None]:
-    """The server with other settings, for the length of the block."""
+    """Change settings of the server for the length of the block."""
     names = {name: name.replace("_", "-") for name in settings}
     before = {name: server.admin.config_get(name)[name] for name in names.values()}
     for name, value in settings.items():
@@ -322,7 +322,7 @@ class FailOver:
 
     @property
     def lost_units(self) -> int:
-        """Answered, and unknown to the new primary."""
+        """Units that the old primary charged and the new one does not know."""
         return max(self.admitted_units - self.charged_units, 0)
 
     def __str__(self) -> str:
@@ -337,9 +337,10 @@ class FailOver:
 
 
 def await_copying(primary: Server, replicas: Sequence[Server]) -> None:
-    """Wait until a replica has what the primary has now.
+    """Wait until a replica has the primary's current data.
 
-    One that has just been filled calls itself in sync, and yet gets nothing for up to a second.
+    A replica that was just filled reports that it is in sync, but receives nothing for up to a
+    second.
     """
     offset = primary.admin.info("replication")["master_repl_offset"]
     until(
@@ -354,7 +355,7 @@ def await_copying(primary: Server, replicas: Sequence[Server]) -> None:
 def fail_over(
     uri: str, key: str, die: Callable[[], object], promoted: Callable[[], Promotion]
 ) -> FailOver:
-    """Let the primary die while both wires check a key, and go on until both are right again."""
+    """Kill the primary while both drivers check a key; go on until both work again."""
     with clients_of_both(uri, deadline_ms=200) as clients, ExitStack() as stack:
         loads = [stack.enter_context(Load(api, key)) for api in clients]
         until(lambda: all(len(load.outcomes) > 200 for load in loads), "there is load", SECONDS_MAX)

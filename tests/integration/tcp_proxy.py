@@ -1,4 +1,4 @@
-"""A TCP relay on loopback that can be told to misbehave as networks and middle boxes do."""
+"""A TCP relay on loopback that can misbehave as networks and middle boxes do."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _REFUSAL = re.compile(r"^-([A-Z]+) ", re.MULTILINE)
 
 @dataclass(slots=True)
 class _Link:
-    """One connection: its two ends, and what nothing arrives at any more."""
+    """One connection: its two ends, and the directions that lose all bytes."""
 
     client: socket.socket
     server: socket.socket
@@ -37,10 +37,10 @@ class _Link:
 
 
 class Proxy:
-    """Relays connections to one server. `mode` may be changed at any time and counts at once.
+    """Relays connections to one server. `mode` may be changed at any time and applies at once.
 
-    A connection that lost bytes in "hold" or "swallow" stays lost, as it would be; new ones are
-    as the mode says then. Nothing is relayed in the first `accept_seconds` of a connection.
+    A connection that lost bytes in "hold" or "swallow" stays broken; new ones follow the current
+    mode. Nothing is relayed in the first `accept_seconds` of a connection.
     """
 
     def __init__(self, server_port: int, mode: Mode = "pass") -> None:
@@ -49,7 +49,7 @@ class Proxy:
         self.answer = b""
         self.accept_seconds = 0.0
         self.accepted = 0
-        # The first word of every error that the server answered.
+        # The first word of every error that the server returned.
         self.refusals: list[str] = []
         self._server_port = server_port
         self._listener = socket.create_server((HOST, 0))
@@ -60,12 +60,12 @@ class Proxy:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port it listens on."""
         return int(self._listener.getsockname()[1])
 
     @property
     def uri(self) -> str:
-        """The store's URI, through this relay."""
+        """The store's URI through this relay."""
         return f"redis://{HOST}:{self.port}/0"
 
     def __enter__(self) -> Self:
@@ -130,7 +130,7 @@ class Proxy:
         _close(target)
 
     def _up(self, data: bytes, link: _Link) -> Iterator[bytes]:
-        """What of a request goes on to the server."""
+        """Return the part of a request that goes on to the server."""
         mode = self.mode
         link.lost_up = link.lost_up or mode == "hold"
         link.lost_down = link.lost_down or (mode == "swallow" and b"EVAL" in data)
@@ -144,7 +144,7 @@ class Proxy:
             yield data
 
     def _down(self, data: bytes, link: _Link) -> Iterator[bytes]:
-        """What of a reply goes on to the client, and in which pieces."""
+        """Return the pieces of a reply that go on to the client."""
         mode = self.mode
         self.refusals += _REFUSAL.findall(data.decode("latin-1"))
         link.lost_down = link.lost_down or mode == "hold"
@@ -162,7 +162,7 @@ class Proxy:
 
 
 def _close(each: socket.socket) -> None:
-    # Shut down first: another thread may be waiting in `recv`, which `close` would not end.
+    # Shut down first: another thread may wait in `recv`, which `close` would not end.
     with suppress(OSError):
         each.shutdown(socket.SHUT_RDWR)
     each.close()

@@ -313,12 +313,12 @@ def test_a_user_who_may_not_look_is_told_what_is_missing() -> None:
     ]
     with Single(users=users) as server:
         server.admin.hset("tk:{user:1}", "a", "garbage")
-        with pytest.raises(StoreUnavailable, match=r"the user needs \+scan \+type"):
+        with pytest.raises(StoreUnavailable, match=r"an audit needs \+scan \+type"):
             looked(server.uri)
         looking, changing = (server.uri.replace("none:a@", each) for each in ("some:b@", "more:c@"))
         assert wrong(looked(looking)).keys() == {"no expiry", "unreadable"}
         (left,) = looked(looking, repair="all").repairs
-        assert (left.done, "to mend +eval +pexpire" in left.what) == (False, True)
+        assert (left.done, "repairs need +eval +pexpire" in left.what) == (False, True)
         assert any(each.done for each in looked(changing, repair="all").repairs)
         assert server.admin.dbsize() == 0
 

@@ -120,10 +120,10 @@ def in_sync(primary: Single) -> None:
     ("how", "words"),
     [
         ("field", "its fields differ"),
-        ("missing", "it is not there"),
-        ("extra", "it is there, and not on the primary"),
-        ("expiry", "only one of the two expires"),
-        ("later", " s apart"),
+        ("missing", "it does not exist"),
+        ("extra", "it exists, but not on the primary"),
+        ("expiry", "only one of the two has an expiry"),
+        ("later", "the expiries differ by "),
     ],
 )
 def test_a_replica_that_differs_is_told(how: str, words: str, pair: tuple[Single, Single]) -> None:

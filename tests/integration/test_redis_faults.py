@@ -1,6 +1,6 @@
-"""What a Redis server can do to its clients, each with its handled outcome: on real servers.
+"""Faults of a Redis server, each with its outcome, on real servers.
 
-Every fault is met by both wires. A check that got an answer was charged exactly once; one that
+Threads and asyncio meet every fault. A check that got an answer was charged exactly once; one that
 failed was charged at most once.
 """
 
@@ -37,14 +37,14 @@ from tollkeeper.core.errors import StoreTimeout, StoreUnavailable
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Single]:
-    """One for the tests that leave it as they found it."""
+    """Return the server that the tests of this file share."""
     with Single(lines=["enable-debug-command yes"]) as started:
         yield started
 
 
 @contextmanager
 def repeated(work: Callable[[], object]) -> Iterator[None]:
-    """Done over and over in the background."""
+    """Repeat a function in the background, for the length of the block."""
     ended = threading.Event()
 
     def repeat() -> None:
@@ -61,8 +61,8 @@ def repeated(work: Callable[[], object]) -> Iterator[None]:
 
 
 @both_wires
-def test_nobody_notices_that_the_scripts_are_flushed(server: Single, key: str, wire: str) -> None:
-    """Under load, and flushed hundreds of times: no error, and each check is charged once."""
+def test_flushed_scripts_cause_no_errors(server: Single, key: str, wire: str) -> None:
+    """Flushed hundreds of times under load: no error, and each check is charged once."""
     flushing = server.client()
     limits = [COUNTED, Limit(600, per=YEAR, algorithm="sliding_window_log")]
     with client(wire, server.uri, limits) as api, repeated(flushing.script_flush):
@@ -77,10 +77,10 @@ def test_nobody_notices_that_the_scripts_are_flushed(server: Single, key: str, w
 
 
 @both_wires
-def test_counts_start_anew_when_all_keys_are_flushed(server: Single, key: str, wire: str) -> None:
-    """FLUSHALL is an operator's right: no error, and the quota is whole.
+def test_flushed_keys_start_with_a_full_quota(server: Single, key: str, wire: str) -> None:
+    """FLUSHALL is an operator's right: no error, and the quota is full.
 
-    At once, because no denial is kept; else within that second (`test_redis_denials.py`).
+    At once, because no denial is cached here; otherwise within a second (`test_redis_denials.py`).
     """
     with client(wire, server.uri, Limit(2, per=YEAR), denied_cache_ms=0) as api:
         assert [api.check(key).allowed for _ in range(3)] == [True, True, False]
@@ -89,8 +89,8 @@ def test_counts_start_anew_when_all_keys_are_flushed(server: Single, key: str, w
 
 
 @both_wires
-def test_a_restart_breaks_the_calls_under_way_and_no_more(key: str, wire: str) -> None:
-    """The same limiter goes on by itself, and with the AOF on, so does the quota."""
+def test_a_restart_fails_only_the_calls_in_flight(key: str, wire: str) -> None:
+    """The same limiter goes on, and with the AOF on it keeps the counts."""
     with Single(aof=True) as server, client(wire, server.uri, deadline_ms=1_000) as api:
         with Load(api, key, workers=8) as load:
             until(lambda: len(load.outcomes) > 100, "there is some load", SECONDS_MAX)
@@ -110,8 +110,8 @@ def test_a_restart_breaks_the_calls_under_way_and_no_more(key: str, wire: str) -
 
 
 @both_wires
-def test_a_server_that_is_away_costs_next_to_nothing(key: str, wire: str) -> None:
-    """Each call fails at once, not after its deadline, and the policy answers; then it is back."""
+def test_calls_to_a_dead_server_fail_at_once(key: str, wire: str) -> None:
+    """Not after their deadline; the failure policy answers until the server is back."""
     with (
         Single() as server,
         client(wire, server.uri) as api,
@@ -139,8 +139,10 @@ def test_a_server_that_is_away_costs_next_to_nothing(key: str, wire: str) -> Non
 
 
 @both_wires
-def test_a_stopped_server_is_a_timeout_and_nothing_is_charged_twice(key: str, wire: str) -> None:
-    """SIGSTOP: each call ends by its deadline. After SIGCONT every answer belongs to its key."""
+def test_calls_to_a_stopped_server_time_out_and_nothing_is_charged_twice(
+    key: str, wire: str
+) -> None:
+    """SIGSTOP: each call ends by its deadline. After SIGCONT every reply belongs to its key."""
     keys = [f"{key} {number}" for number in range(40)]
     with Single() as server, client(wire, server.uri, deadline_ms=400) as api:
         for number, each in enumerate(keys):
@@ -159,12 +161,12 @@ def test_a_stopped_server_is_a_timeout_and_nothing_is_charged_twice(key: str, wi
         for number, each in enumerate(keys):
             spent = COUNTED.limit - api.peek(each).remaining
             assert 100 * (number + 1) <= spent <= 100 * (number + 1) + 4
-            # A late answer of another call would tell another key's remainder.
+            # A late reply to another call would contain another key's remaining units.
             assert api.check(each, 7).remaining == COUNTED.limit - spent - 7
 
 
 @both_wires
-def test_a_server_that_stops_and_goes_under_load_charges_at_most_once(key: str, wire: str) -> None:
+def test_a_server_that_stops_and_continues_charges_at_most_once(key: str, wire: str) -> None:
     """Stopped for longer and shorter than the deadline, many times: answered ≤ charged ≤ called."""
     with Single() as server, client(wire, server.uri, deadline_ms=60) as api:
         with Load(api, key, workers=8) as load:
@@ -191,11 +193,11 @@ def test_a_server_that_stops_and_goes_under_load_charges_at_most_once(key: str, 
 
 
 @both_wires
-def test_a_server_that_loads_its_file_is_waited_for(server: Single, key: str, wire: str) -> None:
+def test_calls_wait_for_a_server_that_loads_its_file(server: Single, key: str, wire: str) -> None:
     """As long as the deadline and the attempts last; a refused call was not counted."""
     server.admin.execute_command("DEBUG", "POPULATE", 200, "filler", 1_100)
     reloading = server.client()
-    # With a look at the clients after each kilobyte, so at each key.
+    # It serves clients after each kilobyte, so at each key.
     looking = {"rdbcompression": "no", "loading_process_events_interval_bytes": 1_024}
 
     def reload() -> None:
@@ -233,8 +235,8 @@ def test_a_server_that_loads_its_file_is_waited_for(server: Single, key: str, wi
 
 
 @both_wires
-def test_another_clients_long_script_is_waited_for(server: Single, key: str, wire: str) -> None:
-    """BUSY: tried again until it ends; if it does not, an error that says so, and no charge."""
+def test_calls_wait_for_another_clients_long_script(server: Single, key: str, wire: str) -> None:
+    """BUSY: retried until it ends; if it does not end, an error that says so, and no charge."""
     endless = "while true do end"
     other = server.client()
 

@@ -1,7 +1,7 @@
-"""What a network can do to a connection, each with its handled outcome: on both wires.
+"""Faults of the network, each with its outcome, for threads and asyncio.
 
-A relay of the test's own stands between the store and a real server. A check that got its answer
-was charged once; of those that failed, only the ones that say so may have been charged, once.
+A relay stands between the store and a real server. A check that got its answer was charged once. Of
+the checks that failed, only those whose error says so may have been charged, once.
 """
 
 from __future__ import annotations
@@ -45,17 +45,15 @@ from tollkeeper.decide.stores.redis.store import RedisStore
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Single]:
-    """One for the tests that leave it as they found it."""
+    """Return the server that the tests of this file share."""
     with Single() as started:
         yield started
 
 
 @both_wires
 @pytest.mark.parametrize("mode", ["hold", "swallow"])
-def test_a_connection_that_fell_silent_is_given_up(
-    server: Single, key: str, wire: str, mode: Mode
-) -> None:
-    """Nobody closed it. Calls time out, and then a new connection takes its place, under load."""
+def test_a_silent_connection_is_replaced(server: Single, key: str, wire: str, mode: Mode) -> None:
+    """It is not closed. Calls time out, and then a new connection takes its place, under load."""
     with Proxy(server.port) as proxy, client(wire, proxy.uri, deadline_ms=60) as api:
         with Load(api, key, workers=8) as load:
             until(lambda: len(load.outcomes) > 50, "there is some load", SECONDS_MAX)
@@ -82,7 +80,7 @@ def test_a_connection_that_fell_silent_is_given_up(
 def test_each_failed_call_says_whether_it_may_have_been_charged(
     server: Single, key: str, wire: str, mode: Mode
 ) -> None:
-    """One call at a time, each by its deadline; and once the network is well, none fails."""
+    """One call at a time, each ends by its deadline; when the network works again, none fails."""
     with Proxy(server.port) as proxy, client(wire, proxy.uri, deadline_ms=200) as api:
         outcomes = [outcome(api.start(key)) for _ in range(3)]
         proxy.mode = mode
@@ -101,7 +99,7 @@ def test_each_failed_call_says_whether_it_may_have_been_charged(
 def test_a_late_connection_does_not_hide_that_a_call_was_sent(
     server: Single, key: str, wire: str
 ) -> None:
-    """Connecting takes a part of the deadline, the answer never comes: it may have been counted."""
+    """Connecting takes a part of the deadline, and no reply comes: it may have been counted."""
     with Proxy(server.port, "swallow") as proxy:
         proxy.accept_seconds = 2.0
         with client(wire, proxy.uri, deadline_ms=2_500, connect_ms=5_000) as api:
@@ -113,8 +111,8 @@ def test_a_late_connection_does_not_hide_that_a_call_was_sent(
 
 
 @both_wires
-def test_an_answer_in_crumbs_is_an_answer(server: Single, key: str, wire: str) -> None:
-    """Byte by byte within the deadline is right; a byte now and then is not a deadline each."""
+def test_a_reply_may_arrive_byte_by_byte(server: Single, key: str, wire: str) -> None:
+    """Within the deadline; a single byte does not extend the deadline."""
     with Proxy(server.port) as proxy, client(wire, proxy.uri, deadline_ms=600) as api:
         assert api.check(key).remaining == COUNTED.limit - 1
         proxy.mode = "drip"
@@ -147,10 +145,10 @@ GARBAGE = (
 
 @both_wires
 @pytest.mark.parametrize("garbage", LISTS)
-def test_garbage_for_several_subjects_is_an_error_too(
+def test_invalid_replies_for_several_subjects_are_an_error(
     server: Single, key: str, wire: str, garbage: bytes
 ) -> None:
-    """What no script says tells of nothing to put back."""
+    """A reply that the script cannot give says nothing about units to give back."""
     with Proxy(server.port) as proxy, client(wire, proxy.uri, deadline_ms=300) as api:
         subjects = [key, f"{key} too"]
         assert all(api.start_all(subjects).result())
@@ -162,10 +160,10 @@ def test_garbage_for_several_subjects_is_an_error_too(
 
 @both_wires
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_garbage_is_an_error_of_the_store(
+def test_an_invalid_reply_is_a_store_error(
     server: Single, key: str, wire: str, garbage: bytes
 ) -> None:
-    """Whatever comes instead of an answer; the next call is right, on a new connection or not."""
+    """The next call works, on a new connection or the same."""
     with Proxy(server.port) as proxy, client(wire, proxy.uri, deadline_ms=300) as api:
         assert api.check(key).allowed
         proxy.answer = garbage
@@ -177,10 +175,8 @@ def test_garbage_is_an_error_of_the_store(
 
 @both_wires
 @pytest.mark.parametrize("refusal", ["TRYAGAIN x", "CLUSTERDOWN x", "LOADING x", "BUSY x"])
-def test_a_refusal_that_passes_is_tried_again(
-    server: Single, key: str, wire: str, refusal: str
-) -> None:
-    """Some of these one server alone never says; and it goes out again, once."""
+def test_a_temporary_refusal_is_retried(server: Single, key: str, wire: str, refusal: str) -> None:
+    """Also refusals that a single server never sends; the call is sent again once."""
     with Proxy(server.port) as proxy, client(wire, proxy.uri) as api:
         assert api.check(key).allowed
         proxy.answer = f"-{refusal}\r\n".encode()
@@ -189,15 +185,15 @@ def test_a_refusal_that_passes_is_tried_again(
 
 
 class _QuietHandler(http.server.BaseHTTPRequestHandler):
-    """Knows no method at all, and says so to the client alone."""
+    """Supports no HTTP method, and logs nothing."""
 
     def log_message(self, *_: object) -> None:
         pass
 
 
 @both_wires
-def test_another_service_on_that_port_is_told_apart(key: str, wire: str) -> None:
-    """An HTTP server: no hang, and the error says that this is no Redis."""
+def test_another_service_on_that_port_is_an_error(key: str, wire: str) -> None:
+    """An HTTP server: no hang, and the error says that it is not Redis."""
     with http.server.HTTPServer((HOST, 0), _QuietHandler) as web:
         serving = threading.Thread(target=web.serve_forever, kwargs={"poll_interval": 0.01})
         serving.start()
@@ -213,8 +209,8 @@ def test_another_service_on_that_port_is_told_apart(key: str, wire: str) -> None
 
 
 @both_wires
-def test_tls_and_plain_are_told_apart(server: Single, key: str, wire: str) -> None:
-    """TLS to a server without, and the other way round: an error soon, and no hang."""
+def test_tls_to_a_plain_server_is_an_error(server: Single, key: str, wire: str) -> None:
+    """And the other way round: an error soon, and no hang."""
     encrypted = cast("Tls", running("tls"))
     for uri in (
         f"rediss://{HOST}:{server.port}?tls_verify=none",
@@ -228,8 +224,8 @@ def test_tls_and_plain_are_told_apart(server: Single, key: str, wire: str) -> No
 
 
 @both_wires
-def test_tls_keeps_deadlines_too(key: str, wire: str) -> None:
-    """A stopped server behind TLS: by the deadline, and charged at most once."""
+def test_tls_keeps_the_deadline(key: str, wire: str) -> None:
+    """A stopped server behind TLS: the call ends by its deadline and is charged at most once."""
     with Tls() as encrypted, client(wire, encrypted.uri, deadline_ms=400) as api:
         assert api.check(key).allowed
         encrypted.pause()
@@ -243,8 +239,8 @@ def test_tls_keeps_deadlines_too(key: str, wire: str) -> None:
 
 @both_wires
 @pytest.mark.parametrize("backlog", [0, 100])
-def test_a_host_that_never_answers_keeps_the_deadline(key: str, wire: str, backlog: int) -> None:
-    """It takes connections and says nothing, or does not even take them."""
+def test_a_call_to_a_silent_host_keeps_its_deadline(key: str, wire: str, backlog: int) -> None:
+    """The host accepts connections and says nothing, or does not even accept them."""
     with socket.create_server((HOST, 0), backlog=backlog) as silent:
         waiting = []
         if not backlog:
@@ -264,8 +260,8 @@ def test_a_host_that_never_answers_keeps_the_deadline(key: str, wire: str, backl
 
 
 @both_wires
-def test_a_host_that_was_silent_is_in_use_soon_after(key: str, wire: str) -> None:
-    """However many calls it failed meanwhile: no queue of old tries stands before the new one."""
+def test_a_host_that_was_silent_is_used_soon_after(key: str, wire: str) -> None:
+    """However many calls failed meanwhile: no queue of old attempts delays the new one."""
     with Single() as server, client(wire, server.uri, deadline_ms=50, connect_ms=400) as api:
         server.pause()
         with Load(api, key, workers=100) as load:
@@ -278,7 +274,7 @@ def test_a_host_that_was_silent_is_in_use_soon_after(key: str, wire: str) -> Non
 
 @both_wires
 def test_a_name_that_does_not_resolve_is_an_error(key: str, wire: str) -> None:
-    """A mistake in the URI, or a name server that is away."""
+    """A mistake in the URI, or an unavailable name server."""
     with client(wire, "redis://no-such-host.invalid") as api:
         error = outcome(api.start(key))
         assert isinstance(error, StoreUnavailable)
@@ -286,10 +282,8 @@ def test_a_name_that_does_not_resolve_is_an_error(key: str, wire: str) -> None:
 
 
 @both_wires
-def test_a_connection_that_the_server_closed_while_it_idled_is_replaced(
-    key: str, wire: str
-) -> None:
-    """`timeout 1`, or an operator's CLIENT KILL: the next call just works."""
+def test_an_idle_connection_that_the_server_closed_is_replaced(key: str, wire: str) -> None:
+    """`timeout 1`, or an operator's CLIENT KILL: the next call works."""
     with Single() as server, client(wire, server.uri) as api:
 
         def clients() -> int:
@@ -306,7 +300,7 @@ def test_a_connection_that_the_server_closed_while_it_idled_is_replaced(
 
 @both_wires
 def test_a_storm_of_reconnects_charges_at_most_once(server: Single, key: str, wire: str) -> None:
-    """More callers than connections are kept for, all cut off again and again."""
+    """More callers than idle connections, all cut off again and again."""
     kept = connections.IDLE_MAX if wire == "threads" else 1
     with client(wire, server.uri) as api:
         with Load(api, key, workers=90) as load:
@@ -328,7 +322,7 @@ def test_a_storm_of_reconnects_charges_at_most_once(server: Single, key: str, wi
 def test_a_deadline_shorter_than_the_answer_charges_at_most_once(
     server: Single, key: str, wire: str
 ) -> None:
-    """A millisecond, with many callers: some are answered, some are not, and each knows."""
+    """A millisecond, with many callers: some get an answer, some an error, and each is right."""
     with client(wire, server.uri, deadline_ms=1) as api:
         outcomes = [each for _ in range(10) for each in api.together([key] * 100)]
     charged = counted(server.uri, key)
@@ -336,8 +330,8 @@ def test_a_deadline_shorter_than_the_answer_charges_at_most_once(
     assert admitted(outcomes) <= charged <= charged_at_most(outcomes)
 
 
-def test_signals_do_not_put_a_deadline_off(key: str) -> None:
-    """A profiler's timer interrupts every wait of the main thread, long before it is over."""
+def test_signals_do_not_extend_a_deadline(key: str) -> None:
+    """A profiler's timer interrupts every wait of the main thread."""
     ticks = count()
 
     def tick(*_: object) -> None:
@@ -365,10 +359,10 @@ def test_signals_do_not_put_a_deadline_off(key: str) -> None:
 
 
 @both_wires
-def test_a_connection_that_comes_too_late_charges_nobody(
+def test_a_connection_that_is_made_too_late_charges_nothing(
     server: Single, key: str, wire: str
 ) -> None:
-    """Many callers are told that nothing was sent; so nothing is, when it is there at last."""
+    """The callers were told that nothing was sent, so nothing is sent afterwards."""
     with Proxy(server.port) as proxy:
         proxy.accept_seconds = 0.45
         with client(wire, proxy.uri, deadline_ms=300, connect_ms=5_000) as api:
@@ -380,7 +374,7 @@ def test_a_connection_that_comes_too_late_charges_nobody(
 
 
 async def _paced(limiter: AsyncLimiter, key: str, seconds: float) -> list[Outcome]:
-    """Checks that begin one after another, whether those before have ended or not."""
+    """Start checks at intervals, whether those before have ended or not."""
     loop = asyncio.get_running_loop()
     ends = loop.time() + seconds
     started = []
@@ -391,12 +385,12 @@ async def _paced(limiter: AsyncLimiter, key: str, seconds: float) -> list[Outcom
     return found
 
 
-async def test_a_silent_connection_is_given_up_though_calls_keep_coming(
+async def test_a_silent_connection_is_replaced_although_calls_keep_coming(
     server: Single, key: str
 ) -> None:
-    """There is always a call that is not overdue yet; the connection has still brought nothing.
+    """There is always a call that is not overdue yet, but the connection brings no reply.
 
-    Without a breaker, which would send no more calls.
+    Without a breaker, which would stop the calls.
     """
     with Proxy(server.port) as proxy:
         store = open_store(proxy.uri, deadline_ms=100, breaker=False)
@@ -410,8 +404,8 @@ async def test_a_silent_connection_is_given_up_though_calls_keep_coming(
         await store.aclose()
 
 
-async def test_a_stopped_server_does_not_hold_up_the_event_loop(key: str) -> None:
-    """Thousands of calls that fail one after another cost no more than as many that pass."""
+async def test_a_stopped_server_does_not_block_the_event_loop(key: str) -> None:
+    """Thousands of failing calls cost no more than as many successful ones."""
     with Single() as server:
         store = open_store(server.uri, deadline_ms=300)
         limiter = AsyncLimiter(COUNTED, store=store, on_failure="open")
@@ -429,10 +423,10 @@ async def test_a_stopped_server_does_not_hold_up_the_event_loop(key: str) -> Non
         await store.aclose()
 
 
-async def test_what_may_be_under_way_is_bounded(
+async def test_the_number_of_calls_in_flight_is_bounded(
     server: Single, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beyond PENDING_MAX a call fails at once, and is not sent; before and after the connection."""
+    """Beyond PENDING_MAX a call fails at once and is not sent, before and after connecting."""
     monkeypatch.setattr(connections, "PENDING_MAX", 10)
     with Proxy(server.port, "swallow") as proxy:
         store = open_store(proxy.uri, deadline_ms=200, coalesce=False)
@@ -446,10 +440,10 @@ async def test_what_may_be_under_way_is_bounded(
     assert counted(server.uri, key) == 10
 
 
-async def test_closing_does_not_wait_for_a_server_that_takes_nothing_in(key: str) -> None:
-    """What could not be sent is given up; each call fails, and says that the store was closed."""
+async def test_closing_does_not_wait_for_a_server_that_reads_nothing(key: str) -> None:
+    """Unsent bytes are dropped; the error of each call says that the store was closed."""
     with socket.create_server((HOST, 0)) as silent:
-        # A connection whose other end reads the greeting, answers it, and then reads no more.
+        # The other end answers the handshake and then reads nothing more.
         silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
         port = silent.getsockname()[1]
         store = cast("RedisStore", open_store(f"redis://{HOST}:{port}", deadline_ms=5_000))

@@ -1,6 +1,6 @@
-"""What a Redis server can refuse, and why: each a clear error, and nothing charged or half written.
+"""Refusals of a Redis server: each is a clear error, and nothing is charged or half written.
 
-On real servers, and on both wires.
+On real servers, from threads and asyncio.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from tollkeeper.core.errors import StoreError, StoreFull, StoreUnavailable
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Single]:
-    """One for the tests that leave it as they found it."""
-    # By default a primary waits five seconds, for more replicas that want the same copy.
+    """Return the server that the tests of this file share."""
+    # By default a primary waits five seconds for more replicas before it copies.
     with Single(lines=["repl-diskless-sync-delay 0"]) as started:
         yield started
 
 
 def refusal(api: Client, key: str, cost: int = 1) -> StoreError:
-    """What a check raises."""
+    """Return the error that a check raises."""
     found = outcome(api.start(key, cost))
     assert isinstance(found, StoreError)
     return found
 
 
 @both_wires
-def test_a_replica_says_that_it_is_one(server: Single, key: str, wire: str) -> None:
-    """`redis://` names one server: if that is a replica, no other is looked for. It can read."""
+def test_a_replica_named_by_the_uri_is_an_error(server: Single, key: str, wire: str) -> None:
+    """`redis://` names one server: if it is a replica, no other is looked up. It can read."""
     with Single(lines=[f"replicaof {HOST} {server.port}"]) as replica:
         until(
             lambda: replica.admin.info("replication")["master_link_status"] == "up",
@@ -65,7 +65,7 @@ def test_a_replica_says_that_it_is_one(server: Single, key: str, wire: str) -> N
                 SECONDS_MAX,
             )
             assert api.peek(key).remaining == COUNTED.limit - 10
-        # One that has lost its primary, and does not serve old data.
+        # A replica that has lost its primary and does not serve stale data.
         replica.admin.config_set("replica-serve-stale-data", "no")
         replica.admin.execute_command("REPLICAOF", HOST, 1)
         with client(wire, replica.uri, deadline_ms=300) as api:
@@ -73,8 +73,8 @@ def test_a_replica_says_that_it_is_one(server: Single, key: str, wire: str) -> N
 
 
 @both_wires
-def test_too_few_replicas_refuse(server: Single, key: str, wire: str) -> None:
-    """NOREPLICAS: an operator's setting, named in the error; charged when it is lifted."""
+def test_too_few_replicas_are_an_error(server: Single, key: str, wire: str) -> None:
+    """NOREPLICAS: the error names the setting; checks work when it is lifted."""
     with client(wire, server.uri) as api:
         with configured(server, min_replicas_to_write=1):
             error = refusal(api, key)
@@ -85,8 +85,8 @@ def test_too_few_replicas_refuse(server: Single, key: str, wire: str) -> None:
 
 
 @both_wires
-def test_a_server_that_cannot_save_refuses(key: str, wire: str) -> None:
-    """MISCONF: what to mend is named; charged when it is mended."""
+def test_a_server_that_cannot_save_is_an_error(key: str, wire: str) -> None:
+    """MISCONF: the error names the remedy; checks work after the repair."""
     with (
         Single(lines=["save 3600 1", "enable-protected-configs yes"]) as server,
         client(wire, server.uri) as api,
@@ -111,8 +111,8 @@ def test_a_server_that_cannot_save_refuses(key: str, wire: str) -> None:
 
 
 @both_wires
-def test_a_full_server_is_a_full_store(server: Single, key: str, wire: str) -> None:
-    """OOM: StoreFull, and nothing is half written. What needs no room is decided still."""
+def test_a_server_without_memory_raises_store_full(server: Single, key: str, wire: str) -> None:
+    """OOM: nothing is half written. Calls that need no memory still work."""
     limits = [
         Limit(3, per=YEAR, algorithm="sliding_window_log"),
         Limit(20, per=YEAR, algorithm="sliding_window_counter"),
@@ -126,7 +126,7 @@ def test_a_full_server_is_a_full_store(server: Single, key: str, wire: str) -> N
             error = refusal(api, f"{key} new")
             assert isinstance(error, StoreFull)
             assert "raise maxmemory" in str(error)
-            # Denied, and looked at: neither writes anything.
+            # A denial and a peek write nothing.
             assert not api.check(key).allowed
             assert api.peek(key).remaining == 0
             assert isinstance(refusal(api, f"{key} half"), StoreFull)
@@ -144,8 +144,8 @@ def _hash(server: Single, key: str) -> dict[bytes, bytes]:
 
 
 @both_wires
-def test_a_key_of_another_application_is_left_alone(server: Single, key: str, wire: str) -> None:
-    """WRONGTYPE: it says how to keep out of each other's way."""
+def test_a_key_of_another_application_is_not_changed(server: Single, key: str, wire: str) -> None:
+    """WRONGTYPE: the error says how to avoid the conflict."""
     server.admin.set(f"tk:{{{key}}}", "mine")
     with client(wire, server.uri) as api:
         assert "set another prefix=" in str(refusal(api, key))
@@ -153,8 +153,8 @@ def test_a_key_of_another_application_is_left_alone(server: Single, key: str, wi
 
 
 @both_wires
-def test_a_login_that_is_refused_says_what_to_check(key: str, wire: str) -> None:
-    """No password, a wrong one, a wrong user: named, quick, and never with the secret."""
+def test_a_rejected_login_names_what_to_check(key: str, wire: str) -> None:
+    """No password, a wrong one, a wrong user: a quick error without the secret."""
     who = User("app", "r1ght")
     with Single(password="r00t", users=[who]) as server:
         bare = f"redis://{HOST}:{server.port}/0"
@@ -173,7 +173,7 @@ def test_a_login_that_is_refused_says_what_to_check(key: str, wire: str) -> None
                     assert not [text for text in _texts(error) if "wr0ng" in text]
         with client(wire, server.uri) as api:
             assert api.check(key).allowed
-            # Its password is changed under it: connections stay, new ones are refused.
+            # The password is changed meanwhile: connections stay, new ones are rejected.
             server.admin.execute_command("ACL", "SETUSER", "app", "resetpass", ">other")
             server.admin.client_kill_filter(_type="normal", skipme=True)
             until(lambda: "WRONGPASS" in str(outcome(api.start(key))), "is refused", SECONDS_MAX)
@@ -182,7 +182,7 @@ def test_a_login_that_is_refused_says_what_to_check(key: str, wire: str) -> None
 
 
 def _texts(error: BaseException | None) -> Iterator[str]:
-    """Every message that a traceback would show."""
+    """Return every message that a traceback would show."""
     while error is not None:
         yield str(error)
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
@@ -190,8 +190,10 @@ def _texts(error: BaseException | None) -> Iterator[str]:
 
 @both_wires
 @pytest.mark.parametrize("secret", ["hunter2", "h" * 300])
-def test_a_server_that_repeats_the_password_is_not_quoted(key: str, wire: str, secret: str) -> None:
-    """One without AUTH says what followed it: that is in no message and no traceback."""
+def test_a_password_that_the_server_repeats_is_in_no_message(
+    key: str, wire: str, secret: str
+) -> None:
+    """A server without AUTH repeats its arguments: they are in no message and no traceback."""
     with (
         Single(lines=['rename-command AUTH ""']) as server,
         client(wire, server.uri, password=secret) as api,
@@ -203,8 +205,8 @@ def test_a_server_that_repeats_the_password_is_not_quoted(key: str, wire: str, s
 
 
 @both_wires
-def test_a_user_without_permission_is_told_what_it_needs(key: str, wire: str) -> None:
-    """NOPERM names the rights; with those alone, and no more, every verb works."""
+def test_a_missing_permission_names_the_permissions_to_add(key: str, wire: str) -> None:
+    """NOPERM names the permissions; with exactly those, every call works."""
     with Single(password="r00t", users=[User("app", "pw", "~tk:* +ping")]) as server:
         with client(wire, server.uri, prefix="tk") as api:
             error = refusal(api, key)
@@ -226,8 +228,8 @@ def test_a_user_without_permission_is_told_what_it_needs(key: str, wire: str) ->
 
 
 @both_wires
-def test_a_user_who_may_not_send_scripts_is_told_when_it_must(key: str, wire: str) -> None:
-    """Without +eval all is well until the scripts are flushed; then NOPERM, and no charge."""
+def test_a_user_without_eval_works_until_the_scripts_are_flushed(key: str, wire: str) -> None:
+    """Then NOPERM, and no charge."""
     rights = "~tk:* +evalsha +script|load +hget +hset +hdel +pttl +pexpire +time"
     with (
         Single(password="r00t", users=[User("app", "pw", rights)]) as server,
@@ -243,8 +245,8 @@ def test_a_user_who_may_not_send_scripts_is_told_when_it_must(key: str, wire: st
 
 
 @both_wires
-def test_a_server_with_too_many_clients_says_so(key: str, wire: str) -> None:
-    """It answers unasked and hangs up. The error says why, and a place that is free is taken."""
+def test_a_server_with_too_many_clients_is_an_error(key: str, wire: str) -> None:
+    """It sends an error and closes the connection. The error says why; a free place is used."""
     with Single(lines=["maxclients 4"]) as server:
         uri = server.uri
         server.admin.ping()

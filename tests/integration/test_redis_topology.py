@@ -281,7 +281,7 @@ def _at_once(topology: Topology, meanwhile: Callable[[], None]) -> list[BaseExce
 
 
 def _is_inside(frame: Any) -> bool:
-    while frame is not None and frame.f_code.co_name not in ("_result_of", "_ask_around"):
+    while frame is not None and frame.f_code.co_name not in ("_result_of", "_ask_servers"):
         frame = frame.f_back
     return frame is not None
 

@@ -31,17 +31,20 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
-import redis
 from redis.exceptions import NoPermissionError, ResponseError
 
-from tollkeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
 from tollkeeper.decide.stores.redis.codec import TIME_BYTES
 from tollkeeper.decide.stores.redis.config import Address
-from tollkeeper.decide.stores.redis.topology import Topology
+from tollkeeper.decide.stores.redis.topology import (
+    REDIS_PY_ERRORS,
+    Topology,
+    pipelined,
+    store_error,
+    store_errors,
+)
 
 PAGE_KEYS: Final = 500
 LOOK_KEYS: Final = 100
@@ -59,8 +62,10 @@ SEEN_MAX: Final = 2_000_000
 TTL_SLACK_MS: Final = 3_600_000
 EXPIRY_MS_MIN: Final = 60_000
 
-_VENDOR_ERRORS: Final = (redis.RedisError, OSError, UnicodeError)
-_REPEATED: Final = ", with args beginning with"
+_PERMISSIONS: Final = (
+    "; an audit needs +scan +type +pttl +hlen +hgetall +hkeys +hmget +time +info, "
+    "and repairs need +eval +pexpire +hget +hdel +del"
+)
 _SEPARATOR: Final = b"\x1f"
 _PART: Final = b"~"
 
@@ -414,8 +419,8 @@ class _ServerAudit:
         self._random = random.Random()  # noqa: S311 - it chooses samples, not secrets
 
     def run(self) -> AuditedServer:
-        with _wrapping_errors(self._found.address):
-            size = _pipelined(self._client, [("DBSIZE",)])[0]
+        with store_errors(self._found.address, _PERMISSIONS):
+            size = pipelined(self._client, [("DBSIZE",)])[0]
             self._found.keys_in_all = size if isinstance(size, int) else None
             for page in self._pages():
                 self._inspect(page)
@@ -454,7 +459,7 @@ class _ServerAudit:
             return
         words = ("TYPE", "PTTL", "HLEN", "MEMORY USAGE")
         commands = [(word, key) for key in page for word in words]
-        replies = _pipelined(self._client, [("TIME",), *commands])
+        replies = pipelined(self._client, [("TIME",), *commands])
         now_us = _time_us(replies[0])
         hashes: list[tuple[bytes, int]] = []
         sizes: dict[bytes, int] = {}
@@ -516,7 +521,7 @@ class _ServerAudit:
         small = [key for key in keys if sizes[key] <= FIELDS_READ_MAX]
         large = [key for key in keys if FIELDS_READ_MAX < sizes[key] <= FIELDS_NAMED_MAX]
         for key, values in zip(
-            small, _pipelined(self._client, [("HGETALL", key) for key in small]), strict=True
+            small, pipelined(self._client, [("HGETALL", key) for key in small]), strict=True
         ):
             _raise_forbidden(values)
             if isinstance(values, dict):
@@ -641,7 +646,7 @@ def compare_replicas(
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[ReplicaComparison]:
     """Compare keys of a primary with each of its replicas. Raises StoreError for the primary."""
-    with _wrapping_errors(primary):
+    with store_errors(primary, _PERMISSIONS):
         found = _replicas(topology.client(primary))
     return [_Pair(topology, primary, each, prefix, sleep).compared(keys) for each in found]
 
@@ -680,8 +685,8 @@ class _Pair:
             suspected = [key for key in wanted if before[key].differs(there[key])]
             if suspected:
                 self._settle(suspected)
-        except _VENDOR_ERRORS as error:
-            self._found.error = str(_store_error(self._address, error))
+        except REDIS_PY_ERRORS as error:
+            self._found.error = str(store_error(self._address, error, _PERMISSIONS))
         return self._found
 
     def _own_keys(self) -> list[bytes]:
@@ -722,7 +727,7 @@ class _Pair:
             # A replica in a cluster redirects reads to its primary unless it gets READONLY first.
             # Outside a cluster READONLY fails, which does no harm.
             first = [("READONLY",)] if of_replica else []
-            replies = _pipelined(
+            replies = pipelined(
                 client, [*first, *((word, key) for key in some for word in ("HGETALL", "PTTL"))]
             )[len(first) :]
             for place, key in enumerate(some):
@@ -756,48 +761,13 @@ def remove(topology: Topology, address: Address, defect: KeyDefect) -> bool:
 
 
 def _repair(topology: Topology, address: Address, script: bytes, key: bytes, *words: Any) -> bool:
-    with _wrapping_errors(address):
+    with store_errors(address, _PERMISSIONS):
         client: Any = topology.client(address)
         return bool(client.execute_command("EVAL", script, 1, key, *words))
 
 
 # ── Commands
 # ────────────────────────────────────────────────────────────────────────────────────────
-
-
-@contextmanager
-def _wrapping_errors(address: Address) -> Iterator[None]:
-    """Raise StoreError for redis-py's errors, with the server's address and no secret."""
-    try:
-        yield
-    except _VENDOR_ERRORS as error:
-        raise _store_error(address, error) from None
-
-
-def _store_error(address: Address, error: Exception) -> StoreError:
-    """Return a StoreError for one of redis-py's errors."""
-    if isinstance(error, redis.TimeoutError | TimeoutError):
-        return StoreTimeout(f"{address}: no answer in time")
-    below = error.__context__
-    said = (below.strerror if isinstance(below, OSError) else None) or str(error)
-    text = said.partition(_REPEATED)[0].strip() or type(error).__name__
-    if isinstance(error, NoPermissionError):
-        text += (
-            "; an audit needs +scan +type +pttl +hlen +hgetall +hkeys +hmget +time +info, "
-            "and repairs need +eval +pexpire +hget +hdel +del"
-        )
-    return StoreUnavailable(f"{address}: {text}")
-
-
-def _pipelined(client: Any, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Return the replies to several commands in one round trip; some may be ResponseErrors."""
-    if not commands:
-        return []
-    pipeline: Any = client.pipeline(transaction=False)
-    for command in commands:
-        pipeline.execute_command(*command)
-    replies: list[Any] = pipeline.execute(raise_on_error=False)
-    return replies
 
 
 def _raise_forbidden(*replies: object) -> None:

@@ -71,6 +71,11 @@ _URI: Final = re.compile(r"([^:/?#]*)://([^/?#]*)([^?#]*)(?:\?([^#]*))?")
 _IPV6: Final = re.compile(r"[A-Za-z0-9_.:%-]{2,100}")  # with an optional interface name
 
 
+# A server that does not know AUTH repeats its arguments, which contain the password. Messages omit
+# the part of an error from here on.
+REPEATED_ARGUMENTS: Final = ", with args beginning with"
+
+
 class Address(NamedTuple):
     """Where a server listens. A Unix socket has its path as host, and port 0."""
 

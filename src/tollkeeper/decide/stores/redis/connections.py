@@ -45,7 +45,7 @@ from hiredis import ReplyError
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import StoreError, StoreFull, StoreTimeout, StoreUnavailable
 from tollkeeper.decide.stores.redis.breakers import ServerBreaker
-from tollkeeper.decide.stores.redis.config import Address, RedisConfig
+from tollkeeper.decide.stores.redis.config import REPEATED_ARGUMENTS, Address, RedisConfig
 from tollkeeper.decide.stores.redis.scripts import CHECK, pack
 
 # Backoff: the first and the longest pause after a failed connection.
@@ -78,8 +78,6 @@ class NotSent(StoreUnavailable):
 
 # ── Errors that a server returns ───────────────────────────────────────────────────────────────
 
-# A server that does not know AUTH repeats its arguments, which contain the password.
-_REPEATED: Final = ", with args beginning with"
 # A missing permission inside a script, in Redis 7.0 and in later versions.
 _NOPERM_IN_SCRIPT: Final = ("The user executing the script can't", "ACL failure in script")
 
@@ -97,7 +95,7 @@ _HINTS: Final = {
 
 def refusal_error(refusal: ReplyError, config: RedisConfig) -> StoreError:
     """Return our error for a server's error, with the remedy."""
-    text, repeated, _ = str(refusal).partition(_REPEATED)
+    text, repeated, _ = str(refusal).partition(REPEATED_ARGUMENTS)
     word = "NOPERM" if any(each in text for each in _NOPERM_IN_SCRIPT) else text.partition(" ")[0]
     error: StoreError
     if word == "OOM":

@@ -28,6 +28,7 @@ from typing import Any, Final
 
 import redis
 from redis.exceptions import (
+    AuthenticationError,
     BusyLoadingError,
     MasterDownError,
     MovedError,
@@ -36,18 +37,23 @@ from redis.exceptions import (
 )
 
 from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
+from tollkeeper.core.errors import StoreError, StoreUnavailable
 from tollkeeper.decide.store import BreakerState
 from tollkeeper.decide.stores.redis.config import Address, Mode, RedisConfig
 from tollkeeper.decide.stores.redis.findings import (
-    FORBIDDEN,
     FindingLevel,
     HealthFinding,
     ServerHealth,
     evaluate,
     merge_findings,
 )
-from tollkeeper.decide.stores.redis.topology import Topology
+from tollkeeper.decide.stores.redis.topology import (
+    REDIS_PY_ERRORS,
+    Topology,
+    error_text,
+    pipelined,
+    store_errors,
+)
 
 KEYS_LOOKED_AT_MAX: Final = 10_000
 KEYS_PER_SCAN: Final = 1_000
@@ -58,11 +64,6 @@ NODES_AT_ONCE_MAX: Final = 16
 PINGS_MIN, PINGS_MAX = 3, 20
 PINGING_NS_MAX: Final = NS_PER_SECOND // 2
 _NS_PER_MS: Final = 1_000_000
-
-# Python raises UnicodeError for an invalid host name.
-_VENDOR_ERRORS: Final = (redis.RedisError, OSError, UnicodeError)
-# A server that does not know AUTH repeats its arguments, which contain the password.
-_REPEATED: Final = ", with args beginning with"
 
 _COUNT: Final = files("tollkeeper.decide.stores.redis").joinpath("lua/count.lua").read_bytes()
 # Redis identifies scripts by SHA-1; it protects no secret.
@@ -148,14 +149,8 @@ def _sum(counted: Sequence[_Counted]) -> StateCounts:
 
 
 def _count(topology: Topology, address: Address, prefix: str, keys_max: int) -> _Counted:
-    try:
+    with store_errors(address, "; to count, the user needs +scan +eval +evalsha +hkeys +hget"):
         return _Scan(topology.client(address), f"{prefix}:{{*", keys_max).counted()
-    except _VENDOR_ERRORS as error:
-        made = StoreTimeout if _timed_out(error) else StoreUnavailable
-        reason = _reason(error)
-        if isinstance(error, NoPermissionError) or FORBIDDEN.search(reason):
-            reason += "; to count, the user needs +scan, +eval, +evalsha, +hkeys and +hget"
-        raise made(f"{address}: {reason}") from None
 
 
 class _Scan:
@@ -165,7 +160,7 @@ class _Scan:
         self._client = client
         page = min(KEYS_PER_SCAN, keys_max)
         how = ("MATCH", pattern, "COUNT", page)
-        first, dbsize, info = _pipelined(client, ("SCAN", 0, *how), ("DBSIZE",), ("INFO", "stats"))
+        first, dbsize, info = pipelined(client, [("SCAN", 0, *how), ("DBSIZE",), ("INFO", "stats")])
         if isinstance(first, ResponseError):
             raise first
         cursor, found = first
@@ -190,7 +185,7 @@ class _Scan:
         calls = [("EVAL", _COUNT, 1, key) for key in sample[:1]]
         calls += [("EVALSHA", _COUNT_SHA.encode(), 1, key) for key in sample[1:]]
         weighing = [("MEMORY USAGE", key) for key in sample[:SUBJECTS_WEIGHED_MAX]]
-        replies = _pipelined(self._client, *calls, *weighing)
+        replies = pipelined(self._client, [*calls, *weighing])
         states = [reply for reply in replies[: len(sample)] if isinstance(reply, int)]
         sizes = [reply for reply in replies[len(sample) :] if isinstance(reply, int)]
         moved = any(isinstance(reply, MovedError) for reply in replies)
@@ -240,8 +235,8 @@ def survey(topology: Topology, config: RedisConfig) -> RedisHealth:
     with ThreadPoolExecutor(min(NODES_AT_ONCE_MAX, len(addresses)), "tollkeeper-health") as pool:
         nodes = tuple(pool.map(lambda each: _server_health(topology, each, config.mode), addresses))
         if config.mode == "sentinel":
-            for asked in pool.map(lambda each: _sentinel_findings(config, each), config.addresses):
-                findings += asked
+            for some in pool.map(lambda each: _sentinel_findings(config, each), config.addresses):
+                findings += some
     findings += evaluate(nodes, config)
     states = {node.cluster_state for node in nodes if node.cluster_state is not None}
     slots = [node.cluster_slots_ok for node in nodes if node.cluster_slots_ok is not None]
@@ -293,10 +288,10 @@ def _server_health(topology: Topology, address: Address, mode: Mode) -> ServerHe
         loading = ServerHealth(str(address), reachable=True, reason=_reason(error), loading=True)
         try:
             return replace(loading, **_from_info(client.execute_command("INFO")))
-        except _VENDOR_ERRORS:
+        except REDIS_PY_ERRORS:
             return loading
-    except _VENDOR_ERRORS as error:
-        refused = isinstance(error, redis.AuthenticationError)
+    except REDIS_PY_ERRORS as error:
+        refused = isinstance(error, AuthenticationError)
         return ServerHealth(
             str(address), reachable=False, reason=_reason(error), login_refused=refused
         )
@@ -319,12 +314,14 @@ def _query_server(client: redis.Redis, address: str, mode: Mode) -> ServerHealth
 
     settings = [("CONFIG", "GET", name) for name, _ in _FROM_CONFIG.values()]
     cluster = [("CLUSTER", "INFO")] if mode == "cluster" else []
-    info, keys, *replies = _pipelined(client, ("INFO",), ("DBSIZE",), *settings, *cluster)
-    asked = {"TIME": told, "INFO": info, "DBSIZE": keys, "CONFIG GET": replies[0]}
+    info, keys, *replies = pipelined(client, [("INFO",), ("DBSIZE",), *settings, *cluster])
+    replies_of = {"TIME": told, "INFO": info, "DBSIZE": keys, "CONFIG GET": replies[0]}
     if cluster:
-        asked["CLUSTER INFO"] = replies[-1]
+        replies_of["CLUSTER INFO"] = replies[-1]
     unanswered = tuple(
-        name for name, reply in asked.items() if reply is None or isinstance(reply, ResponseError)
+        name
+        for name, reply in replies_of.items()
+        if reply is None or isinstance(reply, ResponseError)
     )
     configured = {reply[0].decode(): reply[1].decode() for reply in replies if _is_setting(reply)}
     return ServerHealth(
@@ -358,7 +355,7 @@ def _sentinel_findings(config: RedisConfig, address: Address) -> list[HealthFind
         except ResponseError as error:
             level: FindingLevel = "problem"
             found = f"the Sentinels could not agree on a fail-over: {_reason(error)}"
-        except _VENDOR_ERRORS as error:
+        except REDIS_PY_ERRORS as error:
             level, found = "warning", f"no answer from a Sentinel: {_reason(error)}"
         else:
             return []
@@ -426,28 +423,6 @@ def _from_info(info: Any) -> dict[str, Any]:
     return found
 
 
-def _pipelined(client: redis.Redis, *commands: tuple[Any, ...]) -> list[Any]:
-    """Return the replies of one round trip; some may be ResponseErrors."""
-    pipeline: Any = client.pipeline(transaction=False)
-    for command in commands:
-        pipeline.execute_command(*command)
-    replies: list[Any] = pipeline.execute(raise_on_error=False)
-    return replies
-
-
-def _timed_out(error: Exception) -> bool:
-    """Return True for a timeout."""
-    return isinstance(error, redis.TimeoutError | TimeoutError)
-
-
 def _reason(error: Exception) -> str:
-    """Describe an error, without secrets."""
-    if _timed_out(error):
-        return "no answer in time"
-    below = error.__context__
-    # redis-py's own message repeats the address.
-    said = (below.strerror if isinstance(below, OSError) else None) or str(error)
-    text = said.partition(_REPEATED)[0].strip() or type(error).__name__
-    if isinstance(error, redis.AuthenticationError):
-        return f"it rejects the login: {text}"
-    return text
+    text = error_text(error)
+    return f"it rejects the login: {text}" if isinstance(error, AuthenticationError) else text

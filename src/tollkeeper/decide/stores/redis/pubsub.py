@@ -11,19 +11,15 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, Final
-
-import redis
 
 from tollkeeper.core.errors import StoreTimeout, StoreUnavailable
 from tollkeeper.decide.stores.redis.config import Address, RedisConfig
-from tollkeeper.decide.stores.redis.topology import Topology
+from tollkeeper.decide.stores.redis.topology import Topology, store_errors
 
 # A subscription that was silent for this long sends a PING.
 IDLE_S_MAX: Final = 5.0
-_VENDOR_ERRORS: Final = (redis.RedisError, OSError, UnicodeError)
 
 
 def publish(topology: Topology, config: RedisConfig, channel: str, text: str) -> None:
@@ -39,10 +35,10 @@ def publish(topology: Topology, config: RedisConfig, channel: str, text: str) ->
 def _publish(topology: Topology, config: RedisConfig, channel: str, text: str) -> None:
     *others, last = _addresses(topology, config)
     for address in others:
-        with suppress(StoreUnavailable, StoreTimeout), _wrapped(config, address):
+        with suppress(StoreUnavailable, StoreTimeout), store_errors(f"{config.shown()}: {address}"):
             topology.client(address).publish(channel, text)
             return
-    with _wrapped(config, last):
+    with store_errors(f"{config.shown()}: {last}"):
         topology.client(last).publish(channel, text)
 
 
@@ -56,7 +52,7 @@ class RedisSubscription:
         topology.refresh()
         self._address = _addresses(topology, config)[0]
         try:
-            with _wrapped(config, self._address):
+            with store_errors(f"{config.shown()}: {self._address}"):
                 client: Any = topology.client(self._address)
                 self._pubsub = client.pubsub()
                 self._pubsub.subscribe(channel)
@@ -72,7 +68,7 @@ class RedisSubscription:
 
     def wait(self, seconds: float) -> bool:
         """Wait for a message; return whether one came. After a StoreError, subscribe again."""
-        with _wrapped(self._config, self._address):
+        with store_errors(f"{self._config.shown()}: {self._address}"):
             message = self._pubsub.get_message(timeout=seconds)
             now_s = time.monotonic()
             if message is not None:
@@ -103,17 +99,3 @@ def _addresses(topology: Topology, config: RedisConfig) -> list[Address]:
     if not addresses:
         raise StoreUnavailable(f"{config.shown()}: no primary is known")
     return addresses
-
-
-@contextmanager
-def _wrapped(config: RedisConfig, address: Address) -> Iterator[None]:
-    try:
-        yield
-    except redis.TimeoutError as error:
-        raise StoreTimeout(f"{config.shown()}: {address} does not answer") from error
-    except _VENDOR_ERRORS as error:
-        # A server that does not know AUTH repeats its arguments, which contain the password.
-        text, repeated, _ = str(error).partition(", with args beginning with")
-        raise StoreUnavailable(f"{config.shown()}: {address}: {text}") from (
-            None if repeated else error
-        )

@@ -37,10 +37,12 @@ from typing import Any, Final
 import redis
 from redis.backoff import NoBackoff
 from redis.connection import Connection, ConnectionPool, UnixDomainSocketConnection
+from redis.exceptions import NoPermissionError
 from redis.retry import Retry
 
 from tollkeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable, show
-from tollkeeper.decide.stores.redis.config import Address, RedisConfig
+from tollkeeper.decide.stores.redis.config import REPEATED_ARGUMENTS, Address, RedisConfig
+from tollkeeper.decide.stores.redis.findings import FORBIDDEN
 
 SLOTS: Final = 16_384
 REFRESH_INTERVAL_NS_MIN: Final = 50_000_000
@@ -49,9 +51,7 @@ REFRESH_NS_MAX: Final = 5_000_000_000
 _NS_PER_SECOND: Final = 1_000_000_000
 
 # Python raises UnicodeError for an invalid host name.
-_VENDOR_ERRORS: Final = (redis.RedisError, OSError, UnicodeError)
-# A server that does not know AUTH repeats its arguments, which contain the password.
-_REPEATED: Final = ", with args beginning with"
+REDIS_PY_ERRORS: Final = (redis.RedisError, OSError, UnicodeError)
 
 
 def slot_of(key: bytes) -> int:
@@ -196,6 +196,59 @@ class Topology:
         return sorted(each, key=self._failed.__contains__)
 
 
+# ── redis-py, for everything that is not a check ───────────────────────────────────────────────
+
+
+def pipelined(client: Any, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Return the replies to several commands in one round trip; some may be ResponseErrors."""
+    if not commands:
+        return []
+    pipeline: Any = client.pipeline(transaction=False)
+    for command in commands:
+        # Word by word, so that redis-py applies no parser: they differ by version.
+        pipeline.execute_command(*command)
+    replies: list[Any] = pipeline.execute(raise_on_error=False)
+    return replies
+
+
+def timed_out(error: Exception) -> bool:
+    """Return True for a timeout."""
+    return isinstance(error, redis.TimeoutError | TimeoutError)
+
+
+def error_text(error: Exception) -> str:
+    """Describe an error of redis-py, without secrets."""
+    if timed_out(error):
+        return "no answer in time"
+    below = error.__context__
+    # redis-py's own message repeats the address.
+    text = (below.strerror if isinstance(below, OSError) else None) or str(error)
+    return text.partition(REPEATED_ARGUMENTS)[0].strip() or type(error).__name__
+
+
+def store_error(where: object, error: Exception, permissions: str = "") -> StoreError:
+    """Return a StoreError for an error of redis-py; `permissions` names those that it needs."""
+    text = error_text(error)
+    if isinstance(error, NoPermissionError) or FORBIDDEN.search(text):
+        text += permissions
+    made = StoreTimeout if timed_out(error) else StoreUnavailable
+    return made(f"{where}: {text}")
+
+
+@contextmanager
+def store_errors(where: object, permissions: str = "") -> Iterator[None]:
+    """Raise StoreError for errors of redis-py. See `store_error`."""
+    try:
+        yield
+    except REDIS_PY_ERRORS as error:
+        # The cause's traceback would show the part that the message omits.
+        cause = None if REPEATED_ARGUMENTS in str(error) else error
+        raise store_error(where, error, permissions) from cause
+
+
+# ── One refresh ────────────────────────────────────────────────────────────────────────────────
+
+
 def _result_of(running: Future[None]) -> None:
     """Raise another thread's error, as a new one: each caller adds its own traceback."""
     error = running.exception()
@@ -268,11 +321,11 @@ class _Refresh:
         reasons = "; ".join(_reason(name, error) for _, name, error in self.failures)
         sought = "the primary" if self._config.mode == "sentinel" else "the cluster's slots"
         message = f"{self._config.shown()}: no server could name {sought}: {reasons}"
-        silent = all(_timed_out(error) for _, _, error in self.failures)
+        silent = all(timed_out(error) for _, _, error in self.failures)
         made = StoreTimeout(message) if silent else StoreUnavailable(message)
         cause = self.failures[-1][2]
         # The cause's traceback would show the part that the message omits.
-        made.__cause__ = None if _REPEATED in str(cause) else cause
+        made.__cause__ = None if REPEATED_ARGUMENTS in str(cause) else cause
         return made
 
     def _check_role(self, primary: Address) -> None:
@@ -280,7 +333,7 @@ class _Refresh:
         if primary not in self._roles:
             try:
                 (self._roles[primary],) = self._ask(primary, ("ROLE",))
-            except _VENDOR_ERRORS as error:
+            except REDIS_PY_ERRORS as error:
                 self._roles[primary] = error
         reply = self._roles[primary]
         if isinstance(reply, Exception):
@@ -292,7 +345,7 @@ class _Refresh:
     def _noting(self, blamed: Address, name: str) -> Iterator[None]:
         try:
             yield
-        except _VENDOR_ERRORS as error:
+        except REDIS_PY_ERRORS as error:
             self.failures.append((blamed, name, error))
 
     def _ask(
@@ -308,11 +361,7 @@ class _Refresh:
         timeout_ns = min(left_ns, self._config.connect_ns)
         client = self._factory.client(address, timeout_ns, of_sentinel=of_sentinel)
         try:
-            pipeline: Any = client.pipeline(transaction=False)
-            for command in commands:
-                # Word by word, so that redis-py applies no parser: they differ by version.
-                pipeline.execute_command(*command)
-            replies: list[Any] = pipeline.execute(raise_on_error=False)
+            replies = pipelined(client, commands)
         finally:
             client.connection_pool.disconnect()
         self.answered.add(address)
@@ -428,19 +477,10 @@ def _address(host: bytes | None, port: bytes | int, asked: Address | None = None
     return Address(asked.host, number)
 
 
-def _timed_out(error: Exception) -> bool:
-    return isinstance(error, redis.TimeoutError | TimeoutError)
-
-
 def _reason(name: str, error: Exception) -> str:
     """Describe a failure, with the remedy if there is an obvious one."""
-    below = error.__context__
-    # redis-py's own message repeats the address.
-    said = (below.strerror if isinstance(below, OSError) else None) or str(error)
-    text = said.partition(_REPEATED)[0].strip() or type(error).__name__
-    if _timed_out(error):
-        text = "no answer in time"
-    elif isinstance(error, redis.AuthenticationError):
+    text = error_text(error)
+    if isinstance(error, redis.AuthenticationError):
         kind = "sentinel_" if name.startswith("Sentinel") else ""
         text = f"it rejects the login ({text}); check {kind}username and {kind}password"
     elif "cluster support disabled" in text:
