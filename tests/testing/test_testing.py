@@ -1,4 +1,4 @@
-"""`use_clock` and `limiting_off`: they reach limiters made long before, and let go again."""
+"""`use_clock` and `limiting_off` apply to limiters created earlier, and restore what was there."""
 
 from __future__ import annotations
 
@@ -84,13 +84,3 @@ def test_limiting_off_nests_and_lets_go() -> None:
             raise RuntimeError
         assert switches.limiting_off
     assert not switches.limiting_off
-
-
-def test_engines_are_told_of_every_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that reads time by itself hears of both switches, on and off."""
-    heard: list[tuple[bool, bool]] = []
-    monkeypatch.setattr(switches, "_on_change", [])
-    switches.on_change(lambda: heard.append((switches.clock is not None, switches.limiting_off)))
-    with use_clock(ManualClock()), limiting_off():
-        pass
-    assert heard == [(True, False), (True, True), (True, False), (False, False)]
