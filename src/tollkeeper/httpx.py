@@ -1,38 +1,45 @@
-"""HTTP clients that wait as they are asked: transports for httpx.
+"""HTTP clients that wait as servers ask: transports for httpx.
 
-A client that sends a denied request again at once makes things worse, and many clients that wait
-for the same second come back as one wave. These transports do three things about it.
+A client that repeats a denied request at once makes things worse, and many clients that wait for
+the same second return as one wave. These transports do three things about it.
 
-They *wait as the answer asks* (`advice.py` reads it), and then a random time more: never less than
-was asked, and never all clients together. Where an answer asks for nothing, the random time alone
-grows with every attempt.
+They *wait as the response asks*, and then a random time more: never less than requested, and never
+all clients together. If a response asks for nothing, only the random time grows with every attempt.
 
-They *pace themselves*. An answer that says "nothing left for 5 s" holds back what is sent to that
-origin next, before it is denied.
+They *pace themselves*. A response that says "nothing left for 5 s" delays the next requests to that
+origin, before they are denied.
 
-They *keep a budget*. Retries are a share of the traffic, and some more: when most requests fail,
+They *keep a budget*. Retries are a share of the traffic, and a few more: when most requests fail,
 most failures are returned, and an origin in trouble gets a tenth more load rather than five times
 as much.
 
-What is sent again was either denied (429: nothing was done) or may be done twice (503 and a method
-that allows it), and has a body that can be sent twice. Everything else, and whoever has waited or
-tried enough, gets the answer as it is.
+A request is repeated only if it was denied (429: it had no effect) or is safe to repeat (503 and an
+idempotent method), and if its body can be sent twice. In all other cases, and once a request has
+waited or tried enough, the caller gets the response as it is.
+
+**Reading responses.** Servers express a wait in four ways. `Retry-After` is the standard, in
+seconds or as a date. The IETF draft's `RateLimit` says what remains and when there is more; its
+revisions differ (10 has `"orders";r=0;t=5`, 7 has `limit=100, remaining=0, reset=5`, 6 has a header
+for each). The oldest, `X-RateLimit-Reset`, is a Unix time on some servers and seconds from now on
+others. `retry_advice_of` reads anything without an error, and never reads less than was asked:
+fractions round up, and a number that is too long to read is longer than any wait.
 """
 
 from __future__ import annotations
 
 import random as system_random
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Final, Literal, TypedDict, Unpack
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
+from typing import Final, Literal, NamedTuple, Protocol, TypedDict, Unpack
 
 from tollkeeper.core.clock import NS_PER_SECOND, Clock, clock_of, duration_ns, seconds_from_ns
 from tollkeeper.core.errors import ConfigError, show
-from tollkeeper.web.advice import advice_of
 
 try:
     import httpx
@@ -44,32 +51,48 @@ except ImportError as error:
 Methods = Literal["any", "idempotent"]
 Pace = Literal["origin", "path", "off"]
 
-# A denied request did nothing, so any method may try again; a 503 may have come half way.
+# A denied request had no effect, so any method may be repeated. A 503 may have had an effect.
 STATUSES: Final[Mapping[int, Methods]] = {429: "any", 503: "idempotent"}
 IDEMPOTENT: Final = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"})
 
 ATTEMPTS_MAX: Final = 100
 WAIT_NS_MAX: Final = 366 * 86_400 * NS_PER_SECOND
-# How many origins (or paths) are kept in mind; those not used for longest are forgotten.
-PLACES_MAX: Final = 1_000
-# The random time: up to so much after the first attempt, twice as much after each further one.
+# Origins (or paths) that are remembered; the least recently used are dropped.
+ORIGINS_MAX: Final = 1_000
+# The random time: up to this much after the first attempt, doubled after each further one.
 SPREAD_NS_FIRST: Final = NS_PER_SECOND // 2
 SPREAD_NS_MAX: Final = 30 * NS_PER_SECOND
-# And at least this part of a long wait, for those whom one second would not keep apart.
+# And at least this part of a long wait, after which one second would not spread the clients.
 SPREAD_DIVISOR: Final = 4
-# A refusal's body up to this size is read, so that its connection can be used again.
+# A body up to this size is read before it is dropped, so that the connection can be reused.
 DRAIN_BYTES_MAX: Final = 65_536
 
 _MICROS = 1_000_000
 
+# The longest wait that is read from a response: some thirty thousand years.
+ADVICE_NS_MAX: Final = 10**12 * NS_PER_SECOND
+# Longer headers are cut: the useful part comes first.
+HEADER_LENGTH_MAX: Final = 4_096
+DATE_LENGTH_MAX: Final = 64
+# A reset of at least this value is a Unix time (2001), not a duration.
+UNIX_TIME_S_MIN: Final = 10**9
+
+_SECONDS_DIGITS_MAX = 12
+_SECONDS = re.compile(r"[ \t]*(\d+)(?:\.(\d*))?[ \t]*", re.ASCII)
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+# Draft 10 has parameters for each policy, draft 7 has one dictionary.
+_PARAMETER = re.compile(r";[ \t]*([rt])[ \t]*=[ \t]*([\d.]+)", re.ASCII)
+_MEMBER = re.compile(r"(?:^|,)[ \t]*(remaining|reset)[ \t]*=[ \t]*([\d.]+)", re.ASCII)
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How many requests may be sent again, for each origin.
+    """The number of retries that each origin may get.
 
     `share`       retries for every first attempt: 0.1 is one for ten requests.
-    `per_second`  and so many a second in any case, for who sends little.
-    `reserve`     the most that add up; there at the start.
+    `per_second`  additional retries a second, for clients that send little.
+    `reserve`     the most retries that can be saved up; a new origin starts with them.
     """
 
     share: float = 0.1
@@ -85,8 +108,8 @@ class Budget:
                 raise ConfigError(f"{name}={show(value)} is not between 0 and {high:,}")
 
 
-class _Place:
-    """What is known of one origin: from when it may be sent to, and the retries it has left."""
+class _Origin:
+    """The state of one origin: when the next request may go, and the retries that are left."""
 
     __slots__ = ("filled_ns", "free_ns", "micros")
 
@@ -96,87 +119,87 @@ class _Place:
         self.filled_ns = now_ns
 
 
-class _Places:
-    """Every origin that was sent to lately. For any number of threads."""
+class _Origins:
+    """The origins of recent requests. Safe for any number of threads."""
 
     def __init__(self, budget: Budget, pace: Pace) -> None:
         self._share_micros = round(budget.share * _MICROS)
         self._micros_a_second = round(budget.per_second * _MICROS)
         self._reserve_micros = round(budget.reserve * _MICROS)
         self._pace = pace
-        self._known: OrderedDict[Hashable, _Place] = OrderedDict()
+        self._known: OrderedDict[Hashable, _Origin] = OrderedDict()
         self._lock = threading.Lock()
 
     def keys_of(self, url: httpx.URL) -> tuple[Hashable, Hashable]:
-        """What has the budget, and what is held back."""
+        """Return the key of the budget and the key of the pace."""
         origin = (url.scheme, url.host, url.port)
         return origin, (*origin, url.path) if self._pace == "path" else origin
 
     def begin(self, key: Hashable, now_ns: int) -> None:
-        """A first attempt: its share goes into the budget."""
+        """Add the share of a first attempt to the budget."""
         with self._lock:
-            self._fill(self._place(key, now_ns), now_ns, self._share_micros)
+            self._fill(self._find(key, now_ns), now_ns, self._share_micros)
 
     def free_ns(self, key: Hashable) -> int:
-        """From when this may be sent to; 0 where nothing is known."""
-        place = self._known.get(key)
-        return 0 if place is None or self._pace == "off" else place.free_ns
+        """Return the time from which a request may be sent; 0 if nothing is known."""
+        origin = self._known.get(key)
+        return 0 if origin is None or self._pace == "off" else origin.free_ns
 
     def hold_back(self, key: Hashable, until_ns: int, now_ns: int) -> None:
-        """From when this may be sent to, as the newest answer says: also that it may at once."""
+        """Set the time from which a request may be sent. The newest response counts."""
         with self._lock:
-            self._place(key, now_ns).free_ns = until_ns
+            self._find(key, now_ns).free_ns = until_ns
 
     def spend(self, key: Hashable, now_ns: int) -> bool:
-        """Take one retry out of the budget, if there is one."""
+        """Take one retry from the budget; return False if there is none."""
         with self._lock:
-            place = self._place(key, now_ns)
-            self._fill(place, now_ns, 0)
-            if place.micros < _MICROS:
+            origin = self._find(key, now_ns)
+            self._fill(origin, now_ns, 0)
+            if origin.micros < _MICROS:
                 return False
-            place.micros -= _MICROS
+            origin.micros -= _MICROS
             return True
 
-    def _place(self, key: Hashable, now_ns: int) -> _Place:
-        place = self._known.get(key)
-        if place is None:
-            place = self._known[key] = _Place(self._reserve_micros, now_ns)
-            if len(self._known) > PLACES_MAX:
+    def _find(self, key: Hashable, now_ns: int) -> _Origin:
+        origin = self._known.get(key)
+        if origin is None:
+            origin = self._known[key] = _Origin(self._reserve_micros, now_ns)
+            if len(self._known) > ORIGINS_MAX:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
-        return place
+        return origin
 
-    def _fill(self, place: _Place, now_ns: int, share_micros: int) -> None:
-        # Rounded down: what is lost is less than a millionth of a retry each time.
-        earned = (now_ns - place.filled_ns) * self._micros_a_second // NS_PER_SECOND
+    def _fill(self, origin: _Origin, now_ns: int, share_micros: int) -> None:
+        # Rounded down: less than a millionth of a retry is lost each time.
+        earned = (now_ns - origin.filled_ns) * self._micros_a_second // NS_PER_SECOND
         if earned > 0:
-            place.filled_ns = now_ns
-        micros = place.micros + max(earned, 0) + share_micros
-        place.micros = min(micros, self._reserve_micros)
+            origin.filled_ns = now_ns
+        micros = origin.micros + max(earned, 0) + share_micros
+        origin.micros = min(micros, self._reserve_micros)
 
 
-class Settings(TypedDict, total=False):
-    """How often, and for how long, a request may be held up."""
+class RetrySettings(TypedDict, total=False):
+    """How often a request is sent, and how long it may wait."""
 
     attempts_max: int
-    """How often one request is sent in all, by default 5; 1 is never again."""
+    """The number of attempts of one request, by default 5; with 1 nothing is repeated."""
     wait_max: float | timedelta
-    """Seconds, or a timedelta, that one request waits in all; by default 60."""
+    """The total wait of one request, in seconds or as a timedelta; by default 60."""
     statuses: Mapping[int, Methods]
-    """Which answers lead to another attempt, and with which methods; by default STATUSES."""
+    """The statuses that lead to another attempt, and the methods; by default STATUSES."""
     budget: Budget
-    """How many retries there are for each origin."""
+    """The retries of each origin."""
     pace: Pace
-    """What an answer with nothing left holds back: all that goes to its "origin" (the default), or
-    to the same "path" of it; or nothing: "off"."""
+    """The requests that wait after a response with nothing left: those to its "origin" (default),
+    those to the same "path" of it, or none: "off"."""
     clock: Clock | None
-    """Where time comes from; by default the system."""
+    """The clock; by default the system clock."""
     random: Callable[[], float]
-    """Returns a number from 0 up to 1; by default Python's."""
+    """A function that returns a number from 0 up to 1; by default `random.random`."""
 
 
 class _Retries:
-    """What both transports decide by; they only send and sleep."""
+    """The settings and the state of a transport, which itself only sends and sleeps."""
 
     def __init__(
         self,
@@ -197,30 +220,30 @@ class _Retries:
             raise ConfigError(f'pace={show(pace)} is not known; choose "origin", "path" or "off"')
         self.attempts_max = attempts_max
         self.wait_ns_max = duration_ns("wait_max", wait_max, WAIT_NS_MAX, "wait_max=60")
-        self.statuses = _checked(statuses)
-        self.places = _Places(budget, pace)
+        self.statuses = _checked_statuses(statuses)
+        self.origins = _Origins(budget, pace)
         self.clock = clock_of(clock)
         self.random = random
 
-    def spread_ns(self, asked_ns: int, attempt: int) -> int:
-        """A random time on top of what was asked: anything from 0 up to the spread."""
+    def spread_ns(self, wanted_ns: int, attempt: int) -> int:
+        """Return the random time that is added to a requested wait."""
         growing = min(SPREAD_NS_FIRST << (attempt - 1), SPREAD_NS_MAX)
-        return int(self.random() * max(growing, asked_ns // SPREAD_DIVISOR))
+        return int(self.random() * max(growing, wanted_ns // SPREAD_DIVISOR))
 
 
-def _checked(statuses: Mapping[int, Methods]) -> dict[int, Methods]:
+def _checked_statuses(statuses: Mapping[int, Methods]) -> dict[int, Methods]:
     found = dict(statuses)
     for status, methods in found.items():
         if not isinstance(status, int) or methods not in ("any", "idempotent"):
             raise ConfigError(
-                f'statuses={show(statuses)} does not say "any" or "idempotent" for each status; '
+                f'statuses={show(statuses)} needs "any" or "idempotent" for each status; '
                 f'for example statuses={{429: "any", 503: "idempotent"}}'
             )
     return found
 
 
-class _Course:
-    """One request on its way: how often it was sent, and how long it has waited."""
+class _RetriedRequest:
+    """One request: its attempts so far, and the wait that is left."""
 
     __slots__ = ("_attempt", "_held", "_left_ns", "_may_repeat", "_origin", "_retries")
 
@@ -228,74 +251,74 @@ class _Course:
         self._retries = retries
         self._attempt = 0
         self._left_ns = retries.wait_ns_max
-        self._origin, self._held = retries.places.keys_of(request.url)
-        # Asked before it is sent: a stream that has been sent is gone.
+        self._origin, self._held = retries.origins.keys_of(request.url)
+        # Determined before sending: a stream can be read only once.
         repeatable = isinstance(request.stream, httpx.ByteStream)
         idempotent = request.method.upper() in IDEMPOTENT
         self._may_repeat = {
             status: repeatable and (idempotent or methods == "any")
             for status, methods in retries.statuses.items()
         }
-        retries.places.begin(self._origin, retries.clock.now_ns())
+        retries.origins.begin(self._origin, retries.clock.now_ns())
 
     def before_ns(self) -> int:
-        """How long to wait before the next attempt; called once for each."""
+        """Return the wait before the next attempt. Call it once for each attempt."""
         self._attempt += 1
-        asked_ns = self._retries.places.free_ns(self._held) - self._retries.clock.now_ns()
-        if asked_ns <= 0:
+        wanted_ns = self._retries.origins.free_ns(self._held) - self._retries.clock.now_ns()
+        if wanted_ns <= 0:
             return 0
-        # Too long to wait: the origin itself says so better than we could.
-        return self._waited(asked_ns) or 0
+        # A wait that is too long is not made: the origin's own response explains it better.
+        return self._waited(wanted_ns) or 0
 
     def after_ns(self, response: httpx.Response) -> int | None:
-        """How long to wait before it is sent again; None: this is the answer."""
+        """Return the wait before the request is repeated; None to return this response."""
         retries, now_ns = self._retries, self._retries.clock.now_ns()
-        advice = advice_of(response.headers, now_ns)
+        advice = retry_advice_of(response.headers, now_ns)
         again = self._may_repeat.get(response.status_code)
         hold_ns = advice.spent_ns
         if again is not None and advice.wait_ns is not None:
             hold_ns = max(advice.spent_ns or 0, advice.wait_ns)
         if hold_ns is not None:
-            retries.places.hold_back(self._held, now_ns + hold_ns, now_ns)
+            retries.origins.hold_back(self._held, now_ns + hold_ns, now_ns)
         if not again or self._attempt >= retries.attempts_max:
             return None
-        asked_ns = advice.wait_ns or 0
-        if asked_ns > self._left_ns or not retries.places.spend(self._origin, now_ns):
+        wanted_ns = advice.wait_ns or 0
+        if wanted_ns > self._left_ns or not retries.origins.spend(self._origin, now_ns):
             return None
-        return self._waited(asked_ns)
+        return self._waited(wanted_ns)
 
-    def _waited(self, asked_ns: int) -> int | None:
-        """The wait with its random part, taken from what this request may wait in all."""
-        if asked_ns > self._left_ns:
+    def _waited(self, wanted_ns: int) -> int | None:
+        """Return a wait with its random part, and subtract it from the wait that is left."""
+        if wanted_ns > self._left_ns:
             return None
-        spread_ns = self._retries.spread_ns(asked_ns, self._attempt)
-        wait_ns = min(asked_ns + spread_ns, self._left_ns)
+        spread_ns = self._retries.spread_ns(wanted_ns, self._attempt)
+        wait_ns = min(wanted_ns + spread_ns, self._left_ns)
         self._left_ns -= wait_ns
         return wait_ns
 
 
 class RetryTransport(httpx.BaseTransport):
-    """An httpx transport that waits as the answers ask.
+    """An httpx transport that waits as responses ask.
 
     >>> client = httpx.Client(transport=RetryTransport(wait_max=30))
     >>> client.close()
 
-    `transport` is what sends; by default httpx's own. The rest is described by `Settings`.
+    `transport` sends the requests; by default httpx's own. See `RetrySettings` for the rest.
     """
 
     def __init__(
-        self, transport: httpx.BaseTransport | None = None, **settings: Unpack[Settings]
+        self, transport: httpx.BaseTransport | None = None, **settings: Unpack[RetrySettings]
     ) -> None:
         self._retries = _Retries(**settings)
         self._transport = httpx.HTTPTransport() if transport is None else transport
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request, and send it again as long as that is asked for and allowed."""
-        course = _Course(self._retries, request)
+        """Send a request, and repeat it as long as that is allowed."""
+        retried = _RetriedRequest(self._retries, request)
         while True:
-            self._sleep(course.before_ns())
+            self._sleep(retried.before_ns())
             response = self._transport.handle_request(request)
-            wait_ns = course.after_ns(response)
+            wait_ns = retried.after_ns(response)
             if wait_ns is None:
                 return response
             _drain(response)
@@ -306,26 +329,26 @@ class RetryTransport(httpx.BaseTransport):
             self._retries.clock.sleep(seconds_from_ns(wait_ns))
 
     def close(self) -> None:
-        """Close the transport that sends."""
+        """Close the inner transport."""
         self._transport.close()
 
 
 class AsyncRetryTransport(httpx.AsyncBaseTransport):
-    """The same for httpx.AsyncClient, on asyncio. Waiting leaves the event loop free."""
+    """The same for httpx.AsyncClient, on asyncio. A wait does not block the event loop."""
 
     def __init__(
-        self, transport: httpx.AsyncBaseTransport | None = None, **settings: Unpack[Settings]
+        self, transport: httpx.AsyncBaseTransport | None = None, **settings: Unpack[RetrySettings]
     ) -> None:
         self._retries = _Retries(**settings)
         self._transport = httpx.AsyncHTTPTransport() if transport is None else transport
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request, and send it again as long as that is asked for and allowed."""
-        course = _Course(self._retries, request)
+        """Send a request, and repeat it as long as that is allowed."""
+        retried = _RetriedRequest(self._retries, request)
         while True:
-            await self._sleep(course.before_ns())
+            await self._sleep(retried.before_ns())
             response = await self._transport.handle_async_request(request)
-            wait_ns = course.after_ns(response)
+            wait_ns = retried.after_ns(response)
             if wait_ns is None:
                 return response
             await _drain_async(response)
@@ -336,15 +359,15 @@ class AsyncRetryTransport(httpx.AsyncBaseTransport):
             await self._retries.clock.sleep_async(seconds_from_ns(wait_ns))
 
     async def aclose(self) -> None:
-        """Close the transport that sends."""
+        """Close the inner transport."""
         await self._transport.aclose()
 
 
 def _drain(response: httpx.Response) -> None:
-    """Close an answer that nobody will see. A short body is read first: see DRAIN_BYTES_MAX."""
+    """Close a response that is not returned. A short body is read first: see DRAIN_BYTES_MAX."""
     if response.is_closed:
         return
-    # A connection that fails now has failed for the next attempt too, which will tell.
+    # If the connection fails now, the next attempt reports it.
     try:
         with suppress(httpx.TransportError):
             size = 0
@@ -368,3 +391,136 @@ async def _drain_async(response: httpx.Response) -> None:
                     break
     finally:
         await response.aclose()
+
+
+# ── Reading responses ──────────────────────────────────────────────────────────────────────────
+
+
+class ResponseHeaders(Protocol):
+    """Headers by name, in any case; lines of one name are joined by commas."""
+
+    def get(self, key: str, /) -> str | None:
+        """Return the header's text, or None."""
+        ...
+
+
+class RetryAdvice(NamedTuple):
+    """The waiting times that one response asks for."""
+
+    wait_ns: int | None
+    """The wait before the same request may be sent again; None if the response does not say."""
+    spent_ns: int | None
+    """The wait until a used-up quota has room again; 0 if some of it is left, None if the response
+    does not say."""
+
+
+class _Quota(NamedTuple):
+    """The state of one quota, as far as the response reports it."""
+
+    spent: bool | None
+    reset_ns: int | None
+
+
+def retry_advice_of(headers: ResponseHeaders, now_ns: int) -> RetryAdvice:
+    """Return the waits that a response received at `now_ns` (Unix time) asks for."""
+    quotas = list(_quotas(headers, now_ns))
+    spent = [quota.reset_ns for quota in quotas if quota.spent and quota.reset_ns is not None]
+    wait_ns = _retry_after_ns(headers, now_ns)
+    if wait_ns is None:
+        # If no quota is used up, the denied request costs more than one unit.
+        known = spent or [quota.reset_ns for quota in quotas if quota.reset_ns is not None]
+        wait_ns = max(known, default=None)
+    return RetryAdvice(wait_ns, max(spent, default=None if _is_unknown(quotas) else 0))
+
+
+def _is_unknown(quotas: list[_Quota]) -> bool:
+    """Return True if no quota is reported, or one may be used up for an unknown time."""
+    return not quotas or any(quota.spent is not False for quota in quotas)
+
+
+def _retry_after_ns(headers: ResponseHeaders, now_ns: int) -> int | None:
+    text = _header(headers, "retry-after")
+    if text is None:
+        return None
+    seconds = [_seconds_ns(part) for part in text.split(",")]
+    numbers = [each for each in seconds if each is not None]
+    if len(numbers) == len(seconds):
+        return max(numbers)
+    moment_ns = _date_ns(text)
+    if moment_ns is None:
+        return None
+    # Relative to the server's own date: a client whose clock is ahead would retry too soon.
+    answered_ns = _date_ns(_header(headers, "date") or "")
+    return max(moment_ns - (now_ns if answered_ns is None else answered_ns), 0)
+
+
+def _quotas(headers: ResponseHeaders, now_ns: int) -> Iterator[_Quota]:
+    """Yield the quotas of a response, from the newest kind of header that it has."""
+    text = _header(headers, "ratelimit")
+    if text is not None and (found := _structured(_QUOTED.sub('""', text))):
+        yield from found
+        return
+    for prefix in ("ratelimit", "x-ratelimit"):
+        remaining = _header(headers, f"{prefix}-remaining")
+        reset = _header(headers, f"{prefix}-reset")
+        if remaining is not None or reset is not None:
+            yield _Quota(_is_zero(remaining), _reset_ns(reset or "", now_ns))
+            return
+
+
+def _structured(text: str) -> list[_Quota]:
+    """Return the quotas of a `RateLimit` header whose quoted names were removed."""
+    single = dict(_MEMBER.findall(text))
+    if single:
+        return [_Quota(_is_zero(single.get("remaining")), _seconds_ns(single.get("reset", "")))]
+    found = []
+    for member in text.split(","):
+        parameters = dict(_PARAMETER.findall(member))
+        if parameters:
+            reset_ns = _seconds_ns(parameters.get("t", ""))
+            found.append(_Quota(_is_zero(parameters.get("r")), reset_ns))
+    return found
+
+
+def _header(headers: ResponseHeaders, name: str) -> str | None:
+    text = headers.get(name)
+    return None if text is None else text[:HEADER_LENGTH_MAX]
+
+
+def _is_zero(text: str | None) -> bool | None:
+    number = None if text is None else _seconds_ns(text)
+    return None if number is None else number == 0
+
+
+def _reset_ns(text: str, now_ns: int) -> int | None:
+    """Return a reset as a duration; it may be sent as a Unix time or as a duration."""
+    reset_ns = _seconds_ns(text)
+    if reset_ns is None or reset_ns < UNIX_TIME_S_MIN * NS_PER_SECOND:
+        return reset_ns
+    return max(reset_ns - now_ns, 0)
+
+
+def _seconds_ns(text: str) -> int | None:
+    """Return seconds as nanoseconds, rounded up; None for text that is not a number."""
+    match = _SECONDS.fullmatch(text)
+    if match is None:
+        return None
+    whole = match[1].lstrip("0")
+    if len(whole) > _SECONDS_DIGITS_MAX:
+        return ADVICE_NS_MAX
+    fraction = match[2] or ""
+    rest = 1 if fraction[9:].strip("0") else 0
+    return int(whole or "0") * NS_PER_SECOND + int(fraction[:9].ljust(9, "0")) + rest
+
+
+def _date_ns(text: str) -> int | None:
+    """Return an HTTP date as Unix time in nanoseconds; None for text that is not a date."""
+    if not 0 < len(text) <= DATE_LENGTH_MAX:
+        return None
+    try:
+        moment = parsedate_to_datetime(text)
+        if moment.tzinfo is None:
+            moment = moment.replace(tzinfo=UTC)  # HTTP dates are in UTC
+        return (moment - _EPOCH) // timedelta(seconds=1) * NS_PER_SECOND
+    except (ValueError, TypeError, IndexError, OverflowError):
+        return None  # the parser raises any of these for invalid dates
