@@ -44,9 +44,6 @@ TESTED_IN = {
     "cli/rules_read.py": "cli/test_rules.py",
     "cli/serve_options.py": "cli/test_serve.py",
     "cli/top_view.py": "cli/test_top.py",
-    "rules/in_force.py": "rules/test_ruled.py",
-    "limiter/path.py": "limiter/test_limiter.py",
-    "rules/ruled_async.py": "integration/test_ruled_failing.py",
     "rules/document/model.py": "rules/matching/test_table.py",
 }
 

@@ -20,7 +20,7 @@ from tollkeeper import (
     Request,
     StoreUnavailable,
 )
-from tollkeeper.decide.local_fallback import OUTAGE_GAP_NS, Asked, LocalFallback, LocalLimits
+from tollkeeper.decide.local_fallback import OUTAGE_GAP_NS, LocalCheck, LocalFallback, LocalLimits
 from tollkeeper.testing import ManualClock
 
 TEN = (Limit(10, per=60),)
@@ -38,7 +38,7 @@ def dead() -> Iterator[str]:
 def ask(counts: LocalLimits, user: str = "ann", units: int = 1, ip: str = "192.0.2.1") -> Any:
     """One check under the rule `api`, while the store is away."""
     counts.note_failure(AWAY)
-    return counts.decide([Asked(TEN, "api", f"user:{user}", units)], ip, spend=True)
+    return counts.decide([LocalCheck(TEN, "api", f"user:{user}", units)], ip, spend=True)
 
 
 def passed(counts: LocalLimits, times: int, **who: Any) -> int:
@@ -62,7 +62,9 @@ def test_the_ceiling_is_for_everyone_together(clock: ManualClock) -> None:
     clock.advance(60)
     assert passed(counts, 5, user="dan") == 3
     # Of what dan was let, nothing was spent by those that the ceiling denied.
-    assert counts.decide([Asked(TEN, "api", "user:dan", 0)], None, spend=False)[0].remaining == 7
+    assert (
+        counts.decide([LocalCheck(TEN, "api", "user:dan", 0)], None, spend=False)[0].remaining == 7
+    )
 
 
 def test_an_old_outage_meets_the_emergency_limits(clock: ManualClock) -> None:
@@ -97,7 +99,7 @@ def test_looking_spends_nothing(clock: ManualClock) -> None:
     """A peek while the store is away, as ever."""
     counts = LocalLimits(LocalFallback(ceiling="3/minute"), clock)
     for _ in range(5):
-        found = counts.decide([Asked(TEN, "api", "user:ann", 1)], None, spend=False)
+        found = counts.decide([LocalCheck(TEN, "api", "user:ann", 1)], None, spend=False)
         assert [each.remaining for each in found] == [10]
 
 

@@ -360,7 +360,7 @@ async def test_closing_closes_an_own_store(
     closed = []
     store = PythonMemoryStore(clock)
     monkeypatch.setattr(store, "close", lambda: closed.append(True))
-    monkeypatch.setattr("tollkeeper.limiter.path.store_of", lambda uri, clock: store)
+    monkeypatch.setattr("tollkeeper.limiter.setup.store_of", lambda uri, clock: store)
     async with AsyncLimiter("2/20s", clock=clock):
         assert not closed
     assert closed

@@ -120,7 +120,7 @@ class RecordingStore(PythonMemoryStore):
 def test_closing_closes_an_own_store(clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that the limiter opened is closed with it, also when its block raises."""
     store = RecordingStore(clock)
-    monkeypatch.setattr("tollkeeper.limiter.path.store_of", lambda uri, clock: store)
+    monkeypatch.setattr("tollkeeper.limiter.setup.store_of", lambda uri, clock: store)
     with pytest.raises(RuntimeError), Limiter("2/20s", clock=clock):
         raise RuntimeError
     assert store.closed == 1

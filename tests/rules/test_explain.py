@@ -61,7 +61,7 @@ def test_every_rule_says_whether_it_applies_and_why(
     """In the document's order, with a reason each."""
     explanation = limiter.explain(ORDER)
     found = {each.id: each for each in explanation.rules}
-    assert list(found) == [each.id for each in limiter._ruled_gate().compiled_rules.document.rules]
+    assert list(found) == [each.id for each in limiter.compiled_rules.document.rules]
     assert (found[rule].applies, found[rule].why) == (applies, why)
     assert (found[rule].decision is not None) is applies
     assert [each.id for each in explanation.applying] == ["orders", "tried", "keyed"]

@@ -13,7 +13,7 @@ from tollkeeper import AsyncLimiter, Limiter, Request
 from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores import open_store
 from tollkeeper.rules.document.model import PenaltySettings
-from tollkeeper.rules.penalties import LOOK_NS, WATCHED_MAX, Penalty, PenaltyTracker, sentence_s
+from tollkeeper.rules.penalties import LOOK_NS, TRACKED_MAX, Penalty, PenaltyTracker, penalty_s
 from tollkeeper.testing import ManualClock
 
 PENALTY = (
@@ -125,13 +125,13 @@ def test_the_store_is_not_asked_for_what_it_has_no_room_for(
     """A storm in a block is not one there: it is told once that there is no room."""
     with Limiter.from_rules(RULES, store=store, clock=clock) as limiter:
         storm(limiter, 100)
-        terms = limiter._ruled_gate()._terms["api"]
-        asked: list[object] = []
-        spied = SimpleNamespace(check=lambda *given: asked.append(given), peek=terms.cooldown.peek)
-        spying = terms._replace(level=spied, cooldown=spied)
-        monkeypatch.setitem(limiter._ruled_gate()._terms, "api", spying)
+        all_gates = limiter._rules().penalties.gates
+        gates = all_gates["api"]
+        calls: list[object] = []
+        spy: Any = SimpleNamespace(check=lambda *args: calls.append(args), peek=gates.cooldown.peek)
+        monkeypatch.setitem(all_gates, "api", gates._replace(level=spy, cooldown=spy))
         storm(limiter, 1_000)
-        assert not asked
+        assert not calls
 
 
 def test_a_listener_that_fails_is_no_concern_of_the_request(
@@ -295,11 +295,11 @@ def test_off_by_default(clock: ManualClock) -> None:
 
 def test_strikes_are_counted_within_a_while() -> None:
     """Two that did not wait, and then one a minute later, are not three in a minute."""
-    watch, penalty, second = PenaltyTracker(), PenaltySettings(after=3, within_s=60), 10**9
-    who = ("api", "user:ann")
+    tracker, penalty, second = PenaltyTracker(), PenaltySettings(after=3, within_s=60), 10**9
+    key = ("api", "user:ann")
 
     def denied(at_s: int) -> bool:
-        return watch.denied(who, penalty, at_s * second, 1_000 * second)
+        return tracker.note_denial(key, penalty, at_s * second, 1_000 * second)
 
     assert [denied(at) for at in (100, 101, 102)] == [False, False, False]
     assert [denied(at) for at in (170, 171, 172)] == [False, False, True]
@@ -307,12 +307,12 @@ def test_strikes_are_counted_within_a_while() -> None:
 
 def test_what_is_watched_is_bounded() -> None:
     """Whoever makes up names pushes out the oldest, and nothing grows."""
-    watch = PenaltyTracker()
-    for number in range(WATCHED_MAX + 100):
-        watch.looked(("api", f"user:{number}"), 1, 0)
-    assert len(watch._watched) == WATCHED_MAX
-    assert watch.barred_ns(("api", "user:0"), 1) is None
-    assert watch.barred_ns(("api", f"user:{WATCHED_MAX}"), 1) == 0
+    tracker = PenaltyTracker()
+    for number in range(TRACKED_MAX + 100):
+        tracker.note_cooldown(("api", f"user:{number}"), 1, 0)
+    assert len(tracker._tracked) == TRACKED_MAX
+    assert tracker.cooldown_ns(("api", "user:0"), 1) is None
+    assert tracker.cooldown_ns(("api", f"user:{TRACKED_MAX}"), 1) == 0
 
 
 @pytest.mark.parametrize(
@@ -321,4 +321,4 @@ def test_what_is_watched_is_bounded() -> None:
 def test_lengths_are_rounded_up_to_seconds(level: int, seconds: int) -> None:
     """Doubled from the first, up to the longest; then the block's."""
     penalty = PenaltySettings(cooldown_s=0.5, cooldown_max_s=4.5, block_after=5, block_s=7.5)
-    assert sentence_s(penalty, level) == seconds
+    assert penalty_s(penalty, level) == seconds

@@ -13,7 +13,7 @@ from tests.redis_servers import running
 from tollkeeper import AsyncLimiter, CapacityError, Limit, Limiter, Request
 from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS
 from tollkeeper.decide.store import Store
-from tollkeeper.rules.splitting import granted, parts_of, share
+from tollkeeper.rules.splitting import part_count, part_limits, shares_of
 from tollkeeper.testing import ManualClock
 
 RULES = "version: 1\nrules:\n  - {id: hot, by: user, limits: %s, split: %d}\n"
@@ -23,8 +23,8 @@ ANN = Request(user="ann")
 @given(limit=st.sampled_from(ALGORITHM_NAMES).flatmap(any_limits), split=st.integers(1, 64))
 def test_the_parts_add_up_to_the_whole(limit: Limit, split: int) -> None:
     """In rate and, for buckets, in what they hold: so all together never admit more."""
-    parts = parts_of([limit], split)
-    shares = [share([limit], parts, part)[0] for part in range(parts)]
+    parts = part_count([limit], split)
+    shares = [part_limits([limit], parts, part)[0] for part in range(parts)]
     assert sum(each.limit for each in shares) == limit.limit
     assert min(each.limit for each in shares) >= 1
     assert {(each.algorithm, each.window_ns, each.name) for each in shares} == {
@@ -39,7 +39,7 @@ def test_the_parts_add_up_to_the_whole(limit: Limit, split: int) -> None:
 @given(units=st.integers(0, 10**9), parts=st.integers(1, 64))
 def test_grants_are_spread_whole(units: int, parts: int) -> None:
     """Nothing is lost, and no part gets two more than another."""
-    spread = granted(units, parts)
+    spread = shares_of(units, parts)
     assert sum(spread) == units
     assert max(spread) - min(spread) <= 1
 

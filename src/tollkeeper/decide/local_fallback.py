@@ -105,7 +105,7 @@ def local_fallback_of(local_fallback: object) -> LocalFallback:
     )
 
 
-class Asked(NamedTuple):
+class LocalCheck(NamedTuple):
     """One rule's part in a request that the store could not decide."""
 
     limits: Limits
@@ -147,7 +147,9 @@ class LocalLimits:
         now_ns = self._clock.now_ns()
         return 0 if now_ns - self._failed_ns > OUTAGE_GAP_NS else max(now_ns - self._since_ns, 0)
 
-    def decide(self, asked: Sequence[Asked], address: str | None, *, spend: bool) -> list[Decision]:
+    def decide(
+        self, asked: Sequence[LocalCheck], address: str | None, *, spend: bool
+    ) -> list[Decision]:
         """What this machine answers: the rules' parts, and the limits for bad days that deny.
 
         All pass or none is charged, as ever. Empty where nothing has a say. All are degraded.

@@ -125,6 +125,8 @@ class AsyncGate(Protocol):
         ...
 
 
+AnyGate = Gate | AsyncGate
+
 # What `check_together` takes: gate, subject and cost of each check.
 GateCheck = tuple[Gate, str, int]
 AsyncGateCheck = tuple[AsyncGate, str, int]

@@ -1,19 +1,19 @@
-"""The path for asyncio: the verbs of `Limiter`, awaited."""
+"""The limiter for asyncio: the verbs of the path, awaited."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import wraps
-from typing import Any, ParamSpec, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from tollkeeper.core import switches
-from tollkeeper.core.clock import seconds_from_ns
-from tollkeeper.core.errors import CapacityError, ConfigError, LimitExceeded, StoreError
-from tollkeeper.core.model import CheckResult, Decision, Request, decision_with, units_of
+from tollkeeper.core.errors import ConfigError, StoreError
+from tollkeeper.core.model import CheckResult, Decision, Limits, Request, units_of
+from tollkeeper.core.steps import run_async
 from tollkeeper.core.subjects import Key
-from tollkeeper.decide.store import AsyncGate, AsyncGateCheck, Gate, GateCheck
+from tollkeeper.decide.store import AsyncGate, AsyncStore
 from tollkeeper.limiter.arguments import (
     CostSource,
     KeySource,
@@ -23,46 +23,24 @@ from tollkeeper.limiter.arguments import (
     name_of,
     request_of,
 )
-from tollkeeper.limiter.path import SETTLE_ATTEMPTS_MAX, Duration, Path, less, pause_ns, to_settle
+from tollkeeper.limiter.path import Duration
+from tollkeeper.limiter.setup import LimiterSetup
+from tollkeeper.rules.engine import RepeatedCheck
 from tollkeeper.rules.explain import Explanation
-from tollkeeper.rules.ruled import RuledGate
-from tollkeeper.rules.ruled_async import AsyncRuledGate
+
+if TYPE_CHECKING:
+    from tollkeeper.control.follow import LoadedRules
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class _Inline:
-    """A store that does no I/O, awaited: it answers at once."""
-
-    __slots__ = ("_gate", "limits")
-
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
-        self.limits = gate.limits
-
-    async def check(self, subject: str, cost: int) -> Decision:
-        return self._gate.check(subject, cost)
-
-    async def peek(self, subject: str, cost: int) -> Decision:
-        return self._gate.peek(subject, cost)
-
-    async def refund(self, subject: str, units: int) -> None:
-        self._gate.refund(subject, units)
-
-    async def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
-        self._gate.grant(subject, units, ttl_ns)
-
-    async def reset(self, subject: str) -> None:
-        self._gate.reset(subject)
-
-
-class AsyncLimiter(Path):
+class AsyncLimiter(LimiterSetup):
     """Limits by key, for asyncio: the verbs of Limiter, awaited.
 
-    With `memory://` and `shared://` a check does no I/O. The one thing that can hold up the event
-    loop is a process that is stopped while it holds a lock of `shared://`: for a second, then the
-    failure policy answers. With Redis a check awaits its answer, for as long as the deadline lets.
+    With `memory://` and `shared://` a check does no I/O. Only a process that is stopped while it
+    holds a lock of `shared://` can block the event loop: for a second, then the failure policy
+    answers. With Redis a check awaits the reply, until the store's deadline at the latest.
 
     >>> import asyncio
     >>> async def main():
@@ -72,154 +50,111 @@ class AsyncLimiter(Path):
     [True, True, False]
     """
 
-    _awaited: AsyncGate
+    # Of a store that is awaited; None if the store answers at once.
+    _async_store: AsyncStore | None = None
+    _async_gate: AsyncGate
+
+    def _prepare_limits(self, limits: Limits) -> None:
+        self._async_store = self._store.as_async
+        if self._async_store is None:
+            super()._prepare_limits(limits)
+        else:
+            self._gate = self._async_gate = self._async_store.async_gate(limits, self._name)
+            self._limits = limits
+
+    def _prepare_rules(self, loaded: LoadedRules, async_store: AsyncStore | None = None) -> None:
+        self._async_store = self._store.as_async
+        super()._prepare_rules(loaded, async_store or self._async_store)
 
     def _bind(self) -> None:
-        awaited = self._store.as_async
-        self._waits = awaited is not None
-        if awaited is None:
-            self._awaited = _Inline(self._gate)
-        elif self._rules is not None:
-            self._awaited = cast("AsyncGate", self._rules)
-        else:
-            self._awaited = awaited.async_gate(self._gate.limits, self._name)
-
-    def _gate_for_rules(self) -> type[RuledGate | AsyncRuledGate]:
-        return RuledGate if self._store.as_async is None else AsyncRuledGate
+        self._sleep = self._clock.sleep_async
+        self._check_together = (
+            self._store.check_together
+            if self._async_store is None
+            else self._async_store.check_together_async
+        )
 
     async def check(self, key: Key | Request, cost: int = 1) -> Decision:
         """Spend `cost` units if all limits have room; else spend nothing. See Limiter.check."""
-        if not self._waits:
+        if self._async_store is None:
             return self._check(key, cost)
-        return await self._ask(self._awaited.check, key, cost)
-
-    async def peek(self, key: Key | Request, cost: int = 1) -> Decision:
-        """What `check` would answer now. Spends nothing."""
-        return await self._ask(self._awaited.peek, key, cost)
-
-    async def _ask(
-        self, verb: Callable[[str, int], Awaitable[Decision]], key: Key | Request, cost: int
-    ) -> Decision:
-        subject, cost = self._asked(key, cost)
+        if self._engine is not None:
+            request, units = request_of(key), units_of(cost, "cost")
+            if switches.limiting_off:
+                return self._unlimited()
+            return await self._engine.check_async(request, units)
+        subject, units = self._subject_of(key), units_of(cost, "cost")
         if switches.limiting_off:
             return self._unlimited()
         try:
-            return await verb(subject, cost)
+            return await self._async_gate.check(subject, units)
         except StoreError as error:
-            spend = verb == self._awaited.check
-            return self._degraded(error, key, subject, cost, spend=spend)
+            return self._failed(error, key, subject, units, spend=True)
+
+    async def peek(self, key: Key | Request, cost: int = 1) -> Decision:
+        """Return the decision that `check` would make now. Spends nothing."""
+        return await run_async(self._peek(key, cost))
 
     async def evaluate(
         self, key: Key | Request, cost: int = 1, *, spend: bool = True
     ) -> CheckResult:
-        """`check` (or, without `spend`, `peek`) with its grounds. See Limiter.evaluate."""
-        if self._rules is None or switches.limiting_off:
-            return self._ruling(await (self.check if spend else self.peek)(key, cost))
-        asked = request_of(key), units_of(cost, "cost")
-        if isinstance(self._rules, RuledGate):
-            return self._rules.evaluate(*asked, spend=spend)
-        return await self._rules.evaluate(*asked, spend=spend)
+        """Check (or, without `spend`, peek) and return a result. See Limiter.evaluate."""
+        engine = self._engine
+        if engine is None or switches.limiting_off:
+            return self.result_of(await (self.check if spend else self.peek)(key, cost))
+        request, units = request_of(key), units_of(cost, "cost")
+        if self._async_store is None:
+            return engine.evaluate(request, units, spend=spend)
+        return await engine.evaluate_async(request, units, spend=spend)
 
-    async def evaluate_all(self, asked: Sequence[tuple[Key | Request, int]]) -> list[CheckResult]:
-        """A ruling for each (key, cost); if any is denied, nothing is spent. See Limiter."""
-        if switches.limiting_off:
-            return [await self.evaluate(key, cost) for key, cost in asked]
-        if self._rules is not None:
-            wanted = [(request_of(key), units_of(cost, "cost")) for key, cost in asked]
-            if isinstance(self._rules, RuledGate):
-                return self._rules.evaluate_all(wanted)
-            return await self._rules.evaluate_all(wanted)
-        gate = self._awaited if self._waits else self._gate
-        found = [(gate, *self._asked(key, cost)) for key, cost in asked]
-        try:
-            awaited = self._store.as_async
-            if awaited is None:
-                decisions = self._store.check_together(cast("Sequence[GateCheck]", found))
-            else:
-                decisions = await awaited.check_together_async(
-                    cast("Sequence[AsyncGateCheck]", found)
-                )
-        except StoreError as error:
-            return [
-                self._ruling(self._degraded(error, key, subject, cost, spend=True))
-                for (key, _), (_, subject, cost) in zip(asked, found, strict=True)
-            ]
-        return [self._ruling(decision) for decision in decisions]
+    async def evaluate_repeated(self, repeated: RepeatedCheck) -> CheckResult:
+        """Evaluate a request that is checked often. See Limiter.evaluate_repeated."""
+        engine = self._engine
+        if engine is None or switches.limiting_off:
+            return await self.evaluate(repeated.request, repeated.cost)
+        if self._async_store is None:
+            return engine.evaluate_repeated(repeated)
+        return await engine.evaluate_repeated_async(repeated)
+
+    async def evaluate_all(self, checks: Sequence[tuple[Key | Request, int]]) -> list[CheckResult]:
+        """Return a result for each (key, cost); if any is denied, nothing is spent. See Limiter."""
+        return await run_async(self._evaluate_all(checks))
 
     async def settle(self, key: Key | Request, reserved: int, actual: int) -> int:
         """Make a request that was charged `reserved` units cost `actual`. See Limiter.settle."""
-        units = to_settle(reserved, actual)
-        if units < 0:
-            await self.refund(key, -units)
-        left = attempt = max(units, 0)
-        for _ in range(SETTLE_ATTEMPTS_MAX):
-            attempt = min(attempt, left)
-            if not attempt:
-                break
-            try:
-                look = await self.peek(key, attempt)
-            except CapacityError:
-                look = decision_with(await self.peek(key, 0), allowed=False)
-            if look.degraded:
-                break
-            if not look.allowed:
-                attempt = less(look, attempt)
-                continue
-            spent = await self.check(key, attempt)
-            if spent.degraded:
-                break
-            if spent.allowed:
-                left -= attempt
-            else:  # of a rule in parts, a look sees all and a check meets one
-                attempt //= 2
-        return left
+        return await run_async(self._settle(key, reserved, actual))
 
     async def explain(self, request: Request, cost: int = 1) -> Explanation:
-        """Which rules match and why, which do not, and what each would answer. Spends nothing."""
-        rules = self._ruled_gate()
-        asked = request_of(request), units_of(cost, "cost")
-        if isinstance(rules, RuledGate):
-            return rules.explain(*asked)
-        return await rules.explain(*asked)
+        """Explain which rules apply and why, and what each would decide. Spends nothing."""
+        steps = self._rules().explain_steps(request_of(request), units_of(cost, "cost"))
+        return await run_async(steps)
 
     async def is_barred(self, rule: str, subject: str) -> bool:
-        """Does a cool-down of this rule go on? For those that another process has told of.
+        """Return True if a cool-down of this rule is in force for a subject.
 
-        A pardon reaches the store at once, and the process that gave the cool-down when it is next
-        asked about the subject. Yes, where the store is away or no other process sees it.
+        For penalties that another process reported. A reset reaches the store at once, and the
+        process that gave the cool-down at its next check of the subject. Also True if the store is
+        unavailable, or if no other process sees it.
         """
-        gate = self._ruled_gate()
-        if isinstance(gate, RuledGate):
-            return gate.is_barred(rule, subject)
-        return await gate.is_barred(rule, subject)
+        return await run_async(self._rules().is_barred_steps(rule, subject))
 
     async def refund(self, key: Key | Request, cost: int = 1) -> None:
-        """Give units back, never beyond an untouched quota. Raises StoreError."""
-        subject, cost = self._asked(key, cost)
-        if not switches.limiting_off:
-            await self._awaited.refund(subject, cost)
+        """Return units to every limit, never beyond an untouched quota. Raises StoreError."""
+        await run_async(self._refund(key, cost))
 
     async def grant(self, key: Key | Request, units: int, ttl: Duration | None = None) -> None:
-        """Give extra units for `ttl` seconds (by default one window). Raises StoreError."""
-        ttl_ns = self._ttl_ns(ttl)
-        await self._awaited.grant(self._identify(key), units_of(units, "units"), ttl_ns)
+        """Add extra units for `ttl` seconds (by default one window). Raises StoreError."""
+        await run_async(self._grant(key, units, ttl))
 
     async def reset(self, key: Key | Request) -> None:
         """Forget what the key spent and was granted. Raises StoreError."""
-        await self._awaited.reset(self._identify(key))
+        await run_async(self._reset(key))
 
     async def wait(
         self, key: Key | Request, cost: int = 1, timeout: Duration | None = None
     ) -> Decision:
         """Spend `cost` units, sleeping until they fit. See Limiter.wait."""
-        deadline_ns = self._deadline_ns(timeout)
-        while True:
-            decision = await self.check(key, cost)
-            if late_ns := self._late_ns(decision, deadline_ns):
-                return await self._too_late(key, cost, decision, late_ns)
-            await self._sleep(key, cost, decision)
-            if decision.allowed:
-                return decision_with(decision, delay_ns=0)
+        return await run_async(self._wait(key, cost, timeout))
 
     @asynccontextmanager
     async def hold(
@@ -230,13 +165,13 @@ class AsyncLimiter(Path):
         wait: Duration = 0,
         refund_on_error: bool = False,
     ) -> AsyncIterator[Decision]:
-        """Spend on the way in, or raise LimitExceeded. See Limiter.hold."""
-        decision = await self._pass(key, cost, wait)
+        """Spend before the block runs, or raise LimitExceeded. See Limiter.hold."""
+        decision = await run_async(self._pass(key, cost, wait))
         try:
             yield decision
         except BaseException:
             if refund_on_error:
-                await self._take_back(key, cost, decision)
+                await run_async(self._take_back(key, cost, decision))
             raise
 
     def limit(
@@ -259,55 +194,20 @@ class AsyncLimiter(Path):
             @wraps(function)
             async def limited(*args: P.args, **kwargs: P.kwargs) -> R:
                 subject = key_of(key, function, args, kwargs)
-                await self._pass(subject, cost_of(cost, args, kwargs), wait)
+                await run_async(self._pass(subject, cost_of(cost, args, kwargs), wait))
                 return await function(*args, **kwargs)
 
             return limited
 
         return decorate
 
-    async def _pass(self, key: Key | Request, cost: int, wait: Duration) -> Decision:
-        decision = await (self.wait(key, cost, wait) if wait else self.check(key, cost))
-        if not decision.allowed:
-            raise LimitExceeded(decision)
-        await self._sleep(key, cost, decision)
-        return decision
-
-    async def _sleep(self, key: Key | Request, cost: int, decision: Decision) -> None:
-        """Sleep as a decision asks; whoever is cancelled in the queue leaves it."""
-        if not (pause := pause_ns(decision)):
-            return
-        try:
-            await self._clock.sleep_async(seconds_from_ns(pause))
-        except BaseException:
-            await self._take_back(key, cost, decision)
-            raise
-
-    async def _take_back(self, key: Key | Request, cost: int, decision: Decision) -> None:
-        """Undo an admission, if it was charged. See Limiter."""
-        if decision.allowed and not decision.degraded:
-            with suppress(StoreError):
-                # Shielded: whoever is cancelled a second time has still left the queue.
-                await asyncio.shield(self.refund(key, cost))
-
-    async def _too_late(
-        self, key: Key | Request, cost: int, decision: Decision, late_ns: int
-    ) -> Decision:
-        """An admission whose turn comes after the deadline is given back, and denied."""
-        if not decision.allowed:
-            return decision
-        await self._take_back(key, cost, decision)
-        look = await self.peek(key, cost)
-        return decision_with(look, allowed=False, retry_after_ns=late_ns, delay_ns=0)
-
     async def close(self) -> None:
         """Close the store, if this limiter opened it."""
         if self._follower is not None:
             await asyncio.to_thread(self._follower.stop)
-        awaited = self._store.as_async
-        if awaited is not None and self._owns_store:
+        if self._async_store is not None and self._owns_store:
             self._local.close()
-            await awaited.aclose()
+            await self._async_store.aclose()
         else:
             self._close()
 

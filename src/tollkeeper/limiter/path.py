@@ -1,291 +1,79 @@
-"""THE PATH: identify → match → decide, in one order for every limiter.
+"""THE PATH: identify → match → decide, the same for threads and asyncio.
 
-`Path` sequences the stages. `Limiter` (limiter.py) and `AsyncLimiter` (limiter_async.py) are its
-two faces, with the same verbs: the one for threads, the other awaited.
+    identify  a key, or a Request and the fields it is counted by, becomes a subject
+    match     a Request has the limits of the rules that match it (`RuleEngine`)
+    decide    the gate on the store charges the subject, if all limits have room
+
+`Limiter` and `AsyncLimiter` are the two faces of the path, with the same verbs. The first drives
+the steps below in the calling thread, the second on asyncio. Steps call the verbs of their limiter,
+for example `Call(self.check, …)`: one answers at once, the other is awaited.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import suppress
 from datetime import timedelta
-from os import PathLike
-from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Self, cast
+from typing import Any, Final
 
 from tollkeeper.core import switches
-from tollkeeper.core.clock import Clock, clock_of, duration_ns
-from tollkeeper.core.errors import ConfigError, StoreError, show
+from tollkeeper.core.clock import Clock, duration_ns, seconds_from_ns
+from tollkeeper.core.errors import CapacityError, ConfigError, LimitExceeded, StoreError, show
 from tollkeeper.core.model import (
-    DEFAULT_NAME,
     WINDOW_NS_MAX,
     AppliedRule,
     CheckResult,
     Decision,
-    Limit,
+    Limits,
     Request,
-    check_name,
+    decision_with,
     units_of,
 )
-from tollkeeper.core.rates import LimitsArgument, limits_of
-from tollkeeper.core.subjects import Key, check_by, subject_of, subject_of_request
+from tollkeeper.core.steps import Call, Steps, Undo
+from tollkeeper.core.subjects import Key, subject_of, subject_of_request
 from tollkeeper.decide.combine import combine_decisions
-from tollkeeper.decide.failure import FailurePolicy, check_policy, decision_on_failure
-from tollkeeper.decide.local_fallback import Asked, LocalFallback, LocalLimits, local_fallback_of
-from tollkeeper.decide.store import Gate, Store, StoreStats
-from tollkeeper.decide.stores import store_of
+from tollkeeper.decide.failure import FailurePolicy, decision_on_failure
+from tollkeeper.decide.local_fallback import LocalCheck, LocalLimits
+from tollkeeper.decide.store import AnyGate, Gate
 from tollkeeper.limiter.arguments import request_of
-from tollkeeper.metrics.tally import RuleCounts, Tally
-from tollkeeper.rules.compiled import CompiledRules
-from tollkeeper.rules.document.reading import Rules, document_of
-from tollkeeper.rules.penalties import Penalty
-from tollkeeper.rules.ruled import RuledGate
-from tollkeeper.rules.ruled_async import AsyncRuledGate
-
-if TYPE_CHECKING:
-    from tollkeeper.control.follow import Follower, LoadedRules, RulesStatus
+from tollkeeper.rules.engine import RuleEngine
 
 Duration = float | timedelta
 
-# To settle, so many attempts: halving the largest cost takes 30, and a limit that is refilled
-# faster than it is asked has a little room for ever.
-SETTLE_ATTEMPTS_MAX = 64
-# A longer timeout is as good as none, and would not fit a clock.
-_TIMEOUT_NS_MAX = 100 * WINDOW_NS_MAX
+# Halving the largest cost takes 30 attempts. The bound is for a limit that refills faster than it
+# is charged, which always has a little room.
+SETTLE_ATTEMPTS_MAX: Final = 64
+# A longer timeout does not fit a clock, and means no timeout.
+_TIMEOUT_NS_MAX: Final = 100 * WINDOW_NS_MAX
 
 
-class Path:
-    """What both limiters are: limits prepared on a store, and the order of the stages."""
+class LimiterPath:
+    """The verbs of a limiter, as steps. `LimiterSetup` provides the parts."""
 
-    # Of a limiter from rules; None for one with limits of its own.
-    _rules: RuledGate | AsyncRuledGate | None = None
-    _follower: Follower | None = None
+    _name: str
+    _by: tuple[str, ...] | None
+    _engine: RuleEngine | None = None
+    """The rules in force; None for a limiter with limits of its own."""
+    _gate: AnyGate
+    """The limiter's own limits on the store; unset for a limiter from rules."""
+    _limits: Limits
+    _applied: tuple[AppliedRule, ...]
+    _clock: Clock
+    _on_failure: FailurePolicy
+    _local: LocalLimits
 
-    def __init__(
-        self,
-        limits: LimitsArgument,
-        *,
-        store: str | Store = "memory://",
-        clock: Clock | None = None,
-        name: str = "",
-        by: Sequence[str] | None = None,
-        on_failure: FailurePolicy = "open",
-        local_fallback: LocalFallback | None = None,
-    ) -> None:
-        """Prepare `limits` on a store.
+    # The verbs of the face, which steps call. Those of AsyncLimiter are awaited.
+    check: Callable[..., Any]
+    peek: Callable[..., Any]
+    evaluate: Callable[..., Any]
+    refund: Callable[..., Any]
+    _sleep: Callable[[float], Any]
+    _check_together: Callable[..., Any]
 
-        `limits`      a rate string, a Limit, or several of either; all must pass.
-        `store`       a URI, or a store that another limiter uses too.
-        `clock`       where time comes from; by default the system. A store that is handed in
-                      decides by its own; this one is then for waiting.
-        `name`        keeps limiters on one store apart, and names this one in its decisions.
-        `by`          what a Request is counted by, for example ["tenant", "user"].
-        `on_failure`  what to answer when the store cannot decide: open, closed, local or raise.
-        `local_fallback`     how `local` limits then.
-        """
-        check_name("name", name)
-        prepared = limits_of(limits)
-        self._by = check_by(by) if by is not None else None
-        self._name = name
-        self._start(
-            store, clock, on_failure, local_fallback, lambda: self._store.gate(prepared, name)
-        )
+    # ── Identify ───────────────────────────────────────────────────────────────────────────────
 
-    @classmethod
-    def from_rules(
-        cls,
-        rules: Rules,
-        *,
-        store: str | Store = "memory://",
-        clock: Clock | None = None,
-        on_failure: FailurePolicy = "open",
-        local_fallback: LocalFallback | None = None,
-        follow: bool = True,
-        poll: float = 1.0,
-        snapshot: str | PathLike[str] | None = None,
-    ) -> Self:
-        """A limiter whose limits a rule document says; `check` takes a Request.
-
-        `rules`       the path of a document, its text, a Document, or the URL of a database
-                      ("sqlite:///rules.db", "postgresql://app@host/rules").
-        `store`, `clock` and `on_failure` as of the constructor; a rule's own `on_failure` goes
-        before.
-        `local_fallback`  how `on_failure: local` limits while the store cannot be asked.
-        `follow`      put every later version of a file or database into force as it appears.
-        `poll`        ask for one every so many seconds, also where nothing hints at a change.
-        `snapshot`    a file that keeps the last good rules, to start with while `rules` is away.
-
-        Blocks until the rules are there; what follows them is a thread of its own. Raises
-        ConfigError for a document that is wrong, with every place in it that is, and for a
-        database that holds no rules yet; StoreUnavailable for one that cannot be reached.
-        """
-        # Imported here: limits alone do without what reads, follows and keeps documents.
-        from tollkeeper.control.follow import (  # noqa: PLC0415 - see above
-            Follower,
-            FollowOptions,
-            load,
-            poll_s_of,
-        )
-
-        limiter = cls.__new__(cls)
-        options = FollowOptions(poll_s_of(poll), None if snapshot is None else FilePath(snapshot))
-        loaded = load(rules, options.snapshot)
-        Path._start_with_rules(limiter, loaded, store, clock, on_failure, local_fallback)
-        Path._follow(limiter, Follower(limiter, rules, loaded, options, limiter.store), follow)
-        return limiter
-
-    def _follow(self, follower: Follower, follow: bool) -> None:
-        self._follower = follower
-        if follow:
-            follower.start()
-
-    def _start_with_rules(
-        self,
-        loaded: LoadedRules,
-        store: str | Store,
-        clock: Clock | None,
-        on_failure: FailurePolicy,
-        local_fallback: LocalFallback | None,
-    ) -> None:
-        self._by = None
-        self._name = ""
-        self._start(store, clock, on_failure, local_fallback, lambda: self._ruled(loaded))
-
-    def _ruled(self, loaded: LoadedRules) -> Gate:
-        """Rules on the store, as a gate whose subject is a request."""
-        self._rules = self._gate_for_rules()(
-            self._store,
-            loaded.document,
-            self._clock,
-            loaded.status.version,
-            self._on_failure,
-            self._local,
-        )
-        return cast("Gate", self._rules)
-
-    def _gate_for_rules(self) -> type[RuledGate | AsyncRuledGate]:
-        return RuledGate
-
-    def _start(
-        self,
-        store: str | Store,
-        clock: Clock | None,
-        on_failure: FailurePolicy,
-        local_fallback: LocalFallback | None,
-        prepare: Callable[[], Gate],
-    ) -> None:
-        check_policy(on_failure)
-        self._on_failure = on_failure
-        self._clock = clock_of(clock)
-        self._local = LocalLimits(local_fallback_of(local_fallback), self._clock)
-        self._owns_store = isinstance(store, str)
-        self._store = store_of(store, self._clock)
-        try:
-            self._gate = prepare()
-            self._applied = (AppliedRule(self._name or DEFAULT_NAME, self._gate.limits),)
-            self._check: Callable[..., Decision] = (
-                self._gate.fast_check(self._check_in_full) or self._check_in_full
-            )
-            self._bind()
-        except BaseException:
-            self._close()
-            raise
-
-    def _bind(self) -> None:
-        """For a face to prepare what it needs of the gate."""
-
-    @property
-    def limits(self) -> tuple[Limit, ...]:
-        """The limits that a check must pass."""
-        return tuple(self._gate.limits)
-
-    @property
-    def store(self) -> Store:
-        """The store, to share with another limiter."""
-        return self._store
-
-    @property
-    def clock(self) -> Clock:
-        """What it waits by, and decides by where the store has no time of its own."""
-        return self._clock
-
-    @property
-    def on_failure(self) -> FailurePolicy:
-        """What it answers when the store cannot decide; a rule may say otherwise."""
-        return self._on_failure
-
-    @property
-    def has_rules(self) -> bool:
-        """True for a limiter that was made with `from_rules`."""
-        return self._rules is not None
-
-    @property
-    def compiled_rules(self) -> CompiledRules:
-        """The rules in force, compiled. They never change; a new document replaces them."""
-        return self._ruled_gate().compiled_rules
-
-    def stats(self) -> StoreStats:
-        """What the store holds."""
-        return self._store.stats()
-
-    def use(self, rules: Rules, version: str = "") -> None:
-        """Put other rules in force, in one step; a check that has begun keeps those it began with.
-
-        Raises ConfigError for a document that is wrong; then the old one stays.
-        """
-        self._ruled_gate().use(document_of(rules), version)
-
-    def rules_status(self) -> RulesStatus:
-        """Which version of the rules is in force, where it came from, and how fresh it is."""
-        version = self.compiled_rules.version
-        assert self._follower is not None, "every limiter from rules has one"  # noqa: S101 - ours
-        return replace(self._follower.status(), version=version)
-
-    def counts(self) -> dict[str, RuleCounts]:
-        """How often each rule allowed and denied, in this process, since it came into force."""
-        return dict(self._ruled_gate().counts)
-
-    def tally(self) -> Tally:
-        """What this process has counted beside its rules: lists, errors, time on the way."""
-        return self._ruled_gate().tally
-
-    def penalties(self) -> list[Penalty]:
-        """The cool-downs and blocks that this process has given and that are not over yet.
-
-        `reset` ends those of a request, on every node.
-        """
-        return self._ruled_gate().watch.standing(self._clock.now_ns())
-
-    def on_penalty(self, tell: Callable[[Penalty], None]) -> None:
-        """Call `tell` with each cool-down and block that this process gives.
-
-        It is called while the request waits, so it should be quick; what it raises is logged.
-        """
-        self._ruled_gate().on_penalty = tell
-
-    def push_load(self, load: float) -> None:
-        """Say how busy things are, from 0.0 (idle) to 1.0, for rules that scale by `pushed`."""
-        self._ruled_gate().loads.push(load)
-
-    def factors(self) -> dict[str, float]:
-        """For each rule that follows the load, what part of its limits is in force now."""
-        return self._ruled_gate().factors()
-
-    def _ruled_gate(self) -> RuledGate | AsyncRuledGate:
-        if self._rules is None:
-            raise ConfigError(
-                f"this limiter has limits, not rules; make it with "
-                f'{type(self).__name__}.from_rules("limits.yaml")'
-            )
-        return self._rules
-
-    def _asked(self, key: Key | Request, cost: int) -> tuple[str, int]:
-        """Who is counted, and for how much."""
-        return self._identify(key), units_of(cost, "cost")
-
-    def _identify(self, key: Key | Request) -> str:
-        if self._rules is not None:
-            return cast("str", request_of(key))  # whose gate takes a request for a subject
+    def _subject_of(self, key: Key | Request) -> str:
+        """Return the subject that a key or a request is counted under."""
         if not isinstance(key, Request):
             return subject_of(key)
         if self._by is None:
@@ -295,98 +83,217 @@ class Path:
             )
         return subject_of_request(key, self._by)
 
-    def _check_in_full(self, key: Key | Request, cost: int = 1) -> Decision:
-        """Every stage of a check. A store may have a shortcut that comes here when it must."""
-        return self._decide(self._gate.check, key, cost)
+    # ── Decide ─────────────────────────────────────────────────────────────────────────────────
 
-    def _decide(
-        self, verb: Callable[[str, int], Decision], key: Key | Request, cost: int
-    ) -> Decision:
-        subject, cost = self._asked(key, cost)
+    def _check_limits(self, gate: Gate, key: Key | Request, cost: int = 1) -> Decision:
+        """Check the limiter's own limits on a store that answers at once.
+
+        A compiled `check` of the store calls this for anything but a plain key and cost.
+        """
+        subject, units = self._subject_of(key), units_of(cost, "cost")
         if switches.limiting_off:
             return self._unlimited()
         try:
-            return verb(subject, cost)
+            return gate.check(subject, units)
         except StoreError as error:
-            spend = verb == self._gate.check
-            return self._degraded(error, key, subject, cost, spend=spend)
+            return self._failed(error, key, subject, units, spend=True)
+
+    def _check_rules(self, engine: RuleEngine, key: Key | Request, cost: int = 1) -> Decision:
+        """Check the rules on a store that answers at once."""
+        request, units = request_of(key), units_of(cost, "cost")
+        return self._unlimited() if switches.limiting_off else engine.check(request, units)
+
+    def _peek(self, key: Key | Request, cost: int) -> Steps[Decision]:
+        if self._engine is not None:
+            request, units = request_of(key), units_of(cost, "cost")
+            if switches.limiting_off:
+                return self._unlimited()
+            return (yield from self._engine.peek_steps(request, units))
+        subject, units = self._subject_of(key), units_of(cost, "cost")
+        if switches.limiting_off:
+            return self._unlimited()
+        try:
+            decision: Decision = yield Call(self._gate.peek, subject, units)
+        except StoreError as error:
+            return self._failed(error, key, subject, units, spend=False)
+        return decision
+
+    def _evaluate_all(
+        self, checks: Sequence[tuple[Key | Request, int]]
+    ) -> Steps[list[CheckResult]]:
+        if switches.limiting_off:
+            results: list[CheckResult] = []
+            for key, cost in checks:
+                results.append((yield Call(self.evaluate, key, cost)))
+            return results
+        if self._engine is not None:
+            requests = [(request_of(key), units_of(cost, "cost")) for key, cost in checks]
+            return (yield from self._engine.evaluate_all_steps(requests))
+        charges = [
+            (self._gate, self._subject_of(key), units_of(cost, "cost")) for key, cost in checks
+        ]
+        try:
+            decisions: list[Decision] = yield Call(self._check_together, charges)
+        except StoreError as error:
+            decisions = [
+                self._failed(error, key, subject, units, spend=True)
+                for (key, _), (_, subject, units) in zip(checks, charges, strict=True)
+            ]
+        return [self.result_of(decision) for decision in decisions]
 
     def _unlimited(self) -> Decision:
-        """What a check answers while a test has limiting switched off."""
-        limit = self._gate.limits[0]
+        """Return the answer of every check while a test has switched limiting off."""
+        limit = self._limits[0]
         return Decision(True, limit, limit.capacity, rule=self._name)
 
-    def _degraded(
-        self, error: StoreError, key: Key | Request, subject: str, cost: int, *, spend: bool
+    def _failed(
+        self, error: StoreError, key: Key | Request, subject: str, units: int, *, spend: bool
     ) -> Decision:
-        """What a check answers when the store could not decide."""
-        if self._rules is None:  # rules have asked already, and are to raise the error
-            self._local.note_failure(error)
-            if self._on_failure in {"open", "local"}:
-                asked = [Asked(self.limits, self._name, subject, cost)]
-                local = self._on_failure == "local"
-                address = key.ip if isinstance(key, Request) else None
-                found = self._local.decide(asked if local else [], address, spend=spend)
-                if found:
-                    return combine_decisions(found)
-        return decision_on_failure(error, self._on_failure, self._gate.limits[0], self._name)
+        """Return the answer of the failure policy after the store could not decide."""
+        self._local.note_failure(error)
+        if self._on_failure in {"open", "local"}:
+            checks = []
+            if self._on_failure == "local":
+                checks = [LocalCheck(self._limits, self._name, subject, units)]
+            address = key.ip if isinstance(key, Request) else None
+            found = self._local.decide(checks, address, spend=spend)
+            if found:
+                return combine_decisions(found)
+        return decision_on_failure(error, self._on_failure, self._limits[0], self._name)
 
     def result_of(self, decision: Decision) -> CheckResult:
         """Return a decision that `check` made by the limiter's own limits as `evaluate` does."""
-        return self._ruling(decision)
-
-    def _ruling(self, decision: Decision) -> CheckResult:
-        """A decision by the limiter's own limits, with its grounds."""
         if switches.limiting_off:
             return CheckResult(decision, kind="unlimited")
         failed = decision.degraded and not decision.allowed and self._on_failure == "closed"
         return CheckResult(decision, self._applied, "unavailable" if failed else "limited")
 
-    def _ttl_ns(self, ttl: Duration | None) -> int | None:
-        if ttl is None:
-            return None
-        ttl_ns = duration_ns("ttl", ttl, WINDOW_NS_MAX + 1, "ttl=3600 (seconds)")
-        if not 0 < ttl_ns <= WINDOW_NS_MAX:
-            raise ConfigError(
-                f"ttl={show(ttl)} is not between 1 ns and 366 days; for example ttl=3600"
+    # ── Charge differently afterwards ──────────────────────────────────────────────────────────
+
+    def _refund(self, key: Key | Request, cost: int) -> Steps[None]:
+        if self._engine is not None:
+            request, units = request_of(key), units_of(cost, "cost")
+            if not switches.limiting_off:
+                yield from self._engine.refund_steps(request, units)
+            return
+        subject, units = self._subject_of(key), units_of(cost, "cost")
+        if not switches.limiting_off:
+            yield Call(self._gate.refund, subject, units)
+
+    def _grant(self, key: Key | Request, units: int, ttl: Duration | None) -> Steps[None]:
+        ttl_ns = _ttl_ns(ttl)
+        if self._engine is not None:
+            return (
+                yield from self._engine.grant_steps(
+                    request_of(key), units_of(units, "units"), ttl_ns
+                )
             )
-        return ttl_ns
+        yield Call(self._gate.grant, self._subject_of(key), units_of(units, "units"), ttl_ns)
 
-    def _late_ns(self, decision: Decision, deadline_ns: int | None) -> int:
-        """By how much the pause that a decision asks for would overrun; 0 if it does not."""
-        pause = pause_ns(decision)
-        if deadline_ns is None or pause == 0:
-            return 0
-        return max(self._clock.now_ns() + pause - deadline_ns, 0)
+    def _reset(self, key: Key | Request) -> Steps[None]:
+        if self._engine is not None:
+            return (yield from self._engine.reset_steps(request_of(key)))
+        yield Call(self._gate.reset, self._subject_of(key))
 
-    def _deadline_ns(self, timeout: Duration | None) -> int | None:
-        if timeout is None:
-            return None
-        return self._clock.now_ns() + duration_ns(
-            "timeout", timeout, _TIMEOUT_NS_MAX, "timeout=5 (seconds)"
-        )
+    def _settle(self, key: Key | Request, reserved: int, actual: int) -> Steps[int]:
+        units = units_of(actual, "actual") - units_of(reserved, "reserved")
+        if units < 0:
+            yield Call(self.refund, key, -units)
+        left = attempt = max(units, 0)
+        for _ in range(SETTLE_ATTEMPTS_MAX):
+            attempt = min(attempt, left)
+            if not attempt:
+                break
+            try:
+                peeked: Decision = yield Call(self.peek, key, attempt)
+            except CapacityError:
+                peeked = decision_with((yield Call(self.peek, key, 0)), allowed=False)
+            if peeked.degraded:
+                break
+            if not peeked.allowed:
+                # A rule that charges several units for each may have more remaining than fit.
+                has_fewer = 0 < peeked.remaining < attempt
+                attempt = peeked.remaining if has_fewer else attempt // 2
+                continue
+            spent: Decision = yield Call(self.check, key, attempt)
+            if spent.degraded:
+                break
+            if spent.allowed:
+                left -= attempt
+            else:  # a peek at a split rule sees all parts, and a check charges one of them
+                attempt //= 2
+        return left
 
-    def _close(self) -> None:
-        if self._follower is not None:
-            self._follower.stop()
-        self._local.close()
-        if self._owns_store:
-            self._store.close()
+    # ── Wait ───────────────────────────────────────────────────────────────────────────────────
+
+    def _wait(self, key: Key | Request, cost: int, timeout: Duration | None) -> Steps[Decision]:
+        deadline_ns: int | None = None
+        if timeout is not None:
+            deadline_ns = self._clock.now_ns() + duration_ns(
+                "timeout", timeout, _TIMEOUT_NS_MAX, "timeout=5 (seconds)"
+            )
+        while True:
+            decision: Decision = yield Call(self.check, key, cost)
+            pause_ns = _pause_ns(decision)
+            if deadline_ns is not None and pause_ns:
+                late_ns = self._clock.now_ns() + pause_ns - deadline_ns
+                if late_ns > 0:
+                    return (yield from self._too_late(key, cost, decision, late_ns))
+            yield from self._pause(key, cost, decision)
+            if decision.allowed:
+                return decision_with(decision, delay_ns=0)
+
+    def _too_late(
+        self, key: Key | Request, cost: int, decision: Decision, late_ns: int
+    ) -> Steps[Decision]:
+        """Return a denial; refund an admission whose delay ends after the deadline."""
+        if not decision.allowed:
+            return decision
+        yield from self._take_back(key, cost, decision)
+        peeked: Decision = yield Call(self.peek, key, cost)
+        return decision_with(peeked, allowed=False, retry_after_ns=late_ns, delay_ns=0)
+
+    def _pass(self, key: Key | Request, cost: int, wait: Duration) -> Steps[Decision]:
+        """Check, or wait for room, and sleep the delay. Raises LimitExceeded for a denial."""
+        if wait:
+            decision = yield from self._wait(key, cost, wait)
+        else:
+            decision = yield Call(self.check, key, cost)
+        if not decision.allowed:
+            raise LimitExceeded(decision)
+        yield from self._pause(key, cost, decision)
+        return decision
+
+    def _pause(self, key: Key | Request, cost: int, decision: Decision) -> Steps[None]:
+        """Sleep until a decision takes effect; refund it if the sleep is interrupted."""
+        pause_ns = _pause_ns(decision)
+        if not pause_ns:
+            return
+        try:
+            yield Call(self._sleep, seconds_from_ns(pause_ns))
+        except BaseException:
+            yield from self._take_back(key, cost, decision)
+            raise
+
+    def _take_back(self, key: Key | Request, cost: int, decision: Decision) -> Steps[None]:
+        """Refund an admission that was charged. A degraded one was not.
+
+        If the store fails here, the units stay spent; the caller's own error matters more.
+        """
+        if decision.allowed and not decision.degraded:
+            with suppress(StoreError):
+                yield Undo(self.refund, key, cost)
 
 
-def pause_ns(decision: Decision) -> int:
-    """How long to sleep: until the turn comes, or until it is worth asking again."""
+def _pause_ns(decision: Decision) -> int:
+    """Return how long to sleep: the delay of an admission, or the time until a retry."""
     return decision.delay_ns if decision.allowed else decision.retry_after_ns
 
 
-def to_settle(reserved: int, actual: int) -> int:
-    """Units still to spend for a request that was charged `reserved`; to give back, if negative."""
-    return units_of(actual, "actual") - units_of(reserved, "reserved")
-
-
-def less(look: Decision, units: int) -> int:
-    """How many to try for where `units` do not fit: what remains, or half if that was no help.
-
-    A rule that charges several units for each may have more remaining than fit.
-    """
-    return look.remaining if 0 < look.remaining < units else units // 2
+def _ttl_ns(ttl: Duration | None) -> int | None:
+    if ttl is None:
+        return None
+    ttl_ns = duration_ns("ttl", ttl, WINDOW_NS_MAX + 1, "ttl=3600 (seconds)")
+    if not 0 < ttl_ns <= WINDOW_NS_MAX:
+        raise ConfigError(f"ttl={show(ttl)} is not between 1 ns and 366 days; for example ttl=3600")
+    return ttl_ns

@@ -161,10 +161,13 @@ class Instrumented:
         verbs = {"check": limiter.check, "evaluate_all": limiter.evaluate_all}
         if self._ruled:  # without rules, `evaluate` calls `check`, and one span is enough
             verbs["evaluate"] = limiter.evaluate
-        replaced = {name: vars(limiter).get(name) for name in verbs}
+        replaced = {name: vars(limiter).get(name) for name in (*verbs, "evaluate_repeated")}
         is_async = isinstance(limiter, AbstractAsyncContextManager)
         for name, verb in verbs.items():
             setattr(limiter, name, self._traced_async(verb) if is_async else self._traced(verb))
+        limiter.evaluate_repeated = lambda repeated: limiter.evaluate(
+            repeated.request, repeated.cost
+        )
         return replaced
 
     def _traced(self, verb: Callable[..., Any]) -> Callable[..., Any]:

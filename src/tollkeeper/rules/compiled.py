@@ -1,16 +1,16 @@
-"""A document in force: which limits a request has to pass, prepared on a store.
+"""A rule document, compiled and prepared on a store: the limits that a request has to pass.
 
-A policy never changes. A new document is a new policy, put in the old one's place in one step; a
-request that has begun sees the one it began with, from start to end.
+CompiledRules never change. A new document is compiled into a new object, which replaces the old one
+in one step. A request uses the same object from start to end.
 
-The limits of a rule, from the general to the particular: its own `limits` (or, if it has none,
-those of the request's tier in the document), its `tiers`, its `keys`, and an override that is in
-force now. What was spent carries over where the limits are the same but for their numbers.
+The limits of a rule, from the general to the specific: its own `limits` (or, if it has none, the
+document's limits for the request's tier), its `tiers`, its `keys`, and an override that is in force
+now. Consumption carries over between limits that differ only in their numbers.
 
-A gate is made when it is first asked for, and kept with the choice of limits that it is for. There
-are as many choices as the document has limits, times its overrides that multiply them, and
-FACTOR_STEPS gates of each at most (times its parts, where a rule splits them): callers cannot make
-more.
+A gate is made when it is first needed and kept with the choice of limits it belongs to. The number
+of gates is bounded by the document, not by its callers: one choice for each set of limits in the
+document, times the overrides that multiply them, and for each choice at most FACTOR_STEPS gates
+(times the parts of a rule that splits its limits).
 """
 
 from __future__ import annotations
@@ -23,77 +23,76 @@ from fractions import Fraction
 from hashlib import blake2b
 from operator import attrgetter
 from random import random
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
-from tollkeeper.core.model import (
-    REQUEST_FIELDS,
-    AppliedRule,
-    Limits,
-    Request,
-)
+from tollkeeper.core.model import REQUEST_FIELDS, AppliedRule, Limits, Request
 from tollkeeper.core.rates import scaled
 from tollkeeper.core.subjects import KEY_LENGTH_MAX, SEPARATOR, subject_of_request
+from tollkeeper.decide.store import AnyGate
 from tollkeeper.rules.document.model import Document, Override, Rule
-from tollkeeper.rules.matching.lists import Lists
+from tollkeeper.rules.matching.lists import Lists, Verdict
 from tollkeeper.rules.matching.patterns import normalised
 from tollkeeper.rules.matching.table import CompiledRule, RuleTable
-from tollkeeper.rules.splitting import parts_of, share, subject_of_part
+from tollkeeper.rules.splitting import part_count, part_limits, part_subject
 
-Source = Literal["default", "tier", "key", "override"]
-Verdict = Literal["allow", "deny"]
+LimitSource = Literal["default", "tier", "key", "override"]
+MakeGate = Callable[[Limits, str], AnyGate]
 
-# The tier of those who have none that the document knows, where it has this one.
+# The tier of requests whose tier the document does not know, if the document has this tier.
 DEFAULT_TIER: Final = "default"
-# The steps in which limits follow a factor; each is a gate of its own.
+# Limits follow the load in this many steps. Each step has a gate.
 FACTOR_STEPS: Final = 100
-# The subject of rules that count everything together.
+# The subject of rules that count all requests together.
 _EVERYONE: Final = "*"
-# Whose tier and overrides count, the first of them most.
+# The fields whose tier assignments and overrides apply, in order of precedence.
 _OWNERS: Final = ("user", "api_key", "tenant")
-# What is counted in another form than it came in: see CompiledRules.subject_of.
-_REWRITTEN: Final = frozenset({"tier", "endpoint", "method"})
-# Beyond, a path is counted by its digest, as is one that holds %1F: a caller may send any path.
+# Fields that are normalised before they are counted: see CompiledRules.subject_of.
+_NORMALISED: Final = frozenset({"tier", "endpoint", "method"})
+# A longer path is counted by its digest, and so is one with %1F: a client may send any path.
 _PATH_LENGTH_MAX: Final = 256
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class PreparedLimits:
-    """Limits as they are in force, and the gates for them: one, or one for each part."""
+    """Limits on a store: one gate, or one for each part if the rule splits its limits."""
 
     __slots__ = ("applied", "gates", "limits")
 
-    def __init__(
-        self, limits: Limits, rule: str, split: int, make_gate: Callable[[Limits, str], Any]
-    ) -> None:
+    def __init__(self, limits: Limits, rule: str, split: int, make_gate: MakeGate) -> None:
         self.limits = limits
         self.applied = AppliedRule(rule, limits)
-        parts = parts_of(limits, split)
-        shares = [limits] if parts == 1 else [share(limits, parts, at) for at in range(parts)]
-        self.gates = [make_gate(each, rule) for each in shares]
+        parts = part_count(limits, split)
+        shares = [limits] if parts == 1 else [part_limits(limits, parts, at) for at in range(parts)]
+        self.gates = [make_gate(share, rule) for share in shares]
 
 
 class LimitChoice:
-    """Limits that a rule has for some requests, where they come from, and how they are in force."""
+    """Limits that a rule has for some requests, and where in the document they come from."""
 
-    __slots__ = ("detail", "limits", "multiplied", "override", "source", "steps")
+    __slots__ = ("by_override", "by_step", "detail", "limits", "override", "source")
 
     def __init__(
-        self, limits: Limits, source: Source, detail: str = "", override: Override | None = None
+        self,
+        limits: Limits,
+        source: LimitSource,
+        detail: str = "",
+        override: Override | None = None,
     ) -> None:
         self.limits = limits
         self.source = source
         self.detail = detail
         self.override = override
-        self.steps: dict[int, PreparedLimits] = {}  # by the step of the factor
-        self.multiplied: dict[int, LimitChoice] = {}  # by the override's place in the document
+        self.by_step: dict[int, PreparedLimits] = {}
+        self.by_override: dict[int, LimitChoice] = {}
+        """The same limits multiplied, by the position of the override in the document."""
 
 
 class RuleCheck(NamedTuple):
     """One rule's part in a request: the gate, the subject and the units to check."""
 
-    gate: Any
+    gate: AnyGate
     gate_subject: str
-    """What the gate counts: the subject, or one part of it if the rule splits its limits."""
+    """The subject that the gate counts: `subject`, or one part of it if the rule is split."""
     units: int
     rule: Rule
     choice: LimitChoice
@@ -108,24 +107,29 @@ class RuleCheck(NamedTuple):
         return self.prepared.applied
 
     @property
-    def parts(self) -> list[tuple[Any, str]]:
+    def parts(self) -> list[tuple[AnyGate, str]]:
         """Every gate and subject that the counts are kept under."""
         gates = self.prepared.gates
         if len(gates) == 1:
             return [(self.gate, self.gate_subject)]
-        return [(gate, subject_of_part(self.subject, at)) for at, gate in enumerate(gates)]
+        return [(gate, part_subject(self.subject, at)) for at, gate in enumerate(gates)]
 
 
 class CheckPlan(NamedTuple):
-    """What a request has to pass; or, if a list knows it, the list's verdict and nothing else."""
+    """The rules that a request has to pass; or only a verdict, if the request is on a list."""
 
     enforced: tuple[RuleCheck, ...] | list[RuleCheck] = ()
     shadowed: tuple[RuleCheck, ...] | list[RuleCheck] = ()
     verdict: Verdict | None = None
 
+    @property
+    def checks(self) -> list[RuleCheck]:
+        """Every rule that charges the request: the enforced ones and those in shadow mode."""
+        return [*self.enforced, *self.shadowed]
+
 
 class PreparedRule:
-    """A rule, and what of it does not depend on the request."""
+    """A rule, and the part of its preparation that does not depend on the request."""
 
     __slots__ = (
         "by_override",
@@ -134,9 +138,9 @@ class PreparedRule:
         "factor",
         "id",
         "keys",
+        "prefix",
         "read",
         "rule",
-        "start",
     )
 
     def __init__(self, rule: CompiledRule, factor: Callable[[], float] | None) -> None:
@@ -146,24 +150,26 @@ class PreparedRule:
         self.factor = factor
         self.default = LimitChoice(written.limits, "default") if written.limits else None
         self.by_tier = {
-            tier: LimitChoice(each, "tier", tier) for tier, each in written.tiers.items()
+            tier: LimitChoice(limits, "tier", tier) for tier, limits in written.tiers.items()
         }
-        self.by_override: dict[int, LimitChoice] = {}  # by the override's place in the document
+        self.by_override: dict[int, LimitChoice] = {}
+        """Limits of overrides, by their position in the document."""
         self.keys = tuple(
             (matches, LimitChoice(written.keys[text], "key", text)) for text, matches in rule.keys
         )
-        # Most rules count by one field as it came; those need not take the long way.
+        # Most rules count by one field as the request has it, which has a short cut.
         field = written.by[0] if len(written.by) == 1 else ""
-        plain = field in REQUEST_FIELDS and field not in _REWRITTEN
+        plain = field in REQUEST_FIELDS and field not in _NORMALISED
         self.read = attrgetter(field) if plain else None
-        self.start = f"{field}:"
+        self.prefix = f"{field}:"
 
     def subject_of(self, request: Request, tier: str | None) -> str:
+        """Return the subject that the rule counts the request under."""
         if self.read is not None:
             value = self.read(request)
             if type(value) is str:
-                subject = self.start + value
-                # The other conditions of a key hold for what is checked here.
+                subject = self.prefix + value
+                # The other conditions on keys hold for every string that passes these three.
                 if (
                     len(subject) <= KEY_LENGTH_MAX
                     and subject.isascii()
@@ -173,13 +179,13 @@ class PreparedRule:
         by = self.rule.rule.by
         if not by:
             return _EVERYONE
-        if not _REWRITTEN.isdisjoint(by):
+        if not _NORMALISED.isdisjoint(by):
             request = _as_counted(request, tier)
         return subject_of_request(request, by)
 
 
 def _as_counted(request: Request, tier: str | None) -> Request:
-    """With the tier it is assigned to, and endpoint and method spelled in the one way they have."""
+    """Return the request with its assigned tier, and endpoint and method in their one spelling."""
     path = request.endpoint
     if isinstance(path, str):
         path = normalised(path)
@@ -190,7 +196,7 @@ def _as_counted(request: Request, tier: str | None) -> Request:
 
 
 class CompiledRules:
-    """A document, compiled and prepared on a store."""
+    """A rule document, compiled and prepared on a store."""
 
     __slots__ = (
         "_assign",
@@ -208,7 +214,7 @@ class CompiledRules:
     def __init__(
         self,
         document: Document,
-        make_gate: Callable[[Limits, str], Any],
+        make_gate: MakeGate,
         now_ns: Callable[[], int],
         version: str = "",
         factors: Mapping[str, Callable[[], float]] | None = None,
@@ -216,8 +222,8 @@ class CompiledRules:
         """Compile a document.
 
         `make_gate`  prepares limits under a rule's id on the store.
-        `now_ns`     the time that overrides end by.
-        `factors`    for a rule's id, the factor that its limits follow now.
+        `now_ns`     the time by which overrides end.
+        `factors`    by rule id, the factor of rules whose limits follow the load.
         """
         self.document = document
         self.version = version
@@ -230,18 +236,19 @@ class CompiledRules:
         self._now_ns = now_ns
         factors = factors or {}
         self._rules = [PreparedRule(rule, factors.get(rule.rule.id)) for rule in self.table.rules]
-        # For whom: until when (None: for good), the place in the document, the override.
+        # By owner: the end (None: no end), the position in the document, and the override.
         self._overrides: dict[tuple[str, str], list[tuple[int | None, int, Override]]] = {}
-        for place, override in enumerate(document.overrides):
+        for position, override in enumerate(document.overrides):
             owner = (override.attribute, override.value)
-            self._overrides.setdefault(owner, []).append((_ns(override.until), place, override))
+            self._overrides.setdefault(owner, []).append((_ns(override.until), position, override))
         self.is_steady = not self._overrides and not any(
-            each.factor is not None or each.rule.rule.split > 1 for each in self._rules
+            prepared.factor is not None or prepared.rule.rule.split > 1 for prepared in self._rules
         )
-        """Whether a request has one plan for good: nothing ends, is split or follows a load."""
+        """True if equal requests always have equal plans: no rule has an override, a split or a
+        factor."""
 
     def plan(self, request: Request, cost: int) -> CheckPlan:
-        """What the request has to pass."""
+        """Return the rules that a request has to pass, with the gates to check."""
         if self._lists is not None:
             verdict = self._lists.verdict(request)
             if verdict is not None:
@@ -258,48 +265,52 @@ class CompiledRules:
                     continue
                 choice = self._choose(prepared, request, tier)
                 if choice is not None:
-                    check = self._item(prepared, subject, choice, request, cost)
+                    check = self._check_of(prepared, subject, choice, request, cost)
                     (shadowed if rule.rule.mode == "shadow" else enforced).append(check)
                 break
         return CheckPlan(enforced, shadowed)
 
-    def _item(
+    def _check_of(
         self, prepared: PreparedRule, subject: str, choice: LimitChoice, request: Request, cost: int
     ) -> RuleCheck:
         rule = prepared.rule
+        written = rule.rule
         step = FACTOR_STEPS
         if prepared.factor is not None:
             step = factor_step(prepared.factor())
-        in_force = choice.steps.get(step)
-        if in_force is None:
-            limits = choice.limits
-            if step < FACTOR_STEPS:
-                limits = scaled(limits, Fraction(step, FACTOR_STEPS))
-            # Two threads may both make one; both are for the same counts.
-            in_force = PreparedLimits(limits, prepared.id, rule.rule.split, self._make_gate)
-            choice.steps[step] = in_force
-        units = cost * (rule.rule.cost if not rule.costs else self.cost_of(rule, request))
-        gates = in_force.gates
+        limits = choice.by_step.get(step)
+        if limits is None:
+            # Two threads may both prepare these limits; both gates have the same counts.
+            limits = choice.by_step[step] = PreparedLimits(
+                choice.limits
+                if step == FACTOR_STEPS
+                else scaled(choice.limits, Fraction(step, FACTOR_STEPS)),
+                prepared.id,
+                written.split,
+                self._make_gate,
+            )
+        units = cost * (written.cost if not rule.costs else self.cost_of(rule, request))
+        gates = limits.gates
         if len(gates) == 1:
-            return RuleCheck(gates[0], subject, units, rule.rule, choice, step, in_force, subject)
-        part = int(random() * len(gates))  # noqa: S311 - any spread will do
-        kept_as = subject_of_part(subject, part)
-        return RuleCheck(gates[part], kept_as, units, rule.rule, choice, step, in_force, subject)
+            return RuleCheck(gates[0], subject, units, written, choice, step, limits, subject)
+        part = int(random() * len(gates))  # noqa: S311 - spreads load, protects no secret
+        gate_subject = part_subject(subject, part)
+        return RuleCheck(gates[part], gate_subject, units, written, choice, step, limits, subject)
 
     def cost_of(self, rule: CompiledRule, request: Request) -> int:
-        """Units for each unit that is asked for."""
+        """Return the units that the rule charges for each unit of the request's cost."""
         return rule.cost(None if request.endpoint is None else normalised(request.endpoint))
 
     def subject_of(self, rule: CompiledRule, request: Request, tier: str | None) -> str:
-        """Who the request counts as under a rule.
+        """Return the subject that a rule counts the request under.
 
-        An endpoint counts as `matching/paths.py` spells it and a method in capitals, or any other
-        spelling would have a count of its own; a tier is also the one that is assigned.
+        An endpoint is counted as `matching/patterns.py` normalises it and a method in capitals;
+        otherwise each spelling would have a separate count. The tier is the assigned one.
         """
         return self._rules[rule.order].subject_of(request, tier)
 
     def tier_of(self, request: Request) -> str | None:
-        """The request's tier: its own, or the one that its user, key or tenant is assigned to."""
+        """Return the request's tier: its own, or the one assigned to its user, key or tenant."""
         if request.tier is not None or not self._assign:
             return request.tier
         for attribute in _OWNERS:
@@ -311,29 +322,26 @@ class CompiledRules:
         return None
 
     def choose(self, rule: CompiledRule, request: Request, tier: str | None) -> LimitChoice | None:
-        """The limits of a rule for a request; None where it has none for its tier."""
+        """Return the limits of a rule for a request; None if the rule has none for its tier."""
         return self._choose(self._rules[rule.order], request, tier)
-
-    def _has_tier(self, prepared: PreparedRule, tier: str) -> bool:
-        return tier in prepared.by_tier or tier in self.document.tiers
 
     def _choose(
         self, prepared: PreparedRule, request: Request, tier: str | None
     ) -> LimitChoice | None:
         choice = prepared.default
-        if choice is None and (tier is None or not self._has_tier(prepared, tier)):
+        tiers = self.document.tiers
+        if choice is None and (tier is None or not (tier in prepared.by_tier or tier in tiers)):
             tier = DEFAULT_TIER
         if tier is not None:
             choice = prepared.by_tier.get(tier, choice)
-            if choice is None and tier in self.document.tiers:
-                limits = self.document.tiers[tier]
-                choice = prepared.by_tier[tier] = LimitChoice(limits, "tier", tier)
+            if choice is None and tier in tiers:
+                choice = prepared.by_tier[tier] = LimitChoice(tiers[tier], "tier", tier)
         if prepared.keys:
             value = value_of(request, prepared.rule.rule.by[0], tier)
             if value is not None:
-                for matches, particular in prepared.keys:
+                for matches, of_key in prepared.keys:
                     if matches(value):
-                        choice = particular
+                        choice = of_key
                         break
         return self._overridden(prepared, request, choice) if self._overrides else choice
 
@@ -344,18 +352,25 @@ class CompiledRules:
             value = getattr(request, attribute)
             if not isinstance(value, str):
                 continue
-            for until_ns, place, override in self._overrides.get((attribute, value), ()):
+            for until_ns, position, override in self._overrides.get((attribute, value), ()):
                 if override.rule is not None and override.rule != prepared.id:
                     continue
                 if until_ns is not None and self._now_ns() >= until_ns:
                     continue
                 if override.limits:
-                    return _instead(prepared, place, override)
-                return _multiplied(choice, place, override) if choice is not None else None
+                    known = prepared.by_override
+                elif choice is not None:
+                    known = choice.by_override
+                else:
+                    return None
+                found = known.get(position)
+                if found is None:
+                    found = known[position] = _choice_of(override, choice)
+                return found
         return choice
 
     def why_not(self, rule: CompiledRule, request: Request, tier: str | None) -> str:
-        """Why a rule is not for a request, in words; empty if it is."""
+        """Return why a rule does not apply to a request, in words; empty if it does."""
         if rule.rule.mode == "off":
             return "it is off"
         path = None if request.endpoint is None else normalised(request.endpoint)
@@ -365,43 +380,33 @@ class CompiledRules:
         return why
 
     def listed(self, request: Request) -> tuple[Verdict | None, str]:
-        """What the lists say, and the entry that says it."""
+        """Return the verdict of the allow and deny lists, and the entry that matched."""
         verdict = self._lists.verdict(request) if self._lists is not None else None
         if self._lists is None or verdict is None:
             return None, ""
         return verdict, str(self._lists.why(request))
 
 
-def _instead(prepared: PreparedRule, place: int, override: Override) -> LimitChoice:
-    choice = prepared.by_override.get(place)
-    if choice is None:
-        detail = f"{override.attribute}:{override.value}"
-        choice = LimitChoice(override.limits, "override", detail, override)
-        prepared.by_override[place] = choice
-    return choice
-
-
-def _multiplied(choice: LimitChoice, place: int, override: Override) -> LimitChoice:
-    multiplied = choice.multiplied.get(place)
-    if multiplied is None:
-        detail = f"{override.attribute}:{override.value}"
+def _choice_of(override: Override, choice: LimitChoice | None) -> LimitChoice:
+    """Return the limits of an override: its own, or those of `choice`, multiplied."""
+    limits = override.limits
+    if not limits and choice is not None:
         limits = scaled(choice.limits, 1.0 if override.multiply is None else override.multiply)
-        multiplied = choice.multiplied[place] = LimitChoice(limits, "override", detail, override)
-    return multiplied
+    return LimitChoice(limits, "override", f"{override.attribute}:{override.value}", override)
 
 
 def factor_step(factor: float) -> int:
-    """A factor in whole steps, upwards: a machine that is a little busy keeps all of its limits.
+    """Return a factor in whole steps, rounded up: a slightly busy machine keeps all its limits.
 
     >>> factor_step(0.55), factor_step(0.551), factor_step(0.0), factor_step(2.0)
     (55, 56, 1, 100)
     """
-    # 0.55 times 100 is a little more than 55 to a float.
+    # As a float, 0.55 * 100 is slightly more than 55.
     return min(max(math.ceil(factor * FACTOR_STEPS - 1e-6), 1), FACTOR_STEPS)
 
 
 def value_of(request: Request, name: str, tier: str | None) -> str | None:
-    """What a rule sees of a request under this name."""
+    """Return the value of a request's field or attribute, as rules match it."""
     if name == "tier":
         return tier
     if name == "method":
@@ -413,5 +418,5 @@ def value_of(request: Request, name: str, tier: str | None) -> str | None:
 
 
 def _ns(time: datetime | None) -> int | None:
-    """Nanoseconds since the epoch, exactly: a float would be a microsecond off."""
+    """Return exact nanoseconds since the epoch. A float would be off by a microsecond."""
     return None if time is None else (time - _EPOCH) // timedelta(microseconds=1) * 1_000

@@ -1,7 +1,7 @@
-"""Why a request is limited as it is: what every rule of a policy says of it, and why.
+"""Explain: which rules apply to a request, with which limits, and why.
 
-Slow, because it asks every rule, and exact: the rules that apply are those of the plan that a check
-would follow.
+`explain` checks every rule, so it is slow. It is exact: the rules that apply come from the plan
+that a check would use.
 """
 
 from __future__ import annotations
@@ -17,63 +17,62 @@ from tollkeeper.rules.matching.table import CompiledRule
 
 @dataclass(frozen=True, slots=True)
 class RuleExplained:
-    """What one rule says of a request."""
+    """One rule, and whether it applies to a request."""
 
     id: str
     by: tuple[str, ...]
     mode: str
     applies: bool
     why: str
-    """Why it applies, or why it does not."""
+    """Why the rule applies, or why it does not."""
     limits: Limits = ()
-    """Those in force for this request, or that would be, if the rule applied."""
+    """The limits for this request, or those it would have if the rule applied."""
     source: str = ""
-    """Where they come from: `default`, `tier pro`, `key sk_vip_*` or `override user:42`."""
+    """Where the limits come from: `default`, `tier pro`, `key sk_vip_*` or `override user:42`."""
     override: Override | None = None
     """The override in force, with its reason and author."""
     factor: float = 1.0
-    """The part of its limits that a rule which follows the load has now."""
+    """The part of its limits that applies now, of a rule that follows the load."""
     subject: str = ""
     units: int = 0
     decision: Decision | None = None
-    """What it would answer now; nothing was spent."""
+    """The decision that a check would get now. Nothing was spent."""
     error: str = ""
-    """Why there is no decision, where the store could not tell."""
+    """Why there is no decision, if the store could not decide."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Which rules a request meets, and why."""
+    """Which rules apply to a request, and why."""
 
     version: str
     tier: str | None
     listed: str
-    """`allow` or `deny` and the entry, or empty."""
+    """`allow` or `deny` and the entry that matched, or empty."""
     rules: tuple[RuleExplained, ...] = ()
 
     @property
     def applying(self) -> tuple[RuleExplained, ...]:
-        """The rules that are asked: those in force, and those in shadow mode beside them."""
+        """The rules that apply: the enforced ones and those in shadow mode."""
         return tuple(rule for rule in self.rules if rule.applies)
 
 
-# A decision, or why there is none; None for a rule that does not apply.
-Answer = Decision | Exception | None
+# A rule's decision, or the error instead of it; None for a rule that does not apply.
+RuleAnswer = Decision | Exception | None
 
 
-def explained(
-    policy: CompiledRules, request: Request, cost: int
+def explain(
+    compiled: CompiledRules, request: Request, cost: int
 ) -> tuple[Explanation, list[RuleCheck | None]]:
-    """What is known without asking the store; and, for each rule, whom to ask for the rest."""
-    tier = policy.tier_of(request)
-    verdict, entry = policy.listed(request)
-    plan = policy.plan(request, cost)
-    checks = {check.rule.id: check for check in (*plan.enforced, *plan.shadowed)}
+    """Return the explanation without decisions, and for each rule the check that decides."""
+    tier = compiled.tier_of(request)
+    verdict, entry = compiled.listed(request)
+    checks = {check.rule.id: check for check in compiled.plan(request, cost).checks}
     taken: dict[tuple[tuple[str, ...], bool], str] = {}
     rules: list[RuleExplained] = []
-    for rule in policy.table.rules:
+    for rule in compiled.table.rules:
         check = checks.get(rule.rule.id)
-        why = policy.why_not(rule, request, tier)
+        why = compiled.why_not(rule, request, tier)
         if not why and verdict:
             why = f"{entry} on the {verdict} list goes before all rules"
         elif not why:
@@ -84,11 +83,11 @@ def explained(
                 why = (
                     f"it has no limits for {f'tier {tier}' if tier else 'requests without a tier'}"
                 )
-        choice = check.choice if check else policy.choose(rule, request, tier)
+        choice = check.choice if check else compiled.choose(rule, request, tier)
         rules.append(_explained(rule, check, choice, why or "all its conditions hold"))
     listed = f"{verdict} {entry}" if verdict else ""
-    explanation = Explanation(policy.version, tier, listed, tuple(rules))
-    return explanation, [checks.get(rule.rule.id) for rule in policy.table.rules]
+    explanation = Explanation(compiled.version, tier, listed, tuple(rules))
+    return explanation, [checks.get(rule.rule.id) for rule in compiled.table.rules]
 
 
 def _explained(
@@ -109,8 +108,8 @@ def _explained(
     return found
 
 
-def with_answers(explanation: Explanation, answers: Sequence[Answer]) -> Explanation:
-    """The explanation, and what the store said for each rule."""
+def with_answers(explanation: Explanation, answers: Sequence[RuleAnswer]) -> Explanation:
+    """Return the explanation with the answer of the store for each rule."""
     rules = tuple(
         replace(rule, error=str(answer))
         if isinstance(answer, Exception)

@@ -1,221 +1,366 @@
-"""Those who do not wait: growing cool-downs, then a block, for a rule that asks for it.
+"""Penalties: growing cool-downs, then a block, for clients that do not wait after a denial.
 
-A denied client is told when to come back. One that sends on regardless, `after` times `within` a
-while, gets a cool-down: nothing passes until it is over. Requests during a cool-down are further
-ones that did not wait, so whoever does not stop gets the next cool-down, twice as long, on top; and
-after `block_after` of them a block. Every `decay` one of them is forgotten.
+A denial says when to retry. A client that sends more requests before that time, `after` of them
+`within` a period, gets a cool-down: every request is denied until it ends. A request during a
+cool-down is another one that did not wait. So a client that does not stop gets the next cool-down
+on top, twice as long, and after `block_after` of them a block. One cool-down is forgotten every
+`decay`.
 
-Who did not wait is counted in each process, because a denial may be known here without asking the
-store, and a storm of them must not become a storm there. What comes of it is kept in the store, so
-that it holds on every node, in two buckets of each subject:
+Each process counts the requests that did not wait by itself. The denial cache answers many denials
+without a call to the store, and a flood of them must not become a flood of calls. The penalties
+themselves are kept in the store, so that they hold on every node, in two buckets for each subject:
 
-- *cool-down*: it refills by one unit a second, so what is missing are the seconds that are left. A
-  cool-down of ten seconds spends ten. While it is not full, nothing passes.
-- *level*: it refills by one unit in each `decay`, so what is missing are the cool-downs so far.
+- *cool-down*: it refills by one unit a second, so the missing units are the seconds left. A
+  cool-down of ten seconds spends ten units. While the bucket is not full, every request is denied.
+  It has room for all cool-downs and a block on top of them. If there is no room for the next
+  penalty, none is given, counted or reported until there is.
+- *level*: it refills by one unit in each `decay`, so the missing units are the cool-downs so far.
 
-Whoever was not told of a cool-down has not gone on in it. So requests that were on their way while
-one was given, and those that another node denied before it had heard of it, bring no further one.
+A client that was never told about a cool-down is not penalised for requests it made during it:
+requests in flight while the cool-down was given, and requests that another node denied before it
+knew about the cool-down, do not lead to another one.
 
-The first has room for all cool-downs and a block on top of them. Whoever goes on in a block gets
-the next one when there is room for it; until then nothing is counted, told or asked.
-
-A process looks at the first of them at most once in LOOK_NS for each subject: a cool-down that
-another node has given, or a pardon, is known after that time at the latest.
+A process reads the cool-down of a subject at most once in LOOK_NS. A cool-down that another node
+gave, or a reset, takes effect after that time at the latest.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from hashlib import blake2b
+from typing import Final, NamedTuple
 
-from tollkeeper.core.clock import NS_PER_SECOND
+from tollkeeper.core.clock import NS_PER_SECOND, Clock
+from tollkeeper.core.errors import StoreError
 from tollkeeper.core.model import Decision, Limit
-from tollkeeper.rules.document.model import PenaltySettings
+from tollkeeper.core.steps import Call, Steps
+from tollkeeper.decide.store import AnyGate
+from tollkeeper.metrics.tally import RuleCounts
+from tollkeeper.rules.compiled import CheckPlan, MakeGate, RuleCheck
+from tollkeeper.rules.document.model import Document, PenaltySettings
 
 LOOK_NS: Final = NS_PER_SECOND
 FOREVER_NS: Final = 2**63 - 1
-# How many subjects are watched at once. One that is forgotten is counted anew.
-WATCHED_MAX: Final = 16_384
+# The most subjects that a process tracks. If more are denied, it forgets the oldest.
+TRACKED_MAX: Final = 16_384
 
-# Rules' ids have no control characters, so these are nobody's.
+# Rule ids have no control characters, so no rule has these names.
 COOLDOWN: Final = "\x1fcooldown"
 LEVEL: Final = "\x1flevel"
 
-Who = tuple[str, str]
+# A rule's id and the subject.
+TrackedKey = tuple[str, str]
+
+_log = logging.getLogger("tollkeeper.rules.penalties")
 
 
 @dataclass(frozen=True, slots=True)
 class Penalty:
-    """A cool-down or a block that was given, for whoever wants to know."""
+    """A cool-down or a block that this process gave."""
 
     rule: str
     subject: str
     level: int
-    """Which it is: 1 for the first cool-down."""
+    """1 for the first cool-down of the subject, and so on."""
     seconds: int
     blocked: bool
     until_ns: int
 
 
-class Terms(NamedTuple):
-    """A rule's penalty, with the gates that it is kept in."""
+class PenaltyGates(NamedTuple):
+    """A rule's penalty settings, with the gates that keep its penalties."""
 
-    penalty: PenaltySettings
-    cooldown: Any
+    settings: PenaltySettings
+    cooldown: AnyGate
     cooldown_units: int
-    level: Any
+    level: AnyGate
     level_units: int
 
 
-def terms_of(penalty: PenaltySettings, rule: str, make_gate: Callable[..., Any]) -> Terms:
-    """Prepare a rule's penalty on a store."""
-    seconds = room_s(penalty)
-    levels = penalty.block_after + 1
-    return Terms(
-        penalty,
+def penalty_gates(settings: PenaltySettings, rule: str, make_gate: MakeGate) -> PenaltyGates:
+    """Prepare a rule's penalties on a store."""
+    seconds = room_s(settings)
+    levels = settings.block_after + 1
+    return PenaltyGates(
+        settings,
         make_gate((Limit(1, per=1, capacity=seconds),), rule + COOLDOWN),
         seconds,
-        make_gate((Limit(1, per=penalty.decay_s, capacity=levels),), rule + LEVEL),
+        make_gate((Limit(1, per=settings.decay_s, capacity=levels),), rule + LEVEL),
         levels,
     )
 
 
-def sentence_s(penalty: PenaltySettings, level: int) -> int:
-    """How long the cool-down or the block of a level is. Up, to whole seconds.
+def penalty_s(settings: PenaltySettings, level: int) -> int:
+    """Return the length of the cool-down or block of a level, rounded up to whole seconds.
 
-    >>> [sentence_s(PenaltySettings(cooldown_s=10, block_after=3), level) for level in (1, 2, 3, 4)]
+    >>> settings = PenaltySettings(cooldown_s=10, block_after=3)
+    >>> [penalty_s(settings, level) for level in (1, 2, 3, 4)]
     [10, 20, 40, 3600]
     """
-    if level > penalty.block_after:
-        return math.ceil(penalty.block_s)
-    return math.ceil(min(penalty.cooldown_s * 2.0 ** (level - 1), penalty.cooldown_max_s))
+    if level > settings.block_after:
+        return math.ceil(settings.block_s)
+    return math.ceil(min(settings.cooldown_s * 2.0 ** (level - 1), settings.cooldown_max_s))
 
 
-def room_s(penalty: PenaltySettings) -> int:
-    """How long all cool-downs and a block are together, for one who never stops.
+def room_s(settings: PenaltySettings) -> int:
+    """Return the length of all cool-downs and a block together.
 
     >>> room_s(PenaltySettings(cooldown_s=10, block_after=3))
     3670
     """
-    return sum(sentence_s(penalty, level) for level in range(1, penalty.block_after + 2))
-
-
-def level_of(decision: Decision, terms: Terms) -> int:
-    """Which cool-down this is, as the bucket of them tells when one more was spent."""
-    return terms.level_units - decision.remaining if decision.allowed else terms.level_units
+    return sum(penalty_s(settings, level) for level in range(1, settings.block_after + 2))
 
 
 @dataclass(slots=True)
-class _Watched:
+class _Tracked:
     denied_until_ns: int = 0
     strikes: int = 0
     since_ns: int = 0
     looked_ns: int = -LOOK_NS
     barred_until_ns: int = 0
-    spared_above_ns: int = FOREVER_NS
-    """While a cool-down has longer than this to go, the next has no room on top of it."""
-    being_sentenced: bool = False
-    sentence: Penalty | None = None
+    no_room_above_ns: int = FOREVER_NS
+    """While more than this is left of a cool-down, the next one has no room on top of it."""
+    being_penalised: bool = False
+    penalty: Penalty | None = None
 
 
 class PenaltyTracker:
-    """What this process knows of those who were denied."""
+    """What this process knows about subjects that were denied."""
 
     def __init__(self) -> None:
-        self._watched: dict[Who, _Watched] = {}
+        self._tracked: dict[TrackedKey, _Tracked] = {}
         self._lock = threading.Lock()
 
-    def barred_ns(self, who: Who, now_ns: int) -> int | None:
-        """How long the subject's cool-down goes on; None where the store has to be asked."""
-        watched = self._watched.get(who)
-        if watched is None or not 0 <= now_ns - watched.looked_ns < LOOK_NS:
+    def cooldown_ns(self, key: TrackedKey, now_ns: int) -> int | None:
+        """Return the time left of a subject's cool-down; None if only the store knows."""
+        tracked = self._tracked.get(key)
+        if tracked is None or not 0 <= now_ns - tracked.looked_ns < LOOK_NS:
             return None
-        return max(watched.barred_until_ns - now_ns, 0)
+        return max(tracked.barred_until_ns - now_ns, 0)
 
-    def looked(self, who: Who, now_ns: int, barred_ns: int) -> None:
-        """Remember what the store told."""
+    def note_cooldown(self, key: TrackedKey, now_ns: int, left_ns: int) -> None:
+        """Remember the time left of a cool-down, as the store has it."""
         with self._lock:
-            watched = self._of(who)
-            watched.looked_ns = now_ns
-            watched.barred_until_ns = now_ns + barred_ns
-            if not barred_ns:
-                watched.sentence = None
-                watched.spared_above_ns = FOREVER_NS
+            tracked = self._of(key)
+            tracked.looked_ns = now_ns
+            tracked.barred_until_ns = now_ns + left_ns
+            if not left_ns:
+                tracked.penalty = None
+                tracked.no_room_above_ns = FOREVER_NS
 
-    def denied(self, who: Who, penalty: PenaltySettings, now_ns: int, retry_after_ns: int) -> bool:
-        """Note a denial. True when the subject has not waited once too often."""
+    def note_denial(
+        self, key: TrackedKey, settings: PenaltySettings, now_ns: int, retry_after_ns: int
+    ) -> bool:
+        """Count a denial; return True if the subject is to be penalised.
+
+        After True, the caller gives the penalty and calls `finish`.
+        """
         with self._lock:
-            watched = self._of(who)
-            waited = now_ns >= watched.denied_until_ns
-            watched.denied_until_ns = now_ns + retry_after_ns
-            no_room = watched.barred_until_ns - now_ns > watched.spared_above_ns
-            if waited or no_room or watched.being_sentenced:
+            tracked = self._of(key)
+            waited = now_ns >= tracked.denied_until_ns
+            tracked.denied_until_ns = now_ns + retry_after_ns
+            no_room = tracked.barred_until_ns - now_ns > tracked.no_room_above_ns
+            if waited or no_room or tracked.being_penalised:
                 return False
-            if now_ns - watched.since_ns > penalty.within_s * NS_PER_SECOND:
-                watched.since_ns = now_ns
-                watched.strikes = 0
-            watched.strikes += 1
-            if watched.strikes < penalty.after:
+            if now_ns - tracked.since_ns > settings.within_s * NS_PER_SECOND:
+                tracked.since_ns = now_ns
+                tracked.strikes = 0
+            tracked.strikes += 1
+            if tracked.strikes < settings.after:
                 return False
-            watched.strikes = 0
-            watched.being_sentenced = True
+            tracked.strikes = 0
+            tracked.being_penalised = True
             return True
 
-    def learns(self, who: Who, now_ns: int, barred_ns: int) -> bool:
-        """Note a cool-down as the store knows it; is it one that nobody was told of here?"""
+    def is_new_cooldown(self, key: TrackedKey, now_ns: int, left_ns: int) -> bool:
+        """Remember a cool-down of the store; return True if this process did not know it."""
         with self._lock:
-            watched = self._of(who)
-            is_news = barred_ns > 0 and watched.barred_until_ns <= now_ns
-            watched.looked_ns = now_ns
-            watched.barred_until_ns = now_ns + barred_ns
-            return is_news
+            tracked = self._of(key)
+            is_new = left_ns > 0 and tracked.barred_until_ns <= now_ns
+            tracked.looked_ns = now_ns
+            tracked.barred_until_ns = now_ns + left_ns
+            return is_new
 
-    def settled(self, who: Who) -> None:
-        """Count again, after `denied` was true: a cool-down was given by now, or was not."""
+    def finish(self, key: TrackedKey) -> None:
+        """Count denials of the subject again, after `note_denial` returned True."""
         with self._lock:
-            if who in self._watched:
-                self._watched[who].being_sentenced = False
+            if key in self._tracked:
+                self._tracked[key].being_penalised = False
 
-    def sentenced(
-        self, who: Who, terms: Terms, level: int, spent: Decision, now_ns: int
+    def note_penalty(
+        self, key: TrackedKey, gates: PenaltyGates, level: int, spent: Decision, now_ns: int
     ) -> Penalty | None:
-        """Remember a cool-down as the store has `spent` it; None where it had no room for it."""
-        seconds = sentence_s(terms.penalty, level)
+        """Remember a penalty that the store has `spent`; None if the store had no room for it."""
+        seconds = penalty_s(gates.settings, level)
         with self._lock:
-            watched = self._of(who)
+            tracked = self._of(key)
             if not spent.allowed:
-                watched.spared_above_ns = (terms.cooldown_units - seconds) * NS_PER_SECOND
+                tracked.no_room_above_ns = (gates.cooldown_units - seconds) * NS_PER_SECOND
                 return None
-            watched.looked_ns = now_ns
-            # When the bucket is full again; other nodes may have given some of it.
-            watched.barred_until_ns = now_ns + spent.reset_after_ns
-            blocked = level > terms.penalty.block_after
-            until_ns = watched.barred_until_ns
-            watched.sentence = Penalty(*who, level, seconds, blocked, until_ns)
-            return watched.sentence
+            tracked.looked_ns = now_ns
+            # The time until the bucket is full: it includes cool-downs that other nodes gave.
+            tracked.barred_until_ns = now_ns + spent.reset_after_ns
+            blocked = level > gates.settings.block_after
+            tracked.penalty = Penalty(*key, level, seconds, blocked, tracked.barred_until_ns)
+            return tracked.penalty
 
-    def pardoned(self, who: Who) -> None:
-        """Forget the subject."""
+    def forget(self, key: TrackedKey) -> None:
+        """Forget a subject."""
         with self._lock:
-            self._watched.pop(who, None)
+            self._tracked.pop(key, None)
 
-    def standing(self, now_ns: int) -> list[Penalty]:
-        """What this process has given and is not over, the longest first."""
+    def active(self, now_ns: int) -> list[Penalty]:
+        """Return the penalties that this process gave and that are not over, longest first."""
         with self._lock:
             found = [
-                watched.sentence
-                for watched in self._watched.values()
-                if watched.sentence is not None and watched.barred_until_ns > now_ns
+                tracked.penalty
+                for tracked in self._tracked.values()
+                if tracked.penalty is not None and tracked.barred_until_ns > now_ns
             ]
-        return sorted(found, key=lambda sentence: -sentence.until_ns)
+        return sorted(found, key=lambda penalty: -penalty.until_ns)
 
-    def _of(self, who: Who) -> _Watched:
-        watched = self._watched.get(who)
-        if watched is None:
-            if len(self._watched) >= WATCHED_MAX:
-                del self._watched[next(iter(self._watched))]  # the oldest
-            watched = self._watched[who] = _Watched()
-        return watched
+    def _of(self, key: TrackedKey) -> _Tracked:
+        tracked = self._tracked.get(key)
+        if tracked is None:
+            if len(self._tracked) >= TRACKED_MAX:
+                del self._tracked[next(iter(self._tracked))]  # the oldest
+            tracked = self._tracked[key] = _Tracked()
+        return tracked
+
+
+class Penalties:
+    """The penalties of a rule document's rules: denies during them and gives new ones."""
+
+    def __init__(
+        self, clock: Clock, make_gate: MakeGate, counts_of: Callable[[str], RuleCounts]
+    ) -> None:
+        self.tracker = PenaltyTracker()
+        self.listener: Callable[[Penalty], None] | None = None
+        self._now_ns = clock.now_ns
+        self._make_gate = make_gate
+        self._counts_of = counts_of
+        self.gates: dict[str, PenaltyGates] = {}
+        """By rule id; empty if no rule has penalties."""
+
+    def use(self, document: Document) -> None:
+        """Prepare the penalties of a document's rules."""
+        self.gates = {
+            rule.id: penalty_gates(rule.penalty, rule.id, self._make_gate)
+            for rule in document.rules
+            if rule.penalty is not None
+        }
+
+    def denial(self, plan: CheckPlan) -> Steps[tuple[RuleCheck, Decision] | None]:
+        """Return the rule and its denial if a cool-down is in force; None if not.
+
+        Raises StoreError if the store cannot say. It is called once at most after it failed.
+        """
+        failure: StoreError | None = None
+        gates_of = self.gates
+        for check in plan.enforced:
+            gates = gates_of.get(check.rule.id)
+            if gates is None:
+                continue
+            key, now_ns = _key(check), self._now_ns()
+            left_ns = self.tracker.cooldown_ns(key, now_ns)
+            if left_ns is None and failure is not None:
+                continue
+            if left_ns is None:
+                try:
+                    left_ns = yield from _cooldown_left_ns(gates, check.subject)
+                except StoreError as error:
+                    failure = error
+                    continue
+                self.tracker.note_cooldown(key, now_ns, left_ns)
+            if left_ns:
+                limit = check.prepared.limits[0]
+                return check, Decision(False, limit, 0, left_ns, left_ns, rule=check.rule.id)
+        if failure is not None:
+            raise failure
+        return None
+
+    def penalise(self, plan: CheckPlan, decision: Decision) -> Steps[None]:
+        """Give a penalty if the subject of this denial has not waited too often."""
+        if decision.allowed or decision.degraded:
+            return
+        for check in plan.enforced:
+            gates = self.gates.get(check.rule.id)
+            if gates is None or check.rule.id != decision.rule:
+                continue
+            key, now_ns, retry_ns = _key(check), self._now_ns(), decision.retry_after_ns
+            if self.tracker.note_denial(key, gates.settings, now_ns, retry_ns):
+                try:
+                    with suppress(StoreError):
+                        yield from self._give(check, gates)
+                finally:
+                    self.tracker.finish(key)
+                return
+
+    def _give(self, check: RuleCheck, gates: PenaltyGates) -> Steps[None]:
+        key = _key(check)
+        left_ns = yield from _cooldown_left_ns(gates, check.subject)
+        if self.tracker.is_new_cooldown(key, self._now_ns(), left_ns):
+            return
+        step: Decision = yield Call(gates.level.check, check.subject, 1)
+        level = gates.level_units - step.remaining if step.allowed else gates.level_units
+        # The store denies this if there is no room on top of the cool-down that is left.
+        seconds = penalty_s(gates.settings, level)
+        spent: Decision = yield Call(gates.cooldown.check, check.subject, seconds)
+        penalty = self.tracker.note_penalty(key, gates, level, spent, self._now_ns())
+        if penalty is not None:
+            self._report(penalty)
+
+    def _report(self, penalty: Penalty) -> None:
+        counts = self._counts_of(penalty.rule)
+        counts.blocks += penalty.blocked
+        counts.cooldowns += not penalty.blocked
+        _log.warning(
+            "rule %r: %s of %d s, number %d, for %s; limiter.penalties() names the subject",
+            penalty.rule,
+            "a block" if penalty.blocked else "a cool-down",
+            penalty.seconds,
+            penalty.level,
+            _pseudonym(penalty.subject),
+        )
+        if self.listener is not None:
+            try:
+                self.listener(penalty)
+            except Exception:  # the request is denied all the same
+                _log.exception("the on_penalty callback failed")
+
+    def reset(self, check: RuleCheck) -> Steps[None]:
+        """End the penalties of a subject, on every node."""
+        gates = self.gates.get(check.rule.id)
+        if gates is not None:
+            yield Call(gates.cooldown.reset, check.subject)
+            yield Call(gates.level.reset, check.subject)
+            self.tracker.forget(_key(check))
+
+    def is_barred(self, rule: str, subject: str) -> Steps[bool]:
+        """Return True if the store has a cool-down for the subject. Raises StoreError."""
+        gates = self.gates.get(rule)
+        return gates is not None and bool((yield from _cooldown_left_ns(gates, subject)))
+
+
+def _cooldown_left_ns(gates: PenaltyGates, subject: str) -> Steps[int]:
+    decision: Decision = yield Call(gates.cooldown.peek, subject, gates.cooldown_units)
+    return decision.retry_after_ns
+
+
+def _key(check: RuleCheck) -> TrackedKey:
+    return check.rule.id, check.subject
+
+
+def _pseudonym(subject: str) -> str:
+    """Return a name of a subject for logs: always the same, without the key it may contain.
+
+    >>> _pseudonym("api_key:sk_1")
+    'api_key:#458f48e6efe6'
+    """
+    digest = blake2b(subject.encode("utf-8", "replace"), digest_size=6).hexdigest()
+    return f"{subject.partition(':')[0]}:#{digest}"

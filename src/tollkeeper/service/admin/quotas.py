@@ -25,7 +25,7 @@ from tollkeeper.rules.compiled import FACTOR_STEPS, RuleCheck
 from tollkeeper.rules.document.model import Document, Mode
 from tollkeeper.rules.document.writing import limit_data, to_data
 from tollkeeper.rules.explain import Explanation, RuleExplained
-from tollkeeper.rules.splitting import summed
+from tollkeeper.rules.splitting import sum_of_parts
 from tollkeeper.service.admin.control import ControlPlane
 from tollkeeper.service.admin.operations import (
     ATTRIBUTES_MAX,
@@ -263,7 +263,7 @@ async def _look(check: RuleCheck) -> Decision:
         looks.append(await found if isawaitable(found) else found)
     if len(looks) == 1:
         return looks[0]
-    return summed(looks, check.gate.limits, check.prepared.limits)
+    return sum_of_parts(looks, check.gate.limits, check.prepared.limits)
 
 
 @router.get(

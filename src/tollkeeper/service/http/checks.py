@@ -34,8 +34,7 @@ from tollkeeper.core.errors import CapacityError, ConfigError, StoreError
 from tollkeeper.core.model import REQUEST_FIELDS, UNITS_MAX, CheckResult, Request, ResultKind
 from tollkeeper.limiter import AsyncLimiter
 from tollkeeper.rules.document.model import Rule
-from tollkeeper.rules.in_force import charged
-from tollkeeper.rules.ruled import Repeated, RuledGate
+from tollkeeper.rules.engine import RepeatedCheck
 from tollkeeper.service.http.context import (
     JSON,
     NO_STORE,
@@ -279,8 +278,8 @@ class RememberedChecks:
     def __init__(self) -> None:
         self.by_body: dict[bytes, tuple[Request, int]] = {}
         """The request and the cost of each body."""
-        self.repeated: dict[bytes, Repeated] = {}
-        """The bodies that came more than once, where the store needs no I/O."""
+        self.repeated: dict[bytes, RepeatedCheck] = {}
+        """The bodies that came more than once."""
         self._decode = msgspec.json.Decoder(CheckBody).decode
 
     def read(self, body: bytes) -> tuple[Request, int]:
@@ -299,9 +298,9 @@ class RememberedChecks:
             self.by_body[body] = found
         return found
 
-    def repeat(self, body: bytes) -> Repeated:
+    def repeat(self, body: bytes) -> RepeatedCheck:
         """Return the remembered check of a body that came before."""
-        found = self.repeated[body] = Repeated(*self.by_body[body])
+        found = self.repeated[body] = RepeatedCheck(*self.by_body[body])
         return found
 
 
@@ -309,7 +308,7 @@ def _check(context: ServiceContext) -> Handler:
     remembered = RememberedChecks()
     by_body, repeated = remembered.by_body, remembered.repeated
     evaluate = context.limiter.evaluate
-    gate = _gate_at_once(context)
+    evaluate_repeated = context.limiter.evaluate_repeated
     now_ns = context.now_ns
     style = context.settings.style
     note_seconds = context.counters.decision_seconds.note
@@ -323,13 +322,11 @@ def _check(context: ServiceContext) -> Handler:
         if scope:
             request = in_scope(asked.token, request)
         started_ns = perf_counter_ns()
-        if gate is None or switches.limiting_off:
-            result = await evaluate(request, cost)
-        elif known is None or scope:
+        if known is None or scope:
             # A plan that is kept for a request that never comes again costs more than it saves.
-            result = gate.evaluate(request, cost, spend=True)
+            result = await evaluate(request, cost)
         else:
-            result = gate.evaluate_again(repeated.get(body) or remembered.repeat(body))
+            result = await evaluate_repeated(repeated.get(body) or remembered.repeat(body))
         note_seconds(perf_counter_ns() - started_ns)
         decided_ns = now_ns()
         if recorder is not None:
@@ -355,14 +352,6 @@ def _check(context: ServiceContext) -> Handler:
         return _new_tuple(ServiceReply, (200, headers, encode(reply)))
 
     return check
-
-
-def _gate_at_once(context: ServiceContext) -> RuledGate | None:
-    """Return the gate that `limiter.evaluate` calls if its store needs no I/O, else None."""
-    if "evaluate" in vars(context.limiter):
-        return None  # the method was replaced, for example to trace it
-    gate = context.limiter._ruled_gate()  # noqa: SLF001 - on the path of every check
-    return gate if isinstance(gate, RuledGate) else None
 
 
 def check_reply(result: CheckResult, now_ns: int, style: Style) -> ServiceReply:
@@ -489,7 +478,7 @@ async def give_back(
         return
     if switches.limiting_off:
         return
-    for check in charged(limiter.compiled_rules, request, units):
+    for check in limiter.compiled_rules.plan(request, units).checks:
         if counts_only(scope, check.rule):
             found = check.gate.refund(check.gate_subject, check.units)
             if isawaitable(found):

@@ -20,9 +20,11 @@ from tollkeeper import (
     LimitExceeded,
     Request,
 )
-from tollkeeper.core.model import DENIED_NS
+from tollkeeper.core.model import DENIED_NS, CheckResult
 from tollkeeper.decide.store import Store
+from tollkeeper.decide.stores import open_store
 from tollkeeper.rules.document.reading import DocumentError
+from tollkeeper.rules.engine import RepeatedCheck
 from tollkeeper.rules.explain import Explanation
 from tollkeeper.testing import ManualClock, limiting_off
 
@@ -445,3 +447,100 @@ def test_raising_a_limit_keeps_what_was_spent(store: Store, clock: ManualClock) 
     assert answers(limiter, ANN, ANN, ANN, ANN) == [True, True, True, False]
     limiter.use(TWO_RULES.replace("3/minute", "4/minute"))
     assert answers(limiter, ANN, ANN) == [True, False]
+
+
+# ── Repeated requests ─────────────────────────────────────────────────────────────────────────────
+
+PLAIN = """
+version: 1
+tiers: {free: 2/minute, pro: [4/minute, 6/hour]}
+rules:
+  - {id: user, by: user}
+  - {id: tenant, by: tenant, limits: 5/minute}
+deny: [sk_stolen]
+"""
+SHADOW = PLAIN.replace("limits: 5/minute", "limits: 5/minute, mode: shadow")
+SPLIT = PLAIN.replace("limits: 5/minute", "limits: 50/minute, split: 2")
+SCALED = PLAIN.replace(
+    "limits: 5/minute", "limits: 5/minute, scale: {source: pushed, low: 0.5, high: 0.9}"
+)
+PENALTY = PLAIN.replace("limits: 5/minute", "limits: 1/minute, penalty: {after: 2, cooldown: 30s}")
+ENDING = (
+    PLAIN
+    + """
+overrides:
+  - {for: {user: ann}, limits: 9/minute, until: "1970-01-01T00:00:30Z"}
+"""
+)
+CLOSED = PLAIN.replace("limits: 5/minute", "limits: 5/minute, on_failure: closed")
+
+REQUESTS = (
+    Request(user="ann", tenant="acme", tier="free"),
+    Request(user="bob", tenant="acme", tier="pro"),
+    Request(user="cid", api_key="sk_stolen"),
+    Request(ip="192.0.2.1"),
+)
+
+
+class Pair:
+    """Two limiters with the same rules and clock: only one of them reuses plans."""
+
+    def __init__(self, rules: str) -> None:
+        self.clock = ManualClock()
+        self.stores = [open_store("memory://", self.clock) for _ in range(2)]
+        self.limiters = [
+            Limiter.from_rules(rules, store=store, clock=self.clock) for store in self.stores
+        ]
+        self.repeated = [RepeatedCheck(request, 1) for request in REQUESTS]
+
+    def check(self) -> None:
+        """Check every request on both limiters and compare the results."""
+        fresh, reusing = self.limiters
+        for repeated in self.repeated:
+            expected = fresh.evaluate(repeated.request, 1)
+            assert _comparable(reusing.evaluate_repeated(repeated)) == _comparable(expected)
+
+
+def _comparable(result: CheckResult) -> Any:
+    """Return a result in a form that can be compared between limiters."""
+    return repr(result.decision), repr(result.applied), *result[2:]
+
+
+@pytest.mark.parametrize("rules", [PLAIN, SHADOW, PENALTY, ENDING, SCALED, CLOSED])
+def test_a_repeated_request_gets_the_same_result_as_a_new_one(rules: str) -> None:
+    """With lists, tiers, shadow rules, penalties and overrides that end; denied, and later."""
+    pair = Pair(rules)
+    for _ in range(3):
+        for _ in range(4):
+            pair.check()
+        pair.clock.advance(20)
+    for limiter in pair.limiters:
+        limiter.use(rules.replace("5/minute", "7/minute"))
+    pair.check()
+    for store in pair.stores:
+        store.close()
+    pair.check()  # answered by the failure policy
+
+
+def test_only_plans_that_cannot_change_are_reused() -> None:
+    """Plans with overrides, load scaling or split rules are made for each request."""
+    for rules, kept in ((PLAIN, True), (SPLIT, False), (SCALED, False), (ENDING, False)):
+        limiter = Limiter.from_rules(rules, clock=ManualClock())
+        repeated = RepeatedCheck(REQUESTS[0], 1)
+        limiter.evaluate_repeated(repeated)
+        assert (repeated.known is not None) == kept
+        assert limiter.compiled_rules.is_steady == kept
+
+
+def test_a_repeated_request_on_asyncio() -> None:
+    """The async limiter gives the same results, in memory and with limiting switched off."""
+
+    async def main() -> list[bool]:
+        async with AsyncLimiter.from_rules(PLAIN, clock=ManualClock()) as limiter:
+            repeated = RepeatedCheck(REQUESTS[0], 1)
+            results = [await limiter.evaluate_repeated(repeated) for _ in range(3)]
+            with limiting_off():
+                results.append(await limiter.evaluate_repeated(repeated))
+            return [result.decision.allowed for result in results]
+
+    assert asyncio.run(main()) == [True, True, False, True]

@@ -1,0 +1,282 @@
+"""Setting up a limiter: what it is made of, how it starts and closes, and what it reports.
+
+A limiter has either limits of its own, prepared as one gate on the store, or a rule document in
+force on the store (`RuleEngine`). `path.py` has the path of a check; this module has the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from tollkeeper.core.clock import Clock, clock_of
+from tollkeeper.core.errors import ConfigError
+from tollkeeper.core.model import (
+    DEFAULT_NAME,
+    UNLIMITED,
+    AppliedRule,
+    Decision,
+    Limit,
+    Limits,
+    check_name,
+)
+from tollkeeper.core.rates import LimitsArgument, limits_of
+from tollkeeper.core.subjects import check_by
+from tollkeeper.decide.failure import FailurePolicy, check_policy
+from tollkeeper.decide.local_fallback import LocalFallback, LocalLimits, local_fallback_of
+from tollkeeper.decide.store import AsyncStore, Store, StoreStats
+from tollkeeper.decide.stores import store_of
+from tollkeeper.limiter.path import LimiterPath
+from tollkeeper.metrics.tally import RuleCounts, Tally
+from tollkeeper.rules.compiled import CompiledRules
+from tollkeeper.rules.document.reading import Rules, document_of
+from tollkeeper.rules.engine import RuleEngine
+from tollkeeper.rules.penalties import Penalty
+
+if TYPE_CHECKING:
+    from tollkeeper.control.follow import Follower, LoadedRules, RulesStatus
+
+
+class LimiterSetup(LimiterPath):
+    """The parts that both limiters have, and everything that is not a check."""
+
+    _follower: Follower | None = None
+    _check: Callable[..., Decision]
+    """Checks in this thread, on a store that answers at once; unset if the store is awaited."""
+
+    def __init__(
+        self,
+        limits: LimitsArgument,
+        *,
+        store: str | Store = "memory://",
+        clock: Clock | None = None,
+        name: str = "",
+        by: Sequence[str] | None = None,
+        on_failure: FailurePolicy = "open",
+        local_fallback: LocalFallback | None = None,
+    ) -> None:
+        """Prepare `limits` on a store.
+
+        `limits`          a rate string, a Limit, or several of either; all must pass.
+        `store`           a URI, or a store to share with another limiter.
+        `clock`           the source of time; by default the system clock. A store that is passed
+                          in decides by its own clock, and this one is for waiting.
+        `name`            keeps limiters on one store apart, and names this one in its decisions.
+        `by`              the fields that a Request is counted by: ["tenant", "user"].
+        `on_failure`      the answer when the store cannot decide: open, closed, local or raise.
+        `local_fallback`  how `local` limits then.
+        """
+        check_name("name", name)
+        prepared = limits_of(limits)
+        self._by = check_by(by) if by is not None else None
+        self._name = name
+        self._start(
+            store, clock, on_failure, local_fallback, lambda: self._prepare_limits(prepared)
+        )
+
+    @classmethod
+    def from_rules(
+        cls,
+        rules: Rules,
+        *,
+        store: str | Store = "memory://",
+        clock: Clock | None = None,
+        on_failure: FailurePolicy = "open",
+        local_fallback: LocalFallback | None = None,
+        follow: bool = True,
+        poll: float = 1.0,
+        snapshot: str | PathLike[str] | None = None,
+    ) -> Self:
+        """Return a limiter whose limits come from a rule document; `check` takes a Request.
+
+        `rules`       the path of a document, its text, a Document, or the URL of a database
+                      ("sqlite:///rules.db", "postgresql://app@host/rules").
+        `store`, `clock` and `on_failure` as in the constructor; a rule's own `on_failure` takes
+        precedence.
+        `local_fallback`  how `on_failure: local` limits while the store is unavailable.
+        `follow`      put every later version of the file or database into force.
+        `poll`        look for a new version every so many seconds, even without a notification.
+        `snapshot`    a file that keeps the last good rules, for a start while `rules` is
+                      unavailable.
+
+        Blocks until the rules are read; a background thread follows them. Raises ConfigError for
+        an invalid document, with every error in it, and for a database without rules;
+        StoreUnavailable for a database that cannot be reached.
+        """
+        # Imported here: a limiter with limits needs nothing that reads and follows documents.
+        from tollkeeper.control.follow import (  # noqa: PLC0415 - see above
+            Follower,
+            FollowOptions,
+            load,
+            poll_s_of,
+        )
+
+        limiter = cls.__new__(cls)
+        options = FollowOptions(poll_s_of(poll), None if snapshot is None else Path(snapshot))
+        loaded = load(rules, options.snapshot)
+        LimiterSetup._start_from_rules(limiter, loaded, store, clock, on_failure, local_fallback)
+        LimiterSetup._follow(
+            limiter, Follower(limiter, rules, loaded, options, limiter.store), follow
+        )
+        return limiter
+
+    def _start_from_rules(
+        self,
+        loaded: LoadedRules,
+        store: str | Store,
+        clock: Clock | None,
+        on_failure: FailurePolicy,
+        local_fallback: LocalFallback | None,
+    ) -> None:
+        self._by = None
+        self._name = ""
+        self._start(store, clock, on_failure, local_fallback, lambda: self._prepare_rules(loaded))
+
+    def _follow(self, follower: Follower, follow: bool) -> None:
+        self._follower = follower
+        if follow:
+            follower.start()
+
+    def _start(
+        self,
+        store: str | Store,
+        clock: Clock | None,
+        on_failure: FailurePolicy,
+        local_fallback: LocalFallback | None,
+        prepare: Callable[[], None],
+    ) -> None:
+        check_policy(on_failure)
+        self._on_failure = on_failure
+        self._clock = clock_of(clock)
+        self._local = LocalLimits(local_fallback_of(local_fallback), self._clock)
+        self._owns_store = isinstance(store, str)
+        self._store = store_of(store, self._clock)
+        self._limits = (UNLIMITED,)
+        try:
+            prepare()
+            self._applied = (AppliedRule(self._name or DEFAULT_NAME, self._limits),)
+            self._bind()
+        except BaseException:
+            self._close()
+            raise
+
+    def _prepare_limits(self, limits: Limits) -> None:
+        """Prepare the limiter's own limits."""
+        self._gate = gate = self._store.gate(limits, self._name)
+        self._limits = limits
+        check = partial(self._check_limits, gate)
+        self._check = gate.fast_check(check) or check
+
+    def _prepare_rules(self, loaded: LoadedRules, async_store: AsyncStore | None = None) -> None:
+        """Put a rule document in force."""
+        self._engine = engine = RuleEngine(
+            self._store,
+            loaded.document,
+            self._clock,
+            loaded.status.version,
+            self._on_failure,
+            self._local,
+            async_store=async_store,
+        )
+        check = partial(self._check_rules, engine)
+        self._check = engine.fast_check(check) or check
+
+    def _bind(self) -> None:
+        """Prepare what the face needs, once the limits or the rules are ready."""
+        raise NotImplementedError
+
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        """The limits that a check must pass."""
+        return self._limits
+
+    @property
+    def store(self) -> Store:
+        """The store, to share with another limiter."""
+        return self._store
+
+    @property
+    def clock(self) -> Clock:
+        """The clock for waiting, and for decisions if the store has no clock of its own."""
+        return self._clock
+
+    @property
+    def on_failure(self) -> FailurePolicy:
+        """The answer when the store cannot decide; a rule's own policy takes precedence."""
+        return self._on_failure
+
+    @property
+    def compiled_rules(self) -> CompiledRules:
+        """The rules in force, compiled. They never change; a new document replaces them."""
+        return self._rules().compiled_rules
+
+    @property
+    def has_rules(self) -> bool:
+        """True for a limiter that was made with `from_rules`."""
+        return self._engine is not None
+
+    def stats(self) -> StoreStats:
+        """Return what the store holds."""
+        return self._store.stats()
+
+    def use(self, rules: Rules, version: str = "") -> None:
+        """Put other rules in force, in one step. A check in progress keeps the old ones.
+
+        Raises ConfigError for an invalid document, and keeps the old one.
+        """
+        self._rules().use(document_of(rules), version)
+
+    def rules_status(self) -> RulesStatus:
+        """Return the version of the rules in force, where they came from, and their age."""
+        version = self.compiled_rules.version
+        assert self._follower is not None, "every limiter from rules has one"  # noqa: S101 - ours
+        return replace(self._follower.status(), version=version)
+
+    def counts(self) -> dict[str, RuleCounts]:
+        """Return how often each rule allowed and denied in this process since it was loaded."""
+        return dict(self._rules().counts)
+
+    def tally(self) -> Tally:
+        """Return the other counts of this process: lists, errors, time spent on the store."""
+        return self._rules().tally
+
+    def penalties(self) -> list[Penalty]:
+        """Return the cool-downs and blocks that this process gave and that are not over.
+
+        `reset` ends those of a request, on every node.
+        """
+        return self._rules().penalties.tracker.active(self._clock.now_ns())
+
+    def on_penalty(self, callback: Callable[[Penalty], None]) -> None:
+        """Call `callback` with each cool-down and block that this process gives.
+
+        The request waits for it, so it should be quick. An exception is logged.
+        """
+        self._rules().penalties.listener = callback
+
+    def push_load(self, load: float) -> None:
+        """Set the load, from 0.0 (idle) to 1.0, for rules that scale by `pushed`."""
+        self._rules().loads.push(load)
+
+    def factors(self) -> dict[str, float]:
+        """Return the part of its limits that applies now, for each rule that follows the load."""
+        return self._rules().factors()
+
+    def _rules(self) -> RuleEngine:
+        if self._engine is None:
+            raise ConfigError(
+                f"this limiter has limits, not rules; make it with "
+                f'{type(self).__name__}.from_rules("limits.yaml")'
+            )
+        return self._engine
+
+    def _close(self) -> None:
+        if self._follower is not None:
+            self._follower.stop()
+        self._local.close()
+        if self._owns_store:
+            self._store.close()

@@ -1,0 +1,691 @@
+"""The rule engine: turns a request and compiled rules into one decision.
+
+The logic is written once, as steps (`core/steps.py`): generators that yield the calls they need.
+`run` drives them in a thread, `run_async` in an event loop. The engine's gates are those of the
+store (`store.gate`) or the awaited ones (`store.as_async.async_gate`). Methods whose names end in
+`_steps` return steps.
+
+Nearly every request has one enforced rule, no shadow rule and no penalties. `decide` and
+`decide_async` call the gate of such a request directly, because a generator would cost more than
+the check in memory. Any other request, and any error, takes the steps.
+
+- *Enforced rules* decide together: none is charged unless all of them pass.
+- *Shadow rules* are decided separately. They are charged and counted, and never deny. On asyncio
+  they are called at the same time as the enforced rules, so that they cost no extra round trip.
+- *Failure policies* answer if the store cannot decide: each rule by its `on_failure`, or the
+  limiter's. The request passes if all of them let it pass.
+- *Limits that follow the load* may be too low for a cost that they admit at a lower load. That is
+  a denial. A cost that never fits raises CapacityError.
+
+Each verb reads `compiled_rules` once. A document that is swapped in meanwhile applies to the next
+call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from time import perf_counter_ns
+from typing import Any, Final
+
+from tollkeeper.core import switches
+from tollkeeper.core.clock import Clock
+from tollkeeper.core.errors import CapacityError, StoreError, StoreTimeout
+from tollkeeper.core.model import (
+    DENIED_NS,
+    UNLIMITED,
+    CheckResult,
+    Decision,
+    Request,
+    ResultKind,
+    decision_with,
+)
+from tollkeeper.core.steps import Call, Steps, Together, run, run_async
+from tollkeeper.decide.combine import combine_decisions
+from tollkeeper.decide.failure import RETRY_AFTER_NS, FailurePolicy, decision_on_failure
+from tollkeeper.decide.local_fallback import LocalCheck, LocalFallback, LocalLimits
+from tollkeeper.decide.store import AsyncStore, Store
+from tollkeeper.metrics.tally import RuleCounts, Tally
+from tollkeeper.rules.compiled import FACTOR_STEPS, CheckPlan, CompiledRules, RuleCheck, factor_step
+from tollkeeper.rules.document.model import Document
+from tollkeeper.rules.explain import Explanation, RuleAnswer, explain, with_answers
+from tollkeeper.rules.load import Factor, Loads
+from tollkeeper.rules.penalties import Penalties
+from tollkeeper.rules.splitting import shares_of, sum_of_parts, whole_decision
+
+_KINDS: Final[dict[str | None, ResultKind]] = {
+    None: "unlimited",
+    "allow": "exempt",
+    "deny": "blocked",
+}
+# The decisions on requests that no limit applies to, by the verdict of the lists.
+_WITHOUT_LIMITS: Final[dict[str | None, Decision]] = {
+    None: Decision(True, UNLIMITED, UNLIMITED.capacity),
+    "allow": Decision(True, UNLIMITED, UNLIMITED.capacity, rule="allow"),
+    "deny": Decision(False, UNLIMITED, 0, DENIED_NS, DENIED_NS, rule="deny"),
+}
+# No answer over a network is faster than this; a faster denial came from the denial cache.
+_ROUND_TRIP_NS_MIN: Final = 20_000
+# Three times as fast as calling CheckResult, whose constructor is written in Python.
+_new_result: Final = tuple.__new__
+
+RuleChecks = Sequence[RuleCheck]
+# A decision, and the ids of the shadow rules that would have denied.
+Decided = tuple[Decision, Sequence[str]]
+
+
+class RepeatedCheck:
+    """A request that is checked often. Its plan is made once for each version of the rules.
+
+    No decision is kept. Nothing is kept for rules whose plans can change (`is_steady`).
+    """
+
+    __slots__ = ("cost", "known", "request")
+
+    def __init__(self, request: Request, cost: int) -> None:
+        self.request = request
+        self.cost = cost
+        self.known: tuple[CompiledRules, CheckPlan, CheckResult] | None = None
+        """The rules, the plan they made, and a result whose applied rules are reused."""
+
+
+class RuleEngine:
+    """A rule document in force on a store."""
+
+    def __init__(
+        self,
+        store: Store,
+        document: Document,
+        clock: Clock,
+        version: str = "",
+        on_failure: FailurePolicy = "open",
+        local: LocalLimits | None = None,
+        *,
+        async_store: AsyncStore | None = None,
+    ) -> None:
+        """Put a document in force on a store.
+
+        `clock`        the time by which overrides end and factors are smoothed.
+        `on_failure`   the failure policy of rules that have none.
+        `local`        decides in the store's place for rules that are `on_failure: local`.
+        `async_store`  the store's awaited calls; if given, `run_async` drives the steps.
+        """
+        self.loads = Loads(clock.now_ns)
+        self.counts: dict[str, RuleCounts] = {}
+        self.tally = Tally()
+        self._store = store
+        self._async_store = async_store
+        self._make_gate = store.gate if async_store is None else async_store.async_gate
+        self._check_together = (
+            store.check_together if async_store is None else async_store.check_together_async
+        )
+        self._now_ns = clock.now_ns
+        self._on_failure = on_failure
+        self._local = local or LocalLimits(LocalFallback(), clock)
+        self._use_lock = threading.Lock()
+        self._factors: dict[str, Factor] = {}
+        self.penalties = Penalties(clock, self._make_gate, self._counts_of)
+        self.compiled_rules = self._compile(document, version)
+
+    # ── The document ───────────────────────────────────────────────────────────────────────────
+
+    def use(self, document: Document, version: str = "") -> None:
+        """Put another document in force, in one step. Raises ConfigError and keeps the old one."""
+        with self._use_lock:
+            self.compiled_rules = self._compile(document, version)
+            # Counts are kept for the rules of the document only, so their number is bounded.
+            ids = {rule.id for rule in document.rules}
+            self.counts = {rule: counts for rule, counts in self.counts.items() if rule in ids}
+
+    def _compile(self, document: Document, version: str) -> CompiledRules:
+        factors: dict[str, Factor] = {}
+        for rule in document.rules:
+            if rule.scale is None:
+                continue
+            factor = self._factors.get(rule.id)
+            if factor is None or factor.scale != rule.scale:
+                read = partial(self.loads.reading, rule.scale.source)
+                factor = Factor(rule.scale, read, self._now_ns)
+            factors[rule.id] = factor
+        compiled = CompiledRules(document, self._make_gate, self._now_ns, version, factors)
+        self._factors = factors
+        self.penalties.use(document)
+        return compiled
+
+    def factors(self) -> dict[str, float]:
+        """Return the part of its limits that applies now, for each rule that follows the load."""
+        return {
+            rule: factor_step(factor()) / FACTOR_STEPS for rule, factor in self._factors.items()
+        }
+
+    # ── Checks: the two drivers ────────────────────────────────────────────────────────────────
+
+    def fast_check(self, fallback: Callable[..., Decision]) -> Callable[..., Decision] | None:
+        """Return `check(request, cost=1)` for threads; None if the gates are awaited.
+
+        It calls `fallback` for anything but a Request and a plain cost.
+        """
+        if self._async_store is not None:
+            return None
+        decide = self.decide
+
+        def check(request: Request, cost: int = 1) -> Decision:
+            plain = type(request) is Request and type(cost) is int and cost >= 0
+            if plain and not switches.limiting_off:
+                return decide(self.compiled_rules.plan(request, cost), request)[0]
+            return fallback(request, cost)
+
+        return check
+
+    def check(self, request: Request, cost: int) -> Decision:
+        """Check a request in this thread."""
+        return self.decide(self.compiled_rules.plan(request, cost), request)[0]
+
+    async def check_async(self, request: Request, cost: int) -> Decision:
+        """Check a request on asyncio."""
+        return (await self.decide_async(self.compiled_rules.plan(request, cost), request))[0]
+
+    def evaluate(self, request: Request, cost: int, *, spend: bool = True) -> CheckResult:
+        """Check a request in this thread, or without `spend` peek; return the result."""
+        plan = self.compiled_rules.plan(request, cost)
+        if not spend:
+            return self._result(plan, run(self._peek(plan, request)))
+        return self._result(plan, *self.decide(plan, request))
+
+    async def evaluate_async(
+        self, request: Request, cost: int, *, spend: bool = True
+    ) -> CheckResult:
+        """Check a request on asyncio, or without `spend` peek; return the result."""
+        plan = self.compiled_rules.plan(request, cost)
+        if not spend:
+            return self._result(plan, await run_async(self._peek(plan, request)))
+        return self._result(plan, *await self.decide_async(plan, request))
+
+    def evaluate_repeated(self, repeated: RepeatedCheck) -> CheckResult:
+        """Check a request that is checked often, in this thread."""
+        plan = self._plan_of(repeated)
+        return self._result_of(repeated, plan, *self.decide(plan, repeated.request))
+
+    async def evaluate_repeated_async(self, repeated: RepeatedCheck) -> CheckResult:
+        """Check a request that is checked often, on asyncio."""
+        plan = self._plan_of(repeated)
+        return self._result_of(repeated, plan, *await self.decide_async(plan, repeated.request))
+
+    def decide(self, plan: CheckPlan, request: Request) -> Decided:
+        """Charge a request in this thread, if all of its rules have room."""
+        checks = plan.enforced
+        if not checks or plan.shadowed or self.penalties.gates:
+            return run(self._decide(plan, request))
+        try:
+            if len(checks) == 1:
+                check = checks[0]
+                decision: Decision = check.gate.check(  # type: ignore[assignment]  # for threads
+                    check.gate_subject, check.units
+                )
+                return self._counted(check, decision), ()
+            return self._combined(checks, self._store.check_together(_charges(checks))), ()
+        except (StoreError, CapacityError) as error:
+            return run(self._not_decided(checks, request, error, spend=True)), ()
+
+    async def decide_async(self, plan: CheckPlan, request: Request) -> Decided:
+        """Charge a request on asyncio, if all of its rules have room."""
+        checks = plan.enforced
+        if len(checks) != 1 or plan.shadowed or self.penalties.gates:
+            return await run_async(self._decide(plan, request))
+        check = checks[0]
+        start_ns = perf_counter_ns()
+        try:
+            decision: Decision = await check.gate.check(  # type: ignore[misc]  # for asyncio
+                check.gate_subject, check.units
+            )
+        except (StoreError, CapacityError) as error:
+            self._note_store_time(start_ns, error)
+            return await run_async(self._not_decided(checks, request, error, spend=True)), ()
+        self._note_store_time(start_ns, decision)
+        return self._counted(check, decision), ()
+
+    # ── Checks: the steps ──────────────────────────────────────────────────────────────────────
+
+    def _decide(self, plan: CheckPlan, request: Request) -> Steps[Decided]:
+        """Return the decision on a request with any number of rules, shadow rules, penalties."""
+        answer, shadow_answers = yield from self._answer(plan)
+        decision = (
+            (yield from self._not_decided(plan.enforced, request, answer, spend=True))
+            if isinstance(answer, BaseException)
+            else answer
+        )
+        if self.penalties.gates:
+            yield from self.penalties.penalise(plan, decision)
+        if not plan.shadowed:
+            return decision, ()
+        if shadow_answers is None:
+            shadow_answers = yield from self._shadow_answers(plan.shadowed, decision)
+        return decision, self._count_shadows(plan.shadowed, shadow_answers)
+
+    def _answer(
+        self, plan: CheckPlan
+    ) -> Steps[tuple[Decision | BaseException, Sequence[RuleAnswer] | None]]:
+        """Return the decision or the store's error, and the shadow rules' answers if known."""
+        try:
+            decision = yield from self._penalty_denial(plan)
+        except StoreError as error:
+            return error, None
+        if decision is None and not plan.enforced:
+            decision = self._without_limits(plan)
+        if decision is not None:
+            return decision, None
+        call = self._call(plan.enforced)
+        start_ns = perf_counter_ns()
+        shadow_answers = None
+        if plan.shadowed and self._async_store is not None:
+            # All at the same time: the shadow rules cost no extra round trip.
+            shadow_calls = [_check_call(check) for check in plan.shadowed]
+            answer, *shadow_answers = yield Together([call, *shadow_calls])
+        else:
+            try:
+                answer = yield call
+            except (StoreError, CapacityError) as error:
+                answer = error
+        if self._async_store is not None:
+            self._note_store_time(start_ns, answer)
+        if isinstance(answer, BaseException):
+            return answer, shadow_answers
+        decisions = answer if isinstance(answer, list) else [answer]
+        return self._combined(plan.enforced, decisions), shadow_answers
+
+    def _call(self, checks: RuleChecks) -> Call:
+        """Return the call that charges all of these rules, or none."""
+        if len(checks) == 1:
+            return _check_call(checks[0])
+        return Call(self._check_together, _charges(checks))
+
+    def _note_store_time(
+        self, start_ns: int, answer: Decision | list[Decision] | BaseException
+    ) -> None:
+        """Add the time that a check waited for the store to the histogram."""
+        taken_ns = perf_counter_ns() - start_ns
+        if isinstance(answer, BaseException):
+            measured = isinstance(answer, StoreTimeout)
+        else:
+            allowed = all(answer) if isinstance(answer, list) else answer.allowed
+            # A denial from the denial cache says nothing about the store.
+            measured = allowed or taken_ns > _ROUND_TRIP_NS_MIN
+        if measured:
+            self.tally.store_seconds.note(taken_ns)
+
+    def _penalty_denial(self, plan: CheckPlan) -> Steps[Decision | None]:
+        """Return the denial of a cool-down, counted; None if none is in force."""
+        if not self.penalties.gates:
+            return None
+        found = yield from self.penalties.denial(plan)
+        if found is None:
+            return None
+        check, decision = found
+        self._count(check, decision)
+        return decision
+
+    def _without_limits(self, plan: CheckPlan) -> Decision:
+        """Return the decision on a request without limits, counted."""
+        kind = _KINDS[plan.verdict]
+        self.tally.unruled[kind] = self.tally.unruled.get(kind, 0) + 1
+        return _WITHOUT_LIMITS[plan.verdict]
+
+    def _shadow_answers(self, checks: RuleChecks, decision: Decision) -> Steps[list[RuleAnswer]]:
+        """Check shadow rules after the decision is known.
+
+        The caller does not wait again for a store that failed: the rest have no answer.
+        """
+        if decision.degraded:
+            return []
+        if self._async_store is not None:
+            answers: list[RuleAnswer] = yield Together([_check_call(check) for check in checks])
+            return answers
+        answers = []
+        for check in checks:
+            try:
+                answers.append((yield _check_call(check)))
+            except CapacityError as error:
+                answers.append(error)
+            except StoreError:
+                break
+        return answers
+
+    def _count_shadows(self, checks: RuleChecks, answers: Sequence[RuleAnswer]) -> list[str]:
+        """Count the answers of shadow rules; return the ids of those that would have denied."""
+        denied: list[str] = []
+        for check, answer in zip(checks, answers, strict=False):
+            if isinstance(answer, Decision):
+                self._count(check, answer)
+            elif isinstance(answer, CapacityError):
+                self._counts_of(check.rule.id).shadow_denied += 1
+            elif isinstance(answer, StoreError):
+                self._count_failed([check])
+                continue
+            elif answer is not None:
+                raise answer
+            if not isinstance(answer, Decision) or not answer.allowed:
+                denied.append(check.rule.id)
+        self._count_failed(checks[len(answers) :])
+        return denied
+
+    def evaluate_all_steps(
+        self, requests: Sequence[tuple[Request, int]]
+    ) -> Steps[list[CheckResult]]:
+        """Return a result for each request; if one of them is denied, none is charged."""
+        compiled = self.compiled_rules
+        plans = [compiled.plan(request, cost) for request, cost in requests]
+        planned = list(zip(plans, [request for request, _ in requests], strict=True))
+        failure: StoreError | None = None
+        denials: list[tuple[CheckPlan, Decision]] = []
+        for plan in plans if self.penalties.gates else ():
+            try:
+                denial = yield from self._penalty_denial(plan)
+            except StoreError as error:
+                failure = failure or error
+            else:
+                if denial is not None:
+                    denials.append((plan, denial))
+        if denials or any(plan.verdict == "deny" for plan in plans):
+            for plan, denial in denials:
+                yield from self.penalties.penalise(plan, denial)
+            results = []
+            for plan, request in planned:
+                results.append(self._result(plan, (yield from self._peek(plan, request))))
+            return results
+        try:
+            if failure is not None:
+                raise failure
+            decisions = yield from self._decide_together(
+                [check for plan in plans for check in plan.enforced]
+            )
+        except StoreError as error:
+            return [
+                self._result(plan, self._failed(plan.enforced, request, error, spend=True))
+                if plan.enforced
+                else self._result(plan, self._without_limits(plan))
+                for plan, request in planned
+            ]
+        return (yield from self._results_of(plans, iter(decisions)))
+
+    def _results_of(
+        self, plans: Sequence[CheckPlan], decisions: Iterator[Decision]
+    ) -> Steps[list[CheckResult]]:
+        """Return the results of several requests from the decisions of all their rules in order."""
+        results = []
+        for plan in plans:
+            of_plan = [next(decisions) for _ in plan.enforced]
+            decision = (
+                self._combined(plan.enforced, of_plan) if of_plan else self._without_limits(plan)
+            )
+            if self.penalties.gates:
+                yield from self.penalties.penalise(plan, decision)
+            denied: Sequence[str] = ()
+            if plan.shadowed:
+                answers = yield from self._shadow_answers(plan.shadowed, decision)
+                denied = self._count_shadows(plan.shadowed, answers)
+            results.append(self._result(plan, decision, denied))
+        return results
+
+    def _decide_together(self, checks: RuleChecks) -> Steps[list[Decision]]:
+        """Charge all of the rules, or none; a rule whose limits are too low at this load denies."""
+        if not checks:
+            return []
+        try:
+            decisions: list[Decision] = yield Call(self._check_together, _charges(checks))
+        except CapacityError as error:
+            scaled_down = _scaled_down(checks, error)
+            decisions = []
+            for check in checks:
+                decision: Decision = yield Call(check.gate.peek, check.gate_subject, 0)
+                decisions.append(_denied_for_now(decision) if check is scaled_down else decision)
+        return decisions
+
+    # ── Results and counts ─────────────────────────────────────────────────────────────────────
+
+    def _result(
+        self, plan: CheckPlan, decision: Decision, shadow_denied: Sequence[str] = ()
+    ) -> CheckResult:
+        if plan.verdict is not None:
+            return CheckResult(decision, kind=_KINDS[plan.verdict])
+        checks = plan.enforced
+        if not checks:
+            return CheckResult(decision, (), "unlimited", tuple(shadow_denied))
+        kind: ResultKind = "limited"
+        if decision.degraded and not decision.allowed and "closed" in self._policies(checks):
+            kind = "unavailable"
+        return CheckResult(
+            decision,
+            tuple([check.applied for check in checks]),
+            kind,
+            tuple(shadow_denied),
+            tuple([(check.subject, check.units) for check in checks]),
+        )
+
+    def _plan_of(self, repeated: RepeatedCheck) -> CheckPlan:
+        known, compiled = repeated.known, self.compiled_rules
+        if known is not None and known[0] is compiled:
+            return known[1]
+        plan = compiled.plan(repeated.request, repeated.cost)
+        repeated.known = None
+        if compiled.is_steady and plan.enforced:
+            repeated.known = compiled, plan, self._result(plan, _WITHOUT_LIMITS[None])
+        return plan
+
+    def _result_of(
+        self,
+        repeated: RepeatedCheck,
+        plan: CheckPlan,
+        decision: Decision,
+        shadow_denied: Sequence[str],
+    ) -> CheckResult:
+        known = repeated.known
+        if known is None or known[1] is not plan or shadow_denied or decision.degraded:
+            return self._result(plan, decision, shadow_denied)
+        like = known[2]
+        return _new_result(CheckResult, (decision, like[1], "limited", (), like[4]))
+
+    def _combined(self, checks: RuleChecks, decisions: Sequence[Decision]) -> Decision:
+        """Return one decision from those of several rules, each counted."""
+        counted = map(self._counted, checks, decisions)
+        return combine_decisions(list(counted))
+
+    def _counted(self, check: RuleCheck, decision: Decision) -> Decision:
+        """Count a rule's decision; return it as one about the whole limit if the rule is split."""
+        self._count(check, decision)
+        if len(check.prepared.gates) == 1:
+            return decision
+        return whole_decision(decision, check.gate.limits, check.prepared.limits)
+
+    def _count(self, check: RuleCheck, decision: Decision) -> None:
+        rule = check.rule
+        counts = self.counts.get(rule.id) or self._counts_of(rule.id)
+        if decision.allowed:
+            counts.allowed += 1
+        elif rule.mode == "shadow":
+            counts.shadow_denied += 1
+        else:
+            counts.denied += 1
+
+    def _counts_of(self, rule: str) -> RuleCounts:
+        counts = self.counts.get(rule)
+        if counts is None:
+            counts = self.counts.setdefault(rule, RuleCounts())
+        return counts
+
+    def _count_failed(self, checks: RuleChecks) -> None:
+        for check in checks:
+            self._counts_of(check.rule.id).failed += 1
+
+    # ── When the store cannot decide ───────────────────────────────────────────────────────────
+
+    def _not_decided(
+        self, checks: RuleChecks, request: Request, error: BaseException, *, spend: bool
+    ) -> Steps[Decision]:
+        """Return the decision after an error of the store or of a cost, or raise the error."""
+        if isinstance(error, CapacityError):
+            check = _scaled_down(checks, error)
+            try:
+                peeked: Decision = yield Call(check.gate.peek, check.gate_subject, 0)
+            except StoreError as failure:
+                return self._failed(checks, request, failure, spend=spend)
+            decision = _denied_for_now(peeked)
+            if spend:
+                self._count(check, decision)
+            return decision
+        if isinstance(error, StoreError):
+            return self._failed(checks, request, error, spend=spend)
+        raise error
+
+    def _policies(self, checks: RuleChecks) -> list[FailurePolicy]:
+        return [check.rule.on_failure or self._on_failure for check in checks]
+
+    def _failed(
+        self, checks: RuleChecks, request: Request, error: StoreError, *, spend: bool
+    ) -> Decision:
+        """Return the answer of the rules' failure policies, or raise the error."""
+        policies = self._policies(checks)
+        self._local.note_failure(error)
+        self.tally.failed(error)
+        if spend:
+            self._count_failed(checks)
+        if "raise" in policies:
+            for check in checks if spend else ():
+                self._counts_of(check.rule.id).raised += 1
+            raise error
+        local_checks = [
+            # The whole limits, even if the rule is split: the share of each part would be rounded.
+            LocalCheck(check.prepared.limits, check.rule.id, check.subject, check.units)
+            for check, policy in zip(checks, policies, strict=True)
+            if policy == "local"
+        ]
+        local: list[Decision] = []
+        if "closed" not in policies:
+            local = self._local.decide(local_checks, request.ip, spend=spend)
+        decision = combine_decisions(
+            local
+            or [
+                decision_on_failure(error, policy, check.prepared.limits[0], check.rule.id)
+                for check, policy in zip(checks, policies, strict=True)
+            ]
+        )
+        if spend:
+            self._count_degraded(checks, policies, decision, is_local=bool(local))
+        return decision
+
+    def _count_degraded(
+        self,
+        checks: RuleChecks,
+        policies: Sequence[FailurePolicy],
+        decision: Decision,
+        *,
+        is_local: bool,
+    ) -> None:
+        """Count a decision that was made without the store, by local limits or by policy."""
+        for check, policy in zip(checks, policies, strict=True):
+            counts = self._counts_of(check.rule.id)
+            if is_local and policy == "local":
+                counts.local_allowed += decision.allowed
+                counts.local_denied += not decision.allowed
+            else:
+                counts.policy_allowed += decision.allowed
+                counts.policy_denied += not decision.allowed
+
+    # ── The other verbs ────────────────────────────────────────────────────────────────────────
+
+    def peek_steps(self, request: Request, cost: int) -> Steps[Decision]:
+        """Return the decision that a check would get. Spends and counts nothing."""
+        return self._peek(self.compiled_rules.plan(request, cost), request)
+
+    def _peek(self, plan: CheckPlan, request: Request) -> Steps[Decision]:
+        checks = plan.enforced
+        if not checks:
+            return _WITHOUT_LIMITS[plan.verdict]
+        try:
+            found = (yield from self.penalties.denial(plan)) if self.penalties.gates else None
+            if found is not None:
+                return found[1]
+            decisions = []
+            for check in checks:
+                decision = yield from _peek_rule(check)
+                decisions.append(decision)
+        except (StoreError, CapacityError) as error:
+            return (yield from self._not_decided(checks, request, error, spend=False))
+        return combine_decisions(decisions)
+
+    def refund_steps(self, request: Request, units: int) -> Steps[None]:
+        """Return units to every rule that charged the request. Raises StoreError."""
+        for check in self.compiled_rules.plan(request, units).checks:
+            yield Call(check.gate.refund, check.gate_subject, check.units)
+
+    def grant_steps(self, request: Request, units: int, ttl_ns: int | None) -> Steps[None]:
+        """Add extra units on top of every limit of the request. Raises StoreError."""
+        for check in self.compiled_rules.plan(request, units).checks:
+            shares = shares_of(check.units, len(check.parts))
+            for (gate, subject), share in zip(check.parts, shares, strict=True):
+                yield Call(gate.grant, subject, share, ttl_ns)
+
+    def reset_steps(self, request: Request) -> Steps[None]:
+        """Forget what the request's subjects spent, and their penalties. Raises StoreError."""
+        for check in self.compiled_rules.plan(request, 1).checks:
+            for gate, subject in check.parts:
+                yield Call(gate.reset, subject)
+            yield from self.penalties.reset(check)
+
+    def is_barred_steps(self, rule: str, subject: str) -> Steps[bool]:
+        """Return True if a cool-down is in force, or if this process cannot find out."""
+        if self._store.is_private:
+            return True
+        try:
+            return (yield from self.penalties.is_barred(rule, subject))
+        except StoreError:
+            return True
+
+    def explain_steps(self, request: Request, cost: int) -> Steps[Explanation]:
+        """Explain which rules apply and why, and what each would decide. Spends nothing."""
+        explanation, checks = explain(self.compiled_rules, request, cost)
+        answers: list[RuleAnswer] = []
+        for check in checks:
+            try:
+                answers.append(None if check is None else (yield from _peek_rule(check)))
+            except (StoreError, CapacityError) as error:
+                answers.append(error)
+        return with_answers(explanation, answers)
+
+
+def _check_call(check: RuleCheck) -> Call:
+    return Call(check.gate.check, check.gate_subject, check.units)
+
+
+def _charges(checks: RuleChecks) -> list[Any]:
+    """Return the arguments of `check_together`, for the gates of either driver."""
+    return [(check.gate, check.gate_subject, check.units) for check in checks]
+
+
+def _peek_rule(check: RuleCheck) -> Steps[Decision]:
+    """Peek at one rule: at its gate, or at all parts if it is split."""
+    decisions: list[Decision] = []
+    for gate, subject in check.parts:
+        decisions.append((yield Call(gate.peek, subject, check.units)))
+    if len(decisions) == 1:
+        return decisions[0]
+    return sum_of_parts(decisions, check.gate.limits, check.prepared.limits)
+
+
+def _scaled_down(checks: RuleChecks, error: CapacityError) -> RuleCheck:
+    """Return the rule whose limits are too low for the cost at this load only.
+
+    Raises the error if the cost never fits, or does not fit into one part of a split rule.
+    """
+    for check in checks:
+        if check.units > min(limit.capacity for limit in check.choice.limits):
+            raise error
+    found = next((check for check in checks if check.step < FACTOR_STEPS), None)
+    if found is None:
+        raise error
+    return found
+
+
+def _denied_for_now(decision: Decision) -> Decision:
+    """Return a denial for a cost that is too high at this load. When the load falls is unknown."""
+    return decision_with(decision, allowed=False, retry_after_ns=RETRY_AFTER_NS, delay_ns=0)
