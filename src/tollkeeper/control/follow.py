@@ -19,7 +19,6 @@ import asyncio
 import atexit
 import logging
 import os
-import random
 import threading
 import time
 import weakref
@@ -30,6 +29,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
+from random import SystemRandom
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 
 from tollkeeper.control import snapshot as snapshots
@@ -46,6 +46,10 @@ from tollkeeper.rules.document.reading import (
 
 if TYPE_CHECKING:
     from tollkeeper.control.repository import Repository
+
+# Not the shared generator: an application that seeds it gets the same numbers, whatever our
+# background threads draw meanwhile.
+_random = SystemRandom()
 
 POLL_S_MIN: Final = 0.05
 POLL_S_MAX: Final = 3600.0
@@ -324,7 +328,7 @@ def without_secrets(url: str) -> str:
 
 
 def _jittered(period_s: float) -> float:
-    return period_s * random.uniform(1 - JITTER, 1 + JITTER)  # noqa: S311 - not a secret
+    return period_s * _random.uniform(1 - JITTER, 1 + JITTER)
 
 
 # ── The first version ──────────────────────────────────────────────────────────────────────────
@@ -515,7 +519,7 @@ class Follower:
         self._loop = self._task = None
         # Not at once: the store must notice the fork first, and a server that forks fifty workers
         # would open fifty connections in one moment.
-        self._start(first_pause_s=random.uniform(FORKED_S_MIN, FORKED_S_MAX))  # noqa: S311 - same
+        self._start(first_pause_s=_random.uniform(FORKED_S_MIN, FORKED_S_MAX))
 
     def _start(self, first_pause_s: float) -> None:
         self._thread = threading.Thread(
@@ -566,7 +570,7 @@ class Follower:
         with suppress(TimeoutError):
             async with asyncio.timeout(_jittered(self._poll_s)):
                 await self._wake.wait()
-                await asyncio.sleep(random.uniform(0, HINT_SPREAD_S))  # noqa: S311 - not a secret
+                await asyncio.sleep(_random.uniform(0, HINT_SPREAD_S))
 
     async def _update(self, source: RulesSource) -> bool:
         """Query the source and put a new version into force; return True if that worked."""
@@ -648,7 +652,7 @@ class RetryPause:
     def next_s(self) -> float:
         """Return the next pause, with a random part so that a fleet does not retry together."""
         self._pause_s = min(max(2 * self._pause_s, PAUSE_S_FIRST), PAUSE_S_LONGEST)
-        return self._pause_s * random.uniform(0.5, 1)  # noqa: S311 - not a secret
+        return self._pause_s * _random.uniform(0.5, 1)
 
     def reset(self) -> None:
         """Begin with the first pause again, after a success."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import secrets
 import sqlite3
 import time
@@ -23,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from random import SystemRandom
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from sqlalchemy import text
@@ -42,6 +42,10 @@ if TYPE_CHECKING:
     from datetime import date
 
     from tollkeeper.control.database import Database
+
+# Not the shared generator: an application that seeds it gets the same numbers, whatever our
+# background threads draw meanwhile.
+_random = SystemRandom()
 
 EVENTS_MAX: Final = 10_000
 BATCH_EVENTS_MAX: Final = 1_000
@@ -187,7 +191,7 @@ class Sink:
             if self._failures == 1:
                 log.warning("records are not written, only kept while they fit: %s", error)
             most = min(RETRY_SECONDS_MIN * 2.0 ** (self._failures - 1), RETRY_SECONDS_MAX)
-            return most * random.uniform(0.5, 1.0)  # noqa: S311 - workers retry at different times
+            return most * _random.uniform(0.5, 1.0)
         except ConfigError as error:
             # Tables of another version: a short pause would not help.
             self._failures += 1
@@ -319,7 +323,7 @@ class Sink:
         if time.monotonic() < self._trim_at_s and not self._trimmer.is_behind:
             return
         # Workers try at different moments, and the first one trims for all.
-        spread = random.uniform(0.5, 1.0)  # noqa: S311 - same
+        spread = _random.uniform(0.5, 1.0)
         self._trim_at_s = time.monotonic() + TRIM_SECONDS * spread
         if await self._trimmer.trim(await self._database_time_s()):
             self._days = set()
