@@ -1,4 +1,4 @@
-"""Clocks that misbehave in the ways real ones do."""
+"""Clocks that misbehave like real ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tollkeeper.testing import ManualClock
 
 
 class TickingClock(ManualClock):
-    """Time passes between two readings: a microsecond for each."""
+    """A clock that advances by a microsecond at each reading."""
 
     def now_ns(self) -> int:
         self.advance_ns(1_000)
@@ -14,7 +14,7 @@ class TickingClock(ManualClock):
 
 
 class LateClock(ManualClock):
-    """Every sleep ends a millisecond late."""
+    """A clock whose sleeps end a millisecond late."""
 
     def sleep(self, seconds: float) -> None:
         self.advance(seconds + 0.001)
@@ -24,7 +24,7 @@ class LateClock(ManualClock):
 
 
 class ShortClock(ManualClock):
-    """Sleeps longer than a second end halfway."""
+    """A clock whose sleeps end halfway if they are longer than a second."""
 
     def sleep(self, seconds: float) -> None:
         self.advance(seconds / 2 if seconds > 1 else seconds)
@@ -34,10 +34,10 @@ class ShortClock(ManualClock):
 
 
 class SteppedClock(ManualClock):
-    """A clock that shows whole steps only, as the clock of a store may.
+    """A clock that returns only whole steps, as the clock of a store may.
 
-    What it was advanced by is kept exactly, so that `advance_ns(wait_ns - 1)` shows the step before
-    the end of a wait of whole steps, and `advance_ns(1)` after it shows the end.
+    It keeps its exact time, so that after `advance_ns(wait_ns - 1)` it returns the step before
+    the end of a wait of whole steps, and after a further `advance_ns(1)` the end.
     """
 
     __slots__ = ("_step_ns",)
@@ -61,5 +61,5 @@ class SteppedClock(ManualClock):
         return now_ns - now_ns % self._step_ns
 
     def steps_up_ns(self, nanoseconds: int) -> int:
-        """A length of time in whole steps, rounded up."""
+        """Return a length of time rounded up to whole steps."""
         return -(-nanoseconds // self._step_ns) * self._step_ns

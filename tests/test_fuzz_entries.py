@@ -1,4 +1,4 @@
-"""Public entries and anything at all: an answer or an error of our tree, and nothing else."""
+"""Public functions with arbitrary arguments: a result or one of our errors, and nothing else."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_check_and_peek(key: Any, cost: Any) -> None:
 
 @given(ANYTHING)
 def test_a_wrong_key_is_always_an_invalid_key(key: Any) -> None:
-    """What is neither text, nor a tuple, nor a Request is InvalidKey, whatever it is."""
+    """Anything that is not text, a tuple or a Request raises InvalidKey."""
     if not isinstance(key, str | tuple):
         with pytest.raises(InvalidKey):
             _limiter().check(key)
@@ -86,7 +86,7 @@ def test_a_wrong_key_is_always_an_invalid_key(key: Any) -> None:
 
 @given(ANYTHING)
 def test_a_wrong_cost_is_always_an_invalid_cost(cost: Any) -> None:
-    """What is not a whole number from 0 up is InvalidCost, whatever it is."""
+    """Anything that is not a whole number from 0 up raises InvalidCost."""
     if type(cost) is not int or cost < 0:
         with pytest.raises(InvalidCost):
             _limiter().check("k", cost)
@@ -96,7 +96,7 @@ def test_a_wrong_cost_is_always_an_invalid_cost(cost: Any) -> None:
 
 @given(ANYTHING, ANYTHING)
 def test_refund_and_reset(key: Any, cost: Any) -> None:
-    """Nothing, or an error of ours."""
+    """None, or one of our errors."""
     limiter = _limiter()
     with suppress(TollkeeperError):
         limiter.refund(key, cost)
@@ -156,7 +156,7 @@ def test_a_requests_values(user: Any, region: Any) -> None:
 @example(None)
 @example([])
 def test_a_requests_attributes(attributes: Any) -> None:
-    """Any attributes: counted, or an error of ours."""
+    """Any attributes: counted, or one of our errors."""
     with suppress(TollkeeperError):
         _limiter().check(Request(attributes=attributes))
 
@@ -184,7 +184,7 @@ def test_limit_words(algorithm: Any, name: Any) -> None:
 
 @given(ANYTHING, ANYTHING)
 def test_parse_limits(text: Any, algorithm: Any) -> None:
-    """Anything at all: Limits or a ConfigError."""
+    """Any argument: limits or a ConfigError."""
     with suppress(ConfigError):
         parse_limits(text)
     with suppress(ConfigError):
@@ -277,7 +277,7 @@ def test_manual_clock_seconds(seconds: Any) -> None:
         pytest.param(lambda: Limiter("5/s", on_failure=HUGE), id="on_failure"),
     ],
 )
-def test_a_huge_number_is_refused_like_any_other(call: Any) -> None:
-    """Whoever sends a number of 5,001 digits gets an error of ours, not one of Python's."""
+def test_a_huge_number_is_rejected_like_any_other(call: Any) -> None:
+    """A number of 5,001 digits raises one of our errors, not one of Python's."""
     with pytest.raises(TollkeeperError):
         call()

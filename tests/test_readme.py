@@ -1,8 +1,8 @@
-"""What the documents say is so: their code runs, their answers are right, their links lead on.
+"""The documentation is correct: its code runs, its results are right, its links work.
 
 The Python blocks of a page run from top to bottom in one namespace, as a reader would type them.
-A comment `# -> text` at a statement's end claims that its value prints as that text, and the claim
-is checked. A block that defines tests is a test file, and pytest runs it.
+A comment `# -> text` at the end of a statement claims that its value prints as that text, and the
+test checks it. A block that defines tests runs in pytest.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def page_id(page: Path) -> str:
 
 
 def blocks(page: Path) -> Iterator[tuple[int, str]]:
-    """Each Python block of a page, with the number of its first line."""
+    """Yield each Python block of a page, with the number of its first line."""
     text = page.read_text(encoding="utf-8")
     for match in BLOCK.finditer(text):
         yield text.count("\n", 0, match.start(1)), match[1]
 
 
 def on_our_redis(source: str) -> str:
-    """The code with a Redis of the tests' own where it says redis://localhost."""
+    """Return the code with the tests' own Redis instead of redis://localhost."""
     if '"redis://localhost' not in source:
         return source
     server = running("single")
@@ -48,7 +48,7 @@ def on_our_redis(source: str) -> str:
 
 
 def run_block(page: Path, first_line: int, source: str, namespace: dict[str, Any]) -> int:
-    """Run a block statement by statement and check its claims; how many it made."""
+    """Run a block statement by statement and check its claims; return their number."""
     lines = source.splitlines()
     claims = 0
     for node in ast.parse(source).body:
@@ -71,7 +71,7 @@ def run_block(page: Path, first_line: int, source: str, namespace: dict[str, Any
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_the_code_on_a_page_runs_and_its_claims_hold(page: Path, tmp_path: Path) -> None:
-    """Every Python block; those with tests in them go through pytest."""
+    """Every Python block runs; blocks with tests in them run in pytest."""
     namespace: dict[str, Any] = {"__name__": "page"}
     for first_line, written in blocks(page):
         source = on_our_redis(written)
@@ -92,14 +92,14 @@ def test_a_false_claim_is_found() -> None:
 
 
 def test_the_readme_makes_claims() -> None:
-    """The marker is still the one that is checked."""
+    """The README still uses the marker that is checked."""
     claims = sum(source.count("# -> ") for _, source in blocks(PAGES[0]))
     assert claims >= 20
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=page_id)
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
-    """Every relative link names a file or folder that is there."""
+    """Every relative link names an existing file or folder."""
     for target in LINK.findall(page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
 

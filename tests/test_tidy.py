@@ -44,7 +44,6 @@ TESTED_IN = {
     "cli/rules_read.py": "cli/test_rules.py",
     "cli/serve_options.py": "cli/test_serve.py",
     "cli/top_view.py": "cli/test_top.py",
-    "rules/document/model.py": "rules/matching/test_table.py",
 }
 
 # Each pattern is written so that it does not find itself here.

@@ -1,6 +1,6 @@
 """Correct uses of the public names. mypy --strict must agree with every assert_type.
 
-Not a test to run: `make lint` checks it. Importing it must work all the same.
+`make lint` checks this module; it has no tests to run. Importing it must work.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def decisions(decision: Decision) -> None:
 
 
 def errors(capacity: CapacityError, exceeded: LimitExceeded, syntax: RateSyntaxError) -> None:
-    """What errors carry."""
+    """The fields of errors."""
     assert_type(capacity.cost, int)
     assert_type(capacity.limit, Limit)
     assert_type(exceeded.decision, Decision)
@@ -69,7 +69,7 @@ def errors(capacity: CapacityError, exceeded: LimitExceeded, syntax: RateSyntaxE
 
 
 def constructors(store: Store, clock: Clock) -> None:
-    """All that a limiter takes."""
+    """All arguments of a limiter."""
     Limiter("5/s")
     Limiter(Limit(5, per=1))
     Limiter(["5/s", Limit(5, per=60.5)])
@@ -81,7 +81,7 @@ def constructors(store: Store, clock: Clock) -> None:
 
 
 def wrong_constructors() -> None:
-    """Mistakes that a type checker finds; an ignore that is not needed is an error in itself."""
+    """Mistakes that a type checker finds; an unnecessary ignore is an error itself."""
     Limiter(5)  # type: ignore[arg-type]  # not limits
     Limiter("5/s", on_failure="maybe")  # type: ignore[arg-type]  # not a policy
     Limiter("5/s", nmae="n")  # type: ignore[call-arg]  # not a parameter
@@ -90,7 +90,7 @@ def wrong_constructors() -> None:
 
 
 def verbs(limiter: Limiter) -> None:
-    """Each verb with each kind of key."""
+    """Each method with each kind of key."""
     assert_type(limiter.check("k"), Decision)
     assert_type(limiter.check(("tenant", "user"), cost=3), Decision)
     assert_type(limiter.check(Request(user="42")), Decision)
@@ -112,7 +112,7 @@ def verbs(limiter: Limiter) -> None:
 
 
 async def async_verbs(limiter: AsyncLimiter) -> None:
-    """The same, awaited."""
+    """The same methods, awaited."""
     assert_type(await limiter.check("k"), Decision)
     assert_type(await limiter.peek(("a", "b"), 2), Decision)
     assert_type(await limiter.wait(Request(user="42"), timeout=5), Decision)
@@ -142,7 +142,7 @@ def decorated(limiter: Limiter) -> None:
 
 
 async def async_decorated(limiter: AsyncLimiter) -> None:
-    """An async one too."""
+    """An async function does, too."""
 
     @limiter.limit(key="k", cost=2, wait=1)
     async def fetch(url: str) -> bytes:
@@ -155,7 +155,7 @@ async def async_decorated(limiter: AsyncLimiter) -> None:
 
 
 def switches() -> None:
-    """What `tollkeeper.testing` offers."""
+    """The functions of `tollkeeper.testing`."""
     with use_clock(ManualClock()) as clock, limiting_off():
         assert_type(clock, ManualClock)
         clock.advance(1.5)

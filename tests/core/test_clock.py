@@ -1,4 +1,4 @@
-"""Clocks: integer time that never steps, and one that moves when told to."""
+"""Clocks: integer time that never steps, and a clock that tests advance."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CENTURY_NS = 100 * 366 * 86_400 * 10**9
     ],
 )
 def test_seconds_to_nanoseconds(seconds: float, ns: int) -> None:
-    """The nearest whole nanosecond."""
+    """Seconds are rounded to the nearest nanosecond."""
     assert ns_from_seconds(seconds) == ns
 
 
@@ -53,20 +53,20 @@ def test_seconds_to_nanoseconds(seconds: float, ns: int) -> None:
     [(0, 0.0), (1, 1e-9), (1_500_000_000, 1.5), (100_000_000, 0.1), (-500_000_000, -0.5)],
 )
 def test_nanoseconds_to_seconds(ns: int, seconds: float) -> None:
-    """Small ones come out as anyone would write them."""
+    """Small durations print in their usual form."""
     assert seconds_from_ns(ns) == seconds
 
 
 @given(st.integers(0, CENTURY_NS))
 def test_seconds_are_never_short(ns: int) -> None:
-    """Waiting as long as it says is long enough, and too long by a few parts in 2**53 at most."""
+    """Waiting that many seconds suffices, and is too long by a few parts in 2**53 at most."""
     again = ns_from_seconds(seconds_from_ns(ns))
     assert ns <= again <= ns + max(1, ns >> 50)
 
 
 @given(st.integers(0, 2**53 // 10**9 * 10**9))
-def test_up_to_months_the_way_there_and_back_is_exact(ns: int) -> None:
-    """Below 2**53 ns, 104 days, no more than one nanosecond is added."""
+def test_months_convert_with_an_error_of_one_nanosecond(ns: int) -> None:
+    """Below 2**53 ns (104 days), the conversion adds at most one nanosecond."""
     assert 0 <= ns_from_seconds(seconds_from_ns(ns)) - ns <= 1
 
 
@@ -95,7 +95,7 @@ HOUR_NS = 3_600 * 10**9
     ids=repr,
 )
 def test_a_length_of_time(value: Any, ns: int) -> None:
-    """Seconds or a timedelta, as nanoseconds; more than the maximum, here an hour, counts as it."""
+    """Seconds or a timedelta become nanoseconds; above the maximum, the maximum."""
     assert duration_ns("wait", value, HOUR_NS, "wait=5") == ns
 
 
@@ -104,21 +104,21 @@ NO_TIME = [math.nan, True, False, None, "5", b"5", 5j, Fraction(5), [5], object(
 
 
 @pytest.mark.parametrize("value", [*NEGATIVE, *NO_TIME], ids=range(17))
-def test_what_is_no_length_of_time(value: Any) -> None:
-    """Refused, with what was given and a right one."""
+def test_invalid_lengths_of_time(value: Any) -> None:
+    """The error shows the value and a correct one."""
     with pytest.raises(ConfigError, match=r"^wait=.* is not a length of time; for example wait=5$"):
         duration_ns("wait", value, HOUR_NS, "wait=5")
 
 
-def test_the_system_clock_tells_unix_time() -> None:
-    """It starts as the wall clock and follows its rate: within an hour of it, whatever the load."""
+def test_the_system_clock_returns_unix_time() -> None:
+    """It starts as the wall clock and follows its rate: within an hour of it, under any load."""
     assert abs(SystemClock().now_ns() - time.time_ns()) < 3_600 * 10**9
 
 
 def test_the_system_clock_does_not_step_with_the_wall_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An operator sets the date back by an hour; the limiter's time goes on."""
+    """If an operator sets the date back by an hour, the limiter's time continues."""
     before_ns = SystemClock().now_ns()
     hour_ago = time.time_ns() - 3_600 * 10**9
     monkeypatch.setattr(time, "time_ns", lambda: hour_ago)
@@ -127,7 +127,7 @@ def test_the_system_clock_does_not_step_with_the_wall_clock(
 
 
 def test_the_system_clock_never_goes_back() -> None:
-    """A thousand readings in a row only rise."""
+    """A thousand readings in a row never decrease."""
     clock = SystemClock()
     readings = [clock.now_ns() for _ in range(1_000)]
     assert readings == sorted(readings)
@@ -154,7 +154,7 @@ async def test_the_system_clock_sleeps_async(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_a_replaced_system_clock_reads_and_sleeps_on_the_replacement() -> None:
-    """Inside `use_clock`, all three of its verbs go to the other clock."""
+    """Inside `use_clock`, all three methods use the other clock."""
     with use_clock(ManualClock(start=10)) as manual:
         system = SystemClock()
         assert system.now_ns() == 10 * 10**9
@@ -163,8 +163,8 @@ async def test_a_replaced_system_clock_reads_and_sleeps_on_the_replacement() -> 
         assert manual.now_ns() == 15 * 10**9
 
 
-def test_a_manual_clock_moves_only_when_told() -> None:
-    """It starts where it is told to and stands still in between."""
+def test_a_manual_clock_moves_only_when_advanced() -> None:
+    """It starts at `start` and stands still between advances."""
     clock = ManualClock(start=100)
     assert [clock.now_ns() for _ in range(3)] == [100 * 10**9] * 3
     clock.advance(0.25)
@@ -176,21 +176,21 @@ def test_a_manual_clock_moves_only_when_told() -> None:
 
 
 def test_a_manual_clock_starts_at_zero() -> None:
-    """Unless told otherwise."""
+    """The default of `start` is 0."""
     assert ManualClock().now_ns() == 0
 
 
 @pytest.mark.parametrize("seconds", [1e300, -1e300, 10**400])
-def test_a_manual_clock_may_go_any_distance(seconds: float) -> None:
-    """It is a whole number, so what is finite fits; whether a store counts so far is its to say."""
+def test_a_manual_clock_accepts_any_distance(seconds: float) -> None:
+    """Its time is a Python int, so any finite number of seconds fits."""
     moved = ManualClock()
     moved.advance(seconds)
     assert moved.now_ns() == ManualClock(seconds).now_ns() == int(seconds) * 10**9
 
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, True, "", "5", None, 5j])
-async def test_a_manual_clock_is_told_numbers(seconds: Any) -> None:
-    """What is not a finite number is refused by all that move it, and the clock stays put."""
+async def test_a_manual_clock_rejects_what_is_not_a_number(seconds: Any) -> None:
+    """Every method rejects it, and the clock does not move."""
     wrong = re.escape(f"={seconds!r} is not a number of seconds; try ")
     with pytest.raises(ConfigError, match=f"^start{wrong}start="):
         ManualClock(seconds)
@@ -205,7 +205,7 @@ async def test_a_manual_clock_is_told_numbers(seconds: Any) -> None:
 
 
 async def test_sleeping_on_a_manual_clock_moves_it() -> None:
-    """Both kinds of sleep return at once, that much later."""
+    """Both kinds of sleep return at once and advance the clock."""
     clock = ManualClock()
     clock.sleep(1.5)
     await clock.sleep_async(2.5)
@@ -213,7 +213,7 @@ async def test_sleeping_on_a_manual_clock_moves_it() -> None:
 
 
 async def test_sleeping_async_lets_others_run() -> None:
-    """`sleep_async` yields to the event loop, so that a test's other tasks get their turn."""
+    """`sleep_async` yields to the event loop, so that a test's other tasks run."""
     ran = []
 
     async def other() -> None:
@@ -227,7 +227,7 @@ async def test_sleeping_async_lets_others_run() -> None:
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=20))
 def test_a_manual_clock_adds_up_exactly(steps: list[float]) -> None:
-    """Each step is rounded once; the sum is whole nanoseconds and has no drift."""
+    """Each step is rounded once; the sum has no drift."""
     clock = ManualClock()
     for step in steps:
         clock.advance(step)

@@ -1,4 +1,4 @@
-"""The error tree: what is caught by what, what is said, and what survives a process boundary."""
+"""The error tree: its classes, their messages, and pickling."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _classes() -> dict[str, type[TollkeeperError]]:
 
 
 def _drawn_tree(docstring: str) -> dict[str, str]:
-    """Child → parent, read from the lines and indentation of the drawing."""
+    """Return child → parent, read from the lines and indentation of the drawing."""
     parents: dict[str, str] = {}
     path: list[tuple[int, str]] = []
     for line in docstring.splitlines():
@@ -77,7 +77,7 @@ def _drawn_tree(docstring: str) -> dict[str, str]:
 
 
 def test_the_drawing_is_the_tree() -> None:
-    """The tree in the module's docstring is the tree of classes, branch by branch."""
+    """The tree in the module's docstring equals the tree of classes."""
     real = {
         name: parent.__name__
         for name, kind in _classes().items()
@@ -94,14 +94,14 @@ def test_one_of_each_is_tested_here() -> None:
 
 
 def test_only_config_errors_are_value_errors() -> None:
-    """`except ValueError` around a constructor catches what the caller must fix, no more."""
+    """`except ValueError` around a constructor catches only what the caller must fix."""
     for kind in _classes().values():
         assert issubclass(kind, ValueError) == issubclass(kind, ConfigError)
 
 
 @pytest.mark.parametrize("error", ONE_OF_EACH, ids=lambda error: type(error).__name__)
 def test_errors_survive_pickling_and_copying(error: TollkeeperError) -> None:
-    """A worker process can hand each to its parent: type, message and fields stay."""
+    """A worker process can send each to its parent: type, message and fields are kept."""
     for again in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
         assert type(again) is type(error)
         assert str(again) == str(error)
@@ -109,7 +109,7 @@ def test_errors_survive_pickling_and_copying(error: TollkeeperError) -> None:
 
 
 def test_rate_syntax_error_points() -> None:
-    """Four lines: what, the string, a pointer, and a right one."""
+    """The message has four lines: the problem, the string, a pointer and an example."""
     error = RateSyntaxError("100/minut", 4, "expected a unit", "100/minute")
     assert str(error) == (
         "expected a unit at character 5\n    100/minut\n        ^\nwrite it like this: 100/minute"
@@ -123,7 +123,7 @@ def test_rate_syntax_error_points() -> None:
 
 
 def test_capacity_error_says_what_to_do() -> None:
-    """The cost, the limit, what it holds, and both ways out."""
+    """The message has the cost, the limit, its capacity, and two remedies."""
     error = CapacityError(6, Limit(5, per=60, name="logins"))
     assert str(error) == (
         "a cost of 6 can never fit 5 per 60 s (token_bucket), which holds 5 at most; "
@@ -133,7 +133,7 @@ def test_capacity_error_says_what_to_do() -> None:
 
 
 def test_capacity_error_of_a_number_too_long_to_print() -> None:
-    """Python does not print an int of 5,001 digits; the error says that much and can be printed."""
+    """Python does not print an int of 5,001 digits; the error says so and can be printed."""
     error = CapacityError(10**5_000, LIMIT)
     assert str(error).startswith("a cost of <a int that cannot be shown> can never fit 5 per 60 s")
 
@@ -158,14 +158,14 @@ class Unprintable:
     ],
     ids=range(7),
 )
-def test_what_was_given_is_shown(value: object, shown: str) -> None:
-    """Up to 100 characters whole; longer ones by both ends; never an error of its own."""
+def test_values_are_shown(value: object, shown: str) -> None:
+    """Up to 100 characters whole, longer ones by both ends, and never with an error."""
     assert errors.show(value) == shown
     assert len(shown) <= 100
 
 
 def test_a_conflict_names_both_versions() -> None:
-    """What the caller knew, what there is now, and what to do; none at all is said in words."""
+    """The caller's version, the current version and what to do; also without a version."""
     assert str(VersionConflict(3, 4)) == (
         "the change is based on version 3, but now version 4 is in force; "
         "look at what has changed, then repeat the change on that version"
@@ -185,7 +185,7 @@ def test_an_unsafe_change_lists_what_was_found() -> None:
 
 
 def test_limit_exceeded_carries_the_decision() -> None:
-    """The decision is there, and the message says when to come back."""
+    """The error has the decision, and its message the time to retry."""
     error = LimitExceeded(DENIED)
     assert error.decision is DENIED
     assert str(error) == "limit exceeded; retry after 1.235 s"

@@ -44,8 +44,8 @@ DAY = 86_400
         (timedelta(days=100, microseconds=1), 8_640_000_000_001_000, 8640000.000001),
     ],
 )
-def test_a_window(per: Any, window_ns: int, plain: float) -> None:
-    """Seconds or a timedelta; inside, whole nanoseconds; shown, plain seconds."""
+def test_windows(per: Any, window_ns: int, plain: float) -> None:
+    """Seconds or a timedelta; stored as whole nanoseconds, shown as plain seconds."""
     limit = Limit(1, per=per)
     assert (limit.window_ns, limit.per, limit.window) == (window_ns, plain, float(plain))
     assert type(limit.per) is type(plain)
@@ -83,8 +83,8 @@ def test_a_window(per: Any, window_ns: int, plain: float) -> None:
     ],
     ids=repr,
 )
-def test_what_is_no_window(per: Any, problem: str) -> None:
-    """Each is refused with what was given and two right ones."""
+def test_invalid_windows(per: Any, problem: str) -> None:
+    """The error shows the value and two correct ones."""
     with pytest.raises(ConfigError) as caught:
         Limit(1, per=per)
     assert problem in str(caught.value)
@@ -93,12 +93,12 @@ def test_what_is_no_window(per: Any, problem: str) -> None:
 
 @pytest.mark.parametrize("per", [8_500_000.000003, 16_777_217.000001])
 def test_a_long_window_in_microseconds_as_a_float(per: float) -> None:
-    """What a timedelta may say, its total_seconds may say too."""
+    """A timedelta and its total_seconds give the same window."""
     assert Limit(1, per=per) == Limit(1, per=timedelta(seconds=per))
 
 
 @pytest.mark.parametrize("units", [0, -1, UNITS_MAX + 1, 10**100, 1.0, "5", None, True, b"5", [5]])
-def test_what_is_no_number_of_units(units: Any) -> None:
+def test_invalid_numbers_of_units(units: Any) -> None:
     """A limit is a whole number from 1 to a billion, and True is not 1."""
     with pytest.raises(ConfigError, match="is not a whole number from 1 to 1,000,000,000"):
         Limit(units, per=60)
@@ -106,14 +106,14 @@ def test_what_is_no_number_of_units(units: Any) -> None:
 
 @pytest.mark.parametrize("field", ["burst", "capacity"])
 @pytest.mark.parametrize("units", [-1, UNITS_MAX + 1, 1.0, "5", None, True])
-def test_what_is_no_burst_or_capacity(field: str, units: Any) -> None:
-    """Whole numbers from 0 to a billion."""
+def test_invalid_bursts_and_capacities(field: str, units: Any) -> None:
+    """They are whole numbers from 0 to a billion."""
     with pytest.raises(ConfigError, match=f"{field}=.* is not a whole number from 0"):
         Limit(5, per=60, **{field: units})
 
 
 def test_the_logs_limit_is_lower() -> None:
-    """8 bytes an entry: a million fit, one more does not."""
+    """An entry has 8 bytes: a million are allowed, one more is not."""
     assert Limit(LOG_UNITS_MAX, per=60, algorithm="sliding_window_log").limit == 1_000_000
     with pytest.raises(ConfigError, match="from 1 to 1,000,000;"):
         Limit(LOG_UNITS_MAX + 1, per=60, algorithm="sliding_window_log")
@@ -133,7 +133,7 @@ def test_the_logs_limit_is_lower() -> None:
     ],
 )
 def test_capacity(limit: Limit, capacity: int) -> None:
-    """Limit + burst, or what was said."""
+    """Limit + burst, or the given capacity."""
     assert limit.capacity == capacity
 
 
@@ -155,8 +155,8 @@ def test_capacity(limit: Limit, capacity: int) -> None:
     ],
     ids=repr,
 )
-def test_what_does_not_go_together(fields: dict[str, Any], problem: str) -> None:
-    """Each is refused, and the error says why."""
+def test_arguments_that_contradict_each_other(fields: dict[str, Any], problem: str) -> None:
+    """The error says why they do."""
     with pytest.raises(ConfigError) as caught:
         Limit(10, per=60, **fields)
     assert problem in str(caught.value)
@@ -164,7 +164,7 @@ def test_what_does_not_go_together(fields: dict[str, Any], problem: str) -> None
 
 
 def test_an_empty_bucket_is_full_within_a_century() -> None:
-    """So that every time fits 64 bits: 100 refills of 366 days are allowed and 101 are not."""
+    """So that every time fits 64 bits: 100 windows of 366 days are allowed, 101 are not."""
     assert Limit(1, per=366 * DAY, capacity=100).capacity == 100
     with pytest.raises(ConfigError, match="more than a century to refill at 1 per 31622400 s"):
         Limit(1, per=366 * DAY, capacity=101)
@@ -188,7 +188,7 @@ def test_an_empty_bucket_is_full_within_a_century() -> None:
     ],
 )
 def test_identity_leaves_out_the_numbers_that_may_change(limit: Limit, identity: str) -> None:
-    """Changing units keeps the count; a window belongs to it only where it counts per window."""
+    """The identity has the window only for algorithms that count per window."""
     assert limit.identity == identity
 
 
@@ -208,15 +208,15 @@ def test_identity_leaves_out_the_numbers_that_may_change(limit: Limit, identity:
         ),
     ],
 )
-def test_a_limit_shows_itself(limit: Limit, shown: str, told: str) -> None:
-    """As code, and as a sentence; the code makes the same limit again."""
+def test_a_limit_prints_as_code_and_as_text(limit: Limit, shown: str, told: str) -> None:
+    """The code creates the same limit again."""
     assert (repr(limit), str(limit)) == (shown, told)
     again = eval(repr(limit), {"Limit": Limit})
     assert (again.identity, again.capacity) == (limit.identity, limit.capacity)
 
 
 def test_the_same_limit_written_two_ways_is_equal() -> None:
-    """Burst 5 on 10 is capacity 15: the same limit, so equal, with one hash."""
+    """Burst 5 on 10 is capacity 15: equal, with the same hash."""
     one, other = Limit(10, per=1, burst=5), Limit(10, per=1, capacity=15)
     assert one == other
     assert hash(one) == hash(other)
@@ -226,7 +226,7 @@ def test_the_same_limit_written_two_ways_is_equal() -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
 def test_limits_are_values(algorithm: AlgorithmName) -> None:
-    """Equal by content, hashable, frozen, and the same after pickling."""
+    """Equal by content, hashable, frozen, and equal after pickling."""
     limit = Limit(5, per=60, algorithm=algorithm, name="n")
     assert limit == Limit(5, per=timedelta(minutes=1), algorithm=algorithm, name="n")
     assert hash(limit) == hash(copy.copy(limit))
@@ -242,14 +242,14 @@ def test_limits_are_values(algorithm: AlgorithmName) -> None:
     st.integers(1_000, 366 * DAY * 10**6).map(lambda us: timedelta(microseconds=us)),
 )
 def test_the_refill_is_exact_and_in_lowest_terms(units: int, per: timedelta) -> None:
-    """micros_numerator / ns_denominator is limit / window, with no common factor left."""
+    """micros_numerator / ns_denominator is limit / window, without a common factor."""
     limit = Limit(units, per=per)
     refill = Fraction(units * 10**6, limit.window_ns)
     assert (limit.micros_numerator, limit.ns_denominator) == (refill.numerator, refill.denominator)
 
 
 @pytest.mark.parametrize("name", ["", "login", "a b/c", "naïve 日本", "x" * 128])
-def test_a_right_name(name: str) -> None:
+def test_valid_names(name: str) -> None:
     """Printable text of up to 128 characters."""
     check_name("name", name)
     assert Limit(1, per=1, name=name).name == name
@@ -258,8 +258,8 @@ def test_a_right_name(name: str) -> None:
 # ------------------------------------------------------------------------------------ Request
 
 
-def test_a_request_knows_nothing_unless_told() -> None:
-    """All is optional; attributes are not shared between requests."""
+def test_all_fields_of_a_request_are_optional() -> None:
+    """Requests do not share their attributes."""
     request = Request()
     assert {
         getattr(request, field.name)
@@ -271,13 +271,13 @@ def test_a_request_knows_nothing_unless_told() -> None:
 
 
 def test_a_request_is_frozen() -> None:
-    """What was identified stays what it was."""
+    """No field can be changed."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         Request(user="42").user = "root"  # type: ignore[misc]  # that it fails is the test
 
 
 def test_equal_requests_have_equal_hashes() -> None:
-    """A frozen value can be a member of a set or the key of a cache."""
+    """A request can be in a set or the key of a cache."""
     assert hash(Request(user="42")) == hash(Request(user="42"))
 
 
@@ -296,8 +296,8 @@ FULL = Decision(
 )
 
 
-def test_a_decision_tells_seconds_and_nanoseconds() -> None:
-    """Nanoseconds inside; the names without a suffix are seconds."""
+def test_a_decision_has_seconds_and_nanoseconds() -> None:
+    """Names with the suffix `_ns` are nanoseconds; without it, seconds."""
     assert (FULL.retry_after_ns, FULL.reset_after_ns, FULL.delay_ns) == (
         100_000_000,
         700_000_000,
@@ -314,13 +314,13 @@ def test_a_decision_is_true_when_allowed() -> None:
 
 
 def test_limit_is_the_capacity() -> None:
-    """The most that can ever remain, burst included."""
+    """`limit` is the maximum of `remaining`, including the burst."""
     assert Decision(True, Limit(10, per=1, burst=5), 14).limit == 15
 
 
 @pytest.mark.parametrize("field", DECISION_FIELDS)
 def test_each_field_takes_part_in_equality(field: str) -> None:
-    """Two decisions that differ in anything are not equal; a copy is."""
+    """Two decisions that differ in one field are not equal; a copy is equal."""
     others = (True, Limit(11, per=1), 4, 1, 1, 1, "login", False)
     other = dict(zip(DECISION_FIELDS, others, strict=True))[field]
     assert decision_with(FULL, **{field: other}) != FULL
@@ -331,13 +331,13 @@ def test_each_field_takes_part_in_equality(field: str) -> None:
 
 @pytest.mark.parametrize("field", [*DECISION_FIELDS, "limit", "retry_after", "new"])
 def test_a_decision_is_read_only(field: str) -> None:
-    """No field can be set, and none added."""
+    """No field can be set or added."""
     with pytest.raises(AttributeError):
         setattr(FULL, field, 1)
 
 
 def test_a_decision_survives_pickling() -> None:
-    """All eight fields come back."""
+    """All eight fields are kept."""
     assert pickle.loads(pickle.dumps(FULL)) == FULL
     assert copy.deepcopy(FULL) == FULL
 
@@ -355,13 +355,13 @@ def test_a_decision_survives_pickling() -> None:
         ),
     ],
 )
-def test_a_decision_shows_itself(decision: Decision, shown: str) -> None:
-    """One line a person can read."""
+def test_a_decision_prints_as_one_line(decision: Decision, shown: str) -> None:
+    """The line is readable."""
     assert repr(decision) == shown
 
 
 def test_the_docstrings_example_is_true() -> None:
-    """Of 10/second: the 4th of 4 at one instant, and the 11th."""
+    """With 10/second: the 4th of 4 requests at one instant, and the 11th."""
     from tollkeeper import Limiter  # noqa: PLC0415 - the path is not this file's business
     from tollkeeper.testing import ManualClock  # noqa: PLC0415 - same
 

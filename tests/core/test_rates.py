@@ -1,4 +1,4 @@
-"""Rate strings: what they mean, and what is said of those that mean nothing."""
+"""Rate strings: their meaning, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ SPELLINGS = {
         ("10/s burst 5 capacity 15", Limit(10, per=1, burst=5)),
     ],
 )
-def test_a_right_string(text: str, limit: Limit) -> None:
-    """Each reads as that one limit."""
+def test_valid_strings(text: str, limit: Limit) -> None:
+    """Each is read as this one limit."""
     assert parse_limit(text) == limit
     assert parse_limits(text) == (limit,)
 
@@ -81,12 +81,12 @@ def test_a_right_string(text: str, limit: Limit) -> None:
     ],
 )
 def test_several_keep_their_order(text: str, limits: tuple[Limit, ...]) -> None:
-    """Limits come in the order they were written."""
+    """Limits are in the order of the string."""
     assert parse_limits(text) == limits
 
 
 def test_every_spelling_of_every_unit() -> None:
-    """These and no others; upper case too."""
+    """These and no others, also in upper case."""
     assert {
         spelling: ns for ns, spellings in SPELLINGS.items() for spelling in spellings
     } == UNIT_NS
@@ -98,7 +98,7 @@ def test_every_spelling_of_every_unit() -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
 def test_the_algorithm_is_passed_on(algorithm: AlgorithmName) -> None:
-    """A rate string says how much; the algorithm is an argument."""
+    """The algorithm is an argument and not part of the string."""
     assert parse_limit("5/s", algorithm=algorithm).algorithm == algorithm
 
 
@@ -169,8 +169,10 @@ TOO_LONG = "expected a number of at most 18 characters,"
         ("1/1.00000000000000000s", "  ^", TOO_LONG),
     ],
 )
-def test_a_wrong_string_is_pointed_at(text: str, pointer: str, problem: str) -> None:
-    """The error shows the string, a pointer at the first wrong character, and right ones."""
+def test_an_error_points_at_the_first_wrong_character(
+    text: str, pointer: str, problem: str
+) -> None:
+    """The error shows the string, a pointer and correct examples."""
     with pytest.raises(RateSyntaxError) as caught:
         parse_limits(text)
     error = caught.value
@@ -195,25 +197,25 @@ def test_a_wrong_string_is_pointed_at(text: str, pointer: str, problem: str) -> 
         ("5/s", "leaky", "^", "algorithm='leaky' is not known"),
     ],
 )
-def test_numbers_that_make_no_limit_are_pointed_at(
+def test_an_error_points_at_an_impossible_limit(
     text: str, algorithm: Any, pointer: str, problem: str
 ) -> None:
-    """What reads well and makes no sense is pointed at from where that limit begins."""
+    """Valid syntax with impossible numbers is reported at the start of that limit."""
     with pytest.raises(RateSyntaxError) as caught:
         parse_limits(text, algorithm=algorithm)
     assert caught.value.position == len(pointer) - 1
     assert problem in caught.value.problem
 
 
-def test_one_limit_where_one_is_wanted() -> None:
-    """`parse_limit` refuses two, pointing at what separates them."""
+def test_parse_limit_rejects_several_limits() -> None:
+    """The error points at the separator."""
     with pytest.raises(RateSyntaxError, match="expected only one limit") as caught:
         parse_limit("5/s; 6/m")
     assert caught.value.position == 3
 
 
 def test_sixteen_limits_fit_one_string() -> None:
-    """Sixteen are read and the seventeenth is pointed at."""
+    """Sixteen are read, and the error points at the seventeenth."""
     rates = "; ".join(f"1/{n}s" for n in range(1, LIMITS_MAX + 2))
     assert len(parse_limits(rates[: rates.rindex(";")])) == LIMITS_MAX == 16
     with pytest.raises(RateSyntaxError, match="at most 16 limits") as caught:
@@ -222,13 +224,13 @@ def test_sixteen_limits_fit_one_string() -> None:
 
 
 @pytest.mark.parametrize("text", [None, 5, 1.5, b"5/s", ["5/s"], Limit(5, per=1), object()])
-def test_what_is_not_text_is_refused(text: Any) -> None:
-    """Only text is a rate string; the error shows one."""
+def test_values_that_are_not_text_are_rejected(text: Any) -> None:
+    """The error shows a correct rate string."""
     with pytest.raises(ConfigError, match="a rate is text such as 100/minute"):
         parse_limits(text)
 
 
-def test_a_very_long_string_is_refused_unread() -> None:
+def test_a_very_long_string_is_rejected_unread() -> None:
     """A thousand characters are read, one more is not, and the error does not repeat them."""
     padding = " " * (TEXT_LENGTH_MAX - 3)
     assert parse_limit(f"5/s{padding}") == Limit(5, per=1)
@@ -239,7 +241,7 @@ def test_a_very_long_string_is_refused_unread() -> None:
 
 @pytest.mark.parametrize("precision", [1, 3, 6])
 def test_the_callers_decimal_context_does_not_matter(precision: int) -> None:
-    """A program that calculates in 3 digits still gets the window it wrote."""
+    """A program that calculates with 3 digits still gets the exact window."""
     with decimal.localcontext() as context:
         context.prec = precision
         assert parse_limit("1/86401.5s").window_ns == 86_401_500_000_000
@@ -247,7 +249,7 @@ def test_the_callers_decimal_context_does_not_matter(precision: int) -> None:
 
 @pytest.mark.parametrize("seconds", ["8500000.000003", "16777217.000001", "16777218.000001"])
 def test_long_windows_with_microseconds(seconds: str) -> None:
-    """A window of months in whole microseconds is a window like any other."""
+    """A window of months may have any number of microseconds."""
     assert parse_limit(f"1/{seconds}s").window_ns == int(Fraction(seconds) * 10**9)
 
 
@@ -275,7 +277,7 @@ _PIECES = st.sampled_from([*_GRAMMAR, *_NUMBERS, *_STRANGE])
 
 @given(st.text(max_size=60) | st.lists(_PIECES, max_size=12).map("".join))
 def test_any_text_is_limits_or_a_config_error(text: str) -> None:
-    """Whatever the text, the answer is Limits or a ConfigError, nothing else."""
+    """No text raises another error."""
     _parses_or_is_a_config_error(text)
 
 
@@ -298,14 +300,14 @@ def test_any_text_is_limits_or_a_config_error(text: str) -> None:
     ],
     ids=range(13),
 )
-def test_long_text_ends_at_once(text: str) -> None:
-    """Nothing here is quadratic: a thousand of anything is refused like anything else."""
+def test_long_text_is_rejected_at_once(text: str) -> None:
+    """Parsing is not quadratic: a thousand of any character are rejected quickly."""
     _parses_or_is_a_config_error(text)
 
 
 @st.composite
 def _spec(draw: st.DrawFn) -> tuple[str, tuple[int, int, int]]:
-    """A rate string, and the count, window in ns and capacity that it says."""
+    """A rate string with its count, window in ns and capacity."""
     unit_ns, unit = draw(
         st.sampled_from([(ns, unit) for ns, units in SPELLINGS.items() for unit in units])
     )
@@ -325,7 +327,7 @@ def _spec(draw: st.DrawFn) -> tuple[str, tuple[int, int, int]]:
 def test_a_generated_string_reads_as_its_numbers(
     specs: list[tuple[str, tuple[int, int, int]]],
 ) -> None:
-    """Whatever the spacing and the spelling, the numbers come out as they went in."""
+    """With any spacing and spelling, the numbers are read as written."""
     limits = parse_limits(";".join(text for text, _ in specs))
     read = [(limit.limit, limit.window_ns, limit.capacity) for limit in limits]
     assert read == [numbers for _, numbers in specs]

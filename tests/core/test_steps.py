@@ -15,7 +15,7 @@ Driver = Callable[[Steps[Any]], Any]
 
 @pytest.fixture(params=["threads", "asyncio"])
 def drive(request: pytest.FixtureRequest) -> Driver:
-    """Carry steps out with each driver."""
+    """Run steps with each driver."""
     if request.param == "threads":
         return run
     return lambda steps: asyncio.run(run_async(steps))
@@ -40,8 +40,8 @@ def doubled(function: Callable[[int], Any]) -> Steps[int]:
     return first + second
 
 
-def test_results_come_back_to_the_step_that_asked(drive: Driver) -> None:
-    """Each yield continues with the result of its call; the return value is the driver's."""
+def test_each_call_returns_its_result_to_the_step(drive: Driver) -> None:
+    """Each yield continues with the result of its call; the driver returns the return value."""
     assert drive(doubled(double)) == 6
 
 
@@ -111,7 +111,7 @@ async def test_calls_together_run_at_the_same_time() -> None:
 
 
 async def test_an_undo_is_completed_after_the_caller_was_cancelled() -> None:
-    """What was spent is returned even if the task is cancelled while it is being returned."""
+    """Spent units are returned even if the task is cancelled meanwhile."""
     started, released, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def refund() -> None:

@@ -1,4 +1,4 @@
-"""Stage 1: keys and requests become subjects that never collide."""
+"""Keys and requests become subjects that never collide."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Pair(NamedTuple):
         (("x" * 255, "y" * 256), "x" * 255 + "\x1f" + "y" * 256),
     ],
 )
-def test_a_right_key(key: Any, subject: str) -> None:
+def test_valid_keys(key: Any, subject: str) -> None:
     """Each key names this subject, as a plain str."""
     assert subject_of(key) == subject
     assert type(subject_of(key)) is str
@@ -79,8 +79,8 @@ def test_a_right_key(key: Any, subject: str) -> None:
     ],
     ids=range(19),
 )
-def test_a_wrong_key_says_what_is_wrong(key: Any, problem: str) -> None:
-    """Each is an InvalidKey whose message can be printed anywhere."""
+def test_invalid_keys(key: Any, problem: str) -> None:
+    """Each raises an InvalidKey whose message can be printed anywhere."""
     with pytest.raises(InvalidKey) as caught:
         subject_of(key)
     assert problem in str(caught.value)
@@ -94,21 +94,21 @@ _PART = st.text(
 
 @given(st.lists(_PART, min_size=2, max_size=4), st.lists(_PART, min_size=2, max_size=4))
 def test_different_parts_make_different_subjects(one: list[str], other: list[str]) -> None:
-    """Two compound keys share a subject only when they are the same key."""
+    """Two compound keys share a subject only if they are equal."""
     same = subject_of(tuple(one)) == subject_of(tuple(other))
     assert same == (one == other)
 
 
 @given(st.lists(_PART, min_size=2, max_size=4), _PART)
 def test_no_plain_text_is_a_compound_key(parts: list[str], text: str) -> None:
-    """Nobody who chooses a plain key can reach a compound one, however it is joined."""
+    """A client that chooses a plain key cannot reach a compound one."""
     assert subject_of(tuple(parts)) != subject_of(text)
     for glue in (":", "/", "", " ", "\x1e"):
         assert subject_of(tuple(parts)) != subject_of(glue.join(parts))
 
 
 def test_a_tuple_of_one_is_its_part() -> None:
-    """Nothing is joined, so nothing can be confused: whoever chooses "a" chooses ("a",)."""
+    """("a",) and "a" are the same key."""
     assert subject_of(("a",)) == subject_of("a")
 
 
@@ -133,23 +133,23 @@ def test_a_tuple_of_one_is_its_part() -> None:
         ),
     ],
 )
-def test_who_a_request_counts_as(request_: Request, by: list[str], subject: str) -> None:
-    """Each is counted under its attributes, names included, in the order asked for."""
+def test_subjects_of_requests(request_: Request, by: list[str], subject: str) -> None:
+    """The subject has the attributes with their names, in the order of `by`."""
     assert subject_of_request(request_, by) == subject
 
 
 @pytest.mark.parametrize("value", ["x" * 600, "a\x1fuser:root", "\ud800"])
-def test_a_requests_values_cannot_break_out(value: str) -> None:
-    """A value too long, with the separator, or that is not text is refused, not cut or joined."""
+def test_a_value_cannot_change_another_part(value: str) -> None:
+    """A value that is too long, contains the separator or is not text is rejected."""
     with pytest.raises(InvalidKey):
         subject_of_request(Request(tenant=value, user="me"), ["tenant", "user"])
 
 
 @given(st.none() | _PART, st.none() | _PART, st.none() | _PART, st.none() | _PART)
-def test_different_requests_count_apart(
+def test_different_requests_have_different_subjects(
     tenant: str | None, user: str | None, tenant2: str | None, user2: str | None
 ) -> None:
-    """Requests that differ in what is counted by have different subjects."""
+    """Requests that differ in an attribute of `by` have different subjects."""
     by = ["tenant", "user"]
     one = subject_of_request(Request(tenant=tenant, user=user), by)
     other = subject_of_request(Request(tenant=tenant2, user=user2), by)
@@ -157,8 +157,8 @@ def test_different_requests_count_apart(
 
 
 @pytest.mark.parametrize("by", [["user"], ("tenant", "user"), ["x" * 9], ["a_1", "Ünïcode"]])
-def test_a_right_by(by: Any) -> None:
-    """Attribute names come back as a tuple."""
+def test_valid_by(by: Any) -> None:
+    """Attribute names are returned as a tuple."""
     assert check_by(by) == tuple(by)
 
 
@@ -180,15 +180,15 @@ def test_a_right_by(by: Any) -> None:
         ([["user"]], "['user'] is not an attribute name"),
     ],
 )
-def test_a_wrong_by_is_refused(by: Any, problem: str) -> None:
-    """The error shows what was given and a right one."""
+def test_invalid_by(by: Any, problem: str) -> None:
+    """The error shows the value and a correct one."""
     with pytest.raises(ConfigError) as caught:
         check_by(by)
     assert problem in str(caught.value)
     assert 'for example by=["tenant", "user"]' in str(caught.value)
 
 
-def test_the_bounds_are_what_the_docs_say() -> None:
+def test_the_bounds_are_those_of_the_documentation() -> None:
     """512 characters, 16 parts."""
     assert (KEY_LENGTH_MAX, PARTS_MAX) == (512, 16)
 
@@ -198,7 +198,7 @@ def test_the_bounds_are_what_the_docs_say() -> None:
     [("t" * 250, "u" * 300), ("t" * 500, "u"), ("t" * 500, "u" * 500), ("é" * 300, "ü" * 300)],
 )
 def test_values_that_are_too_long_together_count_as_their_digests(tenant: str, user: str) -> None:
-    """Each would be a key, so together they are one; and others are others."""
+    """Each value alone would be valid, so they are valid together, and different from others."""
     by = ["tenant", "user"]
     subject = subject_of_request(Request(tenant=tenant, user=user), by)
     assert len(subject) <= KEY_LENGTH_MAX

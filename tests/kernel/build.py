@@ -1,4 +1,4 @@
-"""Compiles the C drivers against the plain table, without Python."""
+"""Compile the C drivers with the table, without Python."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
 def build(driver: str, folder: Path, *flags: str, compiler: str | None = None) -> Path:
-    """The program made of `driver` and the table."""
+    """Compile `driver` with the table and return the program."""
     program = folder / Path(driver).stem
     sources = [path for path in sorted(KERNEL.glob("*.c")) if path.name != "module.c"]
     subprocess.run(

@@ -1,4 +1,4 @@
-"""The kernel's decisions are decisions, and it hears of what tests replace."""
+"""The kernel's decisions equal those of Python, and it follows the switches for tests."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def gate() -> _kernel.Gate:
 
 @pytest.fixture
 def decisions(gate: _kernel.Gate) -> list[Decision]:
-    """Two that are allowed, the second with a delay, and a denied one."""
+    """Two allowed decisions, the second with a delay, and a denied one."""
     return [gate.decide("k", cost, 0, True) for cost in (1, 2, 1)]
 
 
 def test_the_kernel_is_built() -> None:
-    """Our own tests run on it; without it most of them would test something else."""
+    """The tests need the kernel; without it most of them would test the Python store."""
     assert kernel.BUILT
 
 
 def test_a_kernels_decision_has_the_eight_fields(decisions: list[Decision]) -> None:
-    """Each field and each property in seconds, as the reference gives them."""
+    """Each field, and each property in seconds, equals the reference."""
     assert [decision_fields(decision) for decision in decisions] == [
         (True, LIMIT, 2, 0, 10**9, 0, "orders", False),
         (True, LIMIT, 0, 0, 3 * 10**9, 10**9, "orders", False),
@@ -47,8 +47,8 @@ def test_a_kernels_decision_has_the_eight_fields(decisions: list[Decision]) -> N
     assert [bool(decision) for decision in decisions] == [True, True, False]
 
 
-def test_both_engines_decisions_are_alike(decisions: list[Decision]) -> None:
-    """Equal to the Python one with the same fields, either way round, with one hash and repr."""
+def test_decisions_of_both_engines_are_equal(decisions: list[Decision]) -> None:
+    """A Python decision with the same fields is equal, with the same hash and repr."""
     for decision in decisions:
         assert isinstance(decision, Decision)
         python = Decision(*decision_fields(decision))
@@ -63,7 +63,7 @@ def test_both_engines_decisions_are_alike(decisions: list[Decision]) -> None:
 
 
 def test_a_kernels_decision_can_be_copied_and_sent(decisions: list[Decision]) -> None:
-    """Pickled in a worker, it is the same decision in its parent."""
+    """Pickled in a worker, it is an equal decision in its parent."""
     for decision in decisions:
         assert pickle.loads(pickle.dumps(decision)) == decision
         assert copy.deepcopy(decision) == decision
@@ -71,7 +71,7 @@ def test_a_kernels_decision_can_be_copied_and_sent(decisions: list[Decision]) ->
 
 @pytest.mark.parametrize("field", [*DECISION_FIELDS, "limit", "retry_after", "new"])
 def test_a_kernels_decision_is_read_only(decisions: list[Decision], field: str) -> None:
-    """No field can be set, and none added."""
+    """No field can be set or added."""
     with pytest.raises(AttributeError):
         setattr(decisions[0], field, 1)
 
@@ -87,8 +87,8 @@ def _after_a_refund(limiter: Limiter) -> None:
 
 
 @pytest.mark.parametrize("before", [_in_a_loop, _after_a_refund])
-def test_the_short_cut_hears_of_limiting_off(before: Callable[[Limiter], None]) -> None:
-    """A limiter on real time runs in C alone, until a test switches limiting off; then again."""
+def test_the_fast_path_follows_limiting_off(before: Callable[[Limiter], None]) -> None:
+    """A limiter on real time runs in C alone, except while a test turns limiting off."""
     limiter = Limiter("3/minute")
     before(limiter)
     left = limiter.peek("k").remaining
@@ -97,8 +97,8 @@ def test_the_short_cut_hears_of_limiting_off(before: Callable[[Limiter], None]) 
     assert limiter.peek("k").remaining == left
 
 
-def test_the_short_cut_hears_of_another_clock() -> None:
-    """Inside `use_clock` the manual clock counts, though the kernel reads time by itself."""
+def test_the_fast_path_follows_a_replaced_clock() -> None:
+    """Inside `use_clock` the manual clock counts, although the kernel reads time itself."""
     limiter = Limiter("1/minute")
     with use_clock(ManualClock(start=2_000_000_000)) as clock:
         assert [limiter.check("k").allowed for _ in range(2)] == [True, False]
@@ -106,7 +106,7 @@ def test_the_short_cut_hears_of_another_clock() -> None:
         assert limiter.check("k")
 
 
-def test_the_short_cut_takes_what_check_takes() -> None:
+def test_the_fast_path_takes_the_arguments_of_check() -> None:
     """Positions, names and defaults are those of Limiter.check."""
     limiter = Limiter("9/minute")
     limiter.check("k")
@@ -122,7 +122,7 @@ def test_the_short_cut_takes_what_check_takes() -> None:
 
 
 def test_a_subclass_keeps_its_own_check() -> None:
-    """Overriding `check` works as in any class; the short cut does not go around it."""
+    """A subclass may override `check`; the fast path does not bypass it."""
 
     class Free(Limiter):
         def check(self, key: object, cost: int = 1) -> Decision:
@@ -133,7 +133,7 @@ def test_a_subclass_keeps_its_own_check() -> None:
 
 
 class Closes:
-    """A number whose reading closes the table that it is handed to."""
+    """A number that closes the table when it is read."""
 
     def __init__(self, table: _kernel.Table) -> None:
         self._table = table
@@ -143,8 +143,8 @@ class Closes:
         return 1
 
 
-def test_a_number_that_closes_the_table_is_an_error_and_no_crash() -> None:
-    """Reading an argument may run anything; the table is looked at after that."""
+def test_a_number_that_closes_the_table_is_an_error_and_not_a_crash() -> None:
+    """Reading an argument may run any code, so the table is checked afterwards."""
     for verb in ("decide", "refund", "grant"):
         table = _kernel.Table(None, capacity=100)
         gate = _kernel.Gate(table, (LIMIT,), "")
@@ -153,8 +153,8 @@ def test_a_number_that_closes_the_table_is_an_error_and_no_crash() -> None:
             getattr(gate, verb)("k", Closes(table), *arguments)
 
 
-def test_a_cost_beyond_64_bits_never_fits() -> None:
-    """Not even the largest capacity with the largest grant."""
+def test_a_cost_above_64_bits_never_fits() -> None:
+    """Not even with the largest capacity and the largest grant."""
     largest = Limit(10**9, per=1)
     gate = _kernel.Gate(_kernel.Table(None, capacity=100), (largest,), "")
     gate.grant("k", 10**9, -1, 0)
@@ -164,9 +164,9 @@ def test_a_cost_beyond_64_bits_never_fits() -> None:
     assert gate.decide("k", 2 * 10**9, 0, True).allowed
 
 
-def test_a_check_that_a_test_replaced_is_the_one_that_is_called(
+def test_a_patched_check_is_called(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Limiters made after `Limiter.check` was patched use the patch, shortcut or not."""
+    """Limiters that are created after `Limiter.check` was patched use the patch."""
     monkeypatch.setattr(Limiter, "check", lambda self, key, cost=1: "patched")
     assert Limiter("5/m").check("k") == "patched"

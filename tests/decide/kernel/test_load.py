@@ -1,4 +1,4 @@
-"""The table when it is nearly full, and when it is more than that."""
+"""The table when it is nearly full, and when it is full."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIMIT = Limit(10, per=60)
 
 
 def fill(gate: _kernel.Gate, now_ns: int) -> int:
-    """Spend on new keys until there is no room; how many there was room for."""
+    """Spend on new keys until the table is full; return the number of keys."""
     number = 0
     try:
         while True:
@@ -25,9 +25,9 @@ def fill(gate: _kernel.Gate, now_ns: int) -> int:
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
-def test_a_table_holds_what_was_asked_for_and_keeps_it(kind: str, tmp_path: Path) -> None:
-    """At least the capacity fits; and when it is full every key still has its own count, though
-    many had to move to make room for others."""
+def test_a_table_holds_its_capacity(kind: str, tmp_path: Path) -> None:
+    """At least the capacity fits, and in the full table every key has its own count, although many
+    keys had to move."""
     path = None if kind == "memory" else tmp_path / "full.limits"
     table = _kernel.Table(path, capacity=CAPACITY)
     gate = _kernel.Gate(table, (LIMIT,), "")
@@ -37,8 +37,8 @@ def test_a_table_holds_what_was_asked_for_and_keeps_it(kind: str, tmp_path: Path
         assert gate.decide(f"key-{number}", 0, 0, False).remaining == 9 - number % 9
 
 
-def test_expired_states_are_reused_where_they_are() -> None:
-    """A full table takes as many new keys again once the old ones have expired, unswept."""
+def test_expired_states_are_reused_without_a_sweep() -> None:
+    """A full table accepts as many new keys again once the old ones have expired."""
     table = _kernel.Table(None, capacity=CAPACITY)
     gate = _kernel.Gate(table, (LIMIT,), "")
     fill(gate, 0)
@@ -54,12 +54,12 @@ SECOND_NS = 10**9
 
 @pytest.fixture
 def logs() -> _kernel.Gate:
-    """Room for 128 logs of 63 entries, in a table with room for many more keys."""
+    """Memory for 128 logs of 63 entries, in a table for many more keys."""
     return _kernel.Gate(_kernel.Table(None, capacity=10_000, log_bytes=1 << 16), (LOG,), "")
 
 
 def fill_logs(gate: _kernel.Gate, name: str, entries: int, now_ns: int) -> int:
-    """Logs of so many entries, until there is no room; how many there was room for."""
+    """Create logs of this many entries until the slab is full; return their number."""
     number = 0
     try:
         while True:
@@ -69,20 +69,20 @@ def fill_logs(gate: _kernel.Gate, name: str, entries: int, now_ns: int) -> int:
         return number
 
 
-def test_logs_that_expired_give_their_room_back(logs: _kernel.Gate) -> None:
-    """When the slab is full, what has expired is found and reused, unswept and unasked."""
+def test_expired_logs_free_their_memory(logs: _kernel.Gate) -> None:
+    """When the slab is full, expired logs are found and reused without a sweep."""
     for generation in range(5):
         assert fill_logs(logs, str(generation), 63, generation * 2 * SECOND_NS) >= 120
 
 
-def test_small_logs_do_not_keep_large_ones_out(logs: _kernel.Gate) -> None:
-    """A slab that was full of the smallest logs serves the largest ones once they have expired."""
+def test_small_logs_do_not_prevent_large_ones(logs: _kernel.Gate) -> None:
+    """A slab that was full of the smallest logs can hold the largest ones after they expired."""
     assert fill_logs(logs, "small", 1, 0) >= 1_000
     assert fill_logs(logs, "large", 1_000, 2 * SECOND_NS) >= 5
 
 
-def test_a_log_that_still_counts_is_never_dropped_for_room(logs: _kernel.Gate) -> None:
-    """Full of logs that count: a new key is refused, and they all keep their counts."""
+def test_a_live_log_is_never_dropped(logs: _kernel.Gate) -> None:
+    """If the slab is full of live logs, a new key is rejected, and they keep their counts."""
     filled = fill_logs(logs, "kept", 63, 0)
     for number in range(filled):
         assert logs.decide(f"kept-{number}", 0, 0, False).remaining == 1_000 - 63
@@ -104,7 +104,7 @@ def test_a_grant_is_never_lost_among_expired_ones() -> None:
 
 
 def test_a_state_takes_at_most_32_bytes() -> None:
-    """In a table of a million states at 80 % fullness, all that is around them included."""
+    """In a table of a million states that is 80 % full, with all overhead."""
     table = _kernel.Table(None, capacity=1_000_000)
     assert table.stats()["bytes"] / 1_000_000 <= 32
     assert _kernel.Table(None, capacity=10_000_000).stats()["bytes"] < 500_000_000
