@@ -1,4 +1,4 @@
-"""The alerts, by Prometheus' own tool: each fires when it should, and not otherwise."""
+"""The alerts, tested by promtool: each fires when it should, and not otherwise."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ RULES: list[dict[str, Any]] = yaml.safe_load(operations.read(operations.ALERTS))
 NAMES = [rule["alert"] for rule in RULES]
 
 
-def findings(
+def promtool_tests(
     folder: Path, rules: list[dict[str, Any]], names: Sequence[str] = NAMES
 ) -> subprocess.CompletedProcess[str]:
-    """What promtool says of these alerts and the shipped tests of those that are named."""
+    """Run promtool on these alerts with the shipped tests of the named ones."""
     written = {"groups": [{"name": "tollkeeper", "rules": rules}]}
     (folder / operations.ALERTS).write_text(yaml.safe_dump(written), encoding="utf-8")
     shipped = yaml.safe_load(operations.read(operations.ALERTS_TEST))
@@ -34,12 +34,12 @@ def findings(
 
 
 def test_promtool_accepts_the_alerts_and_their_tests_pass(tmp_path: Path) -> None:
-    """As they are shipped: the syntax, and every test."""
+    """The shipped files: their syntax, and every test."""
     alerts = tmp_path / operations.ALERTS
     alerts.write_text(operations.read(operations.ALERTS), encoding="utf-8")
     checked = promtool("check", "rules", str(alerts))
     assert checked.returncode == 0, checked.stdout + checked.stderr
-    found = findings(tmp_path, RULES)
+    found = promtool_tests(tmp_path, RULES)
     assert found.returncode == 0, found.stdout + found.stderr
 
 
@@ -48,15 +48,15 @@ def test_promtool_accepts_the_alerts_and_their_tests_pass(tmp_path: Path) -> Non
 def test_an_alert_that_never_or_always_fires_fails_its_test(
     name: str, expr: str, tmp_path: Path
 ) -> None:
-    """So each has a test that it fires, and one that it does not."""
+    """So each alert has a test that it fires, and one that it does not."""
     changed = [{**rule, "expr": expr} if rule["alert"] == name else rule for rule in RULES]
-    found = findings(tmp_path, changed, [name])
+    found = promtool_tests(tmp_path, changed, [name])
     assert found.returncode != 0
     assert f"alertname: {name}" in found.stdout + found.stderr
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_alert_has_a_runbook(name: str) -> None:
-    """The link's anchor is a heading of the page."""
+    """The anchor of its link is a heading of the page."""
     page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8").splitlines()
     assert f"### {name}" in page

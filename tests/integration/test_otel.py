@@ -1,4 +1,4 @@
-"""A real service whose workers have OpenTelemetry configured: checks are in the callers' traces."""
+"""A real service whose workers have OpenTelemetry configured: checks join the traces of callers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from tests.redis_servers.waiting import until
 from tests.service_process import ServiceProcess
 
-# What `opentelemetry-instrument` does in each process: configure a provider before all else.
+# As `opentelemetry-instrument` does in each process: configure a provider first.
 CONFIGURE = """
 import os
 from opentelemetry import trace
@@ -26,8 +26,8 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CALLER = "00f067aa0ba902b7"
 
 
-def test_the_services_checks_are_in_the_callers_trace(tmp_path: Path) -> None:
-    """One span for each check, below the caller's; and no key in any."""
+def test_checks_of_the_service_join_the_trace_of_the_caller(tmp_path: Path) -> None:
+    """Each check is one span below that of the caller, without a key."""
     (tmp_path / "sitecustomize.py").write_text(CONFIGURE, encoding="utf-8")
     env = {"PYTHONPATH": str(tmp_path), "SPANS": str(tmp_path)}
 
@@ -40,8 +40,8 @@ def test_the_services_checks_are_in_the_callers_trace(tmp_path: Path) -> None:
         return [json.loads(line) for line in lines]
 
     with ServiceProcess(env=env) as service:
-        asked = {"traceparent": f"00-{TRACE}-{CALLER}-01"}
-        assert service.ask("POST", "/v1/check", {"user": "secret-user"}, asked).status == 200
+        headers = {"traceparent": f"00-{TRACE}-{CALLER}-01"}
+        assert service.ask("POST", "/v1/check", {"user": "secret-user"}, headers).status == 200
         assert service.ask("POST", "/v1/check", {"user": "secret-user"}).status == 200
         found = until(lambda: len(spans()) == 2 and spans(), "two spans", 10, spans)
     first, second = found

@@ -1,7 +1,7 @@
-"""What operators load into other programs: alerts for Prometheus, and a dashboard for Grafana.
+"""Files for operators: alerts for Prometheus, and a dashboard for Grafana.
 
 `tollkeeper metrics alerts` and `tollkeeper metrics dashboard` print them. The alerts have tests
-that promtool runs (`alerts_test.yaml`). Every metric that is named in them, the service tells.
+that promtool runs (`alerts_test.yaml`). The service exports every metric that they use.
 """
 
 from __future__ import annotations
@@ -15,5 +15,5 @@ DASHBOARD: Final = "grafana.json"
 
 
 def read(name: str) -> str:
-    """One of the files, as it is shipped."""
+    """Return the text of one of the files."""
     return files(__name__).joinpath(name).read_text(encoding="utf-8")
