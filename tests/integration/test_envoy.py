@@ -15,10 +15,10 @@ import pytest
 
 from tests.envoy_process import Config, Envoy, cluster_of, example, filter_of, rate_limits_of
 from tests.redis_servers.ports import HOST, free_port
-from tests.service.envoy.running import serving
+from tests.service.envoy.client import serving
 from tests.service_process import ServiceProcess
 from tollkeeper import AsyncLimiter, Request
-from tollkeeper.service.envoy.mapping import SETTLE
+from tollkeeper.service.envoy.descriptors import SETTLE
 from tollkeeper.service.http.tokens import Tokens, create_token
 
 BY_ADDRESS = {"version": 1, "rules": [

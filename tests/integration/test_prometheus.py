@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.prometheus_process import PrometheusProcess, promtool
 from tests.redis_servers import Single, running, until
-from tests.service.envoy.running import ask_on, entries
+from tests.service.envoy.client import caller_on, entries
 from tests.service_process import ServiceProcess
 from tollkeeper import AsyncLimiter, Request
 from tollkeeper.metrics import operations
@@ -198,7 +198,7 @@ def shown(prometheus: PrometheusProcess, asked: list[str]) -> bool:
 async def ask_grpc(target: str) -> None:
     """One call, as Envoy makes it."""
     async with grpc.aio.insecure_channel(target) as channel:
-        await ask_on(channel)(entries(("tenant", "t")))
+        await caller_on(channel)(entries(("tenant", "t")))
 
 
 def queries() -> dict[str, list[str]]:

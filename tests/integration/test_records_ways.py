@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.envoy.running import Node as EnvoyNode
-from tests.service.envoy.running import asking as asking_grpc
-from tests.service.envoy.running import entries
+from tests.service.envoy.client import FakeContext, entries, grpc_client
 from tests.service.http.client import HttpClient, http_service
 from tollkeeper import AsyncLimiter
 from tollkeeper.control.database import Database
@@ -121,12 +119,12 @@ async def test_a_gateway(ask: HttpClient) -> None:
 async def test_envoy(tmp_path: Path) -> None:
     """Descriptors that spend, all or none; not those that only look."""
     async with AsyncLimiter.from_rules(ENVOY_RULES) as limiter:
-        node = EnvoyNode(limiter)
+        node = FakeContext(limiter)
         recorder = recorder_at(tmp_path)
         node.recorder = recorder  # type: ignore[attr-defined]  # as a worker's node has one
         handle = await start(node, "127.0.0.1:0")
         try:
-            async with asking_grpc(f"127.0.0.1:{handle.port}") as ask:
+            async with grpc_client(f"127.0.0.1:{handle.port}") as ask:
                 ann, acme = entries(("user", "ann")), entries(("tenant", "acme"))
                 await ask(ann)
                 await ask(ann, acme)

@@ -1,4 +1,4 @@
-"""What Envoy is answered to rulings."""
+"""What Envoy is answered to results."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from tests.service.envoy.running import codes, headers
+from tests.service.envoy.client import codes, headers
 from tollkeeper import Decision, Limit
 from tollkeeper.core.errors import CapacityError, InvalidKey
 from tollkeeper.core.model import UNLIMITED, AppliedRule, CheckResult, ResultKind
 from tollkeeper.service.envoy.protocol.messages import RateLimitResponse
-from tollkeeper.service.envoy.replies import Outcome, merged, response_of, tell
+from tollkeeper.service.envoy.replies import Outcome, fill_limit, merged, response_of
 from tollkeeper.web.answers import Style
 
 NOW_NS = 1_767_225_600 * 10**9
@@ -44,7 +44,7 @@ OPEN = CheckResult(
 
 
 def answered(*outcomes: Outcome) -> RateLimitResponse:
-    """Serialised and read again, as Envoy gets it."""
+    """Return the reply after serialisation, as Envoy gets it."""
     found = response_of(outcomes, NOW_NS, Style())
     return RateLimitResponse.FromString(found.SerializeToString())
 
@@ -67,15 +67,15 @@ def answered(*outcomes: Outcome) -> RateLimitResponse:
         ([OK, InvalidKey("too long")], ["OVER_LIMIT", "OK", "OVER_LIMIT"]),
     ],
 )
-def test_one_descriptor_over_the_limit_is_the_request_over_the_limit(
+def test_one_descriptor_over_the_limit_denies_the_request(
     outcomes: list[Outcome], expected: list[str]
 ) -> None:
-    """A code for the whole, then one for each descriptor, in order."""
+    """A code for the request, then one for each descriptor, in order."""
     assert codes(answered(*outcomes)) == expected
 
 
-def test_a_status_has_the_limit_and_how_it_stands() -> None:
-    """The tightest limit of the descriptor, what remains of it, and when it is whole again."""
+def test_a_status_has_the_limit_and_its_state() -> None:
+    """The tightest limit of the descriptor, what remains, and the time to reset."""
     status = answered(OK).statuses[0]
     assert (status.current_limit.requests_per_unit, status.current_limit.unit) == (100, 2)
     assert status.current_limit.name == "orders"
@@ -85,10 +85,10 @@ def test_a_status_has_the_limit_and_how_it_stands() -> None:
     assert (denied.limit_remaining, denied.duration_until_reset.seconds) == (0, 60)
 
 
-@pytest.mark.parametrize("ruling", [FREE, EXEMPT, BLOCKED, AWAY, OPEN])
-def test_a_status_without_numbers_has_no_limit(ruling: CheckResult) -> None:
-    """Where there is no limit, or nobody knows what remains, nothing is made up."""
-    assert not answered(ruling).statuses[0].HasField("current_limit")
+@pytest.mark.parametrize("result", [FREE, EXEMPT, BLOCKED, AWAY, OPEN])
+def test_a_status_without_numbers_has_no_limit(result: CheckResult) -> None:
+    """If there is no limit, or its state is unknown, no number is invented."""
+    assert not answered(result).statuses[0].HasField("current_limit")
 
 
 @pytest.mark.parametrize(
@@ -101,16 +101,16 @@ def test_a_status_without_numbers_has_no_limit(ruling: CheckResult) -> None:
     ],
 )  # fmt: skip
 def test_a_window_in_envoys_units(per: float, unit: str, times: int) -> None:
-    """The largest unit that it is a whole number of; none where it has parts of a second."""
+    """The largest unit that divides it; none if it has fractions of a second."""
     found = RateLimitResponse.RateLimit()
-    tell(Limit(7, per=per), "rule", found)
+    fill_limit(Limit(7, per=per), "rule", found)
     assert found.requests_per_unit == 7
     assert getattr(RateLimitResponse.RateLimit, unit) == found.unit
     assert (found.unit_multiplier.value if found.HasField("unit_multiplier") else 1) == times
 
 
-def test_headers_are_the_tightest_limit_and_all_that_applied() -> None:
-    """Of two descriptors the one with less left speaks, and both are named, once."""
+def test_headers_have_the_tightest_limit_and_all_rules() -> None:
+    """Of two descriptors, the one with less left; both rules are listed once."""
     found = headers(answered(OK, TIGHT, OK))
     assert found == {
         "x-ratelimit-limit": "1000",
@@ -121,8 +121,8 @@ def test_headers_are_the_tightest_limit_and_all_that_applied() -> None:
     }
 
 
-def test_a_refusal_is_a_problem_with_the_longest_wait() -> None:
-    """Both descriptors deny: the client is told when both will let it pass."""
+def test_a_denial_is_a_problem_with_the_longest_wait() -> None:
+    """If both descriptors deny, the client learns when both will pass."""
     response = answered(DENIED, DENIED_LONGER)
     found = headers(response)
     assert found["retry-after"] == "9"
@@ -140,16 +140,14 @@ def test_a_refusal_is_a_problem_with_the_longest_wait() -> None:
         (InvalidKey("too long"), "INVALID_REQUEST"),
     ],
 )
-def test_the_body_says_429_as_envoy_does_and_the_reason_in_its_code(
-    outcome: Outcome, code: str
-) -> None:
-    """RFC 9457: the status in the body is that of the response, which Envoy makes a 429."""
+def test_the_body_of_a_denial_has_status_429(outcome: Outcome, code: str) -> None:
+    """RFC 9457: it is the status of the response, which Envoy makes a 429."""
     body = json.loads(answered(OK, outcome).raw_body)
     assert (body["status"], body["error"]["code"]) == (429, code)
 
 
-def test_an_answer_that_passes_has_no_body() -> None:
-    """And where nothing is known of limits, no headers either."""
+def test_an_allowed_request_has_no_body() -> None:
+    """If no limit is known, it has no headers either."""
     assert answered(OK).raw_body == b""
     assert headers(answered(FREE)) == {}
     assert headers(answered(EXEMPT)) == {"x-ratelimit-policy": "exempt"}
@@ -157,7 +155,7 @@ def test_an_answer_that_passes_has_no_body() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rulings", "kind"),
+    ("results", "kind"),
     [
         ([FREE, OK], "limited"),
         ([EXEMPT, OK], "limited"),
@@ -166,13 +164,13 @@ def test_an_answer_that_passes_has_no_body() -> None:
         ([AWAY, BLOCKED, OK], "blocked"),
     ],
 )
-def test_which_kind_speaks_for_several(rulings: list[CheckResult], kind: ResultKind) -> None:
-    """A list or the lack of rules only where no limit has a say; who is blocked hears that."""
-    assert merged(rulings).kind == kind
-    assert merged(rulings[::-1]).kind == kind
+def test_the_kind_of_several_results(results: list[CheckResult], kind: ResultKind) -> None:
+    """ "blocked" first; "exempt" and "unlimited" only if no limit applied."""
+    assert merged(results).kind == kind
+    assert merged(results[::-1]).kind == kind
 
 
-def test_merging_keeps_what_shadows_would_have_done() -> None:
+def test_merging_keeps_denials_of_shadow_rules() -> None:
     """Each rule once."""
     one = OK._replace(shadow_denied=("a", "b"))
     assert merged([one, TIGHT._replace(shadow_denied=("b", "c"))]).shadow_denied == ("a", "b", "c")

@@ -14,11 +14,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tests.redis_servers.certificates import make_certificates
-from tests.service.envoy.running import Node, Serving, ask_on, asking, codes, entries, serving
+from tests.service.envoy.client import (
+    FakeContext,
+    Serving,
+    caller_on,
+    codes,
+    entries,
+    grpc_client,
+    serving,
+)
 from tollkeeper import Request
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.service.envoy.protocol.messages import SERVICE
-from tollkeeper.service.envoy.server import MESSAGE_BYTES_MAX, METHOD, Tls, start
+from tollkeeper.service.envoy.server import MESSAGE_BYTES_MAX, METHOD, TlsFiles, start
 
 RULES = {"version": 1, "rules": [
     {"id": "users", "match": {"user": "*"}, "by": ["user"], "limits": ["20/hour"]},
@@ -28,15 +36,15 @@ RULES = {"version": 1, "rules": [
 ANN = entries(("user", "ann"))
 
 
-async def test_limits_hold_exactly_over_many_calls_at_a_time() -> None:
-    """Of 100 at once, 20 pass."""
-    async with serving(RULES) as server, asking(server.target) as ask:
+async def test_limits_are_exact_for_concurrent_calls() -> None:
+    """Of 100 concurrent calls, 20 pass."""
+    async with serving(RULES) as server, grpc_client(server.target) as ask:
         found = await asyncio.gather(*[ask(ANN) for _ in range(100)])
         assert sorted(codes(each)[0] for each in found) == ["OK"] * 20 + ["OVER_LIMIT"] * 80
 
 
-async def test_health_is_told_and_ends_with_the_server() -> None:
-    """SERVING for the server and the service; NOT_SERVING from the beginning of a stop."""
+async def test_the_health_service() -> None:
+    """SERVING for the server and the service; NOT_SERVING from the start of a shutdown."""
     async with serving(RULES) as server, grpc.aio.insecure_channel(server.target) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         for name in ("", SERVICE):
@@ -52,18 +60,18 @@ async def test_health_is_told_and_ends_with_the_server() -> None:
         await stopping
 
 
-async def test_a_server_that_drains_still_answers() -> None:
-    """Health says no, so that Envoys go elsewhere; those that have not yet are answered."""
+async def test_a_draining_server_still_replies() -> None:
+    """Health checks fail, so Envoy goes elsewhere; calls still get replies."""
     async with serving(RULES) as server, grpc.aio.insecure_channel(server.target) as channel:
         await server.handle.drain()
         stub = health_pb2_grpc.HealthStub(channel)
         found = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=10)
         assert found.status == health_pb2.HealthCheckResponse.NOT_SERVING
-        assert codes(await ask_on(channel)(ANN))[0] == "OK"
+        assert codes(await caller_on(channel)(ANN))[0] == "OK"
 
 
-async def test_reflection_tells_of_all_services() -> None:
-    """A client without stubs finds the three services, and every file that the first needs."""
+async def test_reflection_lists_all_services() -> None:
+    """A client without stubs finds the three services and their files."""
     ask = reflection_pb2.ServerReflectionRequest
     wanted = [ask(list_services=""), ask(file_containing_symbol=SERVICE),
               ask(file_containing_symbol="grpc.health.v1.Health")]  # fmt: skip
@@ -83,47 +91,47 @@ async def test_reflection_tells_of_all_services() -> None:
 
 
 async def test_tls(tmp_path: Path) -> None:
-    """With the authority's certificate it answers; without TLS it does not."""
+    """A client with the authority's certificate gets a reply; one without TLS does not."""
     made = make_certificates(tmp_path)
     trusted = grpc.ssl_channel_credentials(made.ca_path.read_bytes())
-    async with serving(RULES, tls=Tls(made.server_cert_path, made.server_key_path)) as server:
+    async with serving(RULES, tls=TlsFiles(made.server_cert_path, made.server_key_path)) as server:
         async with grpc.aio.secure_channel(server.target, trusted) as channel:
-            assert codes(await ask_on(channel)(ANN))[0] == "OK"
-        async with asking(server.target) as ask:
+            assert codes(await caller_on(channel)(ANN))[0] == "OK"
+        async with grpc_client(server.target) as ask:
             with pytest.raises(grpc.aio.AioRpcError):
                 await ask(ANN, timeout=2)
 
 
-async def test_tls_may_ask_clients_for_a_certificate(tmp_path: Path) -> None:
-    """With an authority for clients, who has none of its certificates is turned away."""
+async def test_tls_can_require_client_certificates(tmp_path: Path) -> None:
+    """A client without a certificate of the authority is rejected."""
     made = make_certificates(tmp_path)
     authority = made.ca_path.read_bytes()
     nobody = grpc.ssl_channel_credentials(authority)
     somebody = grpc.ssl_channel_credentials(
         authority, made.client_key_path.read_bytes(), made.client_cert_path.read_bytes()
     )
-    tls = Tls(made.server_cert_path, made.server_key_path, made.ca_path)
+    tls = TlsFiles(made.server_cert_path, made.server_key_path, made.ca_path)
     async with serving(RULES, tls=tls) as server:
         async with grpc.aio.secure_channel(server.target, somebody) as channel:
-            assert codes(await ask_on(channel)(ANN))[0] == "OK"
+            assert codes(await caller_on(channel)(ANN))[0] == "OK"
         async with grpc.aio.secure_channel(server.target, nobody) as channel:
             with pytest.raises(grpc.aio.AioRpcError):
-                await ask_on(channel)(ANN, timeout=2)
+                await caller_on(channel)(ANN, timeout=2)
 
 
-async def test_a_message_has_at_most_a_mebibyte() -> None:
-    """More is refused before it is read."""
-    async with serving(RULES) as server, asking(server.target) as ask:
+async def test_a_message_has_at_most_one_mebibyte() -> None:
+    """A larger one is rejected before it is read."""
+    async with serving(RULES) as server, grpc_client(server.target) as ask:
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await ask(entries(("user", "x" * MESSAGE_BYTES_MAX)))
         assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_calls_at_a_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One more fails at once, and is Envoy's to decide; the one under way is answered."""
+async def test_calls_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more call fails at once, and Envoy decides; the one in flight gets its reply."""
     monkeypatch.setattr("tollkeeper.service.envoy.server.CALLS_MAX", 1)
     slow = entries(("tenant", "acme"))
-    async with serving(RULES) as server, asking(server.target) as ask:
+    async with serving(RULES) as server, grpc_client(server.target) as ask:
         await ask(slow)
         held = asyncio.ensure_future(ask(slow))
         await until_held(server)
@@ -134,7 +142,7 @@ async def test_calls_at_a_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def until_held(server: Serving) -> None:
-    """Until the second call of the slow rule's tenant is waiting for its turn."""
+    """Wait until the second call of the slow rule's tenant is held."""
     acme = Request(tenant="acme")
     async with asyncio.timeout(10):
         while (await server.limiter.peek(acme)).remaining > 2:  # noqa: ASYNC110 - it is a server's
@@ -142,18 +150,18 @@ async def until_held(server: Serving) -> None:
 
 
 async def test_an_error_reaches_the_caller_as_a_status() -> None:
-    """With details that say what is wrong."""
-    async with serving(RULES) as server, asking(server.target) as ask:
+    """The details say what is wrong."""
+    async with serving(RULES) as server, grpc_client(server.target) as ask:
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await ask(ANN, domain="")
         assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert "domain" in str(error.value.details())
 
 
-async def test_a_call_under_way_is_answered_before_the_server_ends() -> None:
-    """A stop waits for what is held, as long as its grace allows."""
+async def test_a_call_in_flight_ends_before_the_server() -> None:
+    """A shutdown waits for held calls, as long as its grace period permits."""
     slow = entries(("tenant", "acme"))
-    async with serving(RULES) as server, asking(server.target) as ask:
+    async with serving(RULES) as server, grpc_client(server.target) as ask:
         assert codes(await ask(slow))[0] == "OK"
         held = asyncio.ensure_future(ask(slow))
         await until_held(server)
@@ -165,10 +173,10 @@ async def test_a_call_under_way_is_answered_before_the_server_ends() -> None:
 async def test_workers_share_a_port() -> None:
     """Two servers listen on one address, as the workers of a machine do."""
     async with serving(RULES) as first:
-        second = await start(Node(first.limiter), first.target)
+        second = await start(FakeContext(first.limiter), first.target)
         try:
             assert second.port == first.handle.port
-            async with asking(first.target) as ask:
+            async with grpc_client(first.target) as ask:
                 assert codes(await ask(ANN))[0] == "OK"
         finally:
             await second.stop(0)
@@ -178,16 +186,16 @@ async def test_workers_share_a_port() -> None:
     "address",
     ["192.0.2.1:0", "nowhere.invalid:80", "", "127.0.0.1", "127.0.0.1:99999", ":80", "a:b"],
 )
-async def test_an_address_that_cannot_be_listened_on(address: str) -> None:
-    """The error names it, and shows a right one."""
+async def test_an_invalid_address_is_an_error(address: str) -> None:
+    """The error names it, and shows a valid one."""
     async with serving(RULES) as server:
         with pytest.raises(ConfigError, match=r"127\.0\.0\.1:8081"):
-            await start(Node(server.limiter), address)
+            await start(FakeContext(server.limiter), address)
 
 
-async def test_a_certificate_that_cannot_be_read(tmp_path: Path) -> None:
+async def test_a_missing_certificate_is_an_error(tmp_path: Path) -> None:
     """The error names the file."""
-    tls = Tls(tmp_path / "absent.pem", tmp_path / "absent.key")
+    tls = TlsFiles(tmp_path / "absent.pem", tmp_path / "absent.key")
     with pytest.raises(ConfigError, match=r"absent\.key cannot be read"):
         async with serving(RULES, tls=tls):
             pass
@@ -204,7 +212,7 @@ except ValueError as error:
 
 
 def test_without_grpcio_the_error_names_the_extra() -> None:
-    """A base installation has no gRPC; whoever asks for it is told what to install."""
+    """A base installation has no gRPC; the error says what to install."""
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=60, check=True
     )

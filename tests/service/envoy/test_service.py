@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.redis_servers.ports import HOST, free_port
-from tests.service.envoy.running import codes, entries, headers
+from tests.service.envoy.client import codes, entries, headers
 from tollkeeper import AsyncLimiter, Request
 from tollkeeper.service.envoy.protocol.messages import RateLimitRequest, RateLimitResponse
 from tollkeeper.service.envoy.service import (
@@ -43,7 +43,7 @@ SLOW = entries(("generic_key", "slow lane"))
 
 
 class Aborted(Exception):
-    """What grpc.aio raises in abort, so that the handler ends."""
+    """Raised by abort, as grpc.aio does, to end the handler."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
         super().__init__(code, details)
@@ -52,7 +52,7 @@ class Aborted(Exception):
 
 
 class Call:
-    """A call's context: metadata, a deadline, and a way to fail."""
+    """The context of a call: metadata, a deadline, and abort."""
 
     def __init__(self, left_s: float | None = None, authorization: str | None = None) -> None:
         self._left_s = left_s
@@ -98,8 +98,8 @@ async def asking(
         yield Asking(limiter, clock, tokens)
 
 
-async def test_a_call_is_decided_and_answered() -> None:
-    """Five of six pass, and each answer tells what is left."""
+async def test_a_call_gets_a_decision() -> None:
+    """Five of six pass, and each reply has what remains."""
     async with asyncio.timeout(10), asking() as ask:
         found = [await ask(ANN) for _ in range(6)]
         assert [codes(each)[0] for each in found] == ["OK"] * 5 + ["OVER_LIMIT"]
@@ -107,7 +107,7 @@ async def test_a_call_is_decided_and_answered() -> None:
         assert headers(found[0])["x-ratelimit-reset"] == str(1_767_225_600 + 720)
 
 
-async def test_no_rule_no_limit() -> None:
+async def test_without_a_rule_there_is_no_limit() -> None:
     """An unknown domain or descriptor is OK, with a status and no numbers."""
     async with asking() as ask:
         response = await ask(entries(("unheard", "of")), domain="elsewhere")
@@ -116,7 +116,7 @@ async def test_no_rule_no_limit() -> None:
 
 
 async def test_wildcards_match_attributes() -> None:
-    """`generic_key: slow*` is for every key that starts so, each counted by itself."""
+    """`generic_key: slow*` matches every such key, and each has its own counter."""
     async with asking() as ask:
         for lane in ("slow lane", "slower"):
             response = await ask(entries(("generic_key", lane)))
@@ -126,7 +126,7 @@ async def test_wildcards_match_attributes() -> None:
 
 
 async def test_hits_addend_of_the_request_and_of_a_descriptor() -> None:
-    """The descriptor's goes before; 0 at the request is 1, 0 at a descriptor looks."""
+    """The descriptor's has priority; 0 of the request means 1, 0 of a descriptor peeks."""
     async with asking() as ask:
         await ask(ANN, hits_addend=2)
         await ask(ANN, hits_addend=0)
@@ -139,8 +139,10 @@ async def test_hits_addend_of_the_request_and_of_a_descriptor() -> None:
         assert await ask.left(user="ann") == 3
 
 
-async def test_what_can_never_fit_is_over_the_limit(caplog: pytest.LogCaptureFixture) -> None:
-    """Each such descriptor, the others as they stand; nothing is charged, and it is logged."""
+async def test_a_cost_that_can_never_fit_is_over_the_limit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Other descriptors report their state; nothing is charged, and it is logged."""
     async with asking() as ask:
         with caplog.at_level(logging.WARNING, "tollkeeper.envoy"):
             response = await ask(entries(("user", "bob")), {**ANN, "hits_addend": {"value": 6}})
@@ -151,8 +153,8 @@ async def test_what_can_never_fit_is_over_the_limit(caplog: pytest.LogCaptureFix
         assert "can never fit" in caplog.text
 
 
-async def test_the_log_is_not_filled_by_clients(caplog: pytest.LogCaptureFixture) -> None:
-    """At most one line a second, however many ask for what can never fit."""
+async def test_clients_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """At most one line a second for costs that can never fit."""
     async with asking() as ask:
         with caplog.at_level(logging.WARNING, "tollkeeper.envoy"):
             for _ in range(20):
@@ -163,7 +165,7 @@ async def test_the_log_is_not_filled_by_clients(caplog: pytest.LogCaptureFixture
             assert len(caplog.records) == 2
 
 
-async def test_values_that_are_too_long_for_one_key_are_counted() -> None:
+async def test_long_values_are_counted() -> None:
     """Three long values make a key together; an error would let the client pass."""
     descriptor = entries(("a", "x" * 250), ("b", "y" * 250), ("c", "z" * 250))
     other = entries(("a", "x" * 250), ("b", "y" * 250), ("c", "z" * 249))
@@ -173,8 +175,8 @@ async def test_values_that_are_too_long_for_one_key_are_counted() -> None:
         assert codes(await ask(other))[0] == "OK"
 
 
-async def test_who_is_blocked_is_over_the_limit() -> None:
-    """With a body that says so, and no time to come back at."""
+async def test_a_blocked_client_is_over_the_limit() -> None:
+    """The body has the reason, and there is no Retry-After."""
     async with asking() as ask:
         response = await ask(entries(("user", "mallory")))
         assert codes(response) == ["OVER_LIMIT", "OVER_LIMIT"]
@@ -191,7 +193,7 @@ async def test_who_is_blocked_is_over_the_limit() -> None:
         (b"\n\x02\xff\xfe", "not a RateLimitRequest"),
     ],
 )
-async def test_what_no_envoy_sends_is_an_invalid_argument(body: bytes, said: str) -> None:
+async def test_an_invalid_message_is_an_invalid_argument(body: bytes, said: str) -> None:
     """The details say what is wrong."""
     async with asking() as ask:
         with pytest.raises(Aborted) as error:
@@ -202,8 +204,8 @@ async def test_what_no_envoy_sends_is_an_invalid_argument(body: bytes, said: str
 
 @settings(max_examples=200)
 @given(st.binary(max_size=200))
-async def test_no_bytes_are_an_error_of_ours(body: bytes) -> None:
-    """Whatever is sent is answered, or refused as invalid."""
+async def test_any_bytes_get_a_reply_or_invalid_argument(body: bytes) -> None:
+    """No other error is raised."""
     async with asking() as ask:
         code = grpc.StatusCode.OK
         try:
@@ -213,8 +215,8 @@ async def test_no_bytes_are_an_error_of_ours(body: bytes) -> None:
         assert code in {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}
 
 
-async def test_what_is_remembered_is_bounded() -> None:
-    """Ever new requests fill no memory, long ones none at all, and each is decided anew."""
+async def test_remembered_messages_are_bounded() -> None:
+    """New messages fill no memory, long ones are not kept, and each is decided again."""
     async with asking() as ask:
         for number in range(REMEMBERED_MAX + 10):
             await ask(entries(("k", str(number))))
@@ -226,7 +228,7 @@ async def test_what_is_remembered_is_bounded() -> None:
         assert [codes(each)[0] for each in found] == ["OK"] * 5 + ["OVER_LIMIT"]
 
 
-async def test_raise_leaves_a_failure_to_envoy() -> None:
+async def test_with_raise_envoy_decides() -> None:
     """on_failure="raise" is UNAVAILABLE: then `failure_mode_deny` decides."""
     away = f"redis://{HOST}:{free_port()}"
     async with AsyncLimiter.from_rules(RULES, store=away, on_failure="raise") as limiter:
@@ -236,8 +238,8 @@ async def test_raise_leaves_a_failure_to_envoy() -> None:
         assert error.value.code == grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_leaky_buckets_turn_is_waited_for() -> None:
-    """The first at once, the second ten seconds later, by the clock."""
+async def test_a_reply_waits_for_the_delay() -> None:
+    """The first comes at once, the second ten seconds later, by the clock."""
     async with asking() as ask:
         start_ns = ask.clock.now_ns()
         await ask(SLOW)
@@ -247,8 +249,8 @@ async def test_a_leaky_buckets_turn_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("left_s", [0.02, 10.0])
-async def test_a_turn_that_comes_too_late_is_a_denial_that_costs_nothing(left_s: float) -> None:
-    """Envoy has given up by then; who asks again later is not behind himself in the queue."""
+async def test_a_delay_beyond_the_deadline_is_denied_and_refunded(left_s: float) -> None:
+    """Envoy has given up by then; a later request finds no place taken in the queue."""
     async with asking() as ask:
         await ask(SLOW)
         for _ in range(3):
@@ -260,8 +262,8 @@ async def test_a_turn_that_comes_too_late_is_a_denial_that_costs_nothing(left_s:
         assert codes(await ask(SLOW, call=Call(left_s=0.02)))[0] == "OK"
 
 
-async def test_without_a_deadline_a_call_is_not_held_for_ever() -> None:
-    """Up to a bound; the queue here is longer than that."""
+async def test_without_a_deadline_the_delay_has_a_maximum() -> None:
+    """The queue in this test is longer than the maximum."""
     assert HOLD_SECONDS_MAX == 30
     async with asking() as ask:
         found = []
@@ -272,8 +274,8 @@ async def test_without_a_deadline_a_call_is_not_held_for_ever() -> None:
         assert found == ["OK", "OVER_LIMIT"]
 
 
-async def test_a_call_that_is_cancelled_while_held_leaves_the_queue() -> None:
-    """Envoy hung up: its place is free again."""
+async def test_a_call_cancelled_during_its_delay_is_refunded() -> None:
+    """Its place in the queue is free again."""
 
     class Endless(ManualClock):
         __slots__ = ("held",)
@@ -301,7 +303,7 @@ async def test_a_call_that_is_cancelled_while_held_leaves_the_queue() -> None:
 
 @pytest.fixture
 def tokens(tmp_path: Path) -> tuple[Tokens, dict[str, str]]:
-    """A file of tokens, and what to send for each."""
+    """Return a token file, and the header for each token."""
     path = tmp_path / "tokens.json"
     scopes = {"envoy": {}, "shop": {"domain": "shop"}, "ann": {"user": "ann"}}
     secrets = {name: create_token(path, name, "check", scope)
@@ -310,8 +312,8 @@ def tokens(tmp_path: Path) -> tuple[Tokens, dict[str, str]]:
     return Tokens.load(path), {name: f"Bearer {secret}" for name, secret in secrets.items()}
 
 
-async def test_who_has_no_token_may_not_ask(tokens: tuple[Tokens, dict[str, str]]) -> None:
-    """No token, a wrong one, or one with another role; the details say what to do."""
+async def test_a_call_needs_a_valid_token(tokens: tuple[Tokens, dict[str, str]]) -> None:
+    """No token, a wrong one, or one of another role is rejected with advice."""
     known, authorization = tokens
     table = [
         (None, grpc.StatusCode.UNAUTHENTICATED),
@@ -330,10 +332,10 @@ async def test_who_has_no_token_may_not_ask(tokens: tuple[Tokens, dict[str, str]
 
 
 @pytest.mark.parametrize("body", [b"\xff\xff", b"", b"x" * 100_000])
-async def test_nothing_is_read_for_who_has_no_token(
+async def test_without_a_token_the_message_is_not_read(
     body: bytes, tokens: tuple[Tokens, dict[str, str]]
 ) -> None:
-    """Not even whether it could be read is told."""
+    """The reply does not even show whether it is valid."""
     async with AsyncLimiter.from_rules(RULES) as limiter:
         service = RateLimitService(limiter, tokens=tokens[0])
         with pytest.raises(Aborted) as error:
@@ -341,8 +343,8 @@ async def test_nothing_is_read_for_who_has_no_token(
         assert error.value.code == grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_a_token_spends_in_its_scope_alone(tokens: tuple[Tokens, dict[str, str]]) -> None:
-    """Another's quota cannot be spent; what the scope says is filled in where it is not said."""
+async def test_a_token_spends_only_in_its_scope(tokens: tuple[Tokens, dict[str, str]]) -> None:
+    """Another subject's quota cannot be spent; missing fields are filled in."""
     known, authorization = tokens
     bob = entries(("user", "bob"))
     async with asking(tokens=known) as ask:
@@ -357,8 +359,10 @@ async def test_a_token_spends_in_its_scope_alone(tokens: tuple[Tokens, dict[str,
         assert await ask.left(user="ann") == 4
 
 
-async def test_a_token_gives_back_in_its_scope_alone(tokens: tuple[Tokens, dict[str, str]]) -> None:
-    """Ann's units are not a domain's to give back: she may have spent them in another."""
+async def test_a_token_returns_units_only_in_its_scope(
+    tokens: tuple[Tokens, dict[str, str]],
+) -> None:
+    """Under a rule that counts ann in all domains, a token of one domain returns nothing."""
     known, authorization = tokens
     back = {**ANN, "hits_addend": {"value": 1}, "is_negative_hits": True}
     async with asking(tokens=known) as ask:
@@ -369,7 +373,7 @@ async def test_a_token_gives_back_in_its_scope_alone(tokens: tuple[Tokens, dict[
             assert await ask.left(user="ann") == left
 
 
-async def test_a_file_without_tokens_asks_for_none(tmp_path: Path) -> None:
-    """Until the first token is made, whoever reaches the service may ask."""
+async def test_without_a_token_file_no_token_is_needed(tmp_path: Path) -> None:
+    """Until the first token is made, every client may call."""
     async with asking(tokens=Tokens.load(tmp_path / "none.json")) as ask:
         assert codes(await ask(ANN))[0] == "OK"

@@ -1,12 +1,12 @@
-"""What Envoy is answered: a code for each descriptor, headers for the client, and a body for 429.
+"""Replies to Envoy: a code for each descriptor, headers for the client, and a body for a denial.
 
-The request is over the limit if one of its descriptors is. The headers are those of every other way
-in (`web/answers.py`): the tightest limit of all descriptors, and every limit that applied. Envoy
-sends a client that is over the limit one status whatever the reason (429, or its own
-`rate_limited_status`), so the body says 429 too, and the reason in `error.code`.
+A request is over the limit if one of its descriptors is. The headers come from `web/answers.py`, as
+everywhere: the tightest limit of all descriptors, and every limit that applied. Envoy sends a
+client that is over the limit one status for every reason (429, or its `rate_limited_status`), so
+the body has 429 too, and the reason in `error.code`.
 
 A descriptor that cannot be counted, or that costs more than its limit can ever hold, is over the
-limit. As an error it would be Envoy's to decide, and Envoy lets errors pass unless told otherwise.
+limit. An error would let the request pass, unless Envoy is configured otherwise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tollkeeper.web.answers import (
     raw_headers_of,
 )
 
-# What became of a descriptor.
+# The result for a descriptor.
 Outcome = CheckResult | CapacityError | InvalidKey
 
 RateLimit = RateLimitResponse.RateLimit
@@ -40,7 +40,7 @@ OK: Final = RateLimitResponse.OK
 OVER_LIMIT: Final = RateLimitResponse.OVER_LIMIT
 TOO_MANY_REQUESTS: Final = 429
 
-# From the largest: a window is told in the largest unit that it is a whole number of.
+# From the largest: a window is written in the largest unit that divides it.
 _UNITS: Final = (
     (RateLimit.YEAR, 365 * 86_400 * NS_PER_SECOND),
     (RateLimit.MONTH, 30 * 86_400 * NS_PER_SECOND),
@@ -50,26 +50,26 @@ _UNITS: Final = (
     (RateLimit.MINUTE, 60 * NS_PER_SECOND),
     (RateLimit.SECOND, NS_PER_SECOND),
 )
-# Which kind of ruling speaks for several: who is blocked hears that first.
+# Of several results, the kind that comes first here is reported.
 _KINDS: Final[tuple[ResultKind, ...]] = ("blocked", "unavailable", "limited", "exempt", "unlimited")
 
 
 def response_of(outcomes: Sequence[Outcome], now_ns: int, style: Style) -> RateLimitResponse:
-    """The whole answer, one status for each outcome. `now_ns` is the Unix time."""
+    """Return the reply, with one status for each outcome. `now_ns` is the Unix time."""
     response = RateLimitResponse(overall_code=OK)
-    # Messages are added to and filled in place: one that is handed over is copied.
+    # Messages are filled in place: protobuf would copy a message that is assigned.
     for each in outcomes:
         _fill(response.statuses.add(), each)
     refusal = _failure_of(outcomes)
     if refusal is None:
-        ruling = merged([each for each in outcomes if isinstance(each, CheckResult)])
-        if not is_over_limit(ruling):
-            for name, value in raw_headers_of(ruling, now_ns, style):
+        result = merged([each for each in outcomes if isinstance(each, CheckResult)])
+        if not is_over_limit(result):
+            for name, value in raw_headers_of(result, now_ns, style):
                 response.response_headers_to_add.add(
                     key=name.decode("ascii"), value=value.decode("ascii")
                 )
             return response
-        refusal = denial_answer(ruling, now_ns, style)
+        refusal = denial_answer(result, now_ns, style)
     response.overall_code = OVER_LIMIT
     refusal = _as_429(refusal)
     for header, text in refusal.headers:
@@ -79,7 +79,7 @@ def response_of(outcomes: Sequence[Outcome], now_ns: int, style: Style) -> RateL
 
 
 def _failure_of(outcomes: Sequence[Outcome]) -> HttpAnswer | None:
-    """The refusal of the first descriptor that could not be decided on."""
+    """Return the answer for the first descriptor that could not be decided."""
     for each in outcomes:
         if isinstance(each, CapacityError):
             return capacity_answer(each)
@@ -96,47 +96,48 @@ def _as_429(answer: HttpAnswer) -> HttpAnswer:
     return HttpAnswer(TOO_MANY_REQUESTS, answer.headers, body)
 
 
-def merged(rulings: Sequence[CheckResult]) -> CheckResult:
-    """One ruling on a request with several descriptors: the tightest speaks, all limits are named.
+def merged(results: Sequence[CheckResult]) -> CheckResult:
+    """Return one result for several descriptors: the tightest limit, and all rules that applied.
 
-    A list or the lack of rules speaks only where no limit has a say; but who is blocked is blocked.
+    If a limit applied to one of them, "exempt" and "unlimited" are not reported. "blocked" always
+    is.
     """
-    if len(rulings) == 1:
-        return rulings[0]
-    kind = min((each.kind for each in rulings), key=_KINDS.index)
-    speaking = [each for each in rulings if each.kind == kind]
+    if len(results) == 1:
+        return results[0]
+    kind = min((each.kind for each in results), key=_KINDS.index)
+    speaking = [each for each in results if each.kind == kind]
     denied = [each for each in speaking if not each.decision.allowed]
-    # Each rule once, though several descriptors met it.
+    # Each rule once, even if it applied to several descriptors.
     applied = dict.fromkeys(applied for each in speaking for applied in each.applied)
     return CheckResult(
         combine_decisions([each.decision for each in denied or speaking]),
         tuple(applied),
         kind,
-        tuple(dict.fromkeys(rule for each in rulings for rule in each.shadow_denied)),
+        tuple(dict.fromkeys(rule for each in results for rule in each.shadow_denied)),
     )
 
 
 def _fill(status: Status, outcome: Outcome) -> None:
     status.code = OVER_LIMIT
     if isinstance(outcome, CapacityError):
-        tell(outcome.limit, "", status.current_limit)
+        fill_limit(outcome.limit, "", status.current_limit)
     elif isinstance(outcome, CheckResult):
         decision = outcome.decision
         if decision.allowed:
             status.code = OK
         if outcome.kind != "limited" or decision.degraded:
-            return  # there is no limit, or nobody knows what remains of it
-        tell(decision.policy, decision.rule, status.current_limit)
+            return  # there is no limit, or its state is unknown
+        fill_limit(decision.policy, decision.rule, status.current_limit)
         status.limit_remaining = decision.remaining
         seconds, nanos = divmod(decision.reset_after_ns, NS_PER_SECOND)
         status.duration_until_reset.seconds = seconds
         status.duration_until_reset.nanos = nanos
 
 
-def tell(limit: Limit, rule: str, into: RateLimit) -> None:
-    """A limit as Envoy knows it: so many per unit, or per so many units.
+def fill_limit(limit: Limit, rule: str, into: RateLimit) -> None:
+    """Write a limit in Envoy's form: requests per unit, or per several units.
 
-    A window that is not in whole seconds has no unit there.
+    A window that is not in whole seconds has no unit.
     """
     into.requests_per_unit = limit.limit
     into.name = rule

@@ -1,12 +1,12 @@
-"""Envoy's RateLimitService: from the bytes of a call to those of its answer.
+"""Envoy's RateLimitService: from the bytes of a call to its reply.
 
-**Who answers when something fails.** A rule's `on_failure` does, and not Envoy's
-`failure_mode_deny`: with `open` and `local` the answer is OK or OVER_LIMIT, marked as degraded, and
-with `closed` OVER_LIMIT. Only `on_failure="raise"` leaves it to Envoy: then the call fails as
-UNAVAILABLE. What no Envoy that is configured well would send fails as INVALID_ARGUMENT.
+**Failures.** A rule's `on_failure` decides, and not Envoy's `failure_mode_deny`: with `open` and
+`local` the reply is OK or OVER_LIMIT, marked as degraded, and with `closed` OVER_LIMIT. Only with
+`on_failure="raise"` does Envoy decide: the call fails as UNAVAILABLE. A message that no correctly
+configured Envoy sends fails as INVALID_ARGUMENT.
 
-**Leaky buckets.** An admitted request may have to wait for its turn. The answer is held for so
-long, if Envoy's `timeout` leaves the time; if not, it is over the limit and costs nothing.
+**Leaky buckets.** An allowed request may have a delay. The reply is held for so long if Envoy's
+`timeout` permits it; otherwise the request is over the limit and costs nothing.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tollkeeper.core.model import CheckResult, decision_with
 from tollkeeper.decide.failure import FailurePolicy
 from tollkeeper.limiter import AsyncLimiter
 from tollkeeper.metrics.counters import Counters
-from tollkeeper.service.envoy.deciding import Decider, was_charged
-from tollkeeper.service.envoy.mapping import Asked, asked_of
+from tollkeeper.service.envoy.decisions import Decider, was_charged
+from tollkeeper.service.envoy.descriptors import DescriptorCheck, checks_of
 from tollkeeper.service.envoy.protocol.messages import RateLimitRequest, RateLimitResponse
 from tollkeeper.service.envoy.replies import Outcome, response_of
 from tollkeeper.service.http.tokens import Token, TokenRejection, Tokens, confined
@@ -38,25 +38,25 @@ try:
     from google.protobuf.message import DecodeError
 except ImportError as error:
     raise ConfigError(
-        f"Envoy asks over gRPC, which needs grpcio: pip install 'tollkeeper[server]' ({error})"
+        f"Envoy uses gRPC, which needs grpcio: pip install 'tollkeeper[server]' ({error})"
     ) from error
 
-# Requests resemble one another: what was asked is remembered by its bytes, and forgotten all at
-# once when full. About 2 kB each.
+# Requests repeat: decoded messages are kept by their bytes, and all dropped when there are more.
+# About 2 kB each.
 REMEMBERED_MAX: Final = 4_096
 REMEMBERED_BYTES_MAX: Final = 512
-# Of the time that Envoy gives, so much is left for the way back.
+# The part of Envoy's timeout that is reserved for the reply.
 WAY_BACK_SECONDS: Final = 0.01
-# Without a deadline, a call is not held for longer.
+# The longest delay of a call without a deadline.
 HOLD_SECONDS_MAX: Final = 30.0
-# A client that can choose what it costs must not fill the log.
+# A client that chooses its costs must not fill the log.
 LOG_EVERY_NS: Final = NS_PER_SECOND
 
 log = logging.getLogger("tollkeeper.envoy")
 
 
-class Call(Protocol):
-    """What is needed of a call's context: grpc.aio's has it."""
+class RateLimitCall(Protocol):
+    """The part of grpc.aio's call context that the service uses."""
 
     def invocation_metadata(self) -> Any: ...
 
@@ -66,7 +66,7 @@ class Call(Protocol):
 
 
 class RateLimitService:
-    """Answers ShouldRateLimit by a limiter with rules."""
+    """Implements ShouldRateLimit with a limiter that has rules."""
 
     def __init__(
         self,
@@ -79,14 +79,14 @@ class RateLimitService:
         counters: Counters | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """Answer by `limiter`.
+        """Decide calls by `limiter`.
 
-        `tokens`      who may ask; None: everyone.
-        `style`       which headers tell of limits.
-        `on_failure`  for the limits that descriptors bring along; rules have their own.
-        `clock`       the Unix time, for headers, and for waiting.
-        `counters`    where calls and their times are counted.
-        `recorder`    what keeps decisions and usage.
+        `tokens`      the tokens of callers; None: every caller is accepted.
+        `style`       which rate limit headers are sent.
+        `on_failure`  the failure policy of descriptor limits; rules have their own.
+        `clock`       the Unix time for headers, and the sleep for delays.
+        `counters`    the counters of calls and their durations.
+        `recorder`    records decisions and usage.
         """
         self._decider = Decider(limiter, on_failure)
         self._tokens = tokens
@@ -94,21 +94,21 @@ class RateLimitService:
         self._clock = clock or SystemClock()
         self._counters = counters or Counters()
         self._recorder = recorder
-        self._remembered: dict[bytes, list[Asked]] = {}
+        self._remembered: dict[bytes, list[DescriptorCheck]] = {}
         self._log_at_ns = 0
 
-    async def should_rate_limit(self, body: bytes, call: Call) -> RateLimitResponse:
-        """One call."""
+    async def should_rate_limit(self, body: bytes, call: RateLimitCall) -> RateLimitResponse:
+        """Handle one call."""
         try:
-            # The token first: who has none does not get us to read, nor to remember.
+            # The token first: without one, the message is neither decoded nor remembered.
             token = None if self._tokens is None else await self._permitted(self._tokens, call)
-            asked = self._remembered.get(body) or self._read(body)
+            checks = self._remembered.get(body) or self._read(body)
             if token is not None and token.scope:
-                asked = await self._confined(token, asked, call)
-            outcomes = await self._decided(asked, call)
+                checks = await self._confined(token, checks, call)
+            outcomes = await self._decided(checks, call)
             self._count("OK")
             if self._recorder is not None:
-                _record(self._recorder, asked, outcomes)
+                _record(self._recorder, checks, outcomes)
             return response_of(outcomes, self._clock.now_ns(), self._style)
         except DecodeError:
             code, said = grpc.StatusCode.INVALID_ARGUMENT, "this is not a RateLimitRequest"
@@ -119,24 +119,26 @@ class RateLimitService:
         self._count(code.name)
         return await call.abort(code, said)
 
-    async def _permitted(self, tokens: Tokens, call: Call) -> Token:
-        """Who asks, if he may; else the call is over."""
+    async def _permitted(self, tokens: Tokens, call: RateLimitCall) -> Token:
+        """Return the caller's token, or abort the call."""
         token = tokens.permitted(_authorization(call), "check")
         if isinstance(token, TokenRejection):
             await self._refuse(call, token)
         return token
 
-    async def _confined(self, token: Token, asked: list[Asked], call: Call) -> list[Asked]:
-        """What is asked, if the caller's token reaches so far; else the call is over."""
+    async def _confined(
+        self, token: Token, checks: list[DescriptorCheck], call: RateLimitCall
+    ) -> list[DescriptorCheck]:
+        """Return the checks, confined to the token's scope, or abort the call."""
         within = []
-        for each in asked:
+        for each in checks:
             request = confined(token, each.request)
             if isinstance(request, TokenRejection):
                 await self._refuse(call, request)
             within.append(each._replace(request=request, scope=token.scope))
         return within
 
-    async def _refuse(self, call: Call, refused: TokenRejection) -> NoReturn:
+    async def _refuse(self, call: RateLimitCall, refused: TokenRejection) -> NoReturn:
         unknown = refused.status == 401
         code = grpc.StatusCode.UNAUTHENTICATED if unknown else grpc.StatusCode.PERMISSION_DENIED
         self._count(code.name)
@@ -146,41 +148,47 @@ class RateLimitService:
         counted = self._counters.grpc_requests
         counted[code] = counted.get(code, 0) + 1
 
-    def _read(self, body: bytes) -> list[Asked]:
-        asked = asked_of(RateLimitRequest.FromString(body))
+    def _read(self, body: bytes) -> list[DescriptorCheck]:
+        checks = checks_of(RateLimitRequest.FromString(body))
         if len(body) <= REMEMBERED_BYTES_MAX:
             if len(self._remembered) >= REMEMBERED_MAX:
                 self._remembered.clear()
-            self._remembered[body] = asked
-        return asked
+            self._remembered[body] = checks
+        return checks
 
-    async def _decided(self, asked: list[Asked], call: Call) -> Sequence[Outcome]:
+    async def _decided(
+        self, checks: list[DescriptorCheck], call: RateLimitCall
+    ) -> Sequence[Outcome]:
         began_ns = perf_counter_ns()
         try:
-            rulings = await self._decider.decide(asked)
+            results = await self._decider.decide(checks)
             self._counters.decision_seconds.note(perf_counter_ns() - began_ns)
         except (CapacityError, InvalidKey) as error:
             self._log_seldom(error)
-            return [await self._looked(each) for each in asked]
-        delay_ns = max(ruling.decision.delay_ns for ruling in rulings)
-        if delay_ns and all(ruling.decision.allowed for ruling in rulings):
-            return await self._held(asked, rulings, delay_ns, call)
-        return rulings
+            return [await self._looked(each) for each in checks]
+        delay_ns = max(result.decision.delay_ns for result in results)
+        if delay_ns and all(result.decision.allowed for result in results):
+            return await self._held(checks, results, delay_ns, call)
+        return results
 
-    async def _looked(self, asked: Asked) -> Outcome:
+    async def _looked(self, check: DescriptorCheck) -> Outcome:
         try:
-            return await self._decider.look(asked)
+            return await self._decider.look(check)
         except (CapacityError, InvalidKey) as error:
             return error
 
     async def _held(
-        self, asked: list[Asked], rulings: list[CheckResult], delay_ns: int, call: Call
+        self,
+        checks: list[DescriptorCheck],
+        results: list[CheckResult],
+        delay_ns: int,
+        call: RateLimitCall,
     ) -> list[CheckResult]:
-        """The rulings, when it is their turn; denied, if that is too late for whoever asks."""
+        """Wait for the delay and return the results; deny them if the deadline is earlier."""
         charged = [
             each
-            for each, ruling in zip(asked, rulings, strict=True)
-            if each.spends and was_charged(ruling)
+            for each, result in zip(checks, results, strict=True)
+            if each.spends and was_charged(result)
         ]
         left_s = call.time_remaining()
         delay_s = seconds_from_ns(delay_ns)
@@ -190,39 +198,43 @@ class RateLimitService:
             except BaseException:
                 await self._decider.give_back(charged)
                 raise
-            return rulings
+            return results
         await self._decider.give_back(charged)
-        return [_too_late(ruling) if ruling.decision.delay_ns else ruling for ruling in rulings]
+        return [_too_late(result) if result.decision.delay_ns else result for result in results]
 
     def _log_seldom(self, error: Exception) -> None:
         now_ns = self._clock.now_ns()
         if now_ns >= self._log_at_ns:
             self._log_at_ns = now_ns + LOG_EVERY_NS
-            log.warning("over the limit, and no wait would help: %s", error)
+            log.warning("over the limit, and waiting does not help: %s", error)
 
 
-def _record(recorder: Recorder, asked: Sequence[Asked], outcomes: Sequence[Outcome]) -> None:
-    """Keep what was decided on those that spend; of one that can never pass, nothing was."""
-    rulings = [each for each in outcomes if isinstance(each, CheckResult)]
-    if len(rulings) == len(asked):
-        pairs = [(each, ruling) for each, ruling in zip(asked, rulings, strict=True) if each.spends]
+def _record(
+    recorder: Recorder, checks: Sequence[DescriptorCheck], outcomes: Sequence[Outcome]
+) -> None:
+    """Record the checks that spend, unless one of them could not be decided."""
+    results = [each for each in outcomes if isinstance(each, CheckResult)]
+    if len(results) == len(checks):
+        pairs = [
+            (each, result) for each, result in zip(checks, results, strict=True) if each.spends
+        ]
         recorder.note_all(
             [(each.request, each.units) for each, _ in pairs],
-            [ruling for _, ruling in pairs],
+            [result for _, result in pairs],
             time.time_ns(),
         )
 
 
-def _too_late(ruling: CheckResult) -> CheckResult:
-    decision = ruling.decision
-    return ruling._replace(
+def _too_late(result: CheckResult) -> CheckResult:
+    decision = result.decision
+    return result._replace(
         decision=decision_with(
             decision, allowed=False, retry_after_ns=decision.delay_ns, delay_ns=0
         )
     )
 
 
-def _authorization(call: Call) -> str | None:
+def _authorization(call: RateLimitCall) -> str | None:
     for key, value in call.invocation_metadata() or ():
         if key == "authorization" and isinstance(value, str):
             return value

@@ -216,12 +216,12 @@ class Worker:
 
     async def _start_grpc(self, node: ServiceContext, stack: AsyncExitStack) -> Drain:
         # Imported here: a service without gRPC does not need its libraries.
-        from tollkeeper.service.envoy.server import Tls, start  # noqa: PLC0415 - see above
+        from tollkeeper.service.envoy.server import TlsFiles, start  # noqa: PLC0415 - see above
 
         settings = self._settings
         tls = None
         if settings.tls_cert:
-            tls = Tls(Path(settings.tls_cert), Path(settings.tls_key))
+            tls = TlsFiles(Path(settings.tls_cert), Path(settings.tls_key))
         handle = await start(node, settings.grpc, tls, on_failure=settings.on_failure)
         stack.push_async_callback(handle.stop, _GRPC_GRACE_SECONDS)
         return handle.drain

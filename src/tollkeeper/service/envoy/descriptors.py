@@ -1,4 +1,4 @@
-"""What Envoy asks, as requests that rules are for.
+"""Envoy's descriptors as requests that rules can match.
 
 Envoy describes a request by descriptors: lists of keys and values, in a domain. Each descriptor
 becomes one Request.
@@ -8,22 +8,23 @@ becomes one Request.
      plan: gold, x-region: eu]                        attributes={"domain": "shop", "plan": "gold",
                                                                   "x_region": "eu"})
 
-**Fields.** A key that is spelled like a field of a Request fills it: `user`, `api_key` (also
-`api-key`, `ApiKey`), `ip`, `tenant`, `tier`, `endpoint`, `method`; and so do the names that Envoy
-has for them: `remote_address`, `masked_remote_address`, `path`, `:path`, `:method`.
+**Fields.** A key that is spelled like a field of a Request fills the field: `user`, `api_key` (also
+`api-key`, `ApiKey`), `ip`, `tenant`, `tier`, `endpoint`, `method`. So do Envoy's names for them:
+`remote_address`, `masked_remote_address`, `path`, `:path`, `:method`.
 
-**Attributes.** Any other key is an attribute, what a name cannot have written as `_`. The domain is
-the attribute `domain`. A key that comes again gets a number, so that no two values are mixed up:
-`generic_key`, `generic_key_2`. So does one that would fill a field that is filled already.
+**Attributes.** Any other key is an attribute; characters that a name cannot have become `_`. The
+domain is the attribute `domain`. A repeated key gets a number, so that no two values are mixed up:
+`generic_key`, `generic_key_2`. So does a key whose field is already filled.
 
-**Values** come from clients, and no client may get past the limits by sending what cannot be
-counted: an error is for Envoy a reason to let the request pass. So a value that is long, or not
-text, is counted by its digest.
+**Values** come from clients. A client must not evade its limits with a value that cannot be
+counted: after an error, Envoy lets the request pass. So a value that is long or not text is counted
+by its digest.
 
-**Costs.** A descriptor costs its own `hits_addend`, else the request's, else 1. Its own 0 spends
-nothing: it asks whether there is room for 1. With `is_negative_hits` the units are given back. One
-that Envoy sends when the response is over (`apply_on_stream_done`) comes too late to be denied, and
-a denial costs nothing; with an entry of the key SETTLE it is never denied, and spends what fits.
+**Costs.** A descriptor costs its own `hits_addend`, or else the request's, or else 1. Its own 0
+spends nothing and checks whether there is room for 1. With `is_negative_hits` the units are
+returned. A descriptor that Envoy sends after the response (`apply_on_stream_done`) comes too late
+to be denied, and a denial would cost nothing. With an entry of the key SETTLE it is never denied,
+and spends as much as fits.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from tollkeeper.web.addresses import counted_address
 if TYPE_CHECKING:
     from tollkeeper.service.envoy.protocol.messages import RateLimitDescriptor, RateLimitRequest
 
-# The key of an entry that is for us and not for rules, whatever its value.
+# An entry with this key is an instruction to the service; rules do not see it.
 SETTLE: Final = "tollkeeper.settle"
 
 DESCRIPTORS_MAX: Final = 100
@@ -73,42 +74,42 @@ _FIELDS: Final = {
     "path": "endpoint",
 }
 _NOT_OF_NAMES: Final = re.compile(r"[^A-Za-z0-9_]")
-# For each key that was seen: the field that it may fill, and its name as an attribute.
+# For each known key: the field that it may fill, and its name as an attribute.
 _names: dict[str, tuple[str | None, str]] = {}
 
 
-class Override(NamedTuple):
-    """A limit that a descriptor brings along, in place of the rules'."""
+class DescriptorLimit(NamedTuple):
+    """The limit of a descriptor, which replaces the rules."""
 
     units: int
     window_ns: int
 
     @property
     def limit(self) -> Limit | None:
-        """The limit; None where it lets nothing pass."""
+        """The limit; None if no request passes."""
         return Limit(self.units, per=self.window_ns / NS_PER_SECOND) if self.units else None
 
 
-class Asked(NamedTuple):
-    """One descriptor: whom it is about, for how much, and under which limit."""
+class DescriptorCheck(NamedTuple):
+    """One descriptor: the request, the units, and its own limit."""
 
     request: Request
     units: int = 1
-    """To spend; 0: only look; below 0: give back."""
-    override: Override | None = None
+    """Units to spend; 0: only peek; below 0: return them."""
+    override: DescriptorLimit | None = None
     settles: bool = False
-    """Spend as much as fits, and do not deny: the request is over."""
+    """Spend as much as fits and do not deny: the request has ended."""
     scope: Mapping[str, str] | None = None
-    """What the caller's token is confined to."""
+    """The scope of the caller's token."""
 
     @property
     def spends(self) -> bool:
-        """Whether it is charged, all of it or nothing."""
+        """True if the check charges all of its units or nothing."""
         return self.units > 0 and not self.settles
 
 
-def asked_of(message: RateLimitRequest) -> list[Asked]:
-    """What a message asks for, in its order. Raises ConfigError for what no Envoy sends."""
+def checks_of(message: RateLimitRequest) -> list[DescriptorCheck]:
+    """Return the checks of a message, in order. Raises ConfigError for an invalid message."""
     domain = message.domain
     if not 1 <= len(domain) <= VALUE_LENGTH_MAX:
         raise ConfigError(
@@ -119,13 +120,13 @@ def asked_of(message: RateLimitRequest) -> list[Asked]:
     descriptors = message.descriptors
     if not 1 <= len(descriptors) <= DESCRIPTORS_MAX:
         raise ConfigError(
-            f"a request has 1 to {DESCRIPTORS_MAX} descriptors, and this has {len(descriptors)}"
+            f"a request has 1 to {DESCRIPTORS_MAX} descriptors, and this one has {len(descriptors)}"
         )
     units = message.hits_addend or 1
-    return [_asked(domain, descriptor, units) for descriptor in descriptors]
+    return [_check_of(domain, descriptor, units) for descriptor in descriptors]
 
 
-def _asked(domain: str, descriptor: RateLimitDescriptor, units: int) -> Asked:
+def _check_of(domain: str, descriptor: RateLimitDescriptor, units: int) -> DescriptorCheck:
     entries = []
     settles = False
     for each in descriptor.entries:
@@ -134,7 +135,7 @@ def _asked(domain: str, descriptor: RateLimitDescriptor, units: int) -> Asked:
             settles = True
         else:
             entries.append((key, each.value))
-    return Asked(
+    return DescriptorCheck(
         request_of(domain, entries),
         _units_of(descriptor, units),
         _override_of(descriptor) if descriptor.HasField("limit") else None,
@@ -145,43 +146,43 @@ def _asked(domain: str, descriptor: RateLimitDescriptor, units: int) -> Asked:
 def _units_of(descriptor: RateLimitDescriptor, units: int) -> int:
     if descriptor.HasField("hits_addend"):
         units = descriptor.hits_addend.value
-    # One more than any limit holds is as much as any other number that can never fit.
+    # More than any limit can hold never fits, whatever the number.
     units = min(units, UNITS_MAX + 1)
     return -units if descriptor.is_negative_hits else units
 
 
-def _override_of(descriptor: RateLimitDescriptor) -> Override:
+def _override_of(descriptor: RateLimitDescriptor) -> DescriptorLimit:
     limit = descriptor.limit
     times = limit.unit_multiplier.value if limit.HasField("unit_multiplier") else 1
     window_ns = UNIT_NS.get(limit.unit, 0) * times
     if not 0 < window_ns <= WINDOW_NS_MAX or limit.requests_per_unit > UNITS_MAX:
         raise ConfigError(
             f"a descriptor's limit of {limit.requests_per_unit} per {times} × unit {limit.unit} is "
-            f"none: at most {UNITS_MAX:,} requests, per SECOND (1) to YEAR (6), in all 366 days"
+            f"invalid; at most {UNITS_MAX:,} requests, per SECOND (1) to YEAR (6), in all 366 days"
         )
-    return Override(limit.requests_per_unit, window_ns)
+    return DescriptorLimit(limit.requests_per_unit, window_ns)
 
 
 def request_of(domain: str, entries: Sequence[tuple[str | bytes, str | bytes]]) -> Request:
-    """The request that a descriptor stands for.
+    """Return the request that a descriptor describes.
 
     >>> request_of("shop", [("generic_key", "slow"), ("method", "GET"), ("generic_key", "b")])
     ... # doctest: +NORMALIZE_WHITESPACE
     Request(user=None, api_key=None, ip=None, tenant=None, tier=None, endpoint=None, method='GET',
             attributes={'domain': 'shop', 'generic_key': 'slow', 'generic_key_2': 'b'})
 
-    Raises ConfigError for a descriptor without entries, with too many, or with a key that is none.
+    Raises ConfigError for a descriptor without entries, with too many, or with an invalid key.
     """
     fields: dict[str, str] = {}
     attributes = {"domain": domain}
     if not 1 <= len(entries) <= ENTRIES_MAX:
         raise ConfigError(
-            f"a descriptor has 1 to {ENTRIES_MAX} entries, and this has {len(entries)}"
+            f"a descriptor has 1 to {ENTRIES_MAX} entries, and this one has {len(entries)}"
         )
     for key, value in entries:
         field, name = _names.get(key) or _name_of(key)  # type: ignore[arg-type]  # bytes: not found
         if field is not None and field not in fields:
-            # A path may be long: rules match all of it, and count it by a digest themselves.
+            # A path may be long: rules match all of it and count it by a digest.
             text = _text(value) if field == "endpoint" else countable(value)
             fields[field] = _address(text) if field == "ip" else text
         else:
@@ -206,7 +207,7 @@ def _name_of(key: str | bytes) -> tuple[str | None, str]:
 
 
 def _free(name: str, attributes: dict[str, str]) -> str:
-    # The name of a field cannot be that of an attribute, in rules.
+    # In rules, an attribute cannot have the name of a field.
     if name not in attributes and name not in REQUEST_FIELDS:
         return name
     number = 2
@@ -216,14 +217,14 @@ def _free(name: str, attributes: dict[str, str]) -> str:
 
 
 def countable(value: str | bytes) -> str:
-    """The value, or its digest where it could not be part of a key.
+    """Return the value, or its digest if it cannot be part of a key.
 
     >>> countable("sk_1"), countable("x" * 1000)
     ('sk_1', '#c9b2bd4ff487864c29fb41fab3e8187e')
     """
     if not isinstance(value, str) or len(value) > VALUE_LENGTH_MAX or not value.isprintable():
         return _digest(value)
-    # Whoever sends somebody's digest must not be counted with him.
+    # A client that sends another value's digest must not share its counter.
     return _digest(value) if len(value) == _DIGEST_LENGTH and value[0] == "#" else value
 
 
@@ -237,14 +238,14 @@ def _digest(value: str | bytes) -> str:
 
 
 def _address(text: str) -> str:
-    """An address as it is counted; a masked one (`192.0.2.0/24`) by its first address."""
+    """Return an address as it is counted; a masked one (`192.0.2.0/24`) by its first address."""
     start = text.partition("/")[0]
-    # What is no address stays whole: a mask would be all that tells it from others.
+    # Any other text stays whole: the part after the slash may be the only difference.
     return text if address_of(start) is None else counted_address(start)
 
 
 def everything_of(request: Request) -> tuple[str, ...]:
-    """A key of all that is known of a request: what a descriptor's own limit is counted by."""
+    """Return a key of all fields of a request; a descriptor limit is counted by it."""
     known = [
         (name, value) for name in REQUEST_FIELDS if (value := getattr(request, name)) is not None
     ]
@@ -253,5 +254,5 @@ def everything_of(request: Request) -> tuple[str, ...]:
     fits = len(parts) <= PARTS_MAX and length <= KEY_LENGTH_MAX
     if fits and not any(SEPARATOR in part for part in parts):
         return tuple(parts)
-    # Lengths too, so that where one part ends and the next begins cannot be moved.
+    # With lengths, so that no two lists of parts give the same text.
     return (_digest("".join(f"{len(part)},{part}" for part in parts)),)

@@ -13,17 +13,17 @@ from tollkeeper.core.errors import ConfigError
 from tollkeeper.core.model import UNITS_MAX
 from tollkeeper.core.rates import parse_limit
 from tollkeeper.core.subjects import subject_of, subject_of_request
-from tollkeeper.service.envoy.mapping import (
+from tollkeeper.service.envoy.descriptors import (
     DESCRIPTORS_MAX,
     ENTRIES_MAX,
     KEY_NAME_LENGTH_MAX,
     NAMES_MAX,
     UNIT_NS,
     VALUE_LENGTH_MAX,
-    Asked,
-    Override,
+    DescriptorCheck,
+    DescriptorLimit,
     _names,
-    asked_of,
+    checks_of,
     countable,
     everything_of,
     request_of,
@@ -64,7 +64,7 @@ SHOP = {"domain": "shop"}
 def test_a_key_is_a_field_or_an_attribute(
     entries: list[tuple[str, str]], expected: Request
 ) -> None:
-    """Keys that name a field fill it, under Envoy's names too; all others are attributes."""
+    """Keys that name a field fill it, also by Envoy's names; all others are attributes."""
     assert request_of("shop", entries) == expected
 
 
@@ -82,10 +82,8 @@ def test_a_key_is_a_field_or_an_attribute(
          Request(ip="192.0.2.7", attributes={**SHOP, "remote_address": "192.0.2.8"})),
     ],
 )  # fmt: skip
-def test_a_key_that_comes_again_gets_a_number(
-    entries: list[tuple[str, str]], expected: Request
-) -> None:
-    """No value is lost, and none is joined to another."""
+def test_a_repeated_key_gets_a_number(entries: list[tuple[str, str]], expected: Request) -> None:
+    """No value is lost or joined to another."""
     assert request_of("shop", entries) == expected
 
 
@@ -96,8 +94,8 @@ def test_a_key_that_comes_again_gets_a_number(
         max_size=8,
     )
 )
-def test_whatever_a_client_sends_can_be_counted(entries: list[tuple[str, str | bytes]]) -> None:
-    """Each value is kept in one place, every name is an identifier, and each makes a key."""
+def test_any_values_can_be_counted(entries: list[tuple[str, str | bytes]]) -> None:
+    """Each value is in one place, every name is an identifier, and each makes a key."""
     request = request_of("shop", entries)
     names = [name for name in ("user", "api_key", "ip", "tenant", "tier", "endpoint", "method")
              if getattr(request, name) is not None]  # fmt: skip
@@ -118,8 +116,8 @@ def test_whatever_a_client_sends_can_be_counted(entries: list[tuple[str, str | b
     "value",
     ["x" * (VALUE_LENGTH_MAX + 1), "a\x1fb", "a\x00b", "a\nb", "\ud800", b"\xff", "#" + "0" * 32],
 )
-def test_what_cannot_be_part_of_a_key_is_counted_by_its_digest(value: str | bytes) -> None:
-    """An error would let the client pass; so long values and bad ones have a digest."""
+def test_a_value_that_does_not_fit_a_key_has_a_digest(value: str | bytes) -> None:
+    """An error would let the client pass."""
     found = countable(value)
     assert found.startswith("#")
     assert len(found) == 33
@@ -135,7 +133,7 @@ def test_two_values_never_share_a_digest_or_a_text() -> None:
 
 
 def test_a_long_path_still_matches() -> None:
-    """A path is matched in full, however long: a rule for its start holds for it."""
+    """Rules match the whole path, however long it is."""
     path = "/v1/orders/" + "x" * 2000
     request = request_of("shop", [("path", path)])
     assert request.endpoint == path
@@ -145,9 +143,9 @@ def test_a_long_path_still_matches() -> None:
         assert [limiter.check(request).allowed for _ in range(2)] == [True, False]
 
 
-def _asked(**message: object) -> list[Asked]:
+def _asked(**message: object) -> list[DescriptorCheck]:
     fields: dict[str, Any] = {"domain": "shop", **message}
-    return asked_of(RateLimitRequest(**fields))
+    return checks_of(RateLimitRequest(**fields))
 
 
 ENTRY = {"entries": [{"key": "k", "value": "v"}]}
@@ -167,16 +165,16 @@ ENTRY = {"entries": [{"key": "k", "value": "v"}]}
         ({"hits_addend": {"value": 2**64 - 1}}, 0, UNITS_MAX + 1),
     ],
 )
-def test_what_a_descriptor_costs(
+def test_the_cost_of_a_descriptor(
     descriptor: dict[str, object], hits_addend: int, units: int
 ) -> None:
-    """Its own number goes before the request's; an own 0 looks; a negative one gives back."""
+    """Its own number has priority; its own 0 peeks; a negative one returns units."""
     found = _asked(descriptors=[{**ENTRY, **descriptor}], hits_addend=hits_addend)
     assert [each.units for each in found] == [units]
 
 
-def test_each_descriptor_is_asked_for_in_its_order() -> None:
-    """Answers come in the same order, so requests have to."""
+def test_checks_keep_the_order_of_descriptors() -> None:
+    """The statuses of the reply have the same order."""
     descriptors = [{"entries": [{"key": "user", "value": str(n)}]} for n in range(3)]
     assert [each.request.user for each in _asked(descriptors=descriptors)] == ["0", "1", "2"]
 
@@ -184,19 +182,19 @@ def test_each_descriptor_is_asked_for_in_its_order() -> None:
 @pytest.mark.parametrize(
     ("limit", "expected"),
     [
-        ({"requests_per_unit": 5, "unit": 2}, Override(5, UNIT_NS[2])),
+        ({"requests_per_unit": 5, "unit": 2}, DescriptorLimit(5, UNIT_NS[2])),
         ({"requests_per_unit": 5, "unit": 1, "unit_multiplier": {"value": 30}},
-         Override(5, 30 * UNIT_NS[1])),
-        ({"requests_per_unit": 0, "unit": 6}, Override(0, UNIT_NS[6])),
+         DescriptorLimit(5, 30 * UNIT_NS[1])),
+        ({"requests_per_unit": 0, "unit": 6}, DescriptorLimit(0, UNIT_NS[6])),
     ],
 )  # fmt: skip
-def test_a_descriptor_may_bring_a_limit(limit: dict[str, object], expected: Override) -> None:
-    """So many per unit, or per several of them."""
+def test_a_descriptor_may_have_a_limit(limit: dict[str, object], expected: DescriptorLimit) -> None:
+    """Requests per unit, or per several units."""
     assert _asked(descriptors=[{**ENTRY, "limit": limit}])[0].override == expected
 
 
-def test_units_are_those_of_rates() -> None:
-    """A month is as long whichever way it is written."""
+def test_units_are_as_long_as_in_rates() -> None:
+    """A month is 30 days in both."""
     names = {1: "second", 2: "minute", 3: "hour", 4: "day", 5: "month", 6: "year"}
     assert {unit: parse_limit(f"1/{name}").window_ns for unit, name in names.items()} == UNIT_NS
 
@@ -206,34 +204,34 @@ def test_units_are_those_of_rates() -> None:
     [
         ({"domain": "", "descriptors": [ENTRY]}, "domain=''"),
         ({"domain": "x" * 257, "descriptors": [ENTRY]}, "1 to 256"),
-        ({"descriptors": []}, "1 to 100 descriptors, and this has 0"),
-        ({"descriptors": [ENTRY] * (DESCRIPTORS_MAX + 1)}, "this has 101"),
-        ({"descriptors": [{}]}, "1 to 64 entries, and this has 0"),
-        ({"descriptors": [{"entries": ENTRY["entries"] * (ENTRIES_MAX + 1)}]}, "this has 65"),
+        ({"descriptors": []}, "1 to 100 descriptors, and this one has 0"),
+        ({"descriptors": [ENTRY] * (DESCRIPTORS_MAX + 1)}, "this one has 101"),
+        ({"descriptors": [{}]}, "1 to 64 entries, and this one has 0"),
+        ({"descriptors": [{"entries": ENTRY["entries"] * (ENTRIES_MAX + 1)}]}, "this one has 65"),
         ({"descriptors": [{"entries": [{"key": "", "value": "v"}]}]}, "not a key"),
         ({"descriptors": [{"entries": [{"key": "k" * (KEY_NAME_LENGTH_MAX + 1)}]}]}, "not a key"),
-        ({"descriptors": [{**ENTRY, "limit": {"requests_per_unit": 1}}]}, "is none"),
+        ({"descriptors": [{**ENTRY, "limit": {"requests_per_unit": 1}}]}, "is invalid"),
         ({"descriptors": [{**ENTRY, "limit": {"requests_per_unit": 2**32 - 1, "unit": 1}}]},
          "at most 1,000,000,000"),
         ({"descriptors": [{**ENTRY, "limit": {"requests_per_unit": 1, "unit": 6,
                                               "unit_multiplier": {"value": 2}}}]}, "366 days"),
     ],
 )  # fmt: skip
-def test_what_no_envoy_sends_is_refused(message: dict[str, object], said: str) -> None:
-    """The message says what is wrong and what would be right."""
+def test_an_invalid_message_is_rejected(message: dict[str, object], said: str) -> None:
+    """The error says what is wrong and what would be valid."""
     with pytest.raises(ConfigError, match=said):
         _asked(**message)
 
 
-def test_names_that_were_seen_are_bounded() -> None:
-    """Whoever sends ever new keys fills no memory."""
+def test_the_cache_of_names_is_bounded() -> None:
+    """New keys fill no memory."""
     for number in range(NAMES_MAX + 10):
         request_of("shop", [(f"key{number}", "v")])
     assert 0 < len(_names) <= NAMES_MAX
 
 
-def test_a_network_of_ipv6_counts_as_one() -> None:
-    """Whoever has a /64 has 2**64 addresses, and one quota."""
+def test_an_ipv6_network_has_one_counter() -> None:
+    """A client with a /64 has 2**64 addresses, and one quota."""
     one, two, other = (
         request_of("shop", [("remote_address", text)]).ip
         for text in ("2001:db8::1", "2001:db8::ffff:1", "2001:db8:0:1::1")
@@ -241,8 +239,8 @@ def test_a_network_of_ipv6_counts_as_one() -> None:
     assert one == two != other
 
 
-def test_everything_of_a_request_makes_one_key() -> None:
-    """Different requests never share a key, however long they are, and equal ones always do."""
+def test_all_fields_of_a_request_make_a_key() -> None:
+    """Different requests never share a key, and equal ones always do."""
     many = [(f"k{n}", "v" * 200) for n in range(20)]
     long = [("a", "x" * 255), ("b", "y" * 255)]
     moved = [("a", "x" * 255 + "y"), ("b", "y" * 254)]

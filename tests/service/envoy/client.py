@@ -1,4 +1,4 @@
-"""The gRPC server in this process, and a client for it."""
+"""The gRPC server in this process, and a client that calls it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import grpc
 
 from tollkeeper import AsyncLimiter
 from tollkeeper.decide.failure import FailurePolicy
+from tollkeeper.metrics.counters import Counters
 from tollkeeper.service.envoy.protocol.messages import SERVICE, RateLimitRequest, RateLimitResponse
-from tollkeeper.service.envoy.server import METHOD, Handle, Tls, start
+from tollkeeper.service.envoy.server import METHOD, GrpcServer, TlsFiles, start
+from tollkeeper.service.http.context import WorkerSettings
 from tollkeeper.service.http.tokens import Tokens
 from tollkeeper.web.answers import Style
 
@@ -22,31 +24,26 @@ Ask = Callable[..., Awaitable[RateLimitResponse]]
 
 
 @dataclass
-class Settings:
-    """What the server reads of a worker's settings."""
-
-    style: Style = field(default_factory=Style)
-
-
-@dataclass
-class Node:
-    """A worker as the server sees it."""
+class FakeContext:
+    """As much of a worker as the server needs."""
 
     limiter: AsyncLimiter
     tokens: Tokens | None = None
-    settings: Settings = field(default_factory=Settings)
+    settings: WorkerSettings = field(default_factory=lambda: WorkerSettings(Style()))
+    counters: Counters = field(default_factory=Counters)
+    recorder: Any = None
 
 
 @dataclass
 class Serving:
-    """A server that runs, and its limiter."""
+    """A running server and its limiter."""
 
     limiter: AsyncLimiter
-    handle: Handle
+    handle: GrpcServer
 
     @property
     def target(self) -> str:
-        """Where clients find it."""
+        """The address for clients."""
         return f"127.0.0.1:{self.handle.port}"
 
 
@@ -55,13 +52,13 @@ async def serving(
     rules: Any,
     *,
     tokens: Tokens | None = None,
-    tls: Tls | None = None,
+    tls: TlsFiles | None = None,
     on_failure: FailurePolicy = "open",
     **options: Any,
 ) -> AsyncIterator[Serving]:
-    """A server with these rules for the length of a block; `options` are the limiter's."""
+    """Run a server with these rules; `options` are the limiter's."""
     async with AsyncLimiter.from_rules(rules, on_failure=on_failure, **options) as limiter:
-        handle = await start(Node(limiter, tokens), ADDRESS, tls, on_failure=on_failure)
+        handle = await start(FakeContext(limiter, tokens), ADDRESS, tls, on_failure=on_failure)
         try:
             yield Serving(limiter, handle)
         finally:
@@ -69,14 +66,14 @@ async def serving(
 
 
 @asynccontextmanager
-async def asking(target: str, **metadata: str) -> AsyncIterator[Ask]:
-    """A function that asks the server; `metadata` goes with each call."""
+async def grpc_client(target: str, **metadata: str) -> AsyncIterator[Ask]:
+    """Yield a function that calls the server; `metadata` is sent with each call."""
     async with grpc.aio.insecure_channel(target) as channel:
-        yield ask_on(channel, **metadata)
+        yield caller_on(channel, **metadata)
 
 
-def ask_on(channel: Any, **metadata: str) -> Ask:
-    """A function that asks over a channel."""
+def caller_on(channel: Any, **metadata: str) -> Ask:
+    """Return a function that calls the server over a channel."""
     call = channel.unary_unary(
         f"/{SERVICE}/{METHOD}",
         request_serializer=RateLimitRequest.SerializeToString,
@@ -86,8 +83,8 @@ def ask_on(channel: Any, **metadata: str) -> Ask:
     async def ask(
         *descriptors: dict[str, Any], timeout: float = 10, **fields: Any
     ) -> RateLimitResponse:
-        asked: dict[str, Any] = {"domain": "shop", **fields}
-        message = RateLimitRequest(descriptors=descriptors, **asked)
+        values: dict[str, Any] = {"domain": "shop", **fields}
+        message = RateLimitRequest(descriptors=descriptors, **values)
         found: RateLimitResponse = await call(
             message, timeout=timeout, metadata=list(metadata.items())
         )
@@ -97,16 +94,16 @@ def ask_on(channel: Any, **metadata: str) -> Ask:
 
 
 def entries(*pairs: tuple[str, str], **others: Any) -> dict[str, Any]:
-    """A descriptor of keys and values."""
+    """Return a descriptor of keys and values."""
     return {"entries": [{"key": key, "value": value} for key, value in pairs], **others}
 
 
 def codes(response: RateLimitResponse) -> list[str]:
-    """The codes of the whole and of each descriptor, in words."""
+    """Return the names of the codes: of the request, and of each descriptor."""
     names = {RateLimitResponse.OK: "OK", RateLimitResponse.OVER_LIMIT: "OVER_LIMIT"}
     return [names[response.overall_code], *(names[each.code] for each in response.statuses)]
 
 
 def headers(response: RateLimitResponse) -> dict[str, str]:
-    """The headers that the client is sent."""
+    """Return the headers for the client."""
     return {each.key: each.value for each in response.response_headers_to_add}
