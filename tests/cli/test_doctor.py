@@ -1,4 +1,4 @@
-"""What the doctor finds on real servers: every check, each with its remedy, and no password."""
+"""`tollkeeper doctor` on real servers: every check and remedy, and no password."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.redis_servers import Cluster, Sentinels, Single, Tls, User, running, until
 from tollkeeper import Limiter
-from tollkeeper.cli.doctor import CHECKS, SCRIPT_COMMANDS, Report, examine
+from tollkeeper.cli.doctor import CHECKS, SCRIPT_COMMANDS, DoctorReport, examine
 from tollkeeper.decide import kernel
 from tollkeeper.decide.stores.redis.findings import HealthFinding
 
@@ -24,16 +24,16 @@ REDIS_CHECKS = [
 ]
 
 
-def checks(report: Report) -> list[str]:
+def checks(report: DoctorReport) -> list[str]:
     return list(dict.fromkeys(finding.check for finding in report.findings))
 
 
-def finding(report: Report, check: str) -> HealthFinding:
+def finding(report: DoctorReport, check: str) -> HealthFinding:
     (found,) = (each for each in report.findings if each.check == check)
     return found
 
 
-def not_ok(report: Report) -> dict[str, str]:
+def not_ok(report: DoctorReport) -> dict[str, str]:
     return {each.check: each.level for each in report.findings if each.level != "ok"}
 
 
@@ -41,8 +41,8 @@ def keys_left(server: Single) -> list[str]:
     return cast("list[str]", server.admin.keys("*"))
 
 
-def test_one_server_is_looked_at_from_every_side() -> None:
-    """All checks are told in order; two are only warnings, and nothing is left behind."""
+def test_one_server() -> None:
+    """All checks are printed in order; two are warnings; nothing is left behind."""
     server = cast("Single", running("single"))
     server.flush()
     report = examine(server.uri)
@@ -55,8 +55,8 @@ def test_one_server_is_looked_at_from_every_side() -> None:
     assert keys_left(server) == []
 
 
-def test_whatever_is_not_ok_has_a_remedy() -> None:
-    """And whatever is ok has none."""
+def test_findings_that_are_not_ok_have_a_remedy() -> None:
+    """Findings that are ok have none."""
     with Single(lines=["maxmemory-policy allkeys-lru"]) as server:
         report = examine(server.uri)
     assert {each.level for each in report.findings} == {"ok", "warning", "problem"}
@@ -64,22 +64,22 @@ def test_whatever_is_not_ok_has_a_remedy() -> None:
         assert bool(each.remedy) == (each.level != "ok"), each
 
 
-def test_with_aof_there_is_nothing_to_say_about_persistence() -> None:
-    """How much a crash loses is in the line."""
+def test_aof_is_ok() -> None:
+    """The line says how much a crash loses."""
     with Single(aof=True) as server:
         report = examine(server.uri)
         assert finding(report, "persistence") == HealthFinding(
             "persistence",
             "ok",
-            "AOF is on, appendfsync always: whatever was answered survives a crash",
+            "AOF is on, appendfsync always: a crash loses nothing that was answered",
         )
         server.admin.config_set("appendfsync", "everysec")
         assert "up to two seconds" in finding(examine(server.uri), "persistence").found
 
 
 @pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-lru", "allkeys-random"])
-def test_a_policy_that_forgets_limited_keys_is_a_problem(policy: str) -> None:
-    """The exit code says so too."""
+def test_policy_that_evicts_limited_keys_is_a_problem(policy: str) -> None:
+    """So is the exit code."""
     server = cast("Single", running("single"))
     server.admin.config_set("maxmemory-policy", policy)
     try:
@@ -91,17 +91,17 @@ def test_a_policy_that_forgets_limited_keys_is_a_problem(policy: str) -> None:
     assert report.exit_code == 1
 
 
-def test_volatile_ttl_is_safe_and_says_what_it_means() -> None:
-    """It forgets what is about to be whole again anyway."""
+def test_volatile_ttl_is_ok() -> None:
+    """It evicts states that are about to expire anyway."""
     with Single(lines=["maxmemory 100mb", "maxmemory-policy volatile-ttl"]) as server:
         report = examine(server.uri)
     assert finding(report, "eviction").level == "ok"
-    assert "expires soonest" in finding(report, "eviction").found
+    assert "expire soonest" in finding(report, "eviction").found
     assert re.fullmatch(r"\d+% of 100.0 MiB used", finding(report, "memory").found)
 
 
-def test_who_may_not_ask_still_gets_what_can_be_found_out() -> None:
-    """What is not known is a warning each, never an exception and never called fine."""
+def test_user_without_admin_permissions() -> None:
+    """Each check that is not possible is a warning, not an exception and not ok."""
     user = User("app", "s3cret", "~tk:* +@all -info -config")
     with Single(password="root", users=[user]) as server:
         report = examine(server.uri)
@@ -124,8 +124,8 @@ NEEDED = "+eval +evalsha +script|load " + " ".join(f"+{name}" for name in SCRIPT
         *(f"~tk:* +@all -{name}" for name in SCRIPT_COMMANDS),
     ],
 )
-def test_who_may_not_check_is_told_the_rules_that_are_missing(rules: str) -> None:
-    """Each single permission that a check needs is found missing, and the remedy works."""
+def test_missing_permissions_are_named(rules: str) -> None:
+    """Each permission that a check needs is found missing, and the remedy works."""
     with Single(password="root", users=[User("app", "pw", rules)]) as server:
         report = examine(server.uri)
         problem = next(each for each in report.findings if each.level == "problem")
@@ -136,8 +136,8 @@ def test_who_may_not_check_is_told_the_rules_that_are_missing(rules: str) -> Non
         assert "problem" not in not_ok(examine(server.uri)).values()
 
 
-def test_the_commands_that_scripts_need_are_those_in_the_scripts() -> None:
-    """A command that is added to a script is added to the remedy."""
+def test_script_commands_are_those_of_the_scripts() -> None:
+    """A command that is added to a script must be added to the remedy."""
     folder = files("tollkeeper.decide.stores.redis").joinpath("lua")
     texts = [
         path.read_text() for path in folder.iterdir() if path.name not in {"count.lua", "README.md"}
@@ -147,8 +147,8 @@ def test_the_commands_that_scripts_need_are_those_in_the_scripts() -> None:
 
 
 @pytest.mark.parametrize("who", [":s3cret@", "app:s3cret@", ""])
-def test_a_wrong_login_is_told_and_the_password_is_not(who: str) -> None:
-    """There is no connection to be had, which is exit code 2."""
+def test_wrong_login(who: str) -> None:
+    """Exit code 2, without the password."""
     with Single(password="root") as server:
         report = examine(f"redis://{who}127.0.0.1:{server.port}")
     assert not_ok(report) == {"authentication": "problem"}
@@ -156,7 +156,7 @@ def test_a_wrong_login_is_told_and_the_password_is_not(who: str) -> None:
     assert "s3cret" not in str(report)
 
 
-def test_a_password_in_the_uri_is_never_repeated() -> None:
+def test_password_in_the_uri_is_never_repeated() -> None:
     """Whatever is wrong with the URI."""
     for uri in (
         "redis:app:s3cret@host",
@@ -172,8 +172,8 @@ def test_a_password_in_the_uri_is_never_repeated() -> None:
         assert "s3cret" not in str(report), uri
 
 
-def test_a_server_that_is_gone_and_one_that_is_silent() -> None:
-    """Both are told soon, with exit code 2."""
+def test_unreachable_and_silent_servers() -> None:
+    """Both are exit code 2, within seconds."""
     with Single() as server:
         server.pause()
         report = examine(server.uri, connect_ms=200)
@@ -186,8 +186,8 @@ def test_a_server_that_is_gone_and_one_that_is_silent() -> None:
         assert report.exit_code == 2
 
 
-def test_tls_and_what_is_wrong_with_it() -> None:
-    """With its authority it is fine; without, or without TLS, the remedy says what is missing."""
+def test_tls() -> None:
+    """With the CA it is ok; without it, or without TLS, the remedy says what is missing."""
     server = cast("Tls", running("tls"))
     server.flush()
     assert examine(server.uri).exit_code == 0
@@ -199,8 +199,8 @@ def test_tls_and_what_is_wrong_with_it() -> None:
     assert "cannot be read" in finding(report, "uri").found
 
 
-def test_a_replica_is_no_place_for_checks() -> None:
-    """Nor does the doctor take its own refused check for a fine script."""
+def test_replica_is_a_problem() -> None:
+    """A rejected check is not reported as a working script."""
     with Sentinels() as servers:
         (replica,) = (one for one in servers.servers if one.address != servers.primary)
         report = examine(f"redis://127.0.0.1:{replica.port}")
@@ -209,8 +209,8 @@ def test_a_replica_is_no_place_for_checks() -> None:
     assert report.exit_code == 1
 
 
-def test_a_server_that_refuses_writes_fails_the_scripts() -> None:
-    """Its snapshots fail, which it says itself; the check that fails is the proof."""
+def test_server_that_rejects_writes() -> None:
+    """The check fails, and the finding has the error of the server."""
     with Single(lines=["save 3600 1"]) as server:
         shutil.rmtree(server.folder)
         server.admin.bgsave()
@@ -230,8 +230,8 @@ def sentinels() -> Iterator[Sentinels]:
         yield started
 
 
-def test_sentinels_are_asked_whether_they_could_agree(sentinels: Sentinels) -> None:
-    """With all of them well there is a line that says so; with two dead there is a problem."""
+def test_sentinel_quorum(sentinels: Sentinels) -> None:
+    """It is ok with all Sentinels, and a problem with two of them dead."""
     report = examine(sentinels.uri)
     assert checks(report) == [*REDIS_CHECKS[:-1], "sentinel", "round trip"]
     assert not_ok(report) == {"persistence": "warning"}
@@ -250,8 +250,8 @@ def test_sentinels_are_asked_whether_they_could_agree(sentinels: Sentinels) -> N
     assert report.exit_code == 2
 
 
-def test_a_cluster_is_looked_at_node_by_node() -> None:
-    """The scripts run on every primary, and leave nothing on any."""
+def test_cluster() -> None:
+    """The scripts run on every primary and leave nothing behind."""
     cluster = cast("Cluster", running("cluster"))
     cluster.flush()
     report = examine(cluster.uri)
@@ -261,8 +261,8 @@ def test_a_cluster_is_looked_at_node_by_node() -> None:
     assert not any(node.admin.dbsize() for node in cluster.primaries())
 
 
-def test_one_primary_of_a_cluster_may_differ() -> None:
-    """Users are not copied between nodes: who may check on two of three is found out."""
+def test_permissions_of_each_cluster_node() -> None:
+    """Users are not copied between nodes; a missing permission on one is found."""
     cluster = cast("Cluster", running("cluster"))
     odd = cluster.node_of(0)
     for node in cluster.nodes:
@@ -279,8 +279,8 @@ def test_one_primary_of_a_cluster_may_differ() -> None:
     assert (permissions.level, permissions.nodes) == ("problem", (f"127.0.0.1:{odd.port}",))
 
 
-def test_a_cluster_node_is_no_single_server() -> None:
-    """What is wrong is the scheme, and that is said."""
+def test_cluster_with_the_wrong_scheme() -> None:
+    """The remedy has the right one."""
     cluster = cast("Cluster", running("cluster"))
     report = examine(f"redis://127.0.0.1:{cluster.nodes[0].port}")
     assert not_ok(report)["cluster"] == "problem"
@@ -288,8 +288,8 @@ def test_a_cluster_node_is_no_single_server() -> None:
     assert report.exit_code == 1
 
 
-def test_memory_has_nothing_to_connect_to() -> None:
-    """It says so, and how much room there is."""
+def test_memory_store() -> None:
+    """There is nothing to connect to; the capacity is printed."""
     report = examine("memory://?capacity=50000")
     assert checks(report) == ["uri", "kernel", "capacity"]
     assert (not_ok(report), report.exit_code) == ({}, 0)
@@ -299,14 +299,14 @@ def test_memory_has_nothing_to_connect_to() -> None:
     assert examine("memory://", prefix="tk").exit_code == 2
 
 
-def test_without_the_kernel_memory_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing compiler is a warning, with what to install."""
+def test_missing_kernel_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The remedy says what to install."""
     monkeypatch.setattr(kernel, "BUILT", False)
     assert not_ok(examine("memory://")) == {"kernel": "warning"}
 
 
-def test_a_shared_file_tells_its_room(tmp_path: Path) -> None:
-    """How full it is, and that a full one must be made anew."""
+def test_shared_file(tmp_path: Path) -> None:
+    """How full it is, and that a full one must be replaced."""
     path = tmp_path / "api.limits"
     uri = f"shared://{path}?capacity=1"
     with Limiter("5/hour", store=uri, on_failure="closed") as limiter:
@@ -323,8 +323,8 @@ def test_a_shared_file_tells_its_room(tmp_path: Path) -> None:
         assert f"shared://{path}?capacity=" in finding(report, "capacity").remedy
 
 
-def test_a_shared_file_that_is_not_there_is_not_made(tmp_path: Path) -> None:
-    """To look is not to open: the service's first process makes it, as its own user."""
+def test_missing_shared_file_is_not_created(tmp_path: Path) -> None:
+    """The service creates it, with its own user as the owner."""
     path = tmp_path / "api.limits"
     report = examine(f"shared://{path}")
     assert (not_ok(report), report.exit_code) == ({"file": "warning"}, 0)
@@ -334,8 +334,8 @@ def test_a_shared_file_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     assert f"mkdir -p {tmp_path}/no/such/folder" in finding(report, "file").remedy
 
 
-def test_a_file_that_is_no_table_is_left_alone(tmp_path: Path) -> None:
-    """It is a problem, and its bytes are what they were."""
+def test_other_file_is_not_changed(tmp_path: Path) -> None:
+    """It is a problem, and its bytes stay the same."""
     path = tmp_path / "notes.txt"
     path.write_text("to do", encoding="utf-8")
     report = examine(f"shared://{path}")
@@ -344,7 +344,7 @@ def test_a_file_that_is_no_table_is_left_alone(tmp_path: Path) -> None:
     assert examine("shared://relative").exit_code == 2
 
 
-def test_every_check_has_its_place_in_the_order() -> None:
-    """No check is told of twice, and those of Redis stand as they are told."""
+def test_order_of_checks() -> None:
+    """Each check occurs once, in the order of the output."""
     assert len(set(CHECKS)) == len(CHECKS)
     assert [check for check in CHECKS if check in REDIS_CHECKS] == REDIS_CHECKS

@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it returns, and what it says when it cannot start."""
+"""The command `tollkeeper`: version, help, exit codes, and missing libraries."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_version_is_the_packages() -> None:
-    """One version, wherever it is asked for."""
+def test_version() -> None:
+    """It is the version of the package."""
     result = run("--version")
     assert (result.output, result.exit_code) == (f"tollkeeper {__version__}\n", 0)
 
 
 def test_help_is_complete() -> None:
-    """Every option, the exit codes, and an example to copy."""
+    """It has every option, the exit codes, and an example."""
     assert "doctor" in run("--help").output
     result = run("doctor", "--help")
     assert result.exit_code == 0
@@ -52,7 +52,7 @@ def test_help_is_complete() -> None:
     "arguments", [[], ["--store"], ["--store", "memory://", "--colour"], ["memory://"]]
 )
 def test_wrong_arguments_are_exit_code_2(arguments: list[str]) -> None:
-    """And say what is wrong, without a traceback."""
+    """There is a message, and no traceback."""
     result = run("doctor", *arguments)
     assert result.exit_code == 2
     assert "Error: " in result.output
@@ -73,8 +73,8 @@ def test_wrong_arguments_are_exit_code_2(arguments: list[str]) -> None:
         ["top", "--interval", "long"],
     ],
 )
-def test_json_holds_for_wrong_arguments_too(arguments: list[str]) -> None:
-    """One document on the standard output, as for all that can be wrong; a script reads that."""
+def test_wrong_arguments_as_json(arguments: list[str]) -> None:
+    """One document on the standard output, as for every other error."""
     result = run(*arguments, "--json")
     said = json.loads(result.stdout)
     assert (result.exit_code, said["exit_code"]) == (2, 2)
@@ -82,14 +82,14 @@ def test_json_holds_for_wrong_arguments_too(arguments: list[str]) -> None:
     assert result.stderr == ""
 
 
-def test_a_secret_in_the_wrong_place_is_not_repeated_as_json_either() -> None:
-    """Nor a URL, which may hold a password."""
+def test_secret_in_a_wrong_argument_is_not_repeated() -> None:
+    """Neither a token nor a URL, which may contain a password; also with --json."""
     assert "s3cret" not in run("doctor", "redis://:s3cret@host", "--json").output
     assert "tk_0123" not in run("check", "tk_0123456789abcdef", "--json").output
 
 
 def test_each_finding_is_a_line() -> None:
-    """Level, check, what was found; below it, what to do."""
+    """Level, check and text; the remedy is below it."""
     result = run("doctor", "--store", running("single").uri)
     assert result.exit_code == 0
     lines = result.output.splitlines()
@@ -103,30 +103,30 @@ def test_each_finding_is_a_line() -> None:
     assert result.output.isascii()
 
 
-def test_json_is_one_document_with_the_same_findings() -> None:
-    """For a script that acts on it."""
+def test_findings_as_json() -> None:
+    """One document with the same findings."""
     uri = running("single").uri
     result = run("doctor", "--store", uri, "--json")
     document = json.loads(result.output)
     assert document["tollkeeper"] == __version__
     assert (document["store"], document["exit_code"]) == (uri, result.exit_code)
-    told = [(each["level"], each["check"]) for each in document["findings"]]
+    listed = [(each["level"], each["check"]) for each in document["findings"]]
     lines = run("doctor", "--store", uri).output.splitlines()
     printed = [line[:25] for line in lines[:-1] if not line.startswith(" ")]
-    assert [f"{level:9}{check:16}" for level, check in told] == printed
+    assert [f"{level:9}{check:16}" for level, check in listed] == printed
     assert all(set(each) >= {"found", "remedy", "nodes"} for each in document["findings"])
 
 
 def test_problems_are_exit_code_1() -> None:
-    """So that a deployment can stop on them."""
+    """A deployment can stop on them."""
     with Single(lines=["maxmemory-policy allkeys-lru"]) as server:
         result = run("doctor", "--store", server.uri)
     assert result.exit_code == 1
     assert "problem  eviction" in result.output
 
 
-def test_what_cannot_be_connected_to_is_exit_code_2() -> None:
-    """A server that is gone, and a URI that is wrong."""
+def test_unreachable_store_is_exit_code_2() -> None:
+    """A server that does not run, and an invalid URI."""
     with Single() as server:
         uri = server.uri
     for store in (uri, "redis://h:0", "nonsense"):
@@ -135,8 +135,8 @@ def test_what_cannot_be_connected_to_is_exit_code_2() -> None:
         assert json.loads(result.output)["exit_code"] == 2
 
 
-def test_the_store_may_be_in_the_environment_and_its_password_is_shown_nowhere() -> None:
-    """Whoever lists processes sees no password, and nor does whoever reads the output."""
+def test_store_in_the_environment() -> None:
+    """The password is neither in the arguments nor in the output."""
     with Single(password="root", users=[User("app", "s3cret")]) as server:
         for arguments in (["doctor"], ["doctor", "--json"]):
             result = run(*arguments, TOLLKEEPER_STORE=server.uri)
@@ -145,8 +145,8 @@ def test_the_store_may_be_in_the_environment_and_its_password_is_shown_nowhere()
             assert "s3cret" not in result.output
 
 
-def test_options_win_over_the_uri() -> None:
-    """As they do as arguments of a store."""
+def test_options_override_the_uri() -> None:
+    """As the arguments of a store do."""
     uri = f"{running('single').uri}?prefix=one&deadline_ms=20"
     result = run("doctor", "--store", uri, "--prefix", "two", "--deadline-ms", "30")
     assert "prefix two, deadline 30 ms" in result.output
@@ -155,15 +155,15 @@ def test_options_win_over_the_uri() -> None:
     assert "printable ASCII" in result.output
 
 
-def test_it_runs_as_a_module() -> None:
-    """The whole way, in a process of its own."""
+def test_python_m_tollkeeper() -> None:
+    """In a process of its own."""
     done = run_process("-m", "tollkeeper", "doctor", "--store", running("single").uri, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["exit_code"] == 0
 
 
-def test_the_installed_command_is_the_same() -> None:
-    """What pyproject.toml names is there, and is called without arguments."""
+def test_installed_command() -> None:
+    """The function in pyproject.toml exists."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     module, _, name = scripts["scripts"]["tollkeeper"].partition(":")
     assert callable(getattr(import_module(module), name))
@@ -179,16 +179,16 @@ main()
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
-def test_without_its_libraries_it_says_how_to_get_them(missing: str) -> None:
-    """Not a traceback: one line with the command."""
+def test_without_libraries(missing: str) -> None:
+    """One line says what to install."""
     done = run_process("-c", WITHOUT.format(missing=missing, arguments=["--version"]))
     assert done.returncode != 0
     assert "pip install 'tollkeeper[cli]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_without_the_redis_libraries_the_other_stores_are_looked_at() -> None:
-    """And for Redis it says what to install."""
+def test_doctor_without_redis_libraries() -> None:
+    """Other stores can be checked; for Redis it says what to install."""
     arguments = ["doctor", "--store", "memory://"]
     done = run_process("-c", WITHOUT.format(missing="redis", arguments=arguments))
     assert (done.returncode, "nothing to connect to" in done.stdout) == (0, True), done.stderr
@@ -198,8 +198,8 @@ def test_without_the_redis_libraries_the_other_stores_are_looked_at() -> None:
     assert "pip install 'tollkeeper[redis]'" in done.stdout
 
 
-def test_who_interrupts_it_gets_no_traceback() -> None:
-    """Also while it still imports what it needs."""
+def test_interrupt_prints_no_traceback() -> None:
+    """Even during the imports."""
     interrupted = """
 import sys
 

@@ -1,4 +1,4 @@
-"""`tollkeeper metrics`: prints what is shipped."""
+"""`tollkeeper metrics`: the alerts and the dashboard."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import yaml
 from tests.cli.test_main import run
 
 
-def test_alerts_are_printed_as_they_are_shipped() -> None:
-    """YAML with one group, whose alerts say what is wrong and where to read on."""
+def test_alerts() -> None:
+    """YAML with one group; each alert has a summary and a runbook."""
     result = run("metrics", "alerts")
     assert result.exit_code == 0
     (group,) = yaml.safe_load(result.stdout)["groups"]
@@ -21,8 +21,8 @@ def test_alerts_are_printed_as_they_are_shipped() -> None:
         assert rule["annotations"]["runbook_url"] == f"docs/metrics.md#{rule['alert'].lower()}"
 
 
-def test_runbooks_are_where_the_reader_has_them() -> None:
-    """All links, and in the tests too."""
+def test_links_to_runbooks() -> None:
+    """--runbooks replaces all links, also in the tests of the alerts."""
     for options in ([], ["--tests"]):
         result = run("metrics", "alerts", *options, "--runbooks", "https://wiki.example.com/tk")
         assert result.exit_code == 0
@@ -31,20 +31,20 @@ def test_runbooks_are_where_the_reader_has_them() -> None:
 
 
 @pytest.mark.parametrize("url", ["wiki", "https://a b", "https://a#b", 'https://a"', "https://{{a"])
-def test_a_link_that_would_break_the_file_is_refused(url: str) -> None:
-    """With what a right one looks like."""
+def test_link_that_would_break_the_file_is_rejected(url: str) -> None:
+    """The message has an example."""
     result = run("metrics", "alerts", "--runbooks", url)
     assert result.exit_code == 2
     assert "https://wiki.example.com/tollkeeper" in result.output
 
 
-def test_the_tests_of_the_alerts_are_printed() -> None:
-    """Whoever changes a threshold can run them."""
+def test_tests_of_the_alerts() -> None:
+    """An operator who changes a threshold can run them."""
     result = run("metrics", "alerts", "--tests")
     assert yaml.safe_load(result.stdout)["rule_files"] == ["alerts.yaml"]
 
 
-def test_the_dashboard_is_printed() -> None:
+def test_dashboard() -> None:
     """JSON that Grafana imports: panels, and a variable for the data source."""
     result = run("metrics", "dashboard")
     assert result.exit_code == 0

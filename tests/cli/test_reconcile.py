@@ -1,6 +1,6 @@
-"""`tollkeeper reconcile`: files, rules, records, what it prints, and what a wrong argument is told.
+"""`tollkeeper reconcile`: files, rules, records, output and wrong arguments.
 
-With a real Redis it is in tests/integration/test_reconcile.py.
+tests/integration/test_reconcile.py uses a real Redis.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ import pytest
 from sqlalchemy import text
 from typer.testing import Result
 
-from tests.cli.answering import run as run_command
+from tests.cli.stub_service import run as run_command
 from tests.redis_servers.ports import free_port
 from tollkeeper import Limiter
-from tollkeeper.cli.reconcile import Asked, Finding, Report, reconcile
-from tollkeeper.cli.reconcile_print import report_data
-from tollkeeper.cli.reconcile_rules import (
-    needed_ms,
-    of_no_rule,
+from tollkeeper.cli.reconcile import (
+    ReconcileFinding,
+    ReconcileOptions,
+    ReconcileReport,
+    needed_ms_of,
+    reconcile,
+    report_data,
+    rules_used,
+    rules_without_checks,
     states_by_rule,
-    without_checks,
+    states_without_rule,
 )
-from tollkeeper.cli.reconcile_used import rules_used
-from tollkeeper.cli.scrape import read
+from tollkeeper.cli.service_client import read_metrics
 from tollkeeper.control.database import Database
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.decide.stores.redis.codec import field_of
@@ -60,7 +63,7 @@ def run(*arguments: str, url: str | None = None) -> Result:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[str]:
-    """A file with three states, of ten."""
+    """Create a file with three states and a capacity of ten."""
     uri = f"shared://{tmp_path}/limits?capacity=10"
     with Limiter("5/hour", store=uri) as limiter:
         for key in ("a", "b", "c"):
@@ -68,35 +71,35 @@ def store(tmp_path: Path) -> Iterator[str]:
         yield uri
 
 
-def found(report: Report, check: str) -> list[Finding]:
+def found(report: ReconcileReport, check: str) -> list[ReconcileFinding]:
     return [finding for finding in report.findings if finding.check == check]
 
 
 # -------------------------------------------------------------------------------------- files
 
 
-def test_a_file_is_looked_at_and_what_was_looked_at_is_said(store: str) -> None:
-    """Its version, how full it is, and why there is nothing to find about expiries and replicas."""
+def test_file_without_findings(store: str) -> None:
+    """Each check prints a line, also if there is nothing to check."""
     result = run("--store", store)
     assert result.exit_code == 0, result.output
     for words in (
-        *("of this version", "none can lack one", "a file has no replicas"),
+        *("the current format", "has an expiry", "a file has no replicas"),
         "3 of ",
-        "states are taken",
+        "states are in use",
     ):
         assert words in result.output, words
 
 
-def test_a_file_that_is_nearly_full_is_a_finding(tmp_path: Path) -> None:
-    """With how to make it larger."""
+def test_full_file_is_a_finding(tmp_path: Path) -> None:
+    """The remedy is a larger file."""
     uri = f"shared://{tmp_path}/limits?capacity=1"
     with Limiter("5/hour", store=uri, on_failure="open") as limiter:
         for number in range(limiter.stats().states_max + 5):
             limiter.check(f"user:{number}")
-        report = reconcile(Asked(uri))
+        report = reconcile(ReconcileOptions(uri))
     (finding,) = found(report, "occupancy")
     assert (finding.level, report.exit_code) == ("warning", 1)
-    assert "new ones found no room" in finding.what
+    assert "new ones were rejected" in finding.what
     assert "capacity=" in finding.remedy
 
 
@@ -107,35 +110,35 @@ def test_a_file_that_is_nearly_full_is_a_finding(tmp_path: Path) -> None:
         (["--store", "shared:///nowhere/limits"], "there is no file /nowhere/limits"),
         (["--store", "ftp://user:s3cret@host"], "--store has no known scheme"),
         (["--store", "redis://:s3cret@127.0.0.1:1/0"], "127.0.0.1:1"),
-        (["--every", "soon"], "--every 'soon' is not a length of time"),
-        (["--every", "0s"], "--every '0s' is not a length of time"),
-        (["--since", "400d"], "--since '400d' is not a length of time"),
-        (["--limit-keys", "-1"], "--limit-keys -1 is less than 0"),
+        (["--every", "soon"], "--every 'soon' is not a duration"),
+        (["--every", "0s"], "--every '0s' is not between 1 second and 366 days"),
+        (["--since", "400d"], "--since '400d' is not between"),
+        (["--limit-keys", "-1"], "--limit-keys -1 is negative"),
         (["--pause", "-1"], "--pause -1 is not between 0 and 60000 ms"),
         (["--repair=some"], "--repair='some' is not known"),
-        (["--rules", "/nowhere.yaml"], "/nowhere.yaml: it cannot be read"),
+        (["--rules", "/nowhere.yaml"], "/nowhere.yaml: cannot be read"),
     ],
 )
-def test_what_cannot_be_done_is_exit_code_2(arguments: list[str], words: str, store: str) -> None:
-    """And says why, without a secret."""
+def test_errors_are_exit_code_2(arguments: list[str], words: str, store: str) -> None:
+    """The message says why, without a secret."""
     given = arguments if "--store" in arguments else ["--store", store, *arguments]
     for form in ([], ["--json"]):
         result = run(*given, *form)
         assert result.exit_code == 2, result.output
-        told = json.loads(result.stdout)["error"] if form else result.stderr
-        assert words in told
+        message = json.loads(result.stdout)["error"] if form else result.stderr
+        assert words in message
         assert "s3cret" not in result.output
 
 
-def test_nobody_at_the_url_is_exit_code_2(store: str) -> None:
-    """To look at half of what was asked for would be taken for all of it."""
+def test_unreachable_service_is_exit_code_2(store: str) -> None:
+    """A partial report would look complete."""
     result = run("--store", store, "--url", f"http://127.0.0.1:{free_port()}")
     assert result.exit_code == 2
-    assert "cannot be asked" in result.stderr
+    assert "cannot be reached" in result.stderr
 
 
 def test_help_is_complete() -> None:
-    """Every option, the exit codes, and an example to copy."""
+    """It has every option and the exit codes."""
     said = run("--help").output
     options = ("--store", "--rules", "--url", "--records", "--since", "--repair", "--every")
     for words in (*options, "--limit-keys", "--pause", "--prefix", "--json", "Exit code: 0"):
@@ -145,8 +148,8 @@ def test_help_is_complete() -> None:
 # -------------------------------------------------------------------------------------- rules
 
 
-def test_rules_that_others_cover_are_told(store: str, tmp_path: Path) -> None:
-    """With which one it is, and what to do."""
+def test_rules_that_never_apply(store: str, tmp_path: Path) -> None:
+    """The finding names the rule and the remedy."""
     rules = tmp_path / "rules.yaml"
     rules.write_text(json.dumps(RULES))
     result = run("--store", store, "--rules", str(rules), "--json")
@@ -175,13 +178,13 @@ def test_rules_that_others_cover_are_told(store: str, tmp_path: Path) -> None:
 def test_how_long_a_state_can_be_needed(
     rules: list[dict[str, Any]], others: dict[str, Any], seconds: int
 ) -> None:
-    """The longest of all limits, tiers, keys and penalties, and what scripts put on top."""
-    needed = needed_ms(document(*rules, **others))
+    """The longest of all limits, tiers, keys and penalties, plus the margin of the scripts."""
+    needed = needed_ms_of(document(*rules, **others))
     assert seconds * 1_000 <= needed <= seconds * 1_000 * 9 / 8 + 1_000
 
 
 def test_states_belong_to_rules_by_their_fields() -> None:
-    """Short names, long names, and those of a penalty; what is of no rule is told apart."""
+    """Short names, long names and penalties; states of no rule are counted apart."""
     rules = document({"limits": ["1/hour"]}, {"id": "a-rule-with-a-long-name", "limits": ["1/s"]})
     fields = {
         field_of("r0"): 3,
@@ -191,7 +194,7 @@ def test_states_belong_to_rules_by_their_fields() -> None:
         field_of("another-rule-that-is-gone"): 1,
     }
     assert states_by_rule(rules, fields) == {"r0": 5, "a-rule-with-a-long-name": 7}
-    strange = of_no_rule(rules, fields)
+    strange = states_without_rule(rules, fields)
     assert strange["gone"] == 4
     assert strange.total() == 5
     assert all(name.isprintable() for name in strange)
@@ -207,16 +210,16 @@ tollkeeper_start_time_seconds 1700000000
 """
 
 
-def test_rules_without_checks_are_those_in_force_that_decided_nothing() -> None:
-    """One that is off has nothing to decide; and where not all are named, nobody knows."""
+def test_rules_without_checks() -> None:
+    """A rule that is off is not reported; None if the service does not count each rule."""
     rules = from_data(RULES)
-    assert without_checks(rules, read(METRICS)) == ["old"]
+    assert rules_without_checks(rules, read_metrics(METRICS)) == ["old"]
     others = 'tollkeeper_checks_total{outcome="allowed",rule="(others)",source="store"} 1'
-    assert without_checks(rules, read(METRICS + others)) is None
+    assert rules_without_checks(rules, read_metrics(METRICS + others)) is None
 
 
-class _Service(BaseHTTPRequestHandler):
-    """A service with some counts, which tells its rules to those who have a token."""
+class _StubHandler(BaseHTTPRequestHandler):
+    """A service with metrics, whose rules need a token."""
 
     def do_GET(self) -> None:
         if self.path == "/metrics":
@@ -236,8 +239,8 @@ class _Service(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    """Of that service."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Service) as server:
+    """Run the stub and return its URL."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _StubHandler) as server:
         thread = Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
@@ -247,23 +250,23 @@ def url() -> Iterator[str]:
             thread.join()
 
 
-def test_a_service_tells_its_rules_and_which_were_met(store: str, url: str) -> None:
-    """With a token; without one, the rules have to be given."""
+def test_rules_and_metrics_of_a_service(store: str, url: str) -> None:
+    """The rules need a token; without one, they must be given."""
     told = run("--store", store, "--url", url, "--token", "tk_read")
     assert told.exit_code == 1
-    assert "rules that have decided nothing since 2023-11-14 22:13:20Z: 1" in told.output
+    assert "rules that were never applied since 2023-11-14 22:13:20Z: 1" in told.output
     assert "   old\n" in told.output
     assert "tk_read" not in told.output
     untold = run("--store", store, "--url", url)
     assert untold.exit_code == 0
-    assert "not looked at: give --rules, or --url and a token" in untold.output
+    assert "not checked: give --rules, or --url and a token" in untold.output
 
 
 # ------------------------------------------------------------------------------------ records
 
 
 async def recorded(path: Path, *rows: tuple[str, datetime]) -> str:
-    """A database in which these rules were used at these times."""
+    """Create a database with usage of these rules at these times."""
     url = f"sqlite:///{path}"
     database = Database(url)
     async with database.writing() as connection:
@@ -277,8 +280,8 @@ async def recorded(path: Path, *rows: tuple[str, datetime]) -> str:
     return url
 
 
-async def test_records_tell_which_rules_were_used_since(tmp_path: Path) -> None:
-    """And not what was before."""
+async def test_rules_with_recorded_usage(tmp_path: Path) -> None:
+    """Usage before the given time does not count."""
     now = datetime.now(UTC)
     days = timedelta(days=1)
     url = await recorded(tmp_path / "r.db", ("orders", now - days), ("old", now - 9 * days))
@@ -287,30 +290,30 @@ async def test_records_tell_which_rules_were_used_since(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no file"):
         await rules_used(f"sqlite:///{tmp_path}/none.db", now)
     (tmp_path / "empty.db").touch()
-    with pytest.raises(ConfigError, match="holds no records"):
+    with pytest.raises(ConfigError, match="contains no records"):
         await rules_used(f"sqlite:///{tmp_path}/empty.db", now)
 
 
-def test_rules_that_were_not_used_are_told(store: str) -> None:
-    """Since when, and which."""
-    asked = Asked(
+def test_rules_without_recorded_usage(store: str) -> None:
+    """The finding has the time and the rules."""
+    options = ReconcileOptions(
         store, document=from_data(RULES), used=frozenset({"orders"}), used_since="2026-11-08"
     )
-    (finding,) = found(reconcile(asked), "traffic")
+    (finding,) = found(reconcile(options), "traffic")
     assert (finding.level, finding.where) == ("warning", ("vip", "old"))
-    assert finding.what == "rules that have decided nothing since 2026-11-08: 2"
+    assert finding.what == "rules that were never applied since 2026-11-08: 2"
 
 
 # ------------------------------------------------------------------------------------ reports
 
 
-def test_a_report_is_all_there_in_json(store: str) -> None:
-    """Each finding with its level, what, where and remedy."""
+def test_report_as_json(store: str) -> None:
+    """Each finding has its level, what, where and remedy."""
     told = json.loads(run("--store", store, "--json").stdout)
     assert told == json.loads(json.dumps(told))
     assert told["counted"]["states"] == 3
     assert (told["exit_code"], told["repairs"]) == (0, [])
     for finding in told["findings"]:
         assert set(finding) == {"check", "level", "what", "where", "remedy"}
-    report = reconcile(Asked(store))
+    report = reconcile(ReconcileOptions(store))
     assert report_data(report)["store"] == report.store == store.partition("?")[0]

@@ -1,23 +1,28 @@
-"""`tollkeeper rules` on documents: what it prints, what it returns, and what it does in a pipeline.
+"""`tollkeeper rules` on documents: output, exit codes, pipelines, and `explain`.
 
-`explain` has a file of its own; versions in databases are in tests/integration/test_rules_cli.py.
+tests/integration/test_rules_cli.py tests versions in databases.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from tollkeeper.cli import rules_read
+from tests.redis_servers import Single, running
+from tollkeeper import Limiter, Request
 from tollkeeper.cli.main import app
+from tollkeeper.cli.rules import DocumentPositions
 from tollkeeper.rules.document.reading import read, schema
 from tollkeeper.rules.document.writing import to_yaml
 
@@ -32,7 +37,7 @@ UNSAFE = 'version: 1\nrules:\n  - {id: all, by: user, limits: 10/second}\ndeny:\
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("DATABASE", "STORE", "AUTHOR", "ANNOUNCE", "TRACEBACK"):
         monkeypatch.delenv(f"TOLLKEEPER_{name}", raising=False)
@@ -50,7 +55,7 @@ def file(name: str, text: str) -> str:
 
 
 def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a line as a user would, with `tollkeeper` as the command."""
+    """Run a line in bash, with `tollkeeper` as a command."""
     command = f"{shlex.quote(sys.executable)} -m tollkeeper"
     return subprocess.run(
         ["bash", "-c", f'tollkeeper() {{ {command} "$@"; }}; {line}'],
@@ -65,8 +70,8 @@ def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
 # ---------------------------------------------------------------------------------------- validate
 
 
-def test_a_good_document_is_exit_code_0() -> None:
-    """With a line that says so; the project's own example is one."""
+def test_valid_document_is_exit_code_0() -> None:
+    """With one line; the example of the project is valid, too."""
     result = run("validate", file("a.yaml", GOOD), str(EXAMPLE))
     assert result.exit_code == 0
     assert result.stdout.splitlines() == [
@@ -75,8 +80,8 @@ def test_a_good_document_is_exit_code_0() -> None:
     ]
 
 
-def test_each_problem_is_a_line_with_its_place() -> None:
-    """As compilers write it, so that editors and CI systems find the place."""
+def test_each_problem_is_a_line_with_its_position() -> None:
+    """In the form of compilers, which editors and CI systems understand."""
     text = BAD + "  - id: other\n    colour: red\n    limits: 1/second\n"
     result = run("validate", file("bad.yaml", text))
     assert result.exit_code == 1
@@ -89,8 +94,8 @@ def test_each_problem_is_a_line_with_its_place() -> None:
     ]
 
 
-def test_what_nobody_wants_is_a_warning_with_its_place() -> None:
-    """The document can be used, so the exit code is 0."""
+def test_unsafe_document_is_a_warning() -> None:
+    """With its position. The document is valid, so the exit code is 0."""
     result = run("validate", file("unsafe.yaml", UNSAFE))
     assert result.exit_code == 0
     first, last = result.stdout.splitlines()
@@ -99,24 +104,24 @@ def test_what_nobody_wants_is_a_warning_with_its_place() -> None:
     assert "force" not in first
 
 
-def test_strict_takes_warnings_for_problems() -> None:
-    """For a pipeline that lets nothing pass which `apply` would refuse."""
+def test_strict_treats_warnings_as_problems() -> None:
+    """For a pipeline that must reject everything that `apply` rejects."""
     result = run("validate", "--strict", file("unsafe.yaml", UNSAFE))
     assert result.exit_code == 1
     assert result.stdout.startswith("unsafe.yaml:5:5: deny[0]: ")
     assert "ok" not in result.stdout.split()
 
 
-def test_a_part_that_has_no_place_is_told_at_what_holds_it() -> None:
-    """A list of one may be written without brackets."""
-    positions = rules_read.Positions('version: 1\ndeny: "*"\n')
+def test_position_of_a_part() -> None:
+    """A part without a position has that of its parent: a list of one needs no brackets."""
+    positions = DocumentPositions('version: 1\ndeny: "*"\n')
     assert positions.of("deny[0]") == (2, 7)
     assert positions.of("rules[3].limits") == (1, 1)
 
 
 @pytest.mark.parametrize("name", ["nowhere.yaml", ".", "a\0b", "postgresql://ann:s3cret@host/db"])
-def test_what_cannot_be_read_is_exit_code_2(name: str) -> None:
-    """A missing file, a folder, no name at all, and a URL, which may hold a password."""
+def test_unreadable_file_is_exit_code_2(name: str) -> None:
+    """A missing file, a folder, an invalid name, and a URL, which may contain a password."""
     result = run("validate", name)
     assert result.exit_code == 2
     assert result.stderr.startswith("tollkeeper: ")
@@ -124,16 +129,16 @@ def test_what_cannot_be_read_is_exit_code_2(name: str) -> None:
     assert "Traceback" not in result.output
 
 
-def test_all_files_are_looked_at_and_the_worst_counts() -> None:
-    """One that cannot be read does not hide the problems of another."""
+def test_exit_code_is_that_of_the_worst_file() -> None:
+    """An unreadable file does not hide the problems of another."""
     result = run("validate", "nowhere.yaml", file("bad.yaml", BAD), file("a.yaml", GOOD))
     assert result.exit_code == 2
     assert "bad.yaml:5:13:" in result.stdout
     assert "a.yaml: ok" in result.stdout
 
 
-def test_an_empty_file_is_a_problem() -> None:
-    """And says what a document starts with."""
+def test_empty_file_is_a_problem() -> None:
+    """The message says how a document starts."""
     result = run("validate", file("empty.yaml", ""))
     assert (result.exit_code, result.stdout) == (
         1,
@@ -142,8 +147,8 @@ def test_an_empty_file_is_a_problem() -> None:
 
 
 @pytest.mark.parametrize("content", [b"\0" * (17 << 20), b"version: \xff\n", b"\x7fELF\x02\x01"])
-def test_what_is_no_text_or_endless_is_a_problem(content: bytes) -> None:
-    """Also a file of 17 MiB is answered in one line."""
+def test_binary_or_huge_file_is_a_problem(content: bytes) -> None:
+    """One line, even for a file of 17 MiB."""
     Path("other.yaml").write_bytes(content)
     result = run("validate", "other.yaml")
     assert result.exit_code == 1
@@ -151,8 +156,8 @@ def test_what_is_no_text_or_endless_is_a_problem(content: bytes) -> None:
     assert len(result.stdout.splitlines()) == 1
 
 
-def test_the_standard_input_is_a_file_named_minus() -> None:
-    """For documents that a program makes; it can be read once."""
+def test_standard_input_is_a_file_named_minus() -> None:
+    """It can be read once."""
     assert run("validate", "-", text=GOOD).exit_code == 0
     result = run("validate", "-", text=BAD)
     assert (result.exit_code, result.stdout.split(" ")[0]) == (1, "<stdin>:5:13:")
@@ -160,7 +165,7 @@ def test_the_standard_input_is_a_file_named_minus() -> None:
 
 
 def test_validate_as_json() -> None:
-    """Each file with its problems and warnings, and the same exit code."""
+    """Each file has its problems and warnings; the exit code is the same."""
     names = [file("bad.yaml", BAD), file("unsafe.yaml", UNSAFE), "nowhere.yaml"]
     result = run("validate", "--json", *names)
     found = json.loads(result.stdout)
@@ -179,7 +184,7 @@ def test_validate_as_json() -> None:
 
 
 def test_show_prints_the_canonical_document() -> None:
-    """Which reads back as the same one, as YAML and as JSON."""
+    """It reads back as the same document, as YAML and as JSON."""
     document = read(EXAMPLE.read_text(encoding="utf-8"))
     shown = run("show", str(EXAMPLE))
     assert (shown.exit_code, shown.stdout) == (0, to_yaml(document))
@@ -188,8 +193,8 @@ def test_show_prints_the_canonical_document() -> None:
     json.loads(as_json)
 
 
-def test_show_of_a_wrong_document_is_exit_code_1() -> None:
-    """The problems are complaints, so a redirected file does not get them; with --json it does."""
+def test_show_of_an_invalid_document_is_exit_code_1() -> None:
+    """Problems go to the standard error; with --json, to the standard output."""
     result = run("show", file("bad.yaml", BAD))
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith("bad.yaml:5:13: rules[0].limits: ")
@@ -225,7 +230,7 @@ def test_show_of_a_wrong_document_is_exit_code_1() -> None:
     ],
 )
 def test_wrong_arguments_are_exit_code_2(arguments: list[str]) -> None:
-    """And say what is wrong, without a traceback, and before a database is made."""
+    """There is a message, no traceback, and no database is created."""
     file("a.yaml", GOOD)
     result = run(*arguments)
     assert result.exit_code == 2
@@ -248,8 +253,8 @@ def test_wrong_arguments_are_exit_code_2(arguments: list[str]) -> None:
         ["apply", "a.yaml", "--database", "sqlite:///a.db", "--announce", URL],
     ],
 )
-def test_a_password_in_the_wrong_place_is_not_repeated(arguments: list[str]) -> None:
-    """Wherever a URL stands by mistake: logs of CI systems are read by many."""
+def test_password_in_a_wrong_argument_is_not_repeated(arguments: list[str]) -> None:
+    """Wherever the URL is: many people read the logs of CI systems."""
     file("a.yaml", GOOD)
     for more in ([], ["--json"]):
         result = run(*arguments, *more)
@@ -258,13 +263,13 @@ def test_a_password_in_the_wrong_place_is_not_repeated(arguments: list[str]) -> 
         assert "s3cret" not in result.output
 
 
-def test_a_file_goes_before_the_database_of_the_environment() -> None:
-    """Which is there for all commands, and does not contradict it."""
+def test_file_overrides_the_database_of_the_environment() -> None:
+    """The variable is for all commands and does not conflict with a FILE."""
     result = run("show", file("a.yaml", GOOD), TOLLKEEPER_DATABASE="sqlite:///nowhere.db")
     assert result.exit_code == 0
 
 
-def test_looking_makes_no_database() -> None:
+def test_reading_creates_no_database() -> None:
     """A mistyped URL leaves no empty file behind."""
     for arguments in (["show"], ["history"], ["diff", "1"], ["rollback", "1"], ["explain"]):
         result = run(*arguments, TOLLKEEPER_DATABASE="sqlite:///typo.db")
@@ -273,8 +278,8 @@ def test_looking_makes_no_database() -> None:
     assert not Path("typo.db").exists()
 
 
-def test_diff_is_0_for_equal_documents_however_they_are_written() -> None:
-    """The same rules in another style are no difference."""
+def test_diff_of_equal_documents_is_0() -> None:
+    """The same rules in another style are equal."""
     other = file("b.yaml", '{"version": 1, "rules": [{"id": "all", "by": ["user"], '
                            '"limits": ["10/1s"]}]}')  # fmt: skip
     result = run("diff", file("a.yaml", GOOD), other)
@@ -282,8 +287,8 @@ def test_diff_is_0_for_equal_documents_however_they_are_written() -> None:
     assert json.loads(run("diff", "a.yaml", other, "--json").stdout)["equal"] is True
 
 
-def test_diff_is_1_for_different_ones_and_a_patch() -> None:
-    """As diff(1) prints it, of the canonical texts."""
+def test_diff_of_different_documents_is_1() -> None:
+    """It prints a unified diff of the canonical texts."""
     result = run("diff", file("a.yaml", GOOD), file("b.yaml", GOOD.replace("10/", "20/")))
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
@@ -295,15 +300,15 @@ def test_diff_is_1_for_different_ones_and_a_patch() -> None:
     assert (as_json.exit_code, found["equal"], found["diff"] + "\n") == (1, False, result.stdout)
 
 
-def test_diff_of_a_wrong_document_is_2() -> None:
-    """1 would say that they differ."""
+def test_diff_of_an_invalid_document_is_2() -> None:
+    """1 would mean that they differ."""
     result = run("diff", file("a.yaml", GOOD), file("bad.yaml", BAD))
     assert result.exit_code == 2
     assert result.stderr.startswith("bad.yaml:5:13:")
 
 
-def test_the_schema_is_printed() -> None:
-    """As JSON, with and without the option."""
+def test_schema() -> None:
+    """It is JSON with and without the option."""
     for arguments in (["schema"], ["schema", "--json"]):
         result = run(*arguments)
         assert (result.exit_code, json.loads(result.stdout)) == (0, schema())
@@ -313,8 +318,8 @@ def test_the_schema_is_printed() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_says_the_exit_codes_and_gives_an_example(command: str) -> None:
-    """Of every command, and all have --json."""
+def test_help_has_exit_codes_and_an_example(command: str) -> None:
+    """Every command has them, and --json."""
     result = run(command, "--help")
     assert result.exit_code == 0
     for words in ("Exit code", f"Example: tollkeeper rules {command}", "--json"):
@@ -323,8 +328,8 @@ def test_help_says_the_exit_codes_and_gives_an_example(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_page_about_the_command_line_has_every_option(command: str) -> None:
-    """What --help shows is documented, too."""
+def test_documentation_has_every_option(command: str) -> None:
+    """Every option in --help is on the page."""
     page = (ROOT / "docs/command-line.md").read_text(encoding="utf-8")
     options = set(re.findall(r"--[a-z]+(?:-[a-z]+)*", run(command, "--help").stdout))
     missing = {option for option in options - {"--help"} if option not in page}
@@ -333,8 +338,8 @@ def test_the_page_about_the_command_line_has_every_option(command: str) -> None:
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_reader_that_goes_early_ends_it_quietly(unbuffered: str) -> None:
-    """As any program in a pipeline: 141, and not a word; whether it is much or little."""
+def test_closed_pipe_ends_it_quietly(unbuffered: str) -> None:
+    """Exit code 141 and no message, for much or little output."""
     rules = (f"  - {{id: r{n}, by: user, match: {{tier: t{n}}}, limits: 1/second}}\n"
              for n in range(3_000))  # fmt: skip
     file("long.yaml", "version: 1\nrules:\n" + "".join(rules))
@@ -346,16 +351,16 @@ def test_a_reader_that_goes_early_ends_it_quietly(unbuffered: str) -> None:
         assert (done.returncode, done.stderr) == (141, ""), line
 
 
-def test_a_full_disk_is_exit_code_2() -> None:
-    """Half a document is never taken for a whole one."""
+def test_full_disk_is_exit_code_2() -> None:
+    """A script must not use half a document."""
     file("a.yaml", GOOD)
     for unbuffered in ("", "1"):
         done = shell("tollkeeper rules show a.yaml > /dev/full", PYTHONUNBUFFERED=unbuffered)
         assert (done.returncode, done.stderr) == (2, "tollkeeper: No space left on device\n")
 
 
-def test_closed_streams_are_no_reason_to_fail() -> None:
-    """Without an output nothing is printed; without an input there is none to read."""
+def test_closed_streams() -> None:
+    """A closed output is ignored; a closed input is one line of error."""
     file("a.yaml", GOOD)
     done = shell("tollkeeper rules show a.yaml >&-")
     assert (done.returncode, done.stderr) == (0, "")
@@ -364,7 +369,7 @@ def test_closed_streams_are_no_reason_to_fail() -> None:
 
 
 def test_pipes_are_files() -> None:
-    """Each is read once, so the shell's <( ) works; in and out are UTF-8 whatever the locale."""
+    """A file is read once, so <( ) of the shell works; text is UTF-8 in every locale."""
     file("a.yaml", GOOD.replace("all", "früh"))
     assert shell("tollkeeper rules diff <(cat a.yaml) <(cat a.yaml)").returncode == 0
     done = shell(
@@ -391,7 +396,7 @@ def without(missing: list[str], *arguments: str) -> subprocess.CompletedProcess[
 
 
 def test_files_need_no_database_libraries() -> None:
-    """And a database says what to install."""
+    """A command with a database says what to install."""
     missing = ["sqlalchemy", "alembic", "aiosqlite", "asyncpg", "redis", "hiredis"]
     name = file("a.yaml", GOOD)
     for arguments in (["validate", name], ["show", name], ["diff", name, name], ["explain", name]):
@@ -402,28 +407,183 @@ def test_files_need_no_database_libraries() -> None:
     assert "pip install 'tollkeeper[control]'" in done.stderr
 
 
-def test_without_yaml_it_says_what_to_install() -> None:
-    """In one line."""
+def test_without_yaml() -> None:
+    """One line says what to install."""
     done = without(["yaml"], "validate", file("a.yaml", GOOD))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "pip install 'tollkeeper[rules]'" in done.stderr
 
 
-def test_a_bug_is_exit_code_70_in_one_line_without_what_it_says(
+def test_bug_is_exit_code_70(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An error's text may hold a password. All of it is shown to who asks for it."""
+    """One line without the text of the error, which may contain a password."""
 
     def fail(name: str) -> None:
         raise KeyError("s3cret")
 
-    monkeypatch.setattr("tollkeeper.cli.rules_read.from_file", fail)
+    monkeypatch.setattr("tollkeeper.cli.rules.source_from_file", fail)
     result = run("show", "a.yaml")
     assert result.exit_code == 70
     assert re.fullmatch(
         r"tollkeeper: KeyError in test_rules\.py, line \d+: this is a bug; please report it\. "
-        r"TOLLKEEPER_TRACEBACK=1 shows all of it\n",
+        r"TOLLKEEPER_TRACEBACK=1 shows the traceback\n",
         result.stderr,
     )
     result = run("show", "a.yaml", TOLLKEEPER_TRACEBACK="1")
     assert isinstance(result.exception, KeyError)
+
+
+# ----------------------------------------------------------------------------------------- explain
+
+ORDER = ["--endpoint", "/v1/orders/7", "--method", "POST", "--api-key", "sk_1"]
+
+
+def explained(*arguments: str, **environment: str) -> dict[str, Any]:
+    result = run("explain", "--json", *arguments, **environment)
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found | {"rules": {rule["id"]: rule for rule in found["rules"]}}
+
+
+def test_explain_has_a_line_for_each_rule() -> None:
+    """It shows which rules apply, why, where the limits come from, and what they decide now."""
+    result = run("explain", str(EXAMPLE), *ORDER, "--tier", "pro")
+    assert result.exit_code == 0
+    verdict, headings, *rows = result.stdout.splitlines()
+    assert verdict == f"allowed ({EXAMPLE}; tier: pro; nothing was charged)"
+    assert headings.split() == ["RULE", "APPLIES", "COUNTS", "LIMITS", "FROM", "NOW", "WHY"]
+    cells = {row.split()[0]: re.split(" {2,}", row) for row in rows}
+    assert cells["orders"] == [
+        *("orders", "yes", "api_key:sk_1", "50/second; 1000/minute", "tier pro"),
+        *("allows, 50 of 50 left", "all its conditions hold"),
+    ]
+    assert cells["login"][1] == "no"
+    assert cells["login"][3] == "5/1m sliding_window_log"
+    assert cells["reports"][3] == "30/1m leaky_bucket capacity 10"
+    assert cells["login"][-1] == "endpoint '/v1/orders/7' does not match /login"
+    assert cells["api"][-1] == "rule orders counts by the same and goes first"
+
+
+def test_table_fits_the_terminal() -> None:
+    """Cells are wrapped, not cut; in a pipe, each rule is one line."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "tollkeeper",
+            "rules",
+            "explain",
+            str(EXAMPLE),
+            "--endpoint",
+            "/v1/x",
+        ],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "60"},
+    )
+    os.close(theirs)
+    printed = bytearray()
+    # On Linux, reading a terminal that its other side has closed is an I/O error.
+    with suppress(OSError):
+        while chunk := os.read(ours, 65_536):
+            printed += chunk
+    os.close(ours)
+    assert process.wait(60) == 0
+    shown = re.sub(r"\x1b\[[\d;]*m", "", printed.decode())
+    rows = shown.splitlines()[2:]
+    assert len(rows) > 8
+    assert max(map(len, rows)) <= 60
+    assert "…" not in shown
+
+
+def test_explain_as_json() -> None:
+    """Limits are as in a document, subjects are in parts, decisions have all numbers."""
+    found = explained(str(EXAMPLE), *ORDER, "--tier", "pro", "--cost", "3")
+    assert (found["verdict"], found["tier"], found["listed"]) == ("allowed", "pro", None)
+    orders = found["rules"]["orders"]
+    assert (orders["applies"], orders["source"], orders["subject"], orders["units"]) == (
+        *(True, "tier pro", ["api_key:sk_1"]),
+        3,
+    )
+    assert orders["limits"] == ["50/second", "1000/minute"]
+    assert (orders["decision"]["allowed"], orders["decision"]["remaining"]) == (True, 50)
+    assert found["rules"]["login"]["decision"] is None
+
+
+def test_every_field_of_a_request_can_be_given() -> None:
+    """Also attributes, whose values may contain an equals sign."""
+    given = {
+        "endpoint": "/v1",
+        "method": "GET",
+        "user": "42",
+        "ip": "192.0.2.1",
+        "tenant": "acme",
+        "tier": "pro",
+        "api_key": "sk_1",
+    }
+    text = f"version: 1\nrules: [{{id: all, by: {[*given]}, limits: 1/second}}]"
+    options = [(f"--{name.replace('_', '-')}", value) for name, value in given.items()]
+    rule = explained(file("a.yaml", text), *(part for pair in options for part in pair))["rules"]
+    assert rule["all"]["subject"] == [f"{name}:{value}" for name, value in given.items()]
+    text = "version: 1\nrules: [{id: all, by: [query, region], limits: 1/second}]"
+    attributes = ["--attribute", "query=a=b", "--attribute", "region=eu"]
+    rule = explained(file("a.yaml", text), *attributes)["rules"]["all"]
+    assert rule["subject"] == ["query:a=b", "region:eu"]
+
+
+def test_lists_and_overrides_are_shown() -> None:
+    """The entry of the list, and the reason and author of the override."""
+    found = explained(str(EXAMPLE), "--api-key", "sk_revoked_1")
+    assert (found["verdict"], found["listed"]) == ("denied", "deny sk_revoked_*")
+    assert not any(rule["applies"] for rule in found["rules"].values())
+    found = explained(str(EXAMPLE), "--api-key", "sk_internal_1")
+    assert (found["verdict"], found["listed"]) == ("allowed", "allow sk_internal_*")
+    text = GOOD + "overrides: [{for: {user: '42'}, multiply: 2, reason: a guest, author: ann}]\n"
+    result = run("explain", file("a.yaml", text), "--user", "42")
+    assert "override user:42 (a guest, ann)" in result.stdout
+    rule = explained("a.yaml", "--user", "42")["rules"]["all"]
+    assert rule["override"] == {"reason": "a guest", "author": "ann", "until": None}
+    assert rule["limits"] == ["20/second"]
+
+
+def test_cost_that_can_never_fit_is_denied() -> None:
+    """It is an answer, so the exit code is 0."""
+    result = run("explain", file("a.yaml", GOOD), "--user", "1", "--cost", "11")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("denied (")
+    assert "can never fit" in result.stdout
+
+
+@pytest.mark.parametrize("kind", ["redis", "shared"])
+def test_explain_reads_the_real_store_and_charges_nothing(kind: str) -> None:
+    """However often it is called; also if the variable gives the store."""
+    name = file("a.yaml", GOOD.replace("10/second", "2/hour"))
+    patient = f"{running('single').uri}?deadline_ms=10000"
+    store = patient if kind == "redis" else f"shared://{Path.cwd()}/quotas"
+    with Limiter.from_rules(name, store=store, follow=False) as limiter:
+        limiter.reset(Request(user="7"))
+        limiter.check(Request(user="7"))
+        for _ in range(3):
+            found = explained(name, "--user", "7", "--store", store)
+            assert found["rules"]["all"]["decision"]["remaining"] == 1
+        limiter.check(Request(user="7"))
+        assert explained(name, "--user", "7", TOLLKEEPER_STORE=store)["verdict"] == "denied"
+        result = run("explain", name, "--user", "7", "--store", store)
+        limiter.reset(Request(user="7"))
+    assert (result.exit_code, result.stdout.split()[0]) == (0, "denied")
+    assert re.search(r"denies, 0 of 2 left, retry in [\d,]+ s", result.stdout)
+
+
+def test_unavailable_store_is_exit_code_2() -> None:
+    """The rules are explained anyway; the password is not printed."""
+    with Single() as server:
+        port = server.port
+    store = f"redis://ann:s3cret@127.0.0.1:{port}"
+    result = run("explain", file("a.yaml", GOOD), "--user", "1", TOLLKEEPER_STORE=store)
+    assert result.exit_code == 2
+    assert result.stdout.startswith("unknown (a.yaml; ")
+    assert "all its conditions hold" in result.stdout
+    assert "s3cret" not in result.output

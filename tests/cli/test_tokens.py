@@ -1,4 +1,4 @@
-"""`tollkeeper token`: a secret is shown once, and what was made can be seen and removed."""
+"""`tollkeeper token`: create, list and remove tokens."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ run = CliRunner()
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    """Of a token file that is not there yet."""
+    """Return the path of a token file that does not exist yet."""
     return str(tmp_path / "tokens.json")
 
 
-def test_a_token_is_made_seen_and_removed(path: str) -> None:
-    """The secret is all of the standard output, so that a script can take it."""
+def test_token_is_created_listed_and_removed(path: str) -> None:
+    """The standard output of `create` is only the secret, for scripts."""
     made = run.invoke(
         app,
         ["token", "create", "shop", "--role", "check", "--scope", "tenant=acme", "--tokens", path],
@@ -41,8 +41,8 @@ def test_a_token_is_made_seen_and_removed(path: str) -> None:
     assert "no tokens" in run.invoke(app, ["token", "list", "--tokens", path]).stdout
 
 
-def test_all_of_it_as_json(path: str) -> None:
-    """For programs."""
+def test_output_as_json(path: str) -> None:
+    """Every command has --json."""
     made = run.invoke(app, ["token", "create", "a", "--role", "admin", "--tokens", path, "--json"])
     data = json.loads(made.stdout)
     assert (data["exit_code"], data["role"]) == (0, "admin")
@@ -54,8 +54,8 @@ def test_all_of_it_as_json(path: str) -> None:
     assert json.loads(removed.stdout)["removed"] == "a"
 
 
-def test_it_is_kept_in_the_data_folder(tmp_path: Path) -> None:
-    """Where the service looks, if nobody says another place."""
+def test_token_file_is_in_the_data_folder(tmp_path: Path) -> None:
+    """The service reads it there by default."""
     run.invoke(app, ["token", "create", "a", "--role", "read", "--data", str(tmp_path)])
     assert (tmp_path / "tokens.json").exists()
     run.invoke(
@@ -68,16 +68,16 @@ def test_it_is_kept_in_the_data_folder(tmp_path: Path) -> None:
 
 WRONG = [
     (["create", "a", "--role", "root"], "one of check, read, admin"),
-    (["create", "a", "--role", "check", "--scope", "tenant"], "FIELD=VALUE"),
+    (["create", "a", "--role", "check", "--scope", "tenant"], "NAME=VALUE"),
     (["create", "a", "--role", "check", "--scope", "u=1", "--scope", "u=2"], "twice"),
     (["create", "a", "--role", "admin", "--scope", "user=1"], "everything"),
     (["remove", "nobody"], "no token 'nobody'"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "said"), WRONG)
-def test_what_is_wrong_is_said(arguments: list[str], said: str, path: str) -> None:
-    """Exit code 2, and no traceback."""
+@pytest.mark.parametrize(("arguments", "words"), WRONG)
+def test_wrong_arguments_are_exit_code_2(arguments: list[str], words: str, path: str) -> None:
+    """With a message on the standard error."""
     done = run.invoke(app, ["token", *arguments, "--tokens", path])
     assert done.exit_code == 2
-    assert said in done.stderr
+    assert words in done.stderr

@@ -1,4 +1,4 @@
-"""`tollkeeper top`: what a frame says, how it fits a terminal, and what a wrong answer does."""
+"""`tollkeeper top`: the content of a frame, its size, and wrong answers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from tests.cli.answering import answering, run
+from tests.cli.stub_service import run, stub_service
 from tests.redis_servers.ports import free_port
-from tollkeeper.cli.scrape import read
-from tollkeeper.cli.top_view import Frame, Sample, frame_of, view
+from tollkeeper.cli.service_client import read_metrics
+from tollkeeper.cli.top import ServiceSample, TopFrame, frame_of, view
 
 URL = "http://127.0.0.1:8080"
 READY: dict[str, Any] = {
@@ -45,20 +45,24 @@ tollkeeper_workers 2
 {extra}"""
 
 
-def frame(before: str, now: str, seconds: float = 2.0, **answers: Any) -> Frame:
-    told = {"ready": READY, **answers}
-    return frame_of(URL, Sample(10.0, read(before)), Sample(10.0 + seconds, read(now), **told))
+def frame(before: str, now: str, seconds: float = 2.0, **answers: Any) -> TopFrame:
+    later = {"ready": READY, **answers}
+    return frame_of(
+        URL,
+        ServiceSample(10.0, read_metrics(before)),
+        ServiceSample(10.0 + seconds, read_metrics(now), **later),
+    )
 
 
-def shown(found: Frame, width: int = 120, height: int = 30, note: str = "") -> list[str]:
+def shown(found: TopFrame, width: int = 120, height: int = 30, note: str = "") -> list[str]:
     console = Console(width=width, height=height, highlight=False, no_color=True)
     with console.capture() as captured:
         console.print(view(found, height=height, width=width, note=note))
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
-def test_rates_are_of_the_time_between() -> None:
-    """By the second, whatever was counted before."""
+def test_rates_are_of_the_interval() -> None:
+    """Per second; counts from before the interval do not matter."""
     found = frame(metrics(1_000, 100), metrics(1_400, 120, slow=50))
     assert (found.allowed, found.denied, found.degraded, found.unruled) == (200, 10, 10, 200)
     (rule, *others) = found.rules
@@ -67,8 +71,8 @@ def test_rates_are_of_the_time_between() -> None:
     assert found.store_errors == {"timeout": 10}
 
 
-def test_latency_is_of_the_time_between() -> None:
-    """What was slow an hour ago is not told for ever."""
+def test_latency_is_of_the_interval() -> None:
+    """A slow call an hour ago does not show any more."""
     slow = frame(metrics(0), metrics(0, slow=100)).store
     assert slow.p50_s == pytest.approx(0.0055)
     quick = frame(metrics(0, slow=100), metrics(100, slow=100)).store
@@ -76,27 +80,27 @@ def test_latency_is_of_the_time_between() -> None:
     assert frame(metrics(5), metrics(5)).store.p50_s is None
 
 
-def test_a_service_that_was_started_again_has_no_negative_rates() -> None:
-    """Its counts begin anew."""
+def test_restarted_service_has_no_negative_rates() -> None:
+    """Its counters start at zero again."""
     found = frame(metrics(1_000, 1_000, slow=9), metrics(10, 2))
     assert (found.allowed, found.denied) == (5, 1)
 
 
-def test_breakers_tell_the_worst_first() -> None:
+def test_open_breakers_come_first() -> None:
     """With how often they opened."""
     found = [(each.node, each.state, each.opened) for each in frame("", metrics()).breakers]
     assert found == [("10.0.0.6:6379", "open", 3), ("10.0.0.5:6379", "closed", 0)]
 
 
-def test_workers_with_different_rules_are_told() -> None:
-    """Both versions, and that they differ."""
+def test_workers_with_different_rules() -> None:
+    """Both versions are shown, and that they differ."""
     found = frame("", metrics(extra='tollkeeper_rules_info{version="def"} 1'))
     assert found.rules_version == "abc, def"
     assert "workers differ" in "\n".join(shown(found))
 
 
-def test_what_is_wrong_is_in_the_frame() -> None:
-    """A store that is away, rules that cannot be read, a full table."""
+def test_problems_are_shown() -> None:
+    """An unavailable store, rules that cannot be read, a full table."""
     ready = {
         **READY,
         "rules": {"version": "abc", "age_seconds": 90, "error": "limits.yaml:3:1: no"},
@@ -104,14 +108,14 @@ def test_what_is_wrong_is_in_the_frame() -> None:
     }
     text = "\n".join(shown(frame("", metrics(denied=4), ready=ready)))
     for words in (
-        *("limits.yaml:3:1: no", "confirmed 1.5 min ago", "away: no answer in time"),
-        *("850 states of 1,000 (85%)", "2.0/s timeout", "10.0.0.6:6379 open (3 times opened)"),
+        *("limits.yaml:3:1: no", "confirmed 1.5 min ago", "unavailable: no answer in time"),
+        *("850 states of 1,000 (85%)", "2.0/s timeout", "10.0.0.6:6379 open (opened 3 times)"),
     ):
         assert words in text, words
 
 
-def test_keys_are_shown_beside_each_other() -> None:
-    """Those checked most, and those denied most; without the list, nothing is."""
+def test_busiest_keys() -> None:
+    """Keys that are checked and denied most are side by side; without the lists, there is none."""
     most = {"items": [{"subject": ["user:42"], "rule": "orders", "per_second": 12.5}]}
     denied = {
         "items": [{"subject": ["api_key:sk\x1b[2J", "ip:1"], "rule": "orders", "per_second": 3}]
@@ -125,8 +129,8 @@ def test_keys_are_shown_beside_each_other() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 100, 200])
-def test_rates_of_keys_are_seen_however_long_the_keys_are(width: int) -> None:
-    """On a terminal of 80 columns, too; wide characters are two of them."""
+def test_long_keys_do_not_hide_their_rates(width: int) -> None:
+    """Even with 80 columns; a wide character takes two."""
     names = [f"user:漢字漢字-{number}-" + "x" * 60 for number in range(3)]
     items = [
         {"subject": [name], "rule": "a-rule-with-a-long-name", "per_second": 12.5} for name in names
@@ -147,8 +151,8 @@ def test_rates_of_keys_are_seen_however_long_the_keys_are(width: int) -> None:
 
 @pytest.mark.parametrize("height", [10, 14, 20, 40])
 @pytest.mark.parametrize("width", [40, 80, 160])
-def test_a_frame_fits_its_terminal(height: int, width: int) -> None:
-    """However many rules and keys there are; the head of it is always there."""
+def test_frame_fits_its_terminal(height: int, width: int) -> None:
+    """However many rules and keys there are; the head is always shown."""
     many = "\n".join(
         f'tollkeeper_checks_total{{outcome="denied",rule="rule-{number}",source="store"}} {number}'
         for number in range(200)
@@ -157,8 +161,8 @@ def test_a_frame_fits_its_terminal(height: int, width: int) -> None:
         "items": [{"subject": ["x" * 400], "rule": "r" * 90, "per_second": 1} for _ in range(20)]
     }
     found = frame("", metrics(extra=many), checked_most=keys, denied_most=keys)
-    lines = shown(found, width, height, note="as it was 3 s ago: nobody answers")
-    assert len(lines) <= max(height, 14)  # of fewer lines, the terminal shows the first
+    lines = shown(found, width, height, note="as it was 3 s ago: no answer")
+    assert len(lines) <= max(height, 14)  # a lower terminal shows the first lines
     assert all(len(line) <= width for line in lines)
     assert lines[0].startswith("service")
     assert lines[6].strip().startswith("as it was 3 s")
@@ -170,29 +174,29 @@ def test_a_frame_fits_its_terminal(height: int, width: int) -> None:
         (["--interval", "0"], "--interval 0 is not between 1 and 3600 seconds"),
         (["--interval", "nan"], "--interval nan is not between"),
         (["--timeout", "0"], "--timeout 0 is not between"),
-        (["--url", "ftp://x"], "--url is not an address"),
+        (["--url", "ftp://x"], "--url is not an http or https URL"),
     ],
 )
 def test_wrong_arguments_are_exit_code_2(arguments: list[str], words: str) -> None:
-    """And say what would be right."""
+    """The message says what would be right."""
     result = run("top", "--once", *arguments)
     assert result.exit_code == 2
     assert words in result.stderr
 
 
-def test_nobody_there_is_exit_code_2() -> None:
-    """As is somebody else; with --json it is told as JSON."""
+def test_unreachable_service_is_exit_code_2() -> None:
+    """So is another program at the URL; with --json the message is JSON."""
     result = run("top", "--once", url=f"http://127.0.0.1:{free_port()}")
     assert result.exit_code == 2
-    assert "cannot be asked" in result.stderr
-    with answering(200, {"hello": "world"}) as service:
+    assert "cannot be reached" in result.stderr
+    with stub_service(200, {"hello": "world"}) as service:
         result = run("top", "--json", url=service.url)
     assert result.exit_code == 2
     assert "not as Tollkeeper does" in json.loads(result.output)["error"]
 
 
 def test_help_is_complete() -> None:
-    """Every option, the exit codes, and an example to copy."""
+    """It has every option, the exit codes, and an example."""
     said = run("top", "--help").output
     for words in ("--once", "--json", "--interval", "--url", "--token", "Exit code: 0", "Example:"):
         assert words in said, words

@@ -1,11 +1,16 @@
-"""What the tests of reconciliation have in common: healthy states, a look, and what it found."""
+"""What the tests of `tollkeeper reconcile` share: healthy states, a run, and its findings."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tollkeeper import Limiter
-from tollkeeper.cli.reconcile import Asked, Finding, Report, reconcile
+from tollkeeper.cli.reconcile import (
+    ReconcileFinding,
+    ReconcileOptions,
+    ReconcileReport,
+    reconcile,
+)
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import from_data
 
@@ -16,27 +21,29 @@ def document(limits: str = "100/hour", rule: str = "orders") -> Document:
 
 
 def patient(uri: str) -> str:
-    """The store, with time enough on a busy machine: what is not counted would be missed here."""
+    """Return the URI with long timeouts: on a busy machine, a check must not be lost."""
     return f"{uri}?deadline_ms=10000&connect_ms=10000"
 
 
 def spend(uri: str, keys: int = 20, rule: str = "orders") -> list[bytes]:
-    """Healthy states; their keys."""
+    """Create healthy states, and return their keys."""
     with Limiter("100/hour", store=patient(uri), name=rule) as limiter:
         for number in range(keys):
             limiter.check(f"user:{number}")
     return [b"tk:{user:%d}" % number for number in range(keys)]
 
 
-def looked(uri: str, **options: Any) -> Report:
+def reconciled(uri: str, **options: Any) -> ReconcileReport:
+    """Run a reconciliation without pauses."""
     patience = {"connect_ms": 10_000, **options.pop("options", {})}
-    return reconcile(Asked(uri, patience, **{"pause_seconds": 0.0, **options}))
+    return reconcile(ReconcileOptions(uri, patience, **{"pause_seconds": 0.0, **options}))
 
 
-def found(report: Report, check: str) -> list[Finding]:
+def found(report: ReconcileReport, check: str) -> list[ReconcileFinding]:
+    """Return the findings of one check."""
     return [each for each in report.findings if each.check == check]
 
 
-def wrong(report: Report) -> dict[str, str]:
-    """What is not as it should be, by check."""
+def wrong(report: ReconcileReport) -> dict[str, str]:
+    """Return the findings that are not ok, by check."""
     return {each.check: each.what for each in report.findings if each.level != "ok"}

@@ -1,6 +1,6 @@
-"""What a real Redis holds, looked over: each defect is made by hand, found, and mended on request.
+"""`tollkeeper reconcile` on a real Redis: defects are made by hand, found, and repaired on request.
 
-What is healthy is compared before and after, byte by byte: nothing of it may change.
+Healthy states are compared before and after, byte by byte: none of them may change.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.reconciling import document, found, looked, patient, spend, wrong
+from tests.integration.reconciling import document, found, patient, reconciled, spend, wrong
 from tests.redis_servers import Single, User, running
 from tests.service_process import run_to_end
 from tollkeeper import Limit, Limiter
@@ -41,7 +41,7 @@ SECONDS_MAX = 30.0
 
 @pytest.fixture
 def single() -> Iterator[Single]:
-    """One server for all, empty."""
+    """Return the shared server, empty."""
     server = running("single")
     assert isinstance(server, Single)
     server.flush()
@@ -50,7 +50,7 @@ def single() -> Iterator[Single]:
 
 
 def dumped(server: Single) -> dict[str, Any]:
-    """Everything that there is, byte by byte, and whether it expires."""
+    """Return every key with its bytes, and whether it expires."""
     keys = sorted(server.admin.keys("*"))
     return {key: (server.admin.dump(key), server.admin.pttl(key) > 0) for key in keys}
 
@@ -58,8 +58,8 @@ def dumped(server: Single) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------ healthy
 
 
-def test_what_tollkeeper_writes_has_no_defect(single: Single) -> None:
-    """All algorithms, long rules, long logs, grants, refunds and resets; and it counts them all."""
+def test_healthy_states_have_no_defect(single: Single) -> None:
+    """All algorithms, long rules, long logs, grants, refunds and resets; all are counted."""
     for algorithm in ALGORITHMS:
         limits = [
             Limit(60, per=60, algorithm=algorithm),
@@ -83,7 +83,7 @@ def test_what_tollkeeper_writes_has_no_defect(single: Single) -> None:
         limiter.check("user:2", cost=4_000)
         assert single.admin.hlen("tk:{user:2}") > 128
         counted = limiter.stats()
-    report = looked(single.uri, document=document("100/hour"))
+    report = reconciled(single.uri, document=document("100/hour"))
     assert wrong(report) == {}
     assert report.exit_code == 0
     assert report.counted["states"] == counted.states
@@ -91,13 +91,13 @@ def test_what_tollkeeper_writes_has_no_defect(single: Single) -> None:
     assert 0 < report.counted["bytes a state"] < 20_000
 
 
-def test_memory_is_told_by_the_state(single: Single) -> None:
-    """As the server has it."""
+def test_memory_per_state(single: Single) -> None:
+    """It is the memory that the server reports."""
     keys = spend(single.uri, 50)
-    told = looked(single.uri).counted
+    counted = reconciled(single.uri).counted
     held = sum(single.admin.memory_usage(key) for key in keys)
-    assert told["bytes"] == held
-    assert told["bytes a state"] == held // 50
+    assert counted["bytes"] == held
+    assert counted["bytes a state"] == held // 50
 
 
 # ------------------------------------------------------------------------------------ defects
@@ -118,13 +118,13 @@ DEFECTS: dict[str, tuple[str, Make]] = {
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
-def test_a_defect_is_found_and_nothing_is_changed(defect: str, single: Single) -> None:
-    """It is the only one, its key is named, and without --repair all is as it was."""
+def test_defect_is_found_and_nothing_changes(defect: str, single: Single) -> None:
+    """It is the only finding and names the key; without --repair, nothing changes."""
     kind, make = DEFECTS[defect]
     keys = spend(single.uri)
     make(single.admin, keys[7])
     before = dumped(single)
-    report = looked(single.uri, document=document())
+    report = reconciled(single.uri, document=document())
     assert set(wrong(report)) == {kind}
     (finding,) = found(report, kind)
     assert report.exit_code == 1
@@ -135,81 +135,81 @@ def test_a_defect_is_found_and_nothing_is_changed(defect: str, single: Single) -
 
 @pytest.mark.parametrize("repair", ["expiry", "all"])
 @pytest.mark.parametrize("defect", DEFECTS)
-def test_a_defect_is_mended_as_far_as_is_asked(defect: str, repair: str, single: Single) -> None:
-    """Expiries by both, removal by one of them; what is healthy stays as it is, byte by byte."""
+def test_repair(defect: str, repair: str, single: Single) -> None:
+    """Both modes set expiries, one removes states; healthy states stay as they are."""
     kind, make = DEFECTS[defect]
     keys = spend(single.uri)
     spend(single.uri, rule="other")
-    single.admin.set("else:{user:7}", "somebody else's")
+    single.admin.set("else:{user:7}", "of another program")
     make(single.admin, keys[7])
     before = dumped(single)
-    mendable = {"no expiry"} if repair == "expiry" else {"no expiry", "wrong type", "unreadable"}
-    report = looked(single.uri, document=document(), repair=repair)
-    assert [each.done for each in report.repairs] == ([True] if kind in mendable else [])
+    repairable = {"no expiry"} if repair == "expiry" else {"no expiry", "wrong type", "unreadable"}
+    report = reconciled(single.uri, document=document(), repair=repair)
+    assert [each.done for each in report.repairs] == ([True] if kind in repairable else [])
     after = dumped(single)
     changed = {key for key in before | after if before.get(key) != after.get(key)}
-    assert changed == ({"tk:{user:7}"} if kind in mendable else set())
-    again = looked(single.uri, document=document())
-    assert wrong(again) == ({} if kind in mendable else wrong(report))
+    assert changed == ({"tk:{user:7}"} if kind in repairable else set())
+    again = reconciled(single.uri, document=document())
+    assert wrong(again) == ({} if kind in repairable else wrong(report))
     if kind == "unreadable" and repair == "all":
         assert single.admin.hexists(keys[7], "other")
         assert single.admin.pttl(keys[7]) > 0
 
 
-def test_an_expiry_is_as_long_as_any_limit_could_need(single: Single) -> None:
-    """By the rules; or, without them, by what the states themselves say."""
+def test_repaired_expiry_is_as_long_as_limits_need(single: Single) -> None:
+    """By the rules or, without them, by the states themselves."""
     keys = spend(single.uri)
     lives_ms = single.admin.pttl(keys[0])
     for key in keys[:2]:
         single.admin.persist(key)
-    looked(single.uri, repair="expiry")
+    reconciled(single.uri, repair="expiry")
     assert lives_ms - SECONDS_MAX * 1_000 < single.admin.pttl(keys[0]) <= max(lives_ms, 60_000)
     single.admin.persist(keys[1])
-    looked(single.uri, document=document("10/day"), repair="expiry")
+    reconciled(single.uri, document=document("10/day"), repair="expiry")
     assert 86_400_000 <= single.admin.pttl(keys[1]) <= 1.2 * 86_400_000
 
 
-def test_what_says_not_how_long_it_is_needed_waits_for_the_rules(single: Single) -> None:
-    """An unreadable key without an expiry is left alone until somebody knows."""
+def test_unknown_expiry_needs_the_rules(single: Single) -> None:
+    """An unreadable key without an expiry is not repaired without the rules."""
     single.admin.hset("tk:{user:1}", "orders", "garbage")
-    left = looked(single.uri, repair="expiry")
+    left = reconciled(single.uri, repair="expiry")
     assert [(each.done, "--rules" in each.what) for each in left.repairs] == [(False, True)]
     assert single.admin.pttl("tk:{user:1}") == -1
-    mended = looked(single.uri, repair="expiry", document=document())
-    assert [each.done for each in mended.repairs] == [True]
+    repaired = reconciled(single.uri, repair="expiry", document=document())
+    assert [each.done for each in repaired.repairs] == [True]
 
 
-def test_a_log_without_its_times_is_found_by_its_rule(single: Single) -> None:
-    """Whether a state is a log, the rules know; what is healthy is called so with them."""
+def test_log_without_its_times(single: Single) -> None:
+    """Only the rules show that a state is a log; healthy logs have no finding."""
     limit = {"limit": 5, "per": "1h", "algorithm": "sliding_window_log"}
     rules = {"version": 1, "rules": [{"id": "orders", "by": ["user"], "limits": [limit]}]}
     logs = [Limit(5, per=3_600, algorithm="sliding_window_log")]
     with Limiter(logs, store=patient(single.uri), name="orders") as limiter:
         for number in range(3):
             limiter.check(f"user:{number}")
-    assert wrong(looked(single.uri, document=from_data(rules))) == {}
+    assert wrong(reconciled(single.uri, document=from_data(rules))) == {}
     chunk = next(each for each in single.admin.hkeys("tk:{user:1}") if each.startswith("\x01"))
     single.admin.hdel("tk:{user:1}", chunk)
-    (finding,) = found(looked(single.uri, document=from_data(rules)), "unreadable")
+    (finding,) = found(reconciled(single.uri, document=from_data(rules)), "unreadable")
     assert finding.where[0].startswith("tk:{user:1} on ")
     assert "times is missing" in finding.where[0]
 
 
-def test_a_mended_subject_is_limited_again(single: Single) -> None:
-    """That is what it is for: its checks failed, and now they count."""
+def test_repaired_subject_is_limited_again(single: Single) -> None:
+    """Its checks failed before the repair and count after it."""
     spend(single.uri)
     single.admin.hset("tk:{user:3}", "orders", "garbage")
     with Limiter(
         "100/hour", store=patient(single.uri), name="orders", on_failure="closed"
     ) as limiter:
         assert limiter.check("user:3").degraded
-        looked(single.uri, repair="all")
+        reconciled(single.uri, repair="all")
         decision = limiter.check("user:3")
         assert (decision.allowed, decision.degraded, decision.remaining) == (True, False, 99)
 
 
-def test_what_has_changed_meanwhile_is_not_touched(single: Single) -> None:
-    """Between looking and mending a key may have become healthy."""
+def test_key_that_changed_since_the_scan_is_not_repaired(single: Single) -> None:
+    """A key may have become healthy between the scan and the repair."""
     keys = spend(single.uri)
     values = {key: single.admin.dump(key) for key in keys}
     single.admin.hset(keys[1], "orders", "garbage")
@@ -217,42 +217,42 @@ def test_what_has_changed_meanwhile_is_not_touched(single: Single) -> None:
     single.admin.set(keys[3], "text")
     with_topology = Topology(parse(single.uri))
     try:
-        (walked,) = audit(with_topology, "tk", AuditPace(pause_seconds=0))
+        (scanned,) = audit(with_topology, "tk", AuditPace(pause_seconds=0))
         for key in keys[1:4]:
             single.admin.restore(key, 100_000, values[key], replace=True)
         before = dumped(single)
-        assert {defect.kind for defect in walked.defects} >= {"unreadable", "no expiry"}
-        for defect in walked.defects:
-            assert not remove(with_topology, walked.address, defect)
-            assert not set_expiry(with_topology, walked.address, defect.key, 1)
+        assert {defect.kind for defect in scanned.defects} >= {"unreadable", "no expiry"}
+        for defect in scanned.defects:
+            assert not remove(with_topology, scanned.address, defect)
+            assert not set_expiry(with_topology, scanned.address, defect.key, 1)
         assert dumped(single) == before
     finally:
         with_topology.close()
 
 
-def test_a_grant_may_last_longer_than_the_limits(single: Single) -> None:
-    """Somebody chose its end; a key that lives until then is none to wonder about."""
+def test_grant_may_last_longer_than_the_limits(single: Single) -> None:
+    """The administrator chose its end, so a late expiry is no finding."""
     with Limiter("100/hour", store=patient(single.uri), name="orders") as limiter:
         limiter.grant("user:1", 5, ttl=30 * 86_400)
-    assert wrong(looked(single.uri, document=document())) == {}
+    assert wrong(reconciled(single.uri, document=document())) == {}
 
 
-def test_of_another_prefix_nothing_is_seen(single: Single) -> None:
-    """Each looks after its own."""
+def test_other_prefixes_are_ignored(single: Single) -> None:
+    """Only keys with the given prefix are checked."""
     spend(single.uri)
     single.admin.hset("app:{user:1}", "orders", "garbage")
-    assert wrong(looked(single.uri)) == {}
-    assert wrong(looked(single.uri, options={"prefix": "app"})).keys() == {
+    assert wrong(reconciled(single.uri)) == {}
+    assert wrong(reconciled(single.uri, options={"prefix": "app"})).keys() == {
         "no expiry",
         "unreadable",
     }
 
 
-# --------------------------------------------------------------------------------- the walk
+# --------------------------------------------------------------------------------- the scan
 
 
-def test_many_keys_are_walked_page_by_page_with_a_rest(single: Single) -> None:
-    """Each key is counted once; or so many as are asked for."""
+def test_keys_are_scanned_page_by_page_with_pauses(single: Single) -> None:
+    """Each key is counted once, up to --limit-keys."""
     keys = 3 * PAGE_KEYS
     pipeline = single.admin.pipeline()
     for number in range(keys):
@@ -263,47 +263,47 @@ def test_many_keys_are_walked_page_by_page_with_a_rest(single: Single) -> None:
         )
         pipeline.expire(f"tk:{{user:{number}}}", 900)
     pipeline.execute()
-    rests: list[float] = []
+    pauses: list[float] = []
     topology = Topology(parse(single.uri))
     try:
-        (walked,) = audit(topology, "tk", AuditPace(0, 0.25, sleep=rests.append))
-        assert (walked.keys, walked.states, walked.complete) == (keys, keys, True)
-        assert walked.defects == []
-        assert len(rests) >= 2
-        assert set(rests) == {0.25}
-        assert len(walked.sample) == 200
+        (scanned,) = audit(topology, "tk", AuditPace(0, 0.25, sleep=pauses.append))
+        assert (scanned.keys, scanned.states, scanned.complete) == (keys, keys, True)
+        assert scanned.defects == []
+        assert len(pauses) >= 2
+        assert set(pauses) == {0.25}
+        assert len(scanned.sample) == 200
         (some,) = audit(topology, "tk", AuditPace(keys_max=700, pause_seconds=0))
         assert (some.keys, some.complete) == (700, False)
     finally:
         topology.close()
-    (finding,) = found(looked(single.uri, keys_max=700), "keys")
-    assert "and not all" in finding.what
+    (finding,) = found(reconciled(single.uri, keys_max=700), "keys")
+    assert "not all" in finding.what
     assert "--limit-keys" in finding.remedy
 
 
-def test_one_who_holds_most_of_it_is_told(single: Single, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenant that makes up users; among few states it is no wonder."""
+def test_holder_of_a_large_share(single: Single, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant that invents users is reported, unless there are few states."""
     with Limiter("9/hour", store=patient(single.uri), name="orders") as limiter:
         for number in range(60):
             tenant = "tenant:acme" if number % 2 else f"tenant:{number}"
             limiter.check((tenant, f"user:{number}"))
-    assert wrong(looked(single.uri)) == {}
+    assert wrong(reconciled(single.uri)) == {}
     monkeypatch.setattr(reconciling, "STATES_MIN", 50)
-    assert wrong(looked(single.uri)) == {"shares": "tenant:acme has 50% of all 60 states"}
+    assert wrong(reconciled(single.uri)) == {"shares": "tenant:acme has 50% of all 60 states"}
 
 
-def test_states_are_told_by_rule(single: Single) -> None:
-    """Those that have any, and those of rules that are gone."""
+def test_states_by_rule(single: Single) -> None:
+    """Rules with states, and states of removed rules, are counted."""
     spend(single.uri, 20, "orders")
     spend(single.uri, 5, "removed")
-    told = found(looked(single.uri, document=document()), "rules kept")
-    assert [each.level for each in told] == ["ok", "ok"]
-    assert told[0].what == "1 of 1 rules have states in the store"
-    assert told[1].where == ("removed 5",)
+    listed = found(reconciled(single.uri, document=document()), "rules kept")
+    assert [each.level for each in listed] == ["ok", "ok"]
+    assert listed[0].what == "1 of 1 rules have states in the store"
+    assert listed[1].where == ("removed 5",)
 
 
-def test_a_user_who_may_not_look_is_told_what_is_missing() -> None:
-    """And one who may do no more than that can look at everything, and change nothing."""
+def test_permissions() -> None:
+    """Missing permissions are named; a read-only user can check everything and change nothing."""
     needed = "+scan +type +pttl +hlen +hgetall +hkeys +hmget +time +dbsize +info +memory|usage"
     mending = "+eval +pexpire +hget +hdel +del"
     users = [
@@ -314,38 +314,38 @@ def test_a_user_who_may_not_look_is_told_what_is_missing() -> None:
     with Single(users=users) as server:
         server.admin.hset("tk:{user:1}", "a", "garbage")
         with pytest.raises(StoreUnavailable, match=r"an audit needs \+scan \+type"):
-            looked(server.uri)
+            reconciled(server.uri)
         looking, changing = (server.uri.replace("none:a@", each) for each in ("some:b@", "more:c@"))
-        assert wrong(looked(looking)).keys() == {"no expiry", "unreadable"}
-        (left,) = looked(looking, repair="all").repairs
+        assert wrong(reconciled(looking)).keys() == {"no expiry", "unreadable"}
+        (left,) = reconciled(looking, repair="all").repairs
         assert (left.done, "repairs need +eval +pexpire" in left.what) == (False, True)
-        assert any(each.done for each in looked(changing, repair="all").repairs)
+        assert any(each.done for each in reconciled(changing, repair="all").repairs)
         assert server.admin.dbsize() == 0
 
 
 # ------------------------------------------------------------------------------------ the command
 
 
-def test_the_command_says_each_thing_that_it_mends(single: Single) -> None:
-    """In lines and in JSON; `--repair` alone is for expiries."""
+def test_command_prints_each_repair(single: Single) -> None:
+    """As lines and as JSON; `--repair` alone is for expiries."""
     keys = spend(single.uri)
     single.admin.persist(keys[0])
     single.admin.set(keys[1], "text")
     done = run_to_end(["reconcile", "--store", single.uri, "--repair", "--pause", "0"])
     assert (done.returncode, done.stderr) == (1, "")
-    mended = [line for line in done.stdout.splitlines() if line.startswith("mended")]
-    assert len(mended) == 1
-    assert f"tk:{{user:0}} on 127.0.0.1:{single.port}: expires in " in mended[0]
+    repaired = [line for line in done.stdout.splitlines() if line.startswith("repaired")]
+    assert len(repaired) == 1
+    assert f"tk:{{user:0}} on 127.0.0.1:{single.port}: expires in " in repaired[0]
     assert single.admin.type(keys[1]) == "string"
-    all_of_it = run_to_end(["reconcile", "--store", single.uri, "--repair=all", "--json"])
-    told = json.loads(all_of_it.stdout)
-    assert [(each["key"], each["done"]) for each in told["repairs"]] == [("tk:{user:1}", True)]
+    as_json = run_to_end(["reconcile", "--store", single.uri, "--repair=all", "--json"])
+    data = json.loads(as_json.stdout)
+    assert [(each["key"], each["done"]) for each in data["repairs"]] == [("tk:{user:1}", True)]
     clean = run_to_end(["reconcile", "--store", single.uri])
     assert clean.returncode == 0, clean.stdout
 
 
-def test_as_a_job_it_prints_a_line_each_time_until_it_is_told_to_end() -> None:
-    """Also while the store is away; and ends with exit code 0."""
+def test_job_prints_a_line_per_run() -> None:
+    """Also while the store is unavailable; SIGTERM ends it with exit code 0."""
     with Single() as server:
         spend(server.uri)
         command = [sys.executable, "-m", "tollkeeper", "reconcile", "--store", server.uri]
@@ -364,24 +364,24 @@ def test_as_a_job_it_prints_a_line_each_time_until_it_is_told_to_end() -> None:
                 process.kill()
 
 
-def test_defects_beyond_what_is_kept_are_counted(
+def test_defects_are_counted_and_some_are_named(
     single: Single, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The report says how many there are, and names a few; one run mends so many at most."""
+    """One run repairs at most REPAIRS_MAX."""
     keys = spend(single.uri)
     for key in keys:
         single.admin.persist(key)
     monkeypatch.setattr(reconciling, "REPAIRS_MAX", 8)
-    report = looked(single.uri, repair="expiry")
+    report = reconciled(single.uri, repair="expiry")
     (finding,) = found(report, "no expiry")
-    assert finding.what.endswith("stay for good: 20")
+    assert finding.what.endswith("stay forever: 20")
     assert finding.where[-1] == "and 15 more"
     assert sum(each.done for each in report.repairs) == 8
-    assert isinstance(walked_of(single), AuditedServer)
-    assert walked_of(single).counts["no expiry"] == 12
+    assert isinstance(audited(single), AuditedServer)
+    assert audited(single).counts["no expiry"] == 12
 
 
-def walked_of(server: Single) -> AuditedServer:
+def audited(server: Single) -> AuditedServer:
     topology = Topology(parse(server.uri))
     try:
         return audit(topology, "tk", AuditPace(pause_seconds=0))[0]

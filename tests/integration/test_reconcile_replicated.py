@@ -1,4 +1,4 @@
-"""Servers with replicas, looked over: a cluster, Sentinels, and a pair that drifts apart."""
+"""`tollkeeper reconcile` with replicas: a cluster, Sentinels, and a pair that differs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from threading import Event, Thread
 
 import pytest
 
-from tests.integration.reconciling import found, looked, patient, spend, wrong
+from tests.integration.reconciling import found, patient, reconciled, spend, wrong
 from tests.redis_servers import Cluster, Single, running, until
 from tollkeeper import Limiter
 from tollkeeper.decide.stores.redis.topology import slot_of
@@ -19,7 +19,7 @@ UNREPLICATED = "redis.set_repl(redis.REPL_NONE) return redis.call(unpack(ARGV))"
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    """Three primaries with a replica each, empty."""
+    """Return three primaries with a replica each, empty."""
     servers = running("cluster")
     assert isinstance(servers, Cluster)
     servers.flush()
@@ -30,8 +30,8 @@ def cluster() -> Iterator[Cluster]:
 # ------------------------------------------------------------------------------------ cluster
 
 
-def test_a_cluster_is_looked_at_node_by_node(cluster: Cluster) -> None:
-    """A defect on each primary is found there, and mended there; the replicas are alike."""
+def test_every_primary_of_a_cluster_is_scanned(cluster: Cluster) -> None:
+    """A defect on each primary is found and repaired there; the replicas are equal."""
     keys = spend(cluster.uri, 60)
     broken = {cluster.node_of(slot_of(key)).port: key for key in keys}
     assert len(broken) == 3
@@ -39,28 +39,28 @@ def test_a_cluster_is_looked_at_node_by_node(cluster: Cluster) -> None:
         server = next(node for node in cluster.nodes if node.port == port)
         server.admin.persist(key)
         server.admin.hset(key, "new", "garbage")
-    report = looked(cluster.uri)
+    report = reconciled(cluster.uri)
     assert wrong(report).keys() == {"no expiry", "unreadable"}
     for check in ("no expiry", "unreadable"):
         (finding,) = found(report, check)
         for port, key in broken.items():
             assert any(f"{key.decode()} on 127.0.0.1:{port}" in each for each in finding.where)
     assert (report.counted["keys"], report.counted["primaries"]) == (60, 3)
-    mended = looked(cluster.uri, repair="all")
-    assert sum(each.done for each in mended.repairs) == 6
-    after = looked(cluster.uri)
+    repaired = reconciled(cluster.uri, repair="all")
+    assert sum(each.done for each in repaired.repairs) == 6
+    after = reconciled(cluster.uri)
     assert wrong(after) == {}
     assert after.counted["states"] == 60
     (drift,) = found(after, "drift")
-    assert drift.what.endswith("are alike; replicas: 3")
+    assert drift.what.endswith("are equal; replicas: 3")
 
 
-def test_what_only_the_primary_has_is_drift(cluster: Cluster) -> None:
-    """A write that no replica was told of, on one of three."""
+def test_write_that_was_not_replicated_is_drift(cluster: Cluster) -> None:
+    """On one of three primaries."""
     keys = spend(cluster.uri, 60)
     node = cluster.node_of(slot_of(keys[0]))
     node.admin.eval(UNREPLICATED, 1, keys[0], "HSET", keys[0], "secret", "1")
-    report = looked(cluster.uri)
+    report = reconciled(cluster.uri)
     drift = [each for each in found(report, "drift") if each.level == "problem"]
     assert len(drift) == 1
     assert f"of 127.0.0.1:{node.port}" in drift[0].where[0]
@@ -68,13 +68,13 @@ def test_what_only_the_primary_has_is_drift(cluster: Cluster) -> None:
     cluster.flush()
 
 
-def test_clocks_that_are_apart_are_told(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `doctor` tells it; these servers share one, so here any distance at all counts as one."""
+def test_clocks_that_differ(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `doctor`. These servers share one clock, so here any difference counts."""
     spend(cluster.uri)
-    (fine,) = found(looked(cluster.uri), "clock")
-    assert (fine.level, "servers are together" in fine.what) == ("ok", True)
+    (fine,) = found(reconciled(cluster.uri), "clock")
+    assert (fine.level, "servers agree" in fine.what) == ("ok", True)
     monkeypatch.setattr("tollkeeper.decide.stores.redis.findings.CLOCK_SPREAD_MS_MAX", -1.0)
-    (apart,) = found(looked(cluster.uri), "clock")
+    (apart,) = found(reconciled(cluster.uri), "clock")
     assert apart.level == "warning"
     assert "NTP" in apart.remedy
     assert len(apart.where) == 2
@@ -83,22 +83,22 @@ def test_clocks_that_are_apart_are_told(cluster: Cluster, monkeypatch: pytest.Mo
 # -------------------------------------------------------------------------------- replication
 
 
-def test_behind_sentinels_the_primary_is_walked_and_its_replicas_compared() -> None:
-    """Wherever it is now."""
+def test_sentinel() -> None:
+    """The current primary is scanned, and its replicas are compared."""
     servers = running("sentinel")
     servers.flush()
     spend(servers.uri)
-    report = looked(servers.uri)
+    report = reconciled(servers.uri)
     assert wrong(report).keys() <= {"connection"}
     assert (report.counted["keys"], report.counted["primaries"]) == (20, 1)
     (drift,) = found(report, "drift")
-    assert (drift.level, "were compared and are alike; replicas: " in drift.what) == ("ok", True)
+    assert (drift.level, "were compared and are equal; replicas: " in drift.what) == ("ok", True)
     servers.flush()
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[Single, Single]]:
-    """A primary, and a replica of it."""
+    """Start a primary and a replica."""
     with Single(lines=["repl-diskless-sync-delay 0"]) as primary:
         lines = [f"replicaof 127.0.0.1 {primary.port}", "replica-read-only no"]
         with Single(lines=lines) as replica:
@@ -126,8 +126,8 @@ def in_sync(primary: Single) -> None:
         ("later", "the expiries differ by "),
     ],
 )
-def test_a_replica_that_differs_is_told(how: str, words: str, pair: tuple[Single, Single]) -> None:
-    """Which key, and how; that of the others is alike is counted."""
+def test_replica_that_differs(how: str, words: str, pair: tuple[Single, Single]) -> None:
+    """The finding names the key and the difference."""
     primary, replica = pair
     primary.flush()
     spend(primary.uri)
@@ -145,17 +145,18 @@ def test_a_replica_that_differs_is_told(how: str, words: str, pair: tuple[Single
             replica.admin.persist(key)
         case _:
             replica.admin.expire(key, 90_000)
-    report = looked(primary.uri)
+    report = reconciled(primary.uri)
     (finding,) = [each for each in found(report, "drift") if each.level == "problem"]
     assert finding.where[0] == f"127.0.0.1:{replica.port} of 127.0.0.1:{primary.port}"
     assert finding.where[1].startswith(key)
     assert words in finding.where[1]
-    assert ", 1 differ from the primary's" in finding.what
+    assert finding.what.startswith("1 of ")
+    assert "keys differ from the primary" in finding.what
     replica.admin.delete(key)
 
 
-def test_what_is_on_the_way_is_no_drift(pair: tuple[Single, Single]) -> None:
-    """Keys that are spent on all the time differ now and then, and have not drifted apart."""
+def test_replication_lag_is_no_drift(pair: tuple[Single, Single]) -> None:
+    """Busy keys differ for a moment, and that is no finding."""
     primary, _ = pair
     primary.flush()
     done = Event()
@@ -172,22 +173,22 @@ def test_what_is_on_the_way_is_no_drift(pair: tuple[Single, Single]) -> None:
     try:
         until(lambda: primary.admin.dbsize() == 50, "all have been there", SECONDS_MAX)
         for _ in range(20):
-            told = found(looked(primary.uri), "drift")
+            told = found(reconciled(primary.uri), "drift")
             assert [each for each in told if each.level == "problem"] == []
     finally:
         done.set()
         thread.join()
 
 
-def test_a_replica_that_does_not_answer_is_told(pair: tuple[Single, Single]) -> None:
-    """It is not compared, and the rest is looked at all the same."""
+def test_replica_that_does_not_answer(pair: tuple[Single, Single]) -> None:
+    """It is not compared; the rest is checked anyway."""
     primary, replica = pair
     primary.flush()
     spend(primary.uri)
     in_sync(primary)
     replica.pause()
     try:
-        report = looked(primary.uri, options={"connect_ms": 300})
+        report = reconciled(primary.uri, options={"connect_ms": 300})
     finally:
         replica.resume()
     told = [each for each in found(report, "drift") if each.level == "warning"]

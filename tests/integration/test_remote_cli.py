@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.cli.answering import run
+from tests.cli.stub_service import run
 from tests.redis_servers.certificates import make_certificates
 from tests.service_process import ServiceProcess, run_to_end
 
@@ -48,8 +48,8 @@ RULES = {
 }
 
 
-class Served(NamedTuple):
-    """Where it is, and the secrets of two tokens."""
+class ServiceAccess(NamedTuple):
+    """The URL of a service, and two tokens."""
 
     url: str
     admin: str
@@ -58,13 +58,13 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def service() -> Iterator[Served]:
-    """One service for all; each test has users of its own."""
+def service() -> Iterator[ServiceAccess]:
+    """Start one service for all tests; each test uses its own users."""
     process = ServiceProcess(RULES)
     admin = created(process, "admin", "--role", "admin")
     acme = created(process, "acme", "--role", "check", "--scope", "tenant=acme")
     with process:
-        yield Served(process.url, admin, acme)
+        yield ServiceAccess(process.url, admin, acme)
 
 
 def created(service: ServiceProcess, *arguments: str) -> str:
@@ -74,24 +74,24 @@ def created(service: ServiceProcess, *arguments: str) -> str:
     return secret
 
 
-def test_check_spends_and_denies_over_the_limit(service: Served) -> None:
-    """Five of seven pass; the exit code says so, and so does the line."""
+def test_check_charges_and_denies(service: ServiceAccess) -> None:
+    """Five of seven are allowed; the exit code and the line show it."""
     first = run("check", "--user", "ann", url=service.url, TOKEN=service.admin)
     assert (first.output, first.exit_code) == ("allowed: 4 of 5 left of rule users\n", 0)
     more = run("check", "--user", "ann", "--count", "6", url=service.url, TOKEN=service.admin)
     assert more.exit_code == 1
     assert more.output.startswith(
-        "allowed 4, denied 2 of 6; the last: denied: 0 of 5 left of rule users, again in "
+        "allowed 4, denied 2 of 6; the last: denied: 0 of 5 left of rule users, retry in "
     )
-    told = json.loads(
+    answer = json.loads(
         run("check", "--user", "ann", "--json", url=service.url, TOKEN=service.admin).output
     )
-    assert (told["exit_code"], told["allowed"], told["kind"]) == (1, False, "limited")
-    assert 0 < told["retry_after"] <= 3_600
+    assert (answer["exit_code"], answer["allowed"], answer["kind"]) == (1, False, "limited")
+    assert 0 < answer["retry_after"] <= 3_600
 
 
-def test_peek_spends_nothing(service: Served) -> None:
-    """It answers as a check would, of whatever cost."""
+def test_peek_charges_nothing(service: ServiceAccess) -> None:
+    """It answers as a check with the same cost would."""
     for _ in range(2):
         for cost, code in (("5", 0), ("6", 2)):
             peeked = run(
@@ -113,8 +113,8 @@ def test_peek_spends_nothing(service: Served) -> None:
     assert (peeked.output, peeked.exit_code) == ("would be denied: 1 of 5 left of rule users\n", 1)
 
 
-def test_quota_shows_every_rule_that_applies(service: Served) -> None:
-    """Each limit on a line, those in shadow mode as well, and nothing is spent."""
+def test_quota_shows_every_rule_that_applies(service: ServiceAccess) -> None:
+    """Each limit is a line, also in shadow mode; nothing is charged."""
     request = ["--user", "cyd", "--api-key", "sk_1", "--endpoint", "/v1/export"]
     run("check", *request, url=service.url, TOKEN=service.admin)
     for _ in range(2):
@@ -123,22 +123,24 @@ def test_quota_shows_every_rule_that_applies(service: Served) -> None:
         names = [line.split()[0] for line in shown.output.splitlines()]
         assert names == ["RULE", "users", "users", "dear", "new"]
         assert " 4 of 5 " in shown.output.splitlines()[1]
-    told = json.loads(run("quota", *request, "--json", url=service.url, TOKEN=service.admin).output)
+    answer = json.loads(
+        run("quota", *request, "--json", url=service.url, TOKEN=service.admin).output
+    )
     remaining = {
-        rule["rule"]: [limit["remaining"] for limit in rule["limits"]] for rule in told["rules"]
+        rule["rule"]: [limit["remaining"] for limit in rule["limits"]] for rule in answer["rules"]
     }
     assert remaining == {"users": [4, 999], "dear": [7], "new": [0]}
 
 
-def test_a_shadow_rule_is_told_of(service: Served) -> None:
-    """It lets pass, and says that it would not."""
+def test_shadow_rule_is_shown(service: ServiceAccess) -> None:
+    """The request is allowed, and the line says that the rule would deny it."""
     request = ["--user", "dot", "--endpoint", "/v1/export"]
     run("check", *request, url=service.url, TOKEN=service.admin)
     peeked = run("check", "--peek", *request, url=service.url, TOKEN=service.admin)
     again = run("check", *request, url=service.url, TOKEN=service.admin)
     for each in (peeked, again):
         assert each.exit_code == 0
-        assert each.output.endswith("would be denied by the shadow rules: new\n")
+        assert each.output.endswith("shadow rules would deny it: new\n")
 
 
 @pytest.mark.parametrize(
@@ -154,23 +156,23 @@ def test_a_shadow_rule_is_told_of(service: Served) -> None:
         ),
     ],
 )
-def test_lists_and_attributes_arrive(
-    arguments: list[str], line: str, code: int, service: Served
+def test_lists_and_attributes(
+    arguments: list[str], line: str, code: int, service: ServiceAccess
 ) -> None:
-    """What is given is what the rules see."""
+    """The rules see the given fields."""
     result = run("check", *arguments, url=service.url, TOKEN=service.admin)
     assert (result.output, result.exit_code) == (line, code)
 
 
-def test_reset_and_grant_change_the_quota(service: Served) -> None:
-    """And say what they did."""
+def test_reset_and_grant_change_the_quota(service: ServiceAccess) -> None:
+    """They print what they did."""
     request = ["--user", "eve"]
     run("check", *request, "--cost", "5", url=service.url, TOKEN=service.admin)
     assert run("check", *request, url=service.url, TOKEN=service.admin).exit_code == 1
     done = run(
         "grant", *request, "--units", "2", "--ttl", "10m", url=service.url, TOKEN=service.admin
     )
-    assert (done.output, done.exit_code) == ("granted: user eve has 2 more for 10m\n", 0)
+    assert (done.output, done.exit_code) == ("granted: user eve has 2 more units for 10m\n", 0)
     checks = run("check", *request, "--count", "3", "--json", url=service.url, TOKEN=service.admin)
     assert json.loads(checks.output)["allowed"] == 2
     done = run("reset", *request, url=service.url, TOKEN=service.admin)
@@ -178,39 +180,39 @@ def test_reset_and_grant_change_the_quota(service: Served) -> None:
     assert "4 of 5 left" in run("check", *request, url=service.url, TOKEN=service.admin).output
 
 
-def test_tokens_are_asked_for_and_kept_to_what_they_are_for(service: Served) -> None:
-    """Without one, with a wrong one, and with one for less: exit code 2, and what to do."""
+def test_missing_and_insufficient_tokens(service: ServiceAccess) -> None:
+    """No token, a wrong one, and one without the permission: exit code 2 and a remedy."""
     for command in (["check"], ["quota"], ["reset"], ["grant", "--units", "1"]):
         for token in ("", "tk_wrong"):
             refused = run(*command, "--user", "fay", url=service.url, TOKEN=token)
             assert refused.exit_code == 2
-            assert "wants a token" in refused.stderr
+            assert "requires a token" in refused.stderr
             assert "TOLLKEEPER_TOKEN" in refused.stderr
             assert "tk_wrong" not in refused.stderr
     assert run("check", "--user", "fay", url=service.url, TOKEN=service.acme).exit_code == 0
     for command in (["check", "--tenant", "other"], ["reset"], ["grant", "--units", "1"]):
         refused = run(*command, "--user", "fay", url=service.url, TOKEN=service.acme)
         assert refused.exit_code == 2
-        assert refused.stderr.startswith("tollkeeper: the token may not do this: ")
+        assert refused.stderr.startswith("tollkeeper: the token does not allow this: ")
         assert service.acme not in refused.output
 
 
-def test_a_cost_that_can_never_fit_is_exit_code_2(service: Served) -> None:
-    """It is no denial: to wait would not help."""
+def test_cost_that_can_never_fit_is_exit_code_2(service: ServiceAccess) -> None:
+    """It is not a denial: waiting would not help."""
     result = run("check", "--user", "gus", "--cost", "9", url=service.url, TOKEN=service.admin)
     assert result.exit_code == 2
     assert "answers 422: " in result.stderr
 
 
-def test_it_works_in_a_process_of_its_own(service: Served) -> None:
-    """The whole way, with the address and the token from the environment."""
+def test_check_in_a_process(service: ServiceAccess) -> None:
+    """With the URL and the token in the environment."""
     environment = {"TOLLKEEPER_URL": service.url, "TOLLKEEPER_TOKEN": service.admin}
     done = run_to_end(["check", "--user", "hal", "--json"], **environment)
     assert (done.returncode, json.loads(done.stdout)["remaining"]) == (0, 4), done.stderr
 
 
-def test_over_tls_the_certificate_has_to_be_trusted(tmp_path: Path) -> None:
-    """With --ca the service is asked; without, it is not, and the token is not sent."""
+def test_tls_certificate_must_be_trusted(tmp_path: Path) -> None:
+    """With --ca the call succeeds; without it, the token is not sent."""
     made = make_certificates(tmp_path)
     options = ("--tls-cert", str(made.server_cert_path), "--tls-key", str(made.server_key_path))
     with ServiceProcess(RULES, *options) as service:
@@ -220,4 +222,4 @@ def test_over_tls_the_certificate_has_to_be_trusted(tmp_path: Path) -> None:
         refused = run("check", "--user", "ida", url=service.url)
         assert refused.exit_code == 2
         assert "certificate verify failed" in refused.stderr
-        assert "signed its certificate with --ca" in refused.stderr
+        assert "signed its certificate in --ca" in refused.stderr

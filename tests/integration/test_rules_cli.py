@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from tests.postgres_server import PASSWORD, Postgres, running_postgres
 from tests.redis_servers import Single, running
 from tollkeeper import open_store
-from tollkeeper.cli import rules_change
+from tollkeeper.cli import rules as rules_command
 from tollkeeper.cli.main import app
 from tollkeeper.control.follow import TOPIC
 from tollkeeper.control.repository import Repository
@@ -36,7 +36,7 @@ UNSAFE = DOCUMENT.format(rate=10) + 'deny: ["*"]\n'
 
 
 class Done(NamedTuple):
-    """What came of a command."""
+    """The result of a command."""
 
     returncode: int
     stdout: str
@@ -48,7 +48,7 @@ Cli = Callable[..., Done]
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An empty database; with SQLite, a file that is not there yet."""
+    """Return an empty database; with SQLite, a file that does not exist yet."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path}/rules.db"
     return running_postgres().new_database()
@@ -66,7 +66,7 @@ def _documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def process(url: str) -> Cli:
-    """Runs `tollkeeper rules` in a process of its own, which knows the database."""
+    """Run `tollkeeper rules` in a process, with the database in its environment."""
 
     def run(*arguments: str, **environment: str) -> Done:
         started = start(*arguments, TOLLKEEPER_DATABASE=url, **environment)
@@ -78,7 +78,7 @@ def process(url: str) -> Cli:
 
 @pytest.fixture
 def cli(url: str) -> Cli:
-    """The same in this process, which takes a tenth of the time."""
+    """Do the same in this process, which takes a tenth of the time."""
 
     def run(*arguments: str, **environment: str) -> Done:
         result = CliRunner().invoke(
@@ -90,7 +90,7 @@ def cli(url: str) -> Cli:
 
 
 def clean(done: Done) -> Done:
-    """It, if it shows neither a traceback nor the password."""
+    """Return the result after checking that it has neither a traceback nor the password."""
     assert "Traceback" not in done.stderr
     assert PASSWORD not in done.stdout + done.stderr
     assert quote(PASSWORD, safe="") not in done.stdout + done.stderr
@@ -121,7 +121,7 @@ def canonical(rate: int) -> str:
     return to_yaml(read(DOCUMENT.format(rate=rate)))
 
 
-def test_a_document_from_its_first_version_to_a_rollback(process: Cli) -> None:
+def test_versions_from_the_first_to_a_rollback(process: Cli) -> None:
     """AppliedRule, changed, compared, shown, rolled back; and the history tells it all."""
     first = process("apply", "10.yaml", "--author", "ann", "--reason", "launch")
     assert first.stdout.startswith("based on no version\n--- no version\n+++ 10.yaml\n")
@@ -131,7 +131,9 @@ def test_a_document_from_its_first_version_to_a_rollback(process: Cli) -> None:
     assert re.match(r"based on version 1 \(by ann, \d{4}-\d\d-\d\d [\d:]{8}Z\)\n", second.stdout)
     assert "-  limits: [10/second]\n+  limits: [20/second]\n" in second.stdout
     assert last_line(second) == "version 2 is in force"
-    assert last_line(process("apply", "20.yaml")) == "nothing to change: version 2 says the same"
+    assert (
+        last_line(process("apply", "20.yaml")) == "nothing to change: version 2 has the same rules"
+    )
 
     assert process("show").stdout == canonical(20)
     assert process("show", "--version", "1").stdout == canonical(10)
@@ -157,8 +159,8 @@ def test_a_document_from_its_first_version_to_a_rollback(process: Cli) -> None:
     ]
 
 
-def test_versions_and_files_are_compared(cli: Cli) -> None:
-    """Two versions, a version and a file, a file and what is in force; as diff(1) answers."""
+def test_diff_of_versions_and_files(cli: Cli) -> None:
+    """Two versions, a version and a file, a file and the current version; exit codes of diff(1)."""
     cli("apply", "10.yaml")
     assert cli("diff", "10.yaml").returncode == 0
     before = cli("diff", "20.yaml")
@@ -175,8 +177,8 @@ def test_versions_and_files_are_compared(cli: Cli) -> None:
     assert answer(cli("diff", "1", "2", "--json"), 1)["equal"] is False
 
 
-def test_a_dry_run_answers_as_apply_would_and_changes_nothing(cli: Cli) -> None:
-    """The diff, the reasons to refuse it, the conflict."""
+def test_dry_run_changes_nothing(cli: Cli) -> None:
+    """It prints the diff, the reasons for a rejection, or the conflict, as apply would."""
     cli("apply", "10.yaml")
     tried = cli("apply", "20.yaml", "--dry-run")
     assert "+  limits: [20/second]" in tried.stdout
@@ -193,8 +195,8 @@ def test_a_dry_run_answers_as_apply_would_and_changes_nothing(cli: Cli) -> None:
     assert last_line(cli("apply", "other.yaml")) == "version 3 is in force"
 
 
-def test_what_is_unsafe_is_refused_with_the_reasons_unless_forced(process: Cli) -> None:
-    """Exit code 1, and nothing has changed."""
+def test_unsafe_document_is_rejected_unless_forced(process: Cli) -> None:
+    """Exit code 1 with the reasons, and nothing changes."""
     refused = process("apply", "unsafe.yaml")
     assert refused.returncode == 1
     assert 'deny[0]: "*": every request with an api_key or a user is denied' in refused.stderr
@@ -206,8 +208,8 @@ def test_what_is_unsafe_is_refused_with_the_reasons_unless_forced(process: Cli) 
     assert last_line(process("apply", "unsafe.yaml", "--force")) == "version 1 is in force"
 
 
-def test_a_wrong_document_never_gets_to_the_database(cli: Cli) -> None:
-    """It is told with file and line, and no database is made for it."""
+def test_invalid_document_is_not_applied(cli: Cli) -> None:
+    """Its problems have file and line, and no database is created."""
     Path("bad.yaml").write_text("version: 1\nrules: 7\n", encoding="utf-8")
     done = cli("apply", "bad.yaml")
     assert done.returncode == 1
@@ -217,8 +219,8 @@ def test_a_wrong_document_never_gets_to_the_database(cli: Cli) -> None:
     assert not Path("rules.db").exists()
 
 
-def test_a_change_of_an_old_version_is_exit_code_3(cli: Cli) -> None:
-    """With what to do; nothing has changed."""
+def test_change_of_an_old_version_is_exit_code_3(cli: Cli) -> None:
+    """The message says what to do; nothing changes."""
     cli("apply", "10.yaml", "--expected", "0")
     cli("apply", "20.yaml", "--expected", "1")
     late = cli("apply", "30.yaml", "--expected", "1")
@@ -231,12 +233,12 @@ def test_a_change_of_an_old_version_is_exit_code_3(cli: Cli) -> None:
     assert cli("show").stdout == canonical(20)
 
 
-def test_without_expected_it_is_a_change_of_what_there_was_at_the_start(
+def test_expected_version_is_the_one_at_the_start(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody else who comes between looking and applying is not overwritten."""
+    """A change of another person during the command is not overwritten."""
     cli("apply", "10.yaml")
-    begin = rules_change._begin
+    begin = rules_command._begin
 
     async def begin_and_be_overtaken(repository: Repository, *given: Any) -> Any:
         step = await begin(repository, *given)
@@ -245,15 +247,15 @@ def test_without_expected_it_is_a_change_of_what_there_was_at_the_start(
         return step
 
     with monkeypatch.context() as patch:
-        patch.setattr(rules_change, "_begin", begin_and_be_overtaken)
+        patch.setattr(rules_command, "_begin", begin_and_be_overtaken)
         late = cli("apply", "30.yaml")
     assert late.returncode == 3
     assert "tollkeeper rules diff 1 2" in late.stderr
     assert cli("show").stdout == canonical(20)
 
 
-def test_of_many_at_once_one_wins_and_the_others_are_told(process: Cli, url: str) -> None:
-    """All changes of version 1: one is in force, each other one ends with exit code 3."""
+def test_one_of_many_concurrent_changes_wins(process: Cli, url: str) -> None:
+    """All are based on version 1: one is applied, every other one is exit code 3."""
     process("apply", "10.yaml")
     for number in range(WRITERS):
         text = DOCUMENT.format(rate=100 + number)
@@ -272,14 +274,14 @@ def test_of_many_at_once_one_wins_and_the_others_are_told(process: Cli, url: str
     assert [each["version"] for each in answer(process("history", "--json"))] == [2, 1]
 
 
-def test_without_a_name_the_login_signs(cli: Cli) -> None:
-    """And an empty name does not."""
+def test_default_author_is_the_login_name(cli: Cli) -> None:
+    """An empty name is rejected."""
     assert answer(cli("apply", "10.yaml", "--json"))["author"] == getpass.getuser()
     assert cli("apply", "20.yaml", "--author", "").returncode == 2
 
 
 def test_apply_as_json(cli: Cli) -> None:
-    """The new version, what it was based on, whether anything changed, and the diff."""
+    """The new version, its base, whether anything changed, and the diff."""
     cli("apply", "10.yaml")
     made = answer(cli("apply", "20.yaml", "--json", "--author", "ann", "--reason", "why not"))
     assert {name: made[name] for name in ("version", "before", "changed", "author", "reason")} == {
@@ -294,16 +296,16 @@ def test_apply_as_json(cli: Cli) -> None:
     assert (again["version"], again["changed"], again["diff"]) == (2, False, "")
 
 
-def test_what_is_in_force_is_explained(cli: Cli) -> None:
-    """By the rules of the database, whose version is named."""
+def test_explain_the_current_version(cli: Cli) -> None:
+    """The output names the version in the database."""
     cli("apply", "20.yaml")
     found = answer(cli("explain", "--user", "42", "--json"))
     assert (found["source"], found["verdict"]) == ("version 1", "allowed")
     assert found["rules"][0]["limits"] == ["20/second"]
 
 
-def test_nodes_are_told_through_redis(cli: Cli) -> None:
-    """Of an apply and of a rollback. If nobody can be told, the version is in force anyway."""
+def test_new_version_is_announced(cli: Cli) -> None:
+    """After an apply and a rollback. If that fails, the version is in force anyway."""
     server = cast("Single", running("single"))
     with closing(open_store(server.uri)) as store:
         listening = cast("Any", store).subscribe(TOPIC)
@@ -321,8 +323,8 @@ def test_nodes_are_told_through_redis(cli: Cli) -> None:
     assert "warning: not announced" in done.stderr
 
 
-def test_a_database_that_is_away_is_exit_code_2_and_its_password_is_not_told() -> None:
-    """No server, a wrong password, no such database; in one line each, as text and as JSON."""
+def test_unavailable_database_is_exit_code_2() -> None:
+    """No server, a wrong password, no such database: one line each, without the password."""
     server = running_postgres()
     with Postgres() as other:
         gone = other.url()

@@ -1,7 +1,7 @@
 """`tollkeeper top` of a real service with a real Redis: in a terminal, in a pipe, as JSON.
 
-The terminal is one of the kernel's (a pty). What is written to it is looked at as bytes: the screen
-is entered and left, frames come, and a new size is followed.
+The terminal is a pty of the kernel. The test checks the bytes that are written to it: the alternate
+screen is entered and left, frames arrive, and a new size is used.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _SEQUENCE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 @pytest.fixture(scope="module")
 def redis() -> Iterator[Single]:
-    """One that a test may stop."""
+    """Start a server that a test may stop."""
     with Single() as server:
         yield server
 
 
-class Served(ServiceProcess):
-    """A service with a token for those who check, and one for those who look."""
+class TokenService(ServiceProcess):
+    """A service with one token for checks and one for reading."""
 
     def __init__(self, *options: str) -> None:
         super().__init__(RULES, *options, workers=2)
@@ -60,15 +60,15 @@ class Served(ServiceProcess):
 
 
 @pytest.fixture(scope="module")
-def service(redis: Single) -> Iterator[Served]:
-    """With two workers, so that what is shown is of both."""
-    with Served("--store", redis.uri) as process:
+def service(redis: Single) -> Iterator[TokenService]:
+    """Start a service with two workers: frames show the sums of both."""
+    with TokenService("--store", redis.uri) as process:
         yield process
 
 
 @contextmanager
-def load(service: Served) -> Iterator[None]:
-    """Somebody who asks all the time."""
+def load(service: TokenService) -> Iterator[None]:
+    """Send checks all the time."""
     done = Event()
     token = {"authorization": f"Bearer {service.check}"}
 
@@ -88,7 +88,7 @@ def load(service: Served) -> Iterator[None]:
 
 
 class Terminal:
-    """A command in a terminal of its own."""
+    """A command in its own terminal."""
 
     def __init__(
         self, *arguments: str, columns: int = 100, lines: int = 24, token: str = ""
@@ -99,7 +99,7 @@ class Terminal:
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "", "LINES": ""}
         environment["TOLLKEEPER_TOKEN"] = token
         self.process = subprocess.Popen(
-            # Its controlling terminal, so that the kernel tells it of a new size.
+            # The controlling terminal, so that the kernel signals a new size.
             ["setsid", "--ctty", sys.executable, "-m", "tollkeeper", *arguments],
             stdin=theirs,
             stdout=theirs,
@@ -112,7 +112,7 @@ class Terminal:
         fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def read(self) -> bytes:
-        """All that was written so far."""
+        """Return everything that was written so far."""
         while select.select([self._ours], [], [], 0.01)[0]:
             try:
                 found = os.read(self._ours, 65_536)
@@ -124,12 +124,12 @@ class Terminal:
         return self.written
 
     def frames(self) -> list[str]:
-        """The whole frames so far, as text."""
+        """Return the complete frames so far, as text."""
         pieces = self.read().split(HOME)[1:]
         return [_SEQUENCE.sub(b"", piece).decode(errors="replace") for piece in pieces]
 
     def await_frame(self, *words: str) -> str:
-        """The last frame, once it has these words."""
+        """Wait until the last frame has these words, and return it."""
 
         def found() -> str | None:
             last = (self.frames() or [""])[-1]
@@ -138,7 +138,7 @@ class Terminal:
         return until(found, f"a frame with {words}", SECONDS_MAX, lambda: self.frames()[-1:])
 
     def close(self) -> int:
-        """Its exit code."""
+        """Wait for the command, and return its exit code."""
         try:
             self.read()
             return self.process.wait(SECONDS_MAX)
@@ -149,19 +149,17 @@ class Terminal:
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_a_terminal_shows_frames_and_is_left_as_it_was(
-    how: signal.Signals, service: Served
-) -> None:
-    """Rates of all workers; Ctrl-C, or being told to end, ends it without a word."""
+def test_frames_on_a_terminal(how: signal.Signals, service: TokenService) -> None:
+    """Rates of all workers; Ctrl-C and SIGTERM end it quietly and restore the terminal."""
     with load(service):
         terminal = Terminal("top", "--interval", "1", "--url", service.url)
         try:
             frame = terminal.await_frame("users", "keys", "DENIED/S", " denied (")
             assert "2 workers" in frame
             assert "closed" in frame
-            terminal.await_frame("waited for p50")
+            terminal.await_frame("calls took p50")
             terminal.process.send_signal(how)
-            until(lambda: terminal.process.poll() is not None, "it has ended", SECONDS_MAX)
+            until(lambda: terminal.process.poll() is not None, "the command has ended", SECONDS_MAX)
         finally:
             code = terminal.close()
     written = terminal.written
@@ -172,8 +170,8 @@ def test_a_terminal_shows_frames_and_is_left_as_it_was(
     assert b"Abort" not in written
 
 
-def test_those_who_come_most_are_named_to_who_may_see_them(service: Served) -> None:
-    """With a token for reading; without one, all the rest is shown."""
+def test_busiest_keys_need_a_token_for_reading(service: TokenService) -> None:
+    """Without one, everything else is shown."""
     with load(service):
         url = service.url
         terminal = Terminal("top", "--interval", "1", "--url", url, token=service.read)
@@ -183,17 +181,17 @@ def test_those_who_come_most_are_named_to_who_may_see_them(service: Served) -> N
         finally:
             assert terminal.close() == 0
     for token, named in ((service.read, True), (service.check, False), ("", False)):
-        told = run_to_end(
+        as_json = run_to_end(
             ["top", "--json", "--interval", "1", "--url", url], TOLLKEEPER_TOKEN=token
         )
-        found = json.loads(told.stdout)
+        found = json.loads(as_json.stdout)
         assert (found["denied_most"] is not None) is named
         assert found["rules"]
     assert service.read.encode() not in terminal.written
 
 
-def test_a_new_size_is_followed_at_once(service: Served) -> None:
-    """Not at the next interval: that is an hour away."""
+def test_resize_redraws_at_once(service: TokenService) -> None:
+    """It does not wait for the next interval, which is in an hour."""
     terminal = Terminal("top", "--interval", "3600", "--url", service.url)
     try:
         wide = terminal.await_frame("service", "RULE")
@@ -211,15 +209,15 @@ def test_a_new_size_is_followed_at_once(service: Served) -> None:
         assert terminal.close() == 0
 
 
-def test_a_service_that_goes_away_leaves_the_last_frame() -> None:
-    """With a line that says why; and when it is back, so are the numbers."""
+def test_last_frame_stays_when_the_service_stops() -> None:
+    """With a line that says why."""
     with ServiceProcess(RULES) as service:
         port = service.url.rpartition(":")[2]
         terminal = Terminal("top", "--interval", "1", "--url", service.url)
         try:
             terminal.await_frame("service", "ready")
             service.end()
-            frame = terminal.await_frame("as it was", "cannot be asked")
+            frame = terminal.await_frame("as it was", "cannot be reached")
             assert f":{port}" in frame
             assert "RULE" in frame
             terminal.process.send_signal(signal.SIGINT)
@@ -227,17 +225,17 @@ def test_a_service_that_goes_away_leaves_the_last_frame() -> None:
             assert terminal.close() == 0
 
 
-def test_once_and_json_print_one_frame(service: Served) -> None:
-    """In a pipe: plain lines, and rates as the load makes them."""
+def test_once_and_json_print_one_frame(service: TokenService) -> None:
+    """In a pipe: plain lines with the rates of the load."""
     with load(service):
         done = run_to_end(["top", "--once", "--interval", "2", "--url", service.url])
-        told = run_to_end(["top", "--json", "--interval", "3", "--url", service.url])
+        as_json = run_to_end(["top", "--json", "--interval", "3", "--url", service.url])
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
     lines = done.stdout.splitlines()
     assert lines[0].startswith(f"service   {service.url}")
     assert [line.split()[0] for line in lines[-3:]] == ["RULE", "keys", "users"]
-    found = json.loads(told.stdout)
+    found = json.loads(as_json.stdout)
     assert found["workers"] == 2
     rules = {rule["rule"]: rule for rule in found["rules"]}
     assert rules["keys"]["allowed"] > 0
@@ -247,8 +245,8 @@ def test_once_and_json_print_one_frame(service: Served) -> None:
     assert [each["state"] for each in found["breakers"]] == ["closed"]
 
 
-def test_a_pipe_gets_frame_after_frame_until_it_is_closed(service: Served) -> None:
-    """As with any program: `tollkeeper top | head`."""
+def test_pipe_gets_frames_until_it_is_closed(service: TokenService) -> None:
+    """As in `tollkeeper top | head`."""
     command = [sys.executable, "-m", "tollkeeper", "top", "--interval", "1", "--url", service.url]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
@@ -267,14 +265,14 @@ def test_a_pipe_gets_frame_after_frame_until_it_is_closed(service: Served) -> No
     assert b"\x1b" not in read
 
 
-def test_a_store_that_is_away_is_seen(service: Served, redis: Single) -> None:
-    """Degraded checks, the errors, and the breaker that opened."""
+def test_unavailable_store_is_shown(service: TokenService, redis: Single) -> None:
+    """With the open breaker."""
     with load(service):
         redis.pause()
         try:
             terminal = Terminal("top", "--interval", "1", "--url", service.url, columns=160)
             try:
-                terminal.await_frame("away: ", " open (")
+                terminal.await_frame("unavailable: ", " open (")
                 terminal.process.send_signal(signal.SIGINT)
             finally:
                 assert terminal.close() == 0

@@ -1,21 +1,33 @@
-"""`tollkeeper doctor`: is this store fit for use, and if not, what mends it?
+"""`tollkeeper doctor`: check that a store is fit for use, and name the remedy for each problem.
 
-Looks at what the URI says, at every server, and at the whole way of a check, which it goes with
-subjects of its own. Knows nothing of terminals: `cli.py` prints what is found here.
+It checks the URI, every server, and a complete check of a temporary subject on each primary.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
 from urllib.parse import unquote, urlsplit
 
+import typer
+
+from tollkeeper.cli.common import (
+    FindingLines,
+    JsonOption,
+    PrefixOption,
+    StoreOption,
+    print_findings,
+    print_json,
+    print_text,
+)
 from tollkeeper.core.errors import ConfigError, StoreError, StoreUnavailable
+from tollkeeper.core.version import __version__
 from tollkeeper.decide import kernel
 from tollkeeper.decide.store import Store, StoreStats
 from tollkeeper.decide.stores import open_store
@@ -31,7 +43,7 @@ from tollkeeper.decide.stores.redis.findings import (
 from tollkeeper.limiter import Limiter
 
 if TYPE_CHECKING:
-    # These need the libraries of the redis extra, which memory:// and shared:// do without.
+    # These need the libraries of the redis extra; memory:// and shared:// do not.
     from tollkeeper.decide.stores.redis.health import RedisHealth
     from tollkeeper.decide.stores.redis.topology import Topology
 
@@ -41,38 +53,89 @@ CHECKS: Final = (
     *("persistence", "eviction", "memory", "clock", "replication", "sentinel", "cluster"),
     "round trip",
 )
-"""Everything that is looked at, in the order it is told; not all of it for every store."""
+"""All checks, in the order in which they are printed. Not every store has all of them."""
 
-# What the scripts do inside the server, which the user must be allowed to.
+# The commands that the scripts call; the user needs permission for them.
 SCRIPT_COMMANDS: Final = ("hget", "hset", "hdel", "pttl", "pexpire", "time")
 FULLNESS_HIGH: Final = 0.9
 _SUBJECTS_TRIED_MAX: Final = 10_000
 _NS_PER_MS: Final = 1_000_000
 
 
+_CHECK_WIDTH: Final = 16
+
+
+def doctor(
+    store: StoreOption,
+    as_json: JsonOption = False,
+    prefix: PrefixOption = None,
+    deadline_ms: Annotated[
+        str | None, typer.Option(help="The deadline of a check.", metavar="MS")
+    ] = None,
+    connect_ms: Annotated[
+        str | None, typer.Option(help="The timeout of a connection attempt.", metavar="MS")
+    ] = None,
+) -> None:
+    """Check a store; print each problem with its remedy.
+
+    Connects to every server, and checks login, version, permissions, scripts, persistence,
+    eviction, memory, clocks, replication, Sentinels, the state of the cluster and the round-trip
+    time. It counts a temporary subject for a moment, and leaves nothing behind.
+
+    Exit code: 0 if there are no problems, or only warnings; 1 if there are problems; 2 if the store
+    cannot be reached or an argument is wrong.
+
+    Example: tollkeeper doctor --store redis://localhost:6379
+
+    Example: tollkeeper doctor --store redis+cluster://h1:7000,h2:7000 --json
+    """
+    report = examine(store, prefix=prefix, deadline_ms=deadline_ms, connect_ms=connect_ms)
+    if as_json:
+        print_json(
+            {
+                "tollkeeper": __version__,
+                "store": report.store,
+                "exit_code": report.exit_code,
+                "findings": [asdict(finding) for finding in report.findings],
+            }
+        )
+    else:
+        print_findings(map(_lines_of, report.findings), _CHECK_WIDTH)
+        counts = Counter(finding.level for finding in report.findings)
+        summary = f"problems {counts['problem']}, warnings {counts['warning']}"
+        print_text(f"{report.store}: {summary}")
+    raise typer.Exit(report.exit_code)
+
+
+def _lines_of(finding: HealthFinding) -> FindingLines:
+    nodes = f" ({', '.join(finding.nodes)})" if finding.nodes else ""
+    remedy = (f"-> {finding.remedy}",) if finding.remedy else ()
+    return FindingLines(finding.level, finding.check, f"{finding.found}{nodes}", remedy)
+
+
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What was found about a store."""
+class DoctorReport:
+    """The findings about a store."""
 
     store: str
-    """Its URI, without secrets."""
+    """The URI of the store, without secrets."""
     findings: tuple[HealthFinding, ...]
     usable: bool
-    """Could it be opened, and does any server answer?"""
+    """Whether the store could be opened and at least one server answers."""
 
     @property
     def exit_code(self) -> int:
-        """0: fine, or warnings only. 1: problems. 2: of no use as it is."""
+        """0: no problems, or only warnings. 1: problems. 2: the store cannot be used."""
         if not self.usable:
             return 2
         return int(any(finding.level == "problem" for finding in self.findings))
 
 
-def examine(uri: str, **options: object) -> Report:
-    """Look at the store that a URI names. `options` as in `open_store`; None is one not given.
+def examine(uri: str, **options: object) -> DoctorReport:
+    """Check the store at a URI. `options` are those of `open_store`; None means not given.
 
-    Takes seconds at most. Writes nothing that stays: a `shared://` file that is not there is not
-    made, and the subjects it counts are reset.
+    Takes a few seconds at most and leaves nothing behind: it does not create a missing `shared://`
+    file, and it resets the subjects that it counts.
     """
     scheme, separator, _ = uri.partition("://")
     scheme = scheme.lower() if separator else ""
@@ -86,35 +149,35 @@ def examine(uri: str, **options: object) -> Report:
             return _examine_memory(uri, given)
     except ConfigError as error:
         wrong = HealthFinding(
-            "uri", "problem", str(error), "correct it, or the option that it names"
+            "uri", "problem", str(error), "correct the URI, or the option in the message"
         )
-        return Report(f"{scheme}://", (wrong,), usable=False)
+        return DoctorReport(f"{scheme}://", (wrong,), usable=False)
     known = ", ".join(f"{name}://" for name in ("memory", "shared", *REDIS_SCHEMES))
-    # Nothing of it is repeated: it may hold a password anywhere.
+    # The URI is not repeated: it may contain a password.
     wrong = HealthFinding(
-        "uri", "problem", "the URI has no known scheme", f"begin it with one of {known}"
+        "uri", "problem", "the URI has no known scheme", f"start it with one of {known}"
     )
-    return Report("unknown", (wrong,), usable=False)
+    return DoctorReport("unknown", (wrong,), usable=False)
 
 
-def _examine_memory(uri: str, options: dict[str, object]) -> Report:
+def _examine_memory(uri: str, options: dict[str, object]) -> DoctorReport:
     with closing(open_store(uri, None, **options)) as store:
         room = f"for {store.stats().states_max:,} states"
-    here = "quotas of each process by itself, so there is nothing to connect to"
+    here = "each process has its own quotas, so there is nothing to connect to"
     findings = (HealthFinding("uri", "ok", here), _kernel(), HealthFinding("capacity", "ok", room))
-    return Report(uri, findings, usable=True)
+    return DoctorReport(uri, findings, usable=True)
 
 
 def _kernel() -> HealthFinding:
     if kernel.BUILT:
-        return HealthFinding("kernel", "ok", "the C kernel decides")
-    remedy = "install a C compiler and the Python headers, then tollkeeper again"
+        return HealthFinding("kernel", "ok", "the C kernel is in use")
+    remedy = "install a C compiler and the Python headers, then reinstall tollkeeper"
     return HealthFinding(
-        "kernel", "warning", "not built: Python decides, some 20 times slower", remedy
+        "kernel", "warning", "not built: decisions in Python are about 20 times slower", remedy
     )
 
 
-def _examine_shared(uri: str, options: dict[str, object]) -> Report:
+def _examine_shared(uri: str, options: dict[str, object]) -> DoctorReport:
     parts = urlsplit(uri)
     path = Path(unquote(parts.path))
     if not parts.netloc and path.name and not path.exists():
@@ -122,47 +185,47 @@ def _examine_shared(uri: str, options: dict[str, object]) -> Report:
     try:
         store = open_store(uri, None, **options)
     except StoreError as error:
-        remedy = "correct the path, or its owner and mode; or delete the file to make it anew"
+        remedy = "correct the path, or its owner and mode; or delete the file to create a new one"
         wrong = HealthFinding("file", "problem", str(error), remedy)
-        return Report(uri, (wrong,), usable=False)
+        return DoctorReport(uri, (wrong,), usable=False)
     with closing(store):
         capacity = _capacity(store.stats(), parts.path)
-    found = f"{path} is there and of this version"
-    return Report(uri, (HealthFinding("file", "ok", found), _kernel(), capacity), usable=True)
+    found = f"{path} exists and has the current format"
+    return DoctorReport(uri, (HealthFinding("file", "ok", found), _kernel(), capacity), usable=True)
 
 
 def _capacity(stats: StoreStats, path: str) -> HealthFinding:
     found = f"{stats.states:,} of {stats.states_max:,} states"
     if stats.fullness < FULLNESS_HIGH and not stats.refused:
         return HealthFinding("capacity", "ok", found)
-    found += f"; {stats.refused:,} new ones found no room"
+    found += f"; {stats.refused:,} new ones were rejected because the file was full"
     larger = f"shared://{path}?capacity={2 * stats.states_max}"
     remedy = f"stop the service, delete the file, and start it with {larger}"
     return HealthFinding("capacity", "warning", found, remedy)
 
 
-def _examine_missing(uri: str, path: Path) -> Report:
-    """Not opened, because that would make the file, and as whoever runs this."""
+def _examine_missing(uri: str, path: Path) -> DoctorReport:
+    """Report a missing file. Opening it would create it, with this user as its owner."""
     usable = path.parent.is_dir() and os.access(path.parent, os.W_OK | os.X_OK)
     if usable:
-        found = f"{path} is not there yet; the first process that opens it makes it"
+        found = f"{path} does not exist yet; the first process that opens it creates it"
         missing = HealthFinding("file", "warning", found, "start the service, or correct the path")
     else:
-        found = f"{path} is not there, and this user cannot make it"
-        remedy = f"mkdir -p {path.parent}, and give it to the user that runs the service"
+        found = f"{path} does not exist, and this user cannot create it"
+        remedy = f"mkdir -p {path.parent}, and make the user of the service its owner"
         missing = HealthFinding("file", "problem", found, remedy)
-    return Report(uri, (missing, _kernel()), usable)
+    return DoctorReport(uri, (missing, _kernel()), usable)
 
 
-def _examine_redis(uri: str, options: dict[str, object]) -> Report:
+def _examine_redis(uri: str, options: dict[str, object]) -> DoctorReport:
     config = parse_redis(uri, **options)
     deadline_ms = config.deadline_ns / _NS_PER_MS
     found = f"{config.shown()}, prefix {config.prefix}, deadline {deadline_ms:g} ms"
     findings = [HealthFinding("uri", "ok", found)]
-    # Whether calls meet the deadline is told by the round trip; here it is whether they work.
+    # "round trip" checks the deadline; here, the calls only have to work.
     patient_ms = max(config.deadline_ns, config.connect_ns) / _NS_PER_MS
     with closing(open_store(uri, None, **{**options, "deadline_ms": patient_ms})) as store:
-        # Imported here: open_store has said by now if their libraries are missing.
+        # Imported here: open_store has reported a missing library by now.
         from tollkeeper.decide.stores.redis.health import survey  # noqa: PLC0415 - see above
         from tollkeeper.decide.stores.redis.topology import Topology  # noqa: PLC0415 - see above
 
@@ -170,22 +233,22 @@ def _examine_redis(uri: str, options: dict[str, object]) -> Report:
             try:
                 health = survey(topology, config)
             except StoreError as error:
-                remedy = "start the servers that the URI names, or correct it"
+                remedy = "start the servers in the URI, or correct it"
                 findings.append(HealthFinding("connection", "problem", str(error), remedy))
-                return Report(config.shown(), tuple(findings), usable=False)
+                return DoctorReport(config.shown(), tuple(findings), usable=False)
             findings += health.findings
             usable = any(node.reachable for node in health.nodes)
             if usable:
                 findings += _try_scripts(store, topology, health, config)
-                findings += _what_is_fine(findings, health, config)
+                findings += _ok_findings(findings, health, config)
     findings.sort(key=lambda finding: CHECKS.index(finding.check))
-    return Report(config.shown(), tuple(findings), usable)
+    return DoctorReport(config.shown(), tuple(findings), usable)
 
 
 def _try_scripts(
     store: Store, topology: Topology, health: RedisHealth, config: RedisConfig
 ) -> tuple[HealthFinding, ...]:
-    """Go the whole way of a check on each primary."""
+    """Check, refund, grant and reset a temporary subject on each primary."""
     user = config.username or "default"
     allowed = " ".join(f"+{name}" for name in ("eval", "evalsha", "script|load", *SCRIPT_COMMANDS))
     limiter = Limiter("10/second", store=store, name="doctor", on_failure="raise")
@@ -197,7 +260,7 @@ def _try_scripts(
         try:
             _try_verbs(limiter, subject)
         except StoreError as error:
-            check, remedy = "scripts", "mend what it says; until then checks fail"
+            check, remedy = "scripts", "fix what the message says; until then, checks fail"
             if FORBIDDEN.search(str(error)):
                 check, remedy = "permissions", f"ACL SETUSER {user} ~{config.prefix}:* {allowed}"
             findings.append(HealthFinding(check, "problem", str(error), remedy, (address,)))
@@ -205,7 +268,7 @@ def _try_scripts(
 
 
 def _subjects(topology: Topology, prefix: str) -> Iterator[tuple[str, str]]:
-    """For each primary a subject that nobody else has."""
+    """Yield each primary with a new subject that is stored there."""
     from tollkeeper.decide.stores.redis.topology import slot_of  # noqa: PLC0415 - the redis extra
 
     left = set(topology.primaries())
@@ -227,25 +290,25 @@ def _try_verbs(limiter: Limiter, subject: str) -> None:
     after = limiter.peek(subject)
     if (first.allowed, first.remaining, after.remaining) != (True, 9, 10):
         raise StoreUnavailable(
-            f"of 10 units, a new subject had {first.remaining} left after one and "
-            f"{after.remaining} after a reset; another program writes under this prefix"
+            f"of 10 units, a new subject had {first.remaining} left after one check and "
+            f"{after.remaining} after a reset; another program writes keys with this prefix"
         )
 
 
-def _what_is_fine(
+def _ok_findings(
     findings: Sequence[HealthFinding], health: RedisHealth, config: RedisConfig
 ) -> Iterator[HealthFinding]:
-    """A line for each check that has found nothing wrong."""
-    told = {finding.check for finding in findings}
+    """Yield a finding for each check without problems."""
+    reported = {finding.check for finding in findings}
     if any(finding.check == "permissions" and finding.level == "problem" for finding in findings):
-        told.add("scripts")
+        reported.add("scripts")
     nodes = [node for node in health.nodes if node.reachable]
     fine: dict[str, str | None] = {
         "connection": f"{len(nodes)} of {len(health.nodes)} servers answer",
         "authentication": f"as {config.username or 'the default user'}"
         + ("" if config.password else ", without a password"),
-        "permissions": "the user may do all that is needed",
-        "scripts": "on each primary a subject was checked, refunded, granted and reset",
+        "permissions": "the user has all permissions that it needs",
+        "scripts": "a subject was checked, refunded, granted and reset on each primary",
         "version": _of_all(nodes, _version),
         "persistence": _of_all(nodes, _persistence),
         "eviction": _of_all(nodes, _eviction),
@@ -255,25 +318,27 @@ def _what_is_fine(
         "round trip": _round_trip(nodes, config),
     }
     if health.mode == "sentinel":
-        fine["sentinel"] = f"{len(config.addresses)} Sentinels answer, and can agree on a fail-over"
+        fine["sentinel"] = f"{len(config.addresses)} Sentinels answer and can agree on a fail-over"
     if health.mode == "cluster":
         fine["cluster"] = _cluster(nodes, health)
     for check, found in fine.items():
-        if check in told:
+        if check in reported:
             continue
         if found is None:
             yield HealthFinding(
-                check, "warning", "not known: no server tells it", "see permissions"
+                check, "warning", "unknown: no server reports it", "see permissions"
             )
         else:
             yield HealthFinding(check, "ok", found)
 
 
-def _of_all(nodes: Sequence[ServerHealth], say: Callable[[ServerHealth], str | None]) -> str | None:
-    """What is said of the nodes, each thing once; None if of one of them nothing can be."""
-    said = [say(node) for node in nodes]
-    known = [each for each in dict.fromkeys(said) if each is not None]
-    return "; ".join(known) if known and None not in said else None
+def _of_all(
+    nodes: Sequence[ServerHealth], text_of: Callable[[ServerHealth], str | None]
+) -> str | None:
+    """Return the distinct texts of all nodes; None if one of them is unknown."""
+    texts = [text_of(node) for node in nodes]
+    known = [each for each in dict.fromkeys(texts) if each is not None]
+    return "; ".join(known) if known and None not in texts else None
 
 
 def _version(node: ServerHealth) -> str | None:
@@ -281,7 +346,7 @@ def _version(node: ServerHealth) -> str | None:
 
 
 _LOST_WITH: Final = {
-    "always": "whatever was answered survives a crash",
+    "always": "a crash loses nothing that was answered",
     "everysec": "a crash loses up to two seconds",
     "no": "a crash loses what the system had not written, about 30 seconds",
 }
@@ -296,8 +361,8 @@ def _persistence(node: ServerHealth) -> str | None:
 
 
 _WHEN_FULL: Final = {
-    "noeviction": "a full server refuses new states, and forgets none",
-    "volatile-ttl": "a full server forgets what expires soonest: quota that is whole early",
+    "noeviction": "a full server rejects new states, and evicts none",
+    "volatile-ttl": "a full server evicts states that expire soonest; their quota is whole early",
 }
 
 
@@ -307,7 +372,7 @@ def _eviction(node: ServerHealth) -> str | None:
 
 
 def _memory(nodes: Sequence[ServerHealth]) -> str | None:
-    """Of the node that has least room left."""
+    """Return the memory of the node with the least room."""
     known = [(node.used_memory_bytes, node.maxmemory_bytes) for node in nodes]
     used, maximum = max(
         ((used, maximum) for used, maximum in known if used is not None and maximum is not None),
@@ -317,7 +382,9 @@ def _memory(nodes: Sequence[ServerHealth]) -> str | None:
     if used is None:
         return None
     if not maximum:
-        return f"{used / 2**20:.1f} MiB used, and no maxmemory: the machine's memory is the bound"
+        return (
+            f"{used / 2**20:.1f} MiB used; no maxmemory, so the memory of the machine is the limit"
+        )
     return f"{used / maximum:.0%} of {maximum / 2**20:.1f} MiB used"
 
 
@@ -327,7 +394,7 @@ def _clock(nodes: Sequence[ServerHealth]) -> str | None:
         return None
     furthest_ms = max(offsets_ms, key=abs)
     shown = f"{round(furthest_ms, 1) + 0.0:+.1f} ms"  # no minus before a zero
-    return f"{shown} from this machine's, which is no matter: the server's decides"
+    return f"{shown} from this machine; that is harmless, because the clock of the server decides"
 
 
 def _replication(nodes: Sequence[ServerHealth]) -> str | None:
@@ -338,7 +405,7 @@ def _replication(nodes: Sequence[ServerHealth]) -> str | None:
     lag_bytes = max(node.replication_lag_bytes or 0 for node in primaries)
     found = f"{fewest} in sync for each primary, at most {lag_bytes:,} bytes behind"
     if any(node.min_replicas_to_write == 0 for node in primaries):
-        found += "; with min-replicas-to-write 1, a primary that is cut off would stop admitting"
+        found += "; with min-replicas-to-write 1, an isolated primary would stop accepting writes"
     return found
 
 
@@ -347,7 +414,7 @@ def _cluster(nodes: Sequence[ServerHealth], health: RedisHealth) -> str | None:
         return None
     found = f"state {health.cluster_state}, {health.slots_covered:,} slots served"
     if any(node.cluster_full_coverage is False for node in nodes):
-        found += "; cluster-require-full-coverage is no: without a primary only its slots stop"
+        found += "; cluster-require-full-coverage is no: if a primary fails, only its slots fail"
     return found
 
 

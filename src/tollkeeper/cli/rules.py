@@ -1,224 +1,492 @@
-"""`tollkeeper rules`: look at rule documents, compare them, put them in force, and explain them.
+"""`tollkeeper rules`: validate, compare, apply and explain rule documents.
 
-Here are the commands that need no database: `validate`, `show`, `diff`, `schema`. Those on versions
-are in `rules_change.py`, `explain` in `rules_explain.py`. `rules_read.py` finds the documents, and
-`rules_print.py` prints and says what the exit codes mean.
+A document comes from a file, from the standard input, or from a database of versions. Databases
+need libraries that files do not need, so those are imported when a command uses a database.
+
+`apply` and `rollback` create a new version. They compare with the current version first and fail
+with exit code 3 if another person changes the rules in between. `common.py` lists the exit codes.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Annotated, Any, Final
+import asyncio
+import getpass
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from urllib.parse import unquote, urlsplit
 
 import typer
 
-from tollkeeper.cli import rules_print as out
-from tollkeeper.cli.rules_change import apply, history, rollback
-from tollkeeper.cli.rules_explain import explain
-from tollkeeper.cli.rules_options import (
-    Command,
-    DatabaseOption,
-    Group,
+from tollkeeper.cli.check import request_fields
+from tollkeeper.cli.common import (
+    OK,
+    PROBLEMS,
+    TROUBLE,
+    CliCommand,
+    CliGroup,
+    DocumentCommand,
     JsonOption,
-    MaybeFile,
-    was_typed,
-)
-from tollkeeper.cli.rules_read import (
-    STDIN,
-    Positions,
-    Source,
-    Unreadable,
-    from_database,
-    from_either,
-    from_file,
+    print_json,
+    print_table,
+    print_text,
+    seconds_text,
+    time_text,
+    with_options,
 )
 from tollkeeper.control.edits import unified_diff
-from tollkeeper.core.errors import ConfigError
+from tollkeeper.control.follow import announce
+from tollkeeper.core.errors import (
+    ConfigError,
+    SafetyFinding,
+    StoreError,
+    UnsafeChange,
+    VersionConflict,
+    quoted,
+)
+from tollkeeper.core.model import Decision, Limit, Request
+from tollkeeper.core.subjects import SEPARATOR
+from tollkeeper.decide.store import Store
+from tollkeeper.decide.stores import open_store
+from tollkeeper.decide.stores.redis.config import SCHEMES as REDIS_SCHEMES
+from tollkeeper.limiter import Limiter
 from tollkeeper.rules.document.model import Document
-from tollkeeper.rules.document.reading import DocumentError
+from tollkeeper.rules.document.reading import DocumentError, read
 from tollkeeper.rules.document.reading import schema as document_schema
-from tollkeeper.rules.document.safety import findings
-from tollkeeper.rules.document.tree import DocumentProblem
-from tollkeeper.rules.document.writing import to_data
+from tollkeeper.rules.document.safety import findings, new_findings
+from tollkeeper.rules.document.tree import (
+    BYTES_MAX,
+    TOO_LONG,
+    DocumentNode,
+    DocumentProblem,
+    ProblemList,
+    below,
+    tree_of_yaml,
+)
+from tollkeeper.rules.document.writing import limit_data, to_data, to_yaml
+from tollkeeper.rules.explain import Explanation, RuleExplained
+
+if TYPE_CHECKING:
+    from tollkeeper.control.database import Database
+    from tollkeeper.control.repository import Repository, Version
+
+STDIN: Final = "-"
+_SQLITE: Final = "sqlite:///"
+# No version number has more digits, and int() of a million digits takes seconds.
+_DIGITS_MAX: Final = 10
+# A person waits for the answer, and a first connection takes longer than a check.
+_EXPLAIN_DEADLINE_MS: Final = 2_000
+
+FileArgument = Annotated[
+    str, typer.Argument(metavar="FILE", help="A rule document; - is the standard input.")
+]
+MaybeFile = Annotated[
+    str | None, typer.Argument(metavar="FILE", help="A rule document; - is the standard input.")
+]
+DatabaseOption = Annotated[
+    str | None,
+    typer.Option(
+        "--database",
+        envvar="TOLLKEEPER_DATABASE",
+        metavar="URL",
+        help="sqlite:///rules.db or postgresql://user@host/name. If it contains a password, use "
+        "the variable: other users can see the arguments of a process.",
+    ),
+]
+AuthorOption = Annotated[
+    str | None,
+    typer.Option(
+        "--author",
+        envvar="TOLLKEEPER_AUTHOR",
+        metavar="NAME",
+        help="The author of the change. [default: the login name]",
+    ),
+]
+ReasonOption = Annotated[
+    str, typer.Option("--reason", metavar="TEXT", help="The reason for the change.")
+]
+ExpectedOption = Annotated[
+    int | None,
+    typer.Option(
+        "--expected",
+        metavar="N",
+        help="The version that you have seen; 0 if there was none. If the current version is "
+        "another one, nothing changes and the exit code is 3. [default: the version that is "
+        "current when the command starts]",
+    ),
+]
+AnnounceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--announce",
+        envvar="TOLLKEEPER_ANNOUNCE",
+        metavar="URI",
+        help="The Redis store of the nodes: they load the new version at once.",
+    ),
+]
 
 app: Final = typer.Typer(
-    cls=Group,
-    help="Rule documents: check, compare, apply and explain them. Exit codes: 0 fine, 1 problems "
-    "or differences, 2 it could not be done, 3 somebody else changed the rules meanwhile.",
+    cls=CliGroup,
+    help="Validate, compare, apply and explain rule documents. Exit codes: 0 success; 1 problems "
+    "or differences; 2 it could not be done; 3 another person changed the rules at the same time.",
     no_args_is_help=True,
     rich_markup_mode=None,
     # Tracebacks that show variables would show passwords.
     pretty_exceptions_enable=False,
 )
 
-# No version has more, and int() of a million digits takes seconds.
-_DIGITS_MAX: Final = 10
+
+# ── Where documents come from ──────────────────────────────────────────────────────────────────
 
 
-@app.command(cls=Command)
+class UnreadableFile(ConfigError):
+    """A file cannot be read, so nothing is known about the document in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RuleSource:
+    """The text of a rule document, and its name in messages."""
+
+    name: str
+    text: str
+    number: int | None = None
+    """The number of a version, whose text is canonical; 0: no version yet; None: a file."""
+
+    def document(self) -> Document:
+        """Parse the text. Raises DocumentError."""
+        return Document() if self.number == 0 else read(self.text, self.name)
+
+    def canonical(self) -> str:
+        """Return the text as Tollkeeper writes it."""
+        return to_yaml(self.document()) if self.number is None else self.text
+
+
+def source_from_file(name: str) -> RuleSource:
+    """Read a file, or the standard input if its name is `-`. Reads once: it may be a pipe.
+
+    Raises UnreadableFile, or DocumentError if the content is too long or not text.
+    """
+    shown = "<stdin>" if name == STDIN else name
+    if "://" in name:
+        # The URL is not repeated: it may contain a password.
+        raise UnreadableFile("this command expects a FILE, not a URL; use --database URL")
+    try:
+        content = _read_bytes(name)
+    except OSError as error:
+        raise UnreadableFile(f"{shown}: cannot be read: {error.strerror or error}") from None
+    except ValueError as error:  # a null character in the name
+        raise UnreadableFile(f"{shown!r}: cannot be read: {error}") from None
+    if len(content) > BYTES_MAX:
+        raise DocumentError((DocumentProblem(shown, 0, 0, "", TOO_LONG),))
+    try:
+        return RuleSource(shown, content.decode())
+    except UnicodeDecodeError as error:
+        message = f"byte {error.start + 1} is not UTF-8; save the file as UTF-8"
+        raise DocumentError((DocumentProblem(shown, 0, 0, "", message),)) from None
+
+
+def _read_bytes(name: str) -> bytes:
+    """Read one byte more than a document may have, at most."""
+    if name == STDIN:
+        if sys.stdin is None:
+            raise OSError("standard input is closed")
+        return sys.stdin.buffer.read(BYTES_MAX + 1)
+    with Path(name).open("rb") as file:
+        return file.read(BYTES_MAX + 1)
+
+
+@asynccontextmanager
+async def open_repository(url: str | None, *, create: bool = False) -> AsyncIterator[Repository]:
+    """Open the repository at a URL and close it at the end. Creates a file only with `create`.
+
+    Raises ConfigError, StoreUnavailable.
+    """
+    if not url:
+        raise ConfigError(
+            "no database; give --database URL, or set TOLLKEEPER_DATABASE; "
+            "for example sqlite:///rules.db or postgresql://user@host/rules"
+        )
+    try:
+        from tollkeeper.control.database import Database  # noqa: PLC0415 - the control extra
+        from tollkeeper.control.repository import Repository  # noqa: PLC0415 - the control extra
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "tollkeeper":
+            raise
+        raise ConfigError(
+            f"rules in a database need {error.name}, which is not installed; "
+            f"install it with: pip install 'tollkeeper[control]'"
+        ) from None
+    if not create:
+        _expect_file(Database(url))
+    async with await Repository.open(url) as repository:
+        yield repository
+
+
+def _expect_file(database: Database) -> None:
+    file = Path(database.name.removeprefix(_SQLITE))
+    if not database.is_postgresql and not file.exists():
+        raise ConfigError(
+            f"there is no file {file}; correct the URL, or create the first version: "
+            f"tollkeeper rules apply FILE"
+        )
+
+
+def _source_of(version: Version | None) -> RuleSource:
+    if version is None:
+        return RuleSource("no version", "", 0)
+    return RuleSource(f"version {version.number}", version.text, version.number)
+
+
+def source_from_database(url: str | None, number: int | None = None) -> RuleSource:
+    """Read a version, by default the current one. Raises ConfigError, StoreError."""
+
+    async def find() -> RuleSource:
+        async with open_repository(url) as repository:
+            if number is not None:
+                return _source_of(await repository.version(number))
+            return _source_of(await repository.current())
+
+    return asyncio.run(find())
+
+
+def current_rules(url: str) -> RuleSource:
+    """Read the current version. Raises ConfigError if there is none yet, and StoreError."""
+    source = source_from_database(url)
+    if source.number == 0:
+        raise ConfigError(
+            "the database contains no rules yet; add some with: tollkeeper rules apply FILE"
+        )
+    return source
+
+
+def _from_either(context: typer.Context, file: str | None, database: str | None) -> RuleSource:
+    """Read a FILE or, if none is given, the current version in the database.
+
+    A FILE and a database in the environment do not conflict: the variable is for all commands.
+    """
+    given_as = context.get_parameter_source("database")
+    if file is not None and given_as is not None and given_as.name == "COMMANDLINE":
+        raise ConfigError("give a FILE or --database, not both")
+    if file is not None:
+        return source_from_file(file)
+    if not database:
+        raise ConfigError("give a FILE or --database URL (or set TOLLKEEPER_DATABASE)")
+    return current_rules(database)
+
+
+# ── validate ───────────────────────────────────────────────────────────────────────────────────
+
+
+@app.command(cls=CliCommand)
 def validate(
     files: Annotated[
         list[str], typer.Argument(metavar="FILE", help="Rule documents; - is the standard input.")
     ],
-    strict: Annotated[bool, typer.Option("--strict", help="Take warnings for problems.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as problems.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what is wrong with rule documents: each problem on a line, with file, line and column.
+    """Print the problems of rule documents, one per line, with file, line and column.
 
-    Warnings are about documents that can be used but most likely do what nobody wants, such as
-    denying everyone; `apply` refuses those.
+    Warnings are about documents that are valid but probably not intended, such as one that denies
+    every request; `apply` rejects those.
 
-    Exit code: 0 fine, or only warnings; 1 problems; 2 a file cannot be read.
+    Exit code: 0 no problems; 1 problems; 2 a file cannot be read.
 
     Example: tollkeeper rules validate --strict limits.yaml
 
     Example: generate-limits | tollkeeper rules validate -
     """
-    with out.telling(as_json):
-        if files.count(STDIN) > 1:
-            raise ConfigError("the standard input can be read once; give - once")
-        checked = [_Checked(file) for file in files]
-        code = max(each.exit_code(strict) for each in checked)
-        if as_json:
-            out.say_json({"exit_code": code, "files": [each.data() for each in checked]})
-        else:
-            for each in checked:
-                each.say(strict)
-        raise typer.Exit(code)
+    if files.count(STDIN) > 1:
+        raise ConfigError("the standard input can be read only once; give - once")
+    checked = [ValidatedFile(file) for file in files]
+    code = max(each.exit_code(strict) for each in checked)
+    if as_json:
+        print_json({"exit_code": code, "files": [each.data() for each in checked]})
+    else:
+        for each in checked:
+            each.print(strict)
+    raise typer.Exit(code)
 
 
-class _Checked:
-    """One file, and what is wrong with it."""
+class ValidatedFile:
+    """A file, with its problems and warnings."""
 
     def __init__(self, file: str) -> None:
         self.name = file
-        self.unreadable = ""
+        self.error = ""
         self.problems: tuple[DocumentProblem, ...] = ()
         self.warnings: list[dict[str, Any]] = []
         self.rules = 0
         try:
-            source = from_file(file)
+            source = source_from_file(file)
             self.name = source.name
             document = source.document()
-        except Unreadable as error:
-            self.unreadable = str(error)
+        except UnreadableFile as error:
+            self.error = str(error)
         except DocumentError as error:
             self.problems = error.problems
         else:
             self.rules = len(document.rules)
-            self._warn(source, document)
+            self._find_warnings(source, document)
 
-    def _warn(self, source: Source, document: Document) -> None:
+    def _find_warnings(self, source: RuleSource, document: Document) -> None:
         found = findings(document)
-        # Parsed again for that, because a document does not remember where it stood.
-        positions = Positions(source.text if found else "")
+        # A document does not know its positions, so the text is parsed again.
+        positions = DocumentPositions(source.text if found else "")
         for finding in found:
             line, column = positions.of(finding.where)
-            text = out.finding_text(finding)
+            text = _finding_text(finding)
             self.warnings.append({"line": line, "column": column, "text": text, **asdict(finding)})
 
     def exit_code(self, strict: bool) -> int:
-        if self.unreadable:
-            return out.TROUBLE
-        return out.PROBLEMS if self.problems or (strict and self.warnings) else out.OK
+        """Return the exit code for this file."""
+        if self.error:
+            return TROUBLE
+        return PROBLEMS if self.problems or (strict and self.warnings) else OK
 
     def data(self) -> dict[str, object]:
+        """Return the result for JSON."""
         return {
             "file": self.name,
-            "error": self.unreadable or None,
+            "error": self.error or None,
             "problems": [asdict(problem) for problem in self.problems],
             "warnings": self.warnings,
         }
 
-    def say(self, strict: bool) -> None:
-        if self.unreadable:
-            out.say(f"tollkeeper: {self.unreadable}", to_stderr=True)
+    def print(self, strict: bool) -> None:
+        """Print the result, one line per problem and warning."""
+        if self.error:
+            print_text(f"tollkeeper: {self.error}", to_stderr=True)
         for problem in self.problems:
-            out.say(str(problem))
+            print_text(str(problem))
         for each in self.warnings:
             level = "" if strict else "warning: "
-            out.say(f"{self.name}:{each['line']}:{each['column']}: {level}{each['text']}")
-        if self.exit_code(strict) == out.OK:
-            out.say(f"{self.name}: ok, rules: {self.rules}, warnings: {len(self.warnings)}")
+            print_text(f"{self.name}:{each['line']}:{each['column']}: {level}{each['text']}")
+        if self.exit_code(strict) == OK:
+            print_text(f"{self.name}: ok, rules: {self.rules}, warnings: {len(self.warnings)}")
 
 
-@app.command(cls=Command)
+def _finding_text(finding: SafetyFinding) -> str:
+    rule = f" (rule {quoted(finding.rule)})" if finding.rule else ""
+    return f"{finding.where}{rule}: {finding.what}: {finding.why}; {finding.remedy}"
+
+
+class TextPosition(NamedTuple):
+    """A position in a text. Line and column start at 1."""
+
+    line: int
+    column: int
+
+
+class DocumentPositions:
+    """The positions of the parts of a document in its text, by path, such as `rules[2].by`."""
+
+    def __init__(self, text: str) -> None:
+        self._by_path: dict[str, TextPosition] = {"": TextPosition(1, 1)}
+        tree = tree_of_yaml(text, ProblemList(""))
+        if tree is not None:
+            self._walk("", tree)
+
+    def of(self, path: str) -> TextPosition:
+        """Return the position of a part or, if it has none, of the part that contains it."""
+        while path not in self._by_path:
+            path = path[: max(path.rfind("."), path.rfind("["), 0)]
+        return self._by_path[path]
+
+    def _walk(self, path: str, node: DocumentNode) -> None:
+        self._by_path.setdefault(path, TextPosition(node.line, node.column))
+        if node.kind == "list":
+            for index, child in enumerate(node.value):
+                self._walk(below(path, index), child)
+        elif node.kind == "mapping":
+            for key, child in node.value:
+                self._walk(below(path, key.text), child)
+
+
+# ── show, diff, schema ─────────────────────────────────────────────────────────────────────────
+
+
+@app.command(cls=DocumentCommand)
 def show(
     context: typer.Context,
     file: MaybeFile = None,
     database: DatabaseOption = None,
     version: Annotated[
-        int | None, typer.Option("--version", metavar="N", help="Not the current one, but this.")
+        int | None, typer.Option("--version", metavar="N", help="[default: the current version]")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print a document as Tollkeeper writes it: from a FILE or, without one, from the database.
+    """Print a rule document in canonical form, from a FILE or else from the database.
 
-    The same rules always give the same text. A FILE goes before TOLLKEEPER_DATABASE.
+    The same rules always give the same text. A FILE overrides TOLLKEEPER_DATABASE.
 
-    Exit code: 0 fine; 1 the document has problems; 2 it cannot be read.
+    Exit code: 0 printed; 1 the document has problems; 2 it cannot be read.
 
     Example: tollkeeper rules show limits.yaml
 
     Example: tollkeeper rules show --database sqlite:///rules.db --version 3
     """
-    with out.telling(as_json):
-        if version is None:
-            source = from_either(file, database, url_was_typed=was_typed(context, "database"))
-        elif file is None:
-            source = from_database(database, version)
-        else:
-            raise ConfigError("--version is one of the database; a FILE has none")
-        if as_json:
-            out.say_json(to_data(source.document()))
-        else:
-            out.say(source.canonical().removesuffix("\n"))
+    if version is None:
+        source = _from_either(context, file, database)
+    elif file is None:
+        source = source_from_database(database, version)
+    else:
+        raise ConfigError("--version is for the database; a FILE has no versions")
+    if as_json:
+        print_json(to_data(source.document()))
+    else:
+        print_text(source.canonical().removesuffix("\n"))
 
 
-@app.command(cls=Command)
+@app.command(cls=CliCommand)
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="A FILE, or the number of a version.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="A FILE or the number of a version.")],
     b: Annotated[
-        str | None, typer.Argument(metavar="B", help="The same; without it, the current version.")
+        str | None,
+        typer.Argument(metavar="B", help="The same. [default: the current version]"),
     ] = None,
     database: DatabaseOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print what differs between two documents, as a unified diff of their canonical texts.
+    """Print the differences between two documents, as a unified diff of their canonical texts.
 
-    A number is a version in the database; a file with such a name is ./7. `diff FILE` says what
-    applying it would change, and `diff N` what has changed since.
+    A number is a version in the database; a file with such a name is ./7. `diff FILE` shows what
+    applying the file would change, and `diff N` shows what has changed since version N.
 
-    Exit code, as of diff(1): 0 they are equal; 1 they differ; 2 trouble.
+    Exit code, like diff(1): 0 equal; 1 different; 2 trouble.
 
     Example: tollkeeper rules diff old.yaml new.yaml
 
     Example: tollkeeper rules diff limits.yaml --database sqlite:///rules.db
     """
-    with out.telling(as_json, problems=out.TROUBLE):
-        old = _either(a, database)
-        if b is not None:
-            new = _either(b, database)
-        elif old.number is None:
-            old, new = from_database(database), old
-        else:
-            new = from_database(database)
-        text = unified_diff(old.canonical(), new.canonical(), old.name, new.name)
-        if as_json:
-            out.say_json({"a": old.name, "b": new.name, "equal": not text, "diff": text})
-        elif text:
-            out.say(text)
-        raise typer.Exit(1 if text else 0)
+    old = _file_or_version(a, database)
+    if b is not None:
+        new = _file_or_version(b, database)
+    elif old.number is None:
+        old, new = source_from_database(database), old
+    else:
+        new = source_from_database(database)
+    text = unified_diff(old.canonical(), new.canonical(), old.name, new.name)
+    if as_json:
+        print_json({"a": old.name, "b": new.name, "equal": not text, "diff": text})
+    elif text:
+        print_text(text)
+    raise typer.Exit(1 if text else 0)
 
 
-def _either(name: str, database: str | None) -> Source:
+def _file_or_version(name: str, database: str | None) -> RuleSource:
     is_number = name.isascii() and name.isdigit() and len(name) <= _DIGITS_MAX
-    return from_database(database, int(name)) if is_number else from_file(name)
+    return source_from_database(database, int(name)) if is_number else source_from_file(name)
 
 
-@app.command(cls=Command)
+@app.command(cls=CliCommand)
 def schema(
-    as_json: Annotated[bool, typer.Option("--json", help="It is JSON in any case.")] = True,
+    as_json: Annotated[  # noqa: ARG001 - accepted, like in every other command
+        bool, typer.Option("--json", help="The schema is always JSON.")
+    ] = True,
 ) -> None:
     """Print the JSON Schema of rule documents, for editors that complete and check them.
 
@@ -226,9 +494,397 @@ def schema(
 
     Example: tollkeeper rules schema > rules.schema.json
     """
-    with out.telling(as_json):
-        out.say_json(document_schema())
+    print_json(document_schema())
 
 
-for command in (history, apply, rollback, explain):
-    app.command(cls=Command)(command)
+# ── history, apply, rollback ───────────────────────────────────────────────────────────────────
+
+
+@app.command(cls=CliCommand)
+def history(
+    database: DatabaseOption = None,
+    limit: Annotated[int, typer.Option(metavar="N", help="At most N versions, up to 1000.")] = 50,
+    before: Annotated[
+        int | None, typer.Option(metavar="N", help="Only versions with a lower number.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the versions in a database: number, time, author, kind and reason, newest first.
+
+    Exit code: 0 listed, also if there are none; 2 the database cannot be read.
+
+    Example: tollkeeper rules history --database sqlite:///rules.db --limit 10
+    """
+
+    async def find() -> list[Version]:
+        async with open_repository(database) as repository:
+            return await repository.history(limit, before)
+
+    versions = asyncio.run(find())
+    if as_json:
+        print_json([_version_data(version) for version in versions])
+    else:
+        headings = ("VERSION", "TIME", "AUTHOR", "KIND", "REASON")
+        print_table(headings, [_version_row(version) for version in versions])
+
+
+def _version_data(version: Version) -> dict[str, object]:
+    return {
+        "version": version.number,
+        "created_at": version.created_at.isoformat(),
+        "author": version.author,
+        "kind": version.kind,
+        "base": version.base,
+        "reason": version.reason,
+    }
+
+
+def _version_row(version: Version) -> tuple[str, ...]:
+    reason = " ".join(version.reason.split())
+    time = time_text(version.created_at)
+    return str(version.number), time, version.author, version.kind, reason
+
+
+@app.command(cls=DocumentCommand)
+def apply(
+    file: FileArgument,
+    database: DatabaseOption = None,
+    author: AuthorOption = None,
+    reason: ReasonOption = "",
+    expected: ExpectedOption = None,
+    force: Annotated[bool, typer.Option("--force", help="Apply it even if it is unsafe.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would happen, and change nothing.")
+    ] = False,
+    announce_to: AnnounceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Apply a document as the next version in the database. Prints what it changes.
+
+    A document that is probably a mistake, such as one that denies every request, is rejected with
+    the reasons. Applying a document that is already in force changes nothing. The first apply
+    creates the tables (and, with SQLite, the file).
+
+    Exit code: 0 the document is in force; 1 it has problems or is unsafe; 2 it could not be
+    applied; 3 the current version is not the expected one, so nothing has changed.
+
+    Example: tollkeeper rules apply limits.yaml --database sqlite:///rules.db --reason launch
+    """
+    source = source_from_file(file)
+    document = source.document()
+    changed_by = _author(author)
+    nodes = _announce_store(announce_to)
+
+    async def change() -> RuleChange:
+        async with open_repository(database, create=not dry_run) as repository:
+            begun = await _begin(repository, source.name, source.canonical(), as_json)
+            base = begun.base if expected is None else expected
+            if dry_run:
+                await asyncio.to_thread(_try_apply, begun, document, base, force)
+                return begun
+            version = await repository.apply(
+                document, author=changed_by, reason=reason, expected=base, force=force
+            )
+            return replace(begun, version=version)
+
+    _finish(asyncio.run(change()), nodes, as_json)
+
+
+@app.command(cls=CliCommand)
+def rollback(
+    number: Annotated[int, typer.Argument(metavar="N", help="The version to go back to.")],
+    database: DatabaseOption = None,
+    author: AuthorOption = None,
+    reason: ReasonOption = "",
+    expected: ExpectedOption = None,
+    announce_to: AnnounceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Go back to an old version: create a new one with the same rules. Prints what it changes.
+
+    Exit code: 0 the rules are in force; 2 it could not be done; 3 the current version is not the
+    expected one, so nothing has changed.
+
+    Example: tollkeeper rules rollback 3 --database sqlite:///rules.db --reason "too strict"
+    """
+    changed_by = _author(author)
+    nodes = _announce_store(announce_to)
+
+    async def change() -> RuleChange:
+        async with open_repository(database) as repository:
+            old = await repository.version(number)
+            begun = await _begin(repository, f"version {number}", old.text, as_json)
+            version = await repository.rollback(
+                number,
+                author=changed_by,
+                reason=reason,
+                expected=begun.base if expected is None else expected,
+            )
+            return replace(begun, version=version)
+
+    _finish(asyncio.run(change()), nodes, as_json)
+
+
+@dataclass(frozen=True, slots=True)
+class RuleChange:
+    """The version when a command began, the diff to it, and the version at the end."""
+
+    before: Version | None
+    diff: str
+    version: Version | None = None
+    """The version in force at the end; None after a dry run."""
+
+    @property
+    def base(self) -> int:
+        """The number of the version when the command began; 0 if there was none."""
+        return self.before.number if self.before else 0
+
+
+async def _begin(repository: Repository, name: str, text: str, as_json: bool) -> RuleChange:
+    """Read the current version, and print the diff to the new text."""
+    before = await repository.current()
+    old = _source_of(before)
+    diff = await asyncio.to_thread(unified_diff, old.text, text, old.name, name)
+    if not as_json:
+        made = f" (by {before.author}, {time_text(before.created_at)})" if before else ""
+        print_text(f"based on {old.name}{made}")
+        if diff:
+            print_text(diff)
+    return RuleChange(before, diff)
+
+
+def _try_apply(change: RuleChange, document: Document, expected: int, force: bool) -> None:
+    """Raise the errors that `Repository.apply` would raise."""
+    if not change.diff:
+        return
+    if expected != change.base:
+        raise VersionConflict(expected, change.base)
+    before = _source_of(change.before)
+    unsafe = new_findings(document, before.document() if before.number else None)
+    if unsafe and not force:
+        raise UnsafeChange(unsafe)
+
+
+def _finish(change: RuleChange, nodes: Store | None, as_json: bool) -> None:
+    """Announce the new version to the nodes, and print the result."""
+    version = change.version
+    announced = nodes is not None and version is not None and _announce(nodes, version.number)
+    changed = version is not None and version.number != change.base
+    if as_json:
+        made = _version_data(version) if version else {"version": None}
+        result = {"changed": changed, "announced": announced, "diff": change.diff}
+        print_json({"exit_code": OK, **made, "before": change.base, **result})
+    elif version is None:
+        print_text("nothing was changed: this was a dry run")
+    elif changed:
+        print_text(f"version {version.number} is in force")
+    else:
+        print_text(f"nothing to change: version {version.number} has the same rules")
+
+
+def _author(given: str | None) -> str:
+    if given is not None:
+        return given
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError, ImportError):  # a container whose user has no name
+        raise ConfigError(
+            "the author is unknown; give --author, or set TOLLKEEPER_AUTHOR"
+        ) from None
+
+
+def _announce_store(uri: str | None) -> Store | None:
+    """Open the store of the nodes, before anything changes: the URI may be wrong."""
+    if uri is None:
+        return None
+    if uri.partition("://")[0].lower() not in REDIS_SCHEMES:
+        known = ", ".join(f"{scheme}://" for scheme in REDIS_SCHEMES)
+        raise ConfigError(f"--announce needs a Redis store; start it with one of {known}")
+    return open_store(uri)
+
+
+def _announce(nodes: Store, number: int) -> bool:
+    """Announce a version. A failure is only a warning: the version is in force anyway."""
+    try:
+        with closing(nodes):
+            return announce(nodes, number)
+    except StoreError as error:
+        print_text(f"tollkeeper: warning: not announced: {error}", to_stderr=True)
+        print_text("The nodes will find the new version at their next poll.", to_stderr=True)
+        return False
+
+
+# ── explain ────────────────────────────────────────────────────────────────────────────────────
+
+
+@app.command(cls=DocumentCommand)
+@with_options(request=request_fields)
+def explain(
+    context: typer.Context,
+    request: dict[str, Any],
+    file: MaybeFile = None,
+    database: DatabaseOption = None,
+    cost: Annotated[int, typer.Option(metavar="N", help="The cost of the request.")] = 1,
+    store: Annotated[
+        str,
+        typer.Option(
+            envvar="TOLLKEEPER_STORE",
+            metavar="URI",
+            help="The URI of the store. [default: an empty store, with every quota whole]",
+        ),
+    ] = "memory://",
+    as_json: JsonOption = False,
+) -> None:
+    """Show which rules apply to a request and why, which do not, and what each decides now.
+
+    The rules are those of FILE or, without one, the current ones in the database. With --store, the
+    decisions are those of the real store; nothing is charged.
+
+    Exit code: 0 explained, whether allowed or denied; 1 the document has problems; 2 it cannot be
+    read, or the store is unavailable.
+
+    Example: tollkeeper rules explain limits.yaml --endpoint /v1/orders/7 --method POST --api-key
+    sk_1
+
+    Example: tollkeeper rules explain --user 42 --attribute region=eu --store redis://localhost
+    """
+    source = _from_either(context, file, database)
+    with (
+        closing(_open_existing(store)) as opened,
+        Limiter.from_rules(source.document(), store=opened, follow=False) as limiter,
+    ):
+        explanation = limiter.explain(Request(**request), cost)
+    if as_json:
+        print_json({"source": source.name, **explanation_data(explanation)})
+    else:
+        print_explanation(explanation, source.name)
+    failed = any(rule.error and not never_fits(rule) for rule in explanation.rules)
+    raise typer.Exit(TROUBLE if failed else OK)
+
+
+def _open_existing(uri: str) -> Store:
+    scheme = uri.partition("://")[0].lower()
+    if scheme in REDIS_SCHEMES:
+        return open_store(uri, deadline_ms=_EXPLAIN_DEADLINE_MS)
+    if scheme == "shared" and not Path(unquote(urlsplit(uri).path)).exists():
+        # Opening it would create it, with this user as its owner.
+        raise ConfigError("the file of --store does not exist; start the service first")
+    return open_store(uri)
+
+
+def verdict(explanation: Explanation) -> str:
+    """Return `allowed`, `denied`, or `unknown` if an enforced rule could not decide."""
+    if explanation.listed:
+        return "denied" if explanation.listed.startswith("deny ") else "allowed"
+    enforced = [rule for rule in explanation.applying if rule.mode == "enforce"]
+    decisions = [rule.decision for rule in enforced]
+    if any(map(never_fits, enforced)) or any(each is not None and not each for each in decisions):
+        return "denied"
+    return "unknown" if None in decisions else "allowed"
+
+
+def never_fits(rule: RuleExplained) -> bool:
+    """Return True if there is no decision because the cost exceeds what a limit can ever hold."""
+    return rule.decision is None and any(rule.units > limit.capacity for limit in rule.limits)
+
+
+def explanation_data(explanation: Explanation) -> dict[str, object]:
+    """Return an explanation for JSON."""
+    return {
+        "verdict": verdict(explanation),
+        "tier": explanation.tier,
+        "listed": explanation.listed or None,
+        "rules": [_rule_data(rule) for rule in explanation.rules],
+    }
+
+
+def _rule_data(rule: RuleExplained) -> dict[str, object]:
+    override = rule.override
+    return {
+        "id": rule.id,
+        "applies": rule.applies,
+        "why": rule.why,
+        "mode": rule.mode,
+        "by": list(rule.by),
+        "subject": rule.subject.split(SEPARATOR) if rule.subject else None,
+        "units": rule.units if rule.applies else None,
+        "limits": [limit_data(limit) for limit in rule.limits],
+        "source": rule.source or None,
+        "override": override
+        and {
+            "reason": override.reason,
+            "author": override.author,
+            "until": override.until and override.until.isoformat(),
+        },
+        "factor": rule.factor,
+        "decision": None if rule.decision is None else _decision_data(rule.decision),
+        "error": rule.error or None,
+    }
+
+
+def _decision_data(decision: Decision) -> dict[str, object]:
+    return {
+        "allowed": decision.allowed,
+        "limit": decision.limit,
+        "remaining": decision.remaining,
+        "retry_after": decision.retry_after,
+        "reset_after": decision.reset_after,
+        "delay": decision.delay,
+        "tightest": limit_data(decision.policy),
+    }
+
+
+def print_explanation(explanation: Explanation, name: str) -> None:
+    """Print the verdict, and one line per rule."""
+    result = verdict(explanation)
+    if explanation.listed:
+        result += f": on the list: {explanation.listed}"
+    elif not explanation.applying:
+        result += ": no rule applies"
+    print_text(f"{result} ({name}; tier: {explanation.tier or 'none'}; nothing was charged)")
+    if explanation.rules:
+        headings = ("RULE", "APPLIES", "COUNTS", "LIMITS", "FROM", "NOW", "WHY")
+        print_table(headings, [_rule_row(rule) for rule in explanation.rules])
+
+
+def _rule_row(rule: RuleExplained) -> tuple[str, ...]:
+    applies = "no"
+    if rule.applies:
+        applies = "yes" if rule.mode == "enforce" else rule.mode
+    counts = rule.subject.replace(SEPARATOR, ", ") or ", ".join(rule.by)
+    limits = "; ".join(map(_limit_text, rule.limits))
+    if rule.factor != 1:
+        limits += f" (at {rule.factor:.0%}, by the load)"
+    return rule.id, applies, counts or "all", limits, _origin_text(rule), _now_text(rule), rule.why
+
+
+def _limit_text(limit: Limit) -> str:
+    data = limit_data(limit)
+    if isinstance(data, str):
+        return data
+    number, window, algorithm = data.pop("limit"), data.pop("per"), data.pop("algorithm")
+    others = "".join(f" {name} {value}" for name, value in data.items())
+    return f"{number}/{window} {algorithm}{others}"
+
+
+def _origin_text(rule: RuleExplained) -> str:
+    """Return where the limits of a rule come from: its default, a tier, a key or an override."""
+    if rule.override is None:
+        return rule.source
+    parts: Sequence[Any] = [rule.override.reason, rule.override.author]
+    if rule.override.until:
+        parts = [*parts, f"until {time_text(rule.override.until)}"]
+    details = ", ".join(filter(None, parts))
+    return f"{rule.source} ({details})" if details else rule.source
+
+
+def _now_text(rule: RuleExplained) -> str:
+    decision = rule.decision
+    if decision is None:
+        return rule.error.partition("\n")[0]
+    left = f"{decision.remaining:,} of {decision.limit:,} left"
+    costs = f", costs {rule.units:,}" if rule.units != 1 else ""
+    if decision.allowed:
+        delay = f", after {seconds_text(decision.delay)}" if decision.delay else ""
+        return f"allows, {left}{costs}{delay}"
+    return f"denies, {left}{costs}, retry in {seconds_text(decision.retry_after)}"

@@ -1,64 +1,298 @@
-"""`tollkeeper serve`: what can be told to it. What it then does is in `starting.py`."""
+"""`tollkeeper serve`: the options of the service. `service/process/startup.py` starts it.
+
+Each option is also an environment variable of the same name. None means that an option was given
+neither on the command line nor as a variable; then the --config file is read.
+"""
 
 from __future__ import annotations
 
-from tollkeeper.cli import serve_options as options
-from tollkeeper.cli.rules_print import TROUBLE, telling
+import os
+from typing import Annotated, Any, Final
+
+import typer
+
+_PORT: Final = "TOLLKEEPER_PORT"
+
+
+def _option(*names: str, **how: Any) -> Any:
+    variable = names[0].removeprefix("--").split("/")[0].replace("-", "_").upper()
+    return typer.Option(*names, envvar=f"TOLLKEEPER_{variable}", show_default=False, **how)
+
+
+def _port(text: str) -> int | None:
+    # If a Kubernetes service is called tollkeeper, Kubernetes sets this variable to its address:
+    # tcp://10.0.0.7:8080.
+    if text.startswith("tcp://") and text == os.environ.get(_PORT):
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number") from None
+
+
+ConfigOption = Annotated[
+    str | None,
+    _option(
+        "--config",
+        metavar="FILE",
+        help="A YAML file with settings; their names are those of the options.",
+    ),
+]
+RulesOption = Annotated[
+    str | None,
+    _option(
+        "--rules",
+        metavar="FILE|URL",
+        help="A rule document or a database of rules: sqlite:///rules.db, "
+        "postgresql://user@host/name. [default: a database in the data folder]",
+    ),
+]
+SeedOption = Annotated[
+    str | None,
+    _option("--seed", metavar="FILE", help="A rule document for a database that has no rules yet."),
+]
+StoreOption = Annotated[
+    str | None,
+    _option(
+        "--store",
+        metavar="URI",
+        help="The store: redis://host for several machines. If it contains a password, use the "
+        "variable: other users can see the arguments of a process. "
+        "[default: a file in the data folder, shared by all workers]",
+    ),
+]
+HostOption = Annotated[
+    str | None, _option("--host", metavar="ADDRESS", help="[default: 127.0.0.1]")
+]
+PortOption = Annotated[
+    int | None,
+    _option("--port", metavar="N", help="0 selects a free port. [default: 8080]", parser=_port),
+]
+GrpcOption = Annotated[
+    str | None,
+    _option("--grpc", metavar="HOST:PORT", help="The address for Envoy. [default: 127.0.0.1:8081]"),
+]
+NoGrpcOption = Annotated[bool, _option("--no-grpc", help="Do not serve gRPC.")]
+WorkersOption = Annotated[
+    int | None, _option("--workers", metavar="N", help="[default: one per processor]")
+]
+DataOption = Annotated[
+    str | None,
+    _option(
+        "--data",
+        metavar="FOLDER",
+        help="The folder for the store, the rules and the tokens. "
+        "[default: $XDG_STATE_HOME/tollkeeper]",
+    ),
+]
+OnFailureOption = Annotated[
+    str | None,
+    _option(
+        "--on-failure",
+        metavar="open|closed|local",
+        help="The failure policy of rules without one, for when the store is unavailable. "
+        "[default: open]",
+    ),
+]
+NodesOption = Annotated[
+    int | None,
+    _option(
+        "--nodes",
+        metavar="N",
+        help="How many machines share the store. While it is unavailable, each enforces its share "
+        "of the limits for rules with `on_failure: local`. [default: 1]",
+    ),
+]
+CeilingOption = Annotated[
+    str | None,
+    _option(
+        "--ceiling",
+        metavar="RATE",
+        help="The most that this machine allows in total while the store is unavailable: "
+        "5000/second. [default: none]",
+    ),
+]
+EmergencyOption = Annotated[
+    str | None,
+    _option(
+        "--emergency",
+        metavar="RATE",
+        help="The most that each client address is allowed once the store has been unavailable for "
+        "--emergency-after: 60/minute. [default: none]",
+    ),
+]
+EmergencyAfterOption = Annotated[
+    float | None,
+    _option("--emergency-after", metavar="SECONDS", help="When --emergency begins. [default: 60]"),
+]
+TokensOption = Annotated[
+    str | None,
+    _option(
+        "--tokens",
+        metavar="FILE",
+        help="The token file; see `tollkeeper token`. [default: tokens.json in the data folder, "
+        "if it exists]",
+    ),
+]
+InsecureNoTokensOption = Annotated[
+    bool | None,
+    _option(
+        "--insecure-no-tokens/--no-insecure-no-tokens",
+        help="Serve other machines without tokens.",
+    ),
+]
+TrustedProxyOption = Annotated[
+    list[str] | None,
+    _option(
+        "--trusted-proxy",
+        metavar="CIDR",
+        help="A proxy whose X-Forwarded-For is trusted; can be repeated.",
+    ),
+]
+IdentifyOption = Annotated[
+    list[str] | None,
+    _option(
+        "--identify",
+        metavar="FIELD=SOURCE",
+        help="How /v1/authorize identifies a request: api_key=header:X-API-Key; can be repeated.",
+    ),
+]
+TlsCertOption = Annotated[
+    str | None, _option("--tls-cert", metavar="FILE", help="The TLS certificate (PEM).")
+]
+TlsKeyOption = Annotated[
+    str | None, _option("--tls-key", metavar="FILE", help="The key of the certificate (PEM).")
+]
+NodeIdOption = Annotated[
+    str | None,
+    _option(
+        "--node-id", metavar="NAME", help="The value of X-Tollkeeper-Node. [default: the host name]"
+    ),
+]
+DraftOption = Annotated[
+    str | None,
+    _option(
+        "--draft",
+        metavar="10|7|6|none",
+        help="The draft revision of the RateLimit headers. [default: 10]",
+    ),
+]
+LegacyHeadersOption = Annotated[
+    bool | None,
+    _option("--legacy-headers/--no-legacy-headers", help="Send X-RateLimit-…. [default: yes]"),
+]
+RecordOption = Annotated[
+    str | None,
+    _option(
+        "--record",
+        metavar="URL|off",
+        help="The database for decisions and usage: sqlite:///records.db, "
+        "postgresql://user@host/name. [default: a database in the data folder]",
+    ),
+]
+SampleOption = Annotated[
+    float | None,
+    _option(
+        "--sample",
+        metavar="SHARE",
+        help="The share of allowed decisions to record, from 0 to 1. All denials are recorded. "
+        "[default: 0.01]",
+    ),
+]
+RecordSubjectsOption = Annotated[
+    str | None,
+    _option(
+        "--record-subjects",
+        metavar="plain|hashed|none",
+        help="How subjects are recorded. [default: plain]",
+    ),
+]
+KeepDecisionsOption = Annotated[
+    int | None,
+    _option("--keep-decisions", metavar="DAYS", help="How long decisions are kept. [default: 7]"),
+]
+KeepUsageOption = Annotated[
+    int | None,
+    _option("--keep-usage", metavar="DAYS", help="How long usage is kept. [default: 90]"),
+]
+LogFormatOption = Annotated[
+    str | None,
+    _option("--log-format", metavar="auto|json|text", help="[default: text for a terminal]"),
+]
+AccessLogOption = Annotated[
+    bool | None, _option("--access-log/--no-access-log", help="Log each request.")
+]
+DrainSecondsOption = Annotated[
+    float | None,
+    _option(
+        "--drain-seconds",
+        metavar="N",
+        help="How long /readyz answers 503 after SIGTERM before connections are refused. "
+        "[default: 1]",
+    ),
+]
+ShutdownSecondsOption = Annotated[
+    float | None,
+    _option(
+        "--shutdown-seconds",
+        metavar="N",
+        help="How long requests in progress may take after that. [default: 30]",
+    ),
+]
 
 
 def serve(
-    config: options.Config = None,
-    rules: options.Rules = None,
-    seed: options.Seed = None,
-    store: options.Store = None,
-    host: options.Host = None,
-    port: options.Port = None,
-    grpc: options.Grpc = None,
-    no_grpc: options.NoGrpc = False,
-    workers: options.Workers = None,
-    data: options.Data = None,
-    on_failure: options.OnFailure = None,
-    nodes: options.Nodes = None,
-    ceiling: options.Ceiling = None,
-    emergency: options.Emergency = None,
-    emergency_after: options.EmergencyAfter = None,
-    tokens: options.Tokens = None,
-    insecure_no_tokens: options.InsecureNoTokens = None,
-    trusted_proxy: options.TrustedProxy = None,
-    identify: options.Identify = None,
-    tls_cert: options.TlsCert = None,
-    tls_key: options.TlsKey = None,
-    node_id: options.NodeId = None,
-    draft: options.Draft = None,
-    legacy_headers: options.LegacyHeaders = None,
-    record: options.Record = None,
-    sample: options.Sample = None,
-    record_subjects: options.RecordSubjects = None,
-    keep_decisions: options.KeepDecisions = None,
-    keep_usage: options.KeepUsage = None,
-    log_format: options.LogFormat = None,
-    access_log: options.AccessLog = None,
-    drain_seconds: options.DrainSeconds = None,
-    shutdown_seconds: options.ShutdownSeconds = None,
+    config: ConfigOption = None,
+    rules: RulesOption = None,
+    seed: SeedOption = None,
+    store: StoreOption = None,
+    host: HostOption = None,
+    port: PortOption = None,
+    grpc: GrpcOption = None,
+    no_grpc: NoGrpcOption = False,
+    workers: WorkersOption = None,
+    data: DataOption = None,
+    on_failure: OnFailureOption = None,
+    nodes: NodesOption = None,
+    ceiling: CeilingOption = None,
+    emergency: EmergencyOption = None,
+    emergency_after: EmergencyAfterOption = None,
+    tokens: TokensOption = None,
+    insecure_no_tokens: InsecureNoTokensOption = None,
+    trusted_proxy: TrustedProxyOption = None,
+    identify: IdentifyOption = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
+    node_id: NodeIdOption = None,
+    draft: DraftOption = None,
+    legacy_headers: LegacyHeadersOption = None,
+    record: RecordOption = None,
+    sample: SampleOption = None,
+    record_subjects: RecordSubjectsOption = None,
+    keep_decisions: KeepDecisionsOption = None,
+    keep_usage: KeepUsageOption = None,
+    log_format: LogFormatOption = None,
+    access_log: AccessLogOption = None,
+    drain_seconds: DrainSecondsOption = None,
+    shutdown_seconds: ShutdownSecondsOption = None,
 ) -> None:
     """Run the service: checks over HTTP and, for Envoy, over gRPC.
 
     Every option is also an environment variable (--node-id is TOLLKEEPER_NODE_ID) and a line of the
-    --config file (node-id: eu-1). It listens on this machine alone unless told otherwise, and for
-    others it wants tokens.
+    --config file (node-id: eu-1). By default the service listens on this machine only; to serve
+    other machines, it requires tokens.
 
-    Exit code: 0 it was told to end; 1 a worker died again and again; 2 it could not be started.
+    Exit code: 0 a signal ended it; 1 a worker crashed repeatedly; 2 it could not start.
 
     Example: tollkeeper serve --rules limits.yaml
 
     Example: tollkeeper serve --rules postgresql://app@db/rules --store redis://cache --host 0.0.0.0
     """
     given = dict(locals())
-    with telling(as_json=False, problems=TROUBLE):
-        from tollkeeper.service.process.settings import ServiceSettings  # noqa: PLC0415 - needs what an extra brings
-        from tollkeeper.service.process.startup import run  # noqa: PLC0415 - same
+    from tollkeeper.service.process.settings import ServiceSettings  # noqa: PLC0415 - needs an extra
+    from tollkeeper.service.process.startup import run  # noqa: PLC0415 - same
 
-        given.pop("config")
-        if given.pop("no_grpc"):
-            given["grpc"] = ""
-        run(ServiceSettings.gather(given, config))
+    given.pop("config")
+    if given.pop("no_grpc"):
+        given["grpc"] = ""
+    run(ServiceSettings.gather(given, config))

@@ -1,4 +1,4 @@
-"""`tollkeeper token`: make, list and remove the tokens that the service asks for."""
+"""`tollkeeper token`: create, list and remove the tokens of a service."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ from typing import Annotated, Any, Final, cast
 
 import typer
 
-from tollkeeper.cli.rules_options import Command, Group, JsonOption
-from tollkeeper.cli.rules_print import OK, say, say_json, say_table, telling
-from tollkeeper.core.errors import ConfigError, show
+from tollkeeper.cli.common import (
+    OK,
+    CliCommand,
+    CliGroup,
+    JsonOption,
+    parse_pairs,
+    print_json,
+    print_table,
+    print_text,
+)
 from tollkeeper.service.http.tokens import Role, Token, create_token, read_tokens, remove_token
 from tollkeeper.service.process.settings import state_folder
 
 app: Final = typer.Typer(
-    cls=Group,
-    help="The tokens that a service asks for. It sees a change within a second.",
+    cls=CliGroup,
+    help="Create, list and remove the tokens of a service. It notices a change within a second.",
     no_args_is_help=True,
     rich_markup_mode=None,
     # Tracebacks that show variables would show secrets.
@@ -24,7 +31,7 @@ app: Final = typer.Typer(
 
 _HEADINGS: Final = ("NAME", "ROLE", "SCOPE", "CREATED")
 
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="What it is called.")]
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The name of the token.")]
 FileOption = Annotated[
     str | None,
     typer.Option(
@@ -45,14 +52,14 @@ DataOption = Annotated[
 ]
 
 
-@app.command(cls=Command)
+@app.command(cls=CliCommand)
 def create(
     name: NameArgument,
     role: Annotated[
         str,
         typer.Option(
             metavar="check|read|admin",
-            help="check: spend and look at quotas; read: look at quotas and at what admins see; "
+            help="check: check requests and read quotas; read: read quotas and the admin API; "
             "admin: everything.",
         ),
     ],
@@ -60,80 +67,71 @@ def create(
         list[str] | None,
         typer.Option(
             metavar="FIELD=VALUE",
-            help="Only for requests with this value, such as tenant=acme; may be given again.",
+            help="Only for requests with this value, such as tenant=acme; can be repeated.",
         ),
     ] = None,
     tokens: FileOption = None,
     data: DataOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a token, and show its secret: this once, for it is kept nowhere.
+    """Create a token and print its secret. It is not stored, so it is printed only this once.
 
     Example: tollkeeper token create checkout --role check --scope tenant=acme
     """
-    with telling(as_json):
-        path = _path(tokens, data)
-        secret = create_token(path, name, cast("Role", role), _scope(scope or []))
-        if as_json:
-            say_json({"exit_code": OK, "name": name, "role": role, "token": secret})
-        else:
-            # The secret alone goes to the standard output, so that a script can take it.
-            say(f"a token with the role {role}, in {path}; keep it well:", to_stderr=True)
-            say(secret)
+    path = _path(tokens, data)
+    secret = create_token(
+        path, name, cast("Role", role), parse_pairs("--scope", scope or [], "tenant=acme")
+    )
+    if as_json:
+        print_json({"exit_code": OK, "name": name, "role": role, "token": secret})
+    else:
+        # Only the secret goes to the standard output, so that a script can read it.
+        print_text(
+            f"a token with the role {role}, in {path}; store its secret safely:", to_stderr=True
+        )
+        print_text(secret)
 
 
-@app.command("list", cls=Command)
+@app.command("list", cls=CliCommand)
 def list_(tokens: FileOption = None, data: DataOption = None, as_json: JsonOption = False) -> None:
-    """Show who has a token, and what for. No secrets: nobody has them but their owners.
+    """List the tokens with their roles and scopes, without their secrets.
 
     Example: tollkeeper token list
     """
-    with telling(as_json):
-        path = _path(tokens, data)
-        found = read_tokens(path) if path.exists() else ()
-        if as_json:
-            say_json({"exit_code": OK, "tokens": [_data(each) for each in found]})
-        elif found:
-            say_table(_HEADINGS, [_row(each) for each in found])
-        else:
-            say(f"{path} has no tokens; make one with: tollkeeper token create NAME --role check")
+    path = _path(tokens, data)
+    found = read_tokens(path) if path.exists() else ()
+    if as_json:
+        print_json({"exit_code": OK, "tokens": [_data(each) for each in found]})
+    elif found:
+        print_table(_HEADINGS, [_row(each) for each in found])
+    else:
+        print_text(
+            f"{path} has no tokens; create one with: tollkeeper token create NAME --role check"
+        )
 
 
-@app.command(cls=Command)
+@app.command(cls=CliCommand)
 def remove(
     name: NameArgument,
     tokens: FileOption = None,
     data: DataOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Take a token's rights away. A service refuses it within a second.
+    """Remove a token. The service rejects it within a second.
 
     Example: tollkeeper token remove checkout
     """
-    with telling(as_json):
-        remove_token(_path(tokens, data), name)
-        if as_json:
-            say_json({"exit_code": OK, "removed": name})
-        else:
-            say(f"removed: {name} may do nothing any more")
+    remove_token(_path(tokens, data), name)
+    if as_json:
+        print_json({"exit_code": OK, "removed": name})
+    else:
+        print_text(f"removed: {name}")
 
 
 def _path(tokens: str | None, data: str | None) -> Path:
     if tokens:
         return Path(tokens)
     return (Path(data) if data else state_folder()) / "tokens.json"
-
-
-def _scope(given: list[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for each in given:
-        name, equals, value = each.partition("=")
-        if not (name and equals):
-            raise ConfigError(f"--scope {show(each)} is not FIELD=VALUE; try tenant=acme")
-        if name in found:
-            raise ConfigError(f"--scope {show(name)} is given twice")
-        found[name] = value
-    return found
 
 
 def _data(token: Token) -> dict[str, Any]:

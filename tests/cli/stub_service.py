@@ -1,4 +1,4 @@
-"""A server that gives one answer to everything, and the command line asking it."""
+"""A stub of a service that answers every request alike, and a way to run commands against it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ ALLOWED = {
 DENIED = {**ALLOWED, "allowed": False, "remaining": 0, "retry_after": 0.25}
 
 
-class Asked(NamedTuple):
-    """A question as it came in."""
+class ReceivedRequest(NamedTuple):
+    """A request that the stub received."""
 
     method: str
     target: str
@@ -37,17 +37,17 @@ class Asked(NamedTuple):
     body: Any
 
 
-class Stub(NamedTuple):
-    """Where it listens, and what it was asked."""
+class StubService(NamedTuple):
+    """The URL of the stub, and the requests that it received."""
 
     url: str
-    asked: list[Asked]
+    received: list[ReceivedRequest]
 
 
 @contextmanager
-def answering(status: int, body: object = None, *, location: str = "") -> Iterator[Stub]:
-    """A server that answers everything alike; bytes go out as they are."""
-    asked: list[Asked] = []
+def stub_service(status: int, body: object = None, *, location: str = "") -> Iterator[StubService]:
+    """Run a server that answers every request alike. Bytes are sent as they are."""
+    received: list[ReceivedRequest] = []
     text = body if isinstance(body, bytes) else json.dumps(body).encode()
 
     class Handler(BaseHTTPRequestHandler):
@@ -56,7 +56,9 @@ def answering(status: int, body: object = None, *, location: str = "") -> Iterat
         def do_POST(self) -> None:
             size = int(self.headers.get("content-length", 0))
             sent = json.loads(self.rfile.read(size) or b"null")
-            asked.append(Asked(self.command, self.path, self.headers["authorization"], sent))
+            received.append(
+                ReceivedRequest(self.command, self.path, self.headers["authorization"], sent)
+            )
             self.send_response(status)
             if location:
                 self.send_header("location", location)
@@ -75,19 +77,20 @@ def answering(status: int, body: object = None, *, location: str = "") -> Iterat
 
     class Server(ThreadingHTTPServer):
         def handle_error(self, *arguments: object) -> None:
-            """Whoever asked may go before all was sent."""
+            """Ignore clients that close the connection before the answer is complete."""
 
     with Server(("127.0.0.1", 0), Handler) as server:
         thread = Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
-            yield Stub(f"http://127.0.0.1:{server.server_port}", asked)
+            yield StubService(f"http://127.0.0.1:{server.server_port}", received)
         finally:
             server.shutdown()
             thread.join()
 
 
 def run(*arguments: str, url: str | None = None, **environment: str) -> Result:
+    """Run a command; URL, TOKEN and CA become environment variables."""
     names = ("URL", "TOKEN", "CA")
     given = {f"TOLLKEEPER_{name}": environment.get(name) for name in names}
     if url:

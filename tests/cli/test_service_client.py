@@ -1,8 +1,9 @@
-"""What is read of /metrics: names, labels, numbers, and what happened between two scrapes."""
+"""The client of a service: its metrics. tests/cli/test_check.py tests its calls and errors."""
 
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -11,9 +12,16 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tests.cli.answering import answering
-from tollkeeper.cli.remote_service import Unanswered
-from tollkeeper.cli.scrape import Watched, grown, grown_buckets, quantile_s, read
+from tests.cli.stub_service import stub_service
+from tollkeeper.cli.service_client import (
+    ServiceClient,
+    ServiceError,
+    bucket_growth,
+    growth,
+    one_line,
+    quantile_s,
+    read_metrics,
+)
 
 TEXT = """
 # HELP tollkeeper_checks_total What each rule decided.
@@ -26,13 +34,12 @@ tollkeeper_workers 2.0
 tollkeeper_rules_age_seconds NaN
 tollkeeper_store_seconds_bucket{le="0.001"} 50.0
 tollkeeper_store_seconds_bucket{le="+Inf"} 100.0
-tollkeeper_broken{rule="x"} many
 """
 
 
-def test_labels_are_told_apart_and_added_up() -> None:
-    """By any of them, whatever is in their values."""
-    found = read(TEXT)
+def test_sums_by_labels() -> None:
+    """By any label, whatever its values contain."""
+    found = read_metrics(TEXT)
     assert found.total("tollkeeper_checks_total", outcome="denied", rule="orders") == 7
     by_rule = found.by("tollkeeper_checks_total", "rule", outcome="denied")
     assert by_rule == {"orders": 7, 'a "b" {c}, d=\\': 5}
@@ -40,18 +47,18 @@ def test_labels_are_told_apart_and_added_up() -> None:
     assert found.buckets("tollkeeper_store_seconds") == {0.001: 50, math.inf: 100}
 
 
-def test_what_is_no_number_is_left_out() -> None:
-    """It is as if it had not been told."""
-    found = read(TEXT)
+def test_nan_is_left_out() -> None:
+    """A gauge that is not known is treated as missing."""
+    found = read_metrics(TEXT)
     assert found.value("tollkeeper_rules_age_seconds") is None
-    assert "tollkeeper_broken" not in found.values
 
 
 @given(st.text())
-def test_no_text_is_too_strange(text: str) -> None:
-    """It comes from another program."""
-    read(text)
-    read(f"name{{{text}}} 1")
+def test_invalid_text_is_a_value_error(text: str) -> None:
+    """The text comes from another program; no other error may end the command."""
+    for each in (text, f"name{{{text}}} 1", f"name {text}"):
+        with suppress(ValueError):
+            read_metrics(each)
 
 
 class _Told(Collector):
@@ -63,31 +70,31 @@ class _Told(Collector):
 
 
 @given(st.dictionaries(st.text(max_size=20), st.integers(0, 2**50), max_size=5))
-def test_prometheus_own_text_is_read_back(counts: dict[str, int]) -> None:
-    """Whatever the names of rules are."""
+def test_written_metrics_are_read_back(counts: dict[str, int]) -> None:
+    """Whatever the names of rules contain."""
     counter = CounterMetricFamily("checks", "Some.", labels=["rule"])
     for rule, count in counts.items():
         counter.add_metric([rule], count)
     histogram = HistogramMetricFamily("took", "Some.", [("0.5", 1.0), ("+Inf", 3.0)], 2.0)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Told(counter, histogram))
-    found = read(generate_latest(registry).decode())
+    found = read_metrics(generate_latest(registry).decode())
     assert found.by("checks_total", "rule") == counts
     assert found.buckets("took") == {0.5: 1, math.inf: 3}
 
 
 @pytest.mark.parametrize(("before", "now", "wanted"), [(3, 10, 7), (3, 3, 0), (10, 4, 4)])
-def test_a_counter_that_is_lower_has_begun_anew(before: float, now: float, wanted: float) -> None:
-    """The service was started again, and all that it counts has come since."""
-    assert grown(before, now) == wanted
+def test_growth_of_a_counter(before: float, now: float, wanted: float) -> None:
+    """A lower value means that the service was restarted: all of it was counted since."""
+    assert growth(before, now) == wanted
 
 
-def test_a_histogram_begins_anew_as_a_whole() -> None:
-    """Not range by range: a part of it may have grown beyond what it was."""
+def test_growth_of_a_histogram() -> None:
+    """A restart resets all buckets, even if one of them has grown beyond its old value."""
     before = {0.1: 5.0, math.inf: 9.0}
-    assert grown_buckets(before, {0.1: 6.0, math.inf: 8.0}) == {0.1: 6.0, math.inf: 8.0}
-    assert grown_buckets(before, {0.1: 6.0, math.inf: 11.0}) == {0.1: 1.0, math.inf: 2.0}
-    assert grown_buckets({}, before) == before
+    assert bucket_growth(before, {0.1: 6.0, math.inf: 8.0}) == {0.1: 6.0, math.inf: 8.0}
+    assert bucket_growth(before, {0.1: 6.0, math.inf: 11.0}) == {0.1: 1.0, math.inf: 2.0}
+    assert bucket_growth({}, before) == before
 
 
 @pytest.mark.parametrize(
@@ -98,21 +105,30 @@ def test_a_histogram_begins_anew_as_a_whole() -> None:
         ({0.001: 100.0, math.inf: 100.0}, 0.5, 0.0005),
         ({0.001: 0.0, 0.002: 100.0, math.inf: 100.0}, 0.5, 0.0015),
         ({0.001: 90.0, 0.002: 90.0, 0.004: 100.0, math.inf: 100.0}, 0.95, 0.003),
-        ({0.001: 10.0, math.inf: 100.0}, 0.99, 0.001),  # beyond what is measured
+        ({0.001: 10.0, math.inf: 100.0}, 0.99, 0.001),  # in the last bucket
     ],
 )
 def test_quantiles(buckets: dict[float, float], share: float, wanted: float | None) -> None:
-    """As Prometheus' histogram_quantile works them out."""
+    """They are estimated like histogram_quantile in Prometheus."""
     found = quantile_s(buckets, share)
     assert found == (wanted if wanted is None else pytest.approx(wanted))
 
 
-def test_what_is_no_tollkeeper_is_told() -> None:
-    """Metrics of another program are not taken for ours."""
-    for status, body in ((200, b"go_goroutines 5\n"), (404, b"not found")):
+def test_metrics_of_another_program() -> None:
+    """They are rejected, and so is text that is not in the Prometheus format."""
+    for status, body in (
+        (200, b"go_goroutines 5\n"),
+        (404, b"not found"),
+        (200, b"tollkeeper_checks many\n"),
+    ):
         with (
-            answering(status, body) as stub,
-            Watched(stub.url, None, timeout_s=5) as service,
-            pytest.raises(Unanswered, match="not as Tollkeeper does"),
+            stub_service(status, body) as stub,
+            ServiceClient(stub.url, None, timeout_s=5) as service,
+            pytest.raises(ServiceError, match="not as Tollkeeper does"),
         ):
-            service.scrape()
+            service.metrics()
+
+
+def test_one_line() -> None:
+    """Text of another program is cut, put on one line, and has no terminal escapes."""
+    assert one_line("a\x1b[31m\nb" + "c" * 10_000) == "a [31m b" + "c" * 492

@@ -1,0 +1,307 @@
+"""`tollkeeper check`, `quota`, `reset` and `grant`: calls to a running service.
+
+The options of a command are the fields of a Request. The answers come from another program, perhaps
+of another version: a member that is missing is not printed, and no answer can end a command with a
+traceback. Exit codes: 0 allowed or done, 1 denied, 2 the call failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+import typer
+
+from tollkeeper.cli.common import (
+    OK,
+    PROBLEMS,
+    JsonOption,
+    parse_duration_s,
+    parse_pairs,
+    print_json,
+    print_table,
+    print_text,
+    seconds_text,
+    with_options,
+)
+from tollkeeper.cli.service_client import ServiceClient, ServiceError, json_objects, service_client
+from tollkeeper.core.errors import ConfigError
+
+COUNT_MAX: Final = 100_000
+_HEADINGS: Final = ("RULE", "COUNTS", "LIMIT", "FROM", "LEFT", "WHOLE AGAIN")
+
+
+def request_fields(
+    user: Annotated[str | None, typer.Option(metavar="TEXT", help="For example 42.")] = None,
+    api_key: Annotated[str | None, typer.Option(metavar="TEXT", help="For example sk_1.")] = None,
+    ip: Annotated[str | None, typer.Option(metavar="TEXT", help="For example 192.0.2.1.")] = None,
+    tenant: Annotated[str | None, typer.Option(metavar="TEXT", help="For example acme.")] = None,
+    tier: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="For example pro. [default: the assigned tier]"),
+    ] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(metavar="PATH", help="For example /v1/orders/7.")
+    ] = None,
+    method: Annotated[str | None, typer.Option(metavar="NAME", help="For example POST.")] = None,
+    attribute: Annotated[
+        list[str] | None, typer.Option(metavar="K=V", help="Any other field; can be repeated.")
+    ] = None,
+) -> dict[str, Any]:
+    """Return the fields of a request that were given as options. Raises ConfigError."""
+    options = {
+        "user": user,
+        "api_key": api_key,
+        "ip": ip,
+        "tenant": tenant,
+        "tier": tier,
+        "endpoint": endpoint,
+        "method": method,
+    }
+    fields: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if attribute:
+        fields["attributes"] = parse_pairs("--attribute", attribute, "region=eu")
+    try:
+        _request_text(fields).encode()
+    except UnicodeEncodeError:
+        raise ConfigError("an argument is not valid UTF-8; check how it was typed") from None
+    return fields
+
+
+@with_options(request=request_fields, service=service_client)
+def check(
+    request: dict[str, Any],
+    service: ServiceClient,
+    cost: Annotated[int, typer.Option(metavar="N", help="The units that each check costs.")] = 1,
+    count: Annotated[
+        int, typer.Option(metavar="N", help="Check N times, one after another, and sum up.")
+    ] = 1,
+    peek: Annotated[
+        bool, typer.Option("--peek", help="Only show whether it would be allowed; charge nothing.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check whether a request is allowed, and charge its cost if it is.
+
+    Exit code: 0 allowed; 1 denied, or at least one of several was; 2 the call failed: no service,
+    no token, or a cost that can never fit.
+
+    Example: tollkeeper check --api-key sk_1 --endpoint /v1/orders/7 --method POST
+
+    Example: tollkeeper check --user 42 --cost 5 --peek
+
+    Example: tollkeeper check --user 42 --count 20 --json
+    """
+    if not 1 <= count <= COUNT_MAX:
+        raise ConfigError(f"--count {count} is not between 1 and {COUNT_MAX:,}")
+    if peek and (count != 1 or cost < 0):
+        raise ConfigError("--peek checks once, with a --cost of 0 or more; remove --count")
+    allowed = 0
+    answer: dict[str, Any] = {}
+    with service:
+        for _ in range(count):
+            answer = _peek(service, request, cost) if peek else _check(service, request, cost)
+            allowed += bool(answer["allowed"])
+    code = OK if allowed == count else PROBLEMS
+    sums = {"count": count, "allowed": allowed, "denied": count - allowed}
+    if as_json:
+        print_json({"exit_code": code, **(answer if count == 1 else {**sums, "last": answer})})
+    else:
+        line = f"{'would be ' if peek else ''}{check_text(answer)}"
+        if count > 1:
+            line = f"allowed {allowed:,}, denied {count - allowed:,} of {count:,}; the last: {line}"
+        print_text(line)
+    raise typer.Exit(code)
+
+
+def _check(service: ServiceClient, request: Mapping[str, Any], cost: int) -> dict[str, Any]:
+    return service.call("POST", "/v1/check", body={**request, "cost": cost}, expected="allowed")
+
+
+def _peek(service: ServiceClient, request: Mapping[str, Any], cost: int) -> dict[str, Any]:
+    """Return the answer that a check would get, computed from the quota."""
+    found = service.call("GET", "/v1/quota", query=_query(request), expected="rules")
+    try:
+        return {**found, **decision_from_quota(found, cost)}
+    except (KeyError, TypeError):
+        raise ServiceError(
+            f"{service.url} answers, but this version of the command does not understand the answer"
+        ) from None
+
+
+def decision_from_quota(quota: Mapping[str, Any], cost: int) -> dict[str, Any]:
+    """Return what a check with this cost would answer.
+
+    `remaining` units would pass at this instant, so each limit is one comparison. Raises
+    ConfigError for a cost that can never fit.
+    """
+    denied: list[str] = []
+    shadow_denied: list[str] = []
+    limits: list[dict[str, Any]] = []
+    for rule in json_objects(quota.get("rules")):
+        shadowed = rule.get("mode") == "shadow"
+        units = cost * int(rule.get("cost", 1))
+        for limit in json_objects(rule.get("limits")):
+            if units > limit["remaining"]:
+                (shadow_denied if shadowed else denied).append(str(rule["rule"]))
+            if not shadowed:
+                _expect_fits(cost, units, rule, limit)
+                limits.append({**limit, "rule": rule["rule"]})
+    # The tightest limit is the one with the least remaining.
+    tightest = min(limits, key=lambda limit: int(limit["remaining"]), default={})
+    names = ("rule", "limit", "remaining", "reset_after")
+    return {
+        "allowed": not denied and quota.get("kind") != "blocked",
+        **{name: tightest.get(name) for name in names},
+        "shadow_denied": list(dict.fromkeys(shadow_denied)),
+    }
+
+
+def _expect_fits(cost: int, units: int, rule: Mapping[str, Any], limit: Mapping[str, Any]) -> None:
+    if units > limit["limit"]:
+        raise ConfigError(
+            f"--cost {cost} takes {units:,} units of rule {rule['rule']}, which can never fit "
+            f"{limit.get('policy')}: it holds at most {limit['limit']:,}"
+        )
+
+
+@with_options(request=request_fields, service=service_client)
+def quota(request: dict[str, Any], service: ServiceClient, as_json: JsonOption = False) -> None:
+    """Show the remaining quota of every limit that applies to a request. Charges nothing.
+
+    Exit code: 0 shown; 2 the call failed.
+
+    Example: tollkeeper quota --api-key sk_1 --endpoint /v1/orders/7 --method POST
+
+    Example: tollkeeper quota --user 42 --attribute region=eu --json
+    """
+    with service:
+        answer = service.call("GET", "/v1/quota", query=_query(request), expected="rules")
+    rows = [
+        _quota_row(rule, limit)
+        for rule in json_objects(answer.get("rules"))
+        for limit in json_objects(rule.get("limits"))
+    ]
+    if as_json:
+        print_json({"exit_code": OK, **answer})
+    elif rows:
+        print_table(_HEADINGS, rows)
+    else:
+        print_text(_reason(answer))
+
+
+@with_options(request=request_fields, service=service_client)
+def reset(request: dict[str, Any], service: ServiceClient, as_json: JsonOption = False) -> None:
+    """Restore the whole quota of a request's subjects, in every rule that applies to the request.
+
+    Needs an admin token.
+
+    Exit code: 0 done; 2 not done.
+
+    Example: tollkeeper reset --api-key sk_1 --endpoint /v1/orders/7 --method POST
+    """
+    with service:
+        service.call("DELETE", "/v1/quota", query=_query(request))
+    if as_json:
+        print_json({"exit_code": OK, "reset": request})
+    else:
+        print_text(f"reset: {_request_text(request)} has its whole quota again")
+
+
+@with_options(request=request_fields, service=service_client)
+def grant(
+    request: dict[str, Any],
+    service: ServiceClient,
+    units: Annotated[int, typer.Option(metavar="N", help="How many units to grant.")],
+    ttl: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="How long they last: 90s, 10m, 1h. [default: one window of each limit]",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Grant a request's subjects additional units for a while.
+
+    Needs an admin token.
+
+    Exit code: 0 done; 2 not done.
+
+    Example: tollkeeper grant --units 500 --ttl 1h --api-key sk_1 --endpoint /v1/orders/7
+    """
+    lifetime = {} if ttl is None else {"ttl_seconds": parse_duration_s("--ttl", ttl)}
+    body = {**request, "units": units, **lifetime}
+    with service:
+        service.call("POST", "/v1/quota/grant", body=body)
+    if as_json:
+        print_json({"exit_code": OK, "granted": body})
+    else:
+        lasts = ttl or "one window of each limit"
+        print_text(f"granted: {_request_text(request)} has {units:,} more units for {lasts}")
+
+
+def _query(request: Mapping[str, Any]) -> dict[str, str]:
+    query = {name: value for name, value in request.items() if name != "attributes"}
+    attributes = request.get("attributes", {})
+    return query | {f"attributes.{name}": value for name, value in attributes.items()}
+
+
+# ── Printing ───────────────────────────────────────────────────────────────────────────────────
+
+
+def check_text(answer: Mapping[str, Any]) -> str:
+    """Return one line: allowed or denied, the reason, and when to retry."""
+    parts = [_reason(answer)]
+    if answer.get("delay"):
+        parts.append(f"to be served after {seconds_text(answer['delay'])}")
+    if not answer.get("allowed") and answer.get("retry_after"):
+        parts.append(f"retry in {seconds_text(answer['retry_after'])}")
+    if shadow := answer.get("shadow_denied"):
+        parts.append(f"shadow rules would deny it: {', '.join(map(str, shadow))}")
+    return f"{'allowed' if answer.get('allowed') else 'denied'}: {', '.join(parts)}"
+
+
+def _reason(answer: Mapping[str, Any]) -> str:
+    kind = answer.get("kind")
+    if kind == "exempt":
+        return "on the allow list"
+    if kind == "blocked":
+        return "on the deny list"
+    if kind == "unlimited":
+        return "no rule applies"
+    rule = f" of rule {answer['rule']}" if answer.get("rule") else ""
+    if kind == "unavailable" or answer.get("degraded"):
+        return f"the store is unavailable, so the failure policy{rule} decides"
+    return f"{_remaining_text(answer)} left{rule}"
+
+
+def _remaining_text(answer: Mapping[str, Any]) -> str:
+    return f"{_count_text(answer.get('remaining'))} of {_count_text(answer.get('limit'))}"
+
+
+def _count_text(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else "?"
+
+
+def _request_text(request: Mapping[str, Any]) -> str:
+    """Return the fields of a request on one line."""
+    flat = {name: value for name, value in request.items() if name != "attributes"}
+    flat |= request.get("attributes", {})
+    return ", ".join(f"{name} {value}" for name, value in flat.items()) or "an empty request"
+
+
+def _quota_row(rule: Mapping[str, Any], limit: Mapping[str, Any]) -> tuple[str, ...]:
+    shadow = " (shadow)" if rule.get("mode") == "shadow" else ""
+    reset_after = limit.get("reset_after")
+    return (
+        f"{rule.get('rule', '?')}{shadow}",
+        str(rule.get("subject") or "all"),
+        str(limit.get("policy", "?")),
+        str(rule.get("source", "?")),
+        _remaining_text(limit),
+        "now" if reset_after == 0 else f"in {seconds_text(reset_after)}",
+    )
+
+
+COMMANDS: Final = (check, quota, reset, grant)
