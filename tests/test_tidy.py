@@ -53,6 +53,7 @@ REGISTRY = re.compile(
     r"index-ur[l]|pythonhoste[d]|artifactor[y]|jfro[g]\.|registry\.npmj[s]|"
     r"\b(?:ghcr|quay|gcr)\.i[o]"
 )
+SEAMS = re.compile(r"store|gate|limiter", re.IGNORECASE)
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "manager", "managers", "base"}
 
 LINT_IGNORE = re.compile(r"# noqa: [A-Z]+[0-9]+(?:, ?[A-Z]+[0-9]+)* - \S")
@@ -274,3 +275,15 @@ def test_there_are_few_import_layers() -> None:
     for contract in settings["contracts"]:
         assert len(contract.get("layers", ())) <= IMPORT_LAYERS_MAX
         assert not contract.get("ignore_imports")
+
+
+def test_no_seam_is_probed() -> None:
+    """Stores, gates and limiters declare what they can do; no code asks with getattr or hasattr."""
+    assert not [
+        f"{_name(path)}:{node.lineno}: {ast.unparse(node)}"
+        for path in _python("src/")
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("getattr", "hasattr")
+        and SEAMS.search(ast.unparse(node.args[0]))
+    ]

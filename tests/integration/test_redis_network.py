@@ -393,13 +393,13 @@ async def test_a_silent_connection_is_replaced_although_calls_keep_coming(
     Without a breaker, which would stop the calls.
     """
     with Proxy(server.port) as proxy:
-        store = open_store(proxy.uri, deadline_ms=100, breaker=False)
+        store = open_store(proxy.uri, deadline_ms=500, breaker=False)
         limiter = AsyncLimiter(COUNTED, store=store, on_failure="raise")
         await limiter.check(key)
         proxy.mode = "hold"
-        await _paced(limiter, key, 0.2)
+        await _paced(limiter, key, 1.0)
         proxy.mode = "pass"
-        outcomes = await _paced(limiter, key, 1.0)
+        outcomes = await _paced(limiter, key, 2.0)
         assert admitted(outcomes[-50:])
         await store.aclose()
 
