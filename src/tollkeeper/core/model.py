@@ -200,6 +200,16 @@ def _plain_seconds(nanoseconds: int) -> float:
 
 # The fields of a Request beside `attributes`. `by` and rules name fields and attributes alike.
 REQUEST_FIELDS: Final = ("user", "api_key", "ip", "tenant", "tier", "endpoint", "method")
+_FIELD_BY_LETTERS: Final = {name.replace("_", ""): name for name in REQUEST_FIELDS}
+
+
+def request_field_like(name: str) -> str | None:
+    """Return the field of a request that differs from `name` only in case and underscores.
+
+    >>> request_field_like("apiKey"), request_field_like("region")
+    ('api_key', None)
+    """
+    return _FIELD_BY_LETTERS.get(name.lower().replace("_", ""))
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,19 @@ def _check_part(part: object, key: object) -> None:
             ) from None
 
 
+def require_text(name: str, value: object) -> str:
+    """Return the value of a request's attribute; raise InvalidKey unless it is text.
+
+    A number would match no pattern and no list entry, and so evade a limit.
+    """
+    if isinstance(value, str):
+        return value
+    raise InvalidKey(
+        f"{name}={show(value)} is {type(value).__name__}, but a request's attributes are text; "
+        f"convert it to text"
+    )
+
+
 def subject_of_request(request: Request, by: Sequence[str]) -> str:
     """Return the subject of a request that is counted by these attributes.
 
@@ -100,10 +113,7 @@ def subject_of_request(request: Request, by: Sequence[str]) -> str:
     for name in by:
         value = getattr(request, name) if name in REQUEST_FIELDS else request.attributes.get(name)
         if value is not None and not isinstance(value, str):
-            raise InvalidKey(
-                f"{name}={show(value)} is {type(value).__name__}, but a request's attributes are "
-                f"text; convert it to text"
-            )
+            require_text(name, value)
         parts.append(name if value is None else f"{name}:{value}")
     if len(parts) > 1 and sum(map(len, parts)) + len(parts) > KEY_LENGTH_MAX:
         parts = [_shortened(part, name) for part, name in zip(parts, by, strict=True)]

@@ -22,6 +22,7 @@ from tollkeeper.core.model import (
     UNITS_MAX,
     Limit,
     Limits,
+    request_field_like,
 )
 from tollkeeper.core.rates import LIMITS_MAX, TEXT_LENGTH_MAX, parse_limit, parse_limits
 from tollkeeper.rules.document.model import (
@@ -335,16 +336,9 @@ def _check_attribute(fail: Callable[[str], None], name: str) -> None:
             f"{quoted(name)} is not a valid attribute name: use the letters a to z, digits and _; "
             f"for example region"
         )
-    elif (meant := _FIELD_BY_LETTERS.get(_letters(name), name)) != name:
+    elif (meant := request_field_like(name) or name) != name:
         # As an attribute that no request has, it would count all clients together.
         fail(f"{quoted(name)} must be spelled {meant}")
-
-
-def _letters(name: str) -> str:
-    return name.lower().replace("_", "")
-
-
-_FIELD_BY_LETTERS: Final = {_letters(name): name for name in REQUEST_FIELDS}
 
 
 def _match(place: DocumentPlace) -> Match:

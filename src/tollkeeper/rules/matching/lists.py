@@ -30,8 +30,14 @@ from os import PathLike
 from pathlib import Path
 from typing import Final, Literal
 
-from tollkeeper.core.errors import ConfigError, InvalidKey, show
-from tollkeeper.core.model import NAME_LENGTH_MAX, REQUEST_FIELDS, Request
+from tollkeeper.core.errors import ConfigError, show
+from tollkeeper.core.model import (
+    NAME_LENGTH_MAX,
+    REQUEST_FIELDS,
+    Request,
+    request_field_like,
+)
+from tollkeeper.core.subjects import require_text
 from tollkeeper.rules.matching.patterns import (
     GLOB_LENGTH_MAX,
     Address,
@@ -51,7 +57,7 @@ LINE_BYTES_MAX: Final = 4_096  # of a file, with its comment
 
 _EXAMPLE: Final = "write it like api_key:sk_internal_*, user:42 or ip:10.0.0.0/8"
 _WHO: Final = frozenset(REQUEST_FIELDS) - {"endpoint", "method"}
-_FIELD_BY_LETTERS: Final = {name.replace("_", ""): name for name in REQUEST_FIELDS}
+
 # Dotted numbers, possibly with a mistake in them. Nobody means a key by that.
 _LIKE_IPV4: Final = re.compile(r"[0-9]+\.[0-9.*]*(?:/.*)?")
 _COMMENT: Final = re.compile(r"(?:^|\s)#.*", re.DOTALL)
@@ -129,8 +135,7 @@ def _check_attribute(text: str, attribute: str) -> None:
             f"entry {show(text)}: {show(attribute)} is not a valid attribute name; {_EXAMPLE}, "
             f"and a key that contains a colon like api_key:live:7"
         )
-    meant = _FIELD_BY_LETTERS.get(attribute.lower().replace("_", ""))
-    if meant:
+    if meant := request_field_like(attribute):
         raise ConfigError(f"entry {show(text)}: {attribute} must be spelled {meant}")
 
 
@@ -312,23 +317,13 @@ class _CompiledList:
     def find(self, request: Request, address: Address | None) -> _Hit | None:
         for name, values in self.fields:
             value = getattr(request, name)
-            if value is not None and (hit := values.find(_text(name, value))):
+            if value is not None and (hit := values.find(require_text(name, value))):
                 return hit
         for name, values in self.attributes:
             value = request.attributes.get(name)
-            if value is not None and (hit := values.find(_text(name, value))):
+            if value is not None and (hit := values.find(require_text(name, value))):
                 return hit
         return self.networks.find(address) if address is not None else None
-
-
-def _text(name: str, value: object) -> str:
-    """Return `value` if it is text. A number would match no entry, and evade the list."""
-    if isinstance(value, str):
-        return value
-    raise InvalidKey(
-        f"{name}={show(value)} is {type(value).__name__}, but a request's attributes are text; "
-        f"convert it to text"
-    )
 
 
 class Lists:
@@ -367,7 +362,7 @@ class Lists:
     def _find(self, request: Request) -> tuple[Verdict, _Hit] | None:
         address = None
         if self._has_networks and request.ip is not None:
-            address = address_of(_text("ip", request.ip))
+            address = address_of(require_text("ip", request.ip))
         for each in self._lists:
             if hit := each.find(request, address):
                 return each.verdict, hit

@@ -215,16 +215,19 @@ def compile_method(text: str) -> str:
 
 
 __all__ = [
+    "Address",
     "EndpointPattern",
     "Glob",
     "Network",
     "Regexes",
     "Segment",
     "Wildcard",
+    "address_of",
     "compile_endpoint",
     "compile_glob",
     "compile_method",
     "compile_network",
+    "decoded",
     "escaped",
     "normalised",
 ]

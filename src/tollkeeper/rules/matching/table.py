@@ -32,8 +32,9 @@ from operator import attrgetter, itemgetter
 from types import NoneType
 from typing import Any, Final
 
-from tollkeeper.core.errors import InvalidKey, show
+from tollkeeper.core.errors import show
 from tollkeeper.core.model import REQUEST_FIELDS, Request
+from tollkeeper.core.subjects import require_text
 from tollkeeper.rules.document.model import Match, Rule
 from tollkeeper.rules.matching.patterns import (
     EndpointPattern,
@@ -470,7 +471,7 @@ class RuleTable:
 
     def _match(self, values: Values) -> tuple[tuple[CompiledRule, ...], ...]:
         if not _TEXTS.issuperset(map(type, values)):
-            self._require_text(values)
+            self._require_texts(values)
         key = values
         endpoint = values[0] if self._uses_endpoint else None
         path = None if endpoint is None else normalised(endpoint)
@@ -486,10 +487,7 @@ class RuleTable:
             self._memo[key] = matched
         return matched
 
-    def _require_text(self, values: Sequence[object]) -> None:
+    def _require_texts(self, values: Sequence[object]) -> None:
         for name, value in zip(self._names, values, strict=True):
-            if value is not None and not isinstance(value, str):
-                raise InvalidKey(
-                    f"{name}={show(value)} is {type(value).__name__}, but a request's attributes "
-                    f"are text; convert it to text"
-                )
+            if value is not None:
+                require_text(name, value)
