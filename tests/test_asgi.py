@@ -49,8 +49,8 @@ HEADERS = {
 # ── Answers ────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_an_allowed_response_has_the_headers_and_is_otherwise_untouched() -> None:
-    """Status, the application's headers and the body are as they were."""
+async def test_an_allowed_response_gets_headers_and_nothing_else() -> None:
+    """Status, the application's headers and the body are unchanged."""
     seen = await ask(limited())
     assert seen.status == 200
     assert seen.headers == {"x-mine": "1", **HEADERS}
@@ -78,7 +78,7 @@ async def test_a_denied_request_is_answered_without_the_application() -> None:
 
 
 async def test_a_denied_head_request_has_no_body() -> None:
-    """HEAD is counted like others, and answered with the headers alone."""
+    """HEAD is counted like other methods, and answered with headers only."""
     limited_app = limited(limits="1/minute")
     await ask(limited_app)
     seen = await ask(limited_app, method="HEAD")
@@ -86,8 +86,8 @@ async def test_a_denied_head_request_has_no_body() -> None:
     assert int(seen.headers["content-length"]) > 0
 
 
-async def test_retry_after_once_waited_for_succeeds() -> None:
-    """By the header alone, in whole seconds, a client gets through."""
+async def test_a_request_after_retry_after_is_allowed() -> None:
+    """A client that reads only this header, in whole seconds, gets through."""
     limited_app = limited(limits="3/minute")
     for _ in range(4):
         seen = await ask(limited_app)
@@ -98,7 +98,7 @@ async def test_retry_after_once_waited_for_succeeds() -> None:
 
 
 async def test_the_applications_own_headers_win() -> None:
-    """Who sends headers about limits speaks for itself; two of a kind would contradict."""
+    """Two headers of one kind would contradict each other."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         headers = [(b"X-RateLimit-Limit", b"7")]
@@ -110,7 +110,7 @@ async def test_the_applications_own_headers_win() -> None:
 
 
 async def test_a_message_that_the_application_keeps_is_not_changed() -> None:
-    """An application may send one and the same start to everybody."""
+    """An application may send the same start message to every client."""
     start = {"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]}
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -124,13 +124,13 @@ async def test_a_message_that_the_application_keeps_is_not_changed() -> None:
 
 
 async def test_the_style_of_the_headers_is_a_setting() -> None:
-    """Only what was asked for is sent."""
+    """Only the selected headers are sent."""
     seen = await ask(limited(style=Style(draft=None, legacy=False)))
     assert seen.headers == {"x-mine": "1"}
 
 
-async def test_every_other_message_passes_as_it_is() -> None:
-    """Pieces, trailers, files and what servers may add later are not looked at."""
+async def test_every_other_message_passes_unchanged() -> None:
+    """Parts of bodies, trailers, files and unknown messages."""
     messages: list[Message] = [
         {"type": "http.response.start", "status": 200, "trailers": True},
         {"type": "http.response.debug", "info": {}},
@@ -151,7 +151,7 @@ async def test_every_other_message_passes_as_it_is() -> None:
 
 
 async def test_a_stream_is_sent_piece_by_piece() -> None:
-    """Each piece goes out before the next is made, and none is kept."""
+    """Each part is sent before the next is made, and none is kept."""
     order: list[str] = []
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -178,14 +178,14 @@ async def test_a_stream_is_sent_piece_by_piece() -> None:
 
 
 async def test_a_websocket_passes_with_headers_on_its_acceptance() -> None:
-    """It is counted once, as it opens; what is said in it is not."""
+    """It is counted once, when it opens; its messages are not counted."""
     seen = await ask_scope(limited(echo), scope_of(kind="websocket"))
     assert seen.types == ["websocket.accept", "websocket.send"]
     assert seen.headers == {"x-mine": "1", **HEADERS}
     assert seen.messages[1]["text"] == "hi"
 
 
-async def test_a_denied_websocket_is_answered_where_the_server_can() -> None:
+async def test_a_denied_websocket_is_answered_if_the_server_can() -> None:
     """With the extension the client sees the same 429 as over HTTP."""
     limited_app = limited(echo, limits="1/minute")
     scope = scope_of(kind="websocket", extensions={"websocket.http.response": {}})
@@ -197,8 +197,8 @@ async def test_a_denied_websocket_is_answered_where_the_server_can() -> None:
     assert json.loads(seen.body)["status"] == 429
 
 
-async def test_a_denied_websocket_is_closed_where_the_server_cannot() -> None:
-    """Before it is accepted, with the code for a policy."""
+async def test_a_denied_websocket_is_closed_if_the_server_cannot_answer() -> None:
+    """It is closed before it is accepted, with the code for a policy violation."""
     limited_app = limited(echo, limits="1/minute")
     await ask_scope(limited_app, scope_of(kind="websocket"))
     seen = await ask_scope(limited_app, scope_of(kind="websocket"))
@@ -218,8 +218,8 @@ def _starlette(**options: Any) -> Starlette:
     return Starlette(routes=routes, middleware=[Middleware(RateLimit, **options)])
 
 
-async def test_path_parameters_do_not_slip_past_a_routes_limit() -> None:
-    """/users/1 and /users/2 are one endpoint, and another route is another."""
+async def test_path_parameters_do_not_escape_a_routes_limit() -> None:
+    """/users/1 and /users/2 are one endpoint, and another route is another one."""
     app = _starlette(limits="2/minute", per_route=True)
     paths = ["/users/1", "/users/2", "/users/3", "/v2/users/1", "/v2/users/2", "/v2/users/3"]
     found = [(await ask(app, path)).status for path in paths]
@@ -227,7 +227,7 @@ async def test_path_parameters_do_not_slip_past_a_routes_limit() -> None:
 
 
 async def test_rules_see_the_routes_template() -> None:
-    """A rule on a template, counted by endpoint, holds for every number in the path."""
+    """A rule on a template, counted by endpoint, applies to every number in the path."""
     rules = """
 version: 1
 rules:
@@ -242,8 +242,8 @@ rules:
     assert (await ask(app, "/v2/users/1")).status == 200
 
 
-async def test_the_lifespan_passes_and_closes_what_was_opened() -> None:
-    """At shutdown the store is closed; a second start opens it again."""
+async def test_the_lifespan_passes_and_closes_the_store() -> None:
+    """A second startup opens it again."""
     started: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -264,7 +264,7 @@ async def test_the_lifespan_passes_and_closes_what_was_opened() -> None:
 
 
 async def test_an_application_without_a_lifespan_keeps_its_limits() -> None:
-    """Servers take its error for a no and go on; so does the limiter."""
+    """Servers ignore the application's error, and so does the limiter."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         assert scope["type"] == "http"
@@ -278,7 +278,7 @@ async def test_an_application_without_a_lifespan_keeps_its_limits() -> None:
 
 
 async def test_nothing_is_left_for_the_garbage_collector() -> None:
-    """A request is forgotten when it is over: no circle of references keeps its scope."""
+    """No cycle of references keeps the scope of a finished request."""
     limited_app = limited(limits="2/minute")
 
     class Scope(dict[str, Any]):
@@ -297,7 +297,7 @@ async def test_nothing_is_left_for_the_garbage_collector() -> None:
 
 
 async def test_other_kinds_of_scope_pass() -> None:
-    """What ASGI may add one day is none of ours."""
+    """Unknown types of ASGI scopes reach the application unchanged."""
     seen: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -308,8 +308,8 @@ async def test_other_kinds_of_scope_pass() -> None:
     assert seen == [(scope, "r", "s")]
 
 
-def test_a_middleware_without_limits_is_a_mistake() -> None:
-    """It would limit nothing, and nobody would notice."""
+def test_a_middleware_without_limits_is_rejected() -> None:
+    """It would silently limit nothing."""
     with pytest.raises(ConfigError, match="RateLimit needs"):
         RateLimit(hello, store="memory://")
 
@@ -367,7 +367,7 @@ def test_no_request_makes_the_middleware_fail(
     method: str,
     session: Any,
 ) -> None:
-    """Whatever a client or a server puts in a request, the application's own answer comes back."""
+    """For any request of a client or a server, the application's own answer is returned."""
     path = (raw_path or b"/").decode("utf-8", "replace")
     scope = scope_of(path, method, raw_path=raw_path, query_string=query, client=client)
     scope |= {"headers": headers, "session": session}
@@ -378,8 +378,8 @@ def test_no_request_makes_the_middleware_fail(
     assert seen.headers["x-ratelimit-limit"] == "1000000"
 
 
-async def test_while_limiting_is_switched_off_nothing_is_said_or_counted() -> None:
-    """A test that switches limiting off does so for requests that take the short way too."""
+async def test_limiting_off_applies_to_the_fast_path() -> None:
+    """While limiting is off, requests are not counted and get no headers."""
     limited_app = limited(limits="1/minute")
     assert (await ask(limited_app)).status == 200
     with limiting_off():
@@ -389,8 +389,8 @@ async def test_while_limiting_is_switched_off_nothing_is_said_or_counted() -> No
     assert (await ask(limited_app)).status == 429
 
 
-async def test_the_short_way_and_the_long_way_are_one() -> None:
-    """The first request of an address is decided at length and the next shortly: same answers."""
+async def test_the_fast_path_gives_the_same_answers() -> None:
+    """The first request of an address takes the full path, the next ones the fast path."""
     short, long = limited(limits="3/minute"), limited(limits="3/minute", skip=lambda request: False)
     for _ in range(5):
         one, other = await ask(short), await ask(long)
@@ -440,8 +440,8 @@ def _endpoints() -> Starlette:
     )
 
 
-async def test_an_endpoint_has_limits_of_its_own() -> None:
-    """Beside those of the application, with one answer for both."""
+async def test_an_endpoint_has_its_own_limits() -> None:
+    """In addition to those of the application, with one answer for both."""
     app = _endpoints()
     seen = await ask(app, "/search")
     assert seen.headers["ratelimit-policy"] == (
@@ -456,8 +456,8 @@ async def test_an_endpoint_has_limits_of_its_own() -> None:
     assert [seen.types for seen in feeds] == [["websocket.accept"], ["websocket.close"]]
 
 
-async def test_two_limits_of_one_endpoint_count_apart() -> None:
-    """Even with the same window, and the same key."""
+async def test_two_limits_of_one_endpoint_have_two_counts() -> None:
+    """Even with the same window and the same key."""
     app = _endpoints()
     seen = [await ask(app, "/login") for _ in range(3)]
     assert [each.status for each in seen] == [401, 401, 429]
@@ -467,8 +467,8 @@ async def test_two_limits_of_one_endpoint_count_apart() -> None:
     )
 
 
-async def test_an_endpoint_that_is_not_async() -> None:
-    """It runs in a thread, as Starlette has it without a limit; methods too."""
+async def test_a_sync_endpoint_runs_in_a_thread() -> None:
+    """As Starlette does without a limit; methods too."""
     threads: list[int] = []
 
     @limited_to("2/minute")
@@ -493,15 +493,15 @@ async def test_an_endpoint_that_is_not_async() -> None:
 
 
 async def test_hooks_of_a_method_see_the_request() -> None:
-    """And not the object whose method it is, which has a scope too."""
+    """They do not see the endpoint object, which has a scope too."""
     app = _endpoints()
     users = ["ada", "ada", "ada", "bob"]
     seen = [await ask(app, "/listing", method="POST", headers=[("x-user", u)]) for u in users]
     assert [each.status for each in seen] == [200, 200, 429, 200]
 
 
-async def test_an_endpoint_that_cannot_be_limited_is_a_mistake() -> None:
-    """The developer is told: a class, no request, no middleware."""
+async def test_an_endpoint_that_cannot_be_limited_is_an_error() -> None:
+    """A class, a function without a request, or an application without the middleware."""
     with pytest.raises(ConfigError, match="decorate a class's methods"):
         limited_to("1/s")(Listing)
 

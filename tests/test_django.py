@@ -29,8 +29,8 @@ def site(request: pytest.FixtureRequest) -> Site:
 # ------------------------------------------------------------------------------------- middleware
 
 
-async def test_limits_of_the_site(site: Site) -> None:
-    """All requests together, also for pages that there are none of; then a 429 that says when."""
+async def test_the_site_is_limited(site: Site) -> None:
+    """All requests together, also unknown pages; then a 429 with Retry-After."""
     with site.having(limits="4/minute"):
         response = await site.get("/hello")
         assert (response.status_code, response.body) == (200, b"hello")
@@ -46,14 +46,14 @@ async def test_limits_of_the_site(site: Site) -> None:
 
 
 async def test_an_event_loop_has_an_async_limiter(site: Site) -> None:
-    """And threads have one for threads: neither is ever asked in the other's place."""
+    """Threads have a Limiter, and neither is used in place of the other."""
     with site.having(limits="9/minute"):
         await site.statuses("/hello", "/ahello", "/search", "/asearch")
         assert (site_limits()._async_enforcer is not None) == (site.kind == "asgi")
 
 
-async def test_endpoints_go_by_their_route(site: Site) -> None:
-    """/users/1 and /users/2 are one endpoint, to `per_route` and to rules."""
+async def test_endpoints_are_known_by_their_route(site: Site) -> None:
+    """/users/1 and /users/2 are one endpoint for `per_route` and for rules."""
     with site.having(limits="1/minute", per_route=True):
         assert await site.statuses("/users/1", "/users/2", "/api/users/1") == [200, 429, 200]
         assert await site.statuses("/old/1/", "/old/2/", "/hello") == [200, 429, 200]
@@ -65,8 +65,8 @@ async def test_endpoints_go_by_their_route(site: Site) -> None:
         assert await site.statuses("/old/1/", "/old/2/", "/old/3/") == [200, 200, 429]
 
 
-async def test_a_key_from_the_session(site: Site) -> None:
-    """Read in a thread where reading is I/O, and only if a source asks for it."""
+async def test_a_key_may_come_from_the_session(site: Site) -> None:
+    """It is read in a thread, and only if a source needs it."""
     with site.having(limits="2/minute", key=["session:user_id", "address"]):
         for number in (7, 8):
             urls = [f"/enter/{number}", "/hello", "/ahello", "/hello"]
@@ -78,8 +78,8 @@ async def test_a_key_from_the_session(site: Site) -> None:
         assert "Cookie" not in response.headers.get("Vary", "")
 
 
-async def test_hooks_by_their_path_and_with_djangos_request(site: Site) -> None:
-    """As Django's own settings name functions."""
+async def test_hooks_may_be_given_by_their_dotted_path(site: Site) -> None:
+    """They get Django's request."""
     with site.having(
         limits="1/minute",
         key=f"{views.__name__}.key_of_tests",
@@ -93,7 +93,7 @@ async def test_hooks_by_their_path_and_with_djangos_request(site: Site) -> None:
 
 
 async def test_async_hooks_are_awaited(site: Site) -> None:
-    """In the event loop, and from a thread in the loop that waits for it; a view's own as well."""
+    """In the event loop, and from a thread in the loop that waits for it."""
 
     async def skip(request: Any) -> bool:
         await asyncio.sleep(0)
@@ -114,16 +114,16 @@ async def test_async_hooks_are_awaited(site: Site) -> None:
             assert await site.statuses(*urls) == [200, 200, 200, 429, 200]
 
 
-async def test_refusals_that_are_no_denials(site: Site) -> None:
-    """A cost that never fits is a 422, a key that is none a 400."""
+async def test_rejected_requests_are_not_a_500(site: Site) -> None:
+    """A cost that never fits is a 422, an invalid key a 400."""
     with site.having(limits="1/minute", cost=lambda request: 2):
         assert await site.statuses("/hello") == [422]
     with site.having(limits="1/minute", key=lambda request: ""):
         assert await site.statuses("/hello") == [400]
 
 
-async def test_a_middleware_further_in_that_is_not_async(site: Site) -> None:
-    """Django then runs ours in a thread: the limits are the same."""
+async def test_a_sync_middleware_further_in_works(site: Site) -> None:
+    """Django then runs ours in a thread, with the same limits."""
     with override_settings(
         TOLLKEEPER={"limits": "2/minute", "clock": site.clock},
         MIDDLEWARE=[OURS, f"{views.__name__}.plain_middleware"],
@@ -136,8 +136,8 @@ async def test_a_middleware_further_in_that_is_not_async(site: Site) -> None:
 
 
 @pytest.mark.parametrize("url", ["/search", "/asearch"])
-async def test_a_view_has_limits_beside_the_sites(site: Site, url: str) -> None:
-    """Both in one response; the tightest speaks, and what it denies is free in the other."""
+async def test_a_view_has_limits_in_addition_to_the_sites(site: Site, url: str) -> None:
+    """One response reports the tightest; a request that one denies is free in the other."""
     with site.having(limits="10/minute"):
         response = await site.get(url)
         assert response.headers["RateLimit-Policy"] == f'"default";q=10;w=60, "{url}";q=2;w=1'
@@ -148,7 +148,7 @@ async def test_a_view_has_limits_beside_the_sites(site: Site, url: str) -> None:
 
 @pytest.mark.parametrize("url", ["/search", "/asearch"])
 async def test_a_decorator_needs_no_middleware(site: Site, url: str) -> None:
-    """It adds the headers and answers by itself; other views are as they were."""
+    """It adds the headers and answers itself; other views are not limited."""
     with site.having(middleware=False):
         response = await site.get(url)
         assert response.headers["RateLimit-Policy"] == f'"{url}";q=2;w=1'
@@ -156,8 +156,8 @@ async def test_a_decorator_needs_no_middleware(site: Site, url: str) -> None:
         assert "RateLimit" not in (await site.get("/hello")).headers
 
 
-async def test_two_decorators_on_one_view_count_apart(site: Site) -> None:
-    """Even with the same window, and the same key."""
+async def test_two_decorators_on_one_view_have_two_counts(site: Site) -> None:
+    """Even with the same window and the same key."""
     with site.having(middleware=False):
         response = await site.get("/twice")
         assert response.headers["RateLimit-Policy"] == '"/twice";q=5;w=60, "/twice#2";q=2;w=60'
@@ -165,13 +165,13 @@ async def test_two_decorators_on_one_view_count_apart(site: Site) -> None:
 
 
 async def test_views_that_share_a_name_share_a_count(site: Site) -> None:
-    """Whether they run in a thread or in the loop: both enforcers are on one store."""
+    """In a thread and in the loop: both enforcers use one store."""
     with site.having():
         assert await site.statuses("/mail", "/amail", "/mail2", "/amail") == [200, 200, 429, 429]
 
 
-async def test_classes_of_views(site: Site) -> None:
-    """Through method_decorator: all methods of a class, or one of them; async ones too."""
+async def test_class_views_are_limited(site: Site) -> None:
+    """With method_decorator: all methods of a class or one of them, also async ones."""
     with site.having():
         urls = ["/reports/1", "/reports/2", "/areports", "/areports"]
         assert await site.statuses(*urls) == [200, 429, 200, 429]
@@ -180,8 +180,8 @@ async def test_classes_of_views(site: Site) -> None:
         assert await site.statuses(*["/aparts"] * 3) == [200, 200, 429]
 
 
-async def test_methods_of_a_class_count_apart(site: Site) -> None:
-    """Those that read leave room for those that write."""
+async def test_methods_of_a_class_have_their_own_counts(site: Site) -> None:
+    """Reading does not use up the quota of writing."""
     with site.having():
         assert await site.statuses(*["/parts"] * 3, method="put") == [200] * 3
         assert await site.statuses(*["/aparts"] * 2) == [200] * 2
@@ -192,22 +192,22 @@ async def test_methods_of_a_class_count_apart(site: Site) -> None:
             assert await site.statuses(url, method="post") == [429]
 
 
-def test_a_view_without_routes() -> None:
-    """As in a test with a RequestFactory: it counts under the view's own name."""
+def test_a_view_without_a_route_counts_under_its_name() -> None:
+    """As in a test with a RequestFactory."""
     with override_settings(TOLLKEEPER={"clock": ManualClock(NOW_S)}):
         response = views.search(RequestFactory().get("/anything"))
         assert response.headers["RateLimit-Policy"] == f'"{views.__name__}.search";q=2;w=1'
 
 
-def test_a_request_that_is_served_again() -> None:
-    """As in a test that made one for all: each time it is limited, under the same name."""
+def test_a_request_that_is_served_twice_is_limited_twice() -> None:
+    """As in a test that reuses a request; the name stays the same."""
     request = RequestFactory().get("/anything")
     with override_settings(TOLLKEEPER={"clock": ManualClock(NOW_S)}):
         assert [views.search(request).status_code for _ in range(3)] == [200, 200, 429]
 
 
 def test_a_view_keeps_its_name() -> None:
-    """Django shows it when it debugs."""
+    """Django shows it in its debug pages."""
     assert (views.search.__name__, views.asearch.__name__) == ("search", "asearch")
     assert asyncio.iscoroutinefunction(views.asearch)
 
@@ -219,15 +219,15 @@ def test_a_view_keeps_its_name() -> None:
         (("1/minute",), "not a function"),
     ],
 )
-def test_wrong_decorators_are_explained(arguments: tuple[str], words: str) -> None:
+def test_wrong_decorators_are_rejected(arguments: tuple[str], words: str) -> None:
     """When the view is defined."""
     more: dict[str, Any] = {"skip": "yes"} if "function" in words else {}
     with pytest.raises(ConfigError, match=words):
         rate_limit(*arguments, **more)
 
 
-def test_classes_are_decorated_in_djangos_way() -> None:
-    """Who decorates one, or its method, as a function is told how."""
+def test_a_decorated_class_is_an_error() -> None:
+    """The message shows how to use method_decorator."""
 
     class Page(View):
         @rate_limit("1/minute")
@@ -246,7 +246,7 @@ def test_classes_are_decorated_in_djangos_way() -> None:
 
 @pytest.mark.parametrize("url", ["/settling", "/asettling"])
 async def test_costs_are_settled(site: Site, url: str) -> None:
-    """From a view of either kind, less or more than was charged."""
+    """From sync and async views, for less and for more than was charged."""
     with site.having(limits="100/minute", cost=10):
         assert (await site.get(f"{url}?units=3")).body == b"90"
         assert await site.left() == 87
@@ -257,7 +257,7 @@ async def test_costs_are_settled(site: Site, url: str) -> None:
 @pytest.mark.filterwarnings("ignore:StreamingHttpResponse must consume")
 @pytest.mark.parametrize("url", ["/stream", "/astream"])
 async def test_streams_are_settled_at_their_end(site: Site, url: str) -> None:
-    """What they say of their cost while they are produced counts, however they are served."""
+    """A cost that is reported while they are produced counts."""
     with site.having(limits="100/minute"):
         response = await site.get(url)
         assert (response.body, response.headers["X-RateLimit-Remaining"]) == (b"012", "99")
@@ -277,15 +277,15 @@ async def test_a_stream_is_settled_when_a_server_closes_it() -> None:
         assert response.headers["X-RateLimit-Remaining"] == "79"
 
 
-def test_a_view_that_returns_nothing_is_djangos_to_explain() -> None:
-    """We do not trip over it first."""
+def test_a_view_that_returns_nothing_is_djangos_error() -> None:
+    """We do not raise an error before Django does."""
     with override_settings(TOLLKEEPER={"limits": "100/minute"}):
         nothing = rate_limit("1/minute")(lambda request: None)
         assert nothing(RequestFactory().get("/")) is None
 
 
 def test_a_stream_is_not_read_ahead() -> None:
-    """Each piece is produced when it is asked for."""
+    """Each part is produced on demand."""
     with override_settings(TOLLKEEPER={"limits": "100/minute"}):
         response = Client().get("/stream")
         pieces = iter(response.streaming_content)
@@ -296,15 +296,15 @@ def test_a_stream_is_not_read_ahead() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:StreamingHttpResponse must consume")
-async def test_a_file_is_sent(site: Site) -> None:
-    """With the headers."""
+async def test_a_file_is_sent_with_the_headers(site: Site) -> None:
+    """The file's content is unchanged."""
     with site.having(limits="5/minute"):
         response = await site.get("/file")
         assert (response.body, response.headers["X-RateLimit-Remaining"]) == (b"file", "4")
 
 
-def test_a_file_is_still_what_a_server_can_send_by_itself() -> None:
-    """Django hands it to `wsgi.file_wrapper`, and with it the settling."""
+def test_a_file_still_uses_the_servers_wrapper() -> None:
+    """Django passes it to `wsgi.file_wrapper`, and it is settled."""
     with override_settings(TOLLKEEPER={"limits": "5/minute"}):
         response = RateLimitMiddleware(views.file)(RequestFactory().get("/"))
         assert response.file_to_stream is not None
@@ -315,7 +315,7 @@ def test_a_file_is_still_what_a_server_can_send_by_itself() -> None:
 @pytest.mark.parametrize("url", ["/login", "/alogin"])
 @pytest.mark.parametrize("middleware", [True, False], ids=["with middleware", "without"])
 async def test_only_failed_logins_count(site: Site, url: str, middleware: bool) -> None:
-    """Who knows the password is never held up; a refusal that is raised is a failure too."""
+    """A successful login is never denied; a denial that is raised counts as a failure."""
     with site.having(middleware=middleware):
         tries = ["right", "right", "right", "wrong", "right", "forbidden", "right"]
         found = await site.statuses(*[f"{url}/{word}" for word in tries])
@@ -323,19 +323,15 @@ async def test_only_failed_logins_count(site: Site, url: str, middleware: bool) 
 
 
 @pytest.mark.parametrize("middleware", [True, False])
-async def test_failed_logins_count_that_are_answered_further_out(
-    site: Site, middleware: bool
-) -> None:
-    """A REST framework's exception has a status, which is the outcome."""
+async def test_the_status_of_a_raised_exception_counts(site: Site, middleware: bool) -> None:
+    """An exception of a REST framework has a status, which is the outcome."""
     with site.having(middleware=middleware):
         assert await site.statuses(*["/rest"] * 3) == [401, 401, 429]
 
 
 @pytest.mark.parametrize(("kind", "status"), [("404", 404), ("403", 403), ("500", 500)])
-async def test_a_view_that_raises_is_what_django_makes_of_it(
-    site: Site, kind: str, status: int
-) -> None:
-    """That status counts, and its response has the headers."""
+async def test_the_status_that_django_answers_counts(site: Site, kind: str, status: int) -> None:
+    """The response has the headers."""
     seen: list[int] = []
     with site.having(limits="9/minute", count=lambda status: bool(seen.append(status))):
         response = await site.get(f"/raising/{kind}")
@@ -343,8 +339,8 @@ async def test_a_view_that_raises_is_what_django_makes_of_it(
         assert set(seen) == {status}
 
 
-async def test_a_request_that_is_cancelled_is_settled() -> None:
-    """A client that hangs up while the view is at work: what it cost until then counts."""
+async def test_a_cancelled_request_is_settled() -> None:
+    """The cost so far counts if the client disconnects."""
     started = asyncio.Event()
 
     async def slow(request: Any) -> HttpResponse:
@@ -371,7 +367,7 @@ async def test_a_request_that_is_cancelled_is_settled() -> None:
 def test_under_wsgi_an_async_view_is_settled_in_its_own_task(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where asgiref is older than 3.8, it would wait for ever in another one."""
+    """With asgiref before 3.8 it would deadlock in another task."""
     tasks: list[Any] = []
     settle = DjangoCharges.settle_async
 
@@ -391,8 +387,8 @@ def test_under_wsgi_an_async_view_is_settled_in_its_own_task(
     assert tasks[::2] == tasks[1::2]
 
 
-async def test_a_request_that_is_cancelled_while_it_is_settled() -> None:
-    """A client that hangs up as the response is ready pays what it cost."""
+async def test_a_request_cancelled_while_settling_is_settled() -> None:
+    """A client that disconnects at the end still pays."""
     settling, go_on = asyncio.Event(), asyncio.Event()
 
     async def count(status: int) -> bool:

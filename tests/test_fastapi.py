@@ -29,7 +29,7 @@ async def _statuses(app: FastAPI, *paths: str, **request: Any) -> list[int]:
 
 
 async def test_a_route_is_limited_without_a_request_argument() -> None:
-    """Async and sync endpoints alike, each by itself."""
+    """Async and sync endpoints, each with its own count."""
     app, limit = _limited()
 
     @app.get("/search", dependencies=[limit("2/minute")])
@@ -50,7 +50,7 @@ async def test_a_route_is_limited_without_a_request_argument() -> None:
 
 
 async def test_a_routes_response_has_its_headers() -> None:
-    """On what an endpoint returns, on responses it makes itself, and on the 429."""
+    """On returned values, on responses that the endpoint makes itself, and on the 429."""
     app, limit = _limited()
     once = limit("3/minute", name="shared")
 
@@ -77,8 +77,8 @@ async def test_a_routes_response_has_its_headers() -> None:
     assert json.loads(denied.body)["violated-policies"] == ["shared"]
 
 
-async def test_path_parameters_do_not_slip_past_a_routes_limit() -> None:
-    """The count is kept under the methods and the template."""
+async def test_path_parameters_do_not_escape_a_routes_limit() -> None:
+    """The count is named after the methods and the template."""
     app, limit = _limited()
 
     @app.get("/users/{user}", dependencies=[limit("2/minute")])
@@ -95,8 +95,8 @@ async def test_path_parameters_do_not_slip_past_a_routes_limit() -> None:
     assert seen.headers["ratelimit-policy"] == '"DELETE /users/{user}";q=1;w=60'
 
 
-async def test_routers_and_the_application_have_dependencies_too() -> None:
-    """Each level's limit counts by itself, also with the same numbers, and all must pass."""
+async def test_routers_and_the_application_may_have_limits() -> None:
+    """Each level has its own count, even with the same numbers, and all must pass."""
     app = FastAPI()
     limit = RateLimit(app, clock=ManualClock(1_000))
     router = APIRouter(prefix="/api", dependencies=[limit("5/minute")])
@@ -121,7 +121,7 @@ async def test_routers_and_the_application_have_dependencies_too() -> None:
 
 
 async def test_a_denied_request_costs_nothing_in_the_other_limits() -> None:
-    """What the application's limit charged is given back when a route's denies."""
+    """The application's charge is refunded when a route's limit denies."""
     app, limit = _limited("10/minute")
 
     @app.get("/search", dependencies=[limit("1/minute")])
@@ -156,7 +156,7 @@ async def test_an_endpoint_settles_its_charge() -> None:
 
 
 async def test_only_failed_logins_count() -> None:
-    """By the status of the response, also when the endpoint raises it."""
+    """The status decides, also if the endpoint raises it."""
     app, limit = _limited()
 
     @app.get("/login", dependencies=[limit("2/minute", count=lambda status: status == 401)])
@@ -171,8 +171,8 @@ async def test_only_failed_logins_count() -> None:
     assert await _statuses(app, "/login", **good) == [429]
 
 
-async def test_a_key_of_the_application_and_of_a_route() -> None:
-    """A route counts whom the application counts, unless it says otherwise."""
+async def test_a_route_may_have_its_own_key() -> None:
+    """By default it uses the application's key."""
     app, limit = _limited(key="header:X-API-Key")
 
     @app.get("/a", dependencies=[limit("1/minute")])
@@ -190,7 +190,7 @@ async def test_a_key_of_the_application_and_of_a_route() -> None:
 
 
 async def test_a_key_that_uses_the_frameworks_request() -> None:
-    """A hook of a route finds the connection as FastAPI has it, path parameters and all."""
+    """A route's hook gets FastAPI's connection, with path parameters."""
     app, limit = _limited()
     by_tenant = limit("1/minute", key=lambda request: request.native.path_params["tenant"])
 
@@ -201,8 +201,8 @@ async def test_a_key_that_uses_the_frameworks_request() -> None:
 
 
 @pytest.mark.parametrize("caught", [Exception, TollkeeperError, HTTPException])
-async def test_the_applications_exception_handlers_have_no_part_in_it(caught: Any) -> None:
-    """A refusal is ours, whatever they would make of it."""
+async def test_exception_handlers_are_not_involved(caught: Any) -> None:
+    """A denial is answered by the middleware."""
     app, limit = _limited()
 
     @app.exception_handler(caught)
@@ -216,7 +216,7 @@ async def test_the_applications_exception_handlers_have_no_part_in_it(caught: An
 
 
 async def test_a_mounted_applications_routes_are_limited_too() -> None:
-    """Its own error handling stands in between, and does not get to answer."""
+    """Its own error handling does not answer the denial."""
     app, limit = _limited("5/minute")
     below = FastAPI()
 
@@ -229,8 +229,8 @@ async def test_a_mounted_applications_routes_are_limited_too() -> None:
     assert '"GET /below/x/{y}";q=1;w=60' in seen.headers["ratelimit-policy"]
 
 
-async def test_other_middleware_around_and_inside() -> None:
-    """What is added later is around the limits: refusals have its headers. Task groups may wrap."""
+async def test_other_middleware_may_wrap_the_limits() -> None:
+    """Denials get the headers of outer middleware. Task groups may wrap the exception."""
     app = FastAPI()
     limit = RateLimit(app, clock=ManualClock(1_000))
     app.add_middleware(CORSMiddleware, allow_origins=["*"])
@@ -254,7 +254,7 @@ async def test_other_middleware_around_and_inside() -> None:
 
 
 async def test_dependencies_that_yield_are_unwound() -> None:
-    """What was opened before a refusal is closed after it."""
+    """They are closed after a denial."""
     app, limit = _limited()
     events: list[str] = []
 
@@ -272,8 +272,8 @@ async def test_dependencies_that_yield_are_unwound() -> None:
     assert events == ["opened", "closed"] * 2
 
 
-async def test_a_key_from_the_body_leaves_it_to_the_endpoint() -> None:
-    """As for logins, which are counted by who is named there."""
+async def test_a_key_may_come_from_the_body() -> None:
+    """The endpoint can read the body again."""
     app, limit = _limited()
 
     async def by_user(request: Any) -> str:
@@ -306,8 +306,8 @@ async def _swallowing() -> Any:
 
 
 @pytest.mark.parametrize("session", [_converting, _swallowing])
-async def test_dependencies_that_make_another_error_of_a_refusal(session: Any) -> None:
-    """The client gets its 429, with nothing charged, and the application gets its error."""
+async def test_a_dependency_may_raise_another_error_after_a_denial(session: Any) -> None:
+    """The client gets its 429 without a charge, and the application gets its error."""
     app, limit = _limited("9/minute")
 
     @app.get("/x", dependencies=[Depends(session), limit("1/minute")])
@@ -327,8 +327,8 @@ async def test_dependencies_that_make_another_error_of_a_refusal(session: Any) -
     assert (await ask(app, "/missing")).headers["x-ratelimit-remaining"] == "7"
 
 
-async def test_on_limit_of_a_route_answers_in_its_own_way() -> None:
-    """A response of the framework's, with the headers."""
+async def test_a_route_may_have_its_own_on_limit() -> None:
+    """It returns a response of the framework, which gets the headers."""
     app, limit = _limited()
     mine = limit("1/minute", on_limit=lambda request, result: PlainTextResponse("wait", 420))
 
@@ -341,7 +341,7 @@ async def test_on_limit_of_a_route_answers_in_its_own_way() -> None:
 
 
 async def test_a_cost_that_never_fits_is_a_422() -> None:
-    """Raised in a dependency, it is an answer too, and what was charged before is given back."""
+    """A dependency raises it, and earlier charges are refunded."""
     app, limit = _limited("10/minute")
 
     @app.get("/x", dependencies=[limit("5/minute", cost=lambda request: 6)])
@@ -352,7 +352,7 @@ async def test_a_cost_that_never_fits_is_a_422() -> None:
 
 
 async def test_websockets_have_dependencies_too() -> None:
-    """Denied, they are closed before they are accepted."""
+    """A denied WebSocket is closed before it is accepted."""
     app, limit = _limited()
     router = APIRouter(prefix="/ws")
 
@@ -368,8 +368,8 @@ async def test_websockets_have_dependencies_too() -> None:
     assert seen.types == ["websocket.close"]
 
 
-async def test_long_templates_have_names_of_their_own() -> None:
-    """A name has an end; two long templates that begin alike are still two."""
+async def test_long_templates_have_different_names() -> None:
+    """Two long templates with the same start have two counts."""
     app, limit = _limited()
     for end in "ab":
         app.add_api_route("/" + "x" * 300 + end, lambda: None, dependencies=[limit("1/minute")])
@@ -378,7 +378,7 @@ async def test_long_templates_have_names_of_their_own() -> None:
 
 
 async def test_an_application_can_be_started_twice() -> None:
-    """Tests enter the lifespan again and again; the limits are there each time."""
+    """Tests enter the lifespan several times, and the limits work each time."""
     app, limit = _limited("9/minute")
 
     @app.get("/x", dependencies=[limit("1/minute")])
@@ -389,8 +389,8 @@ async def test_an_application_can_be_started_twice() -> None:
         await run_lifespan(app)
 
 
-async def test_a_request_that_comes_while_the_limits_are_closed() -> None:
-    """It opens them again, and what closes leaves them open."""
+async def test_a_request_during_closing_opens_the_limits_again() -> None:
+    """They stay open after closing has finished."""
     rule = {"id": "all", "by": ["ip"], "limits": ["9/minute"]}
     app, limit = _limited(rules={"version": 1, "rules": [rule]})
     closing = asyncio.create_task(limit.enforcer.close())
@@ -403,8 +403,8 @@ async def test_a_request_that_comes_while_the_limits_are_closed() -> None:
     await limit.enforcer.close()
 
 
-def test_the_description_says_where_a_429_may_come_from() -> None:
-    """Operations with a limit have it, others do not; an own description of it is kept."""
+def test_openapi_lists_a_429_for_limited_operations() -> None:
+    """Other operations have none, and the application's own description is kept."""
     app, limit = _limited()
     router = APIRouter(prefix="/api", dependencies=[limit("1/s")])
 
@@ -424,8 +424,8 @@ def test_the_description_says_where_a_429_may_come_from() -> None:
     assert "429" not in paths["/c"]["get"]["responses"]
 
 
-def test_with_a_limit_for_all_every_operation_may_answer_429() -> None:
-    """An application's own limit is every route's."""
+def test_openapi_lists_a_429_for_all_operations() -> None:
+    """If the application itself has limits."""
     app, _ = _limited("1/s")
 
     @app.get("/c")
@@ -434,8 +434,8 @@ def test_with_a_limit_for_all_every_operation_may_answer_429() -> None:
     assert "429" in app.openapi()["paths"]["/c"]["get"]["responses"]
 
 
-async def test_a_limit_of_another_application_is_a_mistake() -> None:
-    """The developer is told, in place of a limit that does not hold."""
+async def test_a_limit_of_another_application_is_an_error() -> None:
+    """The developer gets an error instead of a limit that has no effect."""
     _, limit = _limited()
     other = FastAPI()
 
@@ -447,7 +447,7 @@ async def test_a_limit_of_another_application_is_a_mistake() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"limits": "often"}, {"limits": "1/s", "cost": -1}])
-def test_a_wrong_limit_is_refused_where_it_is_written(wrong: dict[str, Any]) -> None:
+def test_a_wrong_limit_is_rejected_where_it_is_written(wrong: dict[str, Any]) -> None:
     """Not at the first request."""
     _, limit = _limited()
     with pytest.raises(ConfigError):

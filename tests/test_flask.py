@@ -27,8 +27,8 @@ def policies(response: TestResponse) -> str:
 # ------------------------------------------------------------------------------------- application
 
 
-def test_limits_of_the_application() -> None:
-    """All routes together, also paths that there are none for; then a 429 that says when."""
+def test_the_application_is_limited() -> None:
+    """All routes together, also unknown paths; then a 429 with Retry-After."""
     _, _, clock, client = app_with("3/minute")
     response = client.get("/hello")
     assert (response.status_code, response.data) == (200, b"hello")
@@ -43,15 +43,15 @@ def test_limits_of_the_application() -> None:
 
 
 def test_without_limits_nothing_is_limited() -> None:
-    """RateLimit(app) is there for the decorators."""
+    """RateLimit(app) alone serves the decorators."""
     _, _, _, client = app_with()
     response = client.get("/hello")
     assert "RateLimit" not in response.headers
     assert statuses(client, *["/hello"] * 50) == [200] * 50
 
 
-def test_endpoints_go_by_their_rule() -> None:
-    """/users/1 and /users/2 are one endpoint, to `per_route` and to rules."""
+def test_endpoints_are_known_by_their_rule() -> None:
+    """/users/1 and /users/2 are one endpoint for `per_route` and for rules."""
     app, _, _, client = app_with("1/minute", per_route=True)
 
     @app.get("/users/<int:number>")
@@ -66,8 +66,8 @@ def test_endpoints_go_by_their_rule() -> None:
     assert statuses(client, "/users/1", "/users/2", "/hello") == [200, 429, 200]
 
 
-def test_a_key_from_the_session() -> None:
-    """It is open when the limits are asked."""
+def test_a_key_may_come_from_the_session() -> None:
+    """The session is open when the limits are checked."""
     app, _, _, client = app_with("2/minute", key=["session:user_id", "address"])
 
     @app.get("/login/<int:user>")
@@ -82,7 +82,7 @@ def test_a_key_from_the_session() -> None:
 
 
 def test_hooks_see_flasks_request() -> None:
-    """`web_request.native` is the request itself."""
+    """`web_request.native` is Flask's request."""
     seen = []
     _, _, _, client = app_with(
         "5/minute", cost=lambda web_request: seen.append(web_request.native) or 1
@@ -91,8 +91,8 @@ def test_hooks_see_flasks_request() -> None:
     assert seen[0].args["a"] == "1"
 
 
-def test_a_response_of_ones_own() -> None:
-    """Whatever Flask can make a response of; the headers come with it."""
+def test_on_limit_returns_the_response() -> None:
+    """Anything that Flask accepts as a response; it gets the headers."""
     _, _, _, client = app_with(
         "1/minute",
         on_limit=lambda web_request, result: ({"wait": result.decision.retry_after}, 420),
@@ -103,8 +103,8 @@ def test_a_response_of_ones_own() -> None:
     assert response.headers["Retry-After"] == "60"
 
 
-def test_a_refusal_is_a_response_like_any_other() -> None:
-    """The application's own functions after a request see it, for instance to add CORS headers."""
+def test_a_denial_is_an_ordinary_response() -> None:
+    """`after_request` functions see it, for example to add CORS headers."""
     app, _, _, client = app_with("1/minute")
 
     @app.after_request
@@ -117,8 +117,8 @@ def test_a_refusal_is_a_response_like_any_other() -> None:
     assert (response.status_code, response.headers["Access-Control-Allow-Origin"]) == (429, "*")
 
 
-def test_an_application_made_later_with_its_configuration() -> None:
-    """`init_app`, and app.config goes before what the program says. Two have their own counts."""
+def test_init_app_reads_the_configuration() -> None:
+    """app.config takes precedence. Two applications have their own counts."""
     limit = RateLimit(limits="5/minute", clock=ManualClock(NOW_S))
     clients = []
     for _ in range(2):
@@ -130,8 +130,8 @@ def test_an_application_made_later_with_its_configuration() -> None:
     assert [statuses(each, "/hello", "/hello") for each in clients] == [[200, 429], [200, 429]]
 
 
-def test_a_limiter_of_ones_own() -> None:
-    """It is used, and left open."""
+def test_a_given_limiter_is_used() -> None:
+    """It is not closed."""
     with Limiter("1/minute") as limiter:
         app = Flask(__name__)
         limit = RateLimit(app, limiter=limiter)
@@ -144,8 +144,8 @@ def test_a_limiter_of_ones_own() -> None:
 # ------------------------------------------------------------------------------------- views
 
 
-def test_a_view_has_limits_beside_the_applications() -> None:
-    """Both in one response; the tightest speaks."""
+def test_a_view_has_limits_in_addition_to_the_applications() -> None:
+    """Both are in one response, which reports the tightest."""
     app, limit, _, client = app_with("10/minute")
 
     @app.get("/search")
@@ -162,7 +162,7 @@ def test_a_view_has_limits_beside_the_applications() -> None:
 
 
 def test_a_view_keeps_its_name() -> None:
-    """Flask knows views by it."""
+    """Flask identifies views by their name."""
     _, limit, _, _ = app_with()
 
     @limit("1/minute")
@@ -172,8 +172,8 @@ def test_a_view_keeps_its_name() -> None:
     assert (view.__name__, view.__doc__) == ("view", "What it does.")
 
 
-def test_views_count_by_themselves_and_not_by_url() -> None:
-    """Two views never share a count; two URLs of one view always do."""
+def test_each_view_has_its_own_count() -> None:
+    """Two URLs of one view share it."""
     app, limit, _, client = app_with()
 
     @app.get("/a/<name>")
@@ -191,7 +191,7 @@ def test_views_count_by_themselves_and_not_by_url() -> None:
 
 
 def test_views_that_share_a_name_share_a_count() -> None:
-    """For instance all that send mail."""
+    """For example all views that send mail."""
     app, limit, _, client = app_with()
     mail = limit("2/minute", name="mail")
     app.add_url_rule("/a", "a", mail(lambda: "a"))
@@ -199,8 +199,8 @@ def test_views_that_share_a_name_share_a_count() -> None:
     assert statuses(client, "/a", "/b", "/a", "/b") == [200, 200, 429, 429]
 
 
-def test_two_decorators_on_one_view_count_apart() -> None:
-    """Even with the same window, and the same key."""
+def test_two_decorators_on_one_view_have_two_counts() -> None:
+    """Even with the same window and the same key."""
     app, limit, _, client = app_with()
 
     @app.get("/search")
@@ -215,7 +215,7 @@ def test_two_decorators_on_one_view_count_apart() -> None:
 
 
 def test_a_view_with_its_own_key_and_cost() -> None:
-    """What it does not say is as the application has it."""
+    """Other options are those of the application."""
     app, limit, _, client = app_with(key="header:X-API-Key")
 
     @app.get("/own")
@@ -237,7 +237,7 @@ def test_a_view_with_its_own_key_and_cost() -> None:
 
 
 def test_async_views_work() -> None:
-    """Decorated or not, in the right order of decorators."""
+    """With and without a limit."""
     app, limit, _, client = app_with("10/minute")
 
     @app.get("/slow")
@@ -252,8 +252,8 @@ def test_async_views_work() -> None:
     assert statuses(client, "/slow") == [200]
 
 
-def test_views_as_classes() -> None:
-    """Flask's own way to decorate them; all methods are one endpoint."""
+def test_class_views_are_limited() -> None:
+    """With Flask's `decorators`; all methods are one endpoint."""
     app, limit, _, client = app_with()
 
     class Item(MethodView):
@@ -266,8 +266,8 @@ def test_views_as_classes() -> None:
     assert statuses(client, "/item", "/item") == [200, 429]
 
 
-def test_methods_of_a_class_count_apart() -> None:
-    """Those that read leave room for those that write; a dispatch that is decorated is all."""
+def test_methods_of_a_class_have_their_own_counts() -> None:
+    """A decorated dispatch covers all methods."""
     app, limit, _, client = app_with()
 
     class Item(MethodView):
@@ -296,8 +296,8 @@ def test_methods_of_a_class_count_apart() -> None:
     assert policies(client.get("/whole")) == '"whole";q=2;w=60'
 
 
-def test_a_name_that_is_also_an_endpoints_is_not_its_count() -> None:
-    """What is shared by name, and what a view has for itself, are two limits."""
+def test_a_given_name_is_not_shared_with_an_endpoint() -> None:
+    """A view whose endpoint has the same name keeps its own count."""
     app, limit, _, client = app_with("50/minute", name="index")
 
     @app.get("/login")
@@ -316,8 +316,8 @@ def test_a_name_that_is_also_an_endpoints_is_not_its_count() -> None:
     assert statuses(client, "/login", "/login", *["/"] * 4) == [200, 429, 200, 200, 200, 429]
 
 
-def test_a_limit_above_the_route_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    """It limits nothing, because the route has the view as it was; one warning says so."""
+def test_a_limit_above_the_route_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """It has no effect, because the route has the undecorated view."""
     app = Flask("shop")
     limit = RateLimit(app)
 
@@ -339,8 +339,8 @@ def test_a_limit_above_the_route_is_told_of(caplog: pytest.LogCaptureFixture) ->
     ]
 
 
-def test_async_hooks_are_refused() -> None:
-    """Nobody would await them: of the application, its configuration, and a view."""
+def test_async_hooks_are_rejected() -> None:
+    """In the application, its configuration and a view: nothing would await them."""
 
     async def skip(call: Any) -> bool:
         return False
@@ -356,8 +356,8 @@ def test_async_hooks_are_refused() -> None:
         RateLimit(app, "1/minute")
 
 
-def test_what_is_decorated_must_be_a_view() -> None:
-    """Or a Blueprint; the limits themselves are read at once."""
+def test_only_views_and_blueprints_can_be_decorated() -> None:
+    """The limits are checked at once."""
     _, limit, _, _ = app_with()
     with pytest.raises(ConfigError, match="neither a view nor a Blueprint"):
         limit("1/minute")("view")  # type: ignore[type-var]  # what the test is about
@@ -371,7 +371,7 @@ def test_what_is_decorated_must_be_a_view() -> None:
 
 
 def test_a_blueprint_has_limits_for_all_its_views_together() -> None:
-    """Beside those of the application and of each view."""
+    """In addition to those of the application and of each view."""
     app, limit, _, client = app_with("10/minute")
     shop = Blueprint("shop", __name__, url_prefix="/shop")
     shop.add_url_rule("/a", "a", lambda: "a")
@@ -385,8 +385,8 @@ def test_a_blueprint_has_limits_for_all_its_views_together() -> None:
     assert statuses(client, *["/shop/free"] * 20) == [200] * 20
 
 
-def test_exempt_views_and_blueprints() -> None:
-    """They pass without the application's limits, but with their own."""
+def test_exempt_views_and_blueprints_keep_only_their_own_limits() -> None:
+    """The application's limits do not apply."""
     app, limit, _, client = app_with("1/day")
 
     @app.get("/healthz")
@@ -413,8 +413,8 @@ def test_exempt_views_and_blueprints() -> None:
     assert "RateLimit" not in client.get("/healthz").headers
 
 
-def test_blueprints_of_one_name_in_others_count_apart() -> None:
-    """And one that is registered twice is one."""
+def test_nested_blueprints_of_one_name_have_two_counts() -> None:
+    """One that is registered twice has one count."""
     app, limit, _, client = app_with()
     twice = Blueprint("twice", __name__)
     twice.add_url_rule("/", "all", lambda: "fine")
@@ -432,8 +432,8 @@ def test_blueprints_of_one_name_in_others_count_apart() -> None:
     assert statuses(client, "/twice-api/", "/twice-admin/") == [200, 429]
 
 
-def test_an_exempt_blueprint_is_so_from_those_around_it() -> None:
-    """It passes without the limits of the blueprint that it is in, and with its own."""
+def test_an_exempt_blueprint_ignores_outer_blueprints() -> None:
+    """It keeps its own limits."""
     app, limit, _, client = app_with()
     outer = Blueprint("outer", __name__, url_prefix="/outer")
     outer.add_url_rule("/", "all", lambda: "fine")
@@ -454,8 +454,8 @@ def test_an_exempt_blueprint_is_so_from_those_around_it() -> None:
 # ------------------------------------------------------------------------------------- mistakes
 
 
-def test_wrong_options_are_explained() -> None:
-    """At once: in the program, and in the configuration."""
+def test_wrong_options_are_rejected() -> None:
+    """At once, in the program and in the configuration."""
     with pytest.raises(ConfigError, match="expected a unit"):
         RateLimit(limits="5/fortnight")
     app = Flask(__name__)
@@ -467,15 +467,15 @@ def test_wrong_options_are_explained() -> None:
         RateLimit(app)
 
 
-def test_an_application_is_limited_once_by_each() -> None:
-    """The same twice is a mistake."""
+def test_init_app_twice_is_an_error() -> None:
+    """One RateLimit is installed once in an application."""
     app, limit, _, _ = app_with("1/minute")
     with pytest.raises(ConfigError, match="call init_app once"):
         limit.init_app(app)
 
 
-def test_a_limit_of_another_application_is_explained() -> None:
-    """A view whose RateLimit was never installed says so, and does not pass unlimited."""
+def test_a_limit_of_another_application_is_an_error() -> None:
+    """A view whose RateLimit is not installed does not pass unlimited."""
     app = Flask(__name__)
     app.testing = True
     limit = RateLimit()
@@ -486,8 +486,8 @@ def test_a_limit_of_another_application_is_explained() -> None:
         limit.close()
 
 
-def test_a_request_without_the_wsgi_app_is_explained() -> None:
-    """Charges would never be settled."""
+def test_a_request_without_the_wsgi_app_is_an_error() -> None:
+    """Its charges would never be settled."""
     app, _, _, _ = app_with("1/minute")
     with app.test_request_context("/hello"), pytest.raises(ConfigError, match="test_client"):
         app.preprocess_request()
@@ -499,7 +499,7 @@ def left(client: FlaskClient) -> int:
 
 
 def test_costs_are_settled() -> None:
-    """`charge` is the last that was made: the view's own, or else the application's."""
+    """`charge` is the last charge: the view's own, otherwise the application's."""
     app, limit, _, client = app_with("100/minute", cost=10)
 
     @app.get("/cheap")
@@ -519,7 +519,7 @@ def test_costs_are_settled() -> None:
 
 
 def test_a_stream_is_untouched_and_settled_at_its_end() -> None:
-    """Each piece when it is asked for, and what it says of its cost counts."""
+    """Each part is produced on demand, and the cost that it reports counts."""
     app, _, _, client = app_with("100/minute")
     made = []
 
@@ -545,8 +545,8 @@ def test_a_stream_is_untouched_and_settled_at_its_end() -> None:
     assert left(client) == 79
 
 
-def test_a_file_is_sent() -> None:
-    """With the headers, by whatever way the server sends files."""
+def test_a_file_is_sent_with_the_headers() -> None:
+    """In whatever way the server sends files."""
     app, _, _, client = app_with("5/minute")
     app.add_url_rule("/file", "file", lambda: send_file(io.BytesIO(b"file"), "text/plain"))
     response = client.get("/file")
@@ -554,8 +554,8 @@ def test_a_file_is_sent() -> None:
 
 
 @pytest.mark.parametrize("testing", [True, False], ids=["raised", "answered"])
-def test_a_view_that_raises_is_a_500(testing: bool) -> None:
-    """Whether Flask answers for it or lets it through."""
+def test_a_view_that_raises_counts_as_a_500(testing: bool) -> None:
+    """Whether Flask answers it or lets the error through."""
     seen: list[int] = []
     app, _, _, client = app_with("5/minute", count=lambda status: bool(seen.append(status)))
     app.testing = testing
@@ -574,7 +574,7 @@ def test_a_view_that_raises_is_a_500(testing: bool) -> None:
 
 
 def test_only_failed_logins_count() -> None:
-    """Who knows the password is never held up; who guesses is, and so is who guesses right then."""
+    """Successful logins are never denied, unless the client has failed too often before."""
     app, limit, _, client = app_with()
 
     @app.get("/login/<word>")
@@ -587,8 +587,8 @@ def test_only_failed_logins_count() -> None:
     assert found == [302, 302, 302, 401, 302, 401, 429]
 
 
-def test_what_has_been_answered_is_the_outcome() -> None:
-    """A guess whose answer breaks off was told that it was wrong, and is not let off."""
+def test_the_status_that_was_sent_is_the_outcome() -> None:
+    """A guess counts even if its response breaks off."""
     app, limit, _, client = app_with()
 
     def pieces() -> Iterator[str]:
@@ -606,8 +606,8 @@ def test_what_has_been_answered_is_the_outcome() -> None:
     assert statuses(client, "/login") == [429]
 
 
-def test_an_environ_that_is_used_again_is_another_request() -> None:
-    """As by who asks one application after another: each has its headers, and its own refusal."""
+def test_a_reused_environ_is_another_request() -> None:
+    """Each application that is tried with it has its own headers and denials."""
     one, two = app_with("2/minute")[0], app_with("1/minute")[0]
     environ = EnvironBuilder(path="/hello").get_environ()
     seen: list[tuple[str, str]] = []
@@ -620,8 +620,8 @@ def test_an_environ_that_is_used_again_is_another_request() -> None:
     assert seen == [("200", "2"), ("200", "1"), ("429", "1"), ("200", "2")]
 
 
-def test_the_charge_where_nothing_is_limited() -> None:
-    """It can be settled, and nothing happens."""
+def test_the_charge_of_an_unlimited_request() -> None:
+    """Settling it has no effect."""
     app, _, _, client = app_with()
 
     @app.get("/any")

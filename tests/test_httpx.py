@@ -129,17 +129,17 @@ def after(origin: Origin) -> list[float]:
         ({"Retry-After": "2", "RateLimit": '"default";r=0;t=2'}, 2),
     ],
 )
-def test_waits_as_asked(
+def test_the_wait_is_what_the_response_asks_for(
     asking: Callable[..., Ask], clock: ManualClock, headers: dict[str, str], waited_s: float
 ) -> None:
-    """With no random part: exactly as long as the answer says, then the request passes."""
+    """Without a random part it is exact, and then the request passes."""
     origin = Origin((429, headers), (200, {}), clock=clock)
     assert asking(origin)().status_code == 200
     assert after(origin) == [0, waited_s]
 
 
 def test_without_advice_the_spread_doubles(asking: Callable[..., Ask], clock: ManualClock) -> None:
-    """Full jitter: at most 0.5 s, 1 s, 2 s, 4 s after the first, second, … attempt."""
+    """At most 0.5 s, 1 s, 2 s, 4 s after the first, second, … attempt."""
     origin = Origin((429, {}), clock=clock)
     assert asking(origin, random=lambda: 1.0)().status_code == 429
     assert after(origin) == [0, 0.5, 1.5, 3.5, 7.5]
@@ -148,8 +148,8 @@ def test_without_advice_the_spread_doubles(asking: Callable[..., Ask], clock: Ma
 @pytest.mark.parametrize(
     ("random", "waited_s"), [(0.0, 40.0), (0.5, 45.0), (1.0, 50.0)], ids=["none", "half", "all"]
 )
-def test_jitter_is_on_top(clock: ManualClock, random: float, waited_s: float) -> None:
-    """A long wait is spread over a quarter of itself, upwards."""
+def test_the_random_time_is_added(clock: ManualClock, random: float, waited_s: float) -> None:
+    """A long wait is extended by up to a quarter of itself."""
     origin = Origin((429, {"Retry-After": "40"}), (200, {}), clock=clock)
     assert sync_ask(origin, random=lambda: random)().status_code == 200
     assert after(origin) == [0, waited_s]
@@ -196,17 +196,17 @@ def test_never_before_the_time_and_never_beyond_the_bound(
         (200, "GET", 1),
     ],
 )
-def test_which_are_sent_again(
+def test_which_requests_are_repeated(
     asking: Callable[..., Ask], clock: ManualClock, status: int, method: str, attempts: int
 ) -> None:
-    """429 whatever the method, 503 where it may be done twice, nothing else."""
+    """429 with any method, 503 with idempotent methods, nothing else."""
     origin = Origin((status, {}), clock=clock)
     assert asking(origin, attempts_max=3)(method).status_code == status
     assert len(origin.times) == attempts
 
 
-def test_other_statuses_by_setting(clock: ManualClock) -> None:
-    """Whoever asks for it gets 502 as well, and 429 no more."""
+def test_statuses_are_configurable(clock: ManualClock) -> None:
+    """For example 502 is repeated and 429 is not."""
     origin = Origin((502, {}), (429, {}), clock=clock)
     assert sync_ask(origin, statuses={502: "any"})("POST").status_code == 429
     assert len(origin.times) == 2
@@ -222,7 +222,7 @@ def test_a_body_of_bytes_is_sent_whole_each_time(
 
 
 def test_a_stream_is_not_sent_again(clock: ManualClock) -> None:
-    """What was read from a stream is gone: the answer is returned."""
+    """It can be read only once, so the response is returned."""
     origin = Origin((429, {}), clock=clock)
     assert sync_ask(origin)("POST", content=iter([b"a", b"b"])).status_code == 429
     assert origin.sent == [b"ab"]
@@ -245,17 +245,17 @@ def test_an_async_stream_is_not_sent_again(clock: ManualClock) -> None:
 def test_attempts_are_bounded_and_the_last_answer_is_returned(
     asking: Callable[..., Ask], clock: ManualClock
 ) -> None:
-    """Three times, then the refusal as it is, with its body."""
+    """After three attempts the denial is returned with its body."""
     origin = Origin((429, {"Retry-After": "1"}), clock=clock)
     response = asking(origin, attempts_max=3)()
     assert (response.status_code, response.content) == (429, b"x" * 20)
     assert after(origin) == [0, 1, 2]
 
 
-def test_who_would_wait_too_long_does_not_wait_at_all(
+def test_a_wait_beyond_the_bound_is_not_started(
     asking: Callable[..., Ask], clock: ManualClock
 ) -> None:
-    """A wait beyond the bound is not begun."""
+    """The response is returned at once."""
     origin = Origin((429, {"Retry-After": "61"}), clock=clock)
     assert asking(origin, wait_max=timedelta(minutes=1))().status_code == 429
     assert after(origin) == [0]
@@ -263,7 +263,7 @@ def test_who_would_wait_too_long_does_not_wait_at_all(
 
 
 def test_retries_are_a_share_of_the_traffic(clock: ManualClock) -> None:
-    """100 requests that all fail: the reserve of 5 and a tenth of 100, not 4 times 100."""
+    """100 failing requests: the reserve of 5 and a tenth of 100, not 4 times 100."""
     origin = Origin((503, {}), clock=clock)
     budget = Budget(share=0.1, per_second=0, reserve=5)
     ask = sync_ask(origin, budget=budget)
@@ -287,7 +287,7 @@ def test_the_budget_grows_with_time(clock: ManualClock) -> None:
 
 
 def test_each_origin_has_its_own_budget(clock: ManualClock) -> None:
-    """One that fails all the time takes nothing from another."""
+    """A failing origin takes nothing from another."""
     origin = Origin((503, {}), clock=clock)
     ask = sync_ask(origin, budget=Budget(share=0, per_second=0, reserve=1))
     for url, sent in [("http://a.test", 2), ("http://a.test", 1), ("http://b.test", 2)]:
@@ -299,10 +299,10 @@ def test_each_origin_has_its_own_budget(clock: ManualClock) -> None:
 # ------------------------------------------------------------------------------------ pacing
 
 
-def test_nothing_left_holds_back_what_comes_next(
+def test_the_next_request_waits_if_nothing_is_left(
     asking: Callable[..., Ask], clock: ManualClock
 ) -> None:
-    """After an answer with r=0;t=5 the next request leaves 5 s later, and is not denied."""
+    """After r=0;t=5 it is sent 5 s later, and is not denied."""
     origin = Origin((200, {"RateLimit": '"default";r=0;t=5'}), (200, {}), clock=clock)
     ask = asking(origin)
     ask()
@@ -322,8 +322,10 @@ def test_nothing_left_holds_back_what_comes_next(
         ("off", URL, [0, 0]),
     ],
 )
-def test_what_is_held_back(clock: ManualClock, pace: str, url: str, times: list[float]) -> None:
-    """The same origin; with a setting the same path, or nothing."""
+def test_pace_selects_the_requests_that_wait(
+    clock: ManualClock, pace: str, url: str, times: list[float]
+) -> None:
+    """The same origin, the same path, or none."""
     origin = Origin((200, {"RateLimit": '"default";r=0;t=5'}), (200, {}), clock=clock)
     ask = sync_ask(origin, pace=pace)
     ask()
@@ -340,10 +342,10 @@ def test_what_is_held_back(clock: ManualClock, pace: str, url: str, times: list[
     ],
     ids=["some left", "less to wait", "nothing said"],
 )
-def test_the_newest_answer_says_how_long(
+def test_the_newest_response_sets_the_pace(
     clock: ManualClock, headers: dict[str, str], times: list[float]
 ) -> None:
-    """A request that was on its way already comes back and knows better, or it does not."""
+    """Also that of a request that was already in flight."""
 
     def ask_meanwhile(request: httpx.Request) -> httpx.Response:
         answer = origin(request)
@@ -360,24 +362,24 @@ def test_the_newest_answer_says_how_long(
     assert after(origin) == times
 
 
-def test_a_refusal_that_is_returned_holds_back_the_next(clock: ManualClock) -> None:
-    """Even where it cannot be sent again itself."""
+def test_a_returned_denial_delays_the_next_request(clock: ManualClock) -> None:
+    """Even if the denied request itself cannot be repeated."""
     origin = Origin((429, {"Retry-After": "5"}), (200, {}), clock=clock)
     ask = sync_ask(origin, attempts_max=1)
     assert [ask().status_code, ask().status_code] == [429, 200]
     assert after(origin) == [0, 5]
 
 
-def test_a_pace_beyond_the_bound_is_not_kept(clock: ManualClock) -> None:
-    """The request is sent at once, and the origin gives the answer."""
+def test_a_pace_beyond_the_bound_is_ignored(clock: ManualClock) -> None:
+    """The request is sent at once, and the origin answers it."""
     origin = Origin((429, {"Retry-After": "3600"}), clock=clock)
     ask = sync_ask(origin)
     assert [ask().status_code, ask().status_code] == [429, 429]
     assert after(origin) == [0, 0]
 
 
-def test_origins_kept_in_mind_are_bounded(clock: ManualClock) -> None:
-    """However many there are, and those used last are the ones that are known."""
+def test_the_number_of_origins_is_bounded(clock: ManualClock) -> None:
+    """The most recently used ones are kept."""
     origin = Origin((200, {"RateLimit": '"default";r=0;t=5'}), clock=clock)
     transport = RetryTransport(httpx.MockTransport(origin), clock=clock, random=lambda: 0.0)
     with httpx.Client(transport=transport) as client:
@@ -394,7 +396,7 @@ def test_origins_kept_in_mind_are_bounded(clock: ManualClock) -> None:
 def test_the_body_of_a_retried_answer_is_read_and_closed(
     asking: Callable[..., Ask], clock: ManualClock
 ) -> None:
-    """So that its connection is free again."""
+    """So that its connection can be reused."""
     origin = Origin((429, {}), (200, {}), clock=clock)
     asking(origin)()
     assert [(body.read, body.closed) for body in origin.bodies] == [(20, True), (20, True)]
@@ -403,7 +405,7 @@ def test_the_body_of_a_retried_answer_is_read_and_closed(
 def test_a_huge_body_of_a_retried_answer_is_only_closed(
     asking: Callable[..., Ask], clock: ManualClock
 ) -> None:
-    """Reading it would cost more than another connection."""
+    """Reading it would cost more than a new connection."""
     huge = Body(chunks=1_000, size=DRAIN_BYTES_MAX // 4)
     origin = Origin(httpx.Response(429, stream=huge), (200, {}), clock=clock)
     assert asking(origin)().status_code == 200
@@ -411,17 +413,17 @@ def test_a_huge_body_of_a_retried_answer_is_only_closed(
     assert huge.read <= DRAIN_BYTES_MAX * 2
 
 
-def test_an_answer_that_was_read_already_is_no_problem(
+def test_a_response_that_was_already_read_is_accepted(
     asking: Callable[..., Ask], clock: ManualClock
 ) -> None:
-    """As transports for tests return them."""
+    """Transports for tests return such responses."""
     answers = (httpx.Response(429, content=b"no"), httpx.Response(200, content=b"yes"))
     origin = Origin(*answers, clock=clock)
     assert asking(origin)().content == b"yes"
 
 
-def test_errors_of_the_transport_are_the_callers(clock: ManualClock) -> None:
-    """A connection that fails is not sent again: nobody knows what was done."""
+def test_transport_errors_reach_the_caller(clock: ManualClock) -> None:
+    """A failed connection is not repeated: the request may have had an effect."""
 
     def fail(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("no")
@@ -443,15 +445,15 @@ def test_errors_of_the_transport_are_the_callers(clock: ManualClock) -> None:
         ({"clock": 5}, "now_ns"),
     ],
 )
-def test_wrong_settings_are_explained(settings: dict[str, Any], words: str) -> None:
-    """At once, and with what would be right."""
+def test_wrong_settings_are_rejected(settings: dict[str, Any], words: str) -> None:
+    """At once, with a correct example."""
     for transport in (RetryTransport, AsyncRetryTransport):
         with pytest.raises(ConfigError, match=words):
             transport(httpx.MockTransport(lambda _: httpx.Response(200)), **settings)
 
 
 @pytest.mark.parametrize("values", [{"share": -1}, {"reserve": "5"}, {"per_second": True}])
-def test_wrong_budgets_are_explained(values: dict[str, Any]) -> None:
+def test_wrong_budgets_are_rejected(values: dict[str, Any]) -> None:
     """A share, a rate and a reserve are numbers from 0 up."""
     with pytest.raises(ConfigError, match=next(iter(values))):
         Budget(**values)
@@ -516,15 +518,15 @@ def seconds_of(advice: RetryAdvice) -> tuple[float | None, ...]:
         ({"ratelimit": "garbled", "x-ratelimit-reset": str(NOW_S + 60)}, 60, None),
     ],
 )
-def test_what_headers_ask_for(
+def test_each_header_is_read(
     headers: dict[str, str], wait_s: float | None, spent_s: float | None
 ) -> None:
-    """Each header that servers send, and which goes before which."""
+    """And the order of precedence between them."""
     assert seconds_of(retry_advice_of(headers, NOW_NS)) == (wait_s, spent_s)
 
 
 def test_fractions_round_up() -> None:
-    """A wait of a little more than a nanosecond is two: never below what was asked."""
+    """A wait of slightly more than a nanosecond is two nanoseconds."""
     assert retry_advice_of({"retry-after": "0.0000000011"}, NOW_NS).wait_ns == 2
     assert retry_advice_of({"retry-after": "0.0000000010"}, NOW_NS).wait_ns == 1
 
@@ -551,7 +553,7 @@ TEXTS = st.one_of(st.text(max_size=40), st.lists(st.sampled_from(PIECES)).map(""
 
 @given(st.dictionaries(st.sampled_from(NAMES), TEXTS), st.integers(0, 2**63))
 def test_any_headers_are_read(headers: dict[str, str], now_ns: int) -> None:
-    """Whatever a server sends: no error, and lengths of time that can be waited for."""
+    """Any header gives a valid duration and no error."""
     advice = retry_advice_of(headers, now_ns)
     for found_ns in advice:
         assert found_ns is None or 0 <= found_ns <= ADVICE_NS_MAX + SECOND
@@ -561,8 +563,8 @@ def test_any_headers_are_read(headers: dict[str, str], now_ns: int) -> None:
     st.decimals(0, 10**9, allow_nan=False, allow_infinity=False, places=12),
     st.dictionaries(st.sampled_from(NAMES[2:]), TEXTS),
 )
-def test_never_less_than_was_asked(seconds: object, others: dict[str, str]) -> None:
-    """Any number in Retry-After, whatever else is said: that long, and less than 1 ns more."""
+def test_the_wait_is_never_less_than_requested(seconds: object, others: dict[str, str]) -> None:
+    """At most 1 ns more than Retry-After, whatever the other headers are."""
     text = format(seconds, "f")
     wait_ns = retry_advice_of({**others, "retry-after": text}, NOW_NS).wait_ns
     assert wait_ns is not None
@@ -571,8 +573,8 @@ def test_never_less_than_was_asked(seconds: object, others: dict[str, str]) -> N
 
 
 @given(st.integers(0, 10**9), st.integers(-(10**6), 10**6))
-def test_never_before_a_date_that_was_asked(after_s: int, skew_s: int) -> None:
-    """A date is that far away by the server's clock, whatever ours says."""
+def test_a_date_is_relative_to_the_servers_clock(after_s: int, skew_s: int) -> None:
+    """The client's own clock does not matter."""
     start = datetime(2026, 1, 1, tzinfo=UTC)
     headers = {
         "date": format_datetime(start, usegmt=True),

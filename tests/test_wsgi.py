@@ -87,7 +87,7 @@ def remaining(limit: RateLimit) -> int:
 
 
 def test_headers_on_an_allowed_response() -> None:
-    """The application's own headers come first, then all of ours."""
+    """The application's own headers come first, then ours."""
     got = Got(limited(), environ_of())
     assert (got.status, got.body) == (200, b"hello")
     assert got.starts[0][1] == [
@@ -101,7 +101,7 @@ def test_headers_on_an_allowed_response() -> None:
 
 
 def test_a_denied_request_does_not_reach_the_application() -> None:
-    """It gets a 429 with problem JSON and the seconds after which it would pass."""
+    """It gets a 429 with problem JSON and Retry-After."""
     calls = []
 
     def app(environ: Any, start_response: Any) -> Iterable[bytes]:
@@ -123,7 +123,7 @@ def test_a_denied_request_does_not_reach_the_application() -> None:
 
 
 def test_a_denied_head_has_no_body() -> None:
-    """But the length that a GET would have."""
+    """It has the length that a GET would have."""
     limit = limited(limits="1/minute")
     Got(limit, environ_of())
     got = Got(limit, environ_of(REQUEST_METHOD="HEAD"))
@@ -131,8 +131,8 @@ def test_a_denied_head_has_no_body() -> None:
     assert int(got.headers["Content-Length"]) > 0
 
 
-def test_clients_count_by_themselves() -> None:
-    """By address, unless `key` says otherwise."""
+def test_each_client_has_its_own_count() -> None:
+    """By address, unless `key` selects something else."""
     limit = limited(limits="1/minute", key=["header:X-API-Key", "address"])
     statuses = [
         Got(limit, environ_of(**more)).status
@@ -148,8 +148,8 @@ def test_clients_count_by_themselves() -> None:
     assert statuses == [200, 429, 200, 200, 429, 200]
 
 
-def test_rules_and_a_limiter_of_ones_own() -> None:
-    """Both in place of limits."""
+def test_rules_and_a_given_limiter_work() -> None:
+    """Both replace limits."""
     rules = {
         "version": 1,
         "rules": [{"id": "all", "match": {"endpoint": "/a"}, "by": ["ip"], "limits": ["1/minute"]}],
@@ -164,19 +164,19 @@ def test_rules_and_a_limiter_of_ones_own() -> None:
 
 
 def test_a_cost_that_can_never_fit_is_a_422() -> None:
-    """No wait would help, and the answer says so."""
+    """The answer says that waiting does not help."""
     got = Got(limited(cost=lambda request: 3), environ_of())
     assert got.status == 422
     assert "Retry-After" not in got.headers
 
 
-def test_a_key_that_is_none_is_a_400() -> None:
-    """A hook that returns what cannot be counted is not a 500."""
+def test_an_invalid_key_is_a_400() -> None:
+    """A hook that returns an invalid key does not cause a 500."""
     assert Got(limited(key=lambda request: ""), environ_of()).status == 400
 
 
-def test_a_response_of_ones_own() -> None:
-    """`on_limit` returns a WSGI application, an Answer, or None; ours are the headers."""
+def test_on_limit_returns_the_response() -> None:
+    """A WSGI application, an HttpAnswer, or None; our headers are added."""
 
     def teapot(environ: Any, start_response: Any) -> Iterable[bytes]:
         start_response("418 I'm a Teapot", [("X-RateLimited", "yes")])
@@ -193,8 +193,8 @@ def test_a_response_of_ones_own() -> None:
     assert Got(limit, environ_of()).status == 429
 
 
-def test_a_wrong_response_of_ones_own_is_explained() -> None:
-    """It is the application's mistake, so it is raised to it."""
+def test_a_wrong_response_of_on_limit_is_an_error() -> None:
+    """It is raised to the application."""
     limit = limited(limits="1/minute", on_limit=lambda request, result: "no")
     Got(limit, environ_of())
     with pytest.raises(ConfigError, match="return a WSGI application"):
@@ -202,7 +202,7 @@ def test_a_wrong_response_of_ones_own_is_explained() -> None:
 
 
 def test_headers_of_the_application_win() -> None:
-    """Who speaks of limits by itself is not contradicted, and no header comes twice."""
+    """The application's headers are not contradicted, and no header appears twice."""
 
     def app(environ: Any, start_response: Any) -> Iterable[bytes]:
         start_response("200 OK", [("x-ratelimit-limit", "7")])
@@ -219,8 +219,8 @@ def test_headers_of_the_application_win() -> None:
     assert "RateLimit" in names
 
 
-def test_the_style_of_headers() -> None:
-    """As the options say."""
+def test_the_style_selects_the_headers() -> None:
+    """Only the selected headers are sent."""
     got = Got(limited(style=Style(draft=None, legacy=False)), environ_of())
     assert got.starts[0][1] == [("Content-Type", "text/plain")]
 
@@ -236,8 +236,8 @@ def test_the_style_of_headers() -> None:
         ({"limits": "1/minute", "skip": async_hook}, "skip=.* is async"),
     ],
 )
-def test_wrong_options_are_explained(options: dict[str, Any], words: str) -> None:
-    """When the application is made, not when it is asked."""
+def test_wrong_options_are_rejected(options: dict[str, Any], words: str) -> None:
+    """When the application is made, not at its first request."""
     with pytest.raises(ConfigError, match=words):
         RateLimit(hello, **options)
 
@@ -246,7 +246,7 @@ def test_wrong_options_are_explained(options: dict[str, Any], words: str) -> Non
 
 
 def test_the_standard_librarys_validator_finds_nothing() -> None:
-    """On both sides of the middleware: it is a server to the application, and the other way."""
+    """It checks both sides of the middleware: towards the server and the application."""
     app = validator(limited(validator(hello)))
     for status in (200, 200, 429):
         environ = environ_of(QUERY_STRING="")
@@ -254,8 +254,8 @@ def test_the_standard_librarys_validator_finds_nothing() -> None:
         assert got.status == status
 
 
-def test_what_is_whole_is_handed_on_itself() -> None:
-    """A list, so that a server knows its length; a file, so that it can be sent by the kernel."""
+def test_a_complete_body_is_returned_as_it_is() -> None:
+    """A list, so that the server knows its length; a file, so that the kernel can send it."""
     body = [b"a"]
 
     def app(environ: Any, start_response: Any) -> Iterable[bytes]:
@@ -275,7 +275,7 @@ def test_what_is_whole_is_handed_on_itself() -> None:
 
 
 def test_a_file_of_another_kind_is_closed() -> None:
-    """Where the server has no wrapper, or the application another."""
+    """If the server has no wrapper, or the application uses another."""
     file = io.BytesIO(b"x" * 20_000)
 
     def app(environ: Any, start_response: Any) -> Iterable[bytes]:
@@ -288,7 +288,7 @@ def test_a_file_of_another_kind_is_closed() -> None:
 
 
 def test_a_stream_is_not_read_ahead() -> None:
-    """Each piece is produced when the server asks for it, and not before."""
+    """Each part is produced when the server asks for it."""
     made: list[int] = []
 
     def app(environ: Any, start_response: Any) -> Iterator[bytes]:
@@ -304,8 +304,8 @@ def test_a_stream_is_not_read_ahead() -> None:
     assert list(body) == [b"1", b"2"]
 
 
-def test_write_works() -> None:
-    """The callable that start_response returns is the server's own."""
+def test_write_is_the_servers_own() -> None:
+    """start_response returns the server's own callable."""
 
     def app(environ: Any, start_response: Any) -> Iterable[bytes]:
         write = start_response("200 OK", [])
@@ -318,7 +318,7 @@ def test_write_works() -> None:
 
 
 def test_exc_info_is_passed() -> None:
-    """An application that fails may start its response anew, with our headers each time."""
+    """An application that fails may start its response again, each time with our headers."""
 
     def app(environ: Any, start_response: Any) -> Iterable[bytes]:
         start_response("200 OK", [])
@@ -334,7 +334,7 @@ def test_exc_info_is_passed() -> None:
     assert got.headers["X-RateLimit-Limit"] == "2"
 
 
-def test_close_is_called_once_and_its_error_is_told() -> None:
+def test_close_is_called_once_and_its_error_is_raised() -> None:
     """However the response ended."""
 
     class Body:
@@ -364,8 +364,8 @@ def test_close_is_called_once_and_its_error_is_told() -> None:
 # ------------------------------------------------------------------------------------- settling
 
 
-def test_what_is_settled_before_the_response_is_known_when_it_starts() -> None:
-    """Whichever worker the client asks next: the cost is applied before the body is sent."""
+def test_a_settled_cost_is_applied_before_the_body() -> None:
+    """Every worker sees it when the client's next request arrives."""
     seen = []
 
     def app(environ: Any, start_response: Any) -> Iterable[bytes]:
@@ -382,8 +382,8 @@ def test_what_is_settled_before_the_response_is_known_when_it_starts() -> None:
     assert seen == [5]
 
 
-def test_what_is_settled_in_a_stream_is_known_at_its_end() -> None:
-    """What was said first, before anything of it goes out; and the last word counts."""
+def test_a_cost_settled_in_a_stream_is_applied_at_its_end() -> None:
+    """A cost reported before is applied before the first part is sent."""
 
     def app(environ: Any, start_response: Any) -> Iterator[bytes]:
         start_response("200 OK", [])
@@ -397,8 +397,8 @@ def test_what_is_settled_in_a_stream_is_known_at_its_end() -> None:
     assert (list(body), remaining(limit)) == ([], 7)
 
 
-def test_a_client_that_hangs_up_is_settled() -> None:
-    """The server closes the body that it has not read to its end."""
+def test_a_request_is_settled_if_the_client_disconnects() -> None:
+    """The server closes the body before its end."""
 
     def app(environ: Any, start_response: Any) -> Iterator[bytes]:
         start_response("200 OK", [])
@@ -414,8 +414,8 @@ def test_a_client_that_hangs_up_is_settled() -> None:
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "in the stream"])
-def test_an_application_that_raises_is_a_500(late: bool) -> None:
-    """Its error goes to the server, and its outcome counts as one."""
+def test_an_application_that_raises_counts_as_a_500(late: bool) -> None:
+    """Its error reaches the server."""
 
     def app(environ: Any, start_response: Any) -> Iterable[bytes]:
         if not late:
@@ -434,8 +434,8 @@ def test_an_application_that_raises_is_a_500(late: bool) -> None:
     assert remaining(limit) == 2
 
 
-def test_only_outcomes_that_count_count() -> None:
-    """Successful logins cost nothing; after two failures the third guess is denied unseen."""
+def test_only_selected_outcomes_count() -> None:
+    """Successful logins are free; after two failures the third guess is denied."""
 
     def login(environ: Any, start_response: Any) -> Iterable[bytes]:
         right = environ["QUERY_STRING"] == "right"
@@ -449,7 +449,7 @@ def test_only_outcomes_that_count_count() -> None:
 
 
 def test_skipped_requests_are_not_counted() -> None:
-    """And have no headers."""
+    """They have no headers."""
     limit = limited(skip=lambda request: request.path == "/healthz")
     got = Got(limit, environ_of("/healthz"))
     assert got.starts[0][1] == [("Content-Type", "text/plain")]
@@ -459,8 +459,8 @@ def test_skipped_requests_are_not_counted() -> None:
 # ------------------------------------------------------------------------------------- nested
 
 
-def test_two_in_one_another_answer_as_one() -> None:
-    """All policies in one header, the tightest in the others; what one denies is free in both."""
+def test_nested_middlewares_give_one_answer() -> None:
+    """All policies in one header; a request that one denies is free in both."""
     clock = ManualClock(NOW_S)
     inner = limited(limits="1/minute", name="inner", clock=clock)
     outer = RateLimit(inner, limits="5/minute", name="outer", clock=clock)
@@ -473,8 +473,8 @@ def test_two_in_one_another_answer_as_one() -> None:
     assert (remaining(outer), remaining(inner)) == (4, 0)
 
 
-def test_a_refusal_further_in_costs_nothing_outside() -> None:
-    """Also one that is no denial."""
+def test_a_rejection_further_in_costs_nothing_outside() -> None:
+    """Also if it is a 400 or a 422 instead of a denial."""
     inner = limited(cost=lambda request: 3)
     outer = limited(inner, limits="5/minute")
     assert Got(outer, environ_of()).status == 422
@@ -492,8 +492,8 @@ FROM_CLIENTS += ["HTTP_X_FORWARDED_FOR"]
         st.text(st.characters(max_codepoint=255), max_size=300),
     )
 )
-def test_nothing_that_a_client_sends_is_an_error_of_ours(environ: dict[str, Any]) -> None:
-    """Any environ of any bytes: an answer, and never a 500."""
+def test_any_environ_gives_an_answer(environ: dict[str, Any]) -> None:
+    """No bytes of a client cause a 500."""
     sources = ["header:X-API-Key", "bearer", "query:key", "cookie:sid", "address"]
     limit = limited(limits="1000/minute", key=sources, per_route=True, trusted_proxies=["private"])
     got = Got(limit, {**environ_of(), "REMOTE_ADDR": "10.0.0.1", **environ})

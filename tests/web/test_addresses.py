@@ -42,8 +42,8 @@ def forwarded(header: str) -> str | None:
 
 
 @pytest.mark.parametrize("proxies", [[], PROXIES])
-def test_an_untrusted_peer_changes_nothing(proxies: list[str]) -> None:
-    """Whatever headers it sends, the client is who is at the other end of the socket."""
+def test_headers_of_an_untrusted_peer_are_ignored(proxies: list[str]) -> None:
+    """The client is the peer of the socket, whatever headers it sends."""
     request = web_request(
         CLIENT, x_forwarded_for="1.2.3.4", forwarded="for=1.2.3.4", x_real_ip="1.2.3.4"
     )
@@ -64,10 +64,10 @@ def test_an_untrusted_peer_changes_nothing(proxies: list[str]) -> None:
         (["unix"], [PROXY], []),
     ],
 )
-def test_a_proxy_that_nobody_has_named_is_told_of_once(
+def test_an_unlisted_proxy_is_logged_once(
     proxies: list[str], peers: list[str | None], warned: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Everybody behind it counts as one client, which the operator should not have to find out."""
+    """All clients behind it count as one, so the operator gets one warning."""
     known = ClientAddresses(proxies)
     for peer in peers:
         known.of(web_request(peer, x_forwarded_for="1.2.3.4"))
@@ -77,8 +77,10 @@ def test_a_proxy_that_nobody_has_named_is_told_of_once(
     ]
 
 
-def test_a_proxy_that_asks_for_itself_first_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    """As load balancers do, after an application's health; and no peer is looked at for ever."""
+def test_an_unlisted_proxy_is_found_after_its_own_requests(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Load balancers send health checks first. The search ends after a number of requests."""
     known = ClientAddresses()
     assert [known.of(web_request(PROXY)) for _ in range(3)] == [PROXY] * 3
     assert not known.is_cached(PROXY)
@@ -126,7 +128,7 @@ def test_a_proxy_that_asks_for_itself_first_is_told_of(caplog: pytest.LogCapture
     ],
 )
 def test_the_first_untrusted_from_the_right_is_the_client(header: str, client: str) -> None:
-    """Trusted ones are skipped; what cannot be read ends the walk at who sent it."""
+    """Trusted proxies are skipped; an invalid element ends the search at the proxy that sent it."""
     assert behind(header) == client
 
 
@@ -152,19 +154,19 @@ def test_the_first_untrusted_from_the_right_is_the_client(header: str, client: s
         (CLIENT, PROXY),
     ],
 )
-def test_forwarded_as_the_standard_has_it(header: str, client: str) -> None:
-    """Quoted strings, ports, IPv6 in brackets, hidden names: RFC 7239, read from the right."""
+def test_forwarded_follows_rfc_7239(header: str, client: str) -> None:
+    """Quoted strings, ports, IPv6 in brackets and hidden names are read from the right."""
     assert forwarded(header) == client
 
 
-def test_a_quote_by_the_client_swallows_nothing() -> None:
-    """Quotes are counted from the right, where the proxies write."""
+def test_a_quote_in_the_clients_part_hides_nothing() -> None:
+    """Quotes are paired from the right, where the proxies write."""
     assert forwarded(f'for="1.2.3.4, for={CLIENT}, for="10.0.0.1"') == CLIENT
     assert forwarded(f'for=1.2.3.4;x="\\, for={CLIENT}') == CLIENT
 
 
-def test_both_headers_have_to_agree() -> None:
-    """A proxy passes on the header that it does not write, so one of two is made up."""
+def test_two_headers_must_agree() -> None:
+    """A proxy passes on the header that it does not write, so one of the two is made up."""
     clients = ClientAddresses(PROXIES)
     agreed = web_request(forwarded=f"for={CLIENT}", x_forwarded_for=f"1.2.3.4, {CLIENT}")
     assert clients.of(agreed) == CLIENT
@@ -174,16 +176,16 @@ def test_both_headers_have_to_agree() -> None:
     assert ClientAddresses(PROXIES, forwarded="forwarded").of(torn) == "1.2.3.4"
 
 
-def test_the_header_that_is_named_is_the_only_one() -> None:
-    """X-Real-IP is looked at only where it is named, and then nothing else is."""
+def test_the_configured_header_is_the_only_one() -> None:
+    """X-Real-IP is read only if it is configured, and then it is the only header."""
     request = web_request(x_real_ip=CLIENT, x_forwarded_for="1.2.3.4")
     assert ClientAddresses(PROXIES, forwarded="x-real-ip").of(request) == CLIENT
     assert ClientAddresses(PROXIES).of(request) == "1.2.3.4"
     assert ClientAddresses(PROXIES, forwarded="forwarded").of(request) == PROXY
 
 
-def test_words_for_networks() -> None:
-    """`loopback`, `private`, and `unix` for a socket without an address."""
+def test_words_stand_for_networks() -> None:
+    """`loopback` and `private` are networks, and `unix` is a Unix socket without an address."""
     header = {"x_forwarded_for": CLIENT}
     for peer in ("127.0.0.1", "::1", "::ffff:127.0.0.9"):
         assert ClientAddresses(["loopback"]).of(web_request(peer, **header)) == CLIENT
@@ -203,28 +205,28 @@ def test_words_for_networks() -> None:
     [(128, "2001:db8:1:2:3:4:5:6"), (64, "2001:db8:1:2::"), (48, "2001:db8:1::"), (1, "::")],
 )
 def test_ipv6_is_counted_by_network(prefix: int, client: str) -> None:
-    """Of one network all addresses are one client; IPv4 is left whole."""
+    """All addresses of one IPv6 network are one client; IPv4 addresses stay whole."""
     clients = ClientAddresses(ipv6_prefix=prefix)
     assert clients.of(web_request("2001:db8:1:2:3:4:5:6")) == client
     assert clients.of(web_request(CLIENT)) == CLIENT
 
 
-def test_lists_still_match() -> None:
-    """An address in this form is in the networks that rules and lists name."""
+def test_lists_match_counted_addresses() -> None:
+    """Networks in rules and lists contain the address in its counted form."""
     lists = Lists.compile(deny=["ip:2001:db8:1:2::/64", "ip:203.0.113.0/24"])
     for peer in ("2001:db8:1:2:3:4:5:6", CLIENT):
         assert lists.verdict(Request(ip=ClientAddresses().of(web_request(peer)))) == "deny"
 
 
-def test_a_peer_that_is_no_address_is_itself() -> None:
+def test_a_peer_without_an_address_is_counted_by_its_name() -> None:
     """Test clients are called "testclient"."""
     assert ClientAddresses(["loopback"]).of(web_request("testclient")) == "testclient"
     assert ClientAddresses().of(web_request("\x1f")) == digest_of("\x1f")
     assert ClientAddresses().of(web_request(None)) is None
 
 
-def test_peers_are_remembered_up_to_a_bound() -> None:
-    """However many clients there are."""
+def test_the_cache_of_peers_is_bounded() -> None:
+    """It stays within PEERS_MAX for any number of clients."""
     clients = ClientAddresses(["10.0.0.1"])
     for number in range(addresses.PEERS_MAX + 10):
         peer = f"10.{number >> 8}.{number & 255}.1"
@@ -232,8 +234,8 @@ def test_peers_are_remembered_up_to_a_bound() -> None:
     assert len(clients._peers) <= addresses.PEERS_MAX
 
 
-def test_elements_are_looked_at_up_to_a_bound() -> None:
-    """100 from the right, and 16,384 characters; an element that is cut is not looked at."""
+def test_a_bounded_part_of_a_header_is_read() -> None:
+    """At most 100 elements and 16,384 characters from the right; a cut element is ignored."""
     many = ", ".join(["10.0.0.3"] * (addresses.ELEMENTS_MAX - 1))
     assert behind(f"{CLIENT}, {many}") == CLIENT
     assert behind(f"{CLIENT}, 10.0.0.4, {many}") == "10.0.0.4"
@@ -244,8 +246,8 @@ def test_elements_are_looked_at_up_to_a_bound() -> None:
     assert behind(f"20{cut}") == PROXY
 
 
-def test_the_examples_of_the_page() -> None:
-    """Each row of the table in docs/identity.md is so."""
+def test_the_table_of_the_documentation_is_correct() -> None:
+    """Each row of the table in docs/identity.md holds."""
     page = Path(__file__).parents[2] / "docs/identity.md"
     text = page.read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([0-9.]+) \| (.+) \| ([0-9a-f.:]+) \|$", text, re.MULTILINE)
@@ -263,7 +265,7 @@ def test_the_examples_of_the_page() -> None:
     ("arguments", "said"),
     [
         ({"trusted_proxies": "10.0.0.0/8"}, "is not a list"),
-        ({"trusted_proxies": ["10.0.0.0/33"]}, "leading bits"),
+        ({"trusted_proxies": ["10.0.0.0/33"]}, "prefix length"),
         ({"trusted_proxies": ["10.0.0.1/8"]}, "bits set"),
         ({"trusted_proxies": ["localhost"]}, "loopback, private, unix"),
         ({"trusted_proxies": [7]}, "is not text"),
@@ -274,8 +276,8 @@ def test_the_examples_of_the_page() -> None:
         ({"forwarded": "x-client-ip"}, "x-forwarded-for, forwarded, x-real-ip"),
     ],
 )
-def test_what_is_wrong_is_refused(arguments: dict[str, Any], said: str) -> None:
-    """At the start, with what would be right."""
+def test_wrong_settings_are_rejected(arguments: dict[str, Any], said: str) -> None:
+    """The error comes at the start and suggests a correct setting."""
     with pytest.raises(ConfigError, match=said):
         ClientAddresses(**arguments)
 
@@ -297,8 +299,8 @@ HOPS = st.lists(st.sampled_from(["10.0.0.1", "10.200.0.1", "2001:db8:ffff::7"]),
 
 @given(ATTACKS, HOPS)
 @example('for="', ["10.0.0.1"])
-def test_what_stands_to_the_left_never_counts(attack: str, hops: list[str]) -> None:
-    """The client writes what it likes, the proxies append, and the answer is the client."""
+def test_addresses_left_of_the_client_are_ignored(attack: str, hops: list[str]) -> None:
+    """The client may send anything before the addresses that the proxies append."""
     usual = ", ".join([attack, CLIENT, *hops])
     assert behind(usual) == CLIENT
     written = [f'for="[{hop}]:443"' if ":" in hop else f"for={hop};proto=https" for hop in hops]
@@ -306,8 +308,8 @@ def test_what_stands_to_the_left_never_counts(attack: str, hops: list[str]) -> N
 
 
 @given(ATTACKS, ATTACKS, st.sampled_from([None, PROXY, CLIENT, "", "x", "\ud800", "::"]))
-def test_any_headers_have_an_answer(one: str, other: str, peer: str | None) -> None:
-    """Nothing that is sent raises, and an address that is found can be read again."""
+def test_any_headers_give_an_address(one: str, other: str, peer: str | None) -> None:
+    """No header raises an error, and every address found can be parsed again."""
     request = web_request(peer, forwarded=one, x_forwarded_for=other, x_real_ip=other)
     named = clean_value(peer) if peer else None
     for header in (None, *addresses.FORWARDED_HEADERS):

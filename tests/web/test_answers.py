@@ -147,8 +147,8 @@ BLOCKED = CheckResult(Decision(False, MINUTE, 0, 10**18, 10**18, rule="deny"), (
         ),
     ],
 )
-def test_each_kind_has_its_headers(result: CheckResult, expected: dict[str, str]) -> None:
-    """What was decided is said, what is not known is not, and shadow rules show nothing."""
+def test_each_kind_of_result_has_its_headers(result: CheckResult, expected: dict[str, str]) -> None:
+    """Unknown numbers are left out, and shadow rules are not shown."""
     assert dict(headers_of(result, NOW_NS)) == expected
 
 
@@ -168,13 +168,13 @@ def test_each_kind_has_its_headers(result: CheckResult, expected: dict[str, str]
         ),
     ],
 )
-def test_a_style_says_which_headers_there_are(style: Style, names: list[str]) -> None:
-    """Those of the style and no others."""
+def test_a_style_selects_the_headers(style: Style, names: list[str]) -> None:
+    """A response has the headers of its style and no others."""
     assert [name for name, _ in headers_of(result_of(), NOW_NS, style)] == names
 
 
 def test_older_drafts_have_their_own_syntax() -> None:
-    """Draft 7 is a dictionary, draft 6 a header for each number; both name policies by quota."""
+    """Draft 7 is a dictionary, draft 6 a header for each number; both list policies by quota."""
     result = result_of(limits=(MINUTE, SECOND))
     seventh = dict(headers_of(result, NOW_NS, Style(draft=7, legacy=False)))
     assert seventh == {
@@ -192,28 +192,28 @@ def test_older_drafts_have_their_own_syntax() -> None:
 
 @pytest.mark.parametrize("draft", [10, 7, 6, None])
 @pytest.mark.parametrize("result", [DEGRADED, UNAVAILABLE])
-def test_no_draft_says_what_is_not_known(result: CheckResult, draft: Any) -> None:
-    """While the store is away, no header of the draft says how much remains."""
+def test_a_degraded_result_has_no_draft_header(result: CheckResult, draft: Any) -> None:
+    """While the store is unavailable, no header of the draft reports remaining units."""
     names = {name for name, _ in headers_of(result, NOW_NS, Style(draft=draft))}
     assert not names & {"RateLimit", "RateLimit-Limit", "RateLimit-Remaining", "RateLimit-Reset"}
 
 
 @pytest.mark.parametrize("bad", [9, "10", True, 10.5, [10]])
-def test_a_style_that_is_not_known_is_refused(bad: Any) -> None:
-    """The error names the revisions that there are."""
+def test_an_unknown_revision_is_rejected(bad: Any) -> None:
+    """The error lists the known revisions."""
     with pytest.raises(ConfigError, match="10, 7, 6 or None"):
         Style(draft=bad)
 
 
 @pytest.mark.parametrize("bad", [None, 1, "yes"])
-def test_legacy_is_yes_or_no(bad: Any) -> None:
-    """What is taken for true elsewhere is a mistake here."""
+def test_legacy_must_be_a_bool(bad: Any) -> None:
+    """Other true values are rejected."""
     with pytest.raises(ConfigError, match="True or False"):
         Style(legacy=bad)
 
 
 def test_raw_headers_are_the_same_in_bytes() -> None:
-    """For ASGI: the same values, the names in small letters."""
+    """ASGI gets the same values as bytes, with lower-case names."""
     for result in (result_of(), DENIED, DEGRADED, UNAVAILABLE, EXEMPT, BLOCKED, UNLIMITED):
         raw = [(name.decode(), value.decode()) for name, value in raw_headers_of(result, NOW_NS)]
         assert raw == [(name.lower(), value) for name, value in headers_of(result, NOW_NS)]
@@ -245,13 +245,13 @@ def _names_of(result: CheckResult) -> list[str]:
         ),
     ],
 )
-def test_each_limit_has_a_name_of_its_own(limits: tuple[Limit, ...], names: list[str]) -> None:
-    """The rule's id; with several limits, the limit's name or window after it."""
+def test_each_limit_has_a_unique_name(limits: tuple[Limit, ...], names: list[str]) -> None:
+    """The rule's id, followed by the limit's name or window if the rule has several limits."""
     assert _names_of(result_of(limits=limits)) == names
 
 
-def test_several_rules_are_all_listed() -> None:
-    """All limits of all rules are policies; the state is that of the tightest one."""
+def test_all_limits_of_all_rules_are_listed() -> None:
+    """RateLimit shows the state of the tightest limit."""
     other = AppliedRule("address", (Limit(5, per=1), Limit(50, per=3600)))
     result = result_of(limits=(SECOND, MINUTE), more=(other,))
     headers = dict(headers_of(result, NOW_NS))
@@ -263,15 +263,15 @@ def test_several_rules_are_all_listed() -> None:
     assert headers["X-RateLimit-Limit"] == "100"
 
 
-def test_two_rules_that_share_a_limit_are_told_apart() -> None:
-    """Tiers hand the same limits to several rules; the decision's rule says which is meant."""
+def test_two_rules_that_share_a_limit_have_two_names() -> None:
+    """Tiers give the same limits to several rules; the decision's rule selects the policy."""
     shared = (SECOND, MINUTE)
     result = result_of(limits=shared, rule="second", more=(AppliedRule("first", shared),))
     assert dict(headers_of(result, NOW_NS))["RateLimit"].startswith('"second.60s"')
 
 
-def test_rules_of_one_name_are_told_apart() -> None:
-    """Two limiters without a name on one response: still no name twice."""
+def test_two_rules_of_one_name_get_different_names() -> None:
+    """Two unnamed limiters on one response have no policy name in common."""
     result = result_of(rule="", more=(AppliedRule("default", (MINUTE,)),))
     assert _names_of(result) == ["default", "default.60s"]
 
@@ -283,8 +283,8 @@ def test_an_unnamed_limiter_is_called_default() -> None:
     assert dict(headers_of(result, NOW_NS))["RateLimit"] == '"default.1s";r=3;t=0'
 
 
-def test_the_tightest_is_found_when_it_is_another_object() -> None:
-    """By equality, and where its numbers are scaled by what it is."""
+def test_the_tightest_limit_is_found_by_equality() -> None:
+    """A limit with scaled numbers is found by its identity."""
     limits = (SECOND, MINUTE)
     for tightest in (Limit(100, per=60), Limit(50, per=60)):
         headers = dict(headers_of(result_of(limits=limits, tightest=tightest), NOW_NS))
@@ -292,29 +292,29 @@ def test_the_tightest_is_found_when_it_is_another_object() -> None:
 
 
 def test_a_burst_is_in_the_limit_and_not_in_the_quota() -> None:
-    """X-RateLimit-Limit is the most that can remain; the policy's quota is the steady rate."""
+    """X-RateLimit-Limit is the capacity; the policy's quota is the steady rate."""
     limit = Limit(100, per=60, burst=50)
     headers = dict(headers_of(result_of(limits=(limit,), tightest=limit), NOW_NS))
     assert headers["X-RateLimit-Limit"] == "150"
     assert headers["RateLimit-Policy"] == '"orders";q=100;w=60'
 
 
-def test_a_window_of_no_whole_seconds_is_left_out() -> None:
-    """The draft knows whole seconds only; draft 7 must have one, so there the policy goes."""
+def test_a_window_of_fractional_seconds_is_left_out() -> None:
+    """Draft 10 leaves out the window, draft 7 leaves out the policy."""
     limit = Limit(5, per=0.25)
     result = result_of(limits=(limit,), tightest=limit)
     assert dict(headers_of(result, NOW_NS))["RateLimit-Policy"] == '"orders";q=5'
     assert "RateLimit-Policy" not in dict(headers_of(result, NOW_NS, Style(draft=7)))
 
 
-def test_strange_names_stay_valid() -> None:
-    """Quotes and backslashes are escaped, and what is not ASCII is percent-encoded."""
+def test_unusual_names_stay_valid() -> None:
+    """Quotes and backslashes are escaped, and other characters are percent-encoded."""
     headers = dict(headers_of(result_of(rule='a"b\\ü'), NOW_NS))
     assert headers["RateLimit"] == '"a\\"b\\\\%C3%BC";r=73;t=30'
 
 
 def test_a_long_list_of_policies_is_cut_at_a_policy() -> None:
-    """No server refuses a response for its headers."""
+    """Servers would reject a response with longer headers."""
     many = tuple(AppliedRule("x" * 100 + str(number), (MINUTE,)) for number in range(100))
     value = dict(headers_of(result_of(more=many), NOW_NS))["RateLimit-Policy"]
     assert len(value) <= answers.POLICY_BYTES_MAX
@@ -322,8 +322,8 @@ def test_a_long_list_of_policies_is_cut_at_a_policy() -> None:
     assert value.count(", ") > 30
 
 
-def test_what_is_remembered_is_bounded() -> None:
-    """Ever new rules do not fill the memory."""
+def test_the_cache_of_rules_is_bounded() -> None:
+    """New rules do not fill the memory."""
     for number in range(answers.KNOWN_MAX + 10):
         headers_of(result_of(rule=str(number)), NOW_NS)
     assert len(answers._known) <= answers.KNOWN_MAX
@@ -345,14 +345,14 @@ def test_what_is_remembered_is_bounded() -> None:
         (BLOCKED, 403),
     ],
 )
-def test_each_kind_has_its_status(result: CheckResult, status: int) -> None:
-    """200 to pass, 429 over the limit, 403 blocked, 503 where nobody could decide."""
+def test_each_kind_of_result_has_its_status(result: CheckResult, status: int) -> None:
+    """200 allowed, 429 over a limit, 403 blocked, 503 undecided."""
     assert status_of(result) == status
     assert is_over_limit(result) is (status != 200)
 
 
-def test_a_denial_says_what_to_do() -> None:
-    """The body of a 429: for a person a sentence, for a program a code and numbers."""
+def test_a_denial_explains_what_to_do() -> None:
+    """The body of a 429 has a sentence for people, and a code and numbers for programs."""
     answer = denial_answer(DENIED, NOW_NS)
     assert answer.status == 429
     assert dict(answer.headers) == {
@@ -380,8 +380,8 @@ def test_a_denial_says_what_to_do() -> None:
     }
 
 
-def test_a_store_that_is_away_is_not_the_clients_fault() -> None:
-    """The body of a 503 says when to come back, and not what nobody knows."""
+def test_an_unavailable_store_is_a_503() -> None:
+    """The body says when to retry and leaves out unknown numbers."""
     members: dict[str, Any] = problem_of(UNAVAILABLE, NOW_NS)
     assert members["type"].endswith("#temporary-reduced-capacity")
     assert members["status"] == 503
@@ -391,8 +391,8 @@ def test_a_store_that_is_away_is_not_the_clients_fault() -> None:
     assert "violated-policies" not in members
 
 
-def test_the_blocked_are_told_no_numbers() -> None:
-    """A 403 has no Retry-After: no wait would help."""
+def test_a_blocked_client_gets_no_numbers() -> None:
+    """A 403 has no Retry-After, because waiting does not help."""
     answer = denial_answer(BLOCKED, NOW_NS)
     assert answer.status == 403
     assert {name for name, _ in answer.headers} == {"Content-Type", "Cache-Control"}
@@ -403,14 +403,14 @@ def test_the_blocked_are_told_no_numbers() -> None:
     assert members["error"]["details"] == {}
 
 
-def test_the_tightest_of_several_is_the_one_violated() -> None:
-    """By the name that it has in the header."""
+def test_the_tightest_limit_is_the_violated_policy() -> None:
+    """`violated-policies` has the policy's name as in the header."""
     result = result_of(allowed=False, limits=(SECOND, MINUTE), retry_after_ns=1)
     assert problem_of(result, NOW_NS)["violated-policies"] == ["orders.60s"]
 
 
-def test_a_burst_is_said_in_words() -> None:
-    """Who reads the sentence knows why more than the rate went through."""
+def test_a_burst_is_explained_in_words() -> None:
+    """The sentence explains why more requests than the rate were allowed."""
     limit = Limit(1, per=1, burst=4)
     result = result_of(allowed=False, limits=(limit,), tightest=limit)
     assert "1 per 1 second (at most 5 at once)" in str(problem_of(result, NOW_NS)["detail"])
@@ -453,8 +453,8 @@ STYLES = st.builds(Style, st.sampled_from([10, 7, 6, None]), st.booleans())
 
 
 @given(results(), st.integers(-(10**20), 10**20), STYLES)
-def test_any_ruling_has_valid_headers(result: CheckResult, now_ns: int, style: Style) -> None:
-    """No header can be split or broken by what a rule is called, and each name is there once."""
+def test_any_result_has_valid_headers(result: CheckResult, now_ns: int, style: Style) -> None:
+    """No rule name can split or break a header, and each header appears once."""
     headers = headers_of(result, now_ns, style)
     assert len({name for name, _ in headers}) == len(headers)
     for name, value in headers:
@@ -474,8 +474,8 @@ def test_any_ruling_has_valid_headers(result: CheckResult, now_ns: int, style: S
 
 
 @given(results(), st.integers(-(10**20), 10**20), STYLES)
-def test_any_refusal_is_a_problem(result: CheckResult, now_ns: int, style: Style) -> None:
-    """Whatever was decided, the body is JSON that any reader takes, and no wait is 0."""
+def test_any_denial_is_a_problem(result: CheckResult, now_ns: int, style: Style) -> None:
+    """The body is JSON that every reader accepts, and no wait is 0."""
     answer = denial_answer(result, now_ns, style)
     members = json.loads(answer.body)
     json.dumps(members, ensure_ascii=False).encode("utf-8")
@@ -490,7 +490,7 @@ def test_any_refusal_is_a_problem(result: CheckResult, now_ns: int, style: Style
 
 @given(st.integers(0, 10**20), st.integers(0, 10**20))
 def test_times_are_never_rounded_down(now_ns: int, reset_after_ns: int) -> None:
-    """At X-RateLimit-Reset the quota is whole, and a second before it may not be."""
+    """At X-RateLimit-Reset the quota is full; a second earlier it may not be."""
     headers = dict(headers_of(result_of(reset_after_ns=reset_after_ns), now_ns))
     whole_at_ns = int(headers["X-RateLimit-Reset"]) * NS_PER_SECOND
     assert 0 <= whole_at_ns - (now_ns + reset_after_ns) < NS_PER_SECOND
@@ -503,8 +503,10 @@ def test_times_are_never_rounded_down(now_ns: int, reset_after_ns: int) -> None:
     st.lists(st.integers(1, 50), min_size=1, max_size=30),
     st.floats(0, 5),
 )
-def test_who_waits_as_told_is_let_in(limits: list[Limit], costs: list[int], step: float) -> None:
-    """Retry-After, once waited for to the second, is enough, with any limits."""
+def test_a_client_that_waits_for_retry_after_is_allowed(
+    limits: list[Limit], costs: list[int], step: float
+) -> None:
+    """Retry-After in whole seconds is long enough for any limits."""
     limits = list({limit.identity: limit for limit in limits}.values())
     clock = ManualClock(1_767_225_600)
     limiter = Limiter(limits, clock=clock)
@@ -547,8 +549,8 @@ def strict_list(value: str) -> list[tuple[str, dict[str, str]]]:
 @pytest.mark.parametrize(
     "bad", ["", '"a', '"a";Q=1', '"ü";q=1', '"a\\b";q=1', '"a";q=1,', '"a";q=1 "b"', '"a";q=x']
 )
-def test_the_strict_reader_refuses(bad: str) -> None:
-    """The reader of these tests can fail."""
+def test_the_strict_reader_of_these_tests_rejects(bad: str) -> None:
+    """The reader that these tests use can fail."""
     with pytest.raises(AssertionError):
         strict_list(bad)
 
@@ -570,10 +572,10 @@ LATER_NS = 1_794_837_002_123_456_789
         max_size=8,
     ),
 )
-def test_they_are_the_same_bytes(
+def test_prepared_headers_are_the_same_bytes(
     name: str, limit: int, per: float, told: list[tuple[int, int, int]]
 ) -> None:
-    """For any limit under any name, and decisions on it at any times, one after another."""
+    """For any limit under any name, and for decisions at any times in sequence."""
     policy = Limit(limit, per=per)
     applied = (AppliedRule(name, [policy]),)
     sample = CheckResult(Decision(True, policy, 1, rule=name), applied)
@@ -605,15 +607,15 @@ ALLOWED = Decision(True, POLICY, 4)
         (CheckResult(ALLOWED, ONE), Style(legacy=False)),
     ],
 )
-def test_what_changes_in_more_than_numbers_is_not_prepared(
+def test_only_results_that_differ_in_numbers_are_prepared(
     result: CheckResult, style: Style
 ) -> None:
-    """Several limits, other styles and other kinds of answers are worked out each time."""
+    """Several limits, other styles and other kinds of results are printed in full."""
     assert PreparedHeaders.of(result, LATER_NS, style) is None
 
 
-def test_a_limiters_own_rulings_are_prepared() -> None:
-    """The kernel's decisions have what is needed, as ours do."""
+def test_a_limiters_own_results_are_prepared() -> None:
+    """Decisions of the kernel can be prepared too."""
     limiter = Limiter("3/minute", name="orders")
     made = PreparedHeaders.of(limiter.evaluate("k"), LATER_NS, Style())
     assert made is not None
@@ -621,7 +623,7 @@ def test_a_limiters_own_rulings_are_prepared() -> None:
     assert made.headers(result.decision, LATER_NS) == raw_headers_of(result, LATER_NS, Style())
 
 
-def test_what_is_kept_has_a_bound_and_is_still_right() -> None:
+def test_the_cache_of_prepared_headers_is_bounded() -> None:
     """At most PREPARED_MAX answers are cached, and all headers stay correct."""
     policy = Limit(10**6, per=60)
     applied = (AppliedRule("a", [policy]),)
@@ -635,7 +637,7 @@ def test_what_is_kept_has_a_bound_and_is_still_right() -> None:
 
 
 def test_a_cost_that_never_fits_is_a_422() -> None:
-    """It names what would fit, and no Retry-After suggests that waiting helps."""
+    """The body says what would fit, and there is no Retry-After."""
     limiter = Limiter("10/minute burst 5")
     with pytest.raises(CapacityError) as raised:
         limiter.check("k", cost=50)
@@ -652,14 +654,14 @@ def test_a_cost_that_never_fits_is_a_422() -> None:
     assert "at most 15 each" in members["detail"]
 
 
-def test_a_cost_beyond_all_numbers_is_not_written_out() -> None:
-    """JSON has no place for 5,001 digits, and neither has Python's printer."""
+def test_a_huge_cost_is_left_out() -> None:
+    """A number of 5,001 digits is not written into the JSON."""
     answer = capacity_answer(CapacityError(10**5_000, Limit(1, per=0.5)))
     assert json.loads(answer.body)["error"]["details"] == {"limit": 1, "window_seconds": 0.5}
 
 
-def test_what_cannot_be_counted_is_a_400() -> None:
-    """The error's own words are the detail."""
+def test_an_invalid_request_is_a_400() -> None:
+    """The detail is the message of the error."""
     answer = invalid_request_answer(ConfigError("user=5 is not text; write it as text"))
     assert answer.status == 400
     members = json.loads(answer.body)
@@ -669,13 +671,13 @@ def test_what_cannot_be_counted_is_a_400() -> None:
 
 
 def test_a_long_detail_is_cut() -> None:
-    """A body stays small, whatever was wrong."""
+    """The body stays small for any error."""
     assert len(str(problem(400, "X", "x" * 10_000)["detail"])) == DETAIL_LENGTH_MAX
 
 
 @given(st.text())
 def test_any_text_is_valid_json(detail: str) -> None:
-    """The bytes are ASCII, and what is read back is text that UTF-8 can hold."""
+    """The bytes are ASCII, and the decoded text is valid UTF-8."""
     body = problem_answer(problem(400, "INVALID_REQUEST", detail), []).body
     read = json.loads(body.decode("ascii"))
     read["detail"].encode("utf-8")

@@ -42,8 +42,8 @@ def remaining(one: Enforcer) -> int:
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_async_hooks_are_refused_where_nobody_awaits(name: str) -> None:
-    """What they return is true: a `skip` would let everybody through."""
+def test_async_hooks_are_rejected_in_threads(name: str) -> None:
+    """A coroutine is true, so an async `skip` would let every request through."""
 
     async def hook(*args: object) -> bool:
         return False
@@ -56,8 +56,8 @@ def test_async_hooks_are_refused_where_nobody_awaits(name: str) -> None:
     assert options.require_plain_hooks() is options
 
 
-def test_what_one_denies_costs_nothing_in_the_others() -> None:
-    """The first was charged when the second denied: it is given back at once."""
+def test_a_denied_request_costs_nothing_in_other_limits() -> None:
+    """The first limit was charged and is refunded as soon as the second denies."""
     wide, narrow = enforcer("5/minute", "wide"), enforcer("1/minute", "narrow")
     for expected in (None, 429):
         charges = RequestCharges(wide)
@@ -67,8 +67,8 @@ def test_what_one_denies_costs_nothing_in_the_others() -> None:
     assert (remaining(wide), remaining(narrow)) == (4, 0)
 
 
-def test_headers_speak_of_all_charges() -> None:
-    """The tightest in most, every policy in one; on a refusal as well."""
+def test_headers_describe_all_charges() -> None:
+    """The numbers are those of the tightest limit, and all policies are listed."""
     wide, narrow = enforcer("5/minute", "wide"), enforcer("1/minute", "narrow")
     charges = RequestCharges(wide)
     assert [charges.denial(each, CALL) for each in (wide, narrow)] == [None, None]
@@ -81,8 +81,8 @@ def test_headers_speak_of_all_charges() -> None:
 @pytest.mark.parametrize(
     ("error", "status"), [(ValueError(), 500), (KeyboardInterrupt(), None), (SystemExit(), None)]
 )
-def test_how_a_failure_counts(error: BaseException, status: int | None) -> None:
-    """An exception is a 500; being ended from outside is no outcome."""
+def test_the_status_of_a_failure(error: BaseException, status: int | None) -> None:
+    """An exception is a 500; a cancelled request has no status."""
     charges = RequestCharges(enforcer("5/minute"))
     charges.fail(error)
     assert charges.status == status
@@ -90,7 +90,7 @@ def test_how_a_failure_counts(error: BaseException, status: int | None) -> None:
 
 @pytest.mark.parametrize(("status", "left"), [(401, 4), (200, 5), (None, 4)])
 def test_outcomes_are_settled_by_status(status: int | None, left: int) -> None:
-    """Given back where it does not count; where there was none, it does: guessers could hang up."""
+    """A request without a status counts, or a client could guess and close the connection."""
     one = enforcer("5/minute", count=lambda status: status == 401)
     charges = RequestCharges(one)
     charges.denial(one, CALL)
@@ -115,8 +115,8 @@ def test_names_of_one_request_are_unique_and_fit() -> None:
     assert all(len(name) <= NAME_LENGTH_MAX and name.isprintable() for name in names)
 
 
-def test_an_empty_bill_says_nothing() -> None:
-    """A request that nobody limits has no headers."""
+def test_a_request_without_charges_has_no_headers() -> None:
+    """No limit applies, so nothing is reported."""
     charges = RequestCharges(enforcer("5/minute"))
     assert charges.last.decision.allowed
     assert charges.headers_beside([]) == []
@@ -131,7 +131,7 @@ def _remaining(app: RateLimit) -> int:
 
 
 async def test_on_limit_may_answer_with_a_response_of_the_framework() -> None:
-    """It gets our headers, Retry-After among them, and a None leaves the answer to us."""
+    """It gets our headers with Retry-After; None selects the default answer."""
     limited_app = limited(
         limits="1/minute",
         on_limit=lambda request, result: (
@@ -146,8 +146,8 @@ async def test_on_limit_may_answer_with_a_response_of_the_framework() -> None:
     assert (await ask(limited_app, "/other")).status == 429
 
 
-async def test_on_limit_may_say_retry_after_itself() -> None:
-    """Then its own is sent, and ours is not beside it."""
+async def test_on_limit_may_set_retry_after_itself() -> None:
+    """Its value is sent, and ours is not added."""
 
     async def on_limit(request: Any, result: Any) -> Any:
         return PlainTextResponse("later", 503, headers={"Retry-After": "7"})
@@ -159,8 +159,8 @@ async def test_on_limit_may_say_retry_after_itself() -> None:
     assert seen.headers["x-ratelimit-limit"] == "1"
 
 
-async def test_on_limit_may_answer_with_an_answer_or_an_error() -> None:
-    """An Answer gets our headers too; what is no response is told to the developer."""
+async def test_on_limit_may_return_an_http_answer() -> None:
+    """It gets our headers too. Any other object is reported to the developer."""
     found: list[Any] = [HttpAnswer(200, [("X-Mine", "1")], b"ok"), "nonsense"]
     limited_app = limited(limits="1/minute", on_limit=lambda request, result: found.pop(0))
     await ask(limited_app)
@@ -171,8 +171,8 @@ async def test_on_limit_may_answer_with_an_answer_or_an_error() -> None:
         await ask(limited_app)
 
 
-async def test_on_limit_answers_websockets_too_where_the_server_can() -> None:
-    """A response of Starlette's knows how; where the server cannot, it is closed."""
+async def test_on_limit_answers_websockets_if_the_server_can() -> None:
+    """If the server cannot send a response, the WebSocket is closed."""
     limited_app = limited(
         echo, limits="1/minute", on_limit=lambda request, result: PlainTextResponse("no", 420)
     )
@@ -183,7 +183,7 @@ async def test_on_limit_answers_websockets_too_where_the_server_can() -> None:
 
 
 async def test_a_hook_that_raises_is_the_applications_error() -> None:
-    """It goes through to the server, as one in the application would."""
+    """The error reaches the server, like an error of the application."""
 
     def key(request: Any) -> str:
         raise ZeroDivisionError("mine")
@@ -200,10 +200,8 @@ async def test_a_hook_that_raises_is_the_applications_error() -> None:
         ({"cost": lambda request: -1}, 400),
     ],
 )
-async def test_what_cannot_be_counted_is_refused_and_never_a_500(
-    options: dict[str, Any], status: int
-) -> None:
-    """A cost that never fits and a key that is none have answers of their own."""
+async def test_an_invalid_key_or_cost_is_never_a_500(options: dict[str, Any], status: int) -> None:
+    """A cost that never fits is a 422, and an invalid key a 400."""
     seen = await ask(limited(**options))
     assert seen.status == status
     assert json.loads(seen.body)["status"] == status
@@ -213,8 +211,8 @@ async def test_what_cannot_be_counted_is_refused_and_never_a_500(
 # ── Settling ───────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_the_application_settles_what_its_request_cost() -> None:
-    """The charge is in the scope; what is said of it last is what is spent."""
+async def test_the_application_settles_the_cost() -> None:
+    """The charge is in the scope, and the last reported cost is spent."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         scope["tollkeeper.charge"].settle(50)
@@ -226,8 +224,8 @@ async def test_the_application_settles_what_its_request_cost() -> None:
     assert _remaining(limited_app) == 1000 - 37
 
 
-async def test_whoever_has_seen_the_end_of_a_response_finds_it_settled() -> None:
-    """It is applied before the last piece goes out, so that the next request can rely on it."""
+async def test_a_request_is_settled_before_its_response_ends() -> None:
+    """The cost is applied before the last part is sent, so the next request sees it."""
     found: list[int] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -247,7 +245,7 @@ async def test_whoever_has_seen_the_end_of_a_response_finds_it_settled() -> None
 
 @pytest.mark.parametrize(("status", "left"), [(401, 1), (200, 2)])
 async def test_only_outcomes_that_count_are_spent(status: int, left: int) -> None:
-    """By the status of the response, and settled when its end is seen."""
+    """The status of the response decides, and the request is settled at its end."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await PlainTextResponse("", status)(scope, receive, send)
@@ -258,7 +256,7 @@ async def test_only_outcomes_that_count_are_spent(status: int, left: int) -> Non
 
 
 async def test_a_handler_that_raises_counts_as_500_and_still_settles() -> None:
-    """The error goes on to the server, and what was said of the cost holds."""
+    """The error reaches the server, and the reported cost is applied."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         scope["tollkeeper.charge"].settle(0)
@@ -273,8 +271,8 @@ async def test_a_handler_that_raises_counts_as_500_and_still_settles() -> None:
 
 
 @pytest.mark.parametrize("gone_at", ["http.response.start", "http.response.body"])
-async def test_a_guess_whose_client_hangs_up_counts(gone_at: str) -> None:
-    """A server may raise where the other end is gone: the outcome is what was answered."""
+async def test_a_guess_counts_if_the_client_closes_the_connection(gone_at: str) -> None:
+    """`send` may raise then. The outcome is the status that was sent."""
 
     async def login(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 401, "headers": []})
@@ -292,8 +290,8 @@ async def test_a_guess_whose_client_hangs_up_counts(gone_at: str) -> None:
     assert (await ask(limited_app)).status == 429
 
 
-async def test_what_fails_after_the_response_does_not_change_its_outcome() -> None:
-    """A background task that raises makes no 500 of what the client has seen."""
+async def test_a_failure_after_the_response_keeps_the_outcome() -> None:
+    """A background task that raises does not turn the response into a 500."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await hello(scope, receive, send)
@@ -306,8 +304,8 @@ async def test_what_fails_after_the_response_does_not_change_its_outcome() -> No
 
 
 @pytest.mark.parametrize(("said", "left"), [(None, 1), (0, 2)])
-async def test_a_request_that_is_cancelled_still_settles(said: int | None, left: int) -> None:
-    """A client that hangs up has its outcome counted, unless the application said otherwise."""
+async def test_a_cancelled_request_is_settled(said: int | None, left: int) -> None:
+    """It counts, unless the application reported otherwise."""
     running = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -325,8 +323,8 @@ async def test_a_request_that_is_cancelled_still_settles(said: int | None, left:
     assert _remaining(limited_app) == left
 
 
-async def test_a_leaky_bucket_holds_a_request_before_the_application_runs() -> None:
-    """The application sees the time at which the request is to be served."""
+async def test_a_leaky_bucket_delays_a_request_before_the_application() -> None:
+    """The application runs at the time at which the request is due."""
     times: list[int] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -343,8 +341,8 @@ async def test_a_leaky_bucket_holds_a_request_before_the_application_runs() -> N
 # ── Several limits ────────────────────────────────────────────────────────────────────────
 
 
-async def test_several_middlewares_are_one_answer() -> None:
-    """The headers are of the tightest, all policies are listed, and who is denied costs nothing."""
+async def test_several_middlewares_give_one_answer() -> None:
+    """The numbers are the tightest, all policies are listed, and a denial costs nothing."""
     clock = ManualClock(1_000)
     outer, inner = AsyncLimiter("9/minute", clock=clock), AsyncLimiter("1/s", clock=clock)
     limited_app = RateLimit(RateLimit(hello, limiter=inner), limiter=outer)
@@ -355,8 +353,8 @@ async def test_several_middlewares_are_one_answer() -> None:
     assert (await outer.peek("address:192.0.2.1")).remaining == 8
 
 
-async def test_a_scope_that_is_used_again_is_another_request() -> None:
-    """As by who asks one application after another: each has its headers, and its own refusal."""
+async def test_a_reused_scope_is_another_request() -> None:
+    """Each application that is tried with the scope has its own headers and denials."""
     first, second = limited(limits="2/minute"), limited(limits="1/minute")
     scope = scope_of()
     seen = [await ask_scope(app, scope) for app in (first, second, second, first, first)]

@@ -66,7 +66,7 @@ def by_secret(name: str = "sub", **more: Any) -> Claim:
         (EC_KEY, EC_KEY.public_key(), "ES256"),
     ],
 )
-def test_a_good_token_is_who_it_says(key: Any, public: Any, algorithm: str) -> None:
+def test_a_valid_token_identifies_the_client(key: Any, public: Any, algorithm: str) -> None:
     """With a shared secret, and with a public key as text or as an object."""
     claim = Claim("sub", key=public, algorithms=[algorithm])
     assert claim(web_request(token_of({"sub": "42"}, key, algorithm))) == "42"
@@ -74,7 +74,7 @@ def test_a_good_token_is_who_it_says(key: Any, public: Any, algorithm: str) -> N
 
 
 def test_a_key_may_be_looked_up() -> None:
-    """By what the token's header says, as in a JWKS; a key that is not there is no error."""
+    """By the token's header, as in a JWKS. A missing key is not an error."""
     keys = {"one": SECRET, "two": "t" * 32}
 
     def key_of(token: str) -> str:
@@ -91,7 +91,7 @@ def test_a_key_may_be_looked_up() -> None:
 
 
 def test_a_jwk_is_a_key_too() -> None:
-    """What PyJWT's own client of a JWKS returns."""
+    """PyJWT's own JWKS client returns such keys."""
     jwk = jwt.PyJWK.from_dict(
         json.loads(jwt.algorithms.RSAAlgorithm.to_jwk(RSA_KEY.public_key())) | {"alg": "RS256"}
     )
@@ -124,15 +124,15 @@ def unsigned(claims: dict[str, Any], algorithm: str = "none") -> str:
         pytest.param("\xff.\xff.\xff", id="bytes"),
     ],
 )
-def test_a_bad_token_is_none_at_all(token: str) -> None:
-    """It counts as absent, is counted as rejected, and is no error."""
+def test_an_invalid_token_counts_as_absent(token: str) -> None:
+    """It is counted as rejected and raises no error."""
     claim = by_secret()
     assert claim(web_request(token)) is None
     assert claim.rejected == 1
 
 
-def test_a_public_key_is_no_secret() -> None:
-    """Whoever signs with the public key as a secret is not believed."""
+def test_a_public_key_is_not_accepted_as_a_secret() -> None:
+    """A token signed with the public key as a shared secret is rejected."""
     pem = pem_of(RSA_KEY)
     claim = Claim("sub", key=pem, algorithms=["RS256"])
     header = base64.urlsafe_b64encode(b'{"alg":"HS256"}').decode().rstrip("=")
@@ -159,8 +159,10 @@ def test_a_public_key_is_no_secret() -> None:
         ({"leeway": 10}, {"exp": int(time.time()) - 30}, False),
     ],
 )
-def test_audience_issuer_and_leeway(options: Any, claims: dict[str, Any], good: bool) -> None:
-    """What was asked of a token is asked of it, and nothing else."""
+def test_audience_issuer_and_leeway_are_checked(
+    options: Any, claims: dict[str, Any], good: bool
+) -> None:
+    """Only the configured conditions are checked."""
     found = by_secret(**options)(web_request(token_of({"sub": "42", **claims})))
     assert found == ("42" if good else None)
 
@@ -169,7 +171,7 @@ def test_audience_issuer_and_leeway(options: Any, claims: dict[str, Any], good: 
 
 
 def test_behind_a_gateway_nothing_is_verified() -> None:
-    """The gateway has: signature, time and audience are not looked at."""
+    """The gateway has verified the token, so signature, time and audience are ignored."""
     claim = Claim("sub", trusted_gateway=True)
     for token in (token_of({"sub": "42", "exp": 1, "aud": "x"}, "k" * 40), unsigned({"sub": "42"})):
         assert claim(web_request(token)) == "42"
@@ -188,8 +190,8 @@ def test_behind_a_gateway_nothing_is_verified() -> None:
         "a." + "W1tb" * 2000 + ".c",
     ],
 )
-def test_what_is_no_token_is_nothing(token: str) -> None:
-    """Neither text that is no token, nor JSON that is no object, nor a tower of brackets."""
+def test_malformed_tokens_count_as_absent(token: str) -> None:
+    """Plain text, JSON that is not an object, and deeply nested JSON."""
     claim = Claim("sub", trusted_gateway=True)
     assert claim(web_request(token)) is None
     assert claim.rejected == 1
@@ -203,7 +205,7 @@ def test_what_is_no_token_is_nothing(token: str) -> None:
     [("42", "42"), (42, "42"), (True, None), (1.5, None), (None, None), (["a"], None), ({}, None)],
 )
 def test_a_claim_is_text_or_a_number(value: Any, found: str | None) -> None:
-    """Anything else names nobody; the token is good all the same."""
+    """Any other value counts as absent; the token is still valid."""
     for claim in (by_secret("tenant"), Claim("tenant", trusted_gateway=True)):
         assert claim(web_request(token_of({"tenant": value}))) == found
         assert claim(web_request(token_of({}))) is None
@@ -211,7 +213,7 @@ def test_a_claim_is_text_or_a_number(value: Any, found: str | None) -> None:
 
 
 def test_a_subject_may_be_a_number() -> None:
-    """PyJWT would refuse it."""
+    """PyJWT alone would reject it."""
     token = token_of({"tenant": 7})
     assert by_secret("tenant")(web_request(token)) == "7"
     numbered = jwt.api_jws.encode(b'{"sub": 7}', SECRET, algorithm="HS256")
@@ -232,13 +234,13 @@ def test_a_subject_may_be_a_number() -> None:
         (None, None),
     ],
 )
-def test_the_token_of_a_header(value: str | None, token: str | None) -> None:
-    """After the word Bearer, in any case."""
+def test_the_token_follows_the_word_bearer(value: str | None, token: str | None) -> None:
+    """In upper or lower case."""
     assert bearer_of(value) == token
 
 
-def test_other_headers_hold_the_token_alone() -> None:
-    """With or without the word before it."""
+def test_other_headers_may_hold_the_token_alone() -> None:
+    """With or without the word Bearer."""
     claim = by_secret(header="X-Assertion")
     token = token_of({"sub": "42"})
     assert claim(web_request(token, b"x-assertion", "")) == "42"
@@ -282,21 +284,21 @@ async def key_that_is_awaited(token: str) -> str:
         ({"trusted_gateway": True, "header": ""}, "printable text"),
     ],
 )
-def test_what_is_wrong_is_refused(options: dict[str, Any], said: str) -> None:
-    """At the start, with what would be right."""
+def test_wrong_settings_are_rejected(options: dict[str, Any], said: str) -> None:
+    """The error comes at the start and suggests a correct setting."""
     with pytest.raises(ConfigError, match=said):
         Claim("sub", **options)
 
 
 @pytest.mark.parametrize("name", ["", 7, None, "a\nb"])
-def test_a_claim_has_a_name(name: Any) -> None:
-    """And one that can be shown."""
+def test_a_claim_needs_a_printable_name(name: Any) -> None:
+    """Other names are rejected at the start."""
     with pytest.raises(ConfigError, match="name of a claim"):
         Claim(name, trusted_gateway=True)
 
 
 def test_without_pyjwt_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever verifies needs it; a trusted gateway does without."""
+    """Verification needs PyJWT; a trusted gateway does not."""
     real = builtins.__import__
 
     def without(name: str, *rest: Any, **more: Any) -> Any:
@@ -310,8 +312,8 @@ def test_without_pyjwt_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch
     assert Claim("sub", trusted_gateway=True)(web_request("a.eyJzdWIiOiI3In0.c")) == "7"
 
 
-def test_how_it_is_shown() -> None:
-    """Never with its key."""
+def test_the_repr_of_a_claim_has_no_key() -> None:
+    """It shows the name and whether the claim is verified."""
     assert repr(by_secret()) == "Claim('sub', verified)"
     assert repr(Claim("sub", trusted_gateway=True)) == "Claim('sub', trusted_gateway=True)"
 
@@ -327,8 +329,8 @@ def test_how_it_is_shown() -> None:
 )
 @example("eyJhbGciOiJIUzI1NiIsImNyaXQiOlsieCJdfQ.e30.")
 @example(base64.urlsafe_b64encode(b"[" * 5000).decode() + ".e30.x")
-def test_any_token_has_an_answer(token: str) -> None:
-    """A value or none, and never an error."""
+def test_any_token_gives_a_value_or_none(token: str) -> None:
+    """No token raises an error."""
     for claim in (by_secret(), Claim("sub", trusted_gateway=True)):
         found = claim(web_request(token))
         assert found is None or isinstance(found, str)
@@ -337,8 +339,8 @@ def test_any_token_has_an_answer(token: str) -> None:
 @given(
     st.dictionaries(st.sampled_from(["sub", "exp", "nbf", "iat", "aud", "iss", "jti"]), ANYTHING)
 )
-def test_any_claims_of_a_good_token(claims: dict[str, Any]) -> None:
-    """Whatever an issuer writes into a token that it signs: a value or none."""
+def test_any_claims_of_a_valid_token_are_accepted(claims: dict[str, Any]) -> None:
+    """Whatever the issuer signs gives a value or None."""
     try:
         payload = json.dumps(claims).encode()
     except (TypeError, ValueError):
@@ -350,8 +352,10 @@ def test_any_claims_of_a_good_token(claims: dict[str, Any]) -> None:
 
 
 @given(ANYTHING, ANYTHING, ANYTHING, ANYTHING)
-def test_any_terms(name: Any, key: Any, algorithms: Any, leeway: Any) -> None:
-    """A Claim or a ConfigError."""
+def test_any_settings_give_a_claim_or_an_error(
+    name: Any, key: Any, algorithms: Any, leeway: Any
+) -> None:
+    """The error is a ConfigError."""
     with suppress(ConfigError):
         Claim(name, trusted_gateway=True)
     with suppress(ConfigError):

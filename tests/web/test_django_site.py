@@ -27,8 +27,8 @@ from tollkeeper.web.enforcer import AsyncEnforcer, Enforcer
 from tollkeeper.web.options import EnforcerOptions
 
 
-def test_a_store_that_is_a_trip_away_is_awaited() -> None:
-    """The two enforcers on one Redis, which is not asked here."""
+def test_a_remote_store_is_awaited() -> None:
+    """The two enforcers share one Redis, which is not called here."""
     with override_settings(TOLLKEEPER={"limits": "9/minute", "store": "redis://127.0.0.1:1"}):
         site = site_limits()
         assert type(site.enforcer._limiter) is Limiter
@@ -52,18 +52,18 @@ def test_a_store_that_is_a_trip_away_is_awaited() -> None:
     ],
 )
 def test_wrong_settings_stop_the_start(setting: Any, words: str) -> None:
-    """With the setting's name and what would be right, before any request."""
+    """The message has the setting's name and suggests a correct value."""
     with override_settings(TOLLKEEPER=setting), pytest.raises(ConfigError, match=words):
         RateLimitMiddleware(views.hello)
 
 
-def test_a_site_without_the_setting_has_no_limits_of_its_own() -> None:
+def test_a_site_without_the_setting_has_no_limits() -> None:
     """The decorators still work."""
     assert not options_of({}).has_limits
 
 
-def test_an_overridden_setting_is_read_again_and_closes_what_was_open() -> None:
-    """So that a site's own tests can change it."""
+def test_an_overridden_setting_is_read_again() -> None:
+    """The previous limits are closed, so a site's tests can change the setting."""
     with override_settings(TOLLKEEPER={"limits": "1/minute"}):
         client = Client()
         assert [client.get("/hello").status_code for _ in range(2)] == [200, 429]
@@ -73,7 +73,7 @@ def test_an_overridden_setting_is_read_again_and_closes_what_was_open() -> None:
 
 
 def test_threads_open_the_limits_once() -> None:
-    """However many ask first."""
+    """Even if several threads use them first at the same time."""
     with override_settings(TOLLKEEPER={"limits": "1/minute"}):
         found: list[Any] = []
         barrier = threading.Barrier(8)
@@ -93,8 +93,8 @@ def test_threads_open_the_limits_once() -> None:
 assert views  # Django is configured by it
 
 
-def test_paths_are_read_as_they_came() -> None:
-    """An encoded question mark is part of the path, to a rule as to Django."""
+def test_paths_stay_encoded() -> None:
+    """An encoded question mark is part of the path, for rules as for Django."""
     factory = RequestFactory()
     scope = {"type": "http", "method": "GET", "headers": [], "path": "/caf\u00e9?x"}
     for native in (factory.get("/caf%C3%A9%3Fx?y=1"), ASGIRequest(scope, io.BytesIO())):
@@ -112,8 +112,8 @@ def test_paths_are_read_as_they_came() -> None:
         (r"^a\.b/(?P<path>(x|y)+)$", "/a\\.b/<path>"),
     ],
 )
-def test_routes_as_rules_write_them(route: str, template: str) -> None:
-    """Expressions are left out, so that /users/<id>/ is one endpoint to a rule."""
+def test_routes_have_the_form_that_rules_use(route: str, template: str) -> None:
+    """Expressions are left out, so that /users/<id>/ is one endpoint."""
     assert template_of(route) == template
 
 
@@ -128,8 +128,8 @@ def left(enforcer: Any, request: DjangoWebRequest) -> int:
     return int(enforcer._limiter.peek(enforcer._keys.of(request)).remaining)
 
 
-async def test_charges_of_both_kinds_are_settled_from_either() -> None:
-    """In the loop, in a thread that the loop waits for, and where there is no loop at all."""
+async def test_charges_are_settled_from_threads_and_from_the_loop() -> None:
+    """Charges of both enforcers are settled in the loop and in a thread."""
     request = DjangoWebRequest(RequestFactory().get("/"))
     both = enforcers()
     for settle in ("in the loop", "in a thread"):
@@ -144,8 +144,8 @@ async def test_charges_of_both_kinds_are_settled_from_either() -> None:
         assert [left(enforcer, request) for enforcer in both] == [5, 5]
 
 
-async def test_what_cannot_be_awaited_in_the_loop_is_done_soon() -> None:
-    """Code that is not async, called in the loop, neither blocks it nor loses the settling."""
+async def test_sync_code_in_the_loop_settles_in_a_task() -> None:
+    """It neither blocks the loop nor loses the settlement."""
     done = []
 
     async def leave() -> None:

@@ -111,7 +111,7 @@ def make(kind: type[Limiter | AsyncLimiter]) -> Iterator[Make]:
 
 
 def test_by_default_the_address_is_counted(make: Make) -> None:
-    """Two addresses have a quota each, and one has one."""
+    """Each address has its own quota."""
     enforcer = make(limits="2/minute")
     found = [
         enforcer.enter(_request(peer=peer)).decision for peer in ("192.0.2.1",) * 3 + ("192.0.2.2",)
@@ -119,8 +119,8 @@ def test_by_default_the_address_is_counted(make: Make) -> None:
     assert [decision.allowed for decision in found] == [True, True, False, True]
 
 
-def test_the_first_source_that_finds_something_is_the_key(make: Make) -> None:
-    """With a key in the header that counts, and the address for those without."""
+def test_the_first_source_that_finds_a_value_is_the_key(make: Make) -> None:
+    """Requests without the header are counted by address."""
     enforcer = make(limits="1/minute", key=["header:X-API-Key", "address"])
     assert enforcer.enter(_request(x_api_key="a")).decision.allowed
     assert not enforcer.enter(_request(peer="192.0.2.9", x_api_key="a")).decision.allowed
@@ -130,8 +130,8 @@ def test_the_first_source_that_finds_something_is_the_key(make: Make) -> None:
 
 
 @pytest.mark.parametrize("found", ["user:42", ("tenant:1", "user:42")])
-def test_a_function_may_say_the_key(make: Make, found: Any) -> None:
-    """What it returns is the key, and None is for the address."""
+def test_a_function_may_return_the_key(make: Make, found: Any) -> None:
+    """None selects the address."""
     enforcer = make(
         limits="1/minute", key=lambda request: found if request.header("user") else None
     )
@@ -140,8 +140,8 @@ def test_a_function_may_say_the_key(make: Make, found: Any) -> None:
     assert not enforcer.enter(_request(user="x", peer="192.0.2.5")).decision.allowed
 
 
-def test_routes_are_counted_by_themselves_if_asked_for(make: Make) -> None:
-    """`per_route` counts by template; other numbers in the path are the same endpoint."""
+def test_per_route_counts_each_route_separately(make: Make) -> None:
+    """Other numbers in the path are the same endpoint."""
     enforcer = make(limits="1/minute", per_route=True)
     assert enforcer.enter(_request("/users/1", route="/users/{id}")).decision.allowed
     assert not enforcer.enter(_request("/users/2", route="/users/{id}")).decision.allowed
@@ -149,23 +149,23 @@ def test_routes_are_counted_by_themselves_if_asked_for(make: Make) -> None:
     assert not enforcer.enter(_request("//orders/")).decision.allowed
 
 
-def test_a_key_function_and_routes_go_together(make: Make) -> None:
-    """A route is one more part of whatever key there is."""
+def test_a_key_function_works_with_per_route(make: Make) -> None:
+    """The route is one more part of the key."""
     enforcer = make(limits="1/minute", per_route=True, key=lambda request: ("a", "b"))
     assert enforcer.enter(_request("/x")).key == ("a", "b", "/x")
 
 
 @pytest.mark.parametrize("path", ["/" + "x" * 9_000, "/é\x1f\0", "/" + "%ff" * 400])
 def test_no_path_is_too_long_to_be_counted(make: Make, path: str) -> None:
-    """A long or strange path is an endpoint like any other, and no error."""
+    """A long or unusual path is an ordinary endpoint and not an error."""
     enforcer = make(limits="1/minute", per_route=True)
     assert enforcer.enter(_request(path)).decision.allowed
     assert not enforcer.enter(_request(path)).decision.allowed
     assert enforcer.enter(_request(path + "y")).decision.allowed
 
 
-def test_rules_are_asked_about_the_request_that_identity_makes(make: Make) -> None:
-    """The rules' own `by` and lists decide; what no rule is for passes."""
+def test_rules_check_the_request_that_identity_makes(make: Make) -> None:
+    """The rules' `by` and lists decide; a request without a rule passes."""
     enforcer = make(rules=RULES, identify={"api_key": "header:X-API-Key"})
     orders = _request("/orders/1", route="/orders/{id}", x_api_key="sk_1")
     kinds = [enforcer.enter(orders).result for _ in range(3)]
@@ -176,17 +176,17 @@ def test_rules_are_asked_about_the_request_that_identity_makes(make: Make) -> No
 
 
 def test_a_key_function_may_make_the_request_for_rules(make: Make) -> None:
-    """Then its request is asked about, and None leaves it to identity."""
+    """Its Request is checked; None selects the one from identity."""
     asked = Request(api_key="sk_2", endpoint="/orders/9")
     enforcer = make(rules=RULES, key=lambda request: asked if request.header("mine") else None)
     assert enforcer.enter(_request(mine="1")).key is asked
     assert enforcer.enter(_request("/orders/1")).result.kind == "limited"
 
 
-def test_a_limiter_of_ones_own_is_used_and_not_closed(
+def test_a_given_limiter_is_used_and_not_closed(
     make: Make, kind: type[Limiter | AsyncLimiter], tmp_path: Path
 ) -> None:
-    """Its limits count, and it is as open after the enforcer as before."""
+    """It still works after the enforcer is closed."""
     clock = ManualClock()
     limiter = kind("1/minute", store=f"shared://{tmp_path}/x", clock=clock)
     enforcer = make(limiter=limiter)
@@ -197,10 +197,10 @@ def test_a_limiter_of_ones_own_is_used_and_not_closed(
     limiter.store.close()
 
 
-def test_a_limiter_from_rules_is_asked_about_requests(
+def test_a_given_limiter_with_rules_checks_requests(
     make: Make, kind: type[Limiter | AsyncLimiter]
 ) -> None:
-    """A limiter that has rules takes what identity makes, wherever it was made."""
+    """A limiter that has rules takes the Request that identity makes."""
     limiter = kind.from_rules(RULES, clock=ManualClock())
     enforcer = make(limiter=limiter, identify={"api_key": "header:X-API-Key"})
     assert (
@@ -211,15 +211,15 @@ def test_a_limiter_from_rules_is_asked_about_requests(
 # ── Costs and outcomes ─────────────────────────────────────────────────────────────────────────
 
 
-def test_a_function_may_say_the_cost(make: Make) -> None:
-    """Units are spent as it says, each request its own."""
+def test_a_function_may_return_the_cost(make: Make) -> None:
+    """Each request spends its own cost."""
     enforcer = make(limits="10/minute", cost=lambda request: int(request.header("cost") or 1))
     assert enforcer.enter(_request(cost="7")).decision.remaining == 3
     assert enforcer.enter(_request()).decision.remaining == 2
 
 
-def test_what_is_skipped_is_not_counted(make: Make) -> None:
-    """A request that `skip` is true for passes, and has a charge that may be settled in vain."""
+def test_a_skipped_request_is_not_counted(make: Make) -> None:
+    """It has a charge whose settlement has no effect."""
     enforcer = make(limits="1/minute", skip=lambda request: request.path == "/healthz")
     for _ in range(3):
         charge = enforcer.enter(_request("/healthz"))
@@ -229,8 +229,8 @@ def test_what_is_skipped_is_not_counted(make: Make) -> None:
     assert enforcer.enter(_request()).decision.allowed
 
 
-def test_a_settled_cost_is_what_is_spent(make: Make) -> None:
-    """100 were reserved and 37 used: 37 are gone."""
+def test_the_settled_cost_is_spent(make: Make) -> None:
+    """100 units were reserved and 37 used, so 37 are spent."""
     enforcer = make(limits="1000/minute", cost=100)
     charge = enforcer.enter(_request())
     charge.settle(37)
@@ -241,7 +241,7 @@ def test_a_settled_cost_is_what_is_spent(make: Make) -> None:
 
 @pytest.mark.parametrize(("status", "counted"), [(401, True), (403, True), (200, False)])
 def test_only_outcomes_that_count_are_kept(make: Make, status: int, counted: bool) -> None:
-    """A login that succeeds is given back; one that fails is spent."""
+    """A successful login is refunded; a failed one is spent."""
     enforcer = make(limits="1/minute", count=lambda status: status in {401, 403})
     charge = enforcer.enter(_request())
     # On the way in it is charged, so a second guess meanwhile is not let in.
@@ -251,14 +251,14 @@ def test_only_outcomes_that_count_are_kept(make: Make, status: int, counted: boo
 
 
 def test_without_an_outcome_a_request_counts(make: Make) -> None:
-    """Who hangs up before the answer has guessed all the same."""
+    """A client that closes the connection before the answer has still guessed."""
     enforcer = make(limits="1/minute", count=lambda status: status == 401)
     enforcer.leave(enforcer.enter(_request()))
     assert not enforcer.enter(_request()).decision.allowed
 
 
-def test_a_leaky_bucket_holds_before_the_application_runs(make: Make) -> None:
-    """Each is served a second after the one before, by the limiter's clock."""
+def test_a_leaky_bucket_delays_before_the_application_runs(make: Make) -> None:
+    """Each request is served a second after the previous one, by the limiter's clock."""
     enforcer = make(limits=Limit(1, per=1, algorithm="leaky_bucket", capacity=3))
     times = []
     for _ in range(3):
@@ -271,23 +271,23 @@ def test_a_leaky_bucket_holds_before_the_application_runs(make: Make) -> None:
 
 
 def test_a_cost_that_can_never_fit_is_a_422(make: Make) -> None:
-    """No wait would help, and the answer says so."""
+    """The answer says that waiting does not help."""
     with pytest.raises(RequestRejected) as refused:
         make(limits="10/minute", cost=lambda request: 11).enter(_request())
     assert refused.value.answer.status == 422
 
 
 @pytest.mark.parametrize("key", ["", "a\x1fb", ("a",) * 17, 42, "x" * 600])
-def test_a_key_that_is_none_is_a_400(make: Make, key: Any) -> None:
-    """The client is told what is wrong with it; nothing breaks."""
+def test_an_invalid_key_is_a_400(make: Make, key: Any) -> None:
+    """The answer explains what is wrong with the key."""
     with pytest.raises(RequestRejected) as refused:
         make(limits="10/minute", key=lambda request: key).enter(_request())
     assert refused.value.answer.status == 400
 
 
 @pytest.mark.parametrize("cost", [-1, "3", 1.5])
-def test_a_cost_that_is_none_is_a_400(make: Make, cost: Any) -> None:
-    """A cost that was read from a request may be anything."""
+def test_an_invalid_cost_is_a_400(make: Make, cost: Any) -> None:
+    """A cost that is read from a request may have any value."""
     with pytest.raises(RequestRejected) as refused:
         make(limits="10/minute", cost=lambda request: cost).enter(_request())
     assert refused.value.answer.status == 400
@@ -298,7 +298,7 @@ def test_a_cost_that_is_none_is_a_400(make: Make, cost: Any) -> None:
 def test_a_hook_that_raises_is_the_applications_error(
     make: Make, hook: str, error: type[Exception]
 ) -> None:
-    """It goes to the application as it is, even one that we raise ourselves."""
+    """The error reaches the application unchanged, even a ConfigError."""
 
     def raising(request: object) -> None:
         raise error("mine")
@@ -314,10 +314,10 @@ class Failing:
         raise StoreUnavailable("the store is away")
 
 
-def test_a_store_that_fails_while_settling_is_logged_and_no_more(
+def test_a_store_that_fails_while_settling_is_logged(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The client has its response; what was charged on the way in stays charged."""
+    """The client has its response, and the request keeps its charge."""
     enforcer = make(limits="10/minute", key=lambda request: "secret-key")
     charge = enforcer.enter(_request())
     getattr(enforcer, "enforcer", enforcer)._limiter = Failing()
@@ -329,8 +329,8 @@ def test_a_store_that_fails_while_settling_is_logged_and_no_more(
     getattr(enforcer, "enforcer", enforcer)._limiter = None
 
 
-def test_a_handler_for_denials_answers_in_its_own_way(make: Make) -> None:
-    """`on_limit` takes the request and the result. Without a hook the response is None."""
+def test_on_limit_returns_the_response_to_a_denial(make: Make) -> None:
+    """It takes the request and the result. Without a hook the response is None."""
     enforcer = make(limits="1/minute", on_limit=lambda request, result: (request.path, result.kind))
     result = enforcer.enter(_request("/x")).result
     assert enforcer.response(_request("/x"), result) == ("/x", "limited")
@@ -340,8 +340,8 @@ def test_a_handler_for_denials_answers_in_its_own_way(make: Make) -> None:
 # ── Several enforcers on one store ────────────────────────────────────────────────────────────────
 
 
-def test_guards_beside_one_share_its_store_and_ways_and_no_count(make: Make) -> None:
-    """A route's limits count by themselves, whom the application counts, on one store."""
+def test_route_enforcers_share_the_store_and_the_options(make: Make) -> None:
+    """Each has its own count, for the same subjects, on one store."""
     enforcer = make(
         limits="3/minute", key="header:user", skip=lambda request: request.path == "/free"
     )
@@ -358,8 +358,8 @@ def test_guards_beside_one_share_its_store_and_ways_and_no_count(make: Make) -> 
     assert route.enter(_request(user="2")).result.applied[0].rule == "GET /a"
 
 
-def test_the_same_terms_and_name_are_one_guard() -> None:
-    """Asked for on every request, it is made once."""
+def test_the_same_options_and_name_give_the_same_enforcer() -> None:
+    """It is made once and then reused for every request."""
     enforcer = Enforcer(EnforcerOptions(store="memory://"))
     enforcer_options = EnforcerOptions(limits="1/minute")
     assert enforcer.route_enforcer(enforcer_options, "a") is enforcer.route_enforcer(
@@ -374,16 +374,16 @@ def test_the_same_terms_and_name_are_one_guard() -> None:
     enforcer.close()
 
 
-def test_a_guard_beside_one_with_rules_counts_by_address(make: Make) -> None:
-    """A key function that makes requests for rules is not asked for a route's limits."""
+def test_a_route_enforcer_beside_rules_counts_by_address(make: Make) -> None:
+    """A key function that makes Requests for rules is not used for a route's limits."""
     enforcer = make(rules=RULES, key=lambda request: Request(api_key="sk_1"))
     route = enforcer.route_enforcer(EnforcerOptions(limits="1/minute"), "r")
     assert route.enter(_request()).decision.allowed
     assert not route.enter(_request()).decision.allowed
 
 
-def test_what_was_closed_opens_again_when_it_is_used(make: Make) -> None:
-    """An application that is started twice, as tests do, has its limits both times."""
+def test_a_closed_enforcer_opens_again_when_it_is_used(make: Make) -> None:
+    """An application that starts twice, as in tests, has its limits both times."""
     enforcer = make(limits="1/minute")
     enforcer_options = EnforcerOptions(limits="1/minute")
     for _ in range(2):
@@ -393,8 +393,8 @@ def test_what_was_closed_opens_again_when_it_is_used(make: Make) -> None:
         enforcer.close()
 
 
-def test_without_limits_of_its_own_a_guard_lets_pass(make: Make) -> None:
-    """It is there for the routes that have theirs."""
+def test_an_enforcer_without_limits_allows_requests(make: Make) -> None:
+    """It serves the routes that have their own limits."""
     assert make().enter(_request()).result.kind == "unlimited"
 
 
@@ -402,7 +402,7 @@ def test_without_limits_of_its_own_a_guard_lets_pass(make: Make) -> None:
 
 
 async def test_every_hook_may_be_async() -> None:
-    """Each is awaited, in either form."""
+    """Each hook is awaited, and plain hooks work too."""
 
     async def key(request: Any) -> str:
         return str(request.header("user"))
@@ -443,8 +443,8 @@ class Stuck(ManualClock):
         await asyncio.Event().wait()
 
 
-async def test_whoever_is_cancelled_in_the_queue_gives_its_place_back() -> None:
-    """A client that hangs up while it is held costs nothing."""
+async def test_a_request_cancelled_in_the_queue_returns_its_place() -> None:
+    """A client that closes the connection while it waits is not charged."""
     limit = Limit(1, per=1, algorithm="leaky_bucket", capacity=2)
     enforcer = AsyncEnforcer(EnforcerOptions(limits=limit, clock=Stuck(1)))
     assert (await enforcer.enter(_request())).decision.allowed
@@ -470,16 +470,16 @@ def test_a_wrong_source_is_refused_at_once(key: Any) -> None:
         Enforcer(EnforcerOptions(limits="1/s", key=key))
 
 
-def test_a_limiter_of_the_other_kind_is_refused() -> None:
-    """An event loop must not be blocked, and threads have none."""
+def test_a_limiter_of_the_other_kind_is_rejected() -> None:
+    """A Limiter would block the event loop, and a thread has no loop for an AsyncLimiter."""
     with pytest.raises(ConfigError, match="AsyncLimiter"):
         AsyncEnforcer(EnforcerOptions(limiter=Limiter("1/s")))
     with pytest.raises(ConfigError, match="not a Limiter"):
         Enforcer(EnforcerOptions(limiter=AsyncLimiter("1/s")))
 
 
-def test_the_refusal_has_the_style_that_was_asked_for(make: Make) -> None:
-    """Headers of a denial follow the enforcer_options' style."""
+def test_a_denial_has_the_configured_style(make: Make) -> None:
+    """The headers of a denial follow the `style` option."""
     enforcer = make(limits="1/minute", style=Style(draft=None, legacy=False))
     enforcer.enter(_request())
     result = enforcer.enter(_request()).result
@@ -489,8 +489,8 @@ def test_the_refusal_has_the_style_that_was_asked_for(make: Make) -> None:
     assert names == {"Retry-After", "Content-Type", "Cache-Control"}
 
 
-def test_a_guard_for_threads_takes_no_async_hook() -> None:
-    """What nobody awaits is true, and everybody would be skipped."""
+def test_an_enforcer_for_threads_rejects_async_hooks() -> None:
+    """A coroutine is true, so every request would be skipped."""
 
     async def skip(request: Any) -> bool:
         return False
@@ -500,8 +500,8 @@ def test_a_guard_for_threads_takes_no_async_hook() -> None:
 
 
 @pytest.mark.parametrize("kind", [Enforcer, AsyncEnforcer])
-def test_a_guard_stands_by_as_it_is_told(kind: Any) -> None:
-    """With a store that is away, each of four machines lets a quarter pass."""
+def test_the_local_fallback_is_configurable(kind: Any) -> None:
+    """While the store is unavailable, each of four machines admits a quarter."""
     enforcer_options = EnforcerOptions(
         limits="8/minute",
         store="redis://127.0.0.1:1",
@@ -542,13 +542,13 @@ def charge_of(result: CheckResult, key: str, units: int) -> Charge:
     return Charge(result.decision, key, units, None, result)
 
 
-def test_a_charge_that_nobody_settles_is_as_it_was() -> None:
-    """Without a word from the application there is nothing to apply."""
+def test_an_unsettled_charge_stays() -> None:
+    """Without a report of the application there is nothing to apply."""
     assert charge_of(_result(), "k", 3).take() is None
 
 
-def test_the_last_word_counts_and_is_applied_once() -> None:
-    """Of several settlements the last is taken, and taking it again takes nothing."""
+def test_the_last_settlement_counts_and_is_applied_once() -> None:
+    """Taking it a second time returns None."""
     charge = charge_of(_result(), "k", 100)
     charge.settle(50)
     charge.settle(37)
@@ -556,8 +556,8 @@ def test_the_last_word_counts_and_is_applied_once() -> None:
     assert charge.take() is None
 
 
-def test_a_word_after_it_was_applied_is_a_further_difference() -> None:
-    """What a background task settles later starts from what is charged by then."""
+def test_a_later_settlement_is_applied_as_a_difference() -> None:
+    """It starts from the units that are charged by then."""
     charge = charge_of(_result(), "k", 100)
     charge.settle(37)
     charge.take()
@@ -565,8 +565,8 @@ def test_a_word_after_it_was_applied_is_a_further_difference() -> None:
     assert charge.take() == (37, 40)
 
 
-def test_an_outcome_that_does_not_count_costs_nothing_whatever_was_settled() -> None:
-    """`count` goes before `settle`: a successful login is free, whatever it cost."""
+def test_an_outcome_that_does_not_count_is_free() -> None:
+    """`count` takes precedence over `settle`: a successful login is free."""
     charge = charge_of(_result(), "k", 1)
     charge.settle(5)
     assert charge.take(counts=False) == (1, 0)
@@ -585,8 +585,8 @@ def test_an_outcome_that_does_not_count_costs_nothing_whatever_was_settled() -> 
     ],
     ids=["denied", "degraded", "exempt", "unlimited", "blocked", "unavailable", "passed"],
 )
-def test_what_was_not_charged_is_not_settled(result: CheckResult) -> None:
-    """A refund of what nobody spent would be a gift."""
+def test_a_request_that_was_not_charged_is_not_settled(result: CheckResult) -> None:
+    """Its refund would return units that were never spent."""
     charge = charge_of(result, "k", 1)
     charge.refund()
     assert charge.take() is None
@@ -595,15 +595,15 @@ def test_what_was_not_charged_is_not_settled(result: CheckResult) -> None:
 
 
 @pytest.mark.parametrize("units", [-1, 1.5, "3", None, True])
-def test_a_wrong_cost_is_told_to_whoever_says_it(units: object) -> None:
-    """The application hears of its mistake where it makes it, not in a log afterwards."""
+def test_an_invalid_settlement_raises(units: object) -> None:
+    """The error appears where the application makes the mistake."""
     with pytest.raises(InvalidCost):
         charge_of(_result(), "k", 1).settle(units)  # type: ignore[arg-type]  # that is the point
 
 
 @given(st.lists(st.one_of(st.integers(0, 50), st.none()), max_size=20))
-def test_however_often_it_is_applied_the_end_is_the_last_word(words: list[int | None]) -> None:
-    """Settling and applying in any order leaves exactly the last settlement charged."""
+def test_settlements_in_any_order_leave_the_last_one(words: list[int | None]) -> None:
+    """Settling and applying in any order charges exactly the last settlement."""
     limiter = Limiter("1000/minute", clock=ManualClock())
     charge = charge_of(limiter.evaluate("k", 20), "k", 20)
     for units in words:
@@ -617,8 +617,8 @@ def test_however_often_it_is_applied_the_end_is_the_last_word(words: list[int | 
     assert limiter.peek("k").remaining == 1000 - (said[-1] if said else 20)
 
 
-def test_of_several_rulings_the_tightest_speaks_and_all_are_listed() -> None:
-    """A response with a global and a route's limit tells the one that a client must heed."""
+def test_the_tightest_of_several_results_is_reported() -> None:
+    """All applied rules are listed."""
     other = AppliedRule("search", [Limit(5, per=1)])
     tight = CheckResult(
         Decision(True, other.limits[0], 2, rule="search"), (other,), "limited", ("s",)
@@ -629,15 +629,15 @@ def test_of_several_rulings_the_tightest_speaks_and_all_are_listed() -> None:
     assert whole.shadow_denied == ("s",)
 
 
-def test_who_was_counted_is_known_of_all_or_of_none() -> None:
-    """It goes with the rules, one for one, so a part of it would be wrong."""
+def test_counted_subjects_are_complete_or_absent() -> None:
+    """They belong to the applied rules one by one."""
     known = _result()._replace(counted=(("user:1", 2),))
     assert joined([known, known]).counted == (("user:1", 2), ("user:1", 2))
     assert joined([known, _result()]).counted == ()
 
 
-def test_a_denial_speaks_before_all_that_allowed() -> None:
-    """The last of several results is the one that can deny, whatever remains elsewhere."""
+def test_a_denial_is_reported_before_allowed_results() -> None:
+    """Only the last result can deny, whatever remains in the others."""
     allowed, denied = _result(remaining=0), _result(allowed=False, remaining=3)
     whole = joined([allowed, denied])
     assert whole.decision is denied.decision
@@ -655,21 +655,21 @@ def test_a_denial_speaks_before_all_that_allowed() -> None:
         (("unlimited", "unlimited"), "unlimited"),
     ],
 )
-def test_what_allowed_without_a_limit_does_not_hide_one(
+def test_an_exempt_result_does_not_hide_a_limit(
     kinds: tuple[ResultKind, ResultKind], kind: ResultKind
 ) -> None:
     """Exempt from one and limited by another is limited."""
     assert joined([_result(kind=each) for each in kinds]).kind == kind
 
 
-def test_blocked_tells_no_numbers() -> None:
-    """Who is blocked learns nothing of the limits that let it pass before."""
+def test_a_blocked_result_has_no_numbers() -> None:
+    """A blocked client learns nothing about the limits that it passed before."""
     blocked = _result(allowed=False, kind="blocked")
     assert joined([_result(), blocked]) is blocked
 
 
-def test_a_charge_says_what_it_is() -> None:
-    """In a debugger or a log a charge shows its decision, and no key."""
+def test_the_repr_of_a_charge_has_no_key() -> None:
+    """It shows the units and the decision."""
     assert repr(charge_of(_result(), "secret", 2)) == (
         "<Charge of 2 units: <Decision allowed remaining=9/10 reset_after=0 rule='orders'>>"
     )

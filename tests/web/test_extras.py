@@ -13,7 +13,7 @@ import pytest
     [("httpx", "httpx", "client"), ("flask", "flask", "flask"), ("django", "django", "django")],
 )
 def test_a_missing_library_is_explained(module: str, library: str, extra: str) -> None:
-    """The name of the extra, in a line that can be run."""
+    """The message names the extra in a command that can be run."""
     program = (
         f"import sys; sys.modules[{library!r}] = None\n"
         f"from tollkeeper import ConfigError\n"
@@ -27,8 +27,8 @@ def test_a_missing_library_is_explained(module: str, library: str, extra: str) -
     assert f"pip install 'tollkeeper[{extra}]'" in done.stdout
 
 
-def test_the_wsgi_middleware_needs_nothing() -> None:
-    """It is in the base install."""
+def test_the_wsgi_middleware_needs_no_extra() -> None:
+    """It is part of the base install."""
     program = (
         "import sys\n"
         "for name in ('httpx', 'flask', 'django', 'asgiref', 'jwt', 'fastapi', 'starlette'):\n"

@@ -78,7 +78,7 @@ def unsigned(claims: dict[str, Any]) -> str:
     ],
 )
 def test_each_source_is_a_key(source: Any, web_request: WebRequest, key: tuple[str, str]) -> None:
-    """Where it was found is part of the key; secrets are never the key themselves."""
+    """The source is part of the key; secrets are digested."""
     assert Identity().key_of(web_request, [source]) == key
     assert Identity().key_of(web_request, source) == key
 
@@ -100,8 +100,8 @@ def test_each_source_is_a_key(source: Any, web_request: WebRequest, key: tuple[s
         (lambda web_request: "  ", request_with()),
     ],
 )
-def test_what_is_empty_is_absent(source: Any, web_request: WebRequest) -> None:
-    """The next source is asked; in the end all who show nothing are one."""
+def test_an_empty_value_counts_as_absent(source: Any, web_request: WebRequest) -> None:
+    """The next source is tried; requests without any value share one key."""
     assert Identity().key_of(web_request, [source]) == ANONYMOUS
     assert Identity().key_of(web_request, [source, lambda web_request: "x"]) == ("custom:2", "x")
     assert subject_of(ANONYMOUS)
@@ -119,10 +119,8 @@ def test_what_is_empty_is_absent(source: Any, web_request: WebRequest) -> None:
         ("cookie:sid", b"cookie", "sid={}"),
     ],
 )
-def test_a_value_that_comes_twice_is_no_new_client(
-    source: Any, name: bytes | None, value: str
-) -> None:
-    """A framework takes the first or the last: who adds another shares one count, or has none."""
+def test_a_repeated_value_is_not_a_new_client(source: Any, name: bytes | None, value: str) -> None:
+    """Such requests share one count, or the value counts as absent."""
 
     def key_of(*values: str) -> tuple[str, str]:
         texts = [value.format(each).encode() for each in values]
@@ -138,15 +136,15 @@ def test_a_value_that_comes_twice_is_no_new_client(
     assert key_of(own, own) == key_of(own)
 
 
-def test_no_source_finds_anything_in_an_empty_call() -> None:
-    """Nor do they mind."""
+def test_an_empty_request_has_no_values() -> None:
+    """No source raises an error."""
     sources = ["header:x", "bearer", "claim:x", "query:x", "cookie:x", "session:x", "address"]
     assert Identity().key_of(AsgiRequest({"type": "http"}), sources) == ANONYMOUS
     assert Identity().key_of(WsgiRequest({}), tuple(sources)) == ANONYMOUS
 
 
-def test_the_first_that_finds_something_is_taken() -> None:
-    """In the order in which they are written."""
+def test_the_first_source_that_finds_a_value_wins() -> None:
+    """Sources are tried in the order in which they are written."""
     sources = ["header:X-API-Key", "session:user", "address"]
     both = request_with({"X-API-Key": "sk_1"}, session={"user": "u"})
     identity = Identity()
@@ -155,8 +153,8 @@ def test_the_first_that_finds_something_is_taken() -> None:
     assert identity.key_of(request_with(), sources) == ("address", PEER)
 
 
-def test_a_session_that_is_not_there_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    """All would count as one, which the operator should not have to find out. An empty one is."""
+def test_a_missing_session_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """All clients would share one count. An empty session is not logged."""
     identity = Identity({"user": "session:of_this_test"})
     assert identity.request_of(request_with(session={})).user is None
     assert caplog.messages == []
@@ -168,7 +166,7 @@ def test_a_session_that_is_not_there_is_told_of_once(caplog: pytest.LogCaptureFi
 
 
 def test_the_same_value_from_two_sources_is_two_keys() -> None:
-    """A header cannot name somebody else's query field."""
+    """A header cannot imitate another client's query field."""
     web_request = request_with({"X-Key": "7"}, query="key=7")
     identity = Identity()
     assert identity.key_of(web_request, "header:X-Key") != identity.key_of(web_request, "query:key")
@@ -177,7 +175,7 @@ def test_the_same_value_from_two_sources_is_two_keys() -> None:
 
 
 def test_a_verified_claim_is_a_source() -> None:
-    """A bad token is as good as none, and the next source is asked."""
+    """An invalid token counts as absent, and the next source is tried."""
     claim = Claim("sub", key="s" * 32, algorithms=["HS256"])
     identity = Identity({"user": [claim, "header:X-User"]})
     good = jwt.encode({"sub": "42"}, "s" * 32, algorithm="HS256")
@@ -199,8 +197,8 @@ def test_a_verified_claim_is_a_source() -> None:
 # ------------------------------------------------------------------------------------ requests
 
 
-def test_a_request_for_rules() -> None:
-    """Fields by name, other names as attributes, and what is always the request's own."""
+def test_identity_makes_a_request_for_rules() -> None:
+    """Fields by name, other names as attributes; address, endpoint and method are always set."""
     identity = Identity(
         {
             "user": "session:user",
@@ -229,21 +227,21 @@ def test_a_request_for_rules() -> None:
     )
 
 
-def test_without_fields_a_request_is_what_the_call_is() -> None:
-    """Address, path and method need no setting."""
+def test_without_fields_a_request_has_address_path_and_method() -> None:
+    """They need no setting."""
     assert Identity().request_of(request_with(path="/a")) == Request(
         ip=PEER, endpoint="/a", method="POST"
     )
 
 
-def test_a_route_goes_before_the_path() -> None:
-    """Once the framework knows it, /users/1 and /users/2 are one endpoint."""
+def test_a_route_takes_precedence_over_the_path() -> None:
+    """If the route is known, /users/1 and /users/2 are one endpoint."""
     web_request = WsgiRequest({"PATH_INFO": "/users/1"}, route="/users/<id>")
     assert Identity().request_of(web_request).endpoint == "/users/<id>"
 
 
-def test_addresses_behind_proxies() -> None:
-    """The settings of addresses are handed on."""
+def test_the_settings_of_addresses_are_used() -> None:
+    """Trusted proxies and the IPv6 prefix apply to the `ip` field."""
     web_request = request_with({"X-Forwarded-For": "2001:db8:1:2:3::4", "Forwarded": "for=1.2.3.4"})
     trusting = Identity(trusted_proxies=[PEER], ipv6_prefix=48, forwarded="x-forwarded-for")
     assert trusting.request_of(web_request).ip == trusting.address_of(web_request) == "2001:db8:1::"
@@ -252,7 +250,7 @@ def test_addresses_behind_proxies() -> None:
 
 @pytest.mark.parametrize("path", ["/a%1Fb", "/a%1fb", "/a\x1fb", "/%1F%1f\x1f", "/%251F"])
 def test_a_path_is_never_an_invalid_key(path: str) -> None:
-    """The character that keeps the parts of a key apart may stand in a path, encoded."""
+    """The character that separates the parts of a key may appear in a path, encoded."""
     limiter = Limiter.from_rules(
         """
         version: 1
@@ -277,13 +275,13 @@ def test_a_path_is_never_an_invalid_key(path: str) -> None:
         ("#abc", digest_of("#abc")),
     ],
 )
-def test_values_that_no_key_may_hold(value: str, found: str) -> None:
-    """They are counted as their digest; so is what looks like one."""
+def test_values_that_no_key_may_hold_are_digested(value: str, found: str) -> None:
+    """So are values that look like a digest."""
     assert Identity().key_of(request_with({"X-Key": value}), "header:X-Key")[1] == found
 
 
-def test_nobody_can_send_a_digest() -> None:
-    """Whoever sends somebody's digest as a value is not taken for him."""
+def test_a_client_cannot_send_the_digest_of_another() -> None:
+    """A digest sent as a value is digested again."""
     identity = Identity()
     victim = identity.key_of(request_with({"X-Key": "v" * 300}), "header:X-Key")
     attacker = identity.key_of(request_with({"X-Key": victim[1]}), "header:X-Key")
@@ -295,16 +293,16 @@ TEXTS = st.text(alphabet=st.characters(max_codepoint=255), max_size=300)
 
 @given(TEXTS, TEXTS)
 def test_different_values_are_different_keys(one: str, other: str) -> None:
-    """But for the space around them."""
+    """Surrounding white space is ignored."""
     keys = [Identity().key_of(request_with({"X-Key": v}), "header:X-Key") for v in (one, other)]
     assert (keys[0] == keys[1]) == (one.strip() == other.strip())
 
 
 @given(TEXTS, TEXTS, TEXTS, st.binary(max_size=100), ANYTHING)
-def test_anything_that_is_sent_can_be_counted(
+def test_any_input_can_be_counted(
     header: str, authorization: str, query: str, path: bytes, session: Any
 ) -> None:
-    """Whatever a client sends, every source gives a key that a limiter takes."""
+    """Every source gives a key that a limiter accepts."""
     web_request = request_with(
         {"X": header, "Authorization": f"Bearer {authorization}", "Cookie": f"c={header}"},
         query=f"q={query}",
@@ -357,8 +355,8 @@ class Later:
         (["address"] * 17, "1 to 16"),
     ],
 )
-def test_a_source_that_is_not_known_is_refused(source: Any, said: str) -> None:
-    """At the start, with those that there are."""
+def test_an_unknown_source_is_rejected(source: Any, said: str) -> None:
+    """The error comes at the start and lists the known sources."""
     with pytest.raises(ConfigError, match=said):
         Identity({"user": source})
     with pytest.raises(ConfigError, match=said):
@@ -377,22 +375,22 @@ def test_a_source_that_is_not_known_is_refused(source: Any, said: str) -> None:
         ({f"f{number}": "bearer" for number in range(65)}, "at most 64"),
     ],
 )
-def test_fields_that_cannot_be_set_are_refused(fields: Any, said: str) -> None:
-    """With the reason."""
+def test_fields_that_cannot_be_set_are_rejected(fields: Any, said: str) -> None:
+    """The error gives the reason."""
     with pytest.raises(ConfigError, match=said):
         Identity(fields)
 
 
 @pytest.mark.parametrize("value", [True, 1.5, b"x", ["x"], object()])
 def test_a_function_that_returns_no_text_is_the_applications_error(value: Any) -> None:
-    """It is nothing that the client could mend, so it is not a 400."""
+    """The client cannot fix it, so it is not a 400."""
     with pytest.raises(TypeError, match="returns text or None"):
         Identity().key_of(request_with(), lambda web_request: value)
 
 
 @given(ANYTHING, ANYTHING, ANYTHING)
-def test_any_settings(fields: Any, proxies: Any, prefix: Any) -> None:
-    """An Identity or a ConfigError."""
+def test_any_settings_give_an_identity_or_an_error(fields: Any, proxies: Any, prefix: Any) -> None:
+    """The error is a ConfigError."""
     for make in (
         partial(Identity, fields),
         partial(Identity, {"user": fields}),
@@ -408,8 +406,8 @@ def test_any_settings(fields: Any, proxies: Any, prefix: Any) -> None:
 # ------------------------------------------------------------------------------------ remembered
 
 
-def test_sources_are_compiled_once_and_few_are_kept() -> None:
-    """Also where functions are made anew for every web_request, or cannot be remembered at all."""
+def test_compiled_sources_are_cached_within_a_bound() -> None:
+    """Also for functions that are new in every request or not hashable."""
     identity = Identity()
     sources = ["bearer", "address"]
     assert identity.compiled(sources) is identity.compiled(tuple(sources))
@@ -450,10 +448,10 @@ def _request(query: str = "", peer: str = "192.0.2.1", **headers: str) -> AsgiRe
         ({"per_route": True}, _request(), ("address", "192.0.2.1", "/")),
     ],
 )
-def test_a_key_is_one_piece_where_that_cannot_be_mistaken(
+def test_a_key_is_text_unless_keys_could_collide(
     options: dict[str, Any], web_request: AsgiRequest, key: object
 ) -> None:
-    """And a tuple where another source, or the application, could make the same text."""
+    """It is a tuple if another source or the application could produce the same text."""
     made = _keys(**options)
     assert (
         made.of(web_request)
@@ -487,8 +485,8 @@ def test_different_clients_have_different_keys(
     assert (subjects[0] == subjects[1]) == (found(one) == found(two))
 
 
-def test_a_hook_cannot_be_made_to_name_an_address() -> None:
-    """A client that sends the text of somebody's address is not counted as that address."""
+def test_a_key_function_cannot_imitate_an_address() -> None:
+    """A client that sends the text of an address key is not counted as that address."""
     made = _keys(key=lambda web_request: web_request.header("x-user"))
     spoofed, own = made.of_hook("address:192.0.2.1", _request()), made.of_hook(None, _request())
     assert not isinstance(spoofed, Request)
@@ -496,8 +494,8 @@ def test_a_hook_cannot_be_made_to_name_an_address() -> None:
     assert subject_of(spoofed) != subject_of(own)
 
 
-def test_what_is_remembered_of_peers_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many addresses there are, and a key is the same before and after."""
+def test_the_cache_of_keys_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key is the same before and after it is dropped."""
     monkeypatch.setattr(identities, "PEERS_MAX", 4)
     made = _keys()
     for number in range(20):
@@ -507,7 +505,7 @@ def test_what_is_remembered_of_peers_has_an_end(monkeypatch: pytest.MonkeyPatch)
         assert len(made.by_peer) <= 4
 
 
-def test_a_peer_that_may_be_a_proxy_is_not_remembered_at_once(
+def test_a_peer_that_may_be_a_proxy_is_not_cached_at_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A peer may send requests of its own first; the warning is logged when it forwards one."""
@@ -530,6 +528,6 @@ def test_a_peer_that_may_be_a_proxy_is_not_remembered_at_once(
         {"key": lambda web_request: None},
     ],
 )
-def test_a_peer_is_remembered_only_where_it_alone_says_the_key(options: dict[str, Any]) -> None:
-    """Behind a proxy, one peer is many clients."""
+def test_keys_are_cached_only_if_they_depend_on_the_peer_alone(options: dict[str, Any]) -> None:
+    """Behind a proxy, one peer stands for many clients."""
     assert _keys(**options).by_peer is None

@@ -43,26 +43,26 @@ rules:
         ({"identify": Identity(), "trusted_proxies": ["10.0.0.0/8"]}, "to the Identity"),
     ],
 )
-def test_wrong_terms_are_refused_at_once(options: dict[str, Any], said: str) -> None:
-    """The error comes where the application is written, and says what would be right."""
+def test_wrong_options_are_rejected_at_once(options: dict[str, Any], said: str) -> None:
+    """The error comes where the application is written and suggests a correct option."""
     with pytest.raises(ConfigError, match=said):
         EnforcerOptions(**options)
 
 
-def test_an_integration_may_demand_limits() -> None:
-    """A middleware without any would limit nothing, and nobody would notice."""
+def test_an_integration_may_require_limits() -> None:
+    """A middleware without limits would silently limit nothing."""
     with pytest.raises(ConfigError, match='RateLimit needs limits="100/minute"'):
         EnforcerOptions().require_limits("RateLimit")
     assert EnforcerOptions(limits="1/s").require_limits("RateLimit").has_limits
 
 
 @pytest.mark.parametrize("integration", [asgi, fastapi, flask, wsgi])
-def test_what_is_no_application_is_refused(integration: Any) -> None:
-    """Who forgets it is told so, and not what a text cannot do."""
+def test_an_object_that_is_not_an_application_is_rejected(integration: Any) -> None:
+    """The message asks for the application."""
     with pytest.raises(ConfigError, match=r"'100/minute' is not an? .*application; write"):
         integration.RateLimit("100/minute")
 
 
-def test_options_are_the_names_of_terms() -> None:
-    """What type checkers know of the integrations' arguments is what there is."""
+def test_the_typed_arguments_are_the_options() -> None:
+    """Type checkers know exactly the options that exist."""
     assert {"limits", *get_type_hints(OptionArguments)} == set(get_type_hints(EnforcerOptions))

@@ -65,8 +65,8 @@ async def test_an_event_loop_blocked_by_a_store(make: Any) -> None:
     assert seen.headers["x-ratelimit-policy"] == "degraded"
 
 
-async def test_guesses_at_once_that_pass_a_limit_on_outcomes() -> None:
-    """Defect: only failures are counted, afterwards, so any number at once find none yet."""
+async def test_concurrent_guesses_do_not_pass_a_limit_on_outcomes() -> None:
+    """Defect: failures are counted only afterwards, so concurrent guesses all pass."""
     tried, answer = [], asyncio.Event()
 
     async def login(scope: Any, receive: Any, send: Any) -> None:
@@ -86,8 +86,8 @@ async def test_guesses_at_once_that_pass_a_limit_on_outcomes() -> None:
 
 @pytest.mark.parametrize("hook", ["skip", "count"])
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
-def test_a_hook_that_nobody_awaits(hook: str) -> None:
-    """Defect: what a thread would have to await is true, so that everybody is let through."""
+def test_a_hook_that_is_not_awaited_is_an_error(hook: str) -> None:
+    """Defect: a coroutine that a thread does not await is true, so every request passes."""
 
     async def asked() -> bool:
         return False
@@ -98,8 +98,8 @@ def test_a_hook_that_nobody_awaits(hook: str) -> None:
         enforcer.leave(enforcer.enter(AsgiRequest({"type": "http"})), 200)
 
 
-def test_threads_that_meet_a_route_for_the_first_time_at_once() -> None:
-    """Defect: what is made when it is first needed is made twice, and each counts by itself."""
+def test_threads_that_use_a_route_first_share_its_count() -> None:
+    """Defect: a limiter that is made on first use is made twice, and each has its own count."""
     app = Flask("shop")
     limit = flask.RateLimit(app)
     app.add_url_rule("/", "index", limit("10/hour")(lambda: "hello"))

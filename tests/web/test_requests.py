@@ -83,8 +83,8 @@ BOTH = pytest.mark.parametrize("make", [asgi, wsgi])
 Make = Callable[..., AsgiRequest | WsgiRequest]
 
 
-def test_both_are_calls() -> None:
-    """The type checker says so too."""
+def test_both_implement_the_protocol() -> None:
+    """The type checker confirms it too."""
     calls: list[WebRequest] = [asgi(), wsgi()]
     assert_type(calls[0].header("x"), str | None)
     assert [request.method for request in calls] == ["GET", "GET"]
@@ -95,7 +95,7 @@ def test_both_are_calls() -> None:
 
 @BOTH
 def test_a_header_is_found_in_any_case(make: Make) -> None:
-    """Names are the same in capitals and small letters, values are as they came."""
+    """Names are not case-sensitive, and values are unchanged."""
     request = make(headers=[("X-API-Key", "sk_1"), ("X-Other", "caf\xe9")])
     assert request.header("x-api-key") == request.header("X-API-KEY") == "sk_1"
     assert request.header("x-other") == "caf\xe9"
@@ -104,7 +104,7 @@ def test_a_header_is_found_in_any_case(make: Make) -> None:
 
 @BOTH
 def test_lines_of_a_header_are_joined_in_order(make: Make) -> None:
-    """Whoever reads from the right finds what the last proxy wrote."""
+    """The last line, from the last proxy, is at the right end."""
     request = make(headers=[("X-Forwarded-For", "1.1.1.1"), ("X-Forwarded-For", "2.2.2.2")])
     found = request.header("x-forwarded-for")
     assert found is not None
@@ -112,7 +112,7 @@ def test_lines_of_a_header_are_joined_in_order(make: Make) -> None:
 
 
 def test_two_headers_of_wsgi_have_no_prefix() -> None:
-    """CGI's own names are looked up as they are."""
+    """CGI has its own names for Content-Type and Content-Length."""
     request = wsgi(CONTENT_TYPE="text/plain", CONTENT_LENGTH="7")
     assert (request.header("Content-Type"), request.header("content-length")) == ("text/plain", "7")
 
@@ -137,8 +137,8 @@ def test_two_headers_of_wsgi_have_no_prefix() -> None:
         ("&&=&", None),
     ],
 )
-def test_a_field_of_the_query(make: Make, query: str, found: str | None) -> None:
-    """Decoded; what is not encoded right stays as it is, and different ones are none."""
+def test_a_query_field_is_decoded(make: Make, query: str, found: str | None) -> None:
+    """Invalid escapes stay as they are, and different values are unclear."""
     assert make(query=query).query("key") == found
 
 
@@ -156,24 +156,24 @@ def test_a_field_of_the_query(make: Make, query: str, found: str | None) -> None
         ("", None),
     ],
 )
-def test_a_cookie(make: Make, cookies: str, found: str | None) -> None:
-    """Without its quotes; different ones are none."""
+def test_a_cookie_is_unquoted(make: Make, cookies: str, found: str | None) -> None:
+    """A cookie with different values counts as absent."""
     assert make(headers=[("Cookie", cookies)]).cookie("sid") == found
 
 
-def test_cookies_in_several_lines() -> None:
-    """HTTP/2 sends each in a line of its own."""
+def test_cookies_may_come_in_several_lines() -> None:
+    """HTTP/2 sends each cookie in its own line."""
     assert asgi(headers=[("Cookie", "a=1"), ("Cookie", "sid=42")]).cookie("sid") == "42"
 
 
 @BOTH
-def test_no_cookies_at_all(make: Make) -> None:
-    """No header, no cookie."""
+def test_a_request_without_cookies(make: Make) -> None:
+    """Without the header there is no cookie."""
     assert make().cookie("sid") is None
 
 
-def test_what_is_looked_at_is_bounded() -> None:
-    """Behind so many characters nobody looks, and who writes as many is told from who does not."""
+def test_a_bounded_part_of_the_query_is_searched() -> None:
+    """A longer query is unclear; further cookies are ignored."""
     assert query_field("&" * (CHARACTERS_MAX - 3) + "k=1", "k") == "1"
     assert cookie_of(";" * (CHARACTERS_MAX - 3) + "k=1", "k") == "1"
     assert cookie_of(";" * CHARACTERS_MAX + "k=1", "k") is None
@@ -193,14 +193,14 @@ def test_what_is_looked_at_is_bounded() -> None:
     "path", ["/", "/v1/orders", "/caf\xe9", "/what?/next", "/a b#c", "/\u20ac"]
 )
 def test_a_path_stays_encoded(make: Make, path: str) -> None:
-    """What was decoded on the way is encoded again: no `?` in it begins a query."""
+    """A path that was decoded is encoded again, so no `?` in it starts a query."""
     request = make(path)
     assert request.path == quote(path)
     assert normalised(request.path).startswith(normalised(quote(path)))
 
 
 def test_a_path_without_raw_path() -> None:
-    """Servers need not send it; also not with half of a surrogate pair in the path."""
+    """Servers need not send raw_path; half a surrogate pair in the path is accepted."""
     assert asgi("/caf\xe9", raw_path=None).path == "/caf%C3%A9"
     scope: dict[str, Any] = {"type": "http", "path": "/\udcff\ud800"}
     assert AsgiRequest(scope).path.startswith("/%")
@@ -215,34 +215,34 @@ def test_a_query_on_the_raw_path_is_left_out() -> None:
 
 
 def test_a_path_with_bytes_that_should_be_escaped() -> None:
-    """A server that lets them through decodes them, and so is this no way around a limit."""
+    """A server that lets such bytes through decodes them; they do not escape a limit."""
     assert asgi("/caf\xe9", raw_path="/caf\xe9".encode()).path == "/caf%C3%A9"
     assert asgi("/caf\ufffd", raw_path=b"/caf\xe9").path == "/caf%EF%BF%BD"
 
 
 @pytest.mark.parametrize("raw", ["/admin%2Fkeys", "/admin%2fkeys", "/%61dmin/keys"])
-def test_a_path_is_that_by_which_applications_route(raw: str) -> None:
-    """To them an encoded slash is a slash, and no way around a limit on the path."""
+def test_a_path_is_the_one_that_applications_route_by(raw: str) -> None:
+    """An encoded slash is a slash to them, so it does not escape a limit."""
     assert asgi(unquote(raw), raw_path=raw.encode()).path == "/admin/keys"
     assert wsgi(unquote(raw)).path == "/admin/keys"
 
 
-def test_a_wsgi_path_is_where_it_is_mounted_and_the_rest() -> None:
-    """SCRIPT_NAME and PATH_INFO; bytes that are not UTF-8 stay those bytes."""
+def test_a_wsgi_path_is_script_name_and_path_info() -> None:
+    """Bytes that are not UTF-8 stay unchanged."""
     assert wsgi("/orders", SCRIPT_NAME="/api").path == "/api/orders"
     assert wsgi(PATH_INFO="/\xff").path == "/%FF"
     assert wsgi(PATH_INFO="/\u20ac").path == "/%E2%82%AC"  # from a server that decodes
     assert wsgi(PATH_INFO="").path == "/"
 
 
-def test_a_framework_may_know_better() -> None:
-    """Path and route of a WSGI request can be handed in."""
+def test_a_framework_may_pass_the_path_and_the_route() -> None:
+    """They replace those of the environ."""
     request = WsgiRequest({"PATH_INFO": "/x"}, native="request", path="/y", route="/{any}")
     assert (request.path, request.route, request.native) == ("/y", "/{any}", "request")
 
 
 def test_the_native_object_is_the_scope_or_the_environ() -> None:
-    """Unless a framework hands in its own."""
+    """Unless a framework passes its own object."""
     request, other = asgi(), wsgi()
     assert request.native is request.scope
     assert other.native is other.environ
@@ -250,19 +250,19 @@ def test_the_native_object_is_the_scope_or_the_environ() -> None:
 
 
 def test_a_unix_socket_has_no_peer() -> None:
-    """Servers say so in several ways."""
+    """Servers express that in several ways."""
     assert [asgi(client=client).peer for client in (None, ("", 0), [None, 0])] == [None] * 3
     assert wsgi(REMOTE_ADDR="").peer is None
 
 
 def test_a_websocket_is_a_get() -> None:
-    """Its scope has no method; its handshake has."""
+    """Its scope has no method; its handshake is a GET."""
     assert AsgiRequest({"type": "websocket", "path": "/"}).method == "GET"
     assert WsgiRequest({}).method == "GET"
 
 
-def test_a_session_is_the_frameworks() -> None:
-    """What its middleware has put there."""
+def test_the_session_is_the_frameworks() -> None:
+    """Its middleware puts it into the scope."""
     session = {"user_id": 42}
     assert asgi(session=session).session is session
     assert WsgiRequest({}, session=session).session is session
@@ -289,8 +289,8 @@ def page(request: Any) -> PlainTextResponse:
     return PlainTextResponse("ok")
 
 
-async def test_starlettes_routes() -> None:
-    """The template, with what it is mounted at; a mount of anything else says nothing."""
+async def test_the_route_is_starlettes_template() -> None:
+    """With the mount's template; a mount of another kind of application has no route."""
     inner = [Route("/items/{item}", page)]
     files = Mount("/files", app=PlainTextResponse("ok"))
     app = Starlette(routes=[Route("/users/{id:int}", page), Mount("/shop", routes=inner), files])
@@ -300,8 +300,8 @@ async def test_starlettes_routes() -> None:
     assert await routes_after(app, "/nothing") is None
 
 
-async def test_fastapis_routes() -> None:
-    """The whole template, also of routers that are included in routers."""
+async def test_the_route_is_fastapis_template() -> None:
+    """The whole template, also for nested routers."""
     inner = APIRouter(prefix="/inner")
     inner.add_api_route("/{item}", lambda item: item)
     outer = APIRouter(prefix="/outer")
@@ -320,8 +320,8 @@ async def test_fastapis_routes() -> None:
 @pytest.mark.parametrize(
     "route", [None, object(), SimpleNamespace(path=7), SimpleNamespace(path="")]
 )
-def test_what_is_no_route(route: Any) -> None:
-    """Other frameworks may put other things there."""
+def test_an_unknown_route_object_has_no_template(route: Any) -> None:
+    """Other frameworks may put other objects there."""
     assert asgi(route=route).route is None
 
 
@@ -333,10 +333,10 @@ def test_what_is_no_route(route: Any) -> None:
     st.binary(max_size=200),
     st.lists(st.tuples(st.sampled_from([b"cookie", b"x"]), st.binary(max_size=100)), max_size=5),
 )
-def test_any_bytes_are_a_call(
+def test_any_bytes_give_a_request(
     path: bytes, query: bytes, headers: list[tuple[bytes, bytes]]
 ) -> None:
-    """Whatever a client sends, each question has an answer."""
+    """Every method returns a value for any input."""
     request = AsgiRequest(
         {"type": "http", "raw_path": path, "query_string": query, "headers": headers, "path": "/"}
     )
@@ -406,7 +406,7 @@ ROUTES: Sequence[BaseRoute] = [
 def test_the_template_is_that_of_the_route_that_will_serve(
     scope: dict[str, Any], template: str | None
 ) -> None:
-    """The first full match, else one but for the method; None where no route knows the path."""
+    """The first full match, otherwise one with another method; None if no route matches."""
     assert template_of(ROUTES, scope) == template
 
 
@@ -440,24 +440,24 @@ def _application() -> FastAPI:
         (_scope("/api/outer/acme"), None),
     ],
 )
-def test_included_routers_are_asked_too(scope: dict[str, Any], template: str | None) -> None:
-    """FastAPI's routers, in one another and under prefixes, give the whole template."""
+def test_included_routers_are_searched_too(scope: dict[str, Any], template: str | None) -> None:
+    """Nested routers of FastAPI give the whole template."""
     app = _application()
     assert template_of(app.routes, scope) == template
     assert RoutedAsgiRequest({**scope, "app": app}).route == template
     assert RoutedAsgiRequest(scope, app).route == template
 
 
-def test_an_application_that_is_mounted_tells_where() -> None:
-    """A middleware of the mounted application sees the part of the path before it."""
+def test_a_mounted_application_has_the_mounts_template() -> None:
+    """Its middleware sees the part of the path before it."""
     scope = _scope("/below/deep/3", root_path="/below", app_root_path="")
     below = FastAPI()
     below.add_api_route("/deep/{x}", _served)
     assert RoutedAsgiRequest(scope, below).route == "/below/deep/{x}"
 
 
-def test_no_routes_no_template() -> None:
-    """Of an application that is not Starlette's nothing is known, and nothing goes wrong."""
+def test_an_application_without_routes_has_no_template() -> None:
+    """Applications of other frameworks raise no error."""
     assert RoutedAsgiRequest(_scope("/users/1"), _mounted).route is None
     assert template_of([object()], _scope("/users/1")) is None
 
@@ -468,8 +468,8 @@ def test_no_routes_no_template() -> None:
         st.one_of(st.text(), st.none(), st.integers(), st.binary()),
     )
 )
-def test_no_scope_makes_it_raise(scope: dict[str, Any]) -> None:
-    """Whatever a client or a server puts in a scope, there is a template or there is none."""
+def test_no_scope_makes_template_of_raise(scope: dict[str, Any]) -> None:
+    """Any scope gives a template or None."""
     found = template_of(ROUTES, scope)
     assert found is None or isinstance(found, str)
 
@@ -557,8 +557,8 @@ def _dependency_inside_other_middleware() -> FastAPI:
         _around_all,
     ],
 )
-async def test_a_mounts_parameter_does_not_slip_past_a_limit(make: Callable[[], Any]) -> None:
-    """Whoever limits it: another tenant is the same endpoint, and another route is another."""
+async def test_a_mounts_parameter_does_not_escape_a_limit(make: Callable[[], Any]) -> None:
+    """Another tenant is the same endpoint, and another route is another one."""
     app = make()
     paths = [f"/tenants/{number}/search/{number}" for number in range(3)]
     assert [(await ask(app, path)).status for path in paths] == [200, 200, 429]
@@ -572,8 +572,8 @@ rules:
 """
 
 
-async def test_what_is_mounted_and_has_no_routes_goes_by_its_path() -> None:
-    """Nobody knows its endpoints, but a rule may; and those around it are not asked for them."""
+async def test_a_mounted_application_without_routes_uses_its_path() -> None:
+    """A rule may match the path; the outer routes are not searched."""
     below = RateLimit(GZipMiddleware(hello), rules=RULES, clock=ManualClock(1_000))
     outer = [Route("/login", _found), Mount("/tenants/{tenant}", app=below)]
     app = Starlette(routes=outer)
@@ -607,16 +607,16 @@ def _mount_scope(**more: Any) -> dict[str, Any]:
         ({"router": Starlette(routes=[SEARCH]).router}, "/a/1/c/2", None),
     ],
 )
-def test_where_an_application_is_mounted(
+def test_the_path_and_the_template_of_mounts(
     more: dict[str, Any], path: str, template: str | None
 ) -> None:
-    """The path as the client wrote it, and the templates where the outermost router knows them."""
+    """The path as the client wrote it, and the templates if the outermost router knows them."""
     assert mounted_path_of(_mount_scope(**more)) == path
     assert mount_template_of(_mount_scope(**more)) == template
 
 
-def test_middleware_without_end_has_no_routes() -> None:
-    """One that is around itself is asked for so long, and no longer."""
+def test_a_loop_of_middleware_has_no_routes() -> None:
+    """The search ends after DEPTH_MAX steps."""
 
     class Around:
         app: Any = None
@@ -633,7 +633,7 @@ def test_middleware_without_end_has_no_routes() -> None:
     )
 )
 def test_no_scope_makes_the_mounts_raise(more: dict[str, Any]) -> None:
-    """Whatever a server puts in a scope, there is a template or there is none."""
+    """Any scope gives a template or None."""
     assert isinstance(mounted_path_of(_mount_scope(**more)), str)
     found = mount_template_of(_mount_scope(**more))
     assert found is None or isinstance(found, str)
