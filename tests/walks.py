@@ -24,6 +24,9 @@ import tollkeeper
 SOURCE = Path(tollkeeper.__file__).parent
 DOCUMENT = Path(__file__).parents[1] / "docs" / "architecture.md"
 
+# Calls that are recorded.
+_RECORDED = 10
+
 _STEP = re.compile(r"`([a-z0-9_./]+):([A-Za-z0-9_.<>]+)`")
 
 
@@ -67,15 +70,19 @@ def recorded() -> Any:
         sys.setprofile(None)
 
 
-async def walk_of(
-    call: Callable[[], Awaitable[Any]], warm_up: Callable[[], Awaitable[Any]]
-) -> Walk:
-    """Record one awaited call, after another one has opened connections and filled caches."""
-    await warm_up()
-    walk: Walk
-    with recorded() as walk:
-        await call()
-    return walk
+async def walk_of(call: Callable[[int], Awaitable[Any]]) -> Walk:
+    """Record an awaited call, which gets a number for its subject; return the shortest walk.
+
+    The first call only opens connections and fills caches. Of the others, the shortest one counts:
+    now and then a call does rare work as well, such as sampling.
+    """
+    await call(0)
+    walks: list[Walk] = []
+    for number in range(1, _RECORDED + 1):
+        with recorded() as walk:
+            await call(number)
+        walks.append(walk)
+    return min(walks, key=lambda walk: len(walk.steps))
 
 
 def resolved(module: str, name: str) -> Any:

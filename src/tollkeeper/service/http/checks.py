@@ -30,6 +30,7 @@ import msgspec
 from msgspec import Meta
 
 from tollkeeper.core import switches
+from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import CapacityError, ConfigError, StoreError
 from tollkeeper.core.model import REQUEST_FIELDS, UNITS_MAX, CheckResult, Request, ResultKind
 from tollkeeper.limiter import AsyncLimiter
@@ -61,6 +62,8 @@ REMEMBERED_BYTES_MAX: Final = 512
 _NO_ATTRIBUTES: Final[dict[str, str]] = {}
 # A value that matches only itself when it is used as a pattern.
 _PLAIN: Final = re.compile(r"[\w.@-]+")
+# Below it, a division gives the same seconds as `seconds_from_ns`, in a tenth of the time.
+_EXACT_NS: Final = 2**50
 # Three times as fast as calling the class, which does the same in Python.
 _new_tuple: Final = tuple.__new__
 
@@ -337,15 +340,16 @@ def _check(context: ServiceContext) -> Handler:
         # The common reply, without the two calls that `check_reply` would take.
         headers = raw_headers_of(result, decided_ns, style)
         headers.append(JSON)
+        reset_after_ns = decision.reset_after_ns
         reply = CheckReply(
             True,
             "limited",
             decision.rule,
             decision.limit,
             decision.remaining,
-            decision.retry_after,
-            decision.reset_after,
-            decision.delay,
+            0.0,
+            reset_after_ns / NS_PER_SECOND if reset_after_ns < _EXACT_NS else decision.reset_after,
+            decision.delay if decision.delay_ns else 0.0,
             False,
             shadow_denied,
         )
