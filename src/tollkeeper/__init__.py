@@ -22,7 +22,7 @@ from tollkeeper.core.errors import (
 from tollkeeper.core.model import Decision, Limit, Request
 from tollkeeper.core.rates import parse_limit, parse_limits
 from tollkeeper.core.version import __version__
-from tollkeeper.decide.local_fallback import LocalFallback
+from tollkeeper.decide.failure import LocalFallback
 from tollkeeper.decide.stores import open_store
 from tollkeeper.limiter import AsyncLimiter, Limiter
 

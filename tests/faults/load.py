@@ -23,7 +23,7 @@ from typing import NamedTuple
 from tests.faults.checker import Admitted, excess
 from tollkeeper import AsyncLimiter, Decision, Limit, Limiter, Request
 from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS
-from tollkeeper.decide.local_fallback import LocalFallback
+from tollkeeper.decide.failure import LocalFallback
 
 POLICIES = ("open", "closed", "local")
 LIMIT, PER_S = 20, 1

@@ -31,7 +31,7 @@ from tests.faults.load import (
 from tests.redis_servers.scratch import scratch
 from tests.redis_servers.server import Startable
 from tollkeeper import AsyncLimiter
-from tollkeeper.decide.local_fallback import LocalFallback
+from tollkeeper.decide.failure import LocalFallback
 
 ENDS_S_MAX = 30.0
 

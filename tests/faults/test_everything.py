@@ -33,7 +33,7 @@ from tests.service_process import ServiceProcess
 from tollkeeper import AsyncLimiter, Limiter
 from tollkeeper.control.repository import Repository
 from tollkeeper.core.errors import TollkeeperError
-from tollkeeper.decide.local_fallback import LocalFallback
+from tollkeeper.decide.failure import LocalFallback
 from tollkeeper.rules.document.reading import read
 
 SECONDS = 6.0

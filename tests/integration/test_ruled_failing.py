@@ -11,7 +11,7 @@ import pytest
 
 from tests.redis_servers import Single, until
 from tollkeeper import AsyncLimiter, Decision, Limiter, Request, StoreError
-from tollkeeper.decide.local_fallback import LocalFallback
+from tollkeeper.decide.failure import LocalFallback
 from tollkeeper.decide.stores import open_store
 
 ANN = Request(user="ann", tenant="acme", ip="192.0.2.7")

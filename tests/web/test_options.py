@@ -7,7 +7,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from tollkeeper import ConfigError, Limiter, asgi, fastapi, flask, wsgi
-from tollkeeper.decide.local_fallback import LocalFallback
+from tollkeeper.decide.failure import LocalFallback
 from tollkeeper.testing import ManualClock
 from tollkeeper.web.identity import Identity
 from tollkeeper.web.options import EnforcerOptions, OptionArguments

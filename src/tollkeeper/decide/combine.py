@@ -5,6 +5,11 @@ A request may have to pass several limits of one rule (`combine`) and several ru
 allows, then the least remaining, then the longest time to retry and to reset. A denied decision
 always reports a limit that denied: each of those has less remaining than the cost, and each limit
 that would have allowed the request has at least the cost.
+
+`check_in_turn` decides several subjects of one request in memory: all pass, or none is charged. It
+peeks at every subject first and charges only if all of them have room. Another thread may spend in
+between. Then the units that were already charged are refunded. A store on another machine decides
+all subjects in one round trip instead (`RedisStore`).
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from collections.abc import Sequence
 
 from tollkeeper.core.model import Decision, Limit, decision_with
 from tollkeeper.decide.algorithms import Outcome
+from tollkeeper.decide.store import GateCheck
 
 
 def combine(limits: Sequence[Limit], outcomes: Sequence[Outcome], rule: str) -> Decision:
@@ -53,3 +59,27 @@ def combine_decisions(decisions: Sequence[Decision]) -> Decision:
 def _tightness(answer: Outcome | Decision) -> tuple[bool, int, int, int]:
     """Return the sort key of an outcome or a decision; the smallest is the tightest."""
     return answer.allowed, answer.remaining, -answer.retry_after_ns, -answer.reset_after_ns
+
+
+def check_in_turn(checks: Sequence[GateCheck]) -> list[Decision]:
+    """Check each (gate, subject, cost) on gates that answer at once; return their decisions.
+
+    If any check is denied, nothing is spent by any. Raises CapacityError and StoreError; nothing
+    is spent then either.
+    """
+    looks = [gate.peek(subject, cost) for gate, subject, cost in checks]
+    if not all(looks):
+        return looks
+    checked: list[Decision] = []
+    try:
+        for gate, subject, cost in checks:
+            decision = gate.check(subject, cost)
+            checked.append(decision)
+            if not decision.allowed:
+                break
+    finally:
+        if checks and (len(checked) < len(checks) or not checked[-1].allowed):
+            for (gate, subject, cost), decision in zip(checks, checked, strict=False):
+                if decision.allowed:
+                    gate.refund(subject, cost)
+    return checked + looks[len(checked) :]

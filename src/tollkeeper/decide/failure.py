@@ -1,30 +1,64 @@
-"""What a check answers when the store cannot decide.
+"""Failure policies: the answer to a check when the store cannot decide.
 
-    open    allow, uncounted: being limited matters less than being served
-    closed  deny: being served unlimited is worse than not being served
-    local   go on by counts of this machine alone (`local_fallback.py`)
-    raise   hand the StoreError to the caller
+    open    allow without counting: serving matters more than limiting
+    closed  deny: serving without a limit is worse than not serving
+    local   go on with this machine's counts alone
+    raise   raise the StoreError to the caller
 
-All answers are marked degraded, so nobody takes them for the real thing.
+Every answer is marked degraded, so that callers can tell it from a decision of the store.
+
+A rule with `on_failure: local` is limited by counts of this machine. The limits are those of
+the whole fleet, so each of `nodes` machines has its share of them, and all machines together admit
+no more than the rule allows. The workers of one machine count together if `store` is a file that
+they share; with `memory://`, each process has the whole share of the machine.
+
+Two more limits apply only while the store is unavailable. The `ceiling` limits all requests that a
+machine admits, whatever their rule. The `emergency` limits apply to each address in a long outage,
+against clients that wait for an outage to exploit it.
+
+An outage is over when no check has failed for OUTAGE_GAP_NS.
 """
 
 from __future__ import annotations
 
-from typing import Final, Literal, get_args
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Final, Literal, NamedTuple, get_args
 
-from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.core.errors import ConfigError, StoreError, show
-from tollkeeper.core.model import Decision, Limit
+from tollkeeper.core.clock import NS_PER_SECOND, Clock, duration_ns
+from tollkeeper.core.errors import CapacityError, ConfigError, StoreError, show
+from tollkeeper.core.model import Decision, Limit, Limits, decision_with
+from tollkeeper.core.rates import LimitsArgument, limits_of, scaled
+from tollkeeper.core.subjects import Key, subject_of
+from tollkeeper.decide.store import Gate, GateCheck, Store
+from tollkeeper.decide.stores import open_store
 
 FailurePolicy = Literal["open", "closed", "local", "raise"]
 FAILURE_POLICIES: Final[tuple[FailurePolicy, ...]] = get_args(FailurePolicy)
 
-# Nobody knows when the store will be back; a second keeps clients from asking in a tight loop.
+# The end of an outage is unknown. One second keeps clients from retrying in a tight loop.
 RETRY_AFTER_NS: Final = NS_PER_SECOND
+NODES_MAX: Final = 100_000
+OUTAGE_GAP_NS: Final = 5 * NS_PER_SECOND
+LOG_EVERY_NS: Final = 60 * NS_PER_SECOND
+# Gates that are kept prepared: more than a document has limits, at any load.
+_GATES_MAX: Final = 4_096
+_AFTER_NS_MAX: Final = 86_400 * NS_PER_SECOND
+
+# The names of these limits in decisions, and the subject of the ceiling.
+CEILING: Final = "ceiling"
+EMERGENCY: Final = "emergency"
+_EVERYONE: Final = "*"
+_MEMORY: Final = "memory://"
+
+_log = logging.getLogger("tollkeeper.decide.failure")
 
 
 def check_policy(policy: str) -> None:
-    """Refuse a policy that does not exist."""
+    """Raise ConfigError for an unknown failure policy."""
     if not isinstance(policy, str) or policy not in FAILURE_POLICIES:
         raise ConfigError(
             f"on_failure={show(policy)} is not known; choose one of {', '.join(FAILURE_POLICIES)}"
@@ -34,9 +68,9 @@ def check_policy(policy: str) -> None:
 def decision_on_failure(
     error: StoreError, policy: FailurePolicy, limit: Limit, rule: str
 ) -> Decision:
-    """The degraded decision that the policy asks for, or the error itself.
+    """Return the degraded decision of a policy, or raise the error.
 
-    `local` is for whoever has the counts; where they do not help either, it is `closed`.
+    `local` is decided by LocalLimits. If they cannot decide either, it is the same as `closed`.
     """
     if policy == "raise":
         raise error
@@ -50,3 +84,188 @@ def decision_on_failure(
         rule=rule,
         degraded=True,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFallback:
+    """How to limit while the store is unavailable.
+
+    >>> LocalFallback(nodes=20, ceiling="5000/second", emergency="60/minute").nodes
+    20
+
+    `nodes`            how many machines share the limits: each has 1/nodes of them.
+    `store`            where this machine counts: `memory://` for each process by itself, or
+                       `shared:///run/api.local_fallback` for all of its processes together.
+    `ceiling`          the most that this machine admits, over all rules; by default no bound.
+    `emergency`        limits for each address in a long outage; by default none.
+    `emergency_after`  seconds after which an outage is long.
+    """
+
+    nodes: int = 1
+    store: str = _MEMORY
+    ceiling: LimitsArgument | None = None
+    emergency: LimitsArgument | None = None
+    emergency_after: float = 60.0
+    ceiling_limits: Limits = field(init=False, default=(), compare=False)
+    emergency_limits: Limits = field(init=False, default=(), compare=False)
+    emergency_after_ns: int = field(init=False, default=0, compare=False)
+
+    def __post_init__(self) -> None:
+        nodes = self.nodes
+        if not isinstance(nodes, int) or isinstance(nodes, bool) or not 1 <= nodes <= NODES_MAX:
+            raise ConfigError(
+                f"nodes={show(nodes)} is not a whole number from 1 to {NODES_MAX:,}; "
+                f"for example LocalFallback(nodes=20) where twenty machines share the limits"
+            )
+        if not isinstance(self.store, str) or not self.store.startswith((_MEMORY, "shared://")):
+            raise ConfigError(
+                f"store={show(self.store)} is not on this machine; "
+                f'for example LocalFallback(store="shared:///run/api.local_fallback") or "memory://"'
+            )
+        after_ns = duration_ns(
+            "emergency_after", self.emergency_after, _AFTER_NS_MAX, "emergency_after=60 (seconds)"
+        )
+        object.__setattr__(self, "emergency_after_ns", after_ns)
+        if self.ceiling is not None:
+            object.__setattr__(self, "ceiling_limits", limits_of(self.ceiling))
+        if self.emergency is not None:
+            object.__setattr__(self, "emergency_limits", limits_of(self.emergency))
+
+
+def local_fallback_of(local_fallback: object) -> LocalFallback:
+    """Return the argument of a limiter; by default one node whose processes count separately."""
+    if local_fallback is None:
+        return LocalFallback()
+    if isinstance(local_fallback, LocalFallback):
+        return local_fallback
+    raise ConfigError(
+        f"local_fallback={show(local_fallback)} is not a LocalFallback; "
+        f"for example local_fallback=LocalFallback(nodes=20)"
+    )
+
+
+class LocalCheck(NamedTuple):
+    """One rule's part in a request that the store could not decide."""
+
+    limits: Limits
+    rule: str
+    subject: str
+    units: int
+
+
+class LocalLimits:
+    """The counts of this machine, opened when they are first needed."""
+
+    def __init__(self, fallback: LocalFallback, clock: Clock) -> None:
+        self._fallback = fallback
+        self._clock = clock
+        self._store: Store | None = None
+        self._gates: dict[tuple[Limits, str], Gate] = {}
+        self._lock = threading.Lock()
+        if fallback.store != _MEMORY:
+            self._opened()  # now, so that an unusable file is an error at startup
+        self._since_ns = self._failed_ns = -OUTAGE_GAP_NS - 1
+        self._log_ns = 0
+
+    def note_failure(self, error: Exception) -> None:
+        """Note that a check failed, so the store is unavailable. Logs it once a minute."""
+        now_ns = self._clock.now_ns()
+        if now_ns - self._failed_ns > OUTAGE_GAP_NS:
+            self._since_ns = now_ns
+            self._log_ns = now_ns
+        self._failed_ns = now_ns
+        if now_ns >= self._log_ns:
+            self._log_ns = now_ns + LOG_EVERY_NS
+            seconds = (now_ns - self._since_ns) // NS_PER_SECOND
+            _log.warning(
+                "the store has been unable to decide for %d s, and on_failure answers: %s",
+                seconds,
+                error,
+            )
+
+    def outage_ns(self) -> int:
+        """Return how long the store has been unavailable; 0 if it is not."""
+        now_ns = self._clock.now_ns()
+        return 0 if now_ns - self._failed_ns > OUTAGE_GAP_NS else max(now_ns - self._since_ns, 0)
+
+    def decide(
+        self, checks: Sequence[LocalCheck], address: str | None, *, spend: bool
+    ) -> list[Decision]:
+        """Return a degraded decision for each check, and denials of ceiling and emergency limits.
+
+        All pass or none is charged. Empty if no limit applies.
+        """
+        fallback = self._fallback
+        if not (checks or fallback.ceiling_limits or fallback.emergency_limits):
+            return []
+        store = self._opened()
+        charges: list[GateCheck] = [
+            (self._gate(store, check.limits, check.rule), check.subject, check.units)
+            for check in checks
+        ]
+        outage_charges = self._outage_charges(store, address)
+        try:
+            decisions = _decide(store, [*charges, *outage_charges], spend=spend)
+        except (StoreError, CapacityError) as error:
+            # The local store is full, or the share is too small for this cost: deny.
+            limits = checks[0].limits if checks else outage_charges[0][0].limits
+            return [_denied(error, limits[0], checks[0].rule if checks else CEILING)]
+        # A client is not interested in a ceiling that admits its request.
+        reported = [
+            decision
+            for position, decision in enumerate(decisions)
+            if position < len(charges) or not decision.allowed
+        ]
+        return [decision_with(decision, degraded=True) for decision in reported]
+
+    def _outage_charges(self, store: Store, address: str | None) -> list[GateCheck]:
+        """Return the ceiling and emergency checks. They count requests, whatever their cost."""
+        fallback = self._fallback
+        charges: list[GateCheck] = []
+        if fallback.ceiling_limits:
+            charges.append((store.gate(fallback.ceiling_limits, CEILING), _EVERYONE, 1))
+        if fallback.emergency_limits and self.outage_ns() >= fallback.emergency_after_ns:
+            key: Key = ("ip", address) if address else "ip"
+            charges.append((store.gate(fallback.emergency_limits, EMERGENCY), subject_of(key), 1))
+        return charges
+
+    def _gate(self, store: Store, limits: Limits, rule: str) -> Gate:
+        """Return this machine's share of the limits, as a gate on its counts."""
+        gate = self._gates.get((limits, rule))
+        if gate is None:
+            nodes = self._fallback.nodes
+            share = limits if nodes == 1 else scaled(limits, Fraction(1, nodes))
+            if len(self._gates) >= _GATES_MAX:
+                self._gates.clear()
+            gate = self._gates[limits, rule] = store.gate(share, rule)
+        return gate
+
+    def _opened(self) -> Store:
+        store = self._store
+        if store is not None:
+            return store
+        with self._lock:
+            if self._store is None:
+                self._store = open_store(self._fallback.store, self._clock)
+            return self._store
+
+    def close(self) -> None:
+        """Close the local store, if it was opened."""
+        with self._lock:
+            if self._store is not None:
+                self._store.close()
+                self._store = None
+                self._gates.clear()
+
+
+def _decide(store: Store, charges: Sequence[GateCheck], *, spend: bool) -> list[Decision]:
+    if not charges:
+        return []
+    if spend:
+        return store.check_together(charges)
+    return [gate.peek(subject, units) for gate, subject, units in charges]
+
+
+def _denied(error: Exception, limit: Limit, rule: str) -> Decision:
+    known = error if isinstance(error, StoreError) else StoreError(str(error))
+    return decision_on_failure(known, "closed", limit, rule)

@@ -32,8 +32,7 @@ from tollkeeper.core.model import (
 from tollkeeper.core.steps import Call, Steps, Undo
 from tollkeeper.core.subjects import Key, subject_of, subject_of_request
 from tollkeeper.decide.combine import combine_decisions
-from tollkeeper.decide.failure import FailurePolicy, decision_on_failure
-from tollkeeper.decide.local_fallback import LocalCheck, LocalLimits
+from tollkeeper.decide.failure import FailurePolicy, LocalCheck, LocalLimits, decision_on_failure
 from tollkeeper.decide.store import AnyGate, Gate
 from tollkeeper.limiter.arguments import request_of
 from tollkeeper.rules.engine import RuleEngine

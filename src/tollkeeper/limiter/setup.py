@@ -26,8 +26,13 @@ from tollkeeper.core.model import (
 )
 from tollkeeper.core.rates import LimitsArgument, limits_of
 from tollkeeper.core.subjects import check_by
-from tollkeeper.decide.failure import FailurePolicy, check_policy
-from tollkeeper.decide.local_fallback import LocalFallback, LocalLimits, local_fallback_of
+from tollkeeper.decide.failure import (
+    FailurePolicy,
+    LocalFallback,
+    LocalLimits,
+    check_policy,
+    local_fallback_of,
+)
 from tollkeeper.decide.store import AsyncStore, Store, StoreStats
 from tollkeeper.decide.stores import store_of
 from tollkeeper.limiter.path import LimiterPath

@@ -43,8 +43,14 @@ from tollkeeper.core.model import (
 )
 from tollkeeper.core.steps import Call, Steps, Together, run, run_async
 from tollkeeper.decide.combine import combine_decisions
-from tollkeeper.decide.failure import RETRY_AFTER_NS, FailurePolicy, decision_on_failure
-from tollkeeper.decide.local_fallback import LocalCheck, LocalFallback, LocalLimits
+from tollkeeper.decide.failure import (
+    RETRY_AFTER_NS,
+    FailurePolicy,
+    LocalCheck,
+    LocalFallback,
+    LocalLimits,
+    decision_on_failure,
+)
 from tollkeeper.decide.store import AsyncStore, Store
 from tollkeeper.metrics.tally import RuleCounts, Tally
 from tollkeeper.rules.compiled import FACTOR_STEPS, CheckPlan, CompiledRules, RuleCheck, factor_step

@@ -14,8 +14,7 @@ from tollkeeper.core.clock import Clock, clock_of
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.model import CheckResult, check_name, units_of
 from tollkeeper.core.rates import LimitsArgument, limits_of
-from tollkeeper.decide.failure import FailurePolicy, check_policy
-from tollkeeper.decide.local_fallback import LocalFallback, local_fallback_of
+from tollkeeper.decide.failure import FailurePolicy, LocalFallback, check_policy, local_fallback_of
 from tollkeeper.decide.store import Store
 from tollkeeper.limiter import AsyncLimiter, Limiter
 from tollkeeper.limiter.arguments import kind_of, name_of

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tollkeeper.core.errors import ConfigError
-from tollkeeper.decide.local_fallback import LocalFallback
+from tollkeeper.decide.failure import LocalFallback
 from tollkeeper.service.process.settings import ServiceSettings, address_of, state_folder
 
 

@@ -28,10 +28,9 @@ from tollkeeper.core.model import Decision, Limit, decision_with
 from tollkeeper.decide import credit as credits_
 from tollkeeper.decide.algorithms import ALGORITHMS, Outcome, State
 from tollkeeper.decide.busiest import Busiest
-from tollkeeper.decide.combine import combine
+from tollkeeper.decide.combine import check_in_turn, combine
 from tollkeeper.decide.credit import Credit
 from tollkeeper.decide.store import AsyncStore, Channel, GateCheck, StoreMonitor, StoreStats
-from tollkeeper.decide.together import check_in_turn
 
 STATES_MAX_DEFAULT: Final = 1_000_000
 # Two items off for each one on: the heap's backlog of expired entries shrinks with every insert.

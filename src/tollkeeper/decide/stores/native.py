@@ -11,9 +11,9 @@ from pathlib import Path
 from tollkeeper.core import switches
 from tollkeeper.core.clock import EPOCH_OFFSET_NS, Clock, SystemClock
 from tollkeeper.core.model import Decision, Limit
+from tollkeeper.decide.combine import check_in_turn
 from tollkeeper.decide.kernel import _kernel
 from tollkeeper.decide.store import AsyncStore, Channel, GateCheck, StoreMonitor, StoreStats
-from tollkeeper.decide.together import check_in_turn
 
 
 class KernelStore:

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, Self, get_args, get_type_hints
 from urllib.parse import quote
 
 from tollkeeper.core.errors import ConfigError, show
-from tollkeeper.decide.local_fallback import LocalFallback
+from tollkeeper.decide.failure import LocalFallback
 
 LogFormat = Literal["auto", "json", "text"]
 OnFailure = Literal["open", "closed", "local"]
