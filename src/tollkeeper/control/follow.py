@@ -35,9 +35,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 from tollkeeper.control import snapshot as snapshots
 from tollkeeper.core.errors import ConfigError, StoreError, StoreTimeout, TollkeeperError, show
 from tollkeeper.decide.store import Channel, Store, Subscription
-from tollkeeper.rules.document.model import Document
+from tollkeeper.rules.document.model import Document, Rules
 from tollkeeper.rules.document.reading import (
-    Rules,
     document_of,
     is_document_text,
     read,

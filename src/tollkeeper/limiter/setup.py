@@ -38,7 +38,7 @@ from tollkeeper.decide.stores import store_of
 from tollkeeper.limiter.path import LimiterPath
 from tollkeeper.metrics.tally import RuleCounts, Tally
 from tollkeeper.rules.compiled import CompiledRules
-from tollkeeper.rules.document.reading import Rules, document_of
+from tollkeeper.rules.document.model import Rules
 from tollkeeper.rules.engine import RuleEngine
 from tollkeeper.rules.penalties import Penalty
 
@@ -233,6 +233,9 @@ class LimiterSetup(LimiterPath):
 
         Raises ConfigError for an invalid document, and keeps the old one.
         """
+        # Imported at its first use: limits without rules do not need the document reader.
+        from tollkeeper.rules.document.reading import document_of  # noqa: PLC0415 - see above
+
         self._rules().use(document_of(rules), version)
 
     def rules_status(self) -> RulesStatus:

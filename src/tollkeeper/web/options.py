@@ -18,7 +18,7 @@ from tollkeeper.decide.failure import FailurePolicy, LocalFallback, check_policy
 from tollkeeper.decide.store import Store
 from tollkeeper.limiter import AsyncLimiter, Limiter
 from tollkeeper.limiter.arguments import kind_of, name_of
-from tollkeeper.rules.document.reading import Rules
+from tollkeeper.rules.document.model import Rules
 from tollkeeper.web.answers import Style
 from tollkeeper.web.identity import Identity, IdentitySource, KeySource
 from tollkeeper.web.requests import WebRequest

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Final, Literal, get_args
+from os import PathLike
+from typing import Any, Final, Literal, get_args
 
 from tollkeeper.core.model import Limits
 
@@ -146,3 +147,7 @@ class Document:
     deny: tuple[str, ...] = ()
     """Entries that are always denied. `deny` takes precedence over `allow`."""
     overrides: tuple[Override, ...] = ()
+
+
+# The forms in which callers pass rules: a path, a document's text, plain data, or a Document.
+Rules = str | PathLike[str] | Mapping[str, Any] | Document

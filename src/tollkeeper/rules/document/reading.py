@@ -23,7 +23,7 @@ from typing import Any, Final, NoReturn, cast
 
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.rules.document.grammar import document_at
-from tollkeeper.rules.document.model import Document
+from tollkeeper.rules.document.model import Document, Rules
 from tollkeeper.rules.document.tree import (
     BYTES_MAX,
     TOO_LONG,
@@ -116,10 +116,6 @@ def _read(source: str, tree_of: Callable[[ProblemList], DocumentNode | None]) ->
         found = sorted(problems.found, key=lambda problem: (problem.line, problem.column))
         raise DocumentError(tuple(found))
     return document
-
-
-# The forms in which callers pass rules: a path, a document's text, plain data, or a Document.
-Rules = str | PathLike[str] | Mapping[str, Any] | Document
 
 
 def is_document_text(rules: str) -> bool:
