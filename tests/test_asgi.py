@@ -399,7 +399,7 @@ async def test_the_fast_path_gives_the_same_answers() -> None:
 
 @limited_to("1/minute")
 async def limited_search(request: Request) -> Response:
-    """An endpoint that has a limit of its own."""
+    """An endpoint with its own limit."""
     return PlainTextResponse("found")
 
 
@@ -424,7 +424,7 @@ async def login(request: Request) -> Response:
 
 @limited_to("1/minute")
 async def feed(websocket: WebSocket) -> None:
-    """A WebSocket that has a limit of its own."""
+    """A WebSocket with its own limit."""
     await websocket.accept()
 
 

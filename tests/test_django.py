@@ -84,7 +84,7 @@ async def test_hooks_may_be_given_by_their_dotted_path(site: Site) -> None:
         limits="1/minute",
         key=f"{views.__name__}.key_of_tests",
         skip=f"{views.__name__}.skip_of_tests",
-        on_limit=f"{views.__name__}.refusal_of_tests",
+        on_limit=f"{views.__name__}.denial_of_tests",
     ):
         assert await site.statuses("/hello?key=a", "/hello?key=b", "/hello?skip") == [200] * 3
         refused = await site.get("/hello?key=a")
@@ -371,9 +371,9 @@ def test_under_wsgi_an_async_view_is_settled_in_its_own_task(
     tasks: list[Any] = []
     settle = DjangoCharges.settle_async
 
-    async def watched(bill: DjangoCharges) -> None:
+    async def watched(charges: DjangoCharges) -> None:
         tasks.append(asyncio.current_task())
-        await settle(bill)
+        await settle(charges)
 
     @rate_limit("2/minute", count=lambda status: status == 401)
     async def view(request: Any) -> HttpResponse:

@@ -494,7 +494,7 @@ def test_a_request_without_the_wsgi_app_is_an_error() -> None:
 
 
 def left(client: FlaskClient) -> int:
-    """What is left of the application's limit, after the request that asks."""
+    """Return the remaining units of the application's limit, after this request."""
     return int(client.get("/hello").headers["X-RateLimit-Remaining"])
 
 

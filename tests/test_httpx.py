@@ -163,8 +163,10 @@ def test_the_random_time_is_added(clock: ManualClock, random: float, waited_s: f
 def test_never_before_the_time_and_never_beyond_the_bound(
     asked_s: int, randoms: list[float], wait_max: int
 ) -> None:
-    """Whatever is asked and drawn: each wait is at least what was asked, all together at most
-    what is allowed, and the answer is the origin's last."""
+    """Each wait is at least as long as requested, and all together stay within wait_max.
+
+    The caller gets the origin's last response.
+    """
     clock = ManualClock()
     origin = Origin((429, {"Retry-After": str(asked_s)}), clock=clock)
     drawn = iter(randoms)
@@ -488,7 +490,7 @@ def seconds_of(advice: RetryAdvice) -> tuple[float | None, ...]:
         # the server's own date is what its other dates are meant by
         ({"retry-after": MOMENT, "date": "Thu, 01 Jan 2026 00:00:03 GMT"}, 4, None),
         ({"retry-after": MOMENT, "date": "garbled"}, 7, None),
-        # what is not a time says nothing
+        # text that is not a time is ignored
         ({"retry-after": "soon"}, None, None),
         ({"retry-after": "-5"}, None, None),
         ({"retry-after": "٥"}, None, None),

@@ -1,4 +1,4 @@
-"""The WSGI middleware: what it adds, what it leaves alone, and when it settles."""
+"""The WSGI middleware: headers, unchanged bodies, and settling."""
 
 from __future__ import annotations
 

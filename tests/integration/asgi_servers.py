@@ -27,7 +27,7 @@ COMMANDS = {
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
+    """Return a free port of the loopback interface."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -60,7 +60,7 @@ _answered: dict[str, set[int]] = {}
 
 
 def _workers(url: str, process: subprocess.Popen[bytes]) -> set[int]:
-    """The workers that have answered so far; each question goes over a connection of its own."""
+    """Return the workers that have answered; each request has a new connection."""
     assert process.poll() is None, f"the server ended with {process.returncode}"
     known = _answered.setdefault(url, set())
     with suppress(httpx.TransportError):

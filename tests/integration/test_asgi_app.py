@@ -77,8 +77,8 @@ def test_a_stream_arrives_in_pieces(url: str) -> None:
     pytest.fail("the first piece never came before the last was made")
 
 
-def test_a_websocket_passes_and_one_too_many_is_refused(served: Served) -> None:
-    """What is said comes back, acceptance has the headers, and the sixth of five is turned down."""
+def test_a_websocket_over_the_limit_is_denied(served: Served) -> None:
+    """Messages are echoed, the acceptance has the headers, and the sixth of five is denied."""
     address = served.url.replace("http", "ws") + "/echo"
     for remaining in range(4, -1, -1):
         with connect(address) as websocket:

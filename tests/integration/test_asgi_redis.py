@@ -1,4 +1,4 @@
-"""The ASGI middleware on a store that is a trip away: awaited, settled, failing as it is told."""
+"""The ASGI middleware on a remote store: awaited, settled, and with a failure policy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_exactly_the_limit_passes_however_many_ask_at_once(uri: str) -> No
 
 
 async def test_costs_and_outcomes_are_settled_before_the_response_ends(uri: str) -> None:
-    """Another process that is asked next finds what was given back."""
+    """Another process sees the refund with the next request."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         scope["tollkeeper.charge"].settle(4)
@@ -72,7 +72,7 @@ async def test_a_cancelled_request_is_settled_all_the_same(uri: str) -> None:
 async def test_who_hangs_up_while_it_is_settled_pays_all_the_same(
     uri: str, cost: int, used: int, left: int
 ) -> None:
-    """Cancelled as the last piece is sent: what was used beyond the charge takes several trips."""
+    """Cancelled while the last part is sent: settling more units takes several calls."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         scope["tollkeeper.charge"].settle(used)
@@ -90,13 +90,13 @@ async def test_who_hangs_up_while_it_is_settled_pays_all_the_same(
         return int((await limited_app.enforcer._limiter.peek("address:192.0.2.1")).remaining)
 
     async with asyncio.timeout(30):
-        while await remaining() != left:  # noqa: ASYNC110 - the server tells of no event
+        while await remaining() != left:  # noqa: ASYNC110 - the server signals no event
             await asyncio.sleep(0.01)
     await limited_app.enforcer.close()
 
 
 async def test_a_denied_route_gives_back_what_the_application_charged(uri: str) -> None:
-    """Several limits pass together or not at all, also where each is a trip of its own."""
+    """Several limits pass together or not at all, also if each is a separate call."""
     app = FastAPI()
     limit = FastRateLimit(app, "100/day", store=uri)
 

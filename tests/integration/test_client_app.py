@@ -20,7 +20,7 @@ MANY = Budget(reserve=100)
 
 
 class Server(ThreadingHTTPServer):
-    """One request a second; tells what it saw."""
+    """Allows one request a second and records the requests."""
 
     daemon_threads = True
 
@@ -76,7 +76,7 @@ def server() -> Iterator[Server]:
 
 
 def test_retry_after_once_waited_succeeds(server: Server) -> None:
-    """The second request is refused once, waits, and passes: on the same connection."""
+    """The second request is denied once, waits, and passes on the same connection."""
     with httpx.Client(transport=RetryTransport(pace="off", budget=MANY)) as client:
         answers = [client.post(server.url, content=b"order") for _ in range(2)]
     assert [(each.status_code, each.content) for each in answers] == [(200, b"welcome")] * 2
@@ -96,7 +96,7 @@ def test_threads_on_one_client_all_pass(server: Server) -> None:
 
 
 async def test_the_event_loop_is_free_while_a_request_waits(server: Server) -> None:
-    """Another task runs between the refusal and the next attempt."""
+    """Another task runs between the denial and the next attempt."""
     turns = 0
 
     async def count() -> None:

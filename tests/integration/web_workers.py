@@ -1,4 +1,4 @@
-"""A web application in several worker processes of a real server, and what is asked of every one.
+"""A web application in several worker processes of a real server, and the checks for each.
 
 The claims are the same for each framework, so they are here, and each framework's test file says
 which application, server and path they are made about.
@@ -89,7 +89,7 @@ def _answers(url: str) -> bool:
 
 @cache
 def client() -> httpx.Client:
-    """For all threads; every request has a connection of its own, so that any worker gets it."""
+    """For all threads; every request has a new connection, so that any worker may serve it."""
     one_each = httpx.Limits(max_keepalive_connections=0)
     return httpx.Client(timeout=ANSWERS_WITHIN_SECONDS, limits=one_each)
 
@@ -145,7 +145,7 @@ def holds_exactly(url: str, prefix: str, key: str) -> None:
 
 
 def tells_both_limits(url: str, path: str, name: str, key: str) -> None:
-    """A response has the policies of the application and of the route, a refusal says when."""
+    """A response has the policies of the application and of the route; a denial has Retry-After."""
     answers = [*ask(url, [path], x_api_key=key), *ask(url, [path] * 40, x_api_key=key)]
     allowed = answers[0].headers
     assert allowed["RateLimit-Policy"] == f'"default";q=1000;w=60, "{name}";q=40;w=86400'
@@ -162,13 +162,13 @@ def tells_both_limits(url: str, path: str, name: str, key: str) -> None:
 
 
 def lets_in_who_has_waited(url: str, path: str) -> None:
-    """Refused with a Retry-After, and let in after that many seconds."""
+    """A denied client is allowed after Retry-After seconds."""
 
     def refused() -> httpx.Response | None:
         answer = ask(url, [path])[0]
         return answer if answer.status_code == 429 else None
 
-    answer = until(refused, "somebody is refused", ANSWERS_WITHIN_SECONDS)
+    answer = until(refused, "a request is denied", ANSWERS_WITHIN_SECONDS)
     time.sleep(int(answer.headers["Retry-After"]))
     assert ask(url, [path])[0].status_code == 200
 

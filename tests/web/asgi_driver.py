@@ -106,7 +106,7 @@ async def ask_scope(app: App, scope: dict[str, Any]) -> Seen:
 
 
 async def run_lifespan(app: App) -> list[str]:
-    """Start an application and shut it down; the types of what it says to that."""
+    """Start an application and shut it down; return the types of its messages."""
     sent: list[str] = []
     asked = iter(["lifespan.startup", "lifespan.shutdown"])
 
@@ -127,7 +127,7 @@ async def hello(scope: Any, receive: Any, send: Any) -> None:
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
-    """A WebSocket that says what it is told until the client goes."""
+    """A WebSocket that echoes messages until the client disconnects."""
     websocket = WebSocket(scope, receive, send)
     await websocket.accept(headers=[(b"x-mine", b"1")])
     async for text in websocket.iter_text():

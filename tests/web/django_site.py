@@ -233,7 +233,7 @@ class Site:
         self.restart()
 
     def restart(self) -> None:
-        """As another visitor, through a handler that has read the settings anew."""
+        """Use another visitor and a handler that reads the settings again."""
         self.client: Any = Client() if self.kind == "wsgi" else AsyncClient()
         self.client.raise_request_exception = False
 
@@ -262,7 +262,7 @@ class Site:
         return [(await self.get(url, **more)).status_code for url in urls]
 
     async def left(self, url: str = "/hello") -> int:
-        """What is left of the site's limit after the request that asks."""
+        """Return the remaining units of the site's limit, after this request."""
         return int((await self.get(url)).headers["X-RateLimit-Remaining"])
 
 
@@ -274,7 +274,7 @@ def skip_of_tests(request: Any) -> bool:
     return "skip" in request.native.GET
 
 
-def refusal_of_tests(request: Any, result: Any) -> HttpResponse:
+def denial_of_tests(request: Any, result: Any) -> HttpResponse:
     return JsonResponse({"wait": result.decision.retry_after}, status=420)
 
 

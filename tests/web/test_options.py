@@ -1,4 +1,4 @@
-"""EnforcerOptions: what is wrong is told where it is written, and type checkers know every name."""
+"""Options: wrong ones are rejected where they are written, and type checkers know all names."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     request → skip? → key, cost → evaluate → (leaky bucket: wait) → the application → settle
 
-An enforcer opens the store and the limiter that its options name, and closes what it opened.
+An enforcer opens the store and the limiter that its options name, and closes them.
 `enter` charges a request and returns the Charge. `leave` applies what the application made of it.
 `Enforcer` is for threads. `AsyncEnforcer` has the same methods, awaited, and its hooks may be
 async. Both run the same steps (`core/steps.py`). An error that a hook raises goes to the
@@ -384,7 +384,7 @@ class EnforcerCore:
 def _checked(hook: str, value: Any) -> Any:
     """Return the value of a hook. Raises TypeError for one that nothing has awaited."""
     if is_awaitable(value):
-        # It is true: with such a `skip` no request would be limited, and nobody would notice.
+        # It is true: with such a `skip`, every request would silently pass unlimited.
         raise TypeError(
             f"{hook} returned {show(value)}, which a thread cannot await; return a plain value"
         )
