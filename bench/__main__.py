@@ -49,7 +49,7 @@ REDIS_ALGORITHM: AlgorithmName = "token_bucket"
 
 
 def main() -> None:
-    """Measure what was asked for, print as it comes, and write it down."""
+    """Measure the selected works, print results as they arrive, and save them."""
     options = _options()
     effort = QUICK if options.quick else FULL
     if any(_wanted(options, "", work) for work in HTTP_WORKS):
@@ -150,10 +150,10 @@ def _result(scene: Scene, algorithm: AlgorithmName, effort: Effort, *, memory: b
     ]
     rows = measure(scene, algorithm, engines, effort)
     for row in rows:
-        # One key tells nothing, a peer keeps the same whether its answer is read or not, and what
-        # a hundred thousand keys take in a peer is told for them already.
-        told = row.engine.ours or scene.keys <= 100_000
-        if memory and scene.keys > 1 and row.engine.full_answer and told:
+        # Not for one key, which says nothing; not for a peer's row without the full answer, which
+        # stores the same; and not for a peer with more than 100,000 keys, which adds nothing new.
+        is_useful = row.engine.ours or scene.keys <= 100_000
+        if memory and scene.keys > 1 and row.engine.full_answer and is_useful:
             row.bytes_per_key = bytes_per_key(row.engine, scene, algorithm)
     return Result(algorithm, scene, rows)
 

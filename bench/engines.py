@@ -1,4 +1,4 @@
-"""What is measured: engines, each a name and a way to open it.
+"""The engines that are measured: each has a name and a way to open it.
 
 An engine opened at a rate is a *session*: a callable of a key, and how to read its answer. Ours are
 listed with what `Limiter` takes by default first; ratios are against the first. Peers are in
@@ -47,12 +47,12 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """An engine that is ready to be asked."""
+    """An engine that is ready for checks."""
 
     check: Callable[[str], Any]
-    """One check of one key: what is timed."""
+    """One check of one key; this call is timed."""
     allowed: Callable[[Any], bool]
-    """Was the answer yes? Never timed; shows that the work was the work we think it was."""
+    """Return True if the check was allowed. Not timed; it verifies the work."""
     rest: Callable[[], None] = _nothing
     """Wait until nothing of this engine runs in the background, so that others are not slowed."""
     close: Callable[[], None] = _nothing

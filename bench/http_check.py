@@ -1,14 +1,14 @@
-"""POST /v1/check on the real service, beside the least that can answer on the same server.
+"""POST /v1/check on the real service, compared with minimal applications on the same server.
 
-The bare one takes the body in one message, as the service does where the length says that this is
-all. An application that reads until the server says that it was all takes longer: the second row.
-One that sends what the service sends, headers and all, but always the same: the third.
+The first row reads the body in one message, as the service does if the content length allows it.
+The second row reads until the server reports the end of the body, which takes longer. The third row
+sends the headers and the body of the service's answer, but always the same ones.
 
-A thousand users ask in turn; whoever asks often asks the same, byte for byte, and the service knows
-such a question again. Twenty thousand in turn are more than it keeps: there each is read anew.
+A thousand users send requests in turn. Repeated requests are equal byte for byte, and the service
+caches how it has parsed them. Twenty thousand users exceed this cache, so each request is parsed.
 
-With one rule, a check is one limit of one subject; with several it is what a public API has: four
-rules that all apply, by key, user, tenant and address, with six limits between them.
+With one rule, a check has one limit of one subject. With several rules, it resembles a public API:
+four rules apply, by key, user, tenant and address, with six limits in all.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ deny: [sk_revoked_*]
 
 
 def check_contenders(folder: Path) -> Sequence[Contender]:
-    """The bare answer first; then the service with one rule, on both stores, and with several."""
+    """Return the minimal applications, then the service with one rule and with several."""
     one, several = folder / "one.yaml", folder / "several.yaml"
     one.write_text(ONE_RULE)
     several.write_text(SEVERAL_RULES)

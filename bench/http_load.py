@@ -1,4 +1,4 @@
-"""Load on an HTTP server, of two kinds: as much as it takes (wrk), and so much a second.
+"""Load on an HTTP server, of two kinds: as much as it can answer (wrk), and a fixed rate.
 
 wrk keeps a number of connections busy: each asks again as soon as it is answered. That finds out
 how many requests a second a server answers, but not how long one waits: when the server is slow,
@@ -62,7 +62,7 @@ end
 
 @dataclass(frozen=True, slots=True)
 class Paced:
-    """What a load of so many requests a second gave."""
+    """The result of a load with a fixed rate."""
 
     asked_per_second: float
     answered_per_second: float
@@ -71,16 +71,16 @@ class Paced:
 
     @property
     def kept_up(self) -> bool:
-        """Did the server answer as many as were asked?"""
+        """Return True if the server answered every request."""
         return self.answered_per_second >= PACE_KEPT_MIN * self.asked_per_second
 
 
 class LoadFailed(RuntimeError):
-    """There were answers other than 200, or none."""
+    """The server answered with another status than 200, or not at all."""
 
 
 def wrk_path() -> str:
-    """Where wrk is; ends the run with how to get it if it is nowhere."""
+    """Return the path of wrk; exit with instructions if it is not installed."""
     found = shutil.which("wrk")
     if found is None:
         sys.exit(
@@ -137,7 +137,7 @@ def paced(port: int, requests: Sequence[bytes], per_second: float, seconds: floa
 
 
 class _Pace:
-    """The loop: send what is due, read what has come, until all is answered or it is too late."""
+    """Send requests when they are due and read answers, until all arrived or time is up."""
 
     def __init__(self, port: int, requests: Sequence[bytes], due_ns: Sequence[int]) -> None:
         self._requests = requests
@@ -148,7 +148,7 @@ class _Pace:
         self._asked_ns: dict[int, int] = {}
 
     def run(self) -> tuple[list[int], int]:
-        """How long each took, and how long all."""
+        """Return the duration of each request, and of the whole run."""
         by_number = {each.fileno(): each for each in self._connections}
         with select.epoll() as poll:
             for connection in self._connections:

@@ -1,18 +1,18 @@
-"""How it is measured over HTTP: servers side by side, taking turns.
+"""The method of the HTTP benchmarks: all servers run side by side and take turns.
 
-All servers of a table are there at once, and stand still until it is their turn. A run is wrk for a
-while; it gives requests a second, and the processor time that the server took for each. In every
-round each server has one run, in an order that rotates; over rounds, medians; a ratio is the median
-of the rounds' own ratios. Processor time says the same as requests a second where the server has a
-processor to itself, and more where it has not: time that others took is not in it, only what they
-pushed out of the caches.
+All servers of a table are started together, and each is paused until its turn. A run is some
+seconds of wrk; it yields requests per second and the processor time of the server per request. In
+every round each server has one run, in a rotating order. Results are medians over the rounds, and a
+ratio is the median of the ratios of each round. If a server has a processor of its own, processor
+time says the same as requests per second. Otherwise it says more: it excludes the time of other
+processes, except for their effect on the caches.
 
-Two processes of the same program differ by up to a tenth, for as long as they live, by where things
-happen to lie in memory. So there are several sets of rounds, each with servers that start anew.
+Two processes of the same program differ by up to a tenth, because of their memory layout. So there
+are several sets of rounds, each with newly started servers.
 
-In each set, then the same with a load of half of what the slowest of them takes, the same for all,
-for p50 and p99 (see `http_load.py`); what a server adds is the difference to the first one in the
-same round.
+Each set also has paced runs, with half the load that the slowest server can handle, for p50 and p99
+(see `http_load.py`). The latency that a server adds is the difference to the first one in the same
+round.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class HttpEffort:
-    """How much of it: so many sets of so many rounds. wrk takes whole seconds."""
+    """The number of sets and rounds, and their seconds. wrk takes whole seconds."""
 
     sets: int
     rounds: int
@@ -52,22 +52,22 @@ QUICK: Final = HttpEffort(sets=1, rounds=3, run_seconds=1, paced_rounds=1, paced
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One server: how to start it, and what to ask it."""
+    """One server: its command, and the requests to send."""
 
     name: str
     command: Sequence[str]
     requests: Sequence[bytes]
     ours: bool = False
     timed: bool = False
-    """Is it asked at half load, too? The first and ours are."""
+    """True if it has paced runs, too, as the first server and ours have."""
     environment: Mapping[str, str] = field(default_factory=dict)
     beside: Sequence[Serving] = ()
-    """Servers that it asks for each request: their processor time counts as well."""
+    """Servers that it calls for each request: their processor time counts, too."""
 
 
 @dataclass(slots=True)
 class HttpRow:
-    """One server on one work, with a number for each round."""
+    """The results of one server, with one number per round."""
 
     name: str
     ours: bool
@@ -84,15 +84,15 @@ class HttpRow:
         return median(self.cpu_us)
 
     def kept(self, first: HttpRow) -> float:
-        """The part of the first row's requests a second that this one does."""
+        """Return the requests per second, relative to the first row."""
         return median(mine / its for mine, its in zip(self.rates, first.rates, strict=True))
 
     def kept_of_cpu(self, first: HttpRow) -> float:
-        """The same by processor time: what would be kept if nobody else were at work."""
+        """Return the same by processor time, which excludes other processes."""
         return median(its / mine for mine, its in zip(self.cpu_us, first.cpu_us, strict=True))
 
     def added_us(self, first: HttpRow) -> tuple[float, float]:
-        """What it adds to the first row's p50 and p99 at half load."""
+        """Return the latency added to the first row's p50 and p99 at half load."""
         pairs = list(zip(self.paced, first.paced, strict=True))
         return (
             median(mine.p50_us - its.p50_us for mine, its in pairs),
@@ -102,7 +102,7 @@ class HttpRow:
 
 @dataclass(slots=True)
 class HttpWork:
-    """One table: every server's row. Ratios are against the first."""
+    """One table with a row per server. Ratios are relative to the first."""
 
     name: str
     placement: str
@@ -122,9 +122,9 @@ def measure(
     progress: Progress,
     load: float | None = None,
 ) -> HttpWork:
-    """Start them, measure them side by side, and stop them.
+    """Start the servers, measure them side by side, and stop them.
 
-    `load` is how many requests a second come in the paced runs, if not half of what they take.
+    `load` is the number of requests per second of the paced runs; by default half the capacity.
     """
     work = HttpWork(name, placement.name, [HttpRow(each.name, each.ours) for each in contenders])
     for number in range(effort.sets):
@@ -190,7 +190,7 @@ def _half_load(turns: Iterable[Turn]) -> float:
 
 
 def _processor_us(sessions: set[int]) -> float:
-    """Processor time that the processes of these sessions have taken so far."""
+    """Return the processor time that the processes of these sessions have used."""
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -1,7 +1,7 @@
-"""Servers for the HTTP part: started on loopback, one worker each, kept to a processor, stopped.
+"""Servers for the HTTP benchmarks: on loopback, with one worker each, pinned to a processor.
 
-A process is born on the processors that its parent is on, and so are its threads and workers:
-`on_processors` moves this process there for the moment in which it starts another.
+A process inherits the processors of its parent, and so do its threads and workers. So
+`on_processors` moves this process while it starts another one.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _ASK_SECONDS_MAX: Final = 2.0
 
 
 class NotStarted(RuntimeError):
-    """A server did not answer; the message ends with the end of its log."""
+    """A server did not answer; the message ends with the last lines of its log."""
 
 
 @contextmanager
 def on_processors(processors: frozenset[int]) -> Iterator[None]:
-    """Have this process, and what it starts, on these; none: wherever the system puts them."""
+    """Run this process and its children on these processors; empty: on any."""
     if not processors:
         yield
         return
@@ -47,10 +47,10 @@ def on_processors(processors: frozenset[int]) -> Iterator[None]:
 
 
 class Serving:
-    """A server of any kind, for the length of a `with` block.
+    """A server that runs during a `with` block.
 
-    `{port}` in the command is replaced by the port that it is to listen on, `{folder}` by a folder
-    of its own. It is ready when `request` is answered with 200.
+    `{port}` in the command is replaced by a free port, `{folder}` by a temporary folder. The server
+    is ready when it answers `request` with 200.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Serving:
 
     @property
     def session(self) -> int:
-        """The session that its processes are in, and nobody else's."""
+        """The session of its processes."""
         assert self._process is not None
         return self._process.pid
 
@@ -101,18 +101,18 @@ class Serving:
 
     def __exit__(self, *error: object) -> None:
         if (process := self._process) is not None:
-            # With its workers, which are of its session. Nobody needs what it would still write.
+            # With its workers, which share its session; pending writes do not matter.
             self._signal(signal.SIGKILL)
             process.wait(STOP_SECONDS_MAX)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def pause(self) -> None:
-        """Have it stand still until its turn: what it still has to do is done in its own time."""
+        """Pause the server until its turn, so that its background work does not disturb others."""
         self._signal(signal.SIGSTOP)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """It runs in this block. What goes wrong there is told with its name and its log's end."""
+        """Resume the server in this block; errors get its name and the last lines of its log."""
         self._signal(signal.SIGCONT)
         try:
             yield
@@ -147,19 +147,19 @@ def _filled(word: str, places: Mapping[str, str]) -> str:
 
 
 def answer_of(port: int, request: bytes) -> bytes:
-    """The beginning of the answer to one request on a connection of its own."""
+    """Return the beginning of the answer to one request on a new connection."""
     with socket.create_connection((HOST, port), timeout=_ASK_SECONDS_MAX) as connection:
         connection.sendall(request)
         return connection.recv(65_536)
 
 
 def get(path: str) -> bytes:
-    """A request without a body."""
+    """Return a request without a body."""
     return f"GET {path} HTTP/1.1\r\nhost: bench\r\n\r\n".encode()
 
 
 def post(path: str, body: bytes) -> bytes:
-    """A request with JSON in it."""
+    """Return a request with a JSON body."""
     head = (
         f"POST {path} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
         f"content-length: {len(body)}\r\n\r\n"
@@ -168,7 +168,7 @@ def post(path: str, body: bytes) -> bytes:
 
 
 def granian(target: str, *, factory: bool = False) -> list[str]:
-    """The command that serves an ASGI application as `tollkeeper serve --workers 1` does."""
+    """Return the command that serves an ASGI application as `tollkeeper serve --workers 1` does."""
     return [
         *(sys.executable, "-m", "granian", "--interface", "asgi", "--loop", "uvloop"),
         *("--host", HOST, "--port", "{port}", "--workers", "1", "--no-ws", "--http", "1"),
@@ -179,7 +179,7 @@ def granian(target: str, *, factory: bool = False) -> list[str]:
 
 
 def tollkeeper_serve(rules: Path, *more: str) -> list[str]:
-    """The command that starts the service itself, with one worker."""
+    """Return the command that starts the service with one worker."""
     return [
         *(sys.executable, "-m", "tollkeeper", "serve", "--workers", "1", "--rules", str(rules)),
         *("--host", HOST, "--port", "{port}", "--data", "{folder}", "--drain-seconds", "0"),

@@ -1,16 +1,16 @@
-"""What recording costs: checks of the service with records off, kept, and stuck, side by side.
+"""The cost of recording: checks of the service with records off, on, and blocked, side by side.
 
 record   POST /v1/check on `tollkeeper serve`, one worker, memory store; with its p50 and p99
 
-- off: nothing is recorded, the row that the others are compared with;
-- as it comes: usage of everybody, and one decision in a hundred, in an SQLite file;
-- every decision: ten thousand rows a second and more, which is more than is ever kept up with;
-- every decision, and nobody writes: the file is locked by somebody else from before the start to
-  after the end. All that is recorded waits, and then is dropped.
+- off: nothing is recorded; the other rows are compared with this one;
+- the default: all usage and one decision in a hundred, in an SQLite file;
+- every decision: more than ten thousand rows a second, more than can be written;
+- every decision, with a locked file: another process holds the lock all the time, so records wait
+  in memory and are then dropped.
 
-What matters is p99: whoever writes must not be felt by those who are answered.
+The p99 matters: writing records must not delay answers.
 
-Before that, what one call of `note` takes of the processor's time, which is all that a check pays.
+Before that, the processor time of one call of `note`, which is all that a check pays.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from tollkeeper.history.sink import Sink
 
 WORKS: Final = ("record",)
 ROUNDS: Final = 15
-# Well below what a server takes: who waits then waits for whoever writes.
+# Far below the capacity of a server, so that only writing records can delay a request.
 LOAD_PER_SECOND: Final = 2_000.0
-# Fewer than are handed over at a time, which nobody would take here.
+# Fewer than one hand-over, because there is no thread here to take it.
 CALLS: Final = 900
 NOTE_RULES: Final = """
 version: 1
@@ -56,22 +56,22 @@ QUICK: Final = HttpEffort(sets=1, rounds=1, run_seconds=1, paced_rounds=2, paced
 def run_record(
     wanted: Callable[[str], bool], effort: HttpEffort, progress: Progress
 ) -> dict[str, Any] | None:
-    """Measure and print it, if it is wanted; all numbers, or None."""
+    """Measure and print it if it is selected; return all numbers, or None."""
     if not wanted(WORKS[0]):
         return None
     wrk_path()
     facts = http_facts()
     placement = placements()[0]
     noted_ns = note_ns()
-    told = ", ".join(f"{name} {ns:,.0f} ns" for name, ns in noted_ns.items())
-    print(f"\nRecorder.note, processor time of a call, the best of {ROUNDS}: {told}", flush=True)
+    times = ", ".join(f"{name} {ns:,.0f} ns" for name, ns in noted_ns.items())
+    print(f"\nRecorder.note, processor time of a call, the best of {ROUNDS}: {times}", flush=True)
     print(http_header(facts, effort, placement), flush=True)
-    print(f"but p50, p99: at {LOAD_PER_SECOND:,.0f} requests/s, so that nobody waits for his turn")
+    print(f"but p50, p99: at {LOAD_PER_SECOND:,.0f} requests/s, so that no request queues")
     with tempfile.TemporaryDirectory(prefix="tollkeeper-bench-") as folder:
         path = Path(folder)
         stuck = path / "stuck.db"
-        with closing(sqlite3.connect(stuck, isolation_level=None)) as somebody:
-            somebody.execute("BEGIN EXCLUSIVE")
+        with closing(sqlite3.connect(stuck, isolation_level=None)) as other:
+            other.execute("BEGIN EXCLUSIVE")
             contenders = _contenders(path, stuck)
             work = measure("record", contenders, placement, effort, progress, LOAD_PER_SECOND)
     progress("")
@@ -80,7 +80,7 @@ def run_record(
 
 
 def note_ns() -> dict[str, float]:
-    """What a call takes, by what was decided. Nothing is handed over: it is not started."""
+    """Return the time of a call by kind of decision. The recorder is not started."""
     limiter = Limiter.from_rules(NOTE_RULES)
     requests = {
         "allowed": Request(user="1"),
@@ -90,18 +90,18 @@ def note_ns() -> dict[str, float]:
     limiter.evaluate(requests["denied"])
     found = {}
     for name, request in requests.items():
-        ruling = limiter.evaluate(request)
+        result = limiter.evaluate(request)
         recorders = [Recorder(_no_sink, _NO_RECORDS) for _ in range(ROUNDS)]
-        found[name] = min(_timed_ns(each, request, ruling) for each in recorders)
+        found[name] = min(_timed_ns(each, request, result) for each in recorders)
     limiter.close()
     return found
 
 
-def _timed_ns(recorder: Recorder, request: Request, ruling: CheckResult) -> float:
+def _timed_ns(recorder: Recorder, request: Request, result: CheckResult) -> float:
     note, now_ns = recorder.note, time.time_ns()
     began_ns = time.thread_time_ns()
     for _ in range(CALLS):
-        note(request, ruling, 1, now_ns)
+        note(request, result, 1, now_ns)
     return (time.thread_time_ns() - began_ns) / CALLS
 
 

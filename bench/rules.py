@@ -1,8 +1,8 @@
 """Rules: matching among many of them, a whole check, and look-ups in long lists.
 
-Time for one call of each work, in nanoseconds: the median of the batches of all rounds, each of
-them timed as a whole, and the 99th percentile of calls timed one by one. Nothing is compared with
-peers, which have no rules; beside what DESIGN asks for stands what was found.
+Each time is that of one call in nanoseconds: the median of batches, each timed as a whole, and the
+99th percentile of calls timed one by one. Peers have no rules, so results are compared with the
+goals of the design only.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One work and how long a call of it takes."""
+    """One work and the time of its call."""
 
     work: str
     p50_ns: float
     p99_ns: float
     goal: bool = False
-    """Is the work one that DESIGN sets a goal for?"""
+    """True if the design has a goal for this work."""
 
     @property
     def verdict(self) -> str:
-        """Where it stands against the goal."""
+        """Return the result compared with the goal."""
         if not self.goal:
             return ""
         if self.p50_ns <= GOAL_NS:
@@ -124,7 +124,7 @@ def _timed(
 
 
 def rules_of_an_api(count: int) -> list[Rule]:
-    """As large services have them: mostly paths of services, and some tenants and keys."""
+    """Return rules like those of a large service: mostly paths, and some tenants and keys."""
     rules = []
     for number in range(count):
         service = number // 10
@@ -145,7 +145,7 @@ def rules_of_an_api(count: int) -> list[Rule]:
 
 
 def requests_of_an_api(count: int, rules: int) -> list[Request]:
-    """Requests that meet those rules, each with a path of its own."""
+    """Return requests that match those rules, each with a different path."""
     rng = random.Random(SEED)
     return [
         Request(
@@ -220,7 +220,7 @@ def _lists(effort: Effort) -> list[Timed]:
 
 
 def _listed(kind: str, numbers: Sequence[int]) -> tuple[list[Request], list[Request]]:
-    """Requests that are on the list, and others that are not."""
+    """Return requests on the list, and others that are not."""
     if kind == "networks":
         addresses = [f"{n >> 16 & 255}.{n >> 8 & 255}.{n & 255}.7" for n in numbers]
         others = [f"200.{n >> 8 & 255}.{n & 255}.7" for n in numbers]

@@ -1,13 +1,13 @@
 """A real PostgreSQL on loopback, for tests.
 
-    running_postgres().new_database()   # the URL of an empty one, on the server of this process
+    running_postgres().new_database()   # the URL of an empty database on the shared server
 
-    with Postgres() as server:          # its own, to be shut down and killed
+    with Postgres() as server:          # a server of its own, to be shut down and killed
         Repository.open(server.new_database())
 
-As `redis_servers` does: the programs of Debian's package, a free port, files in a temporary folder,
-gone when the process ends, however it ends. PostgreSQL does not run as root, so for root it runs as
-somebody else, and its folder is his.
+Like `redis_servers`, it uses the programs of Debian's package, a free port and a temporary folder,
+and is removed when the process ends, however it ends. PostgreSQL refuses to run as root, so for
+root it runs as another user, who owns the folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.redis_servers.scratch import scratch
 from tests.redis_servers.server import ServerFailed, Startable
 from tests.redis_servers.waiting import NotInTime, await_stopped, until
 
-# On a busy machine; making a cluster takes 1 s, a start 100 ms.
+# For a busy machine; initdb takes 1 s, a start 100 ms.
 INIT_SECONDS_MAX = 120.0
 READY_SECONDS_MAX = 60.0
 SHUT_DOWN_SECONDS_MAX = 20.0
@@ -40,12 +40,12 @@ _LOG_LINES_SHOWN = 20
 
 # Where the packages of Debian and Ubuntu put them; only some are also on the PATH.
 _DEBIAN_FOLDERS = Path("/usr/lib/postgresql")
-# Who runs the server when we are root: the package's own user, or whoever has no rights.
+# The user that runs the server if we are root: that of the package, or one without permissions.
 _USERS = ("postgres", "nobody")
 
 USER = "postgres"
-PASSWORD = "s3:cr/e@t?#%1"  # what a URL must escape is in it
-# What happens when the machine loses power is not tested, so nothing waits for the disk.
+PASSWORD = "s3:cr/e@t?#%1"  # with characters that a URL must escape
+# Power loss is not tested, so nothing waits for the disk.
 _SETTINGS = {
     "listen_addresses": HOST,
     "unix_socket_directories": "",
@@ -53,7 +53,7 @@ _SETTINGS = {
     "full_page_writes": "off",
     "max_connections": "200",
     "shared_buffers": "32MB",
-    "timezone": "Europe/Berlin",  # not UTC: times must come out right all the same
+    "timezone": "Europe/Berlin",  # not UTC, so that tests find wrong time zones
 }
 
 _PORT_TAKEN = "could not bind"
@@ -62,7 +62,7 @@ _STILL_ENDING = ("is still in use", "lock file")
 
 
 class Postgres(Startable):
-    """One server, empty at first. In a `with` block it is started and stopped."""
+    """One server, empty at first. A `with` block starts and stops it."""
 
     def __init__(self) -> None:
         self.port = 0
@@ -75,7 +75,7 @@ class Postgres(Startable):
 
     @property
     def pid(self) -> int | None:
-        """The process number; None if it does not run, for whatever reason."""
+        """The process id; None if the server does not run."""
         if self._process is None or self._process.poll() is not None:
             return None
         return self._process.pid
@@ -87,17 +87,19 @@ class Postgres(Startable):
         return int(line.split()[1])
 
     def url(self, database: str = "postgres") -> str:
-        """Of a database, with user and password."""
+        """Return the URL of a database, with user and password."""
         return f"postgresql://{USER}:{quote(PASSWORD, safe='')}@{HOST}:{self.port}/{database}"
 
     def new_database(self) -> str:
-        """Make an empty database; its URL."""
+        """Create an empty database, and return its URL."""
         name = f"rules_{next(self._databases)}"
         self.run(f"CREATE DATABASE {name}")
         return self.url(name)
 
     def run(self, sql: str, database: str = "postgres") -> str:
-        """What psql prints for this, unaligned and without headings. Raises ServerFailed."""
+        """Return what psql prints for this SQL, unaligned and without headings. Raises
+        ServerFailed.
+        """
         arguments = ["--no-psqlrc", "--quiet", "--tuples-only", "--no-align"]
         where = ["--host", HOST, "--port", str(self.port), "--username", USER]
         done = subprocess.run(
@@ -113,7 +115,7 @@ class Postgres(Startable):
         return done.stdout.strip()
 
     def start(self) -> None:
-        """Start it and wait until it is ready. Again after `kill`: same port, same data."""
+        """Start the server and wait until it is ready. After `kill`, it keeps its port and data."""
         if self.pid:
             raise ServerFailed(f"PostgreSQL on port {self.port} runs already; kill it first")
         if not self._data.exists():
@@ -137,24 +139,24 @@ class Postgres(Startable):
         raise ServerFailed(f"PostgreSQL on port {self.port} did not start. {self._log_end()}")
 
     def shut_down(self) -> None:
-        """As an administrator does: connections end and data is written. It can start again."""
+        """Stop the server cleanly; it can be started again."""
         self._end(signal.SIGINT)
 
     def kill(self) -> None:
-        """SIGKILL: nobody is told, and what was not committed is lost. It can start again."""
+        """SIGKILL the server; uncommitted data is lost. It can be started again."""
         self._end(signal.SIGKILL)
 
     def pause(self) -> None:
-        """SIGSTOP for all its processes: connections stay open, but nobody answers."""
+        """SIGSTOP all its processes: connections stay open without an answer."""
         for pid in self._signal_all(signal.SIGSTOP):
             await_stopped(pid)
 
     def resume(self) -> None:
-        """SIGCONT: it goes on from where it was paused."""
+        """SIGCONT: continue after `pause`."""
         self._signal_all(signal.SIGCONT)
 
     def stop(self) -> None:
-        """End it at once and remove its files. It cannot be started again."""
+        """Stop the server at once and remove its files. It cannot be started again."""
         self._end(signal.SIGQUIT)
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -198,7 +200,7 @@ class Postgres(Startable):
         scratch().stop_at_exit(self, self.stop)
 
     def _is_ready(self) -> bool:
-        """It writes that down itself, with its process number, so nobody else is taken for it."""
+        """Return True if the server has written that it is ready, with its own process id."""
         try:
             lines = (self._data / "postmaster.pid").read_text(encoding="utf-8").splitlines()
         except FileNotFoundError:
@@ -237,7 +239,7 @@ class Postgres(Startable):
 
 
 def program(name: str) -> str:
-    """Where a program of PostgreSQL is; of several versions, the newest."""
+    """Return the path of a program of PostgreSQL; of several versions, the newest."""
     found = shutil.which(name)
     if found:
         return found
@@ -255,7 +257,7 @@ def _major_version(path: Path) -> list[int]:
 
 
 def _identity() -> dict[str, Any]:
-    """Arguments for subprocess to run as somebody who is not root; none if we are not."""
+    """Return subprocess arguments for another user than root; empty if we are not root."""
     if os.geteuid() != 0:
         return {}
     for name in _USERS:
@@ -277,7 +279,7 @@ _running: Postgres | None = None
 
 
 def running_postgres() -> Postgres:
-    """The one that this process has; started now, if nobody asked before.
+    """Return the shared server of this process; the first call starts it.
 
     Everyone shares it: use a new database each time, and to kill one, start one of your own.
     """

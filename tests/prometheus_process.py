@@ -33,7 +33,7 @@ def _program(name: str) -> str:
 
 
 def promtool(*arguments: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
-    """What promtool says; `given` is its standard input."""
+    """Run promtool; `given` is its standard input."""
     return subprocess.run(
         [_program("promtool"), *arguments],
         check=False,
@@ -64,7 +64,7 @@ class PrometheusProcess(Startable):
         (self.folder / "prometheus.yaml").write_text(json.dumps(config), encoding="utf-8")
 
     def start(self) -> None:
-        """Start it, and wait until it is ready."""
+        """Start Prometheus, and wait until it is ready."""
         self.port = free_port()
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -99,28 +99,28 @@ class PrometheusProcess(Startable):
             return text
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """The series of an expression, now."""
+        """Return the present series of an expression."""
         found = json.loads(self._get(f"/api/v1/query?query={quote(expression)}"))
         series: list[dict[str, Any]] = found["data"]["result"]
         return series
 
     def firing(self) -> set[str]:
-        """The names of the alerts that fire."""
+        """Return the names of the alerts that fire."""
         found = json.loads(self._get("/api/v1/alerts"))["data"]["alerts"]
         return {each["labels"]["alertname"] for each in found if each["state"] == "firing"}
 
     def log_end(self) -> str:
-        """The last of what it printed."""
+        """Return the last lines of its log."""
         return self._log.read_text(encoding="utf-8", errors="replace")[-2_000:]
 
     def kill(self) -> None:
-        """At once: nothing of it is wanted."""
+        """Stop Prometheus at once."""
         if self._process is not None and self._process.poll() is None:
             os.kill(self._process.pid, signal.SIGKILL)
             self._process.wait()
         scratch().forget(self)
 
     def stop(self) -> None:
-        """End it and remove its files."""
+        """Stop Prometheus and remove its files."""
         self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)

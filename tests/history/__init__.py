@@ -1,1 +1,1 @@
-"""Tests of what is recorded."""
+"""Tests of the history."""

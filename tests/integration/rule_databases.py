@@ -1,4 +1,4 @@
-"""The databases that the repository's tests run on, and documents to keep there."""
+"""Databases and documents for the tests of the repository."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENGINES = ("sqlite", "postgresql")
 
 @pytest.fixture(params=ENGINES)
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Of an empty database, on each engine."""
+    """Return the URL of an empty database, on each engine."""
     if request.param == "postgresql":
         return running_postgres().new_database()
     return f"sqlite:///{tmp_path / 'rules.db'}"
@@ -25,13 +25,13 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 async def repository(url: str) -> AsyncIterator[Repository]:
-    """One in an empty database."""
+    """A repository in an empty database."""
     async with await Repository.open(url) as opened:
         yield opened
 
 
 def document(limits: str = "10/second", more: str = "") -> Document:
-    """A safe one with a tier, for which nothing must be forced."""
+    """Return a safe document with tiers."""
     return read(f"""
         version: 1
         tiers: {{free: 5/second, pro: 50/second}}

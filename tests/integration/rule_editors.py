@@ -1,12 +1,12 @@
-"""Processes that change one repository, run as programs so that each has its own everything.
+"""Processes that change one repository, run as separate programs.
 
     python -m tests.integration.rule_editors assign URL NAME TASKS EDITS
     python -m tests.integration.rule_editors apply URL NAME EXPECTED
     python -m tests.integration.rule_editors forever URL NAME
     python -m tests.integration.rule_editors open URL
 
-Each waits for a line on its input before it begins, so that several begin together, and prints one
-line of JSON at its end. `forever` prints the number of each version that it was told is kept.
+Each waits for a line on its input, so that several start together, and prints one line of JSON at
+its end. `forever` prints the number of each version that was committed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from tests.integration.rule_databases import document
 from tollkeeper.control.repository import Repository
 from tollkeeper.core.errors import VersionConflict
 
-# Longer than anything here takes: reaching it means that somebody hangs.
+# Longer than anything here takes: reaching it means that a process hangs.
 HANGS_AFTER_SECONDS = 120.0
 
 
 async def assign(url: str, name: str, tasks: str, edits: str) -> list[int]:
-    """Assign `user:NAME-TASK-EDIT` to a tier, each task one after the other; the numbers."""
+    """Assign `user:NAME-TASK-EDIT` to a tier, and return the version numbers."""
     async with await Repository.open(url) as repository:
 
         async def edit(task: int) -> list[int]:
-            # A connection pool of its own: tasks of one repository take turns.
+            # A repository of its own: tasks of one repository take turns.
             async with await Repository.open(url) as own:
                 return [
                     (await own.assign(f"user:{name}-{task}-{each}", "pro", author=name)).number
@@ -44,7 +44,7 @@ async def assign(url: str, name: str, tasks: str, edits: str) -> list[int]:
 
 
 async def apply(url: str, name: str, expected: str) -> str:
-    """Apply a document that only this process has; what came of it."""
+    """Apply a document that only this process has, and return the outcome."""
     mine = document(more=f"assign: {{'user:{name}': pro}}")
     async with await Repository.open(url) as repository:
         try:
@@ -63,13 +63,13 @@ async def forever(url: str, name: str) -> None:
 
 
 async def open_only(url: str) -> int:
-    """Open it, and look."""
+    """Open the repository, and return the current number."""
     async with await Repository.open(url) as repository:
         return await repository.number()
 
 
 def started(arguments: Sequence[Sequence[object]]) -> list[subprocess.Popen[str]]:
-    """One process for each, all waiting to begin."""
+    """Start one process for each; all wait for a line."""
     return [
         subprocess.Popen(
             [sys.executable, "-m", "tests.integration.rule_editors", *map(str, each)],
@@ -83,7 +83,7 @@ def started(arguments: Sequence[Sequence[object]]) -> list[subprocess.Popen[str]
 
 
 def results(*arguments: Sequence[object]) -> list[Any]:
-    """Run them all at the same time; what each printed."""
+    """Run all at the same time, and return what each printed."""
     processes = started(arguments)
     for process in processes:
         assert process.stdout is not None

@@ -1,11 +1,11 @@
-"""A node that follows its rules, run as a program: it says which limit is in force, and since when.
+"""A node that follows its rules, run as a program: it prints the limit in force, and its time.
 
     python -m tests.integration.rules_node '{"rules": URL, "store": URI, "poll": 30, …}'
 
-Each line that it prints is a JSON object: `limit`, as a request meets it, when that changes, with
-`at_ns`, by the clock of the machine, and what `rules_status` says. With `threads`, so many of them
-check in a loop meanwhile. An empty line to its input makes it print what they saw, and end. With
-`fork`, all that is done by a worker that was forked after the rules were loaded.
+Each line is a JSON object, printed when the limit of a request changes: `limit`, `at_ns` (by the
+clock of the machine) and the fields of `rules_status`. With `threads`, that many threads check in a
+loop meanwhile. An empty line on its input makes it print what they saw, and end. With `fork`, a
+worker that was forked after loading the rules does all of this.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from typing import Any
 from tollkeeper import Limiter, Request
 
 PAUSE_SECONDS = 0.003
-ASKED = Request(user="42", ip="10.0.0.1")
+REQUEST = Request(user="42", ip="10.0.0.1")
 
 
 def say(**facts: Any) -> None:
-    """One line."""
+    """Print one line."""
     print(json.dumps(facts, default=str), flush=True)
 
 
 class Load:
-    """Threads that check without a pause, and count what they saw."""
+    """Threads that check without a pause, and count the limits that they met."""
 
     def __init__(self, limiter: Limiter, threads: int) -> None:
         self._limiter = limiter
         self._stopped = Event()
-        # Of each thread its own, so that none is lost.
+        # One per thread, so that no count is lost.
         self._counts: list[tuple[Counter[int], list[str]]] = []
         self._threads = [Thread(target=self._hammer, daemon=True) for _ in range(threads)]
         for thread in self._threads:
@@ -49,16 +49,16 @@ class Load:
         self._counts.append((limits, failures))
         while not self._stopped.is_set():
             try:
-                decision = self._limiter.check(ASKED)
+                decision = self._limiter.check(REQUEST)
                 limits[decision.limit] += 1
-                # In every version the rule is named for its limit: a decision is of one version.
+                # Each rule is named after its limit, so a decision shows its version.
                 if decision.rule != f"limit-{decision.limit}" or not decision.allowed:
                     failures.append(repr(decision))
             except Exception as error:
                 failures.append(repr(error))
 
     def stop(self) -> dict[str, Any]:
-        """Let them finish; how many checks there were, which limits they met, what went wrong."""
+        """Stop the threads, and return the number of checks, the limits and the failures."""
         self._stopped.set()
         for thread in self._threads:
             thread.join()
@@ -68,7 +68,7 @@ class Load:
 
 
 def main() -> None:
-    """Until its input ends."""
+    """Run until a line arrives on the input."""
     options = json.loads(sys.argv[1])
     threads = options.pop("threads", 0)
     rules = options.pop("rules")
@@ -79,7 +79,7 @@ def main() -> None:
     load = Load(limiter, threads)
     last = None
     while True:
-        limit = limiter.check(ASKED).limit
+        limit = limiter.check(REQUEST).limit
         status = limiter.rules_status()
         seen = (limit, status.origin, status.error, status.push_error)
         if seen != last:

@@ -1,4 +1,4 @@
-"""The harness: a real PostgreSQL that starts, is killed, starts again, and leaves nothing over."""
+"""The PostgreSQL harness: a real server that starts, is killed, restarts, and is removed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.redis_servers import ServerFailed, until
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Postgres]:
-    """One for the tests that end it."""
+    """A server of its own, for tests that stop it."""
     with Postgres() as started:
         yield started
 
@@ -31,7 +31,7 @@ def exists(pid: int) -> bool:
 
 
 def test_databases_are_new_and_empty() -> None:
-    """Two calls, two databases, no tables."""
+    """Two calls return two databases without tables."""
     server = running_postgres()
     names = [server.new_database().rpartition("/")[2] for _ in range(2)]
     assert len(set(names)) == 2
@@ -39,25 +39,25 @@ def test_databases_are_new_and_empty() -> None:
         assert server.run("SELECT count(*) FROM pg_stat_user_tables", name) == "0"
 
 
-def test_a_process_has_one() -> None:
-    """Whoever asks gets the same, running."""
+def test_a_process_has_one_shared_server() -> None:
+    """Every caller gets the same server, running."""
     assert running_postgres() is running_postgres()
     assert running_postgres().pid
 
 
 def test_it_does_not_run_as_root(server: Postgres) -> None:
-    """Whoever runs the tests."""
+    """Not even if root runs the tests."""
     assert Path(f"/proc/{server.pid}").stat().st_uid != 0
 
 
 def test_sql_that_fails_is_an_error() -> None:
-    """With what the server says."""
+    """With the server's message."""
     with pytest.raises(ServerFailed, match="division by zero"):
         running_postgres().run("SELECT 1/0")
 
 
 @pytest.mark.parametrize("end", ["kill", "shut_down"])
-def test_what_was_committed_is_there_after_a_restart(server: Postgres, end: str) -> None:
+def test_committed_data_survives_a_restart(server: Postgres, end: str) -> None:
     """On the same port, in a new process."""
     name = server.new_database().rpartition("/")[2]
     server.run("CREATE TABLE kept AS SELECT 7 AS number", name)
@@ -71,14 +71,14 @@ def test_what_was_committed_is_there_after_a_restart(server: Postgres, end: str)
     assert server.run("SELECT number FROM kept", name) == "7"
 
 
-def test_one_that_runs_is_not_started_again(server: Postgres) -> None:
-    """It says so, instead of two servers on one folder."""
+def test_a_running_server_cannot_be_started_again(server: Postgres) -> None:
+    """An error, instead of two servers on one folder."""
     with pytest.raises(ServerFailed, match="runs already; kill it first"):
         server.start()
 
 
-def test_a_paused_server_goes_on(server: Postgres) -> None:
-    """Its processes stand still, then work again."""
+def test_a_paused_server_can_be_resumed(server: Postgres) -> None:
+    """Its processes stop, and then continue."""
     server.pause()
     try:
         assert "\nState:\tT" in Path(f"/proc/{server.pid}/status").read_text()
@@ -99,7 +99,7 @@ def test_nothing_is_left_after_stop() -> None:
 
 
 def test_nothing_is_left_of_a_killed_process() -> None:
-    """The guard ends the server and removes its folder when nobody else can."""
+    """The watchdog process stops the server and removes its folder."""
     script = (
         "from tests.postgres_server import running_postgres as r; import sys;"
         "print(r().pid, r().folder, r().shared_memory, flush=True); sys.stdin.read()"
@@ -120,7 +120,7 @@ def test_nothing_is_left_of_a_killed_process() -> None:
     subprocess.run(["ipcrm", "-m", shared_memory], check=True)
 
 
-def test_a_program_that_is_missing_says_what_to_install() -> None:
-    """The package's name is in the error."""
+def test_a_missing_program_names_its_package() -> None:
+    """The error has the command that installs it."""
     with pytest.raises(ServerFailed, match="apt-get install postgresql"):
         program("pg_no_such_program")

@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a real service; sums of workers never go down, also when they die."""
+"""A real Prometheus scrapes a real service; sums never go down, even if workers die."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ RULES: dict[str, Any] = {
 
 
 def scrape(service: ServiceProcess) -> str:
-    """What Prometheus would read. A worker that is killed may take a connection along."""
+    """Return what Prometheus would read; retry if a killed worker closed the connection."""
     for _ in range(10):
         with suppress(OSError, http.client.HTTPException):
             answer = service.ask("GET", "/metrics")
@@ -69,13 +69,13 @@ def _is(found: Callable[[], float], wanted: float) -> bool:
 
 
 def _are_back(service: ServiceProcess, killed: set[int]) -> bool:
-    """Do four others run and listen? On a busy machine one that is killed may live on a little."""
+    """Return True if four other workers run and listen; a killed one may live on for a moment."""
     pids = set(service.worker_pids())
     return len(pids) == 4 and not pids & killed and service.is_listening()
 
 
 def counters(text: str) -> dict[tuple[str, tuple[str, ...]], float]:
-    """What must never go down, by name and labels."""
+    """Return the values that must never go down, by name and labels."""
     return {
         (sample.name, tuple(sorted(sample.labels.values()))): sample.value
         for family in text_string_to_metric_families(text)
@@ -85,7 +85,7 @@ def counters(text: str) -> dict[tuple[str, tuple[str, ...]], float]:
 
 
 def with_samples(text: str) -> set[str]:
-    """The names of families that have a value."""
+    """Return the names of the families that have a value."""
     return {
         family.name + ("_total" if family.type == "counter" else "")
         for family in text_string_to_metric_families(text)
@@ -94,17 +94,17 @@ def with_samples(text: str) -> set[str]:
 
 
 def checked(service: ServiceProcess, times: int, **fields: Any) -> list[int]:
-    """So many checks, each on a connection of its own, so that all workers get some."""
+    """Send this many checks, each on its own connection, so that all workers get some."""
     with ThreadPoolExecutor(8) as pool:
         asked = pool.map(lambda _: service.ask("POST", "/v1/check", fields).status, range(times))
         return list(asked)
 
 
-def test_sums_never_go_down_and_nothing_is_lost_with_a_worker() -> None:
-    """Four workers, of which two are killed under way: whoever is scraped tells all checks.
+def test_sums_never_go_down_when_workers_die() -> None:
+    """Two of four workers are killed, and every worker reports all checks.
 
-    A worker that is killed takes along what it counted since it last wrote, within a second, unless
-    it was told of in a scrape; so the count is exact where a scrape came between.
+    A killed worker loses what it counted since its last write, within a second, unless a scrape
+    came in between; so the count is exact after a scrape.
     """
     rules = {"version": 1, "rules": [{"id": "users", "by": ["user"], "limits": ["100000/hour"]}]}
     with ServiceProcess(rules, workers=4) as service:
@@ -127,7 +127,7 @@ def test_sums_never_go_down_and_nothing_is_lost_with_a_worker() -> None:
         for victims in (0, 1, 1, 0):
             total += len(checked(service, 60, user="1"))
             wanted = partial(_is, allowed, total)
-            until(wanted, f"{total} checks are told", WAIT_SECONDS, allowed)
+            until(wanted, f"{total} checks are reported", WAIT_SECONDS, allowed)
             killed = set(service.worker_pids()[:victims])
             for pid in killed:
                 os.kill(pid, signal.SIGKILL)
@@ -143,13 +143,13 @@ def test_sums_never_go_down_and_nothing_is_lost_with_a_worker() -> None:
 
 @pytest.fixture(scope="module")
 def redis() -> Iterator[Single]:
-    """A Redis of its own: it is killed."""
+    """A Redis of its own, because the test kills it."""
     with Single() as server:
         yield server
 
 
-async def test_what_a_store_in_redis_counts_is_read() -> None:
-    """64 checks of one key at once, of which 30 pass: each is counted once, by who decided."""
+async def test_the_counts_of_a_redis_store_are_read() -> None:
+    """Of 64 concurrent checks of one key, 30 pass; each is counted once, by its source."""
     rules = {"version": 1, "rules": [{"id": "users", "by": ["user"], "limits": ["30/hour"]}]}
     server = running("single")
     server.flush()
@@ -164,7 +164,7 @@ async def test_what_a_store_in_redis_counts_is_read() -> None:
         assert checks["users denied denied_cache"] >= 10
         assert found.values["coalesced_checks"][""] > 0
         assert found.values["denied_cache_hits"][""] >= 10
-        # Not those that were known here, but for one that a busy machine has kept waiting.
+        # Denials from the cache are not in it, except when a busy machine delayed one.
         assert 30 <= sum(found.histograms["store_seconds"][:-1]) <= 74
         (node,) = found.values["breaker_state"]
         assert node.startswith("127.0.0.1:")
@@ -172,7 +172,7 @@ async def test_what_a_store_in_redis_counts_is_read() -> None:
 
 
 def names_used() -> set[str]:
-    """Every metric that the alerts and the dashboard name."""
+    """Return every metric that the alerts and the dashboard use."""
     alerts = yaml.safe_load(operations.read(operations.ALERTS))
     dashboard = json.loads(operations.read(operations.DASHBOARD))
     texts = [rule["expr"] for group in alerts["groups"] for rule in group["rules"]]
@@ -185,24 +185,24 @@ def names_used() -> set[str]:
 
 
 def test_the_dashboard_shows_every_metric() -> None:
-    """What is told is looked at; and all that is looked at is told."""
+    """And uses no other."""
     assert names_used() == {family.full_name for family in FAMILIES}
 
 
 def shown(prometheus: PrometheusProcess, asked: list[str]) -> bool:
-    """Has a panel anything to show? A query that Prometheus cannot read raises."""
+    """Return True if a panel has data. Raises for a query that Prometheus rejects."""
     found = [prometheus.query(each) for each in asked]
     return any(found)
 
 
 async def ask_grpc(target: str) -> None:
-    """One call, as Envoy makes it."""
+    """Send one call, as Envoy does."""
     async with grpc.aio.insecure_channel(target) as channel:
         await caller_on(channel)(entries(("tenant", "t")))
 
 
 def queries() -> dict[str, list[str]]:
-    """The dashboard's, by panel, with its variables filled in."""
+    """Return the queries of the dashboard by panel, with its variables filled in."""
     filled = {"$__rate_interval": "5s", "$job": ".*", "$instance": ".*"}
     found: dict[str, list[str]] = {}
     for panel in json.loads(operations.read(operations.DASHBOARD))["panels"]:
@@ -216,7 +216,7 @@ def queries() -> dict[str, list[str]]:
 
 
 def quickened() -> str:
-    """The shipped alerts, for a test that cannot wait for minutes: only times are changed."""
+    """Return the shipped alerts with shorter times."""
     alerts = yaml.safe_load(operations.read(operations.ALERTS))
     for rule in alerts["groups"][0]["rules"]:
         rule["expr"] = re.sub(r"\[\d+[smh]\]", "[5s]", rule["expr"])
@@ -224,11 +224,8 @@ def quickened() -> str:
     return yaml.safe_dump(alerts)
 
 
-async def test_a_real_prometheus_scrapes_and_alerts_when_the_store_is_gone(redis: Single) -> None:
-    """What the service tells is what promtool accepts; Redis dies, and the alerts fire.
-
-    Before that, none does. In the end every metric that alerts and dashboard name has a value.
-    """
+async def test_a_real_prometheus_scrapes_and_alerts_when_redis_dies(redis: Single) -> None:
+    """No alert fires before. In the end every metric of alerts and dashboard has a value."""
     with (
         ServiceProcess(RULES, "--store", redis.uri, workers=2, grpc=True) as service,
         PrometheusProcess(urlsplit(service.url).netloc, quickened()) as prometheus,
@@ -239,7 +236,7 @@ async def test_a_real_prometheus_scrapes_and_alerts_when_the_store_is_gone(redis
         await ask_grpc(service.grpc)
         until(
             lambda: prometheus.query("tollkeeper_checks_total{outcome='blocked'} == 2"),
-            "Prometheus has what was checked",
+            "Prometheus has the checks",
             WAIT_SECONDS,
             lambda: prometheus.query("tollkeeper_checks_total"),
         )

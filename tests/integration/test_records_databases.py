@@ -1,4 +1,4 @@
-"""Records in SQLite and PostgreSQL: the same rows, partitions by day, writers beside each other."""
+"""Records in SQLite and PostgreSQL: the same rows, daily partitions, concurrent writers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SUMS = "SELECT count(*), sum(allowed), sum(denied), sum(units) FROM tollkeeper_u
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Of a database without tables."""
+    """Return the URL of an empty database."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'records.db'}"
     return running_postgres().new_database()
@@ -47,7 +47,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 async def sink(url: str) -> AsyncIterator[Sink]:
-    """That writes there, at a time that stands still."""
+    """A sink for the database, with a clock that stands still."""
     made = Sink(Database(url), now_ns=lambda: NOW_S * 10**9)
     yield made
     await made.close()
@@ -55,7 +55,7 @@ async def sink(url: str) -> AsyncIterator[Sink]:
 
 @pytest.fixture
 async def records(url: str) -> AsyncIterator[Records]:
-    """That reads there."""
+    """Queries of the database."""
     made = Records(Database(url))
     yield made
     await made.close()
@@ -71,8 +71,8 @@ async def test_units_beyond_what_a_database_counts_are_its_most(
     assert (found.allowed, found.units, sink.dropped()) == (1, NUMBER_MAX, 0)
 
 
-async def test_what_is_written_is_read(sink: Sink, records: Records) -> None:
-    """Every field, and every text that a request may bring."""
+async def test_every_field_is_read_as_it_was_written(sink: Sink, records: Records) -> None:
+    """Including every text that a request may contain."""
     strange = event(
         NOW_US,
         subject=f"tenant:größe{PART}user:🦊'%_\\",
@@ -93,7 +93,7 @@ async def test_what_is_written_is_read(sink: Sink, records: Records) -> None:
 
 
 async def test_pages_hold_every_row_once(sink: Sink, records: Records) -> None:
-    """Decisions of the same moment too; usage across the edges of its steps."""
+    """Also decisions of the same time, and usage across the edges of steps."""
     sink.offer([event(NOW_US - number // 3) for number in range(50)])
     for number in range(400):
         sink.usage.add((f"user:{number % 7}", f"r{number % 2}", NOW_S // 60 - number), [1, 2, 3])
@@ -117,10 +117,10 @@ async def test_pages_hold_every_row_once(sink: Sink, records: Records) -> None:
         assert [each[:1] for each in found] == sorted(each[:1] for each in found)
 
 
-async def test_a_page_adds_up_little_more_than_it_tells(
+async def test_a_page_reads_little_more_than_it_returns(
     sink: Sink, records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a long list takes the square of its length; and long ago is passed over in big steps."""
+    """Otherwise a long list takes quadratic time; empty times are skipped in large windows."""
     first_s = NOW_S - 600 * 60
     for minute in range(600):
         sink.usage.add(("user:1", "orders", first_s // 60 + minute), [1, 0, 1])
@@ -146,8 +146,8 @@ async def test_a_page_adds_up_little_more_than_it_tells(
     assert len(asked) < 40
 
 
-async def test_a_cursor_of_another_time_hides_nothing(sink: Sink, records: Records) -> None:
-    """One from before what is asked for now: all of that comes after it."""
+async def test_an_old_cursor_hides_nothing(sink: Sink, records: Records) -> None:
+    """A cursor before the requested time returns all of it."""
     for subject in ("user:1", "user:9"):
         sink.usage.add((subject, "orders", NOW_S // 60), [1, 0, 1])
     await sink.finish()
@@ -156,8 +156,8 @@ async def test_a_cursor_of_another_time_hides_nothing(sink: Sink, records: Recor
     assert len(await records.usage(wanted, "hour", 10, before)) == 2
 
 
-async def test_scopes_are_whole_parts(sink: Sink, records: Records) -> None:
-    """Wherever they stand, and all of them."""
+async def test_scopes_match_whole_parts(sink: Sink, records: Records) -> None:
+    """At any position, and all of them."""
     subjects = [
         "tenant:acme",
         f"tenant:acme{PART}user:1",
@@ -180,8 +180,8 @@ async def test_scopes_are_whole_parts(sink: Sink, records: Records) -> None:
     assert await seen({}) == sorted(subjects)
 
 
-async def test_writers_beside_each_other_add_up(url: str) -> None:
-    """Eight at a time, on the same rows in different orders; tables are made once."""
+async def test_counts_of_concurrent_writers_add_up(url: str) -> None:
+    """Eight at a time, on the same rows in different orders; the tables are created once."""
 
     async def write(number: int) -> None:
         sink = Sink(Database(url), now_ns=lambda: NOW_S * 10**9)
@@ -199,8 +199,10 @@ async def test_writers_beside_each_other_add_up(url: str) -> None:
     assert await rows(url, "SELECT count(*) FROM tollkeeper_decisions") == [(800,)]
 
 
-async def test_hours_and_their_sums(url: str, sink: Sink, records: Records) -> None:
-    """Old minutes become hours while somebody else goes on adding to them."""
+async def test_minutes_become_hours_while_others_write(
+    url: str, sink: Sink, records: Records
+) -> None:
+    """The sums stay exact."""
     trimmer = Trimmer(sink._database, Retention())
     await sink.finish()
     other = Sink(Database(url), now_ns=lambda: NOW_S * 10**9)
@@ -228,8 +230,8 @@ async def test_hours_and_their_sums(url: str, sink: Sink, records: Records) -> N
 
 
 @pytest.mark.parametrize("gone", [TABLES, TABLES[:1], TABLES[2:]])
-async def test_tables_that_were_dropped_are_made_anew(url: str, gone: tuple[str, ...]) -> None:
-    """While a service runs: they may all be dropped, and it goes on without a restart."""
+async def test_dropped_tables_are_created_again(url: str, gone: tuple[str, ...]) -> None:
+    """While the sink runs, without a restart."""
     quick = WritePace(write_seconds=0.02, usage_seconds=0.02, batch_seconds=0)
     sink = Sink(Database(url), pace=quick, now_ns=lambda: NOW_S * 10**9)
     sink.offer([event(NOW_US)])
@@ -254,7 +256,7 @@ async def test_tables_that_were_dropped_are_made_anew(url: str, gone: tuple[str,
 
 
 async def days_of(url: str) -> list[date]:
-    """The partitions that there are."""
+    """Return the days that have a partition."""
     database = Database(url)
     async with database.reading() as connection:
         found = await tables.days(connection)
@@ -262,8 +264,8 @@ async def days_of(url: str) -> list[date]:
     return found
 
 
-async def test_partitions_appear_ahead_and_are_dropped_by_age() -> None:
-    """Day after day; what was written a week ago goes with its day."""
+async def test_partitions_are_created_ahead_and_dropped_by_age() -> None:
+    """Day by day; a decision is removed with its day."""
     url = running_postgres().new_database()
     clock = ManualClock(start=NOW_S)
     sink = Sink(Database(url), Retention(decisions_days=7), now_ns=clock.now_ns)
@@ -284,8 +286,8 @@ async def test_partitions_appear_ahead_and_are_dropped_by_age() -> None:
     await sink.close()
 
 
-async def test_decisions_of_no_day_that_is_kept_are_dropped_and_counted() -> None:
-    """Of a clock that is wrong by months; the others of the batch are written."""
+async def test_decisions_without_a_partition_are_dropped_and_counted() -> None:
+    """A clock is wrong by months; the others of the batch are written."""
     url = running_postgres().new_database()
     sink = Sink(Database(url), now_ns=lambda: NOW_S * 10**9)
     month_us = 31 * DAY_S * 10**6
@@ -296,10 +298,10 @@ async def test_decisions_of_no_day_that_is_kept_are_dropped_and_counted() -> Non
     await sink.close()
 
 
-async def test_decisions_of_no_day_are_counted_once_however_often_they_are_tried(
+async def test_drops_are_counted_once_in_spite_of_retries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The batch fails for another reason; what it has lost is lost once."""
+    """The batch fails for another reason."""
     url = running_postgres().new_database()
     sink = Sink(Database(url), now_ns=lambda: NOW_S * 10**9)
     sink.offer([event(at_us) for at_us in (0, NOW_US)])
@@ -318,8 +320,8 @@ async def test_decisions_of_no_day_are_counted_once_however_often_they_are_tried
     assert (sink.written, sink.dropped()) == (1, 1)
 
 
-async def test_a_day_that_somebody_dropped_is_made_anew() -> None:
-    """Nothing is lost with it, usage least of all."""
+async def test_a_dropped_partition_is_created_again() -> None:
+    """No decision and no usage is lost."""
     url = running_postgres().new_database()
     quick = WritePace(write_seconds=0.02, usage_seconds=0.02, batch_seconds=0)
     sink = Sink(Database(url), pace=quick, now_ns=lambda: NOW_S * 10**9)
@@ -341,8 +343,8 @@ async def test_a_day_that_somebody_dropped_is_made_anew() -> None:
     assert [int(each) for each in (await rows(url, SUMS))[0]] == [1, 1, 1, 1]
 
 
-async def test_a_node_whose_clock_is_ahead_drops_nothing_of_the_others() -> None:
-    """What is old is told by the database's clock, for decisions and for usage."""
+async def test_a_node_whose_clock_is_ahead_trims_nothing() -> None:
+    """The clock of the database decides what is old."""
     url = running_postgres().new_database()
     right = Sink(Database(url))
     right.offer([event(time.time_ns() // 1_000)])
@@ -357,14 +359,14 @@ async def test_a_node_whose_clock_is_ahead_drops_nothing_of_the_others() -> None
     await wrong.close()
 
 
-async def failed_again(sink: Sink) -> None:
+async def await_failure(sink: Sink) -> None:
     """Wait until one more attempt has failed."""
     failures = sink._failures
     await until_async(lambda: sink._failures > failures, "it fails again")
 
 
-async def test_a_server_that_stands_still_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped in the middle: what comes is kept as far as it fits; then all is there, once."""
+async def test_a_paused_server_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records are kept while they fit; then each is written once."""
     monkeypatch.setattr("tollkeeper.control.database.TRANSACTION_SECONDS_MAX", 0.5)
     monkeypatch.setattr("tollkeeper.control.database.CONNECT_SECONDS_MAX", 0.5)
     monkeypatch.setattr(sinks, "RETRY_SECONDS_MIN", 0.05)
@@ -381,7 +383,7 @@ async def test_a_server_that_stands_still_is_waited_out(monkeypatch: pytest.Monk
             for _ in range(3):
                 sink.offer([event(NOW_US)] * EVENTS_MAX)
                 sink.usage.add(("user:1", "orders", NOW_S // 60), [1, 1, 1])
-                await failed_again(sink)
+                await await_failure(sink)
             assert len(sink._events) <= EVENTS_MAX
             assert sink.dropped() >= EVENTS_MAX
         finally:
@@ -396,8 +398,8 @@ async def test_a_server_that_stands_still_is_waited_out(monkeypatch: pytest.Monk
         assert [int(each) for each in (await rows(url, SUMS))[0]] == [1, 3, 3, 3]
 
 
-async def test_a_user_who_may_not_make_tables() -> None:
-    """What he may not do is said."""
+async def test_a_missing_permission_raises() -> None:
+    """The error has the server's message."""
     server = running_postgres()
     url = server.new_database()
     name = url.rpartition("/")[2]

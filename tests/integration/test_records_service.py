@@ -168,7 +168,7 @@ def test_every_worker_knows_the_busiest_subjects_of_all(tmp_path: Path) -> None:
             return all([(each["subject"], each["rule"]) for each in some] == hot for some in seen)
 
         until(most_checks, "every worker counts the checks of both", SECONDS_MAX)
-        until(most_denied, "every worker names the one who is denied", SECONDS_MAX)
+        until(most_denied, "every worker names the denied user", SECONDS_MAX)
 
 
 def test_a_locked_file_does_not_affect_checks(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ PRO = (Limit(50, per=1),)
 TEN, TWENTY = document("10/second"), document("20/second")
 
 
-async def filled(repository: Repository, count: int) -> list[Version]:
-    """So many versions, each with another limit."""
+async def with_versions(repository: Repository, count: int) -> list[Version]:
+    """Apply this many versions, each with another limit."""
     return [
         await repository.apply(
             document(f"{number}/second"), author="ann", reason=f"no. {number}", expected=number - 1
@@ -33,7 +33,7 @@ async def filled(repository: Repository, count: int) -> list[Version]:
 
 
 async def test_an_empty_repository_has_no_version(repository: Repository) -> None:
-    """None, 0 and empty lists; a number that was never given is missing."""
+    """None, 0 and empty lists; an unknown number raises NotFound."""
     assert await repository.current() is None
     assert await repository.number() == 0
     assert await repository.history() == []
@@ -42,8 +42,8 @@ async def test_an_empty_repository_has_no_version(repository: Repository) -> Non
         await repository.version(1)
 
 
-async def test_a_version_is_kept_as_it_was_applied(repository: Repository, url: str) -> None:
-    """All fields come back, also through another repository on the same database."""
+async def test_a_version_is_stored_unchanged(repository: Repository, url: str) -> None:
+    """Another repository on the same database returns all its fields."""
     before = datetime.now(UTC)
     applied = await repository.apply(TEN, author="Änn 🦊", reason="line 1\nline 2", expected=None)
     assert applied == Version(
@@ -64,8 +64,8 @@ async def test_a_version_is_kept_as_it_was_applied(repository: Repository, url: 
 
 
 async def test_versions_are_numbered_without_gaps(repository: Repository) -> None:
-    """1, 2, 3, each a change of the one before; times follow the numbers."""
-    applied = await filled(repository, 5)
+    """1, 2, 3, each based on the one before; times are in the same order."""
+    applied = await with_versions(repository, 5)
     assert [(each.number, each.base) for each in applied] == [
         *((1, None), (2, 1), (3, 2), (4, 3), (5, 4))
     ]
@@ -74,11 +74,11 @@ async def test_versions_are_numbered_without_gaps(repository: Repository) -> Non
 
 
 @pytest.mark.parametrize("expected", [None, 0, 1, 3])
-async def test_a_change_of_another_version_is_refused(
+async def test_a_change_of_an_old_version_is_rejected(
     repository: Repository, expected: int | None
 ) -> None:
-    """Both numbers are in the error, and nothing has changed. None is 0: no version seen."""
-    await filled(repository, 2)
+    """The error has both numbers, and nothing changes. None means 0."""
+    await with_versions(repository, 2)
     with pytest.raises(VersionConflict) as error:
         await repository.apply(document("7/second"), author="bob", expected=expected)
     assert (error.value.expected, error.value.current) == (expected or 0, 2)
@@ -88,8 +88,8 @@ async def test_a_change_of_another_version_is_refused(
     assert len(await repository.audit()) == 2
 
 
-async def test_what_changes_nothing_makes_no_version(repository: Repository) -> None:
-    """The current one is returned, also to one who tries again after a lost answer."""
+async def test_a_change_without_effect_adds_no_version(repository: Repository) -> None:
+    """The current one is returned, also to a retry after a lost answer."""
     first = await repository.apply(TEN, author="ann", expected=0)
     assert await repository.apply(TEN, author="bob", expected=1) == first
     assert await repository.apply(TEN, author="ann", expected=0) == first
@@ -99,9 +99,9 @@ async def test_what_changes_nothing_makes_no_version(repository: Repository) -> 
     assert await repository.number() == 2
 
 
-async def test_rolling_back_makes_a_new_version_like_the_old_one(repository: Repository) -> None:
-    """History only grows: the number is new, the text is old."""
-    versions = await filled(repository, 3)
+async def test_a_rollback_adds_a_version_with_the_old_text(repository: Repository) -> None:
+    """The history only grows."""
+    versions = await with_versions(repository, 3)
     again = await repository.rollback(1, author="bob", reason="too much", expected=3)
     assert (again.number, again.base, again.kind) == (4, 3, "rollback")
     assert (again.author, again.reason) == ("bob", "too much")
@@ -113,8 +113,8 @@ async def test_rolling_back_makes_a_new_version_like_the_old_one(repository: Rep
 
 
 async def test_history_and_audit_come_in_pages(repository: Repository) -> None:
-    """The newest first; `before` goes on where the last page ended."""
-    versions = (await filled(repository, 5))[::-1]
+    """The newest first; `before` continues where the last page ended."""
+    versions = (await with_versions(repository, 5))[::-1]
     assert await repository.history() == versions
     assert await repository.history(limit=2) == versions[:2]
     assert await repository.history(limit=2, before=4) == versions[2:4]
@@ -122,9 +122,9 @@ async def test_history_and_audit_come_in_pages(repository: Repository) -> None:
     assert [each.version for each in await repository.audit(limit=2, before=4)] == [3, 2]
 
 
-async def test_lists_of_large_documents_may_leave_the_texts_out(repository: Repository) -> None:
-    """All else is the same; a difference is cut where it is asked to be."""
-    versions = (await filled(repository, 3))[::-1]
+async def test_lists_may_leave_out_texts_and_cut_diffs(repository: Repository) -> None:
+    """All other fields are the same."""
+    versions = (await with_versions(repository, 3))[::-1]
     brief = await repository.history(texts=False)
     assert brief == [replace(each, text="") for each in versions]
     whole, cut = await repository.audit(), await repository.audit(diff_length_max=20)
@@ -132,8 +132,8 @@ async def test_lists_of_large_documents_may_leave_the_texts_out(repository: Repo
     assert len(whole[0].diff) > 20
 
 
-async def test_the_audit_says_who_changed_what_and_why(repository: Repository) -> None:
-    """With the diff; of the first version it is the whole text."""
+async def test_the_audit_has_author_reason_and_diff(repository: Repository) -> None:
+    """The diff of the first version is its whole text."""
     await repository.apply(TEN, author="ann", reason="first", expected=0)
     second = await repository.apply(TWENTY, author="bob", reason="more", expected=1)
     newest, first = await repository.audit()
@@ -148,8 +148,8 @@ async def test_the_audit_says_who_changed_what_and_why(repository: Repository) -
 
 
 async def test_the_diff_of_any_two_versions(repository: Repository) -> None:
-    """In both directions, named by their numbers; none of a version with itself."""
-    await filled(repository, 3)
+    """In both directions, with their numbers; empty for the same version."""
+    await with_versions(repository, 3)
     assert (await repository.diff(1, 3)).splitlines()[:2] == ["--- version 1", "+++ version 3"]
     assert "+  limits: [1/second]" in await repository.diff(3, 1)
     assert await repository.diff(2, 2) == ""
@@ -157,8 +157,8 @@ async def test_the_diff_of_any_two_versions(repository: Repository) -> None:
         await repository.diff(1, 7)
 
 
-async def test_what_is_unsafe_must_be_forced(repository: Repository) -> None:
-    """The error lists what was found; forced, it is applied, and the audit says what was."""
+async def test_an_unsafe_change_must_be_forced(repository: Repository) -> None:
+    """The error lists the findings; a forced change is applied, and the audit keeps them."""
     await repository.apply(TEN, author="ann", expected=0)
     with pytest.raises(UnsafeChange) as error:
         await repository.apply(UNSAFE, author="ann", expected=1)
@@ -169,8 +169,8 @@ async def test_what_is_unsafe_must_be_forced(repository: Repository) -> None:
     assert (await repository.audit(limit=1))[0].forced == str(error.value)
 
 
-async def test_what_was_forced_once_is_not_asked_again(repository: Repository) -> None:
-    """Later edits are not refused for what is in force already; new findings are."""
+async def test_a_forced_finding_does_not_block_later_edits(repository: Repository) -> None:
+    """Only new findings do."""
     await repository.apply(UNSAFE, author="ann", expected=0, force=True)
     await repository.set_tier("pro", PRO, author="ann")
     assert (await repository.audit(limit=1))[0].forced == ""
@@ -180,15 +180,15 @@ async def test_what_was_forced_once_is_not_asked_again(repository: Repository) -
     assert [finding.code for finding in error.value.findings] == ["allows-all"]
 
 
-async def test_going_back_to_what_was_unsafe_needs_no_force(repository: Repository) -> None:
-    """It was accepted once, and whoever rolls back is in a hurry."""
+async def test_a_rollback_to_an_unsafe_version_needs_no_force(repository: Repository) -> None:
+    """It was accepted once, and a rollback is urgent."""
     await repository.apply(UNSAFE, author="ann", expected=0, force=True)
     await repository.apply(TEN, author="ann", expected=1)
     assert (await repository.rollback(1, author="ann", expected=2)).number == 3
 
 
-async def test_a_document_that_is_not_right_is_not_kept(repository: Repository) -> None:
-    """Made of values that the grammar refuses, it would stop every node that reads it."""
+async def test_an_invalid_document_is_rejected(repository: Repository) -> None:
+    """It would stop every node that reads it."""
     wrong = replace(TEN, assign={"user:42": "gold"})
     with pytest.raises(DocumentError, match="there is no tier"):
         await repository.apply(wrong, author="ann", expected=0)
@@ -197,9 +197,8 @@ async def test_a_document_that_is_not_right_is_not_kept(repository: Repository) 
     assert await repository.number() == 0
 
 
-async def test_a_document_made_by_hand_is_kept_in_canonical_form(repository: Repository) -> None:
-    """A time of another zone and spaces around words: what is kept, read and applied again changes
-    nothing."""
+async def test_a_document_is_stored_in_canonical_form(repository: Repository) -> None:
+    """Reading it and applying it again changes nothing, whatever its time zones and spaces."""
     until = datetime(2030, 1, 1, 2, tzinfo=timezone(timedelta(hours=2)))
     by_hand = Override("user", "7", multiply=2.0, until=until, reason=" two\nlines ")
     version = await repository.apply(replace(TEN, overrides=(by_hand,)), author="a", expected=0)
@@ -209,8 +208,8 @@ async def test_a_document_made_by_hand_is_kept_in_canonical_form(repository: Rep
     assert await repository.apply(kept, author="bob", expected=1) == version
 
 
-async def test_edits_change_what_they_say(repository: Repository) -> None:
-    """Each is a version of its own kind, with its author; the document has all of them."""
+async def test_edits_change_the_document(repository: Repository) -> None:
+    """Each adds a version of its kind, with its author."""
     await repository.apply(TEN, author="ann", expected=0)
     twice = Override("user", "7", multiply=2.0)
     signed = replace(twice, author="bob", reason="launch")
@@ -235,8 +234,8 @@ async def test_edits_change_what_they_say(repository: Repository) -> None:
     ]
 
 
-async def test_edits_that_cannot_be_made(repository: Repository) -> None:
-    """Nobody to take out, nothing to remove: an error, and no version."""
+async def test_impossible_edits_raise(repository: Repository) -> None:
+    """They add no version."""
     await repository.apply(TEN, author="ann", expected=0)
     with pytest.raises(ConfigError, match="assigned to no tier"):
         await repository.unassign("user:1", author="ann")
@@ -245,8 +244,8 @@ async def test_edits_that_cannot_be_made(repository: Repository) -> None:
     assert await repository.number() == 1
 
 
-async def test_any_edit_of_one_version_or_of_the_newest(repository: Repository) -> None:
-    """Its kind is kept; with `expected`, another version is refused even for no change."""
+async def test_edit_applies_a_function(repository: Repository) -> None:
+    """With `expected`, another current version is a conflict even if nothing changes."""
 
     def deny(document: Document) -> Document:
         return edits.add_entry(document, "deny", "user:7")
@@ -260,8 +259,8 @@ async def test_any_edit_of_one_version_or_of_the_newest(repository: Repository) 
     assert (error.value.expected, error.value.current) == (0, 1)
 
 
-async def test_what_a_version_says_is_read_from_its_text(repository: Repository) -> None:
-    """Of an old version and of the newest, in any order."""
+async def test_document_of_parses_any_version(repository: Repository) -> None:
+    """An old version and the newest, in any order."""
     for number, limits in enumerate(("1/second", "2/second")):
         await repository.apply(document(limits), author="ann", expected=number)
     for number in (2, 1, 2):

@@ -1,4 +1,4 @@
-"""10,000 rules: applied, loaded and edited in seconds, and the event loop goes on meanwhile."""
+"""10,000 rules are applied, loaded and edited in seconds, without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOAD_SECONDS_MAX = 5.0
 
 @pytest.fixture(scope="module")
 def huge() -> Document:
-    """As many rules as a service may have, each with tiers and two limits."""
+    """Return a document with the maximum of rules, each with tiers and two limits."""
     rules = [
         {
             "id": f"rule-{number}",
@@ -38,7 +38,7 @@ def huge() -> Document:
 
 
 async def longest_wait(work: asyncio.Task[object]) -> float:
-    """How long the event loop was kept from its turn while this was done."""
+    """Return the longest time that the event loop was blocked during this task."""
     longest = 0.0
     while not work.done():
         before = time.monotonic()
@@ -50,12 +50,12 @@ async def longest_wait(work: asyncio.Task[object]) -> float:
 async def test_a_huge_document_is_applied_loaded_and_edited(
     repository: Repository, huge: Document
 ) -> None:
-    """All of it comes back; an edit has a diff of a few lines; looking takes no time."""
+    """It is read unchanged, an edit has a diff of a few lines, and reading the number is quick."""
     began, began_cpu = time.monotonic(), time.process_time()
     work: asyncio.Task[object] = asyncio.create_task(
         repository.apply(huge, author="ann", expected=0)
     )
-    # PyYAML writes the text in one call of C that lets nobody else in; all the rest does.
+    # PyYAML writes the text in one C call that holds the GIL; all other steps release it.
     longest = await longest_wait(work)
     await work
     assert time.process_time() - began_cpu < APPLY_CPU_SECONDS_MAX

@@ -1,4 +1,4 @@
-"""Push on PostgreSQL: heard at once, never of what was rolled back, and losses are noticed."""
+"""Notifications of PostgreSQL: immediate, never of a rollback, and losses are detected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATIENCE_SECONDS = 20.0
 
 @pytest.fixture
 async def repository() -> AsyncIterator[Repository]:
-    """With one version."""
+    """A repository with one version."""
     async with await Repository.open(running_postgres().new_database()) as opened:
         await opened.apply(document(), author="ann", expected=0)
         yield opened
@@ -35,7 +35,7 @@ async def soon(answer: Awaitable[Answer]) -> Answer:
 
 
 async def test_numbers_arrive_as_they_are_committed(repository: Repository) -> None:
-    """The current one at once, for what came before one listened; then each that is new."""
+    """The current number at once, then each newer one."""
     async with aclosing(repository.listen()) as numbers:
         assert await soon(anext(numbers)) == 1
         for number in range(2, 6):
@@ -43,8 +43,8 @@ async def test_numbers_arrive_as_they_are_committed(repository: Repository) -> N
             assert await soon(anext(numbers)) == number
 
 
-async def test_who_is_slow_is_told_the_newest(repository: Repository) -> None:
-    """Nothing piles up: of ten that came meanwhile, it is the last."""
+async def test_a_slow_listener_gets_the_newest_number(repository: Repository) -> None:
+    """Of ten versions in between, it gets the last, so nothing accumulates."""
     async with aclosing(repository.listen()) as numbers:
         await soon(anext(numbers))
         for user in range(10):
@@ -56,7 +56,7 @@ async def test_who_is_slow_is_told_the_newest(repository: Repository) -> None:
         assert len(seen) < 11
 
 
-async def test_what_is_rolled_back_is_not_told(repository: Repository) -> None:
+async def test_a_rolled_back_notification_is_not_received(repository: Repository) -> None:
     """NOTIFY is part of the transaction."""
 
     async def write_half() -> None:
@@ -72,8 +72,8 @@ async def test_what_is_rolled_back_is_not_told(repository: Repository) -> None:
         assert await soon(anext(numbers)) == 2
 
 
-async def test_what_anyone_else_says_on_the_channel_is_no_harm(repository: Repository) -> None:
-    """Neither words nor a number that is not there: what follows is told all the same."""
+async def test_other_messages_on_the_channel_are_harmless(repository: Repository) -> None:
+    """Neither words nor unknown numbers affect later versions."""
     async with aclosing(repository.listen()) as numbers:
         await soon(anext(numbers))
         async with repository._database.engine.begin() as connection:
@@ -83,10 +83,10 @@ async def test_what_anyone_else_says_on_the_channel_is_no_harm(repository: Repos
         assert await soon(anext(numbers)) == 2
 
 
-async def test_what_was_not_announced_is_found_after_a_while(
+async def test_a_missed_version_is_found_after_a_quiet_time(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A quiet connection is asked for the number: it may be dead, and something may be missed."""
+    """The number is queried on a quiet connection."""
     monkeypatch.setattr(database_module, "QUIET_SECONDS_MAX", 0.05)
     monkeypatch.setattr("tollkeeper.control.repository.CHANNEL", "somewhere_else")
     async with aclosing(repository.listen()) as numbers:
@@ -95,8 +95,8 @@ async def test_what_was_not_announced_is_found_after_a_while(
         assert await soon(anext(numbers)) == 2
 
 
-async def test_a_cut_connection_is_told_and_listening_again_works(repository: Repository) -> None:
-    """StoreUnavailable, at once; then the current number, so nothing is missed in between."""
+async def test_a_lost_connection_raises_and_listening_again_works(repository: Repository) -> None:
+    """The next listener gets the current number at once, so no version is missed."""
     async with aclosing(repository.listen()) as numbers:
         await soon(anext(numbers))
         async with repository._database.engine.begin() as connection:
@@ -111,9 +111,8 @@ async def test_a_cut_connection_is_told_and_listening_again_works(repository: Re
         assert await soon(anext(numbers)) == 2
 
 
-async def test_a_server_that_falls_silent_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its connections stay open and nobody answers: the question that follows a quiet while is not
-    answered in time."""
+async def test_a_paused_server_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The query after a quiet time has a timeout."""
     monkeypatch.setattr(database_module, "QUIET_SECONDS_MAX", 0.05)
     monkeypatch.setattr(database_module, "CONNECT_SECONDS_MAX", 0.2)
     with Postgres() as server:
@@ -131,7 +130,7 @@ async def test_a_server_that_falls_silent_is_found_out(monkeypatch: pytest.Monke
 
 
 async def test_listening_leaves_no_connection(repository: Repository) -> None:
-    """Whoever stops listening gives it back to the server."""
+    """Closing the generator closes its connection."""
     async with aclosing(repository.listen()) as numbers:
         await soon(anext(numbers))
     query = (
@@ -140,13 +139,13 @@ async def test_listening_leaves_no_connection(repository: Repository) -> None:
     )
     async with repository._database.reading() as connection, asyncio.timeout(PATIENCE_SECONDS):
         while (await connection.exec_driver_sql(query)).scalar_one():
-            # The server tells what it saw when the transaction began.
+            # The server caches these statistics for the transaction.
             await connection.exec_driver_sql("SELECT pg_stat_clear_snapshot()")
             await asyncio.sleep(0.01)
 
 
 async def test_sqlite_has_no_push(tmp_path: Path) -> None:
-    """It says what to do instead."""
+    """The error names the alternative."""
     async with await Repository.open(f"sqlite:///{tmp_path / 'rules.db'}") as repository:
         with pytest.raises(ConfigError, match=r"SQLite has no push; call number\(\)"):
             await anext(repository.listen())

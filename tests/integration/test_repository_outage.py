@@ -1,4 +1,4 @@
-"""Databases that are away, stuck, full of something else or forgotten by their writer."""
+"""Databases that are unavailable, stuck, not a database, or held by an idle writer."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from tollkeeper.control.repository import Repository
 from tollkeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
 from tollkeeper.rules.document.model import Override
 
-# Nothing that is asked of a database that is away or stuck may take longer; what is patched here
-# is shorter by far.
+# No call to an unavailable or stuck database may take longer; the patched timeouts are far shorter.
 HANGS_AFTER_SECONDS = 20.0
 
 CALLS: dict[str, Callable[[Repository], Any]] = {
@@ -46,21 +45,21 @@ CALLS: dict[str, Callable[[Repository], Any]] = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Postgres]:
-    """One for the tests that end it."""
+    """A server of its own, for tests that stop it."""
     with Postgres() as started:
         yield started
 
 
 @pytest.fixture
 async def repository(server: Postgres) -> AsyncIterator[Repository]:
-    """On the server that may be ended; with one version."""
+    """A repository with one version, on the server that tests stop."""
     async with await Repository.open(server.new_database()) as opened:
         await opened.apply(document(), author="ann", expected=0)
         yield opened
 
 
 async def failure(call: Any) -> StoreError:
-    """What it raises, which has no password in it, nor has anything behind it."""
+    """Return the error of a call; no password is in it or in its causes."""
     with pytest.raises(StoreError) as error:
         await asyncio.wait_for(call, HANGS_AFTER_SECONDS)
     assert PASSWORD not in "".join(traceback.format_exception(error.value))
@@ -69,11 +68,10 @@ async def failure(call: Any) -> StoreError:
 
 
 @pytest.mark.parametrize("end", ["shut_down", "kill"])
-async def test_a_server_that_is_away_and_comes_back(
+async def test_a_stopped_server_is_unavailable_until_it_returns(
     repository: Repository, server: Postgres, end: str
 ) -> None:
-    """Each call says StoreUnavailable while it is away, with the driver's error as the cause; and
-    all is as before when it is back, without a restart of ours."""
+    """Each call raises StoreUnavailable, caused by the driver's error; then all works again."""
     before = await repository.current()
     getattr(server, end)()
     for name, call in CALLS.items():
@@ -86,10 +84,10 @@ async def test_a_server_that_is_away_and_comes_back(
     assert (await repository.assign("user:1", "pro", author="ann")).number == 2
 
 
-async def test_a_server_that_falls_silent(
+async def test_a_paused_server_is_a_timeout(
     repository: Repository, server: Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Connections stay open and nobody answers: each call ends in time, as StoreTimeout."""
+    """Connections stay open without an answer: each call raises StoreTimeout in time."""
     monkeypatch.setattr(database_module, "TRANSACTION_SECONDS_MAX", 0.3)
     monkeypatch.setattr(database_module, "CONNECT_SECONDS_MAX", 0.3)
     server.pause()
@@ -102,10 +100,10 @@ async def test_a_server_that_falls_silent(
     assert await repository.number() == 1
 
 
-async def test_a_writer_that_is_stuck_keeps_others_waiting_for_a_while_only(
+async def test_a_stuck_writer_is_a_timeout_for_other_writers(
     repository: Repository, server: Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PostgreSQL: the lock is waited for so long, then StoreTimeout; readers are not kept."""
+    """PostgreSQL waits for the lock with a timeout; readers do not wait."""
     monkeypatch.setattr(database_module, "WAIT_SECONDS_MAX", 0.2)
     async with repository._database.writing():
         error = await failure(repository.assign("user:1", "pro", author="ann"))
@@ -114,10 +112,10 @@ async def test_a_writer_that_is_stuck_keeps_others_waiting_for_a_while_only(
     assert (await repository.assign("user:1", "pro", author="ann")).number == 2
 
 
-async def test_a_writer_that_forgets_its_transaction_is_ended(
+async def test_an_idle_transaction_is_ended(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that was stopped in the middle holds the lock no longer than the server allows."""
+    """A stopped process holds the lock no longer than the server allows."""
     monkeypatch.setattr(database_module, "IDLE_SECONDS_MAX", 0.2)
 
     async def forget() -> None:
@@ -134,7 +132,7 @@ async def test_a_writer_that_forgets_its_transaction_is_ended(
 async def test_the_pool_is_bounded(
     repository: Repository, server: Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hundred at a time use four connections; who waits too long for one is told."""
+    """A hundred calls use four connections; waiting too long for one is a timeout."""
     assert await asyncio.gather(*(repository.number() for _ in range(100))) == [1] * 100
     name = repository._database.name.rpartition("/")[2]
     query = f"SELECT count(*) FROM pg_stat_activity WHERE datname = '{name}'"
@@ -157,16 +155,18 @@ async def test_the_pool_is_bounded(
     ],
     ids=["password", "database", "TLS"],
 )
-async def test_a_database_that_cannot_be_used(change: Callable[[str], str], words: str) -> None:
-    """StoreUnavailable with what the server said and what to look at."""
+async def test_an_unusable_database_is_unavailable(
+    change: Callable[[str], str], words: str
+) -> None:
+    """The error has the server's message and a remedy."""
     error = await failure(Repository.open(change(running_postgres().url())))
     assert type(error) is StoreUnavailable
     assert words in str(error)
     assert "do user, password and database exist?" in str(error)
 
 
-async def test_every_error_of_the_driver_is_ours(repository: Repository) -> None:
-    """Whatever asyncpg raises: none of its classes gets through, nor does one of the network."""
+async def test_every_driver_error_is_wrapped(repository: Repository) -> None:
+    """No class of asyncpg or of the network gets through."""
     kinds = [
         kind
         for kind in vars(asyncpg.exceptions).values()
@@ -190,28 +190,28 @@ async def test_every_error_of_the_driver_is_ours(repository: Repository) -> None
 
 
 def connection_threads() -> set[threading.Thread]:
-    """Each connection to a file has one."""
+    """Return the threads of SQLite connections."""
     return {thread for thread in threading.enumerate() if "connection_worker" in thread.name}
 
 
-async def no_connection_is_left(before: set[threading.Thread]) -> None:
-    """A thread ends shortly after its connection was closed, and not at all if it was not."""
+async def await_no_connection(before: set[threading.Thread]) -> None:
+    """Wait until all new connections are closed; their threads end shortly after."""
     async with asyncio.timeout(HANGS_AFTER_SECONDS):
         while connection_threads() - before:  # noqa: ASYNC110 - threads set no event at their end
             await asyncio.sleep(0.01)
 
 
-async def test_a_file_in_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    """StoreUnavailable, and what to look at; no connection is left."""
+async def test_a_file_in_a_missing_folder_is_unavailable(tmp_path: Path) -> None:
+    """The error has a remedy, and no connection is left."""
     before = connection_threads()
     error = await failure(Repository.open(f"sqlite:///{tmp_path / 'no' / 'rules.db'}"))
     assert type(error) is StoreUnavailable
     assert "in a folder that exists, and may this process write there?" in str(error)
-    await no_connection_is_left(before)
+    await await_no_connection(before)
 
 
-async def test_a_file_that_is_no_database(tmp_path: Path) -> None:
-    """StoreUnavailable; the file stays as it is, and no connection is left."""
+async def test_a_file_that_is_not_a_database_is_unavailable(tmp_path: Path) -> None:
+    """The file is unchanged, and no connection is left."""
     before = connection_threads()
     path = tmp_path / "rules.db"
     path.write_text("version: 1\n" * 100)
@@ -219,13 +219,13 @@ async def test_a_file_that_is_no_database(tmp_path: Path) -> None:
     assert type(error) is StoreUnavailable
     assert "not a database" in str(error)
     assert path.read_text() == "version: 1\n" * 100
-    await no_connection_is_left(before)
+    await await_no_connection(before)
 
 
-async def test_a_file_that_somebody_keeps_locked(
+async def test_a_locked_file_is_a_timeout_for_writers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Writers wait for a while, then StoreTimeout; readers do not wait; then all is well again."""
+    """Readers do not wait; after the lock, writers succeed."""
     monkeypatch.setattr(database_module, "WAIT_SECONDS_MAX", 0.2)
     path = tmp_path / "rules.db"
     async with await Repository.open(f"sqlite:///{path}") as repository:

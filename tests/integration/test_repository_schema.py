@@ -1,4 +1,4 @@
-"""The schema: made once by many, brought up to date, alike on both engines, closed to tampering."""
+"""The schema: created once, migrated, equal on both engines, and protected against changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FIRST = "0001"
 
 
 async def run(url: str, *statements: str) -> None:
-    """As anyone could who has the password: not through the repository."""
+    """Run SQL without the repository, as anyone with the password could."""
     database = Database(url)
     try:
         async with database.engine.begin() as connection:
@@ -38,8 +38,8 @@ async def run(url: str, *statements: str) -> None:
         await database.close()
 
 
-async def test_ten_who_open_an_empty_database_make_it_once(url: str) -> None:
-    """Tasks of one process: all find it ready, nobody fails."""
+async def test_ten_tasks_create_the_schema_once(url: str) -> None:
+    """All tasks of a process succeed."""
     opened = await asyncio.gather(*(Repository.open(url) for _ in range(10)))
     assert [await each.number() for each in opened] == [0] * 10
     await opened[0].apply(document(), author="ann", expected=0)
@@ -47,13 +47,13 @@ async def test_ten_who_open_an_empty_database_make_it_once(url: str) -> None:
     await asyncio.gather(*(each.close() for each in opened))
 
 
-async def test_processes_that_open_an_empty_database_make_it_once(url: str) -> None:
+async def test_five_processes_create_the_schema_once(url: str) -> None:
     """As nodes that start at the same time do."""
     assert await asyncio.to_thread(results, *[("open", url)] * 5) == [0] * 5
 
 
-async def test_two_databases_may_be_opened_at_once(tmp_path: Path) -> None:
-    """In one process, where Alembic can do one thing at a time."""
+async def test_several_databases_may_be_opened_at_once(tmp_path: Path) -> None:
+    """In one process, although Alembic runs one migration at a time."""
     urls = [running_postgres().new_database(), running_postgres().new_database()]
     urls += [f"sqlite:///{tmp_path / name}" for name in ("a.db", "b.db")]
     opened = await asyncio.gather(*map(Repository.open, urls))
@@ -62,17 +62,15 @@ async def test_two_databases_may_be_opened_at_once(tmp_path: Path) -> None:
 
 
 async def test_opening_again_changes_nothing(url: str) -> None:
-    """What is there stays there."""
+    """The versions are still there."""
     async with await Repository.open(url) as repository:
         version = await repository.apply(document(), author="ann", expected=0)
     async with await Repository.open(url) as repository:
         assert await repository.history() == [version]
 
 
-async def test_the_revisions_make_the_tables_that_are_used(
-    repository: Repository, url: str
-) -> None:
-    """Columns, types and keys, as Alembic compares them; nothing is missing or left over."""
+async def test_the_revisions_create_the_tables_in_use(repository: Repository, url: str) -> None:
+    """Alembic finds no difference in columns, types and keys."""
 
     def differences(connection: Connection) -> list[object]:
         options = {"version_table": SCHEMA_TABLE, "compare_type": True}
@@ -88,7 +86,7 @@ async def test_the_revisions_make_the_tables_that_are_used(
 
 
 async def test_other_tables_are_left_alone(url: str) -> None:
-    """A database with tables of somebody else gets ours beside them."""
+    """Tables of another application stay in the same database."""
     await run(url, "CREATE TABLE versions (mine integer)", "INSERT INTO versions VALUES (7)")
     async with await Repository.open(url) as repository:
         await repository.apply(document(), author="ann", expected=0)
@@ -96,8 +94,8 @@ async def test_other_tables_are_left_alone(url: str) -> None:
             assert await connection.scalar(text("SELECT mine FROM versions")) == 7
 
 
-async def test_a_schema_that_is_newer_is_refused(url: str) -> None:
-    """By its revision; an older Tollkeeper does not guess what has changed."""
+async def test_a_newer_schema_is_rejected(url: str) -> None:
+    """The error names its revision; an older Tollkeeper does not guess."""
     async with await Repository.open(url):
         pass
     await run(url, f"UPDATE {SCHEMA_TABLE} SET version_num = '9999'")
@@ -117,11 +115,10 @@ def upgrade():
 """
 
 
-async def test_an_older_schema_is_brought_up_to_date(
+async def test_an_older_schema_is_migrated(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one more revision, as a later Tollkeeper has: run once, by one of five that open it, and
-    what was kept is there. The older Tollkeeper then refuses it."""
+    """One of five repositories runs the new revision, and the old Tollkeeper then rejects it."""
     async with await Repository.open(url) as repository:
         version = await repository.apply(document(), author="ann", expected=0)
     later = tmp_path / "migrations 100%"
@@ -139,8 +136,8 @@ async def test_an_older_schema_is_brought_up_to_date(
         await Repository.open(url)
 
 
-async def test_a_migration_that_fails_leaves_nothing(url: str) -> None:
-    """A table that is in the way: an error, none of our tables, and it works once that is gone."""
+async def test_a_failed_migration_changes_nothing(url: str) -> None:
+    """A table is in the way; after its removal, the migration succeeds."""
     await run(url, "CREATE TABLE tollkeeper_audit (mine integer)")
     with pytest.raises(StoreUnavailable, match=r"tollkeeper_audit.* already exists"):
         await Repository.open(url)
@@ -149,8 +146,8 @@ async def test_a_migration_that_fails_leaves_nothing(url: str) -> None:
         assert await repository.number() == 0
 
 
-async def test_a_node_needs_no_right_to_make_tables() -> None:
-    """PostgreSQL: a user who may only read opens a schema that is current, and reads."""
+async def test_a_node_needs_no_permission_to_create_tables() -> None:
+    """A PostgreSQL user that may only read opens a current schema."""
     server = running_postgres()
     url = server.new_database()
     name = url.rpartition("/")[2]
@@ -193,7 +190,7 @@ ON_POSTGRESQL = {
 
 
 def _inserted(verb: str, table: str, number: str, value: str) -> str:
-    """A row like the newest one, with another number."""
+    """Return a statement that copies the newest row with another number."""
     rest = [column.name for column in metadata.tables[table].columns if column.name != number]
     columns = ", ".join(rest)
     return (
@@ -203,10 +200,8 @@ def _inserted(verb: str, table: str, number: str, value: str) -> str:
 
 
 @pytest.mark.parametrize("table", TABLES)
-async def test_what_is_kept_cannot_be_changed_by_sql(
-    repository: Repository, url: str, table: str
-) -> None:
-    """Whatever one tries with all rights short of dropping the triggers: refused, all as before."""
+async def test_rows_cannot_be_changed_by_sql(repository: Repository, url: str, table: str) -> None:
+    """Every statement short of dropping the triggers is rejected, and nothing changes."""
     await repository.apply(document("1/second"), author="ann", expected=0)
     await repository.apply(document("2/second"), author="bob", expected=1)
     before = await repository.history(), await repository.audit()

@@ -1,4 +1,4 @@
-"""Many who change the rules at once: no change is lost, and those who are killed leave no half."""
+"""Concurrent changes of the rules: none is lost, and a killed writer leaves no half version."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ EDITS = 3
 KILLS = 5
 
 
-async def whole(repository: Repository) -> Document:
-    """The current document, after a look at all versions: gapless, each readable and audited."""
+async def checked_document(repository: Repository) -> Document:
+    """Return the current document, after checking that all versions are gapless and audited."""
     versions = await repository.history(limit=1_000)
     numbers = [each.number for each in versions]
     assert numbers == list(range(len(versions), 0, -1))
@@ -37,7 +37,7 @@ async def whole(repository: Repository) -> Document:
 
 
 async def test_20_editors_in_4_processes_lose_no_edit(repository: Repository, url: str) -> None:
-    """Every edit is in the last document, and each editor got a number that nobody else got."""
+    """Every edit is in the last document, and each editor got its own number."""
     await repository.apply(document(), author="ann", expected=0)
     found = await asyncio.to_thread(
         results, *(("assign", url, f"p{process}", TASKS, EDITS) for process in range(PROCESSES))
@@ -45,7 +45,7 @@ async def test_20_editors_in_4_processes_lose_no_edit(repository: Repository, ur
     total = PROCESSES * TASKS * EDITS
     numbers = sorted(number for each in found for number in each)
     assert numbers == list(range(2, total + 2))
-    assert set((await whole(repository)).assign) == {
+    assert set((await checked_document(repository)).assign) == {
         f"user:p{process}-{task}-{edit}"
         for process in range(PROCESSES)
         for task in range(TASKS)
@@ -53,10 +53,10 @@ async def test_20_editors_in_4_processes_lose_no_edit(repository: Repository, ur
     }
 
 
-async def test_of_those_who_change_the_same_version_one_wins(
+async def test_one_of_several_changes_of_the_same_version_wins(
     repository: Repository, url: str
 ) -> None:
-    """20 tasks and 4 processes apply their own document: one is applied, the others are told."""
+    """Of 20 tasks and of 4 processes, one change is applied, and the others are conflicts."""
     await repository.apply(document(), author="ann", expected=0)
     others = asyncio.to_thread(results, *(("apply", url, f"p{n}", 1) for n in range(PROCESSES)))
     found = sorted(await others)
@@ -68,22 +68,22 @@ async def test_of_those_who_change_the_same_version_one_wins(
     conflicts = [each for each in answers if isinstance(each, VersionConflict)]
     assert {(each.expected, each.current) for each in conflicts} == {(2, 3)}
     assert len(conflicts) == 19
-    assert len((await whole(repository)).assign) == 1
+    assert len((await checked_document(repository)).assign) == 1
 
 
 async def test_edits_of_one_process_take_turns(repository: Repository) -> None:
-    """50 tasks on one repository: all get through, though only a few could by luck."""
+    """50 tasks on one repository all succeed, although only a few could by luck."""
     await repository.apply(document(), author="ann", expected=0)
     await asyncio.gather(
         *(repository.assign(f"user:{task}", "pro", author="ann") for task in range(50))
     )
-    assert len((await whole(repository)).assign) == 50
+    assert len((await checked_document(repository)).assign) == 50
 
 
 async def test_an_edit_that_is_always_too_late_gives_up(
     repository: Repository, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After so many attempts: VersionConflict, not an endless loop."""
+    """VersionConflict after EDIT_ATTEMPTS_MAX attempts, not an endless loop."""
     await repository.apply(document(), author="ann", expected=0)
     monkeypatch.setattr(repository_module, "EDIT_ATTEMPTS_MAX", 3)
     commit = repository._commit
@@ -100,14 +100,13 @@ async def test_an_edit_that_is_always_too_late_gives_up(
         with pytest.raises(VersionConflict):
             await repository.assign("user:slow", "pro", author="slow")
     assert attempts == 3
-    assert set((await whole(repository)).assign) == {"user:1", "user:2", "user:3"}
+    assert set((await checked_document(repository)).assign) == {"user:1", "user:2", "user:3"}
 
 
-async def test_a_killed_process_leaves_whole_versions(repository: Repository, url: str) -> None:
-    """Killed while it edits as fast as it can, five times: what it was told is kept is there,
-    nothing is half there, and others go on at once."""
+async def test_a_killed_process_leaves_complete_versions(repository: Repository, url: str) -> None:
+    """Killed five times during edits: every confirmed version is there, and others continue."""
     await repository.apply(document(), author="ann", expected=0)
-    told = 1
+    confirmed = 1
     for kill in range(KILLS):
         (process,) = started([("forever", url, f"k{kill}")])
         with process:
@@ -118,21 +117,23 @@ async def test_a_killed_process_leaves_whole_versions(repository: Repository, ur
             assert process.stdout.readline() == "ready\n"
             # At another place in its work each time; the next line may come at any moment.
             for _ in range(5 + kill):
-                told = int(process.stdout.readline())
+                confirmed = int(process.stdout.readline())
             process.kill()
             rest = process.stdout.read().split()
-            told = max([told, *map(int, rest[:-1])])
+            confirmed = max([confirmed, *map(int, rest[:-1])])
         async with repository._database.writing():
-            pass  # PostgreSQL may still be committing what it was sent before
-        kept = await whole(repository)
+            pass  # wait for a commit that PostgreSQL received before the kill
+        kept = await checked_document(repository)
         number = await repository.number()
-        assert told <= number <= told + 2  # told of some, and one was on its way
+        assert (
+            confirmed <= number <= confirmed + 2
+        )  # the last confirmation may be lost, and one commit in flight
         assert len(kept.assign) == number - 1
         await repository.assign(f"user:after-{kill}", "pro", author="ann")
-    assert len((await whole(repository)).assign) > 5 * KILLS
+    assert len((await checked_document(repository)).assign) > 5 * KILLS
 
 
-async def test_a_writer_that_rolls_back_leaves_nothing(repository: Repository) -> None:
+async def test_a_failed_transaction_leaves_nothing(repository: Repository) -> None:
     """An error between the two rows of a version: neither is there, and the number is free."""
     await repository.apply(document(), author="ann", expected=0)
 
@@ -151,7 +152,7 @@ async def test_a_writer_that_rolls_back_leaves_nothing(repository: Repository) -
 
 
 async def test_readers_of_a_file_do_not_wait_for_its_writer(tmp_path: Path) -> None:
-    """SQLite: with a write-ahead log, looking works while somebody else holds the writers' lock."""
+    """With a write-ahead log, SQLite answers while another process holds the writers' lock."""
     path = tmp_path / "rules.db"
     async with await Repository.open(f"sqlite:///{path}") as repository:
         await repository.apply(document(), author="ann", expected=0)

@@ -212,8 +212,8 @@ def test_the_counts_of_a_remote_store_are_read(monkeypatch: pytest.MonkeyPatch) 
     with Limiter.from_rules(RULES, clock=ManualClock()) as limiter:
         for _ in range(5):
             limiter.check(Request(user="1"))
-        away = _RemoteStore()
-        monkeypatch.setattr(limiter, "_store", away)
+        remote = _RemoteStore()
+        monkeypatch.setattr(limiter, "_store", remote)
         reading = LimiterMetrics(limiter)
         found = reading.snapshot().values
         assert found["checks"] == {
@@ -226,9 +226,9 @@ def test_the_counts_of_a_remote_store_are_read(monkeypatch: pytest.MonkeyPatch) 
         assert found["breaker_opened"] == {"h:1": 3, "h:2": 0}
         assert found["denied_cache_hits"] == {"": 11}
         assert found["coalesced_checks"] == {"": 7}
-        away.hits["users"] = 30  # in shadow mode, or for another rule of the same requests
+        remote.hits["users"] = 30  # in shadow mode, or for another rule of the same requests
         assert reading.snapshot().values["checks"] == found["checks"]
-        limiter.check(Request(user="1"))  # which the store was asked for
+        limiter.check(Request(user="1"))  # decided by the store
         again = reading.snapshot().values["checks"]
         assert again[f"users{JOIN}denied{JOIN}store"] == 2
         assert again[f"users{JOIN}denied{JOIN}denied_cache"] == 2
