@@ -181,13 +181,16 @@ class ReplyDecoder:
     and then each limit's state before the check.
     """
 
-    __slots__ = ("_numbers", "_only", "_parts", "_rule", "limits")
+    __slots__ = ("_numbers", "_only", "_parts", "_plain", "_rule", "limits")
 
     def __init__(self, limits: tuple[Limit, ...], rule: str) -> None:
         self.limits = limits
         self._rule = rule
         self._parts = tuple(
             (limit, _ALGORITHMS[limit.algorithm], KINDS[limit.algorithm]) for limit in limits
+        )
+        self._plain = tuple(
+            (limit, ALGORITHMS[limit.algorithm].decide, kind) for limit, _, kind in self._parts
         )
         self._numbers = 1 + sum(NUMBERS_OF_KIND[kind] for _, _, kind in self._parts)
         # The usual case, a single bucket or fixed window, is decided without a loop.
@@ -249,8 +252,8 @@ class ReplyDecoder:
         now_us = reply[0] if reply[0] >= 0 else ~reply[0]
         now_ns = now_us * NS_PER_US
         place = 1
-        outcomes: list[Outcome] = []
-        for limit, algorithm, kind in self._parts:
+        outcomes: list[tuple[bool, int, int, int, int]] = []
+        for limit, decide, kind in self._plain:
             last_us = reply[place]
             if kind == LOG:
                 log = _LogSummary(last_us, reply[place + 1], reply[place + 2], now_us)
@@ -266,7 +269,13 @@ class ReplyDecoder:
                 if last_us >= 0:
                     state = (last_us * NS_PER_US, reply[place + 1])
                 place += 2
-            outcomes.append(algorithm.decide(state, limit, now_ns, cost)[1])
+            _, (allowed, remaining, retry_ns, reset_ns, delay_ns) = decide(
+                state, limit, now_ns, cost
+            )
+            if retry_ns:
+                retry_ns = -(-retry_ns // NS_PER_US) * NS_PER_US
+            reset_ns = reset_ns // -NS_PER_US * -NS_PER_US
+            outcomes.append((allowed, remaining, retry_ns, reset_ns, delay_ns))
         return combine(self.limits, outcomes, self._rule)
 
     def checks(self, reply: list[int], cost: int, count: int, early_ns: int = 0) -> list[Decision]:
@@ -368,7 +377,7 @@ class ReplyDecoder:
         now_us = reply[0]
         denial = [~now_us]
         place = 1
-        for limit, _, kind in self._parts:
+        for limit, decide, kind in self._plain:
             last_us = reply[place]
             at_us = max(last_us, now_us)
             if kind == LOG:
@@ -380,7 +389,6 @@ class ReplyDecoder:
             else:
                 numbers = reply[place + 1 : place + NUMBERS_OF_KIND[kind]]
                 state = (last_us * NS_PER_US, *numbers) if last_us >= 0 else None
-                decide = ALGORITHMS[limit.algorithm].decide
                 last_ns, *numbers = decide(state, limit, now_us * NS_PER_US, spent)[0]
                 denial += [last_ns // NS_PER_US, *numbers]
             place += NUMBERS_OF_KIND[kind]
