@@ -1,4 +1,4 @@
-"""The breaker of a server: opened by real failures, closed by probes, cheap while it is open."""
+"""The circuit breaker: opened by real failures, closed by probes, cheap while it is open."""
 
 from __future__ import annotations
 
@@ -40,34 +40,34 @@ QUICK = {"breaker_open_ms": 100, "breaker_open_max_ms": 200}
 
 @pytest.fixture
 def server() -> Iterator[Single]:
-    """One that a test may kill."""
+    """Return a server that a test may kill."""
     with Single() as started:
         yield started
 
 
 def only(store: RedisStore) -> BreakerState:
-    """The state of the one server's breaker."""
+    """Return the state of the only server's breaker."""
     (state,) = store.breakers()
     return state
 
 
 def is_open(api: Client) -> bool:
-    """Has one failing check after another opened it?"""
+    """Make a failing check; return True once the breaker is open."""
     outcome(api.start("anyone"))
     return only(api.store).state != "closed"
 
 
 def calls_of(server: Server, *names: str) -> int:
-    """Calls of these commands that the server has got."""
+    """Return how many calls of these commands the server has received."""
     stats = server.admin.info("commandstats")
     return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in names)
 
 
 @both_wires
-def test_a_dead_server_opens_it_and_the_same_server_back_closes_it(
+def test_a_dead_server_opens_the_breaker_and_its_return_closes_it(
     server: Single, key: str, wire: str
 ) -> None:
-    """Calls fail at once and say why; then checks are exact again, without a restart."""
+    """Calls fail at once with the reason; then checks are exact again, without a restart."""
     with client(wire, server.uri, **QUICK) as api:
         assert api.check(key).allowed
         assert only(api.store).state == "closed"
@@ -94,8 +94,8 @@ def test_a_dead_server_opens_it_and_the_same_server_back_closes_it(
 
 
 @both_wires
-def test_a_silent_server_opens_it(server: Single, key: str, wire: str) -> None:
-    """SIGSTOP: after a few deadlines no call waits for another, and none is sent any more."""
+def test_a_silent_server_opens_the_breaker(server: Single, key: str, wire: str) -> None:
+    """SIGSTOP: after a few deadlines no call waits, and none is sent."""
     with client(wire, server.uri, deadline_ms=40, **QUICK) as api:
         assert api.check(key).allowed
         server.pause()
@@ -104,13 +104,13 @@ def test_a_silent_server_opens_it(server: Single, key: str, wire: str) -> None:
         assert "breaker is open" in str(outcome(api.start(key)))
         server.resume()
         until(api.works, "it answers again", SECONDS_MAX)
-        # What was sent before it opened may have counted; nothing after.
+        # Calls sent before it opened may have been counted; none after.
         assert api.check(key).remaining >= COUNTED.limit - 10
 
 
 @both_wires
-def test_a_probe_is_nobodys_request(server: Single, key: str, wire: str) -> None:
-    """Calls that come while it is open reach the server never, also when it is well again."""
+def test_requests_do_not_serve_as_probes(server: Single, key: str, wire: str) -> None:
+    """Calls made while it is open never reach the server, even if it works again."""
     options = {"breaker_open_ms": 60_000, "breaker_open_max_ms": 60_000}
     with client(wire, server.uri, deadline_ms=40, **options) as api:
         assert api.check(key).allowed
@@ -122,8 +122,8 @@ def test_a_probe_is_nobodys_request(server: Single, key: str, wire: str) -> None
         assert calls_of(server, "evalsha", "eval") == before
 
 
-def test_probes_look_and_leave_nothing_behind(server: Single, key: str) -> None:
-    """A PING and the script on a key of its own, which is not made."""
+def test_probes_write_nothing(server: Single, key: str) -> None:
+    """A PING and the script on a separate key, which is not created."""
     with Proxy(server.port) as proxy, client("threads", proxy.uri, deadline_ms=50, **QUICK) as api:
         assert api.check(key).allowed
         proxy.mode = "hold"
@@ -139,8 +139,8 @@ def test_probes_look_and_leave_nothing_behind(server: Single, key: str) -> None:
         assert server.admin.keys("*probe*") == []
 
 
-def test_threads_and_loops_share_it(server: Single, key: str) -> None:
-    """What one wire found out, the other need not."""
+def test_threads_and_event_loops_share_the_breaker(server: Single, key: str) -> None:
+    """If one opened it, the other makes no call."""
     with client("threads", server.uri, **QUICK) as api:
         server.kill()
         until(lambda: is_open(api), "the breaker is open", SECONDS_MAX)
@@ -150,10 +150,12 @@ def test_threads_and_loops_share_it(server: Single, key: str) -> None:
 
 
 @both_wires
-def test_one_bad_moment_does_not_open_it(server: Single, key: str, wire: str) -> None:
+def test_one_moment_of_failures_does_not_open_the_breaker(
+    server: Single, key: str, wire: str
+) -> None:
     """Forty calls that time out together, at the start or later, are one moment.
 
-    With a deadline that is long beside the time in which a busy machine begins with forty.
+    The deadline is long compared with the time in which a busy machine starts forty calls.
     """
     with Proxy(server.port) as proxy:
         proxy.accept_seconds = 1.8
@@ -172,8 +174,8 @@ def test_one_bad_moment_does_not_open_it(server: Single, key: str, wire: str) ->
 
 
 @both_wires
-def test_refusals_are_answers(server: Single, key: str, wire: str) -> None:
-    """A full server refuses every check, as often as it is asked, and is not left alone for it."""
+def test_refusals_do_not_open_the_breaker(server: Single, key: str, wire: str) -> None:
+    """A server without memory refuses every check, but it answers."""
     server.admin.config_set("maxmemory", 1)
     with client(wire, server.uri) as api:
         errors = [outcome(api.start(key)) for _ in range(30)]
@@ -183,8 +185,8 @@ def test_refusals_are_answers(server: Single, key: str, wire: str) -> None:
 
 
 @both_wires
-def test_off_means_that_each_call_tries(server: Single, key: str, wire: str) -> None:
-    """`breaker=off`: as if there were none."""
+def test_without_the_breaker_each_call_is_tried(server: Single, key: str, wire: str) -> None:
+    """`breaker=off`."""
     with client(wire, server.uri, deadline_ms=30, breaker=False) as api:
         assert api.check(key).allowed
         server.pause()
@@ -194,8 +196,8 @@ def test_off_means_that_each_call_tries(server: Single, key: str, wire: str) -> 
         assert only(api.store).opened_times == 0
 
 
-def test_listeners_are_told_of_every_change(server: Single, key: str) -> None:
-    """Open, half open, closed; one that fails does no harm."""
+def test_listeners_receive_every_change(server: Single, key: str) -> None:
+    """Open, half open, closed; a listener that fails does no harm."""
     told: list[BreakerState] = []
 
     def fail(state: BreakerState) -> None:
@@ -212,8 +214,8 @@ def test_listeners_are_told_of_every_change(server: Single, key: str) -> None:
     assert {state.address for state in told} == {f"127.0.0.1:{server.port}"}
 
 
-def test_a_dead_shard_does_not_open_the_others() -> None:
-    """Without a replica to take over, its keys fail at once, and all others are checked."""
+def test_a_dead_shard_opens_only_its_own_breaker() -> None:
+    """Without a replica its keys fail at once, and all others work."""
     with Cluster(full_coverage=False) as cluster:
         keys = [f"key {number}" for number in range(30)]
         owners = {key: cluster.node_of(slot_of(key.encode())).port for key in keys}
@@ -238,7 +240,7 @@ def test_a_dead_shard_does_not_open_the_others() -> None:
                 states = {state.address: state.state for state in api.store.breakers()}
                 assert states.pop(f"127.0.0.1:{dead.port}") != "closed"
                 assert set(states.values()) == {"closed"}
-                # A request of its keys and others' is not sent at all, to be taken back.
+                # A request for its keys and others is not sent, because it would have to be undone.
                 other = next(key for key, port in owners.items() if port != dead.port)
                 well = cluster.node_of(slot_of(other.encode()))
                 before = calls_of(well, "evalsha", "eval")
@@ -249,10 +251,10 @@ def test_a_dead_shard_does_not_open_the_others() -> None:
 
 
 @both_wires
-def test_who_is_refused_is_not_told_that_it_may_have_been_counted(
+def test_a_call_that_the_breaker_refuses_was_not_counted(
     server: Single, key: str, wire: str
 ) -> None:
-    """The calls that opened it may have been; those that it refuses were not sent."""
+    """The calls that opened it may have been counted; those that it refuses were not sent."""
     options = {"breaker_open_ms": 60_000, "breaker_open_max_ms": 60_000}
     with client(wire, server.uri, deadline_ms=1_000, **options) as api:
         until(lambda: not errors_of(api.together([key] * 40)), "many are connected", SECONDS_MAX)
@@ -265,7 +267,7 @@ def test_who_is_refused_is_not_told_that_it_may_have_been_counted(
 
 
 @both_wires
-def test_a_silent_shard_keeps_nobody_from_connecting_to_the_others(wire: str) -> None:
+def test_a_silent_shard_does_not_block_connections_to_others(wire: str) -> None:
     """Forty callers wait for a connection to it, and as many need new ones to another."""
     with Cluster(full_coverage=False) as cluster:
         silent, well = cluster.primaries()[:2]
@@ -286,7 +288,7 @@ def test_a_silent_shard_keeps_nobody_from_connecting_to_the_others(wire: str) ->
 
 
 class _Exhausted(ThreadPoolExecutor):
-    """One that can start no thread, for the first few times."""
+    """An executor that cannot start a thread, the first few times."""
 
     def __init__(self, failures: int) -> None:
         super().__init__(2)
@@ -299,10 +301,10 @@ class _Exhausted(ThreadPoolExecutor):
         return super().submit(*work, **how)
 
 
-def test_it_is_probed_though_there_was_no_thread_for_it(
+def test_probes_start_although_threads_could_not_be_started(
     server: Single, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An outage is when threads pile up: neither the prober nor its probes can be started."""
+    """In an outage threads pile up: neither the prober nor its probes can start at first."""
     monkeypatch.setattr(breakers, "OVERDUE_NS", 0)
     failures = iter([True] * 3)
     start = threading.Thread.start
@@ -324,8 +326,8 @@ def test_it_is_probed_though_there_was_no_thread_for_it(
         exhausted.shutdown()
 
 
-def test_a_child_starts_with_it_closed(server: Single, key: str) -> None:
-    """A fork of a process whose breaker is open finds out for itself."""
+def test_a_forked_child_starts_with_closed_breakers(server: Single, key: str) -> None:
+    """The child learns about failures itself."""
     store = cast("RedisStore", open_store(server.uri, deadline_ms=5_000, **QUICK))
     limiter = Limiter(COUNTED, store=store, on_failure="raise")
     server.kill()
@@ -348,7 +350,7 @@ def test_a_child_starts_with_it_closed(server: Single, key: str) -> None:
     store.close()
 
 
-def test_a_closed_store_probes_no_more(server: Single, key: str) -> None:
+def test_a_closed_store_stops_probing(server: Single, key: str) -> None:
     """Its thread ends."""
     with client("threads", server.uri, **QUICK) as api:
         server.kill()
@@ -359,7 +361,7 @@ def test_a_closed_store_probes_no_more(server: Single, key: str) -> None:
 
 
 def _each_us(work: Callable[[], object], times: int = 2_000) -> float:
-    """Microseconds a call, the median of a few rounds."""
+    """Return the microseconds per call, the median of a few rounds."""
     rounds = []
     for _ in range(5):
         started = time.perf_counter()
@@ -370,7 +372,7 @@ def _each_us(work: Callable[[], object], times: int = 2_000) -> float:
 
 
 def test_an_open_breaker_costs_about_what_a_local_check_costs(server: Single, key: str) -> None:
-    """Printed: a degraded answer of an open breaker, beside checks that ask nobody."""
+    """It prints the time of a degraded answer, and of checks without a server."""
     options = {"breaker_open_ms": 60_000, "breaker_open_max_ms": 60_000}
     limits = Limit(1_000_000, per=1)
     with client("threads", server.uri, limits, on_failure="open", **options) as api:
@@ -386,13 +388,13 @@ def test_an_open_breaker_costs_about_what_a_local_check_costs(server: Single, ke
             "memory:// in Python": _each_us(lambda: plain.check(key)),
         }
         print("; ".join(f"{name} {us:.2f} µs" for name, us in costs.items()))
-        # Without it, a call to a server that is silent takes a deadline: here 5,000,000.
+        # Without it, a call to a silent server takes its deadline: here 5,000,000.
         assert costs["breaker open"] < 1_000
 
 
 @both_wires
 def test_limits_hold_through_an_outage(key: str, wire: str) -> None:
-    """Not one more is admitted by the server, whatever its breaker did in between."""
+    """The server admits exactly the limit, whatever the breaker did in between."""
     limits = Limit(50, per=86_400)
     with Single(aof=True) as durable, client(wire, durable.uri, limits, **QUICK) as api:
         assert all(api.check(key).allowed for _ in range(20))
@@ -403,8 +405,8 @@ def test_limits_hold_through_an_outage(key: str, wire: str) -> None:
         assert sum(api.check(key).allowed for _ in range(60)) == 30
 
 
-def test_a_client_of_each_wire_recovers(server: Single, key: str) -> None:
-    """Both at once, on stores of their own."""
+def test_threads_and_asyncio_both_recover(server: Single, key: str) -> None:
+    """At the same time, each with its own store."""
     with clients_of_both(server.uri, **QUICK) as clients:
         server.kill()
         for api in clients:

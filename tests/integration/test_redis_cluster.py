@@ -1,6 +1,6 @@
-"""A Redis Cluster whose slots move and whose nodes die, under load from both wires.
+"""A Redis Cluster whose slots move and whose nodes die, under load from threads and asyncio.
 
-While slots move, no error reaches a caller and the sum admitted is the limit. When a primary dies,
+While slots move, no caller gets an error and exactly the limit is admitted. When a primary dies,
 checks fail until a replica has taken over, and are exact again within seconds, without a restart.
 """
 
@@ -34,39 +34,39 @@ from tollkeeper import Decision, Limit
 from tollkeeper.core.errors import StoreError, StoreUnavailable
 from tollkeeper.decide.stores.redis.topology import SLOTS, slot_of
 
-# From a promotion to the first check that is right again.
+# From a promotion to the first correct check.
 RECOVERY_SECONDS_MAX = 5.0
-# Two clients have four calls under way each; some more may be on their way to the replica.
+# Two clients have four calls in flight each; some more may be on the way to the replica.
 LOST_UNITS_MAX = 100
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """One for all tests here: whoever kills a node revives it."""
+    """Return the cluster of all tests here; a test that kills a node restarts it."""
     with Cluster() as started:
         yield started
 
 
 @pytest.fixture(scope="module")
 def lone_node() -> Iterator[Single]:
-    """A cluster of one node, which has every slot."""
+    """Return a cluster of one node, which has every slot."""
     with Single(lines=["cluster-enabled yes"]) as started:
         started.admin.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, SLOTS - 1)
         yield started
 
 
 def slot(subject: str) -> int:
-    """Where a subject is kept."""
+    """Return the slot of a subject."""
     return slot_of(f"tk:{{{subject}}}".encode())
 
 
 def other_primary(cluster: Cluster, number: int) -> Server:
-    """One that does not have this slot."""
+    """Return a primary that does not have this slot."""
     return next(node for node in cluster.primaries() if node is not cluster.node_of(number))
 
 
 def redirections(cluster: Cluster) -> dict[str, int]:
-    """How often the nodes have answered MOVED and ASK so far."""
+    """Return how often the nodes have answered MOVED and ASK."""
     found = {"MOVED": 0, "ASK": 0}
     for node in cluster.nodes:
         for name, facts in node.admin.info("errorstats").items():
@@ -77,8 +77,8 @@ def redirections(cluster: Cluster) -> dict[str, int]:
 
 
 @both_wires
-def test_a_slot_that_moved_is_followed(cluster: Cluster, key: str, wire: str) -> None:
-    """MOVED: the map was out of date. Nobody notices, and the next call goes straight there."""
+def test_a_call_follows_a_slot_that_has_moved(cluster: Cluster, key: str, wire: str) -> None:
+    """MOVED: the slot map was stale. No error, and the next call goes to the new node."""
     with client(wire, cluster.uri) as api:
         assert api.check(key, 5).remaining == COUNTED.limit - 5
         for _ in range(3):
@@ -92,9 +92,9 @@ def test_a_slot_that_moved_is_followed(cluster: Cluster, key: str, wire: str) ->
 
 
 @both_wires
-def test_a_slot_on_the_move_is_asked_at_both_ends(cluster: Cluster, key: str, wire: str) -> None:
-    """ASK: a key that has moved, one that has not, and one that is new, each charged once."""
-    # A tag ends at the first brace, so these share the slot.
+def test_calls_follow_a_slot_while_it_moves(cluster: Cluster, key: str, wire: str) -> None:
+    """ASK: a key that has moved, one that has not, and a new one are each charged once."""
+    # A tag ends at the first brace, so these share a slot.
     moved, waiting, new = key, f"{key}}}waiting", f"{key}}}new"
     number = slot(key)
     assert {slot(moved), slot(waiting), slot(new)} == {number}
@@ -114,7 +114,7 @@ def test_a_slot_on_the_move_is_asked_at_both_ends(cluster: Cluster, key: str, wi
         cluster.end_move(number, target)
         assert api.check(moved).remaining == COUNTED.limit - 10
         assert api.check(new).remaining == COUNTED.limit - 1
-        # And one that stays where it is until the end.
+        # One key stays on the old node until the end.
         assert api.check(waiting).remaining == COUNTED.limit - 1
         back = other_primary(cluster, number).port
         cluster.begin_move(number, back)
@@ -126,7 +126,7 @@ def test_a_slot_on_the_move_is_asked_at_both_ends(cluster: Cluster, key: str, wi
         assert api.check(waiting).remaining == COUNTED.limit - 3
 
 
-def test_slots_that_move_under_load_lose_and_double_nothing(cluster: Cluster, key: str) -> None:
+def test_slots_that_move_under_load_lose_and_duplicate_nothing(cluster: Cluster, key: str) -> None:
     """Back and forth, with calls from threads and tasks: no error, and exactly the limit."""
     limit = Limit(4_000, per=YEAR, algorithm="sliding_window_log")
     keys = [key, f"{key}}}beside"]  # in one slot
@@ -151,10 +151,10 @@ def test_slots_that_move_under_load_lose_and_double_nothing(cluster: Cluster, ke
 
 
 @both_wires
-def test_several_subjects_on_several_nodes_pass_together(
+def test_several_subjects_on_several_nodes_are_charged_together(
     cluster: Cluster, key: str, wire: str
 ) -> None:
-    """While the slot of one moves: all of a request are charged, or none."""
+    """While the slot of one moves: all subjects of a request are charged, or none."""
     user, tenant, address = (f"{key} {name}" for name in ("user", "tenant", "address"))
     assert len({slot(each) for each in (user, tenant, address)}) == 3
     with client(wire, cluster.uri, Limit(60, per=YEAR)) as api:
@@ -177,10 +177,10 @@ def test_several_subjects_on_several_nodes_pass_together(
 
 
 @both_wires
-def test_a_request_of_which_one_subject_fails_costs_the_others_nothing(
+def test_a_request_that_fails_for_one_subject_charges_no_other(
     cluster: Cluster, key: str, wire: str
 ) -> None:
-    """One node is silent: the request fails, and what the others were charged is given back."""
+    """One node is silent: the request fails, and the other subjects are refunded."""
     silent = cluster.node_of(slot(key))
     others = [f"{key} {number}" for number in range(20)]
     others = [each for each in others if cluster.node_of(slot(each)) is not silent]
@@ -203,8 +203,8 @@ def test_a_request_of_which_one_subject_fails_costs_the_others_nothing(
 
 
 @both_wires
-def test_braces_in_a_subject_are_kept_apart(cluster: Cluster, key: str, wire: str) -> None:
-    """Each has its own count, on the node that the cluster says; none takes a redirection."""
+def test_subjects_with_braces_have_separate_counts(cluster: Cluster, key: str, wire: str) -> None:
+    """Each is on the node that the cluster names; none causes a redirection."""
     shapes = ("{}", "{", "}", "{a}", "}{", "{{a}}", "a{b}c", "a}b{c", "%", "%}", "{a", "a}", "}}")
     subjects = [f"{shape}{key}" for shape in shapes] + [f"{key}{shape}" for shape in shapes]
     with client(wire, cluster.uri) as api:
@@ -218,14 +218,14 @@ def test_braces_in_a_subject_are_kept_apart(cluster: Cluster, key: str, wire: st
 
 
 @both_wires
-def test_a_cluster_that_is_down_is_waited_for(lone_node: Single, key: str, wire: str) -> None:
-    """CLUSTERDOWN: tried again until the deadline, and not counted until it passes."""
+def test_calls_wait_for_a_cluster_that_is_down(lone_node: Single, key: str, wire: str) -> None:
+    """CLUSTERDOWN: retried until the deadline, and counted only when it succeeds."""
     uri = f"redis+cluster://{HOST}:{lone_node.port}"
     other = (slot(key) + 1) % SLOTS
     with client(wire, uri, deadline_ms=300) as api, client(wire, uri) as patient:
         until(api.works, "it is up", SECONDS_MAX)
         until(patient.works, "it is up", SECONDS_MAX)
-        # One slot that nobody has, and all of the cluster is down.
+        # If one slot has no node, the whole cluster is down.
         lone_node.admin.execute_command("CLUSTER", "DELSLOTS", other)
         error = outcome(api.start(key))
         call = patient.start(key)
@@ -239,12 +239,12 @@ def test_a_cluster_that_is_down_is_waited_for(lone_node: Single, key: str, wire:
 
 
 def _primary_port(node: Server) -> int | None:
-    """Whose replica it is; None if it is a primary itself."""
+    """Return the port of a replica's primary; None for a primary."""
     port: int | None = node.admin.info("replication").get("master_port")
     return port
 
 
-def test_a_dead_replica_is_nobodys_business(cluster: Cluster, key: str) -> None:
+def test_a_dead_replica_causes_no_errors(cluster: Cluster, key: str) -> None:
     """Killed under load: no call fails."""
     primary_port = cluster.node_of(slot(key)).port
     with clients_of_both(cluster.uri) as clients, ExitStack() as stack:
@@ -269,7 +269,7 @@ def test_a_dead_replica_is_nobodys_business(cluster: Cluster, key: str) -> None:
 def test_a_dead_primary_is_replaced_and_checks_are_exact_again(
     cluster: Cluster, key: str, how: str
 ) -> None:
-    """Killed, or silent, under load: both wires are right again soon after the promotion."""
+    """Killed or silent under load: threads and asyncio work again soon after the promotion."""
     number = slot(key)
     node = cluster.node_of(number)
 
@@ -283,7 +283,7 @@ def test_a_dead_primary_is_replaced_and_checks_are_exact_again(
     assert found.charged_units <= found.charged_units_max
     assert found.lost_units <= LOST_UNITS_MAX
     cluster.revive()
-    # The old primary is back, and what the new one counted is what counts.
+    # The old primary is back, and the counts of the new one are used.
     assert counted(cluster.uri, key) == found.charged_units
     with clients_of_both(cluster.uri, Limit(300, per=YEAR, name="after")) as clients:
         outcomes = [each for api in clients for each in api.together([key] * 200)]
@@ -291,8 +291,8 @@ def test_a_dead_primary_is_replaced_and_checks_are_exact_again(
         assert admitted(outcomes) == 300
 
 
-def test_a_cluster_that_is_gone_costs_next_to_nothing(key: str) -> None:
-    """All nodes dead: each call fails at once, with all that was tried; errors do not pile up."""
+def test_calls_to_a_dead_cluster_fail_at_once(key: str) -> None:
+    """All nodes are dead: each error lists every attempt; errors do not pile up."""
     with Cluster() as lone, clients_of_both(lone.uri, deadline_ms=2_000) as clients:
         for api in clients:
             assert api.check(key).allowed
@@ -308,7 +308,7 @@ def test_a_cluster_that_is_gone_costs_next_to_nothing(key: str) -> None:
 
 
 def _depth(error: object) -> int:
-    """How long its traceback is."""
+    """Return the length of a traceback."""
     assert isinstance(error, StoreError)
     traceback, frames = error.__traceback__, 0
     while traceback is not None:

@@ -1,4 +1,4 @@
-"""Checks of a hot key that go as one call: exact, each with its own decision, and few calls."""
+"""Coalesced checks of a hot key: exact, each with its own decision, and few calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Single]:
-    """One for all: each test has a key of its own."""
+    """Return the server that the tests of this file share."""
     with Single() as started:
         yield started
 
@@ -38,7 +38,7 @@ def server() -> Iterator[Single]:
 async def limiter_of(
     uri: str, limits: Limit | Sequence[Limit], clock: Clock | None = None, **options: object
 ) -> AsyncIterator[AsyncLimiter]:
-    """A limiter on a store of its own."""
+    """Return a limiter with its own store."""
     options.setdefault("deadline_ms", 5_000)
     store = cast("RedisStore", open_store(uri, clock, **options))
     yield AsyncLimiter(limits, store=store, on_failure="raise")
@@ -46,23 +46,24 @@ async def limiter_of(
 
 
 def calls_of(server: Single) -> int:
-    """Script calls that the server has got."""
+    """Return the number of script calls that the server has received."""
     stats = server.admin.info("commandstats")
     return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("evalsha", "eval"))
 
 
 async def at_once(limiter: AsyncLimiter, key: str, times: int, cost: int = 1) -> list[Decision]:
-    """So many checks at the same time; the decisions in the order they were asked for."""
+    """Make several checks at the same time; return the decisions in order."""
     return list(await asyncio.gather(*(limiter.check(key, cost) for _ in range(times))))
 
 
 @every_algorithm
 @pytest.mark.parametrize("cost", [1, 3])
-async def test_each_decision_is_what_it_would_have_been_alone(
+async def test_each_decision_equals_that_of_a_single_check(
     server: Single, key: str, algorithm: AlgorithmName, cost: int
 ) -> None:
     """Field by field, as of one check after another at that instant: below, at and over a limit,
-    with units granted too."""
+    and with granted units.
+    """
     random = Random(f"{algorithm} {cost}")
     clock = ManualClock(1_700_000_000)
     limits = [
@@ -92,10 +93,10 @@ async def test_each_decision_is_what_it_would_have_been_alone(
 
 
 @every_algorithm
-async def test_a_log_among_several_limits_denies_as_it_would_alone(
+async def test_a_log_among_several_limits_denies_as_in_a_single_check(
     server: Single, key: str, algorithm: AlgorithmName
 ) -> None:
-    """It tells of its times only what was asked for, and so it is asked once more."""
+    """Its reply has the time for the requested units only, so one more check is sent."""
     clock = ManualClock(1_700_000_000)
     limits = [
         Limit(40, per=10, algorithm="sliding_window_log"),
@@ -137,7 +138,7 @@ async def test_a_hot_key_costs_few_calls(server: Single, key: str) -> None:
 
 
 async def test_a_few_callers_do_not_wait_for_one_another(server: Single, key: str) -> None:
-    """They go by themselves, as they do without it."""
+    """Their checks are sent separately, as without coalescing."""
     async with limiter_of(server.uri, COUNTED) as limiter:
         await limiter.check(key)
         before = calls_of(server)
@@ -149,14 +150,14 @@ async def test_a_few_callers_do_not_wait_for_one_another(server: Single, key: st
 def test_exactly_the_limit_across_processes(
     server: Single, key: str, algorithm: AlgorithmName
 ) -> None:
-    """256 tasks in each of three processes on one hot key: to the unit."""
+    """256 tasks in each of three processes on one hot key: exact to the unit."""
     limits = [{"limit": 3_000, "per": YEAR, "algorithm": algorithm}]
     job = Job(server.uri, limits, keys=[key], wire="asyncio", at_once=256)
     assert admitted(hammer([job] * 3)) == {key: 3_000}
 
 
-async def test_two_stores_that_race_admit_no_more_than_there_is(server: Single, key: str) -> None:
-    """Between two calls of one, the other spends: whoever loses asks alone."""
+async def test_two_racing_stores_admit_exactly_the_limit(server: Single, key: str) -> None:
+    """One spends between two calls of the other: a check that loses the race is sent separately."""
     clock = ManualClock(1_700_000_000)
     limit = Limit(50, per=10)
     async with (
@@ -169,8 +170,10 @@ async def test_two_stores_that_race_admit_no_more_than_there_is(server: Single, 
             clock.advance(10)
 
 
-async def test_who_is_cancelled_while_waiting_costs_nothing(server: Single, key: str) -> None:
-    """It was not sent; those beside it are answered as ever."""
+async def test_a_check_that_is_cancelled_while_it_waits_costs_nothing(
+    server: Single, key: str
+) -> None:
+    """It was not sent; the other checks of its batch are answered."""
     with Proxy(server.port) as proxy:
         async with limiter_of(proxy.uri, COUNTED) as limiter:
             await limiter.check(key)
@@ -185,10 +188,10 @@ async def test_who_is_cancelled_while_waiting_costs_nothing(server: Single, key:
     assert counted(server.uri, key) == 1 + FREE_MAX + 15
 
 
-async def test_who_flies_first_and_is_cancelled_takes_nobody_along(
+async def test_cancelling_the_first_check_does_not_cancel_waiting_ones(
     server: Single, key: str
 ) -> None:
-    """Those who waited for it go on."""
+    """The checks that waited for it go on."""
     with Proxy(server.port) as proxy:
         async with limiter_of(proxy.uri, COUNTED) as limiter:
             await limiter.check(key)
@@ -202,8 +205,8 @@ async def test_who_flies_first_and_is_cancelled_takes_nobody_along(
             await asyncio.wait_for(asyncio.gather(*checks[FREE_MAX:]), SECONDS_MAX)
 
 
-async def test_each_ends_by_its_own_deadline(server: Single, key: str) -> None:
-    """A server that does not answer: whoever waits counts from when it came."""
+async def test_each_check_ends_by_its_own_deadline(server: Single, key: str) -> None:
+    """The server does not answer: a deadline counts from the start of its check."""
     deadline_s = 1.2
     with Proxy(server.port) as proxy:
         options = {"deadline_ms": 1_000 * deadline_s, "breaker": False}
@@ -226,14 +229,12 @@ async def test_each_ends_by_its_own_deadline(server: Single, key: str) -> None:
             found = await asyncio.gather(*checks)
     assert all(isinstance(error, StoreError) for _, error in found)
     assert any(isinstance(error, StoreTimeout) for _, error in found)
-    # Twice the deadline would be who counts from when its flight left.
+    # It would be twice the deadline if it counted from the start of the batch.
     assert max(seconds for seconds, _ in found) < deadline_s + LATE_SECONDS_MAX
 
 
-async def test_a_connection_that_breaks_fails_everyone_and_nobody_hangs(
-    server: Single, key: str
-) -> None:
-    """Each has an error of its own, and the next check is as ever."""
+async def test_a_broken_connection_fails_all_checks_of_a_batch(server: Single, key: str) -> None:
+    """Each gets its own error, none hangs, and the next check works."""
     with Proxy(server.port) as proxy:
         async with limiter_of(proxy.uri, COUNTED, breaker=False) as limiter:
             await limiter.check(key)
@@ -255,13 +256,13 @@ async def test_a_connection_that_breaks_fails_everyone_and_nobody_hangs(
                 pytest.fail("no check passes again")
 
 
-async def test_a_denied_hot_key_is_denied_together(server: Single, key: str) -> None:
-    """Those who wait for the first denial have it, and no call of their own."""
+async def test_waiting_checks_share_the_first_denial(server: Single, key: str) -> None:
+    """They make no calls of their own."""
     async with limiter_of(server.uri, Limit(20, per=YEAR)) as limiter:
         before = calls_of(server)
         found = await at_once(limiter, key, 200)
         assert sum(each.allowed for each in found) == 20
-        # Twenty fit at most, so they leave in lists of twenty, with three calls each at most.
+        # At most twenty fit, so they leave in batches of twenty, with at most three calls each.
         assert calls_of(server) - before <= FREE_MAX + 3 * 200 // 20
         again = calls_of(server)
         assert not any(each.allowed for each in await at_once(limiter, key, 200))

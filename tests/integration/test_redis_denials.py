@@ -1,4 +1,4 @@
-"""Denials that are kept in this process: exact, never over, and next to no calls to Redis."""
+"""The denial cache: exact, never over the limit, and hardly any calls to Redis."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from tollkeeper.decide.stores.redis.store import RedisStore
 from tollkeeper.testing import ManualClock
 
 NS = 10**9
-# Where calls are counted: on a busy machine a second may pass between any two of them.
+# For tests that count calls: on a busy machine a second may pass between two checks.
 LONG = {"denied_cache_ms": 60_000}
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Single]:
-    """One for all: each test has a key of its own."""
+    """Return the server that the tests of this file share."""
     with Single() as started:
         yield started
 
 
 def calls_of(server: Single) -> int:
-    """Script calls that the server has got."""
+    """Return the number of script calls that the server has received."""
     stats = server.admin.info("commandstats")
     return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("evalsha", "eval"))
 
 
 def calls_during(server: Single, work: Callable[[], object]) -> int:
-    """Script calls that came of it."""
+    """Return the number of script calls that a function causes."""
     before = calls_of(server)
     work()
     return calls_of(server) - before
 
 
 @both_wires
-def test_a_denied_key_makes_no_trip(server: Single, key: str, wire: str) -> None:
-    """Not even the first denial: whoever spent the last unit knew what follows."""
+def test_a_denied_key_causes_no_call(server: Single, key: str, wire: str) -> None:
+    """Not even for the first denial: the last allowed check implied it."""
     with client(wire, server.uri, Limit(3, per=YEAR), **LONG) as api:
 
         def ask() -> None:
@@ -55,7 +55,7 @@ def test_a_denied_key_makes_no_trip(server: Single, key: str, wire: str) -> None
 
 
 @both_wires
-def test_off_means_a_trip_for_each(server: Single, key: str, wire: str) -> None:
+def test_without_the_cache_each_check_is_a_call(server: Single, key: str, wire: str) -> None:
     """`denied_cache_ms=0`."""
     with client(wire, server.uri, Limit(3, per=YEAR), denied_cache_ms=0) as api:
         assert calls_during(server, lambda: [api.check(key) for _ in range(50)]) == 50
@@ -67,9 +67,9 @@ def test_off_means_a_trip_for_each(server: Single, key: str, wire: str) -> None:
 def test_retry_after_is_exact_by_a_given_clock(
     server: Single, key: str, wire: str, algorithm: AlgorithmName
 ) -> None:
-    """A kept denial is denied a microsecond before it, and allowed at it; waits shrink with time.
+    """A cached denial denies a microsecond before its end, not at it; waits shrink with time.
 
-    Asked every quarter of a second, it is the same instant that is told each time.
+    Checked every quarter of a second, it reports the same instant each time.
     """
     clock = ManualClock(1_700_000_000)
     with client(wire, server.uri, Limit(4, per=3, algorithm=algorithm), clock=clock) as api:
@@ -93,10 +93,10 @@ def test_retry_after_is_exact_by_a_given_clock(
 
 @both_wires
 @pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
-def test_who_waits_as_told_passes_by_the_servers_clock(
+def test_waiting_for_retry_after_is_enough_by_the_servers_clock(
     server: Single, key: str, wire: str, algorithm: AlgorithmName
 ) -> None:
-    """What a kept denial tells is long enough, every time; and until then it denies."""
+    """The wait of a cached denial is long enough, every time; until then the check is denied."""
     with client(wire, server.uri, Limit(2, per=0.04, algorithm=algorithm)) as api:
         for _ in range(8):
             while (told := api.check(key)).allowed:
@@ -128,18 +128,18 @@ def _reset(api: Client, key: str) -> None:
 
 @both_wires
 @pytest.mark.parametrize("give", [_refund, _grant, _reset])
-def test_what_this_process_gives_counts_at_once(
+def test_units_given_by_this_process_count_at_once(
     server: Single, key: str, wire: str, give: Callable[[Client, str], None]
 ) -> None:
-    """A refund, a grant, a reset: the very next check asks the server."""
+    """After a refund, a grant or a reset, the next check is sent to the server."""
     with client(wire, server.uri, Limit(1, per=YEAR)) as api:
         assert [api.check(key).allowed for _ in range(3)] == [True, False, False]
         give(api, key)
         assert [api.check(key).allowed for _ in range(2)] == [True, False]
 
 
-def test_threads_and_tasks_share_what_is_kept(server: Single, key: str) -> None:
-    """A denial of one is an answer for the other, and a refund of one ends it for the other."""
+def test_threads_and_tasks_share_the_cache(server: Single, key: str) -> None:
+    """A denial of one answers the other, and a refund by one ends it for the other."""
 
     async def both() -> None:
         store = cast("RedisStore", open_store(server.uri, deadline_ms=5_000, **LONG))
@@ -159,8 +159,10 @@ def test_threads_and_tasks_share_what_is_kept(server: Single, key: str) -> None:
 
 
 @both_wires
-def test_what_others_give_is_seen_within_the_second(server: Single, key: str, wire: str) -> None:
-    """Another process's refund: late by at most `denied_cache_ms`, by the clock that decides."""
+def test_units_given_by_another_process_count_within_a_second(
+    server: Single, key: str, wire: str
+) -> None:
+    """At most `denied_cache_ms` late, by the clock that decides."""
     clock = ManualClock(1_700_000_000)
     with (
         client(wire, server.uri, Limit(1, per=YEAR), clock=clock) as api,
@@ -175,8 +177,8 @@ def test_what_others_give_is_seen_within_the_second(server: Single, key: str, wi
 
 
 @both_wires
-def test_a_flush_is_seen_within_the_second(server: Single, key: str, wire: str) -> None:
-    """By the server's own clock too."""
+def test_a_flush_counts_within_a_second(server: Single, key: str, wire: str) -> None:
+    """Also by the server's own clock."""
     with client(wire, server.uri, Limit(1, per=YEAR), denied_cache_ms=200) as api:
         assert [api.check(key).allowed for _ in range(2)] == [True, False]
         server.admin.delete(f"tk:{{{key}}}")
@@ -184,16 +186,16 @@ def test_a_flush_is_seen_within_the_second(server: Single, key: str, wire: str) 
 
 
 @both_wires
-def test_a_peek_always_asks(server: Single, key: str, wire: str) -> None:
-    """And what it is told is kept by nobody."""
+def test_a_peek_is_always_sent(server: Single, key: str, wire: str) -> None:
+    """Its reply is not cached."""
     with client(wire, server.uri, Limit(1, per=YEAR)) as api:
         api.check(key)
         assert calls_during(server, lambda: [api.peek(key) for _ in range(5)]) == 5
 
 
 @both_wires
-def test_another_cost_is_another_question(server: Single, key: str, wire: str) -> None:
-    """Denied for 5, allowed for 2; and what is told of 5 knows that 2 were spent."""
+def test_another_cost_is_another_check(server: Single, key: str, wire: str) -> None:
+    """Denied for 5, allowed for 2; the next denial of 5 knows that 2 were spent."""
     with client(wire, server.uri, Limit(6, per=YEAR)) as api:
         api.check(key, 3)
         assert api.check(key, 5).remaining == 3
@@ -203,10 +205,10 @@ def test_another_cost_is_another_question(server: Single, key: str, wire: str) -
 
 
 @both_wires
-def test_who_spends_under_other_limits_of_the_rule_is_known_of(
+def test_a_charge_by_other_limits_of_the_rule_drops_the_denial(
     server: Single, key: str, wire: str
 ) -> None:
-    """A rule may have several for one subject, by tier or load; what was spent is one count."""
+    """A rule may have several limits for one subject, by tier or load; they share a count."""
     with client(wire, server.uri, Limit(6, per=YEAR)) as api:
         other = Limiter(Limit(7, per=YEAR), store=api.store)
         api.check(key, 3)
@@ -216,8 +218,8 @@ def test_who_spends_under_other_limits_of_the_rule_is_known_of(
 
 
 @both_wires
-def test_changed_limits_are_another_question(server: Single, key: str, wire: str) -> None:
-    """Raised for the same rule on the same store: it counts at once."""
+def test_changed_limits_are_another_check(server: Single, key: str, wire: str) -> None:
+    """A raised limit of the same rule on the same store applies at once."""
     with client(wire, server.uri, Limit(1, per=YEAR)) as api:
         assert [api.check(key).allowed for _ in range(2)] == [True, False]
         raised = Limiter(Limit(2, per=YEAR), store=api.store)
@@ -225,8 +227,10 @@ def test_changed_limits_are_another_question(server: Single, key: str, wire: str
 
 
 @both_wires
-def test_several_subjects_denied_together_make_no_trip(server: Single, key: str, wire: str) -> None:
-    """Until one that denies is given something; nobody was charged meanwhile."""
+def test_several_subjects_denied_together_cause_no_call(
+    server: Single, key: str, wire: str
+) -> None:
+    """Until one that denies is given units; nothing was charged meanwhile."""
     subjects = [f"{key} user", f"{key} tenant"]
     with client(wire, server.uri, Limit(2, per=YEAR), **LONG) as api:
         api.check(subjects[1])
@@ -248,10 +252,8 @@ def test_several_subjects_denied_together_make_no_trip(server: Single, key: str,
 
 
 @both_wires
-def test_users_that_share_a_tenant_make_no_trip_when_denied(
-    server: Single, key: str, wire: str
-) -> None:
-    """Each is denied by its own limit; that the tenant is charged and paid back ends nothing."""
+def test_denied_users_of_one_tenant_cause_no_call(server: Single, key: str, wire: str) -> None:
+    """Each is denied by its own limit; charges and refunds of the tenant do not end the denials."""
     users = [[f"{key} {name}", f"{key} tenant"] for name in ("ann", "bob", "cid")]
     with client(wire, server.uri, Limit(6, per=YEAR), **LONG) as api:
         for user, _ in users:
@@ -268,8 +270,8 @@ def test_users_that_share_a_tenant_make_no_trip_when_denied(
         assert api.peek(f"{key} tenant").remaining == 6
 
 
-def test_a_store_that_is_closed_answers_nothing(server: Single, key: str) -> None:
-    """Not from what it kept either."""
+def test_a_closed_store_does_not_answer_from_its_cache(server: Single, key: str) -> None:
+    """It raises an error."""
     store = cast("RedisStore", open_store(server.uri, deadline_ms=10_000))
     limiter = Limiter(Limit(1, per=YEAR), store=store, on_failure="open")
     assert [limiter.check(key).allowed for _ in range(2)] == [True, False]
@@ -278,12 +280,12 @@ def test_a_store_that_is_closed_answers_nothing(server: Single, key: str) -> Non
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
-def test_a_retry_storm_costs_the_store_almost_nothing(
+def test_a_retry_storm_causes_hardly_any_calls(
     server: Single, key: str, algorithm: AlgorithmName
 ) -> None:
     """200 clients without backoff at ten times the limit and more: calls for each denial.
 
-    All calls, those that admitted too.
+    It counts all calls, also those that admitted.
     """
     clients, limit, requests = 200, 40, 40
 
@@ -315,12 +317,12 @@ def test_a_retry_storm_costs_the_store_almost_nothing(
 
 
 @pytest.mark.parametrize("algorithm", ["token_bucket", "sliding_window_counter"])
-def test_a_storm_on_a_limit_that_comes_back_all_the_time(
+def test_a_storm_on_a_limit_that_refills_all_the_time(
     server: Single, key: str, algorithm: AlgorithmName
 ) -> None:
-    """Ten times the limit, where a unit comes back every 5 ms: hardly a call that only denies.
+    """Ten times the limit, and a unit every 5 ms: hardly any call that only denies.
 
-    A call that admits is a call that any limiter makes.
+    Every limiter makes the calls that admit.
     """
     clients, seconds, limit = 200, 1.0, 200
 
@@ -349,5 +351,5 @@ def test_a_storm_on_a_limit_that_comes_back_all_the_time(
         f"{more:.4f} for each denial beyond those that admitted"
     )
     assert denied > 500
-    # On a machine that is busy with other things, answers come when they are over already.
+    # On a busy machine a denial may have ended before its reply arrives.
     assert more < 0.4

@@ -1,4 +1,4 @@
-"""Callers who leave before they are answered, and what that costs: them, and those beside them."""
+"""Callers that are cancelled before they are answered, and what that costs."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tollkeeper.decide.stores.redis.store import RedisStore
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Single]:
-    """One for all: each test has a key of its own."""
+    """Return the server that the tests of this file share."""
     with Single() as started:
         yield started
 
 
 @asynccontextmanager
 async def store_of(uri: str, **options: object) -> AsyncIterator[RedisStore]:
-    """A store, closed at the end of the block."""
+    """Open a store for the length of the block."""
     options.setdefault("deadline_ms", 10_000)
     store = cast("RedisStore", open_store(uri, **options))
     yield store
@@ -39,17 +39,17 @@ async def store_of(uri: str, **options: object) -> AsyncIterator[RedisStore]:
 
 
 async def left(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel them, and wait until they have left."""
+    """Cancel the tasks, and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
 
 
 @pytest.mark.parametrize("denied", [True, False])
-async def test_who_leaves_a_request_of_several_subjects_has_spent_nothing(
+async def test_a_cancelled_request_of_several_subjects_has_spent_nothing(
     server: Single, key: str, denied: bool
 ) -> None:
-    """Else one who is denied by a limit of his own could spend all that his tenant has."""
+    """Otherwise a client that its own limit denies could use up its tenant's limit."""
     async with store_of(server.uri, denied_cache_ms=0) as store:
         user = store.async_gate([Limit(1, per=YEAR)], "user")
         tenant = store.async_gate([COUNTED], "tenant")
@@ -67,16 +67,17 @@ async def test_who_leaves_a_request_of_several_subjects_has_spent_nothing(
             return COUNTED.limit - (await tenant.peek(key, 1)).remaining
 
         async with asyncio.timeout(SECONDS_MAX):
-            # Until all of it was charged, and given back: what was sent before goes before a look.
+            # Wait until everything was charged and given back: a peek comes after earlier calls.
             assert await spent() >= 1
             while await spent() > 1:  # noqa: ASYNC110 - the server tells of no event
                 await asyncio.sleep(0.01)
         assert (await user.peek(key, 1)).allowed is not denied
 
 
-async def test_who_leaves_a_flight_is_asked_for_no_more(server: Single, key: str) -> None:
-    """Ten fit of forty that were asked for as one. Thirty-five have left: the five who stayed pass,
-    and only they are charged."""
+async def test_a_check_that_leaves_a_batch_is_not_charged(server: Single, key: str) -> None:
+    """Ten of forty checks fit. Thirty-five were cancelled: the other five are allowed,
+    and only they are charged.
+    """
     with Proxy(server.port) as proxy:
         async with store_of(proxy.uri) as store:
             limit = Limit(100, per=YEAR, algorithm="fixed_window")
@@ -95,8 +96,8 @@ async def test_who_leaves_a_flight_is_asked_for_no_more(server: Single, key: str
             assert (await limiter.peek(key)).remaining == 5
 
 
-async def test_a_flight_that_never_began_holds_up_nobody(server: Single, key: str) -> None:
-    """Whoever cancels every task of a loop and goes on with it can still check that key."""
+async def test_a_batch_that_never_started_blocks_no_check(server: Single, key: str) -> None:
+    """After every task of a loop was cancelled, the key can still be checked."""
     async with store_of(server.uri) as store:
         limiter = AsyncLimiter(COUNTED, store=store, on_failure="raise")
         await limiter.check(key)
@@ -105,7 +106,7 @@ async def test_a_flight_that_never_began_holds_up_nobody(server: Single, key: st
         await asyncio.sleep(0)
         checks[0].cancel()
         await asyncio.sleep(0)
-        # Now those who wait are a flight, whose task is to begin next.
+        # Now the waiting checks are a batch, whose task starts next.
         tasks = asyncio.all_tasks() - {asyncio.current_task(), None}
         assert len(tasks) == len(checks)
         await left(*tasks)
@@ -115,8 +116,8 @@ async def test_a_flight_that_never_began_holds_up_nobody(server: Single, key: st
                 assert all(await asyncio.gather(*(limiter.check(key) for _ in range(30))))
 
 
-def test_a_loop_that_has_ended_is_not_kept(server: Single, key: str) -> None:
-    """Nor what it was waiting for: however it ended, and though the store is open still."""
+def test_a_store_keeps_no_reference_to_an_ended_loop(server: Single, key: str) -> None:
+    """However it ended, and although the store is still open."""
     store = cast("RedisStore", open_store(server.uri, deadline_ms=10_000))
     limiter = AsyncLimiter(COUNTED, store=store, on_failure="raise")
     loops = []
@@ -140,14 +141,14 @@ def test_a_loop_that_has_ended_is_not_kept(server: Single, key: str) -> None:
     store.close()
 
 
-# What the network does; and how often in a hundred times somebody leaves.
+# The network's fault, and the percentage of cancelled callers.
 _LATE: tuple[tuple[Mode, ...], int] = ("pass",), 0
 _LOSSY: tuple[tuple[Mode, ...], int] = ("pass", "pass", "pass", "hold", "swallow", "cut"), 0
 _LEFT: tuple[tuple[Mode, ...], int] = _LOSSY[0], 30
 
 
 class _Account:
-    """What callers were told of a key, and what it may therefore have been charged."""
+    """The answers that callers got for a key, and the charge that they allow."""
 
     def __init__(self) -> None:
         self.least = self.most = 0
@@ -168,12 +169,12 @@ class _Account:
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("how", [_LATE, _LOSSY, _LEFT], ids=["late", "lossy", "left"])
-async def test_what_is_charged_is_what_callers_were_told(
+async def test_the_charge_matches_the_answers_of_the_callers(
     server: Single, key: str, how: tuple[Sequence[Mode], int], seed: int
 ) -> None:
-    """Alone, coalesced, of several subjects, given back, cancelled at any moment, over a network
-    that holds, loses, cuts, and connects too late: never less than was allowed, never more than
-    that and what may have been counted."""
+    """Single, coalesced, joint, refunded and cancelled checks over a faulty network: the charge
+    is at least what was allowed, and at most that plus what may have been counted.
+    """
     modes, leaving = how
     random = Random(seed)
     account, together = _Account(), _Account()
@@ -205,7 +206,7 @@ async def test_what_is_charged_is_what_callers_were_told(
                 try:
                     decisions = await store.check_together_async(asked)
                     together.checked(min(decisions, key=bool), 1)
-                    # The trip that gives back may be lost, as any may.
+                    # The refund may be lost, like any call.
                     together.most += not all(decisions)
                 except (StoreError, asyncio.CancelledError) as error:
                     together.checked(error, 1)
