@@ -97,8 +97,8 @@ class _FromThreads(Client):
         return self._pool.submit(getattr(self._limiter, verb), key, *units)
 
     def start_all(self, subjects: Sequence[str]) -> Future[list[Decision]]:
-        asked = [(self._limiter._gate, subject, 1) for subject in subjects]
-        return self._pool.submit(self.store.check_together, asked)
+        checks = [(self._limiter._gate, subject, 1) for subject in subjects]
+        return self._pool.submit(self.store.check_together, checks)
 
     def close(self) -> None:
         self.store.close()
@@ -122,8 +122,8 @@ class _FromTasks(Client):
         return asyncio.run_coroutine_threadsafe(called, self.loop)
 
     def start_all(self, subjects: Sequence[str]) -> Future[list[Decision]]:
-        asked = [(self._limiter._awaited, subject, 1) for subject in subjects]
-        called = self.store.check_together_async(asked)
+        checks = [(self._limiter._async_gate, subject, 1) for subject in subjects]
+        called = self.store.check_together_async(checks)
         return asyncio.run_coroutine_threadsafe(called, self.loop)
 
     def together(self, keys: Sequence[str]) -> list[Outcome]:
