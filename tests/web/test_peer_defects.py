@@ -1,9 +1,8 @@
-"""Defects of well-known limiters for web applications, each shown not to be here.
+"""Defects of well-known limiters for web applications, each shown to be absent here.
 
-Others of that list are tested beside what they are about: path parameters in test_templates,
-test_mounts, test_flask and test_django; streams in test_asgi, test_wsgi and test_django; what
-Retry-After promises in test_answers_properties; identifiers that are joined in test_keys; a
-fallback that multiplies the limit in test_guard.
+Other defects of that list are tested elsewhere: path parameters in test_requests, test_flask and
+test_django; streams in test_asgi, test_wsgi and test_django; Retry-After in test_answers; colliding
+keys in test_identity; a fallback that multiplies the limit in test_enforcer.
 """
 
 from __future__ import annotations
