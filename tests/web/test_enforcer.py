@@ -27,7 +27,7 @@ from tollkeeper.core.model import AppliedRule, CheckResult, ResultKind
 from tollkeeper.testing import ManualClock
 from tollkeeper.web.answers import Style
 from tollkeeper.web.charges import joint_result as joined
-from tollkeeper.web.enforcer import PASSED, AsyncEnforcer, Charge, Enforcer, RequestRejected
+from tollkeeper.web.enforcer import PASSED, AsyncEnforcer, Charge, Enforcer, UncheckableRequest
 from tollkeeper.web.options import EnforcerOptions, OptionArguments
 from tollkeeper.web.requests import WsgiRequest
 
@@ -272,7 +272,7 @@ def test_a_leaky_bucket_delays_before_the_application_runs(make: Make) -> None:
 
 def test_a_cost_that_can_never_fit_is_a_422(make: Make) -> None:
     """The answer says that waiting does not help."""
-    with pytest.raises(RequestRejected) as refused:
+    with pytest.raises(UncheckableRequest) as refused:
         make(limits="10/minute", cost=lambda request: 11).enter(_request())
     assert refused.value.answer.status == 422
 
@@ -280,7 +280,7 @@ def test_a_cost_that_can_never_fit_is_a_422(make: Make) -> None:
 @pytest.mark.parametrize("key", ["", "a\x1fb", ("a",) * 17, 42, "x" * 600])
 def test_an_invalid_key_is_a_400(make: Make, key: Any) -> None:
     """The answer explains what is wrong with the key."""
-    with pytest.raises(RequestRejected) as refused:
+    with pytest.raises(UncheckableRequest) as refused:
         make(limits="10/minute", key=lambda request: key).enter(_request())
     assert refused.value.answer.status == 400
 
@@ -288,7 +288,7 @@ def test_an_invalid_key_is_a_400(make: Make, key: Any) -> None:
 @pytest.mark.parametrize("cost", [-1, "3", 1.5])
 def test_an_invalid_cost_is_a_400(make: Make, cost: Any) -> None:
     """A cost that is read from a request may have any value."""
-    with pytest.raises(RequestRejected) as refused:
+    with pytest.raises(UncheckableRequest) as refused:
         make(limits="10/minute", cost=lambda request: cost).enter(_request())
     assert refused.value.answer.status == 400
 

@@ -45,7 +45,7 @@ from tollkeeper.web.enforcer import (
     Charge,
     Enforcer,
     EnforcerCore,
-    RequestRejected,
+    UncheckableRequest,
 )
 from tollkeeper.web.requests import AsgiRequest, RoutedAsgiRequest, WebRequest, digest_of
 
@@ -155,7 +155,7 @@ class RequestCharges:
         settle = self.settle_async if isinstance(enforcer, AsyncEnforcer) else self.settle
         try:
             charge = yield from self._enter_steps(enforcer, request)
-        except RequestRejected as rejected:
+        except UncheckableRequest as rejected:
             self.refund()
             yield Call(settle)
             return rejected.answer
@@ -269,7 +269,7 @@ class AsgiCharges(RequestCharges):
             charge = (
                 enforcer.enter_now(request) if enforcer.is_quick else await enforcer.enter(request)
             )
-        except RequestRejected as rejected:
+        except UncheckableRequest as rejected:
             self.deny(enforcer, request, rejected.answer)
         is_first = not self._charges
         self._charges.append(charge)

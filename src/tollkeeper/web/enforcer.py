@@ -48,7 +48,7 @@ from tollkeeper.web.identity import Identity, RequestKeys
 from tollkeeper.web.options import EnforcerOptions
 from tollkeeper.web.requests import WebRequest
 
-__all__ = ["LOG", "PASSED", "AsyncEnforcer", "Charge", "Enforcer", "RequestRejected"]
+__all__ = ["LOG", "PASSED", "AsyncEnforcer", "Charge", "Enforcer", "UncheckableRequest"]
 
 LOG: Final = logging.getLogger("tollkeeper.web")
 
@@ -135,7 +135,7 @@ class Charge:
         return f"<Charge of {self._wanted} units: {self.decision!r}>"
 
 
-class RequestRejected(TollkeeperError):
+class UncheckableRequest(TollkeeperError):
     """A request that cannot be checked; `answer` tells the client why."""
 
     def __init__(self, error: CapacityError | ConfigError) -> None:
@@ -147,7 +147,7 @@ class RequestRejected(TollkeeperError):
         )
         super().__init__(str(error))
 
-    def __reduce__(self) -> tuple[type[RequestRejected], tuple[CapacityError | ConfigError]]:
+    def __reduce__(self) -> tuple[type[UncheckableRequest], tuple[CapacityError | ConfigError]]:
         return type(self), (self.error,)
 
 
@@ -315,7 +315,7 @@ class EnforcerCore:
     def enter_steps(self, request: WebRequest) -> Steps[Charge]:
         """Charge a request, and wait as long as a leaky bucket demands.
 
-        Raises RequestRejected for an invalid key or cost, and for a cost that can never fit.
+        Raises UncheckableRequest for an invalid key or cost, and for a cost that can never fit.
         """
         if not self._is_open:
             self._reopen()
@@ -337,7 +337,7 @@ class EnforcerCore:
             else:
                 result = self._limiter.evaluate(key, units)
         except (CapacityError, ConfigError) as error:
-            raise RequestRejected(error) from error
+            raise UncheckableRequest(error) from error
         charge = Charge(result.decision, key, units, self, result)
         if result.decision.delay_ns:
             try:
@@ -465,7 +465,7 @@ class AsyncEnforcer(EnforcerCore):
         try:
             result = self._limiter.evaluate(key, self.units)
         except (CapacityError, ConfigError) as error:
-            raise RequestRejected(error) from error
+            raise UncheckableRequest(error) from error
         if self.prepared is None:
             self.prepared = PreparedHeaders.of(result, self.now_ns(), self.style)
         return Charge(result.decision, key, self.units, self, result)
