@@ -1,10 +1,10 @@
-"""Which subjects are checked most, in bounded memory and at next to no cost.
+"""The busiest subjects, in bounded memory and at almost no cost.
 
-One check in SAMPLE_EVERY, on average and at random so that no rhythm of requests hides anyone, is
-noted in a space-saving sketch of BUSIEST_MAX names: a new name takes the place of the one with the
-fewest samples and inherits its count, so whoever makes clearly more than 1 / BUSIEST_MAX of all
-checks is in it. Counts are halved now and then, so that it tells of lately and not of ever.
-The kernel keeps the same sketch (`kernel/busiest.c`), across processes.
+On average one check in SAMPLE_EVERY is sampled, at random so that no pattern of requests escapes.
+The samples go into a space-saving sketch of BUSIEST_MAX names: a new name replaces the one with the
+fewest samples and inherits its count. So every subject with clearly more than 1 / BUSIEST_MAX of
+all checks is in the sketch. Counts are halved regularly, so that the sketch shows recent traffic.
+The kernel keeps the same sketch across processes (`kernel/busiest.c`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HALVE_EVERY: Final = 16_384  # samples: a million checks
 
 
 class Busiest:
-    """The sketch. Not locked: its store's lock covers it."""
+    """The sketch. The store's lock protects it."""
 
     __slots__ = ("_next_in", "_noted", "_random", "_samples")
 
@@ -32,7 +32,7 @@ class Busiest:
         return self._random.randrange(1, 2 * SAMPLE_EVERY)
 
     def note(self, subject: str) -> None:
-        """Count a check; every so often, remember whose it was."""
+        """Count a check; sample its subject now and then."""
         self._next_in -= 1
         if self._next_in == 0:
             self._next_in = self._gap()
@@ -49,6 +49,6 @@ class Busiest:
             self._samples = {name: count // 2 for name, count in samples.items() if count > 1}
 
     def top(self, count: int) -> list[tuple[str, int]]:
-        """Up to `count` subjects and about how many checks each had, most first."""
+        """Return up to `count` subjects with their approximate number of checks, most first."""
         ranked = sorted(self._samples.items(), key=lambda item: -item[1])
         return [(subject, samples * SAMPLE_EVERY) for subject, samples in ranked[: max(count, 0)]]

@@ -1,8 +1,8 @@
-"""Granted units: extra quota on top of a limit, until it is spent or its time is over.
+"""Granted units: extra quota on top of a limit, until it is spent or expires.
 
-A credit is (units, until_ns). It is drawn on only for what the limit itself has no room for, so
-that granting never wastes what refills anyway. One rule serves all five algorithms, because it
-asks them nothing but `decide`.
+A credit is (units, until_ns). A check draws on it only for units that do not fit the limit, so that
+a grant never wastes units that refill anyway. The same code serves all five algorithms, because it
+needs only their `decide`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Credit = tuple[int, int]
 def decide(
     algorithm: Algorithm, state: State, credit: Credit, limit: Limit, now_ns: int, cost: int
 ) -> tuple[State, Credit | None, Outcome]:
-    """As the algorithm's `decide`, with `credit` to draw on; the credit left comes back too."""
+    """Decide as the algorithm does, with a credit; also return the rest of the credit."""
     units, until_ns = credit
     if now_ns >= until_ns:
         after, outcome = algorithm.decide(state, limit, now_ns, cost)
@@ -41,7 +41,7 @@ def _denied(
         _, outcome = algorithm.decide(state, limit, now_ns, cost - units)
         if now_ns + outcome.retry_after_ns < until_ns:
             return outcome._replace(remaining=outcome.remaining + units)
-    # By the time the rest fits, the credit is over: the limit has to hold the whole cost.
+    # The credit expires before the rest fits, so the limit has to hold the whole cost.
     _, outcome = algorithm.decide(state, limit, now_ns, cost)
     return outcome._replace(remaining=outcome.remaining + units)
 
@@ -52,11 +52,11 @@ def wait_together(
     cost: int,
     wait_ns: int,
 ) -> int:
-    """How long until all limits would pass, given that one needs `wait_ns`.
+    """Return the time until all limits would pass, given that one of them needs `wait_ns`.
 
-    Others that pass now may lean on a credit that is over by then. So all are asked again as of
-    then, and again as of when the slowest of those would pass, until all do. Each round some credit
-    is over that was not before. CapacityError when without it the cost can never fit.
+    Another limit that passes now may depend on a credit that expires by then. So all limits are
+    decided again at that time, and again when the slowest of them would pass, until all pass. In
+    each round another credit has expired. Raises CapacityError if the cost never fits without it.
     """
     while True:
         for algorithm, state, credit, limit in held:
@@ -73,7 +73,7 @@ def wait_together(
 
 
 def granted(credit: Credit | None, units: int, now_ns: int, until_ns: int) -> Credit:
-    """`credit` with `units` more, good until the later of both times; a billion at most."""
+    """Return `credit` plus `units`, valid until the later of both times; a billion at most."""
     if credit is None or now_ns >= credit[1]:
         return min(units, UNITS_MAX), until_ns
     return min(credit[0] + units, UNITS_MAX), max(credit[1], until_ns)

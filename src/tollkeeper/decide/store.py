@@ -31,7 +31,7 @@ class StoreStats:
     bytes: int
     """Memory in use for the states; an estimate where the store cannot know."""
     expired: int
-    """States reclaimed so far, because they had become as good as new."""
+    """States reclaimed so far, because they no longer differed from an untouched quota."""
     refused: int
     """Times a new state found no room. Each of them raised StoreFull."""
 
@@ -168,7 +168,7 @@ class Store(Protocol):
         ...
 
     def sweep(self) -> int:
-        """Drop every state that has become as good as new; return how many."""
+        """Drop every state that no longer differs from an untouched quota; return how many."""
         ...
 
     def stats(self) -> StoreStats:

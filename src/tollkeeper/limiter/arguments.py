@@ -1,4 +1,4 @@
-"""What callers hand to a limiter, checked and in one form. Errors say what would be right."""
+"""The arguments of a limiter, validated and normalised. Errors show a correct example."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CostSource = int | Callable[..., int]
 
 
 def request_of(key: object) -> Request:
-    """The request that rules are asked about; a key has nothing for them to match."""
+    """Return the request that rules match. Raises ConfigError for a plain key."""
     if isinstance(key, Request):
         return key
     raise ConfigError(
@@ -25,7 +25,7 @@ def request_of(key: object) -> Request:
 
 
 def kind_of(function: Callable[..., object]) -> Literal["plain", "coroutine", "async generator"]:
-    """What calling it gives. Callable objects and partials count as what they call."""
+    """Return what a call of the function returns; partials and callable objects are unwrapped."""
     function = inspect.unwrap(getattr(function, "func", function))
     for called in (function, getattr(type(function), "__call__", None)):  # noqa: B004 - no test
         if inspect.iscoroutinefunction(called):
@@ -36,7 +36,7 @@ def kind_of(function: Callable[..., object]) -> Literal["plain", "coroutine", "a
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """Its full name; a callable object or a partial goes by that of what it calls."""
+    """Return the full name of a function, of a partial's function or of an object's class."""
     function = getattr(function, "func", function)
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
@@ -45,12 +45,12 @@ def name_of(function: Callable[..., object]) -> str:
 def key_of(
     key: KeySource, function: Callable[..., object], args: Any, kwargs: Any
 ) -> Key | Request:
-    """The key that a decorated function's call is counted under."""
+    """Return the key that a call of a decorated function is counted under."""
     if key is None:
         return name_of(function)
     return key(*args, **kwargs) if callable(key) else key
 
 
 def cost_of(cost: CostSource, args: Any, kwargs: Any) -> int:
-    """What a decorated function's call costs."""
+    """Return the cost of a call of a decorated function."""
     return cost(*args, **kwargs) if callable(cost) else cost

@@ -1,4 +1,4 @@
-"""What rules in force count as they decide: fields and dictionaries that grow by one."""
+"""The counters of a rule engine: plain fields and dictionaries."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ _ERRORS: Final = {StoreTimeout: "timeout", StoreFull: "full"}
 
 @dataclass(slots=True)
 class RuleCounts:
-    """What a rule decided in this process so far. Counted without a lock: about right."""
+    """The decisions of a rule in this process. Counted without a lock, so slightly inexact."""
 
     allowed: int = 0
     denied: int = 0
     shadow_denied: int = 0
     failed: int = 0
-    """Times that the store could not decide; and what was answered then:"""
+    """Checks that the store could not decide. The next fields say how they were answered."""
     local_allowed: int = 0
     local_denied: int = 0
-    """By counts of this machine."""
+    """Answered by the counts of this machine."""
     policy_allowed: int = 0
     policy_denied: int = 0
-    """Because the rule is open, or closed."""
+    """Answered because the rule's failure policy is open or closed."""
     raised: int = 0
-    """Nothing: the caller got the error."""
+    """Not answered: the error was raised to the caller."""
     cooldowns: int = 0
     blocks: int = 0
-    """Penalties that were given."""
+    """Penalties that this process gave."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What is counted beside the rules, in this process so far."""
+    """The counts of this process that belong to no rule."""
 
     unruled: dict[str, int] = field(default_factory=dict)
-    """Checks that no limit had a say in, by why."""
+    """Checks without a limit, by reason: unlimited, exempt or blocked."""
     errors: dict[str, int] = field(default_factory=dict)
-    """Checks that the store failed: timeout, unavailable or full."""
+    """Checks that the store could not decide: timeout, unavailable or full."""
     store_seconds: Histogram = field(default_factory=Histogram)
-    """How long checks waited for a store that is a trip away."""
+    """How long checks waited for a remote store."""
 
     def failed(self, error: StoreError) -> None:
-        """Count an error."""
+        """Count an error of the store by its kind."""
         kind = next((name for of, name in _ERRORS.items() if isinstance(error, of)), "unavailable")
         self.errors[kind] = self.errors.get(kind, 0) + 1

@@ -1,14 +1,14 @@
-"""Limits that follow the load: how busy the machine is, and the factor that comes of it.
+"""Limits that follow the load: how busy the machine is, and the factor of a rule's limits.
 
-A load is a number from 0.0 (idle) to 1.0, or None while nobody knows. It comes from a probe of the
+A load is a number from 0.0 (idle) to 1.0, or None while it is unknown. It comes from a probe of the
 CPU or the memory, or the application pushes it. A *factor* is between a rule's `least` and 1.0:
 all of the limits at `low` and below, `least` of them at `high` and above, linear in between, and
 smoothed, so that limits do not jump with every reading.
 
-No thread: whichever check comes first after SAMPLE_NS takes the next reading, which is one or two
-small files of the kernel's. Nobody waits for it; other threads go on with the factor as it was.
+There is no thread. The first check after SAMPLE_NS takes the next reading: one or two small files
+of the kernel. No other thread waits for it; they use the previous factor.
 
-The probes are for Linux. In a container they see its limits, where cgroup v2 sets them.
+The probes are for Linux. In a container they use its limits if cgroup v2 sets them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Reading = Callable[[], float | None]
 
 
 class Factor:
-    """What part of its limits a rule has now. Call it: it is about as fast as reading the clock.
+    """The part of its limits that a rule has now. Calling it is about as fast as reading a clock.
 
     >>> now_ns = 0
     >>> factor = Factor(Scale(low=0.5, high=1.0, least=0.2, smoothing_s=0), lambda: 0.75,
@@ -48,7 +48,7 @@ class Factor:
     __slots__ = ("_due_ns", "_now_ns", "_read", "_sampling", "_then_ns", "_value", "scale")
 
     def __init__(self, scale: Scale, read: Reading, now_ns: Callable[[], int]) -> None:
-        """`read` says the load; `now_ns` the time that smoothing goes by."""
+        """`read` returns the load, `now_ns` the time for smoothing."""
         self.scale = scale
         self._read = read
         self._now_ns = now_ns
@@ -65,14 +65,14 @@ class Factor:
 
     def _sample(self, now_ns: int) -> None:
         if not self._sampling.acquire(blocking=False):
-            return  # another thread is at it
+            return  # another thread takes the reading
         try:
             self._due_ns = now_ns + SAMPLE_NS
             load = self._read()
             if load is None:
                 return
             aim = aimed_at(self.scale, load)
-            # The first reading counts at once: a process that starts on a busy machine is late.
+            # The first reading takes effect at once: a process may start on a busy machine.
             self._value = aim if self._value is None else self._smoothed(aim, now_ns)
             self._then_ns = now_ns
         finally:
@@ -88,7 +88,7 @@ class Factor:
 
 
 def aimed_at(scale: Scale, load: float) -> float:
-    """The factor that a lasting load leads to.
+    """Return the factor of a constant load.
 
     >>> [round(aimed_at(Scale(low=0.5, high=1.0, least=0.2), load), 3) for load in (0.4, 0.9, 1)]
     [1.0, 0.36, 0.2]
@@ -101,9 +101,9 @@ def aimed_at(scale: Scale, load: float) -> float:
 
 
 class Loads:
-    """What is known of the load: the probes, read at most every SAMPLE_NS, and the pushed number.
+    """The load by source: the probes, read at most every SAMPLE_NS, and the pushed number.
 
-    Rules that follow one source see one reading: the CPU's is an average since the one before.
+    Rules with the same source share one reading: that of the CPU is an average since the last.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Loads:
         self._pushed: float | None = None
 
     def push(self, load: float) -> None:
-        """Take a number from the application. Raises ConfigError unless it is from 0.0 to 1.0."""
+        """Set the load from the application. Raises ConfigError unless it is from 0.0 to 1.0."""
         number = isinstance(load, int | float) and not isinstance(load, bool)
         if not number or not 0 <= load <= 1:
             raise ConfigError(
@@ -125,14 +125,14 @@ class Loads:
         self._pushed = float(load)
 
     def reading(self, source: LoadSource) -> float | None:
-        """The load by this source; None while it is not known."""
+        """Return the load of a source; None while it is unknown."""
         if source == "pushed":
             return self._pushed
         now_ns = self._now_ns()
         due_ns, load = self._readings.get(source, (now_ns, None))
         if now_ns >= due_ns:
             found = self._probes[source]()
-            # Two threads may ask at once, and no time passes between their readings.
+            # Two threads may read at once, and no time passes between their readings.
             load = load if found is None else found
             self._readings[source] = now_ns + SAMPLE_NS, load
         return load
@@ -140,7 +140,7 @@ class Loads:
 
 @cache
 def _probes() -> Mapping[LoadSource, Reading]:
-    # One for the process: two limiters that asked by turns would each see moments.
+    # Shared by the process: two limiters with a probe each would shorten each other's interval.
     return {"cpu": CpuProbe().load, "memory": MemoryProbe().load}
 
 
@@ -158,7 +158,7 @@ class CpuProbe:
         self._lock = threading.Lock()
 
     def load(self) -> float | None:
-        """From 0.0 to 1.0; None at the first reading, and where there is nothing to read."""
+        """Return the load from 0.0 to 1.0; None at the first reading or without a source."""
         with self._lock:
             try:
                 now = self._of(self._cgroup) if self._cgroup else self._of_machine()
@@ -171,7 +171,7 @@ class CpuProbe:
         return min(max(used, 0.0), 1.0)
 
     def _of_machine(self) -> tuple[int, int]:
-        """Ticks at work, and ticks in all, since it started."""
+        """Return the busy ticks and all ticks since the machine started."""
         line = _read(self._proc / "stat", _STAT_BYTES).split("\n", 1)[0]
         # user nice system idle iowait irq softirq steal; the rest is in user and nice already.
         ticks = [int(each) for each in line.split()[1:9]]
@@ -179,7 +179,7 @@ class CpuProbe:
         return total - ticks[3] - ticks[4], total
 
     def _of(self, cgroup: Path) -> tuple[int, int]:
-        """Microseconds of CPU used, and of time."""
+        """Return the microseconds of CPU time used, and of time."""
         quota, period = _read(cgroup / "cpu.max").split()
         used_us = _numbers(_read(cgroup / "cpu.stat"))["usage_usec"]
         self._cpus = int(quota) / int(period)
@@ -187,14 +187,14 @@ class CpuProbe:
 
 
 class MemoryProbe:
-    """The share of memory that is not to be had; of the container's too, if it has a limit."""
+    """The share of memory in use; of the container's memory too, if it is limited."""
 
     def __init__(self, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> None:
         self._proc = proc
         self._cgroup = _limited_cgroup(proc, cgroup, "memory.max")
 
     def load(self) -> float | None:
-        """From 0.0 to 1.0; None where there is nothing to read."""
+        """Return the load from 0.0 to 1.0; None without a source."""
         try:
             load = self._of_machine()
             return load if self._cgroup is None else max(load, _memory_of(self._cgroup))
@@ -209,13 +209,13 @@ class MemoryProbe:
 def _memory_of(cgroup: Path) -> float:
     most = int(_read(cgroup / "memory.max"))
     used = int(_read(cgroup / "memory.current"))
-    # Files that were read long ago make room when it is needed.
+    # The kernel drops cached files when it needs the memory.
     used -= _numbers(_read(cgroup / "memory.stat")).get("inactive_file", 0)
     return min(max(used / max(most, 1), 0.0), 1.0)
 
 
 def _limited_cgroup(proc: Path, root: Path, limit: str) -> Path | None:
-    """The nearest cgroup (v2) of this process that sets this limit; None: none does."""
+    """Return the nearest cgroup (v2) of this process that sets a limit; None if none does."""
     try:
         groups = _read(proc / "self/cgroup").splitlines()
     except (OSError, ValueError):
@@ -236,13 +236,13 @@ def _limited_cgroup(proc: Path, root: Path, limit: str) -> Path | None:
 
 
 def _numbers(text: str) -> dict[str, int]:
-    """The first number of each line, by the name before it."""
+    """Return the first number of each line, by the name before it."""
     found = re.finditer(r"^(\w+):?\s+(\d+)", text, re.MULTILINE)
     return {each[1]: int(each[2]) for each in found}
 
 
 def _read(path: Path, bytes_max: int = _FILE_BYTES_MAX) -> str:
-    # Not Path.read_text: buffers and decoders take longer than the kernel does.
+    # Not Path.read_text: its buffers and decoders take longer than the kernel.
     file = os.open(path, os.O_RDONLY)
     try:
         return os.read(file, bytes_max).decode()
@@ -251,7 +251,7 @@ def _read(path: Path, bytes_max: int = _FILE_BYTES_MAX) -> str:
 
 
 def _load_average() -> float | None:
-    """What other systems know: how many processes wanted to run in the last minute."""
+    """Return the load average of the last minute, on systems without these files."""
     try:
         return min(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0)
     except OSError:

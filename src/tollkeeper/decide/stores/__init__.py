@@ -29,20 +29,20 @@ from tollkeeper.decide.stores.redis.config import parse as parse_redis
 
 CAPACITY_MAX: Final = 1_000_000_000
 Options = dict[str, object]
-# Longer numbers are refused unread: int() of a million digits takes seconds.
+# Longer numbers are rejected without parsing: int() of a million digits takes seconds.
 _DIGITS_MAX: Final = 12
 
 
 def open_store(uri: str, clock: Clock | None = None, **options: object) -> Store:
-    """The store that a URI names, to share between limiters or to give options as arguments.
+    """Open the store of a URI, to share it between limiters or to pass options as arguments.
 
     >>> store = open_store("memory://", capacity=50_000)
     >>> store.stats().states
     0
 
-    `options` are those of the URI's query, and win over them: a password is better kept out of a
-    URI. Raises ConfigError, or StoreUnavailable if the store cannot be had. Redis is not connected
-    to before the first check.
+    `options` are those of the URI's query, and take precedence over it: a password does not belong
+    in a URI. Raises ConfigError, or StoreUnavailable if the store cannot be opened. The first check
+    connects to Redis.
     """
     clock = clock or SystemClock()
     if not isinstance(uri, str):
@@ -51,7 +51,7 @@ def open_store(uri: str, clock: Clock | None = None, **options: object) -> Store
     opener = _OPENERS.get(scheme.lower())
     if opener is None or not separator:
         known = ", ".join(f"{each}://" for each in _OPENERS)
-        # What is no scheme is not shown: there may be a password in it.
+        # An unknown text is not shown, because it may contain a password.
         shown = repr(scheme) if scheme.isidentifier() else "…"
         raise ConfigError(f"store={shown} has no known scheme; there are {known}")
     return opener(uri, clock, options)
@@ -101,7 +101,7 @@ def _open_shared(uri: str, clock: Clock, given: Options) -> Store:
 
 
 def _kernel_store(clock: Clock, capacity: int, path: Path | None, log_bytes: int) -> Store:
-    # Imported here, because it cannot be imported where the kernel was not built.
+    # Imported here, because the import fails if the kernel was not built.
     from tollkeeper.decide.stores.native import KernelStore  # noqa: PLC0415 - see above
 
     return KernelStore(clock, capacity, path=path, log_bytes=log_bytes)
@@ -110,7 +110,7 @@ def _kernel_store(clock: Clock, capacity: int, path: Path | None, log_bytes: int
 def _open_redis(uri: str, clock: Clock, given: Options) -> Store:
     config = parse_redis(uri, **given)
     try:
-        # Imported here: its libraries are an extra, which a service on one machine does without.
+        # Imported here: its libraries are an extra that a service on one machine does not need.
         from tollkeeper.decide.stores.redis.store import RedisStore  # noqa: PLC0415 - see above
     except ImportError as error:
         raise ConfigError(
@@ -121,11 +121,11 @@ def _open_redis(uri: str, clock: Clock, given: Options) -> Store:
 
 
 def _options(uri: str, parts: SplitResult, given: Options) -> dict[str, int]:
-    """The options, each a whole number from 1 up; 0 for those not given."""
+    """Return the options, each a whole number from 1 up; 0 for options that are not given."""
     options = {"capacity": 0, "log_bytes": 0}
-    asked = dict(parse_qsl(parts.query, keep_blank_values=True))
-    asked.update({name: show(value) for name, value in given.items()})
-    for name, text in asked.items():
+    texts = dict(parse_qsl(parts.query, keep_blank_values=True))
+    texts.update({name: show(value) for name, value in given.items()})
+    for name, text in texts.items():
         if name not in options:
             raise ConfigError(
                 f"store={uri!r} has no option {name!r}; there are {', '.join(options)}"

@@ -1,17 +1,17 @@
-"""The in-process store in pure Python: the reference that the kernel is measured against.
+"""The in-process store in pure Python: the reference for the kernel.
 
-Each limit of a rule has a table of its own, from subject to entry (state, expires_ns, credit). An
-entry is as good as absent from expires_ns on, and then it may go at any time. Three bounds hold
-without a background thread:
+Each limit of a rule has a table from subject to entry (state, expires_ns, credit). From expires_ns
+on, an entry means the same as no entry, and may be dropped at any time. Three bounds hold without a
+background thread:
 
-- A heap beside each table knows which entry expires first. It has an item for each entry, with a
-  time that may be too early: an item that comes up before its entry has really expired is put
-  back. Each new entry takes up to two items off, so garbage goes faster than it comes. Items of
-  entries that were reset stay behind; when they outnumber the entries, the heap is made anew.
-- A full store first drops all that has expired. If nothing has, the new key is refused with
-  StoreFull. It never evicts: dropping a key that is still limited would hand whoever fills the
-  store with throw-away keys a way out of every limit.
-- One lock guards it all. Nothing under it waits or calls out.
+- A heap beside each table orders the entries by expiry. It has an item for each entry, whose time
+  may be too early: an item that comes up before its entry has expired is put back. Each new entry
+  removes up to two items, so expired entries go faster than new ones come. Items of entries that
+  were reset stay behind; when they outnumber the entries, the heap is rebuilt.
+- A full store first drops all expired entries. If there are none, it rejects the new key with
+  StoreFull. It never evicts: otherwise a client that fills the store with throw-away keys could
+  evict its own limited key.
+- One lock protects everything. No code under it blocks or calls other modules' hooks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tollkeeper.decide.store import AsyncStore, Channel, GateCheck, StoreMonitor
 STATES_MAX_DEFAULT: Final = 1_000_000
 # Two items off for each one on: the heap's backlog of expired entries shrinks with every insert.
 _RECLAIM_PER_INSERT: Final = 2
-# Making the heap anew is worth it from here on; below, left-over items are too few to matter.
+# Rebuilding the heap pays off from here on; fewer left-over items do not matter.
 _LEFT_OVER_ITEMS_MIN: Final = 64
 
 Entry = tuple[State, int, Credit | None]
@@ -61,7 +61,7 @@ class _Table:
             heapify(self.expiries)
 
     def reclaim(self, now_ns: int, count: int) -> int:
-        """Drop expired entries, looking at up to `count` of them; how many went."""
+        """Drop up to `count` expired entries; return how many were dropped."""
         entries, expiries = self.entries, self.expiries
         dropped = 0
         while count and expiries and expiries[0][0] <= now_ns:
@@ -146,7 +146,7 @@ class PythonMemoryStore:
             raise StoreUnavailable("the store is closed; open another one")
 
     def reserve(self, tables: Sequence[_Table], subject: str, now_ns: int) -> None:
-        """Make sure that `subject` can have an entry in each of the tables."""
+        """Make room for an entry of `subject` in each of the tables. Raises StoreFull."""
         wanted = 0
         for table in tables:
             if subject not in table.entries:
@@ -157,7 +157,7 @@ class PythonMemoryStore:
         if self._states + wanted <= self._states_max:
             return
         self._reclaim_all(now_ns)
-        # Counted again: entries of this very subject may have been among the expired.
+        # Counted again: expired entries of this subject may have been dropped.
         wanted = sum(subject not in table.entries for table in tables)
         if self._states + wanted > self._states_max:
             self._refused += 1
@@ -167,18 +167,18 @@ class PythonMemoryStore:
             )
 
     def write(self, table: _Table, subject: str, entry: Entry) -> None:
-        """Put an entry that `reserve` made room for."""
+        """Write an entry that `reserve` made room for."""
         before = table.entries.get(subject)
         if before is None:
             self._states += 1
             table.insert(subject, entry)
-        elif entry[1] < before[1]:  # a changed limit, or a refund: to be noticed in time
+        elif entry[1] < before[1]:  # after a changed limit or a refund: it expires sooner
             table.insert(subject, entry)
         else:
             table.entries[subject] = entry
 
     def drop(self, table: _Table, subject: str) -> None:
-        """Forget a subject; its place in the heap goes when it comes up."""
+        """Forget a subject; its item in the heap is dropped when it comes up."""
         if table.entries.pop(subject, None) is not None:
             self._states -= 1
 
@@ -236,7 +236,7 @@ class MemoryGate:
         return decision
 
     def _check_one(self, subject: str, cost: int, now_ns: int) -> Decision:
-        """`check` for the usual case of one limit, in half the time."""
+        """Check a gate with one limit, the usual case, in half the time."""
         limit, algorithm, table = self._parts[0]
         with self._lock:
             self._store.require_open()
@@ -263,7 +263,7 @@ class MemoryGate:
         return Decision(allowed, limit, remaining, retry_ns, reset_ns, delay_ns, self._rule)
 
     def fast_check(self, fallback: Callable[..., Decision]) -> None:
-        """Return None: pure Python has no shorter way."""
+        """Return None: pure Python has no compiled check."""
 
     def peek(self, subject: str, cost: int) -> Decision:
         now_ns = self._clock.now_ns()
@@ -324,7 +324,7 @@ class MemoryGate:
                 self._store.drop(table, subject)
 
     def _decide(self, subject: str, cost: int, now_ns: int) -> tuple[list[Outcome], list[Entry]]:
-        """What each limit answers, and the entries to write if all of them allow."""
+        """Return the outcome of each limit, and the entries to write if all of them allow."""
         outcomes = []
         entries: list[Entry] = []
         for limit, algorithm, table in self._parts:

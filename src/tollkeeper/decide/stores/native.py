@@ -1,6 +1,6 @@
 """Stores on the C kernel: memory of this process, or a file that many processes map.
 
-Same answers as the pure Python store, decision for decision; `tests/parity/` holds them to it.
+They make the same decisions as the pure Python store; `tests/parity/` compares them.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class KernelStore:
         self._table.close()
 
     def now_ns(self) -> int | None:
-        """The time for the kernel to decide at; None: it reads its own, which is real time."""
+        """Return the time of a decision for the kernel; None if it reads the real time itself."""
         if self._is_real and switches.clock is None:  # as `keeps_time`, which would be a call more
             return None
         return self._clock.now_ns()
 
     @property
     def keeps_time(self) -> bool:
-        """Is real time asked for? Then the kernel tells it, alike in all processes."""
+        """True if the kernel reads the real time itself, the same in all processes."""
         return self._is_real and switches.clock is None
 
 
@@ -89,7 +89,7 @@ class KernelGate:
         self._gate = _kernel.Gate(table, limits, rule)
 
     def fast_check(self, fallback: Callable[..., Decision]) -> Callable[..., Decision] | None:
-        """Return a `check(key, cost=1)` in C; None where time comes from another clock."""
+        """Return a `check(key, cost=1)` in C; None if the time comes from another clock."""
         if not self._store._is_real:  # noqa: SLF001 - its own store
             return None
         return _kernel.Gate(self._table, self.limits, self._rule, fallback).check
