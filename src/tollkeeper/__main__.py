@@ -1,18 +1,18 @@
-"""`python -m tollkeeper`, which is also the command `tollkeeper`."""
+"""The command `tollkeeper`, also as `python -m tollkeeper`."""
 
 from __future__ import annotations
 
 import sys
 
-INTERRUPTED = 128 + 2  # what a shell says of a program that SIGINT ended
+INTERRUPTED = 128 + 2  # how a shell reports a program that SIGINT ended
 
 
 def main() -> None:
-    """Run the command line; without its libraries, say how to get them."""
+    """Run the command line. If a library is missing, print how to install it."""
     try:
-        # Imported here: these libraries are an extra, which a service does without.
+        # Imported here: these libraries are an extra.
         from tollkeeper.cli.main import app  # noqa: PLC0415 - see above
-    except KeyboardInterrupt:  # later, typer sees to it
+    except KeyboardInterrupt:  # from here on, typer handles it
         sys.exit(INTERRUPTED)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "tollkeeper":

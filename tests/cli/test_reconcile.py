@@ -156,7 +156,7 @@ def test_rules_that_never_apply(store: str, tmp_path: Path) -> None:
     told = json.loads(result.stdout)
     (finding,) = [each for each in told["findings"] if each["check"] == "rules"]
     assert (result.exit_code, told["exit_code"], finding["level"]) == (1, 1, "warning")
-    assert finding["what"].startswith('rule vip: it can never match: rule "orders" before it')
+    assert finding["what"].startswith('rule vip: it can never match: the earlier rule "orders"')
     assert "move it before" in finding["remedy"]
 
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tollkeeper.cli.main import app
-from tollkeeper.service.http.tokens import Token, Tokens
+from tollkeeper.service.http.tokens import Token, Tokens, read_tokens
 
 run = CliRunner()
 
@@ -37,7 +37,7 @@ def test_token_is_created_listed_and_removed(path: str) -> None:
     assert secret not in listed.output
     removed = run.invoke(app, ["token", "remove", "shop", "--tokens", path])
     assert removed.exit_code == 0
-    assert Tokens.load(path).find(secret) is None
+    assert read_tokens(Path(path)) == ()
     assert "no tokens" in run.invoke(app, ["token", "list", "--tokens", path]).stdout
 
 

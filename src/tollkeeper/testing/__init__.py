@@ -1,7 +1,7 @@
-"""For users' own tests: a clock that moves when told to, and a switch that turns limiting off.
+"""For the tests of applications: a manual clock, and a switch that turns limiting off.
 
-Both reach limiters that were made at import time. The pytest plugin offers them as the fixtures
-`tollkeeper_clock` and `tollkeeper_off`; it is installed with the package, nothing to set up.
+Both also affect limiters that were created at import time. The pytest plugin offers them as the
+fixtures `tollkeeper_clock` and `tollkeeper_off`. It comes with the package and needs no setup.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ClockType = TypeVar("ClockType", bound=Clock)
 
 @contextmanager
 def use_clock(clock: ClockType) -> Iterator[ClockType]:
-    """Inside the block, every limiter made without `clock=` reads this clock.
+    """Make every limiter that was created without `clock=` use this clock inside the block.
 
     >>> from tollkeeper import Limiter
     >>> limiter = Limiter("1/minute")
@@ -41,7 +41,7 @@ def use_clock(clock: ClockType) -> Iterator[ClockType]:
 
 @contextmanager
 def limiting_off() -> Iterator[None]:
-    """Inside the block, every check is allowed and nothing is counted.
+    """Allow every check inside the block, and count nothing.
 
     >>> from tollkeeper import Limiter
     >>> limiter = Limiter("1/minute")

@@ -12,13 +12,13 @@ from tollkeeper.testing import limiting_off, use_clock
 
 @pytest.fixture
 def tollkeeper_clock() -> Iterator[ManualClock]:
-    """A ManualClock in place of the system clock, for every limiter made without `clock=`."""
+    """Replace the system clock by a ManualClock, for every limiter created without `clock=`."""
     with use_clock(ManualClock()) as clock:
         yield clock
 
 
 @pytest.fixture
 def tollkeeper_off() -> Iterator[None]:
-    """Limiting switched off: every check is allowed and nothing is counted."""
+    """Turn limiting off: every check is allowed, and nothing is counted."""
     with limiting_off():
         yield
