@@ -8,7 +8,7 @@ import pytest
 
 from tollkeeper import Limit
 from tollkeeper.core.errors import CapacityError, ConfigError, InvalidKey, StoreTimeout
-from tollkeeper.service.http.context import RequestRejected, ServiceReply, error_reply, token_reply
+from tollkeeper.service.http.context import EarlyReply, ServiceReply, error_reply, token_reply
 from tollkeeper.service.http.tokens import TokenRejection
 
 ERRORS: list[tuple[Exception, int, str]] = [
@@ -40,7 +40,7 @@ def test_any_other_error_is_a_defect() -> None:
 def test_a_rejected_request_gets_its_reply() -> None:
     """The reply is sent as it is."""
     reply = ServiceReply(418, [])
-    assert error_reply(RequestRejected(reply)) is reply
+    assert error_reply(EarlyReply(reply)) is reply
 
 
 @pytest.mark.parametrize("status", [401, 403])

@@ -32,7 +32,7 @@ BYTES_MAX: Final = 16 * 2**20
 TOO_LONG: Final = f"larger than {BYTES_MAX // 2**20} MiB; is this a rule document?"
 NODES_MAX: Final = 2_500_000  # enough for a list of a million entries and 20,000 rules
 DEPTH_MAX: Final = 16
-# Nobody reads more, and a broken list of a million entries would create a million objects.
+# More would not help a reader, and a broken list of a million entries has a million problems.
 PROBLEMS_MAX: Final = 1_000
 
 Kind = Literal["mapping", "list", "text", "number", "boolean", "nothing", "time", "merge", "other"]

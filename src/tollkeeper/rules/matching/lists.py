@@ -58,7 +58,7 @@ LINE_BYTES_MAX: Final = 4_096  # of a file, with its comment
 _EXAMPLE: Final = "write it like api_key:sk_internal_*, user:42 or ip:10.0.0.0/8"
 _WHO: Final = frozenset(REQUEST_FIELDS) - {"endpoint", "method"}
 
-# Dotted numbers, possibly with a mistake in them. Nobody means a key by that.
+# Dotted numbers, possibly with a mistake in them: an address, and not a key.
 _LIKE_IPV4: Final = re.compile(r"[0-9]+\.[0-9.*]*(?:/.*)?")
 _COMMENT: Final = re.compile(r"(?:^|\s)#.*", re.DOTALL)
 

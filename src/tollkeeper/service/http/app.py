@@ -29,9 +29,9 @@ from tollkeeper.core.errors import show
 from tollkeeper.service.http import authorize, checks, health, quotas
 from tollkeeper.service.http.context import (
     BODY_SECONDS_MAX,
+    EarlyReply,
     Message,
     Receive,
-    RequestRejected,
     Routes,
     Scope,
     Send,
@@ -211,7 +211,7 @@ def _admin_app(context: ServiceContext) -> Any:
 
 def _reject(token: Token | TokenRejection) -> NoReturn:
     rejection = token if isinstance(token, TokenRejection) else _FROM_BROWSER
-    raise RequestRejected(token_reply(rejection))
+    raise EarlyReply(token_reply(rejection))
 
 
 def _is_admin(path: str) -> bool:
@@ -219,17 +219,17 @@ def _is_admin(path: str) -> bool:
 
 
 def _any_method(scope: Scope, methods: dict[str, ServiceRoute]) -> ServiceRoute:
-    """Return the route for every method, if the path has one. Raises RequestRejected."""
+    """Return the route for every method, if the path has one. Raises EarlyReply."""
     route = methods.get("*")
     if route is not None:
         return route
     if not methods:
         detail = f"there is no {show(scope['path'])}; /docs lists every endpoint"
-        raise RequestRejected(problem_reply(404, "NOT_FOUND", detail))
+        raise EarlyReply(problem_reply(404, "NOT_FOUND", detail))
     allowed = ", ".join(methods)
     detail = f"the method {show(scope['method'])} is not allowed here; use {allowed}"
     headers = [(b"allow", allowed.encode("ascii"))]
-    raise RequestRejected(problem_reply(405, "METHOD_NOT_ALLOWED", detail, headers))
+    raise EarlyReply(problem_reply(405, "METHOD_NOT_ALLOWED", detail, headers))
 
 
 class _DefectLog:
@@ -304,7 +304,7 @@ class BodyTimeouts:
 async def _rest_of_body(
     receive: Receive, message: Message, headers: Mapping[bytes, bytes], bytes_max: int
 ) -> bytes:
-    """Return the whole body, given its first message. Raises RequestRejected."""
+    """Return the whole body, given its first message. Raises EarlyReply."""
     length = headers.get(b"content-length", b"")
     declared = int(length) if length.isdigit() and len(length) < 19 else -1
     chunks: list[bytes] = [message.get("body", b"")]
@@ -318,9 +318,9 @@ async def _rest_of_body(
     if message["type"] == "http.disconnect":
         # The client may have closed only its sending side, so the reply is sent anyway.
         detail = "the connection closed before the whole body arrived; send all of it"
-        raise RequestRejected(problem_reply(400, "BODY_INCOMPLETE", detail, [_CLOSE]))
+        raise EarlyReply(problem_reply(400, "BODY_INCOMPLETE", detail, [_CLOSE]))
     if max(size, declared) > bytes_max:
-        raise RequestRejected(
+        raise EarlyReply(
             problem_reply(
                 413, "BODY_TOO_LARGE", f"a body may have at most {bytes_max:,} bytes here"
             )

@@ -133,7 +133,7 @@ class ServiceRoute(NamedTuple):
 Routes = dict[str, dict[str, ServiceRoute]]
 
 
-class RequestRejected(Exception):
+class EarlyReply(Exception):
     """Ends a request with a reply."""
 
     def __init__(self, reply: ServiceReply) -> None:
@@ -142,10 +142,10 @@ class RequestRejected(Exception):
 
 
 def in_scope(token: Token, request: Request) -> Request:
-    """Return the request, confined to the token's scope. Raises RequestRejected."""
+    """Return the request, confined to the token's scope. Raises EarlyReply."""
     found = confined(token, request)
     if isinstance(found, TokenRejection):
-        raise RequestRejected(token_reply(found))
+        raise EarlyReply(token_reply(found))
     return found
 
 
@@ -172,7 +172,7 @@ def token_reply(rejection: TokenRejection) -> ServiceReply:
 
 def error_reply(error: Exception) -> ServiceReply | None:
     """Return the reply to a request that raised an error; None if the error is a defect."""
-    if isinstance(error, RequestRejected):
+    if isinstance(error, EarlyReply):
         return error.reply
     if isinstance(error, CapacityError):
         return _reply_of(capacity_answer(error))

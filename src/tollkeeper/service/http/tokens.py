@@ -5,8 +5,8 @@ everything in the admin API, `admin` may do everything. A token can be confined 
 named field of each request must have the scope's value, and a request without the field gets it.
 
 A secret is 256 random bits. It is made here, shown once and never stored: the token file holds its
-SHA-256. Nobody can guess 256 bits, so the hash needs no salt and need not be slow. A change of the
-file replaces it by a rename under a lock, so a reader always sees a whole file.
+SHA-256. An attacker cannot guess 256 bits, so the hash needs no salt and need not be slow. A
+change of the file replaces it by a rename under a lock, so a reader always sees a whole file.
 
 Without a token file, every client that can connect may check. `tollkeeper serve` makes sure that
 only this machine can connect then. The admin API always needs a token.

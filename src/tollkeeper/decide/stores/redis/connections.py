@@ -433,7 +433,7 @@ class ConnectionPool(ServerEndpoint):
             dialing = self._dialer.submit(self._connect, began_ns)
             return dialing.result(deadline_ns / NS_PER_SECOND)
         except FutureTimeout:
-            # The next call may use the connection. If no thread has started on it, nobody will.
+            # The next call may use the connection. If no thread has started to dial, none will.
             if not dialing.cancel():
                 dialing.add_done_callback(self._keep)
             raise self._connect_late(began_ns, deadline_ns) from None

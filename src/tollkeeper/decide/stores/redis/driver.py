@@ -5,8 +5,8 @@ long way. A *refusal* is an answer that says that the call did not run (a redire
 script, a server that loads its data), or NotSent.
 
 A call must never be charged twice. So it is sent again only after a refusal. After a timeout or a
-broken connection nobody knows whether it ran: the caller gets an error that says that it may have
-been counted once. Whatever happens, a call ends by its deadline.
+broken connection it is unknown whether the call ran: the caller gets an error that says that it
+may have been counted once. Whatever happens, a call ends by its deadline.
 
 `RedisDriver` has the logic, once, as steps without I/O (see `core/steps.py`). `ThreadDriver` and
 `AsyncioDriver` carry the steps out: they know how to send, to sleep and to wait. `RedisServers` is
@@ -547,7 +547,7 @@ class AsyncioDriver(RedisDriver):
 
     async def _wait(self, finding: Future[None], seconds: float) -> bool:
         awaited = asyncio.wrap_future(finding)
-        # Mark its exception as retrieved: nobody else may ask for it.
+        # Mark its exception as retrieved: perhaps no other call reads it.
         awaited.add_done_callback(lambda each: each.cancelled() or each.exception())
         # `wait` does not cancel it at the timeout: other calls wait for the same lookup.
         return bool((await asyncio.wait({awaited}, timeout=seconds))[0])

@@ -1,8 +1,8 @@
 """The messages as classes, in a pool of descriptors of their own.
 
-A process has one default pool, in which each name may be defined once. Whoever has Envoy's own
-stubs loaded (the package xds-protos, a control plane in Python) has these very names there. In a
-pool of our own they are beside them, and nobody has to know of the other.
+A process has one default pool, in which each name may be defined once. An application that has
+Envoy's own stubs loaded (the package xds-protos, a control plane in Python) has the same names
+there. A pool of our own keeps the two sets of messages apart.
 """
 
 from __future__ import annotations
