@@ -31,7 +31,7 @@ run: $(RUN_READY)  ## the service with an example document, on http://127.0.0.1:
 	$(BIN)/tollkeeper serve --data build/run --seed examples/limits.yaml
 
 check: $(READY)  ## lint, types, and the tests that need no server, in about a minute
-	$(MAKE) --no-print-directory --jobs=2 --output-sync lint unit
+	$(MAKE) --no-print-directory --jobs=2 lint unit
 
 unit: $(READY)
 	$(PYTEST) -m "not server"
