@@ -111,7 +111,7 @@ async def run_async(steps: Steps[T]) -> T:
                 if isinstance(step, Call):
                     result = step.function(*step.args)
                     if is_awaitable(result):
-                        result = await (asyncio.shield(result) if type(step) is Undo else result)
+                        result = await (_shielded(result) if type(step) is Undo else result)
                 else:
                     result = await asyncio.gather(
                         *(_awaited(call) for call in step.calls), return_exceptions=True
@@ -123,6 +123,17 @@ async def run_async(steps: Steps[T]) -> T:
     except StopIteration as done:
         value: T = done.value
         return value
+
+
+# Tasks that go on after their callers were cancelled. The event loop keeps only weak references.
+_undoing: Final[set[asyncio.Future[Any]]] = set()
+
+
+def _shielded(result: Any) -> asyncio.Future[Any]:
+    task = asyncio.ensure_future(result)
+    _undoing.add(task)
+    task.add_done_callback(_undoing.discard)
+    return asyncio.shield(task)
 
 
 async def _awaited(call: Call) -> Any:

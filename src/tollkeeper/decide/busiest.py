@@ -20,11 +20,12 @@ HALVE_EVERY: Final = 16_384  # samples: a million checks
 class Busiest:
     """The sketch. The store's lock protects it."""
 
-    __slots__ = ("_next_in", "_noted", "_random", "_samples")
+    __slots__ = ("_noted", "_random", "_samples", "next_in")
 
     def __init__(self) -> None:
         self._random = Random()  # noqa: S311 - it chooses samples, not secrets
-        self._next_in = self._gap()
+        self.next_in = self._gap()
+        """Checks until the next sample. A caller may count it down and call `sample` itself."""
         self._noted = 0
         self._samples: dict[str, int] = {}
 
@@ -32,13 +33,14 @@ class Busiest:
         return self._random.randrange(1, 2 * SAMPLE_EVERY)
 
     def note(self, subject: str) -> None:
-        """Count a check; sample its subject now and then."""
-        self._next_in -= 1
-        if self._next_in == 0:
-            self._next_in = self._gap()
-            self._remember(subject)
+        """Count a check; sample it if it is due."""
+        self.next_in -= 1
+        if self.next_in <= 0:
+            self.sample(subject)
 
-    def _remember(self, subject: str) -> None:
+    def sample(self, subject: str) -> None:
+        """Note the subject of a check, and choose the next check to sample."""
+        self.next_in = self._gap()
         samples = self._samples
         if subject not in samples and len(samples) == BUSIEST_MAX:
             fewest = min(samples, key=samples.__getitem__)

@@ -102,10 +102,11 @@ class AsyncLimiter(LimiterSetup):
         engine = self._engine
         if engine is None or switches.limiting_off:
             return self.result_of(await (self.check if spend else self.peek)(key, cost))
-        request, units = request_of(key), units_of(cost, "cost")
+        if type(key) is not Request or type(cost) is not int or cost < 0:
+            key, cost = request_of(key), units_of(cost, "cost")
         if self._async_store is None:
-            return engine.evaluate(request, units, spend=spend)
-        return await engine.evaluate_async(request, units, spend=spend)
+            return engine.evaluate(key, cost, spend=spend)
+        return await engine.evaluate_async(key, cost, spend=spend)
 
     async def evaluate_repeated(self, repeated: RepeatedCheck) -> CheckResult:
         """Evaluate a request that is checked often. See Limiter.evaluate_repeated."""

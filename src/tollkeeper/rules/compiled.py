@@ -261,7 +261,7 @@ class CompiledRules:
             for rule in candidates:
                 prepared = rules[rule.order]
                 subject = prepared.subject_of(request, tier)
-                if not rule.in_force_for(subject):
+                if rule.rule.rollout < 100 and not rule.in_force_for(subject):
                     continue
                 choice = self._choose(prepared, request, tier)
                 if choice is not None:

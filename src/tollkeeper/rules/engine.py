@@ -248,7 +248,9 @@ class RuleEngine:
         except (StoreError, CapacityError) as error:
             self._note_store_time(start_ns, error)
             return await run_async(self._not_decided(checks, request, error, spend=True)), ()
-        self._note_store_time(start_ns, decision)
+        taken_ns = perf_counter_ns() - start_ns
+        if decision.allowed or taken_ns > _ROUND_TRIP_NS_MIN:
+            self.tally.store_seconds.note(taken_ns)
         return self._counted(check, decision), ()
 
     # ── Checks: the steps ──────────────────────────────────────────────────────────────────────
@@ -328,7 +330,7 @@ class RuleEngine:
         if found is None:
             return None
         check, decision = found
-        self._count(check, decision)
+        self._counted(check, decision)
         return decision
 
     def _without_limits(self, plan: CheckPlan) -> Decision:
@@ -362,7 +364,7 @@ class RuleEngine:
         denied: list[str] = []
         for check, answer in zip(checks, answers, strict=False):
             if isinstance(answer, Decision):
-                self._count(check, answer)
+                self._counted(check, answer)
             elif isinstance(answer, CapacityError):
                 self._counts_of(check.rule.id).shadow_denied += 1
             elif isinstance(answer, StoreError):
@@ -498,12 +500,6 @@ class RuleEngine:
 
     def _counted(self, check: RuleCheck, decision: Decision) -> Decision:
         """Count a rule's decision; return it as one about the whole limit if the rule is split."""
-        self._count(check, decision)
-        if len(check.prepared.gates) == 1:
-            return decision
-        return whole_decision(decision, check.gate.limits, check.prepared.limits)
-
-    def _count(self, check: RuleCheck, decision: Decision) -> None:
         rule = check.rule
         counts = self.counts.get(rule.id) or self._counts_of(rule.id)
         if decision.allowed:
@@ -512,6 +508,9 @@ class RuleEngine:
             counts.shadow_denied += 1
         else:
             counts.denied += 1
+        if len(check.prepared.gates) == 1:
+            return decision
+        return whole_decision(decision, check.gate.limits, check.prepared.limits)
 
     def _counts_of(self, rule: str) -> RuleCounts:
         counts = self.counts.get(rule)
@@ -537,7 +536,7 @@ class RuleEngine:
                 return self._failed(checks, request, failure, spend=spend)
             decision = _denied_for_now(peeked)
             if spend:
-                self._count(check, decision)
+                self._counted(check, decision)
             return decision
         if isinstance(error, StoreError):
             return self._failed(checks, request, error, spend=spend)

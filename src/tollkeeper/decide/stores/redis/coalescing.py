@@ -275,7 +275,7 @@ class Coalescer:
 
     async def _send(self, check: CheckKey, count: int) -> tuple[CheckAttempt, list[int]]:
         """Send `count` checks as one call; return the attempt and the script's reply."""
-        attempt = CheckAttempt(check, check[0].now(), self._cache.mark, count)
+        attempt = CheckAttempt(check, self._cache.mark, count)
         return attempt, await self._run(attempt.call())
 
     def _outcome(

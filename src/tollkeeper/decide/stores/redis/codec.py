@@ -206,35 +206,32 @@ class ReplyDecoder:
         `early_ns` is the caller's time past the microsecond that the script decided at.
         """
         try:
-            return self._check(reply, cost, early_ns)
+            now_us = reply[0]
+            passed = now_us >= 0
+            if self._only is not None and len(reply) == 3:
+                limit = self.limits[0]
+                last_us = reply[1]
+                _, (allowed, remaining, retry_ns, reset_ns, delay_ns) = self._only(
+                    None if last_us < 0 else (last_us * NS_PER_US, reply[2]),
+                    limit,
+                    (now_us if passed else ~now_us) * NS_PER_US,
+                    cost,
+                )
+                decision = Decision(
+                    allowed,
+                    limit,
+                    remaining,
+                    -(-retry_ns // NS_PER_US) * NS_PER_US,
+                    -(-reset_ns // NS_PER_US) * NS_PER_US,
+                    delay_ns,
+                    self._rule,
+                )
+            elif len(reply) == self._numbers:
+                decision = self._decide_plain(reply, cost)
+            else:
+                decision = self._decide(reply, cost, cost)
         except (IndexError, TypeError, StopIteration) as error:
             raise _invalid_reply(reply) from error
-
-    def _check(self, reply: list[int], cost: int, early_ns: int) -> Decision:
-        now_us = reply[0]
-        passed = now_us >= 0
-        if self._only is not None and len(reply) == 3:
-            limit = self.limits[0]
-            last_us = reply[1]
-            _, (allowed, remaining, retry_ns, reset_ns, delay_ns) = self._only(
-                None if last_us < 0 else (last_us * NS_PER_US, reply[2]),
-                limit,
-                (now_us if passed else ~now_us) * NS_PER_US,
-                cost,
-            )
-            decision = Decision(
-                allowed,
-                limit,
-                remaining,
-                -(-retry_ns // NS_PER_US) * NS_PER_US,
-                -(-reset_ns // NS_PER_US) * NS_PER_US,
-                delay_ns,
-                self._rule,
-            )
-        elif len(reply) == self._numbers:
-            decision = self._decide_plain(reply, cost)
-        else:
-            decision = self._decide(reply, cost, cost)
         if decision.allowed is not passed:
             raise _disagreement(reply, cost)
         return _earlier(decision, early_ns) if early_ns else decision

@@ -19,6 +19,7 @@ from typing import Any, Final
 from tollkeeper.core.errors import CapacityError, StoreError, StoreUnavailable
 from tollkeeper.core.model import Decision
 from tollkeeper.core.steps import Steps, run, run_async
+from tollkeeper.decide.busiest import Busiest
 from tollkeeper.decide.stores.redis.coalescing import batch_max
 from tollkeeper.decide.stores.redis.connections import NotSent
 from tollkeeper.decide.stores.redis.denial_cache import DenialCache
@@ -39,9 +40,10 @@ class _GateLogic:
 
     __slots__ = (
         "_breakers",
+        "_busiest",
         "_cache",
         "_deadline_ns",
-        "_note",
+        "_sample",
         "_servers",
         "limits",
         "scripts",
@@ -52,16 +54,18 @@ class _GateLogic:
         scripts: RuleScripts,
         servers: RedisServers,
         cache: DenialCache,
-        note: Callable[[str], None],
+        busiest: Busiest,
+        sample: Callable[[str], None],
     ) -> None:
-        """`note` is called with the subject of each check."""
+        """`sample` is called with the subject of each check that `busiest` is due to sample."""
         self.limits = scripts.decoder.limits
         self.scripts = scripts
         self._servers = servers
         self._breakers = servers.breakers
         self._deadline_ns = servers.config.deadline_ns
         self._cache = cache
-        self._note = note
+        self._busiest = busiest
+        self._sample = sample
 
     def _decided_locally(self, check: CheckKey) -> Decision | None:
         """Return a cached denial. Raises StoreUnavailable if the server's breaker is open."""
@@ -105,9 +109,10 @@ class RedisGate(_GateLogic):
         scripts: RuleScripts,
         driver: ThreadDriver,
         cache: DenialCache,
-        note: Callable[[str], None],
+        busiest: Busiest,
+        sample: Callable[[str], None],
     ) -> None:
-        super().__init__(scripts, driver.servers, cache, note)
+        super().__init__(scripts, driver.servers, cache, busiest, sample)
         self._driver = driver
 
     def fast_check(self, fallback: Callable[..., Decision]) -> None:
@@ -115,13 +120,15 @@ class RedisGate(_GateLogic):
 
     def check(self, subject: str, cost: int) -> Decision:
         """Spend `cost` units if every limit has room. One round trip."""
-        self._note(subject)
+        self._busiest.next_in -= 1
+        if self._busiest.next_in <= 0:
+            self._sample(subject)
         check = (self.scripts, subject, cost)
         if subject in self._cache.subjects or self._breakers.any_open:
             decision = self._decided_locally(check)
             if decision is not None:
                 return decision
-        attempt = CheckAttempt(check, self.scripts.now(), self._cache.table.mark)
+        attempt = CheckAttempt(check, self._cache.table.mark)
         try:
             reply = self._driver.send(attempt.key, attempt.payload())
         except NotSent as error:
@@ -163,9 +170,10 @@ class AsyncRedisGate(_GateLogic):
         servers: RedisServers,
         driver_of_loop: Callable[[], AsyncioDriver],
         cache: DenialCache,
-        note: Callable[[str], None],
+        busiest: Busiest,
+        sample: Callable[[str], None],
     ) -> None:
-        super().__init__(scripts, servers, cache, note)
+        super().__init__(scripts, servers, cache, busiest, sample)
         # The units that may go as one call; 0 if coalescing is off.
         coalesce = servers.config.coalesce
         self._capacity = min(limit.capacity for limit in self.limits) if coalesce else 0
@@ -174,7 +182,9 @@ class AsyncRedisGate(_GateLogic):
 
     async def check(self, subject: str, cost: int) -> Decision:
         """Spend `cost` units if every limit has room. One round trip."""
-        self._note(subject)
+        self._busiest.next_in -= 1
+        if self._busiest.next_in <= 0:
+            self._sample(subject)
         check = (self.scripts, subject, cost)
         if subject in self._cache.subjects or self._breakers.any_open:
             decision = self._decided_locally(check)
@@ -191,7 +201,7 @@ class AsyncRedisGate(_GateLogic):
         else:
             coalescer.started(check)
         try:
-            attempt = CheckAttempt(check, self.scripts.now(), self._cache.table.mark)
+            attempt = CheckAttempt(check, self._cache.table.mark)
             try:
                 reply = await driver.send(attempt.key, attempt.payload())
             except NotSent as error:
@@ -241,7 +251,7 @@ class JointCheck:
         self.cancelled = False
         self._cache = cache
         moment, mark = checks[0][0].now(), cache.mark
-        self._attempts = [CheckAttempt(check, moment, mark) for check in checks]
+        self._attempts = [CheckAttempt(check, mark, moment=moment) for check in checks]
 
     def decided_locally(self, servers: RedisServers) -> list[Decision] | None:
         """Return the decisions if a denial of these checks is cached.

@@ -90,29 +90,30 @@ class RuleScripts:
     """
 
     __slots__ = (
-        "_by_server_clock",
         "_clock",
-        "_head",
         "_key_head",
-        "_tails",
+        "by_server_clock",
         "decoder",
         "encoded",
         "field",
+        "head",
+        "tails",
     )
 
     def __init__(self, limits: tuple[Limit, ...], rule: str, prefix: str, clock: Clock) -> None:
         self.decoder = ReplyDecoder(limits, rule)
         self._clock = clock
-        self._by_server_clock = type(clock) is SystemClock
+        self.by_server_clock = type(clock) is SystemClock
         self._key_head = prefix.encode() + b":{"
         # All limits that the rule has or ever had keep their states in this field.
         self.field = field_of(rule)
         self.encoded = encode_limits(limits, rule)
         # EVALSHA <sha> 1 <key> <limits> <cost>: everything but the key and the cost.
-        self._head = b"*6\r\n$7\r\nEVALSHA\r\n$40\r\n%b\r\n$1\r\n1\r\n$" % CHECK.sha
-        self._tails = [self._tail(cost) for cost in range(_PREPARED_COSTS)]
+        self.head = b"*6\r\n$7\r\nEVALSHA\r\n$40\r\n%b\r\n$1\r\n1\r\n$" % CHECK.sha
+        self.tails = [self.tail(cost) for cost in range(_PREPARED_COSTS)]
 
-    def _tail(self, cost: int) -> bytes:
+    def tail(self, cost: int) -> bytes:
+        """Return the end of a check's payload: the limits and the cost."""
         digits = b"%d" % cost
         return b"\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (
             len(self.encoded),
@@ -123,7 +124,7 @@ class RuleScripts:
 
     def now(self) -> tuple[ScriptTime, int]:
         """Return the time argument of a script, and the caller's nanoseconds past it."""
-        if self._by_server_clock and switches.clock is None:
+        if self.by_server_clock and switches.clock is None:
             return _SERVER_NOW
         now_ns = max(self._clock.now_ns(), 0)
         return now_ns // NS_PER_US, now_ns % NS_PER_US
@@ -136,13 +137,6 @@ class RuleScripts:
         if subject[:1] in {"}", "%"}:
             subject = "%" + subject
         return b"%b%b}" % (self._key_head, subject.encode())
-
-    def check_payload(self, key: bytes, cost: int, now: ScriptTime) -> bytes:
-        """Return the bytes of a check."""
-        if now != SERVER_TIME:
-            return self.check(key, cost, now).by_sha()
-        tail = self._tails[cost] if cost < _PREPARED_COSTS else self._tail(cost)
-        return b"%b%d\r\n%b%b" % (self._head, len(key), key, tail)
 
     def check(self, key: bytes, cost: int, now: ScriptTime) -> ScriptCall:
         """Return the call that spends `cost` units if every limit has room."""
@@ -189,20 +183,31 @@ class CheckAttempt:
     def __init__(
         self,
         check: CheckKey,
-        moment: tuple[ScriptTime, int],
         mark: int,
         count: int = 1,
+        moment: tuple[ScriptTime, int] | None = None,
     ) -> None:
-        self.scripts, self.subject, self.cost = check
-        self.now, self.early_ns = moment
+        """`moment` is the time of several checks that are decided together."""
+        scripts, self.subject, self.cost = self.scripts, _, _ = check
+        if moment is not None:
+            self.now, self.early_ns = moment
+        elif scripts.by_server_clock and switches.clock is None:
+            self.now, self.early_ns = _SERVER_NOW
+        else:
+            self.now, self.early_ns = scripts.now()
         self.mark = mark
         self.count = count
-        self.key = self.scripts.key(self.subject)
+        self.key = scripts.key(self.subject)
         self.sent_ns = time.monotonic_ns()
 
     def payload(self) -> bytes:
         """Return the bytes to send."""
-        return self.scripts.check_payload(self.key, self.count * self.cost, self.now)
+        cost = self.count * self.cost
+        if self.now != SERVER_TIME:
+            return self.call().by_sha()
+        scripts, key = self.scripts, self.key
+        tail = scripts.tails[cost] if cost < _PREPARED_COSTS else scripts.tail(cost)
+        return b"%b%d\r\n%b%b" % (scripts.head, len(key), key, tail)
 
     def call(self) -> ScriptCall:
         """Return the call, to send it again after a refusal."""

@@ -68,13 +68,17 @@ class RedisStore:
     def gate(self, limits: Sequence[Limit], rule: str) -> RedisGate:
         """Prepare a rule's limits for threads."""
         self._require_open()
-        return RedisGate(self._scripts(limits, rule), self._threads, self._cache, self._note)
+        return RedisGate(
+            self._scripts(limits, rule), self._threads, self._cache, self._checks, self._sample
+        )
 
     def async_gate(self, limits: Sequence[Limit], rule: str) -> AsyncRedisGate:
         """Prepare a rule's limits for asyncio."""
         self._require_open()
         scripts = self._scripts(limits, rule)
-        return AsyncRedisGate(scripts, self._servers, self._driver_of_loop, self._cache, self._note)
+        return AsyncRedisGate(
+            scripts, self._servers, self._driver_of_loop, self._cache, self._checks, self._sample
+        )
 
     def check_together(self, checks: Sequence[GateCheck]) -> list[Decision]:
         """Check several subjects in one round trip; if one denies, a second refunds the others.
@@ -127,9 +131,9 @@ class RedisStore:
                 driver = self._drivers[loop] = AsyncioDriver(self._servers, loop, self._cache)
             return driver
 
-    def _note(self, subject: str) -> None:
+    def _sample(self, subject: str) -> None:
         with self._lock:
-            self._checks.note(subject)
+            self._checks.sample(subject)
 
     def _require_open(self) -> None:
         if self._closed:
