@@ -24,9 +24,9 @@ def test_both_fixtures_are_there_without_any_setup(pytester: pytest.Pytester) ->
     result.stdout.fnmatch_lines_random(
         [
             "tollkeeper_clock*",
-            "*A ManualClock in place of the system clock*",
+            "*Replace the system clock by a*",
             "tollkeeper_off*",
-            "*Limiting switched off*",
+            "*Turn limiting off: every*",
         ]
     )
 
