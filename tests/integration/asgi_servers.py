@@ -35,7 +35,7 @@ def free_port() -> int:
 
 @contextmanager
 def serving(name: str, application: str, folder: Path, **environment: str) -> Iterator[str]:
-    """The URL of `application`, a module of `folder` and a name, while a server runs it."""
+    """Run `application` (`module:name` in `folder`) under a server; yield its URL."""
     port = free_port()
     place = ["--host", "127.0.0.1", "--port", str(port), "--workers", str(WORKERS)]
     process = subprocess.Popen(
@@ -69,7 +69,7 @@ def _workers(url: str, process: subprocess.Popen[bytes]) -> set[int]:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server and its workers: asked first, then by force."""
+    """End the server and its workers: SIGTERM first, then SIGKILL."""
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(STOP_SECONDS_MAX)

@@ -20,7 +20,7 @@ STREAM_ATTEMPTS = 5
 
 
 class Served(NamedTuple):
-    """Where the example is, and what serves it."""
+    """The URL of the example, and the server that runs it."""
 
     url: str
     server: str
@@ -30,7 +30,7 @@ class Served(NamedTuple):
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    """The example with its limits in one file that all workers share."""
+    """Run the example with its limits in one file that all workers share."""
     store = f"shared://{tmp_path_factory.mktemp(request.param)}/limits"
     with serving(request.param, "fastapi_app:app", ROOT / "examples", STORE=store) as url:
         yield Served(url, request.param)
@@ -38,33 +38,33 @@ def served(
 
 @pytest.fixture
 def url(served: Served) -> str:
-    """Where the example is."""
+    """Return the URL of the example."""
     return served.url
 
 
 def test_the_limit_is_exact_over_all_workers(url: str) -> None:
-    """100 requests of 8 clients, 4 processes, no store beside them: 40 pass."""
+    """100 requests from 8 clients to 4 processes that share a file: 40 are allowed."""
     web_workers.holds_exactly(url, "/orders", "exact")
 
 
 def test_headers_on_200_and_429(url: str) -> None:
-    """Both limits' policies, the tightest's numbers, and when to come back."""
-    web_workers.tells_both_limits(url, "/orders/7", "GET /orders/{number}", "headers")
+    """They name both limits, the numbers of the tightest, and the time to retry."""
+    web_workers.sends_both_limits(url, "/orders/7", "GET /orders/{number}", "headers")
 
 
 def test_retry_after_once_waited_succeeds(url: str) -> None:
-    """A client that does what the header says, and nothing more, gets through."""
-    web_workers.lets_in_who_has_waited(url, "/search")
+    """A client that waits exactly as long as Retry-After says is allowed."""
+    web_workers.allows_after_retry_after(url, "/search")
 
 
 def test_costs_are_settled(url: str) -> None:
-    """Before the client has its answer: the next request finds it, in whichever worker."""
+    """They are settled before the response ends, so the next request of any worker sees it."""
     web_workers.settles_costs(url)
 
 
-def test_a_stream_arrives_in_pieces(url: str) -> None:
-    """The first piece is here before the last is made: nothing was gathered on the way."""
-    for _ in range(STREAM_ATTEMPTS):  # a machine may pause; what gathers would fail each time
+def test_a_stream_arrives_in_parts(url: str) -> None:
+    """The first part arrives before the last is created: the middleware buffers nothing."""
+    for _ in range(STREAM_ATTEMPTS):  # a machine may pause; buffering would fail each time
         made, arrived = [], []
         with client().stream("GET", f"{url}/stream") as answer:
             for line in answer.iter_lines():
@@ -74,18 +74,18 @@ def test_a_stream_arrives_in_pieces(url: str) -> None:
         assert len(made) == 3
         if arrived[0] < made[-1]:
             return
-    pytest.fail("the first piece never came before the last was made")
+    pytest.fail("the first part never arrived before the last was created")
 
 
 def test_a_websocket_over_the_limit_is_denied(served: Served) -> None:
-    """Messages are echoed, the acceptance has the headers, and the sixth of five is denied."""
+    """Messages are echoed, the handshake has the headers, and the sixth of five is denied."""
     address = served.url.replace("http", "ws") + "/echo"
     for remaining in range(4, -1, -1):
         with connect(address) as websocket:
             for text in ("one", "two"):
                 websocket.send(text)
                 assert websocket.recv(timeout=30) == text
-            # granian sends no headers of an application's with an acceptance.
+            # granian does not send the application's headers with the handshake.
             if served.server == "uvicorn":
                 assert websocket.response is not None
                 assert websocket.response.headers["X-RateLimit-Remaining"] == str(remaining)
@@ -96,7 +96,7 @@ def test_a_websocket_over_the_limit_is_denied(served: Served) -> None:
 
 
 def test_only_failed_logins_count(url: str) -> None:
-    """20 right passwords one after the other; of 20 guesses at once exactly 3 are looked at."""
+    """20 correct passwords in sequence pass; of 20 concurrent wrong ones, exactly 3 are tried."""
 
     def log_in(password: str) -> int:
         body = {"user": "ada", "password": password}

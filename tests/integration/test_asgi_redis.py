@@ -19,14 +19,14 @@ from tollkeeper.web.enforcer import AsyncEnforcer
 
 @pytest.fixture
 def uri() -> str:
-    """A real server without a key, and time enough to ask it on a busy machine."""
+    """Return the URI of an empty Redis, with a timeout that suits a busy machine."""
     server = running("single")
     server.flush()
     return f"{server.uri}?deadline_ms=10000"
 
 
-async def test_exactly_the_limit_passes_however_many_ask_at_once(uri: str) -> None:
-    """100 requests in flight together, on two middlewares as in two processes: 40 pass."""
+async def test_concurrent_requests_are_allowed_up_to_the_limit_exactly(uri: str) -> None:
+    """100 requests are in flight in two middlewares, as in two processes: 40 are allowed."""
     apps = [RateLimit(hello, "40/day", store=uri) for _ in range(2)]
     answers = await asyncio.gather(*(ask(apps[number % 2]) for number in range(100)))
     assert Counter(each.status for each in answers) == {200: 40, 429: 60}
@@ -48,8 +48,8 @@ async def test_costs_and_outcomes_are_settled_before_the_response_ends(uri: str)
     await two.enforcer.close()
 
 
-async def test_a_cancelled_request_is_settled_all_the_same(uri: str) -> None:
-    """The refund goes out though the task that asked for it is being cancelled."""
+async def test_a_cancelled_request_is_settled(uri: str) -> None:
+    """The refund is sent although its task is being cancelled."""
     running_now = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -69,10 +69,10 @@ async def test_a_cancelled_request_is_settled_all_the_same(uri: str) -> None:
 
 
 @pytest.mark.parametrize(("cost", "used", "left"), [(1, 7, 3), (7, 1, 9)])
-async def test_who_hangs_up_while_it_is_settled_pays_all_the_same(
+async def test_a_request_that_is_cancelled_while_it_is_settled_is_charged(
     uri: str, cost: int, used: int, left: int
 ) -> None:
-    """Cancelled while the last part is sent: settling more units takes several calls."""
+    """It is cancelled while the last part is sent: settling more units takes several calls."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         scope["tollkeeper.charge"].settle(used)
@@ -95,8 +95,8 @@ async def test_who_hangs_up_while_it_is_settled_pays_all_the_same(
     await limited_app.enforcer.close()
 
 
-async def test_a_denied_route_gives_back_what_the_application_charged(uri: str) -> None:
-    """Several limits pass together or not at all, also if each is a separate call."""
+async def test_a_denied_route_refunds_the_application_charge(uri: str) -> None:
+    """A request passes several limits together or not at all, also if each is a separate call."""
     app = FastAPI()
     limit = FastRateLimit(app, "100/day", store=uri)
 
@@ -110,10 +110,10 @@ async def test_a_denied_route_gives_back_what_the_application_charged(uri: str) 
 
 
 @pytest.mark.parametrize(("on_failure", "status"), [("open", 200), ("closed", 503)])
-async def test_a_store_that_is_away_is_answered_as_was_asked_for(
+async def test_an_unavailable_store_is_answered_by_the_failure_policy(
     on_failure: Any, status: int
 ) -> None:
-    """Open lets pass, closed is a 503 with Retry-After; both say that they do not know."""
+    """Open allows the request, closed answers 503 with Retry-After; both are marked degraded."""
     limited_app = RateLimit(
         hello, "10/day", store=f"redis://127.0.0.1:{free_port()}", on_failure=on_failure
     )
@@ -124,10 +124,10 @@ async def test_a_store_that_is_away_is_answered_as_was_asked_for(
     await limited_app.enforcer.close()
 
 
-async def test_a_store_that_goes_away_before_the_end_is_logged(
+async def test_a_store_that_fails_before_the_response_ends_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The client has its response; the charge of the way in stays, and the log says so."""
+    """The client gets its response; the initial charge stays, and a log line says so."""
     with Single() as server:
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -142,7 +142,7 @@ async def test_a_store_that_goes_away_before_the_end_is_logged(
 
 
 async def test_the_store_is_closed_with_the_application(uri: str) -> None:
-    """After the lifespan no connection is left, and a second start opens one again."""
+    """After the lifespan no connection is left, and a second start opens a new one."""
     app = FastAPI()
     limit = FastRateLimit(app, "10/day", store=uri)
     assert isinstance(limit.enforcer, AsyncEnforcer)

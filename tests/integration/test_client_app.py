@@ -63,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    """A server of this test's own, on loopback."""
+    """Run a server on loopback for one test."""
     server = Server()
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -86,7 +86,7 @@ def test_retry_after_once_waited_succeeds(server: Server) -> None:
 
 
 def test_threads_on_one_client_all_pass(server: Server) -> None:
-    """Four at once for a limit of one: each is held up, none fails."""
+    """Four threads share a limit of one: each request waits, and none fails."""
     with (
         httpx.Client(transport=RetryTransport(attempts_max=20, budget=MANY)) as client,
         ThreadPoolExecutor(4) as pool,

@@ -1,4 +1,4 @@
-"""Django's limits in a real Redis: in the event loop nothing waits for it but who asked."""
+"""Django's limits in a real Redis: only the request that checks waits, not the event loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TICK_SECONDS = 0.01
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Single]:
-    """A Redis of these tests' own."""
+    """Run a Redis for these tests."""
     with Single() as started:
         yield started
 
@@ -29,7 +29,7 @@ async def ask() -> Any:
 
 
 async def test_threads_and_the_loop_count_in_one_redis(server: Single) -> None:
-    """Requests under WSGI and under ASGI, of one site: the limit is theirs together."""
+    """Requests to one site under WSGI and under ASGI share the limit."""
     server.flush()
     with override_settings(TOLLKEEPER={"limits": "4/day", "store": server.uri}):
         statuses = []
@@ -42,7 +42,7 @@ async def test_threads_and_the_loop_count_in_one_redis(server: Single) -> None:
 
 
 async def test_the_loop_runs_while_a_request_waits_for_redis(server: Single) -> None:
-    """A Redis that takes the question and never answers holds up one request, and no other."""
+    """A Redis that accepts a command and never answers delays one request, and no other."""
     server.flush()
     ticks = 0
 
@@ -63,5 +63,5 @@ async def test_the_loop_runs_while_a_request_waits_for_redis(server: Single) -> 
             ticking.cancel()
     assert answer.status_code == 503
     assert answer.headers["Retry-After"]
-    # A hundred would fit in the second that was waited for; a loop that is blocked has none.
+    # A hundred ticks fit into the second of waiting; a blocked loop has none.
     assert ticks > 5

@@ -17,7 +17,7 @@ from tests.redis_servers import ServerFailed, until
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Postgres]:
-    """A server of its own, for tests that stop it."""
+    """Run a separate server, for tests that stop it."""
     with Postgres() as started:
         yield started
 
@@ -46,19 +46,19 @@ def test_a_process_has_one_shared_server() -> None:
 
 
 def test_it_does_not_run_as_root(server: Postgres) -> None:
-    """Not even if root runs the tests."""
+    """This holds even if root runs the tests."""
     assert Path(f"/proc/{server.pid}").stat().st_uid != 0
 
 
 def test_sql_that_fails_is_an_error() -> None:
-    """With the server's message."""
+    """The error contains the server's message."""
     with pytest.raises(ServerFailed, match="division by zero"):
         running_postgres().run("SELECT 1/0")
 
 
 @pytest.mark.parametrize("end", ["kill", "shut_down"])
 def test_committed_data_survives_a_restart(server: Postgres, end: str) -> None:
-    """On the same port, in a new process."""
+    """The restarted server has the same port and a new process."""
     name = server.new_database().rpartition("/")[2]
     server.run("CREATE TABLE kept AS SELECT 7 AS number", name)
     port, pid = server.port, server.pid
@@ -72,7 +72,7 @@ def test_committed_data_survives_a_restart(server: Postgres, end: str) -> None:
 
 
 def test_a_running_server_cannot_be_started_again(server: Postgres) -> None:
-    """An error, instead of two servers on one folder."""
+    """Starting it again is an error, so that two servers never use one folder."""
     with pytest.raises(ServerFailed, match="runs already; kill it first"):
         server.start()
 
@@ -88,7 +88,7 @@ def test_a_paused_server_can_be_resumed(server: Postgres) -> None:
 
 
 def test_nothing_is_left_after_stop() -> None:
-    """Neither processes nor files."""
+    """Neither processes nor files remain."""
     server = Postgres()
     with server:
         pid = server.pid
@@ -116,7 +116,7 @@ def test_nothing_is_left_of_a_killed_process() -> None:
         child.send_signal(signal.SIGKILL)
     until(lambda: not exists(int(pid)), "the server is gone", 20)
     until(lambda: not Path(folder).exists(), "its folder is gone", 20)
-    # 56 bytes that the next start on this folder would have removed; there will be none.
+    # 56 bytes that only another start in this folder would remove.
     subprocess.run(["ipcrm", "-m", shared_memory], check=True)
 
 

@@ -55,7 +55,7 @@ RULES: dict[str, Any] = {
 
 
 def scrape(service: ServiceProcess) -> str:
-    """Return what Prometheus would read; retry if a killed worker closed the connection."""
+    """Return the metrics that Prometheus reads; retry if a killed worker closed the connection."""
     for _ in range(10):
         with suppress(OSError, http.client.HTTPException):
             answer = service.ask("GET", "/metrics")
@@ -103,8 +103,8 @@ def checked(service: ServiceProcess, times: int, **fields: Any) -> list[int]:
 def test_sums_never_go_down_when_workers_die() -> None:
     """Two of four workers are killed, and every worker reports all checks.
 
-    A killed worker loses what it counted since its last write, within a second, unless a scrape
-    came in between; so the count is exact after a scrape.
+    A worker writes its counts every second and at each scrape. A killed worker loses the counts
+    since its last write, so the count is exact after a scrape.
     """
     rules = {"version": 1, "rules": [{"id": "users", "by": ["user"], "limits": ["100000/hour"]}]}
     with ServiceProcess(rules, workers=4) as service:
@@ -134,7 +134,7 @@ def test_sums_never_go_down_when_workers_die() -> None:
             for _ in range(10):
                 scraped()
             back = partial(_are_back, service, killed)
-            until(back, "others have taken their place", WAIT_SECONDS, service.worker_pids)
+            until(back, "other workers have replaced them", WAIT_SECONDS, service.worker_pids)
         found = {name: value for (name, _), value in scraped().items()}
         assert allowed() == total
         assert found["tollkeeper_worker_starts_total"] == 6
@@ -143,7 +143,7 @@ def test_sums_never_go_down_when_workers_die() -> None:
 
 @pytest.fixture(scope="module")
 def redis() -> Iterator[Single]:
-    """A Redis of its own, because the test kills it."""
+    """Run a separate Redis, because the test kills it."""
     with Single() as server:
         yield server
 
@@ -164,7 +164,7 @@ async def test_the_counts_of_a_redis_store_are_read() -> None:
         assert checks["users denied denied_cache"] >= 10
         assert found.values["coalesced_checks"][""] > 0
         assert found.values["denied_cache_hits"][""] >= 10
-        # Denials from the cache are not in it, except when a busy machine delayed one.
+        # Denials from the cache are not in the sum, unless a busy machine delayed one.
         assert 30 <= sum(found.histograms["store_seconds"][:-1]) <= 74
         (node,) = found.values["breaker_state"]
         assert node.startswith("127.0.0.1:")
@@ -185,7 +185,7 @@ def names_used() -> set[str]:
 
 
 def test_the_dashboard_shows_every_metric() -> None:
-    """And uses no other."""
+    """It uses no other metric."""
     assert names_used() == {family.full_name for family in FAMILIES}
 
 
@@ -251,7 +251,7 @@ async def test_a_real_prometheus_scrapes_and_alerts_when_redis_dies(redis: Singl
         panels = queries()
         until(
             lambda: all(shown(prometheus, panels[name]) for name in holding),
-            "the panels show what the store holds",
+            "the panels show the contents of the store",
             WAIT_SECONDS,
         )
         redis.kill()
@@ -265,7 +265,7 @@ async def test_a_real_prometheus_scrapes_and_alerts_when_redis_dies(redis: Singl
         def empty() -> set[str]:
             return {name for name, asked in panels.items() if not shown(prometheus, asked)}
 
-        # Rates need two scrapes; what the store holds is unknown while Redis is unavailable.
+        # Rates need two scrapes; the contents of the store are unknown while Redis is unavailable.
         until(lambda: empty() <= holding, "every other panel shows something", WAIT_SECONDS, empty)
         checked(service, 2, user="2")
         assert promtool("check", "metrics", given=scrape(service)).returncode == 0

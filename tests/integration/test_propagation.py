@@ -1,7 +1,7 @@
-"""A change reaches every node: by push, by asking, after an outage, and under load.
+"""A change reaches every node: by push, by polling, after an outage, and under load.
 
-Versions are told apart by their limit, as a request meets it. Times are from before the change was
-applied until it was in force on the last node, by the clock that all processes of a machine share.
+The limit in a decision identifies the version. A time runs from before the change was applied until
+it was in force on the last node, by the clock that all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from tollkeeper.control.repository import Repository
 from tollkeeper.rules.document.model import Document, Rule
 
 NODES = 3
-# Never reached: a denial under load would be a fault.
+# Never reached: a denial under load would be a defect.
 LIMIT = 900_000_000
-# Nobody asks while a test runs: what arrives was pushed.
+# No node polls while a test runs, so every change arrives by push.
 NEVER_S = 600.0
 PUSH_S_MAX = 2.0
-# A start, or what comes after an outage, on a busy machine.
+# The time for a start, or to catch up after an outage, on a busy machine.
 SECONDS_MAX = 60.0
 
-# For a writer whose notifications get lost.
+# Makes the notifications of a writer disappear.
 LOSE_NOTIFICATIONS = """
 CREATE FUNCTION public.pg_notify(text, text) RETURNS void LANGUAGE sql AS 'SELECT';
 """
 
 
 def document(number: int) -> Document:
-    """Return a version that is recognised by its limit and by the id of its rule."""
+    """Return a version whose limit and rule id contain its number."""
     limit = LIMIT + number
     return Document(rules=(Rule(f"limit-{limit}", ("user",), (Limit(limit, per=1),)),))
 
 
 class FollowingNode:
-    """A process that follows its rules, and the lines that it has printed."""
+    """A process that follows the rules, and the lines that it has printed."""
 
     def __init__(self, **options: Any) -> None:
         self.said: list[dict[str, Any]] = []
@@ -73,7 +73,7 @@ class FollowingNode:
         """Wait for a line for which the condition holds, and return it."""
         return until(
             lambda: next((each for each in list(self.said) if condition(each)), None),
-            f"a node says {what}",
+            f"a node prints {what}",
             SECONDS_MAX,
             lambda: self.said[-3:],
         )
@@ -81,7 +81,7 @@ class FollowingNode:
     def await_number(self, number: int) -> int:
         """Return when a version came into force on this node, in nanoseconds."""
         said = self.await_line(
-            f"that version {number} is in force", lambda it: it.get("limit") == LIMIT + number
+            f"version {number} in force", lambda it: it.get("limit") == LIMIT + number
         )
         return int(said["at_ns"])
 
@@ -163,7 +163,7 @@ async def measured(
 ) -> None:
     """Make changes one by one; 99 of 100 must be in force on all nodes in time.
 
-    A second try is allowed, for a machine that is busy for seconds.
+    A second attempt is allowed, because the machine may be busy for seconds.
     """
     for last in (False, True):
         delays_s = []
@@ -231,7 +231,7 @@ async def test_push_reaches_forked_workers(pushing: str, tmp_path: Path) -> None
             return number
 
         with fleet(rules=url, store=uri, poll=NEVER_S, fork=True) as nodes:
-            # A worker asks once when it begins, so that this one need not be pushed.
+            # A worker reads the rules once when it starts, so this version needs no push.
             number = await change()
             for node in nodes:
                 await asyncio.to_thread(node.await_number, number)
@@ -242,17 +242,17 @@ async def test_push_reaches_forked_workers(pushing: str, tmp_path: Path) -> None
 
 
 async def test_polling_without_push(tmp_path: Path) -> None:
-    """SQLite: within the poll interval and a second."""
+    """On SQLite, a change is in force within the poll interval and a second."""
     url = f"sqlite:///{tmp_path}/rules.db"
     async with editing(url) as editor:
         with fleet(rules=url, poll=0.2) as nodes:
             await measured(
-                "asking every 0.2 s, SQLite", editor.change, nodes, changes=10, seconds_max=1.2
+                "polling every 0.2 s, SQLite", editor.change, nodes, changes=10, seconds_max=1.2
             )
 
 
 async def test_polling_when_notifications_are_lost() -> None:
-    """PostgreSQL: within the poll interval and a second."""
+    """On PostgreSQL, a change is in force within the poll interval and a second."""
     server = running_postgres()
     url = server.new_database()
     name = url.rpartition("/")[2]
@@ -261,7 +261,7 @@ async def test_polling_when_notifications_are_lost() -> None:
     async with editing(url) as editor:
         with fleet(rules=url, poll=0.2) as nodes:
             await measured(
-                "asking every 0.2 s, PostgreSQL", editor.change, nodes, changes=10, seconds_max=1.2
+                "polling every 0.2 s, PostgreSQL", editor.change, nodes, changes=10, seconds_max=1.2
             )
 
 
@@ -295,7 +295,9 @@ async def test_a_database_outage(tmp_path: Path) -> None:
         with fleet(rules=url, snapshot=place) as nodes:
             server.shut_down()
             for node in nodes:
-                node.await_line("that the database is away", lambda it: bool(it.get("error")))
+                node.await_line(
+                    "that the database is unavailable", lambda it: bool(it.get("error"))
+                )
                 assert node.last_line()["limit"] == LIMIT + 1
             with fleet(nodes=1, rules=url, snapshot=place) as (late,):
                 assert late.said[0]["origin"] == "snapshot"
@@ -307,7 +309,7 @@ async def test_a_database_outage(tmp_path: Path) -> None:
                     for node in (*nodes, late):
                         node.await_number(number)
                         node.await_line(
-                            "that all is well",
+                            "no error",
                             lambda it: it.get("version") == "2" and not it["error"],
                         )
                 took_s = time.monotonic() - began_s
@@ -316,7 +318,7 @@ async def test_a_database_outage(tmp_path: Path) -> None:
 
 
 async def test_a_start_without_database_and_snapshot_fails(tmp_path: Path) -> None:
-    """At once, instead of letting everything pass."""
+    """The process exits at once instead of allowing every request."""
     with Postgres() as server:
         url = server.new_database()
     ran = await asyncio.to_thread(
@@ -332,7 +334,7 @@ async def test_a_start_without_database_and_snapshot_fails(tmp_path: Path) -> No
 
 
 async def test_changes_under_load() -> None:
-    """Two threads check without a pause: no check fails, and each is of exactly one version."""
+    """Two threads check without a pause: no check fails, and each uses exactly one version."""
     url = running_postgres().new_database()
     async with editing(url) as editor:
         node = FollowingNode(rules=url, poll=NEVER_S, threads=2)
@@ -347,13 +349,13 @@ async def test_changes_under_load() -> None:
         report = node.finish()
     assert report["failures"] == []
     assert set(report["limits"]) <= {LIMIT + each for each in range(1, number + 1)}
-    print(f"\nunder load: {report['checks']:,} checks, {len(report['limits'])} versions met")
+    print(f"\nunder load: {report['checks']:,} checks, {len(report['limits'])} versions seen")
     assert report["checks"] > 1_000
     assert len(report["limits"]) > number // 2
 
 
 async def test_closing_does_not_wait_for_a_database_that_hangs() -> None:
-    """A paused server does not delay it for long."""
+    """A paused server does not delay `close` for long."""
     with Postgres() as server:
         url = server.new_database()
         async with editing(url):
@@ -367,11 +369,11 @@ async def test_closing_does_not_wait_for_a_database_that_hangs() -> None:
             assert time.monotonic() - began_s < 3 * STOP_S_MAX
         finally:
             server.resume()
-        # And when it goes on, nothing is left behind.
+        # After the server resumes, no thread is left.
         await asyncio.to_thread(
             until,
             lambda: not any(each.name == "tollkeeper-rules" for each in threading.enumerate()),
-            "the thread that followed ends",
+            "the thread that followed the rules ends",
             SECONDS_MAX,
         )
 

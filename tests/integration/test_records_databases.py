@@ -55,16 +55,16 @@ async def sink(url: str) -> AsyncIterator[Sink]:
 
 @pytest.fixture
 async def records(url: str) -> AsyncIterator[Records]:
-    """Queries of the database."""
+    """Return a reader of the database."""
     made = Records(Database(url))
     yield made
     await made.close()
 
 
-async def test_units_beyond_what_a_database_counts_are_its_most(
+async def test_units_above_the_largest_integer_are_written_as_the_largest(
     sink: Sink, records: Records
 ) -> None:
-    """They are written, and nothing is lost for them."""
+    """The rest of the batch is written, too."""
     sink.usage.add(("user:1", "(allow)", NOW_S // 60), [1, 0, 10**30])
     await sink.finish()
     (found,) = await records.usage(ALL, "hour", 10)
@@ -72,7 +72,7 @@ async def test_units_beyond_what_a_database_counts_are_its_most(
 
 
 async def test_every_field_is_read_as_it_was_written(sink: Sink, records: Records) -> None:
-    """Including every text that a request may contain."""
+    """Every text that a request may contain is read back unchanged."""
     strange = event(
         NOW_US,
         subject=f"tenant:größe{PART}user:🦊'%_\\",
@@ -93,7 +93,7 @@ async def test_every_field_is_read_as_it_was_written(sink: Sink, records: Record
 
 
 async def test_pages_hold_every_row_once(sink: Sink, records: Records) -> None:
-    """Also decisions of the same time, and usage across the edges of steps."""
+    """This includes decisions with the same time, and usage across the boundaries of steps."""
     sink.offer([event(NOW_US - number // 3) for number in range(50)])
     for number in range(400):
         sink.usage.add((f"user:{number % 7}", f"r{number % 2}", NOW_S // 60 - number), [1, 2, 3])
@@ -157,7 +157,7 @@ async def test_an_old_cursor_hides_nothing(sink: Sink, records: Records) -> None
 
 
 async def test_scopes_match_whole_parts(sink: Sink, records: Records) -> None:
-    """At any position, and all of them."""
+    """A scope matches a part at any position, and every part of a scope must match."""
     subjects = [
         "tenant:acme",
         f"tenant:acme{PART}user:1",
@@ -181,7 +181,7 @@ async def test_scopes_match_whole_parts(sink: Sink, records: Records) -> None:
 
 
 async def test_counts_of_concurrent_writers_add_up(url: str) -> None:
-    """Eight at a time, on the same rows in different orders; the tables are created once."""
+    """Eight writers change the same rows in different orders; the tables are created once."""
 
     async def write(number: int) -> None:
         sink = Sink(Database(url), now_ns=lambda: NOW_S * 10**9)
@@ -226,12 +226,12 @@ async def test_minutes_become_hours_while_others_write(
     assert [int(each) for each in found[0][1:]] == [600, 600, 600]
     assert await rows(url, "SELECT count(*) FROM tollkeeper_usage WHERE step_s = 60") == [(0,)]
     by_minute = await records.usage(ALL, "minute", 1_000)
-    assert {row.step_s for row in by_minute} == {3600}, "what there is only by the hour"
+    assert {row.step_s for row in by_minute} == {3600}, "older usage exists only by the hour"
 
 
 @pytest.mark.parametrize("gone", [TABLES, TABLES[:1], TABLES[2:]])
 async def test_dropped_tables_are_created_again(url: str, gone: tuple[str, ...]) -> None:
-    """While the sink runs, without a restart."""
+    """The running sink creates them, without a restart."""
     quick = WritePace(write_seconds=0.02, usage_seconds=0.02, batch_seconds=0)
     sink = Sink(Database(url), pace=quick, now_ns=lambda: NOW_S * 10**9)
     sink.offer([event(NOW_US)])
@@ -265,7 +265,7 @@ async def days_of(url: str) -> list[date]:
 
 
 async def test_partitions_are_created_ahead_and_dropped_by_age() -> None:
-    """Day by day; a decision is removed with its day."""
+    """Each day has a partition; a decision is removed with its day."""
     url = running_postgres().new_database()
     clock = ManualClock(start=NOW_S)
     sink = Sink(Database(url), Retention(decisions_days=7), now_ns=clock.now_ns)
@@ -287,7 +287,7 @@ async def test_partitions_are_created_ahead_and_dropped_by_age() -> None:
 
 
 async def test_decisions_without_a_partition_are_dropped_and_counted() -> None:
-    """A clock is wrong by months; the others of the batch are written."""
+    """Their clock is wrong by months; the other decisions of the batch are written."""
     url = running_postgres().new_database()
     sink = Sink(Database(url), now_ns=lambda: NOW_S * 10**9)
     month_us = 31 * DAY_S * 10**6
@@ -301,7 +301,7 @@ async def test_decisions_without_a_partition_are_dropped_and_counted() -> None:
 async def test_drops_are_counted_once_in_spite_of_retries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The batch fails for another reason."""
+    """A batch with drops that fails for another reason is retried, and counts its drops once."""
     url = running_postgres().new_database()
     sink = Sink(Database(url), now_ns=lambda: NOW_S * 10**9)
     sink.offer([event(at_us) for at_us in (0, NOW_US)])
@@ -344,7 +344,7 @@ async def test_a_dropped_partition_is_created_again() -> None:
 
 
 async def test_a_node_whose_clock_is_ahead_trims_nothing() -> None:
-    """The clock of the database decides what is old."""
+    """The age of a record is measured by the clock of the database."""
     url = running_postgres().new_database()
     right = Sink(Database(url))
     right.offer([event(time.time_ns() // 1_000)])
@@ -389,7 +389,7 @@ async def test_a_paused_server_is_retried(monkeypatch: pytest.MonkeyPatch) -> No
         finally:
             server.resume()
         kept = 1 + 3 * EVENTS_MAX - sink.dropped()
-        await until_async(lambda: sink.written == kept, "all that was kept is written")
+        await until_async(lambda: sink.written == kept, "every kept record is written")
         sink.stop()
         await running
         await sink.finish()

@@ -1,4 +1,4 @@
-"""Records of a real service: exact across its workers, and no burden on its checks.
+"""Records of a real service: exact across its workers, without an effect on its checks.
 
 Each worker writes its own records at its own pace, and usage and decisions may be written in
 different transactions. So each test waits for the very value that it asserts: a value that another
@@ -36,19 +36,19 @@ UsageCounts = dict[tuple[str, str], tuple[int, int, int]]
 
 
 class RecordedService:
-    """A service, and what its admin API reports about its records."""
+    """A service, and the records that its admin API returns."""
 
     def __init__(self, service: ServiceProcess, secret: str) -> None:
         self.service = service
         self._headers = {"Authorization": f"Bearer {secret}"}
 
-    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answered:
+    def send(self, method: str, path: str, body: Any = None, **headers: str) -> Answered:
         """Send a request as the administrator."""
         return self.service.ask(method, path, body, {**self._headers, **headers})
 
     def usage(self) -> UsageCounts:
         """Return the usage of the last day."""
-        answer = self.ask("GET", "/v1/admin/usage?step=day&limit=10000")
+        answer = self.send("GET", "/v1/admin/usage?step=day&limit=10000")
         assert answer.status == 200, answer
         return {
             (", ".join(each["subject"]), each["rule"]): (
@@ -96,7 +96,7 @@ class RecordedService:
 
     def dropped(self) -> int:
         """Return the number of dropped records, as the metrics of all workers report it."""
-        text = self.ask("GET", "/metrics").body.decode()
+        text = self.send("GET", "/metrics").body.decode()
         return sum(
             int(sample.value)
             for family in text_string_to_metric_families(text)
@@ -122,7 +122,7 @@ def test_usage_of_four_workers_adds_up(tmp_path: Path) -> None:
         assert passed < 2_000
         found.deny(200)
         atomic = {"checks": [{"user": "batch"}, {"user": "batch", "cost": 2}], "atomic": True}
-        assert found.ask("POST", "/v1/check/batch", atomic).status == 200
+        assert found.send("POST", "/v1/check/batch", atomic).status == 200
 
         def all_written() -> bool:
             return sum(allowed + denied for allowed, denied, _ in found.usage().values()) == 2_202
@@ -138,11 +138,11 @@ def test_usage_of_four_workers_adds_up(tmp_path: Path) -> None:
 
         def denials() -> int:
             path = "/v1/admin/decisions?outcome=denied&limit=1000&rule=keys"
-            return len(found.ask("GET", path).data["items"])
+            return len(found.send("GET", path).data["items"])
 
         until(lambda: denials() == 190, "all denials are written", SECONDS_MAX, denials)
         assert found.dropped() == 0
-        # A shutdown writes what is still in memory.
+        # A shutdown writes the records that are still in memory.
         found.check([{"tenant": "late", "user": "late"}] * 20)
         assert found.service.end(signal.SIGTERM) == 0
         with sqlite3.connect(found.service.data / "records.db") as database:
@@ -152,12 +152,12 @@ def test_usage_of_four_workers_adds_up(tmp_path: Path) -> None:
 
 
 def test_every_worker_knows_the_busiest_subjects_of_all(tmp_path: Path) -> None:
-    """Within seconds, whichever worker answers."""
+    """Each worker's answer includes the others' counts within seconds."""
     with recorded(tmp_path, workers=2) as found:
         found.check([{"user": "hot"}] * 300 + [{"user": f"{number}"} for number in range(60)])
 
         def tops(query: str) -> list[Any]:
-            return [found.ask("GET", f"/v1/admin/top?{query}").data["items"] for _ in range(6)]
+            return [found.send("GET", f"/v1/admin/top?{query}").data["items"] for _ in range(6)]
 
         def most_checks() -> bool:
             return all(each and each[0]["count"] > 200 for each in tops("limit=1"))
@@ -244,7 +244,7 @@ def test_recording_can_be_switched_off(tmp_path: Path) -> None:
     with recorded(tmp_path, "--record", "off", workers=1) as found:
         found.check([{"user": "1"}] * 5)
         for path in ("usage", "decisions", "top"):
-            answer = found.ask("GET", f"/v1/admin/{path}")
+            answer = found.send("GET", f"/v1/admin/{path}")
             assert (answer.status, answer.data["error"]["code"]) == (404, "NOT_RECORDED")
         assert not list(found.service.data.glob("records.db*"))
 
@@ -271,7 +271,7 @@ def test_the_service_starts_without_its_records_database(tmp_path: Path) -> None
     gone = f"sqlite:///{tmp_path / 'nowhere' / 'records.db'}"
     with recorded(tmp_path, "--record", gone, workers=1) as found:
         assert found.check([{"user": "1"}] * 5) == 5
-        assert found.ask("GET", "/v1/admin/usage").status == 503
+        assert found.send("GET", "/v1/admin/usage").status == 503
 
         def logged() -> bool:
             return "records are not written" in json.dumps(found.service.events())

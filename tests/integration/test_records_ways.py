@@ -1,4 +1,4 @@
-"""Whichever way a request comes in, its decision is recorded once, and only if it was one."""
+"""Every entry point records a decision exactly once: HTTP, batches, a gateway and Envoy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ rules:
 
 
 def recorder_at(folder: Path) -> Recorder:
-    """One that is not started: what it has noted stays with it."""
+    """Return a recorder that is not started, so that its records stay in memory."""
     url = f"sqlite:///{folder / 'records.db'}"
     return Recorder(
         lambda row_of: Sink(Database(url), row_of=row_of), Records(Database(url)), share=0.0
@@ -34,27 +34,27 @@ def recorder_at(folder: Path) -> Recorder:
 
 
 def used(recorder: Recorder) -> dict[tuple[str, str], list[int]]:
-    """Allowed, denied and units, by subject and rule."""
+    """Return the recorded [allowed, denied, units] by subject and rule."""
     return {(who, rule): counts for (who, rule, _), counts in recorder._usage.buckets.items()}
 
 
 @pytest.fixture
 async def ask(tmp_path: Path) -> AsyncIterator[HttpClient]:
-    """A service in this process, whose node records."""
+    """Run a service in this process whose node records decisions."""
     async with http_service() as made:
         made.context.recorder = recorder_at(tmp_path)
         yield HttpClient(
             made.context, made.clock
-        )  # handlers look the recorder up when they are made
+        )  # handlers look up the recorder when they are created
 
 
-async def test_a_check(ask: HttpClient) -> None:
-    """Three pass and one is denied; peeking and giving back is no use of it."""
+async def test_a_single_check_is_recorded(ask: HttpClient) -> None:
+    """Three checks are allowed and one is denied; peeks and refunds are not recorded as checks."""
     for _ in range(4):
         await ask.check(user="1", endpoint="/x", method="GET")
     await ask("GET", "/v1/quota?user=1")
     await ask.check(user="2", cost=2)
-    await ask.check(user="2", cost=100)  # more than ever fits: no decision
+    await ask.check(user="2", cost=100)  # above the capacity: an error, not a decision
     await ask("POST", "/v1/check", b"{")
     assert used(ask.context.recorder) == {
         ("user:1", "users"): [3, 1, 3],
@@ -64,8 +64,8 @@ async def test_a_check(ask: HttpClient) -> None:
     assert (ruling.decision.allowed, cost, known, endpoint, method) == (False, 1, "", "/x", "GET")
 
 
-async def test_batches(ask: HttpClient) -> None:
-    """Each of its checks; of one that is atomic and denied, only the one that denied."""
+async def test_every_check_of_a_batch_is_recorded(ask: HttpClient) -> None:
+    """Of an atomic batch that is denied, only the check that denied it is recorded."""
     one, two = {"user": "1", "cost": 2}, {"user": "2"}
     await ask("POST", "/v1/check/batch", {"checks": [one, two, two]})
     await ask("POST", "/v1/check/batch", {"checks": [one, two], "atomic": True})
@@ -77,8 +77,8 @@ async def test_batches(ask: HttpClient) -> None:
     assert used(ask.context.recorder)["user:2", "users"] == [3, 0, 3]
 
 
-async def test_what_is_settled_is_what_was_used(ask: HttpClient) -> None:
-    """Units that are given back or spent afterwards, as far as they fitted; no request more."""
+async def test_settled_units_are_recorded(ask: HttpClient) -> None:
+    """Settling changes the recorded units by the units that fit, and adds no request."""
     for user, reserved, actual in (("1", 2, 1), ("2", 1, 3), ("3", 1, 9), ("4", 1, 1)):
         await ask.check(user=user, cost=reserved)
         body = {"user": user, "reserved": reserved, "actual": actual}
@@ -90,7 +90,7 @@ async def test_what_is_settled_is_what_was_used(ask: HttpClient) -> None:
 
 
 async def test_a_token_with_a_scope_takes_nothing_off_its_usage(tmp_path: Path) -> None:
-    """Whoever is billed for it could take it all back."""
+    """Otherwise a tenant could use its own token to remove the usage that it is billed for."""
     tokens = tmp_path / "tokens.json"
     secret = create_token(tokens, "ann", "check", {"user": "ann"})
     headers = {"Authorization": f"Bearer {secret}"}
@@ -104,8 +104,8 @@ async def test_a_token_with_a_scope_takes_nothing_off_its_usage(tmp_path: Path) 
         assert used(ask.context.recorder) == {("user:ann", "users"): [1, 0, 3]}
 
 
-async def test_a_gateway(ask: HttpClient) -> None:
-    """As the client's key; one who is blocked is on the list's account."""
+async def test_a_check_by_a_gateway_is_recorded(ask: HttpClient) -> None:
+    """It is recorded for the client's key, and for the list if the list blocked the client."""
     headers = {"X-Original-URI": "/orders", "X-Original-Method": "POST", "X-API-Key": "k"}
     for _ in range(3):
         await ask("GET", "/v1/authorize", b"", headers)
@@ -116,19 +116,19 @@ async def test_a_gateway(ask: HttpClient) -> None:
     }
 
 
-async def test_envoy(tmp_path: Path) -> None:
-    """Descriptors that spend, all or none; not those that only look."""
+async def test_a_check_by_envoy_is_recorded(tmp_path: Path) -> None:
+    """Descriptors that charge are recorded, all or none; descriptors that only peek are not."""
     async with AsyncLimiter.from_rules(ENVOY_RULES) as limiter:
         node = FakeContext(limiter)
         recorder = recorder_at(tmp_path)
-        node.recorder = recorder  # type: ignore[attr-defined]  # as a worker's node has one
+        node.recorder = recorder  # type: ignore[attr-defined]  # a worker sets it in the same way
         handle = await start(node, "127.0.0.1:0")
         try:
             async with grpc_client(f"127.0.0.1:{handle.port}") as ask:
                 ann, acme = entries(("user", "ann")), entries(("tenant", "acme"))
                 await ask(ann)
                 await ask(ann, acme)
-                await ask(ann, acme)  # the tenant has no more
+                await ask(ann, acme)  # the tenant's limit is spent
                 await ask(entries(("user", "ann"), hits_addend={"value": 0}))
         finally:
             await handle.stop(0)

@@ -33,7 +33,7 @@ async def with_versions(repository: Repository, count: int) -> list[Version]:
 
 
 async def test_an_empty_repository_has_no_version(repository: Repository) -> None:
-    """None, 0 and empty lists; an unknown number raises NotFound."""
+    """It returns None, 0 and empty lists; an unknown number raises NotFound."""
     assert await repository.current() is None
     assert await repository.number() == 0
     assert await repository.history() == []
@@ -64,7 +64,7 @@ async def test_a_version_is_stored_unchanged(repository: Repository, url: str) -
 
 
 async def test_versions_are_numbered_without_gaps(repository: Repository) -> None:
-    """1, 2, 3, each based on the one before; times are in the same order."""
+    """They are 1, 2, 3, each based on the one before; their times are in the same order."""
     applied = await with_versions(repository, 5)
     assert [(each.number, each.base) for each in applied] == [
         *((1, None), (2, 1), (3, 2), (4, 3), (5, 4))
@@ -89,7 +89,7 @@ async def test_a_change_of_an_old_version_is_rejected(
 
 
 async def test_a_change_without_effect_adds_no_version(repository: Repository) -> None:
-    """The current one is returned, also to a retry after a lost answer."""
+    """The current version is returned, also to a retry after a lost response."""
     first = await repository.apply(TEN, author="ann", expected=0)
     assert await repository.apply(TEN, author="bob", expected=1) == first
     assert await repository.apply(TEN, author="ann", expected=0) == first
@@ -113,7 +113,7 @@ async def test_a_rollback_adds_a_version_with_the_old_text(repository: Repositor
 
 
 async def test_history_and_audit_come_in_pages(repository: Repository) -> None:
-    """The newest first; `before` continues where the last page ended."""
+    """The newest entries come first; `before` continues where the last page ended."""
     versions = (await with_versions(repository, 5))[::-1]
     assert await repository.history() == versions
     assert await repository.history(limit=2) == versions[:2]
@@ -148,7 +148,7 @@ async def test_the_audit_has_author_reason_and_diff(repository: Repository) -> N
 
 
 async def test_the_diff_of_any_two_versions(repository: Repository) -> None:
-    """In both directions, with their numbers; empty for the same version."""
+    """A diff works in both directions and names both numbers; that of one version is empty."""
     await with_versions(repository, 3)
     assert (await repository.diff(1, 3)).splitlines()[:2] == ["--- version 1", "+++ version 3"]
     assert "+  limits: [1/second]" in await repository.diff(3, 1)
@@ -170,7 +170,7 @@ async def test_an_unsafe_change_must_be_forced(repository: Repository) -> None:
 
 
 async def test_a_forced_finding_does_not_block_later_edits(repository: Repository) -> None:
-    """Only new findings do."""
+    """Only new findings block an edit."""
     await repository.apply(UNSAFE, author="ann", expected=0, force=True)
     await repository.set_tier("pro", PRO, author="ann")
     assert (await repository.audit(limit=1))[0].forced == ""
@@ -260,7 +260,7 @@ async def test_edit_applies_a_function(repository: Repository) -> None:
 
 
 async def test_document_of_parses_any_version(repository: Repository) -> None:
-    """An old version and the newest, in any order."""
+    """It parses an old version and the newest, in any order."""
     for number, limits in enumerate(("1/second", "2/second")):
         await repository.apply(document(limits), author="ann", expected=number)
     for number in (2, 1, 2):
@@ -269,7 +269,7 @@ async def test_document_of_parses_any_version(repository: Repository) -> None:
 
 
 async def test_the_first_version_may_be_an_edit(repository: Repository) -> None:
-    """Of the empty document."""
+    """It edits the empty document."""
     version = await repository.set_tier("pro", PRO, author="ann")
     assert (version.number, version.base) == (1, None)
     assert read(version.text) == Document(tiers={"pro": PRO})

@@ -15,7 +15,7 @@ from tollkeeper.rules.document.reading import from_data, read
 __all__ = ["repository", "url"]  # fixtures, found by name
 
 RULES = 10_000
-# Alone on a machine it takes a fifth of this.
+# On an idle machine it takes a fifth of this.
 APPLY_CPU_SECONDS_MAX = 60.0
 LOAD_SECONDS_MAX = 5.0
 

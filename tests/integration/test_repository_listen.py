@@ -1,4 +1,4 @@
-"""Notifications of PostgreSQL: immediate, never of a rollback, and losses are detected."""
+"""Notifications of PostgreSQL arrive at once and never for a rollback; losses are detected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tollkeeper.core.errors import ConfigError, StoreTimeout, StoreUnavailable
 
 Answer = TypeVar("Answer")
 
-# For what takes milliseconds, on a busy machine.
+# The time for a step that takes milliseconds, on a busy machine.
 PATIENCE_SECONDS = 20.0
 
 
@@ -35,7 +35,7 @@ async def soon(answer: Awaitable[Answer]) -> Answer:
 
 
 async def test_numbers_arrive_as_they_are_committed(repository: Repository) -> None:
-    """The current number at once, then each newer one."""
+    """A listener gets the current number at once, then each newer one."""
     async with aclosing(repository.listen()) as numbers:
         assert await soon(anext(numbers)) == 1
         for number in range(2, 6):

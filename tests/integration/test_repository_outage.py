@@ -45,7 +45,7 @@ CALLS: dict[str, Callable[[Repository], Any]] = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Postgres]:
-    """A server of its own, for tests that stop it."""
+    """Run a separate server, for tests that stop it."""
     with Postgres() as started:
         yield started
 
@@ -124,7 +124,7 @@ async def test_an_idle_transaction_is_ended(
             version = await repository.assign("user:1", "pro", author="ann")
             assert version.number == 2
 
-    # Who forgot it finds out when he goes on.
+    # The writer gets an error when it continues.
     assert type(await failure(forget())) in {StoreTimeout, StoreUnavailable}
     assert await repository.number() == 2
 
@@ -166,7 +166,7 @@ async def test_an_unusable_database_is_unavailable(
 
 
 async def test_every_driver_error_is_wrapped(repository: Repository) -> None:
-    """No class of asyncpg or of the network gets through."""
+    """No exception class of asyncpg or of the network reaches the caller."""
     kinds = [
         kind
         for kind in vars(asyncpg.exceptions).values()

@@ -48,12 +48,12 @@ async def test_ten_tasks_create_the_schema_once(url: str) -> None:
 
 
 async def test_five_processes_create_the_schema_once(url: str) -> None:
-    """As nodes that start at the same time do."""
+    """Nodes that start at the same time do this."""
     assert await asyncio.to_thread(results, *[("open", url)] * 5) == [0] * 5
 
 
 async def test_several_databases_may_be_opened_at_once(tmp_path: Path) -> None:
-    """In one process, although Alembic runs one migration at a time."""
+    """One process may open them, although Alembic runs one migration at a time."""
     urls = [running_postgres().new_database(), running_postgres().new_database()]
     urls += [f"sqlite:///{tmp_path / name}" for name in ("a.db", "b.db")]
     opened = await asyncio.gather(*map(Repository.open, urls))
@@ -213,5 +213,5 @@ async def test_rows_cannot_be_changed_by_sql(repository: Repository, url: str, t
         said = str(error.value.orig)
         assert "never changed" in said or "next number" in said, name
         assert (await repository.history(), await repository.audit()) == before, name
-    # And it still works.
+    # The repository still works.
     assert (await repository.assign("user:1", "pro", author="ann")).number == 3

@@ -115,7 +115,7 @@ async def test_a_killed_process_leaves_complete_versions(repository: Repository,
             process.stdin.write("go\n")
             process.stdin.flush()
             assert process.stdout.readline() == "ready\n"
-            # At another place in its work each time; the next line may come at any moment.
+            # Each kill hits another point of its work; the next line may arrive at any moment.
             for _ in range(5 + kill):
                 confirmed = int(process.stdout.readline())
             process.kill()

@@ -1,4 +1,4 @@
-"""Rules while their Redis cannot be asked: each rule's own failure policy, threads and asyncio."""
+"""Rules while Redis is unavailable: each rule's own failure policy, with threads and asyncio."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ DEADLINE_MS = 2_000
 
 @pytest.fixture(scope="module")
 def dead() -> Iterator[Single]:
-    """A server that was there and is gone: nobody listens on its port."""
+    """Return a server that has stopped: no process listens on its port."""
     with Single() as server:
         server.kill()
         yield server
 
 
 def document(**on_failure: str) -> str:
-    """A rule by user, tenant and ip each, of which those that are named say what is to happen."""
+    """Return one rule each by user, tenant and ip; the arguments set their failure policies."""
     lines = [
         f"  - {{id: {name}, by: {name}, limits: 3/minute"
         + (f", on_failure: {policy}}}" if policy else "}")
@@ -38,7 +38,7 @@ def document(**on_failure: str) -> str:
 
 
 def checks(dead: Single, rules: str, times: int = 1, **options: Any) -> list[Decision]:
-    """Decisions of a limiter for threads, after those for asyncio were found to be the same."""
+    """Return the decisions of a Limiter; an AsyncLimiter must make the same decisions."""
     with Limiter.from_rules(rules, store=dead.uri, **options) as limiter:
         found = [limiter.check(ANN) for _ in range(times)]
 
@@ -54,13 +54,13 @@ def checks(dead: Single, rules: str, times: int = 1, **options: Any) -> list[Dec
 @pytest.mark.parametrize(
     ("on_failure", "limiters", "allowed"),
     [
-        # The rule's own goes before the limiter's.
+        # The rule's own policy overrides the limiter's.
         ({"user": "open"}, "closed", True),
         ({"user": "closed"}, "open", False),
         ({"user": "closed"}, "raise", False),
         ({"user": ""}, "open", True),
         ({"user": ""}, "closed", False),
-        # Each rule answers, the others' silence included, and all must pass.
+        # Each rule decides, also without a policy of its own, and all must allow the request.
         ({"user": "open", "tenant": ""}, "open", True),
         ({"user": "open", "tenant": ""}, "closed", False),
         ({"user": "", "tenant": "closed"}, "open", False),
@@ -70,20 +70,20 @@ def checks(dead: Single, rules: str, times: int = 1, **options: Any) -> list[Dec
     ],
     ids=repr,
 )
-def test_each_rule_answers_as_it_says(
+def test_each_rule_applies_its_failure_policy(
     dead: Single, on_failure: dict[str, str], limiters: Any, allowed: bool
 ) -> None:
-    """By its `on_failure`, or the limiter's if it has none; always marked degraded."""
+    """A rule uses its `on_failure`, or else the limiter's; every decision is marked degraded."""
     [decision] = checks(dead, document(**on_failure), on_failure=limiters)
     assert (decision.allowed, decision.degraded) == (allowed, True)
     assert decision.rule in on_failure
 
 
 @pytest.mark.parametrize("on_failure", [{"user": ""}, {"user": "local", "tenant": ""}], ids=repr)
-def test_a_rule_without_a_policy_raises_if_the_limiter_is_to(
+def test_a_rule_without_a_policy_raises_if_the_limiter_raises(
     dead: Single, on_failure: dict[str, str]
 ) -> None:
-    """And the others' counts of this process are not charged for it."""
+    """The local counts of the other rules are not charged for the failed check."""
     rules = document(**on_failure)
     with Limiter.from_rules(rules, store=dead.uri, on_failure="raise") as limiter:
         for verb in (limiter.check, limiter.peek):
@@ -92,7 +92,7 @@ def test_a_rule_without_a_policy_raises_if_the_limiter_is_to(
 
 
 def test_local_counts_in_this_process(dead: Single) -> None:
-    """The limits hold for this process, and say that they are not the real thing."""
+    """The limits hold for this process, and the decisions are marked degraded."""
     found = checks(dead, document(user="local"), times=5)
     assert [bool(each) for each in found] == [True, True, True, False, False]
     assert [each.remaining for each in found] == [2, 1, 0, 0, 0]
@@ -100,16 +100,16 @@ def test_local_counts_in_this_process(dead: Single) -> None:
     assert found[-1].retry_after > 0
 
 
-def test_a_share_of_the_limits_where_several_processes_count_alone(dead: Single) -> None:
-    """Three processes at a third each admit together what one limit allows; at least 1."""
+def test_each_of_several_processes_has_a_share_of_the_limits(dead: Single) -> None:
+    """Three processes with a third each admit one limit together; a share is at least 1."""
     found = checks(dead, document(user="local"), times=3, local_fallback=LocalFallback(nodes=3))
     assert [bool(each) for each in found] == [True, False, False]
     found = checks(dead, document(user="local"), times=2, local_fallback=LocalFallback(nodes=100))
     assert [bool(each) for each in found] == [True, False]
 
 
-def test_a_rule_in_parts_has_one_share_on_this_machine(dead: Single) -> None:
-    """A twentieth of each of eight parts would be a unit each, and of twenty machines 160."""
+def test_a_split_rule_has_one_share_on_this_machine(dead: Single) -> None:
+    """A twentieth of each of eight parts would round up to 8 units, 160 on twenty machines."""
     rules = "version: 1\nrules:\n  - {id: all, by: [], limits: 100/hour, split: 8, on_failure: %s}"
     found = checks(dead, rules % "local", times=20, local_fallback=LocalFallback(nodes=20))
     assert sum(map(bool, found)) == 5
@@ -118,7 +118,7 @@ def test_a_rule_in_parts_has_one_share_on_this_machine(dead: Single) -> None:
 
 
 def test_local_rules_pass_together_or_not_at_all(dead: Single) -> None:
-    """A request that one denies costs the others nothing, as ever."""
+    """A request that one rule denies costs the other rules nothing."""
     rules = document(user="local", tenant="local").replace(
         "by: tenant, limits: 3/minute", "by: tenant, limits: 5/minute"
     )
@@ -130,7 +130,7 @@ def test_local_rules_pass_together_or_not_at_all(dead: Single) -> None:
 
 
 def test_a_closed_rule_leaves_local_counts_alone(dead: Single) -> None:
-    """What is denied is not charged; peeking charges nothing either."""
+    """A denied request is not charged, and a peek is not either."""
     both = document(user="local", tenant="closed")
     with Limiter.from_rules(both, store=dead.uri) as limiter:
         assert not any(limiter.check(ANN) for _ in range(5))
@@ -139,8 +139,8 @@ def test_a_closed_rule_leaves_local_counts_alone(dead: Single) -> None:
         assert limiter.check(ANN).remaining == 2
 
 
-def test_a_cost_beyond_the_share_is_denied_and_no_error(dead: Single) -> None:
-    """It would fit the whole limit, so it may fit again when the store is back."""
+def test_a_cost_above_the_share_is_denied_without_an_error(dead: Single) -> None:
+    """It fits the whole limit, so it may be allowed when the store is available again."""
     rules = document(user="local")
     with Limiter.from_rules(
         rules, store=dead.uri, local_fallback=LocalFallback(nodes=2)
@@ -150,7 +150,7 @@ def test_a_cost_beyond_the_share_is_denied_and_no_error(dead: Single) -> None:
 
 
 def test_failures_are_counted_and_explained(dead: Single) -> None:
-    """Every rule's, shadows included; explain says what it knows and why it knows no more."""
+    """Every rule's failure is counted, shadow rules included, and `explain` shows the error."""
     rules = document(user="open", tenant="open") + (
         "\n  - {id: tried, by: ip, limits: 1/minute, mode: shadow}"
     )
@@ -173,8 +173,8 @@ _PENALTIES = document(user="open", tenant="open").replace("minute", "minute, pen
 
 
 @pytest.mark.parametrize("rules", [_SHADOWS, _PENALTIES], ids=["shadows", "penalties"])
-def test_a_server_that_does_not_answer_is_waited_for_once(rules: str) -> None:
-    """Whatever is in shadow mode, and however many rules have to know of cool-downs first."""
+def test_a_check_waits_once_for_a_server_that_does_not_answer(rules: str) -> None:
+    """Neither rules in shadow mode nor rules with penalties add a second timeout."""
     with Single() as server:
         store = open_store(server.uri, deadline_ms=DEADLINE_MS, denied_cache_ms=0)
 
@@ -209,7 +209,7 @@ def test_a_server_that_does_not_answer_is_waited_for_once(rules: str) -> None:
 
 
 def test_a_store_that_comes_back_decides_again() -> None:
-    """From local to exact without a restart."""
+    """Decisions change from local to exact without a restart."""
     rules = document(user="local")
     with Single() as server, Limiter.from_rules(rules, store=server.uri) as limiter:
         until(lambda: not limiter.check(ANN).degraded, "the store decides", 20)

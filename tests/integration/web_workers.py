@@ -1,7 +1,7 @@
 """A web application in several worker processes of a real server, and the checks for each.
 
-The claims are the same for each framework, so they are here, and each framework's test file says
-which application, server and path they are made about.
+The assertions are the same for each framework, so this module has them, and each framework's test
+file passes its application, server and path.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ STARTS_WITHIN_SECONDS = 60
 STOPS_WITHIN_SECONDS = 10
 ANSWERS_WITHIN_SECONDS = 30
 _ADDRESS = re.compile(r"http://127\.0\.0\.1:(\d+)")
-# As gunicorn says it, and uvicorn.
+# The log lines of gunicorn and of uvicorn.
 _STARTED = re.compile(r"Booting worker with pid: (\d+)|Started server process \[(\d+)\]")
 
 
 def gunicorn(application: str) -> list[str]:
-    """Sync workers: one request at a time in each."""
+    """Return the command for sync workers, each of which serves one request at a time."""
     return [
         *(sys.executable, "-m", "gunicorn", application, "--chdir", str(EXAMPLES)),
         *("--workers", str(WORKERS), "--bind", "127.0.0.1:0"),
@@ -43,7 +43,7 @@ def gunicorn(application: str) -> list[str]:
 
 
 def uvicorn(application: str) -> list[str]:
-    """ASGI, for an application without a lifespan."""
+    """Return the command for ASGI workers of an application without a lifespan."""
     return [
         *(sys.executable, "-m", "uvicorn", application, "--app-dir", str(EXAMPLES)),
         *("--workers", str(WORKERS), "--host", "127.0.0.1", "--port", "0", "--lifespan", "off"),
@@ -52,7 +52,7 @@ def uvicorn(application: str) -> list[str]:
 
 @contextmanager
 def serving(command: Sequence[str], folder: Path) -> Iterator[str]:
-    """The URL of an application that all its workers serve, with limits in one shared file."""
+    """Run an application with limits in one shared file; yield its URL when all workers serve."""
     log = folder / "server.log"
     environment = {**os.environ, "STORE": f"shared://{folder}/limits", "PYTHONUNBUFFERED": "1"}
     with log.open("wb") as output:
@@ -89,13 +89,13 @@ def _answers(url: str) -> bool:
 
 @cache
 def client() -> httpx.Client:
-    """For all threads; every request has a new connection, so that any worker may serve it."""
+    """Return a client for all threads; any worker may serve a request, on a new connection."""
     one_each = httpx.Limits(max_keepalive_connections=0)
     return httpx.Client(timeout=ANSWERS_WITHIN_SECONDS, limits=one_each)
 
 
 def ask(url: str, paths: Sequence[str], **headers: str) -> list[httpx.Response]:
-    """The answers to requests of several clients at once."""
+    """Return the responses to concurrent requests of several clients."""
 
     def get(path: str) -> httpx.Response:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -107,12 +107,12 @@ def ask(url: str, paths: Sequence[str], **headers: str) -> list[httpx.Response]:
 
 @contextmanager
 def clients_of_several_workers(url: str) -> Iterator[list[httpx.Client]]:
-    """Clients with a connection each, which the server keeps if it can, to more than one worker."""
+    """Yield clients with a connection each, kept alive if possible, to more than one worker."""
     clients: list[httpx.Client] = []
     workers: set[int] = set()
 
     def are_several() -> bool:
-        # One more each time: a worker that is awake may accept all that wait.
+        # One more each time: an awake worker may accept all waiting connections.
         clients.append(httpx.Client(base_url=url, timeout=ANSWERS_WITHIN_SECONDS, verify=False))
         workers.update(each.get("/hello").json()["worker"] for each in clients[-1:])
         return len(workers) > 1 and len(clients) >= CLIENTS
@@ -126,15 +126,15 @@ def clients_of_several_workers(url: str) -> Iterator[list[httpx.Client]]:
 
 
 def holds_exactly(url: str, prefix: str, key: str) -> None:
-    """40 a day, whichever of the route's paths and of the workers: not one more, not one less."""
+    """Exactly 40 requests a day are allowed over all paths of the route and all workers."""
     with clients_of_several_workers(url) as clients, ThreadPoolExecutor(CLIENTS) as pool:
-        chosen = [*clients[: CLIENTS - 1], clients[-1]]  # the last is the one of another worker
+        chosen = [*clients[: CLIENTS - 1], clients[-1]]  # the last has another worker
 
         def get(number: int) -> httpx.Response:
             one = chosen[number % CLIENTS]
             return one.get(f"{prefix}/{number}", headers={"X-API-Key": key})
 
-        # One of each client first, so that all of them are among those that pass.
+        # First one request of each client, so that every client has an allowed request.
         answers = list(pool.map(get, range(CLIENTS)))
         answers += pool.map(get, range(CLIENTS, 100))
     assert Counter(each.status_code for each in answers) == {200: 40, 429: 60}
@@ -144,12 +144,12 @@ def holds_exactly(url: str, prefix: str, key: str) -> None:
     assert left == list(range(40))
 
 
-def tells_both_limits(url: str, path: str, name: str, key: str) -> None:
+def sends_both_limits(url: str, path: str, name: str, key: str) -> None:
     """A response has the policies of the application and of the route; a denial has Retry-After."""
     answers = [*ask(url, [path], x_api_key=key), *ask(url, [path] * 40, x_api_key=key)]
     allowed = answers[0].headers
     assert allowed["RateLimit-Policy"] == f'"default";q=1000;w=60, "{name}";q=40;w=86400'
-    # The quota is whole again when the one unit is back: a 40th of a day.
+    # The quota is full again when one unit has been refilled: after a 40th of a day.
     assert allowed["RateLimit"] == f'"{name}";r=39;t=2160'
     assert (allowed["X-RateLimit-Limit"], allowed["X-RateLimit-Remaining"]) == ("40", "39")
     assert abs(int(allowed["X-RateLimit-Reset"]) - 2_160 - time.time()) < 60
@@ -161,7 +161,7 @@ def tells_both_limits(url: str, path: str, name: str, key: str) -> None:
     assert refused.json()["error"]["code"] == "RATE_LIMIT_EXCEEDED"
 
 
-def lets_in_who_has_waited(url: str, path: str) -> None:
+def allows_after_retry_after(url: str, path: str) -> None:
     """A denied client is allowed after Retry-After seconds."""
 
     def refused() -> httpx.Response | None:
@@ -174,7 +174,7 @@ def lets_in_who_has_waited(url: str, path: str) -> None:
 
 
 def streams_untouched(url: str, path: str) -> None:
-    """The first piece is here before the last has been made, and nothing is added or lost."""
+    """The first part arrives before the last is created, and no byte is added or lost."""
     with client().stream("GET", url + path) as response:
         assert response.headers["X-RateLimit-Limit"] == "1000"
         assert "Content-Length" not in response.headers
@@ -190,14 +190,14 @@ def streams_untouched(url: str, path: str) -> None:
 
 
 def sends_its_source(url: str, name: str) -> None:
-    """A file, by whichever way the server sends files, with headers."""
+    """A file is sent complete and with headers, in any way the server supports."""
     response = ask(url, ["/source"])[0]
     assert response.content == (EXAMPLES / name).read_bytes()
     assert response.headers["X-RateLimit-Limit"] == "1000"
 
 
 def counts_failed_logins_only(url: str) -> None:
-    """20 right passwords one after the other; of 20 guesses at once exactly 3 are looked at."""
+    """20 correct passwords in sequence pass; of 20 concurrent wrong ones, exactly 3 are tried."""
 
     def log_in(word: str) -> int:
         data = {"user": "ada", "password": word}
@@ -213,7 +213,7 @@ def counts_failed_logins_only(url: str) -> None:
 
 
 def settles_costs(url: str) -> None:
-    """500 a day, 100 on the way in, 4 in the end: 100 requests one after the other fit."""
+    """500 units a day, 100 charged first and 4 in the end: 100 requests in sequence fit."""
     answers = [client().get(f"{url}/complete?prompt=tea") for _ in range(100)]
     left = [int(each.headers["X-RateLimit-Remaining"]) for each in answers]
     assert left == [400 - 4 * number for number in range(100)]
