@@ -3,8 +3,8 @@
     python -m tests.integration.redis_hammer '{"uri": "redis://localhost", "limits": ...}'
 
 It prints "ready", waits for a line, and checks each key until it is denied. Then it prints one JSON
-object: the requests admitted for each key, or with `tell` the decisions on each. `hammer` starts
-several processes together.
+object: the requests admitted for each key, or with `record` that many decisions on each. `hammer`
+starts several processes together.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Job:
     wire: str = "threads"
     at_once: int = 4
     clock_off_seconds: int = 0
-    tell: int = 0
+    record: int = 0
 
 
 def hammer(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """Run the jobs at once, each in its own process; return what each printed."""
+    """Run the jobs at once, each in its own process; return the printed result of each."""
     program = (sys.executable, "-m", "tests.integration.redis_hammer")
     processes = [
         subprocess.Popen(
@@ -53,7 +53,7 @@ def hammer(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     ]
     try:
         for process in processes:
-            process.stdout.readline()  # ready, or over
+            process.stdout.readline()  # "ready", or the end of a process that failed
         for process in processes:
             process.stdin.write("go\n")
             process.stdin.flush()
@@ -65,7 +65,7 @@ def hammer(jobs: Sequence[Job]) -> list[dict[str, Any]]:
         return results
     finally:
         for process in processes:
-            with process:  # which closes its pipes and waits for it
+            with process:  # closes its pipes and waits for it
                 process.kill()
 
 
@@ -92,13 +92,13 @@ def work(job: Job) -> dict[str, Any]:
     store = open_store(job.uri, deadline_ms=10_000, connect_ms=10_000)
     limits = [Limit(**each) for each in job.limits]
     if job.wire == "asyncio":
-        waiting = AsyncLimiter(limits, store=store, on_failure="raise")
-        return asyncio.run(spend_in_tasks(job, waiting))
+        async_limiter = AsyncLimiter(limits, store=store, on_failure="raise")
+        return asyncio.run(spend_in_tasks(job, async_limiter))
     limiter = Limiter(limits, store=store, on_failure="raise")
-    limiter.peek("anyone")  # connected, so that all begin at once
+    limiter.peek("anyone")  # connect first, so that all processes begin at once
     wait_for_go()
-    if job.tell:
-        return tell(job, limiter, SystemClock().now_ns())
+    if job.record:
+        return record(job, limiter, SystemClock().now_ns())
     with ThreadPoolExecutor(job.at_once) as pool:
         spent = pool.map(lambda number: spend(job, limiter, number), range(job.at_once))
         return sum(spent, Counter())
@@ -141,19 +141,19 @@ async def spend_in_tasks(job: Job, limiter: Any) -> Counter[str]:
     return sum(spent, Counter())
 
 
-def tell(job: Job, limiter: Any, now_ns: int) -> dict[str, Any]:
+def record(job: Job, limiter: Any, now_ns: int) -> dict[str, Any]:
     """Return the decisions on several checks of each key, and the time of this process's clock."""
-    told = {
+    decisions = {
         key: [
-            (found.allowed, found.limit, found.remaining, found.retry_after, found.reset_after)
-            for found in (limiter.check(key, job.cost) for _ in range(job.tell))
+            (each.allowed, each.limit, each.remaining, each.retry_after, each.reset_after)
+            for each in (limiter.check(key, job.cost) for _ in range(job.record))
         ]
         for key in job.keys
     }
-    return {"told": told, "now_ns": now_ns}
+    return {"decisions": decisions, "now_ns": now_ns}
 
 
 if __name__ == "__main__":
-    asked = Job(**json.loads(sys.argv[1]))
-    set_clock_off(asked.clock_off_seconds)
-    print(json.dumps(work(asked)))
+    requested = Job(**json.loads(sys.argv[1]))
+    set_clock_off(requested.clock_off_seconds)
+    print(json.dumps(work(requested)))

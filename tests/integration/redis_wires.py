@@ -81,8 +81,8 @@ class Client:
 
     def works(self) -> bool:
         """Return True if the server answers a check, of a key that no test counts."""
-        found = outcome(self.start("anyone"))
-        return isinstance(found, Decision) and not found.degraded
+        result = outcome(self.start("anyone"))
+        return isinstance(result, Decision) and not result.degraded
 
 
 class _FromThreads(Client):
@@ -131,8 +131,8 @@ class _FromTasks(Client):
             checks = (self._limiter.check(key) for key in keys)
             return await asyncio.gather(*checks, return_exceptions=True)
 
-        found = asyncio.run_coroutine_threadsafe(all_of_them(), self.loop).result()
-        return [outcome(_done(each)) for each in found]
+        results = asyncio.run_coroutine_threadsafe(all_of_them(), self.loop).result()
+        return [outcome(_done(each)) for each in results]
 
     def close(self) -> None:
         try:
@@ -257,7 +257,7 @@ class Load:
                 found = outcome(self._api.start(self._key))
                 self.outcomes.append(found)
                 self.timeline.append((began, time.monotonic(), found))
-        except BaseException as error:  # the block's end tells
+        except BaseException as error:  # raised at the end of the block
             self._failures.append(error)
 
     def __enter__(self) -> Self:
@@ -305,16 +305,16 @@ def configured(server: Single, **settings: object) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class FailOver:
-    """What a death of the primary under load came to, with both wires as its witnesses.
+    """The effects of a primary's death under load, as both wires measured them.
 
-    What the old one had answered and not yet copied is lost, and can be spent again: Redis copies
-    after it answers. It is as much as was under way in that moment, so it is small, and no setting
-    of a client can make it nothing.
+    Redis replicates after it answers. So the units that the old primary charged but had not yet
+    replicated are lost, and clients can spend them again. Only the writes in flight at that moment
+    are lost, which is little; no setting of a client avoids it.
     """
 
     promoted_seconds: float
     right_seconds: dict[str, float]
-    """From the promotion to the first check that the new primary answered, by wire."""
+    """The time from the promotion to the first check that the new primary answered, by wire."""
     failed: dict[str, int]
     admitted_units: int
     charged_units: int

@@ -1,6 +1,6 @@
-"""Every key in Redis expires: it has a time to live at all times, long enough and not much longer.
+"""Every key in Redis has a time to live at all times: long enough, and not much longer.
 
-By the server's own clock, which is what Redis drops keys by.
+The tests measure by the server's clock, because Redis drops keys by it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ YEAR = 366 * 86_400
 MS_PER_S = 1_000
 NS_PER_MS = 1_000_000
 US_PER_MS = 1_000
-# A busy key's expiry is moved now and then, not each time: it is set so much later than it must be.
+# The script sets an expiry this much later than necessary, so that it need not move a busy key's
+# expiry at each check.
 SPARE = 1 / 8
 SHORTEST_MS = 1_000
-# The script adds one, since the server's time within a script is in whole milliseconds too.
+# The script adds one millisecond, because the server's time in a script has whole milliseconds.
 ROUNDING_MS = 2
 GONE_SECONDS_MAX = 20.0
 
@@ -38,14 +39,14 @@ _numbers = count()
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Single]:
-    """One of its own, where every key is a test's."""
+    """Start a server whose keys all belong to these tests."""
     with Single() as started:
         yield started
 
 
 @pytest.fixture
 def store(server: Single) -> Iterator[Store]:
-    """Empty, and decided by the server's clock."""
+    """Open a store without keys that decides by the server's clock."""
     server.flush()
     opened = open_store(server.uri, **PATIENCE)
     yield opened
@@ -53,17 +54,17 @@ def store(server: Single) -> Iterator[Store]:
 
 
 def expiries_ms(server: Single) -> dict[str, int]:
-    """When each key expires, in milliseconds since the epoch; -1: never."""
+    """Return when each key expires, in milliseconds since the epoch; -1 if never."""
     keys = list(server.admin.scan_iter())
-    asking = server.admin.pipeline(transaction=False)
+    pipeline = server.admin.pipeline(transaction=False)
     for key in keys:
-        asking.execute_command("PEXPIRETIME", key)
-    found = zip(keys, asking.execute(), strict=True)
-    return {key: at_ms for key, at_ms in found if at_ms != -2}  # -2: gone since the scan
+        pipeline.execute_command("PEXPIRETIME", key)
+    expiries = zip(keys, pipeline.execute(), strict=True)
+    return {key: at_ms for key, at_ms in expiries if at_ms != -2}  # -2: gone since the scan
 
 
 def lives_ms(server: Single, gate: Gate, cost: int) -> tuple[float, float]:
-    """Check a fresh key: for how long its quota is spent, and for how long the server keeps it."""
+    """Check a fresh key; return the time until its quota is whole and its time to live."""
     times = timed(gate)
 
     def measured() -> tuple[float, float] | None:
@@ -72,14 +73,14 @@ def lives_ms(server: Single, gate: Gate, cost: int) -> tuple[float, float]:
         at_ms = expiry_ms(server, subject)
         return (reset_ms, at_ms - times.now_ns / NS_PER_MS) if at_ms else None
 
-    # Once more, should this process be held up until a short-lived key is gone.
-    return until(measured, "a key that lives to be looked at", GONE_SECONDS_MAX)
+    # A busy machine may delay this process until a short-lived key is gone: try again then.
+    return until(measured, "a key that lives until it is measured", GONE_SECONDS_MAX)
 
 
 def expiry_ms(server: Single, subject: str) -> int:
-    """When the subject's key expires; 0: it is gone."""
-    found = [at_ms for key, at_ms in expiries_ms(server).items() if f"{{{subject}}}" in key]
-    return found[0] if found else 0
+    """Return when the subject's key expires, or 0 if it is gone."""
+    expiries = [at_ms for key, at_ms in expiries_ms(server).items() if f"{{{subject}}}" in key]
+    return expiries[0] if expiries else 0
 
 
 @every_algorithm
@@ -88,7 +89,7 @@ def expiry_ms(server: Single, subject: str) -> int:
 def test_a_key_lives_until_its_quota_is_whole_and_an_eighth_longer(
     algorithm: AlgorithmName, per: float, cost: int, server: Single, store: Store
 ) -> None:
-    """Never less, and, beyond a second, at most an eighth more."""
+    """The time to live is never shorter and, beyond a second, at most an eighth longer."""
     gate = store.gate([Limit(10, per, algorithm=algorithm)], "")
     reset_ms, lives = lives_ms(server, gate, cost)
     assert lives >= reset_ms
@@ -96,7 +97,7 @@ def test_a_key_lives_until_its_quota_is_whole_and_an_eighth_longer(
 
 
 def test_a_bucket_that_takes_a_century_lives_as_long(server: Single, store: Store) -> None:
-    """The longest refill that a limit may have."""
+    """A key lives through the longest refill that a limit may have."""
     gate = store.gate([Limit(1, YEAR, capacity=100)], "")
     reset_ms, lives = lives_ms(server, gate, 100)
     assert reset_ms == pytest.approx(100 * YEAR * MS_PER_S)
@@ -107,7 +108,7 @@ def test_a_bucket_that_takes_a_century_lives_as_long(server: Single, store: Stor
 def test_the_longest_of_several_limits_decides(
     algorithm: AlgorithmName, server: Single, store: Store
 ) -> None:
-    """The hash lives as long as the one that is whole last."""
+    """The hash lives until the slowest of its limits is whole."""
     short, long = Limit(10, 5, algorithm=algorithm), Limit(100, 500, algorithm=algorithm)
     slowest = store.gate([long], "both")
     times = timed(slowest)
@@ -121,20 +122,20 @@ def test_the_longest_of_several_limits_decides(
 def test_a_grant_lives_until_its_end(
     algorithm: AlgorithmName, server: Single, store: Store
 ) -> None:
-    """By its own ttl or, without one, for a window of the limit; also where nothing was spent."""
+    """A grant's key lives for its ttl or for one window, even if no unit was spent."""
     gate = store.gate([Limit(10, 60, algorithm=algorithm)], "")
-    for ttl_ms, wanted_ms in ((30_000, 30_000), (None, 60_000), (600_000, 600_000)):
+    for ttl_ms, expected_ms in ((30_000, 30_000), (None, 60_000), (600_000, 600_000)):
         subject = f"granted {ttl_ms}"
         before_ms = server_ms(server)
         gate.grant(subject, 5, ttl_ms * NS_PER_MS if ttl_ms else None)
         after_ms = server_ms(server)
         at_ms = expiry_ms(server, subject)
-        assert at_ms >= before_ms + wanted_ms
-        assert at_ms <= after_ms + (wanted_ms + ROUNDING_MS) * (1 + SPARE) + ROUNDING_MS
+        assert at_ms >= before_ms + expected_ms
+        assert at_ms <= after_ms + (expected_ms + ROUNDING_MS) * (1 + SPARE) + ROUNDING_MS
 
 
 def server_ms(server: Single) -> float:
-    """The server's time."""
+    """Return the server's time in milliseconds."""
     seconds, micros = server.admin.time()
     return float(seconds * MS_PER_S + micros / US_PER_MS)
 
@@ -143,7 +144,7 @@ WINDOWS = (0.002, 0.05, 0.5, 2, 3_600, YEAR)
 
 
 def random_gate(random: Random, store: Store, algorithm: AlgorithmName) -> Gate:
-    """One or two limits under one of two rules, the same ones with other numbers each time."""
+    """Return a gate of one or two limits with random numbers, under one of two rules."""
     limits = [
         Limit(random.choice((3, 20)), random.choice(WINDOWS), algorithm=algorithm, name=name)
         for name in ("n", "m")[: random.choice((1, 2))]
@@ -156,8 +157,10 @@ def random_gate(random: Random, store: Store, algorithm: AlgorithmName) -> Gate:
 def test_a_key_has_an_expiry_at_all_times(
     algorithm: AlgorithmName, seed: int, server: Single, store: Store
 ) -> None:
-    """After every verb, under limits that change all the time: each key has an expiry, which covers
-    what the last answer said and is never earlier than it was."""
+    """After every verb, under changing limits, each key has an expiry.
+
+    The expiry covers the last answer's reset time and never moves to an earlier time.
+    """
     random = Random(seed)
     before: dict[str, int] = {}
     for _ in range(400):
@@ -176,20 +179,19 @@ def test_a_key_has_an_expiry_at_all_times(
             gate.reset(subject)
         else:
             getattr(gate, verb)(subject, cost)
-        found = expiries_ms(server)
-        assert -1 not in found.values(), (verb, gate.limits)
-        for key, at_ms in found.items():
-            # A key that was emptied and written anew starts anew; else it is never shortened.
+        expiries = expiries_ms(server)
+        assert -1 not in expiries.values(), (verb, gate.limits)
+        for key, at_ms in expiries.items():
+            # Only a refund or a reset deletes a key; its next expiry may then be earlier.
             if verb not in ("refund", "reset"):
                 assert at_ms >= before.get(key, 0), (verb, gate.limits)
             if f"{{{subject}}}" in key:
                 assert at_ms * NS_PER_MS >= needed_ns, (verb, gate.limits)
-        before = found
+        before = expiries
 
 
 def test_a_busy_key_is_extended_in_time(server: Single, store: Store) -> None:
-    """Spent as fast as it goes for two seconds and a half, with a window of one: the expiry, which
-    is moved now and then, is never before the quota would be whole."""
+    """A key checked without pause for two and a half windows never expires before it is whole."""
     gates = {
         algorithm: store.gate([Limit(100, 1, algorithm=algorithm)], "")
         for algorithm in ALGORITHM_NAMES
@@ -213,7 +215,7 @@ def test_a_busy_key_is_extended_in_time(server: Single, store: Store) -> None:
 def test_a_short_limit_does_not_shorten_a_long_one(
     algorithm: AlgorithmName, server: Single, store: Store
 ) -> None:
-    """A rule of seconds, used on a subject after a rule of hours, leaves the hour's expiry."""
+    """A rule of seconds does not change the expiry that a rule of hours set for the subject."""
     hours = store.gate([Limit(10, 36_000, algorithm=algorithm)], "hours")
     hours.check("k", 10)
     before = expiries_ms(server)
@@ -232,8 +234,7 @@ def test_a_short_limit_does_not_shorten_a_long_one(
 def test_a_changed_window_extends_and_never_shortens(
     algorithm: AlgorithmName, first: float, then: float, server: Single, store: Store
 ) -> None:
-    """The same limit by name with a longer window lives longer from its next check on; with a
-    shorter one as long as before."""
+    """A limit's longer window extends the expiry at the next check; a shorter one keeps it."""
     store.gate([Limit(10, first, algorithm=algorithm, name="n")], "").check("k", 2)
     before = expiries_ms(server)
     gate = store.gate([Limit(10, then, algorithm=algorithm, name="n")], "")
@@ -246,11 +247,10 @@ def test_a_changed_window_extends_and_never_shortens(
 
 @every_algorithm
 @pytest.mark.parametrize(("changed", "remaining"), [(2_000, 1_600), (500, 100), (300, 0)])
-def test_a_changed_limit_keeps_what_was_spent(
+def test_a_changed_limit_keeps_the_spent_units(
     algorithm: AlgorithmName, changed: int, remaining: int, store: Store
 ) -> None:
-    """Four hundred spent of a thousand: raised there is more, lowered less, at once; and back at a
-    thousand it is as it was."""
+    """A changed limit changes the remaining units at once, and changing it back restores them."""
     limits = [
         Limit(units, timedelta(days=366), algorithm=algorithm, name="n")
         for units in (1_000, changed)
@@ -266,8 +266,10 @@ def test_a_changed_limit_keeps_what_was_spent(
 def test_keys_are_gone_soon_after_their_quotas_are_whole(
     algorithm: AlgorithmName, server: Single, store: Store
 ) -> None:
-    """Spent, refunded or granted for a moment: the server is empty a second or so later, and each
-    key is as one never seen."""
+    """The server is empty about a second after short checks, refunds and grants.
+
+    Each subject then has its full quota.
+    """
     gate = store.gate([Limit(10, 0.05, algorithm=algorithm)], "")
     expired = server.admin.info("stats")["expired_keys"]
     for number in range(50):
@@ -283,7 +285,7 @@ def test_keys_are_gone_soon_after_their_quotas_are_whole(
     )
     for subject in ("spent 0", "refunded 0", "granted 0"):
         assert gate.peek(subject, 10).remaining == 10
-    # A refund that comes after the window deletes the key instead; the other 100 expire.
+    # A refund after the window deletes its key instead; the other 100 keys expire.
     assert server.admin.info("stats")["expired_keys"] >= expired + 100
 
 
@@ -291,10 +293,10 @@ def test_keys_are_gone_soon_after_their_quotas_are_whole(
 def test_a_limited_key_is_not_dropped_before_its_quota_comes_back(
     algorithm: AlgorithmName, store: Store
 ) -> None:
-    """Spent for two seconds and asked all the time: denied until just the time that was named."""
+    """Checks of a spent key are denied exactly until the promised time."""
     gate = store.gate([Limit(4, 2, algorithm=algorithm)], "")
     times = timed(gate)
-    while (denied := gate.check("k", 4)).allowed:  # once, or twice around the end of a window
+    while (denied := gate.check("k", 4)).allowed:  # once, or twice at the end of a window
         pass
     due_ns = times.now_ns + denied.retry_after_ns
 

@@ -1,4 +1,4 @@
-"""What an operator sees of real servers: states counted, nodes asked, faults found."""
+"""Health reports and statistics of real servers: counted states, facts of nodes, findings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def single() -> Single:
 
 @contextmanager
 def opened(uri: str, **options: object) -> Iterator[RedisStore]:
-    # A machine that tests may pause for longer than a production's deadline.
+    # A busy test machine may pause for longer than the default deadline.
     patient = {"deadline_ms": 10_000, **options}
     with closing(cast("RedisStore", open_store(uri, None, **patient))) as store:
         yield store
@@ -57,8 +57,8 @@ def scans_seen(server: Server) -> int:
     return int(server.admin.info("commandstats").get("cmdstat_scan", {"calls": 0})["calls"])
 
 
-def test_states_are_the_limits_that_subjects_are_counted_under(single: Single) -> None:
-    """One for each limit of each rule that a subject has spent under; resetting takes them away."""
+def test_a_subject_has_one_state_for_each_limit(single: Single) -> None:
+    """A check adds one state for each limit of its rule; a reset removes them."""
     with opened(single.uri) as store:
         assert store.stats().states == 0
         one = Limiter("5/minute; 100/hour", store=store)
@@ -76,8 +76,8 @@ def test_states_are_the_limits_that_subjects_are_counted_under(single: Single) -
         assert store.stats().states == 0
 
 
-def test_what_is_granted_is_no_second_state(single: Single) -> None:
-    """A grant counts as its limit's state, with or without one that is spent under."""
+def test_a_grant_adds_no_second_state(single: Single) -> None:
+    """A grant and the spent units of one limit count as one state."""
     with opened(single.uri) as store:
         limiter = Limiter("5/minute; 100/hour", store=store)
         limiter.grant("a", 10)
@@ -88,16 +88,16 @@ def test_what_is_granted_is_no_second_state(single: Single) -> None:
 
 @pytest.mark.parametrize("name", ["", "log", LONG_NAME])
 @pytest.mark.parametrize("limit", [5, 3_000, 100_000])
-def test_the_chunks_of_a_log_are_no_states(single: Single, name: str, limit: int) -> None:
-    """A log of many chunks is one state, whatever its rule is called."""
+def test_a_log_of_many_chunks_is_one_state(single: Single, name: str, limit: int) -> None:
+    """The chunks of a log count as one state, for every length of the rule's name."""
     with opened(single.uri) as store:
         limiter = Limiter([log_limit(limit)], store=store, name=name)
         limiter.check("a", limit)
         assert store.stats().states == 1
 
 
-def test_a_rule_of_many_limits_is_counted_whole(single: Single) -> None:
-    """States that go on in a second field and a third are all counted, of every algorithm."""
+def test_all_states_of_a_rule_with_many_limits_are_counted(single: Single) -> None:
+    """Fifteen limits fill several fields of the hash, and every state counts."""
     with opened(single.uri) as store:
         limits = [
             Limit(1_000 + number, per=60 + number, algorithm=algorithm)
@@ -108,8 +108,8 @@ def test_a_rule_of_many_limits_is_counted_whole(single: Single) -> None:
         assert store.stats().states == 15
 
 
-def test_digests_of_rule_names_are_rules(single: Single) -> None:
-    """Whatever bytes a digest has: a hundred rules with long names are a hundred states."""
+def test_rules_stored_by_digest_are_counted(single: Single) -> None:
+    """A hundred rules with long names, stored as digests of any bytes, are a hundred states."""
     with opened(single.uri) as store:
         for number in range(100):
             Limiter("5/minute", store=store, name=f"{LONG_NAME} {number}").check("a")
@@ -117,7 +117,7 @@ def test_digests_of_rule_names_are_rules(single: Single) -> None:
 
 
 def test_other_prefixes_and_other_keys_are_not_counted(single: Single) -> None:
-    """Two stores on one server count apart, also where one prefix begins with the other."""
+    """Two stores on one server count apart, even if one prefix starts with the other."""
     single.admin.set("tk:not-ours", "value")
     single.admin.set("tkx:{a}", "value")
     with opened(single.uri) as store, opened(single.uri, prefix="tkx2") as other:
@@ -127,8 +127,8 @@ def test_other_prefixes_and_other_keys_are_not_counted(single: Single) -> None:
         assert (store.stats().states, other.stats().states) == (1, 3)
 
 
-def test_stats_say_bytes_and_expired_keys_and_no_bound(single: Single) -> None:
-    """Bytes are what the server says; a Redis has no room of its own, so it is never full."""
+def test_stats_hold_bytes_and_expired_keys_and_no_capacity(single: Single) -> None:
+    """The server reports the bytes. A Redis store has no maximum of states, so it is never full."""
     with opened(single.uri) as store:
         before = store.stats()
         limiter = Limiter("5/second", store=store)
@@ -140,14 +140,14 @@ def test_stats_say_bytes_and_expired_keys_and_no_bound(single: Single) -> None:
         assert (stats.states_max, stats.fullness, stats.refused) == (0, 0.0, 0)
         until(
             lambda: store.stats().expired >= before.expired + 20,
-            "all have expired",
+            "all keys have expired",
             SETTLED_SECONDS_MAX,
         )
         assert store.stats().states == 0
 
 
 def test_a_small_count_takes_two_round_trips_on_one_connection(single: Single) -> None:
-    """Whoever asks all the time does not notice, and nor does the server."""
+    """Repeated `stats` calls reuse their connection and cost two round trips each."""
     with opened(single.uri) as store:
         Limiter("5/minute", store=store).check("a")
         store.stats()
@@ -162,7 +162,7 @@ def test_a_small_count_takes_two_round_trips_on_one_connection(single: Single) -
 
 
 def test_a_thousand_subjects_are_counted_exactly_and_more_estimated(single: Single) -> None:
-    """Above a sample's size, states are the sample's mean times the subjects."""
+    """Beyond 1,000 subjects, the count is the mean of a sample times the number of subjects."""
     with opened(single.uri) as store, closing(Topology(store.config)) as topology:
         two = Limiter("5/minute; 100/hour", store=store)
         for number in range(health_module.SUBJECTS_COUNTED_MAX):
@@ -176,7 +176,7 @@ def test_a_thousand_subjects_are_counted_exactly_and_more_estimated(single: Sing
 
 
 def test_a_large_database_is_estimated_from_a_part(single: Single) -> None:
-    """Of 40,000 keys, a quarter ours, at most some 10,000 are looked at; the estimate is near."""
+    """The count reads about 10,000 of 40,000 keys, a quarter of them ours, and estimates well."""
     pipeline = admin_pipeline(single)
     for number in range(30_000):
         pipeline.set(f"other:{number}", 1)
@@ -196,8 +196,8 @@ def test_a_large_database_is_estimated_from_a_part(single: Single) -> None:
     single.flush()
 
 
-def test_foreign_values_under_our_prefix_are_passed_over(single: Single) -> None:
-    """Somebody's string where a hash should be makes the count inexact, not impossible."""
+def test_foreign_values_under_our_prefix_are_skipped(single: Single) -> None:
+    """A string in the place of a hash makes the count inexact, but does not fail it."""
     with opened(single.uri) as store, closing(Topology(store.config)) as topology:
         Limiter("5/minute", store=store).check("a")
         single.admin.set("tk:{b}", "no hash")
@@ -209,8 +209,8 @@ def test_foreign_values_under_our_prefix_are_passed_over(single: Single) -> None
     single.flush()
 
 
-def test_a_count_that_is_forbidden_says_which_rules_are_missing() -> None:
-    """A user may be allowed all that checks need, and not to count; that is an error, not 0."""
+def test_a_forbidden_count_names_the_missing_acl_rules() -> None:
+    """For a user that may check but not count, `stats` raises an error instead of returning 0."""
     checks = "~tk:* +evalsha +eval +script|load +hget +hset +hdel +pttl +pexpire +time"
     users = [User("app", "pw", checks), User("scanner", "pw", f"{checks} +scan")]
     with Single(password="root", users=users) as server:
@@ -222,13 +222,13 @@ def test_a_count_that_is_forbidden_says_which_rules_are_missing() -> None:
                     store.stats()
         server.admin.acl_setuser("scanner", enabled=True, commands=["+hkeys"])
         with opened(uri) as store:
-            # Neither INFO nor MEMORY USAGE: what they would tell is 0.
+            # The user may call neither INFO nor MEMORY USAGE, so their numbers are 0.
             stats = store.stats()
             assert (stats.states, stats.bytes, stats.expired) == (1, 0, 0)
 
 
-def test_a_server_that_is_gone_or_silent_is_a_store_error() -> None:
-    """Soon, and as one of ours; and once it is back, so are the numbers."""
+def test_a_dead_or_silent_server_is_a_store_error() -> None:
+    """`stats` and `health` raise a StoreError soon, and work again once the server is back."""
     with Single() as server, opened(server.uri, connect_ms=200) as store:
         Limiter("5/minute", store=store).check("a")
         server.pause()
@@ -250,8 +250,8 @@ def test_a_server_that_is_gone_or_silent_is_a_store_error() -> None:
         assert store.health().nodes[0].reachable
 
 
-def test_a_closed_store_tells_nothing() -> None:
-    """As for every other call."""
+def test_a_closed_store_raises() -> None:
+    """`stats` and `health` of a closed store raise StoreUnavailable."""
     with opened(running("single").uri) as store:
         pass
     with pytest.raises(StoreUnavailable, match="closed"):
@@ -260,14 +260,14 @@ def test_a_closed_store_tells_nothing() -> None:
         store.health()
 
 
-def test_one_server_tells_what_it_is(single: Single) -> None:
-    """Each fact is the server's own."""
+def test_health_holds_the_facts_of_one_server(single: Single) -> None:
+    """Each fact in the report equals the server's INFO."""
     with opened(single.uri) as store:
         Limiter("5/minute", store=store).check("a")
-        found = store.health()
+        health = store.health()
         info = single.admin.info()
-    assert (found.mode, found.cluster_state, found.slots_covered) == ("standalone", None, None)
-    (node,) = found.nodes
+    assert (health.mode, health.cluster_state, health.slots_covered) == ("standalone", None, None)
+    (node,) = health.nodes
     assert node.address == f"127.0.0.1:{single.port}"
     assert (node.reachable, node.role, node.loading, node.unanswered) == (
         True,
@@ -289,14 +289,14 @@ def test_one_server_tells_what_it_is(single: Single) -> None:
     assert node.clock_offset_ms == pytest.approx(0, abs=1_000)  # one machine, one clock
 
 
-def test_the_clock_is_the_servers_against_ours() -> None:
-    """Above zero where the server is ahead."""
+def test_the_clock_offset_is_the_servers_clock_minus_ours() -> None:
+    """The offset is positive if the server's clock is ahead."""
     assert health_module._offset_ms((100, 250_000), 100_000_000_000) == 250.0
     assert health_module._offset_ms((100, 0), 101_500_000_000) == -1_500.0
 
 
-def test_quota_that_would_not_survive_is_warned_of() -> None:
-    """Without AOF there is a warning that names the server and the setting; with it, none."""
+def test_a_server_without_aof_gets_a_warning() -> None:
+    """The warning names the server and the setting, and ends when AOF is on."""
     with Single() as server, opened(server.uri) as store:
         (warning, _) = store.health().warnings
         assert warning == (
@@ -304,26 +304,26 @@ def test_quota_that_would_not_survive_is_warned_of() -> None:
             f"CONFIG SET appendonly yes, then CONFIG REWRITE"
         )
         server.admin.config_set("appendonly", "yes")
-        found = store.health()
-        assert "persistence" not in levels(found)
-        assert (found.nodes[0].aof_enabled, found.nodes[0].aof_fsync) == (True, "everysec")
+        health = store.health()
+        assert "persistence" not in levels(health)
+        assert (health.nodes[0].aof_enabled, health.nodes[0].aof_fsync) == (True, "everysec")
 
 
 def test_an_unsafe_policy_and_a_full_memory_are_found() -> None:
-    """Both as the server has them now."""
+    """An eviction policy that drops counts is a problem, and so is a full memory."""
     lines = ["maxmemory 100mb", "maxmemory-policy allkeys-lru"]
     with Single(aof=True, lines=lines) as server, opened(server.uri) as store:
         assert levels(store.health())["eviction"] == "problem"
         server.admin.config_set("maxmemory-policy", "volatile-ttl")
-        found = levels(store.health())
-        assert "eviction" not in found
-        assert "memory" not in found
+        reported = levels(store.health())
+        assert "eviction" not in reported
+        assert "memory" not in reported
         server.admin.config_set("maxmemory", server.admin.info("memory")["used_memory"])
         assert levels(store.health())["memory"] == "problem"
 
 
 def test_a_snapshot_that_failed_is_a_problem() -> None:
-    """Redis then refuses writes, which nobody should have to find out from denied checks."""
+    """Redis rejects writes after a failed snapshot, so the operator must see it in the report."""
     with Single(lines=["save 3600 1"]) as server, opened(server.uri) as store:
         shutil.rmtree(server.folder)
         server.admin.bgsave()
@@ -335,31 +335,31 @@ def test_a_snapshot_that_failed_is_a_problem() -> None:
         assert levels(store.health())["persistence"] == "problem"
 
 
-def test_what_may_not_be_asked_is_unknown_and_no_error() -> None:
-    """Facts are None, and one warning says which rules the user lacks."""
+def test_forbidden_facts_are_unknown_and_no_error() -> None:
+    """Facts that the user may not read are None, and one warning names the missing ACL rules."""
     users = [User("app", "pw", "~tk:* +@all -info -config"), User("poor", "pw", "~tk:* +eval")]
     with Single(password="root", users=users) as server:
         with opened(server.uri) as store:
-            found = store.health()
-            (node,) = found.nodes
+            health = store.health()
+            (node,) = health.nodes
             assert (node.reachable, node.keys, node.unanswered) == (True, 0, ("INFO", "CONFIG GET"))
             assert (node.role, node.version, node.aof_enabled, node.aof_fsync) == (None,) * 4
             assert node.clock_offset_ms is not None
-            assert [each.split(": ")[1] for each in found.warnings] == [
+            assert [each.split(": ")[1] for each in health.warnings] == [
                 "ACL SETUSER app +info +config|get"
             ]
         with opened(server.uri.replace("app:", "poor:")) as store:
             (node,) = store.health().nodes
             assert node.unanswered == ("TIME", "INFO", "DBSIZE", "CONFIG GET")
             assert (node.reachable, node.keys, node.clock_offset_ms) == (True, None, None)
-            assert node.latency_ms is not None  # a refusal takes as long
+            assert node.latency_ms is not None  # an error reply takes as long
 
 
-@pytest.mark.parametrize("who", ["", ":s3cret@", "nobody:s3cret@"])
-def test_a_refused_login_is_told_without_the_password(who: str) -> None:
-    """The server is there, and says no."""
+@pytest.mark.parametrize("login", ["", ":s3cret@", "nobody:s3cret@"])
+def test_a_rejected_login_is_reported_without_the_password(login: str) -> None:
+    """The node counts as unreachable with a rejected login, and the error hides the password."""
     with Single(password="root") as server:
-        uri = f"redis://{who}127.0.0.1:{server.port}"
+        uri = f"redis://{login}127.0.0.1:{server.port}"
         with opened(uri) as store, closing(Topology(store.config)) as topology:
             (node,) = survey(topology, store.config).nodes
             assert (node.reachable, node.login_refused) == (False, True)
@@ -368,8 +368,8 @@ def test_a_refused_login_is_told_without_the_password(who: str) -> None:
             assert "s3cret" not in str(caught.value)
 
 
-def test_what_is_no_redis_is_told_so() -> None:
-    """A server that speaks another language is a node that cannot be reached, with the reason."""
+def test_a_server_that_is_not_redis_is_unreachable() -> None:
+    """A server that answers in HTTP is a node that does not answer, for `health` and `stats`."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
 
@@ -388,8 +388,8 @@ def test_what_is_no_redis_is_told_so() -> None:
                 store.stats()
 
 
-def test_a_server_that_loads_its_data_says_so() -> None:
-    """It answers INFO and nothing else; that is told as what it is, and passes."""
+def test_a_server_that_loads_its_data_gets_a_warning() -> None:
+    """A loading server answers only INFO; the report shows it as loading, not as failed."""
     slowly = ["key-load-delay 20000", "loading-process-events-interval-bytes 1024"]
     with Single(lines=[*slowly, "rdbcompression no"]) as server, opened(server.uri) as store:
         pipeline = admin_pipeline(server)
@@ -399,10 +399,10 @@ def test_a_server_that_loads_its_data_says_so() -> None:
         pipeline.execute()
         server.kill()
         server.launch()
-        found = until(lambda: health_or_none(store), "it answers", SETTLED_SECONDS_MAX)
-        (node,) = found.nodes
+        health = until(lambda: health_or_none(store), "the server answers", SETTLED_SECONDS_MAX)
+        (node,) = health.nodes
         assert (node.reachable, node.loading, node.role) == (True, True, "primary")
-        assert levels(found)["connection"] == "warning"
+        assert levels(health)["connection"] == "warning"
 
 
 def health_or_none(store: RedisStore) -> RedisHealth | None:
@@ -413,7 +413,7 @@ def health_or_none(store: RedisStore) -> RedisHealth | None:
 
 
 async def test_health_and_stats_from_asyncio() -> None:
-    """They block, so they go to a thread; the loop goes on meanwhile."""
+    """`stats` and `health` block, so an asyncio application calls them in a thread."""
     running("single").flush()
     with opened(running("single").uri) as store:
         limiter = AsyncLimiter("5/minute", store=store)

@@ -1,4 +1,4 @@
-"""What an operator sees of Sentinel and of a cluster, whole and in parts."""
+"""Health reports and statistics with Sentinel and with a cluster, healthy and with dead nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUBJECTS = 30
 
 
 def opened(uri: str) -> closing[RedisStore]:
-    # A machine that tests may pause for longer than a production's deadline.
+    # A busy test machine may pause for longer than the default deadline.
     return closing(cast("RedisStore", open_store(uri, deadline_ms=10_000)))
 
 
@@ -30,7 +30,7 @@ def findings(store: RedisStore, check: str) -> list[HealthFinding]:
 
 
 def states(store: RedisStore) -> int:
-    """-1 while nobody can say."""
+    """Return the number of states, or -1 while the store fails."""
     try:
         return store.stats().states
     except StoreError:
@@ -49,24 +49,24 @@ def cluster() -> Iterator[Cluster]:
         yield started
 
 
-def test_with_sentinel_the_replica_is_asked_too(sentinels: Sentinels) -> None:
-    """One primary, one replica, what is between them, and Sentinels that could agree."""
+def test_health_covers_the_replica_under_sentinel(sentinels: Sentinels) -> None:
+    """The report holds the primary, the replica and the lag between them, and finds a quorum."""
     with opened(sentinels.uri) as store:
         Limiter("5/minute", store=store).check("a")
-        found = store.health()
+        health = store.health()
         assert store.stats().states == 1
-    assert found.mode == "sentinel"
-    primary, replica = sorted(found.nodes, key=lambda node: str(node.role))
+    assert health.mode == "sentinel"
+    primary, replica = sorted(health.nodes, key=lambda node: str(node.role))
     assert (primary.role, primary.replicas_connected, primary.link_up) == ("primary", 1, None)
     assert (replica.role, replica.replicas_connected, replica.link_up) == ("replica", None, True)
     assert primary.replication_lag_bytes is not None
     assert primary.replication_lag_bytes >= 0
-    assert {finding.check for finding in found.findings} == {"persistence"}
+    assert {finding.check for finding in health.findings} == {"persistence"}
     sentinels.flush()
 
 
-def test_a_dead_replica_is_a_node_that_does_not_answer(sentinels: Sentinels) -> None:
-    """The store works, and the operator is told that nobody would take over."""
+def test_a_dead_replica_is_a_problem(sentinels: Sentinels) -> None:
+    """The store works, and the report says that no replica could take over."""
     with opened(sentinels.uri) as store:
         store.health()
         (replica,) = (one for one in sentinels.servers if one.address != sentinels.primary)
@@ -76,8 +76,8 @@ def test_a_dead_replica_is_a_node_that_does_not_answer(sentinels: Sentinels) -> 
             "the primary has noticed",
             SETTLED_SECONDS_MAX,
         )
-        found = store.health()
-        assert {node.address: node.reachable for node in found.nodes} == {
+        health = store.health()
+        assert {node.address: node.reachable for node in health.nodes} == {
             "{}:{}".format(*sentinels.primary): True,
             f"127.0.0.1:{replica.port}": False,
         }
@@ -88,7 +88,7 @@ def test_a_dead_replica_is_a_node_that_does_not_answer(sentinels: Sentinels) -> 
 
 
 def test_stats_follow_a_fail_over(sentinels: Sentinels) -> None:
-    """Whoever only counts, and never checks, finds the new primary as well."""
+    """`stats` finds the new primary by itself, without a check before it."""
     with opened(sentinels.uri) as store:
         Limiter("5/hour", store=store).check("a")
         (first,) = (one for one in sentinels.servers if one.address == sentinels.primary)
@@ -96,48 +96,48 @@ def test_stats_follow_a_fail_over(sentinels: Sentinels) -> None:
         assert store.stats().states == 1
         first.kill()
         sentinels.wait_promoted()
-        until(lambda: states(store) == 1, "the new primary is counted", SETTLED_SECONDS_MAX)
+        until(lambda: states(store) == 1, "the count uses the new primary", SETTLED_SECONDS_MAX)
     sentinels.revive()
     sentinels.flush()
 
 
 def test_sentinels_that_cannot_agree_are_a_problem(sentinels: Sentinels) -> None:
-    """Two of three are dead: the third says that there is no quorum."""
+    """With two of three Sentinels dead, the third one reports that there is no quorum."""
     for dead in sentinels.sentinels[:2]:
         dead.kill()
     with opened(sentinels.uri) as store:
-        found = until(
+        problems = until(
             lambda: [each for each in findings(store, "sentinel") if each.level == "problem"],
-            "the third has noticed",
+            "the third Sentinel has noticed",
             SETTLED_SECONDS_MAX,
         )
-        assert "NOQUORUM" in found[0].found
+        assert "NOQUORUM" in problems[0].found
         (silent,) = (each for each in findings(store, "sentinel") if each.level == "warning")
         assert len(silent.nodes) == 2
     sentinels.revive()
 
 
-def test_every_node_of_a_cluster_is_asked(cluster: Cluster) -> None:
-    """Three primaries with a replica each, all slots, and states counted on all of them."""
+def test_health_covers_every_node_of_a_cluster(cluster: Cluster) -> None:
+    """The report holds three primaries, three replicas and all slots; `stats` counts on all."""
     with opened(cluster.uri) as store:
         limiter = Limiter("5/hour; 100/day", store=store)
         for number in range(SUBJECTS):
             limiter.check(f"user:{number}")
         assert store.stats().states == 2 * SUBJECTS
-        # A replica is named by the others once it has heard anything from its primary.
-        until(lambda: len(store.health().nodes) == 6, "all six are named", SETTLED_SECONDS_MAX)
-        found = store.health()
-    assert (found.mode, found.cluster_state, found.slots_covered) == ("cluster", "ok", 16_384)
-    assert sorted(str(node.role) for node in found.nodes) == ["primary"] * 3 + ["replica"] * 3
-    assert all(node.cluster_full_coverage is False for node in found.nodes)
-    assert {finding.check for finding in found.findings} == {"persistence"}
-    (persistence,) = found.findings
+        # The nodes list a replica only after it has received data from its primary.
+        until(lambda: len(store.health().nodes) == 6, "health has six nodes", SETTLED_SECONDS_MAX)
+        health = store.health()
+    assert (health.mode, health.cluster_state, health.slots_covered) == ("cluster", "ok", 16_384)
+    assert sorted(str(node.role) for node in health.nodes) == ["primary"] * 3 + ["replica"] * 3
+    assert all(node.cluster_full_coverage is False for node in health.nodes)
+    assert {finding.check for finding in health.findings} == {"persistence"}
+    (persistence,) = health.findings
     assert len(persistence.nodes) == 6
     cluster.flush()
 
 
 def test_stats_follow_slots_that_move(cluster: Cluster) -> None:
-    """A node that had the key when we last heard says who has it now."""
+    """After a slot has moved, `stats` counts its states on the new node."""
     with opened(cluster.uri) as store:
         Limiter("5/hour", store=store).check("a")
         assert store.stats().states == 1
@@ -151,7 +151,7 @@ def test_stats_follow_slots_that_move(cluster: Cluster) -> None:
 
 
 def test_stats_follow_a_promotion_in_a_cluster(cluster: Cluster) -> None:
-    """The replica that took over is counted, with nothing counted twice."""
+    """`stats` counts the promoted replica, and counts no state twice."""
     with opened(cluster.uri) as store:
         limiter = Limiter("5/hour", store=store)
         for number in range(SUBJECTS):
@@ -161,14 +161,14 @@ def test_stats_follow_a_promotion_in_a_cluster(cluster: Cluster) -> None:
         assert store.stats().states == SUBJECTS
         cluster.kill_primary(0)
         cluster.wait_promoted(0)
-        until(lambda: states(store) == SUBJECTS, "all are counted again", SETTLED_SECONDS_MAX)
+        until(lambda: states(store) == SUBJECTS, "all states are counted", SETTLED_SECONDS_MAX)
         cluster.revive()
-        until(lambda: states(store) == SUBJECTS, "and again", SETTLED_SECONDS_MAX)
+        until(lambda: states(store) == SUBJECTS, "all are counted again", SETTLED_SECONDS_MAX)
     cluster.flush()
 
 
-def test_slots_that_nobody_serves_are_a_problem(cluster: Cluster) -> None:
-    """With a primary and its replica dead, the cluster says how much is left."""
+def test_slots_without_a_node_are_a_problem(cluster: Cluster) -> None:
+    """With a primary and its replica dead, the report says how many slots are left."""
     dead = cluster.node_of(0)
     replica_port = int(dead.admin.info("replication")["slave0"]["port"])
     with opened(cluster.uri) as store:
@@ -176,9 +176,9 @@ def test_slots_that_nobody_serves_are_a_problem(cluster: Cluster) -> None:
         for node in cluster.nodes:
             if node.port in {dead.port, replica_port}:
                 node.kill()
-        found = until(lambda: findings(store, "cluster"), "it is noticed", SETTLED_SECONDS_MAX)
-        assert found[0].level == "problem"
-        assert "of 16,384 slots are served" in found[0].found
+        reported = until(lambda: findings(store, "cluster"), "a finding", SETTLED_SECONDS_MAX)
+        assert reported[0].level == "problem"
+        assert "of 16,384 slots are served" in reported[0].found
         health = store.health()
         assert health.slots_covered is not None
         assert health.slots_covered < 16_384

@@ -1,4 +1,4 @@
-"""Messages between processes through real Redis servers, of every kind."""
+"""Processes send messages to each other through real Redis servers of every kind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Open = Callable[..., RedisStore]
 
 @pytest.fixture
 def opened() -> Iterator[Open]:
-    """Stores that are closed at the end of the test."""
+    """Return a function that opens a store; all are closed at the end of the test."""
     stores: list[RedisStore] = []
 
     def open_one(uri: str, **options: object) -> RedisStore:
@@ -37,12 +37,12 @@ def opened() -> Iterator[Open]:
 
 
 def await_message(subscription: RedisSubscription) -> None:
-    until(lambda: subscription.wait(WAIT_S), "a message comes", SECONDS_MAX)
+    until(lambda: subscription.wait(WAIT_S), "a message arrives", SECONDS_MAX)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_message_reaches_all_who_listen(kind: str, opened: Open) -> None:
-    """On one server, with a password, TLS, Sentinel and Cluster: from any store to every other."""
+def test_a_message_reaches_all_subscribers(kind: str, opened: Open) -> None:
+    """One store's message reaches each subscriber once, on every kind of server."""
     uri = running(kind).uri
     subscriptions = [opened(uri).subscribe("rules") for _ in range(3)]
     assert announce(opened(uri), 7) is True
@@ -52,8 +52,8 @@ def test_a_message_reaches_all_who_listen(kind: str, opened: Open) -> None:
         subscription.close()
 
 
-def test_stores_with_other_prefixes_do_not_hear(opened: Open) -> None:
-    """Two services on one server are two channels."""
+def test_stores_with_other_prefixes_get_no_message(opened: Open) -> None:
+    """Two prefixes on one server are two channels."""
     uri = running("single").uri
     ours, theirs = (opened(uri, prefix=prefix).subscribe("rules") for prefix in ("us", "them"))
     opened(uri, prefix="us").publish("rules", "7")
@@ -61,14 +61,14 @@ def test_stores_with_other_prefixes_do_not_hear(opened: Open) -> None:
     assert not theirs.wait(WAIT_S)
 
 
-def test_a_server_that_is_gone_is_told(opened: Open) -> None:
-    """To who listens and to who speaks; and a new subscription works when it is back."""
+def test_a_dead_server_is_an_error(opened: Open) -> None:
+    """`wait`, `publish` and `subscribe` raise; a new subscription works after the restart."""
     with Single() as server:
         store = opened(server.uri)
         subscription = store.subscribe("rules")
         server.kill()
         with pytest.raises(StoreUnavailable):
-            until(lambda: subscription.wait(WAIT_S), "the end is noticed", SECONDS_MAX)
+            until(lambda: subscription.wait(WAIT_S), "the subscription fails", SECONDS_MAX)
         with pytest.raises(StoreUnavailable):
             store.publish("rules", "7")
         with pytest.raises(StoreUnavailable):
@@ -80,7 +80,7 @@ def test_a_server_that_is_gone_is_told(opened: Open) -> None:
 
 
 def test_a_silent_server_is_noticed(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection that is dead without a word is found out; an idle one is not given up."""
+    """A silent server ends the subscription with an error; an idle one does not."""
     monkeypatch.setattr(pubsub, "IDLE_S_MAX", 0.2)
     with Single() as server:
         store = opened(server.uri)
@@ -96,8 +96,8 @@ def test_a_silent_server_is_noticed(opened: Open, monkeypatch: pytest.MonkeyPatc
         server.resume()
 
 
-def test_a_channel_that_is_forbidden_is_told(opened: Open) -> None:
-    """A user without the right to the channel is named the error, and no password with it."""
+def test_a_forbidden_channel_is_an_error(opened: Open) -> None:
+    """A user without the right to the channel gets Redis' reason, without the password."""
     users = [User("app", "s3cret", "~* resetchannels +@all")]
     with Single(password="root", users=users) as server:
         store = opened(server.uri)
@@ -108,27 +108,27 @@ def test_a_channel_that_is_forbidden_is_told(opened: Open) -> None:
 
 
 def test_a_promoted_replica_carries_messages(opened: Open) -> None:
-    """After a fail-over, a new subscription and the next message meet on the new primary."""
+    """After a failover, a new subscription gets messages through the new primary."""
     with Sentinels() as servers:
         store = opened(servers.uri)
         subscription = store.subscribe("rules")
         servers.kill_primary()
         servers.wait_promoted()
         with pytest.raises((StoreUnavailable, StoreTimeout)):
-            until(lambda: subscription.wait(WAIT_S), "the end is noticed", SECONDS_MAX)
-        again = until(lambda: _subscribed(store), "it listens again", SECONDS_MAX)
+            until(lambda: subscription.wait(WAIT_S), "the subscription fails", SECONDS_MAX)
+        again = until(lambda: _subscribed(store), "the store subscribes again", SECONDS_MAX)
         store.publish("rules", "7")
         await_message(again)
 
 
 def test_a_cluster_that_has_lost_a_node_carries_messages(opened: Open) -> None:
-    """Any node that is left will do."""
+    """Messages arrive through the nodes that are left."""
     with Cluster() as cluster:
         store = opened(cluster.uri)
         store.publish("rules", "1")
         cluster.kill_primary(0)
         cluster.wait_promoted(0)
-        again = until(lambda: _subscribed(store), "it listens again", SECONDS_MAX)
+        again = until(lambda: _subscribed(store), "the store subscribes again", SECONDS_MAX)
         for _ in range(10):
             store.publish("rules", "7")
             await_message(again)
@@ -141,8 +141,8 @@ def _subscribed(store: RedisStore) -> RedisSubscription | None:
         return None
 
 
-def test_a_closed_store_says_so(opened: Open) -> None:
-    """As for every other call."""
+def test_a_closed_store_raises(opened: Open) -> None:
+    """`subscribe` and `publish` of a closed store raise StoreUnavailable."""
     store = opened(running("single").uri)
     store.close()
     for call in (lambda: store.subscribe("rules"), lambda: store.publish("rules", "7")):

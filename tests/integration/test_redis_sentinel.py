@@ -1,4 +1,7 @@
-"""A primary under three Sentinels: found, killed, paused and switched, under load of both wires."""
+"""Clients find the primary under three Sentinels, and follow each promotion.
+
+The tests kill, pause or switch the primary under load of both wires (threads and asyncio).
+"""
 
 from __future__ import annotations
 
@@ -30,38 +33,38 @@ from tests.redis_servers import Sentinels, Server, until
 from tollkeeper import Limit
 from tollkeeper.core.errors import StoreUnavailable
 
-# From a promotion to the first check that is right again.
+# The time from a promotion to the first correct check.
 RECOVERY_SECONDS_MAX = 5.0
-# Two clients have four calls under way each; some more may be on their way to the replica.
+# Two clients have four calls in flight each. Some more writes may not have reached the replica yet.
 LOST_UNITS_MAX = 100
 
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[Sentinels]:
-    """One set for all tests here: whoever kills revives."""
+    """Start one set of servers for all tests here. A test that kills a server revives it."""
     with Sentinels() as started:
         yield started
 
 
 def primary_of(servers: Sentinels) -> Server:
-    """The primary, as the Sentinels know it."""
+    """Return the primary that the Sentinels name."""
     return next(one for one in servers.servers if one.address == servers.primary)
 
 
 def connections_of(server: Server) -> int:
-    """How many of its connections have last made a check."""
+    """Return the number of connections whose last command was a check."""
     return sum(each["cmd"] in {"evalsha", "eval"} for each in server.admin.client_list())
 
 
 def calls_of(server: Server) -> int:
-    """How many checks a server has got since it started."""
+    """Return the number of checks that a server has received since it started."""
     stats = server.admin.info("commandstats")
     return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("evalsha", "eval"))
 
 
 @both_wires
 def test_the_primary_is_found(servers: Sentinels, key: str, wire: str) -> None:
-    """Through any of the Sentinels, and then it is asked directly; a database counts for itself."""
+    """Any Sentinel names the primary, and checks go there directly. Each database counts alone."""
     primary = primary_of(servers)
     before = calls_of(primary)
     with client(wire, servers.uri, coalesce=False) as api:
@@ -73,8 +76,8 @@ def test_the_primary_is_found(servers: Sentinels, key: str, wire: str) -> None:
 
 
 @both_wires
-def test_a_service_that_no_sentinel_knows_is_named(servers: Sentinels, key: str, wire: str) -> None:
-    """A mistake in the URI: an error at once that repeats the name, call after call."""
+def test_an_unknown_service_fails_by_name(servers: Sentinels, key: str, wire: str) -> None:
+    """Every call fails at once, with an error that repeats the wrong name from the URI."""
     uri = servers.uri.replace("/main/", "/mine/")
     with client(wire, uri) as api:
         for _ in range(3):
@@ -84,8 +87,8 @@ def test_a_service_that_no_sentinel_knows_is_named(servers: Sentinels, key: str,
             assert seconds < LATE_SECONDS_MAX
 
 
-def test_dead_sentinels_change_nothing_for_those_who_know(servers: Sentinels, key: str) -> None:
-    """One that lives is enough for a newcomer. With none, newcomers fail, and others go on."""
+def test_only_new_clients_need_a_sentinel(servers: Sentinels, key: str) -> None:
+    """One live Sentinel is enough for a new client. Without one, only the new clients fail."""
     with clients_of_both(servers.uri) as clients:
         for api in clients:
             assert api.check(key).allowed
@@ -110,18 +113,18 @@ def test_dead_sentinels_change_nothing_for_those_who_know(servers: Sentinels, ke
 
 @pytest.mark.parametrize("how", ["kill", "pause"])
 def test_checks_are_exact_again_after_a_promotion(servers: Sentinels, key: str, how: str) -> None:
-    """Under load both wires are right soon after it; the old primary, when back, gets no checks."""
+    """Under load, both wires recover soon. The old primary gets no checks after its return."""
     old = primary_of(servers)
 
     def die() -> None:
         await_copying(old, [one for one in servers.servers if one is not old])
         getattr(old, how)()
 
-    found = fail_over(servers.uri, key, die, servers.wait_promoted)
-    print(f"{how}: {found}")
-    assert max(found.right_seconds.values()) < RECOVERY_SECONDS_MAX
-    assert found.charged_units <= found.charged_units_max
-    assert found.lost_units <= LOST_UNITS_MAX
+    failover = fail_over(servers.uri, key, die, servers.wait_promoted)
+    print(f"{how}: {failover}")
+    assert max(failover.right_seconds.values()) < RECOVERY_SECONDS_MAX
+    assert failover.charged_units <= failover.charged_units_max
+    assert failover.lost_units <= LOST_UNITS_MAX
     with clients_of_both(servers.uri, Limit(300, per=YEAR, name="after")) as clients:
         for api in clients:
             assert api.check(f"{key} early").allowed
@@ -132,27 +135,27 @@ def test_checks_are_exact_again_after_a_promotion(servers: Sentinels, key: str, 
         assert not errors_of(outcomes)
         assert admitted(outcomes) == 300
         assert calls_of(old) == before
-    assert counted(servers.uri, key) == found.charged_units
+    assert counted(servers.uri, key) == failover.charged_units
 
 
 def test_an_operators_switch_is_followed(servers: Sentinels, key: str) -> None:
-    """SENTINEL FAILOVER under load: both wires leave the old primary long before it is demoted.
+    """SENTINEL FAILOVER under load: both wires leave the old primary long before its demotion.
 
-    Until then it takes writes beside the new one, for eight seconds as Sentinel comes. What it
-    counts is lost with its demotion, as much as the load is: so clients look after themselves.
+    With Sentinel's defaults, the old primary accepts writes beside the new one for eight seconds.
+    Its demotion loses those writes. So clients must find the new primary by themselves.
     """
     old = primary_of(servers)
-    _set_publish_period(servers, 10_000)  # it is demoted after four of these
+    _set_publish_period(servers, 10_000)  # the demotion follows after four periods
 
     def switched() -> bool:
-        with suppress(redis.ResponseError):  # one is under way, or the replica is not ready for it
+        with suppress(redis.ResponseError):  # a failover already runs, or the replica is not ready
             servers.sentinels[0].admin.execute_command("SENTINEL", "FAILOVER", servers.service)
         return servers.primary != old.address
 
     with clients_of_both(servers.uri) as clients, ExitStack() as stack:
         loads = [stack.enter_context(Load(api, key)) for api in clients]
         until(lambda: all(len(load.outcomes) > 200 for load in loads), "there is load", SECONDS_MAX)
-        until(switched, "a switch is made", SECONDS_MAX)
+        until(switched, "Sentinel has switched the primary", SECONDS_MAX)
         switched_at = time.monotonic()
 
         def left() -> bool:
@@ -167,27 +170,31 @@ def test_an_operators_switch_is_followed(servers: Sentinels, key: str) -> None:
         until(left, "both wires have left the old primary", SECONDS_MAX)
         seconds = time.monotonic() - switched_at
         assert old.admin.info("replication")["role"] == "master"
-        # Of the threads none is kept; the one for asyncio had calls under way, and may be.
-        until(lambda: connections_of(old) <= 1, "its connections are let go", SECONDS_MAX)
+        # The threads keep no connection. The asyncio connection had calls in flight and may stay.
+        until(lambda: connections_of(old) <= 1, "the clients close its connections", SECONDS_MAX)
         charged = counted(servers.uri, key)
     outcomes = [each for load in loads for each in load.outcomes]
     print(f"switch: followed in {seconds:.2f} s; {len(errors_of(outcomes))} calls failed; ")
     print(f"{max(admitted(outcomes) - charged, 0)} of {admitted(outcomes)} units lost")
     _set_publish_period(servers, 100)
-    until(lambda: old.admin.info("replication")["role"] == "slave", "it is demoted", SECONDS_MAX)
+    until(
+        lambda: old.admin.info("replication")["role"] == "slave",
+        "Sentinel demotes the old primary",
+        SECONDS_MAX,
+    )
     servers.revive()
     assert seconds < RECOVERY_SECONDS_MAX
-    assert len(errors_of(outcomes)) <= 8  # the calls under way, if Sentinel cuts connections
+    assert len(errors_of(outcomes)) <= 8  # the calls in flight, if Sentinel cuts connections
 
 
 def _set_publish_period(servers: Sentinels, period_ms: int) -> None:
-    """How often the Sentinels tell each other what they know; `revive` sets it back."""
+    """Set how often the Sentinels exchange their state; `revive` restores the default."""
     for sentinel in servers.sentinels:
         sentinel.admin.execute_command("SENTINEL", "DEBUG", "PUBLISH-PERIOD", period_ms)
 
 
 def test_a_primary_that_only_restarts_is_used_again(servers: Sentinels, key: str) -> None:
-    """Back before the Sentinels miss it: the same one, by its old address, without its memory."""
+    """A primary that restarts before the Sentinels notice is used again, with empty memory."""
     primary = primary_of(servers)
     with clients_of_both(servers.uri) as clients:
         for api in clients:
@@ -195,6 +202,6 @@ def test_a_primary_that_only_restarts_is_used_again(servers: Sentinels, key: str
         primary.kill()
         primary.start()
         for api in clients:
-            until(api.works, "it is in use again", SECONDS_MAX)
+            until(api.works, "the client uses the primary again", SECONDS_MAX)
             assert api.check(key).allowed
     servers.revive()

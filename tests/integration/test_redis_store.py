@@ -1,4 +1,4 @@
-"""One store and those who share it: threads, tasks, event loops, forks; and how it is closed."""
+"""Threads, tasks, event loops and forked processes share one store; `close` ends it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tollkeeper.decide.stores.redis.store import RedisStore
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Single]:
-    """One that listens on a socket of this machine too."""
+    """Start a server that also listens on a Unix socket."""
     with Single(lines=["unixsocket redis.sock"]) as started:
         yield started
 
@@ -47,13 +47,13 @@ def _store(uri: str, **options: object) -> RedisStore:
 
 
 def _clients(server: Single) -> int:
-    """Connections to the server, besides the administrator's."""
+    """Return the number of connections to the server, without the administrator's."""
     return len(server.admin.client_list()) - 1
 
 
 @both_wires
 def test_databases_and_prefixes_keep_apart(server: Single, key: str, wire: str) -> None:
-    """The same key of the same rule, counted for itself in each; over TCP and a socket alike."""
+    """Each database and each prefix counts a key separately, over TCP and over a Unix socket."""
     base = server.uri.removesuffix("/0")
     socket_uri = f"redis+unix://{server.folder}/redis.sock"
     for places in ((f"{base}/0", f"{socket_uri}?db=0"), (f"{base}/3", f"{socket_uri}?db=3")):
@@ -67,26 +67,26 @@ def test_databases_and_prefixes_keep_apart(server: Single, key: str, wire: str) 
                 assert not by_port.check(key).allowed
     for db in (0, 3):
         with server.client(db=db) as raw:
-            found = {name.decode() for name in raw.keys(f"*{key}*")}
-        assert found == {f"tk:{{{key}}}", f"other:{{{key}}}"}
+            names = {name.decode() for name in raw.keys(f"*{key}*")}
+        assert names == {f"tk:{{{key}}}", f"other:{{{key}}}"}
 
 
 @pytest.mark.parametrize("kind", ["single", "password", "tls"])
 @both_wires
-def test_every_kind_of_server_is_connected_to_anew(kind: str, key: str, wire: str) -> None:
-    """With a password and with TLS too: cut off, the next call logs in again."""
+def test_a_client_reconnects_to_every_kind_of_server(kind: str, key: str, wire: str) -> None:
+    """After the server cuts its connections, a client logs in again, with a password or TLS too."""
     running_server = cast("Single", running(kind))
     running_server.flush()
     with client(wire, running_server.uri) as api:
         assert not errors_of(api.together([key] * 10))
         running_server.admin.client_kill_filter(_type="normal", skipme=True)
-        until(api.works, "it is connected again", SECONDS_MAX)
+        until(api.works, "the client is connected again", SECONDS_MAX)
         assert not errors_of(api.together([key] * 10))
         assert COUNTED.limit - api.peek(key).remaining == 20
 
 
 async def test_threads_and_tasks_share_a_store(server: Single, key: str) -> None:
-    """One store, a Limiter and an AsyncLimiter on it: one quota, and exactly that."""
+    """A Limiter and an AsyncLimiter on one store are admitted exactly one quota together."""
     store = _store(server.uri)
     limit = Limit(500, per=YEAR)
     limiter = Limiter(limit, store=store, on_failure="raise")
@@ -102,8 +102,8 @@ async def test_threads_and_tasks_share_a_store(server: Single, key: str) -> None
     await store.aclose()
 
 
-async def test_an_answer_after_its_caller_has_left_goes_to_nobody(server: Single, key: str) -> None:
-    """Cancelled checks, before and after they are sent: the others get their own answers."""
+async def test_a_cancelled_check_shifts_no_answers(server: Single, key: str) -> None:
+    """Checks cancelled before or after they are sent leave the others with their own answers."""
     with Proxy(server.port) as proxy:
         proxy.accept_seconds = 0.05
         store = _store(proxy.uri)
@@ -114,11 +114,11 @@ async def test_an_answer_after_its_caller_has_left_goes_to_nobody(server: Single
                 for number in range(1, 41)
             }
             await asyncio.sleep(0)
-            left = [checks.pop(number) for number in range(1, 41, 2)]
-            for check in left:
+            cancelled = [checks.pop(number) for number in range(1, 41, 2)]
+            for check in cancelled:
                 check.cancel()
             await asyncio.gather(*checks.values())
-            for check in left:
+            for check in cancelled:
                 with pytest.raises(asyncio.CancelledError):
                     await check
         for number, check in checks.items():
@@ -127,7 +127,7 @@ async def test_an_answer_after_its_caller_has_left_goes_to_nobody(server: Single
 
 
 def test_event_loops_may_follow_one_another(server: Single, key: str) -> None:
-    """asyncio.run twice and more with one store: right answers, and no connection is left over."""
+    """Several asyncio.run calls on one store get correct answers and leave no connection open."""
     store = _store(server.uri)
     limiter = AsyncLimiter(COUNTED, store=store, on_failure="raise")
     before = _clients(server)
@@ -144,20 +144,24 @@ def test_event_loops_may_follow_one_another(server: Single, key: str) -> None:
     for number in range(1, 6):
         assert asyncio.run(some_checks()) == COUNTED.limit - 10 * number
     gc.collect()
-    until(lambda: _clients(server) <= before + 1, "those of old loops are closed", SECONDS_MAX)
+    until(
+        lambda: _clients(server) <= before + 1,
+        "the connections of old loops are closed",
+        SECONDS_MAX,
+    )
     assert asyncio.run(last_checks()) == COUNTED.limit - 60
     gc.collect()
-    until(lambda: _clients(server) == before, "all are closed", SECONDS_MAX)
+    until(lambda: _clients(server) == before, "all connections are closed", SECONDS_MAX)
 
 
 def test_event_loops_may_run_side_by_side(server: Single, key: str) -> None:
-    """A loop in each of several threads, one store: each has its own connection."""
+    """Four threads, each with an event loop, are admitted exactly one limit from one store."""
     store = _store(server.uri)
     limiter = AsyncLimiter(Limit(300, per=YEAR), store=store, on_failure="raise")
 
     async def checks() -> int:
-        found = await asyncio.gather(*(limiter.check(key) for _ in range(200)))
-        return sum(map(bool, found))
+        decisions = await asyncio.gather(*(limiter.check(key) for _ in range(200)))
+        return sum(map(bool, decisions))
 
     with ThreadPoolExecutor(4) as pool:
         assert sum(pool.map(lambda _: asyncio.run(checks()), range(4))) == 300
@@ -176,22 +180,22 @@ async_limiter = AsyncLimiter(limit, store=store, on_failure="raise")
 
 async def tasks(key, times):
     for _ in range(times):
-        found = await asyncio.gather(*(async_limiter.check(key) for _ in range(5)))
-    return found[-1]
+        decisions = await asyncio.gather(*(async_limiter.check(key) for _ in range(5)))
+    return decisions[-1]
 
 def work(key, times):
     if wire == "asyncio":
         return asyncio.run(tasks(key, times))
     for _ in range(5 * times):
-        found = limiter.check(key)
-    return found
+        decision = limiter.check(key)
+    return decision
 
 work(key, 1)
 children = []
 for number in range(3):
     child = os.fork()
     if not child:
-        own = work(f"{key} {number}", 50)  # its own key: it reads no answer of another process
+        own = work(f"{key} {number}", 50)  # on its own key, another process's answer would show
         work(key, 50)
         os._exit(0 if own.remaining == limit.limit - 250 else 1)
     children.append(child)
@@ -203,8 +207,8 @@ assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
 
 
 @both_wires
-def test_a_fork_has_connections_of_its_own(server: Single, key: str, wire: str) -> None:
-    """Parent and children go on with the store of before; nobody reads another's answer."""
+def test_a_forked_process_opens_its_own_connections(server: Single, key: str, wire: str) -> None:
+    """Parent and children keep using one store, and each process reads only its own answers."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore::ResourceWarning", "-c", _FORKING, server.uri, key, wire],
         capture_output=True,
@@ -217,8 +221,8 @@ def test_a_fork_has_connections_of_its_own(server: Single, key: str, wire: str) 
 
 
 @both_wires
-def test_closing_ends_the_calls_under_way(server: Single, key: str, wire: str) -> None:
-    """Each ends soon: with its decision, or with a StoreError; and later ones say it is closed."""
+def test_closing_ends_the_calls_in_flight(server: Single, key: str, wire: str) -> None:
+    """Each call ends soon, with a decision or a StoreError. Later calls raise "closed"."""
     for _ in range(5):
         with client(wire, server.uri) as api:
             with Load(api, key, workers=30) as load:
@@ -226,7 +230,7 @@ def test_closing_ends_the_calls_under_way(server: Single, key: str, wire: str) -
                 api.store.close()
                 until(
                     lambda load=load: len(errors_of(load.outcomes)) > 100,
-                    "all who were under way have ended",
+                    "all calls in flight have ended",
                     SECONDS_MAX,
                 )
             assert all(isinstance(each, StoreUnavailable) for each in errors_of(load.outcomes))
@@ -235,7 +239,7 @@ def test_closing_ends_the_calls_under_way(server: Single, key: str, wire: str) -
 
 @both_wires
 def test_closing_while_calls_wait_for_a_connection(key: str, wire: str) -> None:
-    """Closing waits for nobody. Tasks are told at once; a thread ends by its deadline."""
+    """`close` waits for no call. Tasks fail at once; a thread fails by its deadline."""
     with Single() as server:
         server.pause()
         with client(wire, server.uri, deadline_ms=2_000, connect_ms=2_000) as api:
@@ -257,7 +261,7 @@ limiter = Limiter("5/minute", store=sys.argv[1], on_failure="raise")
 def last_call():
     threading.main_thread().join()
     try:
-        limiter.check(sys.argv[2])  # it would take a thread to connect, and there are no new ones
+        limiter.check(sys.argv[2])  # connecting needs a new thread, which Python no longer starts
     except StoreUnavailable:
         print("handled")
 
@@ -268,10 +272,10 @@ if sys.argv[3] == "connected":
 
 
 @pytest.mark.parametrize("state", ["connected", "not connected"])
-def test_a_store_that_is_left_open_does_not_keep_the_process(
+def test_an_open_store_does_not_keep_the_process_alive(
     server: Single, key: str, state: str
 ) -> None:
-    """Neither its threads nor its connections do; a call while the process ends fails in order."""
+    """A process with an open store ends, and a call during its end raises StoreUnavailable."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", _ENDING, server.uri, key, state],
         capture_output=True,
@@ -282,13 +286,13 @@ def test_a_store_that_is_left_open_does_not_keep_the_process(
     assert (done.returncode, done.stdout) == (0, "handled\n"), done.stderr
 
 
-def test_nothing_is_left_of_a_store_that_is_closed(server: Single, key: str) -> None:
-    """Opened, used and closed: neither connections nor threads stay."""
+def test_a_closed_store_leaves_nothing_behind(server: Single, key: str) -> None:
+    """After `close`, the store's connections and threads are gone."""
     before, threads = _clients(server), threading.active_count()
     for _ in range(30):
         with client("threads", server.uri) as api:
             api.check(key)
         with client("asyncio", server.uri) as api:
             api.check(key)
-    until(lambda: _clients(server) == before, "all are closed", SECONDS_MAX)
+    until(lambda: _clients(server) == before, "all connections have closed", SECONDS_MAX)
     until(lambda: threading.active_count() <= threads, "threads have ended", SECONDS_MAX)

@@ -1,4 +1,4 @@
-"""Where the servers are, asked from real ones: slots, promotions, and servers that say nothing."""
+"""A topology finds its servers: real slots, promotions, silent servers, logins and TLS."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tollkeeper.decide.stores.redis.config import Address, parse
 from tollkeeper.decide.stores.redis.topology import SLOTS, Topology, slot_of
 
 CLUSTER_LINES = ("cluster-enabled yes",)
-# On a busy machine; nothing takes more than two.
+# Room for a busy machine; nothing takes more than two seconds on an idle one.
 SECONDS_MAX = 20.0
 
 
@@ -30,13 +30,13 @@ def _topology(uri: str, **options: object) -> closing[Topology]:
 
 
 def _failure(uri: str, **options: object) -> TollkeeperError:
-    """What a first refresh raises."""
+    """Return the error of a first refresh."""
     with _topology(uri, **options) as topology, pytest.raises(TollkeeperError) as caught:
         topology.refresh()
     return caught.value
 
 
-def _asked(topology: Topology) -> Topology:
+def _refreshed(topology: Topology) -> Topology:
     topology.refresh()
     return topology
 
@@ -51,13 +51,13 @@ def _address(server: Server) -> Address:
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each refresh asks, however short ago the last one was."""
+    """Let each refresh call the servers, without a minimum interval."""
     monkeypatch.setattr(module, "REFRESH_INTERVAL_NS_MIN", 0)
 
 
 @pytest.fixture
 def alone() -> Iterator[Single]:
-    """A cluster of one node, which has every slot."""
+    """Start a cluster of one node, which has every slot."""
     with Single(lines=CLUSTER_LINES) as server:
         _give_slots(server)
         yield server
@@ -69,26 +69,26 @@ def _give_slots(server: Server, last: int = SLOTS - 1) -> None:
 
 @pytest.fixture
 def cluster() -> Cluster:
-    """The shared one, for tests that kill nobody."""
+    """Return the shared cluster, for tests that kill no server."""
     return cast("Cluster", running("cluster"))
 
 
 @pytest.fixture(scope="module")
 def sentinels() -> Iterator[Sentinels]:
-    """Some that are slow to call a server dead, for tests that kill nobody."""
+    """Start Sentinels that are slow to declare a server dead, for tests that kill no server."""
     with Sentinels(down_after_ms=10_000) as servers:
         yield servers
 
 
 @pytest.fixture(scope="module")
 def mortal_cluster() -> Iterator[Cluster]:
-    """One whose nodes are replaced a second after they die. Whoever kills one revives it."""
+    """Start a cluster that replaces a dead node after a second. A test revives what it kills."""
     with Cluster() as servers:
         yield servers
 
 
-def test_slots_are_the_servers(cluster: Cluster) -> None:
-    """A random key, with braces anywhere, has the slot that the server says."""
+def test_slot_of_agrees_with_the_server(cluster: Cluster) -> None:
+    """`slot_of` and CLUSTER KEYSLOT agree on random keys, with braces anywhere."""
     seeded = random.Random(4)
     keys = [
         b"",
@@ -111,7 +111,7 @@ def test_slots_are_the_servers(cluster: Cluster) -> None:
 
 
 def test_every_slot_has_its_primary(cluster: Cluster) -> None:
-    """Three of six addresses are enough to find all, and nothing is known before asking."""
+    """Three of six addresses are enough to find all; the first refresh makes the first call."""
     with _topology(cluster.uri) as topology:
         assert topology.slots[0] is None
         topology.refresh()
@@ -121,10 +121,10 @@ def test_every_slot_has_its_primary(cluster: Cluster) -> None:
         assert set(topology.primaries()) == set(map(_address, cluster.primaries()))
 
 
-def test_who_asks_for_the_servers_needs_no_refresh_before(
+def test_primaries_and_nodes_refresh_by_themselves(
     cluster: Cluster, sentinels: Sentinels, eager: None
 ) -> None:
-    """`primaries` and `nodes` find out by themselves; nodes holds the replicas too."""
+    """`primaries` and `nodes` need no refresh before them; `nodes` includes the replicas."""
     with _topology(cluster.uri) as topology:
         assert len(topology.primaries()) == 3
     with _topology(sentinels.uri) as topology:
@@ -135,20 +135,20 @@ def test_who_asks_for_the_servers_needs_no_refresh_before(
 
 
 def test_replicas_of_a_cluster_are_known(mortal_cluster: Cluster, eager: None) -> None:
-    """Once they have copied something: before, the cluster itself does not list them."""
+    """`nodes` lists replicas once they have copied data. The cluster does not list them before."""
     mortal_cluster.flush()
     everyone = set(map(_address, mortal_cluster.nodes))
     with _topology(mortal_cluster.uri) as topology:
         until(
-            lambda: set(_asked(topology).nodes()) == everyone,
+            lambda: set(_refreshed(topology).nodes()) == everyone,
             "all six nodes are known",
             SECONDS_MAX,
             topology.nodes,
         )
 
 
-def test_moved_counts_at_once(cluster: Cluster) -> None:
-    """The slot, and it alone, is where the node said; a refresh finds out what is true."""
+def test_moved_takes_effect_at_once(cluster: Cluster) -> None:
+    """`moved` changes that slot only; a later refresh corrects a wrong address."""
     with _topology(cluster.uri) as topology:
         topology.refresh()
         before, stranger = topology.slots[7], Address("stranger", 1)
@@ -157,15 +157,15 @@ def test_moved_counts_at_once(cluster: Cluster) -> None:
         assert topology.slots[6] == topology.slots[8] == before
         assert stranger in topology.nodes()
         until(
-            lambda: _asked(topology).slots[7] == before,
-            "the truth about slot 7",
+            lambda: _refreshed(topology).slots[7] == before,
+            "a refresh corrects slot 7",
             SECONDS_MAX,
         )
         assert stranger not in topology.nodes()
 
 
 def test_a_moved_slot_is_found(cluster: Cluster, eager: None) -> None:
-    """Resharding shows after the next refresh, and only in its slot."""
+    """The next refresh finds a slot's new node and leaves the neighbouring slots unchanged."""
     source, target = cluster.node_of(9), cluster.node_of(SLOTS - 1)
     with _topology(cluster.uri) as topology:
         cluster.move_slot(9, target.port)
@@ -178,14 +178,14 @@ def test_a_moved_slot_is_found(cluster: Cluster, eager: None) -> None:
 
 
 def test_a_killed_primary_of_a_cluster_is_replaced(mortal_cluster: Cluster, eager: None) -> None:
-    """From the moment of the promotion, some node can say who has the slot."""
+    """A refresh finds the new primary within five seconds of its promotion."""
     with _topology(mortal_cluster.uri) as topology:
         topology.refresh()
         old = Address(*mortal_cluster.kill_primary(3))
         try:
             promotion = mortal_cluster.wait_promoted(3)
             until(
-                lambda: _asked(topology).slots[3] != old,
+                lambda: _refreshed(topology).slots[3] != old,
                 "a refresh finds the new primary",
                 SECONDS_MAX,
             )
@@ -196,7 +196,7 @@ def test_a_killed_primary_of_a_cluster_is_replaced(mortal_cluster: Cluster, eage
 
 
 def test_a_silent_node_costs_its_timeout_once(mortal_cluster: Cluster, eager: None) -> None:
-    """However often is asked: whoever was silent is asked last, and then not at all."""
+    """Later refreshes call a silent node last, and stop at the first good answer before it."""
     with _topology(mortal_cluster.uri, connect_ms=700) as topology:
         topology.refresh()
         mortal_cluster.node_of(3).pause()
@@ -204,13 +204,13 @@ def test_a_silent_node_costs_its_timeout_once(mortal_cluster: Cluster, eager: No
             started = time.monotonic()
             for _ in range(100):
                 topology.refresh()
-            assert time.monotonic() - started < 30  # a timeout each would be 70
+            assert time.monotonic() - started < 30  # one timeout for each refresh would be 70
         finally:
             mortal_cluster.revive()
 
 
 def test_a_killed_primary_under_sentinels_is_replaced(eager: None) -> None:
-    """The new one is found as soon as a Sentinel names it; meanwhile the old one stays known."""
+    """A refresh finds the new primary once a Sentinel names it, and keeps the old one before."""
     with Sentinels() as servers, _topology(servers.uri) as topology:
         topology.refresh()
         old = Address(*servers.kill_primary())
@@ -219,20 +219,20 @@ def test_a_killed_primary_under_sentinels_is_replaced(eager: None) -> None:
         assert topology.slots[0] == old
         promotion = servers.wait_promoted()
 
-        def found() -> bool:
+        def replaced() -> bool:
             try:
                 topology.refresh()
             except StoreUnavailable:
                 return False
             return topology.slots[0] == Address(*promotion.address)
 
-        until(found, "a Sentinel names the new primary", SECONDS_MAX)
+        until(replaced, "a Sentinel names the new primary", SECONDS_MAX)
         assert time.monotonic() - promotion.seen_at_seconds < 5
         assert topology.slots[SLOTS - 1] == topology.slots[0]
 
 
-def test_a_sentinel_that_names_a_replica_is_not_believed(sentinels: Sentinels) -> None:
-    """The role is asked from the server itself; another Sentinel that is right is believed."""
+def test_a_sentinel_that_names_a_replica_is_rejected(sentinels: Sentinels) -> None:
+    """The topology verifies the server's role, and then uses a Sentinel that names a primary."""
     (replica,) = (one for one in sentinels.servers if one.address != sentinels.primary)
     lines = (f"bind {HOST}", "port {port}", f"sentinel monitor main {HOST} {replica.port} 2")
     with Server("redis-sentinel", lines) as mistaken:
@@ -247,14 +247,14 @@ def test_a_sentinel_that_names_a_replica_is_not_believed(sentinels: Sentinels) -
 
 
 def test_an_unknown_service_is_named(sentinels: Sentinels) -> None:
-    """A name that no Sentinel knows is a mistake in the URI, and the message says which."""
+    """The error repeats a service name from the URI that no Sentinel knows."""
     error = _failure(sentinels.uri.replace("/main/0", "/mine"))
     assert isinstance(error, StoreUnavailable)
     assert "monitors no primary called 'mine'" in str(error)
 
 
 def test_a_silent_primary_costs_its_timeout_once(sentinels: Sentinels) -> None:
-    """Though three Sentinels name it."""
+    """The refresh waits for a silent primary once, though three Sentinels name it."""
     (primary,) = (one for one in sentinels.servers if one.address == sentinels.primary)
     primary.pause()
     started = time.monotonic()
@@ -268,7 +268,7 @@ def test_a_silent_primary_costs_its_timeout_once(sentinels: Sentinels) -> None:
 
 
 def _at_once(topology: Topology, meanwhile: Callable[[], None]) -> list[BaseException | None]:
-    """Eight threads refresh; `meanwhile` happens when all are in it. What each raised."""
+    """Refresh in eight threads, call `meanwhile` while all wait, and return each thread's error."""
 
     def waiting() -> int:
         return sum(_is_inside(frame) for frame in sys._current_frames().values())
@@ -291,7 +291,7 @@ def _connections(server: Server) -> int:
 
 
 def test_a_refresh_is_shared(alone: Single, eager: None) -> None:
-    """Eight threads at once are one connection, and all have its result."""
+    """Eight concurrent refreshes share one connection and its result."""
     before = _connections(alone)
     with _topology(_cluster_uri(alone), connect_ms=60_000) as topology:
         alone.pause()
@@ -301,7 +301,7 @@ def test_a_refresh_is_shared(alone: Single, eager: None) -> None:
 
 
 def test_a_failed_refresh_is_shared_too(alone: Single, eager: None) -> None:
-    """Each thread has an error of its own that says the same; the next refresh asks again."""
+    """Each thread raises its own copy of one error; the next refresh calls the server again."""
     with _topology(_cluster_uri(alone), connect_ms=60_000) as topology:
         alone.pause()
         errors = _at_once(topology, alone.kill)
@@ -313,8 +313,8 @@ def test_a_failed_refresh_is_shared_too(alone: Single, eager: None) -> None:
         assert topology.slots[0] == _address(alone)
 
 
-def test_a_refresh_just_done_is_good_enough(alone: Single, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within the interval nobody is asked; after it, somebody is."""
+def test_a_recent_refresh_is_not_repeated(alone: Single, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refresh calls a server only after the minimum interval has passed."""
     monkeypatch.setattr(module, "REFRESH_INTERVAL_NS_MIN", 10**15)
     before = _connections(alone)
     with _topology(_cluster_uri(alone)) as topology:
@@ -326,17 +326,19 @@ def test_a_refresh_just_done_is_good_enough(alone: Single, monkeypatch: pytest.M
         assert _connections(alone) - before == 2
 
 
-def test_one_server_is_known_without_asking() -> None:
-    """Its address is in the URI: nothing is connected to, so a dead one is no error here."""
+def test_a_single_server_needs_no_call() -> None:
+    """The URI holds its address, so a refresh does not connect and cannot fail."""
     with _topology(f"redis://{HOST}:1/5") as topology:
         topology.refresh()
         assert topology.slots[0] == topology.slots[SLOTS - 1] == Address(HOST, 1)
         assert topology.primaries() == topology.nodes() == [Address(HOST, 1)]
 
 
-def test_the_error_says_what_each_server_did() -> None:
-    """A refused connection, a server that is no cluster and one that sleeps: each with its reason,
-    and the vendor's error as the cause."""
+def test_the_error_gives_a_reason_for_each_server() -> None:
+    """The error covers a refused connection, a single server, a silent server and an unknown host.
+
+    Its cause is the driver's error.
+    """
     dead = free_port()
     with Single() as plain, Single(lines=CLUSTER_LINES) as slow:
         slow.pause()
@@ -352,8 +354,8 @@ def test_the_error_says_what_each_server_did() -> None:
         assert isinstance(error.__cause__, redis.RedisError)
 
 
-def test_nothing_but_silence_is_a_timeout(monkeypatch: pytest.MonkeyPatch, eager: None) -> None:
-    """StoreTimeout; and all servers together take no longer than a refresh may."""
+def test_only_silent_servers_are_a_timeout(monkeypatch: pytest.MonkeyPatch, eager: None) -> None:
+    """The refresh raises StoreTimeout, within the time limit of one refresh for all servers."""
     monkeypatch.setattr(module, "REFRESH_NS_MAX", 700_000_000)
     with Single(lines=CLUSTER_LINES) as one, Single(lines=CLUSTER_LINES) as two:
         one.pause()
@@ -367,10 +369,10 @@ def test_nothing_but_silence_is_a_timeout(monkeypatch: pytest.MonkeyPatch, eager
 
 
 @pytest.mark.parametrize("login", [":wr0ng", "tollkeeper:wr0ng", "stranger:wr0ng", None])
-def test_a_refused_login_says_what_to_check(login: str | None) -> None:
-    """A wrong password, user, or none at all; the message never holds what was tried."""
-    who = User("tollkeeper", "right")
-    with Single(password="root", users=[who], lines=CLUSTER_LINES) as server:
+def test_a_rejected_login_names_the_options_to_check(login: str | None) -> None:
+    """The error for a wrong or missing login names the options and never holds the password."""
+    user = User("tollkeeper", "right")
+    with Single(password="root", users=[user], lines=CLUSTER_LINES) as server:
         uri = _cluster_uri(server).replace("://", f"://{login}@" if login else "://")
         error = _failure(uri)
         assert isinstance(error, StoreUnavailable)
@@ -381,8 +383,8 @@ def test_a_refused_login_says_what_to_check(login: str | None) -> None:
             topology.refresh()
 
 
-def test_a_sentinel_that_refuses_the_login_says_what_to_check(sentinels: Sentinels) -> None:
-    """Sentinels have logins of their own, and the message names those options."""
+def test_a_sentinels_rejected_login_names_its_options(sentinels: Sentinels) -> None:
+    """Sentinels have separate logins, and the error names the options for them."""
     lines = (f"bind {HOST}", "port {port}", "requirepass s3cret")
     monitor = f"sentinel monitor main {sentinels.primary[0]} {sentinels.primary[1]} 2"
     with Server("redis-sentinel", (*lines, monitor), {"password": "s3cret"}) as locked:
@@ -398,9 +400,9 @@ def test_a_sentinel_that_refuses_the_login_says_what_to_check(sentinels: Sentine
 
 @pytest.mark.parametrize("password", ["hunter2", "h" * 300])
 def test_a_server_that_repeats_the_password_is_not_quoted(password: str) -> None:
-    """One without AUTH says what followed it: that is in no message and no traceback."""
+    """A server without AUTH repeats the password in its error; our message and traceback do not."""
     with Single(lines=(*CLUSTER_LINES, 'rename-command AUTH ""')) as server:
-        with pytest.raises(redis.ResponseError, match="h"):  # it does say it
+        with pytest.raises(redis.ResponseError, match="h"):  # the server does repeat it
             server.client(password=password, protocol=2).ping()
         error = _failure(_cluster_uri(server), password=password)
         assert "unknown command 'AUTH'" in str(error)
@@ -409,8 +411,8 @@ def test_a_server_that_repeats_the_password_is_not_quoted(password: str) -> None
 
 
 @pytest.mark.parametrize("kind", ["ip", "unknown-endpoint", "hostname"])
-def test_a_node_without_a_name_is_where_it_was_asked(kind: str) -> None:
-    """Its host is empty until it has met another node; null and ? mean the same."""
+def test_a_node_without_a_host_gets_the_address_of_the_call(kind: str) -> None:
+    """A node reports an empty host until it has met another node; null and ? mean the same."""
     lines = (*CLUSTER_LINES, f"cluster-preferred-endpoint-type {kind}")
     with Single(lines=lines) as server:
         _give_slots(server)
@@ -421,8 +423,8 @@ def test_a_node_without_a_name_is_where_it_was_asked(kind: str) -> None:
             assert topology.primaries() == [_address(server)]
 
 
-def test_who_knows_more_is_believed(cluster: Cluster, eager: None) -> None:
-    """A node with no slots, and one with half of them, do not stand against a whole cluster."""
+def test_the_answer_that_covers_most_slots_wins(cluster: Cluster, eager: None) -> None:
+    """A complete cluster wins over a node with no slots and a node with half of them."""
     with Single(lines=CLUSTER_LINES) as empty, Single(lines=CLUSTER_LINES) as half:
         _give_slots(half, SLOTS // 2)
         for _ in range(8):
@@ -436,18 +438,18 @@ def test_who_knows_more_is_believed(cluster: Cluster, eager: None) -> None:
         assert "no slots and knows no node with slots" in str(_failure(_cluster_uri(empty)))
 
 
-def test_a_user_needs_no_more_than_cluster_slots() -> None:
-    """Without leave to ask for the cluster's state, it is taken to be good."""
-    who = User("app", "pw", "~* +cluster|slots")
-    with Single(password="root", users=[who], lines=CLUSTER_LINES) as server:
+def test_a_user_needs_only_cluster_slots() -> None:
+    """If the user may not read the cluster's state, the topology assumes that it is healthy."""
+    user = User("app", "pw", "~* +cluster|slots")
+    with Single(password="root", users=[user], lines=CLUSTER_LINES) as server:
         _give_slots(server)
         with _topology(_cluster_uri(server), username="app", password="pw") as topology:
             topology.refresh()
             assert topology.slots[0] == _address(server)
 
 
-def test_tls_is_used_for_asking_and_for_clients() -> None:
-    """The authority, the name in the certificate and our own certificate all count."""
+def test_refreshes_and_clients_use_tls() -> None:
+    """Both verify the authority and the certificate's name, and send the client's certificate."""
     lines = (*CLUSTER_LINES, "tls-cluster yes")
     with Tls(client_certificates=True, lines=lines) as server:
         _give_slots(server)
@@ -459,7 +461,7 @@ def test_tls_is_used_for_asking_and_for_clients() -> None:
                 assert topology.client(_address(server)).ping()
         wrong_name = _failure(uri, tls_server_name="other.example")
         assert "not valid for 'other.example'" in str(wrong_name)
-        # The system's authorities did not sign it.
+        # No authority of the system has signed it.
         bare = f"rediss+cluster://{HOST}:{server.port}"
         assert "certificate verify failed" in str(_failure(bare))
         no_file = _failure(bare, tls_ca="gone.pem")
@@ -469,7 +471,7 @@ def test_tls_is_used_for_asking_and_for_clients() -> None:
 
 @pytest.mark.parametrize("kind", ["single", "password", "tls"])
 def test_a_client_is_logged_in(kind: str) -> None:
-    """For each kind of server: the same one every time, with bytes for replies, until closed."""
+    """`client` returns one logged-in client per server, which replies in bytes, until `close`."""
     with _topology(running(kind).uri) as topology:
         (address,) = topology.nodes()
         client = topology.client(address)
@@ -481,7 +483,7 @@ def test_a_client_is_logged_in(kind: str) -> None:
 
 
 def test_a_client_is_in_the_database_of_the_uri() -> None:
-    """Over TCP, and over a socket of the machine."""
+    """A client selects the URI's database over TCP and over a Unix socket."""
     with Single(lines=["unixsocket redis.sock", "databases 4"]) as server:
         socket_uri = f"redis+unix://{server.folder}/redis.sock?db=3"
         for uri in (server.uri.replace("/0", "/3"), socket_uri):
@@ -490,8 +492,8 @@ def test_a_client_is_in_the_database_of_the_uri() -> None:
                 assert client.client_info()["db"] == 3
 
 
-def test_a_client_of_a_server_that_left_is_let_go(cluster: Cluster) -> None:
-    """Addresses come and go for years, and so their clients are not kept."""
+def test_the_client_of_a_removed_server_is_dropped(cluster: Cluster) -> None:
+    """A refresh drops the clients of servers that have left, so they cannot pile up over years."""
     gone = Address(HOST, 1)
     with _topology(cluster.uri) as topology:
         before = topology.client(gone)
