@@ -1,4 +1,4 @@
-"""The harness itself: what it starts is real, and nothing of it is left over."""
+"""Tests of the harness itself: it starts real servers, and leaves no process or file behind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    # Whoever took over an orphan may not have collected it yet.
+    # The process that adopted an orphan may not have reaped it yet.
     return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
 
 
@@ -51,8 +51,8 @@ def set_and_get(client: redis.Redis) -> None:
         assert client.get("key") == b"value"
 
 
-def test_one_server_answers_and_leaves_nothing() -> None:
-    """It stores and gives back; after the block its process, port and files are gone."""
+def test_a_server_answers_and_leaves_nothing() -> None:
+    """A server stores and returns a value; after the block its process and files are gone."""
     with Single() as server:
         pid, folder, port = server.pid, server.folder, server.port
         assert pid
@@ -66,7 +66,7 @@ def test_one_server_answers_and_leaves_nothing() -> None:
 
 
 def test_flush_removes_every_key_of_every_database() -> None:
-    """A test that flushes starts from nothing."""
+    """After `flush`, no database has a key."""
     server = running("single")
     assert isinstance(server, Single)
     for database in (0, 1):
@@ -77,7 +77,7 @@ def test_flush_removes_every_key_of_every_database() -> None:
 
 
 def test_a_killed_server_comes_back_empty_on_the_same_port() -> None:
-    """Without persistence nothing survives; the address does."""
+    """Without persistence, a killed server loses its keys and keeps its port."""
     with Single() as server:
         port = server.port
         server.admin.set("key", "value")
@@ -90,8 +90,8 @@ def test_a_killed_server_comes_back_empty_on_the_same_port() -> None:
         assert server.admin.get("key") is None
 
 
-def test_with_aof_a_killed_server_remembers() -> None:
-    """What was acknowledged is on disk."""
+def test_a_killed_server_with_aof_keeps_its_keys() -> None:
+    """With AOF, every acknowledged write is on disk."""
     with Single(aof=True) as server:
         server.admin.set("key", "value")
         server.kill()
@@ -100,7 +100,7 @@ def test_with_aof_a_killed_server_remembers() -> None:
 
 
 def test_a_paused_server_takes_connections_and_is_silent() -> None:
-    """A pause is a hang, not a refusal; resumed, it answers."""
+    """A paused server accepts connections without an answer, and answers once it is resumed."""
     with Single() as server:
         with server.client(socket_timeout=0.05) as client:
             client.ping()
@@ -113,7 +113,7 @@ def test_a_paused_server_takes_connections_and_is_silent() -> None:
 
 
 def test_a_paused_server_can_be_stopped() -> None:
-    """Nothing waits for the one that does not answer."""
+    """`stop` ends a paused server without waiting for an answer."""
     with Single() as server:
         pid = server.pid
         server.pause()
@@ -121,16 +121,16 @@ def test_a_paused_server_can_be_stopped() -> None:
     assert not is_alive(pid)
 
 
-def test_starting_twice_and_pausing_nothing_are_refused() -> None:
-    """Both are mistakes of a test, and say so."""
+def test_starting_twice_and_pausing_a_stopped_server_fail() -> None:
+    """Both are mistakes in a test, and the error names the mistake."""
     with Single() as server, pytest.raises(ServerFailed, match="runs already; kill it first"):
         server.start()
     with pytest.raises(ServerFailed, match="does not run; start it first"):
         server.pause()
 
 
-def test_a_password_is_asked_for() -> None:
-    """Wrong and missing passwords are refused, the right one is not, whatever is in it."""
+def test_a_server_requires_its_password() -> None:
+    """The server rejects wrong and missing passwords; the right one may have any characters."""
     password = 'p:a/s@s"?#% \\1'
     with Single(password=password) as server:
         assert server.uri.startswith("redis://:p%3Aa%2Fs%40s%22%3F%23%25%20%5C1@127.0.0.1:")
@@ -140,8 +140,8 @@ def test_a_password_is_asked_for() -> None:
                 server.client(password=wrong).ping()
 
 
-def test_users_may_do_what_their_rules_say() -> None:
-    """The first user is the one in the URI, and is held to its rules."""
+def test_a_user_is_held_to_its_rules() -> None:
+    """The URI names the first user, and the server applies that user's ACL rules."""
     limited = User("app:1", "s3cr/et", "~tk:* +@all -@dangerous")
     with Single(password="root", users=[limited]) as server:
         assert server.uri.startswith("redis://app%3A1:s3cr%2Fet@")
@@ -156,13 +156,13 @@ def test_users_may_do_what_their_rules_say() -> None:
 
 
 def over_tls(server: Tls, host: str = "127.0.0.1", **options: object) -> redis.Redis:
-    """Without what the harness knows; and once, where redis-py would try for seconds."""
+    """Return a client without the harness' settings; it tries once, not for seconds."""
     once = Retry(NoBackoff(), 0)
     return redis.Redis(host, server.port, **{"ssl": True, "retry": once, **options})
 
 
-def test_tls_is_all_that_a_tls_server_speaks() -> None:
-    """Its own authority is believed, by name and by address; no other, and no plain connection."""
+def test_a_tls_server_accepts_only_tls() -> None:
+    """Only its own authority verifies it, by name and by address; plain connections fail."""
     with Tls() as server:
         assert server.uri == f"rediss://127.0.0.1:{server.port}/0?tls_ca={server.ca_path}"
         for host in ("127.0.0.1", "localhost"):
@@ -176,24 +176,24 @@ def test_tls_is_all_that_a_tls_server_speaks() -> None:
     assert not server.ca_path.exists()
 
 
-def test_a_client_certificate_is_asked_for() -> None:
-    """Without one, or with somebody else's, there is no connection."""
+def test_a_server_requires_a_client_certificate() -> None:
+    """A client without a certificate, or with another authority's, cannot connect."""
     with Tls(client_certificates=True) as server, Tls() as other:
         assert server.uri == (
             f"rediss://127.0.0.1:{server.port}/0"
             f"?tls_ca={server.ca_path}&tls_cert={server.cert_path}&tls_key={server.key_path}"
         )
-        believed = {"ssl_ca_certs": str(server.ca_path)}
+        trusted = {"ssl_ca_certs": str(server.ca_path)}
         own = {"ssl_certfile": str(server.cert_path), "ssl_keyfile": str(server.key_path)}
-        set_and_get(over_tls(server, **believed, **own))
+        set_and_get(over_tls(server, **trusted, **own))
         others = {"ssl_certfile": str(other.cert_path), "ssl_keyfile": str(other.key_path)}
         for wrong in ({}, others):
             with pytest.raises(redis.ConnectionError):
-                over_tls(server, **believed, **wrong).ping()
+                over_tls(server, **trusted, **wrong).ping()
 
 
 def test_tls_with_a_password_and_a_restart() -> None:
-    """The two go together, and the certificates outlive a kill."""
+    """A TLS server may have a password, and keeps its certificates after a kill."""
     with Tls(password="secret") as server:
         assert server.uri.startswith("rediss://:secret@127.0.0.1:")
         server.kill()
@@ -201,22 +201,22 @@ def test_tls_with_a_password_and_a_restart() -> None:
         set_and_get(server.client())
 
 
-def test_further_lines_are_obeyed() -> None:
-    """A test may ask for any setting of the server."""
+def test_further_configuration_lines_apply() -> None:
+    """A test may use any setting of the server."""
     with Single(lines=["maxmemory 5mb", "maxmemory-policy noeviction"]) as server:
         assert server.admin.config_get("maxmemory*")["maxmemory"] == str(5 << 20)
 
 
 def test_a_server_that_does_not_start_shows_its_log() -> None:
-    """The reason is in the error, not in a folder that is gone."""
-    refused = Single(lines=["no-such-setting 1"])
-    with pytest.raises(ServerFailed, match=r"(?s)did not start.*'no-such-setting 1'"), refused:
+    """The error holds the end of the log, because the harness removes the folder."""
+    broken = Single(lines=["no-such-setting 1"])
+    with pytest.raises(ServerFailed, match=r"(?s)did not start.*'no-such-setting 1'"), broken:
         pass
-    assert not refused.folder.exists()
+    assert not broken.folder.exists()
 
 
 def test_another_port_is_tried_when_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody who is quicker to take a port does not fail a test, nor get its commands."""
+    """If another process takes the port first, the harness takes another port."""
     with Single() as first:
         chosen = iter([first.port, first.port, ports.free_port()])
         monkeypatch.setattr(server_module, "free_port", lambda: next(chosen))
@@ -229,7 +229,7 @@ def test_another_port_is_tried_when_one_is_taken(monkeypatch: pytest.MonkeyPatch
 def test_a_missing_program_fails_and_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A test that could not run is not a test that passed."""
+    """A missing program fails the test with an install command, and never skips it."""
     server = Server("redis-server", ["port {port}"])
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ServerFailed, match="apt-get install redis-server"), server:
@@ -238,15 +238,15 @@ def test_a_missing_program_fails_and_says_what_to_install(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_is_started_once(kind: str) -> None:
-    """Starting takes time, so everyone shares what is only flushed; another kind is another one."""
+    """`running` returns one shared server for each kind, because a start takes time."""
     server = running(kind)
     assert running(kind) is server
     assert [other for other in KINDS if running(other) is server] == [kind]
     server.flush()
 
 
-def test_an_unknown_kind_is_refused() -> None:
-    """The error lists those there are."""
+def test_an_unknown_kind_is_rejected() -> None:
+    """The error lists the known kinds."""
     with pytest.raises(ValueError, match="kind='double' is unknown; there are single, "):
         running("double")
 
@@ -262,7 +262,7 @@ ENDINGS = {
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_nothing_is_left_when_the_process_ends(ending: str) -> None:
-    """However it ends, even with a paused server, that is gone, and so is the folder."""
+    """However a process ends, its servers and its folder are gone, even a paused server."""
     program = f"""
 import os, signal
 from tests.redis_servers import running, Single
@@ -282,7 +282,7 @@ print(server.pid, paused.pid, server.folder.parent, flush=True)
 
 
 def test_a_forked_child_stops_nothing() -> None:
-    """A worker that ends must not take its parent's servers along."""
+    """The end of a forked child does not stop its parent's servers."""
     program = """
 import os, sys
 from tests.redis_servers import running
@@ -297,7 +297,7 @@ assert server.admin.ping() and server.folder.is_dir()
 
 
 def test_a_server_outlives_the_thread_that_started_it() -> None:
-    """Fixtures may run in any thread."""
+    """A server runs on after the end of its thread, because fixtures may run in any thread."""
     program = """
 from threading import Thread
 from tests.redis_servers import running

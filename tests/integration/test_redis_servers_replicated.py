@@ -1,4 +1,4 @@
-"""The harness itself, where servers replace one another: Cluster and Sentinel."""
+"""Tests of the harness itself, for servers that replace each other: Cluster and Sentinel."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cluster_client(cluster: Cluster) -> RedisCluster:
 
 
 def test_a_cluster_serves_every_slot_from_three_primaries(cluster: Cluster) -> None:
-    """Keys land on the node that has their slot, and flushing removes them everywhere."""
+    """Each key is on the node that has its slot, and `flush` removes the keys of all nodes."""
     addresses = [f"127.0.0.1:{node.port}" for node in cluster.nodes[:3]]
     assert cluster.uri == f"redis+cluster://{','.join(addresses)}"
     assert len(cluster.primaries()) == 3
@@ -53,7 +53,7 @@ def test_a_cluster_serves_every_slot_from_three_primaries(cluster: Cluster) -> N
 
 
 def test_a_replica_takes_over_from_a_killed_primary(cluster: Cluster) -> None:
-    """What reached the replica survives; the killed one comes back as a replica, in sync."""
+    """Replicated keys survive, and the killed primary returns as a replica in sync."""
     slot = key_slot(b"key")
     first = cluster.node_of(slot)
     first.admin.set("key", "value")
@@ -74,8 +74,8 @@ def test_a_replica_takes_over_from_a_killed_primary(cluster: Cluster) -> None:
     cluster.flush()
 
 
-def test_a_paused_primary_is_replaced_as_well(cluster: Cluster) -> None:
-    """Silence is enough; resumed, it finds that it is a replica now."""
+def test_a_cluster_replaces_a_paused_primary(cluster: Cluster) -> None:
+    """A silent primary is replaced, and becomes a replica when it is resumed."""
     slot = 0
     first = cluster.node_of(slot)
     first.pause()
@@ -84,8 +84,8 @@ def test_a_paused_primary_is_replaced_as_well(cluster: Cluster) -> None:
     assert first.admin.role()[0] == "slave"
 
 
-def test_the_other_slots_go_on_without_full_coverage(cluster: Cluster) -> None:
-    """With a primary and its replica dead, only their slots are; they come back with them."""
+def test_the_other_slots_work_without_full_coverage(cluster: Cluster) -> None:
+    """A dead primary and a dead replica stop only their own slots, until they are revived."""
     dead_slot, live_slot = 0, 16_383
     dead = cluster.node_of(dead_slot)
     replica_port = int(dead.admin.info("replication")["slave0"]["port"])
@@ -95,7 +95,7 @@ def test_the_other_slots_go_on_without_full_coverage(cluster: Cluster) -> None:
     live = cluster.node_of(live_slot)
     until(
         lambda: "slots_fail:0" not in live.admin.execute_command("CLUSTER", "INFO"),
-        "the death is noticed",
+        "a live node notices the death",
         NOTICED_SECONDS_MAX,
     )
     assert key_slot(b"apX") == live_slot
@@ -104,8 +104,8 @@ def test_the_other_slots_go_on_without_full_coverage(cluster: Cluster) -> None:
     assert cluster.node_of(dead_slot).pid
 
 
-def test_a_slot_can_be_caught_in_the_middle_of_its_move(cluster: Cluster) -> None:
-    """Between the stages the old primary has some keys and asks for the others elsewhere."""
+def test_a_move_can_stop_halfway(cluster: Cluster) -> None:
+    """Halfway, the old primary serves the keys it still has and answers ASK for the others."""
     slot = key_slot(b"{tag}")
     source = cluster.node_of(slot)
     target = next(node for node in cluster.primaries() if node is not source)
@@ -128,7 +128,7 @@ def test_a_slot_can_be_caught_in_the_middle_of_its_move(cluster: Cluster) -> Non
 
 
 def _answer(node: Server, key: str) -> str:
-    """The value, or where to ask for it, in the server's words."""
+    """Return the value, or the server's redirection as text."""
     try:
         value = node.admin.get(key)
     except redis.ResponseError as error:
@@ -137,7 +137,7 @@ def _answer(node: Server, key: str) -> str:
 
 
 def test_slots_move_there_and_back(cluster: Cluster) -> None:
-    """With their keys, and however many; to a port that is not one of ours, they do not."""
+    """Slots move with all their keys; a move to a port outside the cluster is an error."""
     source, target = cluster.node_of(0), cluster.node_of(16_383)
     with cluster_client(cluster) as client:
         for number in range(500):
@@ -154,7 +154,7 @@ def test_slots_move_there_and_back(cluster: Cluster) -> None:
 
 
 def test_a_cluster_leaves_nothing() -> None:
-    """After the block all six processes and folders are gone, whatever happened to them before."""
+    """After the block all six processes and folders are gone, even of killed and paused nodes."""
     with Cluster() as started:
         assert started.primaries() == list(started.nodes[:3])
         pids = [node.pid for node in started.nodes]
@@ -170,29 +170,29 @@ def sentinels() -> Iterator[Sentinels]:
 
 
 def sentinel_client(sentinels: Sentinels) -> Sentinel:
-    asked = [sentinel.address for sentinel in sentinels.sentinels]
-    return Sentinel(asked, decode_responses=True)
+    addresses = [sentinel.address for sentinel in sentinels.sentinels]
+    return Sentinel(addresses, decode_responses=True)
 
 
-def test_sentinels_lead_to_the_primary_and_its_replica(sentinels: Sentinels) -> None:
-    """Asked for the service, each names the same two; flushing the one flushes the other."""
+def test_sentinels_name_the_primary_and_its_replica(sentinels: Sentinels) -> None:
+    """The Sentinels name both servers of the service, and `flush` empties both."""
     ports = [f"127.0.0.1:{sentinel.port}" for sentinel in sentinels.sentinels]
     assert len(ports) == 3
     assert sentinels.uri == f"redis+sentinel://{','.join(ports)}/main/0"
-    found = sentinel_client(sentinels)
-    assert found.discover_master("main") == sentinels.primary
-    (replica,) = found.discover_slaves("main")
+    client = sentinel_client(sentinels)
+    assert client.discover_master("main") == sentinels.primary
+    (replica,) = client.discover_slaves("main")
     assert {replica, sentinels.primary} == {server.address for server in sentinels.servers}
-    with found.master_for("main") as primary, found.slave_for("main") as second:
+    with client.master_for("main") as primary, client.slave_for("main") as second:
         primary.set("key", "value")
-        until(lambda: second.get("key") == "value", "the replica has it", 5)
+        until(lambda: second.get("key") == "value", "the replica has the key", 5)
         sentinels.flush()
         assert primary.get("key") is None
-        until(lambda: second.get("key") is None, "the replica has not", 5)
+        until(lambda: second.get("key") is None, "the replica has lost the key", 5)
 
 
 def test_sentinels_promote_the_replica_of_a_killed_primary(sentinels: Sentinels) -> None:
-    """Twice, there and back: what was replicated survives, and the killed one becomes a replica."""
+    """In two promotions, there and back, replicated keys survive and the killed server returns."""
     for value in ("first", "second"):
         old = sentinels.primary
         with sentinel_client(sentinels).master_for("main") as primary:
@@ -211,8 +211,8 @@ def test_sentinels_promote_the_replica_of_a_killed_primary(sentinels: Sentinels)
     sentinels.flush()
 
 
-def test_sentinels_replace_a_paused_primary_as_well(sentinels: Sentinels) -> None:
-    """Silence is enough; resumed, it finds that it is a replica now."""
+def test_sentinels_replace_a_paused_primary(sentinels: Sentinels) -> None:
+    """A silent primary is replaced, and becomes a replica when it is resumed."""
     old = next(server for server in sentinels.servers if server.address == sentinels.primary)
     old.pause()
     assert sentinels.wait_promoted().address != old.address
@@ -220,8 +220,8 @@ def test_sentinels_replace_a_paused_primary_as_well(sentinels: Sentinels) -> Non
     assert old.admin.role()[0] == "slave"
 
 
-def test_a_killed_sentinel_is_not_missed_and_comes_back(sentinels: Sentinels) -> None:
-    """Two are a quorum; revived, the third knows the others again."""
+def test_two_sentinels_are_a_quorum(sentinels: Sentinels) -> None:
+    """Two Sentinels promote a replica without the third, which finds them again afterwards."""
     sentinels.sentinels[0].kill()
     old = sentinels.kill_primary()
     assert sentinels.wait_promoted().address != old
@@ -230,8 +230,8 @@ def test_a_killed_sentinel_is_not_missed_and_comes_back(sentinels: Sentinels) ->
         assert client.execute_command("SENTINEL", "CKQUORUM", "main")
 
 
-def test_without_any_sentinel_nobody_knows_the_primary() -> None:
-    """A test that killed all of them is told so; and after the block nothing is left."""
+def test_without_a_sentinel_the_primary_is_unknown() -> None:
+    """With all Sentinels dead the harness raises an error; after the block nothing is left."""
     with Sentinels() as started:
         everyone = [*started.servers, *started.sentinels]
         pids = [server.pid for server in everyone]

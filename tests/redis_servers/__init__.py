@@ -1,13 +1,13 @@
 """Real Redis servers on loopback, for tests and benchmarks.
 
-    with Single() as server:            # its own, to be killed and paused
+    with Single() as server:            # a private server, which a test may kill and pause
         Limiter("5/minute", store=server.uri)
 
-    running("single").uri               # one for the whole process, started when first asked for
+    running("single").uri               # one server for the whole process, started at first use
 
-Everything is started with the programs of Debian's packages on free ports, keeps its files in a
-temporary folder, and is gone when the process ends, however it ends. What is missing on the machine
-fails the test and is never skipped.
+The harness starts the programs of Debian's packages on free ports, with their files in a temporary
+folder. Servers and files are gone when the process ends, however it ends. A program that is not
+installed fails the test; no test is skipped.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ __all__ = [
 
 
 class Running(Protocol):
-    """What every kind has, so that a test need not know which it got."""
+    """The methods of every kind of server, for tests that run against all of them."""
 
     @property
     def uri(self) -> str:
-        """The store's URI."""
+        """Return the store's URI."""
 
     def start(self) -> None:
-        """Start it and wait until it is ready."""
+        """Start the servers and wait until they are ready."""
 
     def flush(self) -> None:
         """Remove every key."""
 
     def stop(self) -> None:
-        """End all its processes and remove its files."""
+        """End all processes and remove their files."""
 
 
 _MAKERS: dict[str, Callable[[], Running]] = {
     "single": Single,
-    # What a URI must escape is in the password.
+    # The password has the characters that a URI must escape.
     "password": lambda: Single(password="root:me@/", users=[User("tollkeeper", "s3:cr/e@t?#%1")]),
     "tls": lambda: Tls(client_certificates=True),
-    # A busy machine must not look like a dead server to those who kill nobody.
+    # Long timeouts, so that a busy machine does not look like a dead server.
     "sentinel": lambda: Sentinels(down_after_ms=5_000),
     "cluster": lambda: Cluster(node_timeout_ms=5_000),
 }
@@ -76,10 +76,10 @@ _running: dict[str, Running] = {}
 
 
 def running(kind: str) -> Running:
-    """The one of this kind that this process has; started now, if nobody asked before.
+    """Return this process's shared server of a kind; the first call starts it.
 
-    Everyone shares it: flush before use, revive what you kill, or start one of your own. It is
-    stopped when the process ends.
+    All tests share it: flush before use, and revive what you kill, or start a private one. It
+    stops when the process ends.
     """
     if kind not in _MAKERS:
         raise ValueError(f"kind={kind!r} is unknown; there are {', '.join(KINDS)}")

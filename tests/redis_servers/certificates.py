@@ -1,6 +1,6 @@
-"""Certificates for a test: an authority, and what it signed for the server and for a client.
+"""Make certificates for a test: an authority, and one each for the server and a client.
 
-Made by openssl with keys on an elliptic curve, which takes some milliseconds. They hold for a day.
+openssl makes them with keys on an elliptic curve, in some milliseconds. They are valid for a day.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Certificates:
 
 
 def make_certificates(folder: Path) -> Certificates:
-    """A new authority and what it signed. Nobody else's authority would be believed."""
+    """Make a new authority, and the server's and the client's certificates signed by it."""
     authority = ("basicConstraints=critical,CA:TRUE", "keyUsage=critical,keyCertSign")
     ca_path, _ = _certificate(folder, "ca", "Tollkeeper test authority", authority)
     names = (f"subjectAltName=IP:{HOST},DNS:localhost", "extendedKeyUsage=serverAuth")
@@ -40,14 +40,14 @@ def make_certificates(folder: Path) -> Certificates:
 def _certificate(
     folder: Path, name: str, subject: str, extensions: Sequence[str], signed_by: str = ""
 ) -> tuple[Path, Path]:
-    """Make NAME.crt and NAME.key, signed by another one made here, or by itself."""
+    """Make NAME.crt and NAME.key, signed by another certificate of the folder or by itself."""
     command = [program_path("openssl"), "req", "-x509", "-days", "1", *_NEW_KEY]
     command += ["-subj", f"/CN={subject}", "-keyout", f"{name}.key", "-out", f"{name}.crt"]
     for extension in extensions:
         command += ["-addext", extension]
     if signed_by:
         command += ["-CA", f"{signed_by}.crt", "-CAkey", f"{signed_by}.key"]
-        # Else `req -x509` would make it an authority too.
+        # Without this line, `req -x509` would make it an authority too.
         command += ["-addext", "basicConstraints=critical,CA:FALSE"]
     done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
     if done.returncode:

@@ -1,10 +1,10 @@
 """A Redis Cluster: three primaries, a replica each, and slots that can be moved.
 
-Formed by the commands that `redis-cli --cluster create` sends, without its pauses. Most of the time
-it takes is a node's own: none serves before it has run for two seconds.
+The harness sends the commands of `redis-cli --cluster create`, without its pauses. Most of the
+start is the nodes' own time: a node serves no request in its first two seconds.
 
-Who has a slot is asked from each node about itself, never about another: during a promotion or a
-move their views of one another differ for some milliseconds.
+To find the owner of a slot, the harness asks each node about that node only. During a promotion or
+a move, the nodes' views of each other differ for some milliseconds.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _MIGRATE_TIMEOUT_MS = 5_000
 
 
 class Cluster(Startable):
-    """Six nodes, of which `nodes[:3]` are the primaries at first, in the order of their slots.
+    """Six nodes. At the start `nodes[:3]` are the primaries, in the order of their slots.
 
     `node_timeout_ms`  how long a primary is silent before it is replaced: short for a test that
-                       kills one, longer where a busy machine must not look like a dead node
+                       kills one, long if a busy machine must not look like a dead node
     `full_coverage`    whether all slots stop when one has no primary
     `lines`            further lines of each node's configuration
     """
@@ -52,10 +52,10 @@ class Cluster(Startable):
             "cluster-enabled yes",
             f"cluster-node-timeout {node_timeout_ms}",
             f"cluster-require-full-coverage {'yes' if full_coverage else 'no'}",
-            # A replica may be promoted however old its data, and stays with its primary's slots.
+            # A replica may be promoted with data of any age, and stays with its primary's slots.
             "cluster-replica-validity-factor 0",
             "cluster-allow-replica-migration no",
-            # By default a primary waits five seconds, for more replicas that want the same copy.
+            # By default a primary waits five seconds for more replicas that need the same copy.
             "repl-diskless-sync-delay 0",
             *lines,
         )
@@ -63,12 +63,12 @@ class Cluster(Startable):
 
     @property
     def uri(self) -> str:
-        """The store's URI. It names three of the nodes: the others are found through them."""
+        """Return the store's URI. It names three nodes; clients find the others through them."""
         seeds = (f"{HOST}:{node.port}" for node in self.nodes[:PRIMARIES])
         return f"redis+cluster://{','.join(seeds)}"
 
     def start(self) -> None:
-        """Start the nodes, form the cluster, and wait until every node finds it whole."""
+        """Start the nodes, form the cluster, and wait until every node sees a complete cluster."""
         for node in self.nodes:
             node.launch()
         for node in self.nodes:
@@ -77,7 +77,7 @@ class Cluster(Startable):
         self._await_settled()
 
     def stop(self) -> None:
-        """Kill all nodes and remove their files. It cannot be started again."""
+        """Kill all nodes and remove their files. The cluster cannot be started again."""
         for node in self.nodes:
             node.stop()
 
@@ -87,34 +87,34 @@ class Cluster(Startable):
             try:
                 node.admin.flushall()
             except redis.exceptions.ReadOnlyError:
-                continue  # a replica, which gets it from its primary
+                continue  # a replica, which its primary flushes
 
     def primaries(self) -> list[Server]:
-        """The nodes that now say that they have slots to serve."""
+        """Return the nodes that report slots of their own."""
         return [node for node in self._answering() if _itself(node).is_primary]
 
     def node_of(self, slot: int) -> Server:
-        """The primary that has a slot. While there is none, a ServerFailed."""
+        """Return the primary that has a slot. Raises ServerFailed while the slot has no primary."""
         node = self._owner(slot)
         if node is None:
             raise ServerFailed(f"no node that answers has slot {slot}; see wait_promoted")
         return node
 
     def kill_primary(self, slot: int) -> tuple[str, int]:
-        """SIGKILL to the primary that has a slot; its address."""
+        """Send SIGKILL to the primary that has a slot; return its address."""
         node = self.node_of(slot)
         node.kill()
         return node.address
 
     def wait_promoted(self, slot: int, timeout_seconds: float = 15.0) -> Promotion:
-        """Wait until a node that answers has the slot, its old primary being killed or paused."""
+        """Wait until a live node has the slot of a killed or paused primary."""
         node = until(
             lambda: self._owner(slot), f"a replica takes over slot {slot}", timeout_seconds
         )
         return Promotion(node.address, time.monotonic())
 
     def revive(self) -> None:
-        """Start again what was killed, resume what was paused, and wait until all is in sync."""
+        """Start killed nodes, resume paused nodes, and wait until all are in sync."""
         for node in self.nodes:
             if node.is_paused:
                 node.resume()
@@ -137,13 +137,13 @@ class Cluster(Startable):
             self.move_slot(slot, to_port)
 
     def begin_move(self, slot: int, to_port: int) -> None:
-        """From now on the old primary answers ASK for keys that it does not have."""
+        """Begin a move: the old primary now answers ASK for keys that it does not have."""
         source, target = self.node_of(slot), self._on(to_port)
         _cluster(target, "SETSLOT", slot, "IMPORTING", _itself(source).node_id)
         _cluster(source, "SETSLOT", slot, "MIGRATING", _itself(target).node_id)
 
     def move_keys(self, slot: int, to_port: int, keys_max: int | None = None) -> int:
-        """Move the keys of a slot, or so many of them; how many were moved."""
+        """Move the keys of a slot, at most `keys_max`; return how many were moved."""
         source, moved = self.node_of(slot), 0
         while keys_max is None or moved < keys_max:
             wanted = min(_KEYS_PER_MIGRATE, (keys_max or SLOTS) - moved)
@@ -157,10 +157,10 @@ class Cluster(Startable):
         return moved
 
     def end_move(self, slot: int, to_port: int) -> None:
-        """Give the slot to its new primary, and wait until every node has heard."""
+        """Give the slot to its new primary, and wait until every node knows it."""
         source, target = self.node_of(slot), self._on(to_port)
         target_id = _itself(target).node_id
-        # The new primary first: were it the last, the slot would be nobody's for a moment.
+        # The new primary comes first; otherwise the slot would have no owner for a moment.
         others = [node for node in self.primaries() if node not in (source, target)]
         for node in (target, source, *others):
             _cluster(node, "SETSLOT", slot, "NODE", target_id)
@@ -171,8 +171,8 @@ class Cluster(Startable):
         )
 
     def _form(self) -> None:
-        # Everyone is told of everyone, which is quicker than waiting for gossip. Slots first, so
-        # that a node is never part of a cluster in which nobody has any.
+        # Introduce every node to every other, which is quicker than waiting for gossip. Assign the
+        # slots first, so that no node is ever in a cluster without slots.
         primaries, replicas = self.nodes[:PRIMARIES], self.nodes[PRIMARIES:]
         for number, node in enumerate(self.nodes):
             _cluster(node, "SET-CONFIG-EPOCH", number + 1)
@@ -191,14 +191,14 @@ class Cluster(Startable):
             _cluster(replica, "REPLICATE", _itself(primary).node_id)
 
     def _await_settled(self) -> None:
-        until(self._is_settled, "the cluster is whole", _SETTLED_SECONDS_MAX, self._views)
+        until(self._is_settled, "the cluster is complete", _SETTLED_SECONDS_MAX, self._views)
 
     def _is_settled(self) -> bool:
-        """Every node sees the same three primaries and three replicas, all in sync."""
-        wholes = {_whole(views) for views in map(_nodes, self.nodes)}
+        """Return True if every node sees the same three primaries and replicas, all in sync."""
+        layouts = {_layout(views) for views in map(_nodes, self.nodes)}
         return (
-            len(wholes) == 1
-            and None not in wholes
+            len(layouts) == 1
+            and None not in layouts
             and all("cluster_state:ok" in _cluster(node, "INFO") for node in self.nodes)
             and all(_is_in_sync(node) for node in self.nodes)
         )
@@ -211,9 +211,9 @@ class Cluster(Startable):
         return [node for node in self.nodes if node.pid and not node.is_paused]
 
     def _owner(self, slot: int) -> Server | None:
-        """Who says that it has the slot; of two, whoever has it by the later vote."""
-        said = [(_itself(node), node) for node in self._answering()]
-        owners = [(view, node) for view, node in said if view.is_primary and view.has(slot)]
+        """Return the node that claims the slot; of two, the one with the later config epoch."""
+        views = [(_itself(node), node) for node in self._answering()]
+        owners = [(view, node) for view, node in views if view.is_primary and view.has(slot)]
         if not owners:
             return None
         return max(owners, key=lambda owner: owner[0].config_epoch)[1]
@@ -234,7 +234,7 @@ class Cluster(Startable):
 
 
 def _cluster(node: Server, *words: str | int) -> Any:
-    # As words of their own, so that redis-py does not parse the answer its way.
+    # Separate words keep redis-py from parsing the answer.
     return node.admin.execute_command("CLUSTER", *words)
 
 
@@ -246,8 +246,8 @@ def _itself(node: Server) -> NodeView:
     return _nodes(node)[0]
 
 
-def _whole(views: Sequence[NodeView]) -> frozenset[tuple[int, str, tuple[range, ...]]] | None:
-    """Who has which slots or replicates whom; None if that is not a whole cluster."""
+def _layout(views: Sequence[NodeView]) -> frozenset[tuple[int, str, tuple[range, ...]]] | None:
+    """Return each node's slots and primary; None if the cluster is incomplete."""
     slots = sum(len(some) for view in views for some in view.slots)
     replicas = sum("slave" in view.flags for view in views)
     if slots != SLOTS or replicas != PRIMARIES or not all(view.is_well for view in views):

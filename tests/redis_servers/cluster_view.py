@@ -1,4 +1,4 @@
-"""What a node of a cluster says about the cluster: its answer to CLUSTER NODES.
+"""A node's view of its cluster: the answer to CLUSTER NODES.
 
 <id> 127.0.0.1:17001@27001 myself,master - 0 0 1 connected 0-5460 [93-<-<id>]
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """One node, as it or another one sees it."""
+    """One node, as it sees itself or as another node sees it."""
 
     node_id: str
     port: int
@@ -23,21 +23,21 @@ class NodeView:
 
     @property
     def is_primary(self) -> bool:
-        """Whether it has slots to serve."""
+        """Return True if the node is a primary with slots."""
         return "master" in self.flags and bool(self.slots)
 
     @property
     def is_well(self) -> bool:
-        """Whether nobody takes it for dead, or for a newcomer."""
+        """Return True if the node is connected and neither failed nor joining."""
         return self.is_linked and not self.flags & {"fail", "fail?", "handshake", "noaddr"}
 
     def has(self, slot: int) -> bool:
-        """Whether the slot is its own."""
+        """Return True if the node has the slot."""
         return any(slot in some for some in self.slots)
 
 
 def parse_nodes(text: str) -> list[NodeView]:
-    """All nodes in the answer, the one that gave it first."""
+    """Return all nodes of the answer; the node that answered comes first."""
     views = [_parse_node(line.split()) for line in text.splitlines() if line]
     return sorted(views, key=lambda view: "myself" not in view.flags)
 
@@ -51,7 +51,7 @@ def _parse_node(words: Sequence[str]) -> NodeView:
         primary_id,
         int(config_epoch),
         link == "connected",
-        # In brackets are slots on the move, which still have their old owner.
+        # Brackets mark slots in a move, which still have their old owner.
         tuple(_parse_slots(word) for word in slots if not word.startswith("[")),
     )
 

@@ -1,9 +1,9 @@
-"""Free ports on loopback, with the port of the cluster bus beside each.
+"""Find free ports on loopback, each with a free port for the cluster bus.
 
-Below 32768, where Linux takes the ports of outgoing connections from. A client that keeps trying
-a dead server's port in that range may, on loopback, be given the same port for its own end and so
-connect to itself; and anyone's outgoing connection may sit on a killed server's port when it is to
-start again. The bus is always 10,000 higher, so the highest port is 22,767.
+Ports are below 32768, where Linux begins to take the ports of outgoing connections. In that range,
+a client that retries a dead server's port may get the same port for its own end, and so connect to
+itself. Any outgoing connection may also hold a killed server's port when the server starts again.
+The bus port is always 10,000 higher, so the highest port is 22,767.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ _PORT_MIN = 10_000
 _PORT_MAX = 32_767 - BUS_OFFSET
 _ATTEMPTS_MAX = 200
 
-# Not the shared generator: tests seed that one, and then two runs would want the same ports.
+# Not the shared generator: tests seed that one, and then two runs would choose the same ports.
 _random = SystemRandom()
 
 
 def free_port() -> int:
-    """A port that nobody listens on now, nor on its bus port. Somebody may be quicker to take it:
-    whoever starts a server on it tries another one then."""
+    """Return a port that is free now together with its bus port.
+
+    Another process may take it first; the caller then tries another port.
+    """
     for _ in range(_ATTEMPTS_MAX):
         port = _random.randint(_PORT_MIN, _PORT_MAX)
         if _is_free(port) and _is_free(port + BUS_OFFSET):
@@ -37,7 +39,7 @@ def free_port() -> int:
 
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        # As redis-server does: a connection's end that lingers in TIME_WAIT is not in the way.
+        # redis-server sets it too, so that a connection in TIME_WAIT does not block the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))

@@ -1,12 +1,12 @@
-"""Where servers keep their files, and the promise that nothing is left over.
+"""The servers' temporary folder, and its cleanup when the process ends.
 
-All servers of a process live in one temporary folder and one process group. When the process ends
-as it should, `atexit` stops the servers and removes the folder. When it is killed, no code of ours
-runs any more; so a shell, the guard, leads the group and waits at the end of a pipe that this
-process holds open. The kernel closes the pipe however we end, and the guard does the rest; a forked
-worker has the pipe as well, so servers last as long as the last of those. The parent-death signal
-of Linux would be shorter, but it fires when the *thread* that started the server ends, and it would
-leave the folder.
+All servers of a process share one temporary folder and one process group. At a normal exit,
+`atexit` stops the servers and removes the folder. If the process is killed, its own code no longer
+runs. So a shell, the cleaner, leads the group and reads from a pipe that this process holds open.
+The kernel closes the pipe however the process ends, and the cleaner then kills the group and
+removes the folder. A forked worker holds the pipe too, so the servers live until the last worker
+ends. The parent-death signal of Linux would be shorter, but it fires at the end of the *thread*
+that started the server, and it would leave the folder.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from itertools import count
 from pathlib import Path
 from threading import Lock
 
-# Told "done", it has nothing to do. At the end of the pipe it kills its whole group, itself too,
-# and so leaves that and the folder to a shell outside of the group.
-_GUARD = """
+# After the line "done" it exits. At the end of the pipe it kills its whole group, itself too; so a
+# shell outside of the group does that and removes the folder.
+_CLEANER = """
 trap '' HUP INT TERM
 read -r _ && exit 0
 setsid sh -c 'kill -s KILL -- "-$0"; rm -rf -- "$1"' "$$" "$1"
 """
 
 
-# The test that runs now, if it may not start a server; tests/conftest.py sets it.
+# The current test, if it may not start a server; tests/conftest.py sets it.
 forbidden = ""
 
 
@@ -43,12 +43,12 @@ def check_allowed() -> None:
 
 
 class Scratch:
-    """One process's folder, guard, and list of what is to be stopped at its end."""
+    """One process's folder, its cleaner, and the servers to stop at its end."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="tollkeeper-redis-"))
-        self._guard = subprocess.Popen(
-            ["sh", "-c", _GUARD, "guard", self.folder],
+        self._cleaner = subprocess.Popen(
+            ["sh", "-c", _CLEANER, "cleaner", self.folder],
             stdin=subprocess.PIPE,
             process_group=0,
         )
@@ -59,12 +59,12 @@ class Scratch:
 
     @property
     def process_group(self) -> int:
-        """The process group that a server must be started in, so that the guard finds it."""
+        """Return the process group for new servers; the cleaner kills this group."""
         check_allowed()
-        return self._guard.pid
+        return self._cleaner.pid
 
     def new_folder(self, name: str) -> Path:
-        """An empty folder of its own for one server."""
+        """Make an empty folder for one server."""
         folder = self.folder / f"{name}-{next(self._names)}"
         folder.mkdir()
         return folder
@@ -74,17 +74,17 @@ class Scratch:
         self._stops[owner] = stop
 
     def forget(self, owner: object) -> None:
-        """`owner` has been stopped."""
+        """Drop the stop function of an `owner` that has been stopped."""
         self._stops.pop(owner, None)
 
     def close(self) -> None:
-        """Stop what still runs and remove the folder. In a forked child: do nothing."""
+        """Stop the servers that still run and remove the folder. A forked child does nothing."""
         if os.getpid() != self._owner:
             return
         for stop in list(self._stops.values()):
             stop()
         shutil.rmtree(self.folder, ignore_errors=True)
-        self._guard.communicate(b"done\n")
+        self._cleaner.communicate(b"done\n")
 
 
 _lock = Lock()
@@ -92,8 +92,8 @@ _scratch: Scratch | None = None
 
 
 def scratch() -> Scratch:
-    """This process's, made when it is first asked for."""
-    global _scratch  # noqa: PLW0603 - one for each process is the point
+    """Return this process's Scratch; the first call makes it."""
+    global _scratch  # noqa: PLW0603 - one for each process is the purpose
     with _lock:
         if _scratch is None:
             _scratch = Scratch()

@@ -1,18 +1,18 @@
 """A primary with one replica, and three Sentinels that watch them and vote on a promotion.
 
-Left alone, Sentinels look around every one to ten seconds, and starting or reviving takes as long.
-SENTINEL DEBUG lets them look more often; what they do then is the real thing. But their periods
-depend on one another, and where that is not kept they replace a live server or fail to replace a
-dead one:
+By default, Sentinels poll every one to ten seconds, and a start or a revival takes as long.
+SENTINEL DEBUG shortens the periods and changes nothing else. But the periods depend on each other:
+with wrong values the Sentinels replace a live server, or fail to replace a dead one.
 
-- After a promotion a Sentinel sends its first ping one PING-PERIOD later, yet counts the silence
-  from the start. So `down_after_ms` must be well above PING-PERIOD.
-- News of a replica may be five PING-PERIODs old for its promotion. While the primary is down such
-  news comes once a second, whatever INFO-PERIOD says. So PING-PERIOD must be well above 200 ms.
-- A replica that says it is primary is turned back after four PUBLISH-PERIODs, if the old primary is
-  back and a Sentinel has not heard of the promotion, which its leader sees by those same news. So
-  PUBLISH-PERIOD is short only while no promotion can be under way: when starting, and in `revive`,
-  which first lets them finish.
+- After a promotion, a Sentinel sends its first ping one PING-PERIOD later, but counts the silence
+  from the promotion. So `down_after_ms` must be well above PING-PERIOD.
+- A Sentinel promotes a replica only if its last INFO is at most five PING-PERIODs old. While the
+  primary is down, INFO arrives once a second, for any INFO-PERIOD. So PING-PERIOD must be well
+  above 200 ms.
+- A Sentinel that has not yet learned of a promotion turns the new primary back into a replica after
+  four PUBLISH-PERIODs, if the old primary is back. The leader itself learns of the promotion from
+  INFO. So PUBLISH-PERIOD is short only while no promotion can run: at the start, and in `revive`,
+  which first waits for the end of a promotion.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _SETTLED_SECONDS_MAX = 30.0
 _SETTLING_PACE = ("PUBLISH-PERIOD", 100)
 _PACE: tuple[str | int, ...] = (
     *("INFO-PERIOD", 100, "ASK-PERIOD", 100, "PING-PERIOD", 400, "PUBLISH-PERIOD", 500),
-    # A Sentinel that was not run for two seconds mistrusts its clock, and then does nothing for
-    # thirty. On a busy machine that happens.
+    # A Sentinel that did not run for two seconds distrusts its clock, and then does nothing for
+    # thirty seconds. That happens on a busy machine.
     *("TILT-PERIOD", 1_000),
 )
 
@@ -45,7 +45,7 @@ class Sentinels(Startable):
     """Two redis-servers under the name `service`, and three Sentinels.
 
     `down_after_ms`  how long the primary is silent before it is replaced: from 1,000, for a test
-                     that kills it; longer where a busy machine must not look like a dead server
+                     that kills it; longer if a busy machine must not look like a dead server
     `lines`          further lines of the redis-servers' configuration
     """
 
@@ -55,31 +55,31 @@ class Sentinels(Startable):
         self._data_lines = (
             *COMMON_LINES,
             "port {port}",
-            # By default a primary waits five seconds, for more replicas that want the same copy.
+            # By default a primary waits five seconds for more replicas that need the same copy.
             "repl-diskless-sync-delay 0",
             *lines,
         )
         self._down_after_ms = down_after_ms
-        # All are made by `start`: what they are told has the first one's port in it.
+        # `start` makes all of them, because their configuration holds the first one's port.
         self.servers: list[Server] = []
         self.sentinels: list[Server] = []
 
     @property
     def uri(self) -> str:
-        """The store's URI, which names the Sentinels and the service."""
-        asked = ",".join(f"{HOST}:{sentinel.port}" for sentinel in self.sentinels)
-        return f"redis+sentinel://{asked}/{self.service}/0"
+        """Return the store's URI, which names the Sentinels and the service."""
+        addresses = ",".join(f"{HOST}:{sentinel.port}" for sentinel in self.sentinels)
+        return f"redis+sentinel://{addresses}/{self.service}/0"
 
     @property
     def primary(self) -> tuple[str, int]:
-        """The primary's address, as the first Sentinel that answers knows it."""
+        """Return the primary's address from the first Sentinel that answers."""
         for sentinel in _answering(self.sentinels):
             host, port = _sentinel(sentinel, "GET-MASTER-ADDR-BY-NAME", self.service)
             return host, int(port)
         raise ServerFailed("no Sentinel runs; revive() starts them again")
 
     def start(self) -> None:
-        """Start all five, and wait until everyone has found everyone and the replica is in sync."""
+        """Start all five, and wait until all know each other and the replica is in sync."""
         first = Server("redis-server", self._data_lines)
         self.servers.append(first)
         first.start()
@@ -92,15 +92,15 @@ class Sentinels(Startable):
             "port {port}",
             f"sentinel monitor {self.service} {HOST} {first.port} {QUORUM}",
             f"sentinel down-after-milliseconds {self.service} {self._down_after_ms}",
-            # Twice this passes before they try again, when a promotion comes to nothing.
+            # After a failed promotion, the Sentinels try again after twice this time.
             f"sentinel failover-timeout {self.service} 3000",
         )
         self.sentinels += [Server("redis-sentinel", sentinel_lines) for _ in range(SENTINELS)]
         self._launch_and_settle()
 
     def stop(self) -> None:
-        """Kill all five and remove their files. It cannot be started again."""
-        # Sentinels first, so that none of them sees a death to act upon.
+        """Kill all five and remove their files. The set cannot be started again."""
+        # The Sentinels stop first, so that none of them reacts to a death.
         for server in (*self.sentinels, *self.servers):
             server.stop()
 
@@ -110,10 +110,10 @@ class Sentinels(Startable):
             try:
                 server.admin.flushall()
             except redis.exceptions.ReadOnlyError:
-                continue  # the replica, which gets it from the primary
+                continue  # the replica, which the primary flushes
 
     def kill_primary(self) -> tuple[str, int]:
-        """SIGKILL to the primary; its address."""
+        """Send SIGKILL to the primary; return its address."""
         address = self.primary
         for server in self.servers:
             if server.address == address:
@@ -122,10 +122,10 @@ class Sentinels(Startable):
         raise ServerFailed(f"the Sentinels name {address}, which is not one of this set")
 
     def wait_promoted(self, timeout_seconds: float = 15.0) -> Promotion:
-        """Wait until the other one is primary, the old one being killed or paused.
+        """Wait until the replica of a killed or paused primary is promoted.
 
-        That is when it takes writes; the Sentinels tell their clients up to a second later. It
-        takes one to two seconds; should the Sentinels not agree at once, some six more.
+        From then on it accepts writes; the Sentinels name it to clients up to a second later. A
+        promotion takes one to two seconds, and about six more if the Sentinels first disagree.
         """
         server = until(
             lambda: next((one for one in _answering(self.servers) if _is_primary(one)), None),
@@ -136,14 +136,14 @@ class Sentinels(Startable):
         return Promotion(server.address, time.monotonic())
 
     def revive(self) -> None:
-        """Start again what was killed, resume what was paused, and wait until all is in sync.
+        """Start killed servers, resume paused ones, and wait until all are in sync.
 
-        A primary that was replaced comes back as it was, and the Sentinels make it a replica. Call
-        `wait_promoted` before: a primary that is back sooner than it is replaced may stay primary.
+        A replaced primary returns as a primary, and the Sentinels make it a replica. Call
+        `wait_promoted` before: a primary that returns before its replacement may stay primary.
         """
         until(
-            self._no_promotion_is_under_way,
-            "every Sentinel has heard of the promotion",
+            self._no_promotion_runs,
+            "every Sentinel knows of the promotion",
             _SETTLED_SECONDS_MAX,
             self._views,
         )
@@ -166,8 +166,8 @@ class Sentinels(Startable):
         for sentinel in self.sentinels:
             _sentinel(sentinel, "DEBUG", *periods)
 
-    def _no_promotion_is_under_way(self) -> bool:
-        """Nobody has been promoted, or all Sentinels that answer know and are done with it."""
+    def _no_promotion_runs(self) -> bool:
+        """Return True if no live primary exists, or all live Sentinels have finished with it."""
         primary = next((one for one in _answering(self.servers) if _is_primary(one)), None)
         return primary is None or all(
             self._seen(sentinel) == (str(primary.port), "master")
@@ -175,13 +175,15 @@ class Sentinels(Startable):
         )
 
     def _seen(self, sentinel: Server) -> tuple[str, str]:
-        """The primary's port, and its flags. Any but `master` means down, disconnected, or in the
-        middle of a promotion."""
+        """Return the primary's port and flags, as a Sentinel sees them.
+
+        A flag other than `master` means down, disconnected, or in a promotion.
+        """
         facts = _facts(_sentinel(sentinel, "MASTER", self.service))
         return facts["port"], facts["flags"]
 
     def _is_settled(self) -> bool:
-        """One primary, one replica in sync, and everyone of the same mind about it."""
+        """Return True if all see one primary and one replica, which is in sync."""
         primaries = [server for server in self.servers if _is_primary(server)]
         if len(primaries) != 1:
             return False
@@ -201,14 +203,14 @@ class Sentinels(Startable):
         )
 
     def _views(self) -> str:
-        said = [
+        views = [
             f"server {one.port} says: {one.admin.execute_command('ROLE')}"
             for one in _answering(self.servers)
         ]
         for one in _answering(self.sentinels):
             port, flags = self._seen(one)
-            said.append(f"Sentinel {one.port} says: {port} is {flags}")
-        return "\n".join(said)
+            views.append(f"Sentinel {one.port} says: {port} is {flags}")
+        return "\n".join(views)
 
 
 def _answering(servers: Sequence[Server]) -> list[Server]:
@@ -216,7 +218,7 @@ def _answering(servers: Sequence[Server]) -> list[Server]:
 
 
 def _sentinel(sentinel: Server, *words: str | int) -> Any:
-    # As words of their own, so that redis-py does not parse the answer its way.
+    # Separate words keep redis-py from parsing the answer.
     return sentinel.admin.execute_command("SENTINEL", *words)
 
 

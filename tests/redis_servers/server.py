@@ -1,8 +1,8 @@
-"""One real server process: started, found ready, killed, paused, started again.
+"""One real server process, which a test can start, kill, pause and start again.
 
-A server is ready when the process that answers on its port is the one that was started; if it
-could not have the port, because somebody was quicker, another one is tried. Its folder holds its
-configuration, its data and its log; the end of the log is in the error when it does not start.
+A server is ready when the process that answers on its port is the one that the harness started. If
+another process took the port first, the harness tries another port. The server's folder holds its
+configuration, its data and its log. If it does not start, the error holds the end of the log.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.redis_servers.ports import HOST, free_port
 from tests.redis_servers.scratch import scratch
 from tests.redis_servers.waiting import await_stopped, until
 
-# On a busy machine; a start takes 20 ms.
+# Room for a busy machine; a start takes 20 ms on an idle one.
 READY_SECONDS_MAX = 20.0
 _PORTS_TRIED_MAX = 5
 _LOG_LINES_SHOWN = 20
@@ -29,18 +29,18 @@ _PORT_TAKEN = ("Address already in use", "port is already in use")
 
 
 class ServerFailed(AssertionError):
-    """A server could not be started; the message ends with the end of its log."""
+    """A server could not start; the message ends with the end of its log."""
 
 
 class Startable:
-    """Whatever runs for the length of a `with` block, and leaves nothing when it cannot start."""
+    """Servers that run for the length of a `with` block, and leave nothing if the start fails."""
 
     def start(self) -> None:
-        """Start it and wait until it is ready."""
+        """Start the servers and wait until they are ready."""
         raise NotImplementedError
 
     def stop(self) -> None:
-        """End all its processes and remove its files. It cannot be started again."""
+        """End all processes and remove their files. They cannot be started again."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -58,8 +58,8 @@ class Startable:
 class Server(Startable):
     """A redis-server or redis-sentinel on loopback.
 
-    `program`  the command, which is also the name of the Debian package that has it
-    `lines`    of its configuration; `{port}` stands for the port that the harness chose
+    `program`  the command, which is also the name of its Debian package
+    `lines`    the lines of its configuration; `{port}` stands for the port that the harness chose
     `login`    further arguments of redis-py for connecting: a password, certificates
     """
 
@@ -74,43 +74,43 @@ class Server(Startable):
         self._process: subprocess.Popen[bytes] | None = None
         self._admin: redis.Redis | None = None
         self.is_paused = False
-        # Once it has been ready, it keeps its port, and its configuration is its own: Sentinels
-        # and Cluster nodes write down there what they know.
+        # Once the server has been ready, its port and its configuration file stay: Sentinels and
+        # Cluster nodes save their state in that file.
         self._was_ready = False
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port; they stay the same when it is started again."""
+        """Return host and port, which stay the same after a restart."""
         return HOST, self.port
 
     @property
     def pid(self) -> int | None:
-        """The process number; None if it does not run, for whatever reason."""
+        """Return the process ID; None if the server does not run."""
         if self._process is None or self._process.poll() is not None:
             return None
         return self._process.pid
 
     @property
     def admin(self) -> redis.Redis:
-        """One client that stays connected and decodes replies, for asking and for flushing."""
+        """Return the administrator's client, which stays connected and decodes replies."""
         if self._admin is None:
-            # Once more, because Sentinels close all connections of a server that they promote.
-            once_more = Retry(NoBackoff(), 1)
-            self._admin = self.client(decode_responses=True, protocol=2, retry=once_more)
+            # Retry once, because Sentinels close all connections of a server that they promote.
+            retry_once = Retry(NoBackoff(), 1)
+            self._admin = self.client(decode_responses=True, protocol=2, retry=retry_once)
         return self._admin
 
     def client(self, **options: Any) -> redis.Redis:
-        """A new client, logged in as the administrator; it never retries. The caller closes it."""
+        """Return a new client of the administrator, which never retries. The caller closes it."""
         chosen: dict[str, Any] = {"retry": Retry(NoBackoff(), 0), **self._login, **options}
         return redis.Redis(HOST, self.port, **chosen)
 
     def start(self) -> None:
-        """Start it and wait until it answers. Again after `kill`: on the same port and data."""
+        """Start the server and wait until it answers. After `kill`, port and data stay the same."""
         self.launch()
         self.await_ready()
 
     def launch(self) -> None:
-        """Start it without waiting, so that several can be starting at a time."""
+        """Start the server without waiting, so that several can start at the same time."""
         if self.pid:
             raise ServerFailed(f"{self._program} on port {self.port} runs already; kill it first")
         if not self._was_ready:
@@ -129,7 +129,7 @@ class Server(Startable):
         scratch().stop_at_exit(self, self.kill)
 
     def await_ready(self) -> None:
-        """Wait until it answers; on another port, if somebody was quicker to take this one."""
+        """Wait until the server answers; if its port is taken, start it on another one."""
         for _ in range(_PORTS_TRIED_MAX):
             until(
                 lambda: self.pid is None or self._answers(),
@@ -147,7 +147,7 @@ class Server(Startable):
         raise ServerFailed(f"{self._program} on port {self.port} did not start. {self._log_end()}")
 
     def kill(self) -> None:
-        """SIGKILL, and wait until it is gone: what it has not written down is lost."""
+        """Send SIGKILL and wait for the end. The server loses data that is not on disk."""
         if self._admin is not None:
             self._admin.close()
             self._admin = None
@@ -158,18 +158,18 @@ class Server(Startable):
         scratch().forget(self)
 
     def pause(self) -> None:
-        """SIGSTOP: the port stays open and the kernel takes connections, but nobody answers."""
+        """Send SIGSTOP: the kernel still accepts connections, but the server does not answer."""
         self._signal(signal.SIGSTOP)
         await_stopped(cast("int", self.pid))
         self.is_paused = True
 
     def resume(self) -> None:
-        """SIGCONT: it goes on from where it was paused."""
+        """Send SIGCONT: the server runs on."""
         self._signal(signal.SIGCONT)
         self.is_paused = False
 
     def stop(self) -> None:
-        """Kill it and remove its files. It cannot be started again."""
+        """Kill the server and remove its files. It cannot be started again."""
         self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -183,7 +183,7 @@ class Server(Startable):
             facts = self.admin.info()
         except redis.RedisError:
             return False
-        # Somebody else's server may have the port, for as long as ours takes to find that out.
+        # Another server may have the port, until ours fails because of it.
         return bool(facts["process_id"] == self.pid and not facts.get("loading"))
 
     def _log_end(self) -> str:
@@ -192,7 +192,7 @@ class Server(Startable):
 
 
 def program_path(program: str, package: str | None = None) -> str:
-    """Where a program is. Never a reason to skip a test: what is missing is to be installed."""
+    """Return the path of a program. A missing program fails the test and never skips it."""
     path = shutil.which(program)
     if path is None:
         raise ServerFailed(

@@ -11,13 +11,13 @@ from urllib.parse import quote
 from tests.redis_servers.ports import HOST
 from tests.redis_servers.server import Server
 
-# Every redis-server of the harness: loopback only, and nothing on disk unless asked for.
+# Every redis-server of the harness is on loopback only, and writes no data to disk by default.
 COMMON_LINES = (f"bind {HOST}", "protected-mode no", "daemonize no", 'save ""')
 
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """Someone who may log in, and what for: `rules` as ACL SETUSER takes them."""
+    """A user of the server; `rules` have the syntax of ACL SETUSER."""
 
     name: str
     password: str
@@ -25,17 +25,17 @@ class User:
 
     @property
     def line(self) -> str:
-        """Its line of the configuration. Hashed, a password may have any character in it."""
+        """Return the configuration line. The password is hashed, so it may have any character."""
         digest = hashlib.sha256(self.password.encode()).hexdigest()
         return f"user {self.name} on #{digest} {self.rules}"
 
 
 class Single(Server):
-    """One redis-server, empty at first. In a `with` block it is started and stopped.
+    """One redis-server, without keys at first. A `with` block starts and stops it.
 
-    `password`  of the default user, who administers; without it, everyone may do everything
-    `users`     who else may log in; the first of them is the one in `uri`
-    `aof`       write each command down and sync it, so that it survives `kill`
+    `password`  the default user's, which is the administrator; without it, any client may do all
+    `users`     further users; `uri` names the first of them
+    `aof`       write and sync each command to disk, so that it survives `kill`
     `lines`     further lines of its configuration
     """
 
@@ -62,11 +62,11 @@ class Single(Server):
 
     @property
     def uri(self) -> str:
-        """The store's URI, with who logs in."""
-        return f"redis://{self._who}{HOST}:{self.port}/0"
+        """Return the store's URI, with the user's login."""
+        return f"redis://{self._login_part}{HOST}:{self.port}/0"
 
     @property
-    def _who(self) -> str:
+    def _login_part(self) -> str:
         if not self.user.password:
             return ""
         return f"{quote(self.user.name, safe='')}:{quote(self.user.password, safe='')}@"

@@ -1,4 +1,4 @@
-"""One redis-server that speaks TLS and nothing else."""
+"""One redis-server that accepts only TLS."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.redis_servers.single import Single, User
 
 
 class Tls(Single):
-    """A Single whose port takes TLS only, with certificates made for it.
+    """A Single whose port accepts only TLS, with new certificates.
 
-    `client_certificates`  refuse whoever does not show one; `uri` then names the client's
+    `client_certificates`  reject clients without a certificate; `uri` then names the client's
 
-    `ca_path` is the authority to believe; `cert_path` and `key_path` are the client's.
+    `ca_path` is the authority to trust; `cert_path` and `key_path` are the client's.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Tls(Single):
             login["ssl_certfile"] = str(self.cert_path)
             login["ssl_keyfile"] = str(self.key_path)
         tls_lines = (
-            "port 0",  # the last line about it counts
+            "port 0",  # overrides the port line before it
             "tls-port {port}",
             f"tls-ca-cert-file {made.ca_path}",
             f"tls-cert-file {made.server_cert_path}",
@@ -50,13 +50,13 @@ class Tls(Single):
 
     @property
     def uri(self) -> str:
-        """The store's URI, with the files that it takes to connect."""
+        """Return the store's URI, with the certificate files of the client."""
         files = {"tls_ca": self.ca_path}
         if self.client_certificates:
             files |= {"tls_cert": self.cert_path, "tls_key": self.key_path}
-        return f"rediss://{self._who}{HOST}:{self.port}/0?{urlencode(files, safe='/')}"
+        return f"rediss://{self._login_part}{HOST}:{self.port}/0?{urlencode(files, safe='/')}"
 
     def stop(self) -> None:
-        """Kill it and remove its files, the certificates too. It cannot be started again."""
+        """Kill the server and remove its files and certificates. It cannot be started again."""
         super().stop()
         shutil.rmtree(self._certificates_folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Waiting for a condition of a real server: bounded, and clear about what did not come."""
+"""Wait for a condition of a real server, with a timeout and a clear error."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import TypeVar
 
 Found = TypeVar("Found")
 
-# Short beside anything that is waited for here: a start takes 20 ms, a promotion seconds.
+# Short compared with every wait here: a start takes 20 ms, a promotion seconds.
 _PAUSE_SECONDS = 0.003
 _STOPPED_SECONDS_MAX = 20.0
-# Nobody sets it: waiting for it is the pause, and a signal still interrupts it.
+# This event is never set. Waiting for it is the pause, which a signal still interrupts.
 _NEVER = Event()
 
 
 class NotInTime(AssertionError):
-    """A condition did not come true; the message says which, and what was seen instead."""
+    """A condition did not become true in time; the message names it and the state seen instead."""
 
 
 def await_stopped(pid: int) -> None:
-    """Wait until a process that was sent SIGSTOP stands still, or is gone: it may still run."""
+    """Wait until a process that got SIGSTOP has stopped or is gone; it may run on for a moment."""
 
     def stands_still() -> bool:
         try:
@@ -40,9 +40,9 @@ def until(
     timeout_seconds: float,
     seen: Callable[[], object] = lambda: "",
 ) -> Found:
-    """What `condition` returns once that is true. It is asked at least once.
+    """Call `condition` until it returns something true; return that. It runs at least once.
 
-    `what` is what is waited for and `seen` tells what there was instead, both for the error.
+    `what` describes the condition and `seen` returns the state seen instead, both for the error.
     """
     deadline = time.monotonic() + timeout_seconds
     while not (found := condition()):
