@@ -102,6 +102,19 @@ async def test_requests(clock: ManualClock) -> None:
     assert await limiter.check(Request(user="v", ip="::1"))
 
 
+def test_the_engine_is_immediate_if_nothing_is_awaited(limiter: AsyncLimiter) -> None:
+    """A caller may use it only where it does the same as `evaluate`."""
+    rules = {"version": 1, "rules": [{"id": "users", "by": ["user"], "limits": ["2/minute"]}]}
+    ruled = AsyncLimiter.from_rules(rules)
+    assert ruled.immediate_engine is not None
+    assert ruled.immediate_engine.evaluate(Request(user="42"), 1).decision.remaining == 1
+    ruled.evaluate = ruled.evaluate  # type: ignore[method-assign]  # as tracing replaces it
+    assert ruled.immediate_engine is None
+    assert limiter.immediate_engine is None  # it has no rules
+    remote = AsyncLimiter.from_rules(rules, store="redis://127.0.0.1:1")
+    assert remote.immediate_engine is None
+
+
 async def test_wait_sleeps_until_it_fits(limiter: AsyncLimiter, clock: ManualClock) -> None:
     """Two pass at once, then one every 10 s, and no sleep blocks the loop."""
     times = []

@@ -25,7 +25,7 @@ from tollkeeper.limiter.arguments import (
 )
 from tollkeeper.limiter.path import Duration
 from tollkeeper.limiter.setup import LimiterSetup
-from tollkeeper.rules.engine import RepeatedCheck
+from tollkeeper.rules.engine import RepeatedCheck, RuleEngine
 from tollkeeper.rules.explain import Explanation
 
 if TYPE_CHECKING:
@@ -116,6 +116,17 @@ class AsyncLimiter(LimiterSetup):
         if self._async_store is None:
             return engine.evaluate_repeated(repeated)
         return await engine.evaluate_repeated_async(repeated)
+
+    @property
+    def immediate_engine(self) -> RuleEngine | None:
+        """The rule engine, if its store answers at once: then no caller needs to await a check.
+
+        None for a remote store, for a limiter without rules, and while `evaluate` is replaced on
+        this limiter, for example to trace it. A caller of the engine must check
+        `switches.limiting_off` first.
+        """
+        is_replaced = "evaluate" in vars(self)
+        return None if self._async_store is not None or is_replaced else self._engine
 
     async def evaluate_all(self, checks: Sequence[tuple[Key | Request, int]]) -> list[CheckResult]:
         """Return a result for each (key, cost); if any is denied, nothing is spent. See Limiter."""

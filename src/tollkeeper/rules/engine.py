@@ -92,7 +92,7 @@ class RepeatedCheck:
     def __init__(self, request: Request, cost: int) -> None:
         self.request = request
         self.cost = cost
-        self.known: tuple[CompiledRules, CheckPlan, CheckResult] | None = None
+        self.known: tuple[CompiledRules, tuple[CheckPlan, CheckResult]] | None = None
         """The rules, the plan they made, and a result whose applied rules are reused."""
 
 
@@ -210,13 +210,19 @@ class RuleEngine:
 
     def evaluate_repeated(self, repeated: RepeatedCheck) -> CheckResult:
         """Check a request that is checked often, in this thread."""
-        plan = self._plan_of(repeated)
-        return self._result_of(repeated, plan, *self.decide(plan, repeated.request))
+        plan, earlier = self._known(repeated)
+        decision, shadow_denied = self.decide(plan, repeated.request)
+        if earlier is None or shadow_denied or decision.degraded:
+            return self._result(plan, decision, shadow_denied)
+        return _new_result(CheckResult, (decision, earlier[1], "limited", (), earlier[4]))
 
     async def evaluate_repeated_async(self, repeated: RepeatedCheck) -> CheckResult:
         """Check a request that is checked often, on asyncio."""
-        plan = self._plan_of(repeated)
-        return self._result_of(repeated, plan, *await self.decide_async(plan, repeated.request))
+        plan, earlier = self._known(repeated)
+        decision, shadow_denied = await self.decide_async(plan, repeated.request)
+        if earlier is None or shadow_denied or decision.degraded:
+            return self._result(plan, decision, shadow_denied)
+        return _new_result(CheckResult, (decision, earlier[1], "limited", (), earlier[4]))
 
     def decide(self, plan: CheckPlan, request: Request) -> Decided:
         """Charge a request in this thread, if all of its rules have room."""
@@ -470,28 +476,18 @@ class RuleEngine:
             tuple([(check.subject, check.units) for check in checks]),
         )
 
-    def _plan_of(self, repeated: RepeatedCheck) -> CheckPlan:
+    def _known(self, repeated: RepeatedCheck) -> tuple[CheckPlan, CheckResult | None]:
+        """Return the plan of a repeated check, and an earlier result if it can be reused."""
         known, compiled = repeated.known, self.compiled_rules
         if known is not None and known[0] is compiled:
             return known[1]
         plan = compiled.plan(repeated.request, repeated.cost)
-        repeated.known = None
-        if compiled.is_steady and plan.enforced:
-            repeated.known = compiled, plan, self._result(plan, _WITHOUT_LIMITS[None])
-        return plan
-
-    def _result_of(
-        self,
-        repeated: RepeatedCheck,
-        plan: CheckPlan,
-        decision: Decision,
-        shadow_denied: Sequence[str],
-    ) -> CheckResult:
-        known = repeated.known
-        if known is None or known[1] is not plan or shadow_denied or decision.degraded:
-            return self._result(plan, decision, shadow_denied)
-        like = known[2]
-        return _new_result(CheckResult, (decision, like[1], "limited", (), like[4]))
+        if not compiled.is_steady or not plan.enforced:
+            repeated.known = None
+            return plan, None
+        found = plan, self._result(plan, _WITHOUT_LIMITS[None])
+        repeated.known = compiled, found
+        return found
 
     def _combined(self, checks: RuleChecks, decisions: Sequence[Decision]) -> Decision:
         """Return one decision from those of several rules, each counted."""

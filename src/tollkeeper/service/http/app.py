@@ -103,8 +103,8 @@ class HttpService:
             return
         path = scope["path"]
         headers = dict(scope["headers"])
-        request_id = headers.get(b"x-request-id", b"")
-        if not _REQUEST_ID.fullmatch(request_id):
+        request_id = headers.get(b"x-request-id")
+        if request_id is None or not _REQUEST_ID.fullmatch(request_id):
             request_id = b"%b-%x" % (self._id_prefix, next(self._ids))
         methods = self._routes.get(path, _NO_ROUTES)
         if methods is _NO_ROUTES and _is_admin(path):

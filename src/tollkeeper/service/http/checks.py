@@ -279,13 +279,11 @@ class RememberedChecks:
     """
 
     def __init__(self) -> None:
-        self.by_body: dict[bytes, tuple[Request, int]] = {}
+        self.by_body: dict[bytes, RepeatedCheck] = {}
         """The request and the cost of each body."""
-        self.repeated: dict[bytes, RepeatedCheck] = {}
-        """The bodies that came more than once."""
         self._decode = msgspec.json.Decoder(CheckBody).decode
 
-    def read(self, body: bytes) -> tuple[Request, int]:
+    def read(self, body: bytes) -> RepeatedCheck:
         """Decode a body into a request and its cost. Raises ConfigError."""
         try:
             fields = self._decode(body)
@@ -293,25 +291,19 @@ class RememberedChecks:
             raise _body_error(error, body) from None
         if _NUL in body:
             _reject_nul(msgspec.to_builtins(fields), "$")
-        found = request_of(fields), fields.cost
+        found = RepeatedCheck(request_of(fields), fields.cost)
         if len(body) <= REMEMBERED_BYTES_MAX:
             if len(self.by_body) >= REMEMBERED_MAX:
                 self.by_body.clear()
-                self.repeated.clear()
             self.by_body[body] = found
-        return found
-
-    def repeat(self, body: bytes) -> RepeatedCheck:
-        """Return the remembered check of a body that came before."""
-        found = self.repeated[body] = RepeatedCheck(*self.by_body[body])
         return found
 
 
 def _check(context: ServiceContext) -> Handler:
     remembered = RememberedChecks()
-    by_body, repeated = remembered.by_body, remembered.repeated
-    evaluate = context.limiter.evaluate
-    evaluate_repeated = context.limiter.evaluate_repeated
+    by_body = remembered.by_body
+    limiter = context.limiter
+    engine = limiter.immediate_engine
     now_ns = context.now_ns
     style = context.settings.style
     note_seconds = context.counters.decision_seconds.note
@@ -320,16 +312,24 @@ def _check(context: ServiceContext) -> Handler:
     async def check(asked: ServiceRequest) -> ServiceReply:
         body = asked[2]
         known = by_body.get(body)
-        request, cost = known or remembered.read(body)
+        read = known or remembered.read(body)
+        request, cost = read.request, read.cost
         scope = asked[3].scope
         if scope:
             request = in_scope(asked.token, request)
         started_ns = perf_counter_ns()
-        if known is None or scope:
+        repeated = None if scope else known
+        if engine is None or switches.limiting_off:
+            result = await (
+                limiter.evaluate(request, cost)
+                if repeated is None
+                else limiter.evaluate_repeated(repeated)
+            )
+        elif repeated is None:
             # A plan that is kept for a request that never comes again costs more than it saves.
-            result = await evaluate(request, cost)
+            result = engine.evaluate(request, cost)
         else:
-            result = await evaluate_repeated(repeated.get(body) or remembered.repeat(body))
+            result = engine.evaluate_repeated(repeated)
         note_seconds(perf_counter_ns() - started_ns)
         decided_ns = now_ns()
         if recorder is not None:
