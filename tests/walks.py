@@ -5,7 +5,7 @@
 compare: the document cannot go stale.
 
 A function counts once, when it is first called. A property counts as an attribute, and a
-comprehension as part of its function. C functions are not recorded.
+comprehension or a constructor as part of its caller. C functions are not recorded.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from contextlib import contextmanager
 from importlib import import_module
+from inspect import iscoroutinefunction
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -26,6 +27,18 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "architecture.md"
 
 # Calls that are recorded.
 _RECORDED = 10
+
+# Comprehensions and constructors count as part of the function that contains or calls them.
+_PART_OF_CALLER = {
+    "<listcomp>",
+    "<dictcomp>",
+    "<setcomp>",
+    "<genexpr>",
+    "<lambda>",
+    "<module>",
+    "__init__",
+    "__new__",
+}
 
 _STEP = re.compile(r"`([a-z0-9_./]+):([A-Za-z0-9_.<>]+)`")
 
@@ -52,7 +65,7 @@ class Walk:
             module = path.relative_to(SOURCE).with_suffix("").as_posix()
             name = code.co_qualname
             last = name.rpartition(".")[2]
-            if last in {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>", "<module>"}:
+            if last in _PART_OF_CALLER:
                 continue
             if not isinstance(resolved(module, name), property):
                 found.append(f"{module}:{name}")
@@ -95,13 +108,17 @@ def resolved(module: str, name: str) -> Any:
     return found
 
 
-def documented(heading: str) -> list[str]:
-    """Return the steps that a section of the architecture document names."""
+def section(heading: str) -> str:
+    """Return the text of a section of the architecture document."""
     text = DOCUMENT.read_text(encoding="utf-8")
     _, _, rest = text.partition(f"# {heading}\n")
     assert rest, f"{DOCUMENT.name} has no section {heading!r}"
-    section = re.split(r"^#+ ", rest, maxsplit=1, flags=re.MULTILINE)[0]
-    return [f"{module}:{name}" for module, name in _STEP.findall(section)]
+    return re.split(r"^#+ ", rest, maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def documented(heading: str) -> list[str]:
+    """Return the steps that a section of the architecture document names."""
+    return [f"{module}:{name}" for module, name in _STEP.findall(section(heading))]
 
 
 def files(steps: list[str]) -> list[str]:
@@ -117,3 +134,13 @@ def folders(steps: list[str]) -> list[str]:
         if found[-1:] != [folder]:
             found.append(folder)
     return found
+
+
+def coroutine_folders(steps: list[str]) -> set[str]:
+    """Return the folders of the functions that are awaited."""
+    awaited = set()
+    for step in steps:
+        module, _, name = step.partition(":")
+        if "<locals>" in name or iscoroutinefunction(resolved(module, name)):
+            awaited.add(module.rpartition("/")[0])
+    return awaited

@@ -78,6 +78,7 @@ class HttpService:
         self.metrics = WorkerMetrics(context)
         self._requests = context.counters.requests
         self._permitted = context.tokens.permitted
+        self._open_permissions = context.tokens.open_permissions
         self._timeouts = BodyTimeouts(context.settings.body_seconds_max)
         self._waiting = self._timeouts.waiting
         self._routes: Routes = {
@@ -115,12 +116,14 @@ class HttpService:
                 scope, methods
             )
             token: Token | TokenRejection = OPEN
-            if permission is not None:
+            if permission is not None and permission not in self._open_permissions:
                 given = headers.get(b"authorization")
                 authorization = None if given is None else given.decode("latin-1")
                 token = self._permitted(authorization, permission)
-                if isinstance(token, TokenRejection) or (token is OPEN and b"origin" in headers):
-                    _reject(token)
+            if isinstance(token, TokenRejection) or (
+                token is OPEN and permission is not None and b"origin" in headers
+            ):
+                _reject(token)
             body = b""
             if bytes_max:
                 task = current_task()

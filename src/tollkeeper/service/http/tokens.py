@@ -216,6 +216,11 @@ class Tokens:
         """True if every call needs a token, including a check."""
         return self._required
 
+    @property
+    def open_permissions(self) -> frozenset[Permission]:
+        """The permissions that never need a token, because there is no token file."""
+        return frozenset() if self._path is not None or self._required else _SCOPED
+
     def permitted(
         self, authorization: str | None, permission: Permission
     ) -> Token | TokenRejection:
