@@ -1,4 +1,4 @@
-"""What callers hand in, each checked in one place; test_fuzz_entries.py tries anything at all."""
+"""The arguments of limiters: each type is validated in one place."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tollkeeper.testing import ManualClock
 # ------------------------------------------------------------------------------------ clocks
 
 
-def test_a_clock_is_the_systems_unless_given() -> None:
-    """None is real time; any other is taken as it is."""
+def test_the_default_clock_is_the_system_clock() -> None:
+    """None means real time; any other clock is used unchanged."""
     clock = ManualClock()
     assert clock_of(clock) is clock
     assert type(clock_of(None)) is SystemClock
 
 
 @pytest.mark.parametrize("clock", [5, "now", object(), 0, False])
-def test_what_is_no_clock(clock: Any) -> None:
-    """Refused when the limiter is made, not at its first check."""
+def test_an_invalid_clock_is_rejected(clock: Any) -> None:
+    """The error is raised when the limiter is created, not at its first check."""
     with pytest.raises(ConfigError, match=r"has no now_ns\(\); for example clock=.*ManualClock"):
         clock_of(clock)
 
@@ -49,15 +49,16 @@ FIVE, SIX = Limit(5, per=1), Limit(6, per=60)
     ids=repr,
 )
 def test_limits(limits: Any, found: tuple[Limit, ...]) -> None:
-    """A rate string, a Limit, or a list or tuple of either, in their order."""
+    """Limits are a rate string, a Limit, or a list or tuple of these, in order."""
     assert limits_of(limits) == found
 
 
 @pytest.mark.parametrize(
     "limits", [None, 5, b"5/s", {"5/s"}, {"5/s": 1}, iter(["5/s"]), object()], ids=range(7)
 )
-def test_what_is_neither_a_limit_nor_a_list_of_them(limits: Any) -> None:
-    """Sets have no order and iterators are gone once read, so both are refused too."""
+def test_invalid_limits_are_rejected(limits: Any) -> None:
+    """Sets are rejected because they have no order, iterators because they can be read only
+    once."""
     with pytest.raises(ConfigError, match=r"^limits=.* is not a rate, a Limit, or a list of them"):
         limits_of(limits)
 
@@ -66,15 +67,15 @@ def test_what_is_neither_a_limit_nor_a_list_of_them(limits: Any) -> None:
     "limits",
     [["5/s", "6/s"], "5/s; 6/s", [FIVE, FIVE], [Limit(5, 1, name="n"), Limit(6, 2, name="n")]],
 )
-def test_limits_that_would_share_one_count(limits: Any) -> None:
-    """Charged once and refunded twice, they would count wrong; the error says how to tell them."""
+def test_limits_that_would_share_one_count_are_rejected(limits: Any) -> None:
+    """They would be charged once and refunded twice. The error suggests names."""
     with pytest.raises(ConfigError, match="would share one count; give each its own name"):
         limits_of(limits)
 
 
 @pytest.mark.parametrize("count", [0, 17])
 def test_there_are_1_to_16_limits(count: int) -> None:
-    """None at all limits nothing, and a check of hundreds would take as long."""
+    """An empty list limits nothing, and hundreds of limits would make a check slow."""
     assert len(limits_of([f"1/{n}s" for n in range(1, 17)])) == 16
     with pytest.raises(ConfigError, match=f"a limiter has 1 to 16 limits, not {count}"):
         limits_of([f"1/{n}s" for n in range(1, count + 1)])
@@ -84,7 +85,7 @@ def test_there_are_1_to_16_limits(count: int) -> None:
 
 
 class Seven:
-    """A whole number that is not an int, such as numpy's."""
+    """A whole number that is not an int, like those of numpy."""
 
     def __index__(self) -> int:
         return 7
@@ -92,13 +93,13 @@ class Seven:
 
 @pytest.mark.parametrize(("units", "whole"), [(0, 0), (1, 1), (10**30, 10**30), (Seven(), 7)])
 def test_units(units: Any, whole: int) -> None:
-    """Whatever is a whole number from 0 up, as an int."""
+    """Any whole number from 0 is accepted and returned as an int."""
     assert units_of(units, "cost") == whole
     assert type(units_of(units, "cost")) is int
 
 
 @pytest.mark.parametrize("units", [-1, 1.0, "1", None, True, False, 1j, [1]], ids=repr)
-def test_what_is_no_number_of_units(units: Any) -> None:
+def test_invalid_units_are_rejected(units: Any) -> None:
     """The error names the argument."""
     with pytest.raises(InvalidCost, match=r"^units=.* is not a whole number.*example units=1$"):
         units_of(units, "units")
@@ -124,7 +125,7 @@ class Called:
 
 
 class Awaited:
-    """A callable object whose call is to be awaited."""
+    """A callable object that returns a coroutine."""
 
     async def __call__(self) -> None: ...
 
@@ -132,7 +133,7 @@ class Awaited:
 
 
 class Generated:
-    """A callable object whose call is to be iterated over."""
+    """A callable object that returns an async generator."""
 
     async def __call__(self) -> AsyncIterator[int]:
         yield 1
@@ -164,8 +165,8 @@ def _wrapper(*args: Any) -> Any:
     ],
     ids=range(15),
 )
-def test_what_a_call_gives(function: Callable[..., object], kind: str) -> None:
-    """Callable objects, partials and wrappers are what they call."""
+def test_the_kind_of_a_function(function: Callable[..., object], kind: str) -> None:
+    """Callable objects, partials and wrappers have the kind of the function that they call."""
     assert kind_of(function) == kind
 
 
@@ -181,14 +182,14 @@ def test_what_a_call_gives(function: Callable[..., object], kind: str) -> None:
     ],
     ids=range(6),
 )
-def test_a_functions_name(function: Callable[..., object], name: str) -> None:
-    """Module and name: the key of a decorated function that was given none."""
+def test_the_name_of_a_function(function: Callable[..., object], name: str) -> None:
+    """Module and name are the default key of a decorated function."""
     assert name_of(function) == name
     assert key_of(None, function, (), {}) == name
 
 
 def test_key_and_cost_of_a_call() -> None:
-    """A value stands for every call; a function is asked with the call's arguments."""
+    """A value applies to every call; a function is called with the arguments of the call."""
     assert key_of(("a", "b"), _function, ("x",), {}) == ("a", "b")
     assert key_of(lambda user, size: f"{user}:{size}", _function, ("x",), {"size": 2}) == "x:2"
     assert key_of(lambda user: Request(user=user), _function, ("x",), {}) == Request(user="x")

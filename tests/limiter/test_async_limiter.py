@@ -1,4 +1,4 @@
-"""The verbs of AsyncLimiter: those of Limiter, awaited, and never blocking the loop."""
+"""The verbs of AsyncLimiter: those of Limiter, awaited. They never block the event loop."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def limiter(clock: ManualClock) -> AsyncLimiter:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
-async def test_the_same_answers_as_limiter(algorithm: AlgorithmName) -> None:
-    """On the same trace of verbs, both give the same decisions, field for field."""
+async def test_the_decisions_equal_those_of_limiter(algorithm: AlgorithmName) -> None:
+    """Both limiters make the same decisions, field by field, on the same trace of verbs."""
     clock = ManualClock()
     limits = [Limit(3, per=10, algorithm=algorithm), Limit(5, per=60)]
     sync = Limiter(limits, clock=clock, name="n")
@@ -81,21 +81,21 @@ async def test_the_same_answers_as_limiter(algorithm: AlgorithmName) -> None:
 
 
 async def test_errors_are_raised_when_awaited(limiter: AsyncLimiter) -> None:
-    """The same errors for the same mistakes."""
+    """The same mistakes raise the same errors as in Limiter."""
     with pytest.raises(InvalidKey):
         await limiter.check("")
     with pytest.raises(InvalidCost):
         await limiter.check("k", -1)
     with pytest.raises(CapacityError):
         await limiter.check("k", 3)
-    with pytest.raises(ConfigError, match="say what it is counted by"):
+    with pytest.raises(ConfigError, match="pass the fields that it is counted by"):
         await limiter.check(Request(user="u"))
     with pytest.raises(ConfigError, match="not between 1 ns and 366 days"):
         await limiter.grant("k", 1, ttl=0)
 
 
-async def test_requests(clock: ManualClock) -> None:
-    """Counted by what was asked."""
+async def test_requests_are_counted_by_their_fields(clock: ManualClock) -> None:
+    """The fields of `by` identify a request."""
     limiter = AsyncLimiter("1/m", clock=clock, by=["user"])
     assert await limiter.check(Request(user="u", ip="::1"))
     assert not await limiter.check(Request(user="u", ip="::2"))
@@ -116,7 +116,7 @@ def test_the_engine_is_immediate_if_nothing_is_awaited(limiter: AsyncLimiter) ->
 
 
 async def test_wait_sleeps_until_it_fits(limiter: AsyncLimiter, clock: ManualClock) -> None:
-    """Two pass at once, then one every 10 s, and no sleep blocks the loop."""
+    """Two pass at once, then one every 10 s. No sleep blocks the event loop."""
     times = []
     for _ in range(5):
         assert await limiter.wait("k")
@@ -124,16 +124,16 @@ async def test_wait_sleeps_until_it_fits(limiter: AsyncLimiter, clock: ManualClo
     assert times == [0, 0, 10, 20, 30]
 
 
-async def test_wait_keeps_to_its_timeout(limiter: AsyncLimiter, clock: ManualClock) -> None:
-    """Denied at once when it would take longer; allowed when it takes exactly as long."""
+async def test_wait_respects_its_timeout(limiter: AsyncLimiter, clock: ManualClock) -> None:
+    """A longer wait is denied at once; a wait of exactly the timeout is allowed."""
     await limiter.check("k", 2)
     denied = await limiter.wait("k", timeout=9.999)
     assert (denied.allowed, denied.retry_after, clock.now_ns()) == (False, 10.0, 0)
     assert (await limiter.wait("k", timeout=10)).allowed
 
 
-async def test_wait_goes_on_when_woken_early() -> None:
-    """A sleep that ends early is followed by another."""
+async def test_wait_sleeps_again_when_woken_early() -> None:
+    """After a sleep that ends early, `wait` sleeps again."""
     clock = ShortClock()
     limiter = AsyncLimiter("2/20s", clock=clock)
     await limiter.check("k", 2)
@@ -141,29 +141,29 @@ async def test_wait_goes_on_when_woken_early() -> None:
     assert clock.now_ns() == 10 * SECOND
 
 
-async def test_wait_on_a_clock_that_runs() -> None:
-    """What fits now is allowed, though a microsecond passes between two readings."""
+async def test_wait_on_a_moving_clock() -> None:
+    """A cost that fits now is allowed, although a microsecond passes between two readings."""
     limiter = AsyncLimiter("2/20s", clock=TickingClock())
     assert (await limiter.wait("k", timeout=0)).allowed
 
 
-async def test_wait_keeps_what_it_got_when_it_overslept() -> None:
-    """Units that are there when it wakes up are not given back because it woke up late."""
+async def test_wait_keeps_its_units_after_a_late_wakeup() -> None:
+    """Units that are available after a late wake-up are not refunded."""
     limiter = AsyncLimiter("2/20s", clock=LateClock())
     await limiter.check("k", 2)
     assert (await limiter.wait("k", timeout=10)).allowed
 
 
-async def test_wait_serves_a_leaky_buckets_delay(clock: ManualClock) -> None:
-    """Allowed means now."""
+async def test_wait_sleeps_the_delay_of_a_leaky_bucket(clock: ManualClock) -> None:
+    """`wait` returns an allowed decision only after the delay."""
     limiter = AsyncLimiter(QUEUE, clock=clock)
     for turn in range(3):
         decision = await limiter.wait("k")
         assert (clock.now_ns(), decision.delay_ns) == (turn * SECOND, 0)
 
 
-async def test_a_turn_after_the_deadline_is_given_back(clock: ManualClock) -> None:
-    """Queued behind 3 s with 2 s to wait: denied, and the place is free again."""
+async def test_a_place_after_the_deadline_is_refunded(clock: ManualClock) -> None:
+    """A delay of 3 s with a timeout of 2 s is denied, and the place in the queue is refunded."""
     limiter = AsyncLimiter(QUEUE, clock=clock)
     await limiter.check("k", 3)
     decision = await limiter.wait("k", timeout=2)
@@ -172,7 +172,7 @@ async def test_a_turn_after_the_deadline_is_given_back(clock: ManualClock) -> No
 
 
 async def test_a_cancelled_wait_spends_nothing() -> None:
-    """A client that hung up while waiting for room has taken none."""
+    """A client that disconnects while it waits for room has spent nothing."""
     limiter = AsyncLimiter("2/20s", clock=StuckClock())
     await limiter.check("k", 2)
     waiting = asyncio.create_task(limiter.wait("k"))
@@ -207,10 +207,10 @@ async def _call(limiter: AsyncLimiter) -> None:
         pytest.param(_call, id="limit"),
     ],
 )
-async def test_whoever_is_cancelled_in_the_queue_leaves_it(
+async def test_a_cancelled_wait_in_the_queue_is_refunded(
     verb: Callable[[AsyncLimiter], Coroutine[Any, Any, Any]],
 ) -> None:
-    """Queued behind 3 s when the client hangs up: the place in the leaky bucket is free again."""
+    """If a client disconnects during a delay of 3 s, its place in the leaky bucket is refunded."""
     limiter = AsyncLimiter(QUEUE, clock=StuckClock())
     await limiter.check("k", 3)
     queued = asyncio.create_task(verb(limiter))
@@ -222,8 +222,8 @@ async def test_whoever_is_cancelled_in_the_queue_leaves_it(
     assert (await limiter.peek("k")).remaining == 2
 
 
-async def test_lengths_of_time_may_be_timedeltas(limiter: AsyncLimiter, clock: ManualClock) -> None:
-    """Timeout, wait and ttl, as in Limiter."""
+async def test_durations_may_be_timedeltas(limiter: AsyncLimiter, clock: ManualClock) -> None:
+    """`timeout`, `wait` and `ttl` accept a timedelta, as in Limiter."""
     await limiter.check("k", 2)
     assert not await limiter.wait("k", timeout=timedelta(milliseconds=9_999))
     async with limiter.hold("k", wait=timedelta(seconds=10)):
@@ -232,8 +232,8 @@ async def test_lengths_of_time_may_be_timedeltas(limiter: AsyncLimiter, clock: M
     assert (await limiter.peek("k")).remaining == 1
 
 
-async def test_waiting_lets_others_run() -> None:
-    """While one task waits, another is served."""
+async def test_waiting_lets_other_tasks_run() -> None:
+    """While one task waits, another task is served."""
     limiter = AsyncLimiter("2/20s", clock=StuckClock())
     await limiter.check("busy", 2)
     waiting = asyncio.create_task(limiter.wait("busy"))
@@ -245,13 +245,13 @@ async def test_waiting_lets_others_run() -> None:
 
 
 async def test_concurrent_waits_pass_one_by_one(limiter: AsyncLimiter, clock: ManualClock) -> None:
-    """Ten tasks at once: two at 0 s, and never more than one every 10 s after."""
+    """Of ten concurrent tasks, two pass at 0 s and then at most one every 10 s."""
     await asyncio.gather(*(limiter.wait("k") for _ in range(10)))
     assert clock.now_ns() >= 80 * SECOND
 
 
 async def test_hold(limiter: AsyncLimiter) -> None:
-    """Spends on the way in, and raises instead of running the block when denied."""
+    """`hold` spends before the block runs, and raises instead of running the block if denied."""
     async with limiter.hold("k", 2) as decision:
         assert decision.remaining == 0
     with pytest.raises(LimitExceeded) as caught:
@@ -261,7 +261,7 @@ async def test_hold(limiter: AsyncLimiter) -> None:
 
 
 async def test_hold_waits(limiter: AsyncLimiter, clock: ManualClock) -> None:
-    """Up to `wait` seconds for room; a leaky bucket's delay is slept as well."""
+    """`hold` waits up to `wait` seconds for room, and sleeps the delay of a leaky bucket."""
     await limiter.check("k", 2)
     async with limiter.hold("k", wait=10):
         assert clock.now_ns() == 10 * SECOND
@@ -273,10 +273,10 @@ async def test_hold_waits(limiter: AsyncLimiter, clock: ManualClock) -> None:
 
 @pytest.mark.parametrize("kind", [RuntimeError, asyncio.CancelledError])
 @pytest.mark.parametrize(("refund", "left"), [(False, 0), (True, 2)])
-async def test_hold_refunds_a_block_that_raises_if_told(
+async def test_hold_refunds_a_block_that_raises_if_requested(
     limiter: AsyncLimiter, kind: type[BaseException], refund: bool, left: int
 ) -> None:
-    """With refund_on_error a block that failed or was cancelled costs nothing."""
+    """With `refund_on_error`, a block that failed or was cancelled costs nothing."""
     with pytest.raises(kind):
         async with limiter.hold("k", 2, refund_on_error=refund):
             raise kind
@@ -284,7 +284,7 @@ async def test_hold_refunds_a_block_that_raises_if_told(
 
 
 async def test_the_decorator_limits_calls(limiter: AsyncLimiter) -> None:
-    """Two calls run, the third raises; the result is still an async function."""
+    """Two calls run and the third raises. The result is still an async function."""
 
     @limiter.limit(key=lambda user: f"user:{user}")
     async def work(user: str) -> str:
@@ -301,8 +301,8 @@ async def test_the_decorator_limits_calls(limiter: AsyncLimiter) -> None:
         await work("a")
 
 
-async def test_the_decorator_waits_if_told(limiter: AsyncLimiter, clock: ManualClock) -> None:
-    """Up to `wait` seconds for each call; cost may be a function too."""
+async def test_the_decorator_waits_if_requested(limiter: AsyncLimiter, clock: ManualClock) -> None:
+    """Each call waits up to `wait` seconds. The cost may be a function."""
 
     @limiter.limit(cost=lambda size: size, wait=20)
     async def now(size: int) -> int:
@@ -319,8 +319,8 @@ def _generator() -> Any:
 
 
 @pytest.mark.parametrize("function", [_function, _generator, len])
-def test_sync_functions_are_refused(limiter: AsyncLimiter, function: Callable[..., Any]) -> None:
-    """They cannot be awaited; the error names the other limiter."""
+def test_sync_functions_are_rejected(limiter: AsyncLimiter, function: Callable[..., Any]) -> None:
+    """They cannot be awaited. The error names the other limiter."""
     with pytest.raises(ConfigError, match="is not async; decorate it with Limiter"):
         limiter.limit()(function)
 
@@ -330,14 +330,14 @@ async def _numbers() -> AsyncIterator[int]:
     yield 2
 
 
-def test_async_generators_are_refused(limiter: AsyncLimiter) -> None:
-    """They are iterated, not awaited; the error says what to write instead."""
+def test_async_generators_are_rejected(limiter: AsyncLimiter) -> None:
+    """They are iterated and not awaited. The error shows the code to write instead."""
     with pytest.raises(ConfigError, match=r"_numbers is an async generator.*`async with limiter"):
-        limiter.limit()(_numbers)  # type: ignore[arg-type]  # that it is refused is the test
+        limiter.limit()(_numbers)  # type: ignore[arg-type]  # the test expects the rejection
 
 
 async def test_a_partial_of_an_async_function_can_be_limited(limiter: AsyncLimiter) -> None:
-    """A partial is async if its function is, and has no name of its own."""
+    """A partial is async if its function is, and it has no name."""
 
     async def double(number: int) -> int:
         return 2 * number
@@ -346,8 +346,10 @@ async def test_a_partial_of_an_async_function_can_be_limited(limiter: AsyncLimit
 
 
 @pytest.mark.parametrize(("policy", "allowed"), [("open", True), ("closed", False)])
-async def test_a_store_that_cannot_decide_is_answered_for(policy: Any, allowed: bool) -> None:
-    """Degraded, as the policy says; `raise` raises."""
+async def test_the_failure_policy_answers_if_the_store_cannot_decide(
+    policy: Any, allowed: bool
+) -> None:
+    """The decision is degraded and follows the policy; `raise` raises the error."""
     store = PythonMemoryStore(ManualClock(), 1)
     first = AsyncLimiter("2/20s", store=store, on_failure="raise")
     await first.check("taken")
@@ -358,18 +360,18 @@ async def test_a_store_that_cannot_decide_is_answered_for(policy: Any, allowed: 
     assert (decision.allowed, decision.degraded) == (allowed, True)
 
 
-async def test_closing_leaves_anothers_store_open(clock: ManualClock) -> None:
-    """Sync and async limiters may share a store; closing one does not end the other."""
+async def test_closing_leaves_a_shared_store_open(clock: ManualClock) -> None:
+    """Sync and async limiters may share a store. Closing one does not close the store."""
     first = Limiter("2/20s", clock=clock)
     async with AsyncLimiter("2/20s", store=first.store, clock=clock) as second:
         await second.check("k", 2)
     assert not first.check("k")
 
 
-async def test_closing_closes_an_own_store(
+async def test_closing_closes_the_store_that_the_limiter_opened(
     clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A store that the limiter opened is closed at the end of its block."""
+    """A store that the limiter opened is closed at the end of the block."""
     closed = []
     store = PythonMemoryStore(clock)
     monkeypatch.setattr(store, "close", lambda: closed.append(True))

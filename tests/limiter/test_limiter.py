@@ -1,4 +1,4 @@
-"""The verbs of Limiter that answer at once; test_limiter_waiting.py has those that wait."""
+"""The verbs of Limiter that return at once; test_waiting.py tests those that wait."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def limiter(clock: ManualClock) -> Limiter:
     return Limiter("2/20s", clock=clock, name="orders")
 
 
-# ------------------------------------------------------------------------------------ making one
+# ------------------------------------------------------------------------------------ creating
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,8 @@ def limiter(clock: ManualClock) -> Limiter:
         (Limit(10, per=1), Limit(100, per=60)),
     ],
 )
-def test_limits_may_be_said_in_many_ways(limits: Any) -> None:
-    """A string, a Limit, or several of either."""
+def test_limits_have_several_forms(limits: Any) -> None:
+    """A string, a Limit, or several of these."""
     assert Limiter(limits).limits == (Limit(10, per=1), Limit(100, per=60))
 
 
@@ -77,29 +77,29 @@ def test_one_limit_alone() -> None:
     ],
     ids=repr,
 )
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], problem: str) -> None:
-    """A ConfigError that says what is wrong, before anything was opened or counted."""
+def test_invalid_arguments_are_rejected(arguments: dict[str, Any], problem: str) -> None:
+    """ConfigError describes the mistake, before any store is opened."""
     with pytest.raises(ConfigError) as caught:
         Limiter(**arguments)
     assert problem in str(caught.value)
 
 
-def test_the_same_limit_twice_is_refused() -> None:
-    """Given twice it would be charged once and refunded twice."""
+def test_the_same_limit_twice_is_rejected() -> None:
+    """It would be charged once and refunded twice."""
     limit = Limit(5, per=60)
     with pytest.raises(ConfigError, match="would share one count"):
         Limiter([limit, limit])
 
 
 def test_two_limits_of_one_window_with_names(clock: ManualClock) -> None:
-    """A name of its own gives each limit a count of its own."""
+    """Limits with different names have separate counts."""
     limiter = Limiter([Limit(5, per=60), Limit(3, per=60, name="narrow")], clock=clock)
     assert limiter.check("k", 3).policy.name == "narrow"
     assert not limiter.check("k")
 
 
 def test_a_store_may_be_shared(clock: ManualClock) -> None:
-    """Limiters of one name on one store share their counts; another name keeps its own."""
+    """Limiters with one name on one store share their counts; other names have separate counts."""
     first = Limiter("2/20s", clock=clock)
     second = Limiter("2/20s", store=first.store, clock=clock)
     other = Limiter("2/20s", store=first.store, clock=clock, name="other")
@@ -109,7 +109,7 @@ def test_a_store_may_be_shared(clock: ManualClock) -> None:
 
 
 class RecordingStore(PythonMemoryStore):
-    """A store that knows how often it was closed."""
+    """A store that counts calls of `close`."""
 
     closed = 0
 
@@ -117,8 +117,10 @@ class RecordingStore(PythonMemoryStore):
         self.closed += 1
 
 
-def test_closing_closes_an_own_store(clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store that the limiter opened is closed with it, also when its block raises."""
+def test_closing_closes_the_store_that_the_limiter_opened(
+    clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is closed with the limiter, also if its block raises."""
     store = RecordingStore(clock)
     monkeypatch.setattr("tollkeeper.limiter.setup.store_of", lambda uri, clock: store)
     with pytest.raises(RuntimeError), Limiter("2/20s", clock=clock):
@@ -126,8 +128,8 @@ def test_closing_closes_an_own_store(clock: ManualClock, monkeypatch: pytest.Mon
     assert store.closed == 1
 
 
-def test_closing_leaves_anothers_store_open(clock: ManualClock) -> None:
-    """A store that was handed in belongs to whoever opened it."""
+def test_closing_leaves_a_shared_store_open(clock: ManualClock) -> None:
+    """The application closes a store that it passed in."""
     store = RecordingStore(clock)
     with Limiter("2/20s", store=store, clock=clock) as limiter:
         limiter.check("k")
@@ -135,8 +137,8 @@ def test_closing_leaves_anothers_store_open(clock: ManualClock) -> None:
     assert store.closed == 0
 
 
-def test_stats_are_the_stores(limiter: Limiter) -> None:
-    """One key, one limit, one state."""
+def test_stats_are_those_of_the_store(limiter: Limiter) -> None:
+    """One key under one limit is one state."""
     limiter.check("k")
     assert limiter.stats().states == 1
 
@@ -144,20 +146,20 @@ def test_stats_are_the_stores(limiter: Limiter) -> None:
 # ------------------------------------------------------------------------------------ check, peek
 
 
-def test_the_readmes_three_lines() -> None:
-    """Two of two pass and the third does not, on the real clock."""
+def test_the_example_of_the_readme() -> None:
+    """On the real clock, two of two requests pass and the third is denied."""
     limiter = Limiter("2/minute")
     assert [bool(limiter.check("user:42")) for _ in range(3)] == [True, True, False]
 
 
 def test_a_decision_names_its_limiter(limiter: Limiter) -> None:
-    """The limiter's name is the decision's rule."""
+    """`decision.rule` is the name of the limiter."""
     assert limiter.check("k").rule == "orders"
     assert limiter.peek("k").rule == "orders"
 
 
 def test_peek_spends_nothing(limiter: Limiter) -> None:
-    """It answers as `check` would, for any cost, any number of times."""
+    """`peek` returns the decision of `check` for any cost, any number of times."""
     for _ in range(5):
         assert limiter.peek("k", 2).allowed
         assert limiter.peek("k").remaining == 2
@@ -167,16 +169,16 @@ def test_peek_spends_nothing(limiter: Limiter) -> None:
 
 
 class Four:
-    """A number that is not an int, such as numpy's."""
+    """A number that is not an int, like those of numpy."""
 
     def __index__(self) -> int:
         return 4
 
 
-def test_a_cost_is_anything_that_is_a_whole_number(clock: ManualClock) -> None:
-    """Whatever has __index__ counts as its number; 0 reads."""
+def test_a_cost_is_any_whole_number(clock: ManualClock) -> None:
+    """Any object with `__index__` counts as its number. A cost of 0 reads the quota."""
     limiter = Limiter("10/m", clock=clock)
-    assert limiter.check("k", Four()).remaining == 6  # type: ignore[arg-type]  # as numpy's
+    assert limiter.check("k", Four()).remaining == 6  # type: ignore[arg-type]  # like an integer of numpy
     assert limiter.check("k", 0).remaining == 6
 
 
@@ -185,8 +187,8 @@ WRONG_COSTS = [-1, -(10**30), 1.0, 0.5, "1", b"1", None, True, False, [], (1,), 
 
 @pytest.mark.parametrize("cost", WRONG_COSTS, ids=repr)
 @pytest.mark.parametrize("verb", ["check", "peek", "refund", "grant", "wait"])
-def test_what_is_no_cost_is_refused(limiter: Limiter, verb: str, cost: Any) -> None:
-    """In every verb: not negative, not a fraction, not text, and not a bool by mistake."""
+def test_invalid_costs_are_rejected(limiter: Limiter, verb: str, cost: Any) -> None:
+    """Every verb rejects negative numbers, fractions, text and booleans."""
     with pytest.raises(InvalidCost, match=r"is not a whole number from 0 up; for example"):
         getattr(limiter, verb)("k", cost)
     assert limiter.peek("k").remaining == 2
@@ -194,15 +196,15 @@ def test_what_is_no_cost_is_refused(limiter: Limiter, verb: str, cost: Any) -> N
 
 @pytest.mark.parametrize("key", ["", None, 42, b"k", ["k"], ("a", 1), "x" * 513], ids=repr)
 @pytest.mark.parametrize("verb", ["check", "peek", "refund", "reset", "wait"])
-def test_what_is_no_key_is_refused(limiter: Limiter, verb: str, key: Any) -> None:
-    """In every verb."""
+def test_invalid_keys_are_rejected(limiter: Limiter, verb: str, key: Any) -> None:
+    """Every verb rejects them."""
     with pytest.raises(InvalidKey):
         getattr(limiter, verb)(key)
 
 
 @pytest.mark.parametrize("verb", ["check", "peek", "wait"])
 def test_a_cost_that_can_never_fit_is_an_error(limiter: Limiter, verb: str) -> None:
-    """At once, in every verb that asks; no wait would help."""
+    """Every verb that checks raises it at once, because no wait would help."""
     with pytest.raises(CapacityError):
         getattr(limiter, verb)("k", 3)
 
@@ -210,8 +212,8 @@ def test_a_cost_that_can_never_fit_is_an_error(limiter: Limiter, verb: str) -> N
 # ------------------------------------------------------------------------------------ by=Request
 
 
-def test_requests_are_counted_by_what_was_asked(clock: ManualClock) -> None:
-    """By tenant and user: other attributes make no difference, these do."""
+def test_requests_are_counted_by_their_fields(clock: ManualClock) -> None:
+    """Tenant and user identify the request; other fields make no difference."""
     limiter = Limiter("1/m", clock=clock, by=["tenant", "user"])
     assert limiter.check(Request(tenant="t", user="u", endpoint="/a"))
     assert not limiter.check(Request(tenant="t", user="u", endpoint="/b"))
@@ -222,7 +224,7 @@ def test_requests_are_counted_by_what_was_asked(clock: ManualClock) -> None:
 
 
 def test_every_verb_takes_a_request(clock: ManualClock) -> None:
-    """Refund, grant, reset, wait and hold identify it the same way."""
+    """Refund, grant, reset, wait and hold identify a request in the same way."""
     limiter = Limiter("1/m", clock=clock, by=["user"])
     me = Request(user="me")
     limiter.check(me)
@@ -235,22 +237,22 @@ def test_every_verb_takes_a_request(clock: ManualClock) -> None:
         assert limiter.peek(me).remaining == 0
 
 
-def test_a_request_without_by_is_refused(limiter: Limiter) -> None:
-    """The error shows how to say it."""
+def test_a_request_without_by_is_rejected(limiter: Limiter) -> None:
+    """The error shows a correct example."""
     with pytest.raises(ConfigError, match=r'by=\["tenant", "user"\]'):
         limiter.check(Request(user="me"))
 
 
-def test_a_limiter_by_attributes_still_takes_keys(clock: ManualClock) -> None:
-    """A plain key is a key, also where requests are counted by something."""
+def test_a_limiter_with_by_still_accepts_keys(clock: ManualClock) -> None:
+    """A plain key is counted under itself."""
     assert Limiter("1/m", clock=clock, by=["user"]).check("plain")
 
 
-# ------------------------------------------------------------------------------------ giving
+# ------------------------------------------------------------------------------------ refund, grant
 
 
-def test_refund_gives_back_and_no_more(limiter: Limiter) -> None:
-    """One of two comes back; a second refund of five does not make seven."""
+def test_refund_never_exceeds_the_quota(limiter: Limiter) -> None:
+    """A refund of one returns one of two; a second refund of five does not make seven."""
     limiter.check("k", 2)
     limiter.refund("k")
     assert limiter.peek("k").remaining == 1
@@ -258,8 +260,8 @@ def test_refund_gives_back_and_no_more(limiter: Limiter) -> None:
     assert limiter.peek("k").remaining == 2
 
 
-def test_grant_is_on_top_until_its_time(limiter: Limiter, clock: ManualClock) -> None:
-    """Three more for 5 s; at 5 s they are gone."""
+def test_a_grant_adds_units_until_it_ends(limiter: Limiter, clock: ManualClock) -> None:
+    """A grant adds three units for 5 s. At 5 s it has ended."""
     limiter.grant("k", 3, ttl=5)
     assert limiter.peek("k").remaining == 5
     clock.advance(4.999_999_999)
@@ -268,8 +270,8 @@ def test_grant_is_on_top_until_its_time(limiter: Limiter, clock: ManualClock) ->
     assert limiter.peek("k").remaining == 2
 
 
-def test_grant_lasts_a_window_unless_told(limiter: Limiter, clock: ManualClock) -> None:
-    """Without a ttl it is good for one window of each limit."""
+def test_a_grant_lasts_one_window_by_default(limiter: Limiter, clock: ManualClock) -> None:
+    """Without a ttl, a grant is valid for one window of each limit."""
     limiter.grant("k", 3)
     clock.advance(19.9)
     assert limiter.peek("k").remaining == 5
@@ -277,8 +279,8 @@ def test_grant_lasts_a_window_unless_told(limiter: Limiter, clock: ManualClock) 
     assert limiter.peek("k").remaining == 2
 
 
-def test_refund_gives_no_grant_back(limiter: Limiter) -> None:
-    """What was drawn from a grant is spent: 2 of 5 were the limit's own, and those come back."""
+def test_refund_returns_no_granted_units(limiter: Limiter) -> None:
+    """Granted units stay spent: of 5 units, only the 2 of the limit are returned."""
     limiter.grant("k", 3)
     limiter.check("k", 5)
     limiter.refund("k", 5)
@@ -286,7 +288,7 @@ def test_refund_gives_no_grant_back(limiter: Limiter) -> None:
 
 
 def test_grant_lets_a_larger_cost_pass(limiter: Limiter) -> None:
-    """With 3 granted on top of 2, a cost of 5 is no longer one that can never fit."""
+    """With 3 granted units on top of 2, a cost of 5 fits."""
     limiter.grant("k", 3)
     assert limiter.check("k", 5)
 
@@ -295,8 +297,8 @@ YEAR = 366 * 86_400
 
 
 @pytest.mark.parametrize("ttl", [1e-9, 5, YEAR, timedelta(seconds=5), timedelta(days=366)])
-def test_a_ttl_is_a_length_of_time(limiter: Limiter, clock: ManualClock, ttl: Any) -> None:
-    """Seconds or a timedelta, a nanosecond to 366 days; at its end the grant is gone."""
+def test_a_ttl_is_a_duration(limiter: Limiter, clock: ManualClock, ttl: Any) -> None:
+    """A ttl is seconds or a timedelta, from a nanosecond to 366 days; then the grant ends."""
     limiter.grant("k", 3, ttl=ttl)
     assert limiter.peek("k").remaining == 5
     clock.advance(ttl.total_seconds() if isinstance(ttl, timedelta) else ttl)
@@ -306,23 +308,23 @@ def test_a_ttl_is_a_length_of_time(limiter: Limiter, clock: ManualClock, ttl: An
 @pytest.mark.parametrize(
     "ttl", [0, 1e-10, YEAR + 1, 10**30, math.inf, timedelta(0), timedelta(days=367)], ids=repr
 )
-def test_a_ttl_out_of_range_is_refused(limiter: Limiter, ttl: Any) -> None:
-    """More than nothing, at most 366 days."""
+def test_a_ttl_out_of_range_is_rejected(limiter: Limiter, ttl: Any) -> None:
+    """A ttl is more than 0 and at most 366 days."""
     with pytest.raises(ConfigError, match="is not between 1 ns and 366 days"):
         limiter.grant("k", 1, ttl=ttl)
     assert limiter.peek("k").remaining == 2
 
 
 @pytest.mark.parametrize("ttl", [-1, -1e-9, math.nan, True, "5", timedelta(seconds=-1)], ids=repr)
-def test_a_ttl_that_is_no_time_is_refused(limiter: Limiter, ttl: Any) -> None:
-    """Negative, not a number, or not a length of time at all."""
+def test_an_invalid_ttl_is_rejected(limiter: Limiter, ttl: Any) -> None:
+    """Negative values, NaN and other types are rejected."""
     with pytest.raises(ConfigError, match=r"^ttl=.* is not a length of time"):
         limiter.grant("k", 1, ttl=ttl)
     assert limiter.peek("k").remaining == 2
 
 
-def test_reset_forgets_both(limiter: Limiter) -> None:
-    """What was spent and what was granted."""
+def test_reset_forgets_spent_and_granted_units(limiter: Limiter) -> None:
+    """`reset` forgets spent units and granted units."""
     limiter.grant("k", 3)
     limiter.check("k", 5)
     limiter.grant("k", 3)
@@ -331,12 +333,12 @@ def test_reset_forgets_both(limiter: Limiter) -> None:
     limiter.reset("never seen")
 
 
-# ------------------------------------------------------------------------------------ failing
+# ------------------------------------------------------------------------------------ failures
 
 
 @pytest.fixture
 def full_store() -> Limiter:
-    """A store of one state, taken."""
+    """A store with room for one state, which is in use."""
     clock = ManualClock()
     limiter = Limiter("2/20s", store=PythonMemoryStore(clock, 1), clock=clock)
     limiter.check("taken", 2)
@@ -346,10 +348,10 @@ def full_store() -> Limiter:
 @pytest.mark.parametrize(
     ("policy", "allowed", "retry"), [("open", True, 0.0), ("closed", False, 1.0)]
 )
-def test_a_store_that_cannot_decide_is_answered_for(
+def test_the_failure_policy_answers_if_the_store_cannot_decide(
     full_store: Limiter, policy: Any, allowed: bool, retry: float
 ) -> None:
-    """Degraded: `open` allows and `closed` denies; keys that are there are decided as ever."""
+    """`open` allows and `closed` denies, degraded. Keys with a state are decided as usual."""
     limiter = Limiter("2/20s", store=full_store.store, on_failure=policy)
     decision = limiter.check("new")
     assert (decision.allowed, decision.degraded) == (allowed, True)
@@ -358,26 +360,26 @@ def test_a_store_that_cannot_decide_is_answered_for(
     assert (taken.allowed, taken.degraded) == (False, False)
 
 
-def test_a_store_that_cannot_decide_may_raise(full_store: Limiter) -> None:
-    """`raise` hands the StoreError on."""
+def test_the_failure_policy_may_raise(full_store: Limiter) -> None:
+    """`raise` raises the StoreError to the caller."""
     limiter = Limiter("2/20s", store=full_store.store, on_failure="raise")
     with pytest.raises(StoreFull):
         limiter.check("new")
 
 
 def test_open_is_the_default(full_store: Limiter) -> None:
-    """Being limited matters less than being served, unless told otherwise."""
+    """By default, serving requests matters more than limiting them."""
     assert full_store.check("new").allowed
 
 
-def test_a_grant_that_found_no_room_is_an_error(full_store: Limiter) -> None:
-    """There is no decision to degrade, so the caller is told."""
+def test_a_grant_without_room_is_an_error(full_store: Limiter) -> None:
+    """A grant has no decision to degrade, so the error reaches the caller."""
     with pytest.raises(StoreFull):
         full_store.grant("new", 5)
 
 
-def test_wait_keeps_asking_a_closed_store_until_the_timeout(full_store: Limiter) -> None:
-    """Denied for a second at a time; the answer at the end is still degraded."""
+def test_wait_retries_an_unavailable_store_until_the_timeout(full_store: Limiter) -> None:
+    """`closed` denies for a second at a time. The last decision is still degraded."""
     clock = ManualClock()
     limiter = Limiter("2/20s", store=full_store.store, clock=clock, on_failure="closed")
     decision = limiter.wait("new", timeout=3.5)

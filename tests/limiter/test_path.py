@@ -1,4 +1,4 @@
-"""A decision with its grounds: evaluate, evaluate_all and settle, on every kind of store."""
+"""Decisions with the rules that applied: evaluate, evaluate_all and settle, on every store."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MALLORY = Request(user="mallory")
 
 
 class Awaited:
-    """AsyncLimiter with the verbs of Limiter: each is awaited at once, in one event loop."""
+    """AsyncLimiter with the verbs of Limiter: each call runs to its end in one event loop."""
 
     def __init__(self, runner: asyncio.Runner, limiter: AsyncLimiter) -> None:
         self._runner = runner
@@ -59,8 +59,8 @@ class Awaited:
 
 
 @pytest.fixture(params=["threads", "asyncio"])
-def face(request: pytest.FixtureRequest, store: Store, clock: ManualClock) -> Iterator[Any]:
-    """Makes a limiter of either face from limits or rules: face(rules=...), face("3/minute")."""
+def make_limiter(request: pytest.FixtureRequest, store: Store, clock: ManualClock) -> Iterator[Any]:
+    """Return a function that makes a limiter of either kind, from limits or from rules."""
     runner = asyncio.Runner()
 
     def make(limits: str = "", rules: str = "", **options: Any) -> Any:
@@ -77,39 +77,39 @@ def face(request: pytest.FixtureRequest, store: Store, clock: ManualClock) -> It
             runner.run(store.aclose())
 
 
-def names(ruling: CheckResult) -> list[str]:
-    return [applied.rule for applied in ruling.applied]
+def names(result: CheckResult) -> list[str]:
+    return [applied.rule for applied in result.applied]
 
 
-def remaining(rulings: Sequence[CheckResult]) -> list[int]:
-    return [each.decision.remaining for each in rulings]
+def remaining(results: Sequence[CheckResult]) -> list[int]:
+    return [each.decision.remaining for each in results]
 
 
-def test_a_limiter_with_limits_names_them(face: Any) -> None:
-    """The grounds are the limiter's own limits, under its name or "default"."""
-    ruling = face("3/minute; 100/hour").evaluate("ann")
-    assert ruling.decision.remaining == 2
-    assert names(ruling) == ["default"]
-    assert [limit.limit for limit in ruling.applied[0].limits] == [3, 100]
-    assert (ruling.kind, ruling.shadow_denied) == ("limited", ())
-    assert names(face("3/minute", name="login").evaluate("ann")) == ["login"]
+def test_a_limiter_with_limits_names_them(make_limiter: Any) -> None:
+    """The applied rule has the limits of the limiter, and its name or "default"."""
+    result = make_limiter("3/minute; 100/hour").evaluate("ann")
+    assert result.decision.remaining == 2
+    assert names(result) == ["default"]
+    assert [limit.limit for limit in result.applied[0].limits] == [3, 100]
+    assert (result.kind, result.shadow_denied) == ("limited", ())
+    assert names(make_limiter("3/minute", name="login").evaluate("ann")) == ["login"]
 
 
-def test_rules_are_named_in_order_with_the_limits_they_had(face: Any) -> None:
-    """Every rule that had to pass is named; the decision is the tightest's."""
-    ruling = face(rules=RULES).evaluate(ANN)
-    assert names(ruling) == ["user", "tenant"]
-    assert [limit.limit for limit in ruling.applied[0].limits] == [3, 100]
-    assert (ruling.decision.rule, ruling.decision.remaining) == ("user", 2)
+def test_results_name_the_applied_rules_in_order(make_limiter: Any) -> None:
+    """A result names every rule that had to pass. Its decision is that of the tightest rule."""
+    result = make_limiter(rules=RULES).evaluate(ANN)
+    assert names(result) == ["user", "tenant"]
+    assert [limit.limit for limit in result.applied[0].limits] == [3, 100]
+    assert (result.decision.rule, result.decision.remaining) == ("user", 2)
 
 
-def test_grounds_are_the_same_object_for_all_who_have_them(face: Any) -> None:
-    """What is derived from the grounds can be kept by them."""
-    limiter = face(rules=RULES)
+def test_equal_applied_rules_are_the_same_object(make_limiter: Any) -> None:
+    """Callers can cache values that they derive from an applied rule."""
+    limiter = make_limiter(rules=RULES)
     first, second = limiter.evaluate(ANN), limiter.evaluate(BOB)
     assert first.applied == second.applied
     assert len({first.applied, second.applied}) == 1
-    limits = face("3/minute")
+    limits = make_limiter("3/minute")
     assert limits.evaluate("ann").applied is limits.evaluate("bob").applied
 
 
@@ -121,40 +121,42 @@ def test_grounds_are_the_same_object_for_all_who_have_them(face: Any) -> None:
         (ANN, "limited", True),
     ],
 )
-def test_kinds(face: Any, request_: Request, kind: str, allowed: bool) -> None:
-    """Lists are told apart from limits."""
-    ruling = face(rules=RULES).evaluate(request_)
-    assert (ruling.kind, ruling.decision.allowed) == (kind, allowed)
-    assert bool(ruling.applied) == (kind == "limited")
+def test_the_kind_of_a_result(
+    make_limiter: Any, request_: Request, kind: str, allowed: bool
+) -> None:
+    """A result distinguishes lists from limits."""
+    result = make_limiter(rules=RULES).evaluate(request_)
+    assert (result.kind, result.decision.allowed) == (kind, allowed)
+    assert bool(result.applied) == (kind == "limited")
 
 
-def test_a_request_that_no_rule_is_for_is_unlimited(face: Any) -> None:
-    """No rule, no grounds."""
+def test_a_request_without_a_matching_rule_is_unlimited(make_limiter: Any) -> None:
+    """The result names no rule."""
     rules = "version: 1\nrules:\n  - {id: a, match: {endpoint: /a}, by: user, limits: 1/minute}\n"
-    ruling = face(rules=rules).evaluate(Request(user="ann", endpoint="/b"))
-    assert (ruling.kind, ruling.applied, ruling.decision.allowed) == ("unlimited", (), True)
+    result = make_limiter(rules=rules).evaluate(Request(user="ann", endpoint="/b"))
+    assert (result.kind, result.applied, result.decision.allowed) == ("unlimited", (), True)
 
 
-def test_shadow_rules_that_would_have_denied_are_named(face: Any) -> None:
-    """They never deny, and whoever looks can see that they would have."""
-    limiter = face(rules=RULES)
+def test_shadow_rules_that_would_have_denied_are_named(make_limiter: Any) -> None:
+    """Shadow rules never deny, and the result names those that would have denied."""
+    limiter = make_limiter(rules=RULES)
     bot = Request(user="ann", attributes={"agent": "a-bot"})
     assert [limiter.evaluate(bot).shadow_denied for _ in range(2)] == [(), ("bots",)]
     alone = limiter.evaluate_all([(Request(user="ann", attributes={"agent": "a-bot"}), 1)])
     assert (alone[0].decision.allowed, alone[0].shadow_denied) == (True, ("bots",))
 
 
-def test_judging_without_spending(face: Any) -> None:
-    """The answer of peek, with the same grounds, as often as one likes."""
-    limiter = face(rules=RULES)
+def test_evaluating_without_spending(make_limiter: Any) -> None:
+    """`spend=False` returns the decision of `peek` with the same rules, any number of times."""
+    limiter = make_limiter(rules=RULES)
     assert [limiter.evaluate(ANN, spend=False).decision.remaining for _ in range(3)] == [3, 3, 3]
-    limits = face("3/minute", name="b")
+    limits = make_limiter("3/minute", name="b")
     assert [limits.evaluate("ann", 2, spend=False).decision.allowed for _ in range(3)] == [True] * 3
 
 
-def test_several_requests_pass_together_or_none_is_charged(face: Any) -> None:
-    """One that is denied leaves the others' quotas as they were."""
-    limiter = face(rules=RULES)
+def test_several_requests_pass_together_or_none_is_charged(make_limiter: Any) -> None:
+    """One denied request leaves the quotas of the others unchanged."""
+    limiter = make_limiter(rules=RULES)
     carol = Request(user="carol")
     assert all(each.decision for each in limiter.evaluate_all([(ANN, 2), (carol, 1)]))
     denied = limiter.evaluate_all([(ANN, 2), (carol, 1)])
@@ -163,32 +165,32 @@ def test_several_requests_pass_together_or_none_is_charged(face: Any) -> None:
     assert remaining([limiter.evaluate(who, spend=False) for who in (ANN, carol)]) == [1, 2]
 
 
-def test_the_same_subject_twice_in_one_is_counted_twice(face: Any) -> None:
-    """Two requests that each have room, but not both, are denied together and cost nothing."""
-    limiter = face("3/minute")
-    rulings = limiter.evaluate_all([("ann", 2), ("ann", 2)])
-    assert not all(each.decision.allowed for each in rulings)
+def test_the_same_subject_twice_in_one_call_is_counted_twice(make_limiter: Any) -> None:
+    """Two requests that fit separately but not together are denied and cost nothing."""
+    limiter = make_limiter("3/minute")
+    results = limiter.evaluate_all([("ann", 2), ("ann", 2)])
+    assert not all(each.decision.allowed for each in results)
     assert limiter.evaluate("ann", spend=False).decision.remaining == 3
 
 
-def test_one_on_the_deny_list_stops_all(face: Any) -> None:
-    """Nobody is charged for a request that is blocked."""
-    limiter = face(rules=RULES)
-    rulings = limiter.evaluate_all([(ANN, 1), (MALLORY, 1)])
-    assert [each.kind for each in rulings] == ["limited", "blocked"]
+def test_one_request_on_the_deny_list_denies_all(make_limiter: Any) -> None:
+    """No quota is charged if one of the requests is blocked."""
+    limiter = make_limiter(rules=RULES)
+    results = limiter.evaluate_all([(ANN, 1), (MALLORY, 1)])
+    assert [each.kind for each in results] == ["limited", "blocked"]
     assert limiter.evaluate(ANN, spend=False).decision.remaining == 3
 
 
-def test_several_of_which_none_is_limited(face: Any) -> None:
-    """Nothing to ask the store."""
-    rulings = face(rules=RULES).evaluate_all([(ROOT, 1), (ROOT, 1)])
-    assert [each.kind for each in rulings] == ["exempt", "exempt"]
-    assert face(rules=RULES).evaluate_all([]) == []
+def test_several_requests_without_limits(make_limiter: Any) -> None:
+    """The store is not called."""
+    results = make_limiter(rules=RULES).evaluate_all([(ROOT, 1), (ROOT, 1)])
+    assert [each.kind for each in results] == ["exempt", "exempt"]
+    assert make_limiter(rules=RULES).evaluate_all([]) == []
 
 
-def test_a_cost_that_never_fits_is_an_error_and_costs_nothing(face: Any) -> None:
-    """CapacityError, for one and for several."""
-    limiter = face(rules=RULES)
+def test_a_cost_that_never_fits_is_an_error_and_costs_nothing(make_limiter: Any) -> None:
+    """CapacityError is raised for one request and for several."""
+    limiter = make_limiter(rules=RULES)
     with pytest.raises(CapacityError):
         limiter.evaluate(ANN, 4)
     with pytest.raises(CapacityError):
@@ -197,9 +199,9 @@ def test_a_cost_that_never_fits_is_an_error_and_costs_nothing(face: Any) -> None
 
 
 @pytest.mark.parametrize("cost", [-1, 1.5, "1", True, None])
-def test_wrong_costs_are_refused(face: Any, cost: Any) -> None:
-    """With the error of check."""
-    for limiter, key in ((face(rules=RULES), ANN), (face("3/minute"), "ann")):
+def test_invalid_costs_are_rejected(make_limiter: Any, cost: Any) -> None:
+    """The error is that of `check`."""
+    for limiter, key in ((make_limiter(rules=RULES), ANN), (make_limiter("3/minute"), "ann")):
         with pytest.raises(InvalidCost):
             limiter.evaluate(key, cost)
         with pytest.raises(InvalidCost):
@@ -208,18 +210,18 @@ def test_wrong_costs_are_refused(face: Any, cost: Any) -> None:
             limiter.settle(key, 1, cost)
 
 
-def test_rules_are_asked_about_requests(face: Any) -> None:
-    """A key has nothing for them to match."""
-    limiter = face(rules=RULES)
+def test_rules_need_a_request(make_limiter: Any) -> None:
+    """A plain key has no fields for rules to match."""
+    limiter = make_limiter(rules=RULES)
     with pytest.raises(ConfigError, match="Request"):
         limiter.evaluate("ann")
     with pytest.raises(ConfigError, match="Request"):
         limiter.evaluate_all([("ann", 1)])
 
 
-def test_limiting_off_judges_unlimited(face: Any) -> None:
-    """A test that switches limiting off sees no limits in the answers either."""
-    limiter, limits = face(rules=RULES), face("1/minute")
+def test_limiting_off_evaluates_as_unlimited(make_limiter: Any) -> None:
+    """A test that switches limiting off sees no limits in the results."""
+    limiter, limits = make_limiter(rules=RULES), make_limiter("1/minute")
     with limiting_off():
         assert limiter.evaluate(ANN).kind == "unlimited"
         assert [each.kind for each in limits.evaluate_all([("a", 1), ("a", 1)])] == [
@@ -240,17 +242,17 @@ def test_limiting_off_judges_unlimited(face: Any) -> None:
         (5, 40, 0, 30),
     ],
 )
-def test_settling(face: Any, reserved: int, actual: int, left: int, unsettled: int) -> None:
-    """The difference is given back, or spent as far as there is room, and the rest is told."""
-    limiter = face("10/minute")
+def test_settling(make_limiter: Any, reserved: int, actual: int, left: int, unsettled: int) -> None:
+    """`settle` refunds the difference, or spends as much of it as fits and returns the rest."""
+    limiter = make_limiter("10/minute")
     limiter.check("ann", reserved)
     assert limiter.settle("ann", reserved, actual) == unsettled
     assert limiter.peek("ann", 0).remaining == left
 
 
-def test_settling_a_rule_that_charges_several_units_for_each(face: Any) -> None:
-    """What fits is spent, though the remaining units are not the request's."""
-    limiter = face(rules=RULES)
+def test_settling_a_rule_that_charges_several_units_per_request(make_limiter: Any) -> None:
+    """The part of the cost that fits is spent, although `remaining` counts other units."""
+    limiter = make_limiter(rules=RULES)
     dear = Request(ip="192.0.2.1", endpoint="/dear", user="u1", tenant="t1")
     assert limiter.check(dear, 1).allowed
     # Its rule has room for 9 more at 10 units each; the user's for 2.
@@ -259,8 +261,8 @@ def test_settling_a_rule_that_charges_several_units_for_each(face: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [Limiter, AsyncLimiter])
-async def test_settling_what_a_full_store_does_not_count(kind: Any) -> None:
-    """A look finds room in the limit, and a check none in the store: nothing was spent."""
+async def test_settling_on_a_full_store(kind: Any) -> None:
+    """The peek finds room in the limit, and the check finds none in the store: nothing is spent."""
     limiter = kind("10/minute", store="memory://?capacity=2")
 
     async def called(verb: str, *asked: Any) -> Any:
@@ -273,8 +275,8 @@ async def test_settling_what_a_full_store_does_not_count(kind: Any) -> None:
     assert await called("settle", "ann", 1, 4) == 0
 
 
-class Hurrying(ManualClock):
-    """A clock that goes on by 10 µs whenever it is read, and not for ever."""
+class SteppingClock(ManualClock):
+    """A clock that advances by 10 µs at each reading, up to 100,000 readings."""
 
     def now_ns(self) -> int:
         self.advance_ns(10_000)
@@ -283,17 +285,17 @@ class Hurrying(ManualClock):
 
 
 @pytest.mark.parametrize("kind", [Limiter, AsyncLimiter])
-async def test_settling_ends_though_a_limit_is_refilled_as_fast_as_it_is_asked(kind: Any) -> None:
-    """Who settles a huge cost would otherwise have this process to himself."""
-    limiter = kind("1000000/second", clock=Hurrying())
+async def test_settling_ends_although_the_limit_refills_between_attempts(kind: Any) -> None:
+    """Otherwise a caller that settles a huge cost would block the process."""
+    limiter = kind("1000000/second", clock=SteppingClock())
     unsettled = limiter.settle("ann", 0, 1_000_000_000)
     if kind is AsyncLimiter:
         unsettled = await unsettled
     assert 990_000_000 < unsettled <= 999_000_000
 
 
-def test_a_store_that_is_away_is_told_apart() -> None:
-    """`closed` denies as unavailable; `open` lets pass, degraded; for limits and for rules."""
+def test_an_unavailable_store_is_visible_in_the_result() -> None:
+    """`closed` denies as unavailable and `open` allows, degraded, for limits and for rules."""
     with Single() as server:
         uri = server.uri
         server.kill()
@@ -304,10 +306,10 @@ def test_a_store_that_is_away_is_told_apart() -> None:
         ("local", "limited", True),
     ):
         with Limiter.from_rules(rules % policy, store=uri) as limiter:
-            for ruling in (limiter.evaluate(ANN), *limiter.evaluate_all([(ANN, 1)])):
-                assert (ruling.kind, ruling.decision.allowed) == (kind, allowed), policy
-                assert ruling.decision.degraded
-                assert names(ruling) == ["a"]
+            for result in (limiter.evaluate(ANN), *limiter.evaluate_all([(ANN, 1)])):
+                assert (result.kind, result.decision.allowed) == (kind, allowed), policy
+                assert result.decision.degraded
+                assert names(result) == ["a"]
             assert limiter.settle(ANN, 1, 3) == 2, policy
     with Limiter("3/minute", store=uri, on_failure="closed") as limits:
         assert limits.evaluate("ann").kind == "unavailable"
@@ -319,6 +321,6 @@ def test_a_store_that_is_away_is_told_apart() -> None:
         limits.evaluate("ann")
 
 
-def test_grounds_are_shown() -> None:
-    """For whoever debugs."""
+def test_the_repr_of_an_applied_rule() -> None:
+    """The repr shows the id and the limits."""
     assert repr(AppliedRule("a", [Limit(3, per=60)])) == "AppliedRule('a', [Limit(3, per=60)])"

@@ -1,4 +1,4 @@
-"""Setting up a limiter: its parts, its defaults and who closes the store."""
+"""Setting up a limiter: its parts, its defaults, and closing its store."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_limiter_from_rules_has_compiled_rules() -> None:
 @pytest.mark.parametrize(
     "verb", ["compiled_rules", "counts", "tally", "penalties", "factors", "rules_status"]
 )
-def test_a_limiter_without_rules_says_so(verb: str) -> None:
+def test_a_limiter_without_rules_has_no_compiled_rules(verb: str) -> None:
     """The error names the constructor to use."""
     limiter = Limiter("5/minute")
     with pytest.raises(ConfigError, match=r"Limiter\.from_rules"):

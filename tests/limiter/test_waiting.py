@@ -1,4 +1,4 @@
-"""The verbs of Limiter that wait, or wrap what is limited: wait, hold and the decorator."""
+"""The verbs of Limiter that wait or wrap a block or a function: wait, hold and limit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def limiter(clock: ManualClock) -> Limiter:
 
 
 def test_wait_sleeps_until_it_fits(limiter: Limiter, clock: ManualClock) -> None:
-    """Two pass at once, the third 10 s later, and so on, one every 10 s."""
+    """Two pass at once, the third 10 s later, and then one every 10 s."""
     times = []
     for _ in range(5):
         assert limiter.wait("k")
@@ -47,43 +47,44 @@ def test_wait_sleeps_until_it_fits(limiter: Limiter, clock: ManualClock) -> None
     assert times == [0, 0, 10, 20, 30]
 
 
-def test_wait_answers_at_once_when_the_timeout_is_too_short(
+def test_wait_denies_at_once_if_the_timeout_is_too_short(
     limiter: Limiter, clock: ManualClock
 ) -> None:
-    """10 s are needed and 9.999 allowed: denied, unslept, with the real retry time."""
+    """A wait of 10 s with a timeout of 9.999 s is denied without sleep, with the exact retry
+    time."""
     limiter.check("k", 2)
     decision = limiter.wait("k", timeout=9.999)
     assert (decision.allowed, decision.retry_after, clock.now_ns()) == (False, 10.0, 0)
 
 
 def test_wait_may_take_exactly_the_timeout(limiter: Limiter, clock: ManualClock) -> None:
-    """10 s are needed and 10 allowed."""
+    """A wait of 10 s fits a timeout of 10 s."""
     limiter.check("k", 2)
     assert limiter.wait("k", timeout=10).allowed
     assert clock.now_ns() == 10 * SECOND
 
 
 def test_wait_with_timeout_zero_is_a_check(limiter: Limiter) -> None:
-    """It never sleeps: what fits passes and the rest is denied."""
+    """It never sleeps: a cost that fits passes, any other is denied."""
     assert [limiter.wait("k", timeout=0).allowed for _ in range(3)] == [True, True, False]
 
 
 @pytest.mark.parametrize("timeout", [0, 1e-9, 1e-6])
-def test_wait_on_a_clock_that_runs(timeout: float) -> None:
-    """A microsecond passes between two readings, as it does: what fits now is still allowed."""
+def test_wait_on_a_moving_clock(timeout: float) -> None:
+    """A cost that fits now is allowed, although a microsecond passes between two readings."""
     limiter = Limiter("2/20s", clock=TickingClock())
     assert limiter.wait("k", timeout=timeout).allowed
 
 
-def test_wait_keeps_what_it_got_when_it_overslept() -> None:
-    """Sleeps end late; units that are there when it wakes up are not given back for that."""
+def test_wait_keeps_its_units_after_a_late_wakeup() -> None:
+    """Sleeps end late. Units that are available after the wake-up are not refunded."""
     limiter = Limiter("2/20s", clock=LateClock())
     limiter.check("k", 2)
     assert limiter.wait("k", timeout=10).allowed
 
 
-def test_wait_goes_on_when_woken_early() -> None:
-    """A sleep that ends early is followed by another, until the units are there."""
+def test_wait_sleeps_again_when_woken_early() -> None:
+    """After a sleep that ends early, `wait` sleeps again until the units are available."""
     clock = ShortClock()
     limiter = Limiter("2/20s", clock=clock)
     limiter.check("k", 2)
@@ -91,8 +92,8 @@ def test_wait_goes_on_when_woken_early() -> None:
     assert clock.now_ns() == 10 * SECOND
 
 
-def test_wait_serves_a_leaky_buckets_delay(clock: ManualClock) -> None:
-    """Allowed means now: the delay has been slept."""
+def test_wait_sleeps_the_delay_of_a_leaky_bucket(clock: ManualClock) -> None:
+    """`wait` returns an allowed decision only after the delay."""
     limiter = Limiter(QUEUE, clock=clock)
     served = []
     for _ in range(3):
@@ -101,8 +102,8 @@ def test_wait_serves_a_leaky_buckets_delay(clock: ManualClock) -> None:
     assert served == [(0, 0), (1, 0), (2, 0)]
 
 
-def test_a_turn_after_the_deadline_is_given_back(clock: ManualClock) -> None:
-    """Queued behind 3 s with 2 s to wait: denied, the place in the queue is free again."""
+def test_a_place_after_the_deadline_is_refunded(clock: ManualClock) -> None:
+    """A delay of 3 s with a timeout of 2 s is denied, and the place in the queue is refunded."""
     limiter = Limiter(QUEUE, clock=clock)
     limiter.check("k", 3)
     decision = limiter.wait("k", timeout=2)
@@ -112,8 +113,8 @@ def test_a_turn_after_the_deadline_is_given_back(clock: ManualClock) -> None:
     assert limiter.wait("k", timeout=2).allowed
 
 
-def test_a_turn_given_back_remains(clock: ManualClock) -> None:
-    """A denied decision says what is left now, the returned place included."""
+def test_a_refunded_place_counts_as_remaining(clock: ManualClock) -> None:
+    """`remaining` of the denied decision includes the refunded place."""
     limiter = Limiter(QUEUE, clock=clock)
     limiter.check("k", 3)
     decision = limiter.wait("k", timeout=2)
@@ -121,7 +122,7 @@ def test_a_turn_given_back_remains(clock: ManualClock) -> None:
 
 
 def test_a_timeout_may_be_a_timedelta(limiter: Limiter, clock: ManualClock) -> None:
-    """As good as seconds: 10 s are needed."""
+    """A timedelta of 10 s equals a timeout of 10."""
     limiter.check("k", 2)
     assert not limiter.wait("k", timeout=timedelta(milliseconds=9_999))
     assert limiter.wait("k", timeout=timedelta(seconds=10))
@@ -131,8 +132,8 @@ def test_a_timeout_may_be_a_timedelta(limiter: Limiter, clock: ManualClock) -> N
 @pytest.mark.parametrize(
     "timeout", [-1, -1e-9, -math.inf, math.nan, True, "5", timedelta(seconds=-1)], ids=repr
 )
-def test_a_timeout_that_is_no_time_is_refused(limiter: Limiter, timeout: Any) -> None:
-    """Before anything is spent, in `wait` and in what waits by it."""
+def test_an_invalid_timeout_is_rejected(limiter: Limiter, timeout: Any) -> None:
+    """`wait`, `hold` and the decorator reject it before they spend anything."""
     wrong = r"^timeout=.* is not a length of time; for example timeout=5 \(seconds\)$"
     with pytest.raises(ConfigError, match=wrong):
         limiter.wait("k", timeout=timeout)
@@ -142,14 +143,14 @@ def test_a_timeout_that_is_no_time_is_refused(limiter: Limiter, timeout: Any) ->
 
 
 @pytest.mark.parametrize("timeout", [math.inf, 1e300, 10**400, 10**9, timedelta.max])
-def test_a_huge_timeout_is_as_good_as_none(limiter: Limiter, timeout: Any) -> None:
-    """It waits as long as it takes."""
+def test_a_huge_timeout_waits_without_bound(limiter: Limiter, timeout: Any) -> None:
+    """`wait` sleeps for as long as necessary."""
     limiter.check("k", 2)
     assert limiter.wait("k", timeout=timeout).allowed
 
 
 class InterruptedClock(ManualClock):
-    """A clock on which every sleep ends in Ctrl-C."""
+    """A clock whose sleeps raise KeyboardInterrupt."""
 
     def sleep(self, seconds: float) -> None:
         raise KeyboardInterrupt
@@ -171,8 +172,8 @@ def _hold(limiter: Limiter, wait: float) -> None:
         ),
     ],
 )
-def test_whoever_is_interrupted_in_the_queue_leaves_it(verb: Callable[[Limiter], Any]) -> None:
-    """Queued behind 3 s and stopped by Ctrl-C: the place in the leaky bucket is free again."""
+def test_an_interrupted_wait_in_the_queue_is_refunded(verb: Callable[[Limiter], Any]) -> None:
+    """After Ctrl-C during a delay of 3 s, the place in the leaky bucket is refunded."""
     limiter = Limiter(QUEUE, clock=InterruptedClock())
     limiter.check("k", 3)
     with pytest.raises(KeyboardInterrupt):
@@ -180,8 +181,8 @@ def test_whoever_is_interrupted_in_the_queue_leaves_it(verb: Callable[[Limiter],
     assert limiter.peek("k").remaining == 2
 
 
-def test_whoever_is_interrupted_before_the_queue_gives_nothing_back() -> None:
-    """Stopped while waiting for room, it had taken none: what others spent stays spent."""
+def test_a_wait_that_is_interrupted_before_it_spends_refunds_nothing() -> None:
+    """A wait that is interrupted before it has room has spent nothing. Other units stay spent."""
     limiter = Limiter("2/20s", clock=InterruptedClock())
     limiter.check("k", 2)
     with pytest.raises(KeyboardInterrupt):
@@ -192,23 +193,23 @@ def test_whoever_is_interrupted_before_the_queue_gives_nothing_back() -> None:
 # ------------------------------------------------------------------------------------ hold
 
 
-def test_hold_spends_on_the_way_in(limiter: Limiter) -> None:
-    """The block runs with its decision, and what it spent stays spent."""
+def test_hold_spends_before_the_block(limiter: Limiter) -> None:
+    """The block runs with its decision, and its units stay spent."""
     with limiter.hold("k", 2) as decision:
         assert decision.remaining == 0
     assert limiter.peek("k").remaining == 0
 
 
 def test_hold_does_not_run_when_denied(limiter: Limiter) -> None:
-    """LimitExceeded instead, with the decision."""
+    """`hold` raises LimitExceeded with the decision."""
     limiter.check("k", 2)
     with pytest.raises(LimitExceeded) as caught, limiter.hold("k"):
         pytest.fail("the block ran")
     assert caught.value.decision.retry_after == 10.0
 
 
-def test_hold_waits_if_told(limiter: Limiter, clock: ManualClock) -> None:
-    """Up to `wait` seconds for room."""
+def test_hold_waits_if_requested(limiter: Limiter, clock: ManualClock) -> None:
+    """`hold` waits up to `wait` seconds for room."""
     limiter.check("k", 2)
     with pytest.raises(LimitExceeded), limiter.hold("k", wait=9):
         pytest.fail("the block ran")
@@ -216,8 +217,8 @@ def test_hold_waits_if_told(limiter: Limiter, clock: ManualClock) -> None:
         assert clock.now_ns() == 10 * SECOND
 
 
-def test_hold_sleeps_a_leaky_buckets_delay(clock: ManualClock) -> None:
-    """The block runs when it is its turn, with or without `wait`."""
+def test_hold_sleeps_the_delay_of_a_leaky_bucket(clock: ManualClock) -> None:
+    """The block runs after the delay, with or without `wait`."""
     limiter = Limiter(QUEUE, clock=clock)
     for turn, wait in enumerate([0, 0, 5]):
         with limiter.hold("k", wait=wait):
@@ -225,38 +226,38 @@ def test_hold_sleeps_a_leaky_buckets_delay(clock: ManualClock) -> None:
 
 
 class Interruption(BaseException):
-    """Not an Exception, like KeyboardInterrupt and CancelledError."""
+    """A BaseException, like KeyboardInterrupt and CancelledError."""
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, Interruption])
 @pytest.mark.parametrize(("refund", "left"), [(False, 0), (True, 2)])
-def test_hold_refunds_a_block_that_raises_if_told(
+def test_hold_refunds_a_block_that_raises_if_requested(
     limiter: Limiter, kind: type[BaseException], refund: bool, left: int
 ) -> None:
-    """With refund_on_error a failed block costs nothing; the error comes through either way."""
+    """With `refund_on_error`, a failed block costs nothing. The error is raised in either case."""
     with pytest.raises(kind), limiter.hold("k", 2, refund_on_error=refund):
         raise kind
     assert limiter.peek("k").remaining == left
 
 
-def test_hold_refunds_nothing_when_it_was_denied(limiter: Limiter) -> None:
-    """A denial spent nothing, so there is nothing to give back."""
+def test_hold_refunds_nothing_after_a_denial(limiter: Limiter) -> None:
+    """A denial spends nothing, so there is nothing to refund."""
     limiter.check("k", 2)
     with pytest.raises(LimitExceeded), limiter.hold("k", refund_on_error=True):
         pytest.fail("the block ran")
     assert limiter.peek("k").remaining == 0
 
 
-def test_hold_gives_no_grant_back(limiter: Limiter) -> None:
-    """It gives back what `refund` does: the limit's own 2 of the 5, and not the 3 of the grant."""
+def test_hold_refunds_no_granted_units(limiter: Limiter) -> None:
+    """It refunds as `refund` does: the 2 units of the limit, and not the 3 of the grant."""
     limiter.grant("k", 3)
     with pytest.raises(RuntimeError), limiter.hold("k", 5, refund_on_error=True):
         raise RuntimeError
     assert limiter.peek("k").remaining == 2
 
 
-def test_hold_refunds_nothing_that_was_not_spent(limiter: Limiter) -> None:
-    """With limiting off nothing is counted, so a failed block has nothing to give back."""
+def test_hold_refunds_nothing_with_limiting_off(limiter: Limiter) -> None:
+    """With limiting off nothing is counted, so a failed block refunds nothing."""
     limiter.check("k", 2)
     with limiting_off(), pytest.raises(RuntimeError), limiter.hold("k", refund_on_error=True):
         raise RuntimeError
@@ -264,7 +265,8 @@ def test_hold_refunds_nothing_that_was_not_spent(limiter: Limiter) -> None:
 
 
 def test_hold_refunds_nothing_after_a_degraded_admission(clock: ManualClock) -> None:
-    """The store had no room and `open` let the block run, unspent: another's unit stays spent."""
+    """The store had no room and `open` allowed the block without spending. Other units stay
+    spent."""
     one = Limiter("2/m", store=PythonMemoryStore(clock, 1), clock=clock)
     both = Limiter("2/m; 9/h", store=one.store, clock=clock)
     one.check("k")
@@ -294,8 +296,8 @@ def test_the_decorator_limits_calls(limiter: Limiter) -> None:
     assert (work.__name__, work.__doc__) == ("work", "Do it.")
 
 
-def test_each_function_has_a_quota_of_its_own(limiter: Limiter) -> None:
-    """Without a key, the function is the key: module and name."""
+def test_each_function_has_a_separate_quota(limiter: Limiter) -> None:
+    """Without a key, the module and name of the function are the key."""
 
     @limiter.limit()
     def one() -> None: ...
@@ -306,12 +308,12 @@ def test_each_function_has_a_quota_of_its_own(limiter: Limiter) -> None:
     for _ in range(2):
         one()
         other()
-    name = f"{__name__}.test_each_function_has_a_quota_of_its_own.<locals>.one"
+    name = f"{__name__}.test_each_function_has_a_separate_quota.<locals>.one"
     assert limiter.peek(name).remaining == 0
 
 
 def test_key_and_cost_may_be_functions_of_the_call(limiter: Limiter) -> None:
-    """They see the arguments as they were given."""
+    """They receive the arguments of the call."""
 
     @limiter.limit(key=lambda user, **_: f"user:{user}", cost=lambda _, size: size)
     def upload(user: str, *, size: int) -> None: ...
@@ -324,7 +326,7 @@ def test_key_and_cost_may_be_functions_of_the_call(limiter: Limiter) -> None:
 
 
 def test_key_and_cost_may_be_values(limiter: Limiter) -> None:
-    """One key for all calls, each of a fixed cost."""
+    """All calls share one key, and each has a fixed cost."""
 
     @limiter.limit(key=("jobs", "nightly"), cost=2)
     def job() -> None: ...
@@ -333,8 +335,8 @@ def test_key_and_cost_may_be_values(limiter: Limiter) -> None:
     assert limiter.peek(("jobs", "nightly")).remaining == 0
 
 
-def test_a_method_is_limited_by_what_its_instance_says(limiter: Limiter) -> None:
-    """`self` is an argument like any other."""
+def test_a_method_may_be_limited_by_its_instance(limiter: Limiter) -> None:
+    """The key function receives `self` like any other argument."""
 
     class Client:
         def __init__(self, name: str) -> None:
@@ -349,8 +351,8 @@ def test_a_method_is_limited_by_what_its_instance_says(limiter: Limiter) -> None
         Client("a").call()
 
 
-def test_the_decorator_waits_if_told(limiter: Limiter, clock: ManualClock) -> None:
-    """Up to `wait` seconds for each call."""
+def test_the_decorator_waits_if_requested(limiter: Limiter, clock: ManualClock) -> None:
+    """Each call waits up to `wait` seconds."""
 
     @limiter.limit(wait=10)
     def now() -> int:
@@ -360,7 +362,7 @@ def test_the_decorator_waits_if_told(limiter: Limiter, clock: ManualClock) -> No
 
 
 def test_a_call_that_raises_stays_spent(limiter: Limiter) -> None:
-    """The decorator has no refund: the call was made."""
+    """The decorator does not refund, because the call was made."""
 
     @limiter.limit(key="k")
     def fails() -> None:
@@ -387,8 +389,9 @@ async def _async_generator() -> Any:
     ],
     ids=["function", "generator", "partial"],
 )
-def test_async_functions_are_refused(limiter: Limiter, function: Callable[..., Any]) -> None:
-    """A blocking wait inside an event loop stops the whole loop, so it is an error at import."""
+def test_async_functions_are_rejected(limiter: Limiter, function: Callable[..., Any]) -> None:
+    """A blocking wait would stop the whole event loop, so the decorator raises an error at
+    import."""
     with pytest.raises(ConfigError, match="is async; decorate it with AsyncLimiter"):
         limiter.limit()(function)
 
@@ -401,6 +404,6 @@ class _Callable:
 @pytest.mark.parametrize(
     "function", [functools.partial(_Callable()), _Callable()], ids=["partial", "instance"]
 )
-def test_what_is_callable_can_be_limited(limiter: Limiter, function: Callable[[], str]) -> None:
-    """A partial or an instance with __call__ has no name, and is limited all the same."""
+def test_any_callable_can_be_limited(limiter: Limiter, function: Callable[[], str]) -> None:
+    """A partial or an instance with `__call__` has no name and can still be limited."""
     assert limiter.limit()(function)() == "called"

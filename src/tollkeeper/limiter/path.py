@@ -77,7 +77,7 @@ class LimiterPath:
             return subject_of(key)
         if self._by is None:
             raise ConfigError(
-                "to check a Request, say what it is counted by: "
+                "to check a Request, pass the fields that it is counted by: "
                 'Limiter("100/minute", by=["tenant", "user"])'
             )
         return subject_of_request(key, self._by)

@@ -1,4 +1,4 @@
-"""Setting up a limiter: what it is made of, how it starts and closes, and what it reports.
+"""Setting up a limiter: its parts, how it starts and closes, and its statistics.
 
 A limiter has either limits of its own, prepared as one gate on the store, or a rule document in
 force on the store (`RuleEngine`). `path.py` has the path of a check; this module has the rest.
