@@ -118,6 +118,7 @@ def store(clock: ManualClock, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield opened
 
 
+@pytest.mark.server
 @pytest.mark.parametrize("limit", EXTREMES, ids=str)
 @promise(60, data=st.data())
 def test_the_largest_numbers_agree(
