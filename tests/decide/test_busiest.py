@@ -1,4 +1,4 @@
-"""The sketch of who is checked most, in Python and in the kernel."""
+"""The sketch of the most checked subjects, in Python and in the kernel."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def store(request: pytest.FixtureRequest) -> Store:
 
 
 def check(store: Store, *subjects: str, times: int) -> None:
-    """So many checks of each of them, in turn."""
+    """Check each subject `times` times, in turn."""
     gate = store.gate([Limit(10**9, per=1)], "")
     for _ in range(times):
         for subject in subjects:
             gate.check(subject, 1)
 
 
-def test_nobody_at_first(store: Store) -> None:
-    """An unused sketch knows no one."""
+def test_an_unused_sketch_is_empty(store: Store) -> None:
+    """No subject is known before the first check."""
     assert store.busiest(10) == []
 
 
-def test_most_first_with_about_how_many(store: Store) -> None:
-    """Samples count for as many checks as they stand for, give or take."""
+def test_the_most_checked_subject_is_first(store: Store) -> None:
+    """Each sample stands for many checks, so the counts are estimates."""
     check(store, "quiet", times=2_000)
     check(store, "loud", times=20_000)
     check(store, "middling", times=7_000)
@@ -44,22 +44,22 @@ def test_most_first_with_about_how_many(store: Store) -> None:
 
 
 @pytest.mark.parametrize("together", [2, 64])
-def test_no_rhythm_hides_anyone(store: Store, together: int) -> None:
-    """Keys that are checked strictly in turn are all noticed, also when they are 64."""
+def test_no_order_of_checks_hides_a_subject(store: Store, together: int) -> None:
+    """All subjects that are checked strictly in turn are found, also 64 of them."""
     subjects = [f"key-{number}" for number in range(together)]
     check(store, *subjects, times=60_000 // together)
     assert {name for name, _ in store.busiest(100)} == set(subjects)
 
 
 @pytest.mark.parametrize(("count", "known"), [(2, 2), (1, 1), (0, 0), (-1, 0)])
-def test_as_many_as_asked(store: Store, count: int, known: int) -> None:
-    """No more than `count`, and none for none."""
+def test_at_most_count_subjects_are_returned(store: Store, count: int, known: int) -> None:
+    """A count of 0 or less returns none."""
     check(store, "a", "b", "c", times=2_000)
     assert len(store.busiest(count)) == known
 
 
-def test_memory_is_bounded_and_the_loud_stay(store: Store) -> None:
-    """Thousands of names pass through; 128 are kept, and who made most checks is among them."""
+def test_memory_is_bounded_and_the_busiest_stay(store: Store) -> None:
+    """Of thousands of subjects 128 are kept, the busiest among them."""
     for turn in range(200):
         passing = [f"passing-{turn}-{number}" for number in range(200)]
         check(store, *passing, times=1)
@@ -69,7 +69,7 @@ def test_memory_is_bounded_and_the_loud_stay(store: Store) -> None:
     assert "loud" in known
 
 
-def test_it_tells_of_lately_and_not_of_ever(store: Store) -> None:
-    """Counts are halved every million checks, so yesterday's client gives way to today's."""
+def test_recent_checks_count_more_than_old_ones(store: Store) -> None:
+    """Counts are halved every million checks, so today's client replaces yesterday's."""
     check(store, "yesterday", times=SAMPLE_EVERY * HALVE_EVERY * 11 // 10)
     assert store.busiest(1)[0][1] < SAMPLE_EVERY * HALVE_EVERY * 7 // 10

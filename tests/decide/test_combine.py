@@ -77,19 +77,19 @@ def test_one_denial_denies() -> None:
 
 
 def test_retry_is_when_all_would_pass() -> None:
-    """The wait is the longest of those that denied, even where another speaks."""
+    """The retry time is the longest of the limits that denied, even if another is reported."""
     decision = combine([SECOND, MINUTE], [_no(0, retry=5), _no(3, retry=60)], "")
     assert (decision.policy, decision.retry_after_ns) == (SECOND, 60)
 
 
-def test_the_longest_delay_holds() -> None:
-    """Two leaky buckets: the request is served when both say so."""
+def test_the_longest_delay_applies() -> None:
+    """With two leaky buckets, the request waits for both."""
     decision = combine([SECOND, MINUTE], [_yes(1, delay=3), _yes(9, delay=7)], "")
     assert (decision.policy, decision.delay_ns) == (SECOND, 7)
 
 
 def test_a_denied_request_has_no_delay() -> None:
-    """There is nothing to hold: what another limit queued was not kept."""
+    """The place that another limit reserved was not kept, so there is nothing to delay."""
     assert combine([SECOND, MINUTE], [_yes(1, delay=3), _no(0, retry=1)], "").delay_ns == 0
 
 

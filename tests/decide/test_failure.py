@@ -36,15 +36,15 @@ ERRORS = [StoreFull("full"), StoreTimeout("late"), StoreUnavailable("gone"), Sto
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_open_allows_and_says_that_nothing_was_counted(error: StoreError) -> None:
-    """`open` allows, degraded, with nothing remaining that anyone could rely on."""
+def test_open_allows_with_nothing_remaining(error: StoreError) -> None:
+    """`open` allows, degraded, with `remaining` 0 because nothing was counted."""
     decision = decision_on_failure(error, "open", LIMIT, "orders")
     assert decision == Decision(True, LIMIT, 0, 0, 1_000_000_000, 0, "orders", True)
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_closed_denies_for_a_second(error: StoreError) -> None:
-    """`closed` denies, degraded, and keeps clients from asking again in a tight loop."""
+    """`closed` denies, degraded. The second keeps clients from retrying in a tight loop."""
     decision = decision_on_failure(error, "closed", LIMIT, "orders")
     assert decision == Decision(False, LIMIT, 0, 1_000_000_000, 1_000_000_000, 0, "orders", True)
     assert decision.retry_after == 1.0
@@ -72,7 +72,7 @@ def test_there_are_four_policies() -> None:
 
 @pytest.mark.parametrize("policy", ["", "OPEN", "nearby", None, 1, [], {}, object])
 def test_an_unknown_policy_is_rejected(policy: Any) -> None:
-    """The error shows what was given and what there is."""
+    """The error shows the given value and the known policies."""
     with pytest.raises(ConfigError, match="choose one of open, closed, local, raise"):
         check_policy(policy)
 
@@ -102,27 +102,27 @@ def passed(counts: LocalLimits, times: int, **who: Any) -> int:
 
 @pytest.mark.parametrize(("nodes", "admitted"), [(1, 10), (2, 5), (3, 3), (10, 1), (1000, 1)])
 def test_each_node_has_its_share(clock: ManualClock, nodes: int, admitted: int) -> None:
-    """So that all of them together stay within the limit; below one unit each, each has one."""
+    """All nodes together stay within the limit. A share below one unit is one unit."""
     counts = LocalLimits(LocalFallback(nodes=nodes), clock)
     assert passed(counts, 20) == admitted
     assert all(each.degraded for each in ask(counts))
 
 
 def test_the_ceiling_counts_all_requests_together(clock: ManualClock) -> None:
-    """Whoever asks, and under whichever rule: no more than that; denied ones cost nothing."""
+    """The ceiling applies to all subjects and rules together. Denied requests cost nothing."""
     counts = LocalLimits(LocalFallback(ceiling="3/minute"), clock)
     assert [passed(counts, 2, user=name) for name in ("ann", "bob", "cid")] == [2, 1, 0]
     assert ask(counts, "dan")[-1].rule == "ceiling"
     clock.advance(60)
     assert passed(counts, 5, user="dan") == 3
-    # Of what dan was let, nothing was spent by those that the ceiling denied.
+    # The requests that the ceiling denied spent nothing of dan's limit.
     assert (
         counts.decide([LocalCheck(TEN, "api", "user:dan", 0)], None, spend=False)[0].remaining == 7
     )
 
 
 def test_emergency_limits_apply_in_a_long_outage(clock: ManualClock) -> None:
-    """By address, from `emergency_after` on; a gap without failures is the end of an outage."""
+    """They apply by address from `emergency_after` on. A gap without failures ends the outage."""
     counts = LocalLimits(LocalFallback(emergency="2/minute", emergency_after=60), clock)
     assert passed(counts, 5) == 5
     for _ in range(20):
@@ -138,27 +138,27 @@ def test_emergency_limits_apply_in_a_long_outage(clock: ManualClock) -> None:
 
 
 def test_requests_without_an_address_share_one_emergency_limit(clock: ManualClock) -> None:
-    """Nobody gets around the emergency limits by hiding where they come from."""
+    """A client cannot evade the emergency limits by hiding its address."""
     counts = LocalLimits(LocalFallback(emergency="2/minute", emergency_after=0), clock)
     found = [counts.decide([], None, spend=True) for _ in range(3)]
     assert [[each.rule for each in every] for every in found] == [[], [], ["emergency"]]
 
 
 def test_no_decision_without_any_local_limit(clock: ManualClock) -> None:
-    """No rule that counts here, no ceiling: the failure policy alone answers."""
+    """Without local rules and without a ceiling, the failure policy alone answers."""
     assert LocalLimits(LocalFallback(), clock).decide([], "192.0.2.1", spend=True) == []
 
 
 def test_a_peek_spends_nothing(clock: ManualClock) -> None:
-    """A peek while the store is away, as ever."""
+    """A peek spends nothing while the store is unavailable, either."""
     counts = LocalLimits(LocalFallback(ceiling="3/minute"), clock)
     for _ in range(5):
         found = counts.decide([LocalCheck(TEN, "api", "user:ann", 1)], None, spend=False)
         assert [each.remaining for each in found] == [10]
 
 
-def test_a_cost_beyond_the_share_is_denied_for_now(clock: ManualClock) -> None:
-    """It fits the limit, so it may pass when the store is back."""
+def test_a_cost_above_the_share_is_denied(clock: ManualClock) -> None:
+    """The cost fits the limit, so it may pass when the store is available again."""
     decision = ask(LocalLimits(LocalFallback(nodes=5), clock), units=9)[0]
     assert (decision.allowed, decision.degraded, decision.retry_after) == (False, True, 1.0)
 
@@ -169,7 +169,7 @@ def _admit(path: str, times: int, results: Any) -> None:
 
 
 def test_the_workers_of_a_machine_count_together(tmp_path: Path) -> None:
-    """Four processes on one file admit what one would."""
+    """Four processes on one file admit as much as one process."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     path = str(tmp_path / "local_fallback")
@@ -188,7 +188,7 @@ def degraded(found: list[Decision]) -> list[bool]:
 
 
 def test_a_limiter_without_rules_limits_locally_too(dead: str) -> None:
-    """`on_failure="local"`, threads and asyncio, alone and together."""
+    """`on_failure="local"` works for threads and asyncio, for one check and for several."""
     how: Any = {"store": dead, "on_failure": "local", "local_fallback": LocalFallback(nodes=2)}
     with Limiter("4/minute", **how) as limiter:
         assert degraded([limiter.check("ann") for _ in range(3)]) == [True, True, False]
@@ -205,7 +205,7 @@ def test_a_limiter_without_rules_limits_locally_too(dead: str) -> None:
 
 
 def test_the_ceiling_also_limits_rules_that_fail_open(dead: str) -> None:
-    """Open lets pass uncounted, but not more than the machine can bear; for rules and limits."""
+    """`open` allows without counting, up to the ceiling of the machine; for rules and limits."""
     local_fallback = LocalFallback(ceiling="3/minute")
     with Limiter("1/minute", store=dead, local_fallback=local_fallback) as limiter:
         assert degraded([limiter.check("ann") for _ in range(4)]) == [True, True, True, False]
@@ -216,7 +216,7 @@ def test_the_ceiling_also_limits_rules_that_fail_open(dead: str) -> None:
 
 
 def test_the_emergency_limits_are_by_address_without_rules_too(dead: str) -> None:
-    """A limiter that counts requests by something else still knows where they come from."""
+    """A limiter that counts requests by another field still uses their address."""
     local_fallback = LocalFallback(emergency="2/minute", emergency_after=0)
     how: Any = {"store": dead, "by": ["user"], "local_fallback": local_fallback}
     asked = [Request(user="ann", ip=ip) for ip in ("192.0.2.1", "192.0.2.2") for _ in range(3)]
@@ -237,7 +237,7 @@ def test_the_emergency_limits_are_by_address_without_rules_too(dead: str) -> Non
 
 
 def test_closing_a_limiter_closes_the_shared_file(dead: str, tmp_path: Path) -> None:
-    """Of either kind: a file can be open so many times and no more."""
+    """Both limiters close it, because the number of processes that map a file is bounded."""
     path = tmp_path / "local_fallback"
     how: Any = {"store": dead, "local_fallback": LocalFallback(store=f"shared://{path}")}
 
@@ -271,19 +271,19 @@ def test_closing_a_limiter_closes_the_shared_file(dead: str, tmp_path: Path) -> 
     ids=lambda value: str(value)[:30],
 )
 def test_invalid_settings_are_rejected(how: dict[str, Any], problem: str) -> None:
-    """At once, with what would be right."""
+    """The constructor rejects them and shows a correct example."""
     with pytest.raises(ConfigError, match=problem):
         LocalFallback(**how)
 
 
 def test_an_argument_of_another_type_is_rejected() -> None:
-    """With an example of one."""
+    """The error shows a correct example."""
     with pytest.raises(ConfigError, match=r"local_fallback=LocalFallback\(nodes=20\)"):
         Limiter("1/minute", local_fallback=3)  # type: ignore[arg-type]  # on purpose
 
 
 def test_an_unusable_file_is_an_error_at_startup() -> None:
-    """The limiter does not wait for an outage to find out."""
+    """The error does not wait for the first outage."""
     with pytest.raises(Exception, match="nowhere"):
         Limiter("1/minute", local_fallback=LocalFallback(store="shared:///nowhere/at/all"))
 
@@ -291,7 +291,7 @@ def test_an_unusable_file_is_an_error_at_startup() -> None:
 def test_an_outage_is_logged_once_a_minute(
     clock: ManualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At its start, every minute while it lasts, and at the start of the next one."""
+    """It is logged at its start and every minute; the next outage is logged again."""
     counts = LocalLimits(LocalFallback(), clock)
     for _ in range(65):
         counts.note_failure(UNAVAILABLE)

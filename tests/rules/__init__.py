@@ -1,1 +1,1 @@
-"""The match stage."""
+"""Tests of `tollkeeper.rules`."""

@@ -41,7 +41,7 @@ ENTRIES = [
     "tenant:a*",
 ]
 
-# Whatever can be printed may be a name, also what YAML would take for something else.
+# Any printable text may be a name, also text that YAML would read as another type.
 names = st.one_of(
     st.sampled_from(
         ["free", "pro", "off", "42", "1.5", "null", "~", "2026-01-01", "<<", "a: b", "-"]
@@ -81,7 +81,7 @@ def rates(draw: st.DrawFn, window: str) -> str:
 def limits(draw: st.DrawFn) -> Any:
     """One to three limits with different windows, so that no two share a count."""
     windows = draw(st.lists(st.sampled_from(list(SECONDS)), min_size=1, max_size=3, unique=True))
-    # A count is kept under the name if there is one, and two limits may not share one.
+    # A limit with a name is counted under the name, and two limits may not share a count.
     found = [
         draw(rates(window) | limits_in_full(window, place == 0 and draw(st.booleans())))
         for place, window in enumerate(windows)

@@ -116,7 +116,7 @@ def _named(name: str, rule: Rule) -> Rule:
 
 
 def requests() -> st.SearchStrategy[Request]:
-    """Requests with some of the attributes that rules test."""
+    """Requests with some of the fields that rules match."""
     return st.builds(
         Request,
         user=st.none() | values,

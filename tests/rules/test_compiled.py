@@ -1,4 +1,4 @@
-"""Which limits a rule has for a request, whom it counts, and for how much."""
+"""Compiled rules: the limits, the subject and the units of each rule for a request."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ NOON = datetime(2026, 6, 1, 12, tzinfo=UTC)
 
 
 class PreparedLimits:
-    """What a store would prepare; a policy only hands it on."""
+    """A stand-in for a gate. CompiledRules only returns it."""
 
     def __init__(self, limits: Limits, rule: str) -> None:
         self.limits = limits
         self.rule = rule
 
 
-def policy_of(
+def compiled_of(
     document: Document | str, clock: ManualClock | None = None, **more: Any
 ) -> CompiledRules:
     if isinstance(document, str):
@@ -38,14 +38,14 @@ def policy_of(
 
 
 def only(plan: CheckPlan) -> RuleCheck:
-    """The one rule in force."""
-    [item] = plan.enforced
-    return item
+    """Return the only enforced rule."""
+    [check] = plan.enforced
+    return check
 
 
-def rates(item: RuleCheck) -> list[str]:
-    """Its limits as so many per so many seconds."""
-    return [f"{limit.limit}/{limit.per}" for limit in item.gate.limits]
+def rates(check: RuleCheck) -> list[str]:
+    """Return the limits as "units/seconds"."""
+    return [f"{limit.limit}/{limit.per}" for limit in check.gate.limits]
 
 
 # ---------------------------------------------------------------------------------- inheritance
@@ -84,7 +84,7 @@ overrides:
         # The first key pattern that matches.
         (Request(endpoint="/own", api_key="sk_vip_1"), "4/60", "key sk_vip_*"),
         (Request(endpoint="/own", api_key="x_vip_1"), "5/60", "key *_vip_1"),
-        # Multiplied is what would apply without the override.
+        # The override multiplies the limits that would apply without it.
         (Request(endpoint="/own", api_key="sk_twice"), "2/60", "override api_key:sk_twice"),
         (
             Request(endpoint="/own", tier="pro", api_key="sk_twice"),
@@ -92,78 +92,78 @@ overrides:
             "override api_key:sk_twice",
         ),
         (Request(endpoint="/own", tier="pro", tenant="half"), "1/60", "override tenant:half"),
-        # An override for one rule is for no other.
+        # An override for one rule does not apply to another.
         (Request(endpoint="/tiers", tier="pro", tenant="half"), "21/60", "tier pro"),
-        # A rule without limits has those of the document's tiers, unless it has its own for them.
+        # A rule without limits uses the tiers of the document, or its own if it has them.
         (Request(endpoint="/tiers", tier="free"), "10/60", "tier free"),
         (Request(endpoint="/tiers", tier="pro"), "21/60", "tier pro"),
         (Request(endpoint="/tiers", user="boss"), "99/60", "override user:boss"),
-        # Assigned tiers: the user's before the key's before the tenant's; a request's own first.
+        # The tier of the request precedes one assigned to the user, the key, or the tenant.
         (Request(endpoint="/own", user="7"), "2/60", "tier pro"),
         (Request(endpoint="/tiers", user="7", api_key="sk_7"), "21/60", "tier pro"),
         (Request(endpoint="/tiers", api_key="sk_7", tenant="acme"), "10/60", "tier free"),
         (Request(endpoint="/tiers", tenant="acme"), "30/60", "tier staff"),
         (Request(endpoint="/tiers", tenant="acme", tier="free"), "10/60", "tier free"),
-        # A key that nobody owns is no user's, and an unknown tier is none.
+        # A key without a user has no tier of a user, and an unknown tier is ignored.
         (Request(endpoint="/own", tier="gone"), "1/60", "default"),
     ],
 )
 def test_inheritance(request_: Request, found: str, source: str) -> None:
-    """From the general to the particular: the rule, the tier, the key, the override."""
-    item = only(policy_of(INHERITING).plan(request_, 1))
-    assert rates(item) == [found]
-    assert f"{item.choice.source} {item.choice.detail}".strip() == source
+    """The most specific limits apply: the rule, the tier, the key, the override."""
+    check = only(compiled_of(INHERITING).plan(request_, 1))
+    assert rates(check) == [found]
+    assert f"{check.choice.source} {check.choice.detail}".strip() == source
 
 
 @pytest.mark.parametrize("tier", [None, "gone"])
 def test_a_rule_without_limits_for_a_tier_does_not_limit(tier: str | None) -> None:
-    """And multiplying nothing is nothing."""
-    policy = policy_of(INHERITING)
+    """An override that multiplies its limits changes nothing."""
+    compiled = compiled_of(INHERITING)
     for request in (
         Request(endpoint="/tiers", tier=tier),
         Request(endpoint="/tiers", tier=tier, api_key="sk_twice"),
     ):
-        assert not policy.plan(request, 1).enforced
+        assert not compiled.plan(request, 1).enforced
 
 
 @pytest.mark.parametrize("tier", [None, "unheard of", "default"])
-def test_the_default_tier_is_for_those_without_one(tier: str | None) -> None:
-    """A rule without limits of its own takes the tier `default` for a tier that is not there."""
-    policy = policy_of("""
+def test_the_default_tier_replaces_an_unknown_tier(tier: str | None) -> None:
+    """A rule without limits uses the tier `default` for a request whose tier is unknown."""
+    compiled = compiled_of("""
 version: 1
 tiers: {default: 5/minute, pro: 20/minute}
 rules: [{id: all, by: user}]
 """)
-    assert rates(only(policy.plan(Request(user="1", tier=tier), 1))) == ["5/60"]
-    assert rates(only(policy.plan(Request(user="1", tier="pro"), 1))) == ["20/60"]
+    assert rates(only(compiled.plan(Request(user="1", tier=tier), 1))) == ["5/60"]
+    assert rates(only(compiled.plan(Request(user="1", tier="pro"), 1))) == ["20/60"]
 
 
 def test_keys_of_an_attribute() -> None:
-    """Keys are values of what the rule counts by, whatever that is."""
+    """Keys are values of the attribute that the rule counts by."""
     limits = {"eu-*": parse_limits("2/minute")}
     rule = Rule("a", ("region",), parse_limits("1/minute"), keys=limits)
-    policy = policy_of(Document((rule,)))
+    compiled = compiled_of(Document((rule,)))
     eu = Request(attributes={"region": "eu-1"})
-    assert rates(only(policy.plan(eu, 1))) == ["2/60"]
-    assert rates(only(policy.plan(Request(), 1))) == ["1/60"]
+    assert rates(only(compiled.plan(eu, 1))) == ["2/60"]
+    assert rates(only(compiled.plan(Request(), 1))) == ["1/60"]
 
 
 @pytest.mark.parametrize("name", ["attributes", "__class__", "__slots__"])
-def test_a_strange_attribute_is_looked_up_in_attributes(name: str) -> None:
-    """No name reaches into the Request object itself."""
+def test_an_unknown_field_is_looked_up_in_attributes(name: str) -> None:
+    """No name can read other attributes of the Request object."""
     rule = Rule("a", (name,), parse_limits("1/minute"), keys={"x": parse_limits("2/minute")})
-    policy = policy_of(Document((rule,)))
-    item = only(policy.plan(Request(attributes={name: "x"}), 1))
-    assert (item.subject, rates(item)) == (f"{name}:x", ["2/60"])
-    assert rates(only(policy.plan(Request(), 1))) == ["1/60"]
+    compiled = compiled_of(Document((rule,)))
+    check = only(compiled.plan(Request(attributes={name: "x"}), 1))
+    assert (check.subject, rates(check)) == (f"{name}:x", ["2/60"])
+    assert rates(only(compiled.plan(Request(), 1))) == ["1/60"]
 
 
 def test_an_empty_value_is_a_value() -> None:
-    """The user "" is not looked up elsewhere."""
+    """The user "" has a value, so other fields are not used instead."""
     rule = Rule("a", ("user",), parse_limits("1/minute"), keys={"vip": parse_limits("2/minute")})
-    policy = policy_of(Document((rule,)))
-    item = only(policy.plan(Request(user="", attributes={"user": "vip"}), 1))
-    assert (item.subject, rates(item)) == ("user:", ["1/60"])
+    compiled = compiled_of(Document((rule,)))
+    check = only(compiled.plan(Request(user="", attributes={"user": "vip"}), 1))
+    assert (check.subject, rates(check)) == ("user:", ["1/60"])
 
 
 # ------------------------------------------------------------------------------------ overrides
@@ -178,23 +178,24 @@ def clock_at(time: datetime) -> ManualClock:
 
 
 @pytest.mark.parametrize("zone", [UTC, timezone(timedelta(hours=-7))])
-def test_an_override_is_gone_on_time(zone: timezone) -> None:
-    """At `until`, to the nanosecond, without a new document."""
+def test_an_override_ends_on_time(zone: timezone) -> None:
+    """It ends at `until`, to the nanosecond, without a new document."""
     until = (NOON + timedelta(microseconds=7)).astimezone(zone)
     clock = clock_at(NOON)
     override = Override("user", "42", multiply=3, until=until)
-    policy = policy_of(document_with(override), clock)
-    assert rates(only(policy.plan(Request(user="42"), 1))) == ["30/60"]
+    compiled = compiled_of(document_with(override), clock)
+    assert rates(only(compiled.plan(Request(user="42"), 1))) == ["30/60"]
     clock.advance_ns(6_999)
-    assert rates(only(policy.plan(Request(user="42"), 1))) == ["30/60"]
+    assert rates(only(compiled.plan(Request(user="42"), 1))) == ["30/60"]
     clock.advance_ns(1)
-    assert rates(only(policy.plan(Request(user="42"), 1))) == ["10/60"]
+    assert rates(only(compiled.plan(Request(user="42"), 1))) == ["10/60"]
 
 
-def test_of_several_overrides_the_first_in_force_counts() -> None:
-    """The user's before the key's before the tenant's, each in the document's order."""
+def test_the_first_override_in_force_applies() -> None:
+    """Overrides of users precede those of keys and tenants; each kind in the order of the
+    document."""
     clock = clock_at(NOON)
-    policy = policy_of(
+    compiled = compiled_of(
         document_with(
             Override("tenant", "t", multiply=2),
             Override("api_key", "k", multiply=3),
@@ -207,35 +208,36 @@ def test_of_several_overrides_the_first_in_force_counts() -> None:
     everyone = Request(user="u", api_key="k", tenant="t")
     found = []
     for _ in range(3):
-        found += rates(only(policy.plan(everyone, 1)))
+        found += rates(only(compiled.plan(everyone, 1)))
         clock.advance(3_600)
-    found += rates(only(policy.plan(Request(tenant="t"), 1)))
+    found += rates(only(compiled.plan(Request(tenant="t"), 1)))
     assert found == ["40/60", "50/60", "30/60", "20/60"]
 
 
-def test_absolute_limits_are_as_they_are_written() -> None:
-    """Another algorithm and several limits, in place of the rule's."""
+def test_the_limits_of_an_override_replace_those_of_the_rule() -> None:
+    """An override may have another algorithm and several limits."""
     limits = (*parse_limits("5/second"), Limit(50, per=60, algorithm="fixed_window"))
-    policy = policy_of(document_with(Override("user", "42", limits=limits)))
-    assert only(policy.plan(Request(user="42"), 1)).gate.limits == limits
+    compiled = compiled_of(document_with(Override("user", "42", limits=limits)))
+    assert only(compiled.plan(Request(user="42"), 1)).gate.limits == limits
 
 
-def test_two_rules_under_one_override_keep_their_own_counts() -> None:
-    """The override says numbers; who counts is the rule."""
+def test_two_rules_under_one_override_have_separate_counts() -> None:
+    """The override changes the limits and not the rule under which they are counted."""
     rules = tuple(Rule(name, (name,), parse_limits("1/minute")) for name in ("user", "tenant"))
     override = Override("user", "42", limits=parse_limits("9/minute"))
-    policy = policy_of(Document(rules, overrides=(override,)))
-    plan = policy.plan(Request(user="42", tenant="t"), 1)
-    assert [item.gate.rule for item in plan.enforced] == ["user", "tenant"]
-    assert [rates(item) for item in plan.enforced] == [["9/60"], ["9/60"]]
+    compiled = compiled_of(Document(rules, overrides=(override,)))
+    plan = compiled.plan(Request(user="42", tenant="t"), 1)
+    assert [check.gate.rule for check in plan.enforced] == ["user", "tenant"]
+    assert [rates(check) for check in plan.enforced] == [["9/60"], ["9/60"]]
 
 
-def test_overrides_are_for_text() -> None:
-    """What is no text has none, and is refused only where it is counted or matched."""
+def test_overrides_match_only_text() -> None:
+    """A value that is not text has no override; it is rejected only if a rule counts or matches
+    it."""
     rule = Rule("a", ("ip",), parse_limits("1/minute"))
-    policy = policy_of(Document((rule,), overrides=(Override("user", "42", multiply=2),)))
+    compiled = compiled_of(Document((rule,), overrides=(Override("user", "42", multiply=2),)))
     user: Any = ["42"]
-    assert rates(only(policy.plan(Request(user=user), 1))) == ["1/60"]
+    assert rates(only(compiled.plan(Request(user=user), 1))) == ["1/60"]
 
 
 # ----------------------------------------------------------------------------------- the numbers
@@ -262,7 +264,7 @@ def test_overrides_are_for_text() -> None:
     ids=repr,
 )
 def test_scaling(limit: Limit, factor: float, found: Limit) -> None:
-    """By the digits that were written, rounded down, never below one or beyond what can be."""
+    """Limits are scaled by the decimal that was written, rounded down, and stay valid."""
     assert scaled((limit,), factor) == (found,)
 
 
@@ -273,10 +275,10 @@ def test_scaling(limit: Limit, factor: float, found: Limit) -> None:
     st.sampled_from([0.001, 1, 60, 86400, 366 * 86400]),
     st.floats(0.001, 1_000) | st.sampled_from([0.5, 0.01, 2]),
 )
-def test_scaled_limits_are_limits_with_the_same_identity(
+def test_scaled_limits_are_valid_and_keep_their_identity(
     algorithm: Any, units: int, capacity: int, per: float, factor: float
 ) -> None:
-    """So what was spent carries over, promise 9, and a check never meets a limit that is none."""
+    """Spent units carry over (promise 9), and every scaled limit is valid."""
     room = min(capacity, units * 100) if algorithm in BUCKETS else 0
     limit = Limit(units, per, algorithm=algorithm, capacity=room)
     [found] = scaled((limit,), factor)
@@ -289,12 +291,12 @@ def test_scaled_limits_are_limits_with_the_same_identity(
     [(1.0, 100), (0.99, 99), (0.991, 100), (0.55, 55), (0.29, 29), (0.01, 1), (0.0, 1), (3, 100)],
 )
 def test_steps_of_a_factor(factor: float, step: int) -> None:
-    """Whole hundredths, upwards, so that `least` is reached and a rule has few gates."""
+    """Factors round up to whole hundredths, so that `least` is reached and a rule has few gates."""
     assert factor_step(factor) == step
 
 
 def test_the_number_of_gates_is_bounded_by_the_document() -> None:
-    """Whoever asks, for whatever, at whatever load: the same gates are handed out again."""
+    """Any number of subjects, tiers and loads reuses the same gates."""
     made: list[tuple[Limits, str]] = []
 
     def make(limits: Limits, rule: str) -> PreparedLimits:
@@ -304,7 +306,7 @@ def test_the_number_of_gates_is_bounded_by_the_document() -> None:
     rule = Rule("a", ("user",), parse_limits("1000/minute"))
     override = Override("tenant", "twice", multiply=2)
     factor = [1.0]
-    policy = CompiledRules(
+    compiled = CompiledRules(
         Document((rule,), overrides=(override,)),
         make,
         ManualClock().now_ns,
@@ -313,11 +315,11 @@ def test_the_number_of_gates_is_bounded_by_the_document() -> None:
     for number in range(5_000):
         factor[0] = number % 1_000 / 1_000
         tenant = "twice" if number % 2 else None
-        policy.plan(Request(user=str(number), tenant=tenant), cost=number)
+        compiled.plan(Request(user=str(number), tenant=tenant), cost=number)
     assert len(made) <= 2 * FACTOR_STEPS
 
 
-# -------------------------------------------------------------------------------- whom, how much
+# ------------------------------------------------------------------------------ subjects, costs
 
 
 @pytest.mark.parametrize(
@@ -329,50 +331,52 @@ def test_the_number_of_gates_is_bounded_by_the_document() -> None:
         (["tenant", "user"], Request(user="42", tenant="t"), "tenant:t\x1fuser:42"),
         ([], Request(user="42"), "*"),
         (["region"], Request(attributes={"region": "eu"}), "region:eu"),
-        # One spelling for each path and each method, or another would have a fresh quota.
+        # Each path and method has one spelling; another spelling must not have a fresh quota.
         (["endpoint"], Request(endpoint="//a/./b/?x=1"), "endpoint:/a/b"),
         (["method"], Request(method="post"), "method:POST"),
-        # An assigned tier counts like one that the request names.
+        # An assigned tier counts like the tier of a request.
         (["tier"], Request(user="7"), "tier:pro"),
         (["tier"], Request(user="7", tier="free"), "tier:free"),
     ],
 )
 def test_subjects(by: Iterable[str], request_: Request, subject: str) -> None:
-    """Who is counted separately."""
+    """A plan has the subject that the rule counts the request under."""
     tiers = {"pro": parse_limits("1/minute"), "free": parse_limits("1/minute")}
     rule = Rule("a", tuple(by), parse_limits("1/minute"))
-    policy = policy_of(Document((rule,), tiers, {"user:7": "pro"}))
-    assert only(policy.plan(request_, 1)).subject == subject
+    compiled = compiled_of(Document((rule,), tiers, {"user:7": "pro"}))
+    assert only(compiled.plan(request_, 1)).subject == subject
 
 
 def test_long_paths_are_counted_by_their_digest() -> None:
-    """A stranger's path of any length is no error, and two of them are two."""
-    policy = policy_of(Document((Rule("a", ("endpoint",), parse_limits("1/minute")),)))
+    """A path of any length is accepted, and two long paths have separate counts."""
+    compiled = compiled_of(Document((Rule("a", ("endpoint",), parse_limits("1/minute")),)))
     paths = ["/" + "x" * 5_000, "/" + "x" * 5_001, "/" + "\udcff" * 500]
-    subjects = {only(policy.plan(Request(endpoint=path), 1)).subject for path in paths}
+    subjects = {only(compiled.plan(Request(endpoint=path), 1)).subject for path in paths}
     assert len(subjects) == 3
     assert all(len(subject) < 64 for subject in subjects)
 
 
 def test_a_path_with_the_separator_is_counted_by_its_digest() -> None:
-    """A caller may send /a%1Fb, and gets a count of its own and no error."""
-    policy = policy_of("version: 1\nrules:\n  - {id: r, by: endpoint, limits: 1/s}\n")
-    found = {only(policy.plan(Request(endpoint=path), 1)).subject for path in ("/a%1Fb", "/a%1fc")}
+    """A client may send /a%1Fb. The path has a separate count and raises no error."""
+    compiled = compiled_of("version: 1\nrules:\n  - {id: r, by: endpoint, limits: 1/s}\n")
+    found = {
+        only(compiled.plan(Request(endpoint=path), 1)).subject for path in ("/a%1Fb", "/a%1fc")
+    }
     assert len(found) == 2
     assert all(subject.startswith("endpoint:#") for subject in found)
 
 
 @pytest.mark.parametrize("user", ["x" * 600, "a\x1fb", "\ud800", 42, b"42"], ids=repr)
-def test_what_cannot_be_a_key_is_refused(user: Any) -> None:
-    """As everywhere else, with the reason."""
-    policy = policy_of(Document((Rule("a", ("user",), parse_limits("1/minute")),)))
+def test_values_that_cannot_be_a_key_are_rejected(user: Any) -> None:
+    """The error has the reason, as for any other key."""
+    compiled = compiled_of(Document((Rule("a", ("user",), parse_limits("1/minute")),)))
     with pytest.raises(InvalidKey):
-        policy.plan(Request(user=user), 1)
+        compiled.plan(Request(user=user), 1)
 
 
-def test_costs_by_endpoint_times_the_callers_cost() -> None:
-    """The rule says units for each unit that is asked for."""
-    policy = policy_of("""
+def test_the_cost_of_an_endpoint_is_multiplied_by_the_cost_of_the_call() -> None:
+    """The rule has units for each unit of the call."""
+    compiled = compiled_of("""
 version: 1
 rules:
   - id: api
@@ -384,7 +388,7 @@ rules:
     asked = [("/search", 1), ("/search/", 3), ("/export/7", 1)]
     asked += [("/free/x", 9), ("/else", 1), (None, 4)]
     found = [
-        [item.units for item in policy.plan(Request(endpoint=path), cost).enforced]
+        [check.units for check in compiled.plan(Request(endpoint=path), cost).enforced]
         for path, cost in asked
     ]
     assert found == [[5, 3], [15, 9], [20, 3], [0, 27], [2, 3], [8, 12]]
@@ -393,9 +397,10 @@ rules:
 # ------------------------------------------------------------------------------- lists, rollouts
 
 
-def test_a_list_goes_before_all_rules() -> None:
-    """Then there is a verdict and nothing to pass; deny goes before allow."""
-    policy = policy_of("""
+def test_lists_take_precedence_over_rules() -> None:
+    """A listed request has a verdict and no rules to pass. The deny list precedes the allow
+    list."""
+    compiled = compiled_of("""
 version: 1
 rules: [{id: a, by: user, limits: 1/minute}]
 allow: ["sk_in_*", "10.0.0.0/8"]
@@ -408,32 +413,32 @@ deny: ["sk_in_revoked", "10.6.6.0/24"]
         Request(ip="10.6.6.6"),
         Request(api_key="sk_other"),
     ]
-    plans = [policy.plan(request, 1) for request in requests]
+    plans = [compiled.plan(request, 1) for request in requests]
     assert [plan.verdict for plan in plans] == ["allow", "deny", "allow", "deny", None]
     assert [len(plan.enforced) for plan in plans] == [0, 0, 0, 0, 1]
-    assert policy.listed(requests[0]) == ("allow", "sk_in_*")
-    assert policy.listed(requests[4]) == (None, "")
+    assert compiled.listed(requests[0]) == ("allow", "sk_in_*")
+    assert compiled.listed(requests[4]) == (None, "")
 
 
 def in_force(name: str, rollout: int, subjects: Iterable[str]) -> set[str]:
-    """The subjects that a rule with such a rollout is in force for."""
+    """Return the subjects that the rollout of a rule includes."""
     rule = Rule(name, ("user",), parse_limits("1/minute"), rollout=rollout)
-    policy = policy_of(Document((rule,)))
-    return {each for each in subjects if policy.plan(Request(user=each), 1).enforced}
+    compiled = compiled_of(Document((rule,)))
+    return {each for each in subjects if compiled.plan(Request(user=each), 1).enforced}
 
 
 SUBJECTS = [f"user-{number}" for number in range(10_000)]
 
 
 @pytest.mark.parametrize("rollout", [0, 1, 10, 50, 90, 99, 100])
-def test_a_rollout_reaches_its_share(rollout: int) -> None:
-    """Of 10,000 subjects, within two per cent of all; none at 0 and every one at 100."""
+def test_a_rollout_includes_its_share(rollout: int) -> None:
+    """Of 10,000 subjects, the share is exact to two per cent; none at 0 and all at 100."""
     reached = len(in_force("new", rollout, SUBJECTS))
     assert abs(reached - rollout * 100) <= (200 if 0 < rollout < 100 else 0)
 
 
 def test_a_growing_rollout_never_drops_a_subject() -> None:
-    """Whoever is in at 10 % is in at 11 %; and the answer is the same on every node."""
+    """A subject that is included at 10 % is included at 11 %, on every node."""
     before: set[str] = set()
     for rollout in range(0, 101, 10):
         reached = in_force("new", rollout, SUBJECTS[:1_000])
@@ -441,14 +446,14 @@ def test_a_growing_rollout_never_drops_a_subject() -> None:
         before = reached
 
 
-def test_rollouts_of_two_rules_reach_different_subjects() -> None:
-    """Or the same tenth would try everything first."""
+def test_rollouts_of_two_rules_include_different_subjects() -> None:
+    """Otherwise the same tenth of the subjects would get every new rule first."""
     one, other = (in_force(name, 10, SUBJECTS) for name in ("new", "newer"))
     assert len(one & other) < 200
 
 
-def test_where_it_does_not_reach_the_next_rule_counts() -> None:
-    """Each subject has one of the two, and the two keep apart what they count."""
+def test_the_next_rule_applies_to_subjects_outside_a_rollout() -> None:
+    """Each subject has one of the two rules, and their counts are separate."""
     rules = (
         Rule(
             "new",
@@ -458,14 +463,14 @@ def test_where_it_does_not_reach_the_next_rule_counts() -> None:
         ),
         Rule("old", ("user",), (Limit(10, per=60),)),
     )
-    policy = policy_of(Document(rules))
-    found = {only(policy.plan(Request(user=each), 1)).gate.rule for each in SUBJECTS[:100]}
+    compiled = compiled_of(Document(rules))
+    found = {only(compiled.plan(Request(user=each), 1)).gate.rule for each in SUBJECTS[:100]}
     assert found == {"new", "old"}
 
 
-def test_shadow_rules_are_planned_apart() -> None:
-    """Beside those in force, with their own rollout."""
-    policy = policy_of(
+def test_shadow_rules_are_planned_separately() -> None:
+    """They apply beside the enforced rules, with their own rollout."""
+    compiled = compiled_of(
         """
 version: 1
 rules:
@@ -474,16 +479,16 @@ rules:
   - {id: gone, by: tenant, limits: 2/minute, mode: off}
 """.replace("mode: off", 'mode: "off"')
     )
-    plan = policy.plan(Request(user="42"), 1)
-    assert [item.gate.rule for item in plan.shadowed] == ["tried"]
-    assert [item.gate.rule for item in plan.enforced] == ["real"]
+    plan = compiled.plan(Request(user="42"), 1)
+    assert [check.gate.rule for check in plan.shadowed] == ["tried"]
+    assert [check.gate.rule for check in plan.enforced] == ["real"]
 
 
-def test_a_document_that_is_wrong_makes_no_policy() -> None:
-    """Patterns are compiled at once, not when the first request comes."""
+def test_an_invalid_document_is_not_compiled() -> None:
+    """Patterns are compiled at startup, not at the first request."""
     for wrong in (
         Document((Rule("a", (), match=Match(endpoint=("re:(",))),)),
         Document(deny=("ip:nowhere",)),
     ):
         with pytest.raises(ConfigError):
-            policy_of(wrong)
+            compiled_of(wrong)

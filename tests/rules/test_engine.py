@@ -1,4 +1,4 @@
-"""Rules in force: what a limiter from rules answers, on every kind of store."""
+"""The rule engine: the decisions of a limiter with rules, on every kind of store."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def answers(limiter: Limiter, *requests: Request) -> list[bool]:
 
 
 def left(explanation: Explanation) -> list[int]:
-    """What each rule that applies has left."""
+    """Return the remaining units of each rule that applies."""
     decisions = [rule.decision for rule in explanation.rules]
     return [decision.remaining for decision in decisions if decision is not None]
 
@@ -60,8 +60,10 @@ def test_all_rules_pass_or_none_is_charged(store: Store, clock: ManualClock) -> 
     assert left(limiter.explain(BOB)) == [1, 0]
 
 
-async def test_all_rules_pass_or_none_is_charged_awaited(store: Store, clock: ManualClock) -> None:
-    """The same for asyncio."""
+async def test_all_rules_pass_or_none_is_charged_on_asyncio(
+    store: Store, clock: ManualClock
+) -> None:
+    """On asyncio, too, a denied request costs nothing."""
     limiter = AsyncLimiter.from_rules(TWO_RULES, store=store, clock=clock)
     asked = [ANN, ANN, ANN, ANN, BOB, BOB, BOB]
     found = [bool(await limiter.check(each)) for each in asked]
@@ -69,10 +71,8 @@ async def test_all_rules_pass_or_none_is_charged_awaited(store: Store, clock: Ma
     assert left(await limiter.explain(BOB)) == [1, 0]
 
 
-def test_many_threads_never_pass_more_than_every_rule_allows(
-    store: Store, clock: ManualClock
-) -> None:
-    """Whatever the order: no rule over its limit, and nothing left charged that was denied."""
+def test_many_threads_never_exceed_any_rule(store: Store, clock: ManualClock) -> None:
+    """In any order, no rule exceeds its limit and no denied request stays charged."""
     rules = TWO_RULES.replace("3/minute", "30/minute").replace("5/minute", "50/minute")
     limiter = Limiter.from_rules(rules, store=store, clock=clock)
     users = [Request(user=name, tenant="acme") for name in ("ann", "bob", "cid")]
@@ -93,8 +93,9 @@ def test_many_threads_never_pass_more_than_every_rule_allows(
     assert spent == [[count, sum(per_user)] for count in per_user]
 
 
-def test_the_tightest_rule_speaks(clock: ManualClock) -> None:
-    """The decision is of the rule with the least left; a denial's wait is the longest."""
+def test_the_tightest_rule_is_reported(clock: ManualClock) -> None:
+    """The decision is that of the rule with the fewest units left; the retry time is the
+    longest."""
     limiter = Limiter.from_rules(TWO_RULES, clock=clock)
     decision = limiter.check(ANN)
     assert (decision.rule, decision.remaining, decision.limit) == ("user", 2, 3)
@@ -105,15 +106,15 @@ def test_the_tightest_rule_speaks(clock: ManualClock) -> None:
     assert (denied.allowed, denied.rule, denied.retry_after) == (False, "user", 20.0)
 
 
-def test_what_no_rule_is_for_is_not_limited() -> None:
-    """Allowed, by no rule, with more left than anyone can use."""
+def test_a_request_without_a_matching_rule_is_not_limited() -> None:
+    """It is allowed without a rule, with more units remaining than a client can spend."""
     limiter = Limiter.from_rules("{version: 1,\n rules: []}")
     decision = limiter.check(ANN)
     assert (decision.allowed, decision.rule, decision.remaining) == (True, "", 10**9)
 
 
-def test_the_rule_costs_times_the_callers_cost(store: Store, clock: ManualClock) -> None:
-    """Charged by each rule at its own price; given back alike."""
+def test_each_rule_multiplies_the_cost_of_the_call(store: Store, clock: ManualClock) -> None:
+    """Each rule charges its own cost, and refunds the same."""
     limiter = Limiter.from_rules(
         TWO_RULES.replace("3/minute", "30/minute, cost: {/search: 5}"), store=store, clock=clock
     )
@@ -125,7 +126,7 @@ def test_the_rule_costs_times_the_callers_cost(store: Store, clock: ManualClock)
 
 
 def test_a_cost_that_can_never_fit_is_an_error(store: Store, clock: ManualClock) -> None:
-    """Cost × units above a rule's capacity: at once, and no other rule is charged."""
+    """A cost above the capacity of a rule raises at once, and no other rule is charged."""
     limiter = Limiter.from_rules(
         TWO_RULES.replace("3/minute", "3/minute, cost: 2"), store=store, clock=clock
     )
@@ -141,8 +142,8 @@ def test_a_cost_that_can_never_fit_is_an_error(store: Store, clock: ManualClock)
 # ------------------------------------------------------------------------------- lists, modes
 
 
-def test_lists_go_before_rules() -> None:
-    """Allowed without limit, or denied for a year, which says never."""
+def test_lists_take_precedence_over_rules() -> None:
+    """Allowed without a limit, or denied for a year, which means never."""
     limiter = Limiter.from_rules(TWO_RULES + 'allow: ["user:ann"]\ndeny: ["user:bob"]\n')
     assert answers(limiter, *[ANN] * 10) == [True] * 10
     assert limiter.check(ANN).rule == "allow"
@@ -161,7 +162,7 @@ rules:
 
 
 def test_a_shadow_rule_counts_and_never_denies(store: Store, clock: ManualClock) -> None:
-    """Decided beside the one in force; what it would have denied is counted."""
+    """It is decided beside the enforced rule, and its would-be denials are counted."""
     limiter = Limiter.from_rules(SHADOWED, store=store, clock=clock)
     assert answers(limiter, *[ANN] * 4) == [True, True, True, False]
     counts = limiter.counts()
@@ -170,30 +171,31 @@ def test_a_shadow_rule_counts_and_never_denies(store: Store, clock: ManualClock)
     assert limiter.check(BOB).rule == "real"
 
 
-async def test_a_shadow_rule_awaited(store: Store, clock: ManualClock) -> None:
-    """The same for asyncio, where it goes out with the others."""
+async def test_a_shadow_rule_on_asyncio(store: Store, clock: ManualClock) -> None:
+    """On asyncio, it is called at the same time as the enforced rules."""
     limiter = AsyncLimiter.from_rules(SHADOWED, store=store, clock=clock)
     assert [bool(await limiter.check(ANN)) for _ in range(4)] == [True, True, True, False]
     counts = limiter.counts()
     assert (counts["tried"].allowed, counts["tried"].shadow_denied) == (1, 3)
 
 
-def test_a_shadow_that_can_never_pass_denies_nobody() -> None:
-    """A cost beyond a shadow rule's capacity is what it would deny, and no error."""
+def test_a_cost_above_the_capacity_of_a_shadow_rule_is_not_an_error() -> None:
+    """It counts as a denial of the shadow rule."""
     limiter = Limiter.from_rules(SHADOWED)
     assert limiter.check(ANN, cost=2)
     assert limiter.counts()["tried"].shadow_denied == 1
 
 
-def test_shadows_alone_limit_nothing() -> None:
-    """With nothing in force a request is allowed by no rule."""
+def test_shadow_rules_alone_limit_nothing() -> None:
+    """Without an enforced rule, a request is allowed and its decision names no rule."""
     limiter = Limiter.from_rules(SHADOWED.replace("3/minute", "3/minute, mode: shadow"))
     assert answers(limiter, *[ANN] * 9) == [True] * 9
     assert limiter.check(ANN).rule == ""
 
 
-def test_algorithms_under_rollout_keep_their_states_apart(store: Store, clock: ManualClock) -> None:
-    """Whoever moves to the new rule starts anew there, and finds the old count on the way back."""
+def test_rules_under_rollout_have_separate_states(store: Store, clock: ManualClock) -> None:
+    """A subject that moves to the new rule has a fresh count there, and its old count on the way
+    back."""
     document = """
 version: 1
 rules:
@@ -216,8 +218,8 @@ rules:
 # ----------------------------------------------------------------------------------- overrides
 
 
-def test_an_override_raises_and_ends_without_losing_what_was_spent(clock: ManualClock) -> None:
-    """Gone on time, and consumption carries over both ways."""
+def test_spent_units_survive_the_start_and_end_of_an_override(clock: ManualClock) -> None:
+    """The override ends on time, and spent units carry over in both directions."""
     until = datetime.fromtimestamp(1_800_000_000 + 30, UTC).isoformat()
     limiter = Limiter.from_rules(
         "version: 1\nrules: [{id: user, by: user, limits: 3/hour}]\n"
@@ -233,8 +235,8 @@ def test_an_override_raises_and_ends_without_losing_what_was_spent(clock: Manual
     assert limiter.check(BOB).limit == 3
 
 
-def test_wall_time_ends_overrides_too() -> None:
-    """With the system's clock one in the past is over and one in the future is not."""
+def test_the_system_clock_ends_overrides() -> None:
+    """An override that ends in the past does not apply; one that ends in the future does."""
     document = TWO_RULES + (
         "overrides:\n"
         "  - {for: {user: ann}, rule: user, limits: 77/minute, until: 2020-01-01T00:00:00Z}\n"
@@ -249,7 +251,7 @@ def test_wall_time_ends_overrides_too() -> None:
 
 
 def test_refund_grant_and_reset(store: Store, clock: ManualClock) -> None:
-    """They are for all rules that a request has to pass."""
+    """They apply to all rules that a request has to pass."""
     limiter = Limiter.from_rules(TWO_RULES, store=store, clock=clock)
     assert answers(limiter, ANN, ANN, ANN, ANN) == [True, True, True, False]
     limiter.refund(ANN)
@@ -261,8 +263,8 @@ def test_refund_grant_and_reset(store: Store, clock: ManualClock) -> None:
     assert left(limiter.explain(BOB)) == [3, 5]
 
 
-async def test_refund_grant_and_reset_awaited(store: Store, clock: ManualClock) -> None:
-    """The same for asyncio."""
+async def test_refund_grant_and_reset_on_asyncio(store: Store, clock: ManualClock) -> None:
+    """On asyncio, too, they apply to all rules."""
     limiter = AsyncLimiter.from_rules(TWO_RULES, store=store, clock=clock)
 
     async def asked(times: int) -> list[bool]:
@@ -278,7 +280,7 @@ async def test_refund_grant_and_reset_awaited(store: Store, clock: ManualClock) 
 
 
 def test_wait_hold_and_the_decorator(clock: ManualClock) -> None:
-    """The forms that sleep or raise take a request too."""
+    """`wait`, `hold` and the decorator accept a request."""
     limiter = Limiter.from_rules(TWO_RULES, clock=clock)
 
     @limiter.limit(key=lambda name: Request(user=name))
@@ -298,8 +300,8 @@ def test_wait_hold_and_the_decorator(clock: ManualClock) -> None:
         assert decision.remaining == 2
 
 
-async def test_wait_hold_and_the_decorator_awaited(clock: ManualClock) -> None:
-    """The same for asyncio."""
+async def test_wait_hold_and_the_decorator_on_asyncio(clock: ManualClock) -> None:
+    """They accept a request on asyncio, too."""
     limiter = AsyncLimiter.from_rules(TWO_RULES, clock=clock)
 
     @limiter.limit(key=lambda name: Request(user=name))
@@ -316,8 +318,8 @@ async def test_wait_hold_and_the_decorator_awaited(clock: ManualClock) -> None:
     assert (await limiter.peek(BOB)).remaining == 3
 
 
-def test_limiting_off_reaches_rules() -> None:
-    """As every other limiter."""
+def test_limiting_off_applies_to_rules() -> None:
+    """Rules are switched off like limits."""
     limiter = Limiter.from_rules(TWO_RULES)
     with limiting_off():
         assert answers(limiter, *[ANN] * 20) == [True] * 20
@@ -325,8 +327,8 @@ def test_limiting_off_reaches_rules() -> None:
 
 
 @pytest.mark.parametrize("key", ["user:42", ("a", "b"), None, {"user": "42"}], ids=repr)
-def test_rules_want_a_request(key: Any) -> None:
-    """A key has no attributes to match by, and the error shows what has."""
+def test_rules_need_a_request(key: Any) -> None:
+    """A key has no fields to match. The error shows a correct example."""
     limiter = Limiter.from_rules(TWO_RULES)
     for verb in (limiter.check, limiter.peek, limiter.reset, limiter.explain):
         with pytest.raises(ConfigError, match="a limiter with rules checks a Request"):
@@ -334,8 +336,8 @@ def test_rules_want_a_request(key: Any) -> None:
 
 
 @pytest.mark.parametrize("cost", [-1, 1.5, True, "1"], ids=repr)
-def test_a_wrong_cost_is_refused(cost: Any) -> None:
-    """In the shortcut as on the long way."""
+def test_an_invalid_cost_is_rejected(cost: Any) -> None:
+    """The fast path and the slow path reject it."""
     with pytest.raises(ConfigError, match="is not a whole number from 0 up"):
         Limiter.from_rules(TWO_RULES).check(ANN, cost)
 
@@ -344,7 +346,7 @@ def test_a_wrong_cost_is_refused(cost: Any) -> None:
 
 
 def version(number: int) -> str:
-    """Two rules that both know which version they are of, by id and by limit."""
+    """Return a document with two rules whose ids and limits contain the version."""
     return f"""
 version: 1
 rules:
@@ -371,7 +373,7 @@ def test_a_hundred_documents_swapped_under_load() -> None:
             try:
                 decision = limiter.check(ANN)
                 rules = limiter.explain(ANN).rules
-            except Exception as error:  # whatever it is, it was a dropped request
+            except Exception as error:  # any error is a dropped request
                 wrong.append(error)
                 return
             versions = {rule.id.partition("-")[2] for rule in rules}
@@ -396,8 +398,8 @@ def test_a_hundred_documents_swapped_under_load() -> None:
     assert len(set().union(*seen)) > 1
 
 
-async def test_documents_swapped_while_a_check_is_on_its_way(clock: ManualClock) -> None:
-    """A check that has begun keeps the rules it began with, on a store that is a trip away."""
+async def test_a_document_swapped_during_a_check(clock: ManualClock) -> None:
+    """A check in flight on a remote store keeps the rules that it started with."""
     server = running("single")
     server.flush()
     limiter = AsyncLimiter.from_rules(version(0), store=f"{server.uri}?deadline_ms=10000")
@@ -410,7 +412,7 @@ async def test_documents_swapped_while_a_check_is_on_its_way(clock: ManualClock)
 
 
 def test_json_on_one_line_is_a_document() -> None:
-    """And no path, whose name would be too long for the system and for a message."""
+    """It is not read as a path, which would be too long for the system and for a message."""
     text = json.dumps({"version": 1, "rules": [{"id": "all", "by": "user", "limits": "2/minute"}]})
     with Limiter.from_rules(text) as limiter:
         assert limiter.check(ANN).remaining == 1
@@ -418,7 +420,7 @@ def test_json_on_one_line_is_a_document() -> None:
         assert limiter.check(ANN).remaining == 3
 
 
-def test_a_wrong_document_changes_nothing() -> None:
+def test_an_invalid_document_changes_nothing() -> None:
     """The old one stays in force, with its version and its counts."""
     limiter = Limiter.from_rules(TWO_RULES)
     limiter.use(TWO_RULES, "v1")
@@ -431,8 +433,8 @@ def test_a_wrong_document_changes_nothing() -> None:
     assert limiter.counts()["user"].allowed == 1
 
 
-def test_counts_are_of_rules_that_there_are() -> None:
-    """What another document does not have is forgotten; what it has goes on."""
+def test_counts_are_kept_for_rules_of_the_document() -> None:
+    """Counts of removed rules are dropped; those of other rules continue."""
     limiter = Limiter.from_rules(TWO_RULES)
     limiter.check(ANN)
     limiter.use("version: 1\nrules: [{id: user, by: user, limits: 9/minute}]")
@@ -441,8 +443,8 @@ def test_counts_are_of_rules_that_there_are() -> None:
     assert limiter.counts()["user"].allowed == 2
 
 
-def test_raising_a_limit_keeps_what_was_spent(store: Store, clock: ManualClock) -> None:
-    """The new document's numbers count from what the old one admitted."""
+def test_raising_a_limit_keeps_spent_units(store: Store, clock: ManualClock) -> None:
+    """The limits of the new document apply to the units that the old one admitted."""
     limiter = Limiter.from_rules(TWO_RULES, store=store, clock=clock)
     assert answers(limiter, ANN, ANN, ANN, ANN) == [True, True, True, False]
     limiter.use(TWO_RULES.replace("3/minute", "4/minute"))

@@ -1,4 +1,4 @@
-"""Why a request is limited as it is: for every rule, whether it applies and why."""
+"""Explanations: for every rule, whether it applies to a request and why."""
 
 from __future__ import annotations
 
@@ -55,10 +55,8 @@ def limiter() -> Limiter:
         ("keyed", True, "all its conditions hold"),
     ],
 )
-def test_every_rule_says_whether_it_applies_and_why(
-    limiter: Limiter, rule: str, applies: bool, why: str
-) -> None:
-    """In the document's order, with a reason each."""
+def test_every_rule_is_explained(limiter: Limiter, rule: str, applies: bool, why: str) -> None:
+    """Rules are explained in the order of the document, each with a reason."""
     explanation = limiter.explain(ORDER)
     found = {each.id: each for each in explanation.rules}
     assert list(found) == [each.id for each in limiter.compiled_rules.document.rules]
@@ -79,12 +77,12 @@ def test_every_rule_says_whether_it_applies_and_why(
     ],
 )
 def test_reasons(limiter: Limiter, request_: Request, rule: str, why: str) -> None:
-    """What fails is named, with what would hold."""
+    """A reason names the condition that fails and the values that it expects."""
     [found] = [each for each in limiter.explain(request_).rules if each.id == rule]
     assert (found.applies, found.why) == (False, why)
 
 
-def test_what_a_rule_would_answer_and_what_it_costs(limiter: Limiter) -> None:
+def test_the_decision_and_the_cost_of_a_rule(limiter: Limiter) -> None:
     """Limits, subject and units, and the decision that a check would get now."""
     limiter.check(ORDER)
     [orders] = [each for each in limiter.explain(ORDER, cost=2).rules if each.id == "orders"]
@@ -100,7 +98,7 @@ def test_what_a_rule_would_answer_and_what_it_costs(limiter: Limiter) -> None:
 
 
 def test_explaining_spends_nothing(limiter: Limiter) -> None:
-    """However often it is asked, and nothing is counted."""
+    """Any number of explanations spends and counts nothing."""
     first = limiter.explain(ORDER)
     for _ in range(20):
         assert limiter.explain(ORDER) == first
@@ -108,8 +106,8 @@ def test_explaining_spends_nothing(limiter: Limiter) -> None:
     assert limiter.check(ORDER).allowed
 
 
-def test_where_the_limits_come_from(limiter: Limiter) -> None:
-    """The rule, a tier, a key or an override, with the override's reason, author and end."""
+def test_the_source_of_the_limits(limiter: Limiter) -> None:
+    """The rule, a tier, a key or an override, with its reason, author and end."""
 
     def sources(request: Request) -> dict[str, str]:
         return {each.id: each.source for each in limiter.explain(request).rules}
@@ -130,14 +128,14 @@ def test_where_the_limits_come_from(limiter: Limiter) -> None:
     )
 
 
-def test_a_rule_that_would_not_apply_shows_the_limits_it_would_have(limiter: Limiter) -> None:
-    """So that one sees what a change of the order would do."""
+def test_a_rule_that_does_not_apply_shows_its_limits(limiter: Limiter) -> None:
+    """The limits show the effect of another order of the rules."""
     [rest] = [each for each in limiter.explain(ORDER).rules if each.id == "rest"]
     assert ([limit.limit for limit in rest.limits], rest.subject, rest.units) == ([5], "", 0)
 
 
 def test_tier_version_and_list(limiter: Limiter) -> None:
-    """What holds for the whole request."""
+    """An explanation has the tier, the version and the list entry of the request."""
     limiter.use(DOCUMENT, "v7")
     explanation = limiter.explain(Request(user="7"))
     assert (explanation.version, explanation.tier, explanation.listed) == ("v7", "pro", "")
@@ -145,14 +143,14 @@ def test_tier_version_and_list(limiter: Limiter) -> None:
     assert limiter.explain(Request(ip="10.1.1.1")).applying == ()
 
 
-async def test_asyncio_explains_alike(limiter: Limiter) -> None:
-    """The same explanation, awaited."""
+async def test_explanations_on_asyncio(limiter: Limiter) -> None:
+    """AsyncLimiter returns the same explanation."""
     awaited = AsyncLimiter.from_rules(DOCUMENT, clock=ManualClock(start=1_800_000_000))
     assert await awaited.explain(ORDER) == limiter.explain(ORDER)
 
 
-def test_a_rule_without_limits_for_a_tier_takes_the_place() -> None:
-    """The first that matches applies, though it limits nobody of this tier; the next says so."""
+def test_a_rule_without_limits_for_a_tier_takes_precedence() -> None:
+    """The first rule that matches applies even without limits for the tier; the next names it."""
     limiter = Limiter.from_rules("""
 version: 1
 tiers: {free: 10/minute}

@@ -1,4 +1,4 @@
-"""The load, and the factor that limits follow it by."""
+"""The load of the machine, and the factor that scales limits by it."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ SECOND = 1_000_000_000
 
 
 class Load:
-    """A source that says what it is told to, and counts how often it was asked."""
+    """A source that returns a fixed load and counts its calls."""
 
     def __init__(self, load: float | None = 0.0) -> None:
         self.load = load
-        self.asked = 0
+        self.reads = 0
 
     def __call__(self) -> float | None:
-        self.asked += 1
+        self.reads += 1
         return self.load
 
 
@@ -49,20 +49,20 @@ class Load:
     [(0.0, 1.0), (0.5, 1.0), (0.6, 0.84), (0.75, 0.6), (0.9, 0.36), (1.0, 0.2), (7.0, 0.2)],
 )
 def test_from_load_to_factor(load: float, factor: float) -> None:
-    """All at `low` and below, `least` at `high` and above, a straight line in between."""
+    """The factor is 1.0 up to `low`, `least` from `high`, and linear in between."""
     scale = Scale(low=0.5, high=1.0, least=0.2, smoothing_s=0)
     assert aimed_at(scale, load) == pytest.approx(factor)
     assert Factor(scale, lambda: load, lambda: 0)() == pytest.approx(factor)
 
 
-def test_the_first_reading_counts_at_once() -> None:
-    """A process that starts on a busy machine does not begin with all of its limits."""
+def test_the_first_reading_takes_effect_at_once() -> None:
+    """A process that starts on a busy machine starts with reduced limits."""
     factor = Factor(Scale(least=0.2), lambda: 1.0, ManualClock().now_ns)
     assert factor() == 0.2
 
 
-def test_unknown_load_leaves_limits_alone() -> None:
-    """Before the first reading, and after a source fails, nothing changes."""
+def test_an_unknown_load_changes_nothing() -> None:
+    """Before the first reading, and after a source fails, the factor stays."""
     clock, load = ManualClock(), Load(None)
     factor = Factor(Scale(least=0.2, smoothing_s=0), load, clock.now_ns)
     assert factor() == 1.0
@@ -75,7 +75,7 @@ def test_unknown_load_leaves_limits_alone() -> None:
 
 
 def test_a_change_takes_effect_by_two_thirds_in_the_smoothing_time() -> None:
-    """1 - 1/e of the way after `smoothing_s`, whatever the readings in between."""
+    """The factor moves 1 - 1/e of the way in `smoothing_s`, for any readings in between."""
     for step_s in (0.25, 1.0, 10.0):
         clock, load = ManualClock(), Load(0.0)
         factor = Factor(Scale(least=0.2, smoothing_s=10), load, clock.now_ns)
@@ -87,23 +87,23 @@ def test_a_change_takes_effect_by_two_thirds_in_the_smoothing_time() -> None:
         assert factor() == pytest.approx(0.2 + 0.8 / math.e)
 
 
-def test_the_source_is_asked_a_few_times_a_second_at_most() -> None:
-    """However many checks there are, and by however many threads."""
+def test_the_source_is_read_at_most_every_sample_interval() -> None:
+    """Any number of checks in any number of threads share one reading."""
     clock, load = ManualClock(), Load(0.9)
     factor = Factor(Scale(), load, clock.now_ns)
     for _ in range(1_000):
         factor()
-    assert load.asked == 1
+    assert load.reads == 1
     clock.advance_ns(SAMPLE_NS - 1)
     factor()
-    assert load.asked == 1
+    assert load.reads == 1
     clock.advance_ns(1)
     factor()
-    assert load.asked == 2
+    assert load.reads == 2
 
 
-def test_nobody_waits_for_a_reading() -> None:
-    """While one thread reads, others go on with the factor as it was."""
+def test_no_thread_waits_for_a_reading() -> None:
+    """While one thread reads, the others use the previous factor."""
     clock = ManualClock()
     reading, go_on = threading.Event(), threading.Event()
     loads = iter([0.0, 1.0])
@@ -134,10 +134,10 @@ def test_nobody_waits_for_a_reading() -> None:
     st.floats(0.01, 1),
     st.floats(0, 60),
 )
-def test_the_factor_keeps_its_bounds(
+def test_the_factor_stays_within_its_bounds(
     readings: list[tuple[float, float]], low: float, high: float, least: float, smoothing_s: float
 ) -> None:
-    """Whatever the source says, and a clock that steps back included."""
+    """For any reading, and for a clock that steps back."""
     clock, load = ManualClock(), Load()
     factor = Factor(Scale("cpu", low, high, least, smoothing_s), load, clock.now_ns)
     for reading, seconds in readings:
@@ -149,19 +149,19 @@ def test_the_factor_keeps_its_bounds(
 # ------------------------------------------------------------------------------------ the sources
 
 
-def test_rules_with_one_source_see_one_reading() -> None:
-    """The CPU's load is of the time since the last reading, which two readers would halve."""
+def test_rules_with_one_source_share_a_reading() -> None:
+    """The CPU load is an average since the last reading; two readers would halve the interval."""
     clock, cpu = ManualClock(), Load(0.8)
     loads = Loads(clock.now_ns, {"cpu": cpu})
     assert [loads.reading("cpu") for _ in range(5)] == [0.8] * 5
-    assert cpu.asked == 1
+    assert cpu.reads == 1
     clock.advance_ns(SAMPLE_NS)
     loads.reading("cpu")
-    assert cpu.asked == 2
+    assert cpu.reads == 2
 
 
-def test_a_reading_stays_until_there_is_another() -> None:
-    """A probe that cannot tell now leaves what it told before."""
+def test_a_reading_stays_until_the_next_one() -> None:
+    """While a probe returns None, the previous reading applies."""
     clock, cpu = ManualClock(), Load(None)
     loads = Loads(clock.now_ns, {"cpu": cpu})
     found = []
@@ -173,7 +173,7 @@ def test_a_reading_stays_until_there_is_another() -> None:
 
 
 def test_the_pushed_number_is_the_load() -> None:
-    """Not known before the first; then the last one pushed."""
+    """The load is unknown before the first push; then it is the last pushed number."""
     loads = Loads(ManualClock().now_ns, {})
     assert loads.reading("pushed") is None
     loads.push(0.8)
@@ -182,8 +182,8 @@ def test_the_pushed_number_is_the_load() -> None:
 
 
 @pytest.mark.parametrize("load", [-0.1, 1.1, math.nan, math.inf, "0.5", None, True], ids=repr)
-def test_what_is_no_load_is_refused(load: Any) -> None:
-    """A number from 0 to 1, and nothing else; what was pushed before stays."""
+def test_an_invalid_load_is_rejected(load: Any) -> None:
+    """Only numbers from 0 to 1 are accepted. The previous load stays."""
     loads = Loads(ManualClock().now_ns, {})
     loads.push(0.5)
     with pytest.raises(ConfigError, match=r"is not a number from 0\.0 \(idle\) to 1\.0"):
@@ -191,8 +191,8 @@ def test_what_is_no_load_is_refused(load: Any) -> None:
     assert loads.reading("pushed") == 0.5
 
 
-def test_the_probes_of_this_machine_say_sane_numbers() -> None:
-    """CPU between idle and all, memory between nothing and all, or nothing if there is no /proc."""
+def test_the_probes_of_this_machine_return_valid_loads() -> None:
+    """CPU and memory are from 0 to 1, or None without /proc."""
     cpu, memory = CpuProbe(), MemoryProbe()
     cpu.load()
     load = None
@@ -213,7 +213,8 @@ def _files(folder: Path, texts: dict[str, str]) -> None:
 
 
 def test_cpu_of_a_machine(tmp_path: Path) -> None:
-    """The ticks that were neither idle nor waiting for a disk, of those since the last reading."""
+    """The load is the share of ticks since the last reading that were neither idle nor disk
+    wait."""
     _files(tmp_path, {"stat": "cpu  100 0 50 800 50 0 0 0 0 0\ncpu0 1 2 3 4\n"})
     probe = CpuProbe(tmp_path, tmp_path)
     assert probe.load() is None
@@ -223,7 +224,7 @@ def test_cpu_of_a_machine(tmp_path: Path) -> None:
 
 
 def test_cpu_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The nearest cgroup with a quota is what can be used up: here half a CPU."""
+    """The nearest cgroup with a quota sets the maximum: here half a CPU."""
     now_ns = [0]
     monkeypatch.setattr("tollkeeper.rules.load.time.monotonic_ns", lambda: now_ns[0])
     _files(
@@ -242,8 +243,8 @@ def test_cpu_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert probe.load() == pytest.approx(0.6 / (2 * 0.5))
 
 
-def test_cpu_where_nothing_can_be_read(tmp_path: Path) -> None:
-    """The load average of other systems; garbage is no error."""
+def test_cpu_without_readable_files(tmp_path: Path) -> None:
+    """Other systems use the load average. Invalid files raise no error."""
     for texts in ({}, {"stat": ""}, {"stat": "cpu x y"}):
         _files(tmp_path, texts)
         load = CpuProbe(tmp_path, tmp_path).load()
@@ -252,7 +253,7 @@ def test_cpu_where_nothing_can_be_read(tmp_path: Path) -> None:
 
 
 def test_memory_of_a_machine_and_of_a_container(tmp_path: Path) -> None:
-    """What is not available; in a container with a limit, whichever is fuller."""
+    """The load is the share that is not available; with a limited container, the larger share."""
     proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
     _files(tmp_path, {"proc/meminfo": "MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 700 kB\n"})
     assert MemoryProbe(proc, cgroup).load() == pytest.approx(0.3)
@@ -271,8 +272,8 @@ def test_memory_of_a_machine_and_of_a_container(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("meminfo", ["", "MemTotal: x\n", "MemTotal: 5 kB\n"])
-def test_memory_where_nothing_can_be_read(tmp_path: Path, meminfo: str) -> None:
-    """Not known, which leaves limits alone."""
+def test_memory_without_readable_files(tmp_path: Path, meminfo: str) -> None:
+    """The load is unknown, which leaves limits unchanged."""
     assert MemoryProbe(tmp_path, tmp_path).load() is None
     _files(tmp_path, {"meminfo": meminfo})
     assert MemoryProbe(tmp_path, tmp_path).load() is None
@@ -295,7 +296,7 @@ ME = Request(user="42")
 
 
 def test_limits_follow_the_pushed_load() -> None:
-    """From all of them to `least`, and back; what was spent stays spent."""
+    """Limits shrink to `least` and grow again. Spent units stay spent."""
     clock = ManualClock()
     limiter = Limiter.from_rules(SCALED, clock=clock)
     assert limiter.check(ME).limit == 10
@@ -313,7 +314,7 @@ def test_limits_follow_the_pushed_load() -> None:
 
 
 def test_the_factor_is_visible_in_explain() -> None:
-    """With the limits as they are in force; rules that do not scale are at 1.0."""
+    """The explanation has the limits in force. Rules that do not scale have a factor of 1.0."""
     limiter = Limiter.from_rules(SCALED, clock=ManualClock())
     limiter.push_load(0.75)
     api, plain = limiter.explain(ME).rules
@@ -321,8 +322,8 @@ def test_the_factor_is_visible_in_explain() -> None:
     assert plain.factor == 1.0
 
 
-def test_factors_stay_when_a_document_is_swapped_that_scales_alike() -> None:
-    """A new document does not begin with a calm machine; another scale begins anew."""
+def test_factors_survive_a_new_document_with_the_same_scale() -> None:
+    """A new document keeps the factor; another scale starts with a new one."""
     clock = ManualClock()
     limiter = Limiter.from_rules(SCALED, clock=clock)
     limiter.push_load(0.0)
@@ -339,8 +340,8 @@ def test_factors_stay_when_a_document_is_swapped_that_scales_alike() -> None:
     assert limiter.factors() == {}
 
 
-def test_a_cost_that_fits_but_not_now_is_denied_and_no_error() -> None:
-    """CapacityError says never; high load is not never."""
+def test_a_cost_that_fits_only_at_a_lower_load_is_denied() -> None:
+    """CapacityError means never, and a high load ends."""
     clock = ManualClock()
     limiter = Limiter.from_rules(SCALED, clock=clock)
     limiter.push_load(1.0)
@@ -354,18 +355,19 @@ def test_a_cost_that_fits_but_not_now_is_denied_and_no_error() -> None:
     assert limiter.check(ME, cost=5)
 
 
-class _Gone(MemoryGate):
-    """A gate whose store goes away after a check."""
+class FailingGate(MemoryGate):
+    """A gate whose store becomes unavailable after a check."""
 
     def peek(self, subject: str, cost: int) -> Decision:
-        raise StoreUnavailable("it has just gone")
+        raise StoreUnavailable("the store is unavailable")
 
 
-def test_a_store_that_goes_away_meanwhile_is_answered_as_the_rule_says(
+def test_the_failure_policy_of_the_rule_answers_if_the_store_fails_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By the rule's own failure policy, not the limiter's, and not by an error."""
-    monkeypatch.setattr(memory, "MemoryGate", _Gone)
+    """The failure policy of the rule takes precedence over that of the limiter. No error is
+    raised."""
+    monkeypatch.setattr(memory, "MemoryGate", FailingGate)
     clock = ManualClock()
     rules = SCALED.partition("  - id: plain")[0].replace("user", "user\n    on_failure: closed")
     limiter = Limiter.from_rules(rules, store=memory.PythonMemoryStore(clock), clock=clock)
@@ -374,8 +376,8 @@ def test_a_store_that_goes_away_meanwhile_is_answered_as_the_rule_says(
         assert (decision.allowed, decision.degraded) == (False, True)
 
 
-async def test_the_same_for_asyncio() -> None:
-    """AsyncLimiter takes loads and tells factors too."""
+async def test_loads_and_factors_on_asyncio() -> None:
+    """AsyncLimiter accepts loads and reports factors."""
     limiter = AsyncLimiter.from_rules(SCALED, clock=ManualClock())
     limiter.push_load(1.0)
     assert (await limiter.check(ME)).limit == 2
@@ -383,14 +385,14 @@ async def test_the_same_for_asyncio() -> None:
     assert not await limiter.check(ME, cost=5)
 
 
-def test_a_limiter_without_rules_takes_no_load() -> None:
-    """And says how to get one that does."""
+def test_a_limiter_without_rules_accepts_no_load() -> None:
+    """The error names the constructor to use."""
     with pytest.raises(ConfigError, match="this limiter has limits, not rules"):
         Limiter("5/minute").push_load(0.5)
 
 
-def test_the_probe_of_the_cpu_is_wired_in() -> None:
-    """A rule that scales by cpu or memory asks this machine, and gets a factor within bounds."""
+def test_a_rule_may_scale_by_cpu_or_memory() -> None:
+    """Its factor comes from the probe of this machine and is within bounds."""
     for source in ("cpu", "memory"):
         document = SCALED.replace("pushed", source)
         limiter = Limiter.from_rules(document)

@@ -1,4 +1,4 @@
-"""Those who do not wait: cool-downs that grow, then a block, on every kind of store."""
+"""Penalties for clients that do not wait: growing cool-downs, then a block, on every store."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ BOB = Request(user="bob", tenant="acme")
 
 
 def storm(limiter: Limiter, times: int) -> list[float]:
-    """When each of so many requests at one instant is told to come back."""
+    """Return the retry time of each of `times` requests at one instant."""
     return [limiter.check(ANN).retry_after for _ in range(times)]
 
 
 def test_the_first_cool_down(store: Store, clock: ManualClock) -> None:
-    """The denials that did not wait are three; from then on nothing passes until it is over."""
+    """After three denials without waiting, no request passes until the cool-down ends."""
     with Limiter.from_rules(RULES, store=store, clock=clock) as limiter:
         assert storm(limiter, 6) == [0, 1, 1, 1, 1, 10]
         clock.advance(9.999)
@@ -44,8 +44,8 @@ def test_the_first_cool_down(store: Store, clock: ManualClock) -> None:
         assert limiter.check(ANN).allowed
 
 
-def test_who_waits_is_left_alone(store: Store, clock: ManualClock) -> None:
-    """A hundred denials, each waited for as it said: no penalty."""
+def test_a_client_that_waits_is_not_penalised(store: Store, clock: ManualClock) -> None:
+    """After each of a hundred denials, the client waits for Retry-After and gets no penalty."""
     with Limiter.from_rules(RULES, store=store, clock=clock) as limiter:
         for _ in range(100):
             assert limiter.check(ANN).allowed
@@ -54,8 +54,8 @@ def test_who_waits_is_left_alone(store: Store, clock: ManualClock) -> None:
         assert limiter.penalties() == []
 
 
-def test_others_are_not_penalised_along(store: Store, clock: ManualClock) -> None:
-    """Of the same tenant; and what was denied cost the tenant nothing."""
+def test_other_users_are_not_penalised(store: Store, clock: ManualClock) -> None:
+    """Other users of the tenant pass, and denied requests cost the tenant nothing."""
     with Limiter.from_rules(RULES, store=store, clock=clock) as limiter:
         storm(limiter, 20)
         assert limiter.check(BOB).allowed
@@ -65,64 +65,63 @@ def test_others_are_not_penalised_along(store: Store, clock: ManualClock) -> Non
 
 
 def test_cool_downs_grow_to_a_block_and_are_forgotten(store: Store, clock: ManualClock) -> None:
-    """10, 20, 25 (the longest) and an hour; then, by and by, it begins anew."""
-    told: list[Penalty] = []
+    """10, 20, 25 (the longest) and an hour. Levels expire one by one, down to the first."""
+    reported: list[Penalty] = []
     with Limiter.from_rules(RULES, store=store, clock=clock) as limiter:
-        limiter.on_penalty(told.append)
+        limiter.on_penalty(reported.append)
         for _ in range(4):
             while not limiter.penalties():
                 limiter.check(ANN)
             clock.advance(limiter.peek(ANN).retry_after + 0.001)
-        assert [(each.level, each.seconds, each.blocked) for each in told] == [
+        assert [(each.level, each.seconds, each.blocked) for each in reported] == [
             (1, 10, False),
             (2, 20, False),
             (3, 25, False),
             (4, 3600, True),
         ]
-        assert {(each.rule, each.subject) for each in told} == {("api", "user:ann")}
+        assert {(each.rule, each.subject) for each in reported} == {("api", "user:ann")}
         clock.advance(4 * 3600)
         storm(limiter, 6)
-        assert (told[-1].level, told[-1].seconds) == (1, 10)
+        assert (reported[-1].level, reported[-1].seconds) == (1, 10)
 
 
-def test_who_goes_on_in_a_cool_down_gets_the_next_on_top(store: Store, clock: ManualClock) -> None:
-    """So that nobody gains by not stopping."""
+def test_requests_during_a_cool_down_extend_it(store: Store, clock: ManualClock) -> None:
+    """A client gains nothing by continuing."""
     with Limiter.from_rules(RULES, store=store, clock=clock) as limiter:
         assert storm(limiter, 5)[-1] == 1
         assert storm(limiter, 4) == [10, 10, 10, 30]
         assert [each.level for each in limiter.penalties()] == [2]
 
 
-def test_who_goes_on_in_a_block_is_blocked_once(store: Store, clock: ManualClock) -> None:
-    """It is on top of all cool-downs, told once, and there is an honest Retry-After; the next one
-    comes when there is room for it.
-    """
-    told: list[Penalty] = []
+def test_requests_during_a_block_do_not_extend_it(store: Store, clock: ManualClock) -> None:
+    """The block is added to all cool-downs and reported once, and Retry-After is exact. The next
+    block is given when there is room for it."""
+    reported: list[Penalty] = []
     with (
         Limiter.from_rules(RULES, store=store, clock=clock) as limiter,
         Limiter.from_rules(RULES, store=store, clock=clock) as other,
     ):
-        limiter.on_penalty(told.append)
-        other.on_penalty(told.append)
+        limiter.on_penalty(reported.append)
+        other.on_penalty(reported.append)
         storm(limiter, 200)
-        assert [each.seconds for each in told] == [10, 20, 25, 3600]
+        assert [each.seconds for each in reported] == [10, 20, 25, 3600]
         left_s = 10 + 20 + 25 + 3600
         assert limiter.check(ANN).retry_after == left_s
         assert [each.until_ns - clock.now_ns() for each in limiter.penalties()] == [left_s * 10**9]
         counts = limiter.counts()["api"]
         assert (counts.cooldowns, counts.blocks) == (3, 1)
-        storm(other, 200)  # which cannot give one either, nor says so
-        assert len(told) == 4
+        storm(other, 200)  # it cannot give a penalty either, and reports none
+        assert len(reported) == 4
         clock.advance(left_s - 20)
         storm(limiter, 200)
-        assert [(each.seconds, each.blocked) for each in told[4:]] == [(3600, True)]
+        assert [(each.seconds, each.blocked) for each in reported[4:]] == [(3600, True)]
         assert limiter.peek(ANN).retry_after == 3620
 
 
-def test_the_store_is_not_asked_for_what_it_has_no_room_for(
+def test_the_store_is_not_called_for_a_penalty_without_room(
     store: Store, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A storm in a block is not one there: it is told once that there is no room."""
+    """During a block, the tracker remembers that the store has no room for another penalty."""
     with Limiter.from_rules(RULES, store=store, clock=clock) as limiter:
         storm(limiter, 100)
         all_gates = limiter._rules().penalties.gates
@@ -134,41 +133,41 @@ def test_the_store_is_not_asked_for_what_it_has_no_room_for(
         assert not calls
 
 
-def test_a_listener_that_fails_is_no_concern_of_the_request(
+def test_a_failing_listener_does_not_affect_the_request(
     clock: ManualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is denied as it would be without one, and the log has the reason."""
+    """The request is denied as usual, and the error is logged."""
 
     def fail(_: Penalty) -> None:
-        raise ValueError("nobody is at home")
+        raise ValueError("the listener failed")
 
     with Limiter.from_rules(RULES, clock=clock) as limiter:
         limiter.on_penalty(fail)
         assert storm(limiter, 6)[-1] == 10
-    assert "nobody is at home" in caplog.text
+    assert "the listener failed" in caplog.text
 
 
-def test_a_node_that_has_not_heard_of_a_cool_down_gives_none(
+def test_a_node_that_does_not_know_a_cool_down_gives_no_second_one(
     store: Store, clock: ManualClock
 ) -> None:
-    """A client of many nodes was told by one; by the others it is told first, and then counted."""
-    told: list[Penalty] = []
+    """The node first reports the cool-down to the client, and only then counts further denials."""
+    reported: list[Penalty] = []
     with (
         Limiter.from_rules(RULES, store=store, clock=clock) as limiter,
         Limiter.from_rules(RULES, store=store, clock=clock) as other,
     ):
-        other.check(ANN)  # looks, and will not for a second
-        other.on_penalty(told.append)
+        other.check(ANN)  # reads the store, and not again for a second
+        other.on_penalty(reported.append)
         storm(limiter, 5)
         assert [each.level for each in limiter.penalties()] == [1]
         assert storm(other, 5) == [1, 1, 1, 1, 10]
-        assert not told
+        assert not reported
         storm(other, 3)
-        assert [each.level for each in told] == [2]
+        assert [each.level for each in reported] == [2]
 
 
-async def test_what_is_on_its_way_at_once_is_one_cool_down(clock: ManualClock) -> None:
-    """Nobody of them could know of it."""
+async def test_concurrent_requests_get_one_cool_down(clock: ManualClock) -> None:
+    """No request in flight could know about the cool-down."""
     server = running("single")
     server.flush()
     store = open_store(server.uri, clock, deadline_ms=10_000)
@@ -182,8 +181,8 @@ async def test_what_is_on_its_way_at_once_is_one_cool_down(clock: ManualClock) -
     store.close()
 
 
-def test_a_reset_is_the_way_out(store: Store, clock: ManualClock) -> None:
-    """And what came before is forgotten with it."""
+def test_a_reset_ends_the_penalties(store: Store, clock: ManualClock) -> None:
+    """The reset also forgets earlier penalties."""
     with Limiter.from_rules(RULES, store=store, clock=clock) as limiter:
         storm(limiter, 30)
         assert not limiter.check(ANN)
@@ -193,8 +192,8 @@ def test_a_reset_is_the_way_out(store: Store, clock: ManualClock) -> None:
         assert storm(limiter, 6)[-1] == 10
 
 
-def test_other_nodes_know_it(store: Store, clock: ManualClock) -> None:
-    """A second limiter on the same store denies too; and lets pass a second after a pardon."""
+def test_a_cool_down_applies_on_other_nodes(store: Store, clock: ManualClock) -> None:
+    """A second limiter on the same store denies too, and allows within a second after a reset."""
     with (
         Limiter.from_rules(RULES, store=store, clock=clock) as limiter,
         Limiter.from_rules(RULES, store=store, clock=clock) as other,
@@ -208,8 +207,8 @@ def test_other_nodes_know_it(store: Store, clock: ManualClock) -> None:
         assert other.check(ANN).allowed
 
 
-async def test_awaited(store: Store, clock: ManualClock) -> None:
-    """The same for asyncio: one by one, and several in one."""
+async def test_penalties_on_asyncio(store: Store, clock: ManualClock) -> None:
+    """AsyncLimiter gives the same penalties, for one request and for several in one call."""
     limiter = AsyncLimiter.from_rules(RULES, store=store, clock=clock)
     found = [(await limiter.check(ANN)).retry_after for _ in range(6)]
     assert found == [0, 1, 1, 1, 1, 10]
@@ -224,29 +223,30 @@ async def test_awaited(store: Store, clock: ManualClock) -> None:
     await limiter.close()
 
 
-async def test_a_pardon_is_known_to_whoever_asks_the_store(
+async def test_is_barred_reads_the_store(
     request: pytest.FixtureRequest, store: Store, clock: ManualClock
 ) -> None:
-    """Also where the one who gave the cool-down has not heard of it; not of another's memory."""
+    """After a reset it returns False, even on the node that gave the cool-down. A store in memory
+    knows only its own process."""
     other_sees = "memory" not in request.node.name
-    giving = AsyncLimiter.from_rules(RULES, store=store, clock=clock)
+    first = AsyncLimiter.from_rules(RULES, store=store, clock=clock)
     other = AsyncLimiter.from_rules(RULES, store=store, clock=clock)
     for _ in range(6):
-        await giving.check(ANN)
+        await first.check(ANN)
     assert await other.is_barred("api", "user:ann")
     assert await other.is_barred("api", "user:bob") != other_sees
     assert await other.is_barred("all", "tenant:acme") != other_sees
     await other.reset(ANN)
-    assert giving.penalties()
-    assert await giving.is_barred("api", "user:ann") != other_sees
-    await giving.close()
+    assert first.penalties()
+    assert await first.is_barred("api", "user:ann") != other_sees
+    await first.close()
     await other.close()
 
 
-def test_one_in_a_cool_down_stops_all_that_are_asked_together(
+def test_one_request_in_a_cool_down_denies_all_of_the_call(
     store: Store, clock: ManualClock
 ) -> None:
-    """Nothing is spent by any, as with every other denial."""
+    """No quota is charged, as with every other denial."""
     with Limiter.from_rules(RULES, store=store, clock=clock) as limiter:
         storm(limiter, 6)
         clock.advance(2)  # the limit itself has room again
@@ -259,16 +259,16 @@ def test_one_in_a_cool_down_stops_all_that_are_asked_together(
         assert [each.level for each in limiter.penalties()] == [2]
 
 
-def test_denials_that_are_asked_together_count(clock: ManualClock) -> None:
-    """A gateway asks about several at once; not waiting there is not waiting."""
+def test_denials_of_several_requests_in_one_call_count(clock: ManualClock) -> None:
+    """A gateway checks several requests in one call. Denials there count as well."""
     with Limiter.from_rules(RULES, clock=clock) as limiter:
         for _ in range(5):
             limiter.evaluate_all([(ANN, 1)])
         assert [each.seconds for each in limiter.penalties()] == [10]
 
 
-def test_a_store_that_is_away_penalises_nobody() -> None:
-    """The failure policy answers, and what it denies is nobody's fault."""
+def test_an_unavailable_store_gives_no_penalties() -> None:
+    """The denials of the failure policy do not count."""
     with Single() as server:
         server.kill()
         rules = RULES.replace("penalty", "on_failure: closed, penalty")
@@ -279,22 +279,22 @@ def test_a_store_that_is_away_penalises_nobody() -> None:
         async def main() -> list[Any]:
             async with AsyncLimiter.from_rules(rules, store=server.uri) as awaited:
                 assert not any([await awaited.check(ANN) for _ in range(20)])
-                assert await awaited.is_barred("api", "user:ann")  # for all that is known
+                assert await awaited.is_barred("api", "user:ann")  # unknown counts as barred
                 return awaited.penalties()
 
         assert asyncio.run(main()) == []
 
 
-def test_off_by_default(clock: ManualClock) -> None:
-    """A rule that does not ask for it denies for as long as the limit says, however often."""
+def test_penalties_are_off_by_default(clock: ManualClock) -> None:
+    """Without `penalty`, a rule denies for as long as its limit requires, however often."""
     rules = "version: 1\nrules:\n  - {id: api, by: user, limits: 1/second}\n"
     with Limiter.from_rules(rules, clock=clock) as limiter:
         assert set(storm(limiter, 1_000)) == {0, 1}
         assert limiter.penalties() == []
 
 
-def test_strikes_are_counted_within_a_while() -> None:
-    """Two that did not wait, and then one a minute later, are not three in a minute."""
+def test_strikes_are_counted_within_a_period() -> None:
+    """Two strikes, and one a minute later, are not three in a minute."""
     tracker, penalty, second = PenaltyTracker(), PenaltySettings(after=3, within_s=60), 10**9
     key = ("api", "user:ann")
 
@@ -305,8 +305,8 @@ def test_strikes_are_counted_within_a_while() -> None:
     assert [denied(at) for at in (170, 171, 172)] == [False, False, True]
 
 
-def test_what_is_watched_is_bounded() -> None:
-    """Whoever makes up names pushes out the oldest, and nothing grows."""
+def test_the_tracked_subjects_are_bounded() -> None:
+    """A new subject replaces the oldest, so invented names do not fill the memory."""
     tracker = PenaltyTracker()
     for number in range(TRACKED_MAX + 100):
         tracker.note_cooldown(("api", f"user:{number}"), 1, 0)
@@ -318,7 +318,7 @@ def test_what_is_watched_is_bounded() -> None:
 @pytest.mark.parametrize(
     ("level", "seconds"), [(1, 1), (2, 1), (3, 2), (4, 4), (5, 5), (6, 8), (100, 8)]
 )
-def test_lengths_are_rounded_up_to_seconds(level: int, seconds: int) -> None:
-    """Doubled from the first, up to the longest; then the block's."""
+def test_penalties_are_rounded_up_to_seconds(level: int, seconds: int) -> None:
+    """Cool-downs double up to the longest; then comes the block."""
     penalty = PenaltySettings(cooldown_s=0.5, cooldown_max_s=4.5, block_after=5, block_s=7.5)
     assert penalty_s(penalty, level) == seconds

@@ -1,4 +1,4 @@
-"""Limits in parts: they add up to the whole, never more, whatever part a request meets."""
+"""Split limits: the parts add up to the whole, and never admit more."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ANN = Request(user="ann")
 
 @given(limit=st.sampled_from(ALGORITHM_NAMES).flatmap(any_limits), split=st.integers(1, 64))
 def test_the_parts_add_up_to_the_whole(limit: Limit, split: int) -> None:
-    """In rate and, for buckets, in what they hold: so all together never admit more."""
+    """The rates add up, and so do the capacities of buckets."""
     parts = part_count([limit], split)
     shares = [part_limits([limit], parts, part)[0] for part in range(parts)]
     assert sum(each.limit for each in shares) == limit.limit
@@ -32,28 +32,30 @@ def test_the_parts_add_up_to_the_whole(limit: Limit, split: int) -> None:
     }
     if limit.algorithm in BUCKETS:
         assert sum(each.capacity for each in shares) <= limit.capacity
-    # The same limit goes on counting where it did, if only its numbers change.
+    # A limit keeps its counts if only its numbers change.
     assert {each.identity for each in shares} == {limit.identity}
 
 
 @given(units=st.integers(0, 10**9), parts=st.integers(1, 64))
-def test_grants_are_spread_whole(units: int, parts: int) -> None:
-    """Nothing is lost, and no part gets two more than another."""
+def test_grants_are_spread_over_the_parts(units: int, parts: int) -> None:
+    """The shares add up to the grant and differ by at most one unit."""
     spread = shares_of(units, parts)
     assert sum(spread) == units
     assert max(spread) - min(spread) <= 1
 
 
-def test_never_over_and_all_of_it(store: Store, clock: ManualClock) -> None:
-    """Asked often enough, every part gives what it has: the limit, and not one more."""
+def test_all_parts_together_admit_exactly_the_limit(store: Store, clock: ManualClock) -> None:
+    """With enough requests, every part admits its share: the limit, and not one more."""
     with Limiter.from_rules(RULES % ("100/minute", 8), store=store, clock=clock) as limiter:
         assert sum(bool(limiter.check(ANN)) for _ in range(3_000)) == 100
         clock.advance(60)
         assert sum(bool(limiter.check(ANN)) for _ in range(3_000)) == 100
 
 
-async def test_never_over_awaited(store: Store, clock: ManualClock) -> None:
-    """The same for asyncio, all at once."""
+async def test_all_parts_together_admit_exactly_the_limit_on_asyncio(
+    store: Store, clock: ManualClock
+) -> None:
+    """Concurrent checks on asyncio admit the limit, and not one more."""
     limiter = AsyncLimiter.from_rules(RULES % ("100/minute", 8), store=store, clock=clock)
     found = await asyncio.gather(*(limiter.check(ANN) for _ in range(2_000)))
     assert sum(map(bool, found)) == 100
@@ -67,7 +69,7 @@ async def test_never_over_awaited(store: Store, clock: ManualClock) -> None:
 
 
 def test_under_the_limit_few_are_denied(clock: ManualClock) -> None:
-    """At nine tenths of a limit of 10,000 in 4 parts, chance overloads a part hardly ever."""
+    """At nine tenths of a limit of 10,000 in 4 parts, chance rarely overloads a part."""
     with Limiter.from_rules(RULES % ("10000/minute", 4), clock=clock) as limiter:
         denied = 0
         for _ in range(9_000):
@@ -76,8 +78,8 @@ def test_under_the_limit_few_are_denied(clock: ManualClock) -> None:
         assert denied == 0
 
 
-def test_a_look_sees_the_whole(store: Store, clock: ManualClock) -> None:
-    """Peek, explain and the limit in the answers are of all parts together."""
+def test_a_peek_reports_the_whole_limit(store: Store, clock: ManualClock) -> None:
+    """Peek, explain and the limit of a decision cover all parts together."""
     with Limiter.from_rules(RULES % ("100/minute", 8), store=store, clock=clock) as limiter:
         for _ in range(10):
             ruling = limiter.evaluate(ANN)
@@ -92,7 +94,7 @@ def test_a_look_sees_the_whole(store: Store, clock: ManualClock) -> None:
 
 
 def test_every_verb_reaches_every_part(store: Store, clock: ManualClock) -> None:
-    """Reset and grant are for all parts; a refund goes to one, and never beyond what is whole."""
+    """Reset and grant reach all parts. A refund goes to one part and never exceeds its quota."""
     with Limiter.from_rules(RULES % ("10/minute", 4), store=store, clock=clock) as limiter:
         assert sum(bool(limiter.check(ANN)) for _ in range(300)) == 10
         limiter.refund(ANN, 1)
@@ -106,30 +108,30 @@ def test_every_verb_reaches_every_part(store: Store, clock: ManualClock) -> None
 
 
 def test_settling_ends(clock: ManualClock) -> None:
-    """Though a look sees room that no single part has."""
+    """Settling ends although a peek reports room that no single part has."""
     with Limiter.from_rules(RULES % ("40/minute", 4), clock=clock) as limiter:
         assert limiter.check(ANN)
         unsettled = limiter.settle(ANN, 1, 35)
         assert limiter.peek(ANN).remaining == 39 - (34 - unsettled)
 
 
-def test_no_part_without_a_unit(clock: ManualClock) -> None:
-    """A limit of 3 has three parts at most; one of 1 is whole."""
+def test_every_part_has_at_least_one_unit(clock: ManualClock) -> None:
+    """A limit of 3 has at most three parts; a limit of 1 is not split."""
     for limit in (1, 3):
         with Limiter.from_rules(RULES % (f"{limit}/minute", 64), clock=clock) as limiter:
             assert sum(bool(limiter.check(ANN)) for _ in range(500)) == limit
 
 
 def test_a_cost_has_to_fit_a_part(clock: ManualClock) -> None:
-    """Which is less than the whole; the error says what a part holds."""
+    """A part holds less than the whole. The error has the capacity of the part."""
     with Limiter.from_rules(RULES % ("100/minute", 10), clock=clock) as limiter:
         assert limiter.check(ANN, 10)
         with pytest.raises(CapacityError, match="holds 10 at most"):
             limiter.check(ANN, 11)
 
 
-def test_every_part_is_a_key_of_its_own_and_in_use() -> None:
-    """The load of one subject spreads over several keys, which is what it is for."""
+def test_every_part_has_a_separate_key() -> None:
+    """The load of one subject spreads over several keys."""
     server = running("single")
     server.flush()
     with Limiter.from_rules(

@@ -2,5 +2,5 @@
 
 import pytest
 
-# The table's own assert shows the rows that differ.
+# The assertion of the table shows the rows that differ.
 pytest.register_assert_rewrite("tests.decide.algorithms.table")

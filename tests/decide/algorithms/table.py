@@ -1,4 +1,4 @@
-"""Rows that read as a specification: at this time, this cost, and what is answered."""
+"""Rows that read as a specification: a time, a cost and the expected outcome."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tollkeeper.decide.algorithms import ALGORITHMS, Outcome
 
 
 class Row(NamedTuple):
-    """One request. Times are seconds; `outcome` is None where the cost can never fit."""
+    """One request. Times are seconds; `outcome` is None if the cost never fits."""
 
     at: float
     cost: int
@@ -20,7 +20,7 @@ class Row(NamedTuple):
 
 
 def yes(at: float, cost: int, *, left: int, reset: float, delay: float = 0) -> Row:
-    """Allowed, with so much left, whole again after `reset` seconds."""
+    """Allowed, with `remaining` units, and whole after `reset` seconds."""
     outcome = Outcome(True, left, 0, ns_from_seconds(reset), ns_from_seconds(delay))
     return Row(at, cost, outcome)
 
@@ -32,12 +32,12 @@ def no(at: float, cost: int, *, left: int, reset: float, retry: float) -> Row:
 
 
 def never(at: float, cost: int) -> Row:
-    """An error: the cost is more than the limit can ever hold."""
+    """An error: the cost exceeds the capacity."""
     return Row(at, cost, None)
 
 
 def play(limit: Limit, rows: Iterable[Row], state: Any = None) -> Any:
-    """Ask for each row in turn and compare the whole table; the state at its end comes back."""
+    """Decide each row in turn, compare the whole table, and return the last state."""
     rows = list(rows)
     answered = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""What the package's docstring says of all five, on the pure functions themselves."""
+"""The properties that all five algorithms share, on the pure functions."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def _both(name: AlgorithmName, units: int = 4, per: float = 60) -> tuple[Algorit
 
 
 def test_each_name_has_an_algorithm() -> None:
-    """The names that a Limit takes are the algorithms there are."""
+    """The names that a Limit accepts are those of the algorithms."""
     assert tuple(ALGORITHMS) == ALGORITHM_NAMES
 
 
 @every
-def test_an_unseen_key_is_whole(name: AlgorithmName) -> None:
-    """None is a key never seen: everything remains and nothing is waited for."""
+def test_a_new_key_is_whole(name: AlgorithmName) -> None:
+    """The state None means a new key: all units remain and there is no wait."""
     algorithm, limit = _both(name)
     assert algorithm.decide(None, limit, 5 * SECOND, 0) == (None, (True, 4, 0, 0, 0))
 
 
 @every
-def test_too_much_is_an_error_whatever_was_spent(name: AlgorithmName) -> None:
-    """Five can never fit four, with an untouched key and with a spent one."""
+def test_a_cost_above_the_capacity_is_an_error_in_any_state(name: AlgorithmName) -> None:
+    """A cost of 5 never fits a limit of 4, for a new key and for a spent one."""
     algorithm, limit = _both(name)
     spent, _ = algorithm.decide(None, limit, 0, 4)
     for state in (None, spent):
@@ -41,7 +41,7 @@ def test_too_much_is_an_error_whatever_was_spent(name: AlgorithmName) -> None:
 
 
 @every
-def test_retry_counts_from_the_callers_clock(name: AlgorithmName) -> None:
+def test_the_retry_time_counts_from_the_clock_of_the_caller(name: AlgorithmName) -> None:
     """A caller whose clock is 7 s behind waits 7 s longer, for the same instant."""
     algorithm, limit = _both(name)
     state, _ = algorithm.decide(None, limit, 600 * SECOND, 4)
@@ -53,7 +53,7 @@ def test_retry_counts_from_the_callers_clock(name: AlgorithmName) -> None:
 
 @every
 def test_times_before_the_epoch_work(name: AlgorithmName) -> None:
-    """A manual clock may start anywhere, so division must be right below 0 too."""
+    """A manual clock may start anywhere, so divisions must be correct below 0."""
     algorithm, limit = _both(name)
     state, _ = algorithm.decide(None, limit, -90 * SECOND, 4)
     _, denied = algorithm.decide(state, limit, -90 * SECOND, 1)
@@ -64,8 +64,8 @@ def test_times_before_the_epoch_work(name: AlgorithmName) -> None:
 
 
 @every
-def test_spending_all_and_refunding_all_is_untouched(name: AlgorithmName) -> None:
-    """A key that got everything back cannot be told from one never seen: its state is None."""
+def test_a_full_refund_gives_the_state_of_a_new_key(name: AlgorithmName) -> None:
+    """After a full refund, the state is None."""
     algorithm, limit = _both(name)
     state, _ = algorithm.decide(None, limit, 0, 3)
     assert algorithm.refund(state, limit, 0, 3) is None
@@ -74,7 +74,7 @@ def test_spending_all_and_refunding_all_is_untouched(name: AlgorithmName) -> Non
 
 @every
 def test_refunding_nothing_changes_nothing(name: AlgorithmName) -> None:
-    """A refund of 0 gives the same state back."""
+    """A refund of 0 returns the same state."""
     algorithm, limit = _both(name)
     state, _ = algorithm.decide(None, limit, 0, 3)
     assert algorithm.refund(state, limit, 0, 0) is state
@@ -83,8 +83,8 @@ def test_refunding_nothing_changes_nothing(name: AlgorithmName) -> None:
 @every
 @pytest.mark.parametrize("units", [1, 7, 100, 999_983])
 @pytest.mark.parametrize("per", [0.001, 1, 60, 86_400, 366 * 86_400])
-def test_a_fresh_limit_admits_exactly_itself(name: AlgorithmName, units: int, per: float) -> None:
-    """`limit` units pass at one instant, one by one at the end, and not one unit more."""
+def test_a_new_key_admits_exactly_the_limit(name: AlgorithmName, units: int, per: float) -> None:
+    """`limit` units pass at one instant, and not one more."""
     algorithm, limit = _both(name, units, per)
     now_ns = 1_700_000_000_123_456_789
     state, _ = algorithm.decide(None, limit, now_ns, units - 1)

@@ -13,7 +13,7 @@ NS = 0.000_000_001
 
 
 def test_one_window_and_its_edge() -> None:
-    """Five fit a minute; the sixth waits for the edge, and the edge itself is the new minute."""
+    """Five fit in a minute. The sixth waits for the edge, which belongs to the new minute."""
     play(
         FIVE,
         [
@@ -28,7 +28,7 @@ def test_one_window_and_its_edge() -> None:
     )
 
 
-def test_two_windows_worth_around_an_edge() -> None:
+def test_up_to_twice_the_limit_around_an_edge() -> None:
     """The documented price of the cheapest algorithm: ten within two seconds, never eleven."""
     play(
         FIVE,
@@ -42,12 +42,12 @@ def test_two_windows_worth_around_an_edge() -> None:
 
 
 def test_windows_are_aligned_to_the_epoch() -> None:
-    """The window is the clock's minute, not a minute from the first request."""
+    """A window is a minute of the clock, not a minute from the first request."""
     play(FIVE, [yes(119, 5, left=0, reset=1), yes(120, 5, left=0, reset=60)])
 
 
 def test_cost_zero_reads() -> None:
-    """A cost of 0 sees the window's count, and a new window's emptiness."""
+    """A cost of 0 reports the count of the window, and an empty new window."""
     play(
         FIVE,
         [
@@ -59,8 +59,9 @@ def test_cost_zero_reads() -> None:
     )
 
 
-def test_clock_going_back_reopens_no_window() -> None:
-    """Five in the second minute, then a clock in the first: still the second minute's count."""
+def test_a_clock_that_goes_back_reopens_no_window() -> None:
+    """After five in the second minute, a clock in the first minute still gets the count of the
+    second."""
     play(
         FIVE,
         [
@@ -73,15 +74,15 @@ def test_clock_going_back_reopens_no_window() -> None:
     )
 
 
-def test_raising_gives_the_difference_at_once() -> None:
+def test_a_raised_limit_adds_the_difference_at_once() -> None:
     """5 → 7 admits two more in the same minute."""
     state = play(FIVE, [yes(0, 5, left=0, reset=60)])
     seven = Limit(7, per=60, algorithm="fixed_window")
     play(seven, [yes(0, 2, left=0, reset=60), no(0, 1, left=0, reset=60, retry=60)], state)
 
 
-def test_lowering_acts_at_once() -> None:
-    """5 → 2 with five counted: nothing more this minute, two in the next."""
+def test_a_lowered_limit_applies_at_once() -> None:
+    """5 → 2 with five counted admits nothing more this minute and two in the next."""
     state = play(FIVE, [yes(0, 5, left=0, reset=60)])
     two = Limit(2, per=60, algorithm="fixed_window")
     play(
@@ -96,8 +97,8 @@ def test_lowering_acts_at_once() -> None:
     )
 
 
-def test_a_billion_a_year_to_the_unit() -> None:
-    """1e9 in 366 days: the last unit passes and the next waits to the nanosecond."""
+def test_a_billion_a_year_is_exact_to_the_unit() -> None:
+    """At 1e9 in 366 days, the last unit passes and the next wait is exact to the nanosecond."""
     year = 366 * 86_400
     play(
         Limit(10**9, per=year, algorithm="fixed_window"),
@@ -117,8 +118,8 @@ def test_a_billion_a_year_to_the_unit() -> None:
         (0, 1, 2),
         (0, 4, 5),
         (0, 99, 5),  # never beyond an untouched quota
-        (60, 1, 5),  # the minute is over, and with it what was spent
-        (-60, 1, 2),  # a clock that went back gives back all the same
+        (60, 1, 5),  # the minute is over, and its count no longer applies
+        (-60, 1, 2),  # also on a clock that went back
     ],
 )
 def test_refund(now: int, units: int, left: int) -> None:

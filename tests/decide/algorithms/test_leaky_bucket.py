@@ -1,4 +1,4 @@
-"""Leaky bucket, row by row: what fits is the token bucket's question, the delay is its own."""
+"""Leaky bucket, row by row: the token bucket decides, and this algorithm adds the delay."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ THREE_AT_ONE_A_SECOND = Limit(1, per=1, capacity=3, algorithm="leaky_bucket")
 
 
 def test_served_one_second_apart() -> None:
-    """Of three at once, the second is held 1 s and the third 2 s; a fourth finds no room."""
+    """Of three at once, the second is delayed by 1 s and the third by 2 s; a fourth does not
+    fit."""
     play(
         THREE_AT_ONE_A_SECOND,
         [
@@ -27,8 +28,8 @@ def test_served_one_second_apart() -> None:
     )
 
 
-def test_a_cost_of_two_takes_two_turns() -> None:
-    """What comes after a cost of 2 is held for both of its units."""
+def test_a_cost_of_two_takes_two_places() -> None:
+    """The request after a cost of 2 is delayed by both of its units."""
     play(
         THREE_AT_ONE_A_SECOND,
         [
@@ -40,8 +41,8 @@ def test_a_cost_of_two_takes_two_turns() -> None:
     )
 
 
-def test_cost_zero_tells_the_queue() -> None:
-    """A cost of 0 is told how long a request would be held now, and joins no queue."""
+def test_cost_zero_reports_the_delay() -> None:
+    """A cost of 0 gets the delay that a request would have now, and takes no place."""
     play(
         THREE_AT_ONE_A_SECOND,
         [
@@ -54,7 +55,7 @@ def test_cost_zero_tells_the_queue() -> None:
 
 
 def test_delays_round_up() -> None:
-    """At 3/s a delay is 333,333,334 ns: served a nanosecond early is too close."""
+    """At 3/s a delay is 333,333,334 ns: a nanosecond less would be too early."""
     limit = Limit(3, per=1, algorithm="leaky_bucket")
     play(
         limit,
@@ -66,8 +67,8 @@ def test_delays_round_up() -> None:
     )
 
 
-def test_clock_going_back_holds_the_longer() -> None:
-    """A caller 10 s behind is told delays as of its own clock, so it serves no earlier."""
+def test_a_clock_that_goes_back_gets_longer_delays() -> None:
+    """A caller 10 s behind gets delays by its own clock, so it serves no earlier."""
     play(
         THREE_AT_ONE_A_SECOND,
         [
@@ -79,21 +80,21 @@ def test_clock_going_back_holds_the_longer() -> None:
 
 
 def test_a_raised_rate_drains_faster() -> None:
-    """What waits in the bucket is units: at twice the rate it is served in half the time."""
+    """The bucket holds units, so twice the rate serves them in half the time."""
     state = play(THREE_AT_ONE_A_SECOND, [yes(0, 2, left=1, reset=2)])
     faster = Limit(2, per=1, capacity=3, algorithm="leaky_bucket")
     play(faster, [yes(0, 1, left=0, reset=1.5, delay=1)], state)
 
 
 def test_a_lowered_capacity_denies_at_once() -> None:
-    """Three queued and room for one: the bucket is full, and one fits when one has drained."""
+    """With three queued and a capacity of one, the bucket is full until one unit has drained."""
     state = play(THREE_AT_ONE_A_SECOND, [yes(0, 3, left=0, reset=3)])
     smaller = Limit(1, per=1, capacity=1, algorithm="leaky_bucket")
     play(smaller, [no(0, 1, left=0, reset=1, retry=1), yes(1, 1, left=0, reset=1)], state)
 
 
-def test_a_billion_wait_their_turn_exactly() -> None:
-    """The last of 1e9 units a second is held for 999,999,999 ns."""
+def test_the_delays_of_a_billion_units_are_exact() -> None:
+    """The last of 1e9 units a second is delayed by 999,999,999 ns."""
     limit = Limit(1_000_000_000, per=1, algorithm="leaky_bucket")
     play(
         limit,
@@ -105,14 +106,14 @@ def test_a_billion_wait_their_turn_exactly() -> None:
 
 
 def test_refund_shortens_the_queue() -> None:
-    """A refunded turn is no longer waited for."""
+    """Later requests no longer wait for a refunded place."""
     state = play(THREE_AT_ONE_A_SECOND, [yes(0, 2, left=1, reset=2)])
     state = leaky_bucket.refund(state, THREE_AT_ONE_A_SECOND, 0, 1)
     play(THREE_AT_ONE_A_SECOND, [yes(0, 1, left=1, reset=2, delay=1)], state)
 
 
-def test_what_fits_is_what_fits_a_token_bucket() -> None:
-    """Delay apart, both buckets give the same answers for the same numbers."""
+def test_admissions_equal_those_of_a_token_bucket() -> None:
+    """Except for the delay, both buckets give the same outcomes for the same numbers."""
     tokens = Limit(1, per=1, capacity=3)
     leaky = token = None
     for step in range(60):

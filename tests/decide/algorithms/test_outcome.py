@@ -6,7 +6,7 @@ from tollkeeper.decide.algorithms.outcome import Outcome
 
 
 def test_the_order_of_the_fields() -> None:
-    """Engines build an Outcome by position, so the order of its fields is part of the seam."""
+    """Engines build an Outcome by position, so the order of its fields is part of the interface."""
     assert Outcome._fields == (
         "allowed",
         "remaining",

@@ -25,7 +25,7 @@ def test_the_worked_example() -> None:
 
 
 def test_half_a_unit_is_not_enough() -> None:
-    """With 50.5 free, 50 pass; the 51st waits until the previous window faded to 31."""
+    """With 50.5 free, 50 pass. The 51st waits until the previous window has faded to 31."""
     play(
         HUNDRED,
         [
@@ -39,7 +39,7 @@ def test_half_a_unit_is_not_enough() -> None:
 
 
 def test_retry_exactly_at_the_edge() -> None:
-    """What needs all of the previous window gone fits where the next one begins."""
+    """A cost that needs the previous window to be zero fits when the next window begins."""
     play(
         HUNDRED,
         [
@@ -52,7 +52,8 @@ def test_retry_exactly_at_the_edge() -> None:
 
 
 def test_retry_across_the_edge() -> None:
-    """What this window has no room for fits in the next, once this one's 18 faded enough."""
+    """A cost without room in this window fits in the next, when the 18 of this one have faded
+    enough."""
     play(
         HUNDRED,
         [
@@ -66,7 +67,7 @@ def test_retry_across_the_edge() -> None:
 
 
 def test_the_whole_limit_needs_two_quiet_windows() -> None:
-    """A cost of the whole limit passes when nothing at all is counted any more."""
+    """A cost of the whole limit passes when the count is zero."""
     play(
         HUNDRED,
         [
@@ -78,7 +79,7 @@ def test_the_whole_limit_needs_two_quiet_windows() -> None:
     )
 
 
-def test_a_full_window_lets_go_one_by_one() -> None:
+def test_a_full_window_fades_one_unit_at_a_time() -> None:
     """After 10 of 10, the next window admits one every 6 s."""
     play(
         TEN,
@@ -95,12 +96,13 @@ def test_a_full_window_lets_go_one_by_one() -> None:
 
 
 def test_after_a_quiet_window_nothing_is_counted() -> None:
-    """Two edges later the key is as good as new."""
+    """Two edges later the key equals a new one."""
     play(TEN, [yes(59, 10, left=0, reset=61), yes(120, 0, left=10, reset=0)])
 
 
-def test_clock_going_back_unfades_nothing() -> None:
-    """A clock behind the last admission, by a second or a window, reads the count as of it."""
+def test_a_clock_that_goes_back_restores_no_count() -> None:
+    """A clock behind the last admission, by a second or a window, gets the count of that
+    admission."""
     play(
         TEN,
         [
@@ -113,8 +115,8 @@ def test_clock_going_back_unfades_nothing() -> None:
     )
 
 
-def test_raising_gives_the_difference_at_once() -> None:
-    """The count stays and the limit moves: 10 → 12 admits two more."""
+def test_a_raised_limit_adds_the_difference_at_once() -> None:
+    """The count stays and the limit changes: 10 → 12 admits two more."""
     state = play(TEN, [yes(0, 10, left=0, reset=120)])
     twelve = Limit(12, per=60, algorithm="sliding_window_counter")
     play(
@@ -124,8 +126,8 @@ def test_raising_gives_the_difference_at_once() -> None:
     )
 
 
-def test_lowering_acts_at_once() -> None:
-    """Lowered to 4 with 10 counted: nothing until those have faded below it."""
+def test_a_lowered_limit_applies_at_once() -> None:
+    """Lowered to 4 with 10 counted, nothing passes until the count has faded below 4."""
     state = play(TEN, [yes(0, 10, left=0, reset=120)])
     four = Limit(4, per=60, algorithm="sliding_window_counter")
     play(
@@ -143,7 +145,8 @@ def test_lowering_acts_at_once() -> None:
 
 
 def test_huge_numbers_are_exact() -> None:
-    """1e9 per 366 days: products of 25 digits, and still one unit and one nanosecond decide."""
+    """At 1e9 per 366 days, products have 25 digits, and the result is exact to a unit and a
+    nanosecond."""
     window_ns = 366 * 86_400 * 1_000_000_000
     limit = Limit(10**9, per=366 * 86_400, algorithm="sliding_window_counter")
     state, _ = sliding_window_counter.decide(None, limit, 0, 10**9)
@@ -159,14 +162,14 @@ def test_huge_numbers_are_exact() -> None:
     ("units", "left"),
     [
         (0, 50),
-        (18, 68),  # this window's 18 first: 31.5 are still counted
-        (20, 70),  # then the previous one's: 40 × 0.75 = 30 are counted
-        (60, 100),  # everything
-        (999, 100),  # and never more than that
+        (18, 68),  # the 18 of this window first: 31.5 are still counted
+        (20, 70),  # then the previous window: 40 × 0.75 = 30 are counted
+        (60, 100),  # all units
+        (999, 100),  # never more than all units
     ],
 )
 def test_refund_takes_from_this_window_first(units: int, left: int) -> None:
-    """At the worked example's 75 s, a refund leaves this much."""
+    """At 75 s of the worked example, a refund leaves this many units."""
     state = play(HUNDRED, WORKED)
     state = sliding_window_counter.refund(state, HUNDRED, 75_000_000_000, units)
     _, outcome = sliding_window_counter.decide(state, HUNDRED, 75_000_000_000, 0)

@@ -13,7 +13,7 @@ NS = 0.000_000_001
 
 
 def test_an_entry_leaves_exactly_one_window_later() -> None:
-    """An entry at t counts at t + 10 s − 1 ns and is gone at t + 10 s."""
+    """An entry at t counts at t + 10 s − 1 ns and not at t + 10 s."""
     play(
         THREE_IN_TEN,
         [
@@ -33,8 +33,8 @@ def test_an_entry_leaves_exactly_one_window_later() -> None:
     )
 
 
-def test_there_is_no_edge_to_double_at() -> None:
-    """Three just before a multiple of the window leave no room just after it."""
+def test_windows_have_no_edge() -> None:
+    """Three requests just before a multiple of the window leave no room just after it."""
     play(
         THREE_IN_TEN,
         [
@@ -46,8 +46,8 @@ def test_there_is_no_edge_to_double_at() -> None:
     )
 
 
-def test_cost_zero_counts_what_is_left() -> None:
-    """A cost of 0 writes no entry and sees old ones leave one by one."""
+def test_cost_zero_reports_the_remaining_units() -> None:
+    """A cost of 0 writes no entry, and old entries leave one by one."""
     play(
         THREE_IN_TEN,
         [
@@ -62,8 +62,8 @@ def test_cost_zero_counts_what_is_left() -> None:
     )
 
 
-def test_clock_going_back_lets_nothing_leave_early() -> None:
-    """Entries never go backwards: a request in the past is written as of the latest entry."""
+def test_a_clock_that_goes_back_removes_no_entry() -> None:
+    """A request in the past is written at the time of the latest entry."""
     play(
         THREE_IN_TEN,
         [
@@ -76,15 +76,15 @@ def test_clock_going_back_lets_nothing_leave_early() -> None:
     )
 
 
-def test_raising_gives_the_difference_and_lowering_acts_at_once() -> None:
-    """The log is of times, so it means the same under any limit."""
+def test_a_changed_limit_applies_at_once() -> None:
+    """The log contains times, so it has the same meaning under any limit."""
     state = play(THREE_IN_TEN, [yes(0, 1, left=2, reset=10), yes(5, 2, left=0, reset=10)])
     four = Limit(4, per=10, algorithm="sliding_window_log")
     play(four, [yes(5, 1, left=0, reset=10), no(5, 1, left=0, reset=10, retry=5)], state)
 
 
-def test_lowered_below_what_was_admitted() -> None:
-    """Lowered to 1 with three in the log: all three must leave."""
+def test_a_limit_below_the_admitted_units() -> None:
+    """Lowered to 1 with three in the log, all three must leave."""
     state = play(THREE_IN_TEN, [yes(0, 1, left=2, reset=10), yes(5, 2, left=0, reset=10)])
     one = Limit(1, per=10, algorithm="sliding_window_log")
     play(
@@ -100,15 +100,15 @@ def test_lowered_below_what_was_admitted() -> None:
     )
 
 
-def test_a_longer_window_counts_what_it_still_holds() -> None:
-    """Widened from 10 s to 20 s, an entry of 4 s ago stays for another 16."""
+def test_a_longer_window_keeps_entries_longer() -> None:
+    """After a change from 10 s to 20 s, an entry of 4 s ago stays for another 16."""
     state = play(THREE_IN_TEN, [yes(0, 3, left=0, reset=10)])
     wider = Limit(3, per=20, algorithm="sliding_window_log")
     play(wider, [no(4, 1, left=0, reset=16, retry=16), yes(20, 1, left=2, reset=20)], state)
 
 
 def test_a_million_in_a_year() -> None:
-    """The largest log is exact: a million pass and one more waits the year out."""
+    """The largest log is exact: a million pass and one more waits for a year."""
     year = 366 * 86_400
     limit = Limit(1_000_000, per=year, algorithm="sliding_window_log")
     play(
@@ -125,7 +125,8 @@ def test_a_million_in_a_year() -> None:
 
 
 def test_the_log_stays_bounded() -> None:
-    """Months of traffic keep no more than the live entries, as many dead ones, and a few."""
+    """After months of traffic, the array has the live entries, as many dead ones, and a few
+    more."""
     limit = Limit(100, per=1, algorithm="sliding_window_log")
     state: sliding_window_log.State = None
     for step in range(20_000):
@@ -135,8 +136,8 @@ def test_the_log_stays_bounded() -> None:
         assert len(state[0]) <= 2 * limit.limit + sliding_window_log._DEAD_ENTRIES_MIN
 
 
-def test_a_decision_that_was_not_kept_leaves_no_trace() -> None:
-    """When another limit denied, the entry written ahead is overwritten by the next."""
+def test_an_unused_decision_leaves_no_entry() -> None:
+    """If another limit denied, the next decision overwrites the entry."""
     kept, _ = sliding_window_log.decide(None, THREE_IN_TEN, 0, 1)
     sliding_window_log.decide(kept, THREE_IN_TEN, 1_000_000_000, 2)
     after, outcome = sliding_window_log.decide(kept, THREE_IN_TEN, 5_000_000_000, 1)
@@ -150,8 +151,9 @@ def test_a_decision_that_was_not_kept_leaves_no_trace() -> None:
     ("units", "left", "reset"),
     [(0, 0, 10), (1, 1, 10), (2, 2, 5), (3, 3, 0), (99, 3, 0)],
 )
-def test_refund_strikes_the_latest(units: int, left: int, reset: float) -> None:
-    """Of entries at 0, 5 and 5, a refund takes the latest first; reset follows the last left."""
+def test_refund_removes_the_latest_entries(units: int, left: int, reset: float) -> None:
+    """Of entries at 0, 5 and 5, a refund removes the latest first. The reset time follows the last
+    entry left."""
     state = play(THREE_IN_TEN, [yes(0, 1, left=2, reset=10), yes(5, 2, left=0, reset=10)])
     state = sliding_window_log.refund(state, THREE_IN_TEN, 5_000_000_000, units)
     play(THREE_IN_TEN, [yes(5, 0, left=left, reset=reset)], state)

@@ -13,7 +13,7 @@ YEAR = 365 * 86_400
 
 
 def test_capacity_five_at_one_a_second() -> None:
-    """A bucket of 5 refilled at 1/s: spent, denied, refilled in parts, and never above 5."""
+    """A bucket of 5 at 1/s is spent, denies, refills in parts, and never exceeds 5."""
     play(
         FIVE_AT_ONE_A_SECOND,
         [
@@ -63,7 +63,7 @@ def test_capacity_may_be_below_the_limit() -> None:
 
 
 def test_cost_zero_reads_and_writes_nothing() -> None:
-    """A cost of 0 tells what is left, whatever the bucket holds."""
+    """A cost of 0 reports the remaining units at any level."""
     play(
         FIVE_AT_ONE_A_SECOND,
         [
@@ -77,7 +77,7 @@ def test_cost_zero_reads_and_writes_nothing() -> None:
 
 
 def test_thirds_of_a_second_round_up() -> None:
-    """At 3/s the first unit is back after 333,333,334 ns: a nanosecond less is a third short."""
+    """At 3/s the first unit is available after 333,333,334 ns, and not a nanosecond earlier."""
     play(
         Limit(3, per=1),
         [
@@ -89,25 +89,25 @@ def test_thirds_of_a_second_round_up() -> None:
     )
 
 
-def test_asking_meanwhile_moves_nothing() -> None:
-    """Denied requests do not push the refill back, however many there are."""
+def test_denied_requests_do_not_delay_the_refill() -> None:
+    """Any number of denied requests leaves the retry time unchanged."""
     rows = [yes(0, 5, left=0, reset=5)]
     rows += [no(k / 100, 1, left=0, reset=5 - k / 100, retry=1 - k / 100) for k in range(100)]
     rows += [yes(1, 1, left=0, reset=5)]
     play(FIVE_AT_ONE_A_SECOND, rows)
 
 
-def test_clock_going_back_refills_nothing() -> None:
-    """Time that went back stands still: the bucket refills from the latest time it saw."""
+def test_a_clock_that_goes_back_refills_nothing() -> None:
+    """The bucket refills from the latest time that it has seen."""
     play(
         FIVE_AT_ONE_A_SECOND,
         [
             yes(100, 5, left=0, reset=5),
-            # 40 s behind, so everything is 40 s further away.
+            # The clock is 40 s behind, so all times are 40 s longer.
             no(60, 1, left=0, reset=45, retry=41),
             no(100.5, 1, left=0, reset=4.5, retry=0.5),
             yes(101, 1, left=0, reset=5),
-            # Allowed in the past, it is written down as of the latest time.
+            # A request in the past is written at the latest time.
             yes(200, 1, left=4, reset=1),
             yes(150, 1, left=3, reset=52),
             yes(201, 1, left=3, reset=2),
@@ -115,14 +115,14 @@ def test_clock_going_back_refills_nothing() -> None:
     )
 
 
-def test_raising_the_rate_shortens_the_debt() -> None:
-    """Owing 9 units at 1/s is owing 0.9 s at 10/s, not 9 s: the debt is units, not time."""
+def test_a_raised_rate_shortens_the_wait() -> None:
+    """9 units are 9 s at 1/s and 0.9 s at 10/s: the bucket counts units, not time."""
     state = play(Limit(1, per=1, capacity=10), [yes(0, 9, left=1, reset=9)])
     play(Limit(10, per=1, capacity=10), [yes(0, 1, left=0, reset=1)], state)
 
 
-def test_raising_the_capacity_gives_the_difference_at_once() -> None:
-    """Raising 5 to 8 adds three units, spent or not."""
+def test_a_raised_capacity_adds_the_difference_at_once() -> None:
+    """5 → 8 adds three units, spent or not."""
     state = play(Limit(1, per=1, capacity=5), [yes(0, 5, left=0, reset=5)])
     play(
         Limit(1, per=1, capacity=8),
@@ -131,8 +131,8 @@ def test_raising_the_capacity_gives_the_difference_at_once() -> None:
     )
 
 
-def test_lowering_acts_at_once() -> None:
-    """Lowered to 2 with 5 used, the bucket is empty: it owes nothing, and refills from there."""
+def test_a_lowered_capacity_applies_at_once() -> None:
+    """Lowered to 2 with 5 used, the bucket is empty and not in debt."""
     state = play(Limit(1, per=1, capacity=5), [yes(0, 5, left=0, reset=5)])
     play(
         Limit(1, per=1, capacity=2),
@@ -148,14 +148,14 @@ def test_lowering_acts_at_once() -> None:
 
 
 def test_lowering_and_raising_again_loses_nothing() -> None:
-    """A limit lowered by mistake and put back finds the consumption as it was."""
+    """A limit that was lowered by mistake and restored has the same consumption."""
     state = play(Limit(1, per=1, capacity=5), [yes(0, 5, left=0, reset=5)])
     state = play(Limit(1, per=1, capacity=2), [no(0, 1, left=0, reset=2, retry=1)], state)
     play(Limit(1, per=1, capacity=5), [no(0, 1, left=0, reset=5, retry=1)], state)
 
 
 def test_a_billion_a_second_is_exact_to_the_unit() -> None:
-    """The largest limit refills one unit every nanosecond, no more and no fewer."""
+    """The largest limit refills exactly one unit every nanosecond."""
     play(
         Limit(1_000_000_000, per=1),
         [
@@ -170,7 +170,7 @@ def test_a_billion_a_second_is_exact_to_the_unit() -> None:
 
 
 def test_one_a_year_is_exact_to_the_nanosecond() -> None:
-    """A window of a year waits a year: 31,536,000 s and not a nanosecond less."""
+    """A window of a year waits 31,536,000 s and not a nanosecond less."""
     limit = Limit(1, per=YEAR)
     start_ns = 1_700_000_000_123_456_789
     state, first = token_bucket.decide(None, limit, start_ns, 1)
@@ -183,7 +183,7 @@ def test_one_a_year_is_exact_to_the_nanosecond() -> None:
 
 
 def test_a_billion_a_year_loses_no_unit() -> None:
-    """1e9 per year, all spent: each unit is back at its own nanosecond, rounded up."""
+    """At 1e9 per year, each spent unit is available again at its own nanosecond, rounded up."""
     limit = Limit(1_000_000_000, per=YEAR)
     state, _ = token_bucket.decide(None, limit, 0, 1_000_000_000)
     for unit in (1, 2, 3, 999_999_999, 1_000_000_000):
@@ -196,22 +196,22 @@ def test_a_billion_a_year_loses_no_unit() -> None:
 @pytest.mark.parametrize(
     ("now", "units", "used"),
     [
-        (0, 1, 3),  # one of four comes back
-        (0, 4, None),  # all of them: as good as new
+        (0, 1, 3),  # one of four
+        (0, 4, None),  # all of them: a full bucket
         (0, 100, None),  # never above a full bucket
-        (1.5, 1, 1.5),  # what refilled meanwhile is kept
-        (4, 1, None),  # refilled anyway
+        (1.5, 1, 1.5),  # refilled units stay
+        (4, 1, None),  # already refilled
         (-5, 1, 3),  # a clock that went back refills nothing
-        (0, 0, 4),  # nothing given back
+        (0, 0, 4),  # a refund of nothing
     ],
 )
 def test_refund(now: float, units: int, used: float | None) -> None:
-    """Of 4 used at time 0, a refund leaves these used; None is an untouched bucket."""
+    """Of 4 used at time 0, a refund leaves this many used; None is a full bucket."""
     state, _ = token_bucket.decide(None, FIVE_AT_ONE_A_SECOND, 0, 4)
     after = token_bucket.refund(state, FIVE_AT_ONE_A_SECOND, int(now * 1_000_000_000), units)
     assert (after and after[1]) == (used and int(used * MICROS_PER_UNIT))
 
 
-def test_refund_of_an_unseen_key_is_nothing() -> None:
-    """There is nothing to give back to a full bucket."""
+def test_refund_of_a_new_key_changes_nothing() -> None:
+    """A full bucket stays full."""
     assert token_bucket.refund(None, FIVE_AT_ONE_A_SECOND, 0, 3) is None

@@ -1,1 +1,1 @@
-"""Stores: the URIs that name them, and what the memory store keeps inside."""
+"""Tests of `tollkeeper.decide.stores`."""

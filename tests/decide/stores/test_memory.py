@@ -1,6 +1,6 @@
-"""What the Python memory store keeps inside: bounded, counted, and nothing limited is lost.
+"""The internals of the Python memory store: bounded memory, and no limited key is lost.
 
-What every store does is in the conformance suite; this file may look at private parts.
+The conformance suite tests the behaviour that all stores share; this file may use private parts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _clock_of(store: PythonMemoryStore) -> ManualClock:
 
 
 def _held(store: PythonMemoryStore) -> int:
-    """How many entries there are, counted."""
+    """Return the number of entries, counted one by one."""
     return sum(len(table.entries) for table in store._tables.values())
 
 
@@ -57,7 +57,7 @@ def _grant_reset(gate: MemoryGate, subject: str) -> None:
 def test_the_heap_stays_bounded(
     loop: Callable[[MemoryGate, str], None], lasting: int, limits: tuple[Limit, ...]
 ) -> None:
-    """Keys that come and go leave items behind, but never more than there are keys, and 64."""
+    """Keys that come and go leave heap items behind: at most one per key, and 64 more."""
     store, gate = _open(*limits)
     for key in range(lasting):
         gate.check(f"lasting:{key}", 1)
@@ -68,8 +68,8 @@ def test_the_heap_stays_bounded(
     assert store.stats().states == _held(store) == lasting * len(limits)
 
 
-def test_left_over_items_do_not_hide_what_expires() -> None:
-    """After the heap was made anew, every entry is still in it and goes when its time comes."""
+def test_stale_heap_items_do_not_hide_expired_entries() -> None:
+    """After the heap is rebuilt, every entry is still in it and expires on time."""
     store, gate = _open()
     for turn in range(500):
         _check_reset(gate, "passing")
@@ -81,8 +81,8 @@ def test_left_over_items_do_not_hide_what_expires() -> None:
     assert store.stats().states == _held(store) == 0
 
 
-def test_each_insert_clears_up_after_two() -> None:
-    """Garbage goes faster than it comes: new keys alone empty the table of expired ones."""
+def test_each_insert_reclaims_two_expired_entries() -> None:
+    """Inserts of new keys alone remove all expired ones."""
     store, gate = _open()
     for key in range(100):
         gate.check(f"old:{key}", 1)
@@ -93,8 +93,8 @@ def test_each_insert_clears_up_after_two() -> None:
     assert store.stats().expired == 100
 
 
-def test_a_key_that_goes_on_spending_is_put_back() -> None:
-    """Its item in the heap is too early; reclaiming looks at the entry, not at the item."""
+def test_a_key_that_keeps_spending_is_not_reclaimed() -> None:
+    """Its heap item is too early. Reclaiming uses the expiry of the entry, not that of the item."""
     store, gate = _open(Limit(5, per=5))
     for _ in range(8):
         gate.check("busy", 1)
@@ -104,8 +104,8 @@ def test_a_key_that_goes_on_spending_is_put_back() -> None:
     assert store.sweep() == 1
 
 
-def test_a_full_store_refuses_and_evicts_nobody() -> None:
-    """With every key still limited, the new one is refused and the others stay as they are."""
+def test_a_full_store_rejects_new_keys_and_evicts_none() -> None:
+    """If every key is still limited, a new key is rejected and the others are unchanged."""
     store, gate = _open(states_max=3)
     for key in "abc":
         gate.check(key, 5)
@@ -116,8 +116,8 @@ def test_a_full_store_refuses_and_evicts_nobody() -> None:
     assert [gate.check(key, 1).allowed for key in "abc"] == [False] * 3
 
 
-def test_a_full_store_still_answers_what_needs_no_room() -> None:
-    """Known keys, denials, peeks and cost 0 take no new state, so they do not fail."""
+def test_a_full_store_answers_checks_that_need_no_room() -> None:
+    """Known keys, denials, peeks and a cost of 0 need no new state."""
     _, gate = _open(states_max=1)
     gate.check("a", 1)
     assert gate.check("a", 1).allowed
@@ -127,8 +127,8 @@ def test_a_full_store_still_answers_what_needs_no_room() -> None:
     gate.reset("b")
 
 
-def test_a_full_store_first_drops_what_has_expired() -> None:
-    """Expired entries of any table make room before anyone is refused."""
+def test_a_full_store_first_drops_expired_entries() -> None:
+    """Expired entries of any table make room before a key is rejected."""
     store, gate = _open(states_max=3)
     other = store.gate((Limit(1, per=60),), "other")
     other.check("x", 1)
@@ -140,7 +140,7 @@ def test_a_full_store_first_drops_what_has_expired() -> None:
 
 
 def test_no_room_for_all_limits_charges_none() -> None:
-    """Two limits, room for one state: refused, and neither limit has counted anything."""
+    """With two limits and room for one state, the check is rejected and charges neither."""
     store, gate = _open(*TWO_LIMITS, states_max=3)
     gate.check("a", 1)
     with pytest.raises(StoreFull):
@@ -158,15 +158,15 @@ def test_no_room_for_a_grant_grants_nothing() -> None:
     assert store.stats().states == _held(store) == 1
 
 
-def test_a_refund_of_everything_frees_the_place() -> None:
-    """A key that got all back is as good as new, so it takes no room."""
+def test_a_full_refund_frees_the_state() -> None:
+    """A key with a full refund equals a new key, so it needs no state."""
     store, gate = _open(*TWO_LIMITS)
     gate.check("a", 3)
     gate.refund("a", 3)
     assert store.stats().states == _held(store) == 0
 
 
-def test_a_denied_key_takes_no_place() -> None:
+def test_a_denied_key_takes_no_state() -> None:
     """A request that one limit denies leaves no state in the others."""
     store = PythonMemoryStore(ManualClock(), 10)
     narrow = store.gate((Limit(1, per=60),), "")
@@ -177,8 +177,9 @@ def test_a_denied_key_takes_no_place() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
-def test_an_entry_goes_exactly_when_it_is_as_good_as_new(algorithm: AlgorithmName) -> None:
-    """One nanosecond before `reset_after` the state is there, and at it the sweep takes it."""
+def test_an_entry_expires_exactly_at_reset_after(algorithm: AlgorithmName) -> None:
+    """One nanosecond before `reset_after` the sweep keeps the state; at `reset_after` it drops
+    it."""
     store, gate = _open(Limit(3, per=7, algorithm=algorithm))
     _clock_of(store).advance(3)
     decision = gate.check("a", 2)
@@ -190,7 +191,7 @@ def test_an_entry_goes_exactly_when_it_is_as_good_as_new(algorithm: AlgorithmNam
 
 
 def test_a_spent_grant_does_not_keep_its_key() -> None:
-    """A grant for a year, spent at once: the key expires with its limit, a second later."""
+    """A grant for a year is spent at once: the key expires with its limit, a second later."""
     store, gate = _open(Limit(1, per=1), states_max=1)
     gate.grant("a", 1, ns(366 * 86_400))
     gate.check("a", 2)
@@ -199,7 +200,7 @@ def test_a_spent_grant_does_not_keep_its_key() -> None:
 
 
 def test_a_refund_brings_the_expiry_forward() -> None:
-    """A key refunded from 100 units to 1 is as good as new after 36 s, not after an hour."""
+    """A key refunded from 100 units to 1 expires after 36 s, not after an hour."""
     store, gate = _open(Limit(100, per=3_600))
     gate.check("a", 100)
     gate.refund("a", 99)
@@ -209,7 +210,7 @@ def test_a_refund_brings_the_expiry_forward() -> None:
 
 
 def test_a_raised_limit_brings_the_expiry_forward() -> None:
-    """Raised from 1 to 3,600 an hour, a key that spends again is as good as new in 2 s."""
+    """After a change from 1 to 3,600 an hour, a key that spends again expires in 2 s."""
     store, gate = _open(Limit(1, per=3_600), states_max=1)
     gate.check("a", 1)
     store.gate((Limit(3_600, per=3_600),), "").check("a", 1)
@@ -218,7 +219,8 @@ def test_a_raised_limit_brings_the_expiry_forward() -> None:
 
 
 def test_never_more_states_than_the_maximum() -> None:
-    """Making room drops the subject's own expired entry; its new one must fit too."""
+    """Making room may drop the expired entry of the subject itself; its new entry must fit as
+    well."""
     store = PythonMemoryStore(ManualClock(), 2)
     store.gate((Limit(1, per=1),), "").check("k", 1)
     store.gate((Limit(1, per=3_600),), "other").check("z", 1)
@@ -229,7 +231,7 @@ def test_never_more_states_than_the_maximum() -> None:
 
 
 def test_closing_forgets_everything() -> None:
-    """A closed store is empty, and its numbers say so."""
+    """A closed store is empty, and its statistics show it."""
     store, gate = _open(*TWO_LIMITS)
     gate.check("a", 5)
     store.close()
@@ -249,10 +251,10 @@ def test_closing_forgets_everything() -> None:
         ("reset", ()),
     ],
 )
-def test_a_closed_store_answers_nothing(
+def test_the_verbs_of_a_closed_store_raise(
     verb: str, arguments: tuple[int | None, ...], limits: tuple[Limit, ...]
 ) -> None:
-    """A gate outlives its store by mistake: each verb says so, and nothing is kept."""
+    """A gate may outlive its store by mistake. Each verb raises an error and keeps nothing."""
     store, gate = _open(*limits)
     gate.check("a", 5)
     store.close()
@@ -265,7 +267,7 @@ def test_a_closed_store_answers_nothing(
 
 
 def test_stats_estimate_the_memory() -> None:
-    """More states, more bytes: some hundreds for each."""
+    """More states take more bytes: some hundreds each."""
     store, gate = _open(states_max=10_000)
     empty = store.stats().bytes
     for key in range(5_000):
@@ -275,7 +277,7 @@ def test_stats_estimate_the_memory() -> None:
     assert 200 <= (stats.bytes - empty) / 5_000 <= 1_000
 
 
-def test_rules_and_limits_keep_apart_what_differs() -> None:
+def test_rules_and_windows_have_separate_counts() -> None:
     """The same limit under the same rule shares its counts; another rule or window does not."""
     store, gate = _open(Limit(2, per=60))
     gate.check("a", 2)
@@ -299,7 +301,8 @@ _VERBS = ("check", "check", "check", "refund", "reset", "grant", "peek", "sweep"
     )
 )
 def test_the_count_of_states_is_the_number_of_entries(steps: list[tuple[str, str, int]]) -> None:
-    """After any sequence of verbs, what stats say is what is there, within the maximum."""
+    """After any sequence of verbs, the statistics equal the number of entries and stay within the
+    maximum."""
     store, gate = _open(*TWO_LIMITS, states_max=6)
     for verb, subject, units in steps:
         try:

@@ -1,4 +1,4 @@
-"""Stores on the kernel: which time they keep, what closing does, and files by URI."""
+"""Stores on the kernel: their clock, closing, and files by URI."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tollkeeper.decide.stores.native import KernelStore
 from tollkeeper.testing import ManualClock, use_clock
 
 
-def test_memory_is_on_the_kernel_where_it_was_built() -> None:
-    """And on Python where it was not, with the same room."""
+def test_memory_uses_the_kernel_if_it_is_built() -> None:
+    """Otherwise it uses Python, with the same capacity."""
     assert isinstance(open_store("memory://?capacity=50", ManualClock()), KernelStore)
 
 
 def test_without_the_kernel_memory_is_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without a compiler has memory:// all the same, with the default room or its own."""
+    """A machine without a compiler has memory://, with the default capacity or its own."""
     monkeypatch.setattr(kernel, "BUILT", False)
     store = open_store("memory://?capacity=50", ManualClock())
     assert isinstance(store, PythonMemoryStore)
@@ -30,17 +30,17 @@ def test_without_the_kernel_memory_is_python(monkeypatch: pytest.MonkeyPatch) ->
     assert open_store("memory://", ManualClock()).stats().states_max == 1_000_000
 
 
-def test_without_the_kernel_shared_says_what_is_missing(
+def test_without_the_kernel_shared_is_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """There is no slow way to share; the error says how to get the fast one."""
+    """There is no slow way to share. The error explains how to build the kernel."""
     monkeypatch.setattr(kernel, "BUILT", False)
     with pytest.raises(StoreUnavailable, match=r"needs the C kernel.*install a C compiler"):
         open_store(f"shared://{tmp_path}/limits", ManualClock())
 
 
-def test_a_store_keeps_real_time_by_itself() -> None:
-    """On the system clock the kernel reads time; on any other it is told."""
+def test_the_kernel_reads_the_system_clock() -> None:
+    """On the system clock the kernel reads the time; any other clock passes it."""
     real = KernelStore(SystemClock(), 10)
     assert real.keeps_time
     assert real.now_ns() is None
@@ -51,15 +51,15 @@ def test_a_store_keeps_real_time_by_itself() -> None:
 
 
 @pytest.mark.parametrize("start", [10**10, -(10**10), 10**30])
-def test_a_clock_outside_the_kernels_century_is_refused(start: int) -> None:
-    """Times are 64 bits with room to add a century; another clock is an error, not a wrap."""
+def test_a_clock_out_of_range_is_rejected(start: int) -> None:
+    """Times are 64 bits with room to add a century. Other times are an error and do not wrap."""
     limiter = Limiter("5/m", clock=ManualClock(start))
     with pytest.raises(ConfigError, match="is not between 1938 and 2096"):
         limiter.check("k")
 
 
-def test_a_closed_store_says_so() -> None:
-    """Verbs raise StoreUnavailable; a check is answered for by the failure policy."""
+def test_a_closed_store_is_unavailable() -> None:
+    """Verbs raise StoreUnavailable; the failure policy answers checks."""
     limiter = Limiter("5/m", on_failure="closed")
     limiter.check("k")
     limiter.close()
@@ -72,8 +72,8 @@ def test_a_closed_store_says_so() -> None:
 
 
 @pytest.mark.parametrize("query", ["", "?capacity=500", "?capacity=500&log_bytes=65_536"])
-def test_a_file_is_shared_by_all_who_open_it(tmp_path: Path, query: str) -> None:
-    """Two stores on one path are one: what the first spent, the second sees."""
+def test_stores_on_one_file_share_their_counts(tmp_path: Path, query: str) -> None:
+    """Units that one store spends are spent in the other."""
     clock = ManualClock(start=1_700_000_000)
     uri = f"shared://{tmp_path}/a%20b.limits{query}"
     with Limiter("2/m", store=uri, clock=clock) as first:
@@ -96,8 +96,8 @@ def test_a_file_is_shared_by_all_who_open_it(tmp_path: Path, query: str) -> None
         ("shared:///a?log_bytes=-5", "log_bytes='-5' is not a whole number"),
     ],
 )
-def test_a_wrong_uri_says_what_is_wrong(uri: str, problem: str) -> None:
-    """Each is a ConfigError, before any file is made."""
+def test_an_invalid_uri_is_rejected(uri: str, problem: str) -> None:
+    """Each raises a ConfigError that describes the mistake, before a file is created."""
     with pytest.raises(ConfigError) as caught:
         open_store(uri, ManualClock())
     assert problem in str(caught.value)
@@ -105,14 +105,15 @@ def test_a_wrong_uri_says_what_is_wrong(uri: str, problem: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "missing/limits", "x" * 300])
 def test_a_path_that_cannot_be_opened_is_unavailable(tmp_path: Path, name: str) -> None:
-    """A folder, a missing one, a name too long: StoreUnavailable, not an OSError."""
+    """A folder, a missing folder and a name that is too long raise StoreUnavailable, not
+    OSError."""
     with pytest.raises(StoreUnavailable):
         open_store(f"shared://{tmp_path}/{name}", ManualClock())
 
 
 @pytest.mark.parametrize("content", [b"", b"x", b"\0" * 100_000, b"not ours\n" * 10_000])
-def test_another_programs_file_is_left_alone(tmp_path: Path, content: bytes) -> None:
-    """A file that is not ours is refused and not changed; an empty one may become ours."""
+def test_a_file_of_another_program_is_rejected_unchanged(tmp_path: Path, content: bytes) -> None:
+    """Any other file is rejected and not changed. An empty file becomes a store."""
     path = tmp_path / "file"
     path.write_bytes(content)
     try:
@@ -123,8 +124,8 @@ def test_another_programs_file_is_left_alone(tmp_path: Path, content: bytes) -> 
         assert not content
 
 
-def test_room_is_at_least_what_was_asked() -> None:
-    """A store of 50 takes 50 keys, whatever its layout rounds up to."""
+def test_the_capacity_is_at_least_the_requested_one() -> None:
+    """A store of 50 holds 50 keys, even if its layout rounds up."""
     limiter = Limiter(Limit(1, per=3_600), store="memory://?capacity=50", on_failure="raise")
     assert all(limiter.check(f"k{n}") for n in range(50))
     assert limiter.stats().states == 50
@@ -132,7 +133,7 @@ def test_room_is_at_least_what_was_asked() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 128, -1, 10**6])
 def test_busiest_takes_any_count(count: int) -> None:
-    """As many as there are, at most what was asked."""
+    """It returns at most `count` subjects, and no more than are known."""
     limiter = Limiter("9/m", store="memory://?capacity=50")
     for n in range(1_000):
         limiter.check(f"k{n % 3}")

@@ -30,8 +30,8 @@ CLOCK = ManualClock()
         ("memory:///?capacity=7", 7),
     ],
 )
-def test_a_right_uri_opens(uri: str, states_max: int) -> None:
-    """Each opens a store with room for at least so many states."""
+def test_a_valid_uri_opens_a_store(uri: str, states_max: int) -> None:
+    """Each opens a store with room for at least this many states."""
     store = open_store(uri, CLOCK)
     assert states_max <= store.stats().states_max <= 2 * states_max + 1_000
     store.close()
@@ -58,14 +58,14 @@ def test_a_right_uri_opens(uri: str, states_max: int) -> None:
         ("memory://?capacity=1000000001", "capacity='1000000001' is not a whole number"),
         ("memory://?capacity=_", "capacity='_' is not a whole number"),
         ("memory://?capacity=many", "capacity='many' is not a whole number"),
-        # Digits to Unicode, not to us: half of the readers of a config could not tell.
+        # Digits in Unicode, and rejected: many readers of a configuration could not read them.
         ("memory://?capacity=\u0665", "is not a whole number"),
         ("memory://?capacity=\u00b2", "is not a whole number"),
         ("memory://?capacity=" + "9" * 5_000, "is not a whole number"),
     ],
 )
-def test_a_wrong_uri_says_what_is_wrong(uri: str, problem: str) -> None:
-    """Each is a ConfigError that shows the URI, or its scheme, and what there is."""
+def test_an_invalid_uri_is_rejected(uri: str, problem: str) -> None:
+    """Each raises a ConfigError with the URI or its scheme, and the valid choices."""
     with pytest.raises(ConfigError) as caught:
         open_store(uri, CLOCK)
     scheme = uri.partition("://")[0]
@@ -78,23 +78,23 @@ def test_a_wrong_uri_says_what_is_wrong(uri: str, problem: str) -> None:
 @pytest.mark.parametrize(
     "uri", ["redis:app:hunter2@host", "app:hunter2@host", "redsi://app:hunter2@host", "hunter2@"]
 )
-def test_a_uri_that_is_not_understood_is_not_repeated(uri: str) -> None:
-    """There may be a password anywhere in it."""
+def test_the_error_does_not_repeat_an_unreadable_uri(uri: str) -> None:
+    """It may contain a password anywhere."""
     with pytest.raises(ConfigError) as caught:
         open_store(uri, CLOCK)
     assert "hunter2" not in str(caught.value)
 
 
 @pytest.mark.parametrize("uri", [None, 5, b"memory://", ["memory://"], object()])
-def test_what_is_not_text_is_refused(uri: Any) -> None:
-    """Only text is a URI."""
+def test_a_uri_must_be_text(uri: Any) -> None:
+    """Other types are rejected."""
     with pytest.raises(ConfigError, match="is not a URI or a store"):
         open_store(uri, CLOCK)
 
 
 @pytest.mark.parametrize("digits", ["000000000001" + "0" * 12, "000000000001" + "0" * 4_300])
-def test_leading_zeros_do_not_get_past_the_maximum(digits: str) -> None:
-    """A capacity is at most a billion however it is written."""
+def test_leading_zeros_do_not_bypass_the_maximum(digits: str) -> None:
+    """A capacity is at most a billion in any spelling."""
     with pytest.raises(ConfigError, match="is not a whole number"):
         open_store(f"memory://?capacity={digits}", CLOCK)
 
@@ -104,6 +104,6 @@ def test_leading_zeros_do_not_get_past_the_maximum(digits: str) -> None:
 @example("memory://\u2100")
 @example("memory://?capacity=000000000001" + "0" * 4_300)
 def test_any_text_opens_or_is_a_config_error(uri: str) -> None:
-    """Whatever the text, the caller sees a store or a ConfigError, nothing else."""
+    """Any text gives a store or a ConfigError."""
     with suppress(ConfigError):
         open_store(uri, CLOCK).close()
