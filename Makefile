@@ -1,9 +1,9 @@
-# `make run` starts the service, `make check` is the quick test and `make test` the whole one. Each
-# target installs what it needs first.
+# `make run` starts the service, `make check` runs the quick tests and `make test` runs all tests.
+# Each target first installs the packages that it needs.
 
 VENV := .venv
-# `make test PYTHON=python3.13` runs everything on another Python. An environment that was made with
-# a different minor version is made again.
+# `make test PYTHON=python3.13` runs everything on another Python. If the virtual environment has
+# another minor version, it is created again.
 PYTHON ?= python3
 BIN := $(VENV)/bin
 RUN_READY := $(VENV)/.run-ready
@@ -27,19 +27,19 @@ endif
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-run: $(RUN_READY)  ## the service with an example document, on http://127.0.0.1:8080
+run: $(RUN_READY)  ## start the service with example rules, on http://127.0.0.1:8080
 	$(BIN)/tollkeeper serve --data build/run --seed examples/limits.yaml
 
-check: $(READY)  ## lint, types, and the tests that need no server, in about a minute
+check: $(READY)  ## run the linters and the tests that need no server, in about a minute
 	$(MAKE) --no-print-directory --jobs=2 lint unit
 
 unit: $(READY)
 	$(PYTEST) -m "not server"
 
-test: lint  ## everything: lint, types, and all tests, on real servers too
+test: lint  ## run the linters and all tests, also those on real servers
 	$(PYTEST)
 
-lint: $(READY)  ## ruff, mypy strict, import-linter
+lint: $(READY)  ## run ruff, clang-format, mypy and import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(KERNEL) $(wildcard tests/kernel/*.[ch])
@@ -48,18 +48,18 @@ lint: $(READY)  ## ruff, mypy strict, import-linter
 	MYPYPATH=src $(BIN)/python -m mypy.stubtest tollkeeper.decide.kernel._kernel
 	$(BIN)/lint-imports
 
-bench: $(BENCH_READY)  ## side by side with peers, ratios from one run
+bench: $(BENCH_READY)  ## compare the speed with other libraries
 	$(BIN)/python -m bench
 
-fuzz:  ## fuzz the kernel, coverage-guided; SECONDS=60
+fuzz:  ## fuzz the C kernel with libFuzzer, for SECONDS=60
 	sh tools/fuzz.sh $(or $(SECONDS),60)
 
-clean:  ## remove what the other targets made
+clean:  ## remove all files that the other targets created
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	find src \( -name '*.so' -o -name '*.egg-info' \) -prune -exec rm -rf {} +
 
-# What needs what: the service alone, the tests, and the peers that are measured beside us.
+# Three installations: the service alone, the tests, and the libraries of the benchmarks.
 INSTALL = TOLLKEEPER_KERNEL=required $(BIN)/python -m pip install --quiet \
 	--disable-pip-version-check --editable
 SOURCES := pyproject.toml tools/system_packages.sh $(wildcard setup.py) $(KERNEL)

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Make sure the machine has what the project is built with, and what it is tested or measured with:
-# system_packages.sh run|test|bench. As root on Debian or Ubuntu it installs what is missing; otherwise
-# it names it and stops.
+# Check that the machine has the system packages that building, testing or benchmarking needs:
+# system_packages.sh run|test|bench. As root on Debian or Ubuntu the script installs missing packages;
+# otherwise it prints their names and fails.
 set -eu
 purpose=${1:-test}
 python=${PYTHON:-python3}
@@ -15,11 +15,11 @@ command -v "${CC:-cc}" >/dev/null || missing="$missing gcc libc6-dev"
 "$python" -c 'import os, sys, sysconfig as s
 sys.exit(not os.path.exists(os.path.join(s.get_path("include"), "Python.h")))' \
     || missing="$missing python3-dev"
-need() { # PROGRAM PACKAGE. Debian keeps servers off an ordinary user's PATH.
+need() { # PROGRAM PACKAGE. Debian's PATH of ordinary users has no servers.
     PATH="$PATH:/usr/sbin:/sbin" command -v "$1" >/dev/null || missing="$missing $2"
 }
 if [ "$purpose" != run ]; then
-    # The tests start servers of their own: tests/redis_servers, tests/postgres_server.py and others.
+    # The tests start these servers: tests/redis_servers, tests/postgres_server.py and others.
     need redis-server redis-server
     need redis-sentinel redis-sentinel
     need openssl openssl
@@ -27,7 +27,7 @@ if [ "$purpose" != run ]; then
     need promtool prometheus
     need faketime faketime
     need ip iproute2
-    # Debian keeps the programs of PostgreSQL's server in a folder for each version.
+    # Debian installs the programs of the PostgreSQL server in one folder per version.
     command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 \
         || missing="$missing postgresql"
 fi
@@ -37,8 +37,8 @@ fi
 [ -n "$missing" ] || exit 0
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     echo "installing:$missing"
-    # Debian starts a service as soon as it is installed. We want the program only, so services are
-    # not started now; one that runs already is left alone.
+    # Debian starts a service when its package is installed. Only the program is needed, so this
+    # policy prevents the start. A service that is already running is not affected.
     policy=/usr/sbin/policy-rc.d
     if [ ! -e "$policy" ]; then
         trap 'rm -f "$policy"' EXIT
@@ -51,7 +51,7 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing
     for package in $missing; do
         case $package in
-            # nor when the machine starts
+            # Do not start the service at boot either.
             redis-* | postgresql) update-rc.d "$package" disable ;;
             nginx-light) update-rc.d nginx disable ;;
             prometheus) update-rc.d prometheus disable ;;

@@ -1,10 +1,10 @@
-"""Worker processes that hammer one shared file, run as a program so that forking is its own affair.
+"""Worker processes that hammer one shared file. It runs as a program, so that it can fork safely.
 
     python -m tests.integration.hammer exact FILE ALGORITHM PROCESSES KEYS LIMIT
     python -m tests.integration.hammer reopening FILE ALGORITHM PROCESSES KEYS LIMIT
     python -m tests.integration.hammer killed FILE ALGORITHM PROCESSES KEYS LIMIT SECONDS SEED
 
-Each prints one JSON object. Limits are by the year, so that nothing comes back while it runs.
+Each prints one JSON object. All limits are per year, so no units are refilled during a run.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ ROOM = f"capacity=1000&log_bytes={1 << 23}"
 
 def open_limiter(path: str, algorithm: str, limit: int) -> Limiter:
     limits = [Limit(limit, per=YEAR, algorithm=algorithm)]  # type: ignore[arg-type]  # from argv
-    if algorithm != "fixed_window":  # all or nothing, on a second limit that never denies
+    if algorithm != "fixed_window":  # a second limit that never denies tests all-or-nothing
         limits.append(Limit(10 * limit, per=YEAR, algorithm="fixed_window"))
     return Limiter(limits, store=f"shared://{path}?{ROOM}", on_failure="raise")
 
 
 class Counts:
-    """One counter for each worker, shared with the parent and not lost with the worker.
+    """One counter per worker in memory shared with the parent, which survives the worker.
 
-    Through a memoryview, which stores the 8 bytes at once. `struct.pack_into` fills them with zeros
-    first, and a worker killed just then would take its whole count with it.
+    A memoryview stores all 8 bytes at once. `struct.pack_into` would write zeros first, and a
+    worker killed at that moment would lose its whole count.
     """
 
     def __init__(self, workers: int) -> None:
@@ -49,25 +49,25 @@ class Counts:
 
 
 def start(work: Callable[[], None]) -> int:
-    """A forked worker; its process number."""
+    """Fork a worker and return its process id."""
     child = os.fork()
     if child:
         return child
     try:
         work()
-    except BaseException as error:  # the parent sees the exit status, and people the message
+    except BaseException as error:  # the parent sees only the exit status
         print(repr(error), file=sys.stderr, flush=True)
         os._exit(1)
     os._exit(0)
 
 
 def wait_for(children: list[int]) -> list[int]:
-    """The exit statuses, once all are over."""
+    """Wait for all workers and return their exit statuses."""
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
 def exact(path: str, algorithm: str, processes: int, keys: int, limit: int) -> dict[str, object]:
-    """Everyone checks every key until it is denied; what was admitted per key."""
+    """Let all workers check every key until it is denied, and count the admitted checks."""
     counts = Counts(processes * keys)
     # Half of the workers inherit this limiter through fork; the others open the file themselves.
     inherited = open_limiter(path, algorithm, limit)
@@ -85,7 +85,7 @@ def exact(path: str, algorithm: str, processes: int, keys: int, limit: int) -> d
 def reopening(
     path: str, algorithm: str, processes: int, keys: int, limit: int
 ) -> dict[str, object]:
-    """As `exact`, but everyone opens and closes the file around every few checks."""
+    """Run `exact`, but each worker opens and closes the file every seven checks."""
     counts = Counts(processes)
 
     def work(worker: int) -> None:
@@ -102,7 +102,7 @@ def reopening(
 def killed(
     path: str, algorithm: str, processes: int, keys: int, limit: int, seconds: float, seed: int
 ) -> dict[str, object]:
-    """As `exact`, while workers are killed at random and replaced; then the rest is spent."""
+    """Run `exact` while random workers are killed and replaced; then read the remaining units."""
     random = Random(seed)
     starts = 0
     over, hold = os.pipe()
@@ -111,11 +111,11 @@ def killed(
 
     def linger() -> None:
         os.close(hold)
-        os.read(over, 1)  # until everyone who could write has gone
+        os.read(over, 1)  # returns when all writers have exited
 
     def work(worker: int) -> None:
         own = open_limiter(path, algorithm, limit) if worker % 2 else limiter
-        if worker % 3 == 0:  # a child that outlives it must not keep its locks
+        if worker % 3 == 0:  # its surviving child must not keep its locks
             start(linger)
         os.close(hold)
         names = [f"key-{key}" for key in range(keys)]
@@ -124,7 +124,7 @@ def killed(
             left = False
             for name in names:
                 left = _spend(own, name, counts, worker) or left
-        while True:  # the quota is gone, but the locks are still worth fighting for
+        while True:  # the quota is spent; keep competing for the locks
             own.check(names[0])
 
     children = []
@@ -133,7 +133,7 @@ def killed(
         while len(children) < processes:
             children.append(start(lambda worker=starts: work(worker)))
             starts += 1
-        time.sleep(random.uniform(0.001, 0.02))  # the killer's own pace, not a wait for anything
+        time.sleep(random.uniform(0.001, 0.02))  # the interval between kills
         victim = children.pop(random.randrange(len(children)))
         os.kill(victim, signal.SIGKILL)
         os.waitpid(victim, 0)

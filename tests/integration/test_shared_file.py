@@ -1,4 +1,4 @@
-"""The file behind shared://: safe to make, to keep, to find damaged, and to run out of room for."""
+"""The file of a shared:// store: creation, restarts, permissions, damage, and a full disk."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def overwrite(path: Path, at: int, data: bytes) -> None:
         file.write(data)
 
 
-def test_what_was_spent_survives_a_restart(path: Path) -> None:
-    """Closed by everyone and opened again, the file still knows."""
+def test_counts_survive_a_restart(path: Path) -> None:
+    """A file that all processes closed still has its counts when it is opened again."""
     with limiter(path) as first:
         assert [first.check("me").remaining for _ in range(3)] == [4, 3, 2]
     with limiter(path, options="") as second:
         assert second.check("me").remaining == 1
 
 
-def test_what_was_spent_survives_a_reboot(path: Path) -> None:
-    """A file of another boot is read by the wall clock, and its counts are kept."""
+def test_counts_survive_a_reboot(path: Path) -> None:
+    """A file from an earlier boot keeps its counts; the wall clock gives the elapsed time."""
     with limiter(path) as before:
         assert before.check("me", cost=4).remaining == 1
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
@@ -57,7 +57,7 @@ def test_what_was_spent_survives_a_reboot(path: Path) -> None:
 
 
 def test_only_the_owner_can_read_or_write_it(path: Path) -> None:
-    """Mode 0600, whatever the umask allows."""
+    """The file has mode 0600, even with umask 0."""
     before = os.umask(0)
     try:
         limiter(path).close()
@@ -66,8 +66,8 @@ def test_only_the_owner_can_read_or_write_it(path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_file_that_everyone_can_write_is_refused(path: Path) -> None:
-    """Whoever can write the file can lift any limit."""
+def test_a_world_writable_file_is_rejected(path: Path) -> None:
+    """The store rejects a file that every user can write, because they could change any count."""
     limiter(path).close()
     path.chmod(0o666)
     with pytest.raises(StoreUnavailable, match=r"is writable for every user.*chmod 600"):
@@ -75,7 +75,7 @@ def test_a_file_that_everyone_can_write_is_refused(path: Path) -> None:
 
 
 def test_a_symbolic_link_is_not_followed(path: Path, tmp_path: Path) -> None:
-    """In a folder that others can write, a link could point anywhere."""
+    """The store rejects a symbolic link, because another user could have created it."""
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StoreUnavailable, match="symbolic link"):
         limiter(path)
@@ -87,8 +87,8 @@ def test_a_symbolic_link_is_not_followed(path: Path, tmp_path: Path) -> None:
     [b"hello\n", b"\0" * 10_000, b"PK\3\4" + b"x" * 200_000],
     ids=["text", "zeros", "zip"],
 )
-def test_a_foreign_file_is_refused_and_left_alone(path: Path, content: bytes) -> None:
-    """Not ours: not a byte of it is changed."""
+def test_a_foreign_file_is_rejected_and_not_changed(path: Path, content: bytes) -> None:
+    """The store rejects a file of another program and does not change a byte of it."""
     path.write_bytes(content)
     with pytest.raises(StoreUnavailable, match="is not a Tollkeeper file and was not changed"):
         limiter(path)
@@ -96,16 +96,16 @@ def test_a_foreign_file_is_refused_and_left_alone(path: Path, content: bytes) ->
 
 
 @pytest.mark.parametrize(("version", "word"), [(0, "older"), (2, "newer"), (77, "newer")])
-def test_a_file_of_another_version_is_refused(path: Path, version: int, word: str) -> None:
-    """Refused, not misread."""
+def test_a_file_of_another_version_is_rejected(path: Path, version: int, word: str) -> None:
+    """The store rejects a file with an older or newer format version."""
     limiter(path).close()
     overwrite(path, VERSION_AT, version.to_bytes(4, "little"))
     with pytest.raises(StoreUnavailable, match=f"format version {version}, which is {word}"):
         limiter(path)
 
 
-def test_a_damaged_header_is_refused(path: Path) -> None:
-    """The checksum notices a single changed bit."""
+def test_a_damaged_header_is_rejected(path: Path) -> None:
+    """The checksum detects a changed header field."""
     limiter(path).close()
     overwrite(path, CAPACITY_AT, (101).to_bytes(8, "little"))
     with pytest.raises(StoreUnavailable, match="damaged header"):
@@ -113,30 +113,30 @@ def test_a_damaged_header_is_refused(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [1, 50, 4_096, 60_000])
-def test_a_truncated_file_is_refused(path: Path, kept: int) -> None:
-    """Cut off anywhere, it is an error and not a bus error."""
+def test_a_truncated_file_is_rejected(path: Path, kept: int) -> None:
+    """A truncated file causes an exception and not a bus error."""
     limiter(path).close()
     os.truncate(path, kept)
     with pytest.raises(StoreUnavailable, match=r"truncated|not a Tollkeeper file|damaged"):
         limiter(path)
 
 
-def test_a_file_whose_maker_was_killed_is_made_anew(path: Path) -> None:
-    """The mark of an unfinished file is not taken for a foreign one."""
+def test_an_unfinished_file_is_created_again(path: Path) -> None:
+    """If the creating process was killed, the next process creates the file again."""
     path.write_bytes(b"TK-MAKE\0" + b"\0" * 5_000)
     with limiter(path) as made:
         assert made.check("me").remaining == 4
 
 
-def test_another_capacity_is_refused(path: Path) -> None:
-    """A file keeps the capacity it was made with; asking for another is an error that says so."""
+def test_another_capacity_is_rejected(path: Path) -> None:
+    """A file keeps the capacity it was created with; another capacity is an error."""
     limiter(path).close()
     with pytest.raises(ConfigError, match="created with capacity=100, not 200"):
         limiter(path, options="capacity=200")
 
 
-def test_another_log_room_is_refused(path: Path) -> None:
-    """As with the capacity."""
+def test_another_log_size_is_rejected(path: Path) -> None:
+    """A file keeps the log size it was created with; another size is an error."""
     limiter(path).close()
     with pytest.raises(ConfigError, match="created with log_bytes=65536, not 131072"):
         limiter(path, options="log_bytes=131072")
@@ -146,22 +146,22 @@ def test_another_log_room_is_refused(path: Path) -> None:
     ("target", "problem"),
     [("missing/folder.limits", "No such file"), (".", "Is a directory")],
 )
-def test_a_path_that_cannot_be_had(tmp_path: Path, target: str, problem: str) -> None:
-    """The operating system's own reason is passed on."""
+def test_a_path_that_cannot_be_opened(tmp_path: Path, target: str, problem: str) -> None:
+    """The exception contains the reason given by the operating system."""
     with pytest.raises(StoreUnavailable, match=problem):
         limiter(tmp_path / target)
 
 
-def test_a_log_that_could_never_fit_is_refused_at_once(path: Path) -> None:
-    """Not at the ten thousandth request, when the room runs out."""
+def test_a_log_larger_than_the_file_is_rejected_at_once(path: Path) -> None:
+    """The limiter rejects a limit whose log cannot fit when it is created, not at a later check."""
     with pytest.raises(ConfigError, match="log_bytes"):
         Limiter(
             Limit(100_000, per=60, algorithm="sliding_window_log"), store=f"shared://{path}?{SMALL}"
         )
 
 
-def test_two_first_openers_make_one_file(path: Path) -> None:
-    """Threads that open the same new file at once all get the same one."""
+def test_threads_that_open_a_new_file_at_once_share_it(path: Path) -> None:
+    """Eight threads that open the same new file at once share one count."""
     barrier = threading.Barrier(8)
     opened: list[Limiter] = []
 
@@ -178,8 +178,8 @@ def test_two_first_openers_make_one_file(path: Path) -> None:
     assert not opened[5].check("me")
 
 
-def test_a_full_table_is_said_and_not_forgotten(path: Path) -> None:
-    """The 101st key of 100 is refused; the 100 keep their counts."""
+def test_a_full_table_rejects_new_keys_and_keeps_the_others(path: Path) -> None:
+    """With a capacity of 100, key 101 raises `StoreFull`, and the other keys keep their counts."""
     with limiter(path) as full:
         for number in range(100):
             assert full.check(f"key-{number}").remaining == 4
@@ -191,7 +191,7 @@ def test_a_full_table_is_said_and_not_forgotten(path: Path) -> None:
 
 
 def run_in(script: str, *arguments: object, wrapper: tuple[str, ...] = ()) -> str:
-    """What a Python script prints, in a process of its own."""
+    """Run a Python script in another process and return its output."""
     done = subprocess.run(
         [*wrapper, sys.executable, "-c", script, *map(str, arguments)],
         capture_output=True,
@@ -213,8 +213,8 @@ except StoreUnavailable as error:
 """
 
 
-def test_a_full_disk_is_an_error_on_opening_and_never_later(tmp_path: Path) -> None:
-    """The room is allocated before it is used: no bus error in the middle of a check."""
+def test_a_full_disk_is_an_error_at_opening_and_not_later(tmp_path: Path) -> None:
+    """The whole file is allocated when it is opened, so no check can cause a bus error."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = f'mount -t tmpfs -o size=1m none "{disk}" && exec "$@"'
@@ -229,7 +229,7 @@ def test_a_full_disk_is_an_error_on_opening_and_never_later(tmp_path: Path) -> N
 
 
 def test_a_read_only_file_is_an_error(tmp_path: Path) -> None:
-    """On a file system that cannot be written, the error says so."""
+    """On a read-only file system, the exception names the reason."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = f'mount -t tmpfs -o ro none "{disk}" && exec "$@"'
@@ -238,19 +238,19 @@ def test_a_read_only_file_is_an_error(tmp_path: Path) -> None:
     assert "cannot be opened for writing: Read-only file system" in answer
 
 
-def test_another_time_namespace_is_refused(path: Path) -> None:
-    """Its boot clock is another; sharing the file would spend the quota twice."""
+def test_another_time_namespace_is_rejected(path: Path) -> None:
+    """The store rejects a process with another boot clock, which would grant the quota twice."""
     elsewhere = ("unshare", "--map-root-user", "--time", "--boottime", "100000", "--fork")
     with limiter(path) as here:
         here.check("me")
         answer = run_in(OPEN_AND_REPORT, f"shared://{path}", wrapper=elsewhere)
         assert "time namespace" in answer
-    # Alone with it, it sets the clock: the wall clock is the same for both.
+    # The only process that has the file open sets its clock. Both have the same wall clock.
     assert "remaining=3/5" in run_in(OPEN_AND_REPORT, f"shared://{path}", wrapper=elsewhere)
 
 
-def test_a_descriptor_that_was_closed_behind_our_back_is_not_closed_again(path: Path) -> None:
-    """Daemons close all descriptors; whoever gets the number next must not lose it to us."""
+def test_a_descriptor_closed_by_the_application_is_not_closed_again(path: Path) -> None:
+    """If a daemon has closed all descriptors, `close` must not close a reused number."""
     opened = limiter(path)
     (ours,) = (
         int(entry.name)
@@ -269,8 +269,8 @@ def test_a_descriptor_that_was_closed_behind_our_back_is_not_closed_again(path: 
         os.close(taken)
 
 
-def test_a_closed_store_says_so(path: Path) -> None:
-    """After close() a check is an error, not a crash."""
+def test_a_check_on_a_closed_store_raises(path: Path) -> None:
+    """A check after `close` raises `StoreUnavailable`."""
     closed = limiter(path)
     closed.close()
     with pytest.raises(StoreUnavailable, match="closed"):

@@ -1,4 +1,4 @@
-"""shared:// across processes: exactly the limit, whoever is killed."""
+"""shared:// across processes: they admit exactly the limit, even if workers are killed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import pytest
 from tollkeeper.core.model import ALGORITHM_NAMES
 
 PROCESSES = 4
-# How long the killer goes on, for each algorithm; the seed is printed when a test fails.
+# Seconds of killing per algorithm. The seed is printed when a test fails.
 KILLING_SECONDS = 3
-# Longer than anything here takes: reaching it means that somebody hangs.
+# Longer than any run takes. A run that reaches it hangs.
 HANGS_AFTER_SECONDS = 120
 
 
 def hammer(*arguments: object) -> dict[str, Any]:
-    """Run the hammer in a process of its own."""
+    """Run the hammer in another process and return its result."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.integration.hammer", *map(str, arguments)],
         capture_output=True,
@@ -36,28 +36,30 @@ def hammer(*arguments: object) -> dict[str, Any]:
 
 @pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
 def test_processes_on_one_key_admit_exactly_the_limit(algorithm: str, tmp_path: Path) -> None:
-    """4 processes, one key: what they were allowed together is the limit, to the unit."""
+    """Four processes that check one key are admitted exactly the limit together."""
     result = hammer("exact", tmp_path / "one.limits", algorithm, PROCESSES, 1, 100_000)
     assert result == {"admitted": 100_000, "statuses": [0] * PROCESSES}
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
 def test_processes_on_many_keys_admit_exactly_the_limit(algorithm: str, tmp_path: Path) -> None:
-    """4 processes, 200 keys."""
+    """Four processes that check 200 keys are admitted exactly the limit of each key together."""
     result = hammer("exact", tmp_path / "many.limits", algorithm, PROCESSES, 200, 100)
     assert result == {"admitted": 200 * 100, "statuses": [0] * PROCESSES}
 
 
 def test_files_may_be_opened_and_closed_at_any_time(tmp_path: Path) -> None:
-    """4 processes that race to make the file, and open and close it around every few checks."""
+    """Four processes that open and close the file every few checks admit exactly the limit."""
     result = hammer("reopening", tmp_path / "new.limits", "sliding_window_log", PROCESSES, 20, 100)
     assert result == {"admitted": 20 * 100, "statuses": [0] * PROCESSES}
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
-def test_killed_workers_hang_nobody_and_lose_no_count(algorithm: str, tmp_path: Path) -> None:
-    """Workers are killed and replaced for seconds: nobody hangs, and of what was charged no more
-    is unaccounted for than one check in flight for each that was killed."""
+def test_killed_workers_block_no_other_and_lose_no_count(
+    algorithm: str, tmp_path: Path
+) -> None:
+    """Killed workers block no other worker, and each loses at most the one check that was in
+    flight."""
     seed = int.from_bytes(os.urandom(4))
     keys, limit = 3, 50_000
     result = hammer(
@@ -68,4 +70,4 @@ def test_killed_workers_hang_nobody_and_lose_no_count(algorithm: str, tmp_path: 
     charged = keys * limit - result["left"]
     in_flight = charged - result["admitted"]
     assert 0 <= in_flight <= result["kills"], f"seed {seed}: {result}"
-    assert result["kills"] > 20, f"seed {seed}: {result}: this tested nothing"
+    assert result["kills"] > 20, f"seed {seed}: {result}: too few kills to test anything"
