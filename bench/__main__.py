@@ -1,4 +1,4 @@
-"""`python -m bench`: tollkeeper and its peers side by side, ratios from one run."""
+"""`python -m bench`: measure tollkeeper and its peers in one run, and compare them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def main() -> None:
     options = _options()
     effort = QUICK if options.quick else FULL
     if any(_wanted(options, "", work) for work in HTTP_WORKS):
-        wrk_path()  # before the long wait, not after it
+        wrk_path()  # fail before the long run, not after it
     found = machine()
     print(header(effort, found), flush=True)
     results = _run_scenes(options, effort)

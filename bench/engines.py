@@ -1,7 +1,7 @@
-"""The engines that are measured: each has a name and a way to open it.
+"""The measured engines: each has a name and a function that opens it.
 
-An engine opened at a rate is a *session*: a callable of a key, and how to read its answer. Ours are
-listed with what `Limiter` takes by default first; ratios are against the first. Peers are in
+An engine opened with a rate is a *session*: a function that checks a key, and one that reads its
+result. The first engine is the default of `Limiter`, and ratios refer to it. Peers are in
 `peers.py`.
 """
 
@@ -21,23 +21,23 @@ from tollkeeper.decide.stores.memory import PythonMemoryStore
 
 # Room for logs: 1,000,000 keys of a block each, or a hot key with 200,000 entries.
 LOG_BYTES: Final = 128_000_000
-# Where a shared store would be in production: memory, not a disk.
+# A folder in memory, where a shared store would be in production.
 _TMPFS: Final = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """What every engine is set to, in words that each of them understands."""
+    """A limit in a form for all engines."""
 
     algorithm: AlgorithmName
     limit: int
     per_seconds: int
     keys_max: int
-    """Room for so many keys, for engines that have to be told."""
+    """The number of keys, for engines with a fixed capacity."""
 
     @property
     def limit_value(self) -> Limit:
-        """As tollkeeper says it."""
+        """Return the limit as tollkeeper has it."""
         return Limit(self.limit, per=self.per_seconds, algorithm=self.algorithm)
 
 
@@ -67,9 +67,9 @@ class Engine:
     algorithms: tuple[AlgorithmName, ...] = ALGORITHM_NAMES
     ours: bool = False
     full_answer: bool = True
-    """False: it says yes or no, and remaining and reset would be another call."""
+    """False if the result is only yes or no; the remaining units would need another call."""
     keys_most: int = 100_000
-    """Works with more keys than this are not measured with it: they would take minutes."""
+    """The engine is not measured with more keys than this, which would take minutes."""
 
 
 def _open_python(rate: Rate) -> Session:
@@ -96,13 +96,13 @@ def _open_shared(rate: Rate) -> Session:
 
 
 def shared_folder() -> tempfile.TemporaryDirectory[str]:
-    """A place for a shared store's file, in memory where the system has such a place."""
+    """Create a folder for the file of a shared store, in memory if the system has /dev/shm."""
     parent = _TMPFS if _TMPFS.is_dir() else None
     return tempfile.TemporaryDirectory(prefix="tollkeeper-bench-", dir=parent)
 
 
 def shared_uri(folder: str, rate: Rate) -> str:
-    """The store of a file in that folder."""
+    """Return the URI of a shared store in the folder."""
     return f"shared://{folder}/limits?capacity={rate.keys_max}{_log_option(rate)}"
 
 

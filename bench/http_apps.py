@@ -1,8 +1,8 @@
-"""The applications that are served: one route that answers `ok`, bare and under each limiter.
+"""The applications of the HTTP benchmarks: one route that answers `ok`, with and without limiters.
 
-Each is made by a function, because granian's worker imports this module for one of them and should
-not load the others' libraries. A limit is there to be counted under, not to be reached. All of
-them count by the client's address and put their headers on every answer.
+A function creates each application, because a granian worker imports this module for one of them
+and should not load the libraries of the others. No limit is ever reached. Every limiter counts by
+the address of the client and sets its headers on every response.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 LIMIT: Final = "1000000000/day"
-# Where the shared store's file is to be.
+# The path of the shared store's file.
 SHARED: Final = "BENCH_SHARED"
 
 
 async def bare(scope: Any, receive: Any, send: Any) -> None:
-    """The least that can answer: takes the body as it comes first, which is all of it, says ok."""
+    """Answer `ok` after one call of `receive`, which is the minimum for an application."""
     if scope["type"] != "http":
         return
     await receive()
@@ -30,7 +30,7 @@ async def bare(scope: Any, receive: Any, send: Any) -> None:
 
 
 async def bare_to_the_end(scope: Any, receive: Any, send: Any) -> None:
-    """The same as an application does it that knows no length: reads until nothing more comes."""
+    """Answer `ok` after reading the body to its end."""
     if scope["type"] != "http":
         return
     while (await receive()).get("more_body"):
@@ -38,7 +38,7 @@ async def bare_to_the_end(scope: Any, receive: Any, send: Any) -> None:
     await _say_ok(send)
 
 
-# What `tollkeeper serve` answers to a check, as long as it is and with as many headers.
+# A response with the length and the headers of `tollkeeper serve`'s response to a check.
 _CHECK_HEADERS: Final = (
     (b"x-ratelimit-limit", b"1000000"),
     (b"x-ratelimit-remaining", b"999999"),
@@ -57,7 +57,7 @@ _CHECK_BODY: Final = (
 
 
 async def bare_check(scope: Any, receive: Any, send: Any) -> None:
-    """What a check's answer takes to send: always the same one, and nothing is decided."""
+    """Send a constant response like that of a check, without deciding anything."""
     if scope["type"] != "http":
         return
     await receive()
@@ -72,17 +72,17 @@ async def _say_ok(send: Any) -> None:
     await send({"type": "http.response.body", "body": b"ok"})
 
 
-async def _ok(request: Request) -> Response:  # noqa: ARG001 - Starlette and slowapi give it
+async def _ok(request: Request) -> Response:  # noqa: ARG001 - Starlette and slowapi pass it
     return PlainTextResponse("ok")
 
 
 def starlette_bare() -> Any:
-    """Starlette alone."""
+    """Return an application on Starlette without a limiter."""
     return Starlette(routes=[Route("/", _ok)])
 
 
 class _FixedHeaders:
-    """As many headers as ours has, always the same, and nothing else."""
+    """A middleware that only sets constant headers, as many as ours."""
 
     _HEADERS: Final = (
         (b"x-ratelimit-limit", b"1000000000"),
@@ -105,19 +105,19 @@ class _FixedHeaders:
 
 
 def starlette_headers() -> Any:
-    """What the headers alone take: the server copies each of them for every answer."""
+    """Return an application that measures the cost of the headers, which the server copies."""
     return Starlette(routes=[Route("/", _ok)], middleware=[Middleware(_FixedHeaders)])
 
 
 def starlette_ours() -> Any:
-    """Our middleware on Starlette, counting in the process."""
+    """Return our middleware on Starlette, with a store in memory."""
     from tollkeeper.asgi import RateLimit  # noqa: PLC0415 - see the module
 
     return Starlette(routes=[Route("/", _ok)], middleware=[Middleware(RateLimit, limits=LIMIT)])
 
 
 def starlette_ours_shared() -> Any:
-    """The same, counting in the shared file."""
+    """Return the same with the shared store."""
     from tollkeeper.asgi import RateLimit  # noqa: PLC0415 - see the module
 
     middleware = [Middleware(RateLimit, limits=LIMIT, store=f"shared://{os.environ[SHARED]}")]
@@ -132,7 +132,7 @@ def _slowapi(**settings: Any) -> Any:
 
 
 def starlette_slowapi() -> Any:
-    """slowapi's middleware on Starlette."""
+    """Return slowapi's middleware on Starlette."""
     from slowapi.middleware import SlowAPIMiddleware  # noqa: PLC0415 - see the module
 
     app = Starlette(routes=[Route("/", _ok)], middleware=[Middleware(SlowAPIMiddleware)])
@@ -141,7 +141,7 @@ def starlette_slowapi() -> Any:
 
 
 def starlette_slowapi_asgi() -> Any:
-    """slowapi's other middleware, which is pure ASGI."""
+    """Return slowapi's pure ASGI middleware on Starlette."""
     from slowapi.middleware import SlowAPIASGIMiddleware  # noqa: PLC0415 - see the module
 
     app = Starlette(routes=[Route("/", _ok)], middleware=[Middleware(SlowAPIASGIMiddleware)])
@@ -150,7 +150,7 @@ def starlette_slowapi_asgi() -> Any:
 
 
 def starlette_slowapi_decorator() -> Any:
-    """slowapi's decorator on the route, without a middleware."""
+    """Return slowapi's decorator on the route, without a middleware."""
     limiter = _slowapi()
     app = Starlette(routes=[Route("/", limiter.limit(LIMIT)(_ok))])
     app.state.limiter = limiter
@@ -168,25 +168,25 @@ async def _ok_json() -> dict[str, bool]:
 
 
 def fastapi_bare() -> Any:
-    """FastAPI alone."""
+    """Return an application on FastAPI without a limiter."""
     app = _fastapi()
     app.get("/")(_ok_json)
     return app
 
 
 def fastapi_headers() -> Any:
-    """What the headers alone take, as on Starlette."""
+    """Return an application that measures the cost of the headers."""
     app = fastapi_bare()
     app.add_middleware(_FixedHeaders)
     return app
 
 
 async def _nothing() -> None:
-    """A dependency's least."""
+    """Do nothing: the smallest dependency."""
 
 
 def fastapi_dependency() -> Any:
-    """What FastAPI itself takes for a dependency."""
+    """Return an application that measures FastAPI's own cost of a dependency."""
     from fastapi import Depends  # noqa: PLC0415 - see the module
 
     app = _fastapi()
@@ -195,7 +195,7 @@ def fastapi_dependency() -> Any:
 
 
 def fastapi_ours() -> Any:
-    """Our middleware on FastAPI, counting in the process."""
+    """Return our middleware on FastAPI, with a store in memory."""
     from tollkeeper.asgi import RateLimit  # noqa: PLC0415 - see the module
 
     app = fastapi_bare()
@@ -204,7 +204,7 @@ def fastapi_ours() -> Any:
 
 
 def fastapi_ours_shared() -> Any:
-    """The same, counting in the shared file."""
+    """Return the same with the shared store."""
     from tollkeeper.asgi import RateLimit  # noqa: PLC0415 - see the module
 
     app = fastapi_bare()
@@ -213,7 +213,7 @@ def fastapi_ours_shared() -> Any:
 
 
 def fastapi_ours_dependency() -> Any:
-    """A limit of the route's own, as a dependency."""
+    """Return our dependency on the route of FastAPI."""
     from tollkeeper.fastapi import RateLimit  # noqa: PLC0415 - see the module
 
     app = _fastapi()
@@ -223,7 +223,7 @@ def fastapi_ours_dependency() -> Any:
 
 
 def fastapi_slowapi() -> Any:
-    """slowapi's middleware on FastAPI."""
+    """Return slowapi's middleware on FastAPI."""
     from slowapi.middleware import SlowAPIMiddleware  # noqa: PLC0415 - see the module
 
     app = fastapi_bare()
@@ -233,14 +233,14 @@ def fastapi_slowapi() -> Any:
 
 
 def fastapi_slowapi_decorator() -> Any:
-    """slowapi's decorator, for which the endpoint takes the request and the response."""
+    """Return slowapi's decorator, whose endpoint must take the request and the response."""
     app = _fastapi()
     app.state.limiter = limiter = _slowapi()
 
-    async def ok(request: Request, response: Response) -> dict[str, bool]:  # noqa: ARG001 - its own
+    async def ok(request: Request, response: Response) -> dict[str, bool]:  # noqa: ARG001 - slowapi
         return {"ok": True}
 
-    # As text they would have to be names of the module.
+    # Annotations in text form would have to be names of this module.
     ok.__annotations__ = {"request": Request, "response": Response, "return": dict[str, bool]}
     app.get("/")(limiter.limit(LIMIT)(ok))
     return app

@@ -1,8 +1,8 @@
-"""A real Envoy in front of a small upstream, with and without asking the service over gRPC.
+"""A real Envoy in front of a small upstream, with and without calls of the service over gRPC.
 
-The configuration is the example's, with one thread; without asking, the filter is taken out of it.
-Envoy, the upstream, the service and wrk share the machine: with more processors than two, the
-ratio would be kinder.
+The configuration is that of the example, with one thread. The first row has no rate limit filter.
+Envoy, the upstream, the service and wrk share the machine, so the ratio is better with more than
+two processors.
 """
 
 from __future__ import annotations

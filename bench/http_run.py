@@ -1,9 +1,9 @@
-"""The HTTP part of a run: the service, the middleware beside slowapi, and Envoy, with wrk.
+"""The HTTP benchmarks: the service, the middleware compared with slowapi, and Envoy, with wrk.
 
-http check       POST /v1/check on `tollkeeper serve`, beside the least that can answer
-http starlette   the middleware on Starlette, beside Starlette alone and slowapi
+http check       POST /v1/check on `tollkeeper serve`, compared with minimal applications
+http starlette   the middleware on Starlette, compared with Starlette alone and slowapi
 http fastapi     the same on FastAPI, with the dependency
-http envoy       a real Envoy in front of a small upstream, with and without asking us
+http envoy       a real Envoy in front of a small upstream, with and without our service
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bench.redis_placement import FREE, Placement, placements
 
 WORKS: Final = ("http check", "http starlette", "http fastapi", "http envoy")
 
-# (the function of http_apps, what it is called, is it ours)
+# (the function of http_apps, the name of its row, True if it is ours)
 _STARLETTE: Final = (
     ("starlette_bare", "Starlette", False),
     ("starlette_headers", "five fixed headers, and no limit", False),
@@ -56,7 +56,7 @@ _FASTAPI: Final = (
 def run_http(
     wanted: Callable[[str], bool], effort: HttpEffort, progress: Progress
 ) -> dict[str, Any] | None:
-    """Measure the works that are wanted, print as it comes; all numbers, or None if none is."""
+    """Run the selected benchmarks and print results as they arrive. Return all numbers, or None."""
     names = [work for work in WORKS if wanted(work)]
     if not names:
         return None
@@ -81,7 +81,7 @@ def _measured(
     name: str, folder: Path, placement: Placement, effort: HttpEffort, progress: Progress
 ) -> HttpWork:
     if name == "http envoy":
-        # Four programs on what processors there are: no placing of them is the right one.
+        # Four programs share the processors, and no placement is right, so none is pinned.
         return measure_envoy(name, folder, FREE, effort, progress)
     if name == "http check":
         return measure(name, check_contenders(folder), placement, effort, progress)
@@ -92,12 +92,12 @@ def _measured(
 def _contenders(apps: Sequence[tuple[str, str, bool]], folder: Path) -> list[Contender]:
     return [
         Contender(
-            told,
+            row,
             granian(f"bench.http_apps:{made_by}", factory=True),
             [get("/")],
             ours=ours,
             timed=ours or number == 0,
             environment={SHARED: str(folder / made_by)},
         )
-        for number, (made_by, told, ours) in enumerate(apps)
+        for number, (made_by, row, ours) in enumerate(apps)
     ]

@@ -1,11 +1,11 @@
-"""How it is measured.
+"""The method of the benchmarks in memory.
 
-Engines take turns: in every round each of them runs its batches, in an order that rotates, so
-that a machine that slows down slows everyone. A batch is a loop over keys made beforehand, timed
-as a whole; p50 is the median of the batches. p99 is of calls timed one by one in a loop of its
-own, with the cost of reading the timer in it. Nothing is subtracted, and the garbage collector is
-off for everyone while time is taken. Over rounds, medians; a ratio is the median of the rounds'
-own ratios, each of two numbers taken moments apart.
+Engines take turns: in every round each engine runs its batches, in an order that rotates. So a
+machine that slows down affects all engines. A batch is a loop over prepared keys, timed as a whole;
+p50 is the median of the batches. p99 is measured in a separate loop, in which each call is timed.
+It includes the cost of reading the timer. Nothing is subtracted, and the garbage collector is off
+during each measurement. The printed numbers are medians over the rounds. A ratio is the median of
+the ratios of the rounds, so it compares numbers measured moments apart.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DAY: Final = 86_400
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much of it."""
+    """The number of rounds, batches and calls."""
 
     rounds: int
     batches: int
@@ -43,7 +43,7 @@ QUICK: Final = Effort(rounds=3, batches=3, batch_calls=500, sampled_calls=500)
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What the keys are like. Limits are per day, so that nothing refills or expires meanwhile."""
+    """The keys of a benchmark. Limits are per day, so nothing refills or expires during it."""
 
     name: str
     keys: int
@@ -61,7 +61,7 @@ SCENES: Final = (
 
 @dataclass(slots=True)
 class Row:
-    """One engine on one work. Lists have a number for each round."""
+    """One engine in one benchmark. Each list has one number per round."""
 
     engine: Engine
     p50s: list[float] = field(default_factory=list)
@@ -77,32 +77,32 @@ class Row:
         return median(self.p99s)
 
     def ratio_to(self, other: Row) -> float:
-        """How many times as long this engine takes as the other."""
+        """Return the time of this engine, divided by that of the other."""
         pairs = zip(self.p50s, other.p50s, strict=True)
         return median(mine / theirs for mine, theirs in pairs)
 
 
 def keys_of(scene: Scene) -> list[str]:
-    """Every key of a scene."""
+    """Return all keys of a scene."""
     return [f"user:{number}" for number in range(scene.keys)]
 
 
 def rate_of(scene: Scene, algorithm: AlgorithmName) -> Rate:
-    """The limit that a scene sets, and room for its keys."""
+    """Return the limit and the capacity of a scene."""
     return Rate(algorithm, scene.limit, DAY, keys_max=scene.keys + 1_000)
 
 
 def measure(
     scene: Scene, algorithm: AlgorithmName, engines: Sequence[Engine], effort: Effort
 ) -> list[Row]:
-    """Time the engines side by side."""
+    """Measure the engines in turns."""
     rng = random.Random(SEED)
     keys = keys_of(scene)
     rows = [Row(engine) for engine in engines]
     sessions = [_filled(engine, rate_of(scene, algorithm), keys) for engine in engines]
     for number in range(effort.rounds):
         if number and scene.keys == 1:
-            # Afresh, so that a log is as long in every round: up to 7,000 entries.
+            # A new session, so that logs have the same length in every round: up to 7,000 entries.
             _close(sessions)
             sessions = [_filled(engine, rate_of(scene, algorithm), keys) for engine in engines]
         batches = [rng.choices(keys, k=effort.batch_calls) for _ in range(effort.batches)]
@@ -128,7 +128,7 @@ def _filled(engine: Engine, rate: Rate, keys: Sequence[str]) -> Session:
 
 
 def fill(session: Session, keys: Sequence[str]) -> None:
-    """Check every key twice, so that no batch pays for first sights.
+    """Check every key twice, so that no batch includes the first check of a key.
 
     Twice, because a key may take more memory at the second sight than at the first: new pages
     in one call of a hundred are just what a p99 shows.
@@ -151,7 +151,7 @@ def _expect(session: Session, key: str, allowed: bool, engine: Engine) -> None:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Keep the garbage collector out of the times."""
+    """Disable the garbage collector during the block."""
     gc.collect()
     gc.disable()
     try:
@@ -168,7 +168,7 @@ def _batch_ns(check: Callable[[str], object], keys: Sequence[str]) -> float:
 
 
 def _p99_ns(check: Callable[[str], object], keys: Sequence[str]) -> float:
-    # Room made beforehand, so that the samples take no new pages either.
+    # Allocated before, so that storing the samples needs no new pages.
     taken_ns = array("q", bytes(8 * len(keys)))
     for number, key in enumerate(keys):
         start_ns = perf_counter_ns()

@@ -1,8 +1,8 @@
-"""What a key costs in memory: the growth of the resident set of a fresh process.
+"""The memory of a key: the growth of the resident set of a fresh process.
 
-The process is spawned, imports and opens the engine, and then checks every key twice. That counts
-what a machine pays, whether Python allocated it or a C extension did, and what the allocator
-rounds up. The keys themselves are made before and not counted.
+The process is spawned, imports and opens the engine, and then checks every key twice. The growth
+includes memory of Python and of C extensions, and the overhead of the allocator. The strings of the
+keys are created before and not counted.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _STATM: Final = Path("/proc/self/statm")
 
 
 def bytes_per_key(engine: Engine, scene: Scene, algorithm: AlgorithmName) -> float | None:
-    """Bytes that each key of the scene adds; None where the system does not tell."""
+    """Return the bytes per key of the scene, or None if the system does not report them."""
     if not _STATM.exists():
         return None
-    # Spawned, not forked: a fork's heap has holes that would swallow the growth.
+    # Spawned, not forked: the heap of a fork has free blocks that would hide the growth.
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_send_growth, args=(sender, engine, scene, algorithm))

@@ -1,9 +1,9 @@
 """The peers: `limits` and `throttled-py`, on their in-process stores.
 
-"The same work" is a check that answers in full: allowed, remaining, reset. `limits` answers that
-in two calls, hit() and get_window_stats(); throttled-py in one, with the numbers made when
-`.state` is read. Each is also measured at its least: hit() alone, and limit() with the state left
-unread. Those rows are labelled; tollkeeper's answer is the full one in every row.
+The compared work is a check with a full result: allowed, remaining and reset. `limits` needs two
+calls for it, `hit()` and `get_window_stats()`. throttled-py needs one, and computes the numbers
+when `.state` is read. Each peer is also measured with its minimum, `hit()` alone or `limit()` with
+the state unread. These rows are labelled. Tollkeeper returns the full result in every row.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def _open_limits(rate: Rate, *, full_answer: bool) -> Session:
         return hit(item, key), window_stats(item, key)
 
     def rest() -> None:
-        # It sweeps on a timer's thread that a hit starts. Left running, that thread would slow
-        # whoever is measured next; its own batches are timed with it, as in any process.
+        # A hit starts a timer thread that removes expired keys. It runs during the batches of
+        # this engine, as in any process, but must not slow the next engine.
         storage.timer.join()
 
     if full_answer:
@@ -56,12 +56,12 @@ def _open_limits(rate: Rate, *, full_answer: bool) -> Session:
 def _open_throttled(rate: Rate, *, types: dict[AlgorithmName, str], full_answer: bool) -> Session:
     limiter = throttled.Throttled(
         using=types[rate.algorithm],
-        # Its burst is the whole capacity of a bucket, what tollkeeper calls capacity.
+        # Its burst is tollkeeper's capacity.
         quota=throttled.per_duration(
             timedelta(seconds=rate.per_seconds), rate.limit, burst=rate.limit
         ),
-        # It holds 1,024 entries unless told otherwise, and forgets the least recently used. Its
-        # windows take two entries a key.
+        # By default, it keeps 1,024 entries and evicts the least recently used. Its windows need
+        # two entries per key.
         store=throttled.MemoryStore(options={"MAX_SIZE": 2 * rate.keys_max}),
     )
     limit = limiter.limit
@@ -77,7 +77,7 @@ def _open_throttled(rate: Rate, *, types: dict[AlgorithmName, str], full_answer:
 def _pair(
     name: str, least: str, opener: Callable[..., Session], algorithms: dict[AlgorithmName, Any]
 ) -> tuple[Engine, Engine]:
-    """A peer with its full answer, and at its least."""
+    """Return a peer with its full result and with its minimum."""
     names = tuple(algorithms)
     return (
         Engine(name, partial(opener, full_answer=True), names, keys_most=1_000_000),

@@ -1,12 +1,12 @@
-"""Several processes, one hot key: the shared store, which peers have no like of.
+"""Several processes and one hot key on the shared store. No peer has such a store.
 
-Each process opens the same file and, at a signal, checks the same key for a while: long enough that
-waking up at the signal is a small part of it, and that they overlapped is checked. What they got
-together is the sum of their rates. The rounds of two processes differ by up to three times on the
-machine this was written on, for a reason not found, so the least and the greatest are shown too.
+Each process opens the same file, waits for a barrier, and then checks the same key for a while. The
+benchmark verifies that the processes overlapped. The result is the sum of their rates. With two
+processes, rounds differed by up to a factor of three on the development machine. The reason is
+unknown, so the minimum and the maximum are printed, too.
 
-Beside it stand the peers' in-process stores in one process, whose throughput is the best they can
-give this work: a second process would have a quota of its own.
+The result is compared with the in-process stores of the peers in one process. That is their best
+throughput here, because a second process would have its own quota.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ SECONDS: Final = 0.2
 BATCH: Final = 1_000
 OVERLAP_MIN: Final = 0.8
 LIMIT: Final = 1_000_000_000
-# A log can hold no more; processes stop when they have spent their share of it.
+# The largest limit of a log. A process stops when it has spent its share.
 LOG_LIMIT: Final = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """What so many processes got out of one key together."""
+    """The throughput of several processes on one key."""
 
     algorithm: AlgorithmName
     processes: int
     rounds: tuple[float, ...]
-    """Checks a second in all, in each round."""
+    """Checks per second of all processes, for each round."""
 
     @property
     def checks_per_second(self) -> float:
@@ -48,7 +48,7 @@ class Throughput:
 
 
 def measure_processes(algorithm: AlgorithmName, effort: Effort) -> list[Throughput]:
-    """One process, and as many as there are processors (2 at least)."""
+    """Measure one process, and one process per processor (at least 2)."""
     return [
         Throughput(algorithm, count, tuple(_run(algorithm, count) for _ in range(effort.rounds)))
         for count in (1, max(2, os.cpu_count() or 2))
@@ -60,7 +60,7 @@ def _run(algorithm: AlgorithmName, processes: int) -> float:
     limit = LOG_LIMIT if algorithm == "sliding_window_log" else LIMIT
     rate = Rate(algorithm, limit, DAY, keys_max=1_000)
     with shared_folder() as folder:
-        # Held open here, so that it is there before the first process and after the last.
+        # The parent keeps the file open, so that it exists before and after the workers.
         limiter = Limiter(rate.limit_value, store=shared_uri(folder, rate), on_failure="raise")
         start = context.Barrier(processes)
         workers = []
@@ -97,15 +97,15 @@ def _hammer(folder: str, rate: Rate, share: int, start: Barrier, sender: Connect
 
 
 def _expect_all_counted(limiter: Limiter, calls: int) -> None:
-    """Every check of every process was counted, but for what a bucket refilled meanwhile."""
+    """Verify that every check was counted, except for units that a bucket refilled."""
     spent = limiter.limits[0].capacity - limiter.peek("user:0").remaining
     if not 0.98 * calls <= spent <= calls:
-        raise RuntimeError(f"{calls} checks, but {spent} units spent")
+        raise RuntimeError(f"{calls} checks spent {spent} units")
 
 
 def _expect_overlap(spans: list[tuple[int, int, int]]) -> None:
-    """The processes were at it at the same time: perf_counter_ns is one clock for all of them."""
+    """Verify that the processes ran at the same time. All use the clock of perf_counter_ns."""
     together = min(end for _, _, end in spans) - max(begin for _, begin, _ in spans)
     longest = max(end - begin for _, begin, end in spans)
     if together < OVERLAP_MIN * longest:
-        raise RuntimeError(f"processes ran together for {together / longest:.0%} of the time only")
+        raise RuntimeError(f"the processes overlapped only {together / longest:.0%} of the time")

@@ -124,5 +124,5 @@ def _contenders(folder: Path, stuck: Path) -> Sequence[Contender]:
         ours("records off", "--record", "off"),
         ours("usage, and 1 decision in 100"),
         ours("every decision", "--sample", "1"),
-        ours("every decision, nobody writes", "--sample", "1", "--record", f"sqlite:///{stuck}"),
+        ours("every decision, file locked", "--sample", "1", "--record", f"sqlite:///{stuck}"),
     )

@@ -1,13 +1,13 @@
-"""redis-benchmark on the script that a check runs: what the server gives to a client made of C.
+"""redis-benchmark runs the script of a check: the throughput of Redis with a client written in C.
 
-It sends the arguments of a check, for the same keys at random. One thing it cannot: an argument
-with a zero byte in it, as most gates have (the limits as the script reads them), is cut there. So
-the script gets one line in front that puts the gate in its place, and the argument has other bytes
-for the zeros: as much is sent and read, and the line's cost was not to be seen, 0.4 % between
-medians of 15 runs with a gate that happens to have no zeros.
+It sends the arguments of a check for random keys out of the same set. redis-benchmark cuts an
+argument at a zero byte, and most encoded gates contain one. Therefore, one line is added to the
+script, which sets the gate from a literal. The argument has other bytes instead of the zeros, so
+the number of bytes sent and parsed is the same. The line has no measurable cost: with a gate
+without zeros, the medians of 15 runs differed by 0.4 %.
 
-256 checks under way at a time on two connections were its best of eleven ways from 1 × 16 to
-256 × 1, by 1 to 25 % (with no pipelining it reaches less than half). One thread, as the default.
+256 checks in flight on two connections were the best of eleven settings between 1 × 16 and
+256 × 1, by 1 to 25 %. Without pipelining, it reaches less than half. It uses one thread by default.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PIPELINE: Final = 128
 
 
 class RedisBenchmark:
-    """Takes its turn among the engines, with a check under so many limits."""
+    """redis-benchmark as one of the engines, with a check of these limits."""
 
     name = f"redis-benchmark -c {CLIENTS} -P {PIPELINE}"
     connections = CLIENTS
@@ -46,15 +46,15 @@ class RedisBenchmark:
         ]
 
     async def run(self) -> Sample:
-        """One run, by its own account: requests a second, and p50 and p99 of the requests."""
+        """Run it once and return the numbers that it reports."""
         process = await asyncio.create_subprocess_exec(
             *self._command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
         output, errors = await process.communicate()
         if process.returncode or errors:
             raise RuntimeError(f"redis-benchmark failed: {errors.decode(errors='replace')}")
-        # Columns: test, rps, avg, min, p50, p95, p99, max. The test is the command, with the bytes
-        # of the gate in it, of which some may be newlines: so the others are counted from the end.
+        # Columns: test, rps, avg, min, p50, p95, p99, max. The test is the command with the bytes
+        # of the gate. Some of these may be newlines, so columns are counted from the end.
         columns = output.decode("ascii", errors="replace").rstrip('"\n').split('","')
         rate, _, _, p50_ms, _, p99_ms, _ = map(float, columns[-7:])
         return Sample(rate, p50_us=1e3 * p50_ms, p99_us=1e3 * p99_ms)

@@ -1,19 +1,20 @@
-"""What a state takes in Redis: a fresh server, filled, its `used_memory` before and after.
+"""The memory of a state in Redis: `used_memory` of a fresh server before and after it is filled.
 
-`used_memory` is what the server asked of its allocator, rounded up to what that gave; the resident
-set shows what the machine paid. Everything is in it: keys, expiries, the tables of both.
+`used_memory` is the memory that the allocator gave the server. It includes keys, expiries and the
+hash tables of both. The resident set is reported, too.
 
-A state is one limit's count of one subject. Subjects are `user:1000000` and on, as long as the ten
-millionth would be. Each has spent a number of units between 1 and 10,000, drawn so that as many
-spent 1 to 10 as 1,000 to 10,000, under limits of 10,000 units in windows from an hour to 30 days
-(where there is one limit: of 30 days). A count above 4,294 units takes 9 bytes and not 5, so the
-two ends are measured as well.
+A state is one limit's count of one subject. Subjects start at `user:1000000`, so their names are as
+long as those of ten million users. Each subject has spent between 1 and 10,000 units. The numbers
+are drawn on a logarithmic scale: as many subjects spent 1 to 10 as 1,000 to 10,000. Limits are
+10,000 units in windows from an hour to 30 days; a single limit has a window of 30 days. A count
+above 4,294 units takes 9 bytes instead of 5, so both extremes are measured as well.
 
-To 10 million: what a key takes does not depend on how many there are, but for the two hash tables
-(all keys, and all keys that expire), of 8 bytes a slot and as many slots as the next power of two.
-So a size measured is taken apart into tables and keys, and put together again with the tables of
-the other size. That is done from a smaller size to a larger one that is measured too, and both are
-shown. Not in it: while a table doubles, which takes minutes at most, the old one is there as well.
+The size for 10 million states is computed. The memory of a key does not depend on the number of
+keys, except for two hash tables: all keys, and all keys that expire. Each has 8 bytes per slot and
+a power of two as the number of slots. So the memory of the tables is subtracted, and that of the
+tables for the other number of keys is added. To verify this, a larger measured size is also
+computed from a smaller one, and both are printed. One thing is not included: while a table doubles,
+which takes minutes at most, the old one exists as well.
 """
 
 from __future__ import annotations
@@ -48,16 +49,16 @@ _WINDOWS: Final = (
     *(HOUR, 2 * HOUR, 3 * HOUR, 6 * HOUR, 12 * HOUR),
     *(DAY, 2 * DAY, 7 * DAY, 14 * DAY, 30 * DAY),
 )
-# No more than is spent: a bucket that is full again is forgotten, and a unit of the 30 days is back
-# in four minutes, one of a million in three seconds.
+# No limit is larger than the most that is spent, because a full bucket is removed. At 10,000 units
+# per 30 days, one unit is refilled in four minutes; at a million units, it would be three seconds.
 TEN_LIMITS: Final = tuple((SPENT_MAX, seconds) for seconds in _WINDOWS)
 ONE_LIMIT: Final = TEN_LIMITS[-1:]
 _FIRST_USER: Final = 1_000_000
 _SLOT_BYTES: Final = 8
-# All keys, and all keys that expire; every key does, in each engine.
+# One table of all keys, and one of those that expire. With every engine, every key expires.
 _TABLES: Final = 2
-# Memory that has not changed for so long is steady: a table that doubles is moved within that, as
-# none of the sizes filled to is just above a power of two.
+# Memory that has not changed for so long is steady. No measured size is just above a power of two,
+# so no table is still being resized then.
 _STEADY_SECONDS: Final = 0.5
 _STEADY_SECONDS_MAX: Final = 10.0
 
@@ -66,7 +67,7 @@ Cost = Callable[[], int]
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """What a server is filled with: the engines that check every subject, with their limits."""
+    """The content of a server: the engines that check every subject, with their limits."""
 
     work: str
     engine: str
@@ -76,13 +77,13 @@ class Filling:
 
     @property
     def states(self) -> int:
-        """States in all."""
+        """Return the number of all states."""
         return self.subjects * sum(len(rates) for _, rates in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """What was found."""
+    """The measured sizes of one server."""
 
     work: str
     engine: str
@@ -94,27 +95,27 @@ class Bytes:
 
     @property
     def per_state(self) -> float:
-        """Bytes that a state takes, by `used_memory`."""
+        """Return the bytes per state, by `used_memory`."""
         return self.grown / self.states
 
     @property
     def resident_per_state(self) -> float:
-        """Bytes that a state adds to the server's resident set."""
+        """Return the bytes that a state adds to the resident set of the server."""
         return self.resident / self.states
 
     def per_state_with(self, keys: int) -> float:
-        """Bytes that a state would take with so many keys in the server."""
+        """Return the computed bytes per state if the server had so many keys."""
         of_keys = (self.grown - _tables_bytes(self.keys)) / self.keys
         return (of_keys + _tables_bytes(keys) / keys) * self.keys / self.states
 
     @property
     def per_state_of_many(self) -> float:
-        """Bytes a state, with ten million states in the server."""
+        """Return the bytes per state with ten million states in the server."""
         return self.per_state_with(MANY * self.keys // self.states)
 
     @property
     def per_state_of_many_keys(self) -> float:
-        """Bytes a state, with ten million keys in the server."""
+        """Return the bytes per state with ten million keys in the server."""
         return self.per_state_with(MANY)
 
 
@@ -124,7 +125,7 @@ def _tables_bytes(keys: int) -> int:
 
 
 def fillings(effort: RedisEffort) -> Iterator[Filling]:
-    """Everything that is measured; a peer with fewer subjects, because it takes so long."""
+    """Return all servers to measure. Peers get fewer subjects, because they are slower."""
     many, few = effort.subjects, effort.subjects // 10
     fewer = 3 * few
     rng = random.Random(SEED)
@@ -149,9 +150,9 @@ def fillings(effort: RedisEffort) -> Iterator[Filling]:
 
 
 def measure_bytes(filling: Filling) -> Bytes:
-    """Fill a server of its own."""
+    """Start a server, fill it, and return its sizes."""
     with Single() as server:
-        # Scripts are loaded and buffers made before; FLUSHALL gives the tables back.
+        # First load the scripts and allocate the buffers. FLUSHALL frees the tables.
         asyncio.run(_fill(server.uri, filling, subjects=CONNECTIONS_MAX))
         server.flush()
         before = _settled(server)
@@ -188,7 +189,7 @@ async def _spend(sessions: Sequence[AsyncSession], work: Iterator[int], cost: Co
 
 
 def _settled(server: Single) -> tuple[int, int]:
-    """`used_memory` and the resident set, once connections are closed and nothing changes."""
+    """Return `used_memory` and the resident set after connections are closed and it is steady."""
     seen, since = (0, 0), 0.0
 
     def settled() -> bool:

@@ -1,14 +1,14 @@
-"""Who is measured on Redis: tollkeeper, `limits` and throttled-py, each as its users would open it.
+"""The engines on Redis: tollkeeper, `limits` and throttled-py, each opened as its users open it.
 
-A check is under one limit, or under several at once. Tollkeeper decides several in one call. The
-peers have no such thing: one call a limit, one after another, which is also what their users write;
-where a later one denies, the earlier ones stay charged.
+A check has one limit or several. Tollkeeper checks several in one call. The peers cannot: they make
+one call per limit, one after another, as their users do. If a later limit denies, the earlier ones
+stay charged.
 
-`limits` with redis-py, not coredis, for asyncio: it was the faster in trials, fixed window 12,900
-against 11,500 checks/s with 256 tasks at best, moving window 10,900 against 8,300. And with a
-connection for each task: pools of 1 to 50 were slower by a tenth to a half. hit() is a yes or no;
-the row without "hit() alone" asks for what remains as well. throttled-py likewise, its answer in
-full. Tollkeeper has one connection, and its answer is the full one.
+`limits` uses redis-py for asyncio and not coredis, because redis-py was faster: at best 12,900
+against 11,500 checks/s with 256 tasks for the fixed window, and 10,900 against 8,300 for the moving
+window. Each task has a connection: pools of 1 to 50 connections were slower by 10 to 50 %. `hit()`
+returns only yes or no. The rows without "hit() alone" also fetch the remaining units. throttled-py
+and tollkeeper return them with each check. Tollkeeper uses one connection.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from tollkeeper import AsyncLimiter, Limit, Limiter
 
 HOUR: Final = 3_600
 DAY: Final = 86_400
-# Limits in words that each engine understands: units, and the seconds of their window.
+# Limits in a form for all engines: units, and the seconds of their window.
 Rates = Sequence[tuple[int, int]]
-# Far more than is spent, in windows so long that nothing expires meanwhile.
+# Far more units than a run spends, in windows so long that nothing expires during it.
 ONE_LIMIT: Final = ((1_000_000, DAY),)
 FOUR_LIMITS: Final = tuple((1_000_000, seconds) for seconds in (HOUR, 6 * HOUR, DAY, 7 * DAY))
-# The most tasks that are measured, each of which a peer gives a connection.
+# The largest number of tasks. Peers use one connection per task.
 CONNECTIONS_MAX: Final = 256
-# A machine that pauses for longer than a production's deadline is not what is measured.
+# A pause of the machine must not fail a check, so the deadline is longer than in production.
 _DEADLINE: Final = "?deadline_ms=10000"
 
 
 @dataclass(frozen=True, slots=True)
 class AsyncSession:
-    """An engine that is ready to be asked, and awaited."""
+    """An open engine for asyncio."""
 
     check: Callable[..., Awaitable[Any]]
-    """One check of one key, of a cost (1 by default): what is timed."""
+    """One check of one key with a cost, 1 by default. This call is timed."""
     allowed: Callable[[Any], bool]
-    """Was the answer yes? Never timed."""
+    """Return True if the check was allowed. Not timed."""
     close: Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class RedisEngine:
-    """One row of the tables. It is opened at a URI, with limits that all must pass."""
+    """One row of the tables, opened with a URI and the limits of every check."""
 
     name: str
     open_async: Callable[[str, Rates], AsyncSession]
@@ -63,7 +63,7 @@ class RedisEngine:
 
 
 def our_limits(rates: Rates) -> list[Limit]:
-    """As tollkeeper says it."""
+    """Return the limits as tollkeeper has them."""
     return [Limit(units, per=seconds) for units, seconds in rates]
 
 
@@ -120,7 +120,7 @@ def _limits(uri: str, rates: Rates, *, strategy: str, full_answer: bool) -> Sess
 
 
 def _quotas(rates: Rates) -> list[dict[str, Any]]:
-    """Arguments of Throttled. A prefix each: its keys do not tell two quotas of one user apart."""
+    """Return arguments of Throttled. Without prefixes, two quotas of a user would share a key."""
     return [
         {
             "using": throttled.RateLimiterType.TOKEN_BUCKET.value,
@@ -179,7 +179,7 @@ def _limits_engine(name: str, strategy: str, *, full_answer: bool) -> RedisEngin
 
 
 def our_rule(name: str) -> RedisEngine:
-    """Tollkeeper, as one of several rules of the same subjects."""
+    """Return tollkeeper with a rule name, for several rules of the same subjects."""
     return RedisEngine(name, partial(_ours_async, name=name), _ours, ours=True)
 
 

@@ -1,10 +1,10 @@
-"""How it is measured on Redis: closed loops of callers, engines taking turns.
+"""The method of the Redis benchmarks: closed loops of callers; engines take turns.
 
-A run is so many callers, each with a key of its own, each asking again as soon as it is answered,
-for a fraction of a second on an empty database. It gives checks a second, and p50 and p99 of all
-calls, timed singly with one reading of the timer each. In every round each engine has one run, in
-an order that rotates; over rounds, medians; a ratio is the median of the rounds' own ratios. The
-garbage collector is off for everyone while time is taken.
+In a run, each of several callers checks its own key again as soon as the previous check returns,
+for a fraction of a second on an empty database. The result is the checks per second, and p50 and
+p99 of all calls, which are timed one by one. In every round each engine has one run, in an order
+that rotates. The printed numbers are medians over the rounds; a ratio is the median of the ratios
+of the rounds. The garbage collector is off during every run.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from bench.engines import Session
 from bench.measure import collector_off
 from bench.redis_engines import AsyncSession, Rates, RedisEngine
 
-# What redis-benchmark makes of `user:__rand_int__`, so that it has the same keys.
+# redis-benchmark expands `user:__rand_int__` in this way, so it uses the same keys.
 _KEY: Final = "user:{:012}"
 
 
 @dataclass(frozen=True, slots=True)
 class RedisEffort:
-    """How much of it."""
+    """The number of rounds, and the size of each."""
 
     rounds: int
     run_seconds: float
     tool_requests: int
-    """Of redis-benchmark in a run."""
+    """Requests of redis-benchmark in a run."""
     subjects: int
-    """Whose bytes are measured at the most; peers are filled with fewer."""
+    """The largest number of subjects whose memory is measured. Peers get fewer."""
 
 
 FULL: Final = RedisEffort(rounds=5, run_seconds=0.25, tool_requests=50_000, subjects=50_000)
@@ -42,7 +42,7 @@ QUICK: Final = RedisEffort(rounds=3, run_seconds=0.1, tool_requests=20_000, subj
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one run gave."""
+    """The result of one run."""
 
     checks_per_second: float
     p50_us: float
@@ -51,7 +51,7 @@ class Sample:
 
 @dataclass(slots=True)
 class RedisRow:
-    """One engine on one work, with a sample for each round."""
+    """One engine in one benchmark, with a sample per round."""
 
     name: str
     ours: bool = False
@@ -71,35 +71,35 @@ class RedisRow:
         return median(each.p99_us for each in self.samples)
 
     def behind(self, first: RedisRow) -> float:
-        """How many times as many checks a second the first row does."""
+        """Return the checks per second of the first row, divided by those of this row."""
         pairs = zip(self.samples, first.samples, strict=True)
         return median(theirs.checks_per_second / mine.checks_per_second for mine, theirs in pairs)
 
     def slower(self, first: RedisRow) -> float:
-        """How many times as long this one's p50 is as the first row's."""
+        """Return the p50 of this row, divided by that of the first row."""
         pairs = zip(self.samples, first.samples, strict=True)
         return median(mine.p50_us / theirs.p50_us for mine, theirs in pairs)
 
 
 class Servers(Protocol):
-    """What is measured on: one server, or a cluster."""
+    """One server or a cluster."""
 
     @property
     def uri(self) -> str:
-        """The store's URI."""
+        """Return the URI of the store."""
 
     def flush(self) -> None:
         """Remove every key."""
 
 
 class Outside(Protocol):
-    """Something that is no engine and takes its turn among them: redis-benchmark."""
+    """Another program that takes turns with the engines: redis-benchmark."""
 
     name: str
     connections: int
 
     async def run(self) -> Sample:
-        """One run."""
+        """Run it once."""
 
 
 async def measure_async(
@@ -110,13 +110,13 @@ async def measure_async(
     effort: RedisEffort,
     outside: Sequence[Outside] = (),
 ) -> list[RedisRow]:
-    """Time the engines side by side, each asked by so many tasks."""
+    """Measure the engines in turns, each with this number of tasks."""
     keys = _keys(tasks)
     sessions = [engine.open_async(servers.uri, rates) for engine in engines]
     turns: list[tuple[RedisRow, Callable[[], Awaitable[Sample]]]] = []
     for engine, session in zip(engines, sessions, strict=True):
         before = _clients(servers)
-        servers.flush()  # the strategies of `limits` have the same keys
+        servers.flush()  # the strategies of `limits` use the same keys
         await _warm_up(session, keys)
         row = RedisRow(engine.name, engine.ours, _clients(servers) - before)
         turns.append((row, _runner(engine, session, keys, effort.run_seconds)))
@@ -136,13 +136,13 @@ def _keys(callers: int) -> list[str]:
 
 
 def _clients(servers: Servers) -> int:
-    """Connections that a server has; of a cluster they are not told."""
+    """Return the number of connections of a server; 0 for a cluster."""
     admin = getattr(servers, "admin", None)
     return int(admin.info("clients")["connected_clients"]) if admin else 0
 
 
 async def _warm_up(session: AsyncSession, keys: Sequence[str]) -> None:
-    """Scripts loaded, connections made, keys in place."""
+    """Load the scripts, open the connections and create the keys."""
     await session.check(keys[0])
     for _ in range(2):
         await asyncio.gather(*(session.check(key) for key in keys))
@@ -183,7 +183,7 @@ async def _run_async(
 def measure_sync(
     servers: Servers, engines: Sequence[RedisEngine], rates: Rates, effort: RedisEffort
 ) -> list[RedisRow]:
-    """Time the engines side by side, each asked by one caller that waits for its answer."""
+    """Measure the engines in turns, each with one caller that waits for every result."""
     (key,) = _keys(1)
     rows = [RedisRow(engine.name, engine.ours, connections=1) for engine in engines]
     sessions = [engine.open(servers.uri, rates) for engine in engines]
@@ -226,4 +226,4 @@ def _sample(taken_ns: list[int], elapsed_ns: int) -> Sample:
 
 def _expect(allowed: bool, engine: RedisEngine) -> None:
     if not allowed:
-        raise RuntimeError(f"{engine.name} denied what is far below its limits")
+        raise RuntimeError(f"{engine.name} denied a check far below its limits")

@@ -1,13 +1,13 @@
-"""On which processors the server and its callers run. Left to itself, that decides the numbers.
+"""The processors of the server and its callers, which are pinned because they decide the numbers.
 
-With many tasks the client and the server are both busy. Whether the system has them on one
-processor or on two is chance, lasts for seconds, and makes tollkeeper 58,000 or 106,000 checks/s
-with 256 tasks, and `limits` 13,000 or 17,500: ratios of 4.4 and 6. With one caller it is the other
-way round: one of the two always waits, and waking the other processor takes longer (88 µs against
-36). So neither is chosen here: both are measured, the same for every engine, and both are printed.
+With many tasks, client and server are both busy. The scheduler puts them on one processor or on two
+by chance, and for seconds. With 256 tasks, tollkeeper then makes 58,000 or 106,000 checks/s, and
+`limits` 13,000 or 17,500: ratios of 4.4 and 6. With one caller it is the other way round: one of
+the two always waits, and waking another processor takes longer (88 µs against 36). Therefore, both
+placements are measured and printed, the same for every engine.
 
-    apart      the server on one processor, all callers on another: as with a server elsewhere
-    together   everything on one processor: as on a machine that has no other to spare
+    apart      the server on one processor, all callers on another, like a remote server
+    together   everything on one processor, like a machine without a spare processor
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from tests.redis_servers import Single
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the two run; no processors: wherever the system puts them."""
+    """The processors of server and callers. Empty sets leave the choice to the scheduler."""
 
     name: str
-    told: str
+    text: str
     server: frozenset[int] = frozenset()
     callers: frozenset[int] = frozenset()
 
 
-FREE: Final = Placement("unpinned", "server and callers wherever the system puts them")
+FREE: Final = Placement("unpinned", "server and callers on any processor")
 
 
 def placements() -> Sequence[Placement]:
-    """Those that this machine can do."""
+    """Return the placements that are possible on this machine."""
     if not hasattr(os, "sched_setaffinity"):
         return (FREE,)
     first, *others = sorted(os.sched_getaffinity(0))
@@ -49,7 +49,7 @@ def placements() -> Sequence[Placement]:
 
 @contextmanager
 def placed(placement: Placement, server: Single) -> Iterator[None]:
-    """Have them there, and put this process back afterwards."""
+    """Pin server and callers during the block; restore the affinity of this process afterwards."""
     if not placement.server or server.pid is None:
         yield
         return

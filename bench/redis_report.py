@@ -1,4 +1,4 @@
-"""What is printed of Redis: the server and the method, tables, and how far the goals are met."""
+"""The printed report of Redis: the server, the method, tables, and a comparison with the goals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BYTES_HEADINGS: Final = ("work", "engine", "states", "bytes/state", "10 M state
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A number of the design, and what was found."""
+    """A goal of the design, and the measured number."""
 
     what: str
     found: float
@@ -43,7 +43,7 @@ class Goal:
 
 @dataclass(slots=True)
 class RedisWork:
-    """One table's part: a work, and every engine's row. The first row is ours."""
+    """One benchmark in a table, with one row per engine. The first row is tollkeeper."""
 
     kind: str
     """async, sync or cluster."""
@@ -52,14 +52,14 @@ class RedisWork:
     rows: Sequence[RedisRow]
 
     def ratio(self, row: RedisRow) -> float:
-        """Above 1, the first row is ahead: of one caller in its p50, of many in checks a second."""
+        """Return the ratio to the first row: of p50 with one caller, else of checks per second."""
         first = self.rows[0]
         return row.slower(first) if self.kind == "sync" else row.behind(first)
 
 
 @dataclass(slots=True)
 class RedisResults:
-    """Everything found."""
+    """All measured numbers."""
 
     works: list[RedisWork] = field(default_factory=list)
     sizes: list[Bytes] = field(default_factory=list)
@@ -67,7 +67,7 @@ class RedisResults:
 
 
 def server_facts(server: Single) -> dict[str, Any]:
-    """Which server it is, and how it was set, by its own account."""
+    """Return the versions and settings that the server reports."""
     facts = server.admin.info()
     settings = server.admin.config_get("save", "appendonly", "io-threads")
     return {
@@ -82,35 +82,36 @@ def server_facts(server: Single) -> dict[str, Any]:
 
 
 def redis_header(facts: dict[str, Any], effort: RedisEffort) -> str:
-    """The server and the method, in a few lines."""
+    """Return a few lines about the server and the method."""
     persistent = facts["save"] or facts["appendonly"] != "no"
     return (
-        f"\nredis {facts['redis']} on loopback by TCP, allocator {facts['allocator']}, persistence "
-        f"{'ON' if persistent else 'off (no snapshots, no AOF)'}, io-threads {facts['io-threads']}"
-        f"\npeers on redis-py {facts['redis-py']} with hiredis {facts['hiredis']}, a connection a "
-        f"task; tollkeeper on one connection; asyncio's own loop for all\n"
-        f"{effort.rounds} rounds, engines taking turns; a run: each caller with a key of its own, "
-        f"asking again when answered, for {effort.run_seconds:g} s on an empty database\n"
-        f"p50, p99: of all calls of a run, timed singly; a peer's check under four limits is four "
-        f"calls, tollkeeper's one\n"
-        f"server and callers are kept to processors, alike for every engine: a processor each, and "
-        f"both on one; which it is decides the numbers"
+        f"\nredis {facts['redis']} over TCP on loopback, allocator {facts['allocator']}, "
+        f"persistence {'ON' if persistent else 'off (no snapshots, no AOF)'}, "
+        f"io-threads {facts['io-threads']}"
+        f"\npeers on redis-py {facts['redis-py']} with hiredis {facts['hiredis']}, a connection "
+        f"per task; tollkeeper on one connection; all on asyncio's event loop\n"
+        f"{effort.rounds} rounds, engines take turns; a run: each caller checks its own key in a "
+        f"closed loop, for {effort.run_seconds:g} s on an empty database\n"
+        f"p50, p99: of all calls of a run, timed one by one; a check of four limits is four calls "
+        f"with a peer and one with tollkeeper\n"
+        f"server and callers are pinned, the same for every engine: on a processor each, and both "
+        f"on one; the placement decides the numbers"
     )
 
 
 def rows_heading(kind: str, placement: Placement) -> str:
-    """What stands above a table."""
+    """Return the lines above a table."""
     rates = "ratio: checks/s of the first row / this row's"
     what, ratio = {
         "async": ("redis, asyncio", rates),
         "cluster": ("redis cluster of three primaries and three replicas, asyncio", rates),
-        "sync": ("redis, one caller that waits", "ratio: this row's p50 / the first row's"),
+        "sync": ("redis, one blocking caller", "ratio: this row's p50 / the first row's"),
     }[kind]
-    return f"\n{what}; {placement.told}; {ratio}\n{_rule(_HEADINGS, _WIDTHS)}"
+    return f"\n{what}; {placement.text}; {ratio}\n{_rule(_HEADINGS, _WIDTHS)}"
 
 
 def rows_table(work: RedisWork) -> str:
-    """The lines of one work."""
+    """Return the lines of one benchmark."""
     return "\n".join(
         _line(
             (
@@ -129,18 +130,18 @@ def rows_table(work: RedisWork) -> str:
 
 
 def bytes_heading() -> str:
-    """What stands above the sizes."""
+    """Return the lines above the sizes."""
     return (
-        "\nredis, bytes a state (one limit's count of one subject): used_memory of a fresh server; "
-        "units spent: 1 to 10,000,\nas many subjects 1 to 10 as 1,000 to 10,000, but where it says "
-        "otherwise; the last two columns are worked out,\nfor 10,000,000 states and for 10,000,000 "
-        f"keys in one server: the same bytes a key, hash tables as they would be\n"
+        "\nredis, bytes per state (one limit's count of one subject): used_memory of a fresh "
+        "server; units spent: 1 to 10,000\non a logarithmic scale, unless the row says "
+        "otherwise; the last two columns are computed for 10,000,000 states\nand for 10,000,000 keys "
+        f"in one server, with the same bytes per key and larger hash tables\n"
         f"{_rule(_BYTES_HEADINGS, _BYTES_WIDTHS)}"
     )
 
 
 def bytes_line(found: Bytes) -> str:
-    """One filling."""
+    """Return the line of one server."""
     return _line(
         (
             found.work,
@@ -155,16 +156,16 @@ def bytes_line(found: Bytes) -> str:
 
 
 def bytes_proof(sizes: Sequence[Bytes]) -> str:
-    """How well a larger size is foretold from a smaller one, and what ten million would take."""
+    """Compare computed and measured sizes, and return the memory of ten million states."""
     lines = []
     for small in sizes:
         for large in sizes:
             same = (small.work, small.engine) == (large.work, large.engine)
             if same and small.keys < large.keys:
-                foretold = small.per_state_with(large.keys)
+                computed = small.per_state_with(large.keys)
                 lines.append(
                     f"{large.work}, {large.states:,} states: {large.per_state:.2f} bytes each, "
-                    f"{foretold:.2f} worked out from {small.states:,} states; the resident set "
+                    f"{computed:.2f} computed from {small.states:,} states; the resident set "
                     f"grew by {large.resident_per_state:.2f}\n"
                     f"{MANY:,} such states would take {large.per_state_of_many * MANY / 1e9:.2f} GB"
                 )
@@ -172,10 +173,10 @@ def bytes_proof(sizes: Sequence[Bytes]) -> str:
 
 
 def goals_of(results: RedisResults) -> list[Goal]:
-    """The numbers of the design that were measured.
+    """Return the goals of the design that were measured.
 
-    Against `limits` twice: its fastest yes or no, and its fastest answer that also says what
-    remains, as ours does.
+    `limits` is compared twice: its fastest yes or no, and its fastest check that also returns the
+    remaining units, as ours does.
     """
     goals: list[Goal] = []
     for work in results.works:
@@ -191,7 +192,7 @@ def goals_of(results: RedisResults) -> list[Goal]:
     sizes = [each for each in results.sizes if each.work == "ten limits in one"]
     if sizes:
         largest = max(sizes, key=lambda each: each.states)
-        what = f"bytes a state with ten limits a subject, {MANY:,} states"
+        what = f"bytes per state with ten limits per subject, {MANY:,} states"
         goals.append(Goal(what, largest.per_state_of_many, 50, 30, less_is_better=True))
     return goals
 
@@ -211,12 +212,12 @@ def _against(work: RedisWork, row: RedisRow) -> str:
 
 
 def goals_table(goals: Sequence[Goal]) -> str:
-    """Each goal with what was found."""
+    """Return one line per goal."""
     return "\n".join(("\nredis against the goals", *map(str, goals)))
 
 
 def redis_json(results: RedisResults, facts: dict[str, Any], effort: RedisEffort) -> dict[str, Any]:
-    """Everything measured, with each round's numbers."""
+    """Return all numbers, with those of each round."""
     return {
         "server": facts,
         "effort": asdict(effort),

@@ -38,7 +38,7 @@ Progress = Callable[[str], None]
 def run_redis(
     wanted: Callable[[str], bool], effort: RedisEffort, progress: Progress
 ) -> dict[str, Any] | None:
-    """Measure the works that are wanted, print as it comes; all numbers, or None if none is."""
+    """Run the selected benchmarks and print results as they arrive. Return all numbers, or None."""
     works = [work for work in WORKS if wanted(work)]
     if not works:
         return None
@@ -49,7 +49,7 @@ def run_redis(
         for number, placement in enumerate(placements()):
             with placed(placement, server):
                 if "redis async" in works:
-                    # The first in full; of the others only what the goals are about.
+                    # All benchmarks for the first placement; for others, only those with a goal.
                     tasks = TASKS if number == 0 else TASKS[-1:]
                     _run_async(server, tasks, placement, effort, results, progress)
                 if "redis sync" in works:
@@ -79,7 +79,7 @@ def _run_async(
     progress: Progress,
 ) -> None:
     print(rows_heading("async", placement), flush=True)
-    # One loop for all of it: a peer's pool lives on the loop it was first used on.
+    # All on one event loop: a peer's pool stays on the loop that first used it.
     with asyncio.Runner() as runner:
         for limits, rates in _LIMITS:
             for tasks in counts:
@@ -109,7 +109,7 @@ def _run_sync(
 def _run_cluster(effort: RedisEffort, results: RedisResults, progress: Progress) -> None:
     print(rows_heading("cluster", FREE), flush=True)
     progress("measuring redis cluster …")
-    # A busy machine must not look like a dead node.
+    # A node of a busy machine must not be taken for a dead one.
     with Cluster(node_timeout_ms=5_000) as cluster, asyncio.Runner() as runner:
         rows = runner.run(
             measure_async(cluster, (OURS, LIMITS_FIXED), ONE_LIMIT, CONNECTIONS_MAX, effort)

@@ -1,4 +1,4 @@
-"""What is printed: the machine, a table for each algorithm, a summary; and the same as JSON."""
+"""The report: the machine, a table per algorithm and a summary, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.measure import SCENES, Effort, Row, Scene
 from bench.processes import Throughput
 from tollkeeper.core.model import AlgorithmName
 
-# The load average, in processors at work, from which on others get in the way.
+# With a higher load average than this, other processes disturb the measurement.
 BUSY_LOAD: Final = 0.8
 _WIDTHS: Final = (16, 34, 9, 9, 8, 10)
 _HEADINGS: Final = ("work", "engine", "p50 ns", "p99 ns", "ratio", "bytes/key")
@@ -23,7 +23,7 @@ _HEADINGS: Final = ("work", "engine", "p50 ns", "p99 ns", "ratio", "bytes/key")
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One work: an algorithm in a scene, and every engine's row. The first row is ours."""
+    """One benchmark: an algorithm in a scene, with one row per engine. The first row is ours."""
 
     algorithm: AlgorithmName
     scene: Scene
@@ -31,12 +31,12 @@ class Result:
 
     @property
     def reference(self) -> Row:
-        """The row that ratios are against."""
+        """Return the row that ratios refer to."""
         return self.rows[0]
 
 
 def machine() -> dict[str, Any]:
-    """Where the numbers come from, and of what versions."""
+    """Return facts about the machine, and the versions of the libraries."""
     return {
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "cpus": os.cpu_count(),
@@ -60,25 +60,25 @@ def _cpu_model() -> str:
 
 
 def header(effort: Effort, found: dict[str, Any]) -> str:
-    """The machine and the method, in a few lines."""
+    """Return a few lines about the machine and the method."""
     facts = ", ".join(f"{name} {value}" for name, value in found.items())
-    busy = "others are at work on this machine: times will be too long, ratios uncertain\n"
+    busy = "other processes use this machine: times will be too long, ratios uncertain\n"
     return (
         f"{facts}\n{busy if found['load'] > BUSY_LOAD else ''}"
-        f"{effort.rounds} rounds, engines taking turns; p50: median of {effort.batches} batches of "
-        f"{effort.batch_calls:,} calls; p99: of {effort.sampled_calls:,} calls timed singly\n"
+        f"{effort.rounds} rounds, engines take turns; p50: median of {effort.batches} batches of "
+        f"{effort.batch_calls:,} calls; p99: of {effort.sampled_calls:,} calls timed one by one\n"
         f"ratio: this row's p50 / the first row's, so above 1 the first is faster; "
         f"bytes/key: growth of the resident set of a fresh process"
     )
 
 
 def heading(algorithm: str) -> str:
-    """What stands above an algorithm's table."""
+    """Return the lines above the table of an algorithm."""
     return f"\n{algorithm}\n{_line(_HEADINGS)}\n{_line('-' * width for width in _WIDTHS)}"
 
 
 def table(result: Result) -> str:
-    """The lines of one work."""
+    """Return the lines of one benchmark."""
     lines = []
     for row in result.rows:
         size = row.bytes_per_key
@@ -106,8 +106,8 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """How many times as long each peer takes as each of ours, and where one of ours is behind."""
-    lines = ["\nsummary: a peer's p50 / ours, least to greatest over all works"]
+    """Return the ratios of the peers to tollkeeper, and the benchmarks that a peer wins."""
+    lines = ["\nsummary: a peer's p50 / ours, minimum to maximum of all benchmarks"]
     for ours in _names(results, ours=True):
         for peer in _names(results, ours=False):
             ratios = _ratios(results, peer, ours)
@@ -116,7 +116,9 @@ def summary(results: Sequence[Result]) -> str:
                 pair = f"{peer} / {ours}"
                 lines.append(f"  {pair:56}  {least:6.2f} to {greatest:6.2f}")
             lines += [
-                f"    behind it: {work} {ratio:.2f}" for work, ratio in ratios.items() if ratio < 1
+                f"    slower than it: {work} {ratio:.2f}"
+                for work, ratio in ratios.items()
+                if ratio < 1
             ]
     return "\n".join(lines)
 
@@ -127,7 +129,7 @@ def _names(results: Sequence[Result], *, ours: bool) -> list[str]:
 
 
 def _ratios(results: Sequence[Result], peer: str, ours: str) -> dict[str, float]:
-    """The ratio of two engines in each work that both of them did."""
+    """Return the ratio of two engines in each benchmark that both have."""
     ratios = {}
     for result in results:
         rows = {row.engine.name: row for row in result.rows}
@@ -138,10 +140,10 @@ def _ratios(results: Sequence[Result], peer: str, ours: str) -> dict[str, float]
 
 
 def throughput_table(found: Sequence[Throughput], results: Sequence[Result]) -> str:
-    """Several processes on one key, beside what a peer does in one."""
+    """Return the table of several processes on one key, compared with a peer in one process."""
     lines = [
         "\none hot key in shared memory, against a peer's full answer in one process",
-        f"{'algorithm':24}  processes  checks/s in all  {'least to greatest':>24}  ratio",
+        f"{'algorithm':24}  processes  checks/s in all  {'minimum to maximum':>24}  ratio",
         f"{'-' * 24}  ---------  ---------------  {'-' * 24}  -----",
     ]
     for each in found:
@@ -166,7 +168,7 @@ def as_json(
     effort: Effort,
     found: dict[str, Any],
 ) -> dict[str, Any]:
-    """Everything measured, with each round's numbers, on the machine as it was found."""
+    """Return all numbers, with those of each round, and the facts about the machine."""
     return {
         "machine": found,
         "command": sys.argv[1:],

@@ -56,7 +56,7 @@ class Timed:
 def run_rules(
     wanted: Callable[[str], bool], effort: Effort, progress: Progress
 ) -> list[dict[str, Any]]:
-    """Measure the works that are wanted, print as it comes; all numbers, for writing down."""
+    """Run the selected benchmarks, print results as they arrive, and return all numbers."""
     works = {"rules match": _matches, "rules check": _checks, "rules lists": _lists}
     found: list[Timed] = []
     for name, measure in works.items():
@@ -179,7 +179,7 @@ def _matches(effort: Effort) -> list[Timed]:
 
 
 def _checks(effort: Effort) -> list[Timed]:
-    """A check of a Request on memory://, from the first argument to the Decision."""
+    """Measure a whole check of a Request on memory://."""
     one = (Rule("api", ("user",), _LIMITS, Match(endpoint=("/v1/*",))),)
     two = (*one, Rule("tenants", ("tenant",), _LIMITS))
     documents = [
@@ -198,7 +198,7 @@ def _checks(effort: Effort) -> list[Timed]:
 
 
 def _lists(effort: Effort) -> list[Timed]:
-    """A million entries each: exact keys, prefixes, and networks."""
+    """Measure lists with a million entries each: exact keys, prefixes and networks."""
     entries = {
         "keys": [f"api_key:sk_revoked_{number}" for number in range(ENTRIES)],
         "prefixes": [f"api_key:sk_{number:06}_*" for number in range(ENTRIES)],
