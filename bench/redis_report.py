@@ -134,8 +134,8 @@ def bytes_heading() -> str:
     return (
         "\nredis, bytes per state (one limit's count of one subject): used_memory of a fresh "
         "server; units spent: 1 to 10,000\non a logarithmic scale, unless the row says "
-        "otherwise; the last two columns are computed for 10,000,000 states\nand for 10,000,000 keys "
-        f"in one server, with the same bytes per key and larger hash tables\n"
+        "otherwise; the last two columns are computed for 10,000,000 states\nand for 10,000,000 "
+        f"keys in one server, with the same bytes per key and larger hash tables\n"
         f"{_rule(_BYTES_HEADINGS, _BYTES_WIDTHS)}"
     )
 
