@@ -55,9 +55,7 @@ def test_files_may_be_opened_and_closed_at_any_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
-def test_killed_workers_block_no_other_and_lose_no_count(
-    algorithm: str, tmp_path: Path
-) -> None:
+def test_killed_workers_block_no_other_and_lose_no_count(algorithm: str, tmp_path: Path) -> None:
     """Killed workers block no other worker, and each loses at most the one check that was in
     flight."""
     seed = int.from_bytes(os.urandom(4))
