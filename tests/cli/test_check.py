@@ -1,4 +1,4 @@
-"""`tollkeeper check`, `quota`, `reset` and `grant`: what they send, print and return.
+"""`tollkeeper check`, `quota`, `reset` and `grant`: their requests, output and exit codes.
 
 A stub answers here, also with answers that no service gives. tests/integration/test_remote_cli.py
 uses a real service.
@@ -180,7 +180,7 @@ def test_unreachable_service(arguments: list[str]) -> None:
     ],
 )
 def test_other_answers_are_exit_code_2(status: int, body: object, words: str) -> None:
-    """The message is one short line without escapes, whatever the answer contains."""
+    """The message is one short line without escapes, for any content of the answer."""
     with stub_service(status, body) as service:
         result = run("check", "--user", "42", url=service.url)
     assert (result.exit_code, result.stdout) == (2, "")
@@ -242,7 +242,7 @@ def test_wrong_arguments_are_exit_code_2_without_secrets(arguments: list[str], w
 
 
 def test_token_is_sent_and_never_printed() -> None:
-    """Neither in an answer nor in an error or the help; from the variable and the option."""
+    """The token is in no answer, error or help, from the variable and from the option."""
     shown = []
     with stub_service(200, ALLOWED) as service:
         shown += [run("check", url=service.url, TOKEN=TOKEN)]
@@ -259,7 +259,7 @@ def test_token_is_sent_and_never_printed() -> None:
 def test_proxy_is_not_used_for_this_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It could not reach the loopback address."""
+    """A proxy could not reach the loopback address of this machine."""
     monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port()}")
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
@@ -320,7 +320,7 @@ QUOTA = {
 
 
 def test_quota_has_a_line_for_each_limit() -> None:
-    """Of every rule that applies; shadow mode is shown."""
+    """The table has every rule that applies, and marks shadow mode."""
     with stub_service(200, QUOTA) as service:
         result = run("quota", "--user", "42", url=service.url)
         told = run("quota", "--user", "42", "--json", url=service.url)
@@ -382,7 +382,7 @@ def test_peek_is_computed_from_the_quota(cost: str, line: str, code: int) -> Non
 
 @pytest.mark.parametrize("strange", [{}, {"remaining": "many", "limit": None}])
 def test_unknown_quota_is_exit_code_2(strange: dict[str, object]) -> None:
-    """`check --peek` fails; `quota` prints what it understands."""
+    """`check --peek` fails; `quota` prints the members that it knows."""
     with stub_service(200, {"rules": [{"rule": "all", "limits": [strange]}]}) as service:
         result = run("check", "--peek", url=service.url)
         assert result.exit_code == 2

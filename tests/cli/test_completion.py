@@ -1,7 +1,7 @@
-"""Completion in the shell: what each shell is given to read, and what it is then told.
+"""Completion in the shell: the script for each shell, and the suggestions that it gets.
 
-With the real bash, where a user's TAB calls the function that the script defines. zsh and fish ask
-in the same way, by variables of the environment; those are set here as their scripts set them.
+bash runs for real: the test calls the function that the TAB key calls. For zsh and fish, the tests
+set the environment variables that their scripts set.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def commands(tmp_path: Path) -> dict[str, str]:
-    """An environment in which `tollkeeper` is this one, whatever is installed."""
+    """Return an environment in which the command `tollkeeper` runs this code."""
     command = tmp_path / "tollkeeper"
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tollkeeper "$@"\n')
     command.chmod(0o755)
@@ -38,7 +38,7 @@ def bash(script: str, environment: dict[str, str]) -> str:
     return done.stdout
 
 
-# What bash does at a TAB behind these words.
+# The calls that bash makes when the user presses TAB after these words.
 TAB = """
 eval "$(_TOLLKEEPER_COMPLETE=source_bash tollkeeper)"
 COMP_WORDS=({words}); COMP_CWORD={last}
@@ -60,48 +60,48 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 def test_bash_completes_commands_and_options(
     words: list[str], wanted: set[str], commands: dict[str, str]
 ) -> None:
-    """The script that it is given defines a function that finds them."""
+    """The script for bash defines a function that returns the matching names."""
     script = TAB.format(words=" ".join(words), last=len(words) - 1)
     assert set(bash(script, commands).split()) == wanted
 
 
 def test_bash_shows_and_installs_the_script(commands: dict[str, str]) -> None:
-    """`--show-completion` finds out which shell it runs in; what is installed is the same."""
+    """`--show-completion` detects the shell and prints the same script that is installed."""
     shown = bash("tollkeeper --show-completion; true", commands)
     assert "complete -o default -F _tollkeeper_completion tollkeeper" in shown
-    told = bash("tollkeeper --install-completion; true", commands)
-    assert "bash completion installed in" in told
+    installed = bash("tollkeeper --install-completion; true", commands)
+    assert "bash completion installed in" in installed
     written = [each.read_text() for each in Path(commands["HOME"]).rglob("*tollkeeper.sh")]
     assert [each.strip() for each in written] == [shown.strip()]
 
 
 @pytest.mark.parametrize(
-    ("shell", "first", "asks"),
+    ("shell", "first", "variables"),
     [
         ("zsh", "#compdef tollkeeper", {}),
         ("fish", "complete --command tollkeeper", {"_TYPER_COMPLETE_FISH_ACTION": "get-args"}),
     ],
 )
-def test_zsh_and_fish_are_given_a_script_and_answers(
-    shell: str, first: str, asks: dict[str, str], commands: dict[str, str]
+def test_zsh_and_fish_get_a_script_and_suggestions(
+    shell: str, first: str, variables: dict[str, str], commands: dict[str, str]
 ) -> None:
-    """Each in its own form."""
+    """Each shell gets its own form of the script and of the suggestions."""
     script = bash(f"_TOLLKEEPER_COMPLETE=source_{shell} tollkeeper | grep .", commands)
     assert script.startswith(first)
-    asking = {
+    environment = {
         **commands,
-        **asks,
+        **variables,
         "_TOLLKEEPER_COMPLETE": f"complete_{shell}",
         "_TYPER_COMPLETE_ARGS": "tollkeeper ru",
     }
-    found = bash("tollkeeper", asking)
-    assert "rules" in found
-    assert "reset" not in found
+    suggestions = bash("tollkeeper", environment)
+    assert "rules" in suggestions
+    assert "reset" not in suggestions
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_page_tells_how(shell: str) -> None:
-    """With the line for each shell, as it was run here."""
+def test_documentation_has_every_shell(shell: str) -> None:
+    """The page has the command for each shell."""
     page = (ROOT / "docs/command-line.md").read_text(encoding="utf-8")
     assert "tollkeeper --install-completion" in page
     assert f"_TOLLKEEPER_COMPLETE=source_{shell} tollkeeper" in page

@@ -79,7 +79,7 @@ def test_aof_is_ok() -> None:
 
 @pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-lru", "allkeys-random"])
 def test_policy_that_evicts_limited_keys_is_a_problem(policy: str) -> None:
-    """So is the exit code."""
+    """The command reports a problem, and its exit code is 1."""
     server = cast("Single", running("single"))
     server.admin.config_set("maxmemory-policy", policy)
     try:
@@ -157,7 +157,7 @@ def test_wrong_login(who: str) -> None:
 
 
 def test_password_in_the_uri_is_never_repeated() -> None:
-    """Whatever is wrong with the URI."""
+    """No error message about a URI contains its password."""
     for uri in (
         "redis:app:s3cret@host",
         "redis://app:s3cret@host:99999",
@@ -306,7 +306,7 @@ def test_missing_kernel_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shared_file(tmp_path: Path) -> None:
-    """How full it is, and that a full one must be replaced."""
+    """The finding has the occupancy; the remedy for a full file is a larger one."""
     path = tmp_path / "api.limits"
     uri = f"shared://{path}?capacity=1"
     with Limiter("5/hour", store=uri, on_failure="closed") as limiter:

@@ -146,7 +146,7 @@ def test_store_in_the_environment() -> None:
 
 
 def test_options_override_the_uri() -> None:
-    """As the arguments of a store do."""
+    """An option overrides the same parameter in the URI."""
     uri = f"{running('single').uri}?prefix=one&deadline_ms=20"
     result = run("doctor", "--store", uri, "--prefix", "two", "--deadline-ms", "30")
     assert "prefix two, deadline 30 ms" in result.output
@@ -156,7 +156,7 @@ def test_options_override_the_uri() -> None:
 
 
 def test_python_m_tollkeeper() -> None:
-    """In a process of its own."""
+    """`python -m tollkeeper` runs the command."""
     done = run_process("-m", "tollkeeper", "doctor", "--store", running("single").uri, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["exit_code"] == 0
@@ -199,7 +199,7 @@ def test_doctor_without_redis_libraries() -> None:
 
 
 def test_interrupt_prints_no_traceback() -> None:
-    """Even during the imports."""
+    """Ctrl-C during the imports prints no traceback."""
     interrupted = """
 import sys
 

@@ -254,7 +254,7 @@ def test_wrong_arguments_are_exit_code_2(arguments: list[str]) -> None:
     ],
 )
 def test_password_in_a_wrong_argument_is_not_repeated(arguments: list[str]) -> None:
-    """Wherever the URL is: many people read the logs of CI systems."""
+    """No message contains the URL, because many people can read CI logs."""
     file("a.yaml", GOOD)
     for more in ([], ["--json"]):
         result = run(*arguments, *more)
@@ -559,7 +559,7 @@ def test_cost_that_can_never_fit_is_denied() -> None:
 
 @pytest.mark.parametrize("kind", ["redis", "shared"])
 def test_explain_reads_the_real_store_and_charges_nothing(kind: str) -> None:
-    """However often it is called; also if the variable gives the store."""
+    """Repeated calls do not change the quota, with the store in an option or a variable."""
     name = file("a.yaml", GOOD.replace("10/second", "2/hour"))
     patient = f"{running('single').uri}?deadline_ms=10000"
     store = patient if kind == "redis" else f"shared://{Path.cwd()}/quotas"

@@ -38,7 +38,7 @@ tollkeeper_store_seconds_bucket{le="+Inf"} 100.0
 
 
 def test_sums_by_labels() -> None:
-    """By any label, whatever its values contain."""
+    """Samples are summed by any label, with any characters in its values."""
     found = read_metrics(TEXT)
     assert found.total("tollkeeper_checks_total", outcome="denied", rule="orders") == 7
     by_rule = found.by("tollkeeper_checks_total", "rule", outcome="denied")
@@ -71,7 +71,7 @@ class _Told(Collector):
 
 @given(st.dictionaries(st.text(max_size=20), st.integers(0, 2**50), max_size=5))
 def test_written_metrics_are_read_back(counts: dict[str, int]) -> None:
-    """Whatever the names of rules contain."""
+    """The parser returns the written counts for any rule names."""
     counter = CounterMetricFamily("checks", "Some.", labels=["rule"])
     for rule, count in counts.items():
         counter.add_metric([rule], count)

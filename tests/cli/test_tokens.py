@@ -77,7 +77,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("arguments", "words"), WRONG)
 def test_wrong_arguments_are_exit_code_2(arguments: list[str], words: str, path: str) -> None:
-    """With a message on the standard error."""
+    """The message is on the standard error."""
     done = run.invoke(app, ["token", *arguments, "--tokens", path])
     assert done.exit_code == 2
     assert words in done.stderr

@@ -62,7 +62,7 @@ def shown(found: TopFrame, width: int = 120, height: int = 30, note: str = "") -
 
 
 def test_rates_are_of_the_interval() -> None:
-    """Per second; counts from before the interval do not matter."""
+    """Rates are per second and ignore counts from before the interval."""
     found = frame(metrics(1_000, 100), metrics(1_400, 120, slow=50))
     assert (found.allowed, found.denied, found.degraded, found.unruled) == (200, 10, 10, 200)
     (rule, *others) = found.rules
@@ -87,20 +87,20 @@ def test_restarted_service_has_no_negative_rates() -> None:
 
 
 def test_open_breakers_come_first() -> None:
-    """With how often they opened."""
+    """Each line has the number of times that the breaker opened."""
     found = [(each.node, each.state, each.opened) for each in frame("", metrics()).breakers]
     assert found == [("10.0.0.6:6379", "open", 3), ("10.0.0.5:6379", "closed", 0)]
 
 
 def test_workers_with_different_rules() -> None:
-    """Both versions are shown, and that they differ."""
+    """The frame shows both versions and a warning that they differ."""
     found = frame("", metrics(extra='tollkeeper_rules_info{version="def"} 1'))
     assert found.rules_version == "abc, def"
     assert "workers differ" in "\n".join(shown(found))
 
 
 def test_problems_are_shown() -> None:
-    """An unavailable store, rules that cannot be read, a full table."""
+    """The frame shows an unavailable store, unreadable rules and a full table."""
     ready = {
         **READY,
         "rules": {"version": "abc", "age_seconds": 90, "error": "limits.yaml:3:1: no"},
@@ -115,7 +115,7 @@ def test_problems_are_shown() -> None:
 
 
 def test_busiest_keys() -> None:
-    """Keys that are checked and denied most are side by side; without the lists, there is none."""
+    """The two lists are side by side; without records, the frame has neither."""
     most = {"items": [{"subject": ["user:42"], "rule": "orders", "per_second": 12.5}]}
     denied = {
         "items": [{"subject": ["api_key:sk\x1b[2J", "ip:1"], "rule": "orders", "per_second": 3}]
@@ -130,7 +130,7 @@ def test_busiest_keys() -> None:
 
 @pytest.mark.parametrize("width", [80, 100, 200])
 def test_long_keys_do_not_hide_their_rates(width: int) -> None:
-    """Even with 80 columns; a wide character takes two."""
+    """Long keys are cut even with 80 columns; a wide character takes two columns."""
     names = [f"user:漢字漢字-{number}-" + "x" * 60 for number in range(3)]
     items = [
         {"subject": [name], "rule": "a-rule-with-a-long-name", "per_second": 12.5} for name in names
@@ -152,7 +152,7 @@ def test_long_keys_do_not_hide_their_rates(width: int) -> None:
 @pytest.mark.parametrize("height", [10, 14, 20, 40])
 @pytest.mark.parametrize("width", [40, 80, 160])
 def test_frame_fits_its_terminal(height: int, width: int) -> None:
-    """However many rules and keys there are; the head is always shown."""
+    """The head is always shown, for any number of rules and keys."""
     many = "\n".join(
         f'tollkeeper_checks_total{{outcome="denied",rule="rule-{number}",source="store"}} {number}'
         for number in range(200)

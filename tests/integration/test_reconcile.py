@@ -1,4 +1,4 @@
-"""`tollkeeper reconcile` on a real Redis: defects are made by hand, found, and repaired on request.
+"""`tollkeeper reconcile` on a real Redis: the tests create defects, and it finds and repairs them.
 
 Healthy states are compared before and after, byte by byte: none of them may change.
 """

@@ -13,7 +13,7 @@ from tollkeeper import Limiter
 from tollkeeper.decide.stores.redis.topology import slot_of
 
 SECONDS_MAX = 30.0
-# Done on the primary, and told to no replica.
+# Writes on the primary that are not replicated.
 UNREPLICATED = "redis.set_repl(redis.REPL_NONE) return redis.call(unpack(ARGV))"
 
 
@@ -56,7 +56,7 @@ def test_every_primary_of_a_cluster_is_scanned(cluster: Cluster) -> None:
 
 
 def test_write_that_was_not_replicated_is_drift(cluster: Cluster) -> None:
-    """On one of three primaries."""
+    """The finding names the one primary of three whose replica differs."""
     keys = spend(cluster.uri, 60)
     node = cluster.node_of(slot_of(keys[0]))
     node.admin.eval(UNREPLICATED, 1, keys[0], "HSET", keys[0], "secret", "1")

@@ -122,7 +122,7 @@ def canonical(rate: int) -> str:
 
 
 def test_versions_from_the_first_to_a_rollback(process: Cli) -> None:
-    """AppliedRule, changed, compared, shown, rolled back; and the history tells it all."""
+    """Documents are applied, shown and rolled back, and the history has every version."""
     first = process("apply", "10.yaml", "--author", "ann", "--reason", "launch")
     assert first.stdout.startswith("based on no version\n--- no version\n+++ 10.yaml\n")
     assert last_line(first) == "version 1 is in force"
@@ -144,8 +144,8 @@ def test_versions_from_the_first_to_a_rollback(process: Cli) -> None:
     assert process("show").stdout == canonical(10)
     heading, *lines = process("history").stdout.splitlines()
     assert heading.split() == ["VERSION", "TIME", "AUTHOR", "KIND", "REASON"]
-    told = [re.sub(r" [-\d]{10} [\d:]{8}Z ", " ", line).split() for line in lines]
-    assert told == [
+    versions = [re.sub(r" [-\d]{10} [\d:]{8}Z ", " ", line).split() for line in lines]
+    assert versions == [
         ["3", "eve", "rollback"],
         ["2", "bob", "apply"],
         ["1", "ann", "apply", "launch"],
@@ -188,7 +188,7 @@ def test_dry_run_changes_nothing(cli: Cli) -> None:
     assert cli("apply", "20.yaml", "--dry-run", "--expected", "7").returncode == 3
     assert answer(cli("apply", "20.yaml", "--dry-run", "--json"))["version"] is None
     assert len(answer(cli("history", "--json"))) == 1
-    # What was forced once is not asked for again, by neither.
+    # A problem that was forced once is already in force, so it needs no --force again.
     assert cli("apply", "unsafe.yaml", "--force").returncode == 0
     Path("other.yaml").write_text(UNSAFE.replace("10/", "20/"), encoding="utf-8")
     assert cli("apply", "other.yaml", "--dry-run").returncode == 0
@@ -305,14 +305,14 @@ def test_explain_the_current_version(cli: Cli) -> None:
 
 
 def test_new_version_is_announced(cli: Cli) -> None:
-    """After an apply and a rollback. If that fails, the version is in force anyway."""
+    """Nodes hear about each apply and rollback. If that fails, the version is in force anyway."""
     server = cast("Single", running("single"))
     with closing(open_store(server.uri)) as store:
         listening = cast("Any", store).subscribe(TOPIC)
         try:
             for arguments in (["apply", "10.yaml"], ["apply", "20.yaml"], ["rollback", "1"]):
-                told = answer(cli(*arguments, "--announce", server.uri, "--json"))
-                assert told["announced"] is True
+                applied = answer(cli(*arguments, "--announce", server.uri, "--json"))
+                assert applied["announced"] is True
                 assert listening.wait(HEARD_SECONDS_MAX)
         finally:
             listening.close()
@@ -324,7 +324,7 @@ def test_new_version_is_announced(cli: Cli) -> None:
 
 
 def test_unavailable_database_is_exit_code_2() -> None:
-    """No server, a wrong password, no such database: one line each, without the password."""
+    """No server, a wrong password and a missing database print one line without the password."""
     server = running_postgres()
     with Postgres() as other:
         gone = other.url()
@@ -334,8 +334,8 @@ def test_unavailable_database_is_exit_code_2() -> None:
             process = start(*arguments, TOLLKEEPER_DATABASE=each)
             output, errors = process.communicate(timeout=PROCESS_SECONDS_MAX)
             assert process.returncode == 2
-            told = json.loads(output)["error"] if "--json" in arguments else errors
-            assert "127.0.0.1" in told
+            message = json.loads(output)["error"] if "--json" in arguments else errors
+            assert "127.0.0.1" in message
             secret = each.partition("@")[0].rpartition(":")[2]
             assert secret not in output + errors
             assert PASSWORD not in output + errors

@@ -155,7 +155,7 @@ def test_shutdown_under_load_loses_no_answer(all_processes: bool) -> None:
 
 
 async def test_new_connections_during_shutdown() -> None:
-    """SIGTERM while 32 clients connect anew for each request: no answer is cut off.
+    """SIGTERM while 32 clients open a connection per request: no answer is cut off.
 
     Each connection is answered completely, refused, or (if it was waiting in the backlog when the
     listening socket closed) closed without a single byte. During the drain all are answered.

@@ -210,7 +210,7 @@ def test_resize_redraws_at_once(service: TokenService) -> None:
 
 
 def test_last_frame_stays_when_the_service_stops() -> None:
-    """With a line that says why."""
+    """A line in the last frame gives the reason."""
     with ServiceProcess(RULES) as service:
         port = service.url.rpartition(":")[2]
         terminal = Terminal("top", "--interval", "1", "--url", service.url)
@@ -246,7 +246,7 @@ def test_once_and_json_print_one_frame(service: TokenService) -> None:
 
 
 def test_pipe_gets_frames_until_it_is_closed(service: TokenService) -> None:
-    """As in `tollkeeper top | head`."""
+    """The command ends when the reader closes the pipe, as in `tollkeeper top | head`."""
     command = [sys.executable, "-m", "tollkeeper", "top", "--interval", "1", "--url", service.url]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
@@ -266,7 +266,7 @@ def test_pipe_gets_frames_until_it_is_closed(service: TokenService) -> None:
 
 
 def test_unavailable_store_is_shown(service: TokenService, redis: Single) -> None:
-    """With the open breaker."""
+    """The frame shows the unavailable store and its open breaker."""
     with load(service):
         redis.pause()
         try:

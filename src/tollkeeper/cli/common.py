@@ -94,8 +94,8 @@ class CliCommand(TyperCommand):
             except Exception as error:  # typer does not export the class of these errors
                 if not as_json or not isinstance(getattr(error, "message", None), str):
                     raise
-                said = hide_secrets(error.format_message())  # type: ignore[attr-defined]  # has it
-                print_json({"exit_code": TROUBLE, "error": said})
+                message = hide_secrets(error.format_message())  # type: ignore[attr-defined]  # has it
+                print_json({"exit_code": TROUBLE, "error": message})
                 raise typer.Exit(TROUBLE) from None
 
     def invoke(self, ctx: Any) -> Any:
@@ -125,8 +125,8 @@ def _without_secrets() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # typer does not export the class of these errors
-        if isinstance(said := getattr(error, "message", None), str):
-            error.message = hide_secrets(said)  # type: ignore[attr-defined]  # it has one
+        if isinstance(text := getattr(error, "message", None), str):
+            error.message = hide_secrets(text)  # type: ignore[attr-defined]  # it has one
         raise
 
 
@@ -230,7 +230,7 @@ def _print_error(error: TollkeeperError, code: int, as_json: bool) -> None:
         print_text(f"tollkeeper: {error}", to_stderr=True)
         if error.expected and error.current:
             command = f"tollkeeper rules diff {error.expected} {error.current}"
-            print_text(f"To see what has changed: {command}", to_stderr=True)
+            print_text(f"To see the changes: {command}", to_stderr=True)
     else:
         print_text(f"tollkeeper: {error}", to_stderr=True)
 

@@ -1,10 +1,10 @@
 """`tollkeeper reconcile`: look for defects in the states of a store, and repair them on request.
 
-`doctor` checks the servers; this command checks what they store. It scans Redis gently, in small
-steps with pauses, and compares replicas with their primaries. With a rule document it also finds
-rules that never apply. It changes nothing without `--repair`, and prints each repair.
+`doctor` checks the servers; this command checks the states that they store. It scans Redis gently,
+in small steps with pauses, and compares replicas with their primaries. With a rule document it also
+finds rules that never apply. It changes nothing without `--repair`, and prints each repair.
 
-As a job (`--every`), it reads the rules and the metrics of the service anew each time, because
+As a job (`--every`), it reads the rules and the metrics of the service again each time, because
 they may change between two runs.
 """
 
@@ -372,7 +372,7 @@ def _repeat(inputs: ReconcileInputs, every_s: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ReconcileFinding:
-    """The result of one check: what was found, where, and the remedy unless all is well."""
+    """The result of one check: the finding, its places, and the remedy if there is a problem."""
 
     check: str
     level: FindingLevel

@@ -187,17 +187,17 @@ class ServiceClient:
 
     def _complaint(self, response: httpx.Response, detail: object) -> str:
         status = response.status_code
-        said = f": {one_line(detail)}" if isinstance(detail, str) else ""
+        reason = f": {one_line(detail)}" if isinstance(detail, str) else ""
         if status == 401:
-            told = said or ": create one with `tollkeeper token create NAME --role check`"
-            return f"{self.url} requires a token{told}. Give it in TOLLKEEPER_TOKEN"
+            help_text = reason or ": create one with `tollkeeper token create NAME --role check`"
+            return f"{self.url} requires a token{help_text}. Give it in TOLLKEEPER_TOKEN"
         if status == 403:
-            return f"the token does not allow this{said}"
+            return f"the token does not allow this{reason}"
         if response.is_redirect:
             target = one_line(response.headers.get("location", "another URL"))
             return f"{self.url} answers {status} and redirects to {target}; give that as --url"
-        if said:
-            return f"{self.url} answers {status}{said}"
+        if reason:
+            return f"{self.url} answers {status}{reason}"
         return (
             f"{self.url} answers {status}, but not as Tollkeeper does; "
             f"is --url (TOLLKEEPER_URL) the address of a `tollkeeper serve`?"
