@@ -130,7 +130,7 @@ async def test_the_style_of_the_headers_is_a_setting() -> None:
 
 
 async def test_every_other_message_passes_unchanged() -> None:
-    """Parts of bodies, trailers, files and unknown messages."""
+    """This holds for parts of bodies, trailers, files and unknown messages."""
     messages: list[Message] = [
         {"type": "http.response.start", "status": 200, "trailers": True},
         {"type": "http.response.debug", "info": {}},
@@ -150,8 +150,8 @@ async def test_every_other_message_passes_unchanged() -> None:
     assert seen.start["trailers"] is True
 
 
-async def test_a_stream_is_sent_piece_by_piece() -> None:
-    """Each part is sent before the next is made, and none is kept."""
+async def test_a_stream_is_sent_part_by_part() -> None:
+    """Each part is sent before the next is created, and none is kept."""
     order: list[str] = []
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -314,7 +314,7 @@ def test_a_middleware_without_limits_is_rejected() -> None:
         RateLimit(hello, store="memory://")
 
 
-# ── Anything at all ────────────────────────────────────────────────────────────────────────────
+# ── Any request ────────────────────────────────────────────────────────────────────────────────
 
 
 async def search(request: Request) -> Response:
@@ -441,7 +441,7 @@ def _endpoints() -> Starlette:
 
 
 async def test_an_endpoint_has_its_own_limits() -> None:
-    """In addition to those of the application, with one answer for both."""
+    """They apply in addition to the application's, with one answer for both."""
     app = _endpoints()
     seen = await ask(app, "/search")
     assert seen.headers["ratelimit-policy"] == (
@@ -457,7 +457,7 @@ async def test_an_endpoint_has_its_own_limits() -> None:
 
 
 async def test_two_limits_of_one_endpoint_have_two_counts() -> None:
-    """Even with the same window and the same key."""
+    """This holds even with the same window and the same key."""
     app = _endpoints()
     seen = [await ask(app, "/login") for _ in range(3)]
     assert [each.status for each in seen] == [401, 401, 429]
@@ -468,7 +468,7 @@ async def test_two_limits_of_one_endpoint_have_two_counts() -> None:
 
 
 async def test_a_sync_endpoint_runs_in_a_thread() -> None:
-    """As Starlette does without a limit; methods too."""
+    """Starlette does the same without a limit. It holds for methods, too."""
     threads: list[int] = []
 
     @limited_to("2/minute")
@@ -501,7 +501,7 @@ async def test_hooks_of_a_method_see_the_request() -> None:
 
 
 async def test_an_endpoint_that_cannot_be_limited_is_an_error() -> None:
-    """A class, a function without a request, or an application without the middleware."""
+    """Examples are a class, a function without a request, and an application without RateLimit."""
     with pytest.raises(ConfigError, match="decorate a class's methods"):
         limited_to("1/s")(Listing)
 

@@ -22,7 +22,7 @@ from tollkeeper.web.django_site import DjangoCharges, settling, site_limits
 
 @pytest.fixture(params=["wsgi", "asgi"])
 def site(request: pytest.FixtureRequest) -> Site:
-    """Both ways to serve, each in its turn."""
+    """Run each test under WSGI and under ASGI."""
     return Site(request.param)
 
 
@@ -30,7 +30,7 @@ def site(request: pytest.FixtureRequest) -> Site:
 
 
 async def test_the_site_is_limited(site: Site) -> None:
-    """All requests together, also unknown pages; then a 429 with Retry-After."""
+    """All requests, also for unknown pages, share one limit; then a 429 has Retry-After."""
     with site.having(limits="4/minute"):
         response = await site.get("/hello")
         assert (response.status_code, response.body) == (200, b"hello")
@@ -72,7 +72,7 @@ async def test_a_key_may_come_from_the_session(site: Site) -> None:
             urls = [f"/enter/{number}", "/hello", "/ahello", "/hello"]
             assert await site.statuses(*urls) == [200, 200, 200, 429]
             site.restart()
-            site.clock.advance(30)  # for the first, which counts by address
+            site.clock.advance(30)  # for the first request, which is counted by address
     with site.having(limits="9/minute", key="header:X-User"):
         response = await site.get("/hello")
         assert "Cookie" not in response.headers.get("Vary", "")
@@ -93,7 +93,7 @@ async def test_hooks_may_be_given_by_their_dotted_path(site: Site) -> None:
 
 
 async def test_async_hooks_are_awaited(site: Site) -> None:
-    """In the event loop, and from a thread in the loop that waits for it."""
+    """They run in the event loop; a thread runs them in the loop that waits for it."""
 
     async def skip(request: Any) -> bool:
         await asyncio.sleep(0)
@@ -157,7 +157,7 @@ async def test_a_decorator_needs_no_middleware(site: Site, url: str) -> None:
 
 
 async def test_two_decorators_on_one_view_have_two_counts(site: Site) -> None:
-    """Even with the same window and the same key."""
+    """This holds even with the same window and the same key."""
     with site.having(middleware=False):
         response = await site.get("/twice")
         assert response.headers["RateLimit-Policy"] == '"/twice";q=5;w=60, "/twice#2";q=2;w=60'
@@ -165,13 +165,13 @@ async def test_two_decorators_on_one_view_have_two_counts(site: Site) -> None:
 
 
 async def test_views_that_share_a_name_share_a_count(site: Site) -> None:
-    """In a thread and in the loop: both enforcers use one store."""
+    """This holds for a thread and for the loop: both enforcers use one store."""
     with site.having():
         assert await site.statuses("/mail", "/amail", "/mail2", "/amail") == [200, 200, 429, 429]
 
 
 async def test_class_views_are_limited(site: Site) -> None:
-    """With method_decorator: all methods of a class or one of them, also async ones."""
+    """method_decorator limits all methods of a class or one of them, also async ones."""
     with site.having():
         urls = ["/reports/1", "/reports/2", "/areports", "/areports"]
         assert await site.statuses(*urls) == [200, 429, 200, 429]
@@ -193,14 +193,14 @@ async def test_methods_of_a_class_have_their_own_counts(site: Site) -> None:
 
 
 def test_a_view_without_a_route_counts_under_its_name() -> None:
-    """As in a test with a RequestFactory."""
+    """A test with a RequestFactory has no route."""
     with override_settings(TOLLKEEPER={"clock": ManualClock(NOW_S)}):
         response = views.search(RequestFactory().get("/anything"))
         assert response.headers["RateLimit-Policy"] == f'"{views.__name__}.search";q=2;w=1'
 
 
 def test_a_request_that_is_served_twice_is_limited_twice() -> None:
-    """As in a test that reuses a request; the name stays the same."""
+    """A test may reuse a request; the name stays the same."""
     request = RequestFactory().get("/anything")
     with override_settings(TOLLKEEPER={"clock": ManualClock(NOW_S)}):
         assert [views.search(request).status_code for _ in range(3)] == [200, 200, 429]
@@ -220,7 +220,7 @@ def test_a_view_keeps_its_name() -> None:
     ],
 )
 def test_wrong_decorators_are_rejected(arguments: tuple[str], words: str) -> None:
-    """When the view is defined."""
+    """The error is raised when the view is defined."""
     more: dict[str, Any] = {"skip": "yes"} if "function" in words else {}
     with pytest.raises(ConfigError, match=words):
         rate_limit(*arguments, **more)
@@ -236,7 +236,7 @@ def test_a_decorated_class_is_an_error() -> None:
 
     for wrong in (Page, "page"):
         with pytest.raises(ConfigError, match="is not a function; for a class write @method_dec"):
-            rate_limit("1/minute")(wrong)  # type: ignore[arg-type]  # it is wrong
+            rate_limit("1/minute")(wrong)  # type: ignore[arg-type]  # this is the tested case
     with pytest.raises(ConfigError, match=r"Page.get is a method, with self first; for a class"):
         Page.as_view()(RequestFactory().get("/"))
 
@@ -246,7 +246,7 @@ def test_a_decorated_class_is_an_error() -> None:
 
 @pytest.mark.parametrize("url", ["/settling", "/asettling"])
 async def test_costs_are_settled(site: Site, url: str) -> None:
-    """From sync and async views, for less and for more than was charged."""
+    """Sync and async views settle for less and for more than was charged."""
     with site.having(limits="100/minute", cost=10):
         assert (await site.get(f"{url}?units=3")).body == b"90"
         assert await site.left() == 87
@@ -267,7 +267,7 @@ async def test_streams_are_settled_at_their_end(site: Site, url: str) -> None:
 
 
 async def test_a_stream_is_settled_when_a_server_closes_it() -> None:
-    """As Django's ASGI handler does: from a thread, while the loop runs."""
+    """Django's ASGI handler closes it from a thread, while the loop runs."""
     with override_settings(TOLLKEEPER={"limits": "100/minute", "clock": ManualClock(NOW_S)}):
         serve = RateLimitMiddleware(views.astream)
         response = await serve(AsyncRequestFactory().get("/"))

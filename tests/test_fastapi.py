@@ -29,7 +29,7 @@ async def _statuses(app: FastAPI, *paths: str, **request: Any) -> list[int]:
 
 
 async def test_a_route_is_limited_without_a_request_argument() -> None:
-    """Async and sync endpoints, each with its own count."""
+    """This holds for async and sync endpoints, each with its own count."""
     app, limit = _limited()
 
     @app.get("/search", dependencies=[limit("2/minute")])
@@ -50,7 +50,7 @@ async def test_a_route_is_limited_without_a_request_argument() -> None:
 
 
 async def test_a_routes_response_has_its_headers() -> None:
-    """On returned values, on responses that the endpoint makes itself, and on the 429."""
+    """Returned values, responses that the endpoint creates, and the 429 have them."""
     app, limit = _limited()
     once = limit("3/minute", name="shared")
 
@@ -136,7 +136,7 @@ async def test_a_denied_request_costs_nothing_in_the_other_limits() -> None:
 
 
 async def test_an_endpoint_settles_its_charge() -> None:
-    """As an annotated argument, from async and sync code."""
+    """The charge is an annotated argument, in async and sync endpoints."""
     app, limit = _limited()
 
     @app.post("/complete")
@@ -156,7 +156,7 @@ async def test_an_endpoint_settles_its_charge() -> None:
 
 
 async def test_only_failed_logins_count() -> None:
-    """The status decides, also if the endpoint raises it."""
+    """The status decides, also if the endpoint raises an exception with it."""
     app, limit = _limited()
 
     @app.get("/login", dependencies=[limit("2/minute", count=lambda status: status == 401)])
@@ -321,7 +321,7 @@ async def test_a_dependency_may_raise_another_error_after_a_denial(session: Any)
     assert await _statuses(app, "/x") == [200]
     error = LookupError if session is _converting else FastAPIError
     with pytest.raises(error):
-        await app(scope_of("/x"), None, send)  # type: ignore[arg-type]  # nobody receives
+        await app(scope_of("/x"), None, send)  # type: ignore[arg-type]  # nothing is received
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
     assert sent[0]["status"] == 429
     assert (await ask(app, "/missing")).headers["x-ratelimit-remaining"] == "7"
@@ -394,7 +394,7 @@ async def test_a_request_during_closing_opens_the_limits_again() -> None:
     rule = {"id": "all", "by": ["ip"], "limits": ["9/minute"]}
     app, limit = _limited(rules={"version": 1, "rules": [rule]})
     closing = asyncio.create_task(limit.enforcer.close())
-    await asyncio.sleep(0)  # it has begun
+    await asyncio.sleep(0)  # closing has started
     assert not limit.enforcer._is_open
     await ask(app)
     await closing
@@ -425,7 +425,7 @@ def test_openapi_lists_a_429_for_limited_operations() -> None:
 
 
 def test_openapi_lists_a_429_for_all_operations() -> None:
-    """If the application itself has limits."""
+    """This applies if the application itself has limits."""
     app, _ = _limited("1/s")
 
     @app.get("/c")
@@ -448,7 +448,7 @@ async def test_a_limit_of_another_application_is_an_error() -> None:
 
 @pytest.mark.parametrize("wrong", [{"limits": "often"}, {"limits": "1/s", "cost": -1}])
 def test_a_wrong_limit_is_rejected_where_it_is_written(wrong: dict[str, Any]) -> None:
-    """Not at the first request."""
+    """`limit` raises the error, before the first request."""
     _, limit = _limited()
     with pytest.raises(ConfigError):
         limit(**wrong)

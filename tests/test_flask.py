@@ -28,7 +28,7 @@ def policies(response: TestResponse) -> str:
 
 
 def test_the_application_is_limited() -> None:
-    """All routes together, also unknown paths; then a 429 with Retry-After."""
+    """All routes, and unknown paths, share one limit; then a 429 has Retry-After."""
     _, _, clock, client = app_with("3/minute")
     response = client.get("/hello")
     assert (response.status_code, response.data) == (200, b"hello")
@@ -75,7 +75,7 @@ def test_a_key_may_come_from_the_session() -> None:
         session["user_id"] = user
         return "in"
 
-    # The first by address, then two as user 7, and the third of those is too many.
+    # One request by address, then two as user 7; the third of that user is denied.
     assert statuses(client, "/login/7", "/hello", "/hello", "/hello") == [200, 200, 200, 429]
     other = app.test_client()
     assert statuses(other, "/login/8", "/hello", "/hello", "/hello") == [200, 200, 200, 429]
@@ -92,7 +92,7 @@ def test_hooks_see_flasks_request() -> None:
 
 
 def test_on_limit_returns_the_response() -> None:
-    """Anything that Flask accepts as a response; it gets the headers."""
+    """It may return anything that Flask accepts as a response; the headers are added."""
     _, _, _, client = app_with(
         "1/minute",
         on_limit=lambda web_request, result: ({"wait": result.decision.retry_after}, 420),
@@ -157,7 +157,7 @@ def test_a_view_has_limits_in_addition_to_the_applications() -> None:
     assert policies(response) == '"default";q=10;w=60, "search";q=2;w=1'
     assert response.headers["RateLimit"] == '"search";r=1;t=1'
     assert statuses(client, "/search", "/search", "/hello") == [200, 429, 200]
-    # The fifth request; the one that was denied cost nothing.
+    # The fifth request; the denied one cost nothing.
     assert client.get("/hello").headers["X-RateLimit-Remaining"] == "6"
 
 
@@ -191,7 +191,7 @@ def test_each_view_has_its_own_count() -> None:
 
 
 def test_views_that_share_a_name_share_a_count() -> None:
-    """For example all views that send mail."""
+    """An example is all views that send mail."""
     app, limit, _, client = app_with()
     mail = limit("2/minute", name="mail")
     app.add_url_rule("/a", "a", mail(lambda: "a"))
@@ -200,7 +200,7 @@ def test_views_that_share_a_name_share_a_count() -> None:
 
 
 def test_two_decorators_on_one_view_have_two_counts() -> None:
-    """Even with the same window and the same key."""
+    """This holds even with the same window and the same key."""
     app, limit, _, client = app_with()
 
     @app.get("/search")
@@ -237,7 +237,7 @@ def test_a_view_with_its_own_key_and_cost() -> None:
 
 
 def test_async_views_work() -> None:
-    """With and without a limit."""
+    """This holds with and without a limit."""
     app, limit, _, client = app_with("10/minute")
 
     @app.get("/slow")
@@ -253,7 +253,7 @@ def test_async_views_work() -> None:
 
 
 def test_class_views_are_limited() -> None:
-    """With Flask's `decorators`; all methods are one endpoint."""
+    """Flask's `decorators` apply the limit; all methods are one endpoint."""
     app, limit, _, client = app_with()
 
     class Item(MethodView):
@@ -340,7 +340,7 @@ def test_a_limit_above_the_route_is_logged(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_async_hooks_are_rejected() -> None:
-    """In the application, its configuration and a view: nothing would await them."""
+    """The application, its configuration and a view reject them: nothing would await them."""
 
     async def skip(call: Any) -> bool:
         return False
@@ -360,7 +360,7 @@ def test_only_views_and_blueprints_can_be_decorated() -> None:
     """The limits are checked at once."""
     _, limit, _, _ = app_with()
     with pytest.raises(ConfigError, match="neither a view nor a Blueprint"):
-        limit("1/minute")("view")  # type: ignore[type-var]  # what the test is about
+        limit("1/minute")("view")  # type: ignore[type-var]  # this is the tested case
     with pytest.raises(ConfigError, match="expected a unit"):
         limit("1/fortnight")
     with pytest.raises(ConfigError, match="name"):
@@ -371,7 +371,7 @@ def test_only_views_and_blueprints_can_be_decorated() -> None:
 
 
 def test_a_blueprint_has_limits_for_all_its_views_together() -> None:
-    """In addition to those of the application and of each view."""
+    """They apply in addition to those of the application and of each view."""
     app, limit, _, client = app_with("10/minute")
     shop = Blueprint("shop", __name__, url_prefix="/shop")
     shop.add_url_rule("/a", "a", lambda: "a")
@@ -414,7 +414,7 @@ def test_exempt_views_and_blueprints_keep_only_their_own_limits() -> None:
 
 
 def test_nested_blueprints_of_one_name_have_two_counts() -> None:
-    """One that is registered twice has one count."""
+    """A blueprint that is registered twice has one count."""
     app, limit, _, client = app_with()
     twice = Blueprint("twice", __name__)
     twice.add_url_rule("/", "all", lambda: "fine")
@@ -455,7 +455,7 @@ def test_an_exempt_blueprint_ignores_outer_blueprints() -> None:
 
 
 def test_wrong_options_are_rejected() -> None:
-    """At once, in the program and in the configuration."""
+    """Errors are raised at once, for arguments and for the configuration."""
     with pytest.raises(ConfigError, match="expected a unit"):
         RateLimit(limits="5/fortnight")
     app = Flask(__name__)
@@ -546,7 +546,7 @@ def test_a_stream_is_untouched_and_settled_at_its_end() -> None:
 
 
 def test_a_file_is_sent_with_the_headers() -> None:
-    """In whatever way the server sends files."""
+    """This holds for any way in which the server sends files."""
     app, _, _, client = app_with("5/minute")
     app.add_url_rule("/file", "file", lambda: send_file(io.BytesIO(b"file"), "text/plain"))
     response = client.get("/file")
@@ -555,7 +555,7 @@ def test_a_file_is_sent_with_the_headers() -> None:
 
 @pytest.mark.parametrize("testing", [True, False], ids=["raised", "answered"])
 def test_a_view_that_raises_counts_as_a_500(testing: bool) -> None:
-    """Whether Flask answers it or lets the error through."""
+    """This holds whether Flask answers the error or raises it."""
     seen: list[int] = []
     app, _, _, client = app_with("5/minute", count=lambda status: bool(seen.append(status)))
     app.testing = testing

@@ -1,4 +1,4 @@
-"""HTTP clients: they wait as servers ask, pace themselves, and keep a budget."""
+"""HTTP clients wait as long as servers request, pace themselves, and keep a retry budget."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Body(httpx.SyncByteStream, httpx.AsyncByteStream):
 
 
 class Origin:
-    """A server that answers as told, and writes down what came when, in seconds."""
+    """A server that returns the given responses and records each request's time in seconds."""
 
     def __init__(
         self, *answers: tuple[int, dict[str, str]] | httpx.Response, clock: ManualClock
@@ -100,7 +100,7 @@ def async_ask(origin: Origin, **settings: Any) -> Ask:
 
 @pytest.fixture(params=[sync_ask, async_ask], ids=["sync", "async"])
 def asking(request: pytest.FixtureRequest) -> Callable[..., Ask]:
-    """Both transports, each in its turn."""
+    """Run each test with the sync and with the async transport."""
     chosen: Callable[..., Ask] = request.param
     return chosen
 
@@ -111,11 +111,11 @@ def clock() -> ManualClock:
 
 
 def after(origin: Origin) -> list[float]:
-    """When the origin was asked, in seconds after the first time."""
+    """Return the times of the requests, in seconds after the first."""
     return [round(time - origin.times[0], 6) for time in origin.times]
 
 
-# ------------------------------------------------------------------------------------ how long
+# ------------------------------------------------------------------------------------ waits
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def after(origin: Origin) -> list[float]:
         ({"Retry-After": "2", "RateLimit": '"default";r=0;t=2'}, 2),
     ],
 )
-def test_the_wait_is_what_the_response_asks_for(
+def test_the_wait_is_as_long_as_the_response_requests(
     asking: Callable[..., Ask], clock: ManualClock, headers: dict[str, str], waited_s: float
 ) -> None:
     """Without a random part it is exact, and then the request passes."""
@@ -139,7 +139,7 @@ def test_the_wait_is_what_the_response_asks_for(
 
 
 def test_without_advice_the_spread_doubles(asking: Callable[..., Ask], clock: ManualClock) -> None:
-    """At most 0.5 s, 1 s, 2 s, 4 s after the first, second, … attempt."""
+    """Waits are at most 0.5 s, 1 s, 2 s, 4 s after the first, second, … attempt."""
     origin = Origin((429, {}), clock=clock)
     assert asking(origin, random=lambda: 1.0)().status_code == 429
     assert after(origin) == [0, 0.5, 1.5, 3.5, 7.5]
@@ -178,7 +178,7 @@ def test_never_before_the_time_and_never_beyond_the_bound(
     assert len(origin.times) <= 8
 
 
-# ------------------------------------------------------------------------------------ who
+# ----------------------------------------------------------------------------------- which requests
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_never_before_the_time_and_never_beyond_the_bound(
 def test_which_requests_are_repeated(
     asking: Callable[..., Ask], clock: ManualClock, status: int, method: str, attempts: int
 ) -> None:
-    """429 with any method, 503 with idempotent methods, nothing else."""
+    """A 429 is repeated with any method, a 503 with idempotent methods, and nothing else."""
     origin = Origin((status, {}), clock=clock)
     assert asking(origin, attempts_max=3)(method).status_code == status
     assert len(origin.times) == attempts
@@ -231,7 +231,7 @@ def test_a_stream_is_not_sent_again(clock: ManualClock) -> None:
 
 
 def test_an_async_stream_is_not_sent_again(clock: ManualClock) -> None:
-    """The same for AsyncClient."""
+    """This holds for AsyncClient, too."""
 
     async def chunks() -> AsyncIterator[bytes]:
         yield b"a"
@@ -241,7 +241,7 @@ def test_an_async_stream_is_not_sent_again(clock: ManualClock) -> None:
     assert origin.sent == [b"a"]
 
 
-# ------------------------------------------------------------------------------------ how often
+# ------------------------------------------------------------------------------------ attempts
 
 
 def test_attempts_are_bounded_and_the_last_answer_is_returned(
@@ -265,18 +265,18 @@ def test_a_wait_beyond_the_bound_is_not_started(
 
 
 def test_retries_are_a_share_of_the_traffic(clock: ManualClock) -> None:
-    """100 failing requests: the reserve of 5 and a tenth of 100, not 4 times 100."""
+    """100 failing requests cause about 15 retries: the reserve of 5 and a tenth of 100."""
     origin = Origin((503, {}), clock=clock)
     budget = Budget(share=0.1, per_second=0, reserve=5)
     ask = sync_ask(origin, budget=budget)
     for _ in range(100):
         assert ask().status_code == 503
-    # The first request's tenth finds the reserve full.
+    # The first request adds nothing, because the reserve is full.
     assert 100 + 5 + 9 <= len(origin.times) <= 100 + 5 + 10
 
 
 def test_the_budget_grows_with_time(clock: ManualClock) -> None:
-    """One retry a second, and never more than the reserve."""
+    """It grows by one retry a second, up to the reserve."""
     origin = Origin((503, {}), clock=clock)
     ask = sync_ask(origin, budget=Budget(share=0, per_second=1, reserve=2))
     sent = []
@@ -327,7 +327,7 @@ def test_the_next_request_waits_if_nothing_is_left(
 def test_pace_selects_the_requests_that_wait(
     clock: ManualClock, pace: str, url: str, times: list[float]
 ) -> None:
-    """The same origin, the same path, or none."""
+    """Requests to the same origin wait, or those to the same path, or none."""
     origin = Origin((200, {"RateLimit": '"default";r=0;t=5'}), (200, {}), clock=clock)
     ask = sync_ask(origin, pace=pace)
     ask()
@@ -347,12 +347,12 @@ def test_pace_selects_the_requests_that_wait(
 def test_the_newest_response_sets_the_pace(
     clock: ManualClock, headers: dict[str, str], times: list[float]
 ) -> None:
-    """Also that of a request that was already in flight."""
+    """This includes the response to a request that was already in flight."""
 
     def ask_meanwhile(request: httpx.Request) -> httpx.Response:
         answer = origin(request)
         if len(origin.times) == 1:
-            client.get(URL)  # sent, and answered, before the first one's answer is read
+            client.get(URL)  # sent and answered before the first response is read
         return answer
 
     spent = (200, {"RateLimit": '"default";r=0;t=5'})
@@ -365,7 +365,7 @@ def test_the_newest_response_sets_the_pace(
 
 
 def test_a_returned_denial_delays_the_next_request(clock: ManualClock) -> None:
-    """Even if the denied request itself cannot be repeated."""
+    """This holds even if the denied request itself cannot be repeated."""
     origin = Origin((429, {"Retry-After": "5"}), (200, {}), clock=clock)
     ask = sync_ask(origin, attempts_max=1)
     assert [ask().status_code, ask().status_code] == [429, 200]
@@ -398,7 +398,7 @@ def test_the_number_of_origins_is_bounded(clock: ManualClock) -> None:
 def test_the_body_of_a_retried_answer_is_read_and_closed(
     asking: Callable[..., Ask], clock: ManualClock
 ) -> None:
-    """So that its connection can be reused."""
+    """Its connection can then be reused."""
     origin = Origin((429, {}), (200, {}), clock=clock)
     asking(origin)()
     assert [(body.read, body.closed) for body in origin.bodies] == [(20, True), (20, True)]
@@ -448,7 +448,7 @@ def test_transport_errors_reach_the_caller(clock: ManualClock) -> None:
     ],
 )
 def test_wrong_settings_are_rejected(settings: dict[str, Any], words: str) -> None:
-    """At once, with a correct example."""
+    """The constructor raises an error with a correct example."""
     for transport in (RetryTransport, AsyncRetryTransport):
         with pytest.raises(ConfigError, match=words):
             transport(httpx.MockTransport(lambda _: httpx.Response(200)), **settings)
@@ -487,7 +487,7 @@ def seconds_of(advice: RetryAdvice) -> tuple[float | None, ...]:
         ({"retry-after": "Thursday, 01-Jan-26 00:00:07 GMT"}, 7, None),
         ({"retry-after": "Thu Jan  1 00:00:07 2026"}, 7, None),
         ({"retry-after": "Wed, 31 Dec 2025 23:59:00 GMT"}, 0, None),
-        # the server's own date is what its other dates are meant by
+        # other dates are relative to the server's own date
         ({"retry-after": MOMENT, "date": "Thu, 01 Jan 2026 00:00:03 GMT"}, 4, None),
         ({"retry-after": MOMENT, "date": "garbled"}, 7, None),
         # text that is not a time is ignored
@@ -508,13 +508,13 @@ def seconds_of(advice: RetryAdvice) -> tuple[float | None, ...]:
         ({"ratelimit": "limit=100, remaining=4, reset=5"}, 5, 0),
         # draft 6
         ({"ratelimit-remaining": "0", "ratelimit-reset": "5"}, 5, 5),
-        # the oldest: a moment, or seconds
+        # the oldest headers: a point in time, or seconds
         ({"x-ratelimit-remaining": "0", "x-ratelimit-reset": str(NOW_S + 8)}, 8, 8),
         ({"x-ratelimit-remaining": "3", "x-ratelimit-reset": str(NOW_S + 8)}, 8, 0),
         ({"x-ratelimit-remaining": "0", "x-ratelimit-reset": "8"}, 8, 8),
         ({"x-ratelimit-reset": str(NOW_S - 8)}, 0, None),
         ({"x-ratelimit-remaining": "-1"}, None, None),
-        # the standard one goes before the draft, and the draft before the oldest
+        # the standard header takes precedence over the draft, and the draft over the oldest
         ({"retry-after": "2", "ratelimit": '"a";r=0;t=5'}, 2, 5),
         ({"ratelimit": '"a";r=0;t=5', "x-ratelimit-reset": str(NOW_S + 60)}, 5, 5),
         ({"ratelimit": "garbled", "x-ratelimit-reset": str(NOW_S + 60)}, 60, None),
@@ -523,7 +523,7 @@ def seconds_of(advice: RetryAdvice) -> tuple[float | None, ...]:
 def test_each_header_is_read(
     headers: dict[str, str], wait_s: float | None, spent_s: float | None
 ) -> None:
-    """And the order of precedence between them."""
+    """Several headers have an order of precedence."""
     assert seconds_of(retry_advice_of(headers, NOW_NS)) == (wait_s, spent_s)
 
 
@@ -535,7 +535,7 @@ def test_fractions_round_up() -> None:
 
 NAMES = ["retry-after", "date", "ratelimit", "ratelimit-remaining", "ratelimit-reset"]
 NAMES += ["x-ratelimit-remaining", "x-ratelimit-reset"]
-# Pieces that headers are made of, so that random texts come close to real ones.
+# Parts of real headers, so that random texts are similar to real ones.
 PIECES = ["0", "5", "1767225700", "r=", "t=", ";", ",", '"', "\\", " ", "=", "remaining", "reset"]
 PIECES += [
     "GMT",
@@ -566,7 +566,7 @@ def test_any_headers_are_read(headers: dict[str, str], now_ns: int) -> None:
     st.dictionaries(st.sampled_from(NAMES[2:]), TEXTS),
 )
 def test_the_wait_is_never_less_than_requested(seconds: object, others: dict[str, str]) -> None:
-    """At most 1 ns more than Retry-After, whatever the other headers are."""
+    """It is at most 1 ns longer than Retry-After, for any other headers."""
     text = format(seconds, "f")
     wait_ns = retry_advice_of({**others, "retry-after": text}, NOW_NS).wait_ns
     assert wait_ns is not None

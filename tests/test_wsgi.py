@@ -25,7 +25,7 @@ NOW_S = 1_767_225_600
 
 
 class Got:
-    """What a server got from one request, having done all that a server does."""
+    """The response to one request, read and closed as a server does."""
 
     def __init__(self, app: Any, environ: dict[str, Any]) -> None:
         self.starts: list[tuple[str, list[tuple[str, str]], Any]] = []
@@ -78,7 +78,7 @@ def limited(app: Any = hello, limits: str = "2/minute", **options: Any) -> RateL
 
 
 def remaining(limit: RateLimit) -> int:
-    """What the caller of these tests has left."""
+    """Return the remaining units of the test client."""
     key = limit.enforcer._keys.of(WsgiRequest(environ_of()))
     return int(limit.enforcer._limiter.peek(key).remaining)
 
@@ -132,7 +132,7 @@ def test_a_denied_head_has_no_body() -> None:
 
 
 def test_each_client_has_its_own_count() -> None:
-    """By address, unless `key` selects something else."""
+    """Clients are counted by address, unless `key` selects something else."""
     limit = limited(limits="1/minute", key=["header:X-API-Key", "address"])
     statuses = [
         Got(limit, environ_of(**more)).status
@@ -176,7 +176,7 @@ def test_an_invalid_key_is_a_400() -> None:
 
 
 def test_on_limit_returns_the_response() -> None:
-    """A WSGI application, an HttpAnswer, or None; our headers are added."""
+    """It may be a WSGI application, an HttpAnswer or None; our headers are added."""
 
     def teapot(environ: Any, start_response: Any) -> Iterable[bytes]:
         start_response("418 I'm a Teapot", [("X-RateLimited", "yes")])
@@ -237,7 +237,7 @@ def test_the_style_selects_the_headers() -> None:
     ],
 )
 def test_wrong_options_are_rejected(options: dict[str, Any], words: str) -> None:
-    """When the application is made, not at its first request."""
+    """The error is raised when the application is created, not at its first request."""
     with pytest.raises(ConfigError, match=words):
         RateLimit(hello, **options)
 
@@ -255,7 +255,7 @@ def test_the_standard_librarys_validator_finds_nothing() -> None:
 
 
 def test_a_complete_body_is_returned_as_it_is() -> None:
-    """A list, so that the server knows its length; a file, so that the kernel can send it."""
+    """A list keeps its known length, and the kernel can send a file."""
     body = [b"a"]
 
     def app(environ: Any, start_response: Any) -> Iterable[bytes]:
@@ -275,7 +275,7 @@ def test_a_complete_body_is_returned_as_it_is() -> None:
 
 
 def test_a_file_of_another_kind_is_closed() -> None:
-    """If the server has no wrapper, or the application uses another."""
+    """This applies if the server has no wrapper, or the application uses another."""
     file = io.BytesIO(b"x" * 20_000)
 
     def app(environ: Any, start_response: Any) -> Iterable[bytes]:
@@ -335,7 +335,7 @@ def test_exc_info_is_passed() -> None:
 
 
 def test_close_is_called_once_and_its_error_is_raised() -> None:
-    """However the response ended."""
+    """This holds however the response ended."""
 
     class Body:
         closed = 0
@@ -460,7 +460,7 @@ def test_skipped_requests_are_not_counted() -> None:
 
 
 def test_nested_middlewares_give_one_answer() -> None:
-    """All policies in one header; a request that one denies is free in both."""
+    """One header lists all policies; a request that one limit denies is free in both."""
     clock = ManualClock(NOW_S)
     inner = limited(limits="1/minute", name="inner", clock=clock)
     outer = RateLimit(inner, limits="5/minute", name="outer", clock=clock)
@@ -474,7 +474,7 @@ def test_nested_middlewares_give_one_answer() -> None:
 
 
 def test_a_rejection_further_in_costs_nothing_outside() -> None:
-    """Also if it is a 400 or a 422 instead of a denial."""
+    """This holds for a 400 and a 422 as well as for a denial."""
     inner = limited(cost=lambda request: 3)
     outer = limited(inner, limits="5/minute")
     assert Got(outer, environ_of()).status == 422

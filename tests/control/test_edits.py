@@ -35,7 +35,7 @@ def test_assign_changes_one_subject() -> None:
 
 
 def test_unassign_removes_one_subject() -> None:
-    """The others stay."""
+    """The other subjects stay."""
     assert edits.unassign(DOCUMENT, "user:42").assign == {"tenant:acme": "pro"}
 
 
@@ -87,7 +87,7 @@ def test_removing_a_missing_override_raises(whose: tuple[str, str, str | None], 
 
 
 def test_tiers_are_changed_in_place_and_added_at_the_end() -> None:
-    """So the text of the other tiers does not move."""
+    """The text of the other tiers does not move."""
     changed = edits.set_tier(DOCUMENT, "free", PRO).tiers
     assert list(changed.items()) == [("free", PRO), ("pro", PRO)]
     assert list(edits.set_tier(DOCUMENT, "max", PRO).tiers) == ["free", "pro", "max"]
@@ -135,7 +135,7 @@ def test_a_missing_rule_raises() -> None:
 
 
 def test_remove_rule() -> None:
-    """By its id."""
+    """The rule is found by its id."""
     assert [rule.id for rule in edits.remove_rule(THREE, "b").rules] == ["a", "c"]
 
 

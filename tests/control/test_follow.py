@@ -75,7 +75,7 @@ def versioned(limit: int) -> VersionedDocument:
 
 
 class ScriptedSource:
-    """A source that returns what a test sets."""
+    """A source that returns the version that a test sets."""
 
     name = "scripted"
 
@@ -347,7 +347,7 @@ def test_a_limiter_without_rules_has_no_status() -> None:
 
 @pytest.mark.parametrize("poll", [0, 0.01, 1e9, float("nan"), "1", None, True])
 def test_an_invalid_poll_interval_is_rejected(poll: Any) -> None:
-    """Before any rules are read."""
+    """The error is raised before any rules are read."""
     with pytest.raises(ConfigError, match=r"is not a number of seconds from 0\.05 to 3600"):
         Limiter.from_rules("no such file", poll=poll)
 
@@ -355,7 +355,7 @@ def test_an_invalid_poll_interval_is_rejected(poll: Any) -> None:
 def test_a_snapshot_is_kept_up_to_date(
     source: ScriptedSource, opened: Limiters, tmp_path: Path
 ) -> None:
-    """At the start, and with every version that comes into force."""
+    """It is saved at the start, and with every version that comes into force."""
     path = tmp_path / "rules.snapshot"
     opened(snapshot=path)
     kept = snapshot.load(path)
@@ -595,7 +595,7 @@ async def test_an_invalid_file_is_rejected_with_its_line(disk: DocumentFile) -> 
 
 
 async def test_a_missing_file_raises(disk: DocumentFile) -> None:
-    """At the start and later."""
+    """This holds at the start and later."""
     disk.remove()
     for known in ("", "0123456789ab"):
         with pytest.raises(DocumentError, match="cannot be read: No such file"):
@@ -603,7 +603,7 @@ async def test_a_missing_file_raises(disk: DocumentFile) -> None:
 
 
 async def test_a_changed_file_is_a_hint(disk: DocumentFile) -> None:
-    """After a write in place, a rename, and a removal."""
+    """A hint follows a write in place, a rename, and a removal."""
     source = FileSource(disk.path)
     hints = source.hints()
     waiting = asyncio.create_task(next_of(hints))
@@ -646,7 +646,7 @@ async def test_a_database_without_rules_is_an_error(tmp_path: Path) -> None:
     ],
 )
 def test_paths_and_database_urls_have_a_source(rules: object, kind: type) -> None:
-    """A text, data or a Document has none."""
+    """A text, data and a Document have no source."""
     assert type(source_of(rules)) is kind
 
 
@@ -660,7 +660,7 @@ def test_paths_and_database_urls_have_a_source(rules: object, kind: type) -> Non
     ],
 )
 def test_names_of_sources_contain_no_secret(url: str, shown: str) -> None:
-    """Neither an escaped password nor one that should have been escaped."""
+    """It has neither an escaped password nor one that should have been escaped."""
     assert without_secrets(url) == shown
     assert RepositorySource(url).name == shown
 
@@ -671,7 +671,7 @@ def test_a_store_without_a_channel_announces_nothing() -> None:
 
 
 def test_poll_intervals_differ_by_a_fifth() -> None:
-    """So that the nodes of a fleet do not poll together."""
+    """The nodes of a fleet therefore do not poll at the same time."""
     periods = {follow._jittered(10) for _ in range(100)}
     assert len(periods) > 50
     assert 10 * (1 - JITTER) <= min(periods) < max(periods) <= 10 * (1 + JITTER)

@@ -73,7 +73,7 @@ async def test_invalid_arguments_are_rejected(
 
 @pytest.mark.parametrize("limit", [0, -1, 1_001, True, "5"])
 async def test_page_sizes_are_checked(repository: Repository, limit: Any) -> None:
-    """From 1 to 1,000."""
+    """A page has from 1 to 1,000 entries."""
     for page in (repository.history, repository.audit):
         with pytest.raises(ConfigError, match=r"is not from 1 to 1,000; try limit=50"):
             await page(limit=limit)

@@ -59,7 +59,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_load_returns_the_saved_version(path: Path) -> None:
-    """With its document, its version and its source."""
+    """Its document, its version and its source are kept."""
     save(path, "12", DOCUMENT, "sqlite:///rules.db")
     found = load(path)
     assert found is not None
@@ -105,7 +105,7 @@ def test_only_the_owner_may_read_the_snapshot(path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [0, 1, 10, 27, 28, 60, 130, -1])
 def test_a_truncated_snapshot_is_rejected(path: Path, cut: int) -> None:
-    """Wherever it is cut off, no part of it is used."""
+    """No part of a truncated snapshot is used."""
     save(path, "1", DOCUMENT, "")
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(ConfigError, match=r"rules\.snapshot' is not used: "):
@@ -113,7 +113,7 @@ def test_a_truncated_snapshot_is_rejected(path: Path, cut: int) -> None:
 
 
 def test_one_changed_byte_is_detected(path: Path) -> None:
-    """Wherever it is, the snapshot is rejected."""
+    """A changed byte at any position makes the snapshot invalid."""
     save(path, "1", DOCUMENT, "")
     whole = path.read_bytes()
     for position in range(len(whole)):
@@ -163,7 +163,7 @@ def test_a_failed_save_leaves_no_file(path: Path) -> None:
 
 
 def test_a_path_where_no_snapshot_can_be_written_is_rejected(tmp_path: Path) -> None:
-    """At the start, not when the snapshot is needed."""
+    """The error is raised at the start, not when the snapshot is needed."""
     check_place(tmp_path / "rules.snapshot")
     for wrong in (tmp_path, tmp_path / "no" / "rules.snapshot"):
         with pytest.raises(ConfigError, match="is not a file in a folder that exists"):

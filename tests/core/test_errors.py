@@ -94,7 +94,7 @@ def test_one_of_each_is_tested_here() -> None:
 
 
 def test_only_config_errors_are_value_errors() -> None:
-    """`except ValueError` around a constructor catches only what the caller must fix."""
+    """`except ValueError` around a constructor catches only errors that the caller must fix."""
     for kind in _classes().values():
         assert issubclass(kind, ValueError) == issubclass(kind, ConfigError)
 
@@ -159,13 +159,13 @@ class Unprintable:
     ids=range(7),
 )
 def test_values_are_shown(value: object, shown: str) -> None:
-    """Up to 100 characters whole, longer ones by both ends, and never with an error."""
+    """Up to 100 characters are shown whole, longer values by both ends; no value raises."""
     assert errors.show(value) == shown
     assert len(shown) <= 100
 
 
 def test_a_conflict_names_both_versions() -> None:
-    """The caller's version, the current version and what to do; also without a version."""
+    """It names the caller's version, the current version and the remedy, also without a version."""
     assert str(VersionConflict(3, 4)) == (
         "the change is based on version 3, but now version 4 is in force; "
         "look at what has changed, then repeat the change on that version"
@@ -176,7 +176,7 @@ def test_a_conflict_names_both_versions() -> None:
 
 
 def test_an_unsafe_change_lists_what_was_found() -> None:
-    """One line each, up to 20; then how many more there are."""
+    """Up to 20 have a line each; the last line counts the rest."""
     assert str(UnsafeChange((FINDING,))) == (
         'deny[0]: "*": everyone is denied; use a narrower entry, or force it'
     )

@@ -37,7 +37,7 @@ DAY = 86_400
         (60.0, 60_000_000_000, 60),
         (0.001, 1_000_000, 0.001),
         (1.5, 1_500_000_000, 1.5),
-        (0.1 + 0.2, 300_000_000, 0.3),  # floats mean what was meant, to the nearest nanosecond
+        (0.1 + 0.2, 300_000_000, 0.3),  # a float is rounded to the nearest nanosecond
         (366 * DAY, 31_622_400_000_000_000, 366 * DAY),
         (timedelta(hours=1), 3_600_000_000_000, 3600),
         (timedelta(milliseconds=1), 1_000_000, 0.001),
@@ -45,7 +45,7 @@ DAY = 86_400
     ],
 )
 def test_windows(per: Any, window_ns: int, plain: float) -> None:
-    """Seconds or a timedelta; stored as whole nanoseconds, shown as plain seconds."""
+    """It is given in seconds or as a timedelta, stored in nanoseconds and shown in seconds."""
     limit = Limit(1, per=per)
     assert (limit.window_ns, limit.per, limit.window) == (window_ns, plain, float(plain))
     assert type(limit.per) is type(plain)
@@ -133,7 +133,7 @@ def test_the_logs_limit_is_lower() -> None:
     ],
 )
 def test_capacity(limit: Limit, capacity: int) -> None:
-    """Limit + burst, or the given capacity."""
+    """It is limit + burst, or the given capacity."""
     assert limit.capacity == capacity
 
 
@@ -156,7 +156,7 @@ def test_capacity(limit: Limit, capacity: int) -> None:
     ids=repr,
 )
 def test_arguments_that_contradict_each_other(fields: dict[str, Any], problem: str) -> None:
-    """The error says why they do."""
+    """The error gives the reason."""
     with pytest.raises(ConfigError) as caught:
         Limit(10, per=60, **fields)
     assert problem in str(caught.value)
@@ -164,7 +164,7 @@ def test_arguments_that_contradict_each_other(fields: dict[str, Any], problem: s
 
 
 def test_an_empty_bucket_is_full_within_a_century() -> None:
-    """So that every time fits 64 bits: 100 windows of 366 days are allowed, 101 are not."""
+    """Every time must fit 64 bits: 100 windows of 366 days are allowed, 101 are not."""
     assert Limit(1, per=366 * DAY, capacity=100).capacity == 100
     with pytest.raises(ConfigError, match="more than a century to refill at 1 per 31622400 s"):
         Limit(1, per=366 * DAY, capacity=101)
@@ -226,7 +226,7 @@ def test_the_same_limit_written_two_ways_is_equal() -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
 def test_limits_are_values(algorithm: AlgorithmName) -> None:
-    """Equal by content, hashable, frozen, and equal after pickling."""
+    """It is compared by content, hashable, frozen, and equal after pickling."""
     limit = Limit(5, per=60, algorithm=algorithm, name="n")
     assert limit == Limit(5, per=timedelta(minutes=1), algorithm=algorithm, name="n")
     assert hash(limit) == hash(copy.copy(limit))
@@ -234,7 +234,7 @@ def test_limits_are_values(algorithm: AlgorithmName) -> None:
     assert again == limit
     assert again.window_ns == limit.window_ns
     with pytest.raises(dataclasses.FrozenInstanceError):
-        limit.limit = 6  # type: ignore[misc]  # that it fails is the test
+        limit.limit = 6  # type: ignore[misc]  # this is the tested case
 
 
 @given(
@@ -250,7 +250,7 @@ def test_the_refill_is_exact_and_in_lowest_terms(units: int, per: timedelta) -> 
 
 @pytest.mark.parametrize("name", ["", "login", "a b/c", "naïve 日本", "x" * 128])
 def test_valid_names(name: str) -> None:
-    """Printable text of up to 128 characters."""
+    """It is printable text of up to 128 characters."""
     check_name("name", name)
     assert Limit(1, per=1, name=name).name == name
 
@@ -273,7 +273,7 @@ def test_all_fields_of_a_request_are_optional() -> None:
 def test_a_request_is_frozen() -> None:
     """No field can be changed."""
     with pytest.raises(dataclasses.FrozenInstanceError):
-        Request(user="42").user = "root"  # type: ignore[misc]  # that it fails is the test
+        Request(user="42").user = "root"  # type: ignore[misc]  # this is the tested case
 
 
 def test_equal_requests_have_equal_hashes() -> None:
@@ -361,8 +361,8 @@ def test_a_decision_prints_as_one_line(decision: Decision, shown: str) -> None:
 
 
 def test_the_docstrings_example_is_true() -> None:
-    """With 10/second: the 4th of 4 requests at one instant, and the 11th."""
-    from tollkeeper import Limiter  # noqa: PLC0415 - the path is not this file's business
+    """With 10/second, it explains the 4th of 4 requests at one instant, and the 11th."""
+    from tollkeeper import Limiter  # noqa: PLC0415 - only this test needs a limiter
     from tollkeeper.testing import ManualClock  # noqa: PLC0415 - same
 
     limiter = Limiter("10/second", clock=ManualClock())

@@ -16,7 +16,7 @@ from tollkeeper.core.rates import EXAMPLE, LIMITS_MAX, TEXT_LENGTH_MAX, UNIT_NS
 
 MINUTE, HOUR, DAY, WEEK = 60, 3_600, 86_400, 7 * 86_400
 
-# Spelled out rather than taken from the source: this is what each spelling means, in ns.
+# The meaning of each spelling in ns, written out here instead of imported from the source.
 SPELLINGS = {
     1_000_000: ["ms", "millisecond", "milliseconds"],
     1_000_000_000: ["s", "sec", "secs", "second", "seconds"],
@@ -63,7 +63,7 @@ SPELLINGS = {
     ],
 )
 def test_valid_strings(text: str, limit: Limit) -> None:
-    """Each is read as this one limit."""
+    """Each string is parsed as this limit."""
     assert parse_limit(text) == limit
     assert parse_limits(text) == (limit,)
 
@@ -86,7 +86,7 @@ def test_several_keep_their_order(text: str, limits: tuple[Limit, ...]) -> None:
 
 
 def test_every_spelling_of_every_unit() -> None:
-    """These and no others, also in upper case."""
+    """Only these are accepted, also in upper case."""
     assert {
         spelling: ns for ns, spellings in SPELLINGS.items() for spelling in spellings
     } == UNIT_NS

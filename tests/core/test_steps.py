@@ -46,7 +46,7 @@ def test_each_call_returns_its_result_to_the_step(drive: Driver) -> None:
 
 
 def test_awaitable_results_are_awaited() -> None:
-    """The asyncio driver awaits what a coroutine function returns."""
+    """The asyncio driver awaits the coroutine of a coroutine function."""
     assert asyncio.run(run_async(doubled(double_later))) == 6
 
 

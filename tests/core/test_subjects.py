@@ -189,7 +189,7 @@ def test_invalid_by(by: Any, problem: str) -> None:
 
 
 def test_the_bounds_are_those_of_the_documentation() -> None:
-    """512 characters, 16 parts."""
+    """A key has at most 512 characters and 16 parts."""
     assert (KEY_LENGTH_MAX, PARTS_MAX) == (512, 16)
 
 

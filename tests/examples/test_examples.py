@@ -1,4 +1,4 @@
-"""The examples are programs that check themselves; here they are run as a reader would."""
+"""The examples check themselves; these tests run them as a reader would."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.parametrize("name", names())
 def test_an_example_runs_and_finds_itself_right(name: str) -> None:
-    """Exit status 0, something said, and no warning or traceback."""
+    """It exits with status 0 and prints output without a warning or traceback."""
     done = run(EXAMPLES / name, *BRIEF.get(name, []))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout
@@ -49,14 +49,14 @@ def test_an_example_runs_and_finds_itself_right(name: str) -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
 def test_live_keeps_every_client_within_the_bound(algorithm: str) -> None:
-    """With each algorithm; exit status 1 would say that a client got more."""
+    """This holds for each algorithm; exit status 1 would mean that a client got more."""
     done = run(LIVE, "--seconds", "0.7", "--algorithm", algorithm, "--limits", "4/200ms; 7/second")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count(": within") == 4
 
 
 def test_live_explains_a_wrong_limit() -> None:
-    """Exit status 2, the place of the mistake and a right example; no traceback."""
+    """It exits with status 2 and shows the position of the error and a correct example."""
     done = run(LIVE, "--limits", "5/fortnight")
     assert done.returncode == 2
     assert "expected a unit" in done.stderr
@@ -64,7 +64,7 @@ def test_live_explains_a_wrong_limit() -> None:
 
 
 def test_live_ends_on_ctrl_c_with_its_summary() -> None:
-    """Interrupted after its first line, it says what was admitted and exits 0."""
+    """Interrupted after its first line, it prints the admitted requests and exits with 0."""
     process = subprocess.Popen(
         [sys.executable, str(LIVE), "--seconds", "50"],
         stdout=subprocess.PIPE,
@@ -80,7 +80,7 @@ def test_live_ends_on_ctrl_c_with_its_summary() -> None:
 
 
 def test_live_redraws_a_terminal_in_place_and_leaves_it_as_it_was() -> None:
-    """The cursor goes up over the last frame, is hidden meanwhile, and comes back."""
+    """The cursor is hidden, moves up over the last frame, and is shown again at the end."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, str(LIVE), "--seconds", "0.5"],
@@ -91,7 +91,7 @@ def test_live_redraws_a_terminal_in_place_and_leaves_it_as_it_was() -> None:
     )
     os.close(theirs)
     shown = bytearray()
-    # On Linux, reading a terminal that nobody holds open any more is an I/O error, not the end.
+    # On Linux, reading a terminal that no process has open is an I/O error, not end of file.
     try:
         while chunk := os.read(ours, 65_536):
             shown += chunk

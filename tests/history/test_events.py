@@ -88,14 +88,14 @@ def test_a_cost_fits_every_database() -> None:
 
 
 def test_of_several_rules_the_one_that_decided_is_recorded() -> None:
-    """With the subject that it counts."""
+    """The row has the subject that the rule counts."""
     request = Request(user="42", tenant="acme", method="get")
     found = event(request, times=2)
     assert (found.rule, found.subject) == ("tenants", f"tenant:acme{PART}method:GET")
 
 
 def test_a_result_has_the_subject_and_units_of_each_rule() -> None:
-    """Usage is made of them."""
+    """Usage is computed from them."""
     limiter = Limiter.from_rules(RULES)
     result = limiter.evaluate(Request(user="42", tenant="acme", method="get"))
     assert result.counted == (("user:42", 2), (f"tenant:acme{PART}method:GET", 1))
@@ -138,7 +138,7 @@ def test_a_long_list_of_shadow_rules_is_cut() -> None:
 
 
 def test_the_separator_is_the_one_that_subjects_have() -> None:
-    """It is written down twice, because a stage imports no other."""
+    """Both stages define it, because one does not import the other."""
     assert PART == SEPARATOR
 
 
@@ -200,7 +200,7 @@ def test_take_returns_the_oldest_buckets_sorted() -> None:
 def test_sums_by_rule_and_minute_are_exact(
     added: list[tuple[tuple[str, str, int], list[int]]], buckets_max: int
 ) -> None:
-    """Whatever the order, and however few buckets there are."""
+    """This holds for any order and any number of buckets."""
     usage = UsageBuckets(buckets_max)
     true: dict[tuple[str, int], list[int]] = {}
     for bucket, counts in added:

@@ -34,7 +34,7 @@ def report(subject: str) -> WorkerReport:
 
 
 def test_workers_read_the_reports_of_the_others(tmp_path: Path) -> None:
-    """Unchanged, and without their own."""
+    """Each worker reads the others' reports unchanged, and not its own."""
     one, two = ReportFolder(tmp_path, number=1), ReportFolder(tmp_path)
     one.publish(report("user:1"))
     two.publish(report("user:2"))
@@ -67,7 +67,7 @@ def test_reports_of_dead_workers_are_removed(tmp_path: Path) -> None:
 
 
 def test_unreadable_reports_are_skipped(tmp_path: Path) -> None:
-    """A truncated file, an unknown format, another name."""
+    """Examples are a truncated file, an unknown format and another name."""
     (tmp_path / "1.live").write_bytes(b"\x83half")
     (tmp_path / "notes.live").write_bytes(b"")
     ReportFolder(tmp_path, number=os.getppid()).publish(report("user:3"))
@@ -78,7 +78,7 @@ def test_unreadable_reports_are_skipped(tmp_path: Path) -> None:
 
 COUNTERS = 8
 
-# Streams in batches: few who come often, many who come seldom.
+# Streams in batches: a few items are frequent, and many are rare.
 who = st.one_of(st.integers(0, 5), st.integers(6, 200))
 batches = st.lists(st.lists(who, max_size=60), max_size=20)
 
@@ -144,7 +144,7 @@ def test_the_bounds_hold_for_decayed_counts(stream: list[tuple[list[int], float]
 
 
 def test_memory_is_bounded() -> None:
-    """However many items occur, the number of counters is limited."""
+    """The number of counters is limited for any number of items."""
     sketch: Sketch[int] = Sketch(COUNTERS)
     for start in range(0, 10_000, 1_000):
         sketch.add(dict.fromkeys(range(start, start + 1_000), 1.0), now_s=0)

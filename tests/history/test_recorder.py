@@ -83,7 +83,7 @@ async def noted(recorder: Recorder, limiter: AsyncLimiter, *requests: Request) -
 
 
 async def test_usage_matches_the_decisions(make: Make, limiter: AsyncLimiter, url: str) -> None:
-    """By subject and units of each rule; a denial counts for the rule that denied."""
+    """Usage is by subject and units of each rule; a denial counts for the rule that denied."""
     recorder = make(share=0.0)
     await recorder.start()
     both = Request(user="bob", tenant="acme")
@@ -129,7 +129,7 @@ async def test_a_denied_atomic_batch_is_no_usage(
 async def test_a_share_of_the_allowed_requests_is_logged(
     make: Make, limiter: AsyncLimiter, url: str, share: float, kept: int
 ) -> None:
-    """None or all; what a rule in shadow mode would deny is always logged."""
+    """None or all are logged; denials of shadow rules are always logged."""
     recorder = make(share=share)
     await recorder.start()
     await noted(recorder, limiter, *(Request(ip=f"192.0.2.{number}") for number in range(5)))
@@ -144,7 +144,7 @@ async def test_a_share_of_the_allowed_requests_is_logged(
 
 
 async def test_a_sample_has_about_its_share(make: Make, limiter: AsyncLimiter) -> None:
-    """A tenth of five thousand; six sigmas off would happen once in 10^9 runs."""
+    """A tenth of five thousand is logged; a deviation of six sigmas is a one-in-10^9 event."""
     recorder = make(share=0.1)
     result = await limiter.evaluate(Request())
     for _ in range(5_000):
@@ -182,7 +182,7 @@ async def test_the_buffers_are_bounded_in_bytes(make: Make, limiter: AsyncLimite
 async def test_subjects_are_hashed_everywhere(
     make: Make, limiter: AsyncLimiter, url: str, tmp_path: Path
 ) -> None:
-    """In usage, in decisions and among the busiest subjects."""
+    """This holds for usage, decisions and the busiest subjects."""
     recorder = make(subjects="hashed")
     await recorder.start()
     await noted(recorder, limiter, ANN, ANN, ANN)
@@ -198,7 +198,7 @@ async def test_subjects_are_hashed_everywhere(
 async def test_reports_of_workers_are_merged(
     make: Make, limiter: AsyncLimiter, tmp_path: Path
 ) -> None:
-    """Each worker adds up the reports of those that are alive."""
+    """Each worker adds up the reports of the running workers."""
     one = make(live=ReportFolder(tmp_path, number=1))
     # Process 1 always exists.
     two = make(live=ReportFolder(tmp_path))
@@ -220,7 +220,7 @@ async def test_reports_of_workers_are_merged(
 
 
 async def test_the_number_of_drops_never_decreases(make: Make, limiter: AsyncLimiter) -> None:
-    """Not even between the hand-over and the thread."""
+    """It stays the same while a batch is between the recorder and the writing thread."""
     recorder = make()
     recorder._usage = UsageBuckets(buckets_max=0, others_max=0)
     recorder._buckets = recorder._usage.buckets
@@ -236,7 +236,7 @@ async def test_the_number_of_drops_never_decreases(make: Make, limiter: AsyncLim
 def test_a_missing_report_folder_is_logged_once(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And once more after it existed in between; not every second."""
+    """The warning is repeated only if the folder existed in between."""
     recorder = make(live=ReportFolder(tmp_path / "run"))
     for _ in range(2):
         recorder._publish()

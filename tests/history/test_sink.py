@@ -44,7 +44,7 @@ async def test_everything_is_written_once(url: str) -> None:
 
 
 async def test_counts_of_several_writers_add_up(url: str) -> None:
-    """Several at a time, to the same buckets, repeatedly."""
+    """Several sinks write to the same buckets at the same time, repeatedly."""
 
     async def write() -> None:
         sink = Sink(Database(url))
@@ -85,7 +85,7 @@ async def test_a_committed_batch_is_not_added_again(
 
 
 async def test_decisions_that_do_not_fit_are_dropped_and_counted(url: str) -> None:
-    """The oldest stay."""
+    """The oldest records stay."""
     sink = Sink(Database(url))
     sink.offer([event(number) for number in range(EVENTS_MAX - 1)])
     sink.offer([event(number) for number in range(EVENTS_MAX, EVENTS_MAX + 5)])
@@ -176,8 +176,8 @@ async def test_tables_of_a_later_version_are_rejected(url: str) -> None:
     await sink.close()
 
 
-async def test_the_loop_writes_what_is_due(url: str) -> None:
-    """Many decisions at once, usage when its interval has passed."""
+async def test_the_loop_writes_due_records(url: str) -> None:
+    """Many decisions are written at once, and usage when its interval has passed."""
     sink = Sink(Database(url), pace=QUICK)
     running = asyncio.create_task(sink.run())
     now_s = int(time.time())  # old rows would be trimmed

@@ -37,7 +37,7 @@ def sink_and_trimmer(url: str) -> tuple[Sink, Trimmer]:
 
 
 async def test_minutes_become_hours_when_they_are_a_day_old(url: str) -> None:
-    """Whole hours only; late counts are added to the existing hour."""
+    """Only whole hours are combined; late counts are added to the existing hour."""
     sink, trimmer = sink_and_trimmer(url)
     old_s = NOW_S - 2 * DAY
     for minute in range(90):
@@ -59,7 +59,7 @@ async def test_minutes_become_hours_when_they_are_a_day_old(url: str) -> None:
 
 
 async def test_old_rows_are_removed(url: str) -> None:
-    """Decisions after 7 days, usage after 90."""
+    """Decisions are removed after 7 days, usage after 90."""
     sink, trimmer = sink_and_trimmer(url)
     for days in (6, 8):
         sink.offer([event((NOW_S - days * DAY) * 10**6)])
@@ -82,7 +82,7 @@ async def test_trimming_works_in_steps(url: str, monkeypatch: pytest.MonkeyPatch
         sink.usage.add((f"user:{number % 5}", "orders", NOW_S // 60 - 3_000 - number), [1, 1, 1])
     await sink.finish()
     assert await trimmer.trim(NOW_S)
-    while trimmer.is_behind:  # at once, and not in a minute
+    while trimmer.is_behind:  # at once, instead of a minute later
         assert await trimmer.trim(NOW_S)
     assert await rows(url, "SELECT count(*) FROM tollkeeper_decisions") == [(0,)]
     sums = "SELECT min(step_s), sum(allowed), sum(denied), sum(units) FROM tollkeeper_usage"
@@ -93,7 +93,7 @@ async def test_trimming_works_in_steps(url: str, monkeypatch: pytest.MonkeyPatch
 async def test_trimming_continues_after_the_next_batch(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many rows have become old."""
+    """This holds for any number of old rows."""
     monkeypatch.setattr(tables, "STEP_ROWS", 10)
     quick = WritePace(write_seconds=0.01, usage_seconds=0.01, batch_seconds=0)
     sink = Sink(Database(url), pace=quick, now_ns=lambda: NOW_S * 10**9)

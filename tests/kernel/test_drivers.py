@@ -16,8 +16,10 @@ def run(driver: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_random_calls_and_damaged_files_pass_the_sanitizers(tmp_path: Path) -> None:
-    """Millions of random calls, a third of them on a file with random bytes overwritten: no address
-    error, no undefined behaviour, no leak, no hang."""
+    """Millions of random calls cause no address error, undefined behaviour, leak or hang.
+
+    A third of them use a file with random bytes overwritten.
+    """
     done = run(build("random_driver.c", tmp_path, *SANITIZED), tmp_path, 1, ROUNDS)
     assert done.returncode == 0, done.stderr[-4_000:]
     assert done.stdout == f"{ROUNDS} rounds of 20000 steps\n"
@@ -26,7 +28,7 @@ def test_random_calls_and_damaged_files_pass_the_sanitizers(tmp_path: Path) -> N
 def test_a_process_killed_at_any_instruction_charges_completely_or_not_at_all(
     tmp_path: Path,
 ) -> None:
-    """Every machine instruction of a check: new and known keys, logs, several limits, grants."""
+    """A check survives SIGKILL at any instruction: new and known keys, logs, limits, grants."""
     done = run(build("kill_driver.c", tmp_path, "-O2"), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr[-4_000:]
     assert "killed inside the lock" in done.stdout

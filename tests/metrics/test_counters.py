@@ -46,7 +46,7 @@ def snapshot(**values: float) -> MetricsSnapshot:
 
 
 def test_names_follow_the_conventions_of_prometheus() -> None:
-    """Lower case, full unit names at the end, and labels that are not keys."""
+    """Names are lower case and end with a full unit name; no label is a key."""
     assert len(BY_NAME) == len(FAMILIES)
     for family in FAMILIES:
         assert re.fullmatch(r"[a-z]+(_[a-z]+)*", family.name)
@@ -57,7 +57,7 @@ def test_names_follow_the_conventions_of_prometheus() -> None:
 
 
 def test_the_documentation_lists_every_metric() -> None:
-    """Each with its labels, and no other."""
+    """Each has exactly its declared labels."""
     page = (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(tollkeeper_\w+)` \| ([a-z, ]*)\|", page, re.MULTILINE)
     told = {name: tuple(filter(None, labels.strip().split(", "))) for name, labels in rows}
@@ -65,7 +65,7 @@ def test_the_documentation_lists_every_metric() -> None:
 
 
 def test_counters_are_added_and_the_worst_gauge_is_reported() -> None:
-    """As each family is merged; values of only one process stay."""
+    """Each family is merged in its own way; values of only one process stay."""
     one = snapshot(denied_cache_hits=3, rules_age_seconds=1.5, start_time_seconds=100)
     one.histograms["decision_seconds"] = [1] * LENGTH
     other = snapshot(denied_cache_hits=4, rules_age_seconds=9.5, start_time_seconds=90)
@@ -103,7 +103,7 @@ def test_only_the_counts_of_a_dead_worker_remain() -> None:
     )
 )
 def test_counts_by_rule_never_go_down(seen: list[dict[str, tuple[int, ...]]]) -> None:
-    """Whatever rules are added, removed and compiled again."""
+    """This holds while rules are added, removed and compiled again."""
     lasting = RuleTotals()
     told: dict[str, list[int]] = {}
     for now in seen:
@@ -138,7 +138,7 @@ def test_the_number_of_rule_names_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_counts_of_the_service() -> None:
-    """Requests by route and status, calls by code, and durations of checks."""
+    """It counts requests by route and status, calls by code, and durations of checks."""
     own = Counters()
     own.requests["/v1/check", 200] = 3
     own.grpc_requests["OK"] = 2
@@ -152,7 +152,7 @@ def test_counts_of_the_service() -> None:
 
 
 def test_the_counts_of_a_limiter_are_read() -> None:
-    """By rule, outcome and source, with its lists and the status of its rules."""
+    """Checks are counted by rule, outcome and source; lists and the rules' status are included."""
     with Limiter.from_rules(RULES, clock=ManualClock()) as limiter:
         for _ in range(3):
             limiter.check(Request(user="1"))
@@ -198,7 +198,7 @@ class _RemoteStore:
         return self.hits
 
     def close(self) -> None:
-        """As the limiter does, which believes that it opened it."""
+        """Do nothing; the limiter calls it, because it opened the store."""
 
     def breakers(self) -> list[Any]:
         return [
@@ -274,7 +274,7 @@ def test_two_histograms_add_up(some: list[int], others: list[int]) -> None:
 
 
 def test_the_ranges_never_change() -> None:
-    """50 µs to 1 s, ascending; one more range, and the sum."""
+    """They ascend from 50 µs to 1 s; one more range has longer durations."""
     assert (BOUNDS_NS[0], BOUNDS_NS[-1]) == (50_000, 1_000_000_000)
     assert list(BOUNDS_NS) == sorted(set(BOUNDS_NS))
     assert len(Histogram().data()) == LENGTH

@@ -39,16 +39,16 @@ class Exported:
         self.meters = MeterProvider([self.reader])
 
     def instrument(self, limiter: Any) -> Instrumented:
-        """Tell these of it."""
+        """Instrument this limiter."""
         return instrument(limiter, tracer_provider=self.tracers, meter_provider=self.meters)
 
     @property
     def spans(self) -> list[ReadableSpan]:
-        """Those that have ended."""
+        """Return the spans that have ended."""
         return list(self.exporter.get_finished_spans())
 
     def metrics(self) -> dict[str, dict[tuple[Any, ...], Any]]:
-        """By name, and by the attributes' values."""
+        """Return the values by name and attribute values."""
         data = self.reader.get_metrics_data()
         if data is None:
             return {}
@@ -105,7 +105,7 @@ def test_a_check_is_a_span(exported: Exported) -> None:
 
 
 def test_counts_are_metrics(exported: Exported) -> None:
-    """The counts of the rules, and the durations of checks."""
+    """They are the counts of the rules and the durations of checks."""
     with Limiter.from_rules(RULES) as limiter:
         instrumented = exported.instrument(limiter)
         for _ in range(3):
@@ -168,7 +168,7 @@ async def test_checks_of_a_middleware_join_the_trace_of_the_request(exported: Ex
 
 
 def test_no_key_is_exported(exported: Exported) -> None:
-    """Neither in spans nor in metrics, not even from an error that quotes it."""
+    """Neither spans nor metrics contain it, even if an error quotes it."""
     with Limiter("2/minute") as limiter:
         exported.instrument(limiter)
         limiter.check(SECRET)

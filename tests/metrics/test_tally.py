@@ -1,4 +1,4 @@
-"""What rules count while the store fails, and beside the rules."""
+"""The tally: checks that fall back while the store fails, and requests without a rule."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tollkeeper.decide.failure import FailurePolicy
 from tollkeeper.decide.stores import open_store
 from tollkeeper.metrics.tally import RuleCounts, Tally
 
-WHO = Request(user="1")
+USER = Request(user="1")
 
 
 def limiter_full(on_failure: FailurePolicy) -> Limiter:
-    """A limiter whose store has no room for anybody else, and that has counted nothing yet."""
+    """Return a limiter whose store is full, before its first count."""
     store = open_store("memory://?capacity=1")
     gate = store.gate([Limit(1, per=3600)], "others")
     with suppress(StoreFull):
@@ -34,22 +34,22 @@ def limiter_full(on_failure: FailurePolicy) -> Limiter:
         ("local", RuleCounts(failed=3, local_allowed=2, local_denied=1)),
     ],
 )
-def test_what_is_answered_in_the_stores_place_is_counted(
+def test_answers_without_the_store_are_counted(
     on_failure: FailurePolicy, expected: RuleCounts
 ) -> None:
-    """By who answered: the policy, or this machine's counts."""
+    """They are counted by source: the failure policy, or this machine's counts."""
     with limiter_full(on_failure) as limiter:
         for _ in range(3):
-            assert limiter.check(WHO).degraded
+            assert limiter.check(USER).degraded
         assert limiter.counts()["users"] == expected
         assert limiter.tally().errors == {"full": 3}
 
 
 def test_an_error_that_is_raised_is_counted() -> None:
-    """Nothing was answered."""
+    """The check has no decision."""
     with limiter_full("raise") as limiter:
         with pytest.raises(StoreFull):
-            limiter.check(WHO)
+            limiter.check(USER)
         assert limiter.counts()["users"] == RuleCounts(failed=1, raised=1)
 
 
@@ -63,14 +63,14 @@ def test_an_error_that_is_raised_is_counted() -> None:
     ],
 )
 def test_errors_have_three_kinds(error: StoreError, kind: str) -> None:
-    """By what an operator looks into."""
+    """Each error is counted as a timeout, as a full store or as an unavailable store."""
     found = Tally()
     found.failed(error)
     assert found.errors == {kind: 1}
 
 
-def test_checks_without_a_rule_are_counted_by_why() -> None:
-    """On a list, or matched by nothing; also where several are asked together."""
+def test_checks_without_a_rule_are_counted_by_reason() -> None:
+    """They are on a list, or match no rule; this holds for batches, too."""
     rules = {
         "version": 1,
         "rules": [{"id": "users", "match": {"user": "*"}, "by": ["user"], "limits": ["2/minute"]}],
@@ -87,7 +87,7 @@ def test_checks_without_a_rule_are_counted_by_why() -> None:
 
 
 def test_penalties_are_counted() -> None:
-    """A cool-down, and the block that follows, by rule."""
+    """A cool-down and the block that follows are counted by rule."""
     rules = {
         "version": 1,
         "rules": [
@@ -101,6 +101,6 @@ def test_penalties_are_counted() -> None:
     }
     with Limiter.from_rules(rules) as limiter:
         for _ in range(8):
-            limiter.check(WHO)
+            limiter.check(USER)
         counts = limiter.counts()["users"]
         assert (counts.cooldowns, counts.blocks > 0) == (1, True)

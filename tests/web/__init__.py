@@ -1,1 +1,1 @@
-"""Tests of the ways in and the answers out."""
+"""Tests of `tollkeeper.web`."""

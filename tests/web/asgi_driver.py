@@ -1,4 +1,4 @@
-"""An ASGI server of a few lines: it asks an application and keeps every message it sends."""
+"""A minimal ASGI server: it calls an application and keeps every message that it sends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Message = MutableMapping[str, Any]
 
 
 class Seen:
-    """What an application sent in answer to one request."""
+    """The messages that an application sent in response to one request."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -28,7 +28,7 @@ class Seen:
     @property
     def start(self) -> Message:
         starts = [each for each in self.messages if each["type"].endswith((".start", ".accept"))]
-        assert len(starts) == 1, f"one response starts once: {self.types}"
+        assert len(starts) == 1, f"a response must start once: {self.types}"
         return starts[0]
 
     @property
@@ -41,11 +41,13 @@ class Seen:
 
     @property
     def headers(self) -> dict[str, str]:
-        """By name; a name that comes twice is an error."""
+        """Return the headers by name; a repeated name is an error."""
         pairs = [(name.decode(), value.decode()) for name, value in self.start["headers"]]
         names = [name for name, _ in pairs]
-        assert len(set(names)) == len(names), f"a header came twice: {names}"
-        assert all(name == name.lower() for name in names), f"ASGI wants small letters: {names}"
+        assert len(set(names)) == len(names), f"a header was sent twice: {names}"
+        assert all(name == name.lower() for name in names), (
+            f"ASGI requires lower-case names: {names}"
+        )
         return dict(pairs)
 
 
@@ -57,7 +59,7 @@ def scope_of(
     kind: str = "http",
     **more: Any,
 ) -> dict[str, Any]:
-    """The scope of a request, as a server makes it."""
+    """Return the scope of a request, as a server creates it."""
     scope = {
         "type": kind,
         "asgi": {"version": "3.0", "spec_version": "2.4"},
@@ -79,12 +81,12 @@ def scope_of(
 
 
 async def ask(app: App, path: str = "/", **request: Any) -> Seen:
-    """Everything that `app` answers to one HTTP request without a body."""
+    """Send one HTTP request without a body; return every message of `app`."""
     return await ask_scope(app, scope_of(path, **request))
 
 
 async def ask_scope(app: App, scope: dict[str, Any]) -> Seen:
-    """Everything that `app` answers to a scope; the client stays until it has all."""
+    """Call `app` with a scope; return every message. The client stays connected to the end."""
     seen = Seen()
     asked = iter([{"type": "http.request", "body": b"", "more_body": False}])
     if scope["type"] == "websocket":
@@ -135,5 +137,5 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 def limited(app: Any = hello, limits: Any = "2/minute", **options: Any) -> RateLimit:
-    """`app` behind the middleware, at a time that stands still."""
+    """Return `app` behind the middleware, with a manual clock."""
     return RateLimit(app, limits=limits, clock=ManualClock(1_000), **options)

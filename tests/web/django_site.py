@@ -29,7 +29,7 @@ SESSIONS = "django.contrib.sessions.middleware.SessionMiddleware"
 
 
 class SessionStore(signed_cookies.SessionStore):
-    """A session whose reading is I/O, as that of a database is: not in an event loop."""
+    """A session that, like one in a database, must not be read in an event loop."""
 
     @async_unsafe
     def load(self) -> Any:
@@ -118,7 +118,7 @@ async def amail(request: Any) -> HttpResponse:
 
 
 class Unauthorised(Exception):
-    """As REST frameworks have them: answered by the class whose method raises it."""
+    """An exception with a status, as in REST frameworks: the view class answers it."""
 
     status_code = 401
 
@@ -225,7 +225,7 @@ if not settings.configured:
 
 
 class Site:
-    """A site with a setting, asked through WSGI or ASGI; every answer with its whole body."""
+    """A site with a setting, called through WSGI or ASGI; responses have their whole body."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind

@@ -16,7 +16,7 @@ NOW_S = 1_767_225_600
 def app_with(
     limits: str | None = None, **options: Any
 ) -> tuple[Flask, RateLimit, ManualClock, FlaskClient]:
-    """An application whose limits a test can watch, with a route that says hello."""
+    """Return an application with limits, a manual clock and one route."""
     app = Flask(__name__)
     app.secret_key = "of these tests"
     app.testing = True

@@ -1,4 +1,4 @@
-"""The client's address: what proxies say is believed from those alone that are trusted."""
+"""The client's address: forwarding headers are used only if a trusted proxy sent them."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ CLIENT = "203.0.113.9"
 
 
 def web_request(peer: str | None = PROXY, **headers: str) -> WebRequest:
-    """A request from that end of the socket; `x_forwarded_for=` is a header."""
+    """Return a request from this peer; `x_forwarded_for=` is a header."""
     raw = [(name.replace("_", "-").encode(), v.encode("latin-1")) for name, v in headers.items()]
     return AsgiRequest({"type": "http", "client": peer and (peer, 1), "headers": raw})
 
 
 def behind(header: str, **more: Any) -> str | None:
-    """The client of a trusted proxy that sends this X-Forwarded-For."""
+    """Return the client of a trusted proxy that sends this X-Forwarded-For."""
     return ClientAddresses(PROXIES, **more).of(web_request(x_forwarded_for=header))
 
 
 def forwarded(header: str) -> str | None:
-    """The client of a trusted proxy that sends this Forwarded."""
+    """Return the client of a trusted proxy that sends this Forwarded."""
     return ClientAddresses(PROXIES).of(web_request(forwarded=header))
 
 
@@ -59,7 +59,7 @@ def test_headers_of_an_untrusted_peer_are_ignored(proxies: list[str]) -> None:
         (["unix"], [None], []),
         ([], [PROXY, "192.168.0.7", PROXY], [PROXY]),
         ([], ["::1"], ["::1"]),
-        ([], [CLIENT], []),  # anybody could fill the log
+        ([], [CLIENT], []),  # otherwise any client could fill the log
         (["loopback"], [PROXY], []),
         (["unix"], [PROXY], []),
     ],
@@ -284,7 +284,7 @@ def test_wrong_settings_are_rejected(arguments: dict[str, Any], said: str) -> No
 
 # ------------------------------------------------------------------------------------ properties
 
-# What a client may send: anything, and more often what is nearly right.
+# Headers of a client: any text, and more often text that is nearly valid.
 ATTACKS = st.one_of(
     st.text(alphabet=st.characters(max_codepoint=255)),
     st.lists(

@@ -57,7 +57,7 @@ def result_of(
     rule: str = "orders",
     more: tuple[AppliedRule, ...] = (),
 ) -> CheckResult:
-    """A result of the rule `orders`, of one limit unless a test says otherwise."""
+    """Return a result of the rule `orders`, with one limit by default."""
     decision = Decision(
         allowed, tightest, remaining, retry_after_ns, reset_after_ns, rule=rule, degraded=degraded
     )
@@ -143,7 +143,7 @@ BLOCKED = CheckResult(Decision(False, MINUTE, 0, 10**18, 10**18, rule="deny"), (
         pytest.param(
             result_of()._replace(shadow_denied=("tighter",)),
             dict(headers_of(result_of(), NOW_NS)),
-            id="denied in the shadow alone",
+            id="denied by a shadow rule only",
         ),
     ],
 )
@@ -223,7 +223,7 @@ def test_raw_headers_are_the_same_in_bytes() -> None:
 
 
 def _names_of(result: CheckResult) -> list[str]:
-    """The names of all policies, as the header lists them."""
+    """Return the names of all policies, in the order of the header."""
     return re.findall(r'"([^"]*)"', dict(headers_of(result, NOW_NS))["RateLimit-Policy"])
 
 
@@ -346,7 +346,7 @@ def test_the_cache_of_rules_is_bounded() -> None:
     ],
 )
 def test_each_kind_of_result_has_its_status(result: CheckResult, status: int) -> None:
-    """200 allowed, 429 over a limit, 403 blocked, 503 undecided."""
+    """Allowed is 200, over a limit 429, blocked 403, and undecided 503."""
     assert status_of(result) == status
     assert is_over_limit(result) is (status != 200)
 
@@ -428,7 +428,7 @@ NAMES = st.text(max_size=30)
 
 @st.composite
 def results(draw: st.DrawFn) -> CheckResult:
-    """Any result at all, also such as no limiter makes."""
+    """Return any result, including results that no limiter returns."""
     applied = draw(
         st.lists(st.builds(AppliedRule, NAMES, st.lists(LIMITS, max_size=4)), max_size=4).map(tuple)
     )
@@ -530,7 +530,7 @@ _MEMBER = re.compile(
 
 
 def strict_list(value: str) -> list[tuple[str, dict[str, str]]]:
-    """The members of a structured list, or an AssertionError."""
+    """Return the members of a structured list; raise AssertionError if it is invalid."""
     members = []
     position = 0
     while True:
@@ -575,7 +575,7 @@ LATER_NS = 1_794_837_002_123_456_789
 def test_prepared_headers_are_the_same_bytes(
     name: str, limit: int, per: float, told: list[tuple[int, int, int]]
 ) -> None:
-    """For any limit under any name, and for decisions at any times in sequence."""
+    """This holds for any limit under any name, and for decisions at any times in sequence."""
     policy = Limit(limit, per=per)
     applied = (AppliedRule(name, [policy]),)
     sample = CheckResult(Decision(True, policy, 1, rule=name), applied)

@@ -123,7 +123,7 @@ def test_a_request_without_charges_has_no_headers() -> None:
 
 
 def _remaining(app: RateLimit) -> int:
-    """How much the address of the test's client has left."""
+    """Return the remaining units of the test client's address."""
     return int(app.enforcer._limiter.peek("address:192.0.2.1").remaining)
 
 
@@ -239,7 +239,7 @@ async def test_a_request_is_settled_before_its_response_ends() -> None:
     async def send(message: Message) -> None:
         found.append(_remaining(limited_app))
 
-    await limited_app(scope_of(), None, send)  # type: ignore[arg-type]  # nobody receives
+    await limited_app(scope_of(), None, send)  # type: ignore[arg-type]  # nothing is received
     assert found == [900, 900, 990]
 
 

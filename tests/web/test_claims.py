@@ -1,4 +1,4 @@
-"""Claims of bearer tokens: verified, or from a gateway that has; and everything else is nothing."""
+"""Claims of bearer tokens: verified here or by a gateway; other tokens count as absent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EC_KEY = ec.generate_private_key(ec.SECP256R1())
 
 
 def pem_of(key: Any) -> str:
-    """The public half of a key as text."""
+    """Return the public key as text."""
     return str(
         key.public_key()
         .public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
@@ -38,17 +38,17 @@ def pem_of(key: Any) -> str:
 def web_request(
     token: str, header: bytes = b"authorization", scheme: str = "Bearer "
 ) -> WebRequest:
-    """A request that shows this token."""
+    """Return a request with this token."""
     return AsgiRequest({"type": "http", "headers": [(header, (scheme + token).encode("latin-1"))]})
 
 
 def token_of(claims: dict[str, Any], key: Any = SECRET, algorithm: str = "HS256") -> str:
-    """A token that is signed."""
+    """Return a signed token."""
     return jwt.encode(claims, key, algorithm=algorithm)
 
 
 def by_secret(name: str = "sub", **more: Any) -> Claim:
-    """A claim that is verified with the shared secret."""
+    """Return a claim that is verified with the shared secret."""
     return Claim(name, key=SECRET, algorithms=["HS256"], **more)
 
 
@@ -67,14 +67,14 @@ def by_secret(name: str = "sub", **more: Any) -> Claim:
     ],
 )
 def test_a_valid_token_identifies_the_client(key: Any, public: Any, algorithm: str) -> None:
-    """With a shared secret, and with a public key as text or as an object."""
+    """The key may be a shared secret, or a public key as text or as an object."""
     claim = Claim("sub", key=public, algorithms=[algorithm])
     assert claim(web_request(token_of({"sub": "42"}, key, algorithm))) == "42"
     assert claim.rejected == 0
 
 
 def test_a_key_may_be_looked_up() -> None:
-    """By the token's header, as in a JWKS. A missing key is not an error."""
+    """A function finds it by the token's header, as in a JWKS. A missing key is not an error."""
     keys = {"one": SECRET, "two": "t" * 32}
 
     def key_of(token: str) -> str:
@@ -100,7 +100,7 @@ def test_a_jwk_is_a_key_too() -> None:
 
 
 def unsigned(claims: dict[str, Any], algorithm: str = "none") -> str:
-    """A token that says it needs no signature."""
+    """Return a token whose header says that it needs no signature."""
     parts = ({"alg": algorithm, "typ": "JWT"}, claims)
     encoded = [base64.urlsafe_b64encode(json.dumps(each).encode()).decode() for each in parts]
     return ".".join(each.rstrip("=") for each in encoded) + "."
@@ -118,7 +118,7 @@ def unsigned(claims: dict[str, Any], algorithm: str = "none") -> str:
         pytest.param(token_of({"sub": "42", "nbf": 2**40}), id="not yet"),
         pytest.param(token_of({"sub": "42"})[:-4], id="cut"),
         pytest.param(token_of({"sub": "42"}) + "x" * TOKEN_LENGTH_MAX, id="too long"),
-        pytest.param(token_of({"sub": "x" * TOKEN_LENGTH_MAX}), id="good and too long"),
+        pytest.param(token_of({"sub": "x" * TOKEN_LENGTH_MAX}), id="valid but too long"),
         pytest.param("x", id="no token"),
         pytest.param("a.b.c", id="nearly a token"),
         pytest.param("\xff.\xff.\xff", id="bytes"),
@@ -154,7 +154,7 @@ def test_a_public_key_is_not_accepted_as_a_secret() -> None:
         ({"issuer": ("https://a", "https://id")}, {"iss": "https://id"}, True),
         ({"issuer": "https://id"}, {"iss": "https://other"}, False),
         ({"issuer": "https://id"}, {}, False),
-        # An hour, because the suite may get here long after this file was read.
+        # An hour, because the suite may run this test long after it imported this file.
         ({"leeway": 3600}, {"exp": int(time.time()) - 30}, True),
         ({"leeway": 10}, {"exp": int(time.time()) - 30}, False),
     ],
@@ -191,7 +191,7 @@ def test_behind_a_gateway_nothing_is_verified() -> None:
     ],
 )
 def test_malformed_tokens_count_as_absent(token: str) -> None:
-    """Plain text, JSON that is not an object, and deeply nested JSON."""
+    """Examples are plain text, JSON that is not an object, and deeply nested JSON."""
     claim = Claim("sub", trusted_gateway=True)
     assert claim(web_request(token)) is None
     assert claim.rejected == 1
@@ -235,12 +235,12 @@ def test_a_subject_may_be_a_number() -> None:
     ],
 )
 def test_the_token_follows_the_word_bearer(value: str | None, token: str | None) -> None:
-    """In upper or lower case."""
+    """The word may be in upper or lower case."""
     assert bearer_of(value) == token
 
 
 def test_other_headers_may_hold_the_token_alone() -> None:
-    """With or without the word Bearer."""
+    """The word Bearer is optional there."""
     claim = by_secret(header="X-Assertion")
     token = token_of({"sub": "42"})
     assert claim(web_request(token, b"x-assertion", "")) == "42"
@@ -344,7 +344,7 @@ def test_any_claims_of_a_valid_token_are_accepted(claims: dict[str, Any]) -> Non
     try:
         payload = json.dumps(claims).encode()
     except (TypeError, ValueError):
-        return  # no token can say that
+        return  # no token can contain this
     token = jwt.api_jws.encode(payload, SECRET, algorithm="HS256")
     for claim in (by_secret(audience="a", issuer="b"), by_secret()):
         found = claim.of_token(token)

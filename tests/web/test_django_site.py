@@ -73,7 +73,7 @@ def test_an_overridden_setting_is_read_again() -> None:
 
 
 def test_threads_open_the_limits_once() -> None:
-    """Even if several threads use them first at the same time."""
+    """This holds even if several threads use them first at the same time."""
     with override_settings(TOLLKEEPER={"limits": "1/minute"}):
         found: list[Any] = []
         barrier = threading.Barrier(8)

@@ -1,4 +1,4 @@
-"""Enforcers: the same promises in threads and in an event loop, for every framework."""
+"""Enforcers: the same behaviour in threads and in an event loop, for every framework."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _request(
 
 
 class Waited:
-    """An AsyncEnforcer with the verbs of a Enforcer: each is run to its end."""
+    """An AsyncEnforcer with the methods of an Enforcer: each call runs to its end."""
 
     def __init__(self, enforcer_options: EnforcerOptions, runner: asyncio.Runner) -> None:
         self._run = runner.run
@@ -82,14 +82,14 @@ Make = Callable[..., Any]
 
 @pytest.fixture(params=[Limiter, AsyncLimiter], ids=["threads", "asyncio"])
 def kind(request: pytest.FixtureRequest) -> type[Limiter | AsyncLimiter]:
-    """The limiter that a enforcer takes."""
+    """Return the class of limiter that the enforcer uses."""
     found: type[Limiter | AsyncLimiter] = request.param
     return found
 
 
 @pytest.fixture
 def make(kind: type[Limiter | AsyncLimiter]) -> Iterator[Make]:
-    """A enforcer of either kind, made of options, on a clock that a test moves."""
+    """Create enforcers of either kind from options, on a manual clock."""
     made: list[Any] = []
     with asyncio.Runner() as runner:
 
@@ -107,7 +107,7 @@ def make(kind: type[Limiter | AsyncLimiter]) -> Iterator[Make]:
             enforcer.close()
 
 
-# ── Who is counted ─────────────────────────────────────────────────────────────────────────────
+# ── The counted key ─────────────────────────────────────────────────────────────────────────────
 
 
 def test_by_default_the_address_is_counted(make: Make) -> None:
@@ -244,7 +244,7 @@ def test_only_outcomes_that_count_are_kept(make: Make, status: int, counted: boo
     """A successful login is refunded; a failed one is spent."""
     enforcer = make(limits="1/minute", count=lambda status: status in {401, 403})
     charge = enforcer.enter(_request())
-    # On the way in it is charged, so a second guess meanwhile is not let in.
+    # A request is charged before the application runs, so a concurrent guess is denied.
     assert not enforcer.enter(_request()).decision.allowed
     enforcer.leave(charge, status)
     assert enforcer.enter(_request()).decision.allowed is not counted
@@ -267,7 +267,7 @@ def test_a_leaky_bucket_delays_before_the_application_runs(make: Make) -> None:
     assert times == [1000, 1001, 1002]
 
 
-# ── What goes wrong ────────────────────────────────────────────────────────────────────────────
+# ── Errors ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_cost_that_can_never_fit_is_a_422(make: Make) -> None:
@@ -279,7 +279,7 @@ def test_a_cost_that_can_never_fit_is_a_422(make: Make) -> None:
 
 @pytest.mark.parametrize("key", ["", "a\x1fb", ("a",) * 17, 42, "x" * 600])
 def test_an_invalid_key_is_a_400(make: Make, key: Any) -> None:
-    """The answer explains what is wrong with the key."""
+    """The answer explains why the key is invalid."""
     with pytest.raises(UncheckableRequest) as refused:
         make(limits="10/minute", key=lambda request: key).enter(_request())
     assert refused.value.answer.status == 400
@@ -308,10 +308,10 @@ def test_a_hook_that_raises_is_the_applications_error(
 
 
 class Failing:
-    """A limiter in a enforcer's place whose store cannot settle."""
+    """A stand-in for a limiter whose store cannot settle."""
 
-    def settle(self, *asked: Any) -> Any:
-        raise StoreUnavailable("the store is away")
+    def settle(self, *arguments: Any) -> Any:
+        raise StoreUnavailable("the store is unavailable")
 
 
 def test_a_store_that_fails_while_settling_is_logged(
@@ -324,7 +324,7 @@ def test_a_store_that_fails_while_settling_is_logged(
     charge.refund()
     with caplog.at_level(logging.WARNING, "tollkeeper.web"):
         enforcer.leave(charge, 200)
-    assert "the store is away" in caplog.text
+    assert "the store is unavailable" in caplog.text
     assert "secret-key" not in caplog.text
     getattr(enforcer, "enforcer", enforcer)._limiter = None
 
@@ -456,7 +456,7 @@ async def test_a_request_cancelled_in_the_queue_returns_its_place() -> None:
         await held
     again = asyncio.create_task(enforcer.enter(_request()))
     await asyncio.sleep(0)
-    assert not again.done()  # held as the second, so there was a place
+    assert not again.done()  # it waits as the second request, so the place was free
     again.cancel()
     with pytest.raises(asyncio.CancelledError):
         await again
@@ -464,8 +464,8 @@ async def test_a_request_cancelled_in_the_queue_returns_its_place() -> None:
 
 
 @pytest.mark.parametrize("key", ["header", "cookies:x", ["header:X", "what"], [], 42])
-def test_a_wrong_source_is_refused_at_once(key: Any) -> None:
-    """Not at the first request."""
+def test_a_wrong_source_is_rejected_at_once(key: Any) -> None:
+    """The constructor raises the error, before the first request."""
     with pytest.raises(ConfigError):
         Enforcer(EnforcerOptions(limits="1/s", key=key))
 
@@ -658,7 +658,7 @@ def test_a_denial_is_reported_before_allowed_results() -> None:
 def test_an_exempt_result_does_not_hide_a_limit(
     kinds: tuple[ResultKind, ResultKind], kind: ResultKind
 ) -> None:
-    """Exempt from one and limited by another is limited."""
+    """A request that one rule exempts and another limits is limited."""
     assert joined([_result(kind=each) for each in kinds]).kind == kind
 
 

@@ -1,4 +1,4 @@
-"""What needs a library that is not there says which, and how to get it."""
+"""Integrations whose library is missing: the error names the library and the extra."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Identity: sources find a client, and no client is taken for another."""
+"""Identity: sources find the client's key, and no two clients share a key."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PEER = "203.0.113.9"
 def request_with(
     headers: dict[str, str] | None = None, query: str = "", path: str = "/", **more: Any
 ) -> AsgiRequest:
-    """A web_request with these headers and this query."""
+    """Return a request with these headers and this query."""
     raw = [(name.lower().encode(), v.encode("latin-1")) for name, v in (headers or {}).items()]
     scope = {
         "type": "http",
@@ -42,7 +42,7 @@ def request_with(
 
 
 def unsigned(claims: dict[str, Any]) -> str:
-    """A token as one looks behind a gateway."""
+    """Return a token as an application behind a gateway receives it."""
     return f"x.{base64.urlsafe_b64encode(json.dumps(claims).encode()).decode()}.x"
 
 
@@ -198,7 +198,7 @@ def test_a_verified_claim_is_a_source() -> None:
 
 
 def test_identity_makes_a_request_for_rules() -> None:
-    """Fields by name, other names as attributes; address, endpoint and method are always set."""
+    """Known names become fields, others attributes; ip, endpoint and method are always set."""
     identity = Identity(
         {
             "user": "session:user",
@@ -276,7 +276,7 @@ def test_a_path_is_never_an_invalid_key(path: str) -> None:
     ],
 )
 def test_values_that_no_key_may_hold_are_digested(value: str, found: str) -> None:
-    """So are values that look like a digest."""
+    """Values that look like a digest are digested, too."""
     assert Identity().key_of(request_with({"X-Key": value}), "header:X-Key")[1] == found
 
 
@@ -323,12 +323,12 @@ def test_any_input_can_be_counted(
 
 
 async def later(web_request: WebRequest) -> str | None:
-    """A source that cannot be asked without waiting."""
+    """A source that must be awaited."""
     return None
 
 
 class Later:
-    """The same as an object."""
+    """An object that must be awaited when it is called."""
 
     async def __call__(self, web_request: WebRequest) -> str | None:
         return None
@@ -407,7 +407,7 @@ def test_any_settings_give_an_identity_or_an_error(fields: Any, proxies: Any, pr
 
 
 def test_compiled_sources_are_cached_within_a_bound() -> None:
-    """Also for functions that are new in every request or not hashable."""
+    """This holds for functions that are new in every request, and for unhashable objects."""
     identity = Identity()
     sources = ["bearer", "address"]
     assert identity.compiled(sources) is identity.compiled(tuple(sources))
@@ -416,7 +416,7 @@ def test_compiled_sources_are_cached_within_a_bound() -> None:
     assert len(identity._compiled) <= identities.COMPILED_MAX
 
     class Unhashable:
-        __hash__ = None  # type: ignore[assignment]  # what the test is about
+        __hash__ = None  # type: ignore[assignment]  # this is the tested case
 
         def __call__(self, web_request: WebRequest) -> str:
             return "x"

@@ -38,9 +38,9 @@ def _dependency(store: str) -> App:
 
 @pytest.mark.parametrize("make", [_middleware, _dependency])
 async def test_an_event_loop_blocked_by_a_store(make: Any) -> None:
-    """Defect: an async framework stands still while a synchronous driver waits for the store.
+    """Defect: a synchronous driver that waits for the store blocks an async framework.
 
-    The store is a server in the same event loop, so that it hears nothing from who blocks that.
+    The store is a server in the same event loop, so it receives nothing if the loop is blocked.
     """
     heard, over = asyncio.Event(), asyncio.Event()
 

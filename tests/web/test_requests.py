@@ -45,7 +45,7 @@ Headers = list[tuple[str, str]]
 def asgi(
     path: str = "/", query: str = "", headers: Headers | None = None, **more: Any
 ) -> AsgiRequest:
-    """A request as a server of ASGI would hand it over."""
+    """Return a request as an ASGI server passes it."""
     raw = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers or []]
     scope = {
         "type": "http",
@@ -63,7 +63,7 @@ def asgi(
 def wsgi(
     path: str = "/", query: str = "", headers: Headers | None = None, **more: Any
 ) -> WsgiRequest:
-    """The same request as a server of WSGI would hand it over."""
+    """Return the same request as a WSGI server passes it."""
     environ: dict[str, Any] = {
         "REQUEST_METHOD": "GET",
         "SCRIPT_NAME": "",
@@ -138,7 +138,7 @@ def test_two_headers_of_wsgi_have_no_prefix() -> None:
     ],
 )
 def test_a_query_field_is_decoded(make: Make, query: str, found: str | None) -> None:
-    """Invalid escapes stay as they are, and different values are unclear."""
+    """Invalid escapes stay as they are, and a field with different values is ambiguous."""
     assert make(query=query).query("key") == found
 
 
@@ -173,7 +173,7 @@ def test_a_request_without_cookies(make: Make) -> None:
 
 
 def test_a_bounded_part_of_the_query_is_searched() -> None:
-    """A longer query is unclear; further cookies are ignored."""
+    """A longer query is ambiguous; further cookies are ignored."""
     assert query_field("&" * (CHARACTERS_MAX - 3) + "k=1", "k") == "1"
     assert cookie_of(";" * (CHARACTERS_MAX - 3) + "k=1", "k") == "1"
     assert cookie_of(";" * CHARACTERS_MAX + "k=1", "k") is None
@@ -242,7 +242,7 @@ def test_a_framework_may_pass_the_path_and_the_route() -> None:
 
 
 def test_the_native_object_is_the_scope_or_the_environ() -> None:
-    """Unless a framework passes its own object."""
+    """A framework may pass its own object instead."""
     request, other = asgi(), wsgi()
     assert request.native is request.scope
     assert other.native is other.environ
@@ -272,7 +272,7 @@ def test_the_session_is_the_frameworks() -> None:
 
 
 async def routes_after(app: Any, path: str) -> str | None:
-    """The route that a request says once an application has answered."""
+    """Return the route of a request after an application has answered it."""
     request = asgi(path, root_path="", http_version="1.1", scheme="http", server=("x", 80))
 
     async def receive() -> Mapping[str, Any]:
@@ -290,7 +290,7 @@ def page(request: Any) -> PlainTextResponse:
 
 
 async def test_the_route_is_starlettes_template() -> None:
-    """With the mount's template; a mount of another kind of application has no route."""
+    """It includes the mount's template; a mounted application of another kind has no route."""
     inner = [Route("/items/{item}", page)]
     files = Mount("/files", app=PlainTextResponse("ok"))
     app = Starlette(routes=[Route("/users/{id:int}", page), Mount("/shop", routes=inner), files])
@@ -301,7 +301,7 @@ async def test_the_route_is_starlettes_template() -> None:
 
 
 async def test_the_route_is_fastapis_template() -> None:
-    """The whole template, also for nested routers."""
+    """It is the whole template, also for nested routers."""
     inner = APIRouter(prefix="/inner")
     inner.add_api_route("/{item}", lambda item: item)
     outer = APIRouter(prefix="/outer")
@@ -358,7 +358,7 @@ async def _served(_: object) -> None:
 
 
 async def _mounted(scope: object, receive: object, send: object) -> None:
-    """Stands for an application that has no routes to ask."""
+    """Stands for an application without routes."""
 
 
 def _scope(path: str, method: str = "GET", kind: str = "http", **more: Any) -> dict[str, Any]:
@@ -406,7 +406,7 @@ ROUTES: Sequence[BaseRoute] = [
 def test_the_template_is_that_of_the_route_that_will_serve(
     scope: dict[str, Any], template: str | None
 ) -> None:
-    """The first full match, otherwise one with another method; None if no route matches."""
+    """It is that of the first full match, or else of a match with another method, or None."""
     assert template_of(ROUTES, scope) == template
 
 
@@ -610,7 +610,7 @@ def _mount_scope(**more: Any) -> dict[str, Any]:
 def test_the_path_and_the_template_of_mounts(
     more: dict[str, Any], path: str, template: str | None
 ) -> None:
-    """The path as the client wrote it, and the templates if the outermost router knows them."""
+    """The path is as the client sent it; templates are used if the outermost router has them."""
     assert mounted_path_of(_mount_scope(**more)) == path
     assert mount_template_of(_mount_scope(**more)) == template
 
