@@ -1,10 +1,11 @@
-"""HTTP clients that wait as servers ask: transports for httpx.
+"""HTTP clients that wait as long as servers request: transports for httpx.
 
 A client that repeats a denied request at once makes things worse, and many clients that wait for
 the same second return as one wave. These transports do three things about it.
 
-They *wait as the response asks*, and then a random time more: never less than requested, and never
-all clients together. If a response asks for nothing, only the random time grows with every attempt.
+They *wait as long as the response requests*, and then a random time more: never less than
+requested, and never all clients together. If a response asks for nothing, only the random time
+grows with every attempt.
 
 They *pace themselves*. A response that says "nothing left for 5 s" delays the next requests to that
 origin, before they are denied.
@@ -21,8 +22,8 @@ waited or tried enough, the caller gets the response as it is.
 seconds or as a date. The IETF draft's `RateLimit` says what remains and when there is more; its
 revisions differ (10 has `"orders";r=0;t=5`, 7 has `limit=100, remaining=0, reset=5`, 6 has a header
 for each). The oldest, `X-RateLimit-Reset`, is a Unix time on some servers and seconds from now on
-others. `retry_advice_of` reads anything without an error, and never reads less than was asked:
-fractions round up, and a number that is too long to read is longer than any wait.
+others. `retry_advice_of` reads anything without an error, and never returns less than the requested
+wait: fractions round up, and a number that is too long to read is longer than any wait.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ ORIGINS_MAX: Final = 1_000
 # The random time: up to this much after the first attempt, doubled after each further one.
 SPREAD_NS_FIRST: Final = NS_PER_SECOND // 2
 SPREAD_NS_MAX: Final = 30 * NS_PER_SECOND
-# And at least this part of a long wait, after which one second would not spread the clients.
+# Its range is at least this part of a long wait: one second would not spread those clients.
 SPREAD_DIVISOR: Final = 4
 # A body up to this size is read before it is dropped, so that the connection can be reused.
 DRAIN_BYTES_MAX: Final = 65_536
@@ -298,7 +299,7 @@ class _RetriedRequest:
 
 
 class RetryTransport(httpx.BaseTransport):
-    """An httpx transport that waits as responses ask.
+    """An httpx transport that waits as long as responses request.
 
     >>> client = httpx.Client(transport=RetryTransport(wait_max=30))
     >>> client.close()

@@ -5,7 +5,7 @@
 A request is charged before the application runs. A denied request is answered here with a 429 and
 problem JSON. All others pass, and their responses get headers when the application calls
 `start_response`. Bodies pass unchanged: a list, or a file for the server's `wsgi.file_wrapper`, is
-returned as it is; anything else is iterated as the server asks for it, to notice its end.
+returned as it is; anything else is iterated on demand, to notice its end.
 
 The environ holds the request's charges (`web/charges.py`). Another RateLimit, or a framework's
 decorator, adds its charges there.

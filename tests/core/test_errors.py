@@ -168,7 +168,7 @@ def test_a_conflict_names_both_versions() -> None:
     """It names the caller's version, the current version and the remedy, also without a version."""
     assert str(VersionConflict(3, 4)) == (
         "the change is based on version 3, but now version 4 is in force; "
-        "look at what has changed, then repeat the change on that version"
+        "look at the changes, then repeat the change on that version"
     )
     assert "the change is based on no version, but now version 1 is in force;" in str(
         VersionConflict(0, 1)

@@ -157,7 +157,7 @@ class VersionConflict(ChangeRefused):
         self.current = current
         super().__init__(
             f"the change is based on {_version(expected)}, but now {_version(current)} is in "
-            f"force; look at what has changed, then repeat the change on that version"
+            f"force; look at the changes, then repeat the change on that version"
         )
 
     def __reduce__(self) -> tuple[type[VersionConflict], tuple[int, int]]:

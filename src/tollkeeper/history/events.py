@@ -1,4 +1,4 @@
-"""What is recorded: decisions as rows of a log, and usage added up by minute.
+"""The records: decisions as rows of a log, and usage added up by minute.
 
 **Decisions.** On the path of a request, only the values at hand are put aside, as a NotedDecision.
 Another thread makes a row of it: texts are cut to the length of their column, characters that a
@@ -53,7 +53,7 @@ MINUTE_SECONDS: Final = 60
 
 # ── Decisions ──────────────────────────────────────────────────────────────────────────────────
 
-# The time, the result, the cost, the caller if the result does not say who is counted, the endpoint
+# The time, the result, the cost, the caller if the result has no counted subject, the endpoint
 # and the method. A plain tuple, because creating one takes half the time of a named one.
 NotedDecision = tuple[int, "CheckResult", int, str, "str | None", "str | None"]
 

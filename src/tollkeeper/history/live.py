@@ -36,7 +36,7 @@ import msgspec
 
 COUNTERS_MAX: Final = 1_000
 HALF_LIFE_SECONDS: Final = 60.0
-# A steady rate of 1 per second has this count: the sum of what has not decayed yet.
+# A steady rate of 1 per second has this count: the sum of the counts that have not decayed.
 SECONDS_COUNTED: Final = HALF_LIFE_SECONDS / log(2)
 # A smaller count is not reported: the item did not occur in the last minutes.
 _COUNT_MIN: Final = 0.5
@@ -145,7 +145,7 @@ class Sketch(Generic[Item]):
 
 
 def decayed(passed_s: float) -> float:
-    """Return what is left of a count of 1 after this time."""
+    """Return the remaining part of a count of 1 after this time."""
     return float(0.5 ** (max(passed_s, 0.0) / HALF_LIFE_SECONDS))
 
 

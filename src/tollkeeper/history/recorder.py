@@ -248,7 +248,7 @@ class Recorder:
         self._timer = loop.call_later(HAND_OVER_SECONDS, self._tick)
 
     async def stop(self) -> None:
-        """Write what is in memory, within STOP_SECONDS_MAX, and end the thread."""
+        """Write the records in memory, within STOP_SECONDS_MAX, and end the thread."""
         if self._timer is not None:
             self._timer.cancel()
         if self._loop is not None and self._ending is not None:

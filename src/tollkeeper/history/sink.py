@@ -177,7 +177,7 @@ class Sink:
         self._wake.set()
 
     async def _round(self) -> float:
-        """Write what is due, and return the seconds to wait."""
+        """Write the due records, and return the seconds to wait."""
         try:
             await self._prepare()
             while await self.write() and not self._stopping.is_set():

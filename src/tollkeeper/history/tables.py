@@ -286,7 +286,7 @@ class Trimmer:
         """True if there is more to trim at once."""
 
     async def trim(self, now_s: int) -> bool:
-        """Trim what is due if this worker's turn has come, or lasts. Raises StoreError."""
+        """Trim the due rows if it is this worker's turn. Raises StoreError."""
         if not self.is_behind and not await self._is_our_turn(now_s):
             return False
         self.is_behind = False

@@ -225,7 +225,7 @@ class RuleTotals:
         self._last: dict[str, Row] = {}
 
     def update(self, now: dict[str, Row]) -> None:
-        """Add what is new; `now` holds the counts of the rules in force, field by field."""
+        """Add the increase since the last call; `now` has the counts of the rules in force."""
         last = self._last
         for rule, row in now.items():
             old = last.get(rule)

@@ -1,1 +1,1 @@
-"""Stage 4, the ways in and the answers out: web applications, the service, the gateways."""
+"""Stage 4: the parts that the integrations of web frameworks share."""

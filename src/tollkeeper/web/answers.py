@@ -15,8 +15,8 @@ fields):
 A rule with one limit is named by its id. A rule with several limits adds the name or the window of
 each limit. Names are unique in a response, and they are valid structured fields for any rule id.
 
-**Rounding.** Every time is rounded up to whole seconds, so a client that waits as long as it was
-told is allowed.
+**Rounding.** Every time is rounded up to whole seconds, so a client that waits for the whole
+Retry-After is allowed.
 
 **Bodies.** A denial is problem JSON (RFC 9457): the members of the standard (`type`, `title`,
 `status`, `detail`) and `error`, with a stable code, a message and details in numbers. `detail` is a

@@ -361,7 +361,7 @@ class AsgiCharges(RequestCharges):
         answer: HttpAnswer | None,
         receive: Receive,
     ) -> None:
-        """Refund what was charged, and answer a denied request."""
+        """Refund the charges, and answer a denied request."""
         scope, answered, self.status = request.scope, self.status, None
         await self.settle_async()
         self.status = answered

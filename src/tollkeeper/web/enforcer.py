@@ -1,4 +1,4 @@
-"""The part that all web integrations share: charge a request, then settle what it cost.
+"""The part that all web integrations share: charge a request, then settle its cost.
 
     request → skip? → key, cost → evaluate → (leaky bucket: wait) → the application → settle
 

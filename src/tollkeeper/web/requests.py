@@ -1,8 +1,8 @@
 """One view of a request for all web frameworks: identity and hooks read it.
 
-A `WebRequest` copies nothing. It looks a header, a cookie or a query field up when it is asked for,
-and most requests need one or two. Clients can send anything, so a lookup reads at most 64 KiB of
-the query or of the cookies, and never raises.
+A `WebRequest` copies nothing. It looks up a header, a cookie or a query field when the caller reads
+it, and most requests need one or two. Clients can send anything, so a lookup reads at most 64 KiB
+of the query or of the cookies, and never raises.
 
 **Repeated fields.** If a request repeats a field, some frameworks use the first value and others
 the last. A client could show the limiter one key and the application another, and so get a new
@@ -20,11 +20,11 @@ long or not printable is replaced by a digest, which starts with `#`. Text that 
 
 **Routes.** Limits by endpoint need the route's template, `/users/{id}`: with the path alone, a
 client would get a new quota for every number it writes. A middleware runs before the router, so
-`RoutedAsgiRequest` asks the routes of Starlette or FastAPI which of them would serve the request,
-in the order in which they would serve it: the first full match, otherwise the first that matches
-except for the method. Mounts may have parameters too (`/tenants/{tenant}`), so mounted routes are
-asked in the same way. Nothing is cached: an application may add routes at any time, and the number
-of paths is unbounded. If no route is known, the endpoint is the path.
+`RoutedAsgiRequest` searches the routes of Starlette or FastAPI for the one that will serve the
+request, in the framework's order: the first full match, otherwise the first that matches except for
+the method. Mounts may have parameters too (`/tenants/{tenant}`), so mounted routes are searched in
+the same way. Nothing is cached: an application may add routes at any time, and the number of paths
+is unbounded. If no route is known, the endpoint is the path.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from tollkeeper.control.schema import SCHEMA_TABLE, metadata
 
 
 def migrate(connection: Connection) -> None:
-    """Run the revisions that Alembic was told to run."""
+    """Run the revisions that Alembic selected."""
     context.configure(connection=connection, target_metadata=metadata, version_table=SCHEMA_TABLE)
     with context.begin_transaction():
         context.run_migrations()
