@@ -107,7 +107,7 @@ def store(request: pytest.FixtureRequest, clock: ManualClock, tmp_path: Path) ->
         server = running("single")
         server.flush()
         # A busy machine may stall a test for longer than the deadline of production.
-        uri, options = server.uri, {"deadline_ms": 10_000}
+        uri, options = server.uri, {"deadline_ms": 10_000, "connect_ms": 10_000}
     opened = open_store(uri, clock, **options)
     yield opened
     opened.close()

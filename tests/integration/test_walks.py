@@ -32,7 +32,7 @@ RULES = {
 async def walk_of_a_check(store: str, *, repeated: bool) -> Walk:
     """Record a check by one rule, with a body that came before or with a new one."""
     # A busy machine must not lead a check past its deadline.
-    opened: Any = open_store(store, deadline_ms=10_000)
+    opened: Any = open_store(store, deadline_ms=10_000, connect_ms=10_000)
     async with AsyncLimiter.from_rules(RULES, store=opened) as limiter:
         context = ServiceContext(
             limiter=limiter,

@@ -21,6 +21,8 @@ from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores.redis.codec import encode_limits
 from tollkeeper.testing import ManualClock
 
+pytestmark = pytest.mark.server
+
 YEAR_US = WINDOW_NS_MAX // NS_PER_US
 CENTURY_US = REFILL_NS_MAX // NS_PER_US
 
