@@ -46,7 +46,8 @@ def on_our_redis(source: str) -> str:
     server.flush()
     # A busy machine must not lead a check past its deadline.
     patient = source.replace("deadline_ms=20", "deadline_ms=10_000, connect_ms=10_000")
-    patient = patient.replace('"redis://localhost"', f'"{server.uri}?deadline_ms=10000&connect_ms=10000"')
+    slow = f'"{server.uri}?deadline_ms=10000&connect_ms=10000"'
+    patient = patient.replace('"redis://localhost"', slow)
     return patient.replace("redis://localhost", server.uri.removesuffix("/0"))
 
 
