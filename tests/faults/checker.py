@@ -1,13 +1,13 @@
-"""Whether the limits held, told from the outside: from what was sent, answered, and when.
+"""Verify from the outside that limits held: from the requests, the answers and their times.
 
-The store decided a request at some instant between sending and answer; nobody here knows which. So
-a bound is broken only if it is, whatever those instants were: what counts as inside an interval is
-what was sent and answered inside of it.
+The store decides a request at an unknown instant between its sending and its answer. So the checker
+reports a broken bound only if every choice of those instants breaks it: a request counts as inside
+an interval if it was sent and answered inside the interval.
 
-What a store decided must keep the bound in *every* interval, those in which it failed included:
-that is stronger than keeping it in the intervals without degraded answers, in which all admissions
-are the store's. What was admitted in its place is marked degraded, and by how much the two together
-exceed the limit is counted and told.
+The store's own decisions must keep the bound in *every* interval, even while the store fails. That
+is stronger than the bound in the intervals without degraded answers, where the store makes all
+decisions. Decisions by a failure policy are marked as degraded. The tests report by how many units
+both kinds together exceed the limit.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import NamedTuple
 
 from tollkeeper import Limit
 
-# Redis tells the time in whole microseconds: two instants may be so much nearer than they seem.
+# Redis' clock has whole microseconds, so two instants may be this much closer than they seem.
 CLOCK_STEP_NS = 1_000
 
 
 class Admitted(NamedTuple):
-    """Units that were admitted at some instant of an interval, by the wall clock."""
+    """Units that were admitted at an unknown instant of an interval, by the wall clock."""
 
     sent_ns: int
-    told_ns: int
+    answered_ns: int
     units: int = 1
 
 
 def excess(limit: Limit, admitted: Iterable[Admitted]) -> int:
-    """By how many units the bound was exceeded for certain, in the worst interval; 0 if never."""
+    """Return by how many units the worst interval certainly exceeds the bound; 0 if none does."""
     return max(_excess(limit, sorted(admitted)), 0)
 
 
@@ -48,13 +48,13 @@ def _excess(limit: Limit, ordered: Sequence[Admitted]) -> int:
 
 
 def _excess_of_bucket(limit: Limit, ordered: Sequence[Admitted]) -> int:
-    """From any request to any later answer: at most capacity + rate × time."""
+    """Return the excess over capacity + rate × time, from any request to any later answer."""
     worst = Fraction(0)
     for first, begun in enumerate(ordered):
         units = 0
-        for each in sorted(ordered[first:], key=lambda one: one.told_ns):
+        for each in sorted(ordered[first:], key=lambda one: one.answered_ns):
             units += each.units
-            time_ns = each.told_ns - begun.sent_ns + CLOCK_STEP_NS
+            time_ns = each.answered_ns - begun.sent_ns + CLOCK_STEP_NS
             worst = max(
                 worst, units - limit.capacity - Fraction(limit.limit, limit.window_ns) * time_ns
             )
@@ -62,43 +62,43 @@ def _excess_of_bucket(limit: Limit, ordered: Sequence[Admitted]) -> int:
 
 
 def _excess_of_log(limit: Limit, ordered: Sequence[Admitted]) -> int:
-    """In any interval that is shorter than the window: at most the limit."""
+    """Return the excess over the limit in any interval shorter than the window."""
     worst = 0
     for first, begun in enumerate(ordered):
         ends_ns = begun.sent_ns + limit.window_ns - CLOCK_STEP_NS
-        inside = sum(each.units for each in ordered[first:] if each.told_ns < ends_ns)
+        inside = sum(each.units for each in ordered[first:] if each.answered_ns < ends_ns)
         worst = max(worst, inside - limit.limit)
     return worst
 
 
 def _windows(limit: Limit, ordered: Sequence[Admitted]) -> dict[int, int]:
-    """The units that were admitted in each window for certain, by its number since the epoch."""
+    """Return the units certainly admitted in each window, by its number since the epoch."""
     windows: dict[int, int] = {}
     for each in ordered:
         number = each.sent_ns // limit.window_ns
-        if number == (each.told_ns + CLOCK_STEP_NS) // limit.window_ns:
+        if number == (each.answered_ns + CLOCK_STEP_NS) // limit.window_ns:
             windows[number] = windows.get(number, 0) + each.units
     return windows
 
 
 def _excess_of_windows(limit: Limit, ordered: Sequence[Admitted]) -> int:
-    """In every window aligned to the epoch: at most the limit."""
+    """Return the excess over the limit in any window aligned to the epoch."""
     return max((units - limit.limit for units in _windows(limit, ordered).values()), default=0)
 
 
 def _excess_of_counter(limit: Limit, ordered: Sequence[Admitted]) -> int:
-    """At each admission: previous × what is left of its window + current <= limit."""
+    """Return the excess of previous × the rest of the window + current, at any admission."""
     windows = _windows(limit, ordered)
     worst = 0
     for place, last in enumerate(ordered):
-        number, elapsed_ns = divmod(last.told_ns + CLOCK_STEP_NS, limit.window_ns)
+        number, elapsed_ns = divmod(last.answered_ns + CLOCK_STEP_NS, limit.window_ns)
         if last.sent_ns // limit.window_ns != number:
-            continue  # in which of two windows, nobody knows
+            continue  # it may be in either of two windows
         left = Fraction(limit.window_ns - elapsed_ns, limit.window_ns)
         current = last.units + sum(
             each.units
             for each in ordered[:place]
-            if each.told_ns <= last.sent_ns and each.sent_ns // limit.window_ns == number
+            if each.answered_ns <= last.sent_ns and each.sent_ns // limit.window_ns == number
         )
         worst = max(worst, ceil(windows.get(number - 1, 0) * left) + current - limit.limit)
     return worst

@@ -1,4 +1,4 @@
-"""What breaks a network, a disk or a clock, made for one test and gone after it."""
+"""Broken networks, full disks and wrong clocks, each for the length of one test."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from tests.redis_servers.server import Startable, program_path
 from tests.redis_servers.waiting import until
 
 READY_S_MAX = 20.0
-# Of the networks that are set aside for tests, a part of four addresses for each process.
+# Each process takes four addresses of the networks that are reserved for tests.
 _NETWORK, _PARTS = IPv4Address("198.18.0.0"), 16_384
 _PREFIX = 30
 _PORT = 6379
-# Their numbers in Linux: networks, and mounts and namespaces.
+# The numbers of Linux' capabilities for networks, and for mounts and namespaces.
 _CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def has_root() -> bool:
-    """May this process do all that root may? Not in every container."""
+    """Return True if this process has root's capabilities; in some containers root has not."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     held = int(status.partition("CapEff:")[2].split()[0], 16)
     return all(held >> number & 1 for number in (_CAP_NET_ADMIN, _CAP_SYS_ADMIN))
 
 
 def needs_root(what: str) -> None:
-    """Skip what only root can do; where all must be shown, fail."""
+    """Skip a test that needs root; in CI, fail it."""
     if has_root():
         return
     reason = f"{what} takes root with CAP_NET_ADMIN and CAP_SYS_ADMIN; run the tests as root"
@@ -49,10 +49,10 @@ def needs_root(what: str) -> None:
 
 
 def reset_all(proxy: Proxy) -> None:
-    """End every connection of a proxy with a reset, as a firewall that has lost its table does."""
+    """Reset every connection of a proxy, like a firewall that has lost its table."""
     unspecified = (ctypes.c_uint16 * 8)(socket.AF_UNSPEC)
     for each in list(proxy._sockets):
-        # Connecting to nowhere is how Linux drops a connection that others are reading from.
+        # On Linux, connect() to AF_UNSPEC drops a connection, even while a thread reads from it.
         if each.fileno() >= 0:
             _libc.connect(each.fileno(), unspecified, ctypes.sizeof(unspecified))
     proxy.break_all()
@@ -68,9 +68,9 @@ def _ip(*words: str) -> None:
 
 
 class FarRedis(Startable):
-    """A redis-server in a network of its own, at the far end of a cable that can be pulled.
+    """A redis-server in a separate network, at the end of a cable that a test can pull.
 
-    The network is the process's: however that ends, network and cable are gone.
+    The network belongs to the server's process, and ends together with it.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class FarRedis(Startable):
 
     @property
     def uri(self) -> str:
-        """The store's URI."""
+        """Return the store's URI."""
         return f"redis://{self._there}:{_PORT}/0"
 
     def start(self) -> None:
@@ -91,7 +91,7 @@ class FarRedis(Startable):
         process = self._launch()
         own = Path("/proc/self/ns/net").readlink()
         theirs = Path(f"/proc/{process.pid}/ns/net")
-        until(lambda: theirs.readlink() != own, "a network of its own", READY_S_MAX, self._log)
+        until(lambda: theirs.readlink() != own, "a separate network", READY_S_MAX, self._log)
         peer = ("peer", "name", self._far, "netns", str(process.pid))
         _ip("link", "add", self._near, "type", "veth", *peer)
         _ip("address", "add", f"{self._here}/{_PREFIX}", "dev", self._near)
@@ -104,7 +104,7 @@ class FarRedis(Startable):
         until(self._answers, "the far Redis answers", READY_S_MAX, self._log)
 
     def _launch(self) -> subprocess.Popen[bytes]:
-        """A shell in a new network, that becomes the server when it is told to."""
+        """Start a shell in a new network, which becomes the server after it reads a line."""
         server = (
             *(program_path("redis-server"), "--port", str(_PORT), "--bind", self._there),
             *("--save", "", "--appendonly", "no", "--protected-mode", "no"),
@@ -140,17 +140,17 @@ class FarRedis(Startable):
         return (self.folder / "log").read_text(encoding="utf-8", errors="replace")
 
     def part(self) -> None:
-        """Pull the cable: nothing arrives in either direction, and nobody is told."""
+        """Pull the cable: both directions are silent, and neither side gets an error."""
         self._there_ip("link", "set", self._far, "down")
 
     def join(self) -> None:
-        """Put it in again."""
+        """Plug the cable in again."""
         self._there_ip("link", "set", self._far, "up")
 
     def stop(self) -> None:
-        """End the server, and with it its network."""
+        """End the server and its network."""
         if self._process is not None:
-            with self._process as process:  # which closes its pipe and waits for it
+            with self._process as process:  # closes its pipe and waits for it
                 process.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
         scratch().forget(self)
@@ -162,7 +162,7 @@ class FarRedis(Startable):
 
 @contextmanager
 def small_disk(kilobytes: int) -> Iterator[Path]:
-    """A folder on a disk of its own that is soon full."""
+    """Mount a small disk that is soon full; yield its folder."""
     needs_root("mounting a disk")
     folder = scratch().new_folder("disk")
     mount = program_path("mount")
@@ -176,22 +176,22 @@ def small_disk(kilobytes: int) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> Path:
-    """A file that takes all that is left of a disk."""
+    """Fill the rest of a disk with one file; return its path."""
     path = disk / "filler"
     with path.open("wb", buffering=0) as file, suppress(OSError):
-        while True:  # until nothing is left
+        while True:  # until the disk is full
             file.write(bytes(4_096))
     return path
 
 
 def wrong_clock(seconds: int) -> dict[str, str]:
-    """Environment variables that make a process's wall clock wrong by so much."""
-    program_path("faketime")  # says what to install where it is missing
+    """Return environment variables that shift a process's wall clock by some seconds."""
+    program_path("faketime")  # a missing program fails with an install command
     found = sorted(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"))
     assert found, "faketime is there without its library; apt-get install libfaketime"
     return {
         "LD_PRELOAD": str(found[0]),
         "FAKETIME": f"{seconds:+d}s",
-        # A clock that counts from boot is right on such a machine too.
+        # A wrong wall clock leaves the monotonic clock correct.
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",
     }

@@ -1,11 +1,11 @@
-"""A steady load, and everything that it was answered.
+"""A steady load of checks, with a record of every answer.
 
-One document has a rule for each failure policy and each algorithm, so that one load shows them all.
-Tasks ask an AsyncLimiter and threads a Limiter with a store of its own; both count the same keys,
-as two nodes do. Whoever is answered waits a little and asks again, whatever the answer was.
+One document has a rule for each failure policy and each algorithm, so one load covers them all.
+Tasks use an AsyncLimiter and threads a Limiter with another store; both count the same keys, like
+two nodes. After each answer, a task or thread waits a little and checks again.
 
-Beside them a task does nothing but wake up every few milliseconds. By how much it is late is what
-this machine adds to every waiting.
+One more task only wakes up every few milliseconds. Its delay is the time that this machine adds to
+every wait.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from tollkeeper.decide.failure import LocalFallback
 
 POLICIES = ("open", "closed", "local")
 LIMIT, PER_S = 20, 1
-# Spent within a second and not whole again before the end: what was forgotten would show.
+# Spent within a second, and not whole again before the end of the test: lost counts would show.
 LONG, LONG_LIMIT, LONG_PER_S = "long", 40, 3600
 CASES = (*ALGORITHM_NAMES, LONG)
-# A task and a thread ask for each key so often: two and a half times the limit.
+# A task and a thread check each key at this interval: two and a half times the limit.
 GAP_S = 0.04
 NODES = 2
 DEADLINE_S = 0.05
-# What a paused machine may add to any waiting; how much it did is printed.
+# The time that a busy machine may add to any wait; the tests print the real number.
 SLACK_S = 1.0
 RECOVERED_S_MAX = 30.0
-# So long without a degraded answer is recovered.
+# The load has recovered after this time without a degraded answer.
 CALM_S = 0.6
 _LAG_STEP_S = 0.005
 
-# The two clocks of this machine, at one moment: times are of the one that nobody can set. A node
-# whose wall clock is wrong is told the right one's.
+# The wall clock minus the monotonic clock at one moment. Times here come from the monotonic clock,
+# which cannot be set. A node with a wrong wall clock gets the right difference from its parent.
 EPOCH_VARIABLE = "FAULTS_EPOCH_NS"
 EPOCH_NS = int(os.environ.get(EPOCH_VARIABLE) or time.time_ns() - time.monotonic_ns())
 
 
 def now_ns() -> int:
-    """The wall clock as it was when this process started, carried on."""
+    """Return the wall time at the start of this process plus the monotonic time since then."""
     return time.monotonic_ns() + EPOCH_NS
 
 
 def limit_of(case: str, limit: int = LIMIT) -> Limit:
-    """What each rule allows: so much by each algorithm, or little for long."""
+    """Return a rule's limit: `limit` by one algorithm, or a few units for a long time."""
     if case == LONG:
         return Limit(LONG_LIMIT, per=LONG_PER_S)
     return Limit(limit, per=PER_S, algorithm=case)  # type: ignore[arg-type]  # one of the five
 
 
 class Key(NamedTuple):
-    """A rule, and who is counted by it."""
+    """A rule, and the user that it counts."""
 
     policy: str
     case: str
@@ -75,10 +75,10 @@ KEYS = tuple(Key(policy, case) for policy in POLICIES for case in CASES)
 
 
 def document(limit: int = LIMIT, *, holds: int | None = None) -> dict[str, object]:
-    """The rules, as the file of a document has them.
+    """Return the rule document.
 
-    `holds`  what a bucket holds, whatever the limit is: one that is made smaller is empty and owes
-             nothing, so rules that go up and down would give more than the higher limit.
+    `holds`  the capacity of every bucket, for any limit. A bucket that shrinks is empty but not in
+             debt, so rules that go up and down would otherwise admit more than the higher limit.
     """
     return {
         "version": 1,
@@ -107,11 +107,11 @@ RULES_TEXT = json.dumps(document(), indent=1)
 
 
 class Noted(NamedTuple):
-    """One answer."""
+    """One recorded answer."""
 
     key: Key
     sent_ns: int
-    told_ns: int
+    answered_ns: int
     allowed: bool
     degraded: bool
     source: str = ""
@@ -119,7 +119,7 @@ class Noted(NamedTuple):
 
     @property
     def admitted(self) -> Admitted:
-        return Admitted(self.sent_ns, self.told_ns, self.units)
+        return Admitted(self.sent_ns, self.answered_ns, self.units)
 
 
 @dataclass(slots=True)
@@ -129,43 +129,43 @@ class Record:
     noted: list[Noted] = field(default_factory=list)
     lag_ns: int = 0
     lost: int = 0
-    """Requests that had no answer at all: a connection that was cut."""
+    """Requests without an answer, because their connection was cut."""
 
     def note(self, key: Key, sent_ns: int, decision: Decision, source: str) -> None:
-        """Write one down."""
+        """Record one decision."""
         self.put(key, sent_ns, decision.allowed, decision.degraded, source)
 
     def put(self, key: Key, sent_ns: int, allowed: bool, degraded: bool, source: str) -> None:
-        """The same, of an answer that came another way."""
+        """Record one answer that did not come as a Decision."""
         self.noted.append(Noted(key, sent_ns, now_ns(), allowed, degraded, source))
 
     def of(self, key: Key) -> list[Noted]:
-        """Of one key."""
+        """Return the answers of one key."""
         return [each for each in self.noted if each.key == key]
 
     def keys(self, policy: str) -> list[Key]:
-        """The keys under a policy."""
+        """Return the keys under a policy."""
         return sorted({each.key for each in self.noted if each.key.policy == policy})
 
     def last_degraded_ns(self) -> int:
-        """When the last degraded answer came; 0 if there was none."""
-        return max((each.told_ns for each in self.noted if each.degraded), default=0)
+        """Return the time of the last degraded answer, or 0."""
+        return max((each.answered_ns for each in self.noted if each.degraded), default=0)
 
     def slowest_ns(self) -> int:
-        """The longest that anybody waited."""
-        return max((each.told_ns - each.sent_ns for each in self.noted), default=0)
+        """Return the longest time that an answer took."""
+        return max((each.answered_ns - each.sent_ns for each in self.noted), default=0)
 
 
 async def ask_in_tasks(
     limiter: AsyncLimiter, record: Record, keys: Iterable[Key], source: str
 ) -> None:
-    """A task for each key, until cancelled."""
+    """Check each key in a task, until cancelled."""
 
     async def ask(key: Key) -> None:
         while True:
             sent_ns = now_ns()
-            ruling = await limiter.evaluate(key.request)
-            record.note(key, sent_ns, ruling.decision, source)
+            result = await limiter.evaluate(key.request)
+            record.note(key, sent_ns, result.decision, source)
             await asyncio.sleep(GAP_S)
 
     async with asyncio.TaskGroup() as group:
@@ -174,7 +174,7 @@ async def ask_in_tasks(
 
 
 class Askers:
-    """Threads that ask in turn for some keys each."""
+    """Threads that each check some of the keys in turn."""
 
     def __init__(
         self, limiter: Limiter, record: Record, keys: Sequence[Key], threads: int = 3
@@ -193,14 +193,14 @@ class Askers:
             while not self._stopped.is_set():
                 for key in keys:
                     sent_ns = now_ns()
-                    ruling = self._limiter.evaluate(key.request)
-                    self._record.note(key, sent_ns, ruling.decision, "threads")
+                    result = self._limiter.evaluate(key.request)
+                    self._record.note(key, sent_ns, result.decision, "threads")
                     self._stopped.wait(GAP_S / len(keys))
         except BaseException as error:
             self.failures.append(error)
 
     def stop(self) -> None:
-        """End them; what went wrong in one of them is raised."""
+        """End the threads; raise the first error of any thread."""
         self._stopped.set()
         for thread in self._threads:
             thread.join()
@@ -209,7 +209,7 @@ class Askers:
 
 
 async def watch_lag(record: Record) -> None:
-    """Note by how much this loop is late."""
+    """Record the longest delay of this event loop."""
     while True:
         began_ns = time.monotonic_ns()
         await asyncio.sleep(_LAG_STEP_S)
@@ -221,7 +221,7 @@ async def watch_lag(record: Record) -> None:
 async def steady_load(
     uri: str, rules: str = RULES_TEXT, keys: Sequence[Key] = KEYS
 ) -> AsyncIterator[Record]:
-    """Tasks and threads that ask for as long as the block lasts."""
+    """Send checks from tasks and threads for the length of the block."""
     record = Record()
     local_fallback = LocalFallback(nodes=NODES)
     awaited = AsyncLimiter.from_rules(rules, store=uri, local_fallback=local_fallback)
@@ -238,7 +238,7 @@ async def steady_load(
 async def running_load(
     record: Record, awaited: AsyncLimiter, threaded: Limiter, keys: Sequence[Key] = KEYS
 ) -> AsyncIterator[None]:
-    """The same on limiters that are there, which stay open."""
+    """Send the same load through the caller's limiters, which stay open."""
     tasks = [
         asyncio.create_task(ask_in_tasks(awaited, record, keys, "tasks")),
         asyncio.create_task(watch_lag(record)),
@@ -256,13 +256,13 @@ async def running_load(
 
 
 async def until_calm(record: Record, seconds_max: float = RECOVERED_S_MAX) -> None:
-    """Wait until every key is admitted again by the store, and nobody was degraded for a while."""
+    """Wait until the store admits every key again and no recent answer was degraded."""
     ends_ns = now_ns() + int(seconds_max * 1e9)
-    # Of the limits that are whole again soon: the others may have nothing left.
+    # The long limits do not count: they may have no units left.
     keys = {each.key for each in record.noted if each.key.case != LONG}
     while now_ns() < ends_ns:
         since_ns = now_ns() - int(CALM_S * 1e9)
-        recent = [each for each in record.noted[-5_000:] if each.told_ns > since_ns]
+        recent = [each for each in record.noted[-5_000:] if each.answered_ns > since_ns]
         exact = {each.key for each in recent if each.allowed and not each.degraded}
         if exact >= keys and not any(each.degraded for each in recent):
             return
@@ -271,13 +271,13 @@ async def until_calm(record: Record, seconds_max: float = RECOVERED_S_MAX) -> No
 
 
 async def later(seconds: float, work: Callable[[], object] | None = None) -> None:
-    """Let the load go on for so long, and then do something that blocks beside it."""
+    """Let the load run for some seconds, then call a blocking function in a thread."""
     await asyncio.sleep(seconds)
     if work is not None:
         await asyncio.to_thread(work)
 
 
 def exact_excess(record: Record, key: Key, limit: Limit | None = None) -> int:
-    """By how much what the store admitted for a key is over its limit."""
+    """Return by how many units the store's own admissions of a key exceed its limit."""
     noted = [each.admitted for each in record.of(key) if each.allowed and not each.degraded]
     return excess(limit or limit_of(key.case), noted)

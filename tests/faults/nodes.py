@@ -1,8 +1,8 @@
-"""A node in a process of its own, that asks steadily and tells afterwards what it was answered.
+"""A node in a separate process, which sends checks steadily and prints their answers at its end.
 
     python -m tests.faults.nodes '{"name": "late", "uri": "redis://…", "rules": "…", "keys": […]}'
 
-It says how far its wall clock is ahead, asks until a line comes, and prints what it has noted.
+It prints how far its wall clock is ahead, sends checks until it reads a line, then prints a record.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ ENDS_S_MAX = 30.0
 
 
 class NodeProcess(Startable):
-    """One of them, in a `with` block.
+    """One node, for the length of a `with` block.
 
-    `env`  further environment variables: of a wrong clock, for example
+    `env`  further environment variables, for example of a wrong clock
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class NodeProcess(Startable):
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
-        """Start it without waiting, so that several can be starting at a time."""
+        """Start the node without waiting, so that several can start at the same time."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.nodes", json.dumps(self._options)],
             env=self._env,
@@ -68,24 +68,24 @@ class NodeProcess(Startable):
         )
 
     def ready(self) -> float:
-        """Wait until it asks; how many seconds its wall clock is ahead of ours."""
+        """Wait until the node sends checks; return how many seconds its clock is ahead of ours."""
         assert self._process is not None
         assert self._process.stdout is not None
         return float(json.loads(self._process.stdout.readline())["ahead_s"])
 
     def finish(self, record: Record) -> None:
-        """Let it end, and put what it has noted with the rest."""
+        """End the node and add its answers to `record`."""
         assert self._process is not None
         printed, _ = self._process.communicate("\n", timeout=ENDS_S_MAX)
         assert self._process.returncode == 0, printed
-        told = json.loads(printed)
-        record.lag_ns = max(record.lag_ns, told["lag_ns"])
-        record.noted += [Noted(Key(*key), *rest) for key, *rest in told["noted"]]
+        result = json.loads(printed)
+        record.lag_ns = max(record.lag_ns, result["lag_ns"])
+        record.noted += [Noted(Key(*key), *rest) for key, *rest in result["noted"]]
 
     def stop(self) -> None:
-        """End it, however it is."""
+        """Kill the node, if it still runs."""
         if self._process is not None:
-            with self._process as process:  # which closes its pipes and waits for it
+            with self._process as process:  # closes its pipes and waits for it
                 process.kill()
 
 
@@ -109,8 +109,8 @@ async def _run(options: Mapping[str, Any]) -> Record:
 
 
 def main() -> None:
-    """Until its input ends."""
-    # What happens to its rules is no news here.
+    """Run a node until its input has a line."""
+    # Changes of the rules are not interesting here.
     logging.getLogger("tollkeeper").setLevel(logging.ERROR)
     record = asyncio.run(_run(json.loads(sys.argv[1])))
     print(json.dumps({"lag_ns": record.lag_ns, "noted": record.noted}))

@@ -1,7 +1,7 @@
-"""The same load through a real service: threads that ask over HTTP, and note what they were told.
+"""The same load through a real service: threads send checks over HTTP and record the answers.
 
-A connection that is cut, by a worker that was killed, is made anew. Whether its request was counted
-nobody knows; it was not answered, so it is not an admission.
+If a killed worker cuts a connection, the thread connects again. The service may have counted the
+cut request or not; without an answer it is not an admission.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from threading import Event, Thread
 from tests.faults.load import GAP_S, Key, Record, now_ns, watch_lag
 from tests.service_process import ServiceProcess, ask_on
 
-# A refused connection is tried again after this long.
+# The pause before a thread connects again.
 _AGAIN_S = 0.02
 _STATUSES = {200, 429, 503}
 
 
 class ServiceAskers:
-    """Threads that ask in turn for the same keys, each on a connection of its own."""
+    """Threads that check the same keys in turn, each on a separate connection."""
 
     def __init__(
         self, service: ServiceProcess, record: Record, keys: Sequence[Key], threads: int = 4
@@ -52,16 +52,16 @@ class ServiceAskers:
     def _ask_on(self, connection: http.client.HTTPConnection) -> None:
         while not self._stopped.is_set():
             for key in self._keys:
-                asked = {"user": key.user, "endpoint": key.request.endpoint}
+                body = {"user": key.user, "endpoint": key.request.endpoint}
                 sent_ns = now_ns()
-                answer = ask_on(connection, "POST", "/v1/check", asked)
+                answer = ask_on(connection, "POST", "/v1/check", body)
                 assert answer.status in _STATUSES, (answer, self._service.log_end())
                 degraded = answer.headers.get("x-ratelimit-policy") == "degraded"
                 self._record.put(key, sent_ns, answer.status == 200, degraded, "service")
                 self._stopped.wait(GAP_S / len(self._keys))
 
     def stop(self) -> None:
-        """End them; what went wrong in one of them is raised."""
+        """End the threads; raise the first error of any thread."""
         self._stopped.set()
         for thread in self._threads:
             thread.join()
@@ -73,7 +73,7 @@ class ServiceAskers:
 async def service_load(
     service: ServiceProcess, record: Record, keys: Sequence[Key], threads: int = 4
 ) -> AsyncIterator[None]:
-    """Threads that ask for as long as the block lasts."""
+    """Send checks from threads for the length of the block."""
     lag = asyncio.create_task(watch_lag(record))
     askers = ServiceAskers(service, record, keys, threads)
     try:

@@ -1,4 +1,4 @@
-"""The checker finds what is over a limit, and nothing else."""
+"""The checker finds admissions over a limit, and reports no others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ START_NS = 1_700_000_000 * S
 
 
 def at(*seconds: float, took_s: float = 0.0) -> list[Admitted]:
-    """One unit sent at each of these moments."""
+    """Return one admitted unit for each of these moments."""
     sent = [START_NS + round(each * S) for each in seconds]
     return [Admitted(each, each + round(took_s * S)) for each in sent]
 
@@ -28,7 +28,7 @@ def at(*seconds: float, took_s: float = 0.0) -> list[Admitted]:
         ("token_bucket", at(0, 0, 0, 0, 0), 1),
         ("token_bucket", at(0, 0, 0, 0, 0.25), 0),
         ("token_bucket", at(0, 0, 0, 0, 0.2), 1),
-        # Over by what was admitted in an interval, not since the beginning.
+        # The excess is that of an interval, not of the whole time.
         ("token_bucket", at(0, 9, 9, 9, 9, 9, 9), 2),
         ("leaky_bucket", at(0, 0, 0, 0, 0), 1),
         ("sliding_window_log", at(0, 0.3, 0.6, 0.9, 1.0), 0),
@@ -42,13 +42,13 @@ def at(*seconds: float, took_s: float = 0.0) -> list[Admitted]:
     ],
 )
 def test_each_bound(algorithm: AlgorithmName, admitted: list[Admitted], over: int) -> None:
-    """Of 4 a second: what may be admitted is not over, and one more is over by one."""
+    """With 4 a second, admissions within the bound are not over; one more is over by one."""
     assert excess(Limit(4, per=1, algorithm=algorithm), admitted) == over
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
-def test_nobody_is_over_by_how_long_an_answer_took(algorithm: AlgorithmName) -> None:
-    """Five that were sent together and answered two seconds later may have been admitted then."""
+def test_a_slow_answer_is_no_excess(algorithm: AlgorithmName) -> None:
+    """Five requests with answers two seconds later may have been admitted at different times."""
     limit = Limit(4, per=1, algorithm=algorithm)
     assert excess(limit, at(0.1, 0.1, 0.1, 0.1, 0.1, took_s=2)) == 0
     assert excess(limit, at(0.1, 0.1, 0.1, 0.1, 0.1, took_s=0.001)) == 1
@@ -56,28 +56,28 @@ def test_nobody_is_over_by_how_long_an_answer_took(algorithm: AlgorithmName) -> 
 
 @pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
 def test_units_are_counted(algorithm: AlgorithmName) -> None:
-    """Not requests."""
+    """The checker counts units, not requests."""
     limit = Limit(4, per=1, algorithm=algorithm)
     assert excess(limit, [Admitted(START_NS, START_NS, 9)]) == 5
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
 @given(gaps_ms=st.lists(st.integers(0, 700), min_size=5, max_size=60))
-def test_what_a_limiter_admits_is_not_over_and_one_more_is(
+def test_a_limiters_admissions_are_not_over_and_one_more_is(
     algorithm: AlgorithmName, gaps_ms: list[int]
 ) -> None:
-    """Whenever it was asked. One more, where it was denied, is found out."""
+    """A limiter's admissions keep the bound at any times; one denied request more breaks it."""
     clock = ManualClock(1_700_000_000)
     limiter = Limiter(Limit(4, per=1, algorithm=algorithm), clock=clock)
     admitted: list[Admitted] = []
     denied: Admitted | None = None
     for gap_ms in gaps_ms:
         clock.advance_ns(gap_ms * 1_000_000)
-        asked = Admitted(clock.now_ns(), clock.now_ns())
+        request = Admitted(clock.now_ns(), clock.now_ns())
         if limiter.check("ann"):
-            admitted.append(asked)
+            admitted.append(request)
         elif limiter.peek("ann").retry_after > 0.01:
-            denied = asked
+            denied = request
             break
     assert excess(limiter.limits[0], admitted) == 0
     if denied is not None:

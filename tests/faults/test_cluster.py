@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.faults.load import LONG, POLICIES, Key, Record, later, now_ns, steady_load, until_calm
-from tests.faults.telling import verify
+from tests.faults.reporting import verify
 from tests.redis_servers import Cluster
 from tests.redis_servers.server import Server
 from tollkeeper.decide.stores.redis.topology import slot_of
@@ -11,28 +11,28 @@ from tollkeeper.decide.stores.redis.topology import slot_of
 USERS = tuple(f"user {number}" for number in range(6))
 CASES = ("sliding_window_log", LONG)
 KEYS = tuple(Key(policy, case, user) for policy in POLICIES for case in CASES for user in USERS)
-# Copies arrive after the answer; what was charged in the last moments may be lost with the primary.
+# Redis replicates after it answers, so the last charges may be lost with the primary.
 LOST_MAX = 20
 
 
 def kept_by(server: Server, users: tuple[str, ...]) -> list[str]:
-    """Whose keys a primary has."""
-    found = [str(each) for each in server.admin.keys("tk:*")]
-    return [user for user in users if any(user in each for each in found)]
+    """Return the users whose keys a primary has."""
+    names = [str(each) for each in server.admin.keys("tk:*")]
+    return [user for user in users if any(user in each for each in names)]
 
 
 def degraded_share(record: Record, users: list[str], from_ns: int, to_ns: int) -> float:
-    """Of the answers to some users in an interval, the part that was degraded."""
+    """Return the degraded share of some users' answers in an interval."""
     noted = [
         each.degraded
         for each in record.noted
-        if each.key.user in users and from_ns < each.sent_ns and each.told_ns < to_ns
+        if each.key.user in users and from_ns < each.sent_ns and each.answered_ns < to_ns
     ]
     return sum(noted) / max(len(noted), 1)
 
 
 async def test_a_primary_is_killed() -> None:
-    """Its replica takes over and all is exact again; the other shards do not notice."""
+    """The replica takes over and decisions are exact again; the other shards are not affected."""
     with Cluster(full_coverage=False) as cluster:
         async with steady_load(cluster.uri, keys=KEYS) as record:
             await later(0.6)

@@ -1,4 +1,4 @@
-"""The disk that records are kept on is full, under load."""
+"""The disk of the records becomes full under load."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.faults.conditions import fill, small_disk
 from tests.faults.load import CASES, Key, Record, document, now_ns
+from tests.faults.reporting import verify
 from tests.faults.service_load import service_load
-from tests.faults.telling import verify
 from tests.redis_servers.waiting import until
 from tests.service_process import ServiceProcess
 from tollkeeper.history.sink import EVENTS_MAX
@@ -21,17 +21,17 @@ DISK_KILOBYTES = 8_192
 KEYS = tuple(Key("closed", case) for case in CASES)
 NOTICED_S_MAX = 20.0
 WRITTEN_S_MAX = 60.0
-# One more than there is room for, by far: what cannot be kept is denials of one who asks too much.
+# Far more checks than the buffer holds: the service drops records of one greedy user's denials.
 BATCHES = EVENTS_MAX * 3 // 2 // BATCH_CHECKS_MAX
 
 
-def said(service: ServiceProcess, words: str) -> bool:
-    """Has it logged that?"""
+def logged(service: ServiceProcess, words: str) -> bool:
+    """Return True if the service has logged these words."""
     return any(words in str(each.get("message")) for each in service.events())
 
 
 def dropped(service: ServiceProcess) -> float:
-    """Records that were lost, as its metrics tell."""
+    """Return the number of dropped records, from the service's metrics."""
     families = text_string_to_metric_families(service.ask("GET", "/metrics").body.decode())
     return sum(
         sample.value
@@ -42,7 +42,7 @@ def dropped(service: ServiceProcess) -> float:
 
 
 def ask_too_much(service: ServiceProcess) -> int:
-    """Checks at once, as many as it takes to fill the room for records; how many there were."""
+    """Send enough checks to fill the buffer of records; return their number."""
     one = {"user": "greedy", "endpoint": KEYS[0].request.endpoint}
     for _ in range(BATCHES):
         answer = service.ask("POST", "/v1/check/batch", {"checks": [one] * BATCH_CHECKS_MAX})
@@ -51,7 +51,7 @@ def ask_too_much(service: ServiceProcess) -> int:
 
 
 def used(path: Path) -> int:
-    """All checks that the records tell of."""
+    """Return the number of checks in the usage records."""
     with sqlite3.connect(path) as database:
         [(count,)] = database.execute("SELECT sum(allowed + denied) FROM tollkeeper_usage")
     database.close()
@@ -59,9 +59,9 @@ def used(path: Path) -> int:
 
 
 async def test_the_disk_of_the_records_is_full() -> None:
-    """Decisions are as exact and as quick as ever; what does not fit is dropped and counted.
+    """Decisions stay exact and quick; the service drops and counts records without room.
 
-    When there is room again all usage is written, to the last unit.
+    When there is room again, the service writes all usage, to the last unit.
     """
     record = Record()
     with small_disk(DISK_KILOBYTES) as disk:
@@ -75,8 +75,8 @@ async def test_the_disk_of_the_records_is_full() -> None:
                 asked = await asyncio.to_thread(ask_too_much, service)
                 await asyncio.to_thread(
                     until,
-                    lambda: said(service, "records are not written") and dropped(service) > 0,
-                    "it is noticed, and drops are counted",
+                    lambda: logged(service, "records are not written") and dropped(service) > 0,
+                    "the service logs the full disk and counts dropped records",
                     NOTICED_S_MAX,
                     service.log_end,
                 )
@@ -84,7 +84,7 @@ async def test_the_disk_of_the_records_is_full() -> None:
                 healed_ns = now_ns()
                 await asyncio.to_thread(
                     until,
-                    lambda: said(service, "records are written again"),
+                    lambda: logged(service, "records are written again"),
                     "records are written",
                     WRITTEN_S_MAX,
                     service.log_end,
@@ -99,5 +99,5 @@ async def test_the_disk_of_the_records_is_full() -> None:
         )
         assert found["closed"].degraded == 0
         answered = len(record.noted) + asked
-        # Of a request that was cut nobody knows whether it was decided.
+        # A request whose connection was cut may have been decided or not.
         assert answered <= used(path) <= answered + record.lost

@@ -1,10 +1,10 @@
-"""Everything at once, by a seed that is printed: FAULTS_SEED=… makes the same run again.
+"""All faults at once, from a printed seed: FAULTS_SEED=… repeats a run.
 
-Redis is killed, stopped and filled, the network before it drops, delays, cuts and resets,
-PostgreSQL is killed and its rules change, workers of a service are killed, the disk of its records
-is full, and one node's clock is a minute ahead. Each goes on by itself and pays no heed to the
-others. What the seed decides is what each does and when it means to; how long a server takes to
-start is the machine's. A partition is here the network that holds everything back.
+Redis is killed, stopped and filled; the network before it drops, delays, cuts and resets;
+PostgreSQL is killed and its rules change; workers of a service are killed; the disk of its records
+is full; and one node's clock is a minute ahead. Each fault runs independently of the others. The
+seed decides each fault's actions and their planned times; the machine decides how long a server
+takes to start. A network that holds all data back stands for a partition.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import pytest
 from tests.faults.conditions import fill, has_root, reset_all, small_disk, wrong_clock
 from tests.faults.load import KEYS, LIMIT, Record, document, now_ns, running_load, until_calm
 from tests.faults.nodes import NodeProcess
+from tests.faults.reporting import verify
 from tests.faults.service_load import service_load
-from tests.faults.telling import verify
 from tests.integration.tcp_proxy import Mode, Proxy
 from tests.postgres_server import Postgres
 from tests.redis_servers import Single
@@ -45,7 +45,7 @@ MODES = ("hold", "swallow", "cut", "drip", "reset")
 
 
 class Chaos:
-    """What breaks what, each with a generator of its own, until the time is up."""
+    """All faults, each with a separate random generator, for a fixed time."""
 
     def __init__(
         self, seed: int, server: Single, proxy: Proxy, database: Postgres, url: str, disk: Path
@@ -56,10 +56,10 @@ class Chaos:
         self._ends_ns = now_ns() + int(SECONDS * 1e9)
         self.done: dict[str, int] = {}
         self.healed_ns = 0
-        """When nothing was between the nodes and Redis any more."""
+        """When the last fault between the nodes and Redis ended."""
 
     async def run(self, service: ServiceProcess) -> None:
-        """All of it; everything is whole again at the end."""
+        """Run all faults; at the end everything works again."""
         await asyncio.gather(
             self._repeat("redis", self._break_redis, 0.8),
             self._repeat("network", self._break_network, 0.6),
@@ -122,7 +122,7 @@ class Chaos:
 
     async def _fill_disk(self, random: Random) -> str:
         if not has_root():
-            return "disk spared"  # it is everybody's
+            return "disk spared"  # without root it is the machine's own disk
         filler = await asyncio.to_thread(fill, self._disk)
         await asyncio.sleep(random.uniform(0.3, 1.5))
         filler.unlink()
@@ -132,12 +132,12 @@ class Chaos:
         try:
             await asyncio.to_thread(change_rules, self._url, random.choice((LIMIT // 2, LIMIT)))
         except (TollkeeperError, OSError):
-            return "rules not changed"  # their database is away
+            return "rules not changed"  # their database is unavailable
         return "rules changed"
 
 
 def change_rules(url: str, limit: int) -> None:
-    """Apply a version with this limit. Not in the event loop of the load, to which it adds."""
+    """Apply a version with this limit, outside the event loop of the load."""
 
     async def change() -> None:
         async with await Repository.open(url) as repository:
@@ -152,7 +152,7 @@ def change_rules(url: str, limit: int) -> None:
 async def all_nodes(
     url: str, uri: str, record: Record, disk: Path
 ) -> AsyncIterator[ServiceProcess]:
-    """Everyone who asks: tasks and threads here, a service, and a node with a wrong clock."""
+    """Run the load on all nodes: tasks, threads, a service, and a node with a wrong clock."""
     local_fallback = LocalFallback(nodes=NODES)
     recording = ("--record", f"sqlite:///{disk / 'records.db'}", "--sample", "1")
     shared = ("--store", uri, "--nodes", str(NODES))
@@ -174,8 +174,10 @@ async def all_nodes(
 
 
 async def test_everything_at_once(tmp_path: Path) -> None:
-    """Whatever happens together: what Redis admits is never over, each policy does as it says,
-    nobody waits, and when it has ended all is exact again by itself."""
+    """Under all faults at once, Redis' admissions keep the limits and every policy holds.
+
+    No answer is late, and after the faults all decisions become exact again without help.
+    """
     seed = int(os.environ.get("FAULTS_SEED") or SystemRandom().randrange(10**6))
     print(f"FAULTS_SEED={seed}")
     record = Record()

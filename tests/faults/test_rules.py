@@ -1,4 +1,4 @@
-"""The rules change under load, and the database that they come from is killed."""
+"""The rules change under load, and their database is killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.faults.load import (
     now_ns,
     running_load,
 )
-from tests.faults.telling import verify
+from tests.faults.reporting import verify
 from tests.postgres_server import Postgres
 from tests.redis_servers import Single
 from tollkeeper import AsyncLimiter, Limiter
@@ -33,7 +33,7 @@ IN_FORCE_S_MAX = 20.0
 
 
 async def until_true(condition: Callable[[], bool], what: str) -> int:
-    """Wait without holding up the load; when it came true."""
+    """Wait for a condition without blocking the load; return when it became true."""
     ends_ns = now_ns() + int(IN_FORCE_S_MAX * 1e9)
     while not condition():
         assert now_ns() < ends_ns, f"waited {IN_FORCE_S_MAX:g} s for this: {what}"
@@ -42,21 +42,21 @@ async def until_true(condition: Callable[[], bool], what: str) -> int:
 
 
 def written(path: Path, limit: int) -> None:
-    """Put other limits in the file's place, in one step."""
+    """Replace the rule file by one with another limit, atomically."""
     new = path.with_suffix(".new")
     new.write_text(json.dumps(document(limit=limit), indent=1), encoding="utf-8")
     new.replace(path)
 
 
 def over_between(record: Record, limit: int, from_ns: int, to_ns: int) -> int:
-    """By how much an interval with one limit in force is over it, all keys together."""
+    """Return by how many units all keys exceed the limit of an interval."""
     return sum(
         excess(
             limit_of(key.case, limit),
             [
                 each.admitted
                 for each in record.of(key)
-                if each.allowed and from_ns <= each.sent_ns and each.told_ns <= to_ns
+                if each.allowed and from_ns <= each.sent_ns and each.answered_ns <= to_ns
             ],
         )
         for key in KEYS
@@ -68,8 +68,11 @@ def _changed(limiters: Sequence[AsyncLimiter | Limiter], before: str) -> bool:
 
 
 async def test_rules_change_under_load(tmp_path: Path) -> None:
-    """While a version is in force on all nodes nobody gets more than it says, what came before
-    included: lowering acts at once. Over all of it, nobody gets more than the highest says."""
+    """While a version is in force on all nodes, no user gets more than its limit.
+
+    Earlier admissions count too, so a lower limit acts at once. Over the whole time, no user gets
+    more than the highest limit.
+    """
     path = tmp_path / "rules.yaml"
     written(path, LIMITS[0])
     record = Record()
@@ -105,12 +108,12 @@ async def test_rules_change_under_load(tmp_path: Path) -> None:
     exact = Record([each for each in record.noted if not each.degraded])
     assert [over_between(exact, *each) for each in held] == [0] * CHANGES
     assert over_between(exact, max(LIMITS), 0, now_ns()) == 0
-    # The limits were felt: nobody would be over one that nobody reaches.
+    # The load did reach the limits; otherwise the checks above would prove nothing.
     assert any(not each.allowed for each in exact.noted)
 
 
 async def test_postgresql_is_killed() -> None:
-    """The last good rules stay in force, exactly; changes are followed again when it is back."""
+    """The last good rules stay in force, and nodes follow changes again once PostgreSQL is back."""
     record = Record()
     with Single() as server, Postgres() as database:
         url = database.new_database()
@@ -131,7 +134,7 @@ async def test_postgresql_is_killed() -> None:
                 killed_ns = now_ns()
                 seen_ns = await until_true(
                     lambda: all(bool(each.rules_status().error) for each in limiters),
-                    "it is noticed",
+                    "both nodes notice the dead database",
                 )
                 await later(0.5, database.start)
                 healed_ns = now_ns()

@@ -1,4 +1,4 @@
-"""Redis fails under load: killed, stopped, full, and behind a network that does what it likes."""
+"""Redis fails under load: killed, stopped, out of memory, and behind a broken network."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 from tests.faults.conditions import FarRedis, reset_all
 from tests.faults.load import later, now_ns, steady_load, until_calm
-from tests.faults.telling import verify
+from tests.faults.reporting import verify
 from tests.integration.tcp_proxy import Mode, Proxy
 from tests.redis_servers import Single
 
@@ -15,7 +15,7 @@ MODES: tuple[Mode, ...] = ("hold", "drip", "cut", "swallow")
 
 
 async def test_killed_and_started_again() -> None:
-    """With its file: what it had counted still counts, and each policy answers meanwhile."""
+    """A Redis with AOF keeps its counts through a kill, and each policy answers meanwhile."""
     with Single(aof=True) as server:
         async with steady_load(server.uri) as record:
             await later(BEFORE_S, server.kill)
@@ -28,7 +28,7 @@ async def test_killed_and_started_again() -> None:
 
 
 async def test_stopped_for_three_seconds() -> None:
-    """SIGSTOP: connections stay, and nobody answers."""
+    """While Redis is stopped, its connections stay open without answers, and each policy holds."""
     with Single() as server:
         async with steady_load(server.uri) as record:
             await later(BEFORE_S, server.pause)
@@ -41,7 +41,7 @@ async def test_stopped_for_three_seconds() -> None:
 
 
 async def test_out_of_memory() -> None:
-    """`maxmemory` without eviction: it answers, but takes nothing more."""
+    """At `maxmemory` without eviction, Redis rejects writes, and each policy holds."""
     with Single(lines=["maxmemory-policy noeviction"]) as server:
         async with steady_load(server.uri) as record:
             await later(BEFORE_S, lambda: server.admin.config_set("maxmemory", 1))
@@ -54,7 +54,7 @@ async def test_out_of_memory() -> None:
 
 
 async def test_a_network_that_misbehaves() -> None:
-    """It drops, delays, truncates and resets, one after the other and again."""
+    """The network drops, delays, truncates and resets in turn, and each policy holds."""
     quick = "?breaker_open_ms=200&breaker_open_max_ms=400"
     with Single() as server, Proxy(server.port) as proxy:
         async with steady_load(f"{proxy.uri}{quick}") as record:
@@ -75,7 +75,7 @@ async def test_a_network_that_misbehaves() -> None:
 
 
 async def test_a_partition() -> None:
-    """The cable between a node and its Redis is pulled for two seconds: nobody is told."""
+    """The cable to Redis is unplugged for two seconds without an error, and each policy holds."""
     with FarRedis() as far:
         async with steady_load(far.uri) as record:
             await later(BEFORE_S, far.part)

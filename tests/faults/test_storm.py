@@ -1,4 +1,4 @@
-"""A retry storm: clients that are denied and ask again without waiting."""
+"""A retry storm: denied clients retry without waiting."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ KEYS = {
 
 
 def calls_of(server: Single) -> int:
-    """Script calls that the server has got."""
+    """Return the number of script calls that the server has received."""
     stats = server.admin.info("commandstats")
     return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("evalsha", "eval"))
 
 
 async def storm(limiter: AsyncLimiter, record: Record, keys: Sequence[Key]) -> None:
-    """All clients, so many times the limit together; each as often as the others."""
+    """Run all clients, at `TIMES` times the limit together and at equal rates."""
     gap_s = CLIENTS / len(keys) / (TIMES * LIMIT / PER_S)
     ends_ns = now_ns() + int(STORM_S * 1e9)
 
@@ -47,28 +47,28 @@ async def storm(limiter: AsyncLimiter, record: Record, keys: Sequence[Key]) -> N
 
 
 @pytest.mark.parametrize(
-    ("who", "tries"),
+    ("clients", "tries"),
     [
         ("a client of each rule", 4),
         ("one client of all rules", 4),
     ],
 )
-async def test_a_retry_storm_costs_the_store_almost_nothing(who: str, tries: int) -> None:
-    """What is denied is answered here: hardly a call to Redis for each denial.
+async def test_a_retry_storm_costs_the_store_almost_nothing(clients: str, tries: int) -> None:
+    """The process answers denials from its cache, with hardly a call to Redis for each denial.
 
-    What is admitted is a call each, and must be; those are not counted. Tried again, for a machine
-    that does something else and lets the clients pile up.
+    Each admission needs a call; those do not count. The test tries again, because a busy machine
+    lets the clients pile up.
     """
     for _ in range(tries):
-        each_denial = await calls_for_each_denial(who)
+        each_denial = await calls_for_each_denial(clients)
         if each_denial < CALLS_MAX:
             break
     assert each_denial < CALLS_MAX
 
 
-async def calls_for_each_denial(who: str) -> float:
-    """Of one storm; printed."""
-    record, keys = Record(), KEYS[who]
+async def calls_for_each_denial(clients: str) -> float:
+    """Run one storm; print and return its calls to Redis for each denial."""
+    record, keys = Record(), KEYS[clients]
     with Single() as server:
         async with AsyncLimiter.from_rules(RULES_TEXT, store=server.uri) as limiter:
             await storm(limiter, record, keys)
@@ -78,8 +78,9 @@ async def calls_for_each_denial(who: str) -> float:
     denied = len(exact) - admitted
     each_denial = max(calls - admitted, 0) / denied
     print(
-        f"retry storm, {CLIENTS} clients at {TIMES} times the limit, {who}: {admitted} admitted, "
-        f"{denied} denied, {len(record.noted) - len(exact)} answers degraded; {calls} calls to "
+        f"retry storm, {CLIENTS} clients at {TIMES} times the limit, {clients}: "
+        f"{admitted} admitted, {denied} denied, "
+        f"{len(record.noted) - len(exact)} answers degraded; {calls} calls to "
         f"Redis, for each denial {each_denial:.4f} beside those that admitted"
     )
     assert sum(exact_excess(record, key) for key in keys) == 0

@@ -8,8 +8,8 @@ import signal
 from pathlib import Path
 
 from tests.faults.load import CASES, Key, Record, document, now_ns
+from tests.faults.reporting import verify
 from tests.faults.service_load import service_load
-from tests.faults.telling import verify
 from tests.redis_servers.waiting import until
 from tests.service_process import ServiceProcess
 
@@ -20,7 +20,7 @@ REPLACED_S_MAX = 30.0
 
 
 def _started(pid: int) -> int:
-    """When a process was started, in ticks since boot; 0 if it is gone."""
+    """Return the start time of a process in ticks since boot, or 0 if it is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
     except OSError:
@@ -34,7 +34,7 @@ def _all_there(service: ServiceProcess, killed: int) -> bool:
 
 
 async def test_workers_are_killed() -> None:
-    """On a file that all share, SIGKILL at any moment loses nothing that was counted."""
+    """With a shared file, SIGKILL of a worker at any moment loses no counts."""
     record = Record()
     with ServiceProcess(document(), workers=WORKERS) as service:
         async with service_load(service, record, KEYS):
@@ -42,7 +42,7 @@ async def test_workers_are_killed() -> None:
                 await asyncio.sleep(0.8)
                 alive = service.worker_pids()
                 assert alive, service.log_end()
-                # The youngest, which was started in the place of the one before.
+                # Kill the youngest, which replaced the worker killed before.
                 killed = max(alive, key=_started)
                 os.kill(killed, signal.SIGKILL)
             healed_ns = now_ns()
@@ -61,4 +61,4 @@ async def test_workers_are_killed() -> None:
         f"again after {back_s:.1f} s",
     )
     late = [each for each in record.noted if each.sent_ns > healed_ns and each.allowed]
-    assert late, "nobody was admitted afterwards"
+    assert late, "no request was admitted afterwards"

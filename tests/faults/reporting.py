@@ -1,4 +1,4 @@
-"""What a fault did, by failure policy: checked, and printed as one line each."""
+"""Verify and print the effects of a fault, one line for each failure policy."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tests.faults.load import (
 )
 
 _WHY = {
-    "open": "let pass uncounted while the store was away",
+    "open": "admitted uncounted while the store was unavailable",
     "closed": "",
-    "local": "counted here while the store was away, beside what the store had admitted",
+    "local": "counted locally while the store was unavailable, on top of the store's admissions",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What one policy did."""
+class PolicyReport:
+    """The effects of a fault under one policy."""
 
     admitted: int
     degraded: int
-    """Answers, allowed or not."""
+    """Degraded answers, allowed or denied."""
     degraded_admitted: int
     over: int
 
@@ -42,11 +42,11 @@ def verify(
     *,
     lossy: Collection[Key] = (),
     why_lossy: str = "",
-) -> dict[str, Told]:
-    """Check every promise and print what was seen, a line for each policy.
+) -> dict[str, PolicyReport]:
+    """Verify every guarantee and print a line for each policy.
 
-    `healed_ns`  when the fault had ended; from then on it is recovery
-    `lossy`      keys whose store may have lost what it had counted, by `why_lossy`
+    `healed_ns`  when the fault ended and the recovery began
+    `lossy`      keys whose store may have lost counts, for the reason `why_lossy`
     """
     _assert_in_time(record)
     slowest = f"slowest {record.slowest_ns() / 1e6:.0f} ms, this machine {record.lag_ns / 1e6:.0f}"
@@ -58,14 +58,14 @@ def verify(
         for key in keys:
             assert key in lossy or exact_excess(record, key) == 0, f"{fault}: {key} was over"
             _assert_as_chosen(policy, key, record.of(key))
-        told = found[policy] = _told(record, keys)
+        report = found[policy] = _report(record, keys)
         lost = sum(exact_excess(record, key) for key in keys if key in lossy)
-        assert told.over <= told.degraded_admitted + lost, "more than the policy let pass"
-        reasons = [_WHY[policy]] if told.degraded_admitted and told.over else []
+        assert report.over <= report.degraded_admitted + lost, "more than the policy admitted"
+        reasons = [_WHY[policy]] if report.degraded_admitted and report.over else []
         reasons += [f"{lost} of them {why_lossy}"] if lost else []
         print(
-            f"{fault}, {policy}: {told.admitted} admitted, {told.degraded} answers degraded "
-            f"({told.degraded_admitted} admitted), over by {told.over} units"
+            f"{fault}, {policy}: {report.admitted} admitted, {report.degraded} answers degraded "
+            f"({report.degraded_admitted} admitted), over by {report.over} units"
             f"{': ' + '; '.join(reasons) if reasons else ''}; "
             f"{_recovery(record, keys, healed_ns)}{slowest} late"
         )
@@ -73,32 +73,32 @@ def verify(
 
 
 def _assert_in_time(record: Record) -> None:
-    """Nobody waited longer than the deadline, and what this machine adds to it."""
+    """Check that no answer took longer than the deadline plus the machine's own lag."""
     longest_ns = int((DEADLINE_S + SLACK_S) * 1e9) + record.lag_ns
-    late = [each for each in record.noted if each.told_ns - each.sent_ns > longest_ns]
+    late = [each for each in record.noted if each.answered_ns - each.sent_ns > longest_ns]
     assert not late, late[:3]
 
 
 def _assert_as_chosen(policy: str, key: Key, noted: list[Noted]) -> None:
-    """Degraded answers are those that the policy gives."""
+    """Check that each degraded answer follows the policy."""
     degraded = [each for each in noted if each.degraded]
     if policy == "open":
         assert all(each.allowed for each in degraded), "open denied"
     elif policy == "closed":
-        assert not any(each.allowed for each in degraded), "closed let pass"
+        assert not any(each.allowed for each in degraded), "closed admitted"
     else:
-        # Each node has its part of the limit: together they keep the whole.
+        # Each node has its share of the limit; together they keep the limit.
         admitted = [each.admitted for each in degraded if each.allowed]
-        assert excess(limit_of(key.case), admitted) == 0, "the nodes' parts were over"
+        assert excess(limit_of(key.case), admitted) == 0, "the nodes' shares were over the limit"
 
 
-def _told(record: Record, keys: Collection[Key]) -> Told:
+def _report(record: Record, keys: Collection[Key]) -> PolicyReport:
     noted = [each for key in keys for each in record.of(key)]
     over = sum(
         excess(limit_of(key.case), [each.admitted for each in record.of(key) if each.allowed])
         for key in keys
     )
-    return Told(
+    return PolicyReport(
         admitted=sum(each.units for each in noted if each.allowed),
         degraded=sum(each.degraded for each in noted),
         degraded_admitted=sum(each.units for each in noted if each.degraded and each.allowed),
@@ -110,6 +110,6 @@ def _recovery(record: Record, keys: Collection[Key], healed_ns: int | None) -> s
     if healed_ns is None:
         return ""
     last_ns = max(
-        (each.told_ns for each in record.noted if each.degraded and each.key in keys), default=0
+        (each.answered_ns for each in record.noted if each.degraded and each.key in keys), default=0
     )
     return f"exact again {max(last_ns - healed_ns, 0) / 1e9:.2f} s after it was healed; "
