@@ -37,13 +37,13 @@ bool tk_sample_due(tk_table *table)
 static bool lock_for_note(tk_table *table)
 {
     tk_busy_table *busiest = table->busiest;
-    uint32_t nobody = 0;
+    uint32_t unlocked = 0;
     bool repaired = false;
     if (!table->shared)
         return true;
     if (table->owner == 0)
         return false;
-    if (atomic_compare_exchange_strong(&busiest->lock, &nobody, table->owner)) {
+    if (atomic_compare_exchange_strong(&busiest->lock, &unlocked, table->owner)) {
         table->busy_misses = 0;
         return true;
     }

@@ -6,9 +6,9 @@
  * has mode 0600. Until the header is complete the file carries another magic number, so if its
  * creator is killed, the next process creates it again.
  *
- * Time in a file is the boot clock, which all processes of the machine share and nobody can set,
- * plus an offset to the epoch that the first process after each boot writes. So all processes agree
- * to the nanosecond, and a step of the wall clock changes nothing. */
+ * Time in a file is the boot clock, which all processes of the machine share and which cannot be
+ * set, plus an offset to the epoch that the first process after each boot writes. So all processes
+ * agree to the nanosecond, and a step of the wall clock changes nothing. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif

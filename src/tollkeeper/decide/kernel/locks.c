@@ -57,8 +57,8 @@ static inline void relax(void)
 
 static bool take(const tk_table *table, tk_lock *lock)
 {
-    uint32_t nobody = 0;
-    return atomic_compare_exchange_strong_explicit(lock, &nobody, table->owner,
+    uint32_t unlocked = 0;
+    return atomic_compare_exchange_strong_explicit(lock, &unlocked, table->owner,
                                                    memory_order_acquire, memory_order_relaxed);
 }
 

@@ -56,7 +56,7 @@ def test_doubles_and_negative_numbers_are_numbers() -> None:
 
 
 def test_granted_units_are_part_of_their_limit() -> None:
-    """They are one state together, and the hash is needed until the grant ends."""
+    """A limit and its grant are one state, and the hash is needed until the grant ends."""
     # -5 as a fixed number of msgpack.
     raw = b"\x99" + b"".join(packed(each)[3:] for each in BUCKET) + b"\xfc\x00\x02"
     ends = BASE_US + 3_600_000_000
@@ -83,7 +83,7 @@ def test_long_states_continue_in_pieces() -> None:
 @pytest.mark.parametrize("kept", [1, 9, 10, 25])
 @pytest.mark.parametrize("start", [0, 5, 9])
 def test_a_log_needs_all_its_chunks(kept: int, start: int) -> None:
-    """No script can decide on a log that lacks one."""
+    """No script can decide on a log that lacks a chunk."""
     chunks = range(start // 9, (start + kept - 1) // 9 + 1)
     values = {b"\x019.%d:a" % number: b"1234567" * 9 for number in chunks}
     values[b"a"] = packed(*log_of(kept, start))
@@ -110,7 +110,7 @@ def test_a_chunk_that_is_cut_off_is_reported() -> None:
 
 
 def test_the_names_show_whether_a_log_is_complete() -> None:
-    """So the audit need not read megabytes of times."""
+    """The audit checks a log by its field names, without reading megabytes of times."""
     state = {b"a": packed(*log_of(18))}
     assert read_subject(state, {b"a", b"\x019.0:a", b"\x019.1:a"}).unreadable == ()
     assert (
@@ -138,7 +138,7 @@ def test_the_names_show_whether_a_log_is_complete() -> None:
     ],
 )
 def test_an_invalid_field_is_reported(raw: bytes, why: str) -> None:
-    """With the reason, its value, and the fields to remove."""
+    """The report has the reason, the value, and the fields to remove."""
     found = read_subject({b"orders": raw, b"other": packed(*BUCKET)})
     assert only_wrong(found) == why
     (wrong,) = found.unreadable
@@ -169,7 +169,7 @@ def test_any_hash_is_read_or_reported(values: dict[bytes, bytes]) -> None:
 
 @given(st.binary(max_size=100))
 def test_any_value_is_read_or_reported(raw: bytes) -> None:
-    """Also the values of a future version."""
+    """Any bytes are read or reported, such as the values of a future version."""
     for start in (b"", b"\x95", b"\xdc\x00\x05"):
         found = read_subject({b"a": start + raw})
         assert len(found.rules) + len(found.unreadable) == 1

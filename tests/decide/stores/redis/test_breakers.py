@@ -74,7 +74,7 @@ def test_enough_failures_in_the_window_open_the_breaker(
 
 
 def test_calls_that_fail_together_are_one_moment() -> None:
-    """Here a thousand calls that began before the first failure, as in a pause of the server."""
+    """A thousand calls that began before the first failure count as one moment."""
     breaker = made()
     assert not breaker.failed(0 * MS, 50 * MS, 1_000)
     assert not any(breaker.failed(began * MS, (began + 50) * MS, 10) for began in range(1, 50))
@@ -91,7 +91,7 @@ def test_one_failure_opens_the_breaker_if_the_settings_say_so() -> None:
 
 
 def test_counting_stops_when_the_failures_have_left_the_window() -> None:
-    """Then a success costs nothing again."""
+    """Without failures in the window, the breaker counts no successes."""
     breaker = made()
     fail(breaker, 1, 2)
     breaker.succeeded(5_000 * MS)
@@ -101,7 +101,7 @@ def test_counting_stops_when_the_failures_have_left_the_window() -> None:
 
 
 def test_each_failed_probe_doubles_the_open_time() -> None:
-    """1 s, 2 s, 4 s and so on, up to 15 s."""
+    """The open time is 1 s, 2 s, 4 s and so on, up to 15 s."""
     breaker = opened_at_ms(5)
     now_ms, pauses_ms = 5, []
     for _ in range(7):
@@ -114,7 +114,7 @@ def test_each_failed_probe_doubles_the_open_time() -> None:
 
 @pytest.mark.parametrize(("random", "share"), [(0.0, 1 - JITTER), (0.5, 1.0), (1.0, 1 + JITTER)])
 def test_the_open_time_is_partly_random(random: float, share: float) -> None:
-    """So the nodes of a fleet do not probe in step."""
+    """A random part keeps the nodes of a fleet from probing in step."""
     breaker = made(random=random)
     fail(breaker, 1, 2, 3, 4, 5)
     assert breaker.probe_ns == 5 * MS + int(1_000 * MS * share)
@@ -132,7 +132,7 @@ def test_successful_probes_close_the_breaker() -> None:
 
 
 def test_a_failed_probe_reopens_a_half_open_breaker() -> None:
-    """For twice as long; earlier successful probes do not count."""
+    """The breaker opens for twice as long; earlier successful probes do not count."""
     breaker = opened_at_ms(5)
     breaker.probe_succeeded(1_000 * MS)
     breaker.probe_failed(1_100 * MS)
@@ -153,7 +153,7 @@ def test_a_breaker_that_closed_starts_again() -> None:
 
 
 def test_calls_that_end_while_the_breaker_is_open_change_nothing() -> None:
-    """They began before it opened."""
+    """The breaker ignores calls that began before it opened."""
     breaker = opened_at_ms(5)
     before = breaker.probe_ns
     assert fail(breaker, 6, 7, 8, 9, 10, 11) == [False] * 6

@@ -140,8 +140,10 @@ def test_the_steps_follow_from_the_outcomes(
 def test_every_check_is_answered_from_the_state_at_its_call(
     waiting: int, drift: Sequence[int], room: int, denies_next: bool
 ) -> None:
-    """Whatever other clients spend between the calls: at most three calls, and no call allows more
-    than there is room for."""
+    """A batch takes at most three calls, and no call allows more checks than fit.
+
+    That holds for any spending of other clients between the calls.
+    """
     left, calls, denied_truly = waiting, 0, True
     changes = iter(drift)
     steps = batch_steps(waiting)

@@ -73,13 +73,13 @@ def limit_of(algorithm: str, units: int = 100, per: float = 60) -> Limit:
     ],
 )
 def test_each_limit_is_encoded_as_seven_numbers(limit: Limit, numbers: tuple[int, ...]) -> None:
-    """Its kind, its id and the numbers of its arithmetic, after the rule's field."""
+    """The numbers are the limit's kind, its id and its arithmetic, after the rule's field."""
     kind, *rest = numbers
     assert unpacked(encode_limits([limit], "orders")) == [b"orders", kind, id_of(limit), *rest]
 
 
 def test_several_limits_are_encoded_in_their_order() -> None:
-    """Also more of them than a short msgpack array holds."""
+    """The order holds even for more limits than a short msgpack array has."""
     limits = [
         limit_of(algorithm, per=per)
         for algorithm, per in product(ALGORITHM_NAMES, (1, 60, 3_600, 86_400))
@@ -153,7 +153,7 @@ def test_limits_whose_ids_collide_are_rejected(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("rule", ["", "a", "orders", "é" * 6, "x" * 12, "限制" * 2])
 def test_a_short_rule_name_is_its_field(rule: str) -> None:
-    """Up to 12 bytes of UTF-8, so that an operator can read a hash."""
+    """A name of up to 12 bytes stays readable for an operator."""
     assert field_of(rule) == rule.encode()
 
 
@@ -199,7 +199,7 @@ def test_a_peek_returns_the_units_that_remain_now() -> None:
 
 
 def test_a_cost_that_can_never_fit_is_an_error() -> None:
-    """For each algorithm, alone and among others."""
+    """Each algorithm raises the error, alone and among other limits."""
     for algorithm in ALGORITHM_NAMES:
         wide = algorithm in {"sliding_window_counter", "sliding_window_log"}
         state = [-1, 0, 0] if wide else [-1, 0]
@@ -219,7 +219,7 @@ def test_a_reply_that_contradicts_the_reference_is_a_defect() -> None:
 
 
 def test_a_log_is_decided_from_its_summary() -> None:
-    """Its last time, its number of entries, and the entry that must expire first."""
+    """The summary has the last time, the entries' number, and the entry that must expire first."""
     decoder = ReplyDecoder((limit_of("sliding_window_log", 3),), "")
     assert decoder.check([NOW_US, NOW_US - 5, 2, 0], 1).remaining == 0
     denied = decoder.check([~NOW_US, NOW_US - 5, 3, NOW_US - 9], 1)
@@ -248,7 +248,7 @@ def test_a_reply_that_no_script_gives_is_a_store_error(reply: list[Any], rates: 
             read(reply, 1)
 
 
-# States of two limits, as of some time before now; None where there is none yet.
+# States of two limits at some time before now; None for a limit without a state.
 _ALGORITHMS_PLAIN = [name for name in ALGORITHM_NAMES if name != "sliding_window_log"]
 _AGES_US = st.integers(0, 20_000_000)
 

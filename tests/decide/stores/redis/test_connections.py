@@ -42,7 +42,7 @@ LOAD = ("SCRIPT", "LOAD", CHECK.text)
     ],
 )
 def test_the_handshake_follows_from_the_uri(uri: str, commands: list[tuple[Any, ...]]) -> None:
-    """Login, database, with Sentinel the role; and the script that every check needs."""
+    """A handshake has the login, the database, the role (with Sentinel) and the check script."""
     assert handshake_commands(parse(uri)) == [*commands, LOAD]
 
 
@@ -63,22 +63,22 @@ def test_the_handshake_is_one_payload() -> None:
 def _refused(uri: str, *replies: object) -> str:
     """Return why the server rejects the handshake; empty if it accepts it."""
     config = parse(uri)
-    said = [ReplyError(reply) if isinstance(reply, str) else reply for reply in replies]
+    message = [ReplyError(reply) if isinstance(reply, str) else reply for reply in replies]
     try:
-        check_handshake(handshake_commands(config), said, ADDRESS, config)
+        check_handshake(handshake_commands(config), message, ADDRESS, config)
     except NotSent as error:
         return str(error)
     return ""
 
 
 def test_a_handshake_succeeds() -> None:
-    """OK to each command, the script's SHA, and a primary."""
+    """The server answers OK, the script's SHA, and the role of a primary."""
     assert not _refused("redis://:pw@h/3", b"OK", b"OK", CHECK.sha)
     assert not _refused("redis+sentinel://h/main", [b"master", 0, []], CHECK.sha)
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("message", "words"),
     [
         ("WRONGPASS invalid username-password pair", "check username and password"),
         ("ERR AUTH <password> called without any password configured", "called without any"),
@@ -87,9 +87,9 @@ def test_a_handshake_succeeds() -> None:
         ("LOADING Redis is loading the dataset in memory", "LOADING"),
     ],
 )
-def test_a_rejected_login_fails_the_handshake(said: str, words: str) -> None:
+def test_a_rejected_login_fails_the_handshake(message: str, words: str) -> None:
     """The message does not contain the password."""
-    error = _refused("redis://app:pw@h", said, "NOAUTH Authentication required.")
+    error = _refused("redis://app:pw@h", message, "NOAUTH Authentication required.")
     assert words in error
     assert "'pw'" not in error
 
@@ -100,7 +100,7 @@ def test_an_unknown_database_fails_the_handshake() -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         "NOPERM User app has no permissions to run the 'script|load' command",
         "ERR unknown command 'SCRIPT', with args beginning with: 'LOAD' ",
@@ -109,13 +109,13 @@ def test_an_unknown_database_fails_the_handshake() -> None:
         "OOM command not allowed",
     ],
 )
-def test_a_script_that_cannot_be_loaded_does_not_fail_the_handshake(said: str) -> None:
+def test_a_script_that_cannot_be_loaded_does_not_fail_the_handshake(message: str) -> None:
     """The first call contains the script, or fails with its own error."""
-    assert not _refused("redis://h", said)
+    assert not _refused("redis://h", message)
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         "NOAUTH Authentication required.",
         "LOADING Redis is loading the dataset in memory",
@@ -124,9 +124,9 @@ def test_a_script_that_cannot_be_loaded_does_not_fail_the_handshake(said: str) -
         "ERR max number of clients + cluster connections reached",
     ],
 )
-def test_an_error_that_any_first_command_gets_fails_the_handshake(said: str) -> None:
+def test_an_error_that_any_first_command_gets_fails_the_handshake(message: str) -> None:
     """Here the first command happens to load the script."""
-    assert said in _refused("redis://h", said)
+    assert message in _refused("redis://h", message)
 
 
 def test_with_sentinel_the_server_must_be_a_primary() -> None:
@@ -148,13 +148,13 @@ def longest_share(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_failure_every_caller_may_connect() -> None:
-    """At any time, however many callers there are."""
+    """Any number of callers may connect at any time."""
     backoff = ConnectBackoff()
     assert all(backoff.may_try(now_ns) for now_ns in (0, 0, 5, 5, 10**18))
 
 
 def test_after_a_failure_one_caller_per_pause_may_connect() -> None:
-    """None during the pause; then one, and after another pause one more."""
+    """No caller may connect during a pause, and one may after each pause."""
     backoff = ConnectBackoff()
     backoff.failed(100 * MS, 100 * MS, "refused")
     assert backoff.reason == "refused"
@@ -164,7 +164,7 @@ def test_after_a_failure_one_caller_per_pause_may_connect() -> None:
 
 
 def test_pauses_double_up_to_the_longest() -> None:
-    """10 ms, 20 ms and so on, up to a second."""
+    """Pauses are 10 ms, 20 ms and so on, up to a second."""
     backoff = ConnectBackoff()
     now_ns, pauses_ms = 0, []
     for _ in range(10):
@@ -189,7 +189,7 @@ def test_concurrent_failures_count_as_one() -> None:
 
 
 def test_an_attempt_sees_a_failure_since_its_start() -> None:
-    """Then it need not connect; an attempt that started later may."""
+    """An attempt need not connect after another one failed; a later attempt may connect."""
     backoff = ConnectBackoff()
     assert not backoff.failed_since(0)
     backoff.failed(5 * MS, 10 * MS, "down")

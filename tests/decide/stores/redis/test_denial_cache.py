@@ -48,7 +48,7 @@ def known(denials: DenialTable, check: object = CHECK, now_ns: int = 5) -> bool:
     [(9, False), (10, True), (50, True), (99, True), (100, False), (999, False)],
 )
 def test_a_denial_is_valid_from_its_sending_until_its_end(now_ns: int, found: bool) -> None:
-    """Not at its end, when the check may be allowed, and not before it was sent."""
+    """A denial is invalid before it was sent, and at its end, when a check may be allowed."""
     denials: DenialTable = DenialTable()
     denials.keep(CHECK, denial(10, 100), denials.mark)
     assert known(denials, CHECK, now_ns) is found
@@ -62,7 +62,7 @@ def test_another_check_is_another_entry(check: object) -> None:
 
 
 def test_a_refund_drops_denials_answered_since_the_charge() -> None:
-    """Also if they were sent before: the server may have decided after the charge."""
+    """That includes denials sent before it: the server may have decided after the charge."""
     for received_ns, stays in ((19, True), (20, False), (25, False)):
         denials: DenialTable = DenialTable()
         slow = CachedDenial(10, 100, received_ns, [[1]], (COUNTER,))
@@ -82,7 +82,7 @@ def test_a_later_denial_replaces_an_earlier_one() -> None:
 
 
 def test_dropping_a_subject_drops_all_of_its_denials() -> None:
-    """Of any cost and any limits; other subjects keep theirs."""
+    """The drop covers any cost and any limits; other subjects keep their denials."""
     denials = kept("a", "b")
     denials.keep(("other", "a", 2), denial(counters=[("other", "a")]), denials.mark)
     denials.drop_subject("a")
@@ -193,7 +193,7 @@ def test_a_full_table_evicts_the_oldest_denial() -> None:
 
 
 def test_one_subject_with_many_costs_stays_within_the_bound() -> None:
-    """Each cost is an entry of its own."""
+    """Each cost is a separate entry, and the bound covers them all."""
     denials: DenialTable = DenialTable(entries_max=4)
     for cost in range(100):
         denials.keep(("gate", "a", cost), denial(), denials.mark)
@@ -202,7 +202,7 @@ def test_one_subject_with_many_costs_stays_within_the_bound() -> None:
 
 
 def test_reset_forgets_everything() -> None:
-    """For a forked child, and for a closed store."""
+    """A forked child and a closed store empty their cache with it."""
     denials = kept("a")
     denials.reset()
     assert not known(denials)

@@ -189,7 +189,7 @@ def test_a_replica_named_by_the_uri_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "address"),
+    ("message", "address"),
     [
         ("3999 10.0.0.7:6381", Address("10.0.0.7", 6381)),
         ("3999 cache-7.example:6381", Address("cache-7.example", 6381)),
@@ -199,13 +199,13 @@ def test_a_replica_named_by_the_uri_is_an_error() -> None:
         ("3999 :6381", Address("h1", 6381)),
     ],
 )
-def test_redirections_are_followed(said: str, address: Address) -> None:
+def test_redirections_are_followed(message: str, address: Address) -> None:
     """MOVED changes the slot's server for all calls, ASK only for this one."""
-    assert steps_after(CLUSTER, f"MOVED {said}", ANSWER) == (
+    assert steps_after(CLUSTER, f"MOVED {message}", ANSWER) == (
         [("moved", address), ("find",), sent(BY_SHA, address)],
         ANSWER,
     )
-    assert steps_after(CLUSTER, f"ASK {said}", ANSWER) == (
+    assert steps_after(CLUSTER, f"ASK {message}", ANSWER) == (
         [sent(BY_SHA, address, asking=True)],
         ANSWER,
     )
@@ -221,15 +221,15 @@ def test_a_redirection_outside_a_cluster_names_the_scheme(config: RedisConfig, w
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     ["MOVED", "MOVED ", "MOVED 1", "ASK 1 host", "ASK 1 host:x", "ASK 1 h:0", "MOVED 1 h:65536"],
 )
-def test_an_invalid_redirection_is_an_error(said: str) -> None:
+def test_an_invalid_redirection_is_an_error(message: str) -> None:
     """The message quotes it."""
-    taken, error = steps_after(CLUSTER, said)
+    taken, error = steps_after(CLUSTER, message)
     assert taken == []
     assert isinstance(error, StoreUnavailable)
-    assert f"sent an invalid redirection: '{said}'" in str(error)
+    assert f"sent an invalid redirection: '{message}'" in str(error)
 
 
 def test_a_new_node_without_the_script_receives_it() -> None:
@@ -276,8 +276,8 @@ def test_several_kinds_of_refusals_in_a_row_are_handled() -> None:
 @pytest.mark.parametrize("word", ["NOSCRIPT", "MOVED", "ASK", "TRYAGAIN", "LOADING"])
 def test_attempts_are_bounded(word: str) -> None:
     """Two nodes that redirect to each other do not keep a call forever."""
-    said = f"{word} 1 h2:7000"
-    taken, error = steps_after(CLUSTER, said, *[said] * ATTEMPTS_MAX)
+    message = f"{word} 1 h2:7000"
+    taken, error = steps_after(CLUSTER, message, *[message] * ATTEMPTS_MAX)
     assert kinds(taken).count("send") == ATTEMPTS_MAX
     assert isinstance(error, StoreUnavailable)
     assert word in str(error)
@@ -297,7 +297,7 @@ def test_pauses_double_up_to_the_longest() -> None:
 
 @pytest.mark.parametrize("config", EVERY_MODE)
 @pytest.mark.parametrize(
-    ("said", "hint"),
+    ("message", "hint"),
     [
         ("NOAUTH Authentication required.", "give username and password"),
         ("WRONGPASS invalid username-password pair", "check username and password"),
@@ -312,12 +312,14 @@ def test_pauses_double_up_to_the_longest() -> None:
         ("", ""),
     ],
 )
-def test_a_permanent_refusal_is_an_error_at_once(config: RedisConfig, said: str, hint: str) -> None:
+def test_a_permanent_refusal_is_an_error_at_once(
+    config: RedisConfig, message: str, hint: str
+) -> None:
     """The call is not sent again. The message contains the remedy and no secret."""
-    taken, error = steps_after(config, said)
+    taken, error = steps_after(config, message)
     assert taken == []
     assert type(error) is StoreUnavailable
-    assert str(error).startswith(f"{config.shown()} refuses: {said}")
+    assert str(error).startswith(f"{config.shown()} refuses: {message}")
     assert hint in str(error)
     assert "s3cret" not in str(error)
     assert isinstance(error.__cause__, ReplyError)
@@ -333,8 +335,8 @@ def test_a_server_without_memory_raises_store_full() -> None:
 
 def test_a_message_quotes_a_refusal_only_in_part() -> None:
     """It omits repeated arguments, which may contain a password, and long texts."""
-    said = "ERR unknown command 'AUTH', with args beginning with: 'hunter2' "
-    error = refusal_error(ReplyError(said), STANDALONE)
+    message = "ERR unknown command 'AUTH', with args beginning with: 'hunter2' "
+    error = refusal_error(ReplyError(message), STANDALONE)
     assert str(error).endswith("refuses: ERR unknown command 'AUTH'")
     assert error.__cause__ is None
     assert len(str(refusal_error(ReplyError("ERR " + "x" * 10_000), STANDALONE))) < 300

@@ -171,15 +171,15 @@ def test_a_failed_connection_and_a_rejected_login_are_distinguished() -> None:
     assert "tls_ca=" in untrusted.remedy
 
 
-@pytest.mark.parametrize(("offset_ms", "told"), [(1_000.0, False), (1_000.1, True)])
-def test_clocks_that_differ_are_found(offset_ms: float, told: bool) -> None:
+@pytest.mark.parametrize(("offset_ms", "reported"), [(1_000.0, False), (1_000.1, True)])
+def test_clocks_that_differ_are_found(offset_ms: float, reported: bool) -> None:
     """More than a second between servers is a jump at a fail-over; our clock does not count."""
     nodes = [replace(WELL, clock_offset_ms=90_000.0)]
     assert not list(evaluate(nodes, ONE))
     nodes.append(replace(WELL, address="i:6379", clock_offset_ms=90_000.0 + offset_ms))
     nodes.append(replace(WELL, address="j:6379", clock_offset_ms=None))
     findings = list(evaluate(nodes, ONE))
-    assert [finding.check for finding in findings] == ["clock"] * told
+    assert [finding.check for finding in findings] == ["clock"] * reported
     assert all(finding.nodes == ("h:6379", "i:6379") for finding in findings)
 
 
@@ -195,7 +195,7 @@ def test_equal_findings_about_several_servers_are_merged() -> None:
 
 
 def test_a_finding_without_servers_and_remedy_is_its_text() -> None:
-    """No empty brackets, and no colon at the end."""
+    """The text has no empty brackets, and no colon at its end."""
     assert str(HealthFinding("uri", "ok", "understood")) == "understood"
 
 
@@ -208,5 +208,5 @@ def test_a_finding_without_servers_and_remedy_is_its_text() -> None:
     ],
 )
 def test_errors_about_permissions_are_recognised(text: str) -> None:
-    """Of Redis before 7.0.6, after it, and outside scripts."""
+    """Redis words them differently before 7.0.6, after it, and outside scripts."""
     assert FORBIDDEN.search(text)

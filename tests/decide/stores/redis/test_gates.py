@@ -58,7 +58,7 @@ def joint_check() -> JointCheck:
 def test_a_request_reports_that_a_part_may_have_been_counted(
     replies: list[Any], undone: list[Any], message: str
 ) -> None:
-    """Before any other error; also if undoing the other parts failed."""
+    """That error comes before any other error, even if undoing the other parts failed."""
     driver: Any = ScriptedDriver(replies, undone)
     with pytest.raises(StoreError) as caught:
         run(joint_check().deciding(driver))
@@ -81,7 +81,7 @@ def test_a_cancelled_request_undoes_every_charge() -> None:
 
 
 def test_a_request_that_is_cancelled_before_it_is_sent_sends_nothing() -> None:
-    """It has spent nothing."""
+    """Such a request has spent nothing."""
     joint = joint_check()
     joint.cancelled = True
     driver: Any = ScriptedDriver()

@@ -13,7 +13,7 @@ CONFIG = parse("redis://:s3cret@127.0.0.1:1")
 
 
 def test_a_survey_contains_a_dead_server() -> None:
-    """With the reason, a finding and its remedy."""
+    """The survey has the reason, a finding and its remedy for it."""
     found = survey(Topology(CONFIG), CONFIG)
     (server,) = found.nodes
     assert not server.reachable

@@ -20,6 +20,6 @@ def test_publishing_to_a_dead_server_raises_store_unavailable() -> None:
 
 
 def test_subscribing_to_a_dead_server_raises_store_unavailable() -> None:
-    """Nothing stays open."""
+    """The error names the server."""
     with pytest.raises(StoreUnavailable, match=r"127\.0\.0\.1:1"):
         RedisSubscription(Topology(CONFIG), CONFIG, "tk:rules")

@@ -22,7 +22,7 @@ def server() -> Single:
 
 
 def test_every_script_has_its_own_name() -> None:
-    """And this test knows all scripts."""
+    """The names are unique, and this file tests all scripts."""
     assert len({script.sha for script in EVERY_SCRIPT}) == 4
     assert {each for each in vars(scripts).values() if isinstance(each, LuaScript)} == set(
         EVERY_SCRIPT
@@ -31,14 +31,14 @@ def test_every_script_has_its_own_name() -> None:
 
 @pytest.mark.parametrize("script", EVERY_SCRIPT)
 def test_a_script_has_the_sha_that_the_server_computes(server: Single, script: LuaScript) -> None:
-    """Otherwise each call would be sent twice."""
+    """With a wrong SHA, the client would send each call twice."""
     assert server.admin.script_load(script.text) == script.sha.decode()
     assert script.sha == sha1(script.text).hexdigest().encode()
 
 
 @pytest.mark.parametrize("script", EVERY_SCRIPT)
 def test_a_script_begins_with_the_shared_functions(script: LuaScript) -> None:
-    """Then its own text follows."""
+    """The script's own text follows the shared functions."""
     folder = files("tollkeeper.decide.stores.redis").joinpath("lua")
     assert script.text.startswith(folder.joinpath("state.lua").read_bytes())
 

@@ -13,7 +13,7 @@ LIMITS = (Limit(5, per=60),)
 
 
 def test_opening_a_store_connects_to_nothing() -> None:
-    """So an application starts whether Redis is up or not."""
+    """An application can start while Redis is down."""
     store = RedisStore(parse("redis://127.0.0.1:1"))
     assert isinstance(store, Store)
     assert store.gate(LIMITS, "rule").limits == LIMITS
@@ -34,7 +34,7 @@ def test_a_check_of_a_dead_server_counts_as_a_failure() -> None:
 
 
 async def test_asyncio_reports_the_same_error() -> None:
-    """Also for several subjects."""
+    """Checks of one and of several subjects raise it."""
     store = RedisStore(parse("redis://127.0.0.1:1"))
     gate = store.async_gate(LIMITS, "rule")
     with pytest.raises(StoreUnavailable, match="cannot connect"):

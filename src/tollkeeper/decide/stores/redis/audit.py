@@ -384,7 +384,7 @@ class AuditedServer:
 
 @dataclass(frozen=True, slots=True)
 class AuditPace:
-    """How fast to read, and what is known about the limits."""
+    """How fast the audit reads, and the known limits."""
 
     keys_max: int = 0
     """Number of keys to read on each primary; 0: all."""

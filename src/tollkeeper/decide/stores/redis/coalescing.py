@@ -75,7 +75,7 @@ class BatchOutcome(NamedTuple):
     denies_next: bool
     """True if the reply contains the denial of one more check, in case none fits."""
     cancelled: int = 0
-    """How many of the waiting checks were cancelled; others get what was allowed for them."""
+    """How many of the waiting checks were cancelled; other checks get their allowed units."""
 
 
 def batch_max(capacity: int, cost: int) -> int:
@@ -268,7 +268,7 @@ class Coalescer:
         """Wait until the server is found and connected, with a call that spends nothing.
 
         A check that waited for the connection would be charged for the whole batch, although some
-        of its callers have meanwhile been told that nothing was sent.
+        of its callers may already have got the error that nothing was sent.
         """
         scripts, subject, cost = check
         await self._run(scripts.peek(scripts.key(subject), cost, scripts.now()[0]))

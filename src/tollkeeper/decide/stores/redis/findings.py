@@ -81,7 +81,7 @@ class ServerHealth:
 
 @dataclass(frozen=True, slots=True)
 class HealthFinding:
-    """The result of one check: what was found and, unless it is ok, the remedy."""
+    """The result of one check: its finding and, unless it is ok, the remedy."""
 
     check: str
     level: FindingLevel

@@ -1,4 +1,4 @@
-"""What operators see: the number of states, and the health of the servers.
+"""Facts for operators: the number of states, and the health of the servers.
 
 `count_states` walks the keys with SCAN, a page at a time, and at most KEYS_LOOKED_AT_MAX of them,
 so no server is blocked. If these are all keys, the count is exact. If not, it is the share of our
@@ -6,7 +6,7 @@ keys among them, times the size of the database. count.lua counts the states of 
 a sample of the subjects.
 
 `survey` queries every server, several at a time, and asks each Sentinel whether it could carry out
-a fail-over. A fact that a server does not return, because the user lacks permission or the version
+a failover. A fact that a server does not return, because the user lacks permission or the version
 does not know it, is None and never an error.
 
 Everything here blocks. It uses redis-py's connections, not those of the checks.

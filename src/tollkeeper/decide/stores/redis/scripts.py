@@ -172,7 +172,7 @@ CheckKey = tuple[RuleScripts, str, int]
 
 
 class CheckAttempt:
-    """One call of the check script: what it checks, and when it was made.
+    """One call of the check script: its subject, its cost and its time.
 
     `count` checks of the same cost may go as one call. `mark` is the denial cache's mark at the
     start: it shows whether a denial in the reply is still up to date.
