@@ -219,11 +219,11 @@ async def watch_lag(record: Record) -> None:
 
 @asynccontextmanager
 async def steady_load(
-    uri: str, rules: str = RULES_TEXT, keys: Sequence[Key] = KEYS
+    uri: str, rules: str = RULES_TEXT, keys: Sequence[Key] = KEYS, nodes: int = NODES
 ) -> AsyncIterator[Record]:
     """Send checks from tasks and threads for the length of the block."""
     record = Record()
-    local_fallback = LocalFallback(nodes=NODES)
+    local_fallback = LocalFallback(nodes=nodes)
     awaited = AsyncLimiter.from_rules(rules, store=uri, local_fallback=local_fallback)
     threaded = Limiter.from_rules(rules, store=uri, local_fallback=local_fallback)
     try:
