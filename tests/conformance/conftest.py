@@ -1,4 +1,4 @@
-"""A clock that stands still, and a store that reads it."""
+"""A manual clock, and a store that reads it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["clock", "factory", "open_store", "store"]
 
 @pytest.fixture
 def clock() -> SteppedClock:
-    """At a time that begins a window of every length used in the suite."""
+    """A clock at a time that begins a window of every length in the suite."""
     return SteppedClock(start=1_700_000_000)
 
 
 @pytest.fixture
 def store(open_store: OpenStore, clock: SteppedClock) -> Iterator[Store]:
-    """An empty store with room to spare."""
+    """An empty store with plenty of room."""
     with open_store(clock) as opened:
         yield opened

@@ -1,4 +1,4 @@
-"""Room: a full store refuses new keys, never forgets a limited one, and reclaims by itself."""
+"""Capacity: a full store rejects new keys, keeps limited ones, and reclaims expired ones."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from tollkeeper.decide.store import Store
 
 pytestmark = bounded_stores
 
-ASKED = 8
+CAPACITY = 8
 
 
 @pytest.fixture
 def small(open_store: OpenStore, clock: SteppedClock) -> Store:
     """A store for a handful of states."""
-    with open_store(clock, ASKED) as store:
+    with open_store(clock, CAPACITY) as store:
         yield store
 
 
 def strict(store: Store, clock: SteppedClock, limit: Limit, name: str = "") -> Limiter:
-    """A limiter that lets StoreFull through."""
+    """Return a limiter that raises StoreFull."""
     return Limiter(limit, store=store, clock=clock, name=name, on_failure="raise")
 
 
 def fill(limiter: Limiter, cost: int = 1) -> list[str]:
-    """Check new keys until one is refused; those that were not."""
+    """Check new keys until the store rejects one; return the accepted keys."""
     keys = []
     for number in count():
         try:
@@ -45,27 +45,27 @@ def fill(limiter: Limiter, cost: int = 1) -> list[str]:
         except StoreFull:
             return keys
         keys.append(f"filler:{number}")
-        assert number < 100 * ASKED, "the store is never full"
+        assert number < 100 * CAPACITY, "the store is never full"
     raise AssertionError
 
 
 @every_algorithm
-def test_what_was_asked_for_fits(
+def test_the_requested_capacity_fits(
     algorithm: AlgorithmName, small: Store, clock: SteppedClock
 ) -> None:
-    """At least the states asked for, at most the states declared; the refusal is counted."""
+    """At least the requested states fit, at most the reported maximum. The rejection is counted."""
     keys = fill(strict(small, clock, Limit(5, per=10, algorithm=algorithm)))
     stats = small.stats()
-    assert ASKED <= len(keys) <= stats.states_max
+    assert CAPACITY <= len(keys) <= stats.states_max
     assert stats.states == len(keys)
     assert stats.refused == 1
 
 
 @every_algorithm
-def test_a_full_store_refuses_new_keys_and_serves_the_others(
+def test_a_full_store_rejects_new_keys_and_serves_the_others(
     algorithm: AlgorithmName, small: Store, clock: SteppedClock
 ) -> None:
-    """Each new key is refused and counted; the keys inside are decided as ever."""
+    """Each new key is rejected and counted. Keys with a state are decided as usual."""
     limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
     keys = fill(limiter)
     for number in range(3):
@@ -80,7 +80,7 @@ def test_a_full_store_refuses_new_keys_and_serves_the_others(
 def test_no_flood_of_keys_evicts_a_limited_one(
     algorithm: AlgorithmName, small: Store, clock: SteppedClock
 ) -> None:
-    """A blocked key stays blocked through hundreds of throw-away keys."""
+    """A denied key stays denied while hundreds of other keys arrive."""
     limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
     limiter.check("blocked", 5)
     before = limiter.check("blocked")
@@ -92,11 +92,11 @@ def test_no_flood_of_keys_evicts_a_limited_one(
 
 
 @every_algorithm
-def test_what_needs_no_room_is_not_refused(
+def test_calls_that_need_no_room_are_not_rejected(
     algorithm: AlgorithmName, small: Store, clock: SteppedClock
 ) -> None:
-    """In a full store a new key can still be looked at, asked for nothing, refunded and reset;
-    and a cost that can never fit is still CapacityError."""
+    """In a full store, a new key can be peeked, checked at a cost of 0, refunded and reset. A cost
+    that never fits is still CapacityError."""
     limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
     fill(limiter)
     assert limiter.peek("new").remaining == 5
@@ -110,7 +110,7 @@ def test_what_needs_no_room_is_not_refused(
 
 @every_algorithm
 def test_a_grant_needs_room(algorithm: AlgorithmName, small: Store, clock: SteppedClock) -> None:
-    """In a full store a new key is granted nothing: StoreFull, and nothing is kept."""
+    """In a full store, a grant for a new key raises StoreFull, and nothing is kept."""
     limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
     keys = fill(limiter)
     with pytest.raises(StoreFull):
@@ -120,10 +120,10 @@ def test_a_grant_needs_room(algorithm: AlgorithmName, small: Store, clock: Stepp
 
 
 @every_algorithm
-def test_a_grant_to_a_known_key_is_given_or_refused(
+def test_a_grant_for_a_known_key_is_complete_or_rejected(
     algorithm: AlgorithmName, small: Store, clock: SteppedClock
 ) -> None:
-    """A store may need room of its own for a grant. It refuses before anything has changed."""
+    """A store may need more room for a grant. It rejects the grant before it changes anything."""
     limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
     key = fill(limiter)[0]
     try:
@@ -138,8 +138,7 @@ def test_a_grant_to_a_known_key_is_given_or_refused(
 def test_expired_states_make_room_without_a_sweep(
     algorithm: AlgorithmName, factory: StoreFactory, small: Store, clock: SteppedClock
 ) -> None:
-    """When their quotas are whole again, as many new keys fit as before, and nobody was asked
-    to clean up."""
+    """After all quotas are whole again, as many new keys fit as before, without a sweep."""
     limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
     keys = fill(limiter, 5)
     past_expiry(factory, clock, limiter.peek(keys[0]).reset_after_ns)
@@ -163,7 +162,7 @@ def test_states_of_one_limit_make_room_for_another(
 
 @every_algorithm
 def test_reset_makes_room(algorithm: AlgorithmName, small: Store, clock: SteppedClock) -> None:
-    """A key that was reset leaves its place to exactly one new key."""
+    """A reset key makes room for exactly one new key."""
     limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
     keys = fill(limiter)
     limiter.reset(keys[-1])
@@ -173,24 +172,24 @@ def test_reset_makes_room(algorithm: AlgorithmName, small: Store, clock: Stepped
 
 
 @every_algorithm
-def test_a_stream_of_passing_keys_is_never_refused(
+def test_a_stream_of_short_lived_keys_is_never_rejected(
     algorithm: AlgorithmName, factory: StoreFactory, small: Store, clock: SteppedClock
 ) -> None:
-    """Hundreds of keys, a few at a time, go through a store of a handful."""
+    """Hundreds of keys, a few at a time, pass through a store of a handful."""
     limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
     for number in range(300):
         decision = limiter.check(f"k{number}", 5)
-        if number % ASKED == ASKED - 1:
+        if number % CAPACITY == CAPACITY - 1:
             past_expiry(factory, clock, decision.reset_after_ns)
     assert small.stats().states <= small.stats().states_max
     assert small.stats().refused == 0
 
 
 @every_algorithm
-def test_keys_reset_again_and_again_leave_nothing(
+def test_repeated_resets_leave_nothing(
     algorithm: AlgorithmName, small: Store, clock: SteppedClock
 ) -> None:
-    """The store's memory does not grow with keys that came and were reset."""
+    """The memory of the store does not grow with keys that were reset."""
     limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
 
     def churn(times: int) -> int:
@@ -208,7 +207,7 @@ def test_keys_reset_again_and_again_leave_nothing(
 def test_several_limits_find_room_together_or_not_at_all(
     algorithm: AlgorithmName, small: Store, clock: SteppedClock
 ) -> None:
-    """With one place left, a key with two limits is refused and takes none."""
+    """With room for one state, a key with two limits is rejected and takes none."""
     filler = strict(small, clock, Limit(5, per=10, algorithm=algorithm), "filler")
     keys = fill(filler)
     filler.reset(keys[-1])
@@ -227,7 +226,7 @@ def test_several_limits_find_room_together_or_not_at_all(
 def test_the_failure_policy_answers_for_a_full_store(
     policy: FailurePolicy, allowed: bool, small: Store, clock: SteppedClock
 ) -> None:
-    """open allows and closed denies, both marked degraded; denied ones say when to come back."""
+    """`open` allows and `closed` denies, both degraded. Denials have a retry time."""
     limit = Limit(5, per=10)
     fill(strict(small, clock, limit))
     decision = Limiter(limit, store=small, clock=clock, on_failure=policy).check("new")
@@ -237,8 +236,10 @@ def test_the_failure_policy_answers_for_a_full_store(
     assert (decision.retry_after > 0) is not allowed
 
 
-def test_the_failure_policy_does_not_touch_keys_that_fit(small: Store, clock: SteppedClock) -> None:
-    """A key that has its place is decided for real, whatever the policy."""
+def test_the_failure_policy_does_not_affect_keys_with_a_state(
+    small: Store, clock: SteppedClock
+) -> None:
+    """The store decides them under any policy."""
     limit = Limit(5, per=10)
     keys = fill(strict(small, clock, limit))
     open_limiter = Limiter(limit, store=small, clock=clock, on_failure="open")
@@ -247,17 +248,17 @@ def test_the_failure_policy_does_not_touch_keys_that_fit(small: Store, clock: St
     assert not any(d.degraded for d in decisions)
 
 
-def test_an_empty_store_says_so(small: Store) -> None:
-    """Nothing held, nothing expired, nothing refused, and room for what was asked."""
+def test_the_statistics_of_an_empty_store(small: Store) -> None:
+    """No states, none expired, none rejected, and the requested capacity."""
     stats = small.stats()
     assert (stats.states, stats.expired, stats.refused) == (0, 0, 0)
-    assert stats.states_max >= ASKED
+    assert stats.states_max >= CAPACITY
     assert stats.fullness == 0.0
     assert stats.bytes >= 0
 
 
 def test_fullness_is_the_part_in_use(small: Store, clock: SteppedClock) -> None:
-    """From 0.0 towards 1.0 as keys come in, and bytes are counted."""
+    """It grows from 0.0 towards 1.0 with each key, and bytes are counted."""
     limiter = strict(small, clock, Limit(5, per=10))
     limiter.check("k")
     stats = limiter.stats()
@@ -270,12 +271,12 @@ def test_fullness_is_the_part_in_use(small: Store, clock: SteppedClock) -> None:
 def test_states_never_exceed_their_maximum(
     factory: StoreFactory, small: Store, clock: SteppedClock
 ) -> None:
-    """Not even where a key's own expired state is what was reclaimed to make room for it."""
+    """This also holds if the reclaimed state belongs to the key that needs room."""
     limits = [Limit(1, per=10 * n, algorithm="fixed_window") for n in (1, 10)]
     limiter = Limiter(limits, store=small, clock=clock, on_failure="raise")
     limiter.check("k")
     past_expiry(factory, clock, 10 * 10**9)
-    assert small.sweep() == 1  # of the shorter window; the longer one's state stays
+    assert small.sweep() == 1  # the state of the shorter window; that of the longer one stays
     fill(strict(small, clock, Limit(1, per=10_000, algorithm="fixed_window"), "filler"))
     clock.advance(200)
     try:

@@ -1,4 +1,4 @@
-"""Several limits on one key: all pass or none is charged, and the tightest one speaks."""
+"""Several limits on one key: all pass or none is charged, and the tightest is reported."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ every_other_algorithm = pytest.mark.parametrize("other", ALGORITHM_NAMES)
 @every_algorithm
 @every_other_algorithm
 @pytest.mark.parametrize("tight_first", [True, False])
-def test_a_request_denied_by_one_limit_burns_none(
+def test_a_request_denied_by_one_limit_charges_none(
     algorithm: AlgorithmName,
     other: AlgorithmName,
     tight_first: bool,
     store: Store,
     clock: SteppedClock,
 ) -> None:
-    """Whichever limit denies and in whichever order they stand, the other's count is as it was."""
+    """In any order of the limits, the counts of the others are unchanged."""
     tight = Limit(2, per=10, algorithm=algorithm, name="tight")
     wide = Limit(5, per=10, algorithm=other, name="wide")
     both = Limiter([tight, wide] if tight_first else [wide, tight], store=store, clock=clock)
@@ -37,10 +37,10 @@ def test_a_request_denied_by_one_limit_burns_none(
 
 
 @every_algorithm
-def test_the_limit_with_least_remaining_speaks(
+def test_the_limit_with_the_fewest_units_is_reported(
     algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
-    """Allowed or peeked at, the decision is of the limit that will run out first."""
+    """Checked or peeked, the decision is that of the limit with the fewest units remaining."""
     small = Limit(3, per=10, algorithm=algorithm, name="small")
     large = Limit(9, per=10, algorithm=algorithm, name="large")
     limiter = Limiter([large, small], store=store, clock=clock)
@@ -51,10 +51,10 @@ def test_the_limit_with_least_remaining_speaks(
 
 
 @every_algorithm
-def test_a_denial_speaks_of_a_limit_that_denied(
+def test_a_denial_reports_a_limit_that_denied(
     algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
-    """The limit with room never speaks for one without, and the wait is that of the slowest."""
+    """A limit with room is never reported for a denial. The wait is that of the slowest limit."""
     first = Limit(2, per=10, algorithm=algorithm, name="first")
     slow = Limit(2, per=100, algorithm=algorithm, name="slow")
     roomy = Limit(50, per=1000, algorithm=algorithm, name="roomy")
@@ -62,7 +62,7 @@ def test_a_denial_speaks_of_a_limit_that_denied(
     limiter.check("k", 2)
     denied = limiter.check("k", 2)
     assert denied.remaining == 0
-    assert denied.policy == slow  # as little remains in `first`, but it is sooner to pass
+    assert denied.policy == slow  # `first` has as few units, but passes sooner
     alone = Limiter(slow, store=store, clock=clock).check("k", 2)
     assert denied.retry_after_ns == alone.retry_after_ns
     clock.advance_ns(denied.retry_after_ns - 1)
@@ -76,7 +76,7 @@ def test_a_denial_speaks_of_a_limit_that_denied(
 def test_a_cost_that_fits_only_one_limit_is_an_error(
     algorithm: AlgorithmName, other: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
-    """CapacityError names the limit that can never hold the cost, and none is charged."""
+    """CapacityError names the limit that never holds the cost, and none is charged."""
     small = Limit(2, per=10, algorithm=algorithm, name="small")
     large = Limit(5, per=10, algorithm=other, name="large")
     for limits in ([small, large], [large, small]):
@@ -89,10 +89,10 @@ def test_a_cost_that_fits_only_one_limit_is_an_error(
 
 
 @every_algorithm
-def test_a_grant_goes_to_every_limit(
+def test_a_grant_applies_to_every_limit(
     algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
-    """Two granted let two more pass in each, and a denial in one draws on neither grant."""
+    """Two granted units let two more pass in each limit. A denial by one spends neither grant."""
     small = Limit(2, per=10, algorithm=algorithm, name="small")
     large = Limit(5, per=10, algorithm=algorithm, name="large")
     limiter = Limiter([small, large], store=store, clock=clock)
@@ -109,7 +109,7 @@ def test_a_grant_goes_to_every_limit(
 def test_a_grant_lasts_one_window_of_each_limit(
     algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
-    """Without a ttl, each limit keeps its grant for its own window."""
+    """Without a ttl, the grant of each limit lasts for its window."""
     short = Limit(2, per=10, algorithm=algorithm, name="short")
     long = Limit(5, per=20, algorithm=algorithm, name="long")
     Limiter([short, long], store=store, clock=clock).grant("k", 1)
@@ -125,7 +125,7 @@ def test_a_grant_lasts_one_window_of_each_limit(
 def test_refund_and_reset_reach_every_limit(
     algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
-    """Both limits get the units back; after a reset both are as new and keep nothing."""
+    """Both limits get the units back. After a reset, both equal new ones and keep nothing."""
     small = Limit(2, per=10, algorithm=algorithm, name="small")
     large = Limit(5, per=10, algorithm=algorithm, name="large")
     limiter = Limiter([small, large], store=store, clock=clock)
@@ -142,7 +142,7 @@ def test_refund_and_reset_reach_every_limit(
 def test_each_limit_of_each_key_is_one_state(
     algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
-    """Two keys under three limits are six states; looking and denying add none."""
+    """Two keys under three limits are six states. Peeks and denials add none."""
     limits = [Limit(2, per=10 * n, algorithm=algorithm, name=f"n{n}") for n in (1, 2, 3)]
     limiter = Limiter(limits, store=store, clock=clock)
     for key in ("a", "b"):
@@ -153,7 +153,7 @@ def test_each_limit_of_each_key_is_one_state(
 
 
 def test_all_five_algorithms_in_one_limiter(store: Store, clock: SteppedClock) -> None:
-    """Five limits of five kinds pass together, count together and deny together."""
+    """Five limits of five algorithms pass, count and deny together."""
     limits = [Limit(3, per=10, algorithm=name) for name in ALGORITHM_NAMES]
     limiter = Limiter(limits, store=store, clock=clock)
     decisions = [limiter.check("k") for _ in range(4)]
@@ -163,9 +163,9 @@ def test_all_five_algorithms_in_one_limiter(store: Store, clock: SteppedClock) -
     assert decisions[3].retry_after_ns == max(d.retry_after_ns for d in alone)
 
 
-def test_a_leaky_bucket_tells_when_to_serve(store: Store, clock: SteppedClock) -> None:
-    """One every 2 s: three at once are served now, after 2 s and after 4 s, by themselves or
-    beside another limit; a denied request has no delay."""
+def test_a_leaky_bucket_returns_a_delay(store: Store, clock: SteppedClock) -> None:
+    """At one every 2 s, three requests at once have delays of 0 s, 2 s and 4 s, alone or beside
+    another limit. A denied request has no delay."""
     leaky = Limit(5, per=10, algorithm="leaky_bucket", capacity=3)
     wide = Limit(100, per=10, algorithm="fixed_window")
     for name, limits in (("alone", [leaky]), ("both", [leaky, wide])):
@@ -180,8 +180,8 @@ def test_a_leaky_bucket_tells_when_to_serve(store: Store, clock: SteppedClock) -
     assert limiter.check("k").delay == 4.0
 
 
-def test_a_leaky_bucket_delays_whoever_speaks(store: Store, clock: SteppedClock) -> None:
-    """The delay is the bucket's also where another limit is tighter, and the longest of two."""
+def test_the_delay_is_kept_if_another_limit_is_reported(store: Store, clock: SteppedClock) -> None:
+    """The decision of a tighter limit has the delay of the bucket, and the longer one of two."""
     slow = Limit(5, per=10, algorithm="leaky_bucket", capacity=9, name="slow")
     fast = Limit(10, per=10, algorithm="leaky_bucket", capacity=8, name="fast")
     tight = Limit(3, per=10, algorithm="fixed_window")
@@ -191,11 +191,9 @@ def test_a_leaky_bucket_delays_whoever_speaks(store: Store, clock: SteppedClock)
     assert [d.delay for d in decisions] == [0.0, 2.0, 4.0, 0.0]
 
 
-def test_retry_after_outlasts_a_grant_that_another_limit_leans_on(
-    store: Store, clock: SteppedClock
-) -> None:
-    """`slow` passes now only by its grant, which ends before `fast` would pass: the wait has to
-    be until `slow` passes by itself."""
+def test_retry_after_covers_the_end_of_a_grant(store: Store, clock: SteppedClock) -> None:
+    """`slow` passes now only with its grant, which ends before `fast` passes. The wait lasts until
+    `slow` passes without it."""
     slow = Limit(10, per=1000, name="slow")
     fast = Limit(5, per=10, name="fast")
     limiter = Limiter([slow, fast], store=store, clock=clock)

@@ -1,4 +1,4 @@
-"""Who shares a count: rule names, changed limits, and keys of every shape."""
+"""Which limiters share a count: rule names, changed limits, and keys of every shape."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tollkeeper.core.model import LOG_UNITS_MAX, UNITS_MAX, AlgorithmName
 from tollkeeper.core.subjects import Key
 from tollkeeper.decide.store import Store
 
-# Each is a different key; several differ only in what a careless store would lose.
+# All of them are different keys. Several differ only by details that a store could lose.
 KEYS: list[Key] = [
     "user:42",
     "user:42 ",
@@ -37,7 +37,7 @@ KEYS: list[Key] = [
     "'; DROP TABLE quota; --",
     "../../etc/passwd",
     "é",  # one code point
-    "e\u0301",  # the same letter in two
+    "e\u0301",  # the same letter as two code points
     "日本語",
     "Ω",  # Greek letter
     "\u2126",  # Ohm sign: equal only after normalisation
@@ -64,7 +64,7 @@ KEYS: list[Key] = [
 def test_every_key_has_its_own_count(
     algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
-    """Odd characters, other scripts, long keys and tuples: each spends only its own."""
+    """Special characters, other scripts, long keys and tuples all have separate counts."""
     limiter = Limiter(Limit(100, per=10, algorithm=algorithm), store=store, clock=clock)
     for cost, key in enumerate(KEYS, start=1):
         limiter.check(key, cost)
@@ -77,10 +77,10 @@ def test_every_key_has_its_own_count(
 
 
 @every_algorithm
-def test_limiters_of_different_names_are_apart(
+def test_limiters_with_different_names_have_separate_counts(
     algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
-    """The same limit under two names counts twice, and names itself in its decisions."""
+    """Two names count the same limit separately, and each decision has its name."""
     limit = Limit(5, per=10, algorithm=algorithm)
     orders = Limiter(limit, store=store, clock=clock, name="orders")
     login = Limiter(limit, store=store, clock=clock, name="login")
@@ -91,10 +91,10 @@ def test_limiters_of_different_names_are_apart(
 
 
 @every_algorithm
-def test_limiters_of_one_name_share(
+def test_limiters_with_one_name_share_a_count(
     algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
-    """Two limiters of one name on one store are one quota, grants and resets included."""
+    """Two limiters with one name on one store have one quota, grants and resets included."""
     limit = Limit(5, per=10, algorithm=algorithm)
     one, two = (Limiter(limit, store=store, clock=clock, name="orders") for _ in range(2))
     one.check("k", 3)
@@ -116,10 +116,10 @@ def test_limiters_of_one_name_share(
         (("n", ""), ("n/10000000", "")),
     ],
 )
-def test_rule_name_limit_name_and_key_never_run_together(
+def test_rule_name_limit_name_and_key_are_separate(
     one: tuple[str, str], other: tuple[str, str], store: Store, clock: SteppedClock
 ) -> None:
-    """However the three are joined, rule "ab" with limit "c" is not rule "a" with limit "bc"."""
+    """Rule "ab" with limit "c" is not rule "a" with limit "bc"."""
     first, second = (
         Limiter(Limit(5, per=10, name=limit), store=store, clock=clock, name=rule)
         for rule, limit in (one, other)
@@ -129,18 +129,20 @@ def test_rule_name_limit_name_and_key_never_run_together(
 
 
 @every_algorithm
-def test_limits_of_different_windows_are_apart(
+def test_limits_with_different_windows_have_separate_counts(
     algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
-    """Without a name, a limit is its algorithm and window: 5 in 10 s and 5 in 20 s are two."""
+    """Algorithm and window identify a limit without a name: 5 in 10 s and 5 in 20 s are two."""
     ten = Limiter(Limit(5, per=10, algorithm=algorithm), store=store, clock=clock)
     twenty = Limiter(Limit(5, per=20, algorithm=algorithm), store=store, clock=clock)
     ten.check("k", 5)
     assert twenty.peek("k").remaining == 5
 
 
-def test_limits_of_different_algorithms_are_apart(store: Store, clock: SteppedClock) -> None:
-    """One algorithm's count is never read as another's, not even under one name."""
+def test_limits_with_different_algorithms_have_separate_counts(
+    store: Store, clock: SteppedClock
+) -> None:
+    """A count of one algorithm is never read as that of another, even under one name."""
     for name in ("", "same"):
         bucket = Limit(5, per=10, name=name)
         window = Limit(5, per=10, name=name, algorithm="fixed_window")
@@ -149,10 +151,10 @@ def test_limits_of_different_algorithms_are_apart(store: Store, clock: SteppedCl
 
 
 @every_algorithm
-def test_changed_limits_keep_what_was_spent(
+def test_changed_limits_keep_spent_units(
     algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
-    """Four spent of 5: of 8 four remain, of 3 none, and back at 5 one."""
+    """With four of 5 spent, four remain of 8, none of 3, and one of 5 again."""
     for limit, remaining in ((5, 1), (8, 4), (3, 0), (5, 1)):
         limiter = Limiter(Limit(limit, per=10, algorithm=algorithm), store=store, clock=clock)
         if limit == 5 and store.stats().states == 0:
@@ -162,10 +164,10 @@ def test_changed_limits_keep_what_was_spent(
 
 
 @every_algorithm
-def test_a_limit_lowered_below_what_was_spent_answers(
+def test_a_limit_below_the_spent_units(
     algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
-    """Nothing remains, cost 0 is allowed, and the wait it names is exact."""
+    """Nothing remains, a cost of 0 is allowed, and the retry time is exact."""
     Limiter(Limit(8, per=10, algorithm=algorithm), store=store, clock=clock).check("k", 8)
     lowered = Limiter(Limit(2, per=10, algorithm=algorithm), store=store, clock=clock)
     assert lowered.check("k", 0).remaining == 0
@@ -177,11 +179,9 @@ def test_a_limit_lowered_below_what_was_spent_answers(
     assert lowered.check("k", 2)
 
 
-def test_a_log_that_slides_for_long_forgets_and_keeps_right(
-    store: Store, clock: SteppedClock
-) -> None:
-    """One every tenth of a second for five windows, with looks and denials in between: entries
-    that have left make room, and those that were only looked at never count."""
+def test_a_log_over_several_windows(store: Store, clock: SteppedClock) -> None:
+    """One check every tenth of a second for five windows, with peeks and denials in between.
+    Entries that have left the window make room, and peeks never count."""
     limit = Limit(120, per=10, algorithm="sliding_window_log")
     limiter = Limiter(limit, store=store, clock=clock)
     for number in range(500):
@@ -199,10 +199,10 @@ def test_a_log_that_slides_for_long_forgets_and_keeps_right(
 
 
 @every_algorithm
-def test_limits_at_the_edges_of_what_is_allowed(
+def test_limits_at_their_bounds(
     algorithm: AlgorithmName, open_store: OpenStore, clock: SteppedClock
 ) -> None:
-    """A millisecond, a year, one unit, and the most units: all are counted exactly."""
+    """A millisecond, a year, one unit, and the most units are counted exactly."""
     most = LOG_UNITS_MAX if algorithm == "sliding_window_log" else UNITS_MAX
     with open_store(clock, 500_000) as store:
         for units, per in ((1, 0.001), (most, 0.001), (1, 366 * 86_400), (most, 366 * 86_400)):
@@ -220,7 +220,7 @@ def test_limits_at_the_edges_of_what_is_allowed(
 def test_a_bucket_may_take_a_century_to_refill(
     algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
-    """The longest refill that a limit may have, to the nanosecond."""
+    """The longest refill of a limit is exact to the nanosecond."""
     year_ns = 366 * 86_400 * 10**9
     limit = Limit(1, per=366 * 86_400, algorithm=algorithm, capacity=100)
     limiter = Limiter(limit, store=store, clock=clock)

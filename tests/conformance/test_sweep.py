@@ -1,4 +1,4 @@
-"""Sweeping: what has expired goes, and nothing else does."""
+"""Sweeping drops expired states, and no others."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ pytestmark = sweeping_stores
 
 
 @every_algorithm
-def test_sweep_drops_what_has_expired_and_nothing_else(
+def test_sweep_drops_expired_states_only(
     algorithm: AlgorithmName, factory: StoreFactory, store: Store, clock: SteppedClock
 ) -> None:
-    """Three whole again and two still limited: three go, and are counted."""
+    """Of three whole quotas and two limited ones, the sweep drops three and counts them."""
     short = Limiter(Limit(5, per=10, algorithm=algorithm), store=store, clock=clock)
     long = Limiter(Limit(5, per=1000, algorithm=algorithm), store=store, clock=clock)
     decisions = [short.check(key, 5) for key in ("a", "b", "c")]
@@ -37,7 +37,7 @@ def test_sweep_drops_what_has_expired_and_nothing_else(
 def test_sweep_keeps_a_grant_that_lasts(
     algorithm: AlgorithmName, factory: StoreFactory, store: Store, clock: SteppedClock
 ) -> None:
-    """A key whose quota is whole but whose grant is not over stays; then it goes."""
+    """A key with a whole quota and a grant stays until the grant ends."""
     limiter = Limiter(Limit(5, per=10, algorithm=algorithm), store=store, clock=clock)
     limiter.grant("k", 3, ttl=100)
     clock.advance(limiter.check("k", 5).reset_after)
@@ -50,10 +50,10 @@ def test_sweep_keeps_a_grant_that_lasts(
 
 
 @every_algorithm
-def test_a_spent_grant_does_not_hold_its_place(
+def test_a_spent_grant_does_not_keep_the_state(
     algorithm: AlgorithmName, factory: StoreFactory, store: Store, clock: SteppedClock
 ) -> None:
-    """Granted for a day, spent at once: the key goes when its quota is whole, not a day later."""
+    """Granted for a day and spent at once: the state expires with the quota, not a day later."""
     limiter = Limiter(Limit(5, per=10, algorithm=algorithm), store=store, clock=clock)
     limiter.grant("k", 1, ttl=86_400)
     past_expiry(factory, clock, limiter.check("k", 6).reset_after_ns)
@@ -63,10 +63,10 @@ def test_a_spent_grant_does_not_hold_its_place(
 
 
 @pytest.mark.parametrize("algorithm", ["token_bucket", "leaky_bucket", "sliding_window_log"])
-def test_a_refund_brings_the_end_nearer(
+def test_a_refund_brings_the_expiry_forward(
     algorithm: AlgorithmName, factory: StoreFactory, store: Store, clock: SteppedClock
 ) -> None:
-    """What is left after a refund is whole again sooner, and the state goes then."""
+    """After a refund the quota is whole sooner, and the state expires then."""
     limiter = Limiter(Limit(5, per=10, algorithm=algorithm), store=store, clock=clock)
     limiter.check("k", 2)
     clock.advance(3)
@@ -77,10 +77,11 @@ def test_a_refund_brings_the_end_nearer(
     assert store.sweep() == 1
 
 
-def test_a_refund_of_a_whole_window_brings_the_end_nearer(
+def test_a_refund_of_a_whole_window_brings_the_expiry_forward(
     factory: StoreFactory, store: Store, clock: SteppedClock
 ) -> None:
-    """With this window's units refunded, the previous window's are gone at this one's end."""
+    """With the units of this window refunded, those of the previous one expire at the end of this
+    one."""
     limit = Limit(5, per=10, algorithm="sliding_window_counter")
     limiter = Limiter(limit, store=store, clock=clock)
     limiter.check("k", 2)

@@ -1,4 +1,4 @@
-"""Many threads on one store, and its end."""
+"""Many threads on one store, and closing it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @pytest.fixture(autouse=True)
 def _switching_often() -> Iterator[None]:
-    """Threads take turns every microsecond, so that they meet inside a check."""
+    """Switch threads every microsecond, so that they meet inside a check."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -35,7 +35,7 @@ def _switching_often() -> Iterator[None]:
 
 
 def at_once(work: Callable[[int], T]) -> list[T]:
-    """Run work(0) … work(7) in threads that start together; what each returned."""
+    """Run work(0) … work(7) in threads that start together; return the results."""
     barrier = threading.Barrier(THREADS)
     results: dict[int, T] = {}
 
@@ -57,7 +57,7 @@ def at_once(work: Callable[[int], T]) -> list[T]:
 def test_threads_on_one_key_admit_exactly_the_limit(
     algorithm: AlgorithmName, cost: int, store: Store, clock: SteppedClock
 ) -> None:
-    """Eight threads ask for twice what there is, at one instant: just the limit passes."""
+    """Eight threads request twice the limit at one instant, and exactly the limit passes."""
     limiter = Limiter(Limit(300, per=10, algorithm=algorithm), store=store, clock=clock)
     tries = 600 // THREADS // cost
     allowed = at_once(lambda _: sum(bool(limiter.check("k", cost)) for _ in range(tries)))
@@ -68,7 +68,7 @@ def test_threads_on_one_key_admit_exactly_the_limit(
 def test_threads_under_several_limits_admit_exactly_the_tightest(
     store: Store, clock: SteppedClock
 ) -> None:
-    """And the limits with room were charged for what passed, no more."""
+    """The limits with room are charged for the admitted requests only."""
     tight = Limit(200, per=10, name="tight")
     wide = [Limit(1_000, per=10, algorithm=name, name="wide") for name in ALGORITHM_NAMES]
     limiter = Limiter([*wide, tight], store=store, clock=clock)
@@ -83,7 +83,7 @@ def test_threads_under_several_limits_admit_exactly_the_tightest(
 def test_threads_spend_refund_and_grant_without_loss(
     algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
-    """Each thread spends 3, gives 2 back and grants 1, 40 times: every unit is accounted for."""
+    """Each thread spends 3, refunds 2 and grants 1, 40 times. Every unit is accounted for."""
     limiter = Limiter(Limit(2_000, per=10, algorithm=algorithm), store=store, clock=clock)
 
     def work(_: int) -> None:
@@ -97,7 +97,7 @@ def test_threads_spend_refund_and_grant_without_loss(
 
 
 @every_algorithm
-def test_threads_with_keys_of_their_own_do_not_meet(
+def test_threads_with_separate_keys_do_not_interfere(
     algorithm: AlgorithmName, store: Store, clock: SteppedClock
 ) -> None:
     """Each thread gets the whole limit of each of its keys."""
@@ -111,7 +111,7 @@ def test_threads_with_keys_of_their_own_do_not_meet(
 
 @bounded_stores
 def test_threads_never_overfill_a_store(open_store: OpenStore, clock: SteppedClock) -> None:
-    """Threads that bring new keys at once fill the store to its end, and not beyond."""
+    """Threads that add new keys fill the store to its maximum, and not beyond."""
     with open_store(clock, 50) as store:
         limiter = Limiter(Limit(3, per=10), store=store, clock=clock, on_failure="raise")
 
@@ -129,8 +129,8 @@ def test_threads_never_overfill_a_store(open_store: OpenStore, clock: SteppedClo
         assert 50 <= admitted == stats.states <= stats.states_max
 
 
-def test_threads_while_time_moves_are_never_over(store: Store, clock: SteppedClock) -> None:
-    """A clock that other threads push on under a check: at most capacity + what came in."""
+def test_threads_never_exceed_the_limit_while_time_moves(store: Store, clock: SteppedClock) -> None:
+    """Other threads advance the clock during a check: at most the capacity and the refill pass."""
     limiter = Limiter(Limit(100, per=1), store=store, clock=clock)
     start_ns = clock.now_ns()
 
@@ -157,7 +157,7 @@ def test_close_can_be_called_twice(open_store: OpenStore, clock: SteppedClock) -
 
 @every_connection
 def test_a_closed_store_is_unavailable(open_store: OpenStore, clock: SteppedClock) -> None:
-    """Every verb raises StoreUnavailable once the store is closed, and none crashes."""
+    """Every verb raises StoreUnavailable after the store is closed, and none crashes."""
     with open_store(clock) as store:
         gate = store.gate([Limit(5, per=10)], "")
         gate.check("k", 1)
@@ -182,7 +182,7 @@ def test_a_closed_store_is_unavailable(open_store: OpenStore, clock: SteppedCloc
 def test_the_failure_policy_answers_for_a_closed_store(
     policy: FailurePolicy, allowed: bool, open_store: OpenStore, clock: SteppedClock
 ) -> None:
-    """A limiter whose store was closed under it answers by its policy, marked degraded."""
+    """The decisions of a limiter with a closed store are degraded and follow its policy."""
     with open_store(clock) as store:
         limiter = Limiter("5/second", store=store, clock=clock, on_failure=policy)
         store.close()
@@ -191,8 +191,8 @@ def test_the_failure_policy_answers_for_a_closed_store(
             assert (decision.allowed, decision.degraded) == (allowed, True)
 
 
-def test_a_limiter_leaves_a_store_it_was_given_open(store: Store, clock: SteppedClock) -> None:
-    """Closing one of two limiters on a store takes nothing from the other."""
+def test_closing_a_limiter_leaves_a_shared_store_open(store: Store, clock: SteppedClock) -> None:
+    """Closing one of two limiters on a store does not affect the other."""
     with Limiter("5/second", store=store, clock=clock) as first:
         first.check("k", 2)
         second = Limiter("5/second", store=first.store, clock=clock)

@@ -1,1 +1,1 @@
-"""One truth, every engine: the same trace gives the same decisions, field for field."""
+"""Every engine makes the same decisions on the same trace, field by field."""

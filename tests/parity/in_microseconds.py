@@ -15,20 +15,20 @@ from tollkeeper.decide.store import Store
 from tollkeeper.testing import ManualClock
 
 NS_PER_US = 1_000
-# Before 2096, so that what is waited for at the end of a trace is a time that fits everywhere.
+# Before 2096, so that every wait at the end of a trace fits into the range of all stores.
 NOW_NS_MAX = 3_480_000_000 * 10**9
 RETRY, RESET = (DECISION_FIELDS.index(f"{name}_after_ns") for name in ("retry", "reset"))
 
 
 def up_to_us(nanoseconds: int) -> int:
-    """Rounded up to a whole microsecond."""
+    """Return a time rounded up to a whole microsecond."""
     return -(-nanoseconds // NS_PER_US) * NS_PER_US
 
 
 class _WaitsInMicroseconds:
-    """An algorithm that can be asked only at whole microseconds: whoever comes back a part of one
-    early is denied again, so the waits are rounded up. A leaky bucket's delay is no such wait: it
-    is over when it is over, and nobody is asked again."""
+    """An algorithm for a clock of whole microseconds. A client that retries a part of a microsecond
+    early is denied again, so waits are rounded up. The delay of a leaky bucket is not, because no
+    check follows it."""
 
     def __init__(self, algorithm: Algorithm) -> None:
         self._algorithm = algorithm
@@ -49,7 +49,7 @@ ALGORITHMS_US: dict[AlgorithmName, Algorithm] = {
 
 
 class Moments:
-    """Turns a trace into one that also comes at the very microsecond at which something ends."""
+    """Moves steps of a trace to the exact microsecond at which a wait or a grant ends."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -57,7 +57,8 @@ class Moments:
         self._offset_ns = 0
 
     def timed(self, step: Step) -> Step:
-        """The step at its time; or, now and then, at a wait's end or a microsecond before."""
+        """Return the step at its time, or sometimes at the end of a wait or a microsecond
+        before."""
         now_ns = max(step.now_ns, 0) // NS_PER_US * NS_PER_US + self._offset_ns
         if self._ends_ns and self._random.random() < 0.15:
             end_ns = self._random.choice(self._ends_ns) - self._random.choice((0, 0, NS_PER_US))
@@ -67,16 +68,16 @@ class Moments:
         return replace(step, now_ns=now_ns)
 
     def note(self, step: Step, answered: tuple[Any, ...] | None) -> None:
-        """Remember when the waits of an answer end, and when a grant does."""
+        """Remember the end of the waits of an answer, and of a grant."""
         waits_ns = [step.ttl_ns or 0] if step.verb == "grant" else []
         if answered is not None and answered[0] != "can never fit":
             waits_ns += [answered[RETRY], answered[RESET]]
         self._ends_ns += [step.now_ns + up_to_us(wait_ns) for wait_ns in waits_ns if wait_ns]
-        del self._ends_ns[:-8]  # the latest are the ones that still mean something
+        del self._ends_ns[:-8]  # only the latest ones still matter
 
 
 class Pair:
-    """One rule's limits on Redis and on the reference. Each is told what the other is told."""
+    """The limits of one rule on Redis and on the reference. Both get the same calls."""
 
     def __init__(
         self, store: Store, clock: ManualClock, limits: tuple[Limit, ...], rule: str = ""
@@ -87,20 +88,20 @@ class Pair:
         self.change(limits)
 
     def change(self, limits: tuple[Limit, ...]) -> None:
-        """The same rule with other limits; what was spent stays."""
+        """Change the limits of the rule. Spent units stay."""
         self.limits = limits
         self._ever.update((limit.identity, limit) for limit in limits)
         self.gate = self._store.gate(limits, self._rule)
         self.reference = ReferenceGate(self._states, limits, self._rule, ALGORITHMS_US)
 
     def forget(self, subjects: Iterable[str]) -> None:
-        """Reset what was ever spent under any limit, on Redis."""
+        """Reset the subjects on Redis, under every limit that was ever used."""
         gate = self._store.gate(tuple(self._ever.values()), self._rule)
         for subject in subjects:
             gate.reset(subject)
 
     def apply(self, step: Step) -> tuple[Any, Any]:
-        """The same step on both, at its microsecond; what each answered."""
+        """Apply the step to both at its microsecond; return both answers."""
         verb, subject, units = step.verb, step.subject, step.units
         now_ns = step.now_ns
         self._clock.advance_ns(now_ns - self._clock.now_ns())

@@ -1,4 +1,4 @@
-"""The reference as a gate: pure algorithms and a dict, with nothing in it that could be clever."""
+"""The reference as a gate: the pure algorithms and a dict."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ States = dict[tuple[str, str, str], tuple[Any, Credit | None]]
 
 
 def answer(verb: Callable[..., Decision], *asked: Any, **options: Any) -> tuple[Any, ...]:
-    """What a verb answers, to be compared: every field, or what can never fit where."""
+    """Return the answer of a verb for comparison: every field, or the cost that never fits."""
     try:
         return decision_fields(verb(*asked, **options))
     except CapacityError as error:
@@ -24,7 +24,7 @@ def answer(verb: Callable[..., Decision], *asked: Any, **options: Any) -> tuple[
 
 
 class ReferenceGate:
-    """What every engine's gate must answer. States are never dropped."""
+    """The answers that every gate must give. States are never dropped."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ SHARDS = 10
 
 
 def apply(step: Step, kernel: _kernel.Gate, reference: ReferenceGate) -> tuple[Any, Any]:
-    """The same step on both; what each answered."""
+    """Apply the step to both; return both answers."""
     verb, subject, units, now_ns = step.verb, step.subject, step.units, step.now_ns
     if verb in ("check", "peek"):
         spend = verb == "check"
@@ -43,7 +43,7 @@ def apply(step: Step, kernel: _kernel.Gate, reference: ReferenceGate) -> tuple[A
 
 
 def trace(seed: int, table: _kernel.Table, *, count: int = STEPS) -> int:
-    """Run one trace; how many decisions were compared."""
+    """Run one trace; return the number of compared decisions."""
     random = Random(seed)
     limits = random_limits(random)
     rule = f"trace-{seed}"
@@ -70,7 +70,7 @@ def test_many_steps_agree_in_memory(shard: int) -> None:
     """memory:// gives the decisions of the reference implementation."""
     compared = 0
     for seed in range(shard, TRACES, SHARDS):
-        # A table of its own for each: the traces tell different times.
+        # Each trace has its own table, because their times differ.
         table = _kernel.Table(None, capacity=4_000, log_bytes=1 << 22)
         compared += trace(seed, table)
         table.close()

@@ -1,4 +1,4 @@
-"""The scripts count in doubles, exactly: at the largest and smallest numbers of any limit."""
+"""The arithmetic of the scripts is exact in doubles, for the largest and smallest limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.server
 YEAR_US = WINDOW_NS_MAX // NS_PER_US
 CENTURY_US = REFILL_NS_MAX // NS_PER_US
 
-# What every script begins with, and then the one function of it that is hard to get right.
+# The code that every script begins with, and then its most difficult function.
 MULTIPLY_DIVIDE = (
     files("tollkeeper.decide.stores.redis").joinpath("lua/state.lua").read_text(encoding="utf-8")
     + """
@@ -40,20 +40,20 @@ MULTIPLY_DIVIDE = (
     """
 )
 
-# Of every magnitude, and just beside the powers of two and ten.
+# Numbers of every magnitude, and just beside the powers of two and ten.
 units = st.integers(1, 10) | st.integers(1, UNITS_MAX) | st.sampled_from([999_999_937, UNITS_MAX])
 windows_us = (
     st.sampled_from([1_000, 1_001, 10**6, 86_400 * 10**6, YEAR_US - 1, YEAR_US])
     | st.integers(1_000, YEAR_US)
     | st.integers(10, 44).flatmap(lambda bits: st.integers(2**bits - 2, 2**bits + 2))
 )
-# Where between nothing and all of it.
+# A fraction from 0 to 1.
 parts = st.sampled_from([Fraction(0), Fraction(1)]) | st.fractions(0, 1, max_denominator=10**15)
 
 
 @st.composite
 def refills(draw: st.DrawFn) -> tuple[int, int, int]:
-    """A time in microseconds, at most until the bucket is full, and the rate in lowest terms."""
+    """A time in microseconds, at most until the bucket is full, and the reduced rate."""
     rate = Fraction(draw(units) * MICROS_PER_UNIT, draw(windows_us))
     full_us = min(ceil(draw(units) * MICROS_PER_UNIT / rate), CENTURY_US)
     elapsed_us = max(round(full_us * draw(parts)) - draw(st.integers(0, 2)), 0)
@@ -62,7 +62,7 @@ def refills(draw: st.DrawFn) -> tuple[int, int, int]:
 
 @st.composite
 def fadings(draw: st.DrawFn) -> tuple[int, int, int]:
-    """What is left of a window, what was counted in the one before, and the window."""
+    """The rest of a window, the count of the previous one, and the window."""
     window_us = draw(windows_us)
     left_us = max(round(window_us * draw(parts)) - draw(st.integers(0, 2)), 0)
     return left_us, draw(units), window_us
@@ -70,8 +70,8 @@ def fadings(draw: st.DrawFn) -> tuple[int, int, int]:
 
 @st.composite
 def borders(draw: st.DrawFn) -> tuple[int, int, int]:
-    """Just beside what a double can hold, and as large as the numbers may be: n and x × n / d
-    below 2**50, d below 2**45, x a century."""
+    """Numbers just beside the range of a double, and the largest ones: n and x × n / d below 2**50,
+    d below 2**45, x a century."""
     n = draw(st.integers(2**49, 2**50 - 1) | st.integers(1, 2**50 - 1))
     d = draw(st.integers(2**44, 2**45 - 1) | st.integers(1, 2**45 - 1))
     x = draw(st.sampled_from([2**53 // n, 2**54 // n, d, 2**49 * d // n]))
@@ -80,7 +80,7 @@ def borders(draw: st.DrawFn) -> tuple[int, int, int]:
 
 @promise(300, triples=st.lists(refills() | fadings() | borders(), min_size=1, max_size=100))
 def test_products_are_divided_exactly(triples: list[tuple[int, int, int]]) -> None:
-    """Whole and rest of x × n / d, where the product is far beyond what a double can hold."""
+    """Quotient and remainder of x × n / d are exact, although the product exceeds a double."""
     gate = encode_limits([Limit(1, per=1)], "")
     numbers = [number for triple in triples for number in triple]
     answers = running("single").admin.eval(MULTIPLY_DIVIDE, 1, "none", gate, 0, 0, *numbers)
@@ -114,7 +114,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture(scope="module")
 def store(clock: ManualClock, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    """One for all examples, which have subjects of their own."""
+    """One store for all examples, which have separate subjects."""
     (factory,) = (each for each in STORES if each.name == "redis")
     with factory.open(clock, 0, tmp_path_factory.mktemp("redis")) as opened:
         yield opened
@@ -126,7 +126,8 @@ def store(clock: ManualClock, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def test_the_largest_numbers_agree(
     limit: Limit, store: Store, clock: ManualClock, data: st.DataObject
 ) -> None:
-    """After a microsecond, a part of a unit, of a refill, or a century: what the reference says."""
+    """After a microsecond, part of a unit, part of a refill or a century, Redis equals the
+    reference."""
     pair = Pair(store, clock, (limit,))
     subject = str(next(_numbers))
     unit_us = limit.window_ns // NS_PER_US // limit.limit + 1

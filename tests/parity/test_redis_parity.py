@@ -1,7 +1,7 @@
-"""Redis agrees with the reference, field for field, on long random traces.
+"""Redis agrees with the reference, field by field, on long random traces.
 
-Each trace has its own seed; a failure prints it, and `trace(seed)` replays it alone. The tests give
-the time; what the server's own clock does is in `test_redis_server_clock.py`.
+Each trace has its own seed. A failure prints it, and `trace(seed)` replays it alone. The tests set
+the time; `test_redis_server_clock.py` tests the clock of the server.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ OPENERS = {factory.name: factory.open for factory in STORES + CONNECTIONS}
 STEPS = 1_000
 SHARDS = 10
 
-# A rule's name is its field in a hash up to 12 bytes, and goes by its digest from 13 on.
+# A rule name of up to 12 bytes is a field of the hash; from 13 bytes on, its digest is.
 RULES = ("", "orders", "twelve bytes", "thirteen byte", "Zölle: 一二三", "a" * 128)
-# What a key's hash tag may be mistaken for, and what such subjects are escaped with.
+# Characters of hash tags, and the characters that escape them.
 HEADS = ("", "{", "}", "%", "%}", "%%", "{}", "}{")
 
-# On both sides of where a longer log begins to be kept in longer chunks, and of a chunk's length.
+# On both sides of the lengths at which chunks become longer, and of the length of a chunk.
 LOG_LIMITS = (1, 8, 9, 10, 30, 63, 64, 65, 200, 4_096, 4_097, 6_000)
 CHUNKS = (9, 64, 512)
 TIME_BYTES = 7
 
 
 def named(step: Step, seed: int) -> Step:
-    """The same step for a subject that is awkward to make a key of."""
+    """Return the same step for a subject that is difficult to use in a key."""
     number = int(step.subject.rpartition("-")[2]) + seed
     return replace(step, subject=f"{HEADS[number % len(HEADS)]}{number // len(HEADS)}")
 
 
 def trace(seed: int, store: Store, clock: ManualClock, count: int = STEPS) -> int:
-    """Run one trace on two rules that share their subjects; how many decisions were compared."""
+    """Run one trace on two rules that share their subjects; return the number of compared
+    decisions."""
     random = Random(seed)
     limits = random_limits(random)
     pairs = [Pair(store, clock, limits, rule) for rule in random.sample(RULES, 2)]
@@ -69,8 +70,8 @@ def trace(seed: int, store: Store, clock: ManualClock, count: int = STEPS) -> in
 
 
 def log_steps(random: Random, limit: Limit, count: int) -> Iterator[Step]:
-    """A trace on one subject's log, with costs and refunds that end at, before and after the end
-    of a chunk."""
+    """A trace on the log of one subject, with costs and refunds that end at, before and after the
+    end of a chunk."""
     window_ns = limit.window_ns
     now_ns = 1_700_000_000 * 10**9
     verbs = ("check", "refund", "peek", "grant", "reset", "change")
@@ -86,7 +87,7 @@ def log_steps(random: Random, limit: Limit, count: int) -> Iterator[Step]:
 
 
 def chunk_bytes(server: Single) -> int:
-    """How much of logs is in the server."""
+    """Return the bytes of all logs on the server."""
     return sum(
         server.admin.hstrlen(key, field)
         for key in server.admin.scan_iter()
@@ -96,7 +97,7 @@ def chunk_bytes(server: Single) -> int:
 
 
 def log_trace(seed: int, store: Store, clock: ManualClock, server: Single, count: int) -> None:
-    """Run one trace on logs of several lengths, and look at what they left in the server."""
+    """Run one trace on logs of several lengths, and check their size on the server."""
     random = Random(seed)
 
     def logs() -> tuple[Limit, ...]:
@@ -118,15 +119,15 @@ def log_trace(seed: int, store: Store, clock: ManualClock, server: Single, count
         assert got == wanted, f"seed {seed}, step {number}: {step} on {pair.limits}"
         moments.note(step, got)
         if number % 50 == 0:
-            # Of each log, the first chunk may be there though some of it is over, and the last
-            # though some of it was refunded.
+            # The first chunk of a log may contain expired entries, and the last one refunded
+            # entries.
             assert chunk_bytes(server) <= 2 * (longest + 2 * CHUNKS[-1]) * TIME_BYTES
     pair.forget(["k"])
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_a_hundred_thousand_steps_agree(shard: int, tmp_path: Path) -> None:
-    """redis:// answers what the reference answers, and what was reset has left nothing behind."""
+    """redis:// gives the decisions of the reference, and reset subjects leave nothing behind."""
     server = running("single")
     server.flush()
     compared = 0
@@ -139,8 +140,8 @@ def test_a_hundred_thousand_steps_agree(shard: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["redis-async", "cluster", "cluster-async"])
-def test_thousands_of_steps_agree_on_other_ways_there(name: str, tmp_path: Path) -> None:
-    """The verbs for asyncio answer the same, and so does a cluster."""
+def test_thousands_of_steps_agree_on_other_connections(name: str, tmp_path: Path) -> None:
+    """The verbs for asyncio and a cluster give the same decisions."""
     for seed in range(1_000, 1_010):
         clock = ManualClock()
         with OPENERS[name](clock, 0, tmp_path) as store:
@@ -149,8 +150,8 @@ def test_thousands_of_steps_agree_on_other_ways_there(name: str, tmp_path: Path)
 
 
 def test_logs_agree_across_their_chunks(tmp_path: Path) -> None:
-    """Logs of every chunk length, spent and refunded across the ends of chunks; what has left the
-    window is not kept for long, and what was reset has left nothing behind."""
+    """Logs of every chunk length are spent and refunded across the ends of chunks. Old entries are
+    dropped soon, and reset subjects leave nothing behind."""
     server = running("single")
     for seed in range(60):
         clock = ManualClock()

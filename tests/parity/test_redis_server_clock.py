@@ -1,4 +1,4 @@
-"""Redis by its own clock: each check's time is read back, and the reference asked as of then."""
+"""Redis by its own clock: the reference decides at the time that each reply contains."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tollkeeper.decide.store import Gate, Store
 pytestmark = pytest.mark.server
 
 OPENERS = {factory.name: factory.open for factory in STORES + CONNECTIONS}
-# Short beside a trace, which takes about a tenth of a second; and one that never ends in it.
+# Shorter than a trace, which takes about a tenth of a second, and one that never ends in it.
 WINDOWS_S = (0.001, 0.0033, 0.01, 0.02, 0.1, 3_600)
 STEPS = 1_000
 
@@ -39,7 +39,7 @@ def short_limits(random: Random) -> tuple[Limit, ...]:
 
 
 def trace(seed: int, store: Store) -> int:
-    """Run one trace; how many decisions were denied."""
+    """Run one trace; return the number of denied decisions."""
     random = Random(seed)
     states: States = {}
     denied = 0
@@ -69,7 +69,7 @@ def trace(seed: int, store: Store) -> int:
 
 @pytest.mark.parametrize("name", ["redis", "redis-async", "cluster"])
 def test_decisions_by_the_servers_clock_agree(name: str, tmp_path: Path) -> None:
-    """At the times that the server read, the reference decides the same, field for field."""
+    """At the times of the server, the reference makes the same decisions, field by field."""
     denied = 0
     for seed in range(20):
         with OPENERS[name](SystemClock(), 0, tmp_path) as store:
@@ -79,7 +79,7 @@ def test_decisions_by_the_servers_clock_agree(name: str, tmp_path: Path) -> None
 
 @contextmanager
 def clock_off_by(seconds: float) -> Iterator[None]:
-    """Set this process's wall clock wrong."""
+    """Shift the wall clock of this process."""
     before_ns = tollkeeper.core.clock.EPOCH_OFFSET_NS
     tollkeeper.core.clock.EPOCH_OFFSET_NS += int(seconds * 10**9)
     try:
@@ -90,9 +90,11 @@ def clock_off_by(seconds: float) -> Iterator[None]:
 
 @pytest.mark.parametrize("seconds", [-60, 60])
 @pytest.mark.parametrize("name", ["redis", "redis-async"])
-def test_a_callers_clock_changes_no_decision(name: str, seconds: float, tmp_path: Path) -> None:
-    """With the caller's clock a minute off, each decision is what the reference says as of the
-    server's time."""
+def test_the_clock_of_the_caller_changes_no_decision(
+    name: str, seconds: float, tmp_path: Path
+) -> None:
+    """With the clock of the caller a minute off, each decision equals that of the reference at the
+    time of the server."""
     for seed in range(100, 105):
         with clock_off_by(seconds), OPENERS[name](SystemClock(), 0, tmp_path) as store:
             trace(seed, store)

@@ -1,4 +1,4 @@
-"""Random traces: limits, costs, times and verbs, in the mix that finds disagreements."""
+"""Random traces: a mix of limits, costs, times and verbs that reveals differences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Step:
 
 
 def random_limit(random: Random, algorithm: AlgorithmName, name: str = "") -> Limit:
-    """A limit anywhere between 1 a year and a billion a millisecond; often small."""
+    """Return a limit between 1 a year and a billion a millisecond; often a small one."""
     window_us = random.choice(WINDOWS_US + WINDOWS_LONG_US)
     most = 1_000 if algorithm == "sliding_window_log" else 10 ** random.choice((1, 2, 4, 9))
     units = random.randint(1, most)
@@ -36,7 +36,7 @@ def random_limit(random: Random, algorithm: AlgorithmName, name: str = "") -> Li
 
 
 def random_limits(random: Random) -> tuple[Limit, ...]:
-    """One to four limits, of any algorithms, with names of their own."""
+    """Return one to four limits of any algorithm, with different names."""
     count = random.choice((1, 1, 2, 4))
     return tuple(
         random_limit(random, random.choice(ALGORITHM_NAMES), f"limit-{index}")
@@ -45,7 +45,7 @@ def random_limits(random: Random) -> tuple[Limit, ...]:
 
 
 def changed(random: Random, limits: tuple[Limit, ...]) -> tuple[Limit, ...]:
-    """The same limits by name, with other numbers."""
+    """Return limits with the same names and other numbers."""
     return tuple(random_limit(random, limit.algorithm, limit.name) for limit in limits)
 
 
@@ -54,8 +54,8 @@ def steps(
 ) -> Iterator[Step]:
     """A trace of `count` steps over a handful of subjects.
 
-    With `rewinds` the clock may step back and limits may change, but nothing is swept: what a
-    sweep dropped cannot be asked about a time before it.
+    With `rewinds` the clock may step back and limits may change, but there are no sweeps: a dropped
+    state cannot answer for an earlier time.
     """
     window_ns = random.choice(limits).window_ns
     smallest = min(limit.capacity for limit in limits)

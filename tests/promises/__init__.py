@@ -1,7 +1,8 @@
-"""What a decision promises, each promise a property, on every store.
+"""The promises of a decision, each tested as a property on every store.
 
 A promise is tested with random limits, costs, keys and times. The examples are derived from the
-test itself rather than from chance (`strategies.promise`): a run in CI that fails, fails again on
-any machine, and a change is never blamed for an example that only today came up. To look further,
-`TOLLKEEPER_EXPLORE=20 pytest tests/promises` tries 20 times as many, and new ones on every run.
+test itself and not from chance (`strategies.promise`). A failure in CI therefore fails again on any
+machine, and no change is blamed for an example that came up by chance. To search further,
+`TOLLKEEPER_EXPLORE=20 pytest tests/promises` runs 20 times as many examples, and new ones on every
+run.
 """

@@ -1,8 +1,8 @@
-"""What each algorithm means, written as plainly as possible to be held against a store.
+"""A simple model of each algorithm, to compare stores with.
 
-Lists, fractions, and no thought for speed or memory; nothing is imported from the algorithms. A
-quota here answers one question, how many units are free, and does three things: spend, give
-back, forget. Credits and several limits are built on these, once for all algorithms.
+It uses lists and fractions, ignores speed and memory, and imports nothing from the algorithms. A
+quota returns the number of free units, and has three operations: spend, give back and forget.
+Credits and several limits are built on these, once for all algorithms.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MICRO = Fraction(1, 1_000_000)
 
 
 class Quota(Protocol):
-    """One limit's quota of one key. Time comes in as it is; each quota knows what is past."""
+    """The quota of one key under one limit. `now_ns` may go back; each quota handles that."""
 
     def free(self, now_ns: int) -> int: ...
 
@@ -28,8 +28,8 @@ class Quota(Protocol):
 
 
 class Bucket:
-    """So much is in it. It fills at limit / window, and what came in is rounded down to a
-    millionth of a unit whenever something is taken out or put back."""
+    """A level that rises at limit / window. The refill is rounded down to a millionth of a unit
+    whenever units are spent or given back."""
 
     def __init__(self, limit: Limit) -> None:
         self.capacity = limit.capacity
@@ -40,8 +40,8 @@ class Bucket:
     def level_at(self, now_ns: int) -> Fraction:
         if self.at_ns is None:
             return self.level
-        come_in = max(now_ns - self.at_ns, 0) * self.rate
-        return min(self.level + floor(come_in / MICRO) * MICRO, Fraction(self.capacity))
+        refilled = max(now_ns - self.at_ns, 0) * self.rate
+        return min(self.level + floor(refilled / MICRO) * MICRO, Fraction(self.capacity))
 
     def free(self, now_ns: int) -> int:
         return floor(self.level_at(now_ns))
@@ -56,7 +56,7 @@ class Bucket:
 
 
 class Log:
-    """Every unit's time. It counts until a window later."""
+    """The time of every unit, which counts for one window."""
 
     def __init__(self, limit: Limit) -> None:
         self.limit = limit
@@ -74,7 +74,7 @@ class Log:
 
 
 class FixedWindow:
-    """A count for every window since the epoch."""
+    """A count for each window since the epoch."""
 
     def __init__(self, limit: Limit) -> None:
         self.limit = limit
@@ -96,7 +96,7 @@ class FixedWindow:
 
 
 class SlidingCounter:
-    """The same, and the window before counts for the part of it that is still in sight."""
+    """A count for each window. The previous window counts by the share that is still in range."""
 
     def __init__(self, limit: Limit) -> None:
         self.limit = limit
@@ -105,9 +105,9 @@ class SlidingCounter:
 
     def free(self, now_ns: int) -> int:
         window, elapsed_ns = divmod(max(now_ns, self.at_ns), self.limit.window_ns)
-        in_sight = 1 - Fraction(elapsed_ns, self.limit.window_ns)
+        share = 1 - Fraction(elapsed_ns, self.limit.window_ns)
         previous, current = self.counts.get(window - 1, 0), self.counts.get(window, 0)
-        return floor(self.limit.limit - current - previous * in_sight)
+        return floor(self.limit.limit - current - previous * share)
 
     def spend(self, now_ns: int, units: int) -> None:
         self.at_ns = max(now_ns, self.at_ns)
@@ -132,7 +132,7 @@ QUOTAS: dict[str, type[Bucket | Log | FixedWindow | SlidingCounter]] = {
 
 
 class Account:
-    """One limit's quota and credit of one key. The quota is spent first, then the credit."""
+    """The quota and the credit of one key under one limit. The quota is spent first."""
 
     def __init__(self, limit: Limit) -> None:
         self.limit = limit
@@ -166,7 +166,7 @@ Answer = tuple[bool, int] | Literal["never", "never or denied"]
 
 
 class Model:
-    """Keys under one or several limits: what a gate must answer."""
+    """Keys under one or several limits: the answers that a gate must give."""
 
     def __init__(self, limits: Sequence[Limit]) -> None:
         self.limits = limits
@@ -176,7 +176,7 @@ class Model:
         return self.accounts.setdefault(key, [Account(limit) for limit in self.limits])
 
     def peek(self, key: str, now_ns: int, cost: int) -> Answer:
-        """Would it pass, and how much is free now?"""
+        """Return whether the cost would pass, and the units that are free now."""
         accounts = self.of(key)
         free = min(account.free(now_ns) for account in accounts)
         if cost <= free or cost == 0:
@@ -189,7 +189,7 @@ class Model:
         return False, free
 
     def check(self, key: str, now_ns: int, cost: int) -> Answer:
-        """Did it pass, and how much is free after it?"""
+        """Return whether the cost passed, and the units that are free afterwards."""
         answer = self.peek(key, now_ns, cost)
         if isinstance(answer, tuple) and answer[0]:
             for account in self.of(key):
@@ -198,7 +198,7 @@ class Model:
         return answer
 
     def refund(self, key: str, now_ns: int, units: int) -> None:
-        if units:  # giving nothing back is not an occasion to round
+        if units:  # a refund of 0 must not round
             for account in self.of(key):
                 account.quota.give_back(now_ns, units)
 

@@ -1,6 +1,6 @@
-"""The bound of each algorithm, recomputed from what was admitted and when.
+"""The bound of each algorithm, recomputed from the times and costs of the admissions.
 
-In whole numbers and fractions, with nothing taken from the algorithms themselves.
+The computation uses whole numbers and fractions, and imports nothing from the algorithms.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from tests.promises.strategies import Step, check, move
 from tollkeeper import Limit
 from tollkeeper.decide.store import Gate
 
-# When and how much. Time that went backwards counts as the time of the admission before.
+# Time and cost. A time that went back counts as the time of the previous admission.
 Admission = tuple[int, int]
 
 
 def admissions(gate: Gate, clock: SteppedClock, trace: Sequence[Step]) -> list[Admission]:
-    """What a trace admits."""
+    """Return the admissions of a trace."""
     admitted: list[Admission] = []
     for gap_ns, cost in trace:
         move(clock, gap_ns)
@@ -32,7 +32,7 @@ def admissions(gate: Gate, clock: SteppedClock, trace: Sequence[Step]) -> list[A
 
 
 def assert_never_over(limit: Limit, admitted: Sequence[Admission]) -> None:
-    """Hold the bound of the limit's algorithm against every interval."""
+    """Check the bound of the algorithm in every interval."""
     if limit.algorithm in ("token_bucket", "leaky_bucket"):
         _assert_bucket(limit, admitted)
     elif limit.algorithm == "sliding_window_log":
@@ -49,7 +49,7 @@ def _assert_bucket(limit: Limit, admitted: Sequence[Admission]) -> None:
         units = 0
         for end_ns, cost in admitted[first:]:
             units += cost
-            # Both sides times the window, so that all is whole.
+            # Both sides are multiplied by the window, so that all numbers are whole.
             over = (units - limit.capacity) * limit.window_ns
             assert over <= limit.limit * (end_ns - start_ns)
 

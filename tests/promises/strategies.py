@@ -30,9 +30,9 @@ KEY = "k"
 
 # A log of a million entries is 8 MB; the properties do not depend on its length.
 LOG_LIMIT_MAX = 5_000
-# A store may refuse a clock that is beyond 2096, so that every time it computes fits 64 bits. A
-# trace begins by 2033 and moves on until 2080 at the latest, and no bucket here takes more than ten
-# years to refill: what is waited for at the end of a trace is still before 2096.
+# A store may reject a clock beyond 2096, so that all times that it computes fit into 64 bits. A
+# trace begins by 2033 and ends by 2080, and no bucket here takes more than ten years to refill, so
+# every wait ends before 2096.
 START_NS_MAX = 2 * 10**18
 LATEST_NS = 3_480_000_000 * 10**9
 REFILL_NS_MAX = 10 * WINDOW_NS_MAX
@@ -44,14 +44,14 @@ _EXPLORE = int(os.environ.get("TOLLKEEPER_EXPLORE", "0"))
 def promise(
     max_examples: int, /, *, shrink: bool = True, **drawn: st.SearchStrategy[Any]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test a property of what is `drawn`, tried on so many examples.
+    """Run a test as a property of the `drawn` values, with up to `max_examples` examples.
 
-    On a store that takes longer than others it is tried on the part of them that the store's
-    factory says. There is no deadline, for a shared machine stalls at times, and the examples are
-    the same on every run unless TOLLKEEPER_EXPLORE asks for others.
+    A slow store runs the share of them that its factory sets. There is no deadline, because a
+    shared machine stalls at times. The examples are the same on every run unless TOLLKEEPER_EXPLORE
+    is set.
 
-    Without `shrink` a property ends at its first failure. For those that are known to fail:
-    making the example small takes ten times as long as finding it.
+    Without `shrink`, the property ends at its first failure. This is for properties that are known
+    to fail: shrinking an example takes ten times as long as finding it.
     """
 
     def property_of(test: Callable[..., None]) -> Callable[..., None]:
@@ -76,7 +76,7 @@ def promise(
 
 
 def windows_us() -> st.SearchStrategy[int]:
-    """1 ms to a year in whole microseconds: usual lengths, and odd ones of every magnitude."""
+    """1 ms to a year in whole microseconds: usual lengths, and others of every magnitude."""
     usual = st.sampled_from([1_000, 10**6, 60 * 10**6, 3_600 * 10**6, 86_400 * 10**6, YEAR_US])
     odd = st.integers(3, 13).flatmap(
         lambda power: st.integers(10**power, min(10 ** (power + 1), YEAR_US))
@@ -92,7 +92,7 @@ def limits(
     name: str = "",
     window_us: int = 0,
 ) -> Limit:
-    """Any valid limit of at most `units_max` units and as much capacity."""
+    """Any valid limit of at most `units_max` units and the same capacity."""
     window_us = window_us or draw(windows_us())
     if algorithm == "sliding_window_log":
         units_max = min(units_max, LOG_LIMIT_MAX)
@@ -108,7 +108,7 @@ def limits(
 def limit_of(
     algorithm: AlgorithmName, units: int, window_us: int, capacity: int = 0, name: str = ""
 ) -> Limit:
-    """A limit with its window in microseconds, exactly: a float of seconds may not be."""
+    """Return a limit with an exact window in microseconds. A float of seconds may be inexact."""
     return Limit(
         units,
         per=timedelta(microseconds=window_us),
@@ -120,8 +120,8 @@ def limit_of(
 
 @st.composite
 def several_limits(draw: st.DrawFn, units_max: int = UNITS_MAX) -> list[Limit]:
-    """Two or three limits of any kinds, each with a name of its own. Their windows are mostly
-    within a factor of 60: the longest of limits that are further apart does nothing for long."""
+    """Two or three limits of any algorithm, each with a name. Their windows are mostly within a
+    factor of 60, because a much longer one would rarely bind."""
     algorithms = draw(st.lists(st.sampled_from(ALGORITHM_NAMES), min_size=2, max_size=3))
     shortest_us = draw(windows_us())
     found = []
@@ -133,17 +133,17 @@ def several_limits(draw: st.DrawFn, units_max: int = UNITS_MAX) -> list[Limit]:
 
 
 def starts_ns() -> st.SearchStrategy[int]:
-    """When a trace begins: at the epoch, today, or in between, to the nanosecond."""
+    """The start of a trace: at the epoch, today, or in between, to the nanosecond."""
     return st.just(0) | st.just(1_700_000_000 * 10**9) | st.integers(0, START_NS_MAX)
 
 
-# The time that the clock moves by, and what a request costs, are drawn as a kind and a part of
-# it, and only then turned into numbers that suit the limit. A trace is drawn as one string, with
-# some bytes for each step: drawn as a list of tuples it takes ten times as long as the test.
+# The gap and the cost of a step are drawn as a kind and a part, and then converted to numbers that
+# suit the limit. A trace is drawn as one string with some bytes for each step: a list of tuples
+# takes ten times as long to draw as the test takes to run.
 STEP_BYTES = 6
 _PART_MAX = 2**16
-# Half of the requests come at the same instant as the one before, or most limits would never
-# bind.
+# Half of the requests come at the same instant as the previous one; otherwise most limits would
+# never bind.
 _GAPS = ("same", "same", "same", "same", "same", "tick", "unit", "window", "edge")
 _REWINDS = ("back a unit", "back a window")
 _COSTS = ("one", "any", "much", "all", "none")
@@ -160,8 +160,8 @@ def chunks(width: int, count_max: int) -> st.SearchStrategy[list[bytes]]:
 
 
 def gap_of(limit: Limit, kind: str, part: int) -> int:
-    """How far the clock moves between requests: not at all, one nanosecond, about the time of a
-    unit, about a window, just around a window's length; or back."""
+    """Return the time between two requests: none, one nanosecond, about the time of a unit, about a
+    window, almost exactly a window, or a step back."""
     unit_ns = limit.window_ns // limit.limit + 1
     spans = {
         "same": 0,
@@ -176,7 +176,7 @@ def gap_of(limit: Limit, kind: str, part: int) -> int:
 
 
 def cost_of(capacity: int, kind: str, part: int) -> int:
-    """Mostly a few requests' worth of the whole; also nothing, and too much."""
+    """Return a cost: mostly a part of the capacity; also 0, and more than the capacity."""
     sizes = {
         "one": 1,
         "any": 1 + (capacity - 1) * part // _PART_MAX,
@@ -195,11 +195,11 @@ Step = tuple[int, int]
 def step_of(
     drawn: bytes, limits: Sequence[Limit], *, rewinds: bool = False, fitting: bool = False
 ) -> Step:
-    """What the bytes mean under these limits."""
+    """Return the step that the bytes stand for under these limits."""
     gaps = _GAPS + _REWINDS if rewinds else _GAPS
     kinds = _COSTS if fitting else (*_COSTS, "too much")
     gap_part, cost_part = int.from_bytes(drawn[2:4], "big"), int.from_bytes(drawn[4:6], "big")
-    # Each gap is of the size of one of the limits, chosen by chance.
+    # Each gap suits one of the limits, chosen at random.
     gap_ns = gap_of(limits[gap_part % len(limits)], gaps[drawn[0] % len(gaps)], gap_part)
     capacity = min(limit.capacity for limit in limits)
     return gap_ns, cost_of(capacity, kinds[drawn[1] % len(kinds)], cost_part)
@@ -212,37 +212,38 @@ def traces(
     fitting: bool = False,
     steps_max: int = STEPS_MAX,
 ) -> st.SearchStrategy[list[Step]]:
-    """Requests on one key: how long after the one before, and how much.
+    """Requests on one key, as the time since the previous one and the cost.
 
-    With `rewinds` the clock goes back too; `fitting` leaves out costs above the capacity."""
+    With `rewinds` the clock also goes back; `fitting` leaves out costs above the capacity.
+    """
     return chunks(STEP_BYTES, steps_max).map(
         lambda drawn: [step_of(step, limits, rewinds=rewinds, fitting=fitting) for step in drawn]
     )
 
 
 def clock_at(start_ns: int) -> SteppedClock:
-    """A manual clock at a nanosecond, or once a store is open on it, at the step before."""
+    """Return a manual clock at a time; once a store is open on it, at the step before."""
     clock = SteppedClock()
     clock.advance_ns(start_ns)
     return clock
 
 
 def in_steps(gap_ns: int, step_ns: int) -> int:
-    """A gap in whole steps of a clock. What is a little more or less than so many steps becomes
-    one step more or less, so that a tick stays a tick, and an edge has two sides."""
+    """Return a gap in whole steps of a clock. A gap slightly above or below a number of steps
+    becomes one step more or less, so that a tick stays a tick and an edge has two sides."""
     near_ns = (2 * gap_ns + step_ns) // (2 * step_ns) * step_ns
     return near_ns + step_ns * ((gap_ns > near_ns) - (gap_ns < near_ns))
 
 
 def move(clock: SteppedClock, gap_ns: int) -> None:
-    """Move the clock, but not to before the epoch nor beyond LATEST_NS."""
+    """Move the clock, but not before the epoch or beyond LATEST_NS."""
     now_ns = clock.now_ns()
     gap_ns = in_steps(gap_ns, clock.step_ns)
     clock.advance_ns(min(max(gap_ns, -now_ns), max(LATEST_NS - now_ns, 0)))
 
 
 def check(gate: Gate, cost: int, key: str = KEY) -> Decision | Literal["never"]:
-    """The decision, or "never" for a cost that can never fit."""
+    """Return the decision, or "never" for a cost that never fits."""
     try:
         return gate.check(key, cost)
     except CapacityError:
@@ -250,7 +251,7 @@ def check(gate: Gate, cost: int, key: str = KEY) -> Decision | Literal["never"]:
 
 
 def play(gate: Gate, clock: SteppedClock, trace: Sequence[Step]) -> None:
-    """Run a trace for what it leaves behind."""
+    """Run a trace and ignore its decisions."""
     for gap_ns, cost in trace:
         move(clock, gap_ns)
         check(gate, cost)

@@ -1,4 +1,4 @@
-"""Promises 10 and 11: a cost that can never fit is an error at once, and keys never collide."""
+"""Promises 10 and 11: a cost that never fits is an error at once, and keys never collide."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tollkeeper.core.subjects import KEY_LENGTH_MAX, PARTS_MAX, SEPARATOR, Key, 
 def test_a_cost_above_the_capacity_is_an_error_at_once(
     algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject, excess: int
 ) -> None:
-    """Whatever the state: check and peek raise, and nothing is spent; at the capacity they do
-    not."""
+    """In any state, check and peek raise and spend nothing. A cost of the capacity does not
+    raise."""
     limit = data.draw(limits(algorithm))
     clock = clock_at(data.draw(starts_ns()))
     with open_store(clock) as store:
@@ -62,11 +62,11 @@ def test_the_smallest_of_several_capacities_decides(
 
 @every_algorithm
 @promise(60, data=st.data(), units=st.integers(1, 100))
-def test_a_grant_widens_what_can_fit(
+def test_a_grant_raises_the_largest_cost(
     algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject, units: int
 ) -> None:
-    """Up to capacity + grant passes while the grant lasts; one more raises; and so does what
-    needs the grant once that is over."""
+    """A cost of capacity + grant passes while the grant lasts, and one more raises. A cost that
+    needs the grant raises after its end."""
     limit = data.draw(limits(algorithm, units_max=1_000))
     clock = clock_at(data.draw(starts_ns()))
     ttl_ns = data.draw(st.integers(1, 3 * limit.window_ns))
@@ -90,8 +90,8 @@ def test_a_grant_widens_what_can_fit(
 def test_an_error_means_that_no_wait_would_help(
     algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject, units: int
 ) -> None:
-    """A cost that needs the grant, asked for when the quota is spent: either it is denied with a
-    wait that suffices, or it raises, and then it would not pass just before the end."""
+    """A cost that needs the grant is checked when the quota is spent. Either it is denied with a
+    wait that suffices, or it raises and would not pass just before the grant ends."""
     limit = data.draw(limits(algorithm, units_max=100))
     clock = clock_at(data.draw(starts_ns()))
     ttl_ns = data.draw(st.integers(1, 3 * limit.window_ns))
@@ -114,7 +114,7 @@ def test_an_error_means_that_no_wait_would_help(
             assert gate.check(KEY, cost).allowed
 
 
-# Characters that someone might join, split, quote or fold by; and any other text.
+# Characters that code could join, split, quote or fold by; and any other text.
 tricky_text = st.text(alphabet="ab/:|,=\\\"'{} \x00\x1e\u00e9\u0301", min_size=1, max_size=6)
 any_text = st.text(st.characters(codec="utf-8", exclude_characters=SEPARATOR), min_size=1)
 parts = tricky_text | any_text.filter(lambda text: len(text) < KEY_LENGTH_MAX // PARTS_MAX)
@@ -122,7 +122,7 @@ keys = parts | st.lists(parts, min_size=1, max_size=PARTS_MAX).map(tuple)
 
 
 def plain(key: Key) -> Key:
-    """A tuple of one part is that part: there is nothing that it could run together with."""
+    """Return a tuple of one part as that part: both are the same key."""
     return key[0] if isinstance(key, tuple) and len(key) == 1 else key
 
 
@@ -135,8 +135,8 @@ def test_keys_never_collide(one: Key, other: Key) -> None:
 
 
 @promise(200, text=tricky_text.filter(lambda text: len(text) > 2), data=st.data())
-def test_where_a_key_is_split_matters(text: str, data: st.DataObject) -> None:
-    """One text cut into parts at different places gives different subjects."""
+def test_the_parts_of_a_key_matter(text: str, data: st.DataObject) -> None:
+    """One text that is split at different places gives different subjects."""
 
     def cut(places: set[int]) -> Key:
         edges = [0, *sorted(places), len(text)]
@@ -149,8 +149,8 @@ def test_where_a_key_is_split_matters(text: str, data: st.DataObject) -> None:
 
 
 @promise(60, found=st.lists(keys, min_size=2, max_size=20, unique_by=plain))
-def test_a_store_counts_random_keys_apart(found: list[Key], open_store: OpenStore) -> None:
-    """Each of twenty random keys has spent what it spent."""
+def test_a_store_counts_random_keys_separately(found: list[Key], open_store: OpenStore) -> None:
+    """Each of twenty random keys has its own count."""
     limit = Limit(100, per=60, algorithm="fixed_window")
     clock = clock_at(1_700_000_000 * 10**9)
     with open_store(clock) as store:

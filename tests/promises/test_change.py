@@ -1,4 +1,4 @@
-"""Promise 9: changing a limit keeps consumption. Raising never denies, lowering acts at once."""
+"""Promise 9: a changed limit keeps consumption. Raising never denies; lowering applies at once."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ from tollkeeper.core.model import BUCKETS, UNITS_MAX, WINDOW_COUNTS, AlgorithmNa
 
 @st.composite
 def limit_pairs(draw: st.DrawFn, algorithm: AlgorithmName) -> tuple[Limit, Limit]:
-    """Two limits of one identity, the second at least as generous in everything.
+    """Two limits with one identity, the second at least as generous in every number.
 
-    A named bucket or log may change its window too; a count kept per window may not."""
+    A named bucket or log may also change its window; a count for each window may not.
+    """
     strict = draw(limits(algorithm, units_max=1_000, name="n"))
     window_us = strict.window_ns // 1_000
     more = draw(st.just(0) | st.integers(0, 10 * strict.limit))
@@ -43,7 +44,7 @@ def limit_pairs(draw: st.DrawFn, algorithm: AlgorithmName) -> tuple[Limit, Limit
         units = min(strict.limit + more, LOG_LIMIT_MAX)
         return strict, limit_of(algorithm, units, shorter_us, name="n")
     other_us = draw(st.just(window_us) | windows_us())
-    # Up: at least the old rate, in whatever window.
+    # Rounded up: at least the old rate, in any window.
     units = -(strict.limit * other_us // -window_us) + more
     capacity = strict.capacity + draw(st.just(0) | st.integers(0, 1_000))
     assume(units <= UNITS_MAX and capacity * other_us * 1_000 <= REFILL_NS_MAX * units)
@@ -55,8 +56,8 @@ def limit_pairs(draw: st.DrawFn, algorithm: AlgorithmName) -> tuple[Limit, Limit
 def test_raising_a_limit_never_causes_a_denial(
     algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject
 ) -> None:
-    """Of two twins one is raised. All that the other admits passes there too, with at least as
-    much remaining, and no wait becomes longer."""
+    """Of two equal gates, one gets a raised limit. It admits all that the other admits, with at
+    least as many units remaining, and no wait is longer."""
     low, high = data.draw(limit_pairs(algorithm))
     clock = clock_at(data.draw(starts_ns()))
     before = data.draw(traces([low], steps_max=10))
@@ -81,13 +82,14 @@ def test_raising_a_limit_never_causes_a_denial(
 
 @every_algorithm
 @promise(80, data=st.data())
-def test_lowering_a_limit_acts_at_once(
+def test_lowering_a_limit_applies_at_once(
     algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject
 ) -> None:
-    """What was spent counts against the new capacity, and from then on the new bound holds.
+    """Spent units count against the new capacity, and from then on the new bound holds.
 
-    A bucket made smaller than what was spent is one that was empty at the last admission: it
-    does not owe, so what has come in since then is there."""
+    A bucket whose new capacity is below the spent units was empty at the last admission. It is not
+    in debt, so the refill since then is available.
+    """
     low, high = data.draw(limit_pairs(algorithm))
     clock = clock_at(data.draw(starts_ns()))
     before = data.draw(traces([high], steps_max=10))
@@ -115,10 +117,10 @@ def test_lowering_a_limit_acts_at_once(
 
 @every_algorithm
 @promise(40, data=st.data())
-def test_changing_to_and_fro_changes_nothing(
+def test_raising_and_lowering_again_changes_nothing(
     algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject
 ) -> None:
-    """A limit that was raised and lowered again with no request between is as it was."""
+    """A limit that was raised and lowered again without a request in between is unchanged."""
     low, high = data.draw(limit_pairs(algorithm))
     clock = clock_at(data.draw(starts_ns()))
     with open_store(clock) as store:
@@ -131,11 +133,9 @@ def test_changing_to_and_fro_changes_nothing(
 
 
 @pytest.mark.parametrize("algorithm", ["token_bucket", "leaky_bucket"])
-def test_a_faster_refill_is_not_waited_for_at_the_old_rate(
-    algorithm: AlgorithmName, open_store: OpenStore
-) -> None:
-    """A peer keeps debts as time: raised from 1/s to 10/s with a fixed capacity of 10, it would
-    deny for 9 s. Here the next request passes after a tenth of a second."""
+def test_a_raised_rate_shortens_the_wait(algorithm: AlgorithmName, open_store: OpenStore) -> None:
+    """Other libraries store debts as time: after 1/s → 10/s with a capacity of 10, they deny for 9
+    s. Here the next request passes after a tenth of a second."""
     clock = SteppedClock(start=1_700_000_000)
     with open_store(clock) as store:
         slow = Limit(1, per=1, algorithm=algorithm, capacity=10)
@@ -151,11 +151,11 @@ def test_a_faster_refill_is_not_waited_for_at_the_old_rate(
 
 @sweeping_stores
 @pytest.mark.parametrize("algorithm", ["token_bucket", "leaky_bucket"])
-def test_a_state_is_kept_until_the_limit_that_wrote_it_would_be_whole(
+def test_a_state_expires_by_the_limit_that_wrote_it(
     algorithm: AlgorithmName, factory: StoreFactory, open_store: OpenStore
 ) -> None:
-    """Ten spent at 10/s, then lowered to 1/s: for a second the lower rate acts on them, sweeps or
-    not. From then on a sweep may forget them: a state expires by the limit that wrote it."""
+    """Ten units are spent at 10/s, and the rate is lowered to 1/s. For one second the lower rate
+    applies, with or without sweeps. Then a sweep may drop the state."""
     clock = SteppedClock(start=1_700_000_000)
     with open_store(clock) as store:
         fast = Limit(10, per=1, algorithm=algorithm, capacity=10)
@@ -172,10 +172,10 @@ def test_a_state_is_kept_until_the_limit_that_wrote_it_would_be_whole(
 
 @sweeping_stores
 @pytest.mark.parametrize("algorithm", ["token_bucket", "leaky_bucket", "sliding_window_log"])
-def test_a_raised_limit_lets_go_sooner(
+def test_a_state_expires_sooner_after_a_raised_limit(
     algorithm: AlgorithmName, factory: StoreFactory, open_store: OpenStore
 ) -> None:
-    """Spent under 10 a day and used again under 10 a second: the state goes after a second."""
+    """Spent under 10 a day and used again under 10 a second, the state expires after a second."""
     clock = SteppedClock(start=1_700_000_000)
     with open_store(clock) as store:
         slow = Limit(10, per=86_400, algorithm=algorithm, name="n")

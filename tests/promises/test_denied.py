@@ -25,7 +25,8 @@ from tollkeeper.decide.store import Gate
 def assert_denials_cost_nothing(
     one: Gate, twin: Gate, clock: SteppedClock, trace: list[tuple[int, int]]
 ) -> None:
-    """`one` sees every request and `twin` only those that `one` admitted: they never differ."""
+    """`one` gets every request and `twin` only those that `one` admitted: their decisions never
+    differ."""
     for gap_ns, cost in trace:
         move(clock, gap_ns)
         before = one.peek(KEY, 1)
@@ -43,8 +44,8 @@ def assert_denials_cost_nothing(
 def test_a_denied_request_costs_nothing(
     algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject
 ) -> None:
-    """A limiter that denied, or refused a cost as impossible, is in every field the twin that was
-    never asked."""
+    """A limiter that denied, or raised CapacityError, equals in every field a twin that never saw
+    those requests."""
     limit = data.draw(limits(algorithm))
     clock = clock_at(data.draw(starts_ns()))
     trace = data.draw(traces([limit], rewinds=True))
@@ -56,7 +57,7 @@ def test_a_denied_request_costs_nothing(
 def test_a_request_denied_by_one_limit_costs_nothing_in_the_others(
     limits: list[Limit], start_ns: int, data: st.DataObject, open_store: OpenStore
 ) -> None:
-    """The same with several limits, and each limit by itself agrees."""
+    """Several limits together agree with their twin, and with each limit alone."""
     clock = clock_at(start_ns)
     trace = data.draw(traces(limits, rewinds=True))
     with open_store(clock) as one, open_store(clock) as two:
@@ -74,10 +75,10 @@ def test_a_request_denied_by_one_limit_costs_nothing_in_the_others(
     units=st.integers(1, 100),
     data=st.data(),
 )
-def test_a_denied_request_draws_on_no_grant(
+def test_a_denied_request_spends_no_granted_units(
     limits: list[Limit], start_ns: int, units: int, data: st.DataObject, open_store: OpenStore
 ) -> None:
-    """Granted units too are spent by what passes all limits and by nothing else."""
+    """Only a request that passes all limits spends granted units."""
     clock = clock_at(start_ns)
     trace = data.draw(traces(limits))
     ttl_ns = data.draw(st.integers(1, 3 * limits[0].window_ns))

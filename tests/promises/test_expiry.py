@@ -1,7 +1,7 @@
-"""Promise 8: every key expires, as soon as it is indistinguishable from a fresh one.
+"""Promise 8: every key expires as soon as it equals a new one.
 
-What a store drops by a clock of its own is tested with that clock
-(`tests/integration/test_redis_expiry.py`); here, that its answers are those of a fresh key.
+A store that expires states by its own clock is tested with that clock
+(`tests/integration/test_redis_expiry.py`). Here, its decisions must be those of a new key.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from tollkeeper.decide.store import Gate, Store
 
 
 def slack_ns(factory: StoreFactory, limit: Limit, reset_ns: int) -> int:
-    """How much longer the store may hold a state that it wrote at any time until now: its slack
-    is a fraction of the time from then on, which is at most this sum."""
+    """Return how much longer the store may keep a state that it wrote before now. The slack is a
+    fraction of the remaining time, which is at most this sum."""
     longest_ns = max(2 * limit.window_ns, limit.capacity * limit.window_ns // limit.limit + 1)
     return int((reset_ns + longest_ns) * factory.expiry_slack)
 
 
 def assert_as_new(gate: Gate) -> None:
-    """In every field of every answer, the key is one that was never seen."""
+    """Assert that every decision equals that of a new key in every field."""
     (limit,) = gate.limits
     for cost in (0, 1, limit.capacity):
         assert gate.peek(KEY, cost) == gate.peek("never seen", cost)
@@ -44,7 +44,7 @@ def assert_as_new(gate: Gate) -> None:
 def assert_expires_when_whole(
     factory: StoreFactory, store: Store, gate: Gate, clock: SteppedClock
 ) -> None:
-    """Held until one step of the clock before reset_after; as new, and droppable, at it."""
+    """Assert that the state is kept until one step before reset_after, and expires at it."""
     reset_ns, step_ns = gate.peek(KEY, 0).reset_after_ns, clock.step_ns
     if reset_ns == 0:
         assert_as_new(gate)
@@ -69,7 +69,7 @@ def assert_expires_when_whole(
 def test_a_key_expires_when_its_quota_is_whole(
     algorithm: AlgorithmName, factory: StoreFactory, open_store: OpenStore, data: st.DataObject
 ) -> None:
-    """Whatever was spent, and wherever the clock jumped: not a step before it, nor after."""
+    """For any trace and any jump of the clock, the key expires on time, to the step."""
     limit = data.draw(limits(algorithm))
     clock = clock_at(data.draw(starts_ns()))
     trace = data.draw(traces([limit], rewinds=True, steps_max=12))
@@ -88,7 +88,7 @@ def test_a_key_expires_when_its_quota_is_whole(
 def test_a_key_expires_when_its_quota_is_whole_after_refunds(
     algorithm: AlgorithmName, factory: StoreFactory, open_store: OpenStore, data: st.DataObject
 ) -> None:
-    """A refund brings that time nearer, and the store knows."""
+    """A refund brings the expiry forward."""
     limit = data.draw(limits(algorithm, units_max=10))
     clock = clock_at(data.draw(starts_ns()))
     trace = data.draw(traces([limit], fitting=True, steps_max=8))
@@ -106,14 +106,14 @@ def test_a_key_expires_when_its_quota_is_whole_after_refunds(
 
 @every_algorithm
 @promise(40, data=st.data(), units=st.integers(1, 50))
-def test_a_granted_key_expires_when_quota_and_grant_are_over(
+def test_a_granted_key_expires_after_quota_and_grant(
     algorithm: AlgorithmName,
     factory: StoreFactory,
     open_store: OpenStore,
     data: st.DataObject,
     units: int,
 ) -> None:
-    """A grant that nobody draws on keeps the key until it ends, and not longer."""
+    """An unused grant keeps the key until it ends, and not longer."""
     limit = data.draw(limits(algorithm, units_max=1_000))
     clock = clock_at(data.draw(starts_ns()))
     ttl_ns = data.draw(st.integers(1, 3 * limit.window_ns))
@@ -138,14 +138,14 @@ def test_a_granted_key_expires_when_quota_and_grant_are_over(
 
 @sweeping_stores
 @promise(60, limits=several_limits(), start_ns=starts_ns(), data=st.data())
-def test_each_limit_expires_by_itself(
+def test_each_limit_expires_separately(
     limits: list[Limit],
     start_ns: int,
     data: st.DataObject,
     factory: StoreFactory,
     open_store: OpenStore,
 ) -> None:
-    """Of one key's states under several limits, each goes when its own quota is whole."""
+    """Each state of a key expires when the quota of its limit is whole."""
     clock = clock_at(start_ns)
     trace = data.draw(traces(limits, steps_max=12))
     with open_store(clock) as store:

@@ -1,4 +1,4 @@
-"""A store and a model of it, written without a thought for speed, never disagree."""
+"""A store and the simple model of it never disagree."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Operation = tuple[int, str, str, int, int]
 def operations(
     limits: Sequence[Limit], verbs: str, keys: str, *, rewinds: bool = False
 ) -> st.SearchStrategy[list[Operation]]:
-    """What happens to a store, and when."""
+    """Random operations on a store, with their times."""
     names = verbs.split()
 
     def operation(drawn: bytes) -> Operation:
@@ -46,7 +46,7 @@ def operations(
 
 
 def assert_same(verb: str, gate: Gate, key: str, cost: int, expected: Answer) -> None:
-    """Ask the gate, and compare: may it pass, and how much remains?"""
+    """Compare a decision of the gate with the model: allowed, and remaining units."""
     try:
         decision = (gate.check if verb == "check" else gate.peek)(key, cost)
     except CapacityError:
@@ -61,7 +61,7 @@ def assert_same(verb: str, gate: Gate, key: str, cost: int, expected: Answer) ->
 def assert_agree(
     store: Store, clock: SteppedClock, limits: Sequence[Limit], trace: Sequence[Operation]
 ) -> None:
-    """Do the same to a gate and to a model, comparing every answer."""
+    """Apply the same operations to a gate and to a model, and compare every answer."""
     gate, model = store.gate(limits, ""), Model(limits)
     for gap_ns, verb, key, units, ttl_ns in trace:
         move(clock, gap_ns)
@@ -91,7 +91,7 @@ def assert_agree(
 def test_a_store_agrees_with_the_model(
     algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject
 ) -> None:
-    """Two keys, every verb, and sweeps in between: the same answers throughout."""
+    """Two keys, every verb, and sweeps in between give the same answers."""
     limit = data.draw(limits(algorithm, units_max=200))
     verbs = "check check check peek refund grant reset sweep"
     trace = data.draw(operations([limit], verbs, "ab"))
@@ -105,7 +105,7 @@ def test_a_store_agrees_with_the_model(
 def test_a_store_agrees_with_the_model_when_time_goes_back(
     algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject
 ) -> None:
-    """One key whose clock jumps both ways: the time that counts is its last admission's."""
+    """The clock of one key jumps in both directions; the time of its last admission counts."""
     limit = data.draw(limits(algorithm, units_max=200))
     trace = data.draw(operations([limit], "check check check peek reset", KEY, rewinds=True))
     clock = clock_at(data.draw(starts_ns()))
@@ -117,7 +117,7 @@ def test_a_store_agrees_with_the_model_when_time_goes_back(
 def test_a_store_agrees_with_the_model_under_several_limits(
     limits: list[Limit], start_ns: int, data: st.DataObject, open_store: OpenStore
 ) -> None:
-    """Limits of different kinds at once, with every verb."""
+    """Limits of different algorithms apply together, with every verb."""
     verbs = "check check check peek refund grant reset sweep"
     trace = data.draw(operations(limits, verbs, "ab"))
     clock = clock_at(start_ns)

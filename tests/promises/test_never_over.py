@@ -27,7 +27,7 @@ from tollkeeper.core.model import AlgorithmName
 @every_algorithm
 @promise(120, data=st.data())
 def test_never_over(algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject) -> None:
-    """Whatever is asked and however the clock moves, no interval admits more than its bound."""
+    """For any requests and any clock, no interval admits more than its bound."""
     limit = data.draw(limits(algorithm))
     clock = clock_at(data.draw(starts_ns()))
     trace = data.draw(traces([limit], rewinds=True))
@@ -39,7 +39,7 @@ def test_never_over(algorithm: AlgorithmName, open_store: OpenStore, data: st.Da
 def test_never_over_in_any_of_several_limits(
     limits: list[Limit], start_ns: int, data: st.DataObject, open_store: OpenStore
 ) -> None:
-    """What passes several limits at once is within the bound of each."""
+    """The requests that pass several limits are within the bound of each."""
     clock = clock_at(start_ns)
     trace = data.draw(traces(limits, rewinds=True))
     with open_store(clock) as store:
@@ -53,7 +53,7 @@ def test_never_over_in_any_of_several_limits(
 def test_never_over_while_states_come_and_go(
     algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject
 ) -> None:
-    """Three keys share a store, with sweeps at random: a state is never dropped too early."""
+    """Three keys share a store with random sweeps: no state is dropped too early."""
     limit = data.draw(limits(algorithm, units_max=1_000))
     trace = data.draw(traces([limit], fitting=True))
     keys = data.draw(
@@ -78,8 +78,8 @@ def test_never_over_while_states_come_and_go(
 def test_a_leaky_bucket_serves_evenly_spaced(
     limit: Limit, start_ns: int, data: st.DataObject, open_store: OpenStore
 ) -> None:
-    """Served after its delay, each request comes at least its predecessor's cost × window / limit
-    after it, to the nanosecond that a delay rounds up by, whatever the clock does."""
+    """Served after its delay, each request starts at least cost × window / limit after the previous
+    one, up to the nanosecond that a delay rounds up by, with any clock."""
     clock = clock_at(start_ns)
     served: list[tuple[int, int]] = []
     with open_store(clock) as store:
@@ -99,8 +99,8 @@ def test_a_leaky_bucket_serves_evenly_spaced(
 def test_jumping_back_admits_no_more_than_standing_still(
     algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject
 ) -> None:
-    """Of two twins, one's clock stops and the other's goes back further and further: request by
-    request, the second has had no more."""
+    """The clock of one gate stops and that of its twin goes back further and further: the twin
+    never admits more."""
     limit = data.draw(limits(algorithm, units_max=30))
     before = data.draw(traces([limit], steps_max=10))
     jumps = data.draw(st.lists(st.integers(1, 3 * limit.window_ns), min_size=1, max_size=40))
@@ -123,8 +123,8 @@ def test_jumping_back_admits_no_more_than_standing_still(
 def test_after_a_jump_back_times_count_from_the_clock(
     algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject
 ) -> None:
-    """Denied with the clock set back, the wait is by that clock: until it is where it was, and
-    then as long as it would have been."""
+    """A denial after the clock was set back has a wait by that clock: the time until it is where it
+    was, and then the original wait."""
     limit = data.draw(limits(algorithm))
     cost = data.draw(st.integers(1, limit.capacity))
     clock = clock_at(data.draw(starts_ns()))

@@ -1,6 +1,6 @@
 """Promise 5: the configured rate is delivered, within 0.1 %, from 1/day to 1,000,000/s.
 
-The client is greedy: it asks, and when denied comes back exactly at retry_after.
+The client is greedy: after a denial it retries exactly at retry_after.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def steady_limits(draw: st.DrawFn, algorithm: AlgorithmName) -> tuple[Limit, int
 
 
 def greedy(gate: Gate, clock: SteppedClock, cost: int, until_ns: int) -> list[int]:
-    """When a greedy client's requests are admitted, until a time."""
+    """Return the admission times of a greedy client until a time."""
     admitted = []
     while clock.now_ns() < until_ns:
         decision = gate.check(KEY, cost)
@@ -56,15 +56,16 @@ def greedy(gate: Gate, clock: SteppedClock, cost: int, until_ns: int) -> list[in
 
 
 def assert_bucket_delivers(gate: Gate, clock: SteppedClock, limit: Limit, cost: int) -> None:
-    """From an empty bucket on: never more than rate × time, and at least 99.9 % of it, but for
-    what the clock's step costs a client that can only come at whole steps.
+    """Assert that an empty bucket delivers at most rate × time, and at least 99.9 % of it, except
+    for the loss of a client that can only send at whole steps of the clock.
 
-    Coming late by part of a step, it finds more than it asked for. What the bucket has room to keep
-    beyond the cost is there for the next request; the rest runs over, each time. Where a step is a
-    nanosecond both are nothing, since a wait is in whole nanoseconds anyway."""
+    A client that is late by part of a step finds more units than its cost. The bucket keeps the
+    surplus that fits for the next request and loses the rest, each time. With a step of one
+    nanosecond there is no loss, because waits are whole nanoseconds.
+    """
     gate.check(KEY, limit.capacity)
     start_ns = clock.now_ns()
-    delivered = 0  # in units × window_ns, as what is due
+    delivered = 0  # in units × window_ns, like `due`
     for _ in range(REQUESTS):
         clock.advance_ns(gate.check(KEY, cost).retry_after_ns)
         assert gate.check(KEY, cost).allowed
@@ -73,9 +74,9 @@ def assert_bucket_delivers(gate: Gate, clock: SteppedClock, limit: Limit, cost: 
             break
     due = limit.limit * (clock.now_ns() - start_ns)
     late = limit.limit * (clock.step_ns - 1)
-    run_over = REQUESTS * max(late - (limit.capacity - cost) * limit.window_ns, 0)
+    overflow = REQUESTS * max(late - (limit.capacity - cost) * limit.window_ns, 0)
     assert delivered <= due
-    assert due * 999 <= (delivered + late + run_over) * 1_000
+    assert due * 999 <= (delivered + late + overflow) * 1_000
 
 
 @pytest.mark.parametrize("algorithm", ["token_bucket", "leaky_bucket"])
@@ -84,7 +85,7 @@ def assert_bucket_delivers(gate: Gate, clock: SteppedClock, limit: Limit, cost: 
     [
         (1, 86_400_000_000),
         (7, 86_400_000_000),
-        (90, 60_000_000),  # whole-second clocks turn this into 60
+        (90, 60_000_000),  # clocks of whole seconds deliver 60
         (3, 1_000_000),
         (1_000, 1_000_000),
         (999_983, 1_000_000),  # a prime: no unit takes a whole number of nanoseconds
@@ -96,7 +97,7 @@ def assert_bucket_delivers(gate: Gate, clock: SteppedClock, limit: Limit, cost: 
 def test_buckets_deliver_the_rates_of_the_promise(
     algorithm: AlgorithmName, units: int, window_us: int, capacity: int, open_store: OpenStore
 ) -> None:
-    """The rates named in the promise, with no burst and with a window's worth of it."""
+    """The rates of the promise are delivered, without a burst and with one of a window."""
     limit = limit_of(algorithm, units, window_us, capacity)
     clock = clock_at(1_700_000_000_123_456_789)
     with open_store(clock) as store:
@@ -108,7 +109,7 @@ def test_buckets_deliver_the_rates_of_the_promise(
 def test_buckets_deliver_any_rate(
     algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject
 ) -> None:
-    """Any rate and any cost: what rounding loses at each admission is below a millionth."""
+    """For any rate and cost, each admission loses less than a millionth by rounding."""
     limit, cost = data.draw(steady_limits(algorithm))
     clock = clock_at(data.draw(starts_ns()))
     with open_store(clock) as store:
@@ -119,7 +120,7 @@ def test_buckets_deliver_any_rate(
 def test_the_log_delivers_the_limit_in_every_window(
     steady: tuple[Limit, int], start_ns: int, open_store: OpenStore
 ) -> None:
-    """Exactly the limit in each window from the first request on."""
+    """Each window from the first request on has exactly the limit."""
     limit, cost = steady
     clock = clock_at(start_ns)
     with open_store(clock) as store:
@@ -134,7 +135,7 @@ def test_the_log_delivers_the_limit_in_every_window(
 def test_the_fixed_window_delivers_the_limit_in_every_window(
     steady: tuple[Limit, int], start_ns: int, open_store: OpenStore
 ) -> None:
-    """Exactly the limit in each window of the epoch, the one it starts within included."""
+    """Each window of the epoch has exactly the limit, including the one in which it starts."""
     limit, cost = steady
     clock = clock_at(start_ns)
     first = start_ns // limit.window_ns
@@ -149,8 +150,8 @@ def test_the_fixed_window_delivers_the_limit_in_every_window(
 def test_the_counter_delivers_all_but_one_request_a_window(
     steady: tuple[Limit, int], start_ns: int, open_store: OpenStore
 ) -> None:
-    """What is true of this algorithm: of n requests a window it delivers n − 1 or n, since the
-    previous window counts until its very end. Within 0.1 % from 1,000 a window on."""
+    """Of n requests a window, this algorithm delivers n − 1 or n, because the previous window
+    counts until its end. From 1,000 a window on, that is within 0.1 %."""
     limit, cost = steady
     requests = limit.limit // cost
     clock = clock_at(start_ns)

@@ -1,4 +1,4 @@
-"""Promise 4: remaining is true. Exactly so many single requests pass at that instant."""
+"""Promise 4: `remaining` is exact. That many single requests pass at that instant."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNITS_MAX = 40
 
 
 def assert_exactly(gate: Gate, remaining: int) -> None:
-    """So many pass, each with one less remaining; the next is denied."""
+    """Assert that this many pass, each with one unit less remaining, and the next is denied."""
     for left in range(remaining - 1, -1, -1):
         decision = gate.check(KEY, 1)
         assert decision.allowed
@@ -35,10 +35,11 @@ def assert_exactly(gate: Gate, remaining: int) -> None:
 
 @every_algorithm
 @promise(60, data=st.data())
-def test_remaining_is_true(
+def test_remaining_is_exact(
     algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject
 ) -> None:
-    """After any trace, the last decision, allowed or denied, counted right; so does peek."""
+    """After any trace, `remaining` of the last decision is exact, allowed or denied. So is that of
+    peek."""
     limit = data.draw(limits(algorithm, units_max=UNITS_MAX))
     clock = clock_at(data.draw(starts_ns()))
     trace = data.draw(traces([limit], rewinds=True, fitting=True, steps_max=12))
@@ -61,10 +62,10 @@ def test_remaining_is_true(
     units=st.integers(0, UNITS_MAX),
     data=st.data(),
 )
-def test_remaining_is_true_with_several_limits_and_a_grant(
+def test_remaining_is_exact_with_several_limits_and_a_grant(
     limits: list[Limit], start_ns: int, units: int, data: st.DataObject, open_store: OpenStore
 ) -> None:
-    """The least of all limits, each with what is left of its grant."""
+    """It is the smallest of all limits, each with the rest of its grant."""
     clock = clock_at(start_ns)
     trace = data.draw(traces(limits, fitting=True, steps_max=12))
     ttl_ns = data.draw(st.integers(1, 3 * limits[0].window_ns))
@@ -80,10 +81,10 @@ def test_remaining_is_true_with_several_limits_and_a_grant(
 
 @every_algorithm
 @promise(40, data=st.data(), refunded=st.integers(0, 2 * UNITS_MAX))
-def test_remaining_is_true_after_a_refund(
+def test_remaining_is_exact_after_a_refund(
     algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject, refunded: int
 ) -> None:
-    """A refund gives back no more than it says, and never above an untouched quota."""
+    """A refund returns its units, and never exceeds a whole quota."""
     limit = data.draw(limits(algorithm, units_max=UNITS_MAX))
     clock = clock_at(data.draw(starts_ns()))
     trace = data.draw(traces([limit], rewinds=True, fitting=True, steps_max=12))

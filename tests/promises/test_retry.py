@@ -23,14 +23,14 @@ from tollkeeper import Decision, Limit, Limiter
 from tollkeeper.core.model import AlgorithmName
 from tollkeeper.decide.store import Gate
 
-# Where between the denial and the retry to ask once more, in thousandths of the wait.
+# When to check again between the denial and the retry, in thousandths of the wait.
 partway = st.integers(0, 999)
 
 
 def assert_exact(
     gate: Gate, clock: SteppedClock, denied: Decision, cost: int, thousandths: int
 ) -> None:
-    """Ask partway, one step of the clock before, and at the time the denial named."""
+    """Check partway, one step before, and at the retry time of a denial."""
     wait_ns, step_ns = denied.retry_after_ns, clock.step_ns
     assert wait_ns > 0
     assert wait_ns % step_ns == 0
@@ -47,7 +47,7 @@ def assert_exact(
 def assert_all_exact(
     gate: Gate, clock: SteppedClock, trace: list[tuple[int, int]], thousandths: int
 ) -> None:
-    """Every denial of a trace names the exact wait."""
+    """Assert that the retry time of every denial of a trace is exact."""
     for gap_ns, cost in trace:
         move(clock, gap_ns)
         if clock.now_ns() >= LATEST_NS:
@@ -66,8 +66,7 @@ def assert_all_exact(
 def test_retry_after_is_exact(
     algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject, thousandths: int
 ) -> None:
-    """At every instant before it the same cost is denied, naming the rest of the wait; at it, it
-    passes."""
+    """Before it, the same cost is denied with the rest of the wait. At it, the cost passes."""
     limit = data.draw(limits(algorithm))
     clock = clock_at(data.draw(starts_ns()))
     trace = data.draw(traces([limit], steps_max=12))
@@ -83,7 +82,7 @@ def test_retry_after_is_exact_with_several_limits(
     thousandths: int,
     open_store: OpenStore,
 ) -> None:
-    """The wait is until all limits pass, to the step of the clock."""
+    """The wait lasts until all limits pass, to the step of the clock."""
     clock = clock_at(start_ns)
     trace = data.draw(traces(limits, steps_max=12))
     with open_store(clock) as store:
@@ -99,7 +98,7 @@ def test_retry_after_is_exact_while_a_grant_runs_out(
     thousandths: int,
     units: int,
 ) -> None:
-    """Granted units shorten the wait if they last until its end, and else do not."""
+    """Granted units shorten the wait only if they last until its end."""
     limit = data.draw(limits(algorithm, units_max=100))
     clock = clock_at(data.draw(starts_ns()))
     trace = data.draw(traces([limit], fitting=True, steps_max=12))
@@ -127,7 +126,7 @@ def test_retry_after_is_exact_with_several_limits_while_a_grant_runs_out(
     units: int,
     open_store: OpenStore,
 ) -> None:
-    """A limit that passes now only by its grant is waited for too, if the grant ends before the
+    """The wait includes a limit that passes now only with its grant, if the grant ends before the
     others pass."""
     clock = clock_at(start_ns)
     trace = data.draw(traces(limits, fitting=True, steps_max=12))
@@ -141,10 +140,10 @@ def test_retry_after_is_exact_with_several_limits_while_a_grant_runs_out(
 
 @every_algorithm
 @promise(60, data=st.data())
-def test_waiting_the_seconds_named_always_suffices(
+def test_waiting_retry_after_seconds_always_suffices(
     algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject
 ) -> None:
-    """`retry_after` is a float of seconds and rounded up: whoever waits that long passes."""
+    """`retry_after` is a float of seconds, rounded up, so a client that waits that long passes."""
     limit = data.draw(limits(algorithm))
     cost = data.draw(st.integers(1, limit.capacity))
     clock = clock_at(data.draw(starts_ns()))

@@ -1,1 +1,1 @@
-"""What users import for their own tests."""
+"""Tests of `tollkeeper.testing`."""

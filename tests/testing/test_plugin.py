@@ -1,4 +1,4 @@
-"""The pytest plugin, run by pytest inside pytest."""
+"""The pytest plugin, tested by running pytest inside pytest."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ MODULE = """
 
 
 def _run(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
-    """Without the asyncio plugin, which wants to be configured."""
+    """Run pytest without the asyncio plugin, which requires configuration."""
     return pytester.runpytest_inprocess("-p", "no:asyncio", *options)
 
 
-def test_both_fixtures_are_there_without_any_setup(pytester: pytest.Pytester) -> None:
-    """Installed with the package: pytest lists both, with what they do."""
+def test_both_fixtures_are_available_without_setup(pytester: pytest.Pytester) -> None:
+    """The package installs them, and pytest lists both with a description."""
     result = _run(pytester, "--fixtures")
     result.stdout.fnmatch_lines_random(
         [
@@ -52,7 +52,7 @@ def test_the_clock_fixture(pytester: pytest.Pytester) -> None:
 
 
 def test_the_off_fixture(pytester: pytest.Pytester) -> None:
-    """A test that is not about limits is not limited; the next test is."""
+    """A test that uses the fixture is not limited; the next test is."""
     pytester.makepyfile(
         MODULE
         + """
@@ -67,8 +67,8 @@ def test_the_off_fixture(pytester: pytest.Pytester) -> None:
     assert not switches.limiting_off
 
 
-def test_a_failing_test_gives_both_back(pytester: pytest.Pytester) -> None:
-    """The fixtures clean up after a test that fails."""
+def test_the_fixtures_clean_up_after_a_failing_test(pytester: pytest.Pytester) -> None:
+    """The next test has the real clock and limits."""
     pytester.makepyfile(
         """
     def test_fails(tollkeeper_clock, tollkeeper_off):

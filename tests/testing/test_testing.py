@@ -1,4 +1,4 @@
-"""`use_clock` and `limiting_off` apply to limiters created earlier, and restore what was there."""
+"""`use_clock` and `limiting_off` apply to existing limiters, and restore the previous state."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from tollkeeper import AsyncLimiter, InvalidCost, InvalidKey, Limiter
 from tollkeeper.core import switches
 from tollkeeper.testing import ManualClock, limiting_off, use_clock
 
-# Made at import time, as in an application, out of every test's reach.
+# Created at import, as in an application, so tests cannot pass a clock to it.
 LIMITER = Limiter("2/minute", name="import-time")
 
 
-def test_use_clock_reaches_a_limiter_made_before() -> None:
-    """Inside the block it reads the manual clock; waits are instant."""
+def test_use_clock_applies_to_an_existing_limiter() -> None:
+    """Inside the block, the limiter reads the manual clock and waits return at once."""
     with use_clock(ManualClock(start=2_000_000_000)) as clock:
         assert [bool(LIMITER.check("clock")) for _ in range(3)] == [True, True, False]
         clock.advance(30)
@@ -22,7 +22,7 @@ def test_use_clock_reaches_a_limiter_made_before() -> None:
         assert clock.now_ns() == 2_000_000_060 * 10**9
 
 
-def test_use_clock_leaves_a_limiter_with_its_own_clock_alone() -> None:
+def test_use_clock_does_not_affect_a_limiter_with_its_own_clock() -> None:
     """`clock=` is an explicit choice."""
     own = ManualClock()
     limiter = Limiter("1/minute", clock=own)
@@ -35,7 +35,7 @@ def test_use_clock_leaves_a_limiter_with_its_own_clock_alone() -> None:
 
 
 def test_use_clock_nests() -> None:
-    """The inner block's clock counts, and after it the outer one's again."""
+    """The clock of the inner block applies, and after it that of the outer block."""
     with use_clock(ManualClock()) as outer:
         with use_clock(ManualClock()) as inner:
             assert switches.clock is inner
@@ -43,7 +43,7 @@ def test_use_clock_nests() -> None:
     assert switches.clock is None
 
 
-def test_use_clock_lets_go_when_the_block_raises() -> None:
+def test_use_clock_is_undone_when_the_block_raises() -> None:
     """A failed test does not leave its clock behind."""
     with pytest.raises(RuntimeError), use_clock(ManualClock()):
         raise RuntimeError
@@ -51,7 +51,7 @@ def test_use_clock_lets_go_when_the_block_raises() -> None:
 
 
 async def test_limiting_off_allows_all_and_counts_nothing() -> None:
-    """Checks, waits and holds pass with the whole quota remaining; nothing was spent."""
+    """Checks, waits and holds pass with the whole quota remaining, and nothing is spent."""
     later = AsyncLimiter("2/minute")
     with limiting_off():
         for _ in range(10):
@@ -68,8 +68,8 @@ async def test_limiting_off_allows_all_and_counts_nothing() -> None:
     assert (await later.peek("off")).remaining == 2
 
 
-def test_limiting_off_still_refuses_what_is_wrong() -> None:
-    """A test with limiting off finds a wrong key or cost all the same."""
+def test_limiting_off_still_rejects_invalid_arguments() -> None:
+    """A test with limiting off still finds an invalid key or cost."""
     with limiting_off():
         with pytest.raises(InvalidKey):
             LIMITER.check("")
@@ -77,8 +77,8 @@ def test_limiting_off_still_refuses_what_is_wrong() -> None:
             LIMITER.check("k", -1)
 
 
-def test_limiting_off_nests_and_lets_go() -> None:
-    """Off until the outermost block ends, also when it raises."""
+def test_limiting_off_nests_and_is_undone() -> None:
+    """Limiting is off until the outermost block ends, also if it raises."""
     with limiting_off():
         with pytest.raises(RuntimeError), limiting_off():
             raise RuntimeError

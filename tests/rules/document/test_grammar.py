@@ -40,7 +40,7 @@ def problems(text: str) -> list[str]:
     return [str(problem) for problem in caught.value.problems]
 
 
-# -------------------------------------------------------------------------------- what may be said
+# ----------------------------------------------------------------------------------- valid fields
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_anchors_are_shared_limits() -> None:
     assert {it.limits for it in document.rules} == {LIMITS}
 
 
-# ------------------------------------------------------------------------- what is said of mistakes
+# --------------------------------------------------------------------------------------- mistakes
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_the_schema_is_installed() -> None:
     assert schema()["title"] == "Tollkeeper rule document"
 
 
-# --------------------------------------------------------------------------------- anything at all
+# --------------------------------------------------------------------------------------- any input
 
 WORDS = [
     *[

@@ -447,7 +447,7 @@ def test_covered_globs_match_no_other_value(wide: str, narrow: str, value: str) 
             ],
             [],
         ),
-        # A rule that is never reached covers nobody itself; the first that takes all is named.
+        # A rule that is never reached covers no other; the first that matches all is named.
         ([endpoint("/a/*"), endpoint("/a/b/*"), endpoint("/a/b/c")], [(1, 0), (2, 0)]),
     ],
 )

@@ -135,7 +135,7 @@ def test_every_example_is_valid() -> None:
     assert tried > 30
 
 
-# ---------------------------------------------------------------------- of one mind with the code
+# ------------------------------------------------------------------------- agreement with the code
 
 
 def test_the_fields_are_those_of_the_grammar() -> None:

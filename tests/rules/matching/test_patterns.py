@@ -478,7 +478,7 @@ def test_any_text_is_a_glob_or_an_error(pattern: str, value: str) -> None:
         ("2001:db8::/32", "2001:db9::1", False),
         ("fe80::/10", "fe80::1%eth0", True),
         ("::1", "0:0:0:0:0:0:0:1", True),
-        # What is no address is in no network.
+        # A text that is not an address is in no network.
         ("0.0.0.0/0", "", False),
         ("0.0.0.0/0", "1.2.3", False),
         ("0.0.0.0/0", "1.2.3.4:80", False),
@@ -584,7 +584,7 @@ def test_networks_are_those_of_the_standard_library(
     flipped = int(start) ^ (1 << min(low_bits, start.max_prefixlen - 1))
     compiled = compile_network(str(network))
     for address in (start, other, type(start)(flipped)):
-        # What is IPv4 in IPv6's clothes is IPv4.
+        # An IPv4-mapped IPv6 address is IPv4.
         plain = getattr(address, "ipv4_mapped", None) or address
         assert compiled.contains(str(address)) is (plain in network)
 
@@ -657,13 +657,13 @@ def test_any_text_is_a_network_or_an_error(text: str) -> None:
         ("/%F0%9F%99%82", "/🙂"),
         ("/a%0Ab", "/a\nb"),
         ("/a%00b", "/a\0b"),
-        # What would change the meaning stays encoded, in capitals.
+        # Characters that would change the meaning stay encoded, in capitals.
         ("/group%2fproject", "/group%2Fproject"),
         ("/what%3f", "/what%3F"),
         ("/c%23", "/c%23"),
         ("/100%25", "/100%25"),
         ("/%252e%252e/login", "/%252e%252e/login"),
-        # What is not encoding, or not UTF-8.
+        # Invalid percent-encoding, and bytes that are not UTF-8.
         ("/100%", "/100%25"),
         ("/100%zz", "/100%25zz"),
         ("/%%34%31", "/%2541"),

@@ -129,7 +129,7 @@ def test_no_rule_matches() -> None:
         # Methods in any case.
         ({"method": "POST"}, Request(method="post"), True),
         ({"method": "post"}, Request(method="POST"), True),
-        # Globs for who asks.
+        # Globs of the client's fields.
         ({"user": "4*"}, Request(user="42"), True),
         ({"user": "4*"}, Request(user="24"), False),
         ({"user": "4?"}, Request(user="42"), True),
@@ -219,7 +219,7 @@ def test_values_that_are_not_text_are_rejected(name: str, value: Any) -> None:
         table.match(Request(**known), value if name == "tier" else None)
 
 
-# ------------------------------------------------------------------------------ what is remembered
+# ------------------------------------------------------------------------------- remembered paths
 
 
 def test_rules_are_indexed_by_what_distinguishes_them(monkeypatch: pytest.MonkeyPatch) -> None:
