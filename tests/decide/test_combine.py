@@ -42,7 +42,7 @@ def test_one_limit_is_reported_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "speaker", "why"),
+    ("outcomes", "tightest", "why"),
     [
         ([_yes(9), _yes(50), _yes(400)], SECOND, "the least remains"),
         ([_yes(9), _yes(5), _yes(400)], MINUTE, "the least remains"),
@@ -59,14 +59,14 @@ def test_one_limit_is_reported_as_it_is() -> None:
         ),
     ],
 )
-def test_the_tightest_limit_is_reported(outcomes: list[Outcome], speaker: Limit, why: str) -> None:
+def test_the_tightest_limit_is_reported(outcomes: list[Outcome], tightest: Limit, why: str) -> None:
     """Policy, remaining and reset are all of one limit, the tightest; `why` says which."""
     decision = combine([SECOND, MINUTE, HOUR], outcomes, "")
-    spoken = outcomes[[SECOND, MINUTE, HOUR].index(speaker)]
-    assert decision.policy is speaker, why
+    outcome = outcomes[[SECOND, MINUTE, HOUR].index(tightest)]
+    assert decision.policy is tightest, why
     assert (decision.remaining, decision.reset_after_ns) == (
-        spoken.remaining,
-        spoken.reset_after_ns,
+        outcome.remaining,
+        outcome.reset_after_ns,
     )
 
 

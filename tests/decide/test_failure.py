@@ -89,15 +89,17 @@ def dead() -> Iterator[str]:
         yield server.uri
 
 
-def ask(counts: LocalLimits, user: str = "ann", units: int = 1, ip: str = "192.0.2.1") -> Any:
+def check_locally(
+    counts: LocalLimits, user: str = "ann", units: int = 1, ip: str = "192.0.2.1"
+) -> Any:
     """Check the rule `api` once while the store is unavailable."""
     counts.note_failure(UNAVAILABLE)
     return counts.decide([LocalCheck(TEN, "api", f"user:{user}", units)], ip, spend=True)
 
 
-def passed(counts: LocalLimits, times: int, **who: Any) -> int:
+def passed(counts: LocalLimits, times: int, **request: Any) -> int:
     """Return how many of `times` checks pass."""
-    return sum(all(ask(counts, **who)) for _ in range(times))
+    return sum(all(check_locally(counts, **request)) for _ in range(times))
 
 
 @pytest.mark.parametrize(("nodes", "admitted"), [(1, 10), (2, 5), (3, 3), (10, 1), (1000, 1)])
@@ -105,14 +107,14 @@ def test_each_node_has_its_share(clock: ManualClock, nodes: int, admitted: int) 
     """All nodes together stay within the limit. A share below one unit is one unit."""
     counts = LocalLimits(LocalFallback(nodes=nodes), clock)
     assert passed(counts, 20) == admitted
-    assert all(each.degraded for each in ask(counts))
+    assert all(each.degraded for each in check_locally(counts))
 
 
 def test_the_ceiling_counts_all_requests_together(clock: ManualClock) -> None:
     """The ceiling applies to all subjects and rules together. Denied requests cost nothing."""
     counts = LocalLimits(LocalFallback(ceiling="3/minute"), clock)
     assert [passed(counts, 2, user=name) for name in ("ann", "bob", "cid")] == [2, 1, 0]
-    assert ask(counts, "dan")[-1].rule == "ceiling"
+    assert check_locally(counts, "dan")[-1].rule == "ceiling"
     clock.advance(60)
     assert passed(counts, 5, user="dan") == 3
     # The requests that the ceiling denied spent nothing of dan's limit.
@@ -131,7 +133,7 @@ def test_emergency_limits_apply_in_a_long_outage(clock: ManualClock) -> None:
     assert counts.outage_ns() == 60 * 10**9
     assert passed(counts, 5, ip="192.0.2.2") == 2
     assert passed(counts, 5, ip="192.0.2.3") == 2
-    assert ask(counts, ip="192.0.2.3")[-1].rule == "emergency"
+    assert check_locally(counts, ip="192.0.2.3")[-1].rule == "emergency"
     clock.advance((OUTAGE_GAP_NS + 1) / 1e9)
     assert counts.outage_ns() == 0
     assert passed(counts, 5, ip="192.0.2.3") == 5
@@ -159,7 +161,7 @@ def test_a_peek_spends_nothing(clock: ManualClock) -> None:
 
 def test_a_cost_above_the_share_is_denied(clock: ManualClock) -> None:
     """The cost fits the limit, so it may pass when the store is available again."""
-    decision = ask(LocalLimits(LocalFallback(nodes=5), clock), units=9)[0]
+    decision = check_locally(LocalLimits(LocalFallback(nodes=5), clock), units=9)[0]
     assert (decision.allowed, decision.degraded, decision.retry_after) == (False, True, 1.0)
 
 
@@ -211,26 +213,26 @@ def test_the_ceiling_also_limits_rules_that_fail_open(dead: str) -> None:
         assert degraded([limiter.check("ann") for _ in range(4)]) == [True, True, True, False]
     rules = "version: 1\nrules:\n  - {id: api, by: user, limits: 1/minute}\n"
     with Limiter.from_rules(rules, store=dead, local_fallback=local_fallback) as limiter:
-        who = [Request(user=name) for name in ("ann", "ann", "bob", "cid")]
-        assert degraded([limiter.check(each) for each in who]) == [True, True, True, False]
+        requests = [Request(user=name) for name in ("ann", "ann", "bob", "cid")]
+        assert degraded([limiter.check(each) for each in requests]) == [True, True, True, False]
 
 
 def test_the_emergency_limits_are_by_address_without_rules_too(dead: str) -> None:
     """A limiter that counts requests by another field still uses their address."""
     local_fallback = LocalFallback(emergency="2/minute", emergency_after=0)
     how: Any = {"store": dead, "by": ["user"], "local_fallback": local_fallback}
-    asked = [Request(user="ann", ip=ip) for ip in ("192.0.2.1", "192.0.2.2") for _ in range(3)]
+    requests = [Request(user="ann", ip=ip) for ip in ("192.0.2.1", "192.0.2.2") for _ in range(3)]
     with Limiter("9/minute", **how) as limiter:
-        assert degraded([limiter.check(each) for each in asked]) == [True, True, False] * 2
+        assert degraded([limiter.check(each) for each in requests]) == [True, True, False] * 2
     with Limiter("9/minute", **how) as limiter:
-        found = limiter.evaluate_all([(each, 1) for each in asked])
+        found = limiter.evaluate_all([(each, 1) for each in requests])
         assert degraded([each.decision for each in found]) == [True, True, False] * 2
 
     async def main() -> list[Decision]:
         async with AsyncLimiter("9/minute", **how) as awaited:
-            together = await awaited.evaluate_all([(each, 1) for each in asked[:3]])
+            together = await awaited.evaluate_all([(each, 1) for each in requests[:3]])
             return [each.decision for each in together] + [
-                await awaited.check(each) for each in asked[3:]
+                await awaited.check(each) for each in requests[3:]
             ]
 
     assert degraded(asyncio.run(main())) == [True, True, False] * 2

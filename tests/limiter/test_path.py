@@ -50,10 +50,10 @@ class Awaited:
         verb = getattr(self._limiter, name)
 
         def awaited(*args: Any, **kwargs: Any) -> Any:
-            async def ask() -> Any:
+            async def call() -> Any:
                 return await verb(*args, **kwargs)
 
-            return self._runner.run(ask())
+            return self._runner.run(call())
 
         return awaited
 
@@ -162,7 +162,7 @@ def test_several_requests_pass_together_or_none_is_charged(make_limiter: Any) ->
     denied = limiter.evaluate_all([(ANN, 2), (carol, 1)])
     assert [each.decision.allowed for each in denied] == [False, True]
     assert [names(each) for each in denied] == [["user", "tenant"], ["user", "tenant"]]
-    assert remaining([limiter.evaluate(who, spend=False) for who in (ANN, carol)]) == [1, 2]
+    assert remaining([limiter.evaluate(user, spend=False) for user in (ANN, carol)]) == [1, 2]
 
 
 def test_the_same_subject_twice_in_one_call_is_counted_twice(make_limiter: Any) -> None:
@@ -265,8 +265,8 @@ async def test_settling_on_a_full_store(kind: Any) -> None:
     """The peek finds room in the limit, and the check finds none in the store: nothing is spent."""
     limiter = kind("10/minute", store="memory://?capacity=2")
 
-    async def called(verb: str, *asked: Any) -> Any:
-        found = getattr(limiter, verb)(*asked)
+    async def called(verb: str, *arguments: Any) -> Any:
+        found = getattr(limiter, verb)(*arguments)
         return await found if kind is AsyncLimiter else found
 
     assert (await called("check", "ann")).allowed

@@ -15,10 +15,10 @@ from tollkeeper.decide.credit import Credit
 States = dict[tuple[str, str, str], tuple[Any, Credit | None]]
 
 
-def answer(verb: Callable[..., Decision], *asked: Any, **options: Any) -> tuple[Any, ...]:
+def answer(verb: Callable[..., Decision], *arguments: Any, **options: Any) -> tuple[Any, ...]:
     """Return the answer of a verb for comparison: every field, or the cost that never fits."""
     try:
-        return decision_fields(verb(*asked, **options))
+        return decision_fields(verb(*arguments, **options))
     except CapacityError as error:
         return "can never fit", error.cost, error.limit
 

@@ -385,11 +385,11 @@ rules:
     cost: {/search: 5, "/export/{id}": 20, "/free/*": 0, "*": 2}
   - {id: flat, by: tenant, limits: 1000/minute, cost: 3}
 """)
-    asked = [("/search", 1), ("/search/", 3), ("/export/7", 1)]
-    asked += [("/free/x", 9), ("/else", 1), (None, 4)]
+    calls = [("/search", 1), ("/search/", 3), ("/export/7", 1)]
+    calls += [("/free/x", 9), ("/else", 1), (None, 4)]
     found = [
         [check.units for check in compiled.plan(Request(endpoint=path), cost).enforced]
-        for path, cost in asked
+        for path, cost in calls
     ]
     assert found == [[5, 3], [15, 9], [20, 3], [0, 27], [2, 3], [8, 12]]
 

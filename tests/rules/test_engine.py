@@ -65,8 +65,8 @@ async def test_all_rules_pass_or_none_is_charged_on_asyncio(
 ) -> None:
     """On asyncio, too, a denied request costs nothing."""
     limiter = AsyncLimiter.from_rules(TWO_RULES, store=store, clock=clock)
-    asked = [ANN, ANN, ANN, ANN, BOB, BOB, BOB]
-    found = [bool(await limiter.check(each)) for each in asked]
+    requests = [ANN, ANN, ANN, ANN, BOB, BOB, BOB]
+    found = [bool(await limiter.check(each)) for each in requests]
     assert found == [True, True, True, False, True, True, False]
     assert left(await limiter.explain(BOB)) == [1, 0]
 
@@ -78,10 +78,10 @@ def test_many_threads_never_exceed_any_rule(store: Store, clock: ManualClock) ->
     users = [Request(user=name, tenant="acme") for name in ("ann", "bob", "cid")]
     admitted: list[str | None] = []
 
-    def ask(request: Request) -> None:
+    def check(request: Request) -> None:
         admitted.extend(request.user for _ in range(40) if limiter.check(request))
 
-    threads = [threading.Thread(target=ask, args=(user,)) for user in users * 2]
+    threads = [threading.Thread(target=check, args=(user,)) for user in users * 2]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -267,14 +267,14 @@ async def test_refund_grant_and_reset_on_asyncio(store: Store, clock: ManualCloc
     """On asyncio, too, they apply to all rules."""
     limiter = AsyncLimiter.from_rules(TWO_RULES, store=store, clock=clock)
 
-    async def asked(times: int) -> list[bool]:
+    async def allowed(times: int) -> list[bool]:
         return [bool(await limiter.check(ANN)) for _ in range(times)]
 
-    assert await asked(4) == [True, True, True, False]
+    assert await allowed(4) == [True, True, True, False]
     await limiter.refund(ANN)
-    assert await asked(2) == [True, False]
+    assert await allowed(2) == [True, False]
     await limiter.grant(ANN, 2)
-    assert await asked(3) == [True, True, False]
+    assert await allowed(3) == [True, True, False]
     await limiter.reset(ANN)
     assert (await limiter.peek(ANN)).remaining == 3
 
@@ -368,7 +368,7 @@ def test_a_hundred_documents_swapped_under_load() -> None:
     seen: list[set[str]] = [set() for _ in range(3)]
     wrong: list[object] = []
 
-    def ask(mine: set[str]) -> None:
+    def check(mine: set[str]) -> None:
         while not done.is_set():
             try:
                 decision = limiter.check(ANN)
@@ -382,7 +382,7 @@ def test_a_hundred_documents_swapped_under_load() -> None:
                 return
             mine.add(decision.rule)
 
-    threads = [threading.Thread(target=ask, args=(mine,)) for mine in seen]
+    threads = [threading.Thread(target=check, args=(mine,)) for mine in seen]
     for thread in threads:
         thread.start()
     for number in range(1, 101):
@@ -404,10 +404,10 @@ async def test_a_document_swapped_during_a_check(clock: ManualClock) -> None:
     server.flush()
     limiter = AsyncLimiter.from_rules(version(0), store=f"{server.uri}?deadline_ms=10000")
     for number in range(1, 21):
-        asked = [asyncio.create_task(limiter.check(ANN)) for _ in range(20)]
+        tasks = [asyncio.create_task(limiter.check(ANN)) for _ in range(20)]
         await asyncio.sleep(0)
         limiter.use(version(number))
-        assert all(consistent(each) for each in await asyncio.gather(*asked))
+        assert all(consistent(each) for each in await asyncio.gather(*tasks))
     await limiter.close()
 
 

@@ -16,7 +16,7 @@ assign: {"user:7": pro}
 rules:
   - {id: writes, match: {method: [POST, PUT]}, by: user, limits: 1/minute}
   - {id: eu, match: {attributes: {region: "eu-*"}}, by: user, limits: 2/minute}
-  - {id: nobody, by: user, limits: 3/minute, rollout: 0}
+  - {id: rollout, by: user, limits: 3/minute, rollout: 0}
   - {id: gone, by: user, limits: 3/minute, mode: "off"}
   - {id: orders, match: {endpoint: "/v1/orders/*"}, by: user, limits: 4/minute, cost: 2}
   - {id: rest, by: user, limits: 5/minute}
@@ -46,7 +46,7 @@ def limiter() -> Limiter:
     [
         ("writes", False, "method 'GET' does not match POST, PUT"),
         ("eu", False, "the request has no region"),
-        ("nobody", False, "its rollout of 0 % does not reach this subject"),
+        ("rollout", False, "its rollout of 0 % does not reach this subject"),
         ("gone", False, "it is off"),
         ("orders", True, "all its conditions hold"),
         ("rest", False, "rule orders counts by the same and goes first"),

@@ -22,7 +22,7 @@ BreakerPosition = Literal["closed", "open", "half_open"]
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """What a store holds. A *state* is one limit's count of one subject."""
+    """The statistics of a store. A *state* is one limit's count of one subject."""
 
     states: int
     """States held now. Some may have expired and wait to be reused. A large Redis estimates."""
@@ -85,7 +85,7 @@ class Gate(Protocol):
         ...
 
     def reset(self, subject: str, /) -> None:
-        """Forget what the subject spent and was granted."""
+        """Forget the spent and granted units of the subject."""
         ...
 
     def fast_check(self, fallback: Callable[..., Decision], /) -> Callable[..., Decision] | None:
@@ -127,7 +127,7 @@ class AsyncGate(Protocol):
 
 AnyGate = Gate | AsyncGate
 
-# What `check_together` takes: gate, subject and cost of each check.
+# One check of `check_together`: gate, subject and cost.
 GateCheck = tuple[Gate, str, int]
 AsyncGateCheck = tuple[AsyncGate, str, int]
 
@@ -172,7 +172,7 @@ class Store(Protocol):
         ...
 
     def stats(self) -> StoreStats:
-        """Return what the store holds."""
+        """Return the statistics of the store."""
         ...
 
     def busiest(self, count: int) -> list[tuple[str, int]]:
@@ -201,7 +201,7 @@ class AsyncStore(Protocol):
 
 
 class StoreMonitor(Protocol):
-    """What a store on another machine counts. Reading it costs no round trip."""
+    """The counters of a remote store. Reading them costs no round trip."""
 
     def counters(self) -> Mapping[str, int]:
         """Return counters of this process: `denied_cache_hits` and `coalesced_checks`."""

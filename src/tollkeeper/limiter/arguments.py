@@ -25,7 +25,7 @@ def request_of(key: object) -> Request:
 
 
 def kind_of(function: Callable[..., object]) -> Literal["plain", "coroutine", "async generator"]:
-    """Return what a call of the function returns; partials and callable objects are unwrapped."""
+    """Return the kind of a function, partial or callable object, by the result of a call."""
     function = inspect.unwrap(getattr(function, "func", function))
     for called in (function, getattr(type(function), "__call__", None)):  # noqa: B004 - no test
         if inspect.iscoroutinefunction(called):

@@ -137,7 +137,7 @@ class AsyncLimiter(LimiterSetup):
         return await run_async(self._settle(key, reserved, actual))
 
     async def explain(self, request: Request, cost: int = 1) -> Explanation:
-        """Explain which rules apply and why, and what each would decide. Spends nothing."""
+        """Explain which rules apply and why, and the decision of each. Spends nothing."""
         steps = self._rules().explain_steps(request_of(request), units_of(cost, "cost"))
         return await run_async(steps)
 
@@ -159,7 +159,7 @@ class AsyncLimiter(LimiterSetup):
         await run_async(self._grant(key, units, ttl))
 
     async def reset(self, key: Key | Request) -> None:
-        """Forget what the key spent and was granted. Raises StoreError."""
+        """Forget the spent and granted units of the key. Raises StoreError."""
         await run_async(self._reset(key))
 
     async def wait(

@@ -88,7 +88,7 @@ class Limiter(LimiterSetup):
         return run(self._settle(key, reserved, actual))
 
     def explain(self, request: Request, cost: int = 1) -> Explanation:
-        """Explain which rules apply and why, and what each would decide. Spends nothing."""
+        """Explain which rules apply and why, and the decision of each. Spends nothing."""
         return run(self._rules().explain_steps(request_of(request), units_of(cost, "cost")))
 
     def refund(self, key: Key | Request, cost: int = 1) -> None:
@@ -106,7 +106,7 @@ class Limiter(LimiterSetup):
         run(self._grant(key, units, ttl))
 
     def reset(self, key: Key | Request) -> None:
-        """Forget what the key spent and was granted. Raises StoreError."""
+        """Forget the spent and granted units of the key. Raises StoreError."""
         run(self._reset(key))
 
     def wait(self, key: Key | Request, cost: int = 1, timeout: Duration | None = None) -> Decision:

@@ -52,7 +52,7 @@ class LimiterPath:
     _name: str
     _by: tuple[str, ...] | None
     _engine: RuleEngine | None = None
-    """The rules in force; None for a limiter with limits of its own."""
+    """The rules in force; None for a limiter without rules."""
     _gate: AnyGate
     """The limiter's own limits on the store; unset for a limiter from rules."""
     _limits: Limits
@@ -61,7 +61,7 @@ class LimiterPath:
     _on_failure: FailurePolicy
     _local: LocalLimits
 
-    # The verbs of the face, which steps call. Those of AsyncLimiter are awaited.
+    # The public verbs, which steps call. Those of AsyncLimiter are awaited.
     check: Callable[..., Any]
     peek: Callable[..., Any]
     evaluate: Callable[..., Any]

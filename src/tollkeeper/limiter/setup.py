@@ -191,7 +191,7 @@ class LimiterSetup(LimiterPath):
         self._check = engine.fast_check(check) or check
 
     def _bind(self) -> None:
-        """Prepare what the face needs, once the limits or the rules are ready."""
+        """Bind the calls of this kind of limiter, once the limits or the rules are ready."""
         raise NotImplementedError
 
     @property
@@ -225,7 +225,7 @@ class LimiterSetup(LimiterPath):
         return self._engine is not None
 
     def stats(self) -> StoreStats:
-        """Return what the store holds."""
+        """Return the statistics of the store."""
         return self._store.stats()
 
     def use(self, rules: Rules, version: str = "") -> None:

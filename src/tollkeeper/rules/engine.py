@@ -627,7 +627,7 @@ class RuleEngine:
                 yield Call(gate.grant, subject, share, ttl_ns)
 
     def reset_steps(self, request: Request) -> Steps[None]:
-        """Forget what the request's subjects spent, and their penalties. Raises StoreError."""
+        """Forget all units and penalties of the request's subjects. Raises StoreError."""
         for check in self.compiled_rules.plan(request, 1).checks:
             for gate, subject in check.parts:
                 yield Call(gate.reset, subject)
@@ -643,7 +643,7 @@ class RuleEngine:
             return True
 
     def explain_steps(self, request: Request, cost: int) -> Steps[Explanation]:
-        """Explain which rules apply and why, and what each would decide. Spends nothing."""
+        """Explain which rules apply and why, and the decision of each. Spends nothing."""
         explanation, checks = explain(self.compiled_rules, request, cost)
         answers: list[RuleAnswer] = []
         for check in checks:

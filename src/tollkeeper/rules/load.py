@@ -28,7 +28,7 @@ from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.rules.document.model import LoadSource, Scale
 
 SAMPLE_NS: Final = 250_000_000
-# The first line of /proc/stat is what counts; the rest is long on large machines.
+# Only the first line of /proc/stat is needed; the rest is long on large machines.
 _STAT_BYTES: Final = 512
 _FILE_BYTES_MAX: Final = 16_384
 
@@ -154,7 +154,7 @@ class CpuProbe:
         self._proc = proc
         self._cgroup = _limited_cgroup(proc, cgroup, "cpu.max")
         self._before = (0, 0)
-        self._cpus = 1.0  # by which time in all is to be multiplied
+        self._cpus = 1.0  # CPUs that the quota of the container allows
         self._lock = threading.Lock()
 
     def load(self) -> float | None:

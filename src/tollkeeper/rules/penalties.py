@@ -130,7 +130,7 @@ class _Tracked:
 
 
 class PenaltyTracker:
-    """What this process knows about subjects that were denied."""
+    """The denied subjects that this process has seen, with their strikes and cool-downs."""
 
     def __init__(self) -> None:
         self._tracked: dict[TrackedKey, _Tracked] = {}

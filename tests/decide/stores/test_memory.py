@@ -261,9 +261,14 @@ def test_the_verbs_of_a_closed_store_raise(
     with pytest.raises(StoreUnavailable, match="the store is closed; open another one"):
         getattr(gate, verb)("a", *arguments)
     assert _held(store) == 0
-    for ask in (store.stats, store.sweep, lambda: store.busiest(1), lambda: store.gate(limits, "")):
+    for call in (
+        store.stats,
+        store.sweep,
+        lambda: store.busiest(1),
+        lambda: store.gate(limits, ""),
+    ):
         with pytest.raises(StoreUnavailable, match="the store is closed; open another one"):
-            ask()
+            call()
 
 
 def test_stats_estimate_the_memory() -> None:

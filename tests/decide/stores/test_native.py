@@ -46,8 +46,8 @@ def test_the_kernel_reads_the_system_clock() -> None:
     assert real.now_ns() is None
     with use_clock(ManualClock(start=5)):
         assert real.now_ns() == 5 * 10**9
-    told = KernelStore(ManualClock(start=7), 10)
-    assert told.now_ns() == 7 * 10**9
+    manual = KernelStore(ManualClock(start=7), 10)
+    assert manual.now_ns() == 7 * 10**9
 
 
 @pytest.mark.parametrize("start", [10**10, -(10**10), 10**30])

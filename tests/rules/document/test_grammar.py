@@ -1,4 +1,4 @@
-"""The grammar as two tables: what a document may contain, and the message for each mistake."""
+"""The grammar as two tables: the valid fields, and the message for each mistake."""
 
 from __future__ import annotations
 
@@ -273,8 +273,8 @@ def test_anchors_are_shared_limits() -> None:
     ],
 )
 def test_mistakes_in_a_rule(text: str, problem: str) -> None:
-    """Each mistake gives one problem that starts with the path, the value found and what is
-    expected."""
+    """Each mistake gives one problem that starts with the path, the value found and the
+    expected one."""
     with pytest.raises(DocumentError) as caught:
         rule(text)
     (first,) = caught.value.problems
@@ -427,7 +427,7 @@ def test_mistakes_at_the_top(text: str, problem: str) -> None:
     ],
 )
 def test_mistakes_in_an_override(text: str, problem: str) -> None:
-    """Each mistake gives one problem with its path and what is expected."""
+    """Each mistake gives one problem with its path and the expected value."""
     found = problems(f"version: 1\nrules: [{{id: r, by: [], limits: 5/s}}]\noverrides:\n- {text}\n")
     said = found[0].partition(" overrides[0]")[2]
     assert found[0].startswith("t:4:")
@@ -610,7 +610,7 @@ def test_limits(text: str, limits: list[Limit]) -> None:
     ],
 )
 def test_mistakes_in_limits(text: str, problem: str) -> None:
-    """Each mistake gives one problem with its place and what is expected."""
+    """Each mistake gives one problem with its place and the expected value."""
     place, problems = at(text)
     limits_at(place)
     assert [str(found)[: len(problem)] for found in problems.found] == [problem]

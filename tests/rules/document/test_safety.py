@@ -483,7 +483,7 @@ def test_the_index_finds_what_comparing_all_rules_finds(found: list[Match]) -> N
 
 
 def test_comparing_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the bound the search stops and returns what it found."""
+    """At the bound the search stops and returns the findings so far."""
     rules = [endpoint("/a/*"), endpoint("/a/b"), *(endpoint(f"re:/{n}") for n in range(50))]
     rules += [endpoint("/a/c")]
     assert list(covered_rules(rules)) == [(1, 0), (52, 0)]

@@ -377,7 +377,7 @@ def of(data: object) -> tuple[DocumentPlace, ProblemList]:
 
 
 @pytest.mark.parametrize(
-    ("ask", "text", "value", "said"),
+    ("read", "text", "value", "message"),
     [
         (lambda it: it.text("x", 3), "abc", "abc", ""),
         (lambda it: it.text("x", 3), "abcd", "", "expected text of 1 to 3 characters, found"),
@@ -432,16 +432,16 @@ def of(data: object) -> tuple[DocumentPlace, ProblemList]:
     ],
 )
 def test_one_value(
-    ask: Callable[[DocumentPlace], object], text: str, value: object, said: str
+    read: Callable[[DocumentPlace], object], text: str, value: object, message: str
 ) -> None:
-    """The value, or a harmless one and a problem with what was found and what is expected."""
+    """Return the value, or a default and a problem with the value found and the expected one."""
     place, problems = at(text)
-    assert ask(place) == value
-    assert [said in problem.message for problem in problems.found] == ([True] if said else [])
+    assert read(place) == value
+    assert [message in problem.message for problem in problems.found] == ([True] if message else [])
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (True, "expected text, but True is a boolean"),
         (10**5_000, "expected text, but <a int that cannot be shown> is a number"),
@@ -450,11 +450,11 @@ def test_one_value(
     ],
     ids=range(4),
 )
-def test_text_of_data(data: object, said: str) -> None:
+def test_text_of_data(data: object, message: str) -> None:
     """Values that only programs can pass are rejected, too."""
     place, problems = of(data)
     assert place.text("x", 10) == ""
-    assert said in problems.found[0].message
+    assert message in problems.found[0].message
 
 
 def test_numbers_of_data() -> None:

@@ -159,7 +159,7 @@ def test_a_deny_takes_precedence(
     ids=range(28),
 )
 def test_a_wrong_entry_shows_a_correct_one(entry: Any, says: str) -> None:
-    """The error names the list, shows the entry and says what is expected."""
+    """The error names the list, shows the entry and a correct one."""
     with pytest.raises(ConfigError) as caught:
         Lists.compile(deny=["user:42", entry])
     assert str(caught.value).startswith("deny list: entry ")
@@ -189,7 +189,7 @@ def test_a_value_may_be_a_subclass_of_str(entry: str) -> None:
 @pytest.mark.parametrize(
     "request_",
     [
-        Request(user=42),  # type: ignore[arg-type]  # what a caller without types may send
+        Request(user=42),  # type: ignore[arg-type]  # callers without type checks may send it
         Request(ip=42),  # type: ignore[arg-type]  # same
         Request(attributes={"region": 42}),  # type: ignore[dict-item]  # same
         Request(attributes={"region": ["eu"]}),  # type: ignore[dict-item]  # same

@@ -1,4 +1,4 @@
-"""Patterns: tables of what each matches, comparisons with naive matchers, and linear time."""
+"""Patterns: tables of matches, comparisons with naive matchers, and linear time."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_globs_within_a_segment() -> None:
     ids=range(35),
 )
 def test_a_wrong_endpoint_shows_a_correct_one(pattern: Any, says: str) -> None:
-    """The error shows the pattern, the mistake and what is expected."""
+    """The error shows the pattern, the mistake and a correct example."""
     with pytest.raises(ConfigError) as caught:
         compile_endpoint(pattern)
     assert says in str(caught.value)
@@ -207,7 +207,7 @@ def test_a_wrong_endpoint_shows_a_correct_one(pattern: Any, says: str) -> None:
 
 
 def test_regular_expressions_are_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without RE2 all other patterns work, and the error says what to install."""
+    """Without RE2 all other patterns work, and the error names the package to install."""
     monkeypatch.setitem(sys.modules, "re2", None)
     assert compile_endpoint("/v1/*").matches("/v1/a")
     with pytest.raises(ConfigError, match=r"pip install 'tollkeeper\[rules\]'"):
@@ -284,7 +284,7 @@ PATH_SEGMENTS = st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_siz
 
 @given(st.lists(st.sampled_from(sorted(WRITTEN)), min_size=1, max_size=5), PATH_SEGMENTS)
 def test_endpoints_agree_with_a_naive_matcher(written: list[str], path: list[str]) -> None:
-    """Every combination of wildcards matches what trying everything finds."""
+    """Every combination of wildcards gives the result of an exhaustive search."""
     meant = [WRITTEN[segment] for segment in written]
     if written[-1] == "*":
         meant[-1] = "**"
@@ -368,7 +368,7 @@ def test_parts_of_a_glob(pattern: str, exact: str | None, prefix: str, is_prefix
     ids=range(7),
 )
 def test_a_wrong_glob_shows_a_correct_one(pattern: Any, says: str) -> None:
-    """The error shows the pattern, the mistake and what is expected."""
+    """The error shows the pattern, the mistake and a correct example."""
     with pytest.raises(ConfigError) as caught:
         compile_glob(pattern)
     assert says in str(caught.value)
@@ -388,7 +388,7 @@ def test_globs_agree_with_the_standard_library(tokens: list[str], value: str) ->
 
 @given(st.text(alphabet="ab*?", min_size=1, max_size=8), st.text(alphabet="ab", max_size=8))
 def test_globs_agree_with_a_naive_matcher(pattern: str, value: str) -> None:
-    """Every combination matches what trying everything finds."""
+    """Every combination gives the result of an exhaustive search."""
     assert compile_glob(pattern).matches(value) is _naive_glob(pattern, value)
 
 
@@ -545,7 +545,7 @@ def test_a_network_prints_in_its_usual_form(text: str, shown: str) -> None:
     ],
 )
 def test_a_wrong_network_shows_a_correct_one(text: Any, says: str) -> None:
-    """The error shows the text, the mistake and what is expected."""
+    """The error shows the text, the mistake and a correct example."""
     with pytest.raises(ConfigError) as caught:
         compile_network(text)
     assert says in str(caught.value)
@@ -683,7 +683,7 @@ def test_each_path_has_one_spelling(path: str, normal: str) -> None:
     assert normalised(normal) == normal
 
 
-# Texts that are dense in what paths are made of.
+# Texts with many characters of paths.
 PATHS = st.text(alphabet="/.%?#:ab2eEfF5é\udcff\ud800") | st.text(
     alphabet=st.characters(codec=None, categories=None)
 )

@@ -122,7 +122,7 @@ def test_no_rule_matches() -> None:
         ({"method": "GET", "tenant": "acme"}, Request(method="GET", tenant="acme"), True),
         ({"method": ("GET", "HEAD")}, Request(method="HEAD"), True),
         ({"endpoint": ("/a", "/b")}, Request(endpoint="/b"), True),
-        # What a request does not have matches nothing, not even a star.
+        # A missing field matches no pattern, not even a star.
         ({"tenant": "*"}, Request(), False),
         ({"endpoint": "/**"}, Request(), False),
         ({"tenant": "*"}, Request(tenant=""), True),
@@ -224,12 +224,12 @@ def test_values_that_are_not_text_are_rejected(name: str, value: Any) -> None:
 
 def test_rules_are_indexed_by_what_distinguishes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rules for one endpoint and many tenants, or one tenant and many keys, are not all tested."""
-    asked: list[int] = []
+    sizes: list[int] = []
     candidates = table_module._RuleIndex.candidates
 
     def counted(*arguments: Any) -> Any:
         found = candidates(*arguments)
-        asked.append(len(found))
+        sizes.append(len(found))
         return found
 
     monkeypatch.setattr(table_module._RuleIndex, "candidates", counted)
@@ -243,7 +243,7 @@ def test_rules_are_indexed_by_what_distinguishes_them(monkeypatch: pytest.Monkey
     other = Request(endpoint="/v1/x", tenant="t7")
     assert applying(crowds[0], other) == ["7"]
     assert [applying(rules, request) for rules in crowds[1:]] == [["7"]] * 3
-    assert max(asked) == 1
+    assert max(sizes) == 1
 
 
 def test_the_memo_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from tollkeeper.decide.store import AsyncStore, Channel, GateCheck, StoreMonitor
 class KernelStore:
     """Quotas in one piece of memory: of this process, or of the file at `path`.
 
-    `states_max` makes room for at least so many states; 0 takes what an existing file has, or a
+    `states_max` makes room for at least so many states; 0 uses the size of an existing file, or a
     million. `log_bytes` is the room for sliding window logs: 8 bytes an entry, in blocks of 64 and
     up; 0 takes 64 bytes a state.
     """

@@ -2,7 +2,7 @@
 
 A finding is not an error: the document could be used. But a document that denies everyone, exempts
 everyone, stops enforcing, leaves a tier without limits or contains a rule that never matches is
-rejected unless the author forces it. Each finding says what it is about, why, and what to do.
+rejected unless the author forces it. Each finding has its subject, the reason and a remedy.
 
 Harmless documents are never reported. Numbers are rounded in the rule's favour, and a pattern
 counts as covered only if another certainly matches everything that it matches.
@@ -284,7 +284,7 @@ def new_findings(document: Document, before: Document | None) -> tuple[SafetyFin
 
 
 def _finding_key(finding: SafetyFinding) -> tuple[str, str, str, str]:
-    """Return what identifies a finding. Its path changes when a rule is added before it."""
+    """Return the identity of a finding. Its path changes when a rule is added before it."""
     return finding.code, finding.rule, finding.what, finding.why
 
 

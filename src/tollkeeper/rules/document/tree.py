@@ -64,7 +64,7 @@ _JSON_PAIR: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class DocumentProblem:
-    """One mistake in a document: where it is, what is wrong and what would be right."""
+    """One mistake in a document: its place, the mistake and a correct value."""
 
     source: str
     line: int
