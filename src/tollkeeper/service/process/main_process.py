@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 from time import monotonic
 from typing import Any, Final
@@ -86,6 +87,9 @@ def serve_until_signal(settings: ServiceSettings, counters: Path, version: str) 
     """Start the workers, log where they listen, and return when all of them have ended."""
     # Not fork: a forked process would inherit locks that threads hold, without the threads.
     multiprocessing.set_start_method("spawn", force=True)
+    # Starting the tracker unblocks SIGINT. If the first worker started it, no worker would inherit
+    # the block of `_sigint_blocked`.
+    resource_tracker.ensure_running()
     # Workers inherit this, so SIGUSR1 does not kill one that has not installed its handler yet.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     server = _server(settings)
