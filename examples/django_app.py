@@ -1,6 +1,6 @@
 """A Django site in one file, with limits: for all of it, for some views, and for failed logins.
 
-    python examples/django_app.py                                   tries itself out
+    python examples/django_app.py                                   runs a demonstration
     STORE=shared:///tmp/django.limits gunicorn --chdir examples --workers 4 django_app:application
     STORE=shared:///tmp/django.limits uvicorn --app-dir examples --workers 4 django_app:asgi
 
@@ -50,7 +50,7 @@ def hello(_request: Any) -> JsonResponse:
     return JsonResponse({"message": "hello", "worker": os.getpid()})
 
 
-# Whichever order is asked for, it is one limit: of the route, for each API key or else address.
+# All orders share the limit of the route. It counts by API key, or by address without a key.
 @rate_limit("40/day", key=["header:X-API-Key", "address"])
 def order(_request: Any, number: int) -> JsonResponse:
     return JsonResponse({"order": number, "worker": os.getpid()})
@@ -66,7 +66,7 @@ async def search(_request: Any) -> JsonResponse:
     return JsonResponse({"found": ["an order"]})
 
 
-# Only failures count. Who knows the password may log in as often as they like.
+# Only failed logins count. A user with the right password may log in any number of times.
 @method_decorator(
     rate_limit(
         "3/hour", key=lambda request: request.native.POST.get("user"), count=lambda s: s == 401
@@ -79,7 +79,7 @@ class Login(View):
         return JsonResponse({"welcome": right}, status=200 if right else 401)
 
 
-# Charged for the most it may cost, and settled for what it did.
+# The request is first charged its maximum cost, and then settled to its actual cost.
 @rate_limit("500/day", cost=100)
 def complete(request: Any) -> JsonResponse:
     words = f"You asked for {request.GET['prompt']}".split()
@@ -139,9 +139,9 @@ def main() -> int | str:
     print(f"50 orders: {orders.count(200)} answered, {orders.count(429)} refused")
     print(f"refused: {refused.status_code}, Retry-After {refused.headers['Retry-After']} s")
     print(f"logins: {logins}")
-    print(f"left for completions, after one of 4 words and while another runs: {left}")
+    print(f"remaining for completions, after one of 4 words and during another: {left}")
     right = orders == [200] * 40 + [429] * 10 and logins == [200] * 5 + [401] * 3 + [429]
-    return 0 if right and left == "396" else "this is not what the limits say"
+    return 0 if right and left == "396" else "the results do not match the limits"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A FastAPI application with limits: for all of it, for some routes, and for failed logins.
 
-    python examples/fastapi_app.py                                    tries itself out
+    python examples/fastapi_app.py                                    runs a demonstration
     STORE=shared:///tmp/fastapi.limits uvicorn --app-dir examples --workers 4 fastapi_app:app
 
 With `shared://` the limits hold exactly over all workers of a machine, with `redis://` over many.
@@ -42,7 +42,7 @@ async def hello() -> dict[str, object]:
     return {"message": "hello", "worker": os.getpid()}
 
 
-# Whichever order is asked for, it is one limit: of the route, for each API key or else address.
+# All orders share the limit of the route. It counts by API key, or by address without a key.
 @app.get("/orders/{number}", dependencies=[limit("40/day", key=["header:X-API-Key", "address"])])
 def order(number: int) -> dict[str, int]:
     return {"order": number, "worker": os.getpid()}
@@ -53,7 +53,7 @@ async def search() -> dict[str, list[str]]:
     return {"found": ["an order"]}
 
 
-# Only failures count. Who knows the password may log in as often as they like.
+# Only failed logins count. A user with the right password may log in any number of times.
 @app.post("/login", dependencies=[limit("3/hour", count=lambda status: status == 401)])
 async def login(login: Login) -> dict[str, str]:
     if USERS.get(login.user) != login.password:
@@ -61,7 +61,7 @@ async def login(login: Login) -> dict[str, str]:
     return {"welcome": login.user}
 
 
-# Charged for the most it may cost, and settled for what it did.
+# The request is first charged its maximum cost, and then settled to its actual cost.
 @app.get("/complete")
 async def complete(prompt: str, charge: Annotated[Charge, limit("500/day", cost=100)]) -> list[str]:
     words = f"You asked for {prompt}".split()
@@ -102,9 +102,9 @@ async def main() -> int | str:
     print(f"50 orders: {orders.count(200)} answered, {orders.count(429)} refused")
     print(f"refused: {refused.status_code}, Retry-After {refused.headers['Retry-After']} s")
     print(f"logins: {logins}")
-    print(f"left for completions, after one of 4 words and while another runs: {left}")
+    print(f"remaining for completions, after one of 4 words and during another: {left}")
     right = orders == [200] * 40 + [429] * 10 and logins == [200] * 5 + [401] * 3 + [429]
-    return 0 if right and left == "396" else "this is not what the limits say"
+    return 0 if right and left == "396" else "the results do not match the limits"
 
 
 if __name__ == "__main__":

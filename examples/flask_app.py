@@ -1,6 +1,6 @@
 """A Flask application with limits: for all of it, for some views, and for failed logins.
 
-    python examples/flask_app.py                                    tries itself out
+    python examples/flask_app.py                                    runs a demonstration
     STORE=shared:///tmp/flask.limits gunicorn --chdir examples --workers 4 flask_app:app
 
 With `shared://` the limits hold exactly over all workers of a machine, with `redis://` over many.
@@ -28,7 +28,7 @@ def hello() -> Response:
     return jsonify(message="hello", worker=os.getpid())
 
 
-# Whichever order is asked for, it is one limit: of the route, for each API key or else address.
+# All orders share the limit of the route. It counts by API key, or by address without a key.
 @app.get("/orders/<int:number>")
 @limit("40/day", key=["header:X-API-Key", "address"])
 def order(number: int) -> Response:
@@ -41,7 +41,7 @@ async def search() -> Response:
     return jsonify(found=["an order"])
 
 
-# Only failures count. Who knows the password may log in as often as they like.
+# Only failed logins count. A user with the right password may log in any number of times.
 @app.post("/login")
 @limit(
     "3/hour", key=lambda request: request.native.form["user"], count=lambda status: status == 401
@@ -51,7 +51,7 @@ def login() -> tuple[Response, int]:
     return jsonify(welcome=right), 200 if right else 401
 
 
-# Charged for the most it may cost, and settled for what it did.
+# The request is first charged its maximum cost, and then settled to its actual cost.
 @app.get("/complete")
 @limit("500/day", cost=100)
 def complete() -> Response:
@@ -89,9 +89,9 @@ def main() -> int | str:
     print(f"50 orders: {orders.count(200)} answered, {orders.count(429)} refused")
     print(f"refused: {refused.status}, Retry-After {refused.headers['Retry-After']} s")
     print(f"logins: {logins}")
-    print(f"left for completions, after one of 4 words and while another runs: {left}")
+    print(f"remaining for completions, after one of 4 words and during another: {left}")
     right = orders == [200] * 40 + [429] * 10 and logins == [200] * 5 + [401] * 3 + [429]
-    return 0 if right and left == "396" else "this is not what the limits say"
+    return 0 if right and left == "396" else "the results do not match the limits"
 
 
 if __name__ == "__main__":

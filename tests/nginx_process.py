@@ -1,4 +1,4 @@
-"""A real nginx on loopback, from the example's configuration."""
+"""A real nginx on loopback, with the example's configuration."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _TEMPORARY = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
 
 
 def nginx_path() -> str:
-    """Where nginx is. Debian puts it where only root's PATH leads."""
+    """Return the path of nginx. On Debian it is in a folder that only root has in its PATH."""
     path = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
     if path is None:
         raise ServerFailed(
-            "there is no nginx on this machine, and tests against a real one need it; as root on "
+            "nginx is not installed, and tests against a real nginx need it; as root on "
             "Debian or Ubuntu: apt-get install nginx-light"
         )
     return path
 
 
 def example(application_port: int, tollkeeper_port: int) -> str:
-    """The example's configuration with these ports."""
+    """Return the example's configuration with these ports."""
     text = EXAMPLE.read_text(encoding="utf-8")
     text = text.replace("127.0.0.1:8000;", f"{HOST}:{application_port};")
     return text.replace("127.0.0.1:8080;", f"{HOST}:{tollkeeper_port};")
 
 
 class Nginx(Gateway):
-    """One nginx in the foreground, with one worker; `url` is where it listens."""
+    """One nginx in the foreground with one worker, which listens at `url`."""
 
     def __init__(self, config: str) -> None:
         super().__init__("nginx")
@@ -46,12 +46,12 @@ class Nginx(Gateway):
         self._config = config
 
     def start(self) -> None:
-        """Start it and wait until it listens; on another port, if somebody was quicker."""
+        """Start nginx and wait until it listens. Try another port if this one was taken."""
         for _ in range(_PORTS_TRIED_MAX):
             port = free_port()
             self._launch_on(port)
             until(
-                lambda at=port: self._ended() or _listens(at),  # type: ignore[misc]  # of this turn
+                lambda at=port: self._ended() or _listens(at),  # type: ignore[misc]  # binds this port
                 f"nginx listens on port {port}",
                 READY_SECONDS_MAX,
                 self._log_end,
@@ -65,13 +65,13 @@ class Nginx(Gateway):
 
     def _launch_on(self, port: int) -> None:
         text = self._config.replace("127.0.0.1:10080;", f"{HOST}:{port};")
-        # All that it writes goes to its folder; what the distribution chose may not be writable.
+        # nginx writes only to its folder; the distribution's paths may not be writable.
         paths = "".join(f"    {name}_temp_path {self.folder}/{name};\n" for name in _TEMPORARY)
         text = text.replace("http {\n", f"http {{\n    access_log off;\n{paths}", 1)
         (self.folder / "nginx.conf").write_text(text, encoding="utf-8")
         directives = f"daemon off; pid {self.folder}/pid; error_log stderr warn;"
         if os.geteuid() == 0:
-            directives += " user root;"  # else its worker may not write where root's folder is
+            directives += " user root;"  # otherwise its worker may not write to root's folder
         self._launch([nginx_path(), "-p", self.folder, "-c", "nginx.conf", "-g", directives])
 
 

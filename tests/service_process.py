@@ -3,9 +3,9 @@
     with ServiceProcess(RULES, workers=4) as service:
         status, headers, answer = service.ask("POST", "/v1/check", {"user": "42"})
 
-As `redis_servers` does: its files are in a temporary folder, it is ready when all its workers are,
-and it is gone when this process ends, however that ends. It can be stopped and started again on the
-same folder: counts, rules and tokens are then still there.
+As with `redis_servers`, its files are in a temporary folder, it is ready when all its workers are
+ready, and it exits with this process, even if this process is killed. It can be stopped and started
+again in the same folder, with the same counts, rules and tokens.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tests.redis_servers.scratch import scratch
 from tests.redis_servers.server import ServerFailed, Startable
 from tests.redis_servers.waiting import until
 
-# On a busy machine; a start takes two seconds.
-READY_SECONDS_MAX = 60.0
+# Long enough for a busy machine; a start usually takes two seconds.
+READY_SECONDS_MAX = 120.0
 STOP_SECONDS_MAX = 40.0
-ASK_SECONDS_MAX = 20.0
+ASK_SECONDS_MAX = 60.0
 _LOG_LINES_SHOWN = 20
 
-# One rule for each field that most tests want to limit by.
+# One rule for each field by which most tests count.
 RULES: dict[str, Any] = {
     "version": 1,
     "rules": [
@@ -49,11 +49,11 @@ RULES: dict[str, Any] = {
 
 
 class Answered(NamedTuple):
-    """What came back. `data` is the JSON, or None where there is none."""
+    """A response. `data` is the parsed JSON, or None if the body is not JSON."""
 
     status: int
     headers: dict[str, str]
-    """By their names in small letters."""
+    """The names are in lower case."""
     data: Any
     body: bytes
 
@@ -61,7 +61,7 @@ class Answered(NamedTuple):
 class ServiceProcess(Startable):
     """One service, started and stopped by a `with` block.
 
-    `rules`    a document, or what `--rules` takes; None: the options say it
+    `rules`    a document, or a value of `--rules`; None: the options have it
     `options`  further options of the command
     `env`      further environment variables
     """
@@ -79,7 +79,7 @@ class ServiceProcess(Startable):
         self.workers = workers
         self.url = ""
         self.grpc = ""
-        """HOST:PORT, if gRPC is asked for."""
+        """HOST:PORT, if gRPC is enabled."""
         self._options = options
         self._grpc = grpc
         self._env = dict(env or {})
@@ -97,35 +97,38 @@ class ServiceProcess(Startable):
 
     @property
     def rules_path(self) -> Path:
-        """The file that holds the document, where the rules are one."""
+        """The file of the rule document, if the rules come from a document."""
         return self.folder / "rules.yaml"
 
     def use(self, rules: Mapping[str, Any]) -> None:
-        """Put another document in the file's place, in one step."""
+        """Replace the rule file with another document, atomically."""
         written = self.folder / "rules.new"
         written.write_text(json.dumps(rules), encoding="utf-8")
         written.replace(self.rules_path)
 
     def command(self) -> list[str]:
-        """What is run."""
+        """Return the command line of the service."""
         ports = ["--port", "0", *(["--grpc", "127.0.0.1:0"] if self._grpc else ["--no-grpc"])]
         chosen = ["--data", str(self.data), "--workers", str(self.workers), *ports]
         return [sys.executable, "-m", "tollkeeper", "serve", *chosen, *self._rules, *self._options]
 
     @property
     def pid(self) -> int | None:
-        """Of the main process; None if it does not run."""
+        """The ID of the main process; None if it is not running."""
         if self._process is None or self._process.poll() is not None:
             return None
         return self._process.pid
 
     def worker_pids(self) -> list[int]:
-        """Of the workers that are alive."""
+        """Return the process IDs of the live workers."""
         files = self.data.glob(f"run-{self.pid}/*.json")
         return sorted(int(each.stem) for each in files if _is_alive(each.stem))
 
     def start(self) -> None:
-        """Start it, and wait until every worker answers. Again after `end`: on the same data."""
+        """Start the service and wait until every worker listens.
+
+        After `end`, start it again with the same data.
+        """
         self.launch()
         until(
             lambda: self.pid is None or self._is_ready(),
@@ -137,7 +140,7 @@ class ServiceProcess(Startable):
             raise ServerFailed(f"the service did not start. {self.log_end()}")
 
     def launch(self) -> None:
-        """Start it without waiting."""
+        """Start the service without waiting until it is ready."""
         if self._process is not None:
             self._process.wait()
         clean = {k: v for k, v in os.environ.items() if not k.startswith("TOLLKEEPER_")}
@@ -162,7 +165,7 @@ class ServiceProcess(Startable):
         return len(self.worker_pids()) == self.workers and self.is_listening()
 
     def is_listening(self) -> bool:
-        """Does every worker listen? Each has a socket of its own on the port."""
+        """Return True if every worker listens. Each worker has its own socket on the port."""
         port = urlsplit(self.url).port or 0
         lines = Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]
         found = [each.split() for each in lines]
@@ -170,7 +173,7 @@ class ServiceProcess(Startable):
         return len(listening) >= self.workers
 
     def events(self) -> list[dict[str, Any]]:
-        """What it has logged since it was last started; lines that are not JSON are left out."""
+        """Return the events logged since the last start, without lines that are not JSON."""
         found = []
         for line in self._log.read_bytes()[self._logged :].splitlines():
             try:
@@ -182,11 +185,11 @@ class ServiceProcess(Startable):
         return found
 
     def log_text(self) -> str:
-        """All that it has printed."""
+        """Return everything that the service printed."""
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def log_end(self) -> str:
-        """The last lines."""
+        """Return the last lines of the log."""
         return "\n".join(["Its log ends:", *self.log_text().splitlines()[-_LOG_LINES_SHOWN:]])
 
     def ask(
@@ -196,7 +199,7 @@ class ServiceProcess(Startable):
         body: Any = None,
         headers: Mapping[str, str] | None = None,
     ) -> Answered:
-        """One request on a connection of its own. `body` is bytes, or anything for JSON."""
+        """Send one request on a new connection. A `body` that is not bytes is sent as JSON."""
         connection = self.connect()
         try:
             return ask_on(connection, method, path, body, headers)
@@ -204,7 +207,7 @@ class ServiceProcess(Startable):
             connection.close()
 
     def connect(self) -> http.client.HTTPConnection:
-        """A connection; the caller closes it. Whose certificate it is, nobody looks at."""
+        """Return a connection, which the caller closes. It does not verify the certificate."""
         parts = urlsplit(self.url)
         host, port = parts.hostname or "", parts.port or 0
         if parts.scheme == "https":
@@ -217,16 +220,16 @@ class ServiceProcess(Startable):
         return http.client.HTTPConnection(host, port, timeout=ASK_SECONDS_MAX)
 
     def end(self, how: signal.Signals = signal.SIGINT) -> int:
-        """Tell it to end, and wait; its exit code. It can be started again."""
+        """Stop the service by a signal and return its exit code. It can be started again."""
         assert self._process is not None
         self._process.send_signal(how)
         code = self._process.wait(STOP_SECONDS_MAX)
-        until(lambda: not self.worker_pids(), "all workers have ended", STOP_SECONDS_MAX)
+        until(lambda: not self.worker_pids(), "all workers have exited", STOP_SECONDS_MAX)
         scratch().forget(self)
         return code
 
     def kill(self) -> None:
-        """SIGKILL, the main process first, and its workers."""
+        """Kill the main process, and then its workers."""
         if self._process is None:
             return
         workers = self.worker_pids()
@@ -240,7 +243,7 @@ class ServiceProcess(Startable):
         scratch().forget(self)
 
     def stop(self) -> None:
-        """End it and remove its files."""
+        """Stop the service and remove its files."""
         try:
             if self.pid is not None:
                 self.end()
@@ -256,7 +259,7 @@ def ask_on(
     body: Any = None,
     headers: Mapping[str, str] | None = None,
 ) -> Answered:
-    """One request on a connection that is kept."""
+    """Send one request on an open connection, and keep the connection."""
     raw = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     connection.request(method, path, raw, dict(headers or {}))
     response = connection.getresponse()
@@ -270,7 +273,7 @@ def ask_on(
 
 
 def run_to_end(arguments: Sequence[str], **env: str) -> subprocess.CompletedProcess[str]:
-    """`tollkeeper …` that ends by itself: what it printed, and its exit code."""
+    """Run a `tollkeeper` command to its end; return its output and exit code."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("TOLLKEEPER_")}
     return subprocess.run(
         [sys.executable, "-m", "tollkeeper", *arguments],
@@ -289,7 +292,7 @@ def _is_alive(number: str) -> bool:
         os.kill(int(number), 0)
     except ProcessLookupError:
         return False
-    # One that has ended and was not waited for yet is none.
+    # A process that has exited but was not waited for (a zombie) is not alive.
     try:
         stat = Path(f"/proc/{number}/stat").read_text(encoding="ascii")
     except OSError:

@@ -1,4 +1,4 @@
-"""The admin API on PostgreSQL, through Redis, and of a real service with several workers."""
+"""The admin API with PostgreSQL, with Redis, and in a real service with several workers."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tests.redis_servers import running, until
 from tests.service.admin.client import Admin, admin_of, filled, secrets_of
 from tests.service_process import RULES, Answered, ServiceProcess, ask_on
 
-# Nobody asks while a test runs: what arrives was pushed.
+# No node polls while a test runs, so every change arrives by push.
 NEVER_S = 600.0
 SECONDS_MAX = 30.0
 
 
 def version_of(admin: Admin) -> str:
-    """The version of the rules in force in the node's limiter."""
+    """Return the version of the rules in force in the node's limiter."""
     return admin.context.limiter.rules_status().version
 
 
 def has(admin: Admin, version: str) -> bool:
-    """Is this version in force there?"""
+    """Return True if this version is in force there."""
     return version_of(admin) == version
 
 
@@ -36,7 +36,7 @@ def has(admin: Admin, version: str) -> bool:
 
 
 async def test_on_postgresql(tmp_path: Path) -> None:
-    """Every kind of change, conflicts, going back; each reaches the limiter by push."""
+    """Changes of every kind, conflicts and a rollback work, and reach the limiter by push."""
     url = running_postgres().new_database()
     await filled(url)
     async with admin_of(tmp_path, url, url, poll=NEVER_S) as admin:
@@ -69,30 +69,30 @@ async def test_on_postgresql(tmp_path: Path) -> None:
         assert (await admin.call("GET", "/node")).json()["rules"]["version"] == last
 
 
-async def test_nodes_on_one_redis_are_told_of_a_change(tmp_path: Path) -> None:
-    """SQLite cannot push; the store that the nodes share does."""
+async def test_nodes_with_one_redis_are_notified_of_a_change(tmp_path: Path) -> None:
+    """SQLite cannot push, so the store that the nodes share notifies them."""
     url = f"sqlite:///{tmp_path / 'rules.db'}"
     await filled(url)
     uri = running("single").uri
     async with admin_of(tmp_path, url, url, poll=NEVER_S, store=uri) as admin:
-        # The first may come before the limiter listens; then it looks when it begins to.
+        # The first change may come before the limiter listens; it reads the rules at that point.
         for number in ("2", "3"):
             await admin.call("PUT", "/tiers/max", json={"limits": f"{number}/second"})
-            until(partial(has, admin, number), f"version {number} is told", SECONDS_MAX)
+            until(partial(has, admin, number), f"version {number} is in force", SECONDS_MAX)
 
 
 # ── A real service ───────────────────────────────────────────────────────────────────────────────
 
 
 class Served:
-    """A service whose rules are in a database, and an administrator of it."""
+    """A service with its rules in a database, and the token of an administrator."""
 
     def __init__(self, service: ServiceProcess, secret: str) -> None:
         self.service = service
         self.headers = {"Authorization": f"Bearer {secret}"}
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answered:
-        """Ask as the administrator."""
+        """Send a request as the administrator."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         if body is not None:
             named.setdefault("Content-Type", "application/json")
@@ -101,7 +101,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """One with two workers."""
+    """Yield a service with two workers."""
     folder = tmp_path_factory.mktemp("served")
     secrets = secrets_of(folder)
     seed = folder / "seed.yaml"
@@ -111,8 +111,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield Served(service, secrets["admin"])
 
 
-def test_a_change_is_read_by_every_worker_and_comes_into_force(served: Served) -> None:
-    """Read at once, whichever worker is asked; and followed by all of them."""
+def test_every_worker_reads_and_applies_a_change(served: Served) -> None:
+    """Every worker returns a change at once, and soon enforces it."""
     tenants = {"id": "tenants", "match": {"tenant": "*"}, "by": ["tenant"], "limits": ["7/hour"]}
     more = {**RULES, "rules": [*RULES["rules"], tenants]}
     made = served.ask("PUT", "/v1/admin/rules", more, If_Match='"v1"', X_Reason="real")
@@ -131,12 +131,12 @@ def test_a_change_is_read_by_every_worker_and_comes_into_force(served: Served) -
     check = served.ask("POST", "/v1/check", {"tenant": "acme"})
     assert (check.data["rule"], check.data["limit"]) == ("tenants", 7)
     again = served.ask("PUT", "/v1/admin/rules", more, If_Match='"v1"')
-    assert again.status == 200, "it is in force already"
+    assert again.status == 200, "the document is already in force"
     assert served.ask("PUT", "/v1/admin/rules", RULES, If_Match='"v1"').status == 412
 
 
-def test_a_quota_is_one_for_all_workers(served: Served) -> None:
-    """Spent through one, told and forgotten through another."""
+def test_all_workers_share_a_quota(served: Served) -> None:
+    """Any worker can spend, report and reset the same quota."""
     for _ in range(50):
         assert served.ask("POST", "/v1/check", {"user": "quota"}).status == 200
 
@@ -144,7 +144,7 @@ def test_a_quota_is_one_for_all_workers(served: Served) -> None:
         rules = served.ask("GET", "/v1/admin/quota?user=quota").data["rules"]
         return int(rules[0]["decision"]["remaining"])
 
-    assert max(remaining() for _ in range(10)) < 60, "100 an hour: it takes minutes to come back"
+    assert max(remaining() for _ in range(10)) < 60, "100 per hour: 10 units take minutes to refill"
     served.ask("POST", "/v1/admin/quota/reset", {"user": "quota"})
     assert {remaining() for _ in range(10)} == {100}
 
@@ -181,10 +181,10 @@ LONG = b"x" * 1_000_000
         ("DELETE", "/v1/admin/lists/deny?entry=" + "%00" * 2_000, None),
     ],
 )
-def test_what_is_hostile_gets_a_clear_answer(
+def test_a_hostile_request_gets_a_clear_error(
     served: Served, method: str, path: str, body: bytes | None
 ) -> None:
-    """4xx with a problem that says something, and the service goes on."""
+    """The service answers 4xx with a problem that has a detail, and keeps running."""
     answer = served.ask(method, path, body)
     assert 400 <= answer.status < 500, answer.body[:500]
     assert answer.headers["content-type"] == "application/problem+json"
@@ -203,10 +203,10 @@ def test_what_is_hostile_gets_a_clear_answer(
         ("PUT", "/v1/admin/nope", {}, 404),
     ],
 )
-def test_who_sends_too_much_is_told_so(
+def test_a_client_that_sends_too_much_gets_an_error(
     served: Served, method: str, path: str, headers: dict[str, str], status: int
 ) -> None:
-    """Also a client that writes all of a body before it reads a word."""
+    """A client that writes the whole body before it reads still gets the error."""
     named = {name.replace("-", "_"): value for name, value in headers.items()}
     answer = served.ask(method, path, b"x" * 6_000_000, **named)
     assert answer.status == status
@@ -214,8 +214,10 @@ def test_who_sends_too_much_is_told_so(
 
 
 @pytest.mark.parametrize("length", [b"9000000", b"999999999999999999"])
-def test_a_body_that_says_it_is_too_large_is_not_waited_for(served: Served, length: bytes) -> None:
-    """The answer comes before the body does."""
+def test_a_content_length_that_is_too_large_is_rejected_at_once(
+    served: Served, length: bytes
+) -> None:
+    """The service answers before the body arrives."""
     parts = urlsplit(served.service.url)
     with socket.create_connection((parts.hostname, parts.port), SECONDS_MAX) as connection:
         token = served.headers["Authorization"].encode()
@@ -227,7 +229,7 @@ def test_a_body_that_says_it_is_too_large_is_not_waited_for(served: Served, leng
 
 
 def test_one_connection_serves_many_changes(served: Served) -> None:
-    """Refused ones in between leave it usable."""
+    """A rejected change leaves the connection usable."""
     connection = served.service.connect()
     headers = {**served.headers, "Content-Type": "application/json"}
     try:
@@ -242,7 +244,7 @@ def test_one_connection_serves_many_changes(served: Served) -> None:
 
 
 def test_the_log_has_no_traceback_and_no_secret(served: Served) -> None:
-    """After all of the above."""
+    """The tests above leave no traceback, warning or secret in the log."""
     log = served.service.log_text()
     assert "Traceback" not in log
     assert "Warning" not in log

@@ -1,4 +1,4 @@
-"""A real `tollkeeper serve` and what it is sent: by whom, how much, and how well-formed."""
+"""A real `tollkeeper serve` with malformed requests, tokens, idle connections and TLS."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tollkeeper.service.http.tokens import create_token, remove_token
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[ServiceProcess]:
-    """One for all the tests that leave it as it was."""
+    """Yield a service for all tests that do not change it."""
     with ServiceProcess(RULES, "--access-log") as running:
         yield running
 
 
-# ── Whatever is sent ───────────────────────────────────────────────────────────────────────────
+# ── Malformed requests ───────────────────────────────────────────────────────────────────────────
 
 DEEP = b'{"attributes":' + b'{"a":' * 20_000
 BODIES: list[tuple[str, bytes, int, str]] = [
@@ -47,18 +47,18 @@ BODIES: list[tuple[str, bytes, int, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "said"),
+    ("body", "status", "detail"),
     [each[1:] for each in BODIES],
     ids=[each[0] for each in BODIES],
 )
-def test_a_body_that_is_wrong_is_4xx_and_says_why(
-    service: ServiceProcess, body: bytes, status: int, said: str
+def test_an_invalid_body_is_4xx_with_a_reason(
+    service: ServiceProcess, body: bytes, status: int, detail: str
 ) -> None:
-    """As problem JSON; and the service is as well as before."""
+    """The error is problem JSON, and the service keeps answering."""
     answer = service.ask("POST", "/v1/check", body)
     assert answer.status == status
     assert answer.headers["content-type"] == "application/problem+json"
-    assert said in answer.data["detail"]
+    assert detail in answer.data["detail"]
     assert service.ask("POST", "/v1/check", {"endpoint": "/"}).status == 200
 
 
@@ -73,8 +73,8 @@ QUERIES = [
 
 
 @pytest.mark.parametrize(("query", "status"), QUERIES, ids=lambda value: str(value)[:20])
-def test_a_query_that_is_wrong_is_4xx(service: ServiceProcess, query: str, status: int) -> None:
-    """With the field."""
+def test_an_invalid_query_is_4xx(service: ServiceProcess, query: str, status: int) -> None:
+    """The error has the code INVALID_REQUEST."""
     answer = service.ask("GET", f"/v1/quota?{query}")
     assert answer.status == status
     assert answer.data["error"]["code"] == "INVALID_REQUEST"
@@ -87,22 +87,22 @@ HEADS: list[tuple[str, bytes]] = [
     ("no name", b": a"),
     ("folded", b"X-Request-Id: a\r\n b"),
     ("two lengths", b"Content-Length: 2\r\nContent-Length: 3"),
-    ("a length that is none", b"Content-Length: x"),
+    ("an invalid length", b"Content-Length: x"),
 ]
 
 
 @pytest.mark.parametrize("head", [each[1] for each in HEADS], ids=[each[0] for each in HEADS])
-def test_a_head_that_is_wrong_is_4xx(service: ServiceProcess, head: bytes) -> None:
-    """Or is hung up on, where it does not end."""
-    said = raw(service, b"POST /v1/check HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n\r\n{}")
-    assert said == b"" or said.startswith(b"HTTP/1.1 4"), said[:200]
+def test_an_invalid_head_is_4xx(service: ServiceProcess, head: bytes) -> None:
+    """The service answers 4xx to an invalid head, or closes the connection."""
+    reply = raw(service, b"POST /v1/check HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n\r\n{}")
+    assert reply == b"" or reply.startswith(b"HTTP/1.1 4"), reply[:200]
     assert service.ask("GET", "/healthz").status == 200
 
 
 @pytest.mark.parametrize("value", ["é", "\x01", "a" * 500, "x" * 50_000])
-def test_a_header_that_is_odd_is_no_error(service: ServiceProcess, value: str) -> None:
-    """It is only not taken for a name of the request."""
-    said = raw(
+def test_an_unusual_header_is_no_server_error(service: ServiceProcess, value: str) -> None:
+    """The service ignores an unusual request ID, or rejects the request."""
+    reply = raw(
         service,
         b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Request-Id: "
         + value.encode("latin-1")
@@ -110,28 +110,28 @@ def test_a_header_that_is_odd_is_no_error(service: ServiceProcess, value: str) -
         + value.encode("latin-1")
         + b"\r\n\r\n",
     )
-    assert said.split()[1] in {b"200", b"400", b"431"}
+    assert reply.split()[1] in {b"200", b"400", b"431"}
 
 
 def raw(service: ServiceProcess, request: bytes) -> bytes:
-    """What comes back for these bytes, up to its end or a moment's silence."""
+    """Send these bytes; return the reply up to the end of its head or of the connection."""
     parts = urlsplit(service.url)
     with socket.create_connection((parts.hostname, parts.port), 10) as connection:
         connection.settimeout(10)
-        said = b""
+        reply = b""
         try:
             connection.sendall(request)
             while piece := connection.recv(65_536):
-                said += piece
-                if b"\r\n\r\n" in said:
+                reply += piece
+                if b"\r\n\r\n" in reply:
                     break
         except OSError:
-            return said
-        return said
+            return reply
+        return reply
 
 
 def test_the_access_log_has_no_keys(service: ServiceProcess) -> None:
-    """Neither in a query nor in a body; but what was asked, and what was answered."""
+    """The log has the path and status of a request, but no key of its query or body."""
     service.ask("GET", "/v1/quota?api_key=sk_very_secret")
     service.ask("POST", "/v1/check", {"api_key": "sk_very_secret"})
 
@@ -139,27 +139,33 @@ def test_the_access_log_has_no_keys(service: ServiceProcess) -> None:
         found = [each for each in service.events() if each["event"] == "access"]
         return [(each["path"], each["status"]) for each in found]
 
-    until(lambda: {("/v1/quota", 200), ("/v1/check", 200)} <= set(logged()), "it is logged", 10)
+    until(
+        lambda: {("/v1/quota", 200), ("/v1/check", 200)} <= set(logged()),
+        "both requests are logged",
+        10,
+    )
     assert "sk_very_secret" not in service.log_text()
 
 
-# ── By whom ────────────────────────────────────────────────────────────────────────────────────
+# ── Tokens and connections ─────────────────────────────────────────────────────────────────────
 
 
 def bearer(secret: str) -> dict[str, str]:
-    """The header."""
+    """Return the Authorization header with a token."""
     return {"Authorization": f"Bearer {secret}"}
 
 
-def test_a_callers_token_is_for_the_caller_alone() -> None:
-    """It cannot read or spend another's quota, over any endpoint; the log has no secret."""
+def test_a_token_with_a_scope_reaches_only_its_own_quota() -> None:
+    """No endpoint lets it read or spend another quota, and the log has no secret."""
     with ServiceProcess(RULES) as service:
-        # Open, until there are tokens: then within a second it is not.
+        # Without tokens every client may check. Within a second after the first one, none may.
         assert service.ask("POST", "/v1/check", {"user": "1"}).status == 200
         path = service.data / "tokens.json"
         own = create_token(path, "one", "check", {"user": "1"})
         admin = create_token(path, "root", "admin")
-        until(lambda: service.ask("GET", "/v1/quota?user=1").status == 401, "it is closed", 5)
+        until(
+            lambda: service.ask("GET", "/v1/quota?user=1").status == 401, "a token is required", 5
+        )
         for method, url, body in (
             ("POST", "/v1/check", {"user": "2"}),
             ("POST", "/v1/check/batch", {"checks": [{"user": "1"}, {"user": "2"}]}),
@@ -176,13 +182,17 @@ def test_a_callers_token_is_for_the_caller_alone() -> None:
         assert (answer.status, answer.data["remaining"]) == (200, 98)
         assert service.ask("GET", "/v1/admin/rules", headers=bearer(admin)).status == 200
         remove_token(path, "one")
-        until(lambda: service.ask("POST", "/v1/check", {}, bearer(own)).status == 401, "out", 5)
+        until(
+            lambda: service.ask("POST", "/v1/check", {}, bearer(own)).status == 401,
+            "the removed token is rejected",
+            5,
+        )
         assert own not in service.log_text()
         assert admin not in service.log_text()
 
 
-def test_other_machines_are_let_in_with_tokens_only(tmp_path: Path) -> None:
-    """An address that others reach, without tokens: it does not start, and says what to do."""
+def test_other_machines_may_connect_only_with_tokens(tmp_path: Path) -> None:
+    """With a public address and no tokens, the service refuses to start and says what to do."""
     rules = tmp_path / "rules.json"
     rules.write_text(json.dumps(RULES))
     done = run_to_end(
@@ -193,18 +203,18 @@ def test_other_machines_are_let_in_with_tokens_only(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("said", [b"", b"P", b"PRI * HTTP/2.0\r\n\r\n", b"GET / HTTP/1.1\r\n"])
-def test_who_says_no_more_is_not_waited_for(said: bytes, service: ServiceProcess) -> None:
-    """A worker has only so many connections: one that is silent for ten seconds is closed."""
+@pytest.mark.parametrize("sent", [b"", b"P", b"PRI * HTTP/2.0\r\n\r\n", b"GET / HTTP/1.1\r\n"])
+def test_an_idle_connection_is_closed(sent: bytes, service: ServiceProcess) -> None:
+    """A worker has a limited number of connections, so it closes one after ten idle seconds."""
     parts = urlsplit(service.url)
     with socket.create_connection((parts.hostname, parts.port), 60) as silent:
-        silent.sendall(said)
-        while silent.recv(65_536):  # it may be told why
+        silent.sendall(sent)
+        while silent.recv(65_536):  # an error may come before the end
             pass
 
 
 def test_tls(tmp_path: Path) -> None:
-    """With a certificate it speaks TLS 1.2 and up, and nothing else."""
+    """With a certificate the service speaks TLS 1.2 or later, and no plain HTTP."""
     made = make_certificates(tmp_path)
     options = ("--tls-cert", str(made.server_cert_path), "--tls-key", str(made.server_key_path))
     with ServiceProcess(RULES, *options) as service:
@@ -221,7 +231,7 @@ def test_tls(tmp_path: Path) -> None:
 
 
 def test_a_certificate_is_renewed(tmp_path: Path) -> None:
-    """SIGHUP, and there is another one, over gRPC too. Links lead to it, as with Kubernetes."""
+    """After SIGHUP, HTTP and gRPC use the new certificate behind a link, as in Kubernetes."""
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
         made = make_certificates(tmp_path / name)
@@ -240,7 +250,7 @@ def test_a_certificate_is_renewed(tmp_path: Path) -> None:
         os.kill(service.pid, signal.SIGHUP)
         until(
             lambda: {_shown(each) for each in addresses} == {certificate.read_text()},
-            "the other certificate is shown",
+            "the new certificate is in use",
             60,
             service.log_end,
         )

@@ -1,4 +1,4 @@
-"""A real `tollkeeper serve`: rules that change while it runs, and stores and settings by option."""
+"""A real `tollkeeper serve`: rules that change while it runs, stores and settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.service_process import ServiceProcess, run_to_end
 
 
 def limited(limit: int) -> dict[str, Any]:
-    """Rules with one limit by user."""
+    """Return rules with one limit by user."""
     return {
         "version": 1,
         "rules": [{"id": "users", "by": ["user"], "limits": [f"{limit}/day"]}],
@@ -20,14 +20,14 @@ def limited(limit: int) -> dict[str, Any]:
 
 
 def limit_of(service: ServiceProcess) -> int:
-    """The limit that is in force, asked on a new connection: of whichever worker."""
+    """Return the limit in force, read on a new connection to any worker."""
     data = service.ask("GET", "/v1/quota?user=42").data
     found: int = data["rules"][0]["limits"][0]["limit"]
     return found
 
 
-def test_a_changed_file_is_in_force_in_every_worker() -> None:
-    """What was spent stays spent; a document that is wrong changes nothing but /readyz."""
+def test_every_worker_applies_a_changed_file() -> None:
+    """Spent units stay spent. An invalid document changes nothing except /readyz."""
     with ServiceProcess(limited(5), workers=2) as service:
         for _ in range(5):
             assert service.ask("POST", "/v1/check", {"user": "42"}).status == 200
@@ -37,13 +37,17 @@ def test_a_changed_file_is_in_force_in_every_worker() -> None:
         answer = service.ask("POST", "/v1/check", {"user": "42"})
         assert (answer.status, answer.data["remaining"]) == (200, 2)
         service.use({"version": 1, "rules": "nonsense"})
-        until(lambda: service.ask("GET", "/readyz").data["rules"]["error"], "the error is told", 15)
+        until(
+            lambda: service.ask("GET", "/readyz").data["rules"]["error"],
+            "the error is reported",
+            15,
+        )
         assert service.ask("GET", "/readyz").status == 200
         assert limit_of(service) == 8
 
 
 def test_a_database_is_seeded_followed_and_kept(tmp_path: Path) -> None:
-    """The default: rules in a database of the data folder, changed by another program."""
+    """By default, rules are in a database in the data folder; another program changes them."""
     seed = tmp_path / "seed.yaml"
     seed.write_text(json.dumps(limited(5)))
     with ServiceProcess(None, "--seed", str(seed)) as service:
@@ -62,7 +66,7 @@ def test_a_database_is_seeded_followed_and_kept(tmp_path: Path) -> None:
 
 
 def test_redis_by_one_option() -> None:
-    """Two services on one Redis share a limit; it is away: as `on_failure` says."""
+    """Two services with one Redis share a limit."""
     server = running("single")
     server.flush()
     uri = f"{server.uri}?deadline_ms=10000"
@@ -85,7 +89,7 @@ def test_redis_by_one_option() -> None:
 
 
 def test_settings_from_a_file_and_the_environment(tmp_path: Path) -> None:
-    """The command line goes before the variable, and that before the file."""
+    """An environment variable overrides the file; settings only in the file apply, too."""
     config = tmp_path / "config.yaml"
     config.write_text("node-id: of-the-file\ndraft: 7\nlegacy-headers: false\n")
     env = {"TOLLKEEPER_NODE_ID": "of-the-variable", "TOLLKEEPER_CONFIG": str(config)}
@@ -97,7 +101,7 @@ def test_settings_from_a_file_and_the_environment(tmp_path: Path) -> None:
 
 
 def test_two_services_do_not_share_a_port() -> None:
-    """The second one says that it is taken, instead of taking half of the requests."""
+    """The second service reports that the port is in use, and exits."""
     with ServiceProcess(limited(5)) as service:
         port = service.url.rpartition(":")[2]
         arguments = ["serve", "--port", port, "--no-grpc", "--rules", str(service.rules_path)]
