@@ -1,4 +1,4 @@
-"""A real Envoy in front of a small application, asking the service over gRPC."""
+"""A real Envoy in front of a small application; it calls the service over gRPC."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BY_KEY = {"version": 1, "rules": [
 
 
 class Application:
-    """An HTTP server that counts what reaches it, and tells what it cost if it was told."""
+    """An HTTP server that counts its requests and returns a request's x-cost as its cost."""
 
     def __init__(self) -> None:
         self.served = 0
@@ -64,17 +64,17 @@ class Edge:
         return await self.client.get(self.envoy.url + path, headers=sent)
 
     async def statuses(self, count: int, path: str = "/", **headers: str) -> list[int]:
-        """Of so many requests, one after the other."""
+        """Send requests one after another; return their statuses."""
         return [(await self.get(path, **headers)).status_code for _ in range(count)]
 
 
 @asynccontextmanager
 async def edge(port: int, change: Any = None) -> AsyncIterator[Edge]:
-    """The example's Envoy, asking the service on `port`; `change` is given its configuration."""
+    """Run the example's Envoy with the service on `port`; `change` edits its configuration."""
     application = Application()
     server = await asyncio.start_server(application.serve, HOST, 0)
     config: Config = example(server.sockets[0].getsockname()[1], port)
-    # On a busy machine an answer may take longer than anybody would wait for in earnest.
+    # On a busy machine a reply may take longer than a sensible timeout.
     filter_of(config)["timeout"] = "20s"
     if change is not None:
         change(config)
@@ -90,12 +90,12 @@ async def edge(port: int, change: Any = None) -> AsyncIterator[Edge]:
 
 
 def without_health_checks(config: Config) -> None:
-    """So that what happens is the filter's doing, and not that of an unhealthy cluster."""
+    """Remove the health checks, so that the filter decides, not the cluster's health."""
     del cluster_of(config, "tollkeeper")["health_checks"]
 
 
 async def test_limits_hold_exactly_and_headers_reach_the_client() -> None:
-    """Of 60 requests at a time exactly the limit passes; each answer says how things stand."""
+    """Of 60 concurrent requests exactly the limit passes, and each has the headers."""
     rules = {"version": 1, "rules": [{"id": "api", "by": ["ip"], "limits": ["20/hour"]}]}
     async with serving(rules) as service, edge(service.handle.port) as there:
         answers = await asyncio.gather(*[there.get(f"/item/{n}?q=1") for n in range(60)])
@@ -113,7 +113,7 @@ async def test_limits_hold_exactly_and_headers_reach_the_client() -> None:
 
 
 async def test_an_escaped_slash_does_not_slip_past_a_limit_on_a_path() -> None:
-    """The example's Envoy refuses it before it asks; the application sees none of it."""
+    """The example's Envoy rejects it before it calls the service or the application."""
     rule = {"id": "keys", "match": {"endpoint": "/admin/keys"}, "by": ["ip"], "limits": ["1/hour"]}
     rules = {"version": 1, "rules": [rule]}
     async with serving(rules) as service, edge(service.handle.port) as there:
@@ -122,8 +122,8 @@ async def test_an_escaped_slash_does_not_slip_past_a_limit_on_a_path() -> None:
         assert there.application.served == 1
 
 
-async def test_a_refusal_has_a_body_and_says_when_to_come_back() -> None:
-    """429 with problem JSON, its content type, and Retry-After; the application sees nothing."""
+async def test_a_denial_has_a_body_and_retry_after() -> None:
+    """A denial is 429 with problem JSON and Retry-After; the application is not called."""
     async with serving(BY_ADDRESS) as service, edge(service.handle.port) as there:
         assert await there.statuses(5) == [200] * 5
         refused = await there.get()
@@ -144,7 +144,7 @@ async def test_a_refusal_has_a_body_and_says_when_to_come_back() -> None:
 
 @pytest.mark.parametrize(("deny", "status"), [(False, 200), (True, 500)])
 async def test_without_the_service_envoy_decides(deny: bool, status: int) -> None:
-    """`failure_mode_deny` is for this, both ways."""
+    """`failure_mode_deny` decides while the service is unavailable."""
 
     def change(config: Config) -> None:
         without_health_checks(config)
@@ -156,8 +156,8 @@ async def test_without_the_service_envoy_decides(deny: bool, status: int) -> Non
         assert await there.statuses(3) == [status] * 3
 
 
-async def test_an_unhealthy_service_is_as_good_as_none() -> None:
-    """Envoy's health check asks ours: a service that has stopped is found out, not waited for."""
+async def test_envoys_health_check_reaches_the_service() -> None:
+    """Envoy's health check calls the health service and marks the cluster healthy."""
     async with serving(BY_ADDRESS) as service, edge(service.handle.port) as there:
         assert await there.statuses(6) == [200] * 5 + [429]
         assert "health_flags::healthy" in there.envoy.admin("clusters")
@@ -168,10 +168,10 @@ async def test_an_unhealthy_service_is_as_good_as_none() -> None:
 @pytest.mark.parametrize(
     ("on_failure", "deny", "status"), [("open", True, 200), ("closed", False, 429)]
 )
-async def test_on_failure_goes_before_failure_mode_deny(
+async def test_on_failure_has_priority_over_failure_mode_deny(
     on_failure: str, deny: bool, status: int
 ) -> None:
-    """While the store is away the rule says who passes, whatever Envoy would say."""
+    """While the store is unavailable, the rule's `on_failure` decides, not Envoy."""
     rules = {"version": 1, "rules": [
         {"id": "api", "by": ["ip"], "limits": ["5/hour"], "on_failure": on_failure},
     ]}  # fmt: skip
@@ -189,7 +189,7 @@ async def test_on_failure_goes_before_failure_mode_deny(
 
 
 async def test_two_descriptors_with_different_results() -> None:
-    """One that denies denies the request, and the other one is not charged for it."""
+    """If one descriptor is denied, the request is denied and the other is not charged."""
 
     def change(config: Config) -> None:
         rate_limits_of(config)[:] = [
@@ -203,7 +203,7 @@ async def test_two_descriptors_with_different_results() -> None:
         refused = await there.get(x_api_key="a")
         assert refused.json()["violated-policies"] == ["keys"]
         assert refused.headers["ratelimit-policy"] == '"addresses";q=9;w=3600, "keys";q=2;w=3600'
-        # Two of nine are spent by address: what `keys` denied cost nothing there.
+        # Two of nine are spent by address: denials by `keys` were not charged there.
         assert await there.statuses(5) == [200] * 5
         assert await there.statuses(3, x_api_key="b") == [200, 200, 429]
         last = await there.get()
@@ -211,8 +211,8 @@ async def test_two_descriptors_with_different_results() -> None:
         assert last.json()["violated-policies"] == ["addresses"]
 
 
-async def test_one_descriptor_with_all_that_is_known() -> None:
-    """The example's way: rules by address, key, path and method find what they need in it."""
+async def test_one_descriptor_with_all_facts_of_a_request() -> None:
+    """In the example's descriptor, rules find the address, key, path and method."""
     rules = {"version": 1, "rules": [
         {"id": "writes", "match": {"endpoint": "/v1/orders/*", "method": "GET", "api_key": "*"},
          "by": ["api_key"], "limits": ["2/hour"]},
@@ -222,15 +222,15 @@ async def test_one_descriptor_with_all_that_is_known() -> None:
         assert await there.statuses(3, "/v1/orders/7?a=b", x_api_key="a") == [200, 200, 429]
         assert await there.statuses(1, "/v1//orders/%37", x_api_key="a") == [429]
         assert await there.statuses(1, "/v1/orders/7", x_api_key="b") == [200]
-        # Whoever sends no key is counted by address all the same.
+        # A client without a key is still counted by address.
         assert await there.statuses(4, "/v1/orders/7") == [200, 200, 200, 429]
 
 
-async def test_hits_addend_is_what_a_request_costs() -> None:
-    """A descriptor's `hits_addend` is spent; a 0 only asks, and passes while one would fit."""
+async def test_hits_addend_is_the_cost_of_a_request() -> None:
+    """A descriptor's `hits_addend` is spent; 0 spends nothing, and passes while 1 would fit."""
 
     def change(config: Config) -> None:
-        # Envoy heeds it where the descriptors are the filter's own, not in a route's rate_limits.
+        # Envoy applies it to the descriptors of the filter, not to a route's rate_limits.
         limits = rate_limits_of(config)
         limits[0]["hits_addend"] = {"format": "%REQ(x-cost)%"}
         filter_of(config)["rate_limits"] = [*limits]
@@ -248,8 +248,8 @@ async def test_hits_addend_is_what_a_request_costs() -> None:
         assert never.json()["error"]["code"] == "COST_EXCEEDS_CAPACITY"
 
 
-async def test_what_a_response_has_cost_is_settled_when_it_is_over() -> None:
-    """Tokens are known at the end: then all that fits is spent, and the next request is denied."""
+async def test_the_cost_of_a_response_is_settled_at_its_end() -> None:
+    """Tokens are known at the end: as many as fit are spent, and the next request is denied."""
 
     def change(config: Config) -> None:
         actions = rate_limits_of(config)[0]["actions"]
@@ -269,13 +269,13 @@ async def test_what_a_response_has_cost_is_settled_when_it_is_over() -> None:
         for cost, left in (("2", 3), ("100", 0)):
             assert (await there.get(x_cost=cost)).status_code == 200
             async with asyncio.timeout(10):
-                while await remaining(service.limiter) != left:  # noqa: ASYNC110 - Envoy asks
+                while await remaining(service.limiter) != left:  # noqa: ASYNC110 - Envoy sets no event
                     await asyncio.sleep(0.01)
         assert await there.statuses(2, x_cost="1") == [429, 429]
 
 
-async def test_a_limit_from_envoys_metadata_goes_before_the_rules() -> None:
-    """What a filter of Envoy's found out about a client can be its limit."""
+async def test_a_limit_from_envoys_metadata_replaces_the_rules() -> None:
+    """A filter of Envoy can set a client's limit."""
     metadata = {
         "name": "envoy.filters.http.set_metadata",
         "typed_config": {
@@ -299,19 +299,19 @@ async def test_a_limit_from_envoys_metadata_goes_before_the_rules() -> None:
         assert await there.statuses(5, "/a") == [200, 200, 200, 429, 429]
         refused = await there.get("/a")
         assert refused.headers["ratelimit-policy"] == '"envoy.descriptor";q=3;w=3600'
-        # Counted by all entries: another path is another count.
+        # Counted by all entries, so another path has another count.
         assert await there.statuses(4, "/b") == [200, 200, 200, 429]
 
 
 async def test_a_forged_address_changes_nothing() -> None:
-    """Whoever writes X-Forwarded-For is counted by the address he comes from."""
+    """A client that sends X-Forwarded-For is counted by the address of its connection."""
     async with serving(BY_ADDRESS) as service, edge(service.handle.port) as there:
         found = [await there.get(x_forwarded_for=f"198.51.100.{n}") for n in range(7)]
         assert [each.status_code for each in found] == [200] * 5 + [429] * 2
 
 
 async def test_a_key_that_is_not_text_is_limited_too() -> None:
-    """A stray byte, a kilobyte or a control character in a key: counted, each as one key."""
+    """A key that is long or not UTF-8 is counted as one key."""
     async with serving(BY_KEY) as service, edge(service.handle.port) as there:
         for key in (b"\xff\xfe", b"x" * 1000, "größe".encode(), b"#" + b"0" * 32):
             found = []
@@ -322,8 +322,8 @@ async def test_a_key_that_is_not_text_is_limited_too() -> None:
         assert there.application.served == 8
 
 
-async def test_a_token_goes_along(tmp_path: Path) -> None:
-    """Where the service asks for a token, Envoy's `initial_metadata` has it; else nobody passes."""
+async def test_envoy_sends_a_token(tmp_path: Path) -> None:
+    """`initial_metadata` has the token that the service requires; without it no request passes."""
     path = tmp_path / "tokens.json"
     secret = create_token(path, "envoy", "check")
 
@@ -343,7 +343,7 @@ async def test_a_token_goes_along(tmp_path: Path) -> None:
 
 
 async def test_an_unknown_domain_is_not_limited() -> None:
-    """No rule is for it, so nothing denies, and no header promises anything."""
+    """No rule matches it, so no request is denied and no header is sent."""
 
     def change(config: Config) -> None:
         filter_of(config)["domain"] = "elsewhere"
@@ -355,7 +355,7 @@ async def test_an_unknown_domain_is_not_limited() -> None:
 
 
 async def test_the_real_service_with_four_workers() -> None:
-    """`tollkeeper serve` answers Envoy from every worker, and the limit is one over all of them."""
+    """Every worker of `tollkeeper serve` answers Envoy, and all workers share the limit."""
     rules = {"version": 1, "rules": [{"id": "api", "by": ["ip"], "limits": ["40/hour"]}]}
     service = ServiceProcess(rules, workers=4, grpc=True)
     try:
@@ -363,7 +363,7 @@ async def test_the_real_service_with_four_workers() -> None:
         port = int(service.grpc.rpartition(":")[2])
 
         async def some() -> list[int]:
-            # One Envoy has one connection, and so one worker; several meet several.
+            # One Envoy has one connection to one worker; several Envoys reach several workers.
             async with edge(port, without_health_checks) as there:
                 found = await asyncio.gather(*[there.get() for _ in range(20)])
                 return [each.status_code for each in found]

@@ -1,4 +1,4 @@
-"""A real nginx in front of a small application, asking the service before it passes anything on."""
+"""A real nginx in front of a small application; it calls the service for each request."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RULES: dict[str, Any] = {
 
 
 class Application(ThreadingHTTPServer):
-    """Counts what reaches it, and can be told to answer 403."""
+    """An HTTP server that records its requests and answers 403 to /forbidden."""
 
     daemon_threads = True
 
@@ -61,11 +61,11 @@ class _Handler(BaseHTTPRequestHandler):
     do_POST = do_GET  # noqa: N815 - the base class's name
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's
-        """Nothing is logged."""
+        """Log nothing."""
 
 
 class Edge:
-    """nginx, the application behind it, and the service that it asks."""
+    """nginx and the application behind it."""
 
     def __init__(self, url: str, application: Application) -> None:
         self.url = url
@@ -80,7 +80,7 @@ class Edge:
 
 @contextmanager
 def edge(tollkeeper_port: int, change: Mapping[str, str] | None = None) -> Iterator[Edge]:
-    """The example's nginx, asking on `tollkeeper_port`, with some text replaced."""
+    """Run the example's nginx with the service on this port, with some text replaced."""
     with Application() as application:
         thread = threading.Thread(target=application.serve_forever, daemon=True)
         thread.start()
@@ -98,7 +98,7 @@ def edge(tollkeeper_port: int, change: Mapping[str, str] | None = None) -> Itera
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[ServiceProcess]:
-    """The real service, told to believe the gateway's headers."""
+    """Yield a real service that trusts the gateway's headers."""
     options = ("--trusted-proxy", HOST, "--identify", "api_key=header:X-API-Key")
     with ServiceProcess(RULES, *options, workers=2) as found:
         yield found
@@ -106,7 +106,7 @@ def service() -> Iterator[ServiceProcess]:
 
 @pytest.fixture(scope="module")
 def there(service: ServiceProcess) -> Iterator[Edge]:
-    """nginx with the example's configuration, in front of it."""
+    """Yield nginx with the example's configuration, which calls the service."""
     with edge(_port(service)) as found:
         yield found
 
@@ -116,7 +116,7 @@ def _port(service: ServiceProcess) -> int:
 
 
 def test_limits_hold_exactly_and_headers_reach_the_client(there: Edge) -> None:
-    """Of 60 requests, 16 at a time, exactly the limit passes; each answer tells how it stands."""
+    """Of 60 requests, 16 at a time, exactly the limit passes, and each has the headers."""
     with ThreadPoolExecutor(16) as threads:
         answers = list(threads.map(lambda n: there.get(f"/many?n={n}"), range(60)))
     passed = [each for each in answers if each.status_code == 200]
@@ -128,8 +128,8 @@ def test_limits_hold_exactly_and_headers_reach_the_client(there: Edge) -> None:
     assert all(each.text == "app" for each in passed)
 
 
-def test_a_refusal_is_a_429_with_a_body_and_a_time(there: Edge) -> None:
-    """nginx knows only 403; `error_page` makes it what it is, with Retry-After."""
+def test_a_denial_is_a_429_with_a_body_and_retry_after(there: Edge) -> None:
+    """nginx gets 403, and `error_page` turns it into 429 with Retry-After."""
     assert there.statuses(2, "/keys/1", headers={"X-API-Key": "a"}) == [200, 200]
     refused = there.get("/keys/1", headers={"X-API-Key": "a"})
     assert refused.status_code == 429
@@ -143,8 +143,8 @@ def test_a_refusal_is_a_429_with_a_body_and_a_time(there: Edge) -> None:
     assert there.statuses(2, "/keys/1", headers={"X-API-Key": "b"}) == [200, 200]
 
 
-def test_who_is_blocked_gets_a_403(there: Edge) -> None:
-    """Not a 429: no time would help. And a 403 of the application's own is passed on as it is."""
+def test_a_blocked_client_gets_a_403(there: Edge) -> None:
+    """There is no Retry-After. A 403 of the application reaches the client unchanged."""
     blocked = there.get("/keys/1", headers={"X-API-Key": "sk_revoked"})
     assert (blocked.status_code, blocked.json()["status"]) == (403, 403)
     assert "retry-after" not in blocked.headers
@@ -153,8 +153,8 @@ def test_who_is_blocked_gets_a_403(there: Edge) -> None:
     assert (own.status_code, own.text) == (403, "app")
 
 
-def test_the_method_counts_and_bodies_go_to_the_application_alone(there: Edge) -> None:
-    """Rules see the client's method; its body is not sent along with the question."""
+def test_rules_match_the_method_and_only_the_application_gets_the_body(there: Edge) -> None:
+    """Rules match the client's method; nginx does not send its body to the service."""
     body = b"x" * 100_000
     assert there.statuses(3, "/posts", method="POST", content=body) == [200, 200, 429]
     assert there.statuses(2, "/posts") == [200, 200]
@@ -163,7 +163,7 @@ def test_the_method_counts_and_bodies_go_to_the_application_alone(there: Edge) -
 
 
 def test_forged_headers_change_nothing(there: Edge) -> None:
-    """Whatever the client writes of addresses, URIs and tokens, it is counted as itself."""
+    """A client cannot change its address, URI, method or token with headers."""
     forged = [
         {"X-Forwarded-For": "198.51.100.1"},
         {"X-Forwarded-For": "198.51.100.2", "Forwarded": "for=198.51.100.2"},
@@ -176,21 +176,21 @@ def test_forged_headers_change_nothing(there: Edge) -> None:
     assert found == [200, 200, 200, 429, 429, 429]
 
 
-def test_nobody_reaches_the_question_itself(there: Edge) -> None:
-    """The location that asks is nginx's own."""
+def test_clients_cannot_reach_the_internal_location(there: Edge) -> None:
+    """The location that calls the service is internal."""
     assert there.get("/_tollkeeper").status_code == 404
 
 
 @pytest.mark.parametrize(("lines", "status"), [(True, 200), (False, 500)])
 def test_without_the_service_nginx_decides(lines: bool, status: int) -> None:
-    """With the example's two lines requests pass; without them they are answered 500."""
+    """With the example's two lines requests pass; without them nginx answers 500."""
     change = {} if lines else {"error_page 500 502 504 = @unlimited;": ""}
-    with edge(free_port(), change) as away:
-        assert away.statuses(3, "/many") == [status] * 3
+    with edge(free_port(), change) as there:
+        assert there.statuses(3, "/many") == [status] * 3
 
 
-def test_a_store_that_is_away_and_a_rule_that_is_closed() -> None:
-    """503, though nginx was told 403: the client learns that it is not its fault."""
+def test_an_unavailable_store_and_a_closed_rule_are_503() -> None:
+    """nginx gets 403, and the client gets 503: it is not the client's fault."""
     rules = {"version": 1, "rules": [
         {"id": "api", "by": ["ip"], "limits": ["5/hour"], "on_failure": "closed"},
     ]}  # fmt: skip
@@ -205,13 +205,13 @@ def test_a_store_that_is_away_and_a_rule_that_is_closed() -> None:
         assert int(refused.headers["retry-after"]) >= 1
 
 
-def test_what_traefik_asks_is_answered(service: ServiceProcess) -> None:
-    """Its example names our endpoint; what Traefik asks there is a 200, then a 429 in full."""
+def test_a_request_of_traefik_is_answered(service: ServiceProcess) -> None:
+    """The address in Traefik's example answers 200, and then 429 with a body."""
     written = yaml.safe_load(TRAEFIK.read_text(encoding="utf-8"))["http"]
     asks = written["middlewares"]["tollkeeper"]["forwardAuth"]
     assert written["routers"]["shop"]["middlewares"] == ["tollkeeper"]
     path = urlsplit(asks["address"]).path
-    # As Traefik does: the client's headers, and what it says of the request in its own.
+    # Traefik sends the client's headers, and describes the request in its own headers.
     sent = {"X-Forwarded-Method": "GET", "X-Forwarded-Proto": "http", "X-Forwarded-Host": "shop",
             "X-Forwarded-Uri": "/traefik?a=b", "X-Forwarded-For": "192.0.2.7"}  # fmt: skip
     found = [service.ask("GET", path, headers=sent) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""The service's description of itself is valid, complete, and what the service does."""
+"""The OpenAPI document is valid and complete, and matches the service."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tollkeeper.service.admin import page
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServiceProcess, str]]:
-    """One with tokens, and an admin's secret."""
+    """Yield a service with tokens, and the secret of an admin."""
     folder = tmp_path_factory.mktemp("openapi")
     secrets = secrets_of(folder)
     with ServiceProcess(RULES, "--tokens", str(folder / "tokens.json")) as service:
@@ -27,7 +27,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServiceP
 
 @pytest.fixture(scope="module")
 def document(service: tuple[ServiceProcess, str]) -> dict[str, Any]:
-    """As a client gets it."""
+    """Return the document as a client gets it."""
     answer = service[0].ask("GET", "/openapi.json")
     assert answer.status == 200
     found: dict[str, Any] = answer.data
@@ -35,20 +35,20 @@ def document(service: tuple[ServiceProcess, str]) -> dict[str, Any]:
 
 
 def test_the_document_is_valid(document: dict[str, Any]) -> None:
-    """By the specification of OpenAPI 3.1; every reference leads somewhere."""
+    """It conforms to OpenAPI 3.1, and every reference resolves."""
     assert document["openapi"].startswith("3.1")
     validate(document)
 
 
 def test_every_schema_is_valid(document: dict[str, Any]) -> None:
-    """By the draft that OpenAPI 3.1 takes; no mark of ours is left in them."""
+    """Each conforms to JSON Schema 2020-12, and has no internal marker."""
     for part in document["components"]["schemas"].values():
         Draft202012Validator.check_schema(part)
     assert "x-rules" not in json.dumps(document)
 
 
-def test_every_operation_says_who_may_and_what_may_go_wrong(document: dict[str, Any]) -> None:
-    """A name of its own, a tag that is described, a sentence, and problems for refusals."""
+def test_every_operation_has_a_role_and_its_errors(document: dict[str, Any]) -> None:
+    """Each has a unique name, a known tag, a description, and problem JSON for errors."""
     names = [operation["operationId"] for _, _, operation in page.operations(document)]
     assert len(names) == len(set(names))
     tags = {tag["name"] for tag in document["tags"]}
@@ -70,7 +70,7 @@ def test_every_operation_says_who_may_and_what_may_go_wrong(document: dict[str, 
 def test_every_path_of_the_service_is_described(
     service: tuple[ServiceProcess, str], document: dict[str, Any]
 ) -> None:
-    """Whichever method is asked for, Allow names those of the document (and HEAD)."""
+    """The Allow header of a 405 has the methods of the document, and HEAD."""
     running, secret = service
     headers = {"Authorization": f"Bearer {secret}"}
     described: dict[str, set[str]] = {}
@@ -78,7 +78,7 @@ def test_every_path_of_the_service_is_described(
         described.setdefault(path, set()).add(method)
     for path, methods in described.items():
         if path in {"/v1/authorize", "/v1/admin/rules/validate"}:
-            continue  # any method; and what is a rule's id too
+            continue  # takes any method; `validate` may also be a rule's ID
         concrete = re.sub(r"\{list_name\}", "deny", path)
         concrete = re.sub(r"\{\w+\}", "1", concrete)
         answer = running.ask("PATCH", concrete, headers=headers)

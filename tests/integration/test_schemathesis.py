@@ -1,7 +1,7 @@
-"""A program reads the service's description and asks all that it allows, and much that it does not.
+"""Schemathesis reads the OpenAPI document and sends valid and invalid requests.
 
-Schemathesis runs by itself, so that what it imports and warns of stays out of this process. It asks
-with an administrator's token, so nothing is closed to it, from a seed, so a failure comes again.
+Schemathesis runs in its own process, so its imports and warnings do not affect this one. It has an
+administrator's token, so it reaches every operation, and a seed, so a failure is reproducible.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ SECONDS_MAX = 400
 EXAMPLES_MAX = 10
 SEED = 20_261_115
 
-# What the description cannot say, each for one operation.
+# Exceptions that OpenAPI cannot express, each for one operation.
 EXCEPTIONS = """
 [[operations]]
-# Gateways ask with their clients' methods, whichever those are.
+# Gateways call it with their clients' methods, so any method is valid.
 include-name = "GET /v1/authorize"
 checks.unsupported_method.enabled = false
 
 [[operations]]
-# `validate` may be a rule's id, too; and a document that is wrong is what it is asked about.
+# `validate` may also be a rule's ID, and the operation accepts invalid documents.
 include-name = "POST /v1/admin/rules/validate"
 checks.allow_header_conformance.enabled = false
 checks.negative_data_rejection.enabled = false
-# It would send every document that is one too long: 20,001 rules, in 3 MB, for seconds each.
+# This phase would send documents with 20,001 rules, of 3 MB, which take seconds each.
 phases.coverage.enabled = false
 
 [[operations]]
@@ -40,10 +40,10 @@ phases.coverage.enabled = false
 """
 
 
-def test_no_request_is_answered_other_than_described(tmp_path: Path) -> None:
-    """No 5xx; statuses, types, headers and bodies as described; what is not allowed is refused.
+def test_every_reply_conforms_to_the_openapi_document(tmp_path: Path) -> None:
+    """No reply is 5xx, each matches its description, and invalid requests are rejected.
 
-    Left out is `positive_data_acceptance`: whether there is such a tier or version, no schema says.
+    `positive_data_acceptance` is off: a schema cannot say whether a tier or version exists.
     """
     secrets = secrets_of(tmp_path)
     seed = tmp_path / "seed.json"
@@ -66,20 +66,20 @@ def test_no_request_is_answered_other_than_described(tmp_path: Path) -> None:
             text=True,
             timeout=SECONDS_MAX,
         )
-        assert ran.returncode == 0, told(ran.stdout) + ran.stderr[-2_000:]
-        # So that it cannot pass by asking nothing.
+        assert ran.returncode == 0, shortened(ran.stdout) + ran.stderr[-2_000:]
+        # The test must not pass because no operation was called.
         assert "Operations:       44 selected / 44 total" in ran.stdout
         assert service.ask("GET", "/readyz").status == 200
         assert "Traceback" not in service.log_text()
 
 
-def told(output: str) -> str:
-    """The lines of a report, each as far as a person reads; some hold megabytes."""
+def shortened(output: str) -> str:
+    """Return the last lines of a report, each cut; some lines have megabytes."""
     return "\n".join(line[:400] for line in output.splitlines()[-200:])
 
 
 def program() -> str:
-    """Where it is: beside this Python."""
+    """Return the path of schemathesis, next to this Python."""
     found = shutil.which("schemathesis", path=str(Path(sys.executable).parent))
     assert found, "schemathesis is not installed: pip install 'tollkeeper[dev]'"
     return found

@@ -1,4 +1,4 @@
-"""The application as a whole: what is open, what browsers are told, and many at once."""
+"""The admin application: public paths, browser headers, and concurrent requests."""
 
 from __future__ import annotations
 

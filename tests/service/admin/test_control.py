@@ -1,4 +1,4 @@
-"""What the admin API asks: versions under conditions, and a database that comes and goes."""
+"""Versions with conditions, and a database that is sometimes unavailable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operations share: tokens before bodies, strict JSON, sizes, types and conditions."""
+"""All operations: tokens before bodies, strict JSON, sizes, types and conditions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ JSON = {"Content-Type": "application/json"}
     ],
 )
 def test_ambiguous_json_is_rejected(raw: bytes, words: str) -> None:
-    """The 400 says what is wrong, and where if that is known."""
+    """The 400 has the reason, and the place if it is known."""
     with pytest.raises(AdminError) as error:
         strict_json(raw)
     assert error.value.status_code == 400

@@ -1,4 +1,4 @@
-"""The page at /docs: all operations, and nothing from anywhere else."""
+"""The page at /docs: it shows all operations and loads nothing."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Seen(HTMLParser):
         self.open: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note it."""
+        """Record a tag and its references."""
         self.tags.add(tag)
         self.references += [str(value) for name, value in attrs if name in {"src", "href"}]
         if tag != "meta":
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        """What was opened last is closed first."""
+        """Check that this is the tag that was opened last."""
         assert self.open.pop() == tag
 
 

@@ -1,4 +1,4 @@
-"""Every refusal is a problem that says what, where and what would be right."""
+"""Every error is a problem with a reason, a place and a correction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quotas, explanations and the node over HTTP: told, forgotten, given; nothing is spent."""
+"""Quotas, explanations and the node over HTTP: reads, resets and grants."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["admin", "following", "from_file", "template"]  # fixtures, found by 
 
 
 async def remaining(admin: Admin, query: str) -> dict[str, int]:
-    """Return what remains under each rule that applies."""
+    """Return the remaining units under each rule that applies."""
     found = (await admin.call("GET", f"/quota?{query}")).json()
     return {each["id"]: each["decision"]["remaining"] for each in found["rules"]}
 

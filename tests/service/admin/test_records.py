@@ -1,4 +1,4 @@
-"""Records over HTTP: what is told, to whom, in which pages, and what is refused."""
+"""Records over HTTP: their contents, permissions, pages and errors."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from grpc_tools import protoc
 
 SOURCE = Path(__file__).parents[3] / "src"
 FOLDER = "tollkeeper/service/envoy/protocol"
-# Each after those that it imports.
+# Each file comes after its imports.
 PROTOS = ("headers.proto", "units.proto", "descriptors.proto", "service.proto")
 
 _BYTES_IN_A_LINE = 48
@@ -48,14 +48,14 @@ _WELL_KNOWN = {
 
 
 def compiled() -> list[FileDescriptorProto]:
-    """Our .proto files as protoc compiles them, without comments."""
+    """Compile our .proto files with protoc, without comments."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "set"
         known = files("grpc_tools") / "_proto"
         names = [f"{FOLDER}/{name}" for name in PROTOS]
         options = [f"-I{SOURCE}", f"-I{known}", f"--descriptor_set_out={target}"]
         if protoc.main(["protoc", *options, *names]):
-            raise AssertionError("protoc did not compile the .proto files; see what it printed")
+            raise AssertionError("protoc did not compile the .proto files; see its output")
         found = {each.name: each for each in FileDescriptorSet.FromString(target.read_bytes()).file}
     ours = [found[name] for name in names]
     for each in ours:
@@ -64,7 +64,7 @@ def compiled() -> list[FileDescriptorProto]:
 
 
 def _without_json_names(messages: object) -> None:
-    # What protoc works out by itself; whoever reads the files does too.
+    # protoc adds these names, and the reader of the files derives them again.
     for message in messages:  # type: ignore[attr-defined]  # a repeated field
         for field in message.field:
             field.ClearField("json_name")
@@ -72,7 +72,7 @@ def _without_json_names(messages: object) -> None:
 
 
 def python_of(protos: list[FileDescriptorProto]) -> str:
-    """The text of files.py."""
+    """Return the text of files.py."""
     lines = [f'"""{_HEAD}"""', "", "from typing import Final", "", "FILES: Final = ("]
     for proto in protos:
         text = proto.SerializeToString(deterministic=True).hex()
@@ -84,7 +84,7 @@ def python_of(protos: list[FileDescriptorProto]) -> str:
 
 
 def stub_of(protos: list[FileDescriptorProto]) -> str:
-    """The text of messages.pyi."""
+    """Return the text of messages.pyi."""
     lines = [
         f"# {_HEAD}",
         "# ruff: noqa: A002 - the names are Envoy's",
@@ -148,7 +148,7 @@ def _given(field: FieldDescriptorProto) -> str:
 
 
 def _own(type_name: str) -> str:
-    # Packages are in small letters, messages in capitals: `.envoy.a.v3.Outer.Inner`.
+    # Packages begin with a small letter, messages with a capital: `.envoy.a.v3.Outer.Inner`.
     return ".".join(part for part in type_name.split(".") if part[:1].isupper())
 
 

@@ -1,4 +1,4 @@
-"""Which request a descriptor is."""
+"""Descriptors as requests, costs and limits."""
 
 from __future__ import annotations
 

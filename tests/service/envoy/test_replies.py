@@ -1,4 +1,4 @@
-"""What Envoy is answered to results."""
+"""The replies to Envoy."""
 
 from __future__ import annotations
 

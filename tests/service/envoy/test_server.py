@@ -106,15 +106,15 @@ async def test_tls_can_require_client_certificates(tmp_path: Path) -> None:
     """A client without a certificate of the authority is rejected."""
     made = make_certificates(tmp_path)
     authority = made.ca_path.read_bytes()
-    nobody = grpc.ssl_channel_credentials(authority)
-    somebody = grpc.ssl_channel_credentials(
+    without_certificate = grpc.ssl_channel_credentials(authority)
+    with_certificate = grpc.ssl_channel_credentials(
         authority, made.client_key_path.read_bytes(), made.client_cert_path.read_bytes()
     )
     tls = TlsFiles(made.server_cert_path, made.server_key_path, made.ca_path)
     async with serving(RULES, tls=tls) as server:
-        async with grpc.aio.secure_channel(server.target, somebody) as channel:
+        async with grpc.aio.secure_channel(server.target, with_certificate) as channel:
             assert codes(await caller_on(channel)(ANN))[0] == "OK"
-        async with grpc.aio.secure_channel(server.target, nobody) as channel:
+        async with grpc.aio.secure_channel(server.target, without_certificate) as channel:
             with pytest.raises(grpc.aio.AioRpcError):
                 await caller_on(channel)(ANN, timeout=2)
 

@@ -34,16 +34,16 @@ def signals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 async def test_shutdown_drains_first(settings: ServiceSettings, signals: list[int]) -> None:
     """SIGUSR1 starts the drain; SIGTERM during the drain stops the worker at its end."""
-    node = worker.open_node(settings, None)
+    context = worker.open_context(settings, None)
     drained = asyncio.Event()
 
     async def drain() -> None:
         drained.set()
 
-    shutdown = WorkerShutdown(node, [drain], drain_s=0.05)
+    shutdown = WorkerShutdown(context, [drain], drain_s=0.05)
     shutdown.drain_service()
     shutdown.drain_service()
-    assert (node.stopping, node.closing) == (True, True)
+    assert (context.stopping, context.closing) == (True, True)
     await asyncio.wait_for(drained.wait(), 10)
     shutdown.stop_worker()
     assert signals == []
@@ -51,19 +51,19 @@ async def test_shutdown_drains_first(settings: ServiceSettings, signals: list[in
         while not signals:  # noqa: ASYNC110 - a signal handler sets no event
             await asyncio.sleep(0.01)
     assert signals == [signal.SIGINT]
-    await node.limiter.close()
+    await context.limiter.close()
 
 
 async def test_replaced_worker_does_not_end_the_service(
     settings: ServiceSettings, signals: list[int]
 ) -> None:
     """SIGTERM alone: this worker closes its connections, but the service stays ready."""
-    node = worker.open_node(settings, None)
-    shutdown = WorkerShutdown(node, [], drain_s=60)
+    context = worker.open_context(settings, None)
+    shutdown = WorkerShutdown(context, [], drain_s=60)
     shutdown.stop_worker()
-    assert (node.stopping, node.closing) == (False, True)
+    assert (context.stopping, context.closing) == (False, True)
     assert signals == []
-    await node.limiter.close()
+    await context.limiter.close()
 
 
 def test_records_need_a_database(settings: ServiceSettings, tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Envoy asks over gRPC: which descriptors are which request, and what it is answered."""
+"""The gRPC service for Envoy: descriptors become requests, and decisions become replies."""

@@ -131,8 +131,8 @@ def recorder_of(
     )
 
 
-def open_node(settings: ServiceSettings, counters: Path | None) -> ServiceContext:
-    """Open a node. The caller closes its limiter and stops its recorder."""
+def open_context(settings: ServiceSettings, counters: Path | None) -> ServiceContext:
+    """Open the context of a worker. The caller closes its limiter and stops its recorder."""
     answering = WorkerSettings(style_of(settings), counters=counters, worker=os.getpid())
     limiter = open_limiter(settings, counters)
     return ServiceContext(
@@ -147,8 +147,8 @@ def open_node(settings: ServiceSettings, counters: Path | None) -> ServiceContex
     )
 
 
-def traced(node: ServiceContext) -> Callable[[HttpService], Asgi]:
-    """Instrument the node if OpenTelemetry is configured in this process.
+def traced(context: ServiceContext) -> Callable[[HttpService], Asgi]:
+    """Instrument the limiter if OpenTelemetry is configured in this process.
 
     Returns a wrapper for the HTTP application, which puts its spans into the trace of the caller.
     A process that has not imported OpenTelemetry has not configured it, so this function does not
@@ -158,7 +158,7 @@ def traced(node: ServiceContext) -> Callable[[HttpService], Asgi]:
         from tollkeeper.metrics import otel  # noqa: PLC0415 - see above
 
         if otel.configured():
-            otel.instrument(node.limiter)
+            otel.instrument(context.limiter)
             return otel.in_callers_trace
     return lambda answering: answering
 
@@ -195,17 +195,17 @@ class Worker:
 
     async def _start(self, stack: AsyncExitStack) -> None:
         fold_dead(self._counters)
-        node = open_node(self._settings, self._counters)
-        stack.push_async_callback(node.limiter.close)
-        if node.recorder is not None:
-            await node.recorder.start()
-            stack.push_async_callback(node.recorder.stop)
-        around = traced(node)
-        answering = HttpService(node)
+        context = open_context(self._settings, self._counters)
+        stack.push_async_callback(context.limiter.close)
+        if context.recorder is not None:
+            await context.recorder.start()
+            stack.push_async_callback(context.recorder.stop)
+        around = traced(context)
+        answering = HttpService(context)
         await answering.start()
         stack.push_async_callback(answering.stop)
-        drains = [await self._start_grpc(node, stack)] if self._settings.grpc else []
-        WorkerShutdown(node, drains, self._settings.drain_seconds).handle_signals()
+        drains = [await self._start_grpc(context, stack)] if self._settings.grpc else []
+        WorkerShutdown(context, drains, self._settings.drain_seconds).handle_signals()
         watching = asyncio.create_task(self._watch_parent())
         stack.callback(watching.cancel)
         self._service = around(answering)
@@ -214,7 +214,7 @@ class Worker:
         gc.collect()
         gc.freeze()
 
-    async def _start_grpc(self, node: ServiceContext, stack: AsyncExitStack) -> Drain:
+    async def _start_grpc(self, context: ServiceContext, stack: AsyncExitStack) -> Drain:
         # Imported here: a service without gRPC does not need its libraries.
         from tollkeeper.service.envoy.server import TlsFiles, start  # noqa: PLC0415 - see above
 
@@ -222,7 +222,7 @@ class Worker:
         tls = None
         if settings.tls_cert:
             tls = TlsFiles(Path(settings.tls_cert), Path(settings.tls_key))
-        handle = await start(node, settings.grpc, tls, on_failure=settings.on_failure)
+        handle = await start(context, settings.grpc, tls, on_failure=settings.on_failure)
         stack.push_async_callback(handle.stop, _GRPC_GRACE_SECONDS)
         return handle.drain
 
@@ -237,9 +237,9 @@ class Worker:
 class WorkerShutdown:
     """Drains one worker and then stops it, as the module describes."""
 
-    def __init__(self, node: ServiceContext, drains: Sequence[Drain], drain_s: float) -> None:
+    def __init__(self, context: ServiceContext, drains: Sequence[Drain], drain_s: float) -> None:
         """`drains` are called once when the whole service shuts down."""
-        self._node = node
+        self._context = context
         self._drains = drains
         self._drain_s = drain_s
         self._loop = asyncio.get_running_loop()
@@ -256,8 +256,8 @@ class WorkerShutdown:
     def drain_service(self) -> None:
         """Tell clients and load balancers that the whole service shuts down."""
         self._close_connections()
-        if not self._node.stopping:
-            self._node.stopping = True
+        if not self._context.stopping:
+            self._context.stopping = True
             self._draining.extend(asyncio.create_task(drain()) for drain in self._drains)
 
     def stop_worker(self) -> None:
@@ -267,6 +267,6 @@ class WorkerShutdown:
 
     def _close_connections(self) -> None:
         """Answer with `Connection: close` from now on; the drain starts the first time."""
-        if not self._node.closing:
-            self._node.closing = True
+        if not self._context.closing:
+            self._context.closing = True
             self._stop_at_s = self._loop.time() + self._drain_s

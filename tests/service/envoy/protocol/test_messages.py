@@ -1,4 +1,4 @@
-"""The messages are Envoy's: generated, the same on the wire, and in nobody's way."""
+"""The messages match Envoy's, are up to date, and do not conflict with other stubs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.envoy_process import envoy_path
 from tests.service.envoy import generate
 from tollkeeper.service.envoy.protocol.messages import POOL, RateLimitRequest, RateLimitResponse
 
-# Which of Envoy's files has what is in ours.
+# Envoy's files for each of our files.
 ENVOYS = {
     "headers.proto": "envoy/config/core/v3/base.proto",
     "units.proto": "envoy/type/v3/ratelimit_unit.proto",
@@ -93,14 +93,14 @@ def _all(proto: FileDescriptorProto) -> set[tuple[str, int, int, str, int]]:
 def test_names_numbers_and_types_are_those_of_the_real_envoy(
     name: str, protos: list[FileDescriptorProto]
 ) -> None:
-    """All that we have, Envoy has too: the same package, name, number and type."""
+    """Envoy has each of our messages, with the same package, name, number and type."""
     ours = _all(protos[generate.PROTOS.index(name)])
     assert len(ours) >= 3
     assert ours - _all(_in_the_binary(ENVOYS[name])) == set()
 
 
 def test_nothing_of_the_service_is_missing(protos: list[FileDescriptorProto]) -> None:
-    """The service's own file is complete: a field that Envoy sends is one that we know."""
+    """Our file of the service has every field that Envoy sends."""
     ours = _all(protos[generate.PROTOS.index("service.proto")])
     assert _all(_in_the_binary(ENVOYS["service.proto"])) == ours
 
@@ -128,8 +128,8 @@ print("both")
 
 
 @pytest.mark.parametrize("first", ["messages", "files"])
-def test_other_stubs_of_envoys_may_be_loaded_too(first: str) -> None:
-    """In the same process, before ours or after: the names are the same, the pools are not."""
+def test_other_stubs_of_envoy_may_be_loaded_too(first: str) -> None:
+    """They may come before or after ours: the names are the same, but the pools differ."""
     done = subprocess.run(
         [sys.executable, "-c", IN_BOTH.format(first=first)],
         capture_output=True,
@@ -141,7 +141,7 @@ def test_other_stubs_of_envoys_may_be_loaded_too(first: str) -> None:
 
 
 def test_text_that_is_not_utf8_is_read_as_bytes() -> None:
-    """Envoy passes on what a client's header says; a message must not be refused for it."""
+    """Envoy forwards a client's header; an invalid byte must not fail the message."""
     body = RateLimitRequest(
         domain="shop", descriptors=[{"entries": [{"key": "k", "value": "VALUE"}]}]
     ).SerializeToString()
@@ -150,15 +150,15 @@ def test_text_that_is_not_utf8_is_read_as_bytes() -> None:
     assert value == b"\xff\xfe\x00ab"
 
 
-def test_presence_tells_an_explicit_nought() -> None:
-    """0 and nothing said are different: the one looks, the other spends 1."""
+def test_an_explicit_zero_is_distinguished() -> None:
+    """0 spends nothing, and a missing number spends 1."""
     for descriptor, present in (({}, False), ({"hits_addend": {"value": 0}}, True)):
         body = RateLimitRequest(descriptors=[descriptor]).SerializeToString()
         assert RateLimitRequest.FromString(body).descriptors[0].HasField("hits_addend") is present
 
 
 def test_the_pool_has_the_service() -> None:
-    """For reflection: the service and all its messages are found by name."""
+    """Reflection finds the service and all its messages by name."""
     service = POOL.FindServiceByName("envoy.service.ratelimit.v3.RateLimitService")
     method = service.methods_by_name["ShouldRateLimit"]
     assert method.input_type is RateLimitRequest.DESCRIPTOR
