@@ -1,4 +1,4 @@
-"""GET /healthz, /readyz and /metrics: is the process alive, is it ready, what has it counted.
+"""GET /healthz, /readyz and /metrics: liveness, readiness and metrics.
 
 **Ready.** A worker whose store or rule source is unavailable stays ready: it answers by
 `on_failure` and with the last good rules, while a worker that is taken out of rotation answers
@@ -117,7 +117,7 @@ class ReadyStore(msgspec.Struct):
 
 
 class ReadyReply(msgspec.Struct):
-    """Whether this worker wants requests, and what is wrong."""
+    """Whether this worker accepts requests, and the errors of its rules and store."""
 
     status: Literal["ready", "stopping"]
     node: str

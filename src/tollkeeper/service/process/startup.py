@@ -1,8 +1,8 @@
 """The startup of a service: everything that can fail is tried once, before workers start.
 
-The main process checks the settings, rules, store, tokens and ports, and reports what is wrong with
-them. Only then does it start workers (`main_process.py`). If a worker found the problem instead, it
-would be restarted again and again, and the reason would only be in a log.
+The main process checks the settings, rules, store, tokens and ports, and reports any
+error. Only then does it start workers (`main_process.py`). If a worker found the problem instead,
+it would be restarted again and again, and the reason would only be in a log.
 """
 
 from __future__ import annotations
