@@ -103,7 +103,7 @@ class RateLimit:
                 else:
                     await charges.settle_failure(error)
                 raise
-        if charges.denied is not None or not charges.is_settled:
+        if charges.denied is not None or not charges.is_settled():
             await charges.finish(receive)
 
     def _closing(self, send: Send) -> Send:

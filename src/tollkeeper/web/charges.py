@@ -28,7 +28,7 @@ from typing import Any, Final, NoReturn
 from tollkeeper.core import switches
 from tollkeeper.core.errors import ConfigError, TollkeeperError, show
 from tollkeeper.core.model import NAME_LENGTH_MAX, CheckResult
-from tollkeeper.core.steps import Call, Steps, run
+from tollkeeper.core.steps import Call, Steps, run, run_async
 from tollkeeper.decide.combine import combine_decisions
 from tollkeeper.web.answers import (
     Header,
@@ -117,9 +117,8 @@ class RequestCharges:
         if isinstance(error, Exception):
             self.status = 500
 
-    @property
     def is_settled(self) -> bool:
-        """True if every reported cost has been applied and the response cannot report another."""
+        """Return True if every cost is applied and the response cannot report another."""
         for charge in self._charges:
             if charge.changed or charge.enforcer.counts_outcomes:
                 return False
@@ -252,7 +251,7 @@ class AsgiCharges(RequestCharges):
                 return False
             decision = enforcer.check(key, enforcer.units)
             charge = scope[CHARGE] = Charge(decision, key, enforcer.units, enforcer)
-            self._charges = [charge]
+            self._charges.append(charge)
             if not decision.allowed:
                 self.deny(enforcer, RoutedAsgiRequest(scope, app))
             if not decision.degraded:
@@ -266,19 +265,22 @@ class AsgiCharges(RequestCharges):
     async def charge(self, enforcer: AsyncEnforcer, request: AsgiRequest) -> Charge:
         """Charge the request by an enforcer's limits. Raises RequestDenied."""
         try:
-            charge = (
-                enforcer.enter_now(request) if enforcer.is_quick else await enforcer.enter(request)
-            )
+            if not enforcer.is_quick:
+                charge = await enforcer.enter(request)
+            else:
+                charge = enforcer.enter_now(request)
+                if charge.decision.delay_ns:
+                    await run_async(enforcer.delay_steps(charge))
         except UncheckableRequest as rejected:
             self.deny(enforcer, request, rejected.answer)
-        is_first = not self._charges
-        self._charges.append(charge)
+        charges = self._charges
+        charges.append(charge)
         request.scope[CHARGE] = charge
         decision = charge.decision
         if not decision.allowed:
             self.deny(enforcer, request)
-        is_quick = is_first and enforcer.is_quick and enforcer.style is self.enforcer.style
-        is_prepared = is_quick and charge.result.kind == "limited" and not decision.degraded
+        is_alone = len(charges) == 1 and enforcer.style is self.enforcer.style
+        is_prepared = is_alone and charge.result.kind == "limited" and not decision.degraded
         self._prepared = enforcer.prepared if is_prepared else None
         return charge
 
@@ -344,7 +346,7 @@ class AsgiCharges(RequestCharges):
         # without a status counts, or a client could guess and close the connection.
         if self.status is None:
             self.fail(error)
-        if self.is_settled:
+        if self.is_settled():
             return
         if any(enforcer.awaits for enforcer, _ in self.unsettled()):
             # Shielded: a cancelled task may be cancelled again while it awaits.

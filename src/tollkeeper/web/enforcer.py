@@ -319,18 +319,19 @@ class EnforcerCore:
         """
         if not self._is_open:
             self._reopen()
-        skip, hook = self.options.skip, self._keys.hook
+        skip, keys = self.options.skip, self._keys
         if self._limiter is None or (
-            skip is not None and _checked("skip", (yield Call(skip, request)))
+            skip is not None and (yield from _value("skip", skip(request)))
         ):
             return Charge(enforcer=self)
-        if hook is None:
-            key = self._keys.of(request)
+        if keys.hook is None:
+            key = keys.of(request)
         else:
-            key = self._keys.of_hook(_checked("key", (yield Call(hook, request))), request)
+            found = yield from _value("key", keys.hook(request))
+            key = keys.of_hook(found, request)
         units = self.units
         if self._cost is not None:
-            units = _checked("cost", (yield Call(self._cost, request)))
+            units = yield from _value("cost", self._cost(request))
         try:
             if self.awaits:
                 result = yield Call(self._limiter.evaluate, key, units)
@@ -340,13 +341,17 @@ class EnforcerCore:
             raise UncheckableRequest(error) from error
         charge = Charge(result.decision, key, units, self, result)
         if result.decision.delay_ns:
-            try:
-                yield Call(self._sleep, seconds_from_ns(result.decision.delay_ns))
-            except BaseException:
-                charge.refund()  # a request that leaves the queue returns its place
-                yield from self.leave_steps(charge)
-                raise
+            yield from self.delay_steps(charge)
         return charge
+
+    def delay_steps(self, charge: Charge) -> Steps[None]:
+        """Wait as long as a leaky bucket demands."""
+        try:
+            yield Call(self._sleep, seconds_from_ns(charge.decision.delay_ns))
+        except BaseException:
+            charge.refund()  # a request that leaves the queue returns its place
+            yield from self.leave_steps(charge)
+            raise
 
     def leave_steps(self, charge: Charge, status: int | None = None) -> Steps[None]:
         """Apply the final cost of a request, unless it is already applied.
@@ -355,7 +360,7 @@ class EnforcerCore:
         outcome. If the store fails, the error is logged and the request keeps its charge.
         """
         count = self.options.count
-        counts = count is None or status is None or _checked("count", (yield Call(count, status)))
+        counts = count is None or status is None or (yield from _value("count", count(status)))
         due = charge.take(bool(counts))
         if due is None:
             return
@@ -369,7 +374,7 @@ class EnforcerCore:
     def response_steps(self, request: WebRequest, result: CheckResult) -> Steps[Any]:
         """Return what `on_limit` answers to a denied request; None for the default answer."""
         hook = self.options.on_limit
-        return None if hook is None else _checked("on_limit", (yield Call(hook, request, result)))
+        return None if hook is None else (yield from _value("on_limit", hook(request, result)))
 
     def default_response(self, result: CheckResult) -> HttpAnswer:
         """Return the answer to a denied request for which `on_limit` has none."""
@@ -381,13 +386,18 @@ class EnforcerCore:
         return result
 
 
-def _checked(hook: str, value: Any) -> Any:
-    """Return the value of a hook. Raises TypeError for one that nothing has awaited."""
-    if is_awaitable(value):
-        # It is true: with such a `skip`, every request would silently pass unlimited.
-        raise TypeError(
-            f"{hook} returned {show(value)}, which a thread cannot await; return a plain value"
-        )
+def _value(hook: str, value: Any) -> Steps[Any]:
+    """Return the value of a hook, awaited if the hook is async.
+
+    Raises TypeError for an awaitable in a thread. It is true: with such a `skip`, every request
+    would silently pass unlimited.
+    """
+    if is_awaitable(value):  # hardly ever, so only then is it a step
+        value = yield Call(lambda: value)
+        if is_awaitable(value):
+            raise TypeError(
+                f"{hook} returned {show(value)}, which a thread cannot await; return a plain value"
+            )
     return value
 
 
@@ -420,12 +430,13 @@ class AsyncEnforcer(EnforcerCore):
     """Enforces limits in an event loop: the methods of Enforcer, awaited. Hooks may be async."""
 
     _limiter_type = AsyncLimiter
-    # True if `enter_now` suffices: no hooks, nothing to await, no leaky bucket.
+    # True if `enter_now` suffices: no hooks, and a store that answers at once.
     is_quick: bool
     # The cached keys by peer, if the peer alone decides (`AsgiCharges.charge_by_peer`).
     keys_by_peer: dict[str, str] | None
-    # Made with the first result.
+    # Made with the first result, if limits that never delay a request are the only ones.
     prepared: PreparedHeaders | None
+    _is_plain: bool
     check: Callable[..., Decision]
 
     def _limiter_for_store(self) -> type[Limiter | AsyncLimiter]:
@@ -438,11 +449,15 @@ class AsyncEnforcer(EnforcerCore):
         self.keys_by_peer = None
         self.is_quick = (
             not self.awaits
-            and options.limits is not None
-            and all(limit.algorithm != "leaky_bucket" for limit in self._limiter.limits)
+            and self._limiter is not None
             and (options.skip, self._keys.hook, self._cost) == (None, None, None)
         )
-        if self.is_quick:
+        self._is_plain = (
+            self.is_quick
+            and options.limits is not None
+            and all(limit.algorithm != "leaky_bucket" for limit in self._limiter.limits)
+        )
+        if self._is_plain:
             self.check = self._limiter.check
             if self.units <= min(limit.capacity for limit in self._limiter.limits):
                 self.keys_by_peer = self._keys.by_peer
@@ -460,13 +475,13 @@ class AsyncEnforcer(EnforcerCore):
         return store.close() if store.as_async is None else store.as_async.aclose()
 
     def enter_now(self, request: WebRequest) -> Charge:
-        """Charge a request without waiting, by an enforcer that `is_quick`."""
+        """Charge a request by an enforcer that `is_quick`. The caller waits as `delay_ns` says."""
         key = self._keys.of(request)
         try:
             result = self._limiter.evaluate(key, self.units)
         except (CapacityError, ConfigError) as error:
             raise UncheckableRequest(error) from error
-        if self.prepared is None:
+        if self._is_plain and self.prepared is None:
             self.prepared = PreparedHeaders.of(result, self.now_ns(), self.style)
         return Charge(result.decision, key, self.units, self, result)
 
