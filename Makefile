@@ -30,11 +30,11 @@ help:  ## show this list
 run: $(RUN_READY)  ## start the service with example rules, on http://127.0.0.1:8080
 	$(BIN)/tollkeeper serve --data build/run --seed examples/limits.yaml
 
-check: $(READY)  ## run the linters and the tests that need no server, in about a minute
+check: $(READY)  ## lint, types, and the quick tests that need no server
 	$(MAKE) --no-print-directory --jobs=2 lint unit
 
 unit: $(READY)
-	$(PYTEST) -m "not server"
+	$(PYTEST) -m "not server and not long"
 
 test: lint  ## run the linters and all tests, also those on real servers
 	$(PYTEST)

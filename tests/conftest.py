@@ -28,10 +28,12 @@ settings.load_profile("tollkeeper")
 
 # Every test in these folders runs against a server, a gateway or several processes.
 _SERVER_FOLDERS = ("tests/integration/", "tests/faults/", "tests/examples/")
+# The long suites that need no server: thousands of random traces, and the sanitizers.
+_LONG_SUITES = ("tests/kernel/", "tests/parity/", "tests/promises/", "tests/test_fuzz_entries.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test that needs a server; `make check` runs the others.
+    """Mark each test that needs a server or is in a long suite; `make check` runs the others.
 
     A test needs a server if it is in one of `_SERVER_FOLDERS`, or if the test, one of its fixtures
     or a helper refers to the harness that starts servers. A parametrised fixture marks those of its
@@ -43,6 +45,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             _starts_a_server(each, found) for each in _functions(item)
         ):
             item.add_marker(pytest.mark.server)
+        if item.nodeid.startswith(_LONG_SUITES):
+            item.add_marker(pytest.mark.long)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
