@@ -33,8 +33,10 @@ run: $(RUN_READY)  ## start the service with example rules, on http://127.0.0.1:
 check: $(READY)  ## lint, types, and the quick tests that need no server
 	$(MAKE) --no-print-directory --jobs=2 lint unit
 
+# Two workers: these tests compute and never wait. The ignored folders have nothing to run here.
 unit: $(READY)
-	$(PYTEST) -m "not server and not long"
+	$(BIN)/pytest --numprocesses=2 --dist=worksteal -m "not server and not long" \
+		$(addprefix --ignore=tests/,integration faults examples kernel parity promises)
 
 test: lint  ## run the linters and all tests, also those on real servers
 	$(PYTEST)
