@@ -14,6 +14,7 @@ from tollkeeper import Limiter
 from tollkeeper.core.errors import StoreError
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.redis.findings import HealthFinding
+from tollkeeper.decide.stores.redis.health import RedisHealth
 from tollkeeper.decide.stores.redis.store import RedisStore
 
 SETTLED_SECONDS_MAX = 20.0
@@ -38,15 +39,29 @@ def states(store: RedisStore) -> int:
 
 
 @pytest.fixture(scope="module")
-def sentinels() -> Iterator[Sentinels]:
+def started_sentinels() -> Iterator[Sentinels]:
     with Sentinels() as started:
         yield started
 
 
+@pytest.fixture
+def sentinels(started_sentinels: Sentinels) -> Sentinels:
+    """Return the servers of this file, without keys."""
+    started_sentinels.flush()
+    return started_sentinels
+
+
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def started_cluster() -> Iterator[Cluster]:
     with Cluster(full_coverage=False) as started:
         yield started
+
+
+@pytest.fixture
+def cluster(started_cluster: Cluster) -> Cluster:
+    """Return the cluster of this file, without keys."""
+    started_cluster.flush()
+    return started_cluster
 
 
 def test_health_covers_the_replica_under_sentinel(sentinels: Sentinels) -> None:
@@ -62,7 +77,6 @@ def test_health_covers_the_replica_under_sentinel(sentinels: Sentinels) -> None:
     assert primary.replication_lag_bytes is not None
     assert primary.replication_lag_bytes >= 0
     assert {finding.check for finding in health.findings} == {"persistence"}
-    sentinels.flush()
 
 
 def test_a_dead_replica_is_a_problem(sentinels: Sentinels) -> None:
@@ -98,7 +112,6 @@ def test_stats_follow_a_fail_over(sentinels: Sentinels) -> None:
         sentinels.wait_promoted()
         until(lambda: states(store) == 1, "the count uses the new primary", SETTLED_SECONDS_MAX)
     sentinels.revive()
-    sentinels.flush()
 
 
 def test_sentinels_that_cannot_agree_are_a_problem(sentinels: Sentinels) -> None:
@@ -124,16 +137,22 @@ def test_health_covers_every_node_of_a_cluster(cluster: Cluster) -> None:
         for number in range(SUBJECTS):
             limiter.check(f"user:{number}")
         assert store.stats().states == 2 * SUBJECTS
-        # The nodes list a replica only after it has received data from its primary.
-        until(lambda: len(store.health().nodes) == 6, "health has six nodes", SETTLED_SECONDS_MAX)
-        health = store.health()
+
+        def complete() -> RedisHealth | None:
+            """Return the report, once the node that it came from lists every replica.
+
+            A node lists a replica only after the replica has received data from its primary.
+            """
+            report = store.health()
+            return report if len(report.nodes) == 6 else None
+
+        health = until(complete, "health has six nodes", SETTLED_SECONDS_MAX)
     assert (health.mode, health.cluster_state, health.slots_covered) == ("cluster", "ok", 16_384)
     assert sorted(str(node.role) for node in health.nodes) == ["primary"] * 3 + ["replica"] * 3
     assert all(node.cluster_full_coverage is False for node in health.nodes)
     assert {finding.check for finding in health.findings} == {"persistence"}
     (persistence,) = health.findings
     assert len(persistence.nodes) == 6
-    cluster.flush()
 
 
 def test_stats_follow_slots_that_move(cluster: Cluster) -> None:
@@ -147,7 +166,6 @@ def test_stats_follow_slots_that_move(cluster: Cluster) -> None:
         cluster.move_slot(slot, target.port)
         assert store.stats().states == 1
         cluster.move_slot(slot, source.port)
-    cluster.flush()
 
 
 def test_stats_follow_a_promotion_in_a_cluster(cluster: Cluster) -> None:
@@ -164,7 +182,6 @@ def test_stats_follow_a_promotion_in_a_cluster(cluster: Cluster) -> None:
         until(lambda: states(store) == SUBJECTS, "all states are counted", SETTLED_SECONDS_MAX)
         cluster.revive()
         until(lambda: states(store) == SUBJECTS, "all are counted again", SETTLED_SECONDS_MAX)
-    cluster.flush()
 
 
 def test_slots_without_a_node_are_a_problem(cluster: Cluster) -> None:

@@ -92,7 +92,11 @@ def test_each_failed_call_says_whether_it_may_have_been_charged(
         assert admitted(outcomes) <= counted(server.uri, key) <= charged_at_most(outcomes)
         proxy.mode = "pass"
         until(api.works, "a new connection is in use", SECONDS_MAX)
-        assert not errors_of([outcome(api.start(key)) for _ in range(20)])
+        until(
+            lambda: not errors_of([outcome(api.start(key)) for _ in range(20)]),
+            "twenty calls in a row are answered",
+            SECONDS_MAX,
+        )
 
 
 @both_wires
@@ -113,14 +117,14 @@ def test_a_late_connection_does_not_hide_that_a_call_was_sent(
 @both_wires
 def test_a_reply_may_arrive_byte_by_byte(server: Single, key: str, wire: str) -> None:
     """Within the deadline; a single byte does not extend the deadline."""
-    with Proxy(server.port) as proxy, client(wire, proxy.uri, deadline_ms=600) as api:
+    with Proxy(server.port) as proxy, client(wire, proxy.uri, deadline_ms=2_000) as api:
         assert api.check(key).remaining == COUNTED.limit - 1
         proxy.mode = "drip"
         assert api.check(key).remaining == COUNTED.limit - 2
         proxy.drip_seconds = 0.08
         seconds, error = timed(lambda: outcome(api.start(key)))
         assert isinstance(error, StoreTimeout)
-        assert seconds < 0.6 + 2  # all of them would take five seconds
+        assert seconds < 2 + 2  # all of them would take five seconds
         proxy.mode = "pass"
         until(api.works, "a new connection is in use", SECONDS_MAX)
         assert api.check(key).remaining == COUNTED.limit - 4
@@ -149,7 +153,7 @@ def test_invalid_replies_for_several_subjects_are_an_error(
     server: Single, key: str, wire: str, garbage: bytes
 ) -> None:
     """A reply that the script cannot give says nothing about units to give back."""
-    with Proxy(server.port) as proxy, client(wire, proxy.uri, deadline_ms=300) as api:
+    with Proxy(server.port) as proxy, client(wire, proxy.uri, deadline_ms=1_500) as api:
         subjects = [key, f"{key} too"]
         assert all(api.start_all(subjects).result())
         proxy.answer = 2 * garbage
@@ -164,7 +168,7 @@ def test_an_invalid_reply_is_a_store_error(
     server: Single, key: str, wire: str, garbage: bytes
 ) -> None:
     """The next call works, on a new connection or the same."""
-    with Proxy(server.port) as proxy, client(wire, proxy.uri, deadline_ms=300) as api:
+    with Proxy(server.port) as proxy, client(wire, proxy.uri, deadline_ms=1_500) as api:
         assert api.check(key).allowed
         proxy.answer = garbage
         proxy.mode = "once"
@@ -226,13 +230,13 @@ def test_tls_to_a_plain_server_is_an_error(server: Single, key: str, wire: str) 
 @both_wires
 def test_tls_keeps_the_deadline(key: str, wire: str) -> None:
     """A stopped server behind TLS: the call ends by its deadline and is charged at most once."""
-    with Tls() as encrypted, client(wire, encrypted.uri, deadline_ms=400) as api:
+    with Tls() as encrypted, client(wire, encrypted.uri, deadline_ms=1_500) as api:
         assert api.check(key).allowed
         encrypted.pause()
         seconds, error = timed(lambda: outcome(api.start(key)))
         encrypted.resume()
         assert isinstance(error, StoreTimeout)
-        assert seconds < 0.4 + LATE_SECONDS_MAX
+        assert seconds < 1.5 + LATE_SECONDS_MAX
         until(api.works, "it answers again", SECONDS_MAX)
         assert api.check(key).remaining in (COUNTED.limit - 2, COUNTED.limit - 3)
 
@@ -335,7 +339,9 @@ def test_signals_do_not_extend_a_deadline(key: str) -> None:
     ticks = count()
 
     def tick(*_: object) -> None:
-        if next(ticks) * 0.02 > 2 * LATE_SECONDS_MAX:  # or who waits anew each time never ended
+        if (
+            next(ticks) * 0.02 > 2 * LATE_SECONDS_MAX
+        ):  # a wait that started again at each signal would never end
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     with Single() as server:

@@ -26,7 +26,7 @@ def opened() -> Iterator[Open]:
     stores: list[RedisStore] = []
 
     def open_one(uri: str, **options: object) -> RedisStore:
-        store = open_store(uri, connect_ms=500, **options)
+        store = open_store(uri, connect_ms=2_000, **options)
         assert isinstance(store, RedisStore)
         stores.append(store)
         return store

@@ -68,7 +68,7 @@ def test_a_replica_named_by_the_uri_is_an_error(server: Single, key: str, wire: 
         # A replica that has lost its primary and does not serve stale data.
         replica.admin.config_set("replica-serve-stale-data", "no")
         replica.admin.execute_command("REPLICAOF", HOST, 1)
-        with client(wire, replica.uri, deadline_ms=300) as api:
+        with client(wire, replica.uri, deadline_ms=1_500) as api:
             assert "MASTERDOWN" in str(refusal(api, key))
 
 
