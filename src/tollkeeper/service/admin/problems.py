@@ -161,31 +161,31 @@ def finding_data(each: SafetyFinding) -> dict[str, Any]:
 
 def error_response(error: TollkeeperError, *, conditional: bool) -> Response:
     """Return the response to a request that raised an error of Tollkeeper."""
-    said = str(error)
+    message = str(error)
     if isinstance(error, DocumentError):
         listed = [problem_data(each) for each in error.problems[:LISTED_MAX]]
-        return problem(422, "INVALID_DOCUMENT", said, problems=listed)
+        return problem(422, "INVALID_DOCUMENT", message, problems=listed)
     if isinstance(error, NotFound):
-        return problem(404, "NOT_FOUND", said)
+        return problem(404, "NOT_FOUND", message)
     if isinstance(error, CapacityError):
-        return problem(422, "COST_EXCEEDS_CAPACITY", said)
+        return problem(422, "COST_EXCEEDS_CAPACITY", message)
     if isinstance(error, ConfigError):
-        return problem(422, "INVALID_REQUEST", said)
+        return problem(422, "INVALID_REQUEST", message)
     if isinstance(error, VersionConflict):
         status = 412 if conditional else 409
         headers = {"ETag": etag_of(error.current)}
-        return problem(status, "VERSION_CONFLICT", said, headers, current=error.current)
+        return problem(status, "VERSION_CONFLICT", message, headers, current=error.current)
     if isinstance(error, UnsafeChange):
         found = [finding_data(each) for each in error.findings[:LISTED_MAX]]
-        detail = f"{said}\nTo make the change anyway, repeat the request with ?force=true"
+        detail = f"{message}\nTo make the change anyway, repeat the request with ?force=true"
         return problem(409, "UNSAFE_CHANGE", detail, findings=found)
     if isinstance(error, NoDatabase):
-        return problem(409, "RULES_FROM_FILE", said)
+        return problem(409, "RULES_FROM_FILE", message)
     if isinstance(error, StoreError):
         code = "STORE_TIMEOUT" if isinstance(error, StoreTimeout) else "STORE_UNAVAILABLE"
-        return problem(503, code, said, {"Retry-After": str(RETRY_AFTER_S)})
-    log.error("an error without a status of its own: %s", said)
-    return problem(500, "INTERNAL", said)
+        return problem(503, code, message, {"Retry-After": str(RETRY_AFTER_S)})
+    log.error("an error without a status of its own: %s", message)
+    return problem(500, "INTERNAL", message)
 
 
 _CONDITIONS: Final = ("if-match", "if-none-match")
@@ -237,8 +237,8 @@ def _of_validation(errors: Sequence[Any]) -> Response:
         {"where": _where(each["loc"]), "line": 0, "column": 0, "message": str(each["msg"])}
         for each in errors[:LISTED_MAX]
     ]
-    said = "; ".join(f"{each['where']}: {each['message']}" for each in listed[:5])
-    return problem(422, "INVALID_REQUEST", said, problems=listed)
+    message = "; ".join(f"{each['where']}: {each['message']}" for each in listed[:5])
+    return problem(422, "INVALID_REQUEST", message, problems=listed)
 
 
 def _where(place: Sequence[str | int]) -> str:

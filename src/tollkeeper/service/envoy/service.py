@@ -111,13 +111,13 @@ class RateLimitService:
                 _record(self._recorder, checks, outcomes)
             return response_of(outcomes, self._clock.now_ns(), self._style)
         except DecodeError:
-            code, said = grpc.StatusCode.INVALID_ARGUMENT, "this is not a RateLimitRequest"
+            code, message = grpc.StatusCode.INVALID_ARGUMENT, "this is not a RateLimitRequest"
         except ConfigError as error:
-            code, said = grpc.StatusCode.INVALID_ARGUMENT, str(error)
+            code, message = grpc.StatusCode.INVALID_ARGUMENT, str(error)
         except StoreError as error:
-            code, said = grpc.StatusCode.UNAVAILABLE, str(error)
+            code, message = grpc.StatusCode.UNAVAILABLE, str(error)
         self._count(code.name)
-        return await call.abort(code, said)
+        return await call.abort(code, message)
 
     async def _permitted(self, tokens: Tokens, call: RateLimitCall) -> Token:
         """Return the caller's token, or abort the call."""

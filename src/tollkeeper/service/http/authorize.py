@@ -86,13 +86,13 @@ def routes(context: ServiceContext) -> Routes:
 
 
 def _authorize(context: ServiceContext) -> Handler:
-    async def authorize(asked: ServiceRequest) -> ServiceReply:
+    async def authorize(http_request: ServiceRequest) -> ServiceReply:
         try:
-            denied_status = _denied_status(asked.scope["query_string"])
+            denied_status = _denied_status(http_request.scope["query_string"])
         except ConfigError as error:
             return _error_reply(error)
-        authorization = asked.headers.get(b"authorization")
-        if own := asked.headers.get(TOKEN_HEADER):
+        authorization = http_request.headers.get(b"authorization")
+        if own := http_request.headers.get(TOKEN_HEADER):
             authorization = b"Bearer " + own
         token = context.tokens.permitted(
             None if authorization is None else authorization.decode("latin-1"), "check"
@@ -100,7 +100,7 @@ def _authorize(context: ServiceContext) -> Handler:
         if isinstance(token, TokenRejection):
             return token_reply(token)
         try:
-            request = in_scope(token, context.identity.request_of(_forwarded(asked)))
+            request = in_scope(token, context.identity.request_of(_forwarded(http_request)))
             started_ns = perf_counter_ns()
             result = await context.limiter.evaluate(request)
             context.counters.decision_seconds.note(perf_counter_ns() - started_ns)
@@ -142,8 +142,8 @@ def _denied_status(query: bytes) -> int | None:
     )
 
 
-def _forwarded(asked: ServiceRequest) -> ForwardedRequest:
-    uri, method = _uri_and_method(asked.headers)
+def _forwarded(http_request: ServiceRequest) -> ForwardedRequest:
+    uri, method = _uri_and_method(http_request.headers)
     if not uri or len(uri) > URI_LENGTH_MAX:
         raise ConfigError(
             f"the header X-Original-URI (nginx) or X-Forwarded-Uri (Traefik) must name the request "
@@ -151,8 +151,8 @@ def _forwarded(asked: ServiceRequest) -> ForwardedRequest:
         )
     if len(method) > _METHOD_LENGTH_MAX:
         raise ConfigError(f"a method may have at most {_METHOD_LENGTH_MAX} characters")
-    named = method.decode("latin-1") or asked.scope["method"]
-    return ForwardedRequest(asked.scope, named, uri.decode("latin-1"))
+    named = method.decode("latin-1") or http_request.scope["method"]
+    return ForwardedRequest(http_request.scope, named, uri.decode("latin-1"))
 
 
 def _uri_and_method(headers: Mapping[bytes, bytes]) -> tuple[bytes, bytes]:

@@ -309,14 +309,14 @@ def _check(context: ServiceContext) -> Handler:
     note_seconds = context.counters.decision_seconds.note
     recorder = context.recorder
 
-    async def check(asked: ServiceRequest) -> ServiceReply:
-        body = asked[2]
+    async def check(http_request: ServiceRequest) -> ServiceReply:
+        body = http_request[2]
         known = by_body.get(body)
         read = known or remembered.read(body)
         request, cost = read.request, read.cost
-        scope = asked[3].scope
+        scope = http_request[3].scope
         if scope:
-            request = in_scope(asked.token, request)
+            request = in_scope(http_request.token, request)
         started_ns = perf_counter_ns()
         repeated = None if scope else known
         if engine is None or switches.limiting_off:
@@ -395,9 +395,11 @@ def _batch(context: ServiceContext) -> Handler:
     is_remote = limiter.store.as_async is not None
     note_seconds = context.counters.decision_seconds.note
 
-    async def batch(asked: ServiceRequest) -> ServiceReply:
-        body = read(asked.body)
-        wanted = [(in_scope(asked.token, request_of(each)), each.cost) for each in body.checks]
+    async def batch(http_request: ServiceRequest) -> ServiceReply:
+        body = read(http_request.body)
+        wanted = [
+            (in_scope(http_request.token, request_of(each)), each.cost) for each in body.checks
+        ]
         if body.atomic:
             started_ns = perf_counter_ns()
             decided = await limiter.evaluate_all(wanted)
@@ -441,13 +443,13 @@ def _batch_error(status: int, code: str, error: Exception) -> BatchError:
 def _settle(context: ServiceContext) -> Handler:
     read = body_reader(SettleBody)
 
-    async def settle(asked: ServiceRequest) -> ServiceReply:
-        body = read(asked.body)
-        request = in_scope(asked.token, request_of(body))
+    async def settle(http_request: ServiceRequest) -> ServiceReply:
+        body = read(http_request.body)
+        request = in_scope(http_request.token, request_of(body))
         if body.actual < body.reserved:
             units = body.reserved - body.actual
-            await give_back(context.limiter, asked.token.scope, request, units)
-            if not asked.token.scope:  # with a scope, a customer could reduce its own bill
+            await give_back(context.limiter, http_request.token.scope, request, units)
+            if not http_request.token.scope:  # with a scope, a customer could reduce its own bill
                 await _record_settled(context, request, -units)
             return json_reply(SettleReply(0))
         unsettled = await context.limiter.settle(request, body.reserved, body.actual)

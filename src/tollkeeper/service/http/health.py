@@ -145,9 +145,9 @@ def _alive(context: ServiceContext) -> Handler:
 
 
 def _ready(context: ServiceContext, metrics: WorkerMetrics) -> Handler:
-    async def ready(asked: ServiceRequest) -> ServiceReply:
+    async def ready(http_request: ServiceRequest) -> ServiceReply:
         rules, store = _rules(context), await _store(context)
-        if not _has_token(context, asked):
+        if not _has_token(context, http_request):
             rules.error = rules.error and _HIDDEN
             store.error = store.error and _HIDDEN
         found = ReadyReply(
@@ -163,9 +163,9 @@ def _ready(context: ServiceContext, metrics: WorkerMetrics) -> Handler:
     return ready
 
 
-def _has_token(context: ServiceContext, asked: ServiceRequest) -> bool:
+def _has_token(context: ServiceContext, http_request: ServiceRequest) -> bool:
     """Return True if the caller has a token of any role, or none is required."""
-    given = asked.headers.get(b"authorization")
+    given = http_request.headers.get(b"authorization")
     authorization = None if given is None else given.decode("latin-1")
     return not isinstance(context.tokens.permitted(authorization, "quota"), TokenRejection)
 

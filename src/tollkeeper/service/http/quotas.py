@@ -111,8 +111,8 @@ def routes(context: ServiceContext) -> Routes:
 def _look(context: ServiceContext) -> Handler:
     single = _SingleLimits(context)
 
-    async def look(asked: ServiceRequest) -> ServiceReply:
-        request = in_scope(asked.token, request_of_query(asked.scope["query_string"]))
+    async def look(http_request: ServiceRequest) -> ServiceReply:
+        request = in_scope(http_request.token, request_of_query(http_request.scope["query_string"]))
         # Not `explain`, which examines every rule: with 10,000 rules it takes 100 ms.
         plan = context.limiter.compiled_rules.plan(request, 1)
         kind = "limited" if plan.enforced else _KINDS[plan.verdict]
@@ -177,16 +177,16 @@ class _SingleLimits:
 
 
 def _reset(context: ServiceContext) -> Handler:
-    async def reset(asked: ServiceRequest) -> ServiceReply:
+    async def reset(http_request: ServiceRequest) -> ServiceReply:
         # A client that names the subject in a body would reset another subject's quota.
-        length = asked.headers.get(b"content-length", b"0")
-        if length.strip(b"0") or b"transfer-encoding" in asked.headers:
+        length = http_request.headers.get(b"content-length", b"0")
+        if length.strip(b"0") or b"transfer-encoding" in http_request.headers:
             raise ConfigError(
                 "DELETE /v1/quota has no body; name the subject in the query, like ?user=42"
             )
-        request = request_of_query(asked.scope["query_string"])
+        request = request_of_query(http_request.scope["query_string"])
         await context.limiter.reset(request)
-        _log_change(context, asked, "reset", request)
+        _log_change(context, http_request, "reset", request)
         return ServiceReply(204, [])
 
     return reset
@@ -195,23 +195,23 @@ def _reset(context: ServiceContext) -> Handler:
 def _grant(context: ServiceContext) -> Handler:
     read = body_reader(GrantBody)
 
-    async def grant(asked: ServiceRequest) -> ServiceReply:
-        body = read(asked.body)
+    async def grant(http_request: ServiceRequest) -> ServiceReply:
+        body = read(http_request.body)
         request = request_of(body)
         await context.limiter.grant(request, body.units, body.ttl_seconds)
-        _log_change(context, asked, "grant", request)
+        _log_change(context, http_request, "grant", request)
         return ServiceReply(204, [])
 
     return grant
 
 
 def _log_change(
-    context: ServiceContext, asked: ServiceRequest, change: str, request: Request
+    context: ServiceContext, http_request: ServiceRequest, change: str, request: Request
 ) -> None:
     """Log the change, its author and the rules, as the admin API does. The key is not logged."""
     plan = context.limiter.compiled_rules.plan(request, 0)
     rules = ", ".join(check.rule.id for check in (*plan.enforced, *plan.shadowed)) or "none"
-    log.info("quota %s by %s; rules: %s", change, asked.token.name, rules)
+    log.info("quota %s by %s; rules: %s", change, http_request.token.name, rules)
 
 
 def request_of_query(query: bytes) -> Request:

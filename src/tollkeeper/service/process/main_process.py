@@ -166,7 +166,7 @@ class DrainingServer(Granian):  # type: ignore[misc, valid-type]  # a variable: 
 
     def _signal_workers(self, signum: signal.Signals) -> None:
         for worker in list(self.wrks):
-            # From now on a worker that ends is not restarted: it was told to end.
+            # From now on a worker that ends is not restarted: it was asked to end.
             worker.interrupt_by_parent = True
             with suppress(OSError, TypeError):
                 os.kill(worker.inner.pid, signum)

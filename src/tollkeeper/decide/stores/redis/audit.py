@@ -653,8 +653,8 @@ def compare_replicas(
 
 def _replicas(client: Any) -> list[Address]:
     info = client.execute_command("INFO", "replication")
-    told = [info[name] for name in info if _REPLICA.fullmatch(name)]
-    found = [Address(str(each["ip"]), int(each["port"])) for each in told if each.get("port")]
+    replicas = [info[name] for name in info if _REPLICA.fullmatch(name)]
+    found = [Address(str(each["ip"]), int(each["port"])) for each in replicas if each.get("port")]
     return found[:REPLICAS_MAX]
 
 

@@ -255,20 +255,20 @@ def _config(
     scheme: _Scheme, authority: str, path: str, query: str, options: Mapping[str, object]
 ) -> RedisConfig:
     credentials, _, hosts = authority.rpartition("@")
-    said = _query_options(query)
+    merged = _query_options(query)
     username, _, password = credentials.partition(":")
     if username:
-        _say(said, "username", _decoded(username, "the user name"))
+        _set_once(merged, "username", _decoded(username, "the user name"))
     if ":" in credentials:
-        _say(said, "password", _decoded(password, "the password"))
+        _set_once(merged, "password", _decoded(password, "the password"))
     addresses = _addresses(scheme, hosts, path)
-    service = _path(scheme, path, said)
+    service = _path(scheme, path, merged)
     for name, value in options.items():
         _check_known(name)
         if value is not None:
-            said[name] = value
+            merged[name] = value
     values: dict[str, Any] = {
-        name.replace("_ms", "_ns"): READERS[name](name, value) for name, value in said.items()
+        name.replace("_ms", "_ns"): READERS[name](name, value) for name, value in merged.items()
     }
     for kind in ("", "sentinel_"):
         _check_credentials(values, f"{kind}username", f"{kind}password")
@@ -288,7 +288,7 @@ def _config(
 
 def _query_options(query: str) -> dict[str, object]:
     """Return the options of a query string. As in RFC 3986, + means a plus: base64 has it."""
-    said: dict[str, object] = {}
+    options: dict[str, object] = {}
     for piece in query.split("&"):
         if not piece:
             continue
@@ -297,14 +297,14 @@ def _query_options(query: str) -> dict[str, object]:
         _check_known(name)
         if not equals:
             raise ConfigError(f"the option {name} has no value; write {name}=…")
-        _say(said, name, _decoded(text, name))
-    return said
+        _set_once(options, name, _decoded(text, name))
+    return options
 
 
-def _say(said: dict[str, object], name: str, value: object) -> None:
-    if name in said:
+def _set_once(options: dict[str, object], name: str, value: object) -> None:
+    if name in options:
         raise ConfigError(f"the URI gives {name} twice; keep one")
-    said[name] = value
+    options[name] = value
 
 
 def _check_known(name: str) -> None:
@@ -384,7 +384,7 @@ def _socket_address(hosts: str, path: str) -> Address:
     return Address(decoded, 0)
 
 
-def _path(scheme: _Scheme, path: str, said: dict[str, object]) -> str:
+def _path(scheme: _Scheme, path: str, options: dict[str, object]) -> str:
     """Return the Sentinel service in the path; add the path's database to the options."""
     if scheme.socket:
         return ""
@@ -402,7 +402,7 @@ def _path(scheme: _Scheme, path: str, said: dict[str, object]) -> str:
     if len(parts) > 1:
         raise ConfigError("the path has too many parts; write the database alone, for example /0")
     if parts:
-        _say(said, "db", parts[0])
+        _set_once(options, "db", parts[0])
     return service
 
 

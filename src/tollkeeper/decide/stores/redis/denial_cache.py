@@ -33,7 +33,7 @@ time, by the same code as the first one, and has every field as the script would
 no other client touched the key. This process does not know exactly how much time has passed on the
 server's clock, so it uses the safe bound each time. A denial is repeated only until it would end if
 the server had decided at the moment the check was sent. The waits that it reports count from the
-moment the reply arrived, so a client that waits as told is not too early.
+moment the reply arrived, so a client that waits for its `retry_after` is not too early.
 
 A log's reply contains only the time of its oldest relevant entry. It is cached only if that is
 enough: if one unit is missing, which is always so for a cost of 1.

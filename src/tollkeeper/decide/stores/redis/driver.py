@@ -63,7 +63,7 @@ ATTEMPTS_MAX: Final = 16
 PAUSE_S_MIN: Final = 0.001
 PAUSE_S_MAX: Final = 0.032
 PROBES_MAX: Final = 16
-# While there are calls, the Sentinels are asked this often for the primary.
+# While there are calls, the driver asks the Sentinels for the primary this often.
 LOOK_NS: Final = 2_000_000_000
 
 ASKING: Final = pack("ASKING")

@@ -309,13 +309,13 @@ def _query_server(client: redis.Redis, address: str, mode: Mode) -> ServerHealth
         _permitted(client, "PING")
         times_ns.append(time.monotonic_ns() - before_ns)
     before_ns = time.time_ns()
-    told = _permitted(client, "TIME")
+    server_time = _permitted(client, "TIME")
     between_ns = (before_ns + time.time_ns()) // 2
 
     settings = [("CONFIG", "GET", name) for name, _ in _FROM_CONFIG.values()]
     cluster = [("CLUSTER", "INFO")] if mode == "cluster" else []
     info, keys, *replies = pipelined(client, [("INFO",), ("DBSIZE",), *settings, *cluster])
-    replies_of = {"TIME": told, "INFO": info, "DBSIZE": keys, "CONFIG GET": replies[0]}
+    replies_of = {"TIME": server_time, "INFO": info, "DBSIZE": keys, "CONFIG GET": replies[0]}
     if cluster:
         replies_of["CLUSTER INFO"] = replies[-1]
     unanswered = tuple(
@@ -329,7 +329,7 @@ def _query_server(client: redis.Redis, address: str, mode: Mode) -> ServerHealth
         reachable=True,
         latency_ms=median(times_ns) / _NS_PER_MS,
         latency_max_ms=max(times_ns) / _NS_PER_MS,
-        clock_offset_ms=told and _offset_ms(told, between_ns),
+        clock_offset_ms=server_time and _offset_ms(server_time, between_ns),
         keys=None if isinstance(keys, ResponseError) else keys,
         unanswered=unanswered,
         **_from_info(info),
@@ -376,8 +376,8 @@ def _permitted(client: Any, command: str) -> Any:
         raise
 
 
-def _offset_ms(told: tuple[int, int], ours_ns: int) -> float:
-    seconds, microseconds = told
+def _offset_ms(server_time: tuple[int, int], ours_ns: int) -> float:
+    seconds, microseconds = server_time
     return (seconds * NS_PER_SECOND + microseconds * 1_000 - ours_ns) / _NS_PER_MS
 
 

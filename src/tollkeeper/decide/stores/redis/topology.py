@@ -425,7 +425,7 @@ class _TlsConnection(Connection):
             raise
 
 
-def _slots_in(reply: Any, asked: Address) -> _SlotMap:
+def _slots_in(reply: Any, source: Address) -> _SlotMap:
     """Read CLUSTER SLOTS: [first, last, [host, port, …] of the primary, … of each replica]."""
     if isinstance(reply, Exception):
         raise reply
@@ -435,7 +435,7 @@ def _slots_in(reply: Any, asked: Address) -> _SlotMap:
         for first, last, *servers in reply:
             if not 0 <= first <= last < SLOTS:
                 raise redis.InvalidResponse(f"it returned slots from {first} to {last}")
-            addresses = [_address(server[0], server[1], asked) for server in servers]
+            addresses = [_address(server[0], server[1], source) for server in servers]
             slots[first : last + 1] = [addresses[0]] * (last + 1 - first)
             nodes |= dict.fromkeys(addresses)
     except (TypeError, ValueError, LookupError) as error:
@@ -465,16 +465,16 @@ def _replicas_in(reply: Any) -> list[Address]:
         return []
 
 
-def _address(host: bytes | None, port: bytes | int, asked: Address | None = None) -> Address:
-    """Return an address. A node that does not know its host is on the host that was asked."""
+def _address(host: bytes | None, port: bytes | int, source: Address | None = None) -> Address:
+    """Return an address. A node that does not know its host is on the host that answered."""
     number = int(port)
     if not 1 <= number <= 65_535:
         raise ValueError("port")
     if host and host != b"?":
         return Address(host.decode(), number)
-    if asked is None:
+    if source is None:
         raise ValueError("host")
-    return Address(asked.host, number)
+    return Address(source.host, number)
 
 
 def _reason(name: str, error: Exception) -> str:
