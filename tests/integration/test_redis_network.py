@@ -178,6 +178,23 @@ def test_an_invalid_reply_is_a_store_error(
 
 
 @both_wires
+@pytest.mark.parametrize("head", [b"*2000000000\r\n", b"*1\r\n*2000000000\r\n", b"%1000000000\r\n"])
+def test_a_reply_that_announces_too_many_elements_is_rejected_at_once(
+    server: Single, key: str, wire: str, head: bytes
+) -> None:
+    """The call does not wait for them until its deadline, and no memory is allocated for them."""
+    with Proxy(server.port) as proxy, client(wire, proxy.uri, deadline_ms=60_000) as api:
+        assert api.check(key).allowed
+        proxy.answer = head
+        proxy.mode = "once"
+        seconds, error = timed(lambda: outcome(api.start(key)))
+        assert isinstance(error, StoreUnavailable)
+        assert "an array of more than 99,999 elements" in str(error)
+        assert seconds < 10
+        assert api.check(key).remaining == COUNTED.limit - 2  # the rejected call never arrived
+
+
+@both_wires
 @pytest.mark.parametrize("refusal", ["TRYAGAIN x", "CLUSTERDOWN x", "LOADING x", "BUSY x"])
 def test_a_temporary_refusal_is_retried(server: Single, key: str, wire: str, refusal: str) -> None:
     """Also refusals that a single server never sends; the call is sent again once."""

@@ -21,6 +21,7 @@ long), they are dropped, and the drops are counted.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from hashlib import blake2b
 from itertools import islice
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
@@ -81,7 +82,8 @@ def caller_of(request: Request) -> str:
     for name in _CALLER_FIELDS:
         value = getattr(request, name)
         if value is not None:
-            return f"{name}:{value}"[:SUBJECT_LENGTH_MAX]
+            # No rule has checked the value: it must not look like several parts.
+            return f"{name}:{value}"[:SUBJECT_LENGTH_MAX].replace(PART, "\ufffd")
     return ""
 
 
@@ -155,6 +157,19 @@ def recorded_subject(subject: str, mode: SubjectMode) -> str:
     if mode == "hashed":
         return PART.join([_hashed(part) for part in subject.split(PART)])
     return cleaned(subject, SUBJECT_LENGTH_MAX)
+
+
+def scope_parts(scope: Mapping[str, str], mode: SubjectMode) -> list[str]:
+    """Return the parts that a recorded subject must have to belong to a scope.
+
+    Without recorded subjects, no record belongs to a scope: the parts are those of `plain`, which
+    no record has.
+
+    >>> scope_parts({"tenant": "acme"}, "none")
+    ['tenant:acme']
+    """
+    recorded: SubjectMode = "plain" if mode == "none" else mode
+    return [recorded_subject(f"{name}:{value}", recorded) for name, value in scope.items()]
 
 
 def _hashed(part: str) -> str:

@@ -24,6 +24,7 @@ from tollkeeper.history.events import (
     SubjectMode,
     cleaned,
     recorded_subject,
+    scope_parts,
 )
 
 if TYPE_CHECKING:
@@ -193,12 +194,10 @@ class Records:
             conditions.append("rule = :rule")
             given["rule"] = cleaned(wanted.rule, SUBJECT_LENGTH_MAX)
         find = "strpos" if self._database.is_postgresql else "instr"
-        for number, (name, value) in enumerate(wanted.scope.items()):
+        for number, part in enumerate(scope_parts(wanted.scope, self._subjects)):
             # Whole parts at any position: "tenant:acme" does not match "tenant:acme-2".
             conditions.append(f"{find}(:sep || subject || :sep, :scope_{number}) > 0")
             given["sep"] = PART
-            mode: SubjectMode = "plain" if self._subjects == "none" else self._subjects
-            part = recorded_subject(f"{name}:{value}", mode)
             given[f"scope_{number}"] = f"{PART}{part}{PART}"
 
     async def _rows(self, statement: str, given: Mapping[str, Any]) -> list[Any]:

@@ -7,7 +7,7 @@ import io
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -15,6 +15,7 @@ from tests.history.databases import event, filled, until_async
 from tests.service.admin.client import RULES, Admin, admin_of
 from tollkeeper import Request
 from tollkeeper.control.database import Database
+from tollkeeper.history.events import SubjectMode, recorded_subject
 from tollkeeper.history.live import ActivePenalty
 from tollkeeper.history.reading import Records
 from tollkeeper.history.recorder import Recorder
@@ -316,6 +317,34 @@ async def test_the_busiest_subjects(recording: Admin) -> None:
     assert [each["subject"] for each in denied["items"]] == [["user:1"], ["user:2"]]
     assert denied["per_second"] > 0
     await recorder.stop()
+
+
+@pytest.mark.parametrize("subjects", get_args(SubjectMode))
+async def test_a_token_with_a_scope_sees_its_own_busiest_subjects(
+    tmp_path: Path, subjects: SubjectMode
+) -> None:
+    """However subjects are recorded: if they are not, no entry can be attributed to the token."""
+    url = f"sqlite:///{tmp_path / 'records.db'}"
+    async with admin_of(tmp_path, read(RULES), None) as admin:
+        limiter = admin.context.limiter
+        records = Records(Database(url), subjects)
+        recorder = admin.context.recorder = Recorder(
+            lambda row_of: Sink(Database(url), row_of=row_of), records, subjects=subjects
+        )
+        await recorder.start()
+        forged = Request(
+            api_key=f"sk_internal_1{SEP}user:1"
+        )  # on the allow list: no rule counts it
+        for request in (Request(user="1"), Request(user="2"), forged):
+            recorder.note(request, await limiter.evaluate(request), 1, NOON_US * 1_000)
+        await until_async(lambda: recorder.top("checks", 5)[0], "the thread has counted")
+        secret = create_token(tmp_path / "tokens.json", "one", "read", {"user": "1"})
+        admin.context.tokens = type(admin.context.tokens).load(tmp_path / "tokens.json")
+        assert len((await fetched(admin, "/top"))["items"]) == (2 if subjects == "none" else 3)
+        found = (await fetched(admin, "/top", headers=bearer(secret)))["items"]
+        own = [] if subjects == "none" else [[recorded_subject("user:1", subjects)]]
+        assert [each["subject"] for each in found] == own
+        await recorder.stop()
 
 
 async def test_penalties_of_all_workers(recording: Admin, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from starlette.responses import StreamingResponse
 
 from tollkeeper.core.errors import show
 from tollkeeper.core.subjects import KEY_LENGTH_MAX, PARTS_MAX, SEPARATOR
-from tollkeeper.history.events import SubjectMode, recorded_subject
+from tollkeeper.history.events import SubjectMode, recorded_subject, scope_parts
 from tollkeeper.history.live import COUNTERS_MAX, SECONDS_COUNTED, ActivePenalty
 from tollkeeper.history.reading import (
     DecisionCursor,
@@ -368,9 +368,11 @@ def within(subject: str, scope: Mapping[str, str], how: SubjectMode) -> bool:
     True
     >>> within("tenant:acme-2", {"tenant": "acme"}, "plain")
     False
+    >>> within("", {"tenant": "acme"}, "none")
+    False
     """
     parts = subject.split(SEPARATOR)
-    return all(recorded_subject(f"{name}:{value}", how) in parts for name, value in scope.items())
+    return all(part in parts for part in scope_parts(scope, how))
 
 
 router = APIRouter(tags=["records"], route_class=ScopedRoute)

@@ -1,4 +1,4 @@
-"""The handshake of a new connection, and the backoff between attempts to connect."""
+"""The handshake of a new connection, the backoff between attempts to connect, and the reader."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 import hiredis
 import pytest
 from hiredis import ReplyError
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tollkeeper.decide.stores.redis import connections as module
 from tollkeeper.decide.stores.redis.config import Address, parse
@@ -15,6 +17,7 @@ from tollkeeper.decide.stores.redis.connections import (
     LONGEST_NS,
     ConnectBackoff,
     NotSent,
+    ReplyReader,
     check_handshake,
     handshake_commands,
     handshake_payload,
@@ -219,3 +222,68 @@ def test_pauses_are_random(monkeypatch: pytest.MonkeyPatch) -> None:
     backoff.failed(0, 0, "down")
     assert not backoff.may_try(FIRST_NS // 2 - 1)
     assert backoff.may_try(FIRST_NS // 2)
+
+
+# ── Replies ────────────────────────────────────────────────────────────────────────────────────
+
+HUGE = [
+    b"*2000000000\r\n",
+    b"*100000\r\n",
+    b"*1\r\n*2000000000\r\n",
+    b":1\r\n*2000000000\r\n:1\r\n",
+    b"%1000000000\r\n",
+    b"~2000000000\r\n",
+    b">2000000000\r\n",
+    b"|1000000000\r\n",
+]
+
+
+@pytest.mark.parametrize("reply", HUGE)
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 64])
+def test_an_array_that_is_too_long_is_rejected_when_its_head_arrives(
+    reply: bytes, size: int
+) -> None:
+    """Nested or not, of every type, and however the network cuts it; hiredis never sees it."""
+    with pytest.raises(hiredis.ProtocolError, match="more than 99,999 elements"):
+        _parsed(reply, size)
+
+
+def _parsed(sent: bytes, size: int) -> list[Any]:
+    """Return the replies in `sent`, which arrives in pieces of a size."""
+    reader = ReplyReader()
+    found: list[Any] = []
+    for start in range(0, len(sent), size):
+        reader.feed(sent[start : start + size])
+        while (reply := reader.gets()) is not False:
+            found.append(reply)
+    assert not reader.has_data()
+    return found
+
+
+REPLIES = st.recursive(
+    st.one_of(st.integers(-(2**62), 2**62), st.binary(max_size=40)),
+    lambda inner: st.lists(inner, max_size=5),
+    max_leaves=20,
+)
+
+
+def _encoded(reply: Any) -> bytes:
+    if isinstance(reply, int):
+        return b":%d\r\n" % reply
+    if isinstance(reply, bytes):
+        return b"$%d\r\n%b\r\n" % (len(reply), reply)
+    return b"*%d\r\n%b" % (len(reply), b"".join(map(_encoded, reply)))
+
+
+@given(st.lists(REPLIES, min_size=1, max_size=5), st.integers(1, 200))
+def test_other_replies_are_parsed_as_hiredis_does(replies: list[Any], size: int) -> None:
+    """However the network cuts them."""
+    assert _parsed(b"".join(map(_encoded, replies)), size) == replies
+
+
+@pytest.mark.parametrize("text", ["*1234567 is a key", "ERR args *1234567", "%1234567"])
+@pytest.mark.parametrize("size", [1, 4, 7, 9, 64])
+def test_text_that_looks_like_a_head_is_not_one(text: str, size: int) -> None:
+    """A head begins a line; an error may repeat a key that contains the same characters."""
+    (found,) = _parsed(f"-ERR {text}\r\n".encode(), size)
+    assert str(found) == f"ERR {text}"

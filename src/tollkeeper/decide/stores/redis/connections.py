@@ -15,7 +15,8 @@ cost no timer per call: calls that leave together are due together, and one time
 watches the oldest batch. An overdue call fails; its reply, if it comes, is discarded.
 
 Both share the rest (`ServerEndpoint`): the handshake; a backoff, so that a call to a dead server
-fails at once and only a few calls try to connect; and reports to the server's circuit breaker.
+fails at once and only a few calls try to connect; and reports to the server's circuit breaker. Both
+parse with a `ReplyReader`, which never allocates memory for elements that a server only announces.
 
 An error says whether the call may have reached the server. `NotSent` means that it has not left
 this process. Any other error after sending ends with "the call may have been counted once".
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import select
 import socket
 import ssl
@@ -68,6 +70,9 @@ PENDING_MAX: Final = 65_536
 _SILENT_DEADLINES: Final = 4
 _SILENT_S_MIN: Final = 0.25
 
+# The elements of an array in a reply: below 100,000. The scripts reply with a few dozen.
+_ELEMENT_DIGITS_MAX: Final = 5
+
 _MAY_BE_COUNTED: Final = "; the call may have been counted once"
 _CLOSED: Final = "the store is closed; open another one"
 
@@ -109,6 +114,57 @@ def refusal_error(refusal: ReplyError, config: RedisConfig) -> StoreError:
     # The cause's traceback would show the part that the message omits.
     error.__cause__ = None if repeated else refusal
     return error
+
+
+# ── Replies ────────────────────────────────────────────────────────────────────────────────────
+
+# The head of an array with too many elements: at the beginning of a line, as in "*2000000000".
+# The star comes first in the pattern, because `re` finds a literal byte ten times as fast as a set.
+_HEAD: Final = rb"\*[0-9]{%d}" % (_ELEMENT_DIGITS_MAX + 1)
+_announces_too_many: Final = re.compile(rb"%b(?<![^\n]%b)" % (_HEAD, _HEAD)).search
+# The longest part of such a head that a read may end with, and the byte before it.
+_TAIL_BYTES: Final = _ELEMENT_DIGITS_MAX + 2
+# Maps, sets, pushes and attributes have the same head as arrays, with another first byte. No script
+# replies with one.
+_AS_ARRAYS: Final = bytes.maketrans(b"%~>|", b"****")
+_NEWLINE: Final = 10
+
+
+class ReplyReader:
+    """hiredis' parser, which rejects an array with too many elements before it allocates any.
+
+    hiredis allocates an array as soon as its head arrives. An array of two billion elements takes
+    16 GB of address space, and freeing it stops all threads of the process for four seconds.
+    """
+
+    __slots__ = ("_feed", "_tail", "gets", "has_data")
+
+    def __init__(self) -> None:
+        reader = hiredis.Reader()
+        self._feed = reader.feed
+        self._tail = b""
+        self.gets = reader.gets
+        self.has_data = reader.has_data
+
+    def feed(self, data: bytes) -> None:
+        """Add bytes from the server. Raises hiredis.ProtocolError."""
+        # The last read may have ended in the middle of a head.
+        tail = self._tail
+        seen = tail + data if tail else data
+        start = 1 if tail else 0
+        if _announces_too_many(seen, start) or (
+            (b"%" in seen or b"~" in seen or b">" in seen or b"|" in seen)
+            and _announces_too_many(seen.translate(_AS_ARRAYS), start)
+        ):
+            raise hiredis.ProtocolError(
+                f"an array of more than {10**_ELEMENT_DIGITS_MAX - 1:,} elements"
+            )
+        if seen[-1] != _NEWLINE:
+            # The newline stands before the first byte of a connection, or of a line.
+            self._tail = (b"\n" + seen[-_TAIL_BYTES:])[-_TAIL_BYTES:]
+        elif tail:
+            self._tail = b""
+        self._feed(data)
 
 
 # ── The handshake ──────────────────────────────────────────────────────────────────────────────
@@ -267,7 +323,7 @@ class BlockingConnection:
     )
 
     def __init__(self, address: Address, config: RedisConfig, tls: ssl.SSLContext | None) -> None:
-        self._reader = hiredis.Reader()
+        self._reader = ReplyReader()
         self._deadline_ns = 0
         self._socket = _connected_socket(address, config, tls)
         self._recv = self._socket.recv
@@ -489,7 +545,7 @@ class PipelineProtocol(asyncio.Protocol):
         self._loop = loop
         self._breaker = breaker
         self._deadline_s = deadline_s
-        self._reader = hiredis.Reader()
+        self._reader = ReplyReader()
         self._transport: asyncio.Transport | None = None
         # The futures of the calls in the order they were sent; None for a reply to discard.
         self._pending: deque[ReplyFuture | None] = deque()
