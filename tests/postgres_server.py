@@ -132,9 +132,9 @@ class Postgres(Startable):
             if self.pid:
                 self._was_ready = True
                 return
-            said = self._log()[logged:]
-            taken = _PORT_TAKEN in said and not self._was_ready
-            if not taken and not any(words in said for words in _STILL_ENDING):
+            logged_text = self._log()[logged:]
+            taken = _PORT_TAKEN in logged_text and not self._was_ready
+            if not taken and not any(words in logged_text for words in _STILL_ENDING):
                 break
         raise ServerFailed(f"PostgreSQL on port {self.port} did not start. {self._log_end()}")
 
@@ -161,7 +161,7 @@ class Postgres(Startable):
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _make_cluster(self) -> None:
-        # Whoever runs the server must get to its folder, and may see nothing else on the way.
+        # The user that runs the server must reach its folder, and may see nothing else on the way.
         scratch().folder.chmod(0o711)
         if self._identity:
             os.chown(self.folder, self._identity["user"], self._identity["group"])

@@ -76,9 +76,9 @@ def test_wrong_arguments_are_exit_code_2(arguments: list[str]) -> None:
 def test_wrong_arguments_as_json(arguments: list[str]) -> None:
     """One document on the standard output, as for every other error."""
     result = run(*arguments, "--json")
-    said = json.loads(result.stdout)
-    assert (result.exit_code, said["exit_code"]) == (2, 2)
-    assert said["error"]
+    report = json.loads(result.stdout)
+    assert (result.exit_code, report["exit_code"]) == (2, 2)
+    assert report["error"]
     assert result.stderr == ""
 
 

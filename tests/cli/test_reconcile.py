@@ -139,10 +139,10 @@ def test_unreachable_service_is_exit_code_2(store: str) -> None:
 
 def test_help_is_complete() -> None:
     """It has every option and the exit codes."""
-    said = run("--help").output
+    text = run("--help").output
     options = ("--store", "--rules", "--url", "--records", "--since", "--repair", "--every")
     for words in (*options, "--limit-keys", "--pause", "--prefix", "--json", "Exit code: 0"):
-        assert words in said, words
+        assert words in text, words
 
 
 # -------------------------------------------------------------------------------------- rules
@@ -153,9 +153,9 @@ def test_rules_that_never_apply(store: str, tmp_path: Path) -> None:
     rules = tmp_path / "rules.yaml"
     rules.write_text(json.dumps(RULES))
     result = run("--store", store, "--rules", str(rules), "--json")
-    told = json.loads(result.stdout)
-    (finding,) = [each for each in told["findings"] if each["check"] == "rules"]
-    assert (result.exit_code, told["exit_code"], finding["level"]) == (1, 1, "warning")
+    report = json.loads(result.stdout)
+    (finding,) = [each for each in report["findings"] if each["check"] == "rules"]
+    assert (result.exit_code, report["exit_code"], finding["level"]) == (1, 1, "warning")
     assert finding["what"].startswith('rule vip: it can never match: the earlier rule "orders"')
     assert "move it before" in finding["remedy"]
 
@@ -252,11 +252,11 @@ def url() -> Iterator[str]:
 
 def test_rules_and_metrics_of_a_service(store: str, url: str) -> None:
     """The rules need a token; without one, they must be given."""
-    told = run("--store", store, "--url", url, "--token", "tk_read")
-    assert told.exit_code == 1
-    assert "rules that were never applied since 2023-11-14 22:13:20Z: 1" in told.output
-    assert "   old\n" in told.output
-    assert "tk_read" not in told.output
+    result = run("--store", store, "--url", url, "--token", "tk_read")
+    assert result.exit_code == 1
+    assert "rules that were never applied since 2023-11-14 22:13:20Z: 1" in result.output
+    assert "   old\n" in result.output
+    assert "tk_read" not in result.output
     untold = run("--store", store, "--url", url)
     assert untold.exit_code == 0
     assert "not checked: give --rules, or --url and a token" in untold.output
@@ -309,11 +309,11 @@ def test_rules_without_recorded_usage(store: str) -> None:
 
 def test_report_as_json(store: str) -> None:
     """Each finding has its level, what, where and remedy."""
-    told = json.loads(run("--store", store, "--json").stdout)
-    assert told == json.loads(json.dumps(told))
-    assert told["counted"]["states"] == 3
-    assert (told["exit_code"], told["repairs"]) == (0, [])
-    for finding in told["findings"]:
+    report = json.loads(run("--store", store, "--json").stdout)
+    assert report == json.loads(json.dumps(report))
+    assert report["counted"]["states"] == 3
+    assert (report["exit_code"], report["repairs"]) == (0, [])
+    for finding in report["findings"]:
         assert set(finding) == {"check", "level", "what", "where", "remedy"}
     report = reconcile(ReconcileOptions(store))
     assert report_data(report)["store"] == report.store == store.partition("?")[0]

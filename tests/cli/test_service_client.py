@@ -62,11 +62,11 @@ def test_invalid_text_is_a_value_error(text: str) -> None:
 
 
 class _Told(Collector):
-    def __init__(self, *told: Metric) -> None:
-        self._told = told
+    def __init__(self, *metrics: Metric) -> None:
+        self._metrics = metrics
 
     def collect(self) -> tuple[Metric, ...]:
-        return self._told
+        return self._metrics
 
 
 @given(st.dictionaries(st.text(max_size=20), st.integers(0, 2**50), max_size=5))

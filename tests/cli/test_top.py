@@ -197,6 +197,6 @@ def test_unreachable_service_is_exit_code_2() -> None:
 
 def test_help_is_complete() -> None:
     """It has every option, the exit codes, and an example."""
-    said = run("top", "--help").output
+    text = run("top", "--help").output
     for words in ("--once", "--json", "--interval", "--url", "--token", "Exit code: 0", "Example:"):
-        assert words in said, words
+        assert words in text, words

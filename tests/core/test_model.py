@@ -193,7 +193,7 @@ def test_identity_leaves_out_the_numbers_that_may_change(limit: Limit, identity:
 
 
 @pytest.mark.parametrize(
-    ("limit", "shown", "told"),
+    ("limit", "shown", "text"),
     [
         (Limit(5, per=60), "Limit(5, per=60)", "5 per 60 s (token_bucket)"),
         (
@@ -208,9 +208,9 @@ def test_identity_leaves_out_the_numbers_that_may_change(limit: Limit, identity:
         ),
     ],
 )
-def test_a_limit_prints_as_code_and_as_text(limit: Limit, shown: str, told: str) -> None:
+def test_a_limit_prints_as_code_and_as_text(limit: Limit, shown: str, text: str) -> None:
     """The code creates the same limit again."""
-    assert (repr(limit), str(limit)) == (shown, told)
+    assert (repr(limit), str(limit)) == (shown, text)
     again = eval(repr(limit), {"Limit": Limit})
     assert (again.identity, again.capacity) == (limit.identity, limit.capacity)
 

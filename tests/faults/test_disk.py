@@ -72,7 +72,7 @@ async def test_the_disk_of_the_records_is_full() -> None:
                 await asyncio.to_thread(until, path.exists, "records are kept", NOTICED_S_MAX)
                 await asyncio.sleep(1.5)
                 filler = await asyncio.to_thread(fill, disk)
-                asked = await asyncio.to_thread(ask_too_much, service)
+                calls = await asyncio.to_thread(ask_too_much, service)
                 await asyncio.to_thread(
                     until,
                     lambda: logged(service, "records are not written") and dropped(service) > 0,
@@ -98,6 +98,6 @@ async def test_the_disk_of_the_records_is_full() -> None:
             f"{back_s:.1f} s after there was room",
         )
         assert found["closed"].degraded == 0
-        answered = len(record.noted) + asked
+        answered = len(record.noted) + calls
         # A request whose connection was cut may have been decided or not.
         assert answered <= used(path) <= answered + record.lost

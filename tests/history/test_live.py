@@ -96,13 +96,13 @@ def _check_bounds(sketch: Sketch[int], true: Counter[int], counters: int) -> Non
     total = sum(true.values())
     assert sketch.total == pytest.approx(total)
     assert sketch.missed <= total / (counters + 1) + 1e-9
-    told = {each.item: each for each in sketch.top(counters, now_s=0)}
-    assert len(told) <= counters
-    for each in told.values():
+    shown = {each.item: each for each in sketch.top(counters, now_s=0)}
+    assert len(shown) <= counters
+    for each in shown.values():
         assert each.count - each.error - 1e-9 <= true[each.item] <= each.count + 1e-9
     for each, count in true.items():
         if count > total / counters:
-            assert each in told
+            assert each in shown
 
 
 @given(batches)

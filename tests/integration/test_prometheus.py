@@ -96,8 +96,8 @@ def with_samples(text: str) -> set[str]:
 def checked(service: ServiceProcess, times: int, **fields: Any) -> list[int]:
     """Send this many checks, each on its own connection, so that all workers get some."""
     with ThreadPoolExecutor(8) as pool:
-        asked = pool.map(lambda _: service.ask("POST", "/v1/check", fields).status, range(times))
-        return list(asked)
+        statuses = pool.map(lambda _: service.ask("POST", "/v1/check", fields).status, range(times))
+        return list(statuses)
 
 
 def test_sums_never_go_down_when_workers_die() -> None:
@@ -108,15 +108,17 @@ def test_sums_never_go_down_when_workers_die() -> None:
     """
     rules = {"version": 1, "rules": [{"id": "users", "by": ["user"], "limits": ["100000/hour"]}]}
     with ServiceProcess(rules, workers=4) as service:
-        told: dict[tuple[str, tuple[str, ...]], float] = {}
+        before: dict[tuple[str, tuple[str, ...]], float] = {}
 
         def scraped() -> dict[tuple[str, tuple[str, ...]], float]:
             now = counters(scrape(service))
             lower = {
-                name: (was, now.get(name)) for name, was in told.items() if was > now.get(name, -1)
+                name: (was, now.get(name))
+                for name, was in before.items()
+                if was > now.get(name, -1)
             }
             assert not lower
-            told.update(now)
+            before.update(now)
             return now
 
         def allowed() -> float:
@@ -189,9 +191,9 @@ def test_the_dashboard_shows_every_metric() -> None:
     assert names_used() == {family.full_name for family in FAMILIES}
 
 
-def shown(prometheus: PrometheusProcess, asked: list[str]) -> bool:
+def shown(prometheus: PrometheusProcess, queries: list[str]) -> bool:
     """Return True if a panel has data. Raises for a query that Prometheus rejects."""
-    found = [prometheus.query(each) for each in asked]
+    found = [prometheus.query(each) for each in queries]
     return any(found)
 
 
@@ -263,7 +265,7 @@ async def test_a_real_prometheus_scrapes_and_alerts_when_redis_dies(redis: Singl
         until(fires, "the alerts fire", WAIT_SECONDS, prometheus.firing)
 
         def empty() -> set[str]:
-            return {name for name, asked in panels.items() if not shown(prometheus, asked)}
+            return {name for name, queries in panels.items() if not shown(prometheus, queries)}
 
         # Rates need two scrapes; the contents of the store are unknown while Redis is unavailable.
         until(lambda: empty() <= holding, "every other panel shows something", WAIT_SECONDS, empty)

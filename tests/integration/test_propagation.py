@@ -54,7 +54,7 @@ class FollowingNode:
     """A process that follows the rules, and the lines that it has printed."""
 
     def __init__(self, **options: Any) -> None:
-        self.said: list[dict[str, Any]] = []
+        self.lines: list[dict[str, Any]] = []
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.integration.rules_node", json.dumps(options)],
             stdin=subprocess.PIPE,
@@ -67,27 +67,27 @@ class FollowingNode:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self.said.append(json.loads(line))
+            self.lines.append(json.loads(line))
 
     def await_line(self, what: str, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """Wait for a line for which the condition holds, and return it."""
         return until(
-            lambda: next((each for each in list(self.said) if condition(each)), None),
+            lambda: next((each for each in list(self.lines) if condition(each)), None),
             f"a node prints {what}",
             SECONDS_MAX,
-            lambda: self.said[-3:],
+            lambda: self.lines[-3:],
         )
 
     def await_number(self, number: int) -> int:
         """Return when a version came into force on this node, in nanoseconds."""
-        said = self.await_line(
+        line = self.await_line(
             f"version {number} in force", lambda it: it.get("limit") == LIMIT + number
         )
-        return int(said["at_ns"])
+        return int(line["at_ns"])
 
     def last_line(self) -> dict[str, Any]:
         """Return the last line."""
-        return self.said[-1]
+        return self.lines[-1]
 
     def kill(self) -> None:
         self._process.send_signal(signal.SIGKILL)
@@ -103,7 +103,7 @@ class FollowingNode:
             self._process.stdin.flush()
         self._end()
         assert self._process.returncode == 0
-        return self.said[-1]
+        return self.lines[-1]
 
     def _end(self) -> None:
         self._process.wait(SECONDS_MAX)
@@ -300,8 +300,8 @@ async def test_a_database_outage(tmp_path: Path) -> None:
                 )
                 assert node.last_line()["limit"] == LIMIT + 1
             with fleet(nodes=1, rules=url, snapshot=place) as (late,):
-                assert late.said[0]["origin"] == "snapshot"
-                assert late.said[0]["version"] == "1"
+                assert late.lines[0]["origin"] == "snapshot"
+                assert late.lines[0]["version"] == "1"
                 server.start()
                 async with editing(url) as editor:
                     began_s = time.monotonic()

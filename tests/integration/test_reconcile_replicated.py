@@ -173,8 +173,8 @@ def test_replication_lag_is_no_drift(pair: tuple[Single, Single]) -> None:
     try:
         until(lambda: primary.admin.dbsize() == 50, "all have been there", SECONDS_MAX)
         for _ in range(20):
-            told = found(reconciled(primary.uri), "drift")
-            assert [each for each in told if each.level == "problem"] == []
+            drifts = found(reconciled(primary.uri), "drift")
+            assert [each for each in drifts if each.level == "problem"] == []
     finally:
         done.set()
         thread.join()
@@ -191,8 +191,8 @@ def test_replica_that_does_not_answer(pair: tuple[Single, Single]) -> None:
         report = reconciled(primary.uri, options={"connect_ms": 300})
     finally:
         replica.resume()
-    told = [each for each in found(report, "drift") if each.level == "warning"]
-    assert [each.what for each in told] == [
+    drifts = [each for each in found(report, "drift") if each.level == "warning"]
+    assert [each.what for each in drifts] == [
         f"not compared: 127.0.0.1:{replica.port}: no answer in time"
     ]
     assert report.counted["keys"] == 20

@@ -125,25 +125,25 @@ async def test_a_page_reads_little_more_than_it_returns(
     for minute in range(600):
         sink.usage.add(("user:1", "orders", first_s // 60 + minute), [1, 0, 1])
     await sink.finish()
-    asked: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     find = records._rows
 
     async def spied(statement: str, given: Mapping[str, Any]) -> list[Any]:
-        asked.append((given["from_s"], given["to_s"]))
+        spans.append((given["from_s"], given["to_s"]))
         return await find(statement, given)
 
     monkeypatch.setattr(records, "_rows", spied)
     found = await records.usage(RecordFilter(first_s * 10**6, ALL.to_us), "minute", 100)
     assert [row.start_s for row in found] == [first_s + 60 * each for each in range(100)]
-    assert asked[-1][1] - first_s <= 200 * 60
-    asked.clear()
+    assert spans[-1][1] - first_s <= 200 * 60
+    spans.clear()
     again = await records.usage(RecordFilter(first_s * 10**6, ALL.to_us), "minute", 1, found[-1])
     assert [row.start_s for row in again] == [first_s + 60 * 100]
-    assert asked[-1][1] - asked[0][0] <= 5 * 60
-    asked.clear()
+    assert spans[-1][1] - spans[0][0] <= 5 * 60
+    spans.clear()
     of_all = await records.usage(RecordFilter(-(10**17), 10**17), "minute", 1_000)
     assert len(of_all) == 600
-    assert len(asked) < 40
+    assert len(spans) < 40
 
 
 async def test_an_old_cursor_hides_nothing(sink: Sink, records: Records) -> None:

@@ -344,7 +344,7 @@ def test_a_forked_child_starts_with_closed_breakers(server: Single, key: str) ->
     if child == 0:
         try:
             right = not store.breakers() and limiter.check(key).allowed
-        except BaseException:  # the parent is told by the exit code
+        except BaseException:  # the exit code tells the parent
             right = False
         os._exit(0 if right else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -99,12 +99,12 @@ def test_waiting_for_retry_after_is_enough_by_the_servers_clock(
     """The wait of a cached denial is long enough, every time; until then the check is denied."""
     with client(wire, server.uri, Limit(2, per=0.04, algorithm=algorithm)) as api:
         for _ in range(8):
-            while (told := api.check(key)).allowed:
+            while (denied := api.check(key)).allowed:
                 pass
             again = api.check(key)
             if again.allowed:  # a busy machine: it was over by then, and what came back is spent
                 continue
-            assert again.retry_after_ns <= told.retry_after_ns
+            assert again.retry_after_ns <= denied.retry_after_ns
             _wait(again.retry_after)
             assert api.check(key).allowed
 
@@ -182,7 +182,7 @@ def test_a_flush_counts_within_a_second(server: Single, key: str, wire: str) -> 
     with client(wire, server.uri, Limit(1, per=YEAR), denied_cache_ms=200) as api:
         assert [api.check(key).allowed for _ in range(2)] == [True, False]
         server.admin.delete(f"tk:{{{key}}}")
-        until(lambda: api.check(key).allowed, "the server is asked again", SECONDS_MAX)
+        until(lambda: api.check(key).allowed, "a check reaches the server again", SECONDS_MAX)
 
 
 @both_wires
@@ -244,10 +244,10 @@ def test_several_subjects_denied_together_cause_no_call(
                 assert [decision.remaining for decision in answered] == [0, 0]
 
         assert calls_during(server, ask) == 0
-        for subject, asked in zip(subjects, (False, True), strict=True):
+        for subject, sent in zip(subjects, (False, True), strict=True):
             _refund(api, subject)
             calls = calls_during(server, lambda: api.start_all(subjects).result())
-            assert (calls > 0) is asked
+            assert (calls > 0) is sent
         assert [api.peek(subject).remaining for subject in subjects] == [1, 0]
 
 

@@ -57,8 +57,8 @@ async def test_a_cancelled_request_of_several_subjects_has_spent_nothing(
             assert (await user.check(key, 1)).allowed
         assert (await tenant.check(key, 1)).allowed
         server.pause()
-        asked = [(user, key, 1), (tenant, key, 1)]
-        requests = [asyncio.ensure_future(store.check_together_async(asked)) for _ in range(20)]
+        checks = [(user, key, 1), (tenant, key, 1)]
+        requests = [asyncio.ensure_future(store.check_together_async(checks)) for _ in range(20)]
         await asyncio.sleep(0.01)  # they are sent
         await left(*requests)
         server.resume()
@@ -159,7 +159,7 @@ class _Account:
             self.most += units * found.allowed
         elif isinstance(found, StoreError):
             self.most += units * ("may have been counted" in str(found))
-        else:  # who has left was told nothing
+        else:  # a cancelled caller got no answer
             self.most += units
 
     def refunded(self, error: BaseException | None) -> None:
@@ -200,11 +200,11 @@ async def test_the_charge_matches_the_answers_of_the_callers(
                     account.refunded(error)
 
             async def request() -> None:
-                asked = [(counts, f"{key} together", 1)]
+                checks = [(counts, f"{key} together", 1)]
                 if random.random() < 0.5:
-                    asked.append((denies, key, 1))
+                    checks.append((denies, key, 1))
                 try:
-                    decisions = await store.check_together_async(asked)
+                    decisions = await store.check_together_async(checks)
                     together.checked(min(decisions, key=bool), 1)
                     # The refund may be lost, like any call.
                     together.most += not all(decisions)

@@ -385,7 +385,7 @@ def test_signals_do_not_extend_a_deadline(key: str) -> None:
 def test_a_connection_that_is_made_too_late_charges_nothing(
     server: Single, key: str, wire: str
 ) -> None:
-    """The callers were told that nothing was sent, so nothing is sent afterwards."""
+    """The callers got an error that says "not sent", so nothing is sent afterwards."""
     with Proxy(server.port) as proxy:
         proxy.accept_seconds = 0.45
         with client(wire, proxy.uri, deadline_ms=300, connect_ms=5_000) as api:

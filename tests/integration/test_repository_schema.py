@@ -210,8 +210,8 @@ async def test_rows_cannot_be_changed_by_sql(repository: Repository, url: str, t
     for name, statement in ways.items():
         with pytest.raises(exc.DBAPIError) as error:
             await run(url, statement(table, number))
-        said = str(error.value.orig)
-        assert "never changed" in said or "next number" in said, name
+        message = str(error.value.orig)
+        assert "never changed" in message or "next number" in message, name
         assert (await repository.history(), await repository.audit()) == before, name
     # The repository still works.
     assert (await repository.assign("user:1", "pro", author="ann")).number == 3

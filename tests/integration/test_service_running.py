@@ -41,8 +41,8 @@ def hammer(
     def one(_: int) -> Counter[int]:
         connection = service.connect()
         try:
-            asked = (ask_on(connection, "POST", "/v1/check", body).status for _ in range(each))
-            return Counter(asked)
+            statuses = (ask_on(connection, "POST", "/v1/check", body).status for _ in range(each))
+            return Counter(statuses)
         finally:
             connection.close()
 
@@ -69,8 +69,8 @@ def test_limit_is_exact_over_four_workers_and_a_restart() -> None:
     with ServiceProcess(limited("100/day"), workers=4) as service:
         found = hammer(service, {"user": "42"}, connections=16, each=19)
         assert found == {200: 100, 429: 16 * 19 - 100}
-        asked = {service.ask("GET", "/readyz").data["worker"] for _ in range(40)}
-        assert len(asked) > 1, "all connections went to one worker"
+        workers = {service.ask("GET", "/readyz").data["worker"] for _ in range(40)}
+        assert len(workers) > 1, "all connections went to one worker"
         until(lambda: counted(service, "denied") == 204, "all are counted", 10)
         assert service.end() == 0
         service.start()
@@ -217,7 +217,7 @@ def clients_of(service: ServiceProcess, number: int) -> list[Client]:
 
 
 def assert_none_lost(clients: list[Client]) -> None:
-    """Every client got all its answers and was told to close its connection."""
+    """Every client got all its answers and was asked to close its connection."""
     for client in clients:
         client.join(60)
     assert [client.lost for client in clients if client.lost] == []

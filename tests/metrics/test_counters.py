@@ -60,8 +60,8 @@ def test_the_documentation_lists_every_metric() -> None:
     """Each has exactly its declared labels."""
     page = (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(tollkeeper_\w+)` \| ([a-z, ]*)\|", page, re.MULTILINE)
-    told = {name: tuple(filter(None, labels.strip().split(", "))) for name, labels in rows}
-    assert told == {family.full_name: family.labels for family in FAMILIES}
+    documented = {name: tuple(filter(None, labels.strip().split(", "))) for name, labels in rows}
+    assert documented == {family.full_name: family.labels for family in FAMILIES}
 
 
 def test_counters_are_added_and_the_worst_gauge_is_reported() -> None:
@@ -105,12 +105,12 @@ def test_only_the_counts_of_a_dead_worker_remain() -> None:
 def test_counts_by_rule_never_go_down(seen: list[dict[str, tuple[int, ...]]]) -> None:
     """This holds while rules are added, removed and compiled again."""
     lasting = RuleTotals()
-    told: dict[str, list[int]] = {}
+    totals: dict[str, list[int]] = {}
     for now in seen:
         lasting.update(now)
-        for rule, row in [*told.items(), *now.items()]:
+        for rule, row in [*totals.items(), *now.items()]:
             assert all(n >= was for n, was in zip(lasting.totals[rule], row, strict=True))
-        told = {rule: list(total) for rule, total in lasting.totals.items()}
+        totals = {rule: list(total) for rule, total in lasting.totals.items()}
 
 
 def test_a_removed_rule_keeps_its_counts() -> None:

@@ -165,8 +165,8 @@ def test_a_reading_stays_until_the_next_one() -> None:
     clock, cpu = ManualClock(), Load(None)
     loads = Loads(clock.now_ns, {"cpu": cpu})
     found = []
-    for said in (None, 0.8, None, 0.3):
-        cpu.load = said
+    for load in (None, 0.8, None, 0.3):
+        cpu.load = load
         found.append(loads.reading("cpu"))
         clock.advance_ns(SAMPLE_NS)
     assert found == [None, 0.8, 0.8, 0.3]

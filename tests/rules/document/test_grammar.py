@@ -278,8 +278,10 @@ def test_mistakes_in_a_rule(text: str, problem: str) -> None:
     with pytest.raises(DocumentError) as caught:
         rule(text)
     (first,) = caught.value.problems
-    said = f"{first.where}: {first.message}".removeprefix("rules[0]").lstrip(".").removeprefix(": ")
-    assert said.startswith(problem)
+    message = (
+        f"{first.where}: {first.message}".removeprefix("rules[0]").lstrip(".").removeprefix(": ")
+    )
+    assert message.startswith(problem)
     assert first.line in range(4, 8)
 
 
@@ -429,9 +431,9 @@ def test_mistakes_at_the_top(text: str, problem: str) -> None:
 def test_mistakes_in_an_override(text: str, problem: str) -> None:
     """Each mistake gives one problem with its path and the expected value."""
     found = problems(f"version: 1\nrules: [{{id: r, by: [], limits: 5/s}}]\noverrides:\n- {text}\n")
-    said = found[0].partition(" overrides[0]")[2]
+    message = found[0].partition(" overrides[0]")[2]
     assert found[0].startswith("t:4:")
-    assert said.startswith(problem)
+    assert message.startswith(problem)
 
 
 def test_ids_are_unique() -> None:

@@ -141,7 +141,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("none.yaml", None, "none.yaml: cannot be read: No such file or directory"),
         (".", None, ": cannot be read: Is a directory"),
@@ -151,7 +151,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_files_that_cannot_be_read(
-    tmp_path: Path, name: str, content: bytes | None, said: str
+    tmp_path: Path, name: str, content: bytes | None, message: str
 ) -> None:
     """The error is a DocumentError that names the file."""
     path = tmp_path / name
@@ -159,7 +159,7 @@ def test_files_that_cannot_be_read(
         path.write_bytes(content)
     with pytest.raises(DocumentError) as caught:
         read_file(path)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_file_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,8 +163,8 @@ def test_parts_without_their_rule_are_reported() -> None:
 def test_any_hash_is_read_or_reported(values: dict[bytes, bytes]) -> None:
     """Every field is read or reported, and none raises an error."""
     found = read_subject(values)
-    told = {name for wrong in found.unreadable for name in wrong.fields}
-    assert {name for name in values if not is_part(name)} <= told | set(found.rules)
+    unreadable = {name for wrong in found.unreadable for name in wrong.fields}
+    assert {name for name in values if not is_part(name)} <= unreadable | set(found.rules)
 
 
 @given(st.binary(max_size=100))

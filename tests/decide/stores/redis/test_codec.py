@@ -297,10 +297,10 @@ def test_a_batch_decides_as_single_checks_in_a_row(
     assert remaining[-1] < cost
     follows = decoder.denial_after(reply, count * cost, cost)
     assert follows is not None
-    told = decoder.check(follows, cost)
-    assert not told.allowed
-    assert told.remaining == remaining[-1]
-    assert told.retry_after_ns > 0
+    decision = decoder.check(follows, cost)
+    assert not decision.allowed
+    assert decision.remaining == remaining[-1]
+    assert decision.retry_after_ns > 0
     with pytest.raises(StoreUnavailable, match="this is a defect"):
         decoder.checks(reply, cost, count + 1)
 
