@@ -512,3 +512,27 @@ async def test_an_endpoint_that_cannot_be_limited_is_an_error() -> None:
         await bare()
     with pytest.raises(ConfigError, match="no RateLimit is installed"):
         await limited_search(Request(scope_of()))
+
+
+async def test_an_endpoint_may_fail_closed() -> None:
+    """While the store is away, a login is refused with 503 and the other endpoints are served."""
+
+    @limited_to("5/minute", on_failure="closed")
+    async def login(request: Request) -> Response:
+        return PlainTextResponse("in")
+
+    @limited_to("5/minute")
+    async def search(request: Request) -> Response:
+        return PlainTextResponse("found")
+
+    app = Starlette(routes=[Route("/login", login), Route("/search", search)])
+    limited_app = RateLimit(
+        app,
+        "9/minute",
+        store="redis://127.0.0.1:1",
+        on_limit=lambda request, denial: PlainTextResponse("wait", 429),
+    )
+    seen = await ask(limited_app, "/login")
+    assert (seen.status, seen.headers["x-ratelimit-policy"]) == (503, "degraded")
+    assert (await ask(limited_app, "/search")).status == 200
+    await limited_app.enforcer.close()

@@ -92,6 +92,15 @@ async def test_hooks_may_be_given_by_their_dotted_path(site: Site) -> None:
         assert refused.headers["Retry-After"] == "60"
 
 
+async def test_a_view_may_fail_closed(site: Site) -> None:
+    """While the store is away, a login is refused with 503 and the other views are served."""
+    hook = f"{views.__name__}.denial_of_tests"
+    with site.having(limits="9/minute", store="redis://127.0.0.1:1", on_limit=hook):
+        assert await site.statuses("/closed", "/aclosed", "/hello") == [503, 503, 200]
+    with site.having(middleware=False, store="redis://127.0.0.1:1"):
+        assert await site.statuses("/closed", "/aclosed", "/search") == [503, 503, 200]
+
+
 async def test_async_hooks_are_awaited(site: Site) -> None:
     """They run in the event loop; a thread runs them in the loop that waits for it."""
 

@@ -340,6 +340,27 @@ async def test_a_route_may_have_its_own_on_limit() -> None:
     assert (seen.status, seen.body, seen.headers["retry-after"]) == (420, b"wait", "60")
 
 
+async def test_a_route_may_fail_closed() -> None:
+    """While the store is away, a login is refused with 503 and the other routes are served."""
+    app, limit = _limited(
+        "9/minute",
+        store="redis://127.0.0.1:1",
+        on_limit=lambda request, denial: PlainTextResponse("wait", 429),
+    )
+
+    @app.post("/login", dependencies=[limit("5/minute", on_failure="closed")])
+    async def login() -> None: ...
+
+    @app.get("/search", dependencies=[limit("5/minute")])
+    async def search() -> None: ...
+
+    seen = await ask(app, "/login", method="POST")
+    assert (seen.status, seen.headers["retry-after"]) == (503, "1")
+    assert json.loads(seen.body)["error"]["code"] == "LIMITER_UNAVAILABLE"
+    assert (await ask(app, "/search")).status == 200
+    await limit.enforcer.close()
+
+
 async def test_a_cost_that_never_fits_is_a_422() -> None:
     """A dependency raises it, and earlier charges are refunded."""
     app, limit = _limited("10/minute")

@@ -23,6 +23,7 @@ from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.model import check_name
 from tollkeeper.core.rates import LimitsArgument
 from tollkeeper.limiter.arguments import kind_of, name_of
+from tollkeeper.web.answers import Denial
 from tollkeeper.web.charges import (
     CHARGE,
     CHARGES,
@@ -34,16 +35,17 @@ from tollkeeper.web.charges import (
     charges_of,
     is_request_denied,
 )
-from tollkeeper.web.enforcer import AsyncEnforcer
+from tollkeeper.web.enforcer import AsyncEnforcer, Charge
 from tollkeeper.web.options import (
-    EnforcerOptions,
     OptionArguments,
     RouteArguments,
     checked_application,
+    options_of,
+    route_options_of,
 )
 from tollkeeper.web.requests import AsgiRequest, RoutedAsgiRequest
 
-__all__ = ["CHARGE", "RateLimit", "limited"]
+__all__ = ["CHARGE", "Charge", "Denial", "RateLimit", "limited"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -72,7 +74,7 @@ class RateLimit:
         """Use `enforcer`, if one already exists, instead of limits and options."""
         self.app = checked_application(app)
         self.enforcer = enforcer or AsyncEnforcer(
-            EnforcerOptions(limits=limits, **options).require_limits("RateLimit")
+            options_of("RateLimit(…)", {"limits": limits, **options}).require_limits("RateLimit")
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -137,11 +139,11 @@ def limited(
 
     The endpoint has its own count, on the store of the RateLimit that wraps the application, which
     also answers. `name` is the name of the count, by default that of the function; endpoints with
-    the same name share one count. `EnforcerOptions` describes the options; by default they are
-    those of the RateLimit.
+    the same name share one count. `RouteArguments` lists the options, and `EnforcerOptions`
+    describes them; by default they are those of the RateLimit.
     """
     check_name("name", name)
-    route_options = EnforcerOptions(limits=limits, **options)
+    route_options = route_options_of("limited(…)", "RateLimit(app, {}=…)", limits, options)
 
     def decorate(function: Callable[..., Any], /) -> Callable[..., Coroutine[Any, Any, Any]]:
         if isinstance(function, type) or not callable(function):

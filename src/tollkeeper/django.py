@@ -32,7 +32,7 @@ from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.model import check_name
 from tollkeeper.core.rates import LimitsArgument
 from tollkeeper.limiter.arguments import name_of
-from tollkeeper.web.answers import HttpAnswer
+from tollkeeper.web.answers import Denial, HttpAnswer
 from tollkeeper.web.django_site import (
     DjangoCharges,
     DjangoWebRequest,
@@ -42,7 +42,7 @@ from tollkeeper.web.django_site import (
     template_of,
 )
 from tollkeeper.web.enforcer import AsyncEnforcer, Charge, Enforcer
-from tollkeeper.web.options import EnforcerOptions, RouteArguments
+from tollkeeper.web.options import RouteArguments, route_options_of
 
 try:
     from asgiref.sync import iscoroutinefunction, markcoroutinefunction
@@ -57,7 +57,7 @@ except ImportError as error:
         f"install it with: pip install 'tollkeeper[django]'"
     ) from error
 
-__all__ = ["Charge", "RateLimitMiddleware", "rate_limit"]
+__all__ = ["Charge", "Denial", "RateLimitMiddleware", "rate_limit"]
 
 _CHARGES: Final = "_tollkeeper_charges"
 # Exceptions of views, and the status that Django answers.
@@ -103,12 +103,14 @@ def rate_limit(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Limit a view further, or a method with Django's `method_decorator`.
 
-    `key`, `skip` and `on_limit` default to those of settings.TOLLKEEPER, which also names the
-    store. Each route has its own count, and so has each decorated method of a class. Limits with
-    the same `name` share one count.
+    `key`, `skip`, `on_limit`, `on_unavailable` and `on_failure` default to those of
+    settings.TOLLKEEPER, which also names the store. Each route has its own count, and so has each
+    decorated method of a class. Limits with the same `name` share one count.
     """
     check_name("name", name)
-    route_options = EnforcerOptions(limits=limits, **options)
+    route_options = route_options_of(
+        "rate_limit(…)", 'settings.TOLLKEEPER = {{"{}": …}}', limits, options
+    )
     thread_options = for_threads(route_options)
 
     def decorate(view: Callable[..., Any]) -> Callable[..., Any]:

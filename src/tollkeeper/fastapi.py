@@ -28,9 +28,15 @@ from tollkeeper import asgi
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.model import check_name
 from tollkeeper.core.rates import LimitsArgument
+from tollkeeper.web.answers import Denial
 from tollkeeper.web.charges import charges_of
 from tollkeeper.web.enforcer import AsyncEnforcer, Charge
-from tollkeeper.web.options import EnforcerOptions, OptionArguments, RouteArguments
+from tollkeeper.web.options import (
+    OptionArguments,
+    RouteArguments,
+    options_of,
+    route_options_of,
+)
 from tollkeeper.web.requests import AsgiRequest, WebRequest
 
 try:
@@ -41,7 +47,7 @@ except ImportError as error:
         "tollkeeper.fastapi needs FastAPI: pip install 'tollkeeper[fastapi]'"
     ) from error
 
-__all__ = ["Charge", "RateLimit"]
+__all__ = ["Charge", "Denial", "RateLimit"]
 
 _TOO_MANY: Final = {
     "description": "Too many requests",
@@ -84,7 +90,7 @@ class RateLimit:
                 f"{show(app)} is not a FastAPI application; write RateLimit(app, …). "
                 f"For app.add_middleware(RateLimit, …) use tollkeeper.asgi.RateLimit"
             )
-        self.enforcer = AsyncEnforcer(EnforcerOptions(limits=limits, **options))
+        self.enforcer = AsyncEnforcer(options_of("RateLimit(…)", {"limits": limits, **options}))
         self._dependencies: set[Callable[..., Any]] = set()
         app.add_middleware(asgi.RateLimit, enforcer=self.enforcer)
         self._describe_in(app)
@@ -95,11 +101,11 @@ class RateLimit:
         """Return a dependency that charges the request by further limits; its value is the Charge.
 
         Use it in `dependencies=[…]` of a route, a router or the application, or as
-        `Annotated[Charge, limit(…)]` of an argument. `key`, `skip` and `on_limit` default to those
-        of the application.
+        `Annotated[Charge, limit(…)]` of an argument. `key`, `skip`, `on_limit`, `on_unavailable`
+        and `on_failure` default to those of the application.
         """
         check_name("name", name)
-        route_options = EnforcerOptions(limits=limits, **options)
+        route_options = route_options_of("limit(…)", "RateLimit(app, {}=…)", limits, options)
         outer = self.enforcer
 
         async def charged(connection: HTTPConnection) -> Charge:

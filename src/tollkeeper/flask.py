@@ -26,7 +26,6 @@ checked before that.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import fields
 from functools import wraps
 from itertools import takewhile
 from typing import Any, Final, ParamSpec, TypeVar, Unpack, cast
@@ -34,10 +33,17 @@ from typing import Any, Final, ParamSpec, TypeVar, Unpack, cast
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.model import check_name
 from tollkeeper.core.rates import LimitsArgument
-from tollkeeper.web.answers import HttpAnswer
+from tollkeeper.web.answers import Denial, HttpAnswer
 from tollkeeper.web.charges import CHARGE, CHARGES, RequestCharges
 from tollkeeper.web.enforcer import LOG, Charge, Enforcer
-from tollkeeper.web.options import EnforcerOptions, OptionArguments, RouteArguments
+from tollkeeper.web.options import (
+    EnforcerOptions,
+    OptionArguments,
+    RouteArguments,
+    check_option_names,
+    options_of,
+    route_options_of,
+)
 from tollkeeper.web.requests import WsgiRequest
 from tollkeeper.wsgi import serve_charged
 
@@ -50,7 +56,7 @@ except ImportError as error:
         f"tollkeeper.flask needs Flask ({error}); install it with: pip install 'tollkeeper[flask]'"
     ) from error
 
-__all__ = ["Charge", "RateLimit", "charge"]
+__all__ = ["Charge", "Denial", "RateLimit", "charge"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -78,13 +84,13 @@ class RateLimit:
         **options: Unpack[OptionArguments],
     ) -> None:
         self._options: dict[str, Any] = {"limits": limits, **options}
+        # Reports wrong options now, not in `init_app`.
+        options_of("RateLimit(…)", self._options).require_plain_hooks()
         self._exempt: list[Blueprint] = []
         # Names given with `name=`. A view whose endpoint has such a name gets another one.
         self._given_names: set[str] = set()
         # Views before decoration, by id since some are not hashable.
         self._undecorated: dict[int, Callable[..., Any]] = {}
-        # Reports wrong options now, not in `init_app`.
-        EnforcerOptions(limits=limits, **options).require_plain_hooks()
         if app is not None:
             self.init_app(app)
 
@@ -111,10 +117,12 @@ class RateLimit:
     ) -> Callable[[View], View]:
         """Return a decorator that limits a view further, or all views of a Blueprint.
 
-        `key`, `skip` and `on_limit` default to those of the application.
+        `key`, `skip`, `on_limit`, `on_unavailable` and `on_failure` default to those of the
+        application.
         """
         check_name("name", name)
-        route_options = EnforcerOptions(limits=limits, **options).require_plain_hooks()
+        route_options = route_options_of("limit(…)", "RateLimit(app, {}=…)", limits, options)
+        route_options.require_plain_hooks()
         self._given_names.add(name)
 
         def decorate(limited: View) -> View:
@@ -241,10 +249,10 @@ def _charges() -> RequestCharges:
 
 def _configured(app: Flask) -> dict[str, Any]:
     found = app.config.get("TOLLKEEPER", {})
-    known = [field.name for field in fields(EnforcerOptions)]
-    if not isinstance(found, dict) or not set(found) <= set(known):
-        wrong = sorted(set(found) - set(known)) if isinstance(found, dict) else found
+    if not isinstance(found, dict):
         raise ConfigError(
-            f'app.config["TOLLKEEPER"] has {show(wrong)}; it must be a dict of {", ".join(known)}'
+            f'app.config["TOLLKEEPER"]={show(found)} is not a dict of options; for example '
+            f'{{"limits": "100/minute"}}'
         )
+    check_option_names('app.config["TOLLKEEPER"]', found)
     return found

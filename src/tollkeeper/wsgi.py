@@ -24,11 +24,13 @@ from typing import Any, Unpack
 
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.rates import LimitsArgument
-from tollkeeper.web.answers import Header, HttpAnswer
+from tollkeeper.web.answers import Denial, Header, HttpAnswer
 from tollkeeper.web.charges import CHARGE, CHARGES, RequestCharges
-from tollkeeper.web.enforcer import Enforcer
-from tollkeeper.web.options import EnforcerOptions, OptionArguments, checked_application
+from tollkeeper.web.enforcer import Charge, Enforcer
+from tollkeeper.web.options import OptionArguments, checked_application, options_of
 from tollkeeper.web.requests import WsgiRequest
+
+__all__ = ["Charge", "Denial", "RateLimit"]
 
 Environ = MutableMapping[str, Any]
 StartResponse = Callable[..., Callable[[bytes], object]]
@@ -39,17 +41,16 @@ class RateLimit:
     """A WSGI application whose requests are limited.
 
     Takes `app`, its limits (or `rules`, or a `limiter`), and the options of `EnforcerOptions` by
-    name. The request's Charge is at `environ["tollkeeper.charge"]`. `on_limit` returns a WSGI
-    application. If the application sends headers about limits itself, those win.
+    name. The request's Charge is at `environ["tollkeeper.charge"]`. `on_limit` and `on_unavailable`
+    return a WSGI application. If the application sends headers about limits itself, those win.
     """
 
     def __init__(
         self, app: WsgiApp, limits: LimitsArgument | None = None, **options: Unpack[OptionArguments]
     ) -> None:
         self.app: WsgiApp = checked_application(app)
-        self.enforcer = Enforcer(
-            EnforcerOptions(limits=limits, **options).require_limits("RateLimit")
-        )
+        given = options_of("RateLimit(…)", {"limits": limits, **options})
+        self.enforcer = Enforcer(given.require_limits("RateLimit"))
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         """Serve one request, as WSGI defines it."""
@@ -163,7 +164,7 @@ def _app_of(response: Any) -> WsgiApp:
         found: WsgiApp = response
         return found
     raise ConfigError(
-        f"on_limit returned {show(response)}; return a WSGI application, an HttpAnswer, or None"
+        f"on_limit or on_unavailable returned {show(response)}; return a WSGI application or None"
     )
 
 

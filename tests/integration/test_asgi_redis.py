@@ -124,6 +124,25 @@ async def test_an_unavailable_store_is_answered_by_the_failure_policy(
     await limited_app.enforcer.close()
 
 
+async def test_a_login_route_fails_closed_when_redis_stops() -> None:
+    """The login answers 503 from then on; the other routes are served without a limit."""
+    app = FastAPI()
+    with Single() as server:
+        limit = FastRateLimit(app, "100/day", store=f"{server.uri}?deadline_ms=10000")
+
+        @app.get("/login", dependencies=[limit("5/day", on_failure="closed")])
+        async def login() -> None: ...
+
+        @app.get("/search", dependencies=[limit("5/day")])
+        async def search() -> None: ...
+
+        before = [(await ask(app, path)).status for path in ("/login", "/search")]
+        await asyncio.to_thread(server.stop)
+        after = [(await ask(app, path)).status for path in ("/login", "/search")]
+        await limit.enforcer.close()
+    assert (before, after) == ([200, 200], [503, 200])
+
+
 async def test_a_store_that_fails_before_the_response_ends_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -20,7 +20,7 @@ from django.utils.asyncio import async_unsafe
 from django.utils.decorators import method_decorator
 from django.views import View
 
-from tollkeeper.django import rate_limit
+from tollkeeper.django import Denial, rate_limit
 from tollkeeper.testing import ManualClock
 
 NOW_S = 1_767_225_600
@@ -137,6 +137,16 @@ async def alogin(request: Any, word: str) -> HttpResponse:
     return HttpResponse(status=200 if word == "right" else 401)
 
 
+@rate_limit("5/minute", on_failure="closed")
+def closed(request: Any) -> HttpResponse:
+    return HttpResponse("in")
+
+
+@rate_limit("5/minute", on_failure="closed")
+async def aclosed(request: Any) -> HttpResponse:
+    return HttpResponse("in")
+
+
 @method_decorator(rate_limit("1/minute"), name="dispatch")
 class Report(View):
     def get(self, request: Any, number: int) -> HttpResponse:
@@ -206,6 +216,8 @@ urlpatterns = [
     path("amail", amail),
     path("login/<word>", login),
     path("alogin/<word>", alogin),
+    path("closed", closed),
+    path("aclosed", aclosed),
     path("reports/<int:number>", Report.as_view()),
     path("areports", AsyncReport.as_view()),
     path("parts", Parts.as_view()),
@@ -274,8 +286,8 @@ def skip_of_tests(request: Any) -> bool:
     return "skip" in request.native.GET
 
 
-def denial_of_tests(request: Any, result: Any) -> HttpResponse:
-    return JsonResponse({"wait": result.decision.retry_after}, status=420)
+def denial_of_tests(request: Any, denial: Denial) -> HttpResponse:
+    return JsonResponse({"wait": denial.decision.retry_after}, status=420)
 
 
 def plain_middleware(get_response: Any) -> Any:

@@ -24,6 +24,7 @@ from tollkeeper.web import answers
 from tollkeeper.web.answers import (
     DETAIL_LENGTH_MAX,
     PREPARED_MAX,
+    Denial,
     PreparedHeaders,
     Style,
     capacity_answer,
@@ -401,6 +402,19 @@ def test_a_blocked_client_gets_no_numbers() -> None:
     assert members["title"] == "Forbidden"
     assert members["error"]["code"] == "BLOCKED"
     assert members["error"]["details"] == {}
+
+
+@pytest.mark.parametrize("result", [DENIED, UNAVAILABLE])
+def test_a_hook_gets_the_numbers_of_the_default_response(result: CheckResult) -> None:
+    """The fields of a Denial are those of the response that it replaces."""
+    denial = Denial(result, NOW_NS, Style(draft=7))
+    assert denial.answer == denial_answer(result, NOW_NS, Style(draft=7))
+    members = json.loads(denial.answer.body)
+    assert (denial.status, denial.message) == (denial.answer.status, members["detail"])
+    assert (denial.result, denial.decision) == (result, result.decision)
+    assert denial.retry_after == int(dict(denial.answer.headers)["Retry-After"])
+    assert [denial.rule] == members.get("violated-policies", [denial.rule])
+    assert repr(denial) == f"<Denial {denial.status}: {result.decision!r}>"
 
 
 def test_the_tightest_limit_is_the_violated_policy() -> None:

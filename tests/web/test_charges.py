@@ -167,7 +167,7 @@ async def test_on_limit_may_return_an_http_answer() -> None:
     seen = await ask(limited_app)
     assert (seen.status, seen.body, seen.headers["x-mine"]) == (200, b"ok", "1")
     assert (seen.headers["retry-after"], seen.headers["x-ratelimit-limit"]) == ("60", "1")
-    with pytest.raises(ConfigError, match="on_limit returned 'nonsense'"):
+    with pytest.raises(ConfigError, match="on_limit or on_unavailable returned 'nonsense'"):
         await ask(limited_app)
 
 

@@ -42,10 +42,10 @@ def test_a_remote_store_is_awaited() -> None:
         ("100/minute", r"settings\.TOLLKEEPER='100/minute' is not a dict; for example "),
         (
             {"limit": "1/minute"},
-            r"has unknown names: limit; the known names are limits, rules, store",
+            r"has no option limit; the options are limits, rules, store",
         ),
         ({"limits": "1/fortnight"}, r"settings\.TOLLKEEPER: expected a unit"),
-        ({"limiter": None}, "unknown names: limiter"),
+        ({"limiter": None}, r"settings\.TOLLKEEPER has no option limiter"),
         ({"skip": "no.such.function"}, "skip='no.such.function' cannot be imported"),
         ({"limits": "1/minute", "store": "carrier-pigeon://"}, "store"),
         ({"limits": "1/minute", "key": "pigeon:7"}, "not a source"),

@@ -25,7 +25,7 @@ from tollkeeper import (
 )
 from tollkeeper.core.model import AppliedRule, CheckResult, ResultKind
 from tollkeeper.testing import ManualClock
-from tollkeeper.web.answers import Style
+from tollkeeper.web.answers import Denial, Style
 from tollkeeper.web.charges import joint_result as joined
 from tollkeeper.web.enforcer import PASSED, AsyncEnforcer, Charge, Enforcer, UncheckableRequest
 from tollkeeper.web.options import EnforcerOptions, OptionArguments
@@ -330,11 +330,39 @@ def test_a_store_that_fails_while_settling_is_logged(
 
 
 def test_on_limit_returns_the_response_to_a_denial(make: Make) -> None:
-    """It takes the request and the result. Without a hook the response is None."""
-    enforcer = make(limits="1/minute", on_limit=lambda request, result: (request.path, result.kind))
-    result = enforcer.enter(_request("/x")).result
-    assert enforcer.response(_request("/x"), result) == ("/x", "limited")
-    assert make(limits="1/minute").response(_request("/x"), result) is None
+    """It takes the request and a Denial. Without a hook, or for None, the response is a 429."""
+
+    def on_limit(request: Any, denial: Denial) -> Any:
+        return request.path, denial.status, denial.retry_after
+
+    result = (
+        make(limits="1/minute")
+        .enter(_request("/x"))
+        .result._replace(decision=Decision(False, LIMIT, 0, retry_after_ns=11_500_000_000))
+    )
+    enforcer = make(limits="1/minute", on_limit=on_limit)
+    assert enforcer.response(_request("/x"), result) == ("/x", 429, 12)
+    for hook in (None, lambda request, denial: None):
+        default = make(limits="1/minute", on_limit=hook).response(_request("/x"), result)
+        assert (default.status, dict(default.headers)["Retry-After"]) == (429, "12")
+
+
+@pytest.mark.parametrize(
+    ("kind_of_result", "status", "called"),
+    [("limited", 429, "on_limit"), ("unavailable", 503, "on_unavailable"), ("blocked", 403, "")],
+)
+def test_each_status_has_its_own_hook(
+    make: Make, kind_of_result: ResultKind, status: int, called: str
+) -> None:
+    """A hook that answers 429 cannot turn the 503 of a store that is away into a 429."""
+    calls: list[str] = []
+    enforcer = make(
+        limits="1/minute",
+        on_limit=lambda request, denial: calls.append("on_limit"),
+        on_unavailable=lambda request, denial: calls.append("on_unavailable"),
+    )
+    answer = enforcer.response(_request(), _result(allowed=False, kind=kind_of_result))
+    assert (answer.status, calls) == (status, [called] if called else [])
 
 
 # ── Several enforcers on one store ────────────────────────────────────────────────────────────────
@@ -356,6 +384,42 @@ def test_route_enforcers_share_the_store_and_the_options(make: Make) -> None:
     assert enforcer.enter(_request(user="1")).decision.remaining == 2
     assert route.enter(_request("/free", user="1")).result.kind == "unlimited"
     assert route.enter(_request(user="2")).result.applied[0].rule == "GET /a"
+
+
+@pytest.mark.parametrize(
+    ("outer", "own", "allowed", "kind_of_result"),
+    [
+        ("open", None, True, "limited"),
+        ("open", "closed", False, "unavailable"),
+        ("closed", None, False, "unavailable"),
+        ("closed", "open", True, "limited"),
+    ],
+)
+def test_a_route_has_its_own_failure_policy(
+    make: Make, outer: Any, own: Any, allowed: bool, kind_of_result: str
+) -> None:
+    """By default it is that of the application."""
+    enforcer = make(limits="9/minute", store="redis://127.0.0.1:1", on_failure=outer)
+    route = enforcer.route_enforcer(EnforcerOptions(limits="1/minute", on_failure=own), "login")
+    result = route.enter(_request()).result
+    assert (result.decision.allowed, result.kind) == (allowed, kind_of_result)
+    assert result.decision.degraded
+    assert enforcer.enter(_request()).decision.allowed is (outer == "open")
+
+
+def test_routes_use_the_local_fallback_of_a_given_limiter() -> None:
+    """Each of four machines admits a quarter of a route's limits while the store is away."""
+    limiter = Limiter(
+        "99/minute",
+        store="redis://127.0.0.1:1",
+        on_failure="local",
+        local_fallback=LocalFallback(nodes=4),
+    )
+    enforcer = Enforcer(EnforcerOptions(limiter=limiter))
+    route = enforcer.route_enforcer(EnforcerOptions(limits="8/minute"), "r")
+    assert [route.enter(_request()).decision.allowed for _ in range(3)] == [True, True, False]
+    enforcer.close()
+    limiter.close()
 
 
 def test_the_same_options_and_name_give_the_same_enforcer() -> None:
@@ -413,8 +477,11 @@ async def test_every_hook_may_be_async() -> None:
     async def skip(request: Any) -> bool:
         return request.path == "/free"
 
-    async def on_limit(request: Any, result: Any) -> str:
+    async def on_limit(request: Any, denial: Any) -> str:
         return "mine"
+
+    async def on_unavailable(request: Any, denial: Any) -> str:
+        return "sorry"
 
     async def count(status: int) -> bool:
         return status == 401
@@ -424,13 +491,16 @@ async def test_every_hook_may_be_async() -> None:
         "cost": cost,
         "skip": skip,
         "on_limit": on_limit,
+        "on_unavailable": on_unavailable,
         "count": count,
     }
     enforcer = AsyncEnforcer(EnforcerOptions(limits="4/minute", **hooks))
     charge = await enforcer.enter(_request(user="1"))
     assert (charge.key, charge.decision.remaining) == ("1", 2)
     assert (await enforcer.enter(_request("/free"))).result.kind == "unlimited"
-    assert await enforcer.response(_request(), charge.result) == "mine"
+    for kind, response in (("limited", "mine"), ("unavailable", "sorry")):
+        result = _result(allowed=False, kind=kind)
+        assert await enforcer.response(_request(), result) == response
     await enforcer.leave(charge, 200)
     assert charge.units == 0
     await enforcer.close()
@@ -483,9 +553,7 @@ def test_a_denial_has_the_configured_style(make: Make) -> None:
     enforcer = make(limits="1/minute", style=Style(draft=None, legacy=False))
     enforcer.enter(_request())
     result = enforcer.enter(_request()).result
-    names = {
-        name for name, _ in getattr(enforcer, "enforcer", enforcer).default_response(result).headers
-    }
+    names = {name for name, _ in enforcer.response(_request(), result).headers}
     assert names == {"Retry-After", "Content-Type", "Cache-Control"}
 
 

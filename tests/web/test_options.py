@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, get_type_hints
 
 import pytest
+from fastapi import FastAPI
+from flask import Flask
 
-from tollkeeper import ConfigError, Limiter, asgi, fastapi, flask, wsgi
+from tollkeeper import ConfigError, Limiter, asgi, django, fastapi, flask, wsgi
 from tollkeeper.decide.failure import LocalFallback
 from tollkeeper.testing import ManualClock
 from tollkeeper.web.identity import Identity
-from tollkeeper.web.options import EnforcerOptions, OptionArguments
+from tollkeeper.web.options import EnforcerOptions, OptionArguments, RouteArguments
 
 RULES = """
 version: 1
@@ -33,8 +36,14 @@ rules:
         ({"limits": "1/s", "style": "draft-7"}, "is not a Style"),
         ({"limits": "1/s", "on_failure": "perhaps"}, "on_failure"),
         ({"limits": "1/s", "name": "a\nb"}, "name="),
-        ({"rules": RULES, "name": "x"}, "name and per_route apply to limits only"),
-        ({"rules": RULES, "per_route": True}, "name and per_route apply to limits only"),
+        ({"rules": RULES, "name": "x"}, "give name only together with limits; a rule is named"),
+        ({"rules": RULES, "per_route": True}, "give per_route only together with limits; a rule"),
+        ({"limiter": Limiter("1/s"), "name": "x"}, "give name to the limiter"),
+        (
+            {"name": "x", "per_route": True},
+            'give name and per_route only together with limits; for example limits="100/minute"',
+        ),
+        ({"limits": "1/s", "on_unavailable": 503}, "on_unavailable=503 is not a function"),
         ({"rules": RULES, "key": "header:X"}, "each rule's `by`"),
         ({"limiter": Limiter("1/s"), "store": "redis://x"}, "already has a store"),
         ({"limiter": Limiter("1/s"), "on_failure": "closed"}, "already has a store"),
@@ -66,3 +75,54 @@ def test_an_object_that_is_not_an_application_is_rejected(integration: Any) -> N
 def test_the_typed_arguments_are_the_options() -> None:
     """Type checkers know exactly the options that exist."""
     assert {"limits", *get_type_hints(OptionArguments)} == set(get_type_hints(EnforcerOptions))
+
+
+# The functions that limit a route, with the name and the place that their errors name.
+ROUTES: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "fastapi": (fastapi.RateLimit(FastAPI()), "limit(…)", "RateLimit(app, {}=…)"),
+    "flask": (flask.RateLimit(Flask("shop")), "limit(…)", "RateLimit(app, {}=…)"),
+    "starlette": (asgi.limited, "limited(…)", "RateLimit(app, {}=…)"),
+    "django": (django.rate_limit, "rate_limit(…)", 'settings.TOLLKEEPER = {{"{}": …}}'),
+}
+HERE = dict.fromkeys(get_type_hints(RouteArguments)) | {"cost": 1, "name": "login"}
+ELSEWHERE = sorted({*get_type_hints(OptionArguments)} - {*HERE})
+
+
+@pytest.mark.parametrize("framework", ROUTES)
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_route_rejects_an_option_of_the_application(framework: str, name: str) -> None:
+    """No option is accepted and then ignored. The error says where the option belongs."""
+    limit, function, place = ROUTES[framework]
+    with pytest.raises(ConfigError) as caught:
+        limit("5/minute", **{name: "redis://localhost"})
+    assert str(caught.value).startswith(f"{function} does not take {name}: ")
+    assert f"give it to {place.format(name)}. " in str(caught.value)
+
+
+@pytest.mark.parametrize("framework", ROUTES)
+def test_a_route_names_its_options(framework: str) -> None:
+    """An option that no integration has is rejected too, and so is a route without limits."""
+    limit, function, _ = ROUTES[framework]
+    limit("5/minute", **HERE)
+    with pytest.raises(ConfigError, match="has no option on_faliure; the options are key, cost"):
+        limit("5/minute", on_faliure="closed")
+    with pytest.raises(ConfigError) as caught:
+        limit(None)
+    assert str(caught.value).startswith(f"{function} needs limits")
+    with pytest.raises(ConfigError, match="on_failure='never' is not known"):
+        limit("5/minute", on_failure="never")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **options: fastapi.RateLimit(FastAPI(), "5/minute", **options),
+        lambda **options: flask.RateLimit(Flask("shop"), "5/minute", **options),
+        lambda **options: asgi.RateLimit(FastAPI(), "5/minute", **options),
+        lambda **options: wsgi.RateLimit(Flask("shop"), "5/minute", **options),
+    ],
+)
+def test_an_unknown_option_of_the_application_is_named(make: Callable[..., Any]) -> None:
+    """The error names the public class, not one of ours."""
+    with pytest.raises(ConfigError, match=r"^RateLimit\(…\) has no option stroe; the options are"):
+        make(stroe="memory://")

@@ -157,7 +157,8 @@ class LimiterSetup(LimiterPath):
         check_policy(on_failure)
         self._on_failure = on_failure
         self._clock = clock_of(clock)
-        self._local = LocalLimits(local_fallback_of(local_fallback), self._clock)
+        self._local_fallback = local_fallback_of(local_fallback)
+        self._local = LocalLimits(self._local_fallback, self._clock)
         self._owns_store = isinstance(store, str)
         self._store = store_of(store, self._clock)
         self._limits = (UNLIMITED,)
@@ -213,6 +214,11 @@ class LimiterSetup(LimiterPath):
     def on_failure(self) -> FailurePolicy:
         """The answer when the store cannot decide; a rule's own policy takes precedence."""
         return self._on_failure
+
+    @property
+    def local_fallback(self) -> LocalFallback:
+        """How `on_failure="local"` limits while the store is unavailable."""
+        return self._local_fallback
 
     @property
     def compiled_rules(self) -> CompiledRules:

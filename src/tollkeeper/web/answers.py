@@ -43,6 +43,7 @@ from tollkeeper.core.errors import CapacityError, ConfigError, show
 from tollkeeper.core.model import DEFAULT_NAME, AppliedRule, CheckResult, Decision, Limit
 
 __all__ = [
+    "Denial",
     "Header",
     "HttpAnswer",
     "PreparedHeaders",
@@ -491,6 +492,55 @@ def status_of(result: CheckResult) -> int:
 def denial_answer(result: CheckResult, now_ns: int, style: Style = _STYLE) -> HttpAnswer:
     """Return the whole response to a denied request."""
     return problem_answer(problem_of(result, now_ns), headers_of(result, now_ns, style))
+
+
+class Denial:
+    """A denied request, as `on_limit` and `on_unavailable` receive it.
+
+    With `5/minute`, the 6th of 6 requests at one instant has `status` 429, `retry_after` 12 and
+    `rule` "default".
+    """
+
+    __slots__ = ("_now_ns", "_style", "result")
+
+    def __init__(self, result: CheckResult, now_ns: int, style: Style = _STYLE) -> None:
+        self.result = result
+        """The decision with all rules that applied."""
+        self._now_ns = now_ns
+        self._style = style
+
+    @property
+    def status(self) -> int:
+        """The status of the default response: 429 for `on_limit`, 503 for `on_unavailable`."""
+        return status_of(self.result)
+
+    @property
+    def decision(self) -> Decision:
+        """The decision: the tightest limit, `remaining`, `reset_after`, `degraded`."""
+        return self.result.decision
+
+    @property
+    def retry_after(self) -> int:
+        """Whole seconds until the same request would be allowed, as in the Retry-After header."""
+        return retry_after_seconds_of(self.result.decision)
+
+    @property
+    def rule(self) -> str:
+        """The name of the limit that denied the request, as in the headers."""
+        return _tightest_name(self.result)
+
+    @property
+    def message(self) -> str:
+        """A sentence for the client: which limit has no room, and when to try again."""
+        return str(problem_of(self.result, self._now_ns)["detail"])
+
+    @property
+    def answer(self) -> HttpAnswer:
+        """The default response, to return it for some requests or with changes."""
+        return denial_answer(self.result, self._now_ns, self._style)
+
+    def __repr__(self) -> str:
+        return f"<Denial {self.status}: {self.decision!r}>"
 
 
 def capacity_answer(error: CapacityError) -> HttpAnswer:

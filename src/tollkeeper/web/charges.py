@@ -145,7 +145,7 @@ class RequestCharges:
     def denial(self, enforcer: Enforcer, request: WebRequest) -> Any:
         """Charge the request. Return None if it is allowed, otherwise the response to send.
 
-        The response is an HttpAnswer, or whatever `on_limit` returned.
+        The response is an HttpAnswer, or whatever a hook returned.
         """
         return run(self.denial_steps(enforcer, request))
 
@@ -161,9 +161,7 @@ class RequestCharges:
         if self.add(charge):
             return None
         yield Call(settle)
-        result = self.result
-        response = yield from enforcer.response_steps(request, result)
-        return enforcer.default_response(result) if response is None else response
+        return (yield from enforcer.response_steps(request, self.result))
 
     def _enter_steps(self, enforcer: EnforcerCore, request: WebRequest) -> Steps[Charge]:
         return enforcer.enter_steps(request)
@@ -375,16 +373,13 @@ class AsgiCharges(RequestCharges):
         if answer is not None:
             await self._send_answer(answer, scope, self._send)
             return
-        result = self.result
-        response = await enforcer.response(request, result)
-        if response is None:
-            await self._send_answer(enforcer.default_response(result), scope, self._send)
-        elif isinstance(response, HttpAnswer):
+        response = await enforcer.response(request, self.result)
+        if isinstance(response, HttpAnswer):
             await self._send_answer(response, scope, self.send)  # with our headers
         elif not callable(response):
             raise ConfigError(
-                f"on_limit returned {show(response)}; return a response of the framework, "
-                f"such as JSONResponse(…, status_code=429), an HttpAnswer, or None"
+                f"on_limit or on_unavailable returned {show(response)}; return a response of the "
+                f"framework, such as JSONResponse(…, status_code=denial.status), or None"
             )
         elif scope["type"] == "http" or self._may_answer_websocket(scope):
             await response(scope, receive, self.send)

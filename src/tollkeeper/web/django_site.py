@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Final, NoReturn
 
@@ -33,7 +33,7 @@ from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores import open_store
 from tollkeeper.web.charges import RequestCharges
 from tollkeeper.web.enforcer import AsyncEnforcer, Charge, Enforcer, EnforcerCore
-from tollkeeper.web.options import HOOKS, EnforcerOptions
+from tollkeeper.web.options import HOOKS, OPTION_NAMES, EnforcerOptions, check_option_names
 from tollkeeper.web.requests import WebRequest, WsgiRequest, quoted_path
 
 try:
@@ -55,7 +55,7 @@ except ImportError as error:
 
 SETTING: Final = "TOLLKEEPER"
 # Without `limiter`: a limiter is for threads or for asyncio, and a site needs both.
-NAMES: Final = tuple(field.name for field in fields(EnforcerOptions) if field.name != "limiter")
+NAMES: Final = tuple(name for name in OPTION_NAMES if name != "limiter")
 # Routes whose template is cached; a site has about as many as it has views.
 ROUTES_MAX: Final = 4_096
 
@@ -136,12 +136,7 @@ def options_of(setting: object) -> EnforcerOptions:
         raise ConfigError(
             f"settings.{SETTING}={show(setting)} is not a dict; for example {example}"
         )
-    wrong = sorted(str(name) for name in setting if name not in NAMES)
-    if wrong:
-        raise ConfigError(
-            f"settings.{SETTING} has unknown names: {', '.join(wrong)}; "
-            f"the known names are {', '.join(NAMES)}"
-        )
+    check_option_names(f"settings.{SETTING}", setting, NAMES)
     try:
         return EnforcerOptions(**{name: _loaded(name, value) for name, value in setting.items()})
     except ConfigError as error:

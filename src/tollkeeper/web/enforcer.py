@@ -34,14 +34,15 @@ from tollkeeper.core.errors import CapacityError, ConfigError, TollkeeperError, 
 from tollkeeper.core.model import UNLIMITED, CheckResult, Decision, Request, units_of
 from tollkeeper.core.steps import Call, Steps, Undo, is_awaitable, run, run_async
 from tollkeeper.core.subjects import Key
+from tollkeeper.decide.failure import local_fallback_of
 from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores import open_store
 from tollkeeper.limiter import AsyncLimiter, Limiter
 from tollkeeper.web.answers import (
+    Denial,
     HttpAnswer,
     PreparedHeaders,
     capacity_answer,
-    denial_answer,
     invalid_request_answer,
 )
 from tollkeeper.web.identity import Identity, RequestKeys
@@ -197,10 +198,12 @@ class EnforcerCore:
             self._check_limiter(options.limiter)
             self.clock: Clock = options.limiter.clock
             self._on_failure = options.limiter.on_failure
+            self._local_fallback = options.limiter.local_fallback
             self.store: Store = options.limiter.store
         else:
             self.clock = clock_of(options.clock)
-            self._on_failure = options.on_failure
+            self._on_failure = options.on_failure or "open"
+            self._local_fallback = local_fallback_of(options.local_fallback)
             store = options.store
             self.store = open_store(store, self.clock) if isinstance(store, str) else store
         self.now_ns = self.clock.now_ns
@@ -226,8 +229,8 @@ class EnforcerCore:
         arguments: dict[str, Any] = {
             "store": self.store,
             "clock": options.clock,
-            "on_failure": options.on_failure,
-            "local_fallback": options.local_fallback,
+            "on_failure": self._on_failure,
+            "local_fallback": self._local_fallback,
         }
         if options.limits is not None:
             return kind(options.limits, name=options.name, **arguments)
@@ -268,8 +271,8 @@ class EnforcerCore:
     def route_enforcer(self, options: EnforcerOptions, name: str) -> Self:
         """Return an enforcer of other limits, such as a route's, on the same store.
 
-        Options that it leaves open are those of this enforcer: key, skip, answers. The same options
-        and name return the same enforcer. Closing this enforcer closes it.
+        Options that it leaves open are those of this enforcer: key, skip, answers, on_failure. The
+        same options and name return the same enforcer. Closing this enforcer closes it.
         """
         if not self._is_open:
             self._reopen()
@@ -301,9 +304,10 @@ class EnforcerCore:
             key=own.key if options.key is None and not self._has_rules else options.key,
             skip=options.skip or own.skip,
             on_limit=options.on_limit or own.on_limit,
+            on_unavailable=options.on_unavailable or own.on_unavailable,
             style=own.style,
-            on_failure=self._on_failure,
-            local_fallback=own.local_fallback,
+            on_failure=options.on_failure or self._on_failure,
+            local_fallback=self._local_fallback,
             clock=self.clock,
         )
 
@@ -372,13 +376,16 @@ class EnforcerCore:
             LOG.warning("the final cost of a request could not be settled: %s", error)
 
     def response_steps(self, request: WebRequest, result: CheckResult) -> Steps[Any]:
-        """Return what `on_limit` answers to a denied request; None for the default answer."""
-        hook = self.options.on_limit
-        return None if hook is None else (yield from _value("on_limit", hook(request, result)))
+        """Return the response to a denied request: that of a hook, or the default HttpAnswer.
 
-    def default_response(self, result: CheckResult) -> HttpAnswer:
-        """Return the answer to a denied request for which `on_limit` has none."""
-        return denial_answer(result, self.now_ns(), self.style)
+        `on_limit` answers a 429 and `on_unavailable` a 503, so that a response written for one does
+        not change the status of the other. A 403 has no hook.
+        """
+        denial = Denial(result, self.now_ns(), self.style)
+        name = {429: "on_limit", 503: "on_unavailable"}.get(denial.status, "")
+        hook = getattr(self.options, name, None)
+        response = None if hook is None else (yield from _value(name, hook(request, denial)))
+        return denial.answer if response is None else response
 
     def result_of(self, decision: Decision) -> CheckResult:
         """Return a decision of the limiter's `check` as `evaluate` returns it."""
@@ -418,7 +425,7 @@ class Enforcer(EnforcerCore):
         run(self.leave_steps(charge, status))
 
     def response(self, request: WebRequest, result: CheckResult) -> Any:
-        """Return what `on_limit` answers to a denied request; None for the default answer."""
+        """Return the response to a denied request. See `response_steps`."""
         return run(self.response_steps(request, result))
 
     def close(self) -> None:
@@ -494,7 +501,7 @@ class AsyncEnforcer(EnforcerCore):
         return run_async(self.leave_steps(charge, status))
 
     async def response(self, request: WebRequest, result: CheckResult) -> Any:
-        """Return what `on_limit` answers to a denied request; None for the default answer."""
+        """Return the response to a denied request. See `response_steps`."""
         return await run_async(self.response_steps(request, result))
 
     async def close(self) -> None:

@@ -6,25 +6,25 @@ the first request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, Self, TypedDict
 
 from tollkeeper.core.clock import Clock, clock_of
 from tollkeeper.core.errors import ConfigError, show
-from tollkeeper.core.model import CheckResult, check_name, units_of
+from tollkeeper.core.model import check_name, units_of
 from tollkeeper.core.rates import LimitsArgument, limits_of
 from tollkeeper.decide.failure import FailurePolicy, LocalFallback, check_policy, local_fallback_of
 from tollkeeper.decide.store import Store
 from tollkeeper.limiter import AsyncLimiter, Limiter
 from tollkeeper.limiter.arguments import kind_of, name_of
 from tollkeeper.rules.document.model import Rules
-from tollkeeper.web.answers import Style
+from tollkeeper.web.answers import Denial, Style
 from tollkeeper.web.identity import Identity, IdentitySource, KeySource
 from tollkeeper.web.requests import WebRequest
 
 # The options that may be functions of the application.
-HOOKS: Final = ("key", "cost", "skip", "on_limit", "count")
+HOOKS: Final = ("key", "cost", "skip", "on_limit", "on_unavailable", "count")
 
 
 class OptionArguments(TypedDict, total=False):
@@ -39,23 +39,29 @@ class OptionArguments(TypedDict, total=False):
     per_route: bool
     cost: int | Callable[[WebRequest], Any]
     skip: Callable[[WebRequest], Any] | None
-    on_limit: Callable[[WebRequest, CheckResult], Any] | None
+    on_limit: Callable[[WebRequest, Denial], Any] | None
+    on_unavailable: Callable[[WebRequest, Denial], Any] | None
     count: Callable[[int], Any] | None
     style: Style
     name: str
-    on_failure: FailurePolicy
+    on_failure: FailurePolicy | None
     local_fallback: LocalFallback | None
     clock: Clock | None
 
 
 class RouteArguments(TypedDict, total=False):
-    """The keyword arguments of a route's own limits; see EnforcerOptions."""
+    """The keyword arguments of a route's own limits; see EnforcerOptions.
+
+    All other options apply to the whole application, and a route rejects them.
+    """
 
     key: KeySource | None
     cost: int | Callable[[WebRequest], Any]
     skip: Callable[[WebRequest], Any] | None
-    on_limit: Callable[[WebRequest, CheckResult], Any] | None
+    on_limit: Callable[[WebRequest, Denial], Any] | None
+    on_unavailable: Callable[[WebRequest, Denial], Any] | None
     count: Callable[[int], Any] | None
+    on_failure: FailurePolicy | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,7 +76,8 @@ class EnforcerOptions:
 
     The others are optional:
 
-    `store`, `name`, `on_failure`, `local_fallback` and `clock` as for `Limiter`.
+    `store`, `name`, `local_fallback` and `clock` as for `Limiter`.
+    `on_failure`       as for `Limiter`: by default "open"; on a route, that of the application.
     `identify`         an Identity, or its fields: {"user": "session:user_id", …}.
     `trusted_proxies`  the proxies whose forwarded addresses are believed, as for Identity.
     `key`              the subject that `limits` count: the first source that finds a value; by
@@ -79,8 +86,9 @@ class EnforcerOptions:
     `per_route`        count each route separately.
     `cost`             units, or a function of the request.
     `skip`             a function of the request: if it returns true, the request is not counted.
-    `on_limit`         a function of the request and the CheckResult that returns the framework's
-                       response to a denied request, or None for the default response.
+    `on_limit`         a function of the request and the Denial that returns the framework's
+                       response to a request over its limit, or None for the default 429.
+    `on_unavailable`   the same for a request that `on_failure="closed"` denied: the default is 503.
     `count`            a function of the response's status: the request counts only if it returns
                        true. Every request is charged before it is served and refunded afterwards,
                        so that concurrent attempts cannot exceed the limit.
@@ -97,11 +105,12 @@ class EnforcerOptions:
     per_route: bool = False
     cost: int | Callable[[WebRequest], Any] = 1
     skip: Callable[[WebRequest], Any] | None = None
-    on_limit: Callable[[WebRequest, CheckResult], Any] | None = None
+    on_limit: Callable[[WebRequest, Denial], Any] | None = None
+    on_unavailable: Callable[[WebRequest, Denial], Any] | None = None
     count: Callable[[int], Any] | None = None
     style: Style = field(default_factory=Style)
     name: str = ""
-    on_failure: FailurePolicy = "open"
+    on_failure: FailurePolicy | None = None
     local_fallback: LocalFallback | None = None
     clock: Clock | None = None
 
@@ -110,10 +119,11 @@ class EnforcerOptions:
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} both define the limits; give one of them")
         check_name("name", self.name)
-        check_policy(self.on_failure)
+        if self.on_failure is not None:
+            check_policy(self.on_failure)
         local_fallback_of(self.local_fallback)
         clock_of(self.clock)
-        for name in ("skip", "on_limit", "count"):
+        for name in _EXAMPLES:
             hook = getattr(self, name)
             if hook is not None and not callable(hook):
                 raise ConfigError(f"{name}={show(hook)} is not a function; {_EXAMPLES[name]}")
@@ -138,11 +148,8 @@ class EnforcerOptions:
     def _check_combination(self) -> None:
         if isinstance(self.identify, Identity) and self.trusted_proxies:
             raise ConfigError("give trusted_proxies to the Identity that you pass as identify")
-        if self.limits is None and (self.name or self.per_route):
-            raise ConfigError(
-                "name and per_route apply to limits only; a rule has an id, and `by` says what it "
-                "counts"
-            )
+        if self.limits is None:
+            self._check_without_limits()
         if self.rules is not None and self.key is not None and not callable(self.key):
             raise ConfigError(
                 f"key={show(self.key)} applies to limits only; with rules, each rule's `by` says "
@@ -150,11 +157,23 @@ class EnforcerOptions:
             )
         if self.limiter is not None:
             given = (self.store, self.on_failure, self.local_fallback, self.clock)
-            if given != ("memory://", "open", None, None):
+            if given != ("memory://", None, None, None):
                 raise ConfigError(
                     "the limiter that you pass already has a store, an on_failure, a "
                     "local_fallback and a clock; give them to the limiter"
                 )
+
+    def _check_without_limits(self) -> None:
+        given = [name for name in ("name", "per_route") if getattr(self, name)]
+        if not given:
+            return
+        if self.rules is not None:
+            reason = "a rule is named by its id, and its `by` says what it counts"
+        elif self.limiter is not None:
+            reason = "give name to the limiter that you pass; it decides what a key counts"
+        else:
+            reason = 'for example limits="100/minute"'
+        raise ConfigError(f"give {' and '.join(given)} only together with limits; {reason}")
 
     @property
     def has_limits(self) -> bool:
@@ -187,9 +206,56 @@ class EnforcerOptions:
 
 _EXAMPLES: Final = {
     "skip": "for example skip=lambda request: request.path == '/healthz'",
-    "on_limit": "for example on_limit=lambda request, result: Response(status_code=429)",
+    "on_limit": "for example on_limit=lambda request, denial: Response(status_code=429)",
+    "on_unavailable": "for example on_unavailable=lambda request, denial: Response('sorry', 503)",
     "count": "for example count=lambda status: status in (401, 403)",
 }
+
+
+OPTION_NAMES: Final = tuple(option.name for option in fields(EnforcerOptions))
+
+
+def check_option_names(
+    where: str, given: Iterable[str], known: Sequence[str] = OPTION_NAMES
+) -> None:
+    """Raise ConfigError for names that are not options. The error says `where` they are given."""
+    unknown = [str(name) for name in given if name not in known]
+    if unknown:
+        raise ConfigError(
+            f"{where} has no option {', '.join(unknown)}; the options are {', '.join(known)}"
+        )
+
+
+def options_of(where: str, given: Mapping[str, Any]) -> EnforcerOptions:
+    """Return the options of a whole application, which are given at `where`."""
+    check_option_names(where, given)
+    return EnforcerOptions(**given)
+
+
+def route_options_of(
+    function: str, application: str, limits: LimitsArgument, given: Mapping[str, Any]
+) -> EnforcerOptions:
+    """Return the options of a route's own limits.
+
+    Raises ConfigError for an option that has no effect on a route. The error names the public
+    `function` that was called, and where the `application` has the option: "RateLimit(app, {}=…)".
+    """
+    if limits is None:
+        raise ConfigError(f'{function} needs limits: a rate such as "5/minute", or a Limit')
+    own = (*RouteArguments.__annotations__, "name")
+    for name in given:
+        if name in OptionArguments.__annotations__ and name not in own:
+            applies = (
+                "it counts its route in any case"
+                if name == "per_route"
+                else "that applies to the whole application"
+            )
+            raise ConfigError(
+                f"{function} does not take {name}: {applies}; give it to "
+                f"{application.format(name)}. The options of a route are {', '.join(own)}"
+            )
+    check_option_names(function, given, own)
+    return EnforcerOptions(limits=limits, **given)
 
 
 def checked_application(app: Any) -> Any:
