@@ -380,6 +380,21 @@ def test_peek_is_computed_from_the_quota(cost: str, line: str, code: int) -> Non
     assert {each.method for each in service.received} <= {"GET"}
 
 
+def test_a_penalty_denies_a_peek() -> None:
+    """The quota names the penalty, and a check during it says when to retry."""
+    quota = {"kind": "limited", "rules": [rule("all", limit(0, 10, 8.0))]}
+    quota["rules"][0]["penalty"] = {"kind": "cooldown", "retry_after": 8.0}
+    with stub_service(200, quota) as service:
+        peeked = run("check", "--user", "42", "--peek", "--cost", "0", url=service.url)
+        shown = run("quota", "--user", "42", url=service.url)
+    line = "would be denied: a cool-down of rule all, retry in 8 s\n"
+    assert (peeked.output, peeked.exit_code) == (line, 1)
+    assert "0 of 10 (a cool-down)" in shown.output
+    with stub_service(429, {**DENIED, "penalty": "block"}) as service:
+        checked = run("check", "--user", "42", url=service.url)
+    assert checked.output == "denied: a block of rule orders, retry in 0.25 s\n"
+
+
 @pytest.mark.parametrize("strange", [{}, {"remaining": "many", "limit": None}])
 def test_unknown_quota_is_exit_code_2(strange: dict[str, object]) -> None:
     """`check --peek` fails; `quota` prints the members that it knows."""

@@ -321,7 +321,7 @@ def test_limit_is_the_capacity() -> None:
 @pytest.mark.parametrize("field", DECISION_FIELDS)
 def test_each_field_takes_part_in_equality(field: str) -> None:
     """Two decisions that differ in one field are not equal; a copy is equal."""
-    others = (True, Limit(11, per=1), 4, 1, 1, 1, "login", False)
+    others = (True, Limit(11, per=1), 4, 1, 1, 1, "login", False, "block")
     other = dict(zip(DECISION_FIELDS, others, strict=True))[field]
     assert decision_with(FULL, **{field: other}) != FULL
     assert decision_with(FULL) == FULL

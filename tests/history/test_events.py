@@ -82,6 +82,18 @@ def test_rows_of_every_kind(
     assert found.retry_after_ms == 0
 
 
+def test_the_row_of_a_penalty_has_its_kind() -> None:
+    """A denial by a cool-down or a block is told from one by a limit."""
+    penalty = "{after: 1, cooldown: 10s, block_after: 1, block: 1h}"
+    rules = f"{{version: 1, rules: [{{id: users, by: user, limits: 1/hour, penalty: {penalty}}}]}}"
+    user = Request(user="42")
+    with Limiter.from_rules(rules, clock=ManualClock()) as limiter:
+        results = [limiter.evaluate(user) for _ in range(5)]
+    noted = [(NOW_NS, result, 1, "", None, None) for result in results]
+    kinds = [event_of(each, "eu-1", "plain").kind for each in noted]
+    assert kinds == ["limited", "limited", "limited", "cooldown", "block"]
+
+
 def test_a_cost_fits_every_database() -> None:
     """A caller on the allow list may send any cost."""
     assert event(Request(user="root"), cost=10**30).cost == NUMBER_MAX

@@ -10,6 +10,7 @@ from tollkeeper import Limit, Limiter, Request
 from tollkeeper.core.errors import StoreError, StoreFull, StoreTimeout, StoreUnavailable
 from tollkeeper.decide.failure import FailurePolicy
 from tollkeeper.decide.stores import open_store
+from tollkeeper.metrics.counters import JOIN, LimiterMetrics
 from tollkeeper.metrics.tally import RuleCounts, Tally
 
 USER = Request(user="1")
@@ -104,3 +105,7 @@ def test_penalties_are_counted() -> None:
             limiter.check(USER)
         counts = limiter.counts()["users"]
         assert (counts.cooldowns, counts.blocks > 0) == (1, True)
+        # One is allowed. The limit denies three, and then the cool-down and the block the others.
+        assert (counts.allowed, counts.denied, counts.penalty_denied) == (1, 3, 4)
+        checks = LimiterMetrics(limiter).snapshot().values["checks"]
+        assert checks[JOIN.join(("users", "denied", "penalty"))] == 4

@@ -207,6 +207,56 @@ def test_a_cool_down_applies_on_other_nodes(store: Store, clock: ManualClock) ->
         assert other.check(ANN).allowed
 
 
+def test_every_view_of_a_quota_tells_the_penalty(store: Store, clock: ManualClock) -> None:
+    """`check`, `peek` and `explain` agree in every process, also one that has just looked."""
+    with (
+        Limiter.from_rules(RULES, store=store, clock=clock) as limiter,
+        Limiter.from_rules(RULES, store=store, clock=clock) as other,
+    ):
+        assert other.check(ANN).penalty is None
+        storm(limiter, 4)
+        clock.advance(2)  # the limit itself has room again
+        for each in (other, limiter):
+            explained = {rule.id: rule.decision for rule in each.explain(ANN).applying}
+            api, everyone = explained["api"], explained["all"]
+            for decision in (api, each.check(ANN), each.peek(ANN)):
+                assert decision is not None
+                assert (decision.allowed, decision.remaining) == (False, 0)
+                assert (decision.penalty, decision.retry_after) == ("cooldown", 8)
+            assert everyone is not None
+            assert (everyone.allowed, everyone.penalty) == (True, None)
+            assert each.counts()["api"].penalty_denied == 1
+        clock.advance(8)
+        assert limiter.explain(ANN).applying[0].decision == limiter.peek(ANN)
+        assert limiter.check(ANN).penalty is None
+
+
+def test_a_block_is_told_from_a_cool_down(store: Store, clock: ManualClock) -> None:
+    """By its process until it ends, by others while more is left than any cool-downs."""
+    with (
+        Limiter.from_rules(RULES, store=store, clock=clock) as limiter,
+        Limiter.from_rules(RULES, store=store, clock=clock) as other,
+    ):
+        for _ in range(4):
+            while not limiter.penalties():
+                limiter.check(ANN)
+            if not limiter.penalties()[0].blocked:
+                clock.advance(limiter.peek(ANN).retry_after + 0.001)
+        assert (limiter.check(ANN).penalty, other.check(ANN).penalty) == ("block", "block")
+        clock.advance(limiter.peek(ANN).retry_after - 55)
+        assert (limiter.check(ANN).penalty, other.check(ANN).penalty) == ("block", "cooldown")
+
+
+def test_a_rule_in_shadow_mode_tells_no_penalty(store: Store, clock: ManualClock) -> None:
+    """A penalty of a rule that is now in shadow mode denies no request."""
+    with Limiter.from_rules(RULES, store=store, clock=clock) as limiter:
+        storm(limiter, 5)
+        limiter.use(RULES.replace("id: api,", "id: api, mode: shadow,"))
+        decision = limiter.explain(ANN).applying[0].decision
+        assert decision is not None
+        assert decision.penalty is None
+
+
 async def test_penalties_on_asyncio(store: Store, clock: ManualClock) -> None:
     """AsyncLimiter gives the same penalties, for one request and for several in one call."""
     limiter = AsyncLimiter.from_rules(RULES, store=store, clock=clock)

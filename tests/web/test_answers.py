@@ -17,11 +17,13 @@ from tollkeeper.core.model import (
     WINDOW_NS_MAX,
     AppliedRule,
     CheckResult,
+    PenaltyKind,
     ResultKind,
 )
 from tollkeeper.testing import ManualClock
 from tollkeeper.web import answers
 from tollkeeper.web.answers import (
+    ABNORMAL_USAGE,
     DETAIL_LENGTH_MAX,
     PREPARED_MAX,
     Denial,
@@ -500,6 +502,22 @@ def test_any_denial_is_a_problem(result: CheckResult, now_ns: int, style: Style)
         assert int(headers["Retry-After"]) * NS_PER_SECOND >= result.decision.retry_after_ns
     if result.kind == "blocked":
         assert "Retry-After" not in headers
+
+
+@pytest.mark.parametrize(("kind", "name"), [("cooldown", "a cool-down"), ("block", "a block")])
+def test_the_body_of_a_penalty(kind: PenaltyKind, name: str) -> None:
+    """A client that did not wait learns that this is why, and for how long."""
+    decision = Decision(False, MINUTE, 0, 9 * NS_PER_SECOND, 9 * NS_PER_SECOND, penalty=kind)
+    result = CheckResult(decision, (AppliedRule("orders", (MINUTE,)),))
+    members = problem_of(result, NOW_NS)
+    assert (members["status"], members["type"]) == (429, ABNORMAL_USAGE)
+    assert members["detail"] == (
+        f"This client is in {name}, because it did not wait after denied requests; "
+        f"try again in 9 seconds."
+    )
+    error: Any = members["error"]
+    assert (error["code"], error["details"]["penalty"]) == ("RATE_LIMIT_EXCEEDED", kind)
+    assert error["details"]["retry_after_seconds"] == 9
 
 
 @given(st.integers(0, 10**20), st.integers(0, 10**20))

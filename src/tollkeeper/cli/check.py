@@ -138,9 +138,12 @@ def decision_from_quota(quota: Mapping[str, Any], cost: int) -> dict[str, Any]:
     denied: list[str] = []
     shadow_denied: list[str] = []
     limits: list[dict[str, Any]] = []
+    penalties: list[Mapping[str, Any]] = []
     for rule in json_objects(quota.get("rules")):
         shadowed = rule.get("mode") == "shadow"
         units = cost * int(rule.get("cost", 1))
+        if isinstance(penalty := rule.get("penalty"), Mapping):
+            penalties.append(penalty)
         for limit in json_objects(rule.get("limits")):
             if units > limit["remaining"]:
                 (shadow_denied if shadowed else denied).append(str(rule["rule"]))
@@ -150,11 +153,15 @@ def decision_from_quota(quota: Mapping[str, Any], cost: int) -> dict[str, Any]:
     # The tightest limit is the one with the least remaining.
     tightest = min(limits, key=lambda limit: int(limit["remaining"]), default={})
     names = ("rule", "limit", "remaining", "reset_after")
-    return {
-        "allowed": not denied and quota.get("kind") != "blocked",
+    decision = {
+        "allowed": not denied and not penalties and quota.get("kind") != "blocked",
         **{name: tightest.get(name) for name in names},
         "shadow_denied": list(dict.fromkeys(shadow_denied)),
     }
+    if penalties:
+        longest = max(penalties, key=lambda penalty: float(penalty["retry_after"]))
+        decision |= {"penalty": longest["kind"], "retry_after": longest["retry_after"]}
+    return decision
 
 
 def _expect_fits(cost: int, units: int, rule: Mapping[str, Any], limit: Mapping[str, Any]) -> None:
@@ -273,7 +280,13 @@ def _reason(answer: Mapping[str, Any]) -> str:
     rule = f" of rule {answer['rule']}" if answer.get("rule") else ""
     if kind == "unavailable" or answer.get("degraded"):
         return f"the store is unavailable, so the failure policy{rule} decides"
+    if answer.get("penalty"):
+        return f"{_penalty_text(answer['penalty'])}{rule}"
     return f"{_remaining_text(answer)} left{rule}"
+
+
+def _penalty_text(kind: object) -> str:
+    return {"cooldown": "a cool-down", "block": "a block"}.get(str(kind), f"a penalty ({kind})")
 
 
 def _remaining_text(answer: Mapping[str, Any]) -> str:
@@ -294,12 +307,16 @@ def _request_text(request: Mapping[str, Any]) -> str:
 def _quota_row(rule: Mapping[str, Any], limit: Mapping[str, Any]) -> tuple[str, ...]:
     shadow = " (shadow)" if rule.get("mode") == "shadow" else ""
     reset_after = limit.get("reset_after")
+    penalty = rule.get("penalty")
+    left = _remaining_text(limit)
+    if isinstance(penalty, Mapping):
+        left += f" ({_penalty_text(penalty.get('kind'))})"
     return (
         f"{rule.get('rule', '?')}{shadow}",
         str(rule.get("subject") or "all"),
         str(limit.get("policy", "?")),
         str(rule.get("source", "?")),
-        _remaining_text(limit),
+        left,
         "now" if reset_after == 0 else f"in {seconds_text(reset_after)}",
     )
 

@@ -830,6 +830,7 @@ def _decision_data(decision: Decision) -> dict[str, object]:
         "retry_after": decision.retry_after,
         "reset_after": decision.reset_after,
         "delay": decision.delay,
+        "penalty": decision.penalty,
         "tightest": limit_data(decision.policy),
     }
 
@@ -887,4 +888,6 @@ def _now_text(rule: RuleExplained) -> str:
     if decision.allowed:
         delay = f", after {seconds_text(decision.delay)}" if decision.delay else ""
         return f"allows, {left}{costs}{delay}"
+    if decision.penalty:
+        left = "a block" if decision.penalty == "block" else "a cool-down"
     return f"denies, {left}{costs}, retry in {seconds_text(decision.retry_after)}"

@@ -27,6 +27,9 @@ AlgorithmName = Literal[
 ]
 ALGORITHM_NAMES: Final[tuple[AlgorithmName, ...]] = get_args(AlgorithmName)
 
+# The penalties of a client that does not wait after a denial; see rules/penalties.py.
+PenaltyKind = Literal["cooldown", "block"]
+
 BUCKETS: Final = frozenset({"token_bucket", "leaky_bucket"})
 # A count of one window means nothing in a window of another length, so for these two algorithms
 # the length is part of the limit's identity. A bucket's level and a log's times are valid with any.
@@ -257,6 +260,7 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
         "_allowed",
         "_degraded",
         "_delay_ns",
+        "_penalty",
         "_policy",
         "_remaining",
         "_reset_after_ns",
@@ -274,6 +278,7 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
         delay_ns: int = 0,
         rule: str = "",
         degraded: bool = False,
+        penalty: PenaltyKind | None = None,
     ) -> None:
         self._allowed = allowed
         self._policy = policy
@@ -283,6 +288,7 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
         self._delay_ns = delay_ns
         self._rule = rule
         self._degraded = degraded
+        self._penalty = penalty
 
     @property
     def allowed(self) -> bool:
@@ -344,6 +350,11 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
         """True if the store could not decide and the failure policy decided instead."""
         return self._degraded
 
+    @property
+    def penalty(self) -> PenaltyKind | None:
+        """`cooldown` or `block` if a penalty denied the request, which lasts `retry_after`."""
+        return self._penalty
+
     def __bool__(self) -> bool:
         return self.allowed
 
@@ -371,11 +382,12 @@ DECISION_FIELDS: Final = (
     "delay_ns",
     "rule",
     "degraded",
+    "penalty",
 )
 
 
 def decision_fields(decision: Decision) -> tuple[Any, ...]:
-    """Return the eight fields in order: the definition of equality for all engines' decisions."""
+    """Return the fields in order: the definition of equality for all engines' decisions."""
     return tuple(getattr(decision, name) for name in DECISION_FIELDS)
 
 
@@ -400,6 +412,8 @@ def decision_repr(decision: Decision) -> str:
         parts.append(f"rule={decision.rule!r}")
     if decision.degraded:
         parts.append("degraded")
+    if decision.penalty:
+        parts.append(f"penalty={decision.penalty}")
     return f"<Decision {' '.join(parts)}>"
 
 

@@ -70,6 +70,7 @@ class DecisionEvent(NamedTuple):
     method: str
     outcome: str
     kind: str
+    """The kind of the result, or of the penalty that denied the request."""
     cost: int
     retry_after_ms: int
     degraded: int
@@ -124,7 +125,7 @@ def event_of(noted: NotedDecision, node: str, subjects: SubjectMode) -> Decision
         cleaned(endpoint or "", ENDPOINT_LENGTH_MAX),
         cleaned(method or "", METHOD_LENGTH_MAX),
         "allowed" if decision.allowed else "denied",
-        result.kind,
+        decision.penalty or result.kind,
         min(cost, NUMBER_MAX),
         wait_ms,
         int(decision.degraded),

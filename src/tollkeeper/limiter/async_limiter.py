@@ -25,6 +25,7 @@ from tollkeeper.limiter.arguments import (
 )
 from tollkeeper.limiter.path import Duration
 from tollkeeper.limiter.setup import LimiterSetup
+from tollkeeper.rules.compiled import RuleCheck
 from tollkeeper.rules.engine import RepeatedCheck, RuleEngine
 from tollkeeper.rules.explain import Explanation
 
@@ -140,6 +141,20 @@ class AsyncLimiter(LimiterSetup):
         """Explain which rules apply and why, and the decision of each. Spends nothing."""
         steps = self._rules().explain_steps(request_of(request), units_of(cost, "cost"))
         return await run_async(steps)
+
+    async def peek_rule(self, check: RuleCheck) -> Decision:
+        """Return the decision of one rule of a plan. Spends nothing.
+
+        Raises StoreError, and CapacityError for a cost that never fits.
+        """
+        return await run_async(self._rules().peek_rule_steps(check))
+
+    async def penalty_of(self, check: RuleCheck) -> Decision | None:
+        """Return the denial of a cool-down or block that a rule has in force; None if it has none.
+
+        Raises StoreError.
+        """
+        return await run_async(self._rules().penalty_steps(check))
 
     async def is_barred(self, rule: str, subject: str) -> bool:
         """Return True if a cool-down of this rule is in force for a subject.

@@ -250,6 +250,7 @@ class RuleTotals:
 _OF_RULES: Final = {
     "allowed": ("checks", "allowed", "store"),
     "denied": ("checks", "denied", "store"),
+    "penalty_denied": ("checks", "denied", "penalty"),
     "shadow_denied": ("checks", "shadow_denied", "store"),
     "local_allowed": ("checks", "allowed", "local"),
     "local_denied": ("checks", "denied", "local"),

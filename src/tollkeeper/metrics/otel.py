@@ -246,6 +246,8 @@ def _of_one(answer: Any, cost: int) -> Attributes:
         "tollkeeper.remaining": decision.remaining,
         "tollkeeper.cost": cost,
     }
+    if decision.penalty is not None:
+        attributes["tollkeeper.penalty"] = decision.penalty
     if answer is not decision:
         attributes["tollkeeper.kind"] = answer.kind
     return attributes

@@ -17,6 +17,9 @@ class RuleCounts:
 
     allowed: int = 0
     denied: int = 0
+    """Denied by a limit."""
+    penalty_denied: int = 0
+    """Denied by a cool-down or a block."""
     shadow_denied: int = 0
     failed: int = 0
     """Checks that the store could not decide. The next fields say how they were answered."""

@@ -336,7 +336,7 @@ class RuleEngine:
         if found is None:
             return None
         check, decision = found
-        self._counted(check, decision)
+        self._counts_of(check.rule.id).penalty_denied += 1
         return decision
 
     def _without_limits(self, plan: CheckPlan) -> Decision:
@@ -614,6 +614,18 @@ class RuleEngine:
             return (yield from self._not_decided(checks, request, error, spend=False))
         return combine_decisions(decisions)
 
+    def peek_rule_steps(self, check: RuleCheck) -> Steps[Decision]:
+        """Return the decision of one rule: that of its penalty, or of its limits.
+
+        Raises StoreError and CapacityError.
+        """
+        penalty = yield from self.penalty_steps(check)
+        return (yield from _peek_rule(check)) if penalty is None else penalty
+
+    def penalty_steps(self, check: RuleCheck) -> Steps[Decision | None]:
+        """Return the denial of a cool-down or block in force for a rule's subject, or None."""
+        return (yield from self.penalties.look(check)) if self.penalties.gates else None
+
     def refund_steps(self, request: Request, units: int) -> Steps[None]:
         """Return units to every rule that charged the request. Raises StoreError."""
         for check in self.compiled_rules.plan(request, units).checks:
@@ -648,7 +660,7 @@ class RuleEngine:
         answers: list[RuleAnswer] = []
         for check in checks:
             try:
-                answers.append(None if check is None else (yield from _peek_rule(check)))
+                answers.append(None if check is None else (yield from self.peek_rule_steps(check)))
             except (StoreError, CapacityError) as error:
                 answers.append(error)
         return with_answers(explanation, answers)

@@ -22,6 +22,11 @@ knew about the cool-down, do not lead to another one.
 
 A process reads the cool-down of a subject at most once in LOOK_NS. A cool-down that another node
 gave, or a reset, takes effect after that time at the latest.
+
+Every answer to a denied client says that a penalty denied it (`Decision.penalty`). The buckets do
+not say which kind it is. A process knows the kind of a penalty that it gave itself. It reports any
+other one as a block if more is left than all cool-downs together last, and else as a cool-down. So
+the end of a block that another process gave is reported as a cool-down of the same length.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ from typing import Final, NamedTuple
 
 from tollkeeper.core.clock import NS_PER_SECOND, Clock
 from tollkeeper.core.errors import StoreError
-from tollkeeper.core.model import Decision, Limit
+from tollkeeper.core.model import Decision, Limit, PenaltyKind
 from tollkeeper.core.steps import Call, Steps
 from tollkeeper.decide.store import AnyGate
 from tollkeeper.metrics.tally import RuleCounts
@@ -78,6 +83,8 @@ class PenaltyGates(NamedTuple):
     settings: PenaltySettings
     cooldown: AnyGate
     cooldown_units: int
+    all_cooldowns_ns: int
+    """The length of all cool-downs together, without the block."""
     level: AnyGate
     level_units: int
 
@@ -86,10 +93,12 @@ def penalty_gates(settings: PenaltySettings, rule: str, make_gate: MakeGate) -> 
     """Prepare a rule's penalties on a store."""
     seconds = room_s(settings)
     levels = settings.block_after + 1
+    all_cooldowns_s = seconds - penalty_s(settings, levels)
     return PenaltyGates(
         settings,
         make_gate((Limit(1, per=1, capacity=seconds),), rule + COOLDOWN),
         seconds,
+        all_cooldowns_s * NS_PER_SECOND,
         make_gate((Limit(1, per=settings.decay_s, capacity=levels),), rule + LEVEL),
         levels,
     )
@@ -142,6 +151,11 @@ class PenaltyTracker:
         if tracked is None or not 0 <= now_ns - tracked.looked_ns < LOOK_NS:
             return None
         return max(tracked.barred_until_ns - now_ns, 0)
+
+    def is_block(self, key: TrackedKey) -> bool:
+        """Return True if the last penalty that this process gave the subject is a block."""
+        tracked = self._tracked.get(key)
+        return tracked is not None and tracked.penalty is not None and tracked.penalty.blocked
 
     def note_cooldown(self, key: TrackedKey, now_ns: int, left_ns: int) -> None:
         """Remember the time left of a cool-down, as the store has it."""
@@ -278,11 +292,31 @@ class Penalties:
                     continue
                 self.tracker.note_cooldown(key, now_ns, left_ns)
             if left_ns:
-                limit = check.prepared.limits[0]
-                return check, Decision(False, limit, 0, left_ns, left_ns, rule=check.rule.id)
+                return check, self._denied(check, gates, left_ns)
         if failure is not None:
             raise failure
         return None
+
+    def look(self, check: RuleCheck) -> Steps[Decision | None]:
+        """Return the denial of a rule's cool-down as the store has it now; None if there is none.
+
+        For views of a quota. Unlike `denial`, it always asks the store. Raises StoreError.
+        """
+        gates = self.gates.get(check.rule.id)
+        if gates is None or check.rule.mode != "enforce":
+            return None
+        now_ns = self._now_ns()
+        left_ns = yield from _cooldown_left_ns(gates, check.subject)
+        if not left_ns:
+            return None
+        self.tracker.note_cooldown(_key(check), now_ns, left_ns)
+        return self._denied(check, gates, left_ns)
+
+    def _denied(self, check: RuleCheck, gates: PenaltyGates, left_ns: int) -> Decision:
+        is_block = left_ns > gates.all_cooldowns_ns or self.tracker.is_block(_key(check))
+        kind: PenaltyKind = "block" if is_block else "cooldown"
+        limit = check.prepared.limits[0]
+        return Decision(False, limit, 0, left_ns, left_ns, rule=check.rule.id, penalty=kind)
 
     def penalise(self, plan: CheckPlan, decision: Decision) -> Steps[None]:
         """Give a penalty if the subject of this denial has not waited too often."""

@@ -40,7 +40,14 @@ from typing import Final, Literal, NamedTuple
 
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import CapacityError, ConfigError, show
-from tollkeeper.core.model import DEFAULT_NAME, AppliedRule, CheckResult, Decision, Limit
+from tollkeeper.core.model import (
+    DEFAULT_NAME,
+    AppliedRule,
+    CheckResult,
+    Decision,
+    Limit,
+    PenaltyKind,
+)
 
 __all__ = [
     "Denial",
@@ -104,6 +111,7 @@ _SPELLINGS: Final = frozenset(
 PROBLEM_CONTENT_TYPE: Final = "application/problem+json"
 # The problem types that the draft of the RateLimit headers registers, and the default type.
 QUOTA_EXCEEDED: Final = "https://iana.org/assignments/http-problem-types#quota-exceeded"
+ABNORMAL_USAGE: Final = "https://iana.org/assignments/http-problem-types#abnormal-usage-detected"
 REDUCED_CAPACITY: Final = (
     "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity"
 )
@@ -621,17 +629,37 @@ def problem_of(result: CheckResult, now_ns: int) -> dict[str, object]:
             title="Temporarily unable to decide",
             details=details,
         )
-    members = problem(
-        429,
-        "RATE_LIMIT_EXCEEDED",
-        f"The limit of {_limit_text(decision.policy)} has no room for this request; "
-        f"try again in {_seconds(wait_s)}.",
-        kind=QUOTA_EXCEEDED,
-        title="Quota exceeded",
-        details={**details, "reset_at": _reset_at(decision, now_ns)},
-    )
+    details["reset_at"] = _reset_at(decision, now_ns)
+    if decision.penalty is not None:
+        members = _penalty_problem(decision.penalty, wait_s, details)
+    else:
+        members = problem(
+            429,
+            "RATE_LIMIT_EXCEEDED",
+            f"The limit of {_limit_text(decision.policy)} has no room for this request; "
+            f"try again in {_seconds(wait_s)}.",
+            kind=QUOTA_EXCEEDED,
+            title="Quota exceeded",
+            details=details,
+        )
     members["violated-policies"] = [_tightest_name(result)]
     return members
+
+
+def _penalty_problem(
+    penalty: PenaltyKind, wait_s: int, details: Mapping[str, object]
+) -> dict[str, object]:
+    """Return the body for a client that did not wait after a denial."""
+    name = "a cool-down" if penalty == "cooldown" else "a block"
+    return problem(
+        429,
+        "RATE_LIMIT_EXCEEDED",
+        f"This client is in {name}, because it did not wait after denied requests; "
+        f"try again in {_seconds(wait_s)}.",
+        kind=ABNORMAL_USAGE,
+        title="Abnormal usage detected",
+        details={**details, "penalty": penalty},
+    )
 
 
 def _tightest_name(result: CheckResult) -> str:

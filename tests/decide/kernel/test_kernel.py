@@ -33,12 +33,12 @@ def test_the_kernel_is_built() -> None:
     assert kernel.BUILT
 
 
-def test_a_kernels_decision_has_the_eight_fields(decisions: list[Decision]) -> None:
+def test_a_kernels_decision_has_every_field(decisions: list[Decision]) -> None:
     """Each field, and each property in seconds, equals the reference."""
     assert [decision_fields(decision) for decision in decisions] == [
-        (True, LIMIT, 2, 0, 10**9, 0, "orders", False),
-        (True, LIMIT, 0, 0, 3 * 10**9, 10**9, "orders", False),
-        (False, LIMIT, 0, 10**9, 3 * 10**9, 0, "orders", False),
+        (True, LIMIT, 2, 0, 10**9, 0, "orders", False, None),
+        (True, LIMIT, 0, 0, 3 * 10**9, 10**9, "orders", False, None),
+        (False, LIMIT, 0, 10**9, 3 * 10**9, 0, "orders", False, None),
     ]
     assert [decision.delay for decision in decisions] == [0.0, 1.0, 0.0]
     assert [decision.retry_after for decision in decisions] == [0.0, 0.0, 1.0]

@@ -33,6 +33,25 @@ async def test_a_quota_lists_each_rule_that_applies(admin: Admin) -> None:
         assert login["decision"]["remaining"] == 1
 
 
+async def test_a_quota_and_an_explanation_tell_the_penalty(admin: Admin) -> None:
+    """They deny as a check does, with the kind of the penalty and its end."""
+    rule = {"by": ["user"], "limits": "1/second", "penalty": {"after": 2, "cooldown": "10s"}}
+    await admin.call("PUT", "/rules/orders", json=rule)
+    limiter = admin.context.limiter
+    limiter.use((await admin.call("GET", "/rules")).json())
+    for _ in range(4):
+        await limiter.check(Request(user="1"))
+    quota = (await admin.call("GET", "/quota?user=1")).json()
+    explained = (await admin.call("POST", "/explain", json={"user": "1"})).json()
+    assert explained["verdict"] == "denied"
+    for found in (quota, explained):
+        decision = found["rules"][0]["decision"]
+        assert (decision["allowed"], decision["remaining"]) == (False, 0)
+        assert (decision["penalty"], round(decision["retry_after"])) == ("cooldown", 10)
+    counts = (await admin.call("GET", "/node")).json()["counts"]["orders"]
+    assert (counts["allowed"], counts["denied"]) == (1, 3)
+
+
 async def test_a_quota_for_a_cost_that_never_fits(admin: Admin) -> None:
     """It has no decision, but the reason."""
     rule = (await admin.call("GET", "/quota?user=1&cost=1000")).json()["rules"][0]

@@ -45,6 +45,19 @@ RULES: dict[str, Any] = {
 }
 
 
+PENALISED: dict[str, Any] = {
+    "version": 1,
+    "rules": [
+        {
+            "id": "users",
+            "by": ["user"],
+            "limits": ["1/second"],
+            "penalty": {"after": 2, "within": "1m", "cooldown": "10s", "block_after": 1},
+        }
+    ],
+}
+
+
 class Answer(NamedTuple):
     """A response."""
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.service.http.client import HttpClient, http_service
+from tests.service.http.client import PENALISED, HttpClient, http_service
 from tests.service.http.generated import FIELDS
 from tollkeeper import Request
 from tollkeeper.core.clock import SystemClock
@@ -129,6 +129,23 @@ async def test_a_shadow_rule_is_named_and_denies_nothing() -> None:
         answer = await http.check(tenant="t", endpoint="/trial")
         assert answer.status == 200
         assert answer.data["shadow_denied"] == ["trial"]
+
+
+async def test_a_denial_by_a_penalty_says_so() -> None:
+    """The body, the result of a batch and the decision log name the cool-down and its end."""
+    async with http_service(rules=PENALISED) as http:
+        allowed, *_, denied, last = [await http.check(user="1") for _ in range(5)]
+        assert "penalty" not in allowed.data
+        assert "penalty" not in denied.data
+        assert (last.status, last.data["penalty"]) == (429, "cooldown")
+        assert last.data["type"].endswith("#abnormal-usage-detected")
+        assert last.data["error"]["code"] == "RATE_LIMIT_EXCEEDED"
+        assert last.data["error"]["details"]["penalty"] == "cooldown"
+        assert last.headers["retry-after"] == "10"
+        batch = await http("POST", "/v1/check/batch", {"checks": [{"user": "1"}, {"user": "2"}]})
+        one, other = batch.data["results"]
+        assert (one["status"], one["penalty"]) == (429, "cooldown")
+        assert "penalty" not in other
 
 
 @pytest.mark.parametrize(("policy", "status"), [("open", 200), ("closed", 503)])

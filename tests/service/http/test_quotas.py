@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.service.http.client import http_service
+from tests.service.http.client import PENALISED, http_service
 from tests.service.http.generated import FIELDS
 from tollkeeper import Request
 from tollkeeper.core.errors import ConfigError, TollkeeperError
@@ -46,6 +46,24 @@ async def test_every_limit_of_every_rule_is_shown() -> None:
             "default",
         )
         assert orders["limits"][1]["reset_after"] == 6.0
+
+
+async def test_a_quota_tells_the_penalty() -> None:
+    """During a cool-down and a block, nothing remains, and the reply says why and until when."""
+    async with http_service(rules=PENALISED) as http:
+        for denied, kind, retry_after in ((4, "cooldown", 10.0), (2, "block", 3610.0)):
+            for _ in range(denied):
+                answer = await http.check(user="1")
+            [rule] = (await http("GET", "/v1/quota?user=1")).data["rules"]
+            assert rule["penalty"] == {"kind": kind, "retry_after": retry_after}
+            [limit] = rule["limits"]
+            assert (limit["remaining"], limit["reset_after"]) == (0, retry_after)
+        assert answer.status == 429
+        http.clock.advance(3610)
+        [rule] = (await http("GET", "/v1/quota?user=1")).data["rules"]
+        assert (rule["penalty"], rule["limits"][0]["remaining"]) == (None, 1)
+        [rule] = (await http("GET", "/v1/quota?user=2")).data["rules"]
+        assert rule["penalty"] is None
 
 
 async def test_a_split_rule_is_shown_as_a_whole() -> None:

@@ -76,6 +76,12 @@ static PyObject *get_degraded(decision_object *self, void *unused)
     Py_RETURN_FALSE; /* the kernel's decisions are never degraded */
 }
 
+static PyObject *get_penalty(decision_object *self, void *unused)
+{
+    (void)self, (void)unused;
+    Py_RETURN_NONE; /* rules give penalties, and the kernel decides limits only */
+}
+
 static PyObject *get_policy(decision_object *self, void *unused)
 {
     (void)unused;
@@ -138,6 +144,7 @@ static PyGetSetDef decision_attributes[] = {
     {"delay", (getter)get_seconds, NULL, "Seconds to hold the request.", FIELD(delay_ns)},
     {"rule", (getter)get_rule, NULL, "The limiter's name, or the rule's id.", NULL},
     {"degraded", (getter)get_degraded, NULL, "Always false here.", NULL},
+    {"penalty", (getter)get_penalty, NULL, "Always None here.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

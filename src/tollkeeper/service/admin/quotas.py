@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 from datetime import UTC, datetime
-from inspect import isawaitable
 from typing import Annotated, Any, Final, Literal, cast
 
 from fastapi import APIRouter, Query, Request
@@ -17,15 +16,15 @@ from pydantic import ConfigDict, Field
 
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import CapacityError, ConfigError, StoreError, show
-from tollkeeper.core.model import REQUEST_FIELDS, UNITS_MAX, Decision
+from tollkeeper.core.model import REQUEST_FIELDS, UNITS_MAX, Decision, PenaltyKind
 from tollkeeper.core.model import Request as LimiterRequest
 from tollkeeper.core.subjects import SEPARATOR
 from tollkeeper.core.version import __version__
+from tollkeeper.limiter import AsyncLimiter
 from tollkeeper.rules.compiled import FACTOR_STEPS, RuleCheck
 from tollkeeper.rules.document.model import Document, Mode
 from tollkeeper.rules.document.writing import limit_data, to_data
 from tollkeeper.rules.explain import Explanation, RuleExplained
-from tollkeeper.rules.splitting import sum_of_parts
 from tollkeeper.service.admin.control import ControlPlane
 from tollkeeper.service.admin.operations import (
     ATTRIBUTES_MAX,
@@ -103,6 +102,9 @@ class DecisionOut(ApiOutput):
     retry_after: float = Field(description="Seconds until this cost would pass; 0 if it does now.")
     reset_after: float = Field(description="Seconds until the quota is whole again.")
     delay: float = Field(description="Leaky bucket: seconds to hold the request.")
+    penalty: PenaltyKind | None = Field(
+        description="The penalty that denies the request; null if a limit decides."
+    )
 
 
 class QuotaRuleOut(ApiOutput):
@@ -166,7 +168,7 @@ class CountsOut(ApiOutput):
     """The decisions of a rule in this process."""
 
     allowed: int
-    denied: int
+    denied: int = Field(description="Denied by a limit or a penalty.")
     shadow_denied: int
     failed: int = Field(description="Checks that the store failed.")
 
@@ -215,6 +217,7 @@ def _decision(decision: Decision | None) -> DecisionOut | None:
         retry_after=decision.retry_after,
         reset_after=decision.reset_after,
         delay=decision.delay,
+        penalty=decision.penalty,
     )
 
 
@@ -227,18 +230,19 @@ async def _quota(control: ControlPlane, request: LimiterRequest, cost: int = 1) 
     policy = control.compiled_rules()
     plan = policy.plan(request, cost)
     verdict, entry = policy.listed(request)
+    limiter = control.context.limiter
     return QuotaOut(
         version=policy.version,
         tier=policy.tier_of(request),
         listed=f"{verdict} {entry}" if verdict else None,
-        rules=[await _applying(check) for check in (*plan.enforced, *plan.shadowed)],
+        rules=[await _applying(limiter, check) for check in (*plan.enforced, *plan.shadowed)],
     )
 
 
-async def _applying(check: RuleCheck) -> QuotaRuleOut:
+async def _applying(limiter: AsyncLimiter, check: RuleCheck) -> QuotaRuleOut:
     decision, error = None, None
     try:
-        decision = _decision(await _look(check))
+        decision = _decision(await limiter.peek_rule(check))
     except (StoreError, CapacityError) as reason:
         error = str(reason)
     rule = check.rule
@@ -254,16 +258,6 @@ async def _applying(check: RuleCheck) -> QuotaRuleOut:
         decision=decision,
         error=error,
     )
-
-
-async def _look(check: RuleCheck) -> Decision:
-    looks: list[Decision] = []
-    for gate, subject in check.parts:
-        found = gate.peek(subject, check.units)
-        looks.append(await found if isawaitable(found) else found)
-    if len(looks) == 1:
-        return looks[0]
-    return sum_of_parts(looks, check.gate.limits, check.prepared.limits)
 
 
 @router.get(
@@ -445,7 +439,7 @@ async def get_node(control: Control) -> NodeOut:
         counts={
             name: CountsOut(
                 allowed=each.allowed,
-                denied=each.denied,
+                denied=each.denied + each.penalty_denied,
                 shadow_denied=each.shadow_denied,
                 failed=each.failed,
             )

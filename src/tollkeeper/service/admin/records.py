@@ -109,7 +109,8 @@ class DecisionLogOut(ApiOutput):
     method: str
     outcome: Literal["allowed", "denied"]
     kind: str = Field(
-        description="Whether limits decided, or why they did not.", examples=["limited", "blocked"]
+        description="Whether limits or a penalty decided, or why they did not.",
+        examples=["limited", "cooldown", "block", "blocked"],
     )
     cost: int
     retry_after: float = Field(description="Seconds until the same cost would have passed.")

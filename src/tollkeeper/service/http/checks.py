@@ -32,7 +32,14 @@ from msgspec import Meta
 from tollkeeper.core import switches
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import CapacityError, ConfigError, StoreError
-from tollkeeper.core.model import REQUEST_FIELDS, UNITS_MAX, CheckResult, Request, ResultKind
+from tollkeeper.core.model import (
+    REQUEST_FIELDS,
+    UNITS_MAX,
+    CheckResult,
+    PenaltyKind,
+    Request,
+    ResultKind,
+)
 from tollkeeper.limiter import AsyncLimiter
 from tollkeeper.rules.document.model import Rule
 from tollkeeper.rules.engine import RepeatedCheck
@@ -139,9 +146,13 @@ class CheckReply(msgspec.Struct, gc=False):
     shadow_denied: Annotated[
         tuple[str, ...], Meta(description="Rules in shadow mode that would have denied it.")
     ]
+    penalty: Annotated[
+        PenaltyKind | msgspec.UnsetType,
+        Meta(description="The penalty that denied the request; absent if a limit decided."),
+    ] = msgspec.UNSET
 
 
-class BatchDecision(CheckReply):
+class BatchDecision(CheckReply, kw_only=True):
     """The decision about one check of a batch, and the status that the check alone would get."""
 
     status: int
@@ -374,7 +385,7 @@ def check_members(result: CheckResult) -> dict[str, Any]:
     # Without a limit there are no numbers; without a store they are unknown.
     has_limit = kind in {"limited", "unavailable"}
     is_exact = kind == "limited" and not decision.degraded
-    return {
+    members = {
         "allowed": decision.allowed,
         "kind": kind,
         "rule": decision.rule if has_limit else "",
@@ -386,6 +397,9 @@ def check_members(result: CheckResult) -> dict[str, Any]:
         "degraded": decision.degraded,
         "shadow_denied": shadow_denied,
     }
+    if decision.penalty is not None:
+        members["penalty"] = decision.penalty
+    return members
 
 
 def _batch(context: ServiceContext) -> Handler:

@@ -14,9 +14,17 @@ import msgspec
 from msgspec import Meta
 
 from tollkeeper.core.errors import ConfigError, show
-from tollkeeper.core.model import REQUEST_FIELDS, UNITS_MAX, Decision, Limit, Request
+from tollkeeper.core.model import (
+    REQUEST_FIELDS,
+    UNITS_MAX,
+    Decision,
+    Limit,
+    PenaltyKind,
+    Request,
+)
 from tollkeeper.core.subjects import SEPARATOR
 from tollkeeper.decide.store import AsyncGate, Gate
+from tollkeeper.limiter import AsyncLimiter
 from tollkeeper.rules.compiled import RuleCheck
 from tollkeeper.rules.document.model import Mode
 from tollkeeper.service.http.checks import (
@@ -79,6 +87,13 @@ class QuotaLimit(msgspec.Struct):
     reset_after: Annotated[float, Meta(description="Seconds until the quota is whole again.")]
 
 
+class QuotaPenalty(msgspec.Struct):
+    """A cool-down or a block: the rule denies every request until it ends."""
+
+    kind: PenaltyKind
+    retry_after: Annotated[float, Meta(description="Seconds until it ends.")]
+
+
 class QuotaRule(msgspec.Struct):
     """A rule that applies to a request, and its limits."""
 
@@ -87,6 +102,10 @@ class QuotaRule(msgspec.Struct):
     subject: Annotated[str, Meta(description="The subject that is counted.")]
     source: Annotated[str, Meta(description="Where the limits come from.")]
     cost: Annotated[int, Meta(description="Units that one request costs under this rule.")]
+    penalty: Annotated[
+        QuotaPenalty | None,
+        Meta(description="The penalty in force. Nothing remains of the limits until it ends."),
+    ]
     limits: list[QuotaLimit]
 
 
@@ -117,13 +136,18 @@ def _look(context: ServiceContext) -> Handler:
         plan = context.limiter.compiled_rules.plan(request, 1)
         kind = "limited" if plan.enforced else _KINDS[plan.verdict]
         checks = [*plan.enforced, *plan.shadowed]
-        return json_reply(QuotaReply(kind, [await _rule(single, check) for check in checks]))
+        rules = [await _rule(context.limiter, single, check) for check in checks]
+        return json_reply(QuotaReply(kind, rules))
 
     return look
 
 
-async def _rule(single: _SingleLimits, check: RuleCheck) -> QuotaRule:
+async def _rule(limiter: AsyncLimiter, single: _SingleLimits, check: RuleCheck) -> QuotaRule:
     rule = check.rule
+    denial = await limiter.penalty_of(check)
+    penalty = None
+    if denial is not None and denial.penalty is not None:
+        penalty = QuotaPenalty(denial.penalty, denial.retry_after)
     limits = []
     for place, limit in enumerate(check.prepared.limits):
         # Several if the rule splits its limits into parts; the parts make up the whole.
@@ -138,8 +162,10 @@ async def _rule(single: _SingleLimits, check: RuleCheck) -> QuotaRule:
                 units=limit.limit,
                 window_seconds=limit.window,
                 limit=limit.capacity,
-                remaining=sum(look.remaining for look in looks),
-                reset_after=max(look.reset_after for look in looks),
+                remaining=0 if penalty else sum(look.remaining for look in looks),
+                reset_after=max(
+                    penalty.retry_after if penalty else 0.0, *(look.reset_after for look in looks)
+                ),
             )
         )
     return QuotaRule(
@@ -148,6 +174,7 @@ async def _rule(single: _SingleLimits, check: RuleCheck) -> QuotaRule:
         subject=check.subject.replace(SEPARATOR, " "),
         source=f"{check.choice.source} {check.choice.detail}".strip(),
         cost=check.units,
+        penalty=penalty,
         limits=limits,
     )
 
