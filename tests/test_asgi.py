@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -240,6 +241,26 @@ rules:
     found = [(await ask(app, f"/users/{number}")).status for number in range(3)]
     assert found == [200, 200, 429]
     assert (await ask(app, "/v2/users/1")).status == 200
+
+
+@pytest.mark.parametrize("served", ["/search/1", "/x"])
+@pytest.mark.parametrize(
+    "raw", ["/search/foo/../../x", "/search/foo/%2e%2e/.%2E/x", "/search/%2e%2e%2fx"]
+)
+async def test_dot_segments_do_not_escape_a_rule_if_routes_are_unknown(
+    raw: str, served: str
+) -> None:
+    """An application may serve such a path under /search, or resolve it to /x: both are limited."""
+    rules = """
+version: 1
+rules:
+  - {id: search, match: {endpoint: "/search/*"}, by: ip, limits: 1/minute}
+  - {id: x, match: {endpoint: /x}, by: ip, limits: 1/minute}
+"""
+    app = RateLimit(hello, rules=rules)
+    assert (await ask(app, served)).status == 200
+    dotted = scope_of(unquote(raw), raw_path=raw.encode())
+    assert (await ask_scope(app, dotted)).status == 429
 
 
 async def test_the_lifespan_passes_and_closes_the_store() -> None:

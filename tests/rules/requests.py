@@ -29,6 +29,10 @@ paths = st.sampled_from(
         "/%61/b",
         "/a/b%2Fc",
         "/a/../b",
+        "/a/x/%2e%2E/b",
+        "/a/b/%2e%2e/../c",
+        "/b//../a",
+        "/v1/..%2fa",
         "a",
         "*",
         "/a/é",
@@ -63,7 +67,7 @@ values = st.sampled_from(["", "a", "b", "ab", "abc", "sk_a_1", "sk_b_2", "é", "
 globs = st.sampled_from(
     ["*", "a", "b", "ab", "a*", "ab*", "?b", "*c", "sk_a_*", "sk_*_1", "[ab]", "[!a]*", "[*]"]
 )
-methods = st.sampled_from(["GET", "POST", "PUT"])
+methods = st.sampled_from(["GET", "HEAD", "POST", "PUT"])
 addresses = st.sampled_from(
     [None, "10.0.0.1", "10.1.0.1", "192.0.2.7", "::1", "::ffff:10.0.0.1", "2001:db8::1", "x", ""]
 )

@@ -468,6 +468,36 @@ def test_the_next_rule_applies_to_subjects_outside_a_rollout() -> None:
     assert found == {"new", "old"}
 
 
+@pytest.mark.parametrize("user", ["1", "2", "3", "4", "5", "6", "7", "8"])
+def test_a_rule_that_matches_two_spellings_of_a_path_is_charged_once(user: str) -> None:
+    """Also if one spelling matches it only because of the roll-out of another rule."""
+    compiled = compiled_of("""
+version: 1
+rules:
+  - {id: trial, by: user, match: {endpoint: "/a/*"}, limits: 1/second, rollout: 50}
+  - {id: all, by: user, limits: 9/second}
+  - {id: watched, by: user, match: {endpoint: "/**"}, limits: 9/second, mode: shadow}
+""")
+    plan = compiled.plan(Request(user=user, endpoint="/a/../b"), 1)
+    [trial, *_] = compiled.table.rules
+    expected = {"trial", "all"} if trial.in_force_for(f"user:{user}") else {"all"}
+    assert {check.rule.id for check in plan.enforced} == expected
+    assert len(plan.enforced) == len(expected)
+    assert [check.rule.id for check in plan.shadowed] == ["watched"]
+
+
+def test_a_path_with_two_spellings_costs_the_dearer() -> None:
+    """Otherwise a client would choose the cheaper one."""
+    compiled = compiled_of("""
+version: 1
+rules:
+  - {id: api, by: user, limits: 100/second, cost: {/search/*: 5, "*": 1}}
+""")
+    found = [only(compiled.plan(Request(endpoint=path), 2)).units
+             for path in ("/search/../x", "/x/../search", "/x")]  # fmt: skip
+    assert found == [10, 10, 2]
+
+
 def test_shadow_rules_are_planned_separately() -> None:
     """They apply beside the enforced rules, with their own rollout."""
     compiled = compiled_of(

@@ -162,3 +162,22 @@ rules:
     assert first.why == "it has no limits for requests without a tier"
     assert (second.applies, second.why) == (False, "rule first counts by the same and goes first")
     assert limiter.check(Request(user="1")).rule == ""
+
+
+def test_a_path_with_dot_segments_has_the_rules_of_both_its_spellings() -> None:
+    """Both rules apply although they count by the same; a third one that matches too does not."""
+    limiter = Limiter.from_rules(
+        """
+version: 1
+rules:
+  - {id: public, by: ip, match: {endpoint: "/public/*"}, limits: 9/second}
+  - {id: login, by: ip, match: {endpoint: /login}, limits: 9/second}
+  - {id: all, by: ip, limits: 9/second}
+"""
+    )
+    found = limiter.explain(Request(ip="192.0.2.1", endpoint="/public/%2e%2e/login"))
+    assert [(rule.id, rule.applies, rule.why) for rule in found.rules] == [
+        ("public", True, "all its conditions hold"),
+        ("login", True, "all its conditions hold"),
+        ("all", False, "rule public counts by the same and goes first"),
+    ]

@@ -207,6 +207,12 @@ def test_a_path_without_raw_path() -> None:
     assert AsgiRequest({"type": "http"}).path == "/"
 
 
+def test_a_number_sign_belongs_to_the_path() -> None:
+    """Some servers let it through. As a fragment it would hide the rest of the path from rules."""
+    request = asgi("/users/a#b/orders", raw_path=b"/users/a#b/orders")
+    assert normalised(request.path) == "/users/a%23b/orders"
+
+
 def test_a_query_on_the_raw_path_is_left_out() -> None:
     """Some servers put it there."""
     assert asgi("/a?b", raw_path=b"/a%3Fb?c=d").path == "/a%3Fb"

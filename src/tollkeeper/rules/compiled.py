@@ -31,7 +31,7 @@ from tollkeeper.core.subjects import KEY_LENGTH_MAX, SEPARATOR, subject_of_reque
 from tollkeeper.decide.store import AnyGate
 from tollkeeper.rules.document.model import Document, Override, Rule
 from tollkeeper.rules.matching.lists import Lists, Verdict
-from tollkeeper.rules.matching.patterns import normalised
+from tollkeeper.rules.matching.patterns import normalised, spellings
 from tollkeeper.rules.matching.table import CompiledRule, RuleTable
 from tollkeeper.rules.splitting import part_count, part_limits, part_subject
 
@@ -265,8 +265,10 @@ class CompiledRules:
                     continue
                 choice = self._choose(prepared, request, tier)
                 if choice is not None:
-                    check = self._check_of(prepared, subject, choice, request, cost)
-                    (shadowed if rule.rule.mode == "shadow" else enforced).append(check)
+                    checks = shadowed if rule.rule.mode == "shadow" else enforced
+                    # A path with several spellings may match a rule several times in a row.
+                    if not checks or checks[-1].rule is not rule.rule:
+                        checks.append(self._check_of(prepared, subject, choice, request, cost))
                 break
         return CheckPlan(enforced, shadowed)
 
@@ -299,7 +301,7 @@ class CompiledRules:
 
     def cost_of(self, rule: CompiledRule, request: Request) -> int:
         """Return the units that the rule charges for each unit of the request's cost."""
-        return rule.cost(None if request.endpoint is None else normalised(request.endpoint))
+        return rule.cost(() if request.endpoint is None else spellings(request.endpoint))
 
     def subject_of(self, rule: CompiledRule, request: Request, tier: str | None) -> str:
         """Return the subject that a rule counts the request under.
@@ -373,8 +375,8 @@ class CompiledRules:
         """Return why a rule does not apply to a request, in words; empty if it does."""
         if rule.rule.mode == "off":
             return "it is off"
-        path = None if request.endpoint is None else normalised(request.endpoint)
-        why = rule.failing(path, lambda name: value_of(request, name, tier))
+        paths = () if request.endpoint is None else spellings(request.endpoint)
+        why = rule.failing(paths, lambda name: value_of(request, name, tier))
         if not why and not rule.in_force_for(self.subject_of(rule, request, tier)):
             why = f"its rollout of {rule.rule.rollout} % does not reach this subject"
         return why

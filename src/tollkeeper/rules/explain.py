@@ -77,7 +77,7 @@ def explain(
             why = f"{entry} on the {verdict} list goes before all rules"
         elif not why:
             first = taken.setdefault((rule.rule.by, rule.rule.mode == "shadow"), rule.rule.id)
-            if first != rule.rule.id:
+            if check is None and first != rule.rule.id:
                 why = f"rule {first} counts by the same and goes first"
             elif check is None:
                 why = (

@@ -133,8 +133,9 @@ class AsgiRequest:
         raw, path = self.scope.get("raw_path"), self.scope.get("path")
         # Applications route by the decoded path, in which %2F is an ordinary slash. So the decoded
         # path is encoded again; otherwise /admin%2Fkeys would escape a limit on /admin/keys. The
-        # same holds for bytes that should have been escaped and that some servers let through.
-        is_plain = isinstance(raw, bytes) and b"%" not in raw and raw.isascii()
+        # same holds for bytes that should have been escaped and that some servers let through, such
+        # as a # in the path.
+        is_plain = isinstance(raw, bytes) and not (b"%" in raw or b"#" in raw) and raw.isascii()
         if isinstance(raw, bytes) and raw and (is_plain or not isinstance(path, str)):
             # Some servers leave the query in raw_path.
             return raw.partition(b"?")[0].decode("latin-1")

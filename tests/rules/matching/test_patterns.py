@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import ipaddress
 import random
+import re
 import sys
 from typing import Any
 
@@ -29,6 +30,7 @@ from tollkeeper.rules.matching.patterns import (
     decoded,
     escaped,
     normalised,
+    spellings,
 )
 
 ONE, MANY = Wildcard.ONE, Wildcard.MANY
@@ -720,6 +722,41 @@ def test_no_spelling_evades_a_limit(pair: tuple[str, str]) -> None:
     """With any added slashes, dots and percent-encoding, it is the same path."""
     path, written = pair
     assert normalised(written) == path
+
+
+@st.composite
+def dotted(draw: st.DrawFn) -> str:
+    """Return a path with dot segments in some of their spellings."""
+    pieces = st.sampled_from(["a", "b", "..", ".", "%2e%2e", ".%2E", "%2e", "", "c%2Fd", "x\\y"])
+    slashes = st.sampled_from(["/", "/", "//", "%2f", "\\", "%5C"])
+    return "".join(draw(slashes) + each for each in draw(st.lists(pieces, max_size=6)))
+
+
+@given(dotted())
+def test_the_spellings_include_the_literal_and_the_resolved_path(path: str) -> None:
+    """As nginx, an application that routes literally, and WHATWG's URL parser read it."""
+    found = spellings(path)
+    assert found[0] == normalised(path)
+    assert len(set(found)) == len(found) <= 11
+    assert all(each.startswith("/") and "//" not in each for each in found)
+    literal = [decoded(each) for each in path.rstrip("/").split("/")]
+    assert "/" + "/".join(filter(None, literal)) in found
+    assert _whatwg(path) in found
+    slashed = re.sub(r"\\|%2f|%5c", "/", path, flags=re.IGNORECASE)
+    if not {".", ".."}.isdisjoint(map(decoded, slashed.split("/"))):
+        assert _whatwg(slashed) in found
+
+
+def _whatwg(path: str) -> str:
+    """Resolve dot segments as the URL standard does: an empty segment is a segment."""
+    kept: list[str] = []
+    for segment in path.rstrip("/").removeprefix("/").split("/"):
+        plain = decoded(segment)
+        if plain == "..":
+            del kept[-1:]
+        elif plain != ".":
+            kept.append(plain)
+    return "/" + "/".join(filter(None, kept))
 
 
 def test_long_paths_take_linear_time() -> None:

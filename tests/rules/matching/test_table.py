@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from ipaddress import ip_address, ip_network
 from typing import Any
@@ -15,7 +16,7 @@ from tests.rules import requests as drawn
 from tollkeeper import InvalidKey, Limit, Request
 from tollkeeper.rules.document.model import Match, Mode, Rule
 from tollkeeper.rules.matching import table as table_module
-from tollkeeper.rules.matching.patterns import compile_endpoint, compile_glob
+from tollkeeper.rules.matching.patterns import compile_endpoint, compile_glob, spellings
 from tollkeeper.rules.matching.table import CompiledRule, RuleTable
 
 LIMITS = (Limit(10, per=1),)
@@ -204,8 +205,60 @@ def test_an_assigned_tier_counts() -> None:
 def test_costs_by_endpoint() -> None:
     """The first pattern that matches gives the cost; otherwise the rule does."""
     [candidates] = RuleTable([rule("a", costs={"/search": 5, "/s*": 2})]).match(GET, None)
-    costs = [candidates[0].cost(path) for path in ("/search", "/sort", "/v1", None)]
-    assert costs == [5, 2, 1, 1]
+    paths: list[list[str]] = [["/search"], ["/sort"], ["/v1"], [], ["/v1", "/sort", "/x"]]
+    assert [candidates[0].cost(each) for each in paths] == [5, 2, 1, 1, 2]
+
+
+def test_get_includes_head() -> None:
+    """A HEAD request cannot evade the limit of GET; a rule for HEAD alone does not limit GET."""
+    rules = [rule("head", by="ip", method="HEAD"), rule("get", method="get"), rule("all", by="")]
+    assert applying(rules, Request(method="head")) == ["head", "get", "all"]
+    assert applying(rules, Request(method="GET")) == ["get", "all"]
+    assert applying(rules, Request(method="POST")) == ["all"]
+
+
+# ------------------------------------------------------------------------------------ dot segments
+
+PUBLIC_AND_LOGIN = [rule("public", endpoint="/public/*"), rule("login", endpoint="/login")]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/public/../login",
+        "/public/x/../../login",
+        "/public/%2e%2e/login",
+        "/public/.%2E/login?x=1",
+        "/public//../../login",
+        "/public/..%2flogin",
+        "/public\\..\\login",
+    ],
+)
+def test_dot_segments_evade_no_rule(path: str) -> None:
+    """The rule of the literal path and the rule of the resolved path both apply."""
+    for rules in (PUBLIC_AND_LOGIN, PUBLIC_AND_LOGIN[::-1]):
+        assert sorted(applying(rules, Request(endpoint=path))) == ["login", "public"]
+
+
+@pytest.mark.parametrize("path", ["/admin/%2e%2e/../keys", "/admin//../keys", "/admin/x/../keys"])
+def test_servers_that_resolve_in_another_order_evade_no_rule(path: str) -> None:
+    """Some servers resolve before they decode, or before they merge slashes."""
+    assert applying([rule("keys", endpoint="/admin/keys")], Request(endpoint=path)) == ["keys"]
+
+
+def test_a_path_without_dot_segments_has_one_spelling() -> None:
+    """An escaped slash alone does not separate segments."""
+    for path in ("/public%2F..x", "/public%2Flogin", "/public/...", "/.well-known/x"):
+        assert len(spellings(path)) == 1
+    assert applying(PUBLIC_AND_LOGIN, Request(endpoint="/public/a%2F..b")) == ["public"]
+
+
+def test_a_long_path_with_dot_segments_is_rejected() -> None:
+    """Reading a path in several ways takes time, so the path is bounded. Others are not."""
+    table = RuleTable(PUBLIC_AND_LOGIN)
+    with pytest.raises(InvalidKey, match=r"at most 1,024 characters, but this one has 1,2"):
+        table.match(Request(endpoint="/.." * 400 + "/login"), None)
+    assert table.match(Request(endpoint="/public/" + "x" * 5_000), None)
 
 
 @pytest.mark.parametrize("value", [42, b"42", ["42"], True], ids=repr)
@@ -277,7 +330,17 @@ compiled = cache(compile_endpoint)
 
 
 def naive(rules: list[Rule], request: Request, tier: str | None) -> list[list[str]]:
-    """Match as the documentation says: test every rule, in order."""
+    """Match as the documentation says: for each spelling of the path, test every rule, in order."""
+    paths = [None] if request.endpoint is None else spellings(request.endpoint)
+    found = [_naive(rules, replace(request, endpoint=path), tier) for path in paths]
+    places = dict.fromkeys((each.by, each.mode == "shadow") for each in rules if each.mode != "off")
+    of_places = [dict.fromkeys(each[place] for each in found if place in each) for place in places]
+    return [list(candidates) for several in of_places for candidates in several]
+
+
+def _naive(
+    rules: list[Rule], request: Request, tier: str | None
+) -> dict[tuple[tuple[str, ...], bool], tuple[str, ...]]:
     found: dict[tuple[tuple[str, ...], bool], list[str]] = {}
     complete = set()
     for each in rules:
@@ -289,9 +352,7 @@ def naive(rules: list[Rule], request: Request, tier: str | None) -> list[list[st
             matched.append(each.id)
         if each.rollout == 100:
             complete.add(place)
-    there = [each for each in rules if each.mode != "off"]
-    order = dict.fromkeys((each.by, each.mode == "shadow") for each in there)
-    return [found[place] for place in order if place in found]
+    return {place: tuple(candidates) for place, candidates in found.items()}
 
 
 def _holds(match: Match, request: Request, tier: str | None) -> bool:
@@ -306,14 +367,15 @@ def _holds(match: Match, request: Request, tier: str | None) -> bool:
         value = values[name]
         if value is None or not any(compile_glob(text).matches(value) for text in patterns):
             return False
-    if match.method and (request.method or "").upper() not in match.method:
+    method = (request.method or "").upper()
+    covering = {method, "GET"} if method == "HEAD" else {method}
+    if match.method and covering.isdisjoint(match.method):
         return False
     if match.ip and not _in_networks(request.ip, match.ip):
         return False
-    endpoint = request.endpoint
+    path = request.endpoint
     return not match.endpoint or (
-        endpoint is not None
-        and any(compile_endpoint(it).matches(endpoint) for it in match.endpoint)
+        path is not None and any(compiled(it).matches_normalised(path) for it in match.endpoint)
     )
 
 
@@ -364,7 +426,11 @@ def test_why_a_rule_does_not_match_agrees_with_the_table(
         "tier": tier,
         "method": request.method and request.method.upper(),
     }
-    path = request.endpoint and table_module.normalised(request.endpoint)
+    paths = () if request.endpoint is None else spellings(request.endpoint)
     for each in table.rules:
-        fails = each.failing(path, values.get)
-        assert bool(fails) is not _holds(each.rule.match, request, tier), fails
+        fails = each.failing(paths, values.get)
+        holds = any(
+            _holds(each.rule.match, replace(request, endpoint=path), tier)
+            for path in paths or (None,)
+        )
+        assert bool(fails) is not holds, fails

@@ -37,6 +37,7 @@ from tollkeeper.rules.matching.patterns import (
     Wildcard,
     compile_endpoint,
     compile_glob,
+    compile_methods,
     compile_network,
 )
 
@@ -324,7 +325,9 @@ def _conditions(match: Match) -> Conditions:
     """Return the compiled patterns by attribute; a method stays text."""
     found: Conditions = {}
     for name in REQUEST_FIELDS:
-        if texts := getattr(match, name):
+        if name == "method" and match.method:
+            found[name] = compile_methods(match.method)
+        elif texts := getattr(match, name):
             found[name] = tuple(_compiled(name, text) for text in texts)
     for name, texts in match.attributes.items():
         found[name] = tuple(compile_glob(text) for text in texts)
@@ -336,7 +339,7 @@ def _compiled(name: str, text: str) -> Pattern:
         return compile_endpoint(text)
     if name == "ip":
         return compile_network(text)
-    return text if name == "method" else compile_glob(text)
+    return compile_glob(text)
 
 
 class _CoverIndex:

@@ -26,6 +26,13 @@ are compared in this form (`normalised`):
   `/café` are one path.
 - `.` and `..` segments are resolved, also as `%2e`, as proxies do before they forward a request.
 
+**Dot segments.** Servers disagree about a path such as `/search/../x`: some resolve it to `/x`, and
+some serve it as it is, under `/search/`. They also disagree about the order of steps: whether
+`%2e%2e` is `..`, whether `\` and `%2F` are slashes, and whether `//` is one slash before `..`
+removes a segment. `spellings` returns each path that a server may read, and a rule that matches any
+of them applies. A path with dot segments may have at most DOTTED_LENGTH_MAX characters, because all
+of this takes time. No client needs a longer one.
+
 Case is kept, and so is `;`, which is an ordinary character. Pass an endpoint as it came over the
 wire, or as the framework's route template. In a path that was already decoded, a `?` may be part of
 a segment, and would be taken for the start of the query.
@@ -45,7 +52,7 @@ the most room for the rest, so no other position ever needs to be tried.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from ipaddress import IPv4Network, IPv6Network
@@ -53,7 +60,7 @@ from itertools import takewhile
 from socket import AF_INET, AF_INET6, inet_pton
 from typing import Any, Final, NamedTuple
 
-from tollkeeper.core.errors import ConfigError, show
+from tollkeeper.core.errors import ConfigError, InvalidKey, show
 
 # ── Networks ───────────────────────────────────────────────────────────────────────────────────
 
@@ -147,11 +154,17 @@ def compile_network(text: str) -> Network:
 
 # Nearly every path is already normal, and this match is then its whole cost. Segments that start
 # with a dot take the slow path, although most are as harmless as /.well-known.
-_is_normal: Final = re.compile(r"(?:/[^./%?#\ud800-\udfff][^/%?#\ud800-\udfff]*+)+|/").fullmatch
+_is_normal: Final = re.compile(r"(?:/[^./%?#\\\ud800-\udfff][^/%?#\\\ud800-\udfff]*+)+|/").fullmatch
 _ORIGIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*+://[^/?#]*+")
 _PERCENT: Final = re.compile(rb"%([0-9A-Fa-f]{2})?")
 _NOT_UTF8: Final = re.compile(r"[\udc80-\udcff]")
 _METHOD: Final = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
+# The separators of segments, for some servers.
+_SLASHES: Final = re.compile(r"\\|%2[fF]|%5[cC]")
+_has_dot_segment: Final = re.compile(
+    r"(?:^|[/\\]|%2[fF]|%5[cC])(?:\.|%2[eE]){1,2}(?:[/\\]|%2[fF]|%5[cC]|$)"
+).search
+DOTTED_LENGTH_MAX: Final = 1_024
 
 
 def normalised(path: str) -> str:
@@ -164,9 +177,7 @@ def normalised(path: str) -> str:
     """
     if _is_normal(path):
         return path
-    if origin := _ORIGIN.match(path):
-        path = path[origin.end() :]
-    path = path.partition("?")[0].partition("#")[0].rstrip("/")
+    path = _path_alone(path)
     # A query and a trailing slash are common; without them, most paths are normal.
     if _is_normal(path):
         return path
@@ -177,6 +188,58 @@ def normalised(path: str) -> str:
         elif segment not in {"", "."}:
             kept.append(segment)
     return "/" + "/".join(kept)
+
+
+def spellings(path: str) -> tuple[str, ...]:
+    """Return every path that a server may read this one as. The first is `normalised`.
+
+    >>> spellings("/search/./42"), spellings("/search/a%2Fb")
+    (('/search/42', '/search/./42'), ('/search/a%2Fb',))
+
+    Raises InvalidKey for a path with dot segments that is too long.
+    """
+    if _is_normal(path):
+        return (path,)
+    first = normalised(path)
+    path = _path_alone(path)
+    if not _has_dot_segment(path):
+        return (first,)
+    if len(path) > DOTTED_LENGTH_MAX:
+        raise InvalidKey(
+            f"a path with . or .. segments has at most {DOTTED_LENGTH_MAX:,} characters, but this "
+            f"one has {len(path):,}; send the path that it resolves to"
+        )
+    found = {first: None}
+    path = path.removeprefix("/")
+    for reading in dict.fromkeys([path, _SLASHES.sub("/", path).removeprefix("/")]):
+        plain = decoded(reading).split("/")
+        found["/" + "/".join(filter(None, plain))] = None
+        for segments in (plain, reading.split("/")) if "%" in reading else (plain,):
+            for merges in (True, False) if "//" in reading else (True,):
+                found[_without_dots(segments, plain, merges=merges)] = None
+    return tuple(found)
+
+
+def _path_alone(path: str) -> str:
+    """Remove the scheme and host, the query, the fragment and trailing slashes."""
+    if origin := _ORIGIN.match(path):
+        path = path[origin.end() :]
+    return path.partition("?")[0].partition("#")[0].rstrip("/")
+
+
+def _without_dots(segments: list[str], plain: list[str], *, merges: bool) -> str:
+    """Return the decoded path `plain` without the dot segments that `segments` has.
+
+    `segments` are encoded for a server that resolves before it decodes. `merges` is True for a
+    server that takes several slashes for one before it resolves.
+    """
+    kept: list[str] = []
+    for segment, decoded_segment in zip(segments, plain, strict=True):
+        if segment == "..":
+            del kept[-1:]
+        elif segment != "." and (segment or not merges):
+            kept.append(decoded_segment)
+    return "/" + "/".join(filter(None, kept))
 
 
 def decoded(text: str) -> str:
@@ -214,6 +277,19 @@ def compile_method(text: str) -> str:
     return text.upper()
 
 
+def compile_methods(texts: Iterable[str]) -> tuple[str, ...]:
+    """Return the methods that match these, in upper case. GET includes HEAD.
+
+    >>> compile_methods(["get", "POST"])
+    ('GET', 'POST', 'HEAD')
+
+    Servers run the handler of GET for HEAD, so HEAD must not be a way past the limit of GET.
+    Raises ConfigError.
+    """
+    names = dict.fromkeys(compile_method(text) for text in texts)
+    return (*names, "HEAD") if "GET" in names and "HEAD" not in names else tuple(names)
+
+
 __all__ = [
     "Address",
     "EndpointPattern",
@@ -226,10 +302,12 @@ __all__ = [
     "compile_endpoint",
     "compile_glob",
     "compile_method",
+    "compile_methods",
     "compile_network",
     "decoded",
     "escaped",
     "normalised",
+    "spellings",
 ]
 
 ENDPOINT_LENGTH_MAX: Final = 1_024
@@ -414,8 +492,8 @@ class EndpointPattern:
     _accepts: Callable[[str], object] = field(repr=False, compare=False)
 
     def matches(self, path: str) -> bool:
-        """Return whether the pattern matches a path, in any spelling."""
-        return bool(self._accepts(normalised(path)))
+        """Return whether the pattern matches a path, in one of its spellings."""
+        return any(self._accepts(each) for each in spellings(path))
 
     def matches_normalised(self, path: str) -> bool:
         """Return whether the pattern matches a normalised path."""

@@ -4,6 +4,9 @@ For each distinct `by` the first matching rule applies; rules that count by diff
 apply. A rule in shadow mode does not replace an enforced one: the first matching shadow rule is
 decided in addition. A rule that is off is ignored.
 
+A path with dot segments has several spellings (`patterns.py`). For each of them the first matching
+rule applies: a client must not choose a generous rule by `/public/../login`.
+
 Testing 10,000 rules one by one would take milliseconds. So each rule is indexed by the condition
 that it shares with the fewest others:
 
@@ -42,9 +45,9 @@ from tollkeeper.rules.matching.patterns import (
     Wildcard,
     compile_endpoint,
     compile_glob,
-    compile_method,
+    compile_methods,
     compile_network,
-    normalised,
+    spellings,
 )
 
 MEMO_MAX: Final = 8_192
@@ -94,21 +97,28 @@ class CompiledRule:
         steps = 100 * _ROLLOUT_STEPS_PER_CENT
         return int.from_bytes(digest) % steps < rollout * _ROLLOUT_STEPS_PER_CENT
 
-    def cost(self, path: str | None) -> int:
-        """Return the units charged at a normalised path for each unit of a request's cost."""
-        if self.costs and path is not None:
-            for endpoint, units in self.costs:
-                if endpoint.matches_normalised(path):
-                    return units
+    def cost(self, paths: Sequence[str]) -> int:
+        """Return the units charged for each unit of a request's cost.
+
+        `paths` are the spellings of the request's path. The dearest one counts.
+        """
+        if not self.costs or not paths:
+            return self.rule.cost
+        return max(self._cost_at(path) for path in paths)
+
+    def _cost_at(self, path: str) -> int:
+        for endpoint, units in self.costs:
+            if endpoint.matches_normalised(path):
+                return units
         return self.rule.cost
 
-    def failing(self, path: str | None, value_of: ValueOf) -> str:
-        """Say why the rule does not match; "" if it does."""
+    def failing(self, paths: Sequence[str], value_of: ValueOf) -> str:
+        """Say why the rule does not match; "" if it does. `paths` as for `cost`."""
         if self.endpoints and not any(
-            path is not None and endpoint.matches_normalised(path) for endpoint in self.endpoints
+            endpoint.matches_normalised(path) for endpoint in self.endpoints for path in paths
         ):
             texts = ", ".join(endpoint.text for endpoint in self.endpoints)
-            return f"endpoint {show(path)} does not match {texts}"
+            return f"endpoint {show(paths[0] if paths else None)} does not match {texts}"
         for condition in self.conditions:
             value = value_of(condition.attribute)
             if value is None:
@@ -134,7 +144,7 @@ def compile_rule(rule: Rule, order: int, group: int) -> CompiledRule:
 
 def _conditions(match: Match) -> Iterator[RuleCondition]:
     if match.method:
-        names = frozenset(compile_method(text) for text in match.method)
+        names = frozenset(compile_methods(match.method))
         yield RuleCondition("method", match.method, names.__contains__, names)
     for attribute in ("tier", "tenant", "user", "api_key"):
         patterns: tuple[str, ...] = getattr(match, attribute)
@@ -408,6 +418,14 @@ def _matching(
     return tuple([tuple(groups[group]) for group in sorted(groups)])
 
 
+def _different(
+    matched: tuple[tuple[CompiledRule, ...], ...],
+) -> tuple[tuple[CompiledRule, ...], ...]:
+    """Return what several spellings of a path match, by group, without repetitions."""
+    different = {tuple(rule.order for rule in rules): rules for rules in matched}
+    return tuple(sorted(different.values(), key=lambda rules: rules[0].group))
+
+
 class RuleTable:
     """All rules of a document, compiled. Never changes, except for its cache."""
 
@@ -451,7 +469,10 @@ class RuleTable:
         """Return, for each `by` with a match, its matching rules in order: the first applies.
 
         A rule that is not rolled out to the subject is skipped. `tier` is the request's tier, or
-        the one that its subject is assigned to.
+        the one that its subject is assigned to. If the path has several spellings, a `by` may occur
+        several times in a row, and a rule in several of these.
+
+        Raises InvalidKey for a value that is not text, and as `spellings` does.
         """
         values = self._read(request)
         if self._uses_tier:
@@ -474,13 +495,17 @@ class RuleTable:
             self._require_texts(values)
         key = values
         endpoint = values[0] if self._uses_endpoint else None
-        path = None if endpoint is None else normalised(endpoint)
+        paths = (None,) if endpoint is None else spellings(endpoint)
         method = values[self._method]
         if method is not None and not method.isupper():
             at = self._method
             values = (*values[:at], method.upper(), *values[at + 1 :])
-        candidates = self._index.candidates(path, values)
-        matched = _matching(candidates, path, values) if candidates else ()
+        matched: tuple[tuple[CompiledRule, ...], ...] = ()
+        for path in paths:
+            candidates = self._index.candidates(path, values)
+            matched += _matching(candidates, path, values) if candidates else ()
+        if len(paths) > 1:
+            matched = _different(matched)
         if endpoint is None or len(endpoint) <= MEMO_PATH_LENGTH_MAX:
             if len(self._memo) >= MEMO_MAX:
                 self._memo.clear()

@@ -56,7 +56,9 @@ class ForwardedRequest:
     def __init__(self, scope: Any, method: str, uri: str) -> None:
         self._call = AsgiRequest(scope)
         self.method = method
-        self.path, _, self._query = uri.partition("?")
+        path, _, self._query = uri.partition("?")
+        # A request has no fragment: a server that gets a # serves it as a part of the path.
+        self.path = path.replace("#", "%23")
         self.native = scope
         self.peer = self._call.peer
         self.route: str | None = None
