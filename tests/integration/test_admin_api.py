@@ -222,7 +222,7 @@ def test_a_content_length_that_is_too_large_is_rejected_at_once(
     with socket.create_connection((parts.hostname, parts.port), SECONDS_MAX) as connection:
         token = served.headers["Authorization"].encode()
         connection.sendall(
-            b"PUT /v1/admin/rules HTTP/1.1\r\nHost: x\r\nContent-Type: application/yaml\r\n"
+            b"PUT /v1/admin/rules HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/yaml\r\n"
             b"Authorization: " + token + b"\r\nContent-Length: " + length + b"\r\n\r\n"
         )
         assert connection.recv(100).startswith(b"HTTP/1.1 413")

@@ -94,7 +94,7 @@ HEADS: list[tuple[str, bytes]] = [
 @pytest.mark.parametrize("head", [each[1] for each in HEADS], ids=[each[0] for each in HEADS])
 def test_an_invalid_head_is_4xx(service: ServiceProcess, head: bytes) -> None:
     """The service answers 4xx to an invalid head, or closes the connection."""
-    reply = raw(service, b"POST /v1/check HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n\r\n{}")
+    reply = raw(service, b"POST /v1/check HTTP/1.1\r\nHost: localhost\r\n" + head + b"\r\n\r\n{}")
     assert reply == b"" or reply.startswith(b"HTTP/1.1 4"), reply[:200]
     assert service.ask("GET", "/healthz").status == 200
 
@@ -104,7 +104,7 @@ def test_an_unusual_header_is_no_server_error(service: ServiceProcess, value: st
     """The service ignores an unusual request ID, or rejects the request."""
     reply = raw(
         service,
-        b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Request-Id: "
+        b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX-Request-Id: "
         + value.encode("latin-1")
         + b"\r\nAuthorization: "
         + value.encode("latin-1")
@@ -203,6 +203,19 @@ def test_other_machines_may_connect_only_with_tokens(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_web_page_on_this_machine_cannot_call_the_service(service: ServiceProcess) -> None:
+    """Its name resolves to this machine (DNS rebinding), or it is of another origin."""
+    body = {"user": "page"}
+    rebound = {"Host": "evil.example"}
+    crossing = {"Origin": "https://evil.example"}
+    for headers in (rebound, crossing):
+        for path in ("/v1/quota?user=page", "/metrics", "/readyz", "/docs", "/v1/admin/top"):
+            assert service.ask("GET", path, headers=headers).status == 403, path
+        assert service.ask("POST", "/v1/check", body, headers).status == 403
+        assert service.ask("POST", "/v1/limit", body, headers).status == 403
+    assert service.ask("POST", "/v1/check", body).data["remaining"] == 99
+
+
 @pytest.mark.parametrize("sent", [b"", b"P", b"PRI * HTTP/2.0\r\n\r\n", b"GET / HTTP/1.1\r\n"])
 def test_an_idle_connection_is_closed(sent: bytes, service: ServiceProcess) -> None:
     """A worker has a limited number of connections, so it closes one after ten idle seconds."""
@@ -227,7 +240,9 @@ def test_tls(tmp_path: Path) -> None:
         ):
             assert secured.version() in {"TLSv1.2", "TLSv1.3"}
         assert service.ask("POST", "/v1/check", {"user": "42"}).status == 200
-        assert not raw(service, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n").startswith(b"HTTP")
+        assert not raw(service, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n").startswith(
+            b"HTTP"
+        )
 
 
 def test_a_certificate_is_renewed(tmp_path: Path) -> None:

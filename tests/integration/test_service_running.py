@@ -185,7 +185,7 @@ async def connect_until_refused(
 
     Returns what the last connection received, and when it ended.
     """
-    request = b"GET /v1/quota?user=42 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    request = b"GET /v1/quota?user=42 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     while True:
         received = b""
         try:

@@ -230,33 +230,6 @@ async def test_admin_endpoints_always_need_a_token() -> None:
         assert (await http("GET", "/v1/admin/rules")).status == 401
 
 
-PAGES: list[tuple[str, str, dict[str, Any]]] = [
-    ("POST", "/v1/check", {"user": "1"}),
-    ("POST", "/v1/check/batch", {"checks": [{"user": "1"}]}),
-    ("POST", "/v1/settle", {"user": "1", "reserved": 3, "actual": 0}),
-]
-
-
-@pytest.mark.parametrize(("method", "path", "body"), PAGES)
-async def test_a_web_page_cannot_spend_without_a_token(
-    method: str, path: str, body: dict[str, Any], tmp_path: Path
-) -> None:
-    """Any page could send such a request to this machine; with a token it is permitted."""
-    origin = {"Origin": "https://shop.example"}
-    async with http_service() as http:
-        answer = await http(method, path, body, origin)
-        assert answer.status == 403
-        assert "Origin" in answer.data["detail"]
-        assert not any(name.startswith("access-control") for name in answer.headers)
-        assert (await http.check(user="1")).data["remaining"] == 2
-        gateway = {**origin, "X-Original-URI": "/", "X-API-Key": "k"}
-        assert (await http("GET", "/v1/authorize", b"", gateway)).status == 200
-    secret = create_token(tmp_path / "tokens.json", "t", "check")
-    async with http_service(tmp_path / "tokens.json") as http:
-        headers = {**origin, "Authorization": f"Bearer {secret}"}
-        assert (await http(method, path, body, headers)).status == 200
-
-
 async def test_the_admin_api_is_imported_once_and_in_a_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -27,6 +27,7 @@ from typing import Any, Final, NoReturn
 
 from tollkeeper.core.errors import show
 from tollkeeper.service.http import authorize, checks, health, quotas
+from tollkeeper.service.http.browsers import BrowserGuard
 from tollkeeper.service.http.context import (
     BODY_SECONDS_MAX,
     EarlyReply,
@@ -50,14 +51,6 @@ from tollkeeper.service.http.tokens import OPEN, Token, TokenRejection
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:+/=@-]{1,128}")
 _ADMIN: Final = ("/v1/admin", "/docs", "/openapi.json")
 _CLOSE: Final = (b"connection", b"close")
-# Only browsers send Origin. Where this machine may check without a token, any web page that is open
-# in a browser on it could call the service: the page cannot read the answer, but it would spend.
-_FROM_BROWSER: Final = TokenRejection(
-    403,
-    "the Origin header shows that a web page in a browser sends this, which a service without "
-    "tokens does not permit; call it from a program, or make a token: "
-    "tollkeeper token create NAME --role check",
-)
 # The routes of an unknown path.
 _NO_ROUTES: Final[dict[str, ServiceRoute]] = {}
 # A body that is too large is still read and dropped, if it is not much too large: many clients read
@@ -79,6 +72,8 @@ class HttpService:
         self._requests = context.counters.requests
         self._permitted = context.tokens.permitted
         self._open_permissions = context.tokens.open_permissions
+        self._browsers = BrowserGuard(context.tokens, loopback=context.settings.loopback)
+        self._accepted_hosts = self._browsers.accepted
         self._timeouts = BodyTimeouts(context.settings.body_seconds_max)
         self._waiting = self._timeouts.waiting
         self._routes: Routes = {
@@ -94,7 +89,9 @@ class HttpService:
         self._admin: Any = None
         self._opening_admin = asyncio.Lock()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(  # noqa: PLR0912 - see the docstring
+        self, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """Answer one request, or run the lifespan.
 
         It is long because every function that it called would cost a tenth of a check.
@@ -107,22 +104,23 @@ class HttpService:
         request_id = headers.get(b"x-request-id")
         if request_id is None or not _REQUEST_ID.fullmatch(request_id):
             request_id = b"%b-%x" % (self._id_prefix, next(self._ids))
+        token: Token | TokenRejection = OPEN
+        if b"origin" in headers or headers.get(b"host") not in self._accepted_hosts:
+            token = self._browsers.rejection(path, headers) or OPEN
         methods = self._routes.get(path, _NO_ROUTES)
-        if methods is _NO_ROUTES and _is_admin(path):
+        if methods is _NO_ROUTES and token is OPEN and _is_admin(path):
             await self._call_admin(scope, request_id, receive, send)
             return
         try:
             handle, permission, bytes_max = methods.get(scope["method"]) or _any_method(
-                scope, methods
+                scope, methods, token
             )
-            token: Token | TokenRejection = OPEN
             if permission is not None and permission not in self._open_permissions:
                 given = headers.get(b"authorization")
                 authorization = None if given is None else given.decode("latin-1")
-                token = self._permitted(authorization, permission)
-            if isinstance(token, TokenRejection) or (
-                token is OPEN and permission is not None and b"origin" in headers
-            ):
+                # A rejected web page stays rejected: it has no token.
+                token = token if token is not OPEN else self._permitted(authorization, permission)
+            if isinstance(token, TokenRejection):
                 _reject(token)
             body = b""
             if bytes_max:
@@ -212,8 +210,7 @@ def _admin_app(context: ServiceContext) -> Any:
     return admin_app(context)
 
 
-def _reject(token: Token | TokenRejection) -> NoReturn:
-    rejection = token if isinstance(token, TokenRejection) else _FROM_BROWSER
+def _reject(rejection: TokenRejection) -> NoReturn:
     raise EarlyReply(token_reply(rejection))
 
 
@@ -221,8 +218,12 @@ def _is_admin(path: str) -> bool:
     return path in _ADMIN or path.startswith(f"{_ADMIN[0]}/")
 
 
-def _any_method(scope: Scope, methods: dict[str, ServiceRoute]) -> ServiceRoute:
+def _any_method(
+    scope: Scope, methods: dict[str, ServiceRoute], token: Token | TokenRejection
+) -> ServiceRoute:
     """Return the route for every method, if the path has one. Raises EarlyReply."""
+    if isinstance(token, TokenRejection):
+        _reject(token)
     route = methods.get("*")
     if route is not None:
         return route

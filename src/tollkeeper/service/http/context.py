@@ -68,6 +68,8 @@ class WorkerSettings:
     """How long a body may take to arrive."""
     counters: Path | None = None
     """The folder where workers write their counters for each other; None: a single worker."""
+    loopback: bool = True
+    """Only this machine can reach the service; without tokens, `Host` must be of this machine."""
     worker: int = 0
     """The number or process ID of this worker; for logs and metrics."""
 

@@ -214,7 +214,7 @@ class ServiceSettings:
     def far_host(self) -> str | None:
         """The first address that other machines can reach; None if there is none."""
         hosts = [self.host, *([address_of(self.grpc)[0]] if self.grpc else [])]
-        return next((host for host in hosts if not _is_loopback(host)), None)
+        return next((host for host in hosts if not is_loopback(host)), None)
 
     @property
     def is_local(self) -> bool:
@@ -250,7 +250,8 @@ def address_of(text: str) -> tuple[str, int]:
     return found["host"].strip("[]"), int(found["port"])
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return True if only this machine can reach a service on this host."""
     if host == "localhost":
         return True
     try:

@@ -48,7 +48,7 @@ from tollkeeper.service.http.context import Receive, Scope, Send, ServiceContext
 from tollkeeper.service.http.health import fold_dead
 from tollkeeper.service.http.tokens import Tokens
 from tollkeeper.service.process.logs import event
-from tollkeeper.service.process.settings import ServiceSettings
+from tollkeeper.service.process.settings import ServiceSettings, is_loopback
 from tollkeeper.web.answers import Style
 from tollkeeper.web.identity import Identity
 
@@ -133,7 +133,12 @@ def recorder_of(
 
 def open_context(settings: ServiceSettings, counters: Path | None) -> ServiceContext:
     """Open the context of a worker. The caller closes its limiter and stops its recorder."""
-    answering = WorkerSettings(style_of(settings), counters=counters, worker=os.getpid())
+    answering = WorkerSettings(
+        style_of(settings),
+        counters=counters,
+        loopback=is_loopback(settings.host),
+        worker=os.getpid(),
+    )
     limiter = open_limiter(settings, counters)
     return ServiceContext(
         limiter=limiter,
