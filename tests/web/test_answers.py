@@ -299,7 +299,20 @@ def test_a_burst_is_in_the_limit_and_not_in_the_quota() -> None:
     limit = Limit(100, per=60, burst=50)
     headers = dict(headers_of(result_of(limits=(limit,), tightest=limit), NOW_NS))
     assert headers["X-RateLimit-Limit"] == "150"
-    assert headers["RateLimit-Policy"] == '"orders";q=100;w=60'
+    assert headers["RateLimit-Policy"] == '"orders";q=100;w=60;capacity=150'
+    older = dict(headers_of(result_of(limits=(limit,), tightest=limit), NOW_NS, Style(draft=7)))
+    assert older["RateLimit"].startswith("limit=150,")
+    assert older["RateLimit-Policy"] == "100;w=60;capacity=150"
+
+
+def test_the_limit_of_a_body_is_that_of_the_headers() -> None:
+    """With a burst, `limit` is the capacity everywhere, and `quota` is the rate."""
+    limit = Limit(100, per=60, burst=50)
+    result = result_of(allowed=False, limits=(limit,), tightest=limit, remaining=0)
+    error: Any = problem_of(result, NOW_NS)["error"]
+    headers = dict(headers_of(result, NOW_NS))
+    assert str(error["details"]["limit"]) == headers["X-RateLimit-Limit"] == "150"
+    assert (error["details"]["quota"], error["details"]["window_seconds"]) == (100, 60)
 
 
 def test_a_window_of_fractional_seconds_is_left_out() -> None:
@@ -375,6 +388,7 @@ def test_a_denial_explains_what_to_do() -> None:
             "message": detail,
             "details": {
                 "limit": 100,
+                "quota": 100,
                 "window_seconds": 60,
                 "retry_after_seconds": 2,
                 "reset_at": "2026-01-01T00:00:30Z",
@@ -682,14 +696,23 @@ def test_a_cost_that_never_fits_is_a_422() -> None:
     members = json.loads(answer.body)
     assert members["type"] == "about:blank"
     assert members["error"]["code"] == "COST_EXCEEDS_CAPACITY"
-    assert members["error"]["details"] == {"limit": 15, "window_seconds": 60, "cost": 50}
+    assert members["error"]["details"] == {
+        "limit": 15,
+        "quota": 10,
+        "window_seconds": 60,
+        "cost": 50,
+    }
     assert "at most 15 each" in members["detail"]
 
 
 def test_a_huge_cost_is_left_out() -> None:
     """A number of 5,001 digits is not written into the JSON."""
     answer = capacity_answer(CapacityError(10**5_000, Limit(1, per=0.5)))
-    assert json.loads(answer.body)["error"]["details"] == {"limit": 1, "window_seconds": 0.5}
+    assert json.loads(answer.body)["error"]["details"] == {
+        "limit": 1,
+        "quota": 1,
+        "window_seconds": 0.5,
+    }
 
 
 def test_an_invalid_request_is_a_400() -> None:

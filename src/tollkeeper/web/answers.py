@@ -12,6 +12,10 @@ fields):
     X-RateLimit-Remaining: 73                                "orders.60s";q=100;w=60
     X-RateLimit-Reset: 1767225636          RateLimit: "orders.60s";r=73;t=36
 
+`X-RateLimit-Limit` and `limit` in every body are `decision.limit`, the most that can remain.
+`quota` and `window_seconds` in a body, and `q` and `w` in a header, are the rate. docs/answers.md
+defines all numbers.
+
 A rule with one limit is named by its id. A rule with several limits adds the name or the window of
 each limit. Names are unique in a response, and they are valid structured fields for any rule id.
 
@@ -273,13 +277,18 @@ def _quoted(name: str) -> bytes:
 def _item(policy: _HeaderPolicy) -> bytes:
     window_s, rest = divmod(policy.limit.window_ns, NS_PER_SECOND)
     item = b"%b;q=%d" % (_quoted(policy.name), policy.limit.limit)
-    return item if rest else b"%b;w=%d" % (item, window_s)
+    return (item if rest else b"%b;w=%d" % (item, window_s)) + _capacity_parameter(policy.limit)
 
 
 def _item_without_name(limit: Limit) -> bytes:
     # Drafts 6 and 7 need a window in whole seconds. Other limits cannot be listed.
     window_s, rest = divmod(limit.window_ns, NS_PER_SECOND)
-    return b"" if rest else b"%d;w=%d" % (limit.limit, window_s)
+    return b"" if rest else b"%d;w=%d" % (limit.limit, window_s) + _capacity_parameter(limit)
+
+
+def _capacity_parameter(limit: Limit) -> bytes:
+    """Return the parameter that says why X-RateLimit-Limit differs from the quota `q`."""
+    return b"" if limit.capacity == limit.limit else b";capacity=%d" % limit.capacity
 
 
 def _listed(items: Iterator[bytes]) -> RawHeader | None:
@@ -554,7 +563,7 @@ class Denial:
 def capacity_answer(error: CapacityError) -> HttpAnswer:
     """Return a 422: the cost exceeds the capacity. It has no Retry-After, as no wait helps."""
     limit = error.limit
-    details = {"limit": limit.capacity, "window_seconds": _window_seconds(limit)}
+    details: dict[str, object] = {"limit": limit.capacity, **_rate_details(limit)}
     if isinstance(error.cost, int) and abs(error.cost) <= _NUMBER_MAX:
         details["cost"] = error.cost
     detail = (
@@ -615,8 +624,8 @@ def problem_of(result: CheckResult, now_ns: int) -> dict[str, object]:
     decision = result.decision
     wait_s = retry_after_seconds_of(decision)
     details: dict[str, object] = {
-        "limit": decision.policy.limit,
-        "window_seconds": _window_seconds(decision.policy),
+        "limit": decision.limit,
+        **_rate_details(decision.policy),
         "retry_after_seconds": wait_s,
     }
     if result.kind == "unavailable":
@@ -666,6 +675,11 @@ def _tightest_name(result: CheckResult) -> str:
     known = _known.get(result.applied) or _learn(result.applied)
     tightest = known.tightest(result.decision)
     return tightest.name if tightest else _printable(result.decision.rule or DEFAULT_NAME)
+
+
+def _rate_details(limit: Limit) -> dict[str, float]:
+    """Return the rate of a limit: `quota` units every `window_seconds`."""
+    return {"quota": limit.limit, "window_seconds": _window_seconds(limit)}
 
 
 def _limit_text(limit: Limit) -> str:

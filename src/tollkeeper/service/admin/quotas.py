@@ -97,7 +97,7 @@ class DecisionOut(ApiOutput):
     """The decision that a check would get now."""
 
     allowed: bool
-    limit: int = Field(description="The most that can ever remain.")
+    limit: int = Field(description="The most that can remain: the capacity, and granted units.")
     remaining: int = Field(description="How many single requests would pass now.")
     retry_after: float = Field(description="Seconds until this cost would pass; 0 if it does now.")
     reset_after: float = Field(description="Seconds until the quota is whole again.")

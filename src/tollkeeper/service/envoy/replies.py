@@ -137,6 +137,7 @@ def _fill(status: Status, outcome: Outcome) -> None:
 def fill_limit(limit: Limit, rule: str, into: RateLimit) -> None:
     """Write a limit in Envoy's form: requests per unit, or per several units.
 
+    It is the rate, without the burst. `limit_remaining` may therefore be higher.
     A window that is not in whole seconds has no unit.
     """
     into.requests_per_unit = limit.limit

@@ -130,7 +130,11 @@ class CheckReply(msgspec.Struct, gc=False):
     kind: Annotated[ResultKind, Meta(description="Whether limits decided, or why they did not.")]
     rule: Annotated[str, Meta(description="The ID of the rule with the tightest limit.")]
     limit: Annotated[
-        int | None, Meta(description="The most that can ever remain; null if no limit applies.")
+        int | None,
+        Meta(
+            description="The most that can remain: the capacity, and granted units. "
+            "Null if no limit applies."
+        ),
     ]
     remaining: Annotated[int | None, Meta(description="How many single requests would pass now.")]
     retry_after: Annotated[

@@ -196,8 +196,8 @@ _MEANING: Final[dict[int, str]] = {
     503: "The store is unavailable.",
 }
 _LIMIT_HEADERS: Final = {
-    "X-RateLimit-Limit": "The most that can ever remain under the tightest limit.",
-    "X-RateLimit-Remaining": "The remaining units; -1 if they are unknown.",
+    "X-RateLimit-Limit": "The most that can remain under the tightest limit.",
+    "X-RateLimit-Remaining": "How many single requests would pass now; -1 if unknown.",
     "X-RateLimit-Reset": "The Unix time at which the quota is whole again.",
     "RateLimit-Policy": "Every limit that applied, as in the IETF draft.",
     "RateLimit": "The state of the tightest limit.",

@@ -80,10 +80,12 @@ class QuotaLimit(msgspec.Struct):
     policy: Annotated[str, Meta(examples=["10 per 1 s (token_bucket)"])]
     name: str
     algorithm: str
-    units: Annotated[int, Meta(description="Units per window.")]
+    quota: Annotated[int, Meta(description="Units per window: the steady rate.")]
     window_seconds: float
-    limit: Annotated[int, Meta(description="The most that can ever remain.")]
-    remaining: int
+    limit: Annotated[
+        int, Meta(description="The most that can remain: the capacity, and granted units.")
+    ]
+    remaining: Annotated[int, Meta(description="How many single requests would pass now.")]
     reset_after: Annotated[float, Meta(description="Seconds until the quota is whole again.")]
 
 
@@ -159,7 +161,7 @@ async def _rule(limiter: AsyncLimiter, single: _SingleLimits, check: RuleCheck) 
                 policy=str(limit),
                 name=limit.name,
                 algorithm=limit.algorithm,
-                units=limit.limit,
+                quota=limit.limit,
                 window_seconds=limit.window,
                 limit=limit.capacity,
                 remaining=0 if penalty else sum(look.remaining for look in looks),
