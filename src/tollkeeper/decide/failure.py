@@ -34,7 +34,7 @@ from tollkeeper.core.model import Decision, Limit, Limits, decision_with
 from tollkeeper.core.rates import LimitsArgument, limits_of, scaled
 from tollkeeper.core.subjects import Key, subject_of
 from tollkeeper.decide.store import Gate, GateCheck, Store
-from tollkeeper.decide.stores import open_store
+from tollkeeper.decide.stores import open_fallback_store
 
 FailurePolicy = Literal["open", "closed", "local", "raise"]
 FAILURE_POLICIES: Final[tuple[FailurePolicy, ...]] = get_args(FailurePolicy)
@@ -246,7 +246,7 @@ class LocalLimits:
             return store
         with self._lock:
             if self._store is None:
-                self._store = open_store(self._fallback.store, self._clock)
+                self._store = open_fallback_store(self._fallback.store, self._clock)
             return self._store
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores.memory import STATES_MAX_DEFAULT, PythonMemoryStore
 from tollkeeper.decide.stores.redis.config import SCHEMES as REDIS_SCHEMES
 from tollkeeper.decide.stores.redis.config import parse as parse_redis
+from tollkeeper.decide.stores.workers import warn_of_several_workers
 
 CAPACITY_MAX: Final = 1_000_000_000
 Options = dict[str, object]
@@ -42,8 +43,16 @@ def open_store(uri: str, clock: Clock | None = None, **options: object) -> Store
 
     `options` are those of the URI's query, and take precedence over it: a password does not belong
     in a URI. Raises ConfigError, or StoreUnavailable if the store cannot be opened. The first check
-    connects to Redis.
+    connects to Redis. Logs a warning for `memory://` in one of several workers of a web server.
     """
+    store = open_fallback_store(uri, clock, **options)
+    if store.is_private:
+        warn_of_several_workers()
+    return store
+
+
+def open_fallback_store(uri: str, clock: Clock | None = None, **options: object) -> Store:
+    """Open a store as `open_store` does, without a warning: a local fallback may be private."""
     clock = clock or SystemClock()
     if not isinstance(uri, str):
         raise ConfigError(f'store={show(uri)} is not a URI or a store; try store="memory://"')
