@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -66,12 +67,51 @@ def test_only_the_owner_can_read_or_write_it(path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_world_writable_file_is_rejected(path: Path) -> None:
-    """The store rejects a file that every user can write, because they could change any count."""
+@pytest.mark.parametrize(
+    ("mode", "writable", "remedy"),
+    [(0o666, "every user", "666"), (0o602, "every user", "666"), (0o660, "its group", "660")],
+)
+def test_a_file_that_others_can_write_is_rejected(
+    path: Path, mode: int, writable: str, remedy: str
+) -> None:
+    """Such users could lift or exhaust any limit, so the operator has to allow them."""
+    limiter(path).close()
+    path.chmod(mode)
+    with pytest.raises(StoreUnavailable, match=rf"writable for {writable},.*chmod 600.*{remedy}"):
+        limiter(path)
+    limiter(path, options=f"mode={remedy}").close()
+
+
+@pytest.mark.parametrize(("text", "mode"), [("600", 0o600), ("660", 0o660), ("666", 0o666)])
+def test_the_mode_of_a_new_file_is_an_option(path: Path, text: str, mode: int) -> None:
+    """The file has the mode of the URI, whatever the umask."""
+    before = os.umask(0o077)
+    try:
+        limiter(path, options=f"{SMALL}&mode={text}").close()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+    limiter(path, options=f"{SMALL}&mode={text}").close()
+
+
+def test_the_mode_for_the_group_does_not_trust_every_user(path: Path) -> None:
+    """mode=660 accepts a file for the group, and rejects one for every user."""
     limiter(path).close()
     path.chmod(0o666)
-    with pytest.raises(StoreUnavailable, match=r"is writable for every user.*chmod 600"):
+    with pytest.raises(StoreUnavailable, match="writable for every user"):
+        limiter(path, options="mode=660")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_file_of_another_user_is_rejected(path: Path) -> None:
+    """Its owner could write it. A file of root, or one that mode= allows, is accepted."""
+    limiter(path).close()
+    os.chown(path, 12_345, -1)
+    with pytest.raises(
+        StoreUnavailable, match=r"belongs to user 12345.*process's user 0.*mode=660"
+    ):
         limiter(path)
+    limiter(path, options="mode=660").close()
 
 
 def test_a_symbolic_link_is_not_followed(path: Path, tmp_path: Path) -> None:
@@ -95,7 +135,7 @@ def test_a_foreign_file_is_rejected_and_not_changed(path: Path, content: bytes) 
     assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize(("version", "word"), [(0, "older"), (2, "newer"), (77, "newer")])
+@pytest.mark.parametrize(("version", "word"), [(1, "older"), (3, "newer"), (77, "newer")])
 def test_a_file_of_another_version_is_rejected(path: Path, version: int, word: str) -> None:
     """The store rejects a file with an older or newer format version."""
     limiter(path).close()
@@ -104,20 +144,51 @@ def test_a_file_of_another_version_is_rejected(path: Path, version: int, word: s
         limiter(path)
 
 
-def test_a_damaged_header_is_rejected(path: Path) -> None:
-    """The checksum detects a changed header field."""
-    limiter(path).close()
+def damaged_header(path: Path) -> None:
     overwrite(path, CAPACITY_AT, (101).to_bytes(8, "little"))
-    with pytest.raises(StoreUnavailable, match="damaged header"):
-        limiter(path, options="")
 
 
-@pytest.mark.parametrize("kept", [1, 50, 4_096, 60_000])
-def test_a_truncated_file_is_rejected(path: Path, kept: int) -> None:
-    """A truncated file causes an exception and not a bus error."""
-    limiter(path).close()
-    os.truncate(path, kept)
-    with pytest.raises(StoreUnavailable, match=r"truncated|not a Tollkeeper file|damaged"):
+def zeroed_page(path: Path) -> None:
+    overwrite(path, 0, b"\0" * 4_096)
+
+
+def extended_again(path: Path) -> None:
+    size = path.stat().st_size
+    os.truncate(path, size - 1)
+    os.truncate(path, size)
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (damaged_header, "had a damaged header"),
+        (zeroed_page, "had a damaged header"),
+        (lambda path: os.truncate(path, 50), "had a damaged header"),
+        (lambda path: os.truncate(path, 4_096), "had 4096 bytes instead of"),
+        (lambda path: os.truncate(path, 60_000), "had 60000 bytes instead of"),
+        (extended_again, "had been truncated and extended again"),
+    ],
+    ids=["header", "zeroed page", "50 bytes", "a page", "60,000 bytes", "extended again"],
+)
+def test_a_damaged_file_is_replaced(
+    path: Path, damage: Callable[[Path], None], found: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A service whose file was damaged starts with fresh quotas, and the log says why."""
+    with limiter(path) as before:
+        before.check("me")
+    damage(path)
+    with limiter(path) as after:
+        assert after.check("me").remaining == 4
+    (record,) = (each for each in caplog.records if each.name == "tollkeeper")
+    assert record.levelname == "ERROR"
+    assert record.getMessage().startswith(f"{path} {found}")
+    assert record.getMessage().endswith("it was replaced by a new file with fresh quotas")
+
+
+def test_a_few_bytes_are_not_our_file(path: Path) -> None:
+    """A file that is too short to have our magic number could be of any program."""
+    path.write_bytes(b"TOLL")
+    with pytest.raises(StoreUnavailable, match="is not a Tollkeeper file and was not changed"):
         limiter(path)
 
 

@@ -3,8 +3,8 @@
  * It makes all calls with random limits, subjects, costs and times, in memory and in a file, on
  * small tables that are full half of the time. Sometimes it closes the file and opens it again. In
  * half of the runs with a file it overwrites random bytes while the file is in use, as a power cut
- * might leave them. Then the counts may be wrong, but the table must not crash, hang or access
- * other memory.
+ * might leave them, and sometimes truncates the file. Then the counts may be wrong, but the table
+ * must not crash, hang or access other memory. A lost file is opened again.
  *
  *   random_driver FOLDER SEED ROUNDS */
 #include <fcntl.h>
@@ -71,6 +71,14 @@ static void check_answer(run *r, const tk_decision *d, int64_t cost)
             (long long)d->remaining);
 }
 
+static void reopen(run *r)
+{
+    if (r->options.path == NULL)
+        return;
+    tk_close(r->table);
+    r->table = open_or_die(&r->options);
+}
+
 static void check_or_peek(run *r, bool spend)
 {
     tk_decision decision = {.speaker = -1}, look;
@@ -78,6 +86,9 @@ static void check_or_peek(run *r, bool spend)
     int64_t cost = random_cost(r);
     tk_status status =
         tk_check(r->table, subject, r->limits, r->count, r->now_ns, cost, spend, &decision);
+    REQUIRE(status != TK_LOST || r->damaged, "an intact file is lost");
+    if (status == TK_LOST)
+        reopen(r);
     if (status == TK_BUSY && r->damaged)
         REQUIRE(tk_wait(r->table, subject, SECOND_NS) == TK_OK, "a damaged lock stays taken");
     if (status != TK_OK)
@@ -91,19 +102,13 @@ static void check_or_peek(run *r, bool spend)
             (long long)decision.remaining, (long long)look.remaining);
 }
 
-static void reopen(run *r)
-{
-    if (r->options.path == NULL)
-        return;
-    tk_close(r->table);
-    r->table = open_or_die(&r->options);
-}
-
 static void damage(run *r)
 {
     struct stat info;
     int fd = open(r->options.path, O_RDWR);
     REQUIRE(fd >= 0 && fstat(fd, &info) == 0, "%s", r->options.path);
+    if (below(r, 4) == 0)
+        REQUIRE(ftruncate(fd, (off_t)below(r, (uint64_t)info.st_size)) == 0, "ftruncate");
     for (int i = 0; i < 50; i++) {
         uint64_t bytes = next_random(&r->random);
         /* After the bytes with a checksum: damage in those is rejected when the file is opened. */
@@ -111,6 +116,8 @@ static void damage(run *r)
         size_t length = 1 + below(r, 8);
         if (below(r, 3) == 0)
             bytes = 0;
+        if (fstat(fd, &info) != 0 || at + (off_t)length > info.st_size)
+            continue;
         REQUIRE(pwrite(fd, &bytes, length, at) == (ssize_t)length, "pwrite");
     }
     close(fd);
@@ -144,6 +151,8 @@ static void step(run *r)
         tk_busiest(r->table, busiest, (int)below(r, TK_BUSIEST_MAX + 1));
     else
         reopen(r);
+    if (below(r, 50) == 0)
+        tk_now_ns(r->table);
     if (tk_sample_due(r->table))
         tk_note_busy(r->table, random_subject(r), "some name \xc3\xa9", 12);
 }

@@ -18,7 +18,7 @@ def run(driver: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
 def test_random_calls_and_damaged_files_pass_the_sanitizers(tmp_path: Path) -> None:
     """Millions of random calls cause no address error, undefined behaviour, leak or hang.
 
-    A third of them use a file with random bytes overwritten.
+    A third of them use a file that is overwritten with random bytes, and sometimes truncated.
     """
     done = run(build("random_driver.c", tmp_path, *SANITIZED), tmp_path, 1, ROUNDS)
     assert done.returncode == 0, done.stderr[-4_000:]
@@ -32,3 +32,10 @@ def test_a_process_killed_at_any_instruction_charges_completely_or_not_at_all(
     done = run(build("kill_driver.c", tmp_path, "-O2"), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr[-4_000:]
     assert "killed inside the lock" in done.stdout
+
+
+def test_a_forked_child_uses_the_file_at_every_moment(tmp_path: Path) -> None:
+    """At no instruction of its fork handler could another process find the file unused."""
+    done = run(build("fork_driver.c", tmp_path, "-O2"), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr[-4_000:]
+    assert int(done.stdout.split()[0]) > 100

@@ -12,14 +12,19 @@ class Decision(model.Decision):
 
 @final
 class Table:
+    @property
+    def notice(self) -> str: ...
     def __new__(
         cls,
         path: str | PathLike[str] | None,
         *,
         capacity: int = ...,
         log_bytes: int = ...,
+        mode: int = ...,
         epoch_offset_ns: int = ...,
+        on_loss: Callable[[Table, str], object] | None = ...,
     ) -> Self: ...
+    def reopen(self) -> str: ...
     def now_ns(self) -> int: ...
     def sweep(self, now_ns: int | None, /) -> int: ...
     def stats(self) -> Mapping[str, int]: ...

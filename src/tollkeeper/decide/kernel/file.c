@@ -76,7 +76,8 @@ tk_geometry tk_geometry_for(uint64_t capacity, uint64_t log_bytes)
     g.segments_at =
         round_up(TK_PAGE + TK_OWNERS_MAX * sizeof(uint32_t) + sizeof(tk_busy_table), TK_PAGE);
     g.slab_at = round_up(g.segments_at + g.segment_bytes * g.segments, TK_PAGE);
-    g.bytes = round_up(g.slab_at + (size_t)g.blocks * TK_BLOCK_BYTES, TK_PAGE);
+    g.bytes = round_up(g.slab_at + (size_t)g.blocks * TK_BLOCK_BYTES + sizeof(tk_end), TK_PAGE);
+    g.end_at = g.bytes - sizeof(tk_end);
     return g;
 }
 
@@ -89,20 +90,21 @@ static uint64_t log_bytes_for(const tk_options *options, uint64_t capacity)
     return bytes < least ? least : bytes < LOG_BYTES_MAX ? bytes : LOG_BYTES_MAX;
 }
 
-static uint64_t checksum_of(const tk_header *header)
+static uint64_t checksum_of(const tk_format *format)
 {
-    return tk_siphash(CHECKSUM_SEED, header, offsetof(tk_header, checksum)).low;
+    return tk_siphash(CHECKSUM_SEED, format, offsetof(tk_format, checksum)).low;
 }
 
-void tk_attach(tk_table *table, uint8_t *base, size_t bytes)
+void tk_attach(tk_table *table, const tk_format *format, uint8_t *base)
 {
+    table->format = *format;
     table->base = base;
-    table->bytes = bytes;
+    table->bytes = format->bytes;
     table->header = (tk_header *)base;
     table->generations = (_Atomic uint32_t *)(base + TK_PAGE);
     table->busiest = (tk_busy_table *)(base + TK_PAGE + TK_OWNERS_MAX * sizeof(uint32_t));
-    tk_geometry g =
-        tk_geometry_for(table->header->capacity, (uint64_t)table->header->blocks * TK_BLOCK_BYTES);
+    tk_geometry g = tk_geometry_for(format->capacity, (uint64_t)format->blocks * TK_BLOCK_BYTES);
+    table->end = (const tk_end *)(base + g.end_at);
     table->segments = base + g.segments_at;
     table->slab = base + g.slab_at;
     table->segment_bytes = g.segment_bytes;
@@ -119,10 +121,12 @@ static int64_t read_clock(clockid_t clock)
     return now.tv_sec * (int64_t)1000000000 + now.tv_nsec;
 }
 
-int64_t tk_now_ns(const tk_table *table)
+int64_t tk_now_ns(tk_table *table)
 {
-    int64_t offset_ns = atomic_load_explicit(&table->header->epoch_offset_ns, memory_order_relaxed);
-    return tk_time_in_range(read_clock(BOOT_CLOCK) + tk_time_in_range(offset_ns));
+    int64_t boot_ns = read_clock(BOOT_CLOCK);
+    if (__builtin_expect(boot_ns >= table->verify_at_ns, 0))
+        tk_verify(table, boot_ns);
+    return tk_time_in_range(boot_ns + table->epoch_offset_ns);
 }
 
 bool tk_is_shared(const tk_table *table) { return table->shared; }
@@ -139,21 +143,21 @@ static bool random_seed(uint64_t seed[2])
 #endif
 }
 
-static bool fill_header(tk_header *header, uint64_t capacity, const tk_geometry *g)
+static bool fill_format(tk_format *format, uint64_t capacity, const tk_geometry *g)
 {
-    memset(header, 0, sizeof *header);
-    header->version = TK_VERSION;
-    header->byte_order = BYTE_ORDER_MARK;
-    header->bytes = g->bytes;
-    header->capacity = capacity;
-    header->segments = g->segments;
-    header->buckets = g->buckets;
-    header->segment_limit = g->segment_limit;
-    header->blocks = g->blocks;
-    memcpy(header->magic, MAGIC, sizeof MAGIC);
-    if (!random_seed(header->seed))
+    memset(format, 0, sizeof *format);
+    format->version = TK_VERSION;
+    format->byte_order = BYTE_ORDER_MARK;
+    format->bytes = g->bytes;
+    format->capacity = capacity;
+    format->segments = g->segments;
+    format->buckets = g->buckets;
+    format->segment_limit = g->segment_limit;
+    format->blocks = g->blocks;
+    memcpy(format->magic, MAGIC, sizeof MAGIC);
+    if (!random_seed(format->seed))
         return false;
-    header->checksum = checksum_of(header);
+    format->checksum = checksum_of(format);
     return true;
 }
 
@@ -174,7 +178,8 @@ static tk_table *open_memory(const tk_options *options, tk_status *status,
     tk_table *table = calloc(1, sizeof *table);
     void *base = mmap(NULL, g.bytes, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (table == NULL || base == MAP_FAILED || !fill_header(base, capacity, &g)) {
+    tk_format format;
+    if (table == NULL || base == MAP_FAILED || !fill_format(&format, capacity, &g)) {
         *status = fail(TK_UNAVAILABLE, error, "no memory for %zu bytes of quotas", g.bytes);
         if (base != MAP_FAILED)
             munmap(base, g.bytes);
@@ -182,8 +187,9 @@ static tk_table *open_memory(const tk_options *options, tk_status *status,
         return NULL;
     }
     table->fd = -1;
-    tk_attach(table, base, g.bytes);
-    atomic_store(&table->header->epoch_offset_ns, options->epoch_offset_ns);
+    tk_attach(table, &format, base);
+    table->epoch_offset_ns = tk_time_in_range(options->epoch_offset_ns);
+    table->verify_at_ns = INT64_MAX;
     return table;
 }
 
@@ -220,7 +226,7 @@ static tk_status make_file(int fd, const tk_options *options, char error[TK_ERRO
 {
     uint64_t capacity = options->capacity ? options->capacity : CAPACITY_DEFAULT;
     tk_geometry g = tk_geometry_for(capacity, log_bytes_for(options, capacity));
-    tk_header header;
+    tk_format format;
     if (ftruncate(fd, 0) != 0 || pwrite(fd, MAKING, sizeof MAKING, 0) != sizeof MAKING)
         return fail(TK_UNAVAILABLE, error, "%s cannot be written: %s", options->path,
                     strerror(errno));
@@ -233,51 +239,77 @@ static tk_status make_file(int fd, const tk_options *options, char error[TK_ERRO
                     "a smaller capacity",
                     options->path, g.bytes, strerror(problem));
     }
-    if (!fill_header(&header, capacity, &g))
+    if (!fill_format(&format, capacity, &g))
         return fail(TK_UNAVAILABLE, error, "no random seed: %s", strerror(errno));
+    tk_end end = {.checksum = format.checksum};
+    memcpy(end.magic, TK_END_MAGIC, sizeof TK_END_MAGIC);
     /* The magic number is written last: it marks the file as complete. */
-    size_t rest = sizeof header - sizeof MAGIC;
-    if (pwrite(fd, (char *)&header + sizeof MAGIC, rest, sizeof MAGIC) != (ssize_t)rest ||
+    size_t rest = sizeof format - sizeof MAGIC;
+    if (pwrite(fd, &end, sizeof end, (off_t)g.end_at) != (ssize_t)sizeof end ||
+        pwrite(fd, (char *)&format + sizeof MAGIC, rest, sizeof MAGIC) != (ssize_t)rest ||
         pwrite(fd, MAGIC, sizeof MAGIC, 0) != sizeof MAGIC)
         return fail(TK_UNAVAILABLE, error, "%s cannot be written: %s", options->path,
                     strerror(errno));
     return TK_OK;
 }
 
-static tk_status check_header(const tk_header *header, off_t size, const tk_options *options,
+/* Return whether the file is or was ours: it starts with our magic number, or ends with our mark.
+ * Other files are never changed. */
+static bool is_ours(int fd, const tk_format *format, off_t size)
+{
+    tk_end end;
+    if (memcmp(format->magic, MAGIC, sizeof MAGIC) == 0)
+        return true;
+    return size >= (off_t)sizeof end &&
+           pread(fd, &end, sizeof end, size - (off_t)sizeof end) == (ssize_t)sizeof end &&
+           memcmp(end.magic, TK_END_MAGIC, sizeof TK_END_MAGIC) == 0;
+}
+
+static tk_status check_damage(const tk_format *format, int fd, off_t size, const char *path,
                               char error[TK_ERROR_BYTES])
 {
+    tk_end end;
+    if (format->checksum != checksum_of(format) || format->capacity > TK_CAPACITY_MAX)
+        return fail(TK_DAMAGED, error, "%s had a damaged header", path);
+    tk_geometry g = tk_geometry_for(format->capacity, (uint64_t)format->blocks * TK_BLOCK_BYTES);
+    if (g.bytes != format->bytes || g.segments != format->segments ||
+        g.buckets != format->buckets || g.segment_limit != format->segment_limit)
+        return fail(TK_DAMAGED, error, "%s had a header that contradicts itself", path);
+    if (format->bytes != (uint64_t)size)
+        return fail(TK_DAMAGED, error, "%s had %lld bytes instead of %llu", path, (long long)size,
+                    (unsigned long long)format->bytes);
+    if (pread(fd, &end, sizeof end, (off_t)g.end_at) != (ssize_t)sizeof end ||
+        memcmp(end.magic, TK_END_MAGIC, sizeof TK_END_MAGIC) != 0 ||
+        end.checksum != format->checksum)
+        return fail(TK_DAMAGED, error, "%s had been truncated and extended again", path);
+    return TK_OK;
+}
+
+static tk_status check_format(const tk_format *format, int fd, off_t size,
+                              const tk_options *options, char error[TK_ERROR_BYTES])
+{
     const char *path = options->path;
-    if (memcmp(header->magic, MAGIC, sizeof MAGIC) != 0)
-        return fail(TK_UNAVAILABLE, error,
-                    "%s is not a Tollkeeper file and was not changed; use another path", path);
-    if (header->byte_order != BYTE_ORDER_MARK)
+    if (memcmp(format->magic, MAGIC, sizeof MAGIC) != 0)
+        return fail(TK_DAMAGED, error, "%s had a damaged header", path);
+    if (format->byte_order != BYTE_ORDER_MARK)
         return fail(TK_UNAVAILABLE, error,
                     "%s was created on a machine with another byte order; %s", path, RECREATE);
-    if (header->version != TK_VERSION)
+    if (format->version != TK_VERSION)
         return fail(TK_UNAVAILABLE, error,
                     "%s has format version %u, which is %s than this one's, %u; %s", path,
-                    header->version, header->version < TK_VERSION ? "older" : "newer",
+                    format->version, format->version < TK_VERSION ? "older" : "newer",
                     (unsigned)TK_VERSION, RECREATE);
-    if (header->checksum != checksum_of(header) || header->capacity > TK_CAPACITY_MAX)
-        return fail(TK_UNAVAILABLE, error, "%s has a damaged header; %s", path, RECREATE);
-    tk_geometry g = tk_geometry_for(header->capacity, (uint64_t)header->blocks * TK_BLOCK_BYTES);
-    if (g.bytes != header->bytes || g.segments != header->segments ||
-        g.buckets != header->buckets || g.segment_limit != header->segment_limit)
-        return fail(TK_UNAVAILABLE, error, "%s has a header that contradicts itself; %s", path,
-                    RECREATE);
-    if (header->bytes != (uint64_t)size)
-        return fail(TK_UNAVAILABLE, error,
-                    "%s has %lld bytes instead of %llu: it was truncated; %s", path,
-                    (long long)size, (unsigned long long)header->bytes, RECREATE);
-    if (options->capacity && options->capacity != header->capacity)
+    tk_status status = check_damage(format, fd, size, path, error);
+    if (status != TK_OK)
+        return status;
+    if (options->capacity && options->capacity != format->capacity)
         return fail(TK_MISMATCH, error,
                     "%s was created with capacity=%llu, not %llu; omit capacity, or delete the "
                     "file to create it again",
-                    path, (unsigned long long)header->capacity,
+                    path, (unsigned long long)format->capacity,
                     (unsigned long long)options->capacity);
-    uint64_t log_bytes = (uint64_t)header->blocks * TK_BLOCK_BYTES;
-    if (options->log_bytes && tk_geometry_for(1, options->log_bytes).blocks != header->blocks)
+    uint64_t log_bytes = (uint64_t)format->blocks * TK_BLOCK_BYTES;
+    if (options->log_bytes && tk_geometry_for(1, options->log_bytes).blocks != format->blocks)
         return fail(TK_MISMATCH, error,
                     "%s was created with log_bytes=%llu, not %llu; omit log_bytes, or delete the "
                     "file to create it again",
@@ -285,43 +317,61 @@ static tk_status check_header(const tk_header *header, off_t size, const tk_opti
     return TK_OK;
 }
 
-static tk_status check_kind(int fd, const char *path, struct stat *info, char error[TK_ERROR_BYTES])
+/* A user who can write the file can lift or exhaust any limit, and its owner can make it writable.
+ * So both must be trusted: this process's user, root, or those that the option `mode` allows. */
+static tk_status check_kind(int fd, const tk_options *options, struct stat *info,
+                            char error[TK_ERROR_BYTES])
 {
+    const char *path = options->path;
+    unsigned trusted = options->mode & (S_IWGRP | S_IWOTH);
     if (fstat(fd, info) != 0)
         return fail(TK_UNAVAILABLE, error, "%s cannot be examined: %s", path, strerror(errno));
     if (!S_ISREG(info->st_mode))
         return fail(TK_UNAVAILABLE, error, "%s is not a regular file; use another path", path);
-    if (info->st_mode & S_IWOTH)
+    if (!trusted && info->st_uid != geteuid() && info->st_uid != 0)
         return fail(TK_UNAVAILABLE, error,
-                    "%s is writable for every user, who could then lift or exhaust any limit; "
-                    "chmod 600 it",
-                    path);
+                    "%s belongs to user %u, who could lift or exhaust any limit, and not to this "
+                    "process's user %u or to root; run as that user, or add ?mode=660 if you "
+                    "trust that user",
+                    path, (unsigned)info->st_uid, (unsigned)geteuid());
+    unsigned writable = info->st_mode & (S_IWGRP | S_IWOTH) & ~trusted;
+    if (writable)
+        return fail(TK_UNAVAILABLE, error,
+                    "%s is writable for %s, who could lift or exhaust any limit; chmod 600 it, or "
+                    "add ?mode=%s if you trust them",
+                    path, writable & S_IWOTH ? "every user" : "its group",
+                    writable & S_IWOTH ? "666" : "660");
     return TK_OK;
 }
 
 /* Create the file if necessary; after TK_OK it is complete. Call with the opening lock held. */
-static tk_status make_or_check(int fd, const tk_options *options, size_t *bytes,
+static tk_status make_or_check(int fd, const tk_options *options, tk_format *format,
                                char error[TK_ERROR_BYTES])
 {
     struct stat info;
-    tk_header header;
-    tk_status status = check_kind(fd, options->path, &info, error);
+    tk_status status = check_kind(fd, options, &info, error);
     if (status != TK_OK)
         return status;
     char mark[sizeof MAKING] = "";
     bool unfinished = pread(fd, mark, sizeof mark, 0) == (ssize_t)sizeof mark &&
                       memcmp(mark, MAKING, sizeof mark) == 0;
     if (info.st_size == 0 || unfinished) {
+        /* Processes that use it have not noticed yet, and would write into the new content. */
+        if (!tk_alone(fd))
+            return fail(TK_DAMAGED, error, "%s had been emptied", options->path);
         status = make_file(fd, options, error);
-        if (status != TK_OK || (status = check_kind(fd, options->path, &info, error)) != TK_OK)
+        if (status != TK_OK || (status = check_kind(fd, options, &info, error)) != TK_OK)
             return status;
     }
-    memset(&header, 0, sizeof header);
-    ssize_t length = pread(fd, &header, sizeof header, 0);
+    memset(format, 0, sizeof *format);
+    ssize_t length = pread(fd, format, sizeof *format, 0);
     if (length < 0)
         return fail(TK_UNAVAILABLE, error, "%s cannot be read: %s", options->path, strerror(errno));
-    *bytes = (size_t)info.st_size;
-    return check_header(&header, info.st_size, options, error);
+    if (!is_ours(fd, format, info.st_size))
+        return fail(TK_UNAVAILABLE, error,
+                    "%s is not a Tollkeeper file and was not changed; use another path",
+                    options->path);
+    return check_format(format, fd, info.st_size, options, error);
 }
 
 static void read_boot_id(char id[40])
@@ -361,7 +411,7 @@ static bool settle_clock(tk_header *header, bool alone)
 /* Complete what killed processes left unfinished. Only while no other process has it open. */
 static void mend(tk_table *table)
 {
-    for (uint32_t i = 0; i < table->header->segments; i++) {
+    for (uint32_t i = 0; i < table->format.segments; i++) {
         tk_segment *segment = tk_segment_at(table, i);
         if (segment->lock == 0)
             continue;
@@ -383,6 +433,7 @@ static void after_fork_in_parent(void) { pthread_mutex_unlock(&open_tables_lock)
 /* Unmap and close, except for a descriptor that other code has closed. */
 static void let_go(tk_table *table)
 {
+    tk_unguard(table);
     if (table->base != NULL)
         munmap(table->base, table->bytes);
     if (tk_descriptor_intact(table))
@@ -391,7 +442,9 @@ static void let_go(tk_table *table)
     table->fd = -1;
 }
 
-/* Give the child of a fork its own description, mapping and index, and release its parent's. */
+/* Give the child of a fork its own description, index and mapping, and then release its parent's.
+ * The child registers before it gives up the inherited description. Otherwise, with the parent
+ * dead, another process could find the file unused for a moment and repair it as its only user. */
 static bool open_anew(tk_table *table)
 {
     char path[64];
@@ -400,11 +453,11 @@ static bool open_anew(tk_table *table)
         return false;
     snprintf(path, sizeof path, "/proc/self/fd/%d", inherited);
     table->fd = open(path, O_RDWR | O_CLOEXEC);
+    bool opened = table->fd >= 0 && tk_register(table) &&
+                  mmap(table->base, table->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
+                       table->fd, 0) == table->base;
     close(inherited);
-    return table->fd >= 0 &&
-           mmap(table->base, table->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
-                table->fd, 0) == table->base &&
-           tk_register(table);
+    return opened;
 }
 
 static void after_fork_in_child(void)
@@ -416,7 +469,7 @@ static void after_fork_in_child(void)
             let_go(table);
             continue;
         }
-        if (!open_anew(table))
+        if (table->lost != TK_NOT_LOST || !open_anew(table))
             table->owner = 0;
         link = &table->next_open;
     }
@@ -448,18 +501,28 @@ static void forget_open(tk_table *table)
     pthread_mutex_unlock(&open_tables_lock);
 }
 
+static bool guard(tk_table *table)
+{
+    pthread_mutex_lock(&open_tables_lock);
+    bool guarded = tk_guard(table);
+    pthread_mutex_unlock(&open_tables_lock);
+    return guarded;
+}
+
 static tk_status map_file(tk_table *table, const tk_options *options, char error[TK_ERROR_BYTES])
 {
-    size_t bytes;
-    tk_status status = make_or_check(table->fd, options, &bytes, error);
+    tk_format format;
+    tk_status status = make_or_check(table->fd, options, &format, error);
     if (status != TK_OK)
         return status;
     bool alone = tk_alone(table->fd);
-    void *base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, table->fd, 0);
+    void *base = mmap(NULL, format.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, table->fd, 0);
     if (base == MAP_FAILED)
         return fail(TK_UNAVAILABLE, error, "%s cannot be mapped: %s", options->path,
                     strerror(errno));
-    tk_attach(table, base, bytes);
+    tk_attach(table, &format, base);
+    if (!guard(table))
+        return fail(TK_UNAVAILABLE, error, "out of memory");
     if (!tk_register(table))
         return fail(TK_UNAVAILABLE, error, "%s is open in %d processes, which is the maximum",
                     options->path, TK_OWNERS_MAX - 1);
@@ -469,17 +532,33 @@ static tk_status map_file(tk_table *table, const tk_options *options, char error
             "%s is in use by processes with another clock (a time namespace); share it only "
             "within one time namespace",
             options->path);
+    table->epoch_offset_ns = tk_time_in_range(atomic_load(&table->header->epoch_offset_ns));
     if (alone)
         mend(table);
-    return TK_OK;
+    status = tk_settled(table, TK_OK);
+    if (status != TK_OK)
+        tk_loss_text(table, error);
+    return status;
 }
 
 /* Under the lock that a fork waits for, so that a child knows every descriptor it inherits. */
-static void open_descriptor(tk_table *table, const char *path)
+static void open_descriptor(tk_table *table, const tk_options *options)
 {
     struct stat info;
+    const int flags = O_RDWR | O_CLOEXEC | O_NOFOLLOW;
     pthread_mutex_lock(&open_tables_lock);
-    table->fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+    for (int tries = 0; table->fd < 0 && tries < 10; tries++) { /* it may be removed in between */
+        table->fd = open(options->path, flags | O_CREAT | O_EXCL, 0600);
+        if (table->fd >= 0) {
+            fchmod(table->fd, options->mode ? options->mode : 0600);
+        } else {
+            if (errno != EEXIST)
+                break;
+            table->fd = open(options->path, flags);
+            if (errno != ENOENT)
+                break;
+        }
+    }
     if (table->fd >= 0 && fstat(table->fd, &info) == 0) {
         table->device = info.st_dev;
         table->inode = info.st_ino;
@@ -488,14 +567,16 @@ static void open_descriptor(tk_table *table, const char *path)
 }
 
 /* If the file was replaced between opening and locking it, open the new one. */
-static bool still_there(tk_table *table, const char *path)
+static bool still_there(tk_table *table, const tk_options *options)
 {
     for (int tries = 0; tries < 10; tries++) {
         struct stat info;
-        if (stat(path, &info) == 0 && info.st_dev == table->device && info.st_ino == table->inode)
+        if (lstat(options->path, &info) == 0 && info.st_dev == table->device &&
+            info.st_ino == table->inode)
             return true;
         close(table->fd);
-        open_descriptor(table, path);
+        table->fd = -1;
+        open_descriptor(table, options);
         if (table->fd < 0 || !lock_opening(table->fd))
             return false;
     }
@@ -503,35 +584,67 @@ static bool still_there(tk_table *table, const char *path)
     return false;
 }
 
-static tk_table *open_file(const tk_options *options, tk_status *status, char error[TK_ERROR_BYTES])
+/* Replace a damaged file by a new one: nothing in it can be read any more. Processes that still
+ * have it open notice that, and open the new one. */
+static tk_status map_or_replace(tk_table *table, const tk_options *options,
+                                char error[TK_ERROR_BYTES])
 {
-    tk_table *table = calloc(1, sizeof *table);
-    if (table == NULL) {
-        *status = fail(TK_UNAVAILABLE, error, "out of memory");
-        return NULL;
-    }
-    table->shared = table->opening = true;
-    table->fd = -1;
-    remember_open(table);
-    open_descriptor(table, options->path);
+    static const char REPLACED[] = "; it was replaced by a new file with fresh quotas";
+    char damage[TK_ERROR_BYTES];
+    tk_status status = map_file(table, options, error);
+    if (status != TK_DAMAGED)
+        return status;
+    snprintf(damage, sizeof damage, "%.*s%s", (int)(sizeof damage - sizeof REPLACED), error,
+             REPLACED);
+    if (unlink(options->path) != 0 || !still_there(table, options))
+        return fail(TK_UNAVAILABLE, error, "%s is damaged and cannot be replaced: %s; %s",
+                    options->path, strerror(errno), RECREATE);
+    status = map_file(table, options, error);
+    if (status == TK_OK)
+        memcpy(error, damage, sizeof damage);
+    return status == TK_DAMAGED ? TK_UNAVAILABLE : status;
+}
+
+static void open_table(tk_table *table, const tk_options *options, tk_status *status,
+                       char error[TK_ERROR_BYTES])
+{
+    open_descriptor(table, options);
     if (table->fd < 0)
         *status = fail(TK_UNAVAILABLE, error, "%s cannot be opened for writing: %s", options->path,
                        errno == ELOOP ? "it is a symbolic link" : strerror(errno));
-    else if (!lock_opening(table->fd) || !still_there(table, options->path))
+    else if (!lock_opening(table->fd) || !still_there(table, options))
         *status = fail(TK_UNAVAILABLE, error, "%s cannot be locked: %s", options->path,
                        errno == EAGAIN   ? "another process has been opening it for 10 s"
                        : errno == ESTALE ? "it keeps being replaced"
                                          : strerror(errno));
     else {
-        *status = map_file(table, options, error);
+        *status = map_or_replace(table, options, error);
         unlock_opening(table->fd);
     }
+}
+
+static tk_table *open_file(const tk_options *options, tk_status *status, char error[TK_ERROR_BYTES])
+{
+    tk_table *table = calloc(1, sizeof *table);
+    char *path = strdup(options->path);
+    if (table == NULL || path == NULL) {
+        *status = fail(TK_UNAVAILABLE, error, "out of memory");
+        free(table);
+        free(path);
+        return NULL;
+    }
+    table->path = path;
+    table->shared = table->opening = true;
+    table->fd = -1;
+    remember_open(table);
+    open_table(table, options, status, error);
     if (*status == TK_OK) {
         table->opening = false;
         return table;
     }
     forget_open(table);
     let_go(table);
+    free(table->path);
     free(table);
     return NULL;
 }
@@ -555,6 +668,7 @@ static tk_table *open_file(const tk_options *options, tk_status *status, char er
 tk_table *tk_open(const tk_options *options, tk_status *status, char error[TK_ERROR_BYTES])
 {
     *status = TK_OK;
+    error[0] = 0;
     if (options->capacity > TK_CAPACITY_MAX || options->log_bytes > LOG_BYTES_MAX) {
         *status = fail(TK_MISMATCH, error, "capacity is at most %u and log_bytes at most %llu",
                        TK_CAPACITY_MAX, (unsigned long long)LOG_BYTES_MAX);
@@ -569,5 +683,6 @@ void tk_close(tk_table *table)
     if (table->shared)
         forget_open(table);
     let_go(table);
+    free(table->path);
     free(table);
 }

@@ -5,6 +5,7 @@
  *   busiest    names of the busiest subjects
  *   segments   each: a lock, a journal, buckets of eight tags and eight states
  *   slab       blocks of 64 bytes × a power of two, for the rings of sliding window logs
+ *   end        a mark: a file that was truncated and extended again does not have it
  */
 #ifndef TK_LAYOUT_H
 #define TK_LAYOUT_H
@@ -14,7 +15,7 @@
 #include "table.h"
 
 enum {
-    TK_VERSION = 1,
+    TK_VERSION = 2,
     TK_PAGE = 4096,
     TK_SLOTS_PER_BUCKET = 8, /* eight tags are one cache line */
     TK_BUCKETS_MAX = 256,
@@ -90,6 +91,9 @@ typedef struct {
     tk_busy_cell cells[TK_BUSIEST_MAX];
 } tk_busy_table;
 
+/* The part of the header that never changes once the file is complete. A process copies it when it
+ * opens the file and uses only its copy: memory is never indexed by a field of the file that
+ * another program may have overwritten since. */
 typedef struct {
     char magic[8];
     uint32_t version;
@@ -102,6 +106,10 @@ typedef struct {
     uint32_t blocks; /* of the slab */
     uint64_t seed[2];
     uint64_t checksum; /* of all the above */
+} tk_format;
+
+typedef struct {
+    tk_format format;
     /* The fields from here on change while the table is in use. */
     _Atomic int64_t epoch_offset_ns;
     char boot_id[40];
@@ -112,9 +120,24 @@ typedef struct {
     uint32_t slab_free[TK_BLOCK_CLASSES]; /* 1 + the first free block of each size; 0: none */
 } tk_header;
 
+/* The last bytes of a file. */
+typedef struct {
+    char magic[8];
+    uint64_t checksum; /* that of the format */
+} tk_end;
+
+/* What happened to the file while it was in use. */
+typedef enum { TK_NOT_LOST, TK_TRUNCATED, TK_REMOVED, TK_REPLACED, TK_OVERWRITTEN } tk_loss;
+
 struct tk_table {
+    tk_format format; /* our copy; the file's is only compared with it */
     uint8_t *base;
     tk_header *header;
+    const tk_end *end;
+    int64_t epoch_offset_ns; /* our copy */
+    int64_t verify_at_ns;    /* by the boot clock: when to examine the file next */
+    _Atomic tk_loss lost;    /* set once, also by the signal handler in loss.c */
+    char *path;              /* NULL: memory of this process */
     _Atomic uint32_t *generations;
     tk_busy_table *busiest;
     uint8_t *segments;
@@ -125,8 +148,8 @@ struct tk_table {
     uint32_t bucket_mask;
     bool shared;
     int fd;
-    uint32_t owner;
-    uint32_t sample_in; /* checks until the next sample for `tk_busiest` */
+    _Atomic uint32_t owner; /* 0: this process may not use the table */
+    uint32_t sample_in;     /* checks until the next sample for `tk_busiest` */
     uint32_t random;
     uint32_t busy_misses;       /* consecutive samples dropped because the lock was taken */
     uint32_t sweep_next;        /* the segment at which the next search for blocks starts */
@@ -137,12 +160,12 @@ struct tk_table {
 
 typedef struct {
     uint32_t segments, buckets, segment_limit, blocks;
-    size_t segment_bytes, segments_at, slab_at, bytes;
+    size_t segment_bytes, segments_at, slab_at, end_at, bytes;
 } tk_geometry;
 
 tk_geometry tk_geometry_for(uint64_t capacity, uint64_t log_bytes);
 size_t tk_segment_size(uint32_t buckets);
-void tk_attach(tk_table *table, uint8_t *base, size_t bytes);
+void tk_attach(tk_table *table, const tk_format *format, uint8_t *base);
 
 /* locks.c */
 tk_status tk_lock_try(const tk_table *table, tk_lock *lock);
@@ -156,6 +179,20 @@ static inline void tk_unlock(const tk_table *table, tk_lock *lock)
 bool tk_register(tk_table *table);
 /* Return whether `fd` still refers to the file that it was opened on. */
 bool tk_descriptor_intact(const tk_table *table);
+
+/* loss.c */
+extern const char TK_END_MAGIC[8];
+/* Handle bus errors in the table's memory. Call with the list of open tables locked. */
+bool tk_guard(tk_table *table);
+void tk_unguard(tk_table *table);
+/* Examine the file; set `lost` if it is no longer the one that was opened. */
+void tk_verify(tk_table *table, int64_t boot_ns);
+/* The status of a call that may have run while the file was lost. */
+static inline tk_status tk_settled(const tk_table *table, tk_status status)
+{
+    bool lost = atomic_load_explicit(&table->lost, memory_order_relaxed) != TK_NOT_LOST;
+    return __builtin_expect(lost, 0) ? TK_LOST : status;
+}
 
 /* table.c */
 tk_segment *tk_segment_at(const tk_table *table, uint32_t index);

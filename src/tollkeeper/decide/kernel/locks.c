@@ -66,8 +66,8 @@ tk_status tk_lock_try(const tk_table *table, tk_lock *lock)
 {
     if (!table->shared)
         return TK_OK;
-    if (table->owner == 0) /* a forked child that got no index */
-        return TK_UNAVAILABLE;
+    if (table->owner == 0) /* the file was lost, or we are a forked child that got no index */
+        return tk_settled(table, TK_UNAVAILABLE);
     if (take(table, lock))
         return TK_OK;
     for (int spins = 0, pause = PAUSE_MIN; spins < SPINS_MAX; spins += pause) {
@@ -157,8 +157,9 @@ tk_status tk_lock_wait(const tk_table *table, tk_lock *lock, int64_t timeout_ns,
     for (;;) {
         struct timespec pause = {.tv_sec = 0, .tv_nsec = (long)sleep_ns};
         nanosleep(&pause, NULL);
-        if (tk_lock_try(table, lock) == TK_OK)
-            return TK_OK;
+        status = tk_lock_try(table, lock);
+        if (status != TK_BUSY)
+            return status;
         int64_t waited_ns = monotonic_ns() - start_ns;
         uint32_t owner = atomic_load_explicit(lock, memory_order_relaxed);
         if (owner != 0 && waited_ns > SUSPECT_AFTER_NS && !owner_alive(table, owner) &&

@@ -8,6 +8,7 @@
 #include <math.h>
 #include <stddef.h>
 #include <string.h>
+#include <structmember.h>
 #include <unistd.h>
 
 #include "table.h"
@@ -213,6 +214,11 @@ static PyTypeObject decision_type = {
 
 typedef struct {
     PyObject_HEAD tk_table *table; /* NULL once closed */
+    tk_table *retired; /* the lost table that `table` replaced, while threads are still in it */
+    PyObject *path;    /* as bytes, or NULL */
+    PyObject *notice;  /* why a damaged file was created again; usually empty */
+    PyObject *on_loss; /* called with this table and a text when the file was lost, or None */
+    tk_options options;
     int away;      /* threads in the table that have released the interpreter's lock */
     pid_t away_in; /* the process of these threads: a forked child has none of them */
     bool waited;   /* a check has just waited in vain, so its retry must not wait again */
@@ -221,37 +227,51 @@ typedef struct {
 
 static PyTypeObject table_type;
 
-static PyObject *table_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+/* Open the table with the interpreter's lock released. Return NULL with an exception, or the table
+ * with a text that says why a damaged file was created again, which is usually empty. */
+static tk_table *open_table(const tk_options *options, PyObject **notice)
 {
-    static char *names[] = {"path", "capacity", "log_bytes", "epoch_offset_ns", NULL};
-    PyObject *path = Py_None, *encoded = NULL;
-    unsigned long long capacity = 0, log_bytes = 0;
-    long long epoch_offset_ns = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$KKL", names, &path, &capacity, &log_bytes,
-                                     &epoch_offset_ns))
-        return NULL;
-    if (path != Py_None && !PyUnicode_FSConverter(path, &encoded))
-        return NULL;
-    table_object *self = (table_object *)type->tp_alloc(type, 0);
-    if (self == NULL) {
-        Py_XDECREF(encoded);
-        return NULL;
-    }
-    tk_options options = {
-        .path = encoded ? PyBytes_AS_STRING(encoded) : NULL,
-        .capacity = capacity,
-        .log_bytes = log_bytes,
-        .epoch_offset_ns = epoch_offset_ns,
-    };
     tk_status status;
     char error[TK_ERROR_BYTES] = "";
-    Py_BEGIN_ALLOW_THREADS self->table = tk_open(&options, &status, error);
-    Py_END_ALLOW_THREADS Py_XDECREF(encoded);
+    tk_table *table;
+    Py_BEGIN_ALLOW_THREADS table = tk_open(options, &status, error);
+    Py_END_ALLOW_THREADS *notice = PyUnicode_DecodeFSDefault(error);
+    if (table != NULL && *notice != NULL)
+        return table;
+    if (table != NULL)
+        tk_close(table);
+    if (*notice != NULL)
+        PyErr_SetObject(status == TK_MISMATCH ? error_config : error_unavailable, *notice);
+    Py_CLEAR(*notice);
+    return NULL;
+}
+
+static PyObject *table_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"path",    "capacity", "log_bytes", "mode", "epoch_offset_ns",
+                            "on_loss", NULL};
+    PyObject *path = Py_None, *on_loss = Py_None;
+    tk_options options = {.path = NULL};
+    unsigned long long capacity = 0, log_bytes = 0;
+    long long epoch_offset_ns = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$KKILO", names, &path, &capacity, &log_bytes,
+                                     &options.mode, &epoch_offset_ns, &on_loss))
+        return NULL;
+    table_object *self = (table_object *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->on_loss = Py_NewRef(on_loss);
+    if (path != Py_None && !PyUnicode_FSConverter(path, &self->path)) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    options.path = self->path ? PyBytes_AS_STRING(self->path) : NULL;
+    options.capacity = capacity;
+    options.log_bytes = log_bytes;
+    options.epoch_offset_ns = epoch_offset_ns;
+    self->options = options;
+    self->table = open_table(&options, &self->notice);
     if (self->table == NULL) {
-        PyObject *message = PyUnicode_DecodeFSDefault(error);
-        if (message != NULL)
-            PyErr_SetObject(status == TK_MISMATCH ? error_config : error_unavailable, message);
-        Py_XDECREF(message);
         Py_DECREF(self);
         return NULL;
     }
@@ -268,13 +288,25 @@ static PyThreadState *leave(table_object *self)
     return PyEval_SaveThread();
 }
 
-static void back(table_object *self, PyThreadState *thread)
+/* Close the memory that is no longer in use, once no thread is in it. */
+static void close_unused(table_object *self)
 {
-    PyEval_RestoreThread(thread);
-    if (--self->away == 0 && self->closing) {
+    if (self->away > 0 && self->away_in == getpid())
+        return;
+    if (self->retired != NULL)
+        tk_close(self->retired);
+    self->retired = NULL;
+    if (self->closing && self->table != NULL) {
         tk_close(self->table);
         self->table = NULL;
     }
+}
+
+static void back(table_object *self, PyThreadState *thread)
+{
+    PyEval_RestoreThread(thread);
+    self->away--;
+    close_unused(self);
 }
 
 static bool is_open(table_object *self)
@@ -285,10 +317,28 @@ static bool is_open(table_object *self)
     return false;
 }
 
+/* Raise StoreUnavailable for a lost file. Before that, `on_loss` may open it again for the next
+ * call, or raise an error that says why it cannot. */
+static PyObject *raise_lost(table_object *self)
+{
+    char text[TK_ERROR_BYTES];
+    bool lost = tk_loss_text(self->table, text);
+    PyObject *result = NULL, *message = PyUnicode_DecodeFSDefault(text);
+    if (message != NULL && lost && self->on_loss != Py_None)
+        result = PyObject_CallFunctionObjArgs(self->on_loss, self, message, NULL);
+    if (message != NULL && !PyErr_Occurred())
+        PyErr_SetObject(error_unavailable, message);
+    Py_XDECREF(result);
+    Py_XDECREF(message);
+    return NULL;
+}
+
 static PyObject *raise_status(table_object *self, tk_status status)
 {
     if (!is_open(self))
         return NULL;
+    if (status == TK_LOST)
+        return raise_lost(self);
     if (status == TK_FULL)
         PyErr_SetString(error_full, "every slot for this key holds a key that is still limited; "
                                     "choose a larger ?capacity=");
@@ -308,18 +358,40 @@ static PyObject *raise_status(table_object *self, tk_status status)
 static PyObject *table_close(table_object *self, PyObject *unused)
 {
     (void)unused;
-    if (self->table != NULL && (self->away == 0 || self->away_in != getpid())) {
-        tk_close(self->table);
-        self->table = NULL;
-    }
     self->closing = true;
+    close_unused(self);
     Py_RETURN_NONE;
+}
+
+static PyObject *table_reopen(table_object *self, PyObject *unused)
+{
+    (void)unused;
+    PyObject *notice;
+    if (!is_open(self))
+        return NULL;
+    tk_table *opened = open_table(&self->options, &notice);
+    if (opened == NULL)
+        return NULL;
+    if (self->retired != NULL || !is_open(self)) { /* another thread was faster, or closed it */
+        tk_close(opened);
+        Py_DECREF(notice);
+        return PyErr_Occurred() ? NULL : PyUnicode_FromString("");
+    }
+    self->retired = self->table;
+    self->table = opened;
+    close_unused(self);
+    return notice;
 }
 
 static void table_dealloc(table_object *self)
 {
+    if (self->retired != NULL)
+        tk_close(self->retired);
     if (self->table != NULL)
         tk_close(self->table);
+    Py_XDECREF(self->path);
+    Py_XDECREF(self->notice);
+    Py_XDECREF(self->on_loss);
     Py_TYPE(self)->tp_free(self);
 }
 
@@ -331,8 +403,9 @@ static PyObject *table_now_ns(table_object *self, PyObject *unused)
 
 static bool parse_now(table_object *self, PyObject *value, int64_t *now_ns)
 {
+    int64_t real_ns = tk_now_ns(self->table); /* examines the file, whatever the clock */
     if (value == Py_None) {
-        *now_ns = tk_now_ns(self->table);
+        *now_ns = real_ns;
         return true;
     }
     *now_ns = PyLong_AsLongLong(value);
@@ -367,6 +440,7 @@ static PyObject *table_stats(table_object *self, PyObject *unused)
     tk_stats stats;
     if (!is_open(self))
         return NULL;
+    tk_now_ns(self->table); /* examines the file */
     PyThreadState *thread = tk_is_shared(self->table) ? leave(self) : NULL;
     tk_status status = tk_read_stats(self->table, &stats);
     if (thread != NULL)
@@ -406,12 +480,20 @@ static PyObject *table_busiest(table_object *self, PyObject *argument)
 
 static PyMethodDef table_methods[] = {
     {"close", (PyCFunction)table_close, METH_NOARGS, "Unmap the memory."},
+    {"reopen", (PyCFunction)table_reopen, METH_NOARGS,
+     "Open a lost file again; return why it was created again, or an empty text."},
     {"now_ns", (PyCFunction)table_now_ns, METH_NOARGS, "Return the table's time."},
     {"sweep", (PyCFunction)table_sweep, METH_O, "Drop expired states; return their number."},
     {"stats", (PyCFunction)table_stats, METH_NOARGS, "Return the table's numbers."},
     {"busiest", (PyCFunction)table_busiest, METH_O,
      "Return the busiest subjects and their checks."},
     {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef table_members[] = {
+    {"notice", T_OBJECT, offsetof(table_object, notice), READONLY,
+     "Why a damaged file was created again; usually empty."},
+    {NULL, 0, 0, 0, NULL},
 };
 
 static PyTypeObject table_type = {
@@ -422,6 +504,7 @@ static PyTypeObject table_type = {
     .tp_new = table_new,
     .tp_dealloc = (destructor)table_dealloc,
     .tp_methods = table_methods,
+    .tp_members = table_members,
 };
 
 /* ---- Gate ---- */
@@ -470,10 +553,8 @@ static bool read_identity(gate_object *self, PyObject *limit, tk_limit *numbers)
         identity ? PyUnicode_FromFormat("%U%c%U", self->rule, SEPARATOR, identity) : NULL;
     Py_ssize_t length = 0;
     const char *text = full ? PyUnicode_AsUTF8AndSize(full, &length) : NULL;
-    if (text != NULL && !is_open(self->table)) /* reading attributes may have run any code */
-        text = NULL;
     if (text != NULL) {
-        tk_hash hash = tk_subject_hash(self->table->table, text, (size_t)length);
+        tk_hash hash = tk_limit_salt(text, (size_t)length);
         numbers->salt[0] = hash.low;
         numbers->salt[1] = hash.high;
     }
@@ -486,6 +567,8 @@ static bool fits_slab(gate_object *self, PyObject *limit, const tk_limit *number
 {
     if (numbers->algorithm != TK_SLIDING_WINDOW_LOG)
         return true;
+    if (!is_open(self->table)) /* reading attributes may have run any code */
+        return false;
     unsigned long long needed = tk_log_bytes_needed(numbers->limit);
     unsigned long long there = tk_log_bytes(self->table->table);
     if (needed <= there)
@@ -567,11 +650,14 @@ static bool try_again(gate_object *self, tk_hash hash, tk_status *status)
 {
     if (*status != TK_BUSY || self->table->waited)
         return false;
+    const tk_table *before = self->table->table;
     PyThreadState *thread = leave(self->table);
     *status = tk_wait(self->table->table, hash, LOCK_WAIT_NS);
     back(self->table, thread);
     if (self->table->table == NULL)
         *status = TK_UNAVAILABLE;
+    else if (self->table->table != before) /* another seed, for which the hash is wrong */
+        *status = TK_LOST;
     return *status == TK_OK;
 }
 

@@ -31,7 +31,7 @@ static uint32_t class_of(const tk_table *table, uint32_t block)
 
 bool tk_block_valid(const tk_table *table, uint32_t block)
 {
-    uint32_t blocks = table->header->blocks;
+    uint32_t blocks = table->format.blocks;
     if (block >= blocks || (*word_of(table, block) & ~(uint64_t)0xff) != IN_USE)
         return false;
     uint32_t size_class = class_of(table, block);
@@ -59,11 +59,11 @@ static void push_free(tk_table *table, uint32_t block, uint32_t size_class)
 static bool pop_free(tk_table *table, uint32_t size_class, uint32_t *block)
 {
     uint32_t first = table->header->slab_free[size_class];
-    if (first == 0 || first - 1 + ((uint64_t)1 << size_class) > table->header->blocks)
+    if (first == 0 || first - 1 + ((uint64_t)1 << size_class) > table->format.blocks)
         return false;
     *block = first - 1;
     uint64_t next = *word_of(table, *block);
-    table->header->slab_free[size_class] = next <= table->header->blocks ? (uint32_t)next : 0;
+    table->header->slab_free[size_class] = next <= table->format.blocks ? (uint32_t)next : 0;
     return true;
 }
 
@@ -72,8 +72,8 @@ static bool take_locked(tk_table *table, uint32_t size_class, uint32_t *block)
     tk_header *header = table->header;
     if (pop_free(table, size_class, block))
         return true;
-    if (header->slab_used <= header->blocks &&
-        header->blocks - header->slab_used >= 1u << size_class) {
+    if (header->slab_used <= table->format.blocks &&
+        table->format.blocks - header->slab_used >= 1u << size_class) {
         *block = header->slab_used;
         header->slab_used += 1u << size_class;
         return true;
@@ -119,7 +119,8 @@ static void rebuild_lists(tk_table *table, const uint8_t *taken, uint32_t used)
 static bool join_free(tk_table *table)
 {
     tk_header *header = table->header;
-    uint32_t used = header->slab_used < header->blocks ? header->slab_used : header->blocks;
+    uint32_t used =
+        header->slab_used < table->format.blocks ? header->slab_used : table->format.blocks;
     uint8_t *taken = header->slab_given > 0 ? malloc(used) : NULL;
     if (taken == NULL)
         return false;
@@ -174,7 +175,7 @@ void tk_block_give(tk_table *table, uint32_t block)
 
 uint64_t tk_log_bytes(const tk_table *table)
 {
-    return (uint64_t)table->header->blocks * TK_BLOCK_BYTES;
+    return (uint64_t)table->format.blocks * TK_BLOCK_BYTES;
 }
 
 /* A ring doubles until it holds all entries, so it used blocks of every size up to the last one. */
@@ -205,11 +206,12 @@ void tk_slab_rebuild(tk_table *table)
     tk_header *header = table->header;
     if (header->slab_used == 0)
         return;
-    marks found = {.table = table, .live = calloc(header->blocks, 1)};
+    marks found = {.table = table, .live = calloc(table->format.blocks, 1)};
     if (found.live == NULL)
         return; /* leaked blocks remain until the next rebuild */
     tk_each_log(table, mark, &found);
-    uint32_t used = header->slab_used < header->blocks ? header->slab_used : header->blocks;
+    uint32_t used =
+        header->slab_used < table->format.blocks ? header->slab_used : table->format.blocks;
     while (used > 0 && !found.live[used - 1])
         used--;
     header->slab_used = used;

@@ -108,7 +108,7 @@ static tk_cell *cell_at(tk_segment *segment, uint32_t slot)
 static tk_segment *segment_of(const tk_table *table, tk_hash subject)
 {
     /* The upper half of the product is always below `segments`. */
-    uint64_t index = (uint64_t)((tk_u128)subject.low * table->header->segments >> 64);
+    uint64_t index = (uint64_t)((tk_u128)subject.low * table->format.segments >> 64);
     return tk_segment_at(table, (uint32_t)index);
 }
 
@@ -151,6 +151,14 @@ static int find(const tk_table *table, tk_segment *segment, uint64_t place)
 
 /* ---- the journal ---- */
 
+/* Read the slot of a write once: the file may change at any time. Return false if it has no such
+ * slot. */
+static bool slot_of(const tk_table *table, const tk_write *write, uint32_t *slot)
+{
+    *slot = *(const volatile uint32_t *)&write->slot;
+    return *slot < table->slots;
+}
+
 static void apply_journal(const tk_table *table, tk_segment *segment, uint32_t count)
 {
     for (uint32_t i = 0; i < segment->push_count && i < TK_LIMITS_MAX; i++) {
@@ -164,14 +172,14 @@ static void apply_journal(const tk_table *table, tk_segment *segment, uint32_t c
     }
     for (uint32_t i = 0; i < count && i < TK_WRITES_MAX; i++) {
         const tk_write *write = &segment->writes[i];
-        if (write->slot >= table->slots)
+        uint32_t slot;
+        if (!slot_of(table, write, &slot))
             continue;
-        *cell_at(segment, write->slot) =
-            (tk_cell){.last_ns = write->last_ns, .value = write->value};
+        *cell_at(segment, slot) = (tk_cell){.last_ns = write->last_ns, .value = write->value};
         /* The tag is usually unchanged. Then the cache line stays shared, and another processor
          * that looks this key up still has it. */
-        if (*tag_at(segment, write->slot) != write->meta)
-            *tag_at(segment, write->slot) = write->meta;
+        if (*tag_at(segment, slot) != write->meta)
+            *tag_at(segment, slot) = write->meta;
     }
 }
 
@@ -180,8 +188,10 @@ static void apply_journal(const tk_table *table, tk_segment *segment, uint32_t c
 static void commit(const tk_table *table, tk_segment *segment, uint32_t count)
 {
     for (uint32_t i = 0; i < count; i++) {
-        uint64_t before = *tag_at(segment, segment->writes[i].slot),
-                 after = segment->writes[i].meta;
+        uint32_t slot;
+        if (!slot_of(table, &segment->writes[i], &slot))
+            continue;
+        uint64_t before = *tag_at(segment, slot), after = segment->writes[i].meta;
         segment->filled += (before == 0) - (after == 0);
         segment->expired += before && after && before >> META_TAG_SHIFT != after >> META_TAG_SHIFT;
     }
@@ -226,7 +236,7 @@ tk_status tk_wait(tk_table *table, tk_hash subject, int64_t timeout_ns)
     if (repaired)
         tk_recover(table, segment);
     tk_unlock(table, &segment->lock);
-    return tk_slab_wait(table, timeout_ns);
+    return tk_settled(table, tk_slab_wait(table, timeout_ns));
 }
 
 /* ---- one limit's part in a check ---- */
@@ -554,7 +564,7 @@ static tk_status place_parts(tk_table *table, tk_segment *segment, part *parts, 
                              int64_t now_ns, bool may_sweep, claims *claim)
 {
     uint32_t wanted = slots_wanted(parts, count);
-    uint32_t limit = table->header->segment_limit;
+    uint32_t limit = table->format.segment_limit;
     claim->count = claim->freed_count = 0;
     if (wanted == 0)
         return TK_OK;
@@ -704,14 +714,14 @@ static tk_status check_once(tk_table *table, tk_hash subject, const tk_limit *li
         status = check_locked(table, segment, subject, limits, count, now_ns, cost, spend, false,
                               decision);
     tk_unlock(table, &segment->lock);
-    return status;
+    return tk_settled(table, status);
 }
 
 /* Expired logs keep their blocks until their slots are reused. If the slab has no free block, some
  * segments are swept, and the next ones the next time; in a small table, all of them. */
 static void sweep_for_blocks(tk_table *table, int64_t now_ns)
 {
-    uint32_t segments = table->header->segments;
+    uint32_t segments = table->format.segments;
     for (uint32_t i = 0; i < segments && i < TK_SWEEP_SEGMENTS; i++) {
         tk_segment *segment = tk_segment_at(table, table->sweep_next++ % segments);
         if (segment->filled == 0 || tk_lock_try(table, &segment->lock) != TK_OK)
@@ -779,7 +789,7 @@ tk_status tk_give_back(tk_table *table, tk_hash subject, const tk_limit *limits,
         commit(table, segment, writes);
     give_blocks(table, &claim);
     tk_unlock(table, &segment->lock);
-    return TK_OK;
+    return tk_settled(table, TK_OK);
 }
 
 static tk_status grant_locked(tk_table *table, tk_segment *segment, tk_hash subject,
@@ -832,7 +842,7 @@ tk_status tk_grant(tk_table *table, tk_hash subject, const tk_limit *limits, int
     if (status == TK_SWEPT)
         status = grant_locked(table, segment, subject, limits, count, now_ns, units, ttl_ns, false);
     tk_unlock(table, &segment->lock);
-    return status;
+    return tk_settled(table, status);
 }
 
 tk_status tk_reset(tk_table *table, tk_hash subject, const tk_limit *limits, int count)
@@ -859,7 +869,7 @@ tk_status tk_reset(tk_table *table, tk_hash subject, const tk_limit *limits, int
         commit(table, segment, writes);
     give_blocks(table, &claim);
     tk_unlock(table, &segment->lock);
-    return TK_OK;
+    return tk_settled(table, TK_OK);
 }
 
 /* ---- the whole table ---- */
@@ -879,7 +889,7 @@ static tk_status lock_for_whole(tk_table *table, tk_segment *segment)
 tk_status tk_sweep(tk_table *table, int64_t now_ns, uint64_t *dropped)
 {
     *dropped = 0;
-    for (uint32_t i = 0; i < table->header->segments; i++) {
+    for (uint32_t i = 0; i < table->format.segments; i++) {
         tk_segment *segment = tk_segment_at(table, i);
         if (segment->filled == 0) /* avoids touching pages that were never used */
             continue;
@@ -889,18 +899,18 @@ tk_status tk_sweep(tk_table *table, int64_t now_ns, uint64_t *dropped)
         *dropped += sweep_segment(table, segment, now_ns);
         tk_unlock(table, &segment->lock);
     }
-    return TK_OK;
+    return tk_settled(table, TK_OK);
 }
 
 tk_status tk_read_stats(tk_table *table, tk_stats *stats)
 {
     *stats = (tk_stats){
-        .states_max = (uint64_t)table->header->segments * table->header->segment_limit,
+        .states_max = (uint64_t)table->format.segments * table->format.segment_limit,
         .log_bytes_used = (uint64_t)table->header->slab_used * TK_BLOCK_BYTES,
-        .log_bytes_max = (uint64_t)table->header->blocks * TK_BLOCK_BYTES,
+        .log_bytes_max = (uint64_t)table->format.blocks * TK_BLOCK_BYTES,
     };
     stats->bytes = table->bytes - stats->log_bytes_max + stats->log_bytes_used;
-    for (uint32_t i = 0; i < table->header->segments; i++) {
+    for (uint32_t i = 0; i < table->format.segments; i++) {
         tk_segment *segment = tk_segment_at(table, i);
         stats->expired += segment->expired;
         stats->refused += segment->refused;
@@ -914,12 +924,12 @@ tk_status tk_read_stats(tk_table *table, tk_stats *stats)
             stats->states += (*tag_at(segment, slot) & META_TTL_MASK) != 0; /* 0: none, a credit */
         tk_unlock(table, &segment->lock);
     }
-    return TK_OK;
+    return tk_settled(table, TK_OK);
 }
 
 void tk_each_log(const tk_table *table, void (*visit)(void *context, uint32_t block), void *context)
 {
-    for (uint32_t i = 0; i < table->header->segments; i++) {
+    for (uint32_t i = 0; i < table->format.segments; i++) {
         tk_segment *segment = tk_segment_at(table, i);
         for (uint32_t slot = 0; segment->filled > 0 && slot < table->slots; slot++)
             if (*tag_at(segment, slot) & META_LOG)
@@ -927,7 +937,13 @@ void tk_each_log(const tk_table *table, void (*visit)(void *context, uint32_t bl
     }
 }
 
+tk_hash tk_limit_salt(const void *name, size_t length)
+{
+    static const uint64_t KEY[2] = {0x746f6c6c6b656570u, 0x6c696d6974u};
+    return tk_siphash(KEY, name, length);
+}
+
 tk_hash tk_subject_hash(const tk_table *table, const void *subject, size_t length)
 {
-    return tk_siphash(table->header->seed, subject, length);
+    return tk_siphash(table->format.seed, subject, length);
 }

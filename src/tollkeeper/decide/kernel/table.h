@@ -26,6 +26,8 @@ typedef enum {
     TK_BUSY,        /* the lock stayed taken for some microseconds: tk_wait, then retry */
     TK_CAPACITY,    /* the cost can never fit limits[decision.speaker] */
     TK_UNAVAILABLE, /* the file cannot be used; the message says why */
+    TK_LOST,        /* the file was removed, replaced or damaged while in use: tk_loss_text */
+    TK_DAMAGED,     /* internal: create the file again */
     TK_MISMATCH,    /* the file is valid, but was created with other options */
 } tk_status;
 
@@ -34,19 +36,26 @@ typedef struct {
     uint64_t capacity;       /* the number of states; 0: that of the file, or the default */
     uint64_t log_bytes;      /* the bytes for sliding window logs; 0: likewise */
     int64_t epoch_offset_ns; /* memory only: epoch time minus the boot clock */
+    unsigned mode;           /* who may open the file: 0600 (also 0), 0660 or 0666 */
 } tk_options;
 
 typedef struct tk_table tk_table;
 
-/* Open the table, and create it if necessary. On failure, NULL with a status and a message. */
+/* Open the table, and create it if necessary. On failure, NULL with a status and a message. With
+ * TK_OK, a message that is not empty says why a damaged file was created again. */
 tk_table *tk_open(const tk_options *options, tk_status *status, char error[TK_ERROR_BYTES]);
 void tk_close(tk_table *table);
 
-int64_t tk_now_ns(const tk_table *table);
+/* The table's time. It also examines the file, at most every 20 ms. */
+int64_t tk_now_ns(tk_table *table);
+/* After TK_LOST: what happened to the file. Return whether the table is still lost. */
+bool tk_loss_text(const tk_table *table, char text[TK_ERROR_BYTES]);
 bool tk_is_shared(const tk_table *table);
 /* The bytes that a log of this many entries needs at most while its ring grows. */
 uint64_t tk_log_bytes_needed(int64_t entries);
 uint64_t tk_log_bytes(const tk_table *table);
+/* The salt of a limit: the location of its states follows from it and from the subject's hash. */
+tk_hash tk_limit_salt(const void *name, size_t length);
 tk_hash tk_subject_hash(const tk_table *table, const void *subject, size_t length);
 
 typedef struct {

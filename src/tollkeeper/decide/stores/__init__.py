@@ -4,12 +4,15 @@
     memory://?capacity=50000         this process; room for so many
     shared:///run/api.limits         every process that opens this file, exactly
     shared:///run/api.limits?capacity=50000&log_bytes=4194304
+    shared:///run/api.limits?mode=660
+                                     also processes of other users in the file's group
     redis://localhost                every machine; also rediss://, redis+sentinel://,
                                      redis+cluster://, and each as valkey
 
 `capacity` is in states: one limit's count of one subject. `log_bytes` is the room for sliding
-window logs. Both count when the store is made; a file keeps what it was made with. What a Redis URI
-can say is in `redis/config.py`.
+window logs. Both count when the store is made; a file keeps what it was made with. `mode` is the
+mode of a new file. A file that another user owns, or that the group or every user can write, is
+rejected unless `mode` allows it. What a Redis URI can say is in `redis/config.py`.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ CAPACITY_MAX: Final = 1_000_000_000
 Options = dict[str, object]
 # Longer numbers are rejected without parsing: int() of a million digits takes seconds.
 _DIGITS_MAX: Final = 12
+_MODES: Final = {"600": 0o600, "660": 0o660, "666": 0o666}
 
 
 def open_store(uri: str, clock: Clock | None = None, **options: object) -> Store:
@@ -85,11 +89,12 @@ def _open_memory(uri: str, clock: Clock, given: Options) -> Store:
             f"store={uri!r}: memory:// is this process and has no address; "
             f'write "memory://" or "memory://?capacity=50000"'
         )
-    options = _options(uri, parts, given)
-    capacity = options["capacity"] or STATES_MAX_DEFAULT
+    texts = _texts(uri, parts, given, ("capacity", "log_bytes"))
+    capacity = _number(uri, texts, "capacity") or STATES_MAX_DEFAULT
+    log_bytes = _number(uri, texts, "log_bytes")
     if not kernel.BUILT:
         return PythonMemoryStore(clock, capacity)
-    return _kernel_store(clock, capacity, None, options["log_bytes"])
+    return _kernel_store(clock, capacity, log_bytes)
 
 
 def _open_shared(uri: str, clock: Clock, given: Options) -> Store:
@@ -100,20 +105,24 @@ def _open_shared(uri: str, clock: Clock, given: Options) -> Store:
             f"store={uri!r} has no absolute path; with three slashes, for example "
             f'"shared:///run/api.limits"'
         )
-    options = _options(uri, parts, given)
+    texts = _texts(uri, parts, given, ("capacity", "log_bytes", "mode"))
+    capacity, log_bytes = _number(uri, texts, "capacity"), _number(uri, texts, "log_bytes")
+    mode = _mode(uri, texts)
     if not kernel.BUILT:
         raise StoreUnavailable(
             f"store={uri!r} needs the C kernel, which was not built: install a C compiler and "
             f"the Python headers, then install tollkeeper again; memory:// works without"
         )
-    return _kernel_store(clock, options["capacity"], Path(path), options["log_bytes"])
+    return _kernel_store(clock, capacity, log_bytes, Path(path), mode)
 
 
-def _kernel_store(clock: Clock, capacity: int, path: Path | None, log_bytes: int) -> Store:
+def _kernel_store(
+    clock: Clock, capacity: int, log_bytes: int, path: Path | None = None, mode: int = 0o600
+) -> Store:
     # Imported here, because the import fails if the kernel was not built.
     from tollkeeper.decide.stores.native import KernelStore  # noqa: PLC0415 - see above
 
-    return KernelStore(clock, capacity, path=path, log_bytes=log_bytes)
+    return KernelStore(clock, capacity, path=path, log_bytes=log_bytes, mode=mode)
 
 
 def _open_redis(uri: str, clock: Clock, given: Options) -> Store:
@@ -129,25 +138,39 @@ def _open_redis(uri: str, clock: Clock, given: Options) -> Store:
     return RedisStore(config, clock)
 
 
-def _options(uri: str, parts: SplitResult, given: Options) -> dict[str, int]:
-    """Return the options, each a whole number from 1 up; 0 for options that are not given."""
-    options = {"capacity": 0, "log_bytes": 0}
+def _texts(uri: str, parts: SplitResult, given: Options, known: tuple[str, ...]) -> dict[str, str]:
+    """Return the options of the URI and of the call as texts."""
     texts = dict(parse_qsl(parts.query, keep_blank_values=True))
-    texts.update({name: show(value) for name, value in given.items()})
-    for name, text in texts.items():
-        if name not in options:
-            raise ConfigError(
-                f"store={uri!r} has no option {name!r}; there are {', '.join(options)}"
-            )
-        digits = text.replace("_", "")
-        plain = digits.isascii() and digits.isdigit() and len(digits) <= _DIGITS_MAX
-        if not plain or not 1 <= int(digits) <= CAPACITY_MAX:
-            raise ConfigError(
-                f"store={uri!r}: {name}={text!r} is not a whole number from 1 to "
-                f"{CAPACITY_MAX:,}; for example {name}=50000"
-            )
-        options[name] = int(digits)
-    return options
+    for name, value in given.items():
+        texts[name] = value if isinstance(value, str) else show(value)
+    for name in texts:
+        if name not in known:
+            raise ConfigError(f"store={uri!r} has no option {name!r}; there are {', '.join(known)}")
+    return texts
+
+
+def _number(uri: str, texts: dict[str, str], name: str) -> int:
+    """Return an option that is a whole number from 1 up; 0 if it is not given."""
+    if name not in texts:
+        return 0
+    digits = texts[name].replace("_", "")
+    plain = digits.isascii() and digits.isdigit() and len(digits) <= _DIGITS_MAX
+    if not plain or not 1 <= int(digits) <= CAPACITY_MAX:
+        raise ConfigError(
+            f"store={uri!r}: {name}={texts[name]!r} is not a whole number from 1 to "
+            f"{CAPACITY_MAX:,}; for example {name}=50000"
+        )
+    return int(digits)
+
+
+def _mode(uri: str, texts: dict[str, str]) -> int:
+    text = texts.get("mode", "600")
+    if text not in _MODES:
+        raise ConfigError(
+            f"store={uri!r}: mode={text!r} is not one of {', '.join(_MODES)}: only this user, also "
+            f"the file's group, or every user may read and write the counts"
+        )
+    return _MODES[text]
 
 
 _OPENERS: Final[dict[str, Callable[[str, Clock, Options], Store]]] = {

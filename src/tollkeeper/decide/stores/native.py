@@ -1,19 +1,59 @@
 """Stores on the C kernel: memory of this process, or a file that many processes map.
 
 They make the same decisions as the pure Python store; `tests/parity/` compares them.
+
+A file can be truncated, removed, replaced or overwritten while it is in use. The kernel notices it,
+and the call raises StoreUnavailable (`kernel/loss.c`). The store then opens the path again, so that
+the next call counts in the file that all other processes use.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Final
 
 from tollkeeper.core import switches
 from tollkeeper.core.clock import EPOCH_OFFSET_NS, Clock, SystemClock
+from tollkeeper.core.errors import ConfigError, StoreUnavailable
 from tollkeeper.core.model import Decision, Limit
 from tollkeeper.decide.combine import check_in_turn
 from tollkeeper.decide.kernel import _kernel
 from tollkeeper.decide.store import AsyncStore, Channel, GateCheck, StoreMonitor, StoreStats
+
+log = logging.getLogger("tollkeeper")
+
+REOPEN_SECONDS: Final = 1.0
+
+
+class _FileRecovery:
+    """Opens a lost file again, at most once a second.
+
+    The table holds a reference to this object, which therefore does not refer to the table.
+    """
+
+    def __init__(self) -> None:
+        self._next_at_s = 0.0
+
+    def __call__(self, table: _kernel.Table, loss: str) -> None:
+        """Raise StoreUnavailable if the file cannot be opened."""
+        now_s = time.monotonic()
+        if now_s < self._next_at_s:
+            return
+        self._next_at_s = now_s + REOPEN_SECONDS
+        try:
+            notice = table.reopen()
+        except (StoreUnavailable, ConfigError) as error:
+            raise StoreUnavailable(f"{loss}, and cannot be opened again: {error}") from error
+        log.error("%s; it was opened again, and the quotas in the lost file are forgotten", loss)
+        _warn_of(notice)
+
+
+def _warn_of(notice: str) -> None:
+    if notice:
+        log.error("%s", notice)
 
 
 class KernelStore:
@@ -21,11 +61,18 @@ class KernelStore:
 
     `states_max` makes room for at least so many states; 0 uses the size of an existing file, or a
     million. `log_bytes` is the room for sliding window logs: 8 bytes an entry, in blocks of 64 and
-    up; 0 takes 64 bytes a state.
+    up; 0 takes 64 bytes a state. `mode` is the file's: 0o600, or 0o660 or 0o666 if other users
+    share it.
     """
 
     def __init__(
-        self, clock: Clock, states_max: int = 0, *, path: Path | None = None, log_bytes: int = 0
+        self,
+        clock: Clock,
+        states_max: int = 0,
+        *,
+        path: Path | None = None,
+        log_bytes: int = 0,
+        mode: int = 0o600,
     ) -> None:
         self._clock = clock
         self._is_real = type(clock) is SystemClock
@@ -34,8 +81,14 @@ class KernelStore:
         self.monitor: StoreMonitor | None = None
         self.channel: Channel | None = None
         self._table = _kernel.Table(
-            path, capacity=states_max, log_bytes=log_bytes, epoch_offset_ns=EPOCH_OFFSET_NS
+            path,
+            capacity=states_max,
+            log_bytes=log_bytes,
+            mode=mode,
+            epoch_offset_ns=EPOCH_OFFSET_NS,
+            on_loss=_FileRecovery(),
         )
+        _warn_of(self._table.notice)
 
     def gate(self, limits: Sequence[Limit], rule: str) -> KernelGate:
         return KernelGate(self, self._table, tuple(limits), rule)
