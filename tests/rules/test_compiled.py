@@ -486,6 +486,22 @@ rules:
     assert [check.rule.id for check in plan.shadowed] == ["watched"]
 
 
+@pytest.mark.parametrize("user", ["1", "2", "3", "4", "5", "6", "7", "8"])
+def test_a_rule_that_matches_the_first_and_the_last_spelling_is_charged_once(user: str) -> None:
+    """Another rule matches the spelling between them."""
+    compiled = compiled_of("""
+version: 1
+rules:
+  - {id: trial, by: user, match: {endpoint: [/b, /a/b]}, limits: 1/second, rollout: 50}
+  - {id: nested, by: user, match: {endpoint: /a/b}, limits: 9/second}
+  - {id: between, by: user, match: {endpoint: "/a/*/b"}, limits: 9/second}
+""")
+    plan = compiled.plan(Request(user=user, endpoint="/a//../b"), 1)
+    [trial, *_] = compiled.table.rules
+    expected = ["between", "trial" if trial.in_force_for(f"user:{user}") else "nested"]
+    assert sorted(check.rule.id for check in plan.enforced) == sorted(expected)
+
+
 def test_a_path_with_two_spellings_costs_the_dearer() -> None:
     """Otherwise a client would choose the cheaper one."""
     compiled = compiled_of("""

@@ -266,8 +266,13 @@ class CompiledRules:
                 choice = self._choose(prepared, request, tier)
                 if choice is not None:
                     checks = shadowed if rule.rule.mode == "shadow" else enforced
-                    # A path with several spellings may match a rule several times in a row.
-                    if not checks or checks[-1].rule is not rule.rule:
+                    # A path with several spellings may match a rule several times.
+                    is_repeated = (
+                        checks
+                        and checks[-1].rule.by == rule.rule.by
+                        and any(check.rule is rule.rule for check in checks)
+                    )
+                    if not is_repeated:
                         checks.append(self._check_of(prepared, subject, choice, request, cost))
                 break
         return CheckPlan(enforced, shadowed)
