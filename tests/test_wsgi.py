@@ -170,9 +170,9 @@ def test_a_cost_that_can_never_fit_is_a_422() -> None:
     assert "Retry-After" not in got.headers
 
 
-def test_an_invalid_key_is_a_400() -> None:
-    """A hook that returns an invalid key does not cause a 500."""
-    assert Got(limited(key=lambda request: ""), environ_of()).status == 400
+def test_an_invalid_cost_is_a_400() -> None:
+    """A hook that returns an invalid cost does not cause a 500."""
+    assert Got(limited(cost=lambda request: -1), environ_of()).status == 400
 
 
 def test_on_limit_returns_the_response() -> None:

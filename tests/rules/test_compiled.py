@@ -538,3 +538,58 @@ def test_an_invalid_document_is_not_compiled() -> None:
     ):
         with pytest.raises(ConfigError):
             compiled_of(wrong)
+
+
+# --------------------------------------------------------------------------------------- digests
+
+SECRETS = """
+version: 1
+tiers: {pro: 50/minute}
+assign: {"api_key:sk_pro": pro}
+rules:
+  - {id: tests, by: [ip], match: {api_key: "sk_test_*"}, limits: 5/minute}
+  - id: keys
+    by: [api_key]
+    limits: 10/minute
+    tiers: {pro: 20/minute}
+    keys: {"sk_vip_*": 30/minute}
+overrides: [{for: {api_key: sk_more}, limits: 40/minute}]
+allow: [sk_internal_*]
+deny: ["api_key:sk_revoked_1"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "found"),
+    [
+        ("sk_revoked_1", "deny"),
+        ("sk_internal_7", "allow"),
+        ("sk_test_7", "tests 5/60 keys 10/60"),
+        ("sk_vip_7", "keys 30/60"),
+        ("sk_pro", "keys 20/60"),
+        ("sk_more", "keys 40/60"),
+        ("other", "keys 10/60"),
+    ],
+)
+def test_a_digest_is_counted_and_its_value_is_matched(key: str, found: str) -> None:
+    """Lists, conditions, keys, assignments and overrides see the API key; a subject does not."""
+    compiled = compiled_of(SECRETS)
+    request = Request(api_key="#digest", ip="192.0.2.1").with_match(Request(api_key=key))
+    plan = compiled.plan(request, 1)
+    checks = " ".join(f"{each.rule.id} {rates(each)[0]}" for each in plan.enforced)
+    assert (plan.verdict or checks) == found
+    assert all(key not in each.subject for each in plan.enforced)
+    assert {each.subject for each in plan.enforced if each.rule.id == "keys"} <= {"api_key:#digest"}
+    tier = compiled.tier_of(request)
+    assert tier == ("pro" if key == "sk_pro" else None)
+    assert (compiled.listed(request)[0] or "") == (plan.verdict or "")
+    fails = [compiled.why_not(rule, request, tier) for rule in compiled.table.rules]
+    assert [not each for each in fails] == [key.startswith("sk_test_"), True]
+
+
+def test_a_secret_tier_is_counted_by_its_digest() -> None:
+    """The rule's tier is the value, and the subject has the digest."""
+    compiled = compiled_of("{version: 1, tiers: {gold: 2/second}, rules: [{id: a, by: [tier]}]}")
+    request = Request(tier="#digest").with_match(Request(tier="gold"))
+    check = only(compiled.plan(request, 1))
+    assert (check.subject, rates(check)) == ("tier:#digest", ["2/1"])

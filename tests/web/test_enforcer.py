@@ -29,7 +29,7 @@ from tollkeeper.web.answers import Denial, Style
 from tollkeeper.web.charges import joint_result as joined
 from tollkeeper.web.enforcer import PASSED, AsyncEnforcer, Charge, Enforcer, UncheckableRequest
 from tollkeeper.web.options import EnforcerOptions, OptionArguments
-from tollkeeper.web.requests import WsgiRequest
+from tollkeeper.web.requests import WebRequest, WsgiRequest
 
 RULES = """
 version: 1
@@ -277,12 +277,47 @@ def test_a_cost_that_can_never_fit_is_a_422(make: Make) -> None:
     assert refused.value.answer.status == 422
 
 
-@pytest.mark.parametrize("key", ["", "a\x1fb", ("a",) * 17, 42, "x" * 600])
-def test_an_invalid_key_is_a_400(make: Make, key: Any) -> None:
-    """The answer explains why the key is invalid."""
-    with pytest.raises(UncheckableRequest) as refused:
+@pytest.mark.parametrize("per_route", [False, True])
+@pytest.mark.parametrize(
+    "key",
+    ["", " ", "a\x1fb", "x" * 600, "\ud800", 42, ("a", ""), ("a", None), ("x" * 500,) * 15,
+     Request(user="x" * 600), Request(user="a\x1fb", attributes={"region": "\ud800"})],
+)  # fmt: skip
+def test_a_key_that_a_client_chose_is_counted(make: Make, key: Any, per_route: bool) -> None:
+    """The client may send an empty or an over-long identifier. It is limited like any other."""
+    rules = "{version: 1, rules: [{id: a, by: [user, region], limits: 2/minute}]}"
+    by_rules = isinstance(key, Request)
+    options: dict[str, Any] = {"rules": rules} if by_rules else {"limits": "2/minute"}
+    if per_route and not by_rules:
+        options["per_route"] = True
+    enforcer = make(**options, key=lambda request: key)
+    found = [enforcer.enter(_request()).decision.allowed for _ in range(3)]
+    assert found == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    "key", [("a",) * 17, (), object(), b"x", 1.5, True, [1], ("a", 1.5), Request(user=4)],  # type: ignore[arg-type]  # the tested case
+)  # fmt: skip
+def test_an_object_that_is_not_a_key_is_the_applications_error(make: Make, key: Any) -> None:
+    """The client cannot fix it, so it is not a 400 with advice for developers."""
+    with pytest.raises(TypeError, match="the key function returned"):
         make(limits="10/minute", key=lambda request: key).enter(_request())
-    assert refused.value.answer.status == 400
+
+
+def test_hooks_see_the_clients_address(make: Make) -> None:
+    """It is the address that the limits count by, behind trusted proxies."""
+    seen = []
+
+    def hook(request: WebRequest) -> Any:
+        seen.append(request.address)
+        return None
+
+    proxied = WsgiRequest({"REMOTE_ADDR": "10.0.0.1", "HTTP_X_FORWARDED_FOR": "203.0.113.9"})
+    options: dict[str, Any] = {"limits": "1/minute", "trusted_proxies": ["10.0.0.0/8"]}
+    enforcer = make(**options, key=hook, skip=hook, cost=lambda request: hook(request) or 1)
+    assert enforcer.enter(proxied).decision.allowed
+    assert seen == ["203.0.113.9"] * 3
+    assert WsgiRequest({"REMOTE_ADDR": "10.0.0.1"}).address == "10.0.0.1"
 
 
 @pytest.mark.parametrize("cost", [-1, "3", 1.5])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -225,6 +226,60 @@ def test_identity_makes_a_request_for_rules() -> None:
         method="POST",
         attributes={"region": "eu"},
     )
+
+
+@pytest.mark.parametrize(
+    ("source", "headers"),
+    [
+        ("bearer", {"Authorization": "Bearer sk_revoked_1"}),
+        ("cookie:key", {"Cookie": "key=sk_revoked_1"}),
+        (lambda web_request: "sk_revoked_1" + "x" * 300, {}),
+        ("header:X-Key", {"X-Key": "sk_revoked_1\x07"}),
+    ],
+)
+@pytest.mark.parametrize("field", ["api_key", "user", "secret_attribute"])
+def test_rules_match_a_value_that_is_counted_by_its_digest(
+    source: Any, headers: dict[str, str], field: str
+) -> None:
+    """A key on the deny list is denied, however it is sent; the value is in no store and no log."""
+    found = Identity({field: source}).request_of(request_with(headers))
+    assert "sk_revoked" not in repr(found)
+    limiter = Limiter.from_rules(
+        {
+            "version": 1,
+            "rules": [{"id": "all", "by": [field], "limits": ["5/minute"]}],
+            "deny": [f"{field}:sk_revoked_*"],
+        }
+    )
+    assert limiter.evaluate(found).kind == "blocked"
+    other = replace(found)  # the same digests without their values
+    [(subject, _)] = limiter.evaluate(other).counted
+    assert subject.startswith(f"{field}:#")
+
+
+def test_a_header_that_only_a_trusted_proxy_may_send() -> None:
+    """From any other peer it counts as absent, so a client cannot choose its user."""
+    identity = Identity(
+        {"user": ["trusted_header:X-User", lambda web_request: "guest"]},
+        trusted_proxies=["10.0.0.0/8", "unix"],
+    )
+    said = {"X-User": "ann"}
+    for peer, user in (("10.0.0.1", "ann"), (PEER, "guest"), (None, "ann")):
+        web_request = request_with(said, client=peer and (peer, 1))
+        for _ in range(2):
+            assert identity.request_of(web_request).user == user
+    with pytest.raises(ConfigError, match="only trusted proxies may send, but none are configured"):
+        Identity({"user": "trusted_header:X-User"})
+    key = identity.key_of(request_with(said, client=("10.0.0.1", 1)), "trusted_header:X-User")
+    assert key == ("trusted_header:x-user", "ann")
+
+
+def test_a_source_function_sees_the_clients_address() -> None:
+    """It is the address behind trusted proxies."""
+    identity = Identity({"user": lambda web_request: web_request.address}, trusted_proxies=[PEER])
+    web_request = request_with({"X-Forwarded-For": "198.51.100.7"})
+    assert web_request.address == PEER
+    assert identity.request_of(web_request).user == "198.51.100.7"
 
 
 def test_without_fields_a_request_has_address_path_and_method() -> None:

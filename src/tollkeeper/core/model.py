@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from abc import ABCMeta
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from math import gcd
 from typing import Any, Final, Literal, NamedTuple, get_args
@@ -221,6 +221,9 @@ class Request:
 
     >>> Request(user="42", endpoint="/v1/orders", method="POST").user
     '42'
+
+    `matched_as`  the same request for rules and lists to match, if this one has digests instead of
+                  secrets. Stores, records and logs see only this one.
     """
 
     user: str | None = None
@@ -231,6 +234,7 @@ class Request:
     endpoint: str | None = None
     method: str | None = None
     attributes: Mapping[str, str] = field(default_factory=dict, hash=False)
+    matched_as: Request | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.attributes, Mapping):
@@ -238,6 +242,12 @@ class Request:
                 f"attributes={show(self.attributes)} is not a mapping; "
                 f'for example attributes={{"region": "eu"}}'
             )
+
+    def with_match(self, matched: Request) -> Request:
+        """Return this request, with `matched` as its `matched_as`."""
+        request = replace(self)
+        object.__setattr__(request, "matched_as", matched)
+        return request
 
 
 class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines can register

@@ -185,13 +185,17 @@ class PreparedRule:
 
 
 def _as_counted(request: Request, tier: str | None) -> Request:
-    """Return the request with its assigned tier, and endpoint and method in their one spelling."""
+    """Return the request as it is counted, with endpoint and method in their one spelling.
+
+    `tier` is the assigned one, for a request without a tier.
+    """
     path = request.endpoint
     if isinstance(path, str):
         path = normalised(path)
         if len(path) > _PATH_LENGTH_MAX or SEPARATOR in path:
             path = "#" + blake2b(path.encode("utf-8", "replace"), digest_size=16).hexdigest()
     method = request.method.upper() if isinstance(request.method, str) else request.method
+    tier = tier if request.tier is None else request.tier
     return replace(request, tier=tier, endpoint=path, method=method)
 
 
@@ -249,21 +253,22 @@ class CompiledRules:
 
     def plan(self, request: Request, cost: int) -> CheckPlan:
         """Return the rules that a request has to pass, with the gates to check."""
+        matched = request.matched_as or request
         if self._lists is not None:
-            verdict = self._lists.verdict(request)
+            verdict = self._lists.verdict(matched)
             if verdict is not None:
                 return CheckPlan(verdict=verdict)
-        tier = self.tier_of(request) if self._assign else request.tier
+        tier = self.tier_of(matched) if self._assign else matched.tier
         enforced: list[RuleCheck] = []
         shadowed: list[RuleCheck] = []
         rules = self._rules
-        for candidates in self.table.match(request, tier):
+        for candidates in self.table.match(matched, tier):
             for rule in candidates:
                 prepared = rules[rule.order]
                 subject = prepared.subject_of(request, tier)
                 if rule.rule.rollout < 100 and not rule.in_force_for(subject):
                     continue
-                choice = self._choose(prepared, request, tier)
+                choice = self._choose(prepared, matched, tier)
                 if choice is not None:
                     checks = shadowed if rule.rule.mode == "shadow" else enforced
                     # A path with several spellings may match a rule several times.
@@ -318,6 +323,7 @@ class CompiledRules:
 
     def tier_of(self, request: Request) -> str | None:
         """Return the request's tier: its own, or the one assigned to its user, key or tenant."""
+        request = request.matched_as or request
         if request.tier is not None or not self._assign:
             return request.tier
         for attribute in _OWNERS:
@@ -330,7 +336,7 @@ class CompiledRules:
 
     def choose(self, rule: CompiledRule, request: Request, tier: str | None) -> LimitChoice | None:
         """Return the limits of a rule for a request; None if the rule has none for its tier."""
-        return self._choose(self._rules[rule.order], request, tier)
+        return self._choose(self._rules[rule.order], request.matched_as or request, tier)
 
     def _choose(
         self, prepared: PreparedRule, request: Request, tier: str | None
@@ -381,13 +387,15 @@ class CompiledRules:
         if rule.rule.mode == "off":
             return "it is off"
         paths = () if request.endpoint is None else spellings(request.endpoint)
-        why = rule.failing(paths, lambda name: value_of(request, name, tier))
+        matched = request.matched_as or request
+        why = rule.failing(paths, lambda name: value_of(matched, name, tier))
         if not why and not rule.in_force_for(self.subject_of(rule, request, tier)):
             why = f"its rollout of {rule.rule.rollout} % does not reach this subject"
         return why
 
     def listed(self, request: Request) -> tuple[Verdict | None, str]:
         """Return the verdict of the allow and deny lists, and the entry that matched."""
+        request = request.matched_as or request
         verdict = self._lists.verdict(request) if self._lists is not None else None
         if self._lists is None or verdict is None:
             return None, ""

@@ -125,6 +125,13 @@ class ClientAddresses:
         proxy, text = self._peers.get(peer) or self._learn(peer, request)
         return text if proxy is None else self._forwarded_client(request, proxy)
 
+    def is_from_proxy(self, request: WebRequest) -> bool:
+        """Return True if a trusted proxy has sent the request."""
+        peer = request.peer
+        if peer is None:
+            return self._trusts_unix
+        return (self._peers.get(peer) or self._learn(peer, request))[0] is not None
+
     def is_cached(self, peer: str) -> bool:
         """Return True if the address of this peer is cached and no search for a proxy is due."""
         return peer in self._peers

@@ -167,6 +167,7 @@ class EnforcerCore:
             if isinstance(options.identify, Identity)
             else Identity(options.identify or {}, trusted_proxies=options.trusted_proxies)
         )
+        self._address_of = self.identity.address_of
         self.counts_outcomes = options.count is not None
         """True if the status of a response decides whether its request counts."""
         self._cost = options.cost if callable(options.cost) else None
@@ -323,6 +324,7 @@ class EnforcerCore:
         """
         if not self._is_open:
             self._reopen()
+        request.address_of = self._address_of  # for hooks
         skip, keys = self.options.skip, self._keys
         if self._limiter is None or (
             skip is not None and (yield from _value("skip", skip(request)))
@@ -381,6 +383,7 @@ class EnforcerCore:
         `on_limit` answers a 429 and `on_unavailable` a 503, so that a response written for one does
         not change the status of the other. A 403 has no hook.
         """
+        request.address_of = self._address_of
         denial = Denial(result, self.now_ns(), self.style)
         name = {429: "on_limit", 503: "on_unavailable"}.get(denial.status, "")
         hook = getattr(self.options, name, None)

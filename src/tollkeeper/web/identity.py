@@ -4,6 +4,7 @@ A *source* says where to look for a value. Sources are tried in order, and the f
 a value wins. A source is text, or a function from a WebRequest to text:
 
     header:X-API-Key    a header
+    trusted_header:X-User  a header that only a trusted proxy may send
     bearer              the token of `Authorization: Bearer …`
     claim:sub           a claim of that token, UNVERIFIED: see `claims.Claim` for when that is safe,
                         and for claims that are verified
@@ -13,8 +14,9 @@ a value wins. A source is text, or a function from a WebRequest to text:
     address             the client's address, behind trusted proxies
 
 Nothing that a client sends is an error here. An empty value counts as absent. A value that is too
-long for a key, or not printable, is replaced by its digest. Tokens, cookies and the Authorization
-header are secrets: they are always digested, so that no secret reaches a store or a log.
+long for a key, or not printable, is counted by its digest. Tokens, cookies and the Authorization
+header are secrets: they are always counted by a digest, so that no secret reaches a store or a log.
+Rules and lists match the value itself (`Request.matched_as`).
 
 **Keys.** `RequestKeys` makes the key for limits. It is one string, `"address:192.0.2.1"`, because a
 store decides that fastest. It is a tuple where strings could collide: next to a key function of the
@@ -26,17 +28,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from inspect import iscoroutinefunction
 from typing import Any, Final, NamedTuple, cast
 
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.model import NAME_LENGTH_MAX, REQUEST_FIELDS, Request
-from tollkeeper.core.subjects import Key
+from tollkeeper.core.subjects import KEY_LENGTH_MAX, PARTS_MAX, SEPARATOR, Key
 from tollkeeper.rules.matching.patterns import normalised
 from tollkeeper.web.addresses import LOG, ClientAddresses, ForwardedHeader
 from tollkeeper.web.claims import Claim, bearer_of
-from tollkeeper.web.requests import UNCLEAR, WebRequest, clean_value, digest_of, sole_header
+from tollkeeper.web.requests import (
+    DIGEST_LENGTH,
+    DIGEST_MARK,
+    UNCLEAR,
+    VALUE_LENGTH_MAX,
+    WebRequest,
+    clean_value,
+    counted_value,
+    digest_of,
+    sole_header,
+)
 
 IdentitySource = str | Callable[[WebRequest], str | None]
 KeySource = IdentitySource | Sequence[IdentitySource] | Callable[[WebRequest], Any]
@@ -51,6 +64,8 @@ ROUTE_LENGTH_MAX: Final = 200
 # Peers whose keys are cached, about 2 MB. All are dropped when there are more.
 PEERS_MAX: Final = 10_000
 
+# An empty part of a key.
+_EMPTY: Final = "#empty"
 # The key of requests in which no source finds a value. They share one count.
 ANONYMOUS: Final = ("anonymous", "*")
 
@@ -60,8 +75,8 @@ _FIXED_FIELDS: Final = {
     "method": "it is always the request's method",
 }
 _KNOWN_SOURCES: Final = (
-    "header:NAME, bearer, claim:NAME, query:NAME, cookie:NAME, session:NAME, address, "
-    "or a function of the request"
+    "header:NAME, trusted_header:NAME, bearer, claim:NAME, query:NAME, cookie:NAME, session:NAME, "
+    "address, or a function of the request"
 )
 _SECRET_HEADERS: Final = frozenset({"authorization", "proxy-authorization", "cookie"})
 _HEADER_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}")
@@ -72,13 +87,16 @@ Reader = Callable[[WebRequest], str | None]
 
 
 class CompiledSource(NamedTuple):
-    """A source that is ready to be read: its label, and a function to a clean value."""
+    """A source that is ready to be read."""
 
     label: str
     read: Reader
+    """Returns the value as rules match it, not empty; None if there is none."""
+    counted: Callable[[str], str] = counted_value
+    """Returns the value as a key holds it."""
 
 
-_FieldReaders = list[tuple[str, tuple[Reader, ...]]]
+_Fields = list[tuple[str, tuple[CompiledSource, ...]]]
 
 
 class Identity:
@@ -112,12 +130,11 @@ class Identity:
             trusted_proxies, ipv6_prefix=ipv6_prefix, forwarded=forwarded
         )
         self._compiled: dict[object, tuple[CompiledSource, ...]] = {}
-        self._fields: _FieldReaders = []
-        self._attributes: _FieldReaders = []
+        self._fields: _Fields = []
+        self._attributes: _Fields = []
         for name, sources in _checked_fields(fields).items():
-            readers = tuple(each.read for each in self._compile_all(sources, name))
             kept = self._fields if name in REQUEST_FIELDS else self._attributes
-            kept.append((name, readers))
+            kept.append((name, self._compile_all(sources, name)))
 
     @property
     def trusts_proxies(self) -> bool:
@@ -133,9 +150,10 @@ class Identity:
         return self._addresses.is_cached(peer)
 
     def request_of(self, request: WebRequest) -> Request:
-        """Return the request as rules see it."""
-        found = _read_fields(self._fields, request)
-        return Request(
+        """Return the request as rules see it; `matched_as` has the values of its digests."""
+        found, plain = _read_fields(self._fields, request)
+        attributes, plain_attributes = _read_fields(self._attributes, request)
+        counted = Request(
             found.get("user"),
             found.get("api_key"),
             self._addresses.of(request),
@@ -143,8 +161,12 @@ class Identity:
             found.get("tier"),
             _endpoint_of(request),
             clean_value(request.method),
-            _read_fields(self._attributes, request),
+            attributes,
         )
+        if not plain and not plain_attributes:
+            return counted
+        matched = replace(counted, **plain, attributes={**attributes, **plain_attributes})
+        return counted.with_match(matched)
 
     def key_of(
         self, request: WebRequest, sources: IdentitySource | Sequence[IdentitySource]
@@ -189,33 +211,51 @@ class Identity:
                     f"{what}: {show(source)} is async, but a source is not awaited; "
                     f"write a plain function"
                 )
-            return CompiledSource(f"custom:{place}", partial(_of_function, source))
+            return CompiledSource(f"custom:{place}", partial(self._of_hook, source))
         if source == "address":
-            return CompiledSource("address", self._addresses.of)
+            return CompiledSource("address", self._addresses.of, str)
         if not isinstance(source, str):
             raise ConfigError(f"{what}: {show(source)} is not a source; write {_KNOWN_SOURCES}")
-        return _compile_text(source, what)
+        compiled = _compile_text(source, what)
+        if not source.startswith("trusted_header:"):
+            return compiled
+        if not self.trusts_proxies:
+            raise ConfigError(
+                f"{what}: {show(source)} is a header that only trusted proxies may send, but none "
+                f'are configured; for example trusted_proxies=["10.0.0.0/8"]'
+            )
+        return compiled._replace(read=partial(self._of_proxy, compiled.read))
+
+    def _of_proxy(self, read: Reader, request: WebRequest) -> str | None:
+        return read(request) if self._addresses.is_from_proxy(request) else None
+
+    def _of_hook(self, function: Callable[[WebRequest], object], request: WebRequest) -> str | None:
+        request.address_of = self._addresses.of
+        return _of_function(function, request)
 
 
 def first_found(sources: tuple[CompiledSource, ...], request: WebRequest) -> tuple[str, str]:
     """Return the label and the value of the first source that finds one; or ANONYMOUS."""
-    for label, read in sources:
+    for label, read, counted in sources:
         value = read(request)
         if value is not None:
-            return label, value
+            return label, counted(value)
     return ANONYMOUS
 
 
-def _read_fields(fields: _FieldReaders, request: WebRequest) -> dict[str, str]:
-    """Return for each field the value of the first source that finds one."""
+def _read_fields(fields: _Fields, request: WebRequest) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the counted value of each field that has one, and the values of those digested."""
     found: dict[str, str] = {}
-    for name, readers in fields:
-        for read in readers:
+    plain: dict[str, Any] = {}
+    for name, sources in fields:
+        for _, read, counted in sources:
             value = read(request)
             if value is not None:
-                found[name] = value
+                text = found[name] = counted(value)
+                if text is not value:
+                    plain[name] = value
                 break
-    return found
+    return found, plain
 
 
 def _checked_fields(
@@ -280,10 +320,16 @@ class RequestKeys:
             if self._has_rules:
                 return self._identity.request_of(request)
             return self._from_sources(request)
-        if not self._per_route or isinstance(found, Request):
-            return cast("Key", found)
-        parts = found if isinstance(found, tuple) else (found,)
-        return (*parts, _route_of(request))
+        if isinstance(found, Request):
+            return _countable_request(found)
+        parts = _countable_parts(found)
+        if self._per_route:
+            parts = (*parts, _route_of(request))
+        elif len(parts) == 1:
+            return ANONYMOUS if parts[0] == _EMPTY else parts[0]
+        # A longer key would be an error, and the client may have chosen its length.
+        is_short = sum(map(len, parts)) + len(parts) <= KEY_LENGTH_MAX
+        return parts if is_short else digest_of(SEPARATOR.join(parts))
 
     def _learn(self, peer: str | None, request: WebRequest) -> Key:
         """Return the key of a peer that is not cached, and cache it."""
@@ -301,6 +347,59 @@ class RequestKeys:
         if self._per_route:
             return label, value, _route_of(request)
         return f"{label}:{value}" if self._as_text else (label, value)
+
+
+def _countable_parts(found: object) -> tuple[str, ...]:
+    """Return the parts of the key that a key function returned, each valid in a key.
+
+    A client may have chosen any part, so a part that is absent or invalid is not an error.
+    Raises TypeError for an object that is not a key: a ConfigError would blame the client.
+    """
+    parts = found if isinstance(found, tuple) else (found,)
+    if not 1 <= len(parts) < PARTS_MAX or not all(part is None or _is_name(part) for part in parts):
+        raise TypeError(
+            f"the key function returned {show(found)}; return text, a number, a tuple of 1 to "
+            f"{PARTS_MAX - 1} of these, a Request, or None for the address"
+        )
+    texts = ["" if part is None else str(part) for part in parts]
+    return tuple([_countable(text) if text.strip() else _EMPTY for text in texts])
+
+
+def _countable(part: str) -> str:
+    """Return a part of a key, or its digest if a key cannot hold it."""
+    is_reserved = part[:1] == DIGEST_MARK and (part == _EMPTY or len(part) == DIGEST_LENGTH)
+    is_valid = len(part) <= KEY_LENGTH_MAX and SEPARATOR not in part and not is_reserved
+    return part if is_valid and (part.isascii() or _is_encodable(part)) else digest_of(part)
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        return bool(text.encode())
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+
+
+def _countable_request(found: Request) -> Request:
+    """Return a key function's Request, with digests of the values that a key cannot hold."""
+    values = {name: getattr(found, name) for name in REQUEST_FIELDS if name != "endpoint"}
+    changed: dict[str, Any] = {}
+    for name, value in (*values.items(), *found.attributes.items()):
+        if value is None:
+            continue
+        if not isinstance(value, str):
+            raise TypeError(
+                f"the key function returned a Request with {name}={show(value)}; its values are "
+                f"text"
+            )
+        text = _countable(value) if len(value) <= VALUE_LENGTH_MAX else digest_of(value)
+        if text is not value:
+            changed[name] = text
+    if not changed:
+        return found
+    attributes = {name: changed.get(name, value) for name, value in found.attributes.items()}
+    fields = {name: text for name, text in changed.items() if name in REQUEST_FIELDS}
+    counted = replace(found, **fields, attributes=attributes)
+    return counted.with_match(found.matched_as or found)
 
 
 def _is_ambiguous(sources: tuple[CompiledSource, ...]) -> bool:
@@ -332,10 +431,10 @@ def _endpoint_of(request: WebRequest) -> str:
 def _compile_text(source: str, what: str) -> CompiledSource:
     kind, colon, name = source.partition(":")
     if source == "bearer":
-        return CompiledSource(source, _of_bearer)
+        return CompiledSource(source, _of_bearer, digest_of)
     if not colon or (kind != "claim" and kind not in _READERS):
         raise ConfigError(f"{what}: {show(source)} is not a source; write {_KNOWN_SOURCES}")
-    if kind == "header":
+    if kind in {"header", "trusted_header"}:
         name = name.lower()
         is_valid = _HEADER_NAME.fullmatch(name) is not None
     else:
@@ -344,33 +443,26 @@ def _compile_text(source: str, what: str) -> CompiledSource:
         raise ConfigError(f"{what}: {show(source)} has an invalid name; write {_KNOWN_SOURCES}")
     if kind == "claim":
         return CompiledSource(source, partial(_of_function, Claim(name, trusted_gateway=True)))
-    read = _READERS[kind]
-    if name in _SECRET_HEADERS and kind == "header":
-        read = _of_secret_header
-    return CompiledSource(f"{kind}:{name}", partial(read, name))
+    is_secret = kind == "cookie" or (kind.endswith("header") and name in _SECRET_HEADERS)
+    counted = digest_of if is_secret else counted_value
+    return CompiledSource(f"{kind}:{name}", partial(_READERS[kind], name), counted)
 
 
 def _of_header(name: str, request: WebRequest) -> str | None:
-    value = sole_header(request, name)
-    return clean_value(value) if value else None
-
-
-def _of_secret_header(name: str, request: WebRequest) -> str | None:
-    return _digest(sole_header(request, name))
+    return _stripped(sole_header(request, name))
 
 
 def _of_bearer(request: WebRequest) -> str | None:
     value = sole_header(request, "authorization")
-    return _digest(value if value == UNCLEAR else bearer_of(value))
+    return _stripped(value if value == UNCLEAR else bearer_of(value))
 
 
 def _of_query(name: str, request: WebRequest) -> str | None:
-    value = request.query(name)
-    return clean_value(value) if value else None
+    return _stripped(request.query(name))
 
 
 def _of_cookie(name: str, request: WebRequest) -> str | None:
-    return _digest(request.cookie(name))
+    return _stripped(request.cookie(name))
 
 
 def _of_session(name: str, request: WebRequest) -> str | None:
@@ -380,7 +472,7 @@ def _of_session(name: str, request: WebRequest) -> str | None:
         return None
     value = session.get(name)
     # Only text and numbers can be part of a key. Any other object counts as absent.
-    return clean_value(str(value)) if _is_name(value) else None
+    return _stripped(str(value)) if _is_name(value) else None
 
 
 # Names for which the warning was logged; at most one for each source of the application.
@@ -408,20 +500,20 @@ def _of_function(function: Callable[[WebRequest], object], request: WebRequest) 
         raise TypeError(
             f"the source {show(function)} returned {show(value)}; a source returns text or None"
         )
-    return clean_value(str(value))
+    return _stripped(str(value))
 
 
 def _is_name(value: object) -> bool:
     return isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool))
 
 
-def _digest(secret: str | None) -> str | None:
-    secret = secret.strip() if secret else None
-    return digest_of(secret) if secret else None
+def _stripped(value: str | None) -> str | None:
+    return value.strip() or None if value else None
 
 
 _READERS: Final[Mapping[str, Callable[[str, WebRequest], str | None]]] = {
     "header": _of_header,
+    "trusted_header": _of_header,
     "query": _of_query,
     "cookie": _of_cookie,
     "session": _of_session,

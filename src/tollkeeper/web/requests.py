@@ -29,7 +29,7 @@ is unbounded. If no route is known, the endpoint is the path.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from hashlib import blake2b
 from typing import Any, Final, Protocol
 from urllib.parse import quote_from_bytes, unquote_plus
@@ -41,6 +41,7 @@ NAMES_MAX: Final = 1_024
 # A longer value is replaced by its digest. A whole key may have twice as many characters.
 VALUE_LENGTH_MAX: Final = 256
 DIGEST_MARK: Final = "#"
+DIGEST_LENGTH: Final = 33
 # The value of a field that has several values, or that may be beyond CHARACTERS_MAX.
 UNCLEAR: Final = "#unclear"
 
@@ -56,6 +57,9 @@ DEPTH_MAX: Final = 32
 
 class WebRequest(Protocol):
     """A request, before it is decided."""
+
+    address_of: Callable[[WebRequest], str | None]
+    """Finds `address`. The enforcer sets it, because the trusted proxies are its options."""
 
     @property
     def method(self) -> str:
@@ -75,6 +79,11 @@ class WebRequest(Protocol):
     @property
     def peer(self) -> str | None:
         """The address of the other end of the socket; None for a Unix socket."""
+        ...
+
+    @property
+    def address(self) -> str | None:
+        """The client's address, behind trusted proxies; None if it is unknown."""
         ...
 
     @property
@@ -104,17 +113,28 @@ class WebRequest(Protocol):
         ...
 
 
+def peer_of(request: WebRequest) -> str | None:
+    """Return the other end of the socket, which is the client if there are no proxies."""
+    return request.peer
+
+
 # ── ASGI ───────────────────────────────────────────────────────────────────────────────────────
 
 
 class AsgiRequest:
     """A WebRequest over an ASGI scope, of HTTP or a WebSocket."""
 
-    __slots__ = ("_native", "scope")
+    __slots__ = ("_native", "address_of", "scope")
 
     def __init__(self, scope: MutableMapping[str, Any], native: Any = None) -> None:
         self.scope = scope
         self._native = native
+        self.address_of: Callable[[WebRequest], str | None] = peer_of
+
+    @property
+    def address(self) -> str | None:
+        """The client's address, behind trusted proxies; None if it is unknown."""
+        return self.address_of(self)
 
     @property
     def native(self) -> Any:
@@ -209,6 +229,7 @@ class RoutedAsgiRequest(AsgiRequest):
         """Take the routes from `app` if the scope does not name the application."""
         self.scope = scope
         self._native = None
+        self.address_of = peer_of
         self._app = app
 
     @property
@@ -357,7 +378,7 @@ class WsgiRequest:
     a decoded path into the environ, so its integration must pass the path.
     """
 
-    __slots__ = ("_native", "_path", "environ", "route", "session")
+    __slots__ = ("_native", "_path", "address_of", "environ", "route", "session")
 
     def __init__(
         self,
@@ -373,6 +394,12 @@ class WsgiRequest:
         self.session = session
         self._path = path
         self.route = route
+        self.address_of: Callable[[WebRequest], str | None] = peer_of
+
+    @property
+    def address(self) -> str | None:
+        """The client's address, behind trusted proxies; None if it is unknown."""
+        return self.address_of(self)
 
     @property
     def native(self) -> Any:
@@ -505,8 +532,11 @@ def clean_value(text: str) -> str | None:
     ('sk_1', None, '#065ab5741cdfad44687cf119c1eb4ec9')
     """
     text = text.strip()
-    if not text:
-        return None
+    return counted_value(text) if text else None
+
+
+def counted_value(text: str) -> str:
+    """Return a value that is not empty in a form that a key may hold."""
     if len(text) <= VALUE_LENGTH_MAX and text.isprintable() and text[0] != DIGEST_MARK:
         return text
     return digest_of(text)

@@ -37,6 +37,38 @@ async def test_a_gateway_learns_whether_a_request_may_pass(
         assert answer.status == 200
 
 
+@pytest.mark.parametrize(
+    ("key", "statuses"),
+    [
+        ("sk_revoked_1", [403] * 4),
+        ("sk_internal_1", [200] * 4),
+        ("sk_vip_1", [200, 200, 200, 429]),
+        ("sk_1", [200, 429, 429, 429]),
+    ],
+)
+@pytest.mark.parametrize("store", ["memory://", "shared://{}/limits"])
+async def test_lists_and_keys_match_a_bearer_token_and_the_store_has_its_digest(
+    key: str, statuses: list[int], store: str, tmp_path: Path
+) -> None:
+    """A token on the deny list is denied although only its digest is stored."""
+    rules = {
+        "version": 1,
+        "rules": [
+            {"id": "api", "by": ["api_key"], "limits": ["1/hour"], "keys": {"sk_vip_*": "3/hour"}}
+        ],
+        "allow": ["sk_internal_*"],
+        "deny": ["sk_revoked_1"],
+    }
+    headers = {"X-Original-URI": "/", "Authorization": f"Bearer {key}"}
+    uri = store.format(tmp_path)
+    async with http_service(
+        rules=rules, identity=Identity({"api_key": "bearer"}), store=uri
+    ) as http:
+        found = [await http("GET", "/v1/authorize", b"", headers) for _ in range(4)]
+        assert [each.status for each in found] == statuses
+        assert not any(key in subject for subject, _ in http.context.limiter.store.busiest(10))
+
+
 async def test_nginx_gets_a_status_that_it_understands() -> None:
     """Every denial has the status of `denied`, also that of a blocked client."""
     async with http_service() as http:

@@ -17,7 +17,7 @@ when it gets the reply.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from time import perf_counter_ns
 from typing import Any, Final
@@ -39,7 +39,7 @@ from tollkeeper.service.http.context import (
     token_reply,
 )
 from tollkeeper.service.http.tokens import TokenRejection
-from tollkeeper.web.requests import AsgiRequest, query_field
+from tollkeeper.web.requests import AsgiRequest, WebRequest, peer_of, query_field
 
 URI_LENGTH_MAX: Final = 16_384
 TOKEN_HEADER: Final = b"x-tollkeeper-token"
@@ -51,7 +51,17 @@ _HOLD_NS_MAX: Final = int(HOLD_SECONDS_MAX * 1e9)
 class ForwardedRequest:
     """The request of a gateway's client: the headers that arrived, and the URI they name."""
 
-    __slots__ = ("_call", "_query", "method", "native", "path", "peer", "route", "session")
+    __slots__ = (
+        "_call",
+        "_query",
+        "address_of",
+        "method",
+        "native",
+        "path",
+        "peer",
+        "route",
+        "session",
+    )
 
     def __init__(self, scope: Any, method: str, uri: str) -> None:
         self._call = AsgiRequest(scope)
@@ -63,6 +73,12 @@ class ForwardedRequest:
         self.peer = self._call.peer
         self.route: str | None = None
         self.session: Mapping[str, Any] | None = None
+        self.address_of: Callable[[WebRequest], str | None] = peer_of
+
+    @property
+    def address(self) -> str | None:
+        """The client's address, if the gateway is a trusted proxy."""
+        return self.address_of(self)
 
     def header(self, name: str) -> str | None:
         """Return a header of the client."""

@@ -253,8 +253,10 @@ def _reject_nul(value: Any, place: str) -> None:
 
 # A Request is filled slot by slot: its own constructor would check again what the decoder has
 # checked, and takes four times as long.
-_SETTERS: Final = tuple(Request.__dict__[name].__set__ for name in (*REQUEST_FIELDS, "attributes"))
-_user, _api_key, _ip, _tenant, _tier, _endpoint, _method, _attributes = _SETTERS
+_SETTERS: Final = tuple(
+    Request.__dict__[name].__set__ for name in (*REQUEST_FIELDS, "attributes", "matched_as")
+)
+_user, _api_key, _ip, _tenant, _tier, _endpoint, _method, _attributes, _matched_as = _SETTERS
 _new_request: Final = Request.__new__
 
 
@@ -270,6 +272,7 @@ def request_of(fields: RequestFields) -> Request:
     _endpoint(request, fields.endpoint)
     _method(request, fields.method)
     _attributes(request, fields.attributes or _NO_ATTRIBUTES)
+    _matched_as(request, None)
     return request
 
 

@@ -151,23 +151,35 @@ def confined(token: Token, request: Request) -> Request | TokenRejection:
     """Return the request with the values of the token's scope, or why it is outside the scope."""
     if not token.scope:
         return request
-    filled: dict[str, str] = {}
+    filled: dict[str, Any] = {}
     attributes: dict[str, str] = {}
+    matched = request.matched_as or request
     for name, given in token.scope.items():
         wanted = counted_address(given) if name == "ip" else given
         is_field = name in REQUEST_FIELDS
-        value = getattr(request, name) if is_field else request.attributes.get(name)
+        value = _value_of(matched, name)
         if value is None:
             (filled if is_field else attributes)[name] = wanted
         elif value != wanted:
             return TokenRejection(
                 403,
                 f"token {show(token.name)} is confined to {name}={show(wanted)}, "
-                f"but the request has {name}={show(value)}",
+                f"but the request has {name}={show(_value_of(request, name))}",
             )
     if not filled and not attributes:
         return request
-    return replace(request, **filled, attributes={**request.attributes, **attributes})
+    found = replace(request, **filled, attributes={**request.attributes, **attributes})
+    if request.matched_as is None:
+        return found
+    merged = {**matched.attributes, **attributes}
+    return found.with_match(replace(matched, **filled, attributes=merged))
+
+
+def _value_of(request: Request, name: str) -> str | None:
+    if name not in REQUEST_FIELDS:
+        return request.attributes.get(name)
+    value: str | None = getattr(request, name)
+    return value
 
 
 # ── Authentication ─────────────────────────────────────────────────────────────────────────────
