@@ -51,8 +51,8 @@ class AwaitedGate:
     def peek(self, subject: str, cost: int) -> Decision:
         return _awaited(self._gate.peek(subject, cost))
 
-    def refund(self, subject: str, units: int) -> None:
-        _awaited(self._gate.refund(subject, units))
+    def refund(self, subject: str, units: int, charged_ns: int | None) -> None:
+        _awaited(self._gate.refund(subject, units, charged_ns))
 
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
         _awaited(self._gate.grant(subject, units, ttl_ns))

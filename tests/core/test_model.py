@@ -321,7 +321,7 @@ def test_limit_is_the_capacity() -> None:
 @pytest.mark.parametrize("field", DECISION_FIELDS)
 def test_each_field_takes_part_in_equality(field: str) -> None:
     """Two decisions that differ in one field are not equal; a copy is equal."""
-    others = (True, Limit(11, per=1), 4, 1, 1, 1, "login", False, "block")
+    others = (True, Limit(11, per=1), 4, 1, 1, 1, "login", False, 1, "block")
     other = dict(zip(DECISION_FIELDS, others, strict=True))[field]
     assert decision_with(FULL, **{field: other}) != FULL
     assert decision_with(FULL) == FULL
@@ -367,5 +367,5 @@ def test_the_docstrings_example_is_true() -> None:
 
     limiter = Limiter("10/second", clock=ManualClock())
     decisions = [limiter.check("k") for _ in range(11)]
-    assert decisions[3] == Decision(True, LIMIT, 6, 0, 400_000_000)
+    assert decisions[3] == Decision(True, LIMIT, 6, 0, 400_000_000, charged_ns=0)
     assert decisions[10] == Decision(False, LIMIT, 0, 100_000_000, 1_000_000_000)

@@ -275,7 +275,7 @@ def test_keys_are_gone_soon_after_their_quotas_are_whole(
     for number in range(50):
         gate.check(f"spent {number}", 10)
         gate.check(f"refunded {number}", 10)
-        gate.refund(f"refunded {number}", 4)
+        gate.refund(f"refunded {number}", 4, None)
         gate.grant(f"granted {number}", 5, 50 * NS_PER_MS)
     until(
         lambda: server.admin.dbsize() == 0,

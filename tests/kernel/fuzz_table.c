@@ -39,7 +39,9 @@ static void call(tk_table *table, const tk_limit *limits, int count, int64_t *no
     *now_ns = tk_time_in_range(*now_ns);
     switch (verb % 8) {
     case 0:
-        tk_give_back(table, subject, limits, count, *now_ns, units);
+        tk_give_back(table, subject, limits, count, *now_ns, units,
+                     units % 4 ? tk_time_in_range(*now_ns - ((int64_t)units << (time % 40)))
+                               : TK_NO_TIME);
         return;
     case 1:
         tk_grant(table, subject, limits, count, *now_ns, units, (int64_t)time * 1000000 - 1);

@@ -137,7 +137,8 @@ static void step(run *r)
     else if (dice < 900)
         check_or_peek(r, false);
     else if (dice < 940)
-        tk_give_back(r->table, random_subject(r), r->limits, r->count, r->now_ns, random_cost(r));
+        tk_give_back(r->table, random_subject(r), r->limits, r->count, r->now_ns, random_cost(r),
+                     below(r, 4) ? r->now_ns - (int64_t)below(r, 2000000000) : TK_NO_TIME);
     else if (dice < 970)
         tk_grant(r->table, random_subject(r), r->limits, r->count, r->now_ns, random_cost(r),
                  (int64_t)below(r, 3000000000u) - 1);

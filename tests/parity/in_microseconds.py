@@ -112,8 +112,9 @@ class Pair:
                 answer(self.reference.check, subject, units, now_ns, spend=spend),
             )
         if verb == "refund":
-            self.gate.refund(subject, units)
-            self.reference.refund(subject, units, now_ns)
+            charged_ns = self.reference.charged_ns(step.charge)
+            self.gate.refund(subject, units, charged_ns)
+            self.reference.refund(subject, units, charged_ns, now_ns)
         elif verb == "grant":
             ttl_ns = None if step.ttl_ns is None else up_to_us(step.ttl_ns)
             self.gate.grant(subject, units, ttl_ns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from tollkeeper.decide import credit as credits_
 from tollkeeper.decide.algorithms import ALGORITHMS, Algorithm, Outcome
 from tollkeeper.decide.combine import combine
 from tollkeeper.decide.credit import Credit
+
+CHARGES_KEPT = 40
 
 States = dict[tuple[str, str, str], tuple[Any, Credit | None]]
 
@@ -24,7 +27,10 @@ def answer(verb: Callable[..., Decision], *arguments: Any, **options: Any) -> tu
 
 
 class ReferenceGate:
-    """The answers that every gate must give. States are never dropped."""
+    """The answers that every gate must give. States are never dropped.
+
+    `charges` are the times of the latest charges of any subject, for refunds.
+    """
 
     def __init__(
         self,
@@ -36,6 +42,7 @@ class ReferenceGate:
         self.limits = limits
         self._states = states
         self._rule = rule
+        self.charges: deque[int] = deque(maxlen=CHARGES_KEPT)
         self._parts = [(limit, limit.identity, algorithms[limit.algorithm]) for limit in limits]
 
     def check(self, subject: str, cost: int, now_ns: int, *, spend: bool) -> Decision:
@@ -46,6 +53,8 @@ class ReferenceGate:
             elif not spend:
                 outcomes, _ = self._decide(subject, 0, now_ns)
         decision = combine(self.limits, outcomes, self._rule)
+        if decision.charged_ns is not None:
+            self.charges.append(decision.charged_ns)
         if decision.allowed:
             return decision
         held = [
@@ -55,11 +64,18 @@ class ReferenceGate:
         wait_ns = credits_.wait_together(held, now_ns, cost, decision.retry_after_ns)
         return decision_with(decision, retry_after_ns=wait_ns)
 
-    def refund(self, subject: str, units: int, now_ns: int) -> None:
+    def charged_ns(self, charge: int) -> int | None:
+        """Return the time of one of the latest charges; None if there is none, or for 0."""
+        return self.charges[-charge] if 0 < charge <= len(self.charges) else None
+
+    def refund(self, subject: str, units: int, charged_ns: int | None, now_ns: int) -> None:
         for limit, identity, algorithm in self._parts:
             key = (self._rule, identity, subject)
             state, credit = self._states.get(key, (None, None))
-            self._states[key] = (algorithm.refund(state, limit, now_ns, units), credit)
+            self._states[key] = (
+                algorithm.refund(state, limit, now_ns, units, charged_ns),
+                credit,
+            )
 
     def grant(self, subject: str, units: int, ttl_ns: int | None, now_ns: int) -> None:
         if units == 0:

@@ -31,8 +31,9 @@ def apply(step: Step, kernel: _kernel.Gate, reference: ReferenceGate) -> tuple[A
             answer(reference.check, subject, units, now_ns, spend=spend),
         )
     if verb == "refund":
-        kernel.refund(subject, units, now_ns)
-        reference.refund(subject, units, now_ns)
+        charged_ns = reference.charged_ns(step.charge)
+        kernel.refund(subject, units, charged_ns, now_ns)
+        reference.refund(subject, units, charged_ns, now_ns)
     elif verb == "grant":
         kernel.grant(subject, units, -1 if step.ttl_ns is None else step.ttl_ns, now_ns)
         reference.grant(subject, units, step.ttl_ns, now_ns)

@@ -15,7 +15,7 @@ import pytest
 
 from tests.conformance.stores import CONNECTIONS, STORES
 from tests.parity.in_microseconds import Moments, Pair
-from tests.parity.traces import Step, changed, random_limits, steps
+from tests.parity.traces import CHARGES, Step, changed, random_limits, steps
 from tests.redis_servers import Single, running
 from tollkeeper.core.model import Limit
 from tollkeeper.decide.store import Store
@@ -81,7 +81,8 @@ def log_steps(random: Random, limit: Limit, count: int) -> Iterator[Step]:
         units = random.choice(
             (0, 1, 1, chunk - 1, chunk, chunk + 1, 2 * chunk, random.randint(1, limit.limit))
         )
-        yield Step(verb, "k", units, now_ns, random.choice((None, window_ns // 3)))
+        ttl_ns = random.choice((None, window_ns // 3))
+        yield Step(verb, "k", units, now_ns, ttl_ns, random.choice(CHARGES))
         span_ns = random.choice((0, 0, window_ns // 100, window_ns // 3, 2 * window_ns))
         now_ns += random.randint(-span_ns // 20, span_ns)
 

@@ -9,18 +9,24 @@ from random import Random
 from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS, AlgorithmName, Limit
 
 WINDOWS_US = (1_000, 7_000, 999_999, 1_000_000, 1_500_000, 60_000_000, 86_400_000_000)
+# Most refunds undo one of the latest charges.
+CHARGES = (0, 1, 1, 2, 3, 5, 10, 40)
 WINDOWS_LONG_US = (30 * 86_400_000_000, 365 * 86_400_000_000)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One call. `verb` is check, peek, refund, grant, reset, sweep or change (of the limits)."""
+    """One call. `verb` is check, peek, refund, grant, reset, sweep or change (of the limits).
+
+    A refund undoes the `charge`th latest charge; 0 stands for a charge at an unknown time.
+    """
 
     verb: str
     subject: str
     units: int
     now_ns: int
     ttl_ns: int | None = None
+    charge: int = 0
 
 
 def random_limit(random: Random, algorithm: AlgorithmName, name: str = "") -> Limit:
@@ -71,7 +77,8 @@ def steps(
         else:
             verb = random.choice(("peek", "peek", "refund", "refund", "grant", "reset", *odd_verbs))
         ttl_ns = random.choice((None, 1, window_ns // 3 or 1, 2 * window_ns))
-        yield Step(verb, random.choice(subjects), _units(random, smallest), now_ns, ttl_ns)
+        subject, units = random.choice(subjects), _units(random, smallest)
+        yield Step(verb, subject, units, now_ns, ttl_ns, random.choice(CHARGES))
 
 
 def _pause_ns(random: Random, window_ns: int, *, rewinds: bool) -> int:

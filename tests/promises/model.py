@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from math import floor
+from math import ceil, floor
 from typing import Literal, Protocol
 
 from tollkeeper import Limit
@@ -24,7 +24,7 @@ class Quota(Protocol):
 
     def spend(self, now_ns: int, units: int) -> None: ...
 
-    def give_back(self, now_ns: int, units: int) -> None: ...
+    def give_back(self, now_ns: int, units: int, charged_ns: int | None) -> None: ...
 
 
 class Bucket:
@@ -50,9 +50,16 @@ class Bucket:
         self.level = self.level_at(now_ns) - units
         self.at_ns = now_ns if self.at_ns is None else max(self.at_ns, now_ns)
 
-    def give_back(self, now_ns: int, units: int) -> None:
-        self.spend(now_ns, 0)
-        self.level = min(self.level + units, Fraction(self.capacity))
+    def give_back(self, now_ns: int, units: int, charged_ns: int | None) -> None:
+        if self.at_ns is None:
+            return
+        back = Fraction(min(units, self.capacity))
+        if charged_ns is not None:
+            refilled = max(max(now_ns, self.at_ns) - charged_ns, 0) * self.rate
+            back -= ceil(refilled / MICRO) * MICRO
+        if back > 0:
+            self.spend(now_ns, 0)
+            self.level = min(self.level + back, Fraction(self.capacity))
 
 
 class Log:
@@ -69,8 +76,15 @@ class Log:
     def spend(self, now_ns: int, units: int) -> None:
         self.times += [max([now_ns, *self.times])] * units
 
-    def give_back(self, now_ns: int, units: int) -> None:
-        self.times = self.times[: max(len(self.times) - units, 0)]
+    def give_back(self, now_ns: int, units: int, charged_ns: int | None) -> None:
+        at_ns = max([now_ns, *self.times])
+        live = [time for time in self.times if time > at_ns - self.limit.window_ns]
+        if charged_ns is None:
+            self.times = live[units:]
+            return
+        older = [time for time in live if time <= charged_ns]
+        newer = [time for time in live if time > charged_ns]
+        self.times = older[: max(len(older) - units, 0)] + newer
 
 
 class FixedWindow:
@@ -90,9 +104,11 @@ class FixedWindow:
         window = self.window(now_ns)
         self.counts[window] = self.counts.get(window, 0) + units
 
-    def give_back(self, now_ns: int, units: int) -> None:
+    def give_back(self, now_ns: int, units: int, charged_ns: int | None) -> None:
+        charged_ns = now_ns if charged_ns is None else charged_ns
         window = self.window(now_ns)
-        self.counts[window] = max(self.counts.get(window, 0) - units, 0)
+        if charged_ns // self.limit.window_ns == window:
+            self.counts[window] = max(self.counts.get(window, 0) - units, 0)
 
 
 class SlidingCounter:
@@ -114,12 +130,10 @@ class SlidingCounter:
         window = self.at_ns // self.limit.window_ns
         self.counts[window] = self.counts.get(window, 0) + units
 
-    def give_back(self, now_ns: int, units: int) -> None:
-        window = max(now_ns, self.at_ns) // self.limit.window_ns
-        for number in (window, window - 1):
-            back = min(units, self.counts.get(number, 0))
-            self.counts[number] = self.counts.get(number, 0) - back
-            units -= back
+    def give_back(self, now_ns: int, units: int, charged_ns: int | None) -> None:
+        at_ns = max(now_ns, self.at_ns)
+        window = (at_ns if charged_ns is None else charged_ns) // self.limit.window_ns
+        self.counts[window] = max(self.counts.get(window, 0) - units, 0)
 
 
 QUOTAS: dict[str, type[Bucket | Log | FixedWindow | SlidingCounter]] = {
@@ -197,10 +211,10 @@ class Model:
             return True, answer[1] - cost
         return answer
 
-    def refund(self, key: str, now_ns: int, units: int) -> None:
+    def refund(self, key: str, now_ns: int, units: int, charged_ns: int | None) -> None:
         if units:  # a refund of 0 must not round
             for account in self.of(key):
-                account.quota.give_back(now_ns, units)
+                account.quota.give_back(now_ns, units, charged_ns)
 
     def grant(self, key: str, now_ns: int, units: int, ttl_ns: int) -> None:
         for account in self.of(key):

@@ -99,8 +99,8 @@ def test_a_key_expires_when_its_quota_is_whole_after_refunds(
         gate = store.gate([limit], "")
         for (gap_ns, cost), refunded in zip(trace, refunds, strict=True):
             move(clock, gap_ns)
-            gate.check(KEY, cost)
-            gate.refund(KEY, refunded)
+            decision = gate.check(KEY, cost)
+            gate.refund(KEY, refunded, decision.charged_ns)
         assert_expires_when_whole(factory, store, gate, clock)
 
 

@@ -63,16 +63,19 @@ def assert_agree(
 ) -> None:
     """Apply the same operations to a gate and to a model, and compare every answer."""
     gate, model = store.gate(limits, ""), Model(limits)
+    charges: list[int] = []  # of either key: a refund must be safe with any time
     for gap_ns, verb, key, units, ttl_ns in trace:
         move(clock, gap_ns)
         now_ns = clock.now_ns()
         if verb == "check":
             assert_same(verb, gate, key, units, model.check(key, now_ns, units))
+            charges.append(now_ns)
         elif verb == "peek":
             assert_same(verb, gate, key, units, model.peek(key, now_ns, units))
         elif verb == "refund":
-            gate.refund(key, units)
-            model.refund(key, now_ns, units)
+            charged_ns = charges[-1 - ttl_ns % len(charges)] if charges and ttl_ns % 3 else None
+            gate.refund(key, units, charged_ns)
+            model.refund(key, now_ns, units, charged_ns)
         elif verb == "grant":
             lasting_ns = clock.steps_up_ns(ttl_ns)
             gate.grant(key, units + 1, lasting_ns)

@@ -92,7 +92,7 @@ def test_remaining_is_exact_after_a_refund(
         gate = store.gate([limit], "")
         play(gate, clock, trace)
         before = gate.peek(KEY, 0).remaining
-        gate.refund(KEY, refunded)
+        gate.refund(KEY, refunded, None)
         after = gate.peek(KEY, 0).remaining
         assert before <= after <= min(before + refunded, limit.capacity)
         assert_exactly(gate, after)

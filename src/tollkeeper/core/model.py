@@ -268,6 +268,7 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
 
     __slots__ = (
         "_allowed",
+        "_charged_ns",
         "_degraded",
         "_delay_ns",
         "_penalty",
@@ -288,6 +289,7 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
         delay_ns: int = 0,
         rule: str = "",
         degraded: bool = False,
+        charged_ns: int | None = None,
         penalty: PenaltyKind | None = None,
     ) -> None:
         self._allowed = allowed
@@ -298,6 +300,7 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
         self._delay_ns = delay_ns
         self._rule = rule
         self._degraded = degraded
+        self._charged_ns = charged_ns
         self._penalty = penalty
 
     @property
@@ -361,6 +364,16 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
         return self._degraded
 
     @property
+    def charged_ns(self) -> int | None:
+        """The store's time at which units were charged, in nanoseconds since the epoch.
+
+        None if nothing was charged: a denial, a cost of 0, a peek, no limit, a degraded decision,
+        or units that came from a grant alone. A refund of the decision needs it, because time may
+        already have returned some of the units.
+        """
+        return self._charged_ns
+
+    @property
     def penalty(self) -> PenaltyKind | None:
         """`cooldown` or `block` if a penalty denied the request, which lasts `retry_after`."""
         return self._penalty
@@ -392,6 +405,7 @@ DECISION_FIELDS: Final = (
     "delay_ns",
     "rule",
     "degraded",
+    "charged_ns",
     "penalty",
 )
 

@@ -21,20 +21,27 @@ from tollkeeper.decide.store import GateCheck
 
 
 def combine(
-    limits: Sequence[Limit], outcomes: Sequence[tuple[bool, int, int, int, int]], rule: str
+    limits: Sequence[Limit],
+    outcomes: Sequence[tuple[bool, int, int, int, int, int | None]],
+    rule: str,
 ) -> Decision:
     """Return the decision on a request from the outcome of each of a rule's limits.
 
     An outcome is an Outcome or a plain tuple of its fields. One loop without function calls: on
-    Redis this runs for every check of several limits.
+    Redis this runs for every check of several limits. The decision's time of the charge is the
+    earliest of the limits' times: for each of them, an earlier time refunds less or the same.
     """
+    passed, left, longest_ns, reset_ns, delay_ns, charged_ns = outcomes[0]
     if len(outcomes) == 1:
-        return Decision(outcomes[0][0], limits[0], *outcomes[0][1:], rule)
-    passed, left, longest_ns, reset_ns, delay_ns = outcomes[0]
+        return Decision(
+            passed, limits[0], left, longest_ns, reset_ns, delay_ns, rule, False, charged_ns
+        )
     tightest, place = (passed, left, -longest_ns, -reset_ns), 0
-    for index, (allowed, remaining, retry_ns, reset_ns, hold_ns) in enumerate(outcomes):
+    for index, (allowed, remaining, retry_ns, reset_ns, hold_ns, at_ns) in enumerate(outcomes):
         if hold_ns > delay_ns:
             delay_ns = hold_ns
+        if at_ns is not None and (charged_ns is None or at_ns < charged_ns):
+            charged_ns = at_ns
         if allowed and remaining > left:
             continue  # the usual case: it cannot be the tightest
         if retry_ns > longest_ns:
@@ -43,8 +50,10 @@ def combine(
         if tightness < tightest:
             tightest, place, left = tightness, index, remaining
     passed, left, _, reset_ns = tightest
+    if not passed:
+        delay_ns, charged_ns = 0, None
     return Decision(
-        passed, limits[place], left, longest_ns, -reset_ns, delay_ns if passed else 0, rule
+        passed, limits[place], left, longest_ns, -reset_ns, delay_ns, rule, False, charged_ns
     )
 
 
@@ -92,5 +101,5 @@ def check_in_turn(checks: Sequence[GateCheck]) -> list[Decision]:
         if checks and (len(checked) < len(checks) or not checked[-1].allowed):
             for (gate, subject, cost), decision in zip(checks, checked, strict=False):
                 if decision.allowed:
-                    gate.refund(subject, cost)
+                    gate.refund(subject, cost, decision.charged_ns)
     return checked + looks[len(checked) :]

@@ -76,8 +76,12 @@ class Gate(Protocol):
         """Return the answer of `check`, with the remaining quota as it is now. Spends nothing."""
         ...
 
-    def refund(self, subject: str, units: int, /) -> None:
-        """Return units to every limit, never beyond an untouched quota."""
+    def refund(self, subject: str, units: int, charged_ns: int | None, /) -> None:
+        """Return units to every limit, as far as time has not returned them already.
+
+        `charged_ns` is that of the decision that charged them. None: the time is not known, and
+        the caller answers for the correction. Never returns more than an untouched quota.
+        """
         ...
 
     def grant(self, subject: str, units: int, ttl_ns: int | None, /) -> None:
@@ -112,7 +116,7 @@ class AsyncGate(Protocol):
         """See Gate.peek."""
         ...
 
-    async def refund(self, subject: str, units: int, /) -> None:
+    async def refund(self, subject: str, units: int, charged_ns: int | None, /) -> None:
         """See Gate.refund."""
         ...
 

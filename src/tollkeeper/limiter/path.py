@@ -177,7 +177,7 @@ class LimiterPath:
             return
         subject, units = self._subject_of(key), units_of(cost, "cost")
         if not switches.limiting_off:
-            yield Call(self._gate.refund, subject, units)
+            yield Call(self._gate.refund, subject, units, None)
 
     def _grant(self, key: Key | Request, units: int, ttl: Duration | None) -> Steps[None]:
         ttl_ns = _ttl_ns(ttl)

@@ -629,7 +629,7 @@ class RuleEngine:
     def refund_steps(self, request: Request, units: int) -> Steps[None]:
         """Return units to every rule that charged the request. Raises StoreError."""
         for check in self.compiled_rules.plan(request, units).checks:
-            yield Call(check.gate.refund, check.gate_subject, check.units)
+            yield Call(check.gate.refund, check.gate_subject, check.units, None)
 
     def grant_steps(self, request: Request, units: int, ttl_ns: int | None) -> Steps[None]:
         """Add extra units on top of every limit of the request. Raises StoreError."""

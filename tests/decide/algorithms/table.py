@@ -1,4 +1,7 @@
-"""Rows that read as a specification: a time, a cost and the expected outcome."""
+"""Rows that read as a specification: a time, a cost and the expected outcome.
+
+The time of the charge is not in the rows; it is checked for each of them.
+"""
 
 from __future__ import annotations
 
@@ -55,4 +58,13 @@ def _ask(limit: Limit, row: Row, state: Any) -> tuple[Any, Outcome | None]:
         return state, None
     if not outcome.allowed or row.cost == 0:
         assert after is state, "a denied request, or a cost of 0, wrote something"
-    return after, outcome
+        assert outcome.charged_ns is None
+    else:
+        assert outcome.charged_ns == _last_ns(after)
+    return after, outcome._replace(charged_ns=None)
+
+
+def _last_ns(state: Any) -> int:
+    """Return the time of a state's last change."""
+    first = state[0]
+    return first if isinstance(first, int) else first[state[2] - 1]

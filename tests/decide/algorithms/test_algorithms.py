@@ -26,7 +26,7 @@ def test_each_name_has_an_algorithm() -> None:
 def test_a_new_key_is_whole(name: AlgorithmName) -> None:
     """The state None means a new key: all units remain and there is no wait."""
     algorithm, limit = _both(name)
-    assert algorithm.decide(None, limit, 5 * SECOND, 0) == (None, (True, 4, 0, 0, 0))
+    assert algorithm.decide(None, limit, 5 * SECOND, 0) == (None, (True, 4, 0, 0, 0, None))
 
 
 @every
@@ -68,8 +68,39 @@ def test_a_full_refund_gives_the_state_of_a_new_key(name: AlgorithmName) -> None
     """After a full refund, the state is None."""
     algorithm, limit = _both(name)
     state, _ = algorithm.decide(None, limit, 0, 3)
-    assert algorithm.refund(state, limit, 0, 3) is None
-    assert algorithm.refund(None, limit, 0, 3) is None
+    assert algorithm.refund(state, limit, 0, 3, None) is None
+    assert algorithm.refund(None, limit, 0, 3, None) is None
+
+
+@every
+def test_a_refund_of_the_charge_gives_the_state_of_a_new_key(name: AlgorithmName) -> None:
+    """The same with the time of the charge."""
+    algorithm, limit = _both(name)
+    state, outcome = algorithm.decide(None, limit, 7, 3)
+    assert outcome.charged_ns == 7
+    assert algorithm.refund(state, limit, 7, 3, outcome.charged_ns) is None
+
+
+@every
+def test_a_clock_that_is_behind_charges_at_the_time_of_the_last_charge(name: AlgorithmName) -> None:
+    """The time of the charge is the time that the state has, so that a refund finds the units."""
+    algorithm, limit = _both(name)
+    state, _ = algorithm.decide(None, limit, 65 * SECOND, 1)
+    state, outcome = algorithm.decide(state, limit, 3 * SECOND, 2)
+    assert outcome.charged_ns == 65 * SECOND
+    after = algorithm.refund(state, limit, 3 * SECOND, 2, outcome.charged_ns)
+    assert algorithm.decide(after, limit, 65 * SECOND, 0)[1].remaining == 3
+
+
+@every
+def test_a_refund_after_two_windows_returns_nothing(name: AlgorithmName) -> None:
+    """Time has returned the units by then; the units of another request stay spent."""
+    algorithm, limit = _both(name)
+    state, late = algorithm.decide(None, limit, 0, 4)
+    now_ns = 2 * limit.window_ns
+    state, _ = algorithm.decide(state, limit, now_ns, 3)
+    after = algorithm.refund(state, limit, now_ns, 4, late.charged_ns)
+    assert algorithm.decide(after, limit, now_ns, 0)[1].remaining == 1
 
 
 @every
@@ -77,7 +108,7 @@ def test_refunding_nothing_changes_nothing(name: AlgorithmName) -> None:
     """A refund of 0 returns the same state."""
     algorithm, limit = _both(name)
     state, _ = algorithm.decide(None, limit, 0, 3)
-    assert algorithm.refund(state, limit, 0, 0) is state
+    assert algorithm.refund(state, limit, 0, 0, None) is state
 
 
 @every

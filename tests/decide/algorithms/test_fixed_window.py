@@ -125,6 +125,24 @@ def test_a_billion_a_year_is_exact_to_the_unit() -> None:
 def test_refund(now: int, units: int, left: int) -> None:
     """Of 4 counted in the first minute, a refund leaves this many free."""
     state, _ = fixed_window.decide(None, FIVE, 0, 4)
-    state = fixed_window.refund(state, FIVE, now * 1_000_000_000, units)
+    state = fixed_window.refund(state, FIVE, now * 1_000_000_000, units, None)
     _, outcome = fixed_window.decide(state, FIVE, max(now, 0) * 1_000_000_000, 0)
+    assert outcome.remaining == left
+
+
+@pytest.mark.parametrize(
+    ("charged", "left"),
+    [
+        (0, 2),  # the window that was charged
+        (59, 2),
+        (-1, 1),  # the window before: its units no longer count
+        (60, 1),  # a window that has not begun
+    ],
+)
+def test_refund_of_another_window_returns_nothing(charged: int, left: int) -> None:
+    """Of 4 counted in the first minute, a refund of a charge made at this second leaves this many
+    free."""
+    state, _ = fixed_window.decide(None, FIVE, 0, 4)
+    state = fixed_window.refund(state, FIVE, 59_000_000_000, 1, charged * 1_000_000_000)
+    _, outcome = fixed_window.decide(state, FIVE, 59_000_000_000, 0)
     assert outcome.remaining == left

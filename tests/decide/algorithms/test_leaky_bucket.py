@@ -108,7 +108,7 @@ def test_the_delays_of_a_billion_units_are_exact() -> None:
 def test_refund_shortens_the_queue() -> None:
     """Later requests no longer wait for a refunded place."""
     state = play(THREE_AT_ONE_A_SECOND, [yes(0, 2, left=1, reset=2)])
-    state = leaky_bucket.refund(state, THREE_AT_ONE_A_SECOND, 0, 1)
+    state = leaky_bucket.refund(state, THREE_AT_ONE_A_SECOND, 0, 1, None)
     play(THREE_AT_ONE_A_SECOND, [yes(0, 1, left=1, reset=2, delay=1)], state)
 
 

@@ -13,4 +13,5 @@ def test_the_order_of_the_fields() -> None:
         "retry_after_ns",
         "reset_after_ns",
         "delay_ns",
+        "charged_ns",
     )

@@ -162,15 +162,32 @@ def test_huge_numbers_are_exact() -> None:
     ("units", "left"),
     [
         (0, 50),
-        (18, 68),  # the 18 of this window first: 31.5 are still counted
-        (20, 70),  # then the previous window: 40 × 0.75 = 30 are counted
-        (60, 100),  # all units
-        (999, 100),  # never more than all units
+        (18, 68),  # the 18 of this window: 31.5 are still counted
+        (999, 68),  # no more than those
     ],
 )
-def test_refund_takes_from_this_window_first(units: int, left: int) -> None:
+def test_refund_without_a_time_takes_from_this_window(units: int, left: int) -> None:
     """At 75 s of the worked example, a refund leaves this many units."""
     state = play(HUNDRED, WORKED)
-    state = sliding_window_counter.refund(state, HUNDRED, 75_000_000_000, units)
+    state = sliding_window_counter.refund(state, HUNDRED, 75_000_000_000, units, None)
+    _, outcome = sliding_window_counter.decide(state, HUNDRED, 75_000_000_000, 0)
+    assert outcome.remaining == left
+
+
+@pytest.mark.parametrize(
+    ("charged", "units", "left"),
+    [
+        (60, 18, 68),  # this window
+        (0, 2, 52),  # the previous window: 40 × 0.75 = 30 are counted instead of 31.5
+        (0, 99, 82),  # no more than the window that was charged has
+        (-1, 18, 50),  # the window before that no longer counts
+        (120, 18, 50),  # a window that has not begun
+    ],
+)
+def test_refund_takes_from_the_window_of_the_charge(charged: int, units: int, left: int) -> None:
+    """At 75 s of the worked example, a refund of a charge made at this second leaves this many."""
+    state = play(HUNDRED, WORKED)
+    charged_ns = charged * 1_000_000_000
+    state = sliding_window_counter.refund(state, HUNDRED, 75_000_000_000, units, charged_ns)
     _, outcome = sliding_window_counter.decide(state, HUNDRED, 75_000_000_000, 0)
     assert outcome.remaining == left

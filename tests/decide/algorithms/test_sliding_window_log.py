@@ -8,6 +8,7 @@ from tests.decide.algorithms.table import never, no, play, yes
 from tollkeeper.core.model import Limit
 from tollkeeper.decide.algorithms import sliding_window_log
 
+SECOND = 1_000_000_000
 THREE_IN_TEN = Limit(3, per=10, algorithm="sliding_window_log")
 NS = 0.000_000_001
 
@@ -149,11 +150,52 @@ def test_an_unused_decision_leaves_no_entry() -> None:
 
 @pytest.mark.parametrize(
     ("units", "left", "reset"),
-    [(0, 0, 10), (1, 1, 10), (2, 2, 5), (3, 3, 0), (99, 3, 0)],
+    [(0, 0, 10), (1, 1, 10), (2, 2, 10), (3, 3, 0), (99, 3, 0)],
 )
-def test_refund_removes_the_latest_entries(units: int, left: int, reset: float) -> None:
-    """Of entries at 0, 5 and 5, a refund removes the latest first. The reset time follows the last
-    entry left."""
+def test_refund_without_a_time_removes_the_oldest_entries(
+    units: int, left: int, reset: float
+) -> None:
+    """Of entries at 0, 5 and 5, a refund removes the oldest first: they leave the window first
+    anyway."""
     state = play(THREE_IN_TEN, [yes(0, 1, left=2, reset=10), yes(5, 2, left=0, reset=10)])
-    state = sliding_window_log.refund(state, THREE_IN_TEN, 5_000_000_000, units)
+    state = sliding_window_log.refund(state, THREE_IN_TEN, 5_000_000_000, units, None)
     play(THREE_IN_TEN, [yes(5, 0, left=left, reset=reset)], state)
+
+
+@pytest.mark.parametrize(
+    ("charged", "units", "times"),
+    [
+        (5, 1, [0, 7]),  # its own entry
+        (5, 2, [7]),  # its own, and an older one
+        (7, 1, [0, 5]),
+        (7, 9, []),
+        (0, 1, [5, 7]),
+        (0, 2, [5, 7]),  # never a newer one
+        (4, 1, [5, 7]),  # an older one in the place of its own
+        (-1, 1, [0, 5, 7]),
+    ],
+)
+def test_refund_removes_its_own_entries(charged: int, units: int, times: list[int]) -> None:
+    """Of entries at 0, 5 and 7, a refund of a charge made at this second leaves these."""
+    before = None
+    for second in (0, 5, 7):
+        before, _ = sliding_window_log.decide(before, THREE_IN_TEN, second * SECOND, 1)
+    after = sliding_window_log.refund(before, THREE_IN_TEN, 8 * SECOND, units, charged * SECOND)
+    assert _seconds(after) == times
+    assert _seconds(before) == [0, 5, 7], "the state that it started from stays valid"
+
+
+def test_refund_removes_the_oldest_entries_of_the_window() -> None:
+    """Without a time, entries that have left the window are not worth anything."""
+    state = None
+    for second in (0, 5, 7):
+        state, _ = sliding_window_log.decide(state, THREE_IN_TEN, second * SECOND, 1)
+    after = sliding_window_log.refund(state, THREE_IN_TEN, 12 * SECOND, 1, None)
+    assert _seconds(after) == [7]
+
+
+def _seconds(state: sliding_window_log.State) -> list[int]:
+    if state is None:
+        return []
+    times, start, end = state
+    return [time // SECOND for time in times[start:end]]

@@ -208,10 +208,41 @@ def test_a_billion_a_year_loses_no_unit() -> None:
 def test_refund(now: float, units: int, used: float | None) -> None:
     """Of 4 used at time 0, a refund leaves this many used; None is a full bucket."""
     state, _ = token_bucket.decide(None, FIVE_AT_ONE_A_SECOND, 0, 4)
-    after = token_bucket.refund(state, FIVE_AT_ONE_A_SECOND, int(now * 1_000_000_000), units)
+    after = token_bucket.refund(state, FIVE_AT_ONE_A_SECOND, int(now * 1_000_000_000), units, None)
     assert (after and after[1]) == (used and int(used * MICROS_PER_UNIT))
 
 
 def test_refund_of_a_new_key_changes_nothing() -> None:
     """A full bucket stays full."""
-    assert token_bucket.refund(None, FIVE_AT_ONE_A_SECOND, 0, 3) is None
+    assert token_bucket.refund(None, FIVE_AT_ONE_A_SECOND, 0, 3, None) is None
+
+
+@pytest.mark.parametrize(
+    ("now", "charged", "units", "used"),
+    [
+        (0, 0, 4, None),  # at once: all of it
+        (1, 0, 4, None),  # 3 are in use, and 3 of the 4 were not refilled
+        (1, 0, 3, 1),  # of the 3 units, 1 was refilled
+        (1, 0, 1, 3),  # refilled already
+        (2, 1.5, 1, 1.5),  # half of it was refilled
+        (3, 0, 4, None),
+        (-5, 0, 1, 3),  # a clock that went back
+        (0, 9, 1, 3),  # a time that has not come yet: nothing was refilled since
+    ],
+)
+def test_refund_returns_what_was_not_refilled(
+    now: float, charged: float, units: int, used: float | None
+) -> None:
+    """Of 4 used at time 0 at one a second, a refund leaves this many used."""
+    state, _ = token_bucket.decide(None, FIVE_AT_ONE_A_SECOND, 0, 4)
+    now_ns, charged_ns = int(now * 1_000_000_000), int(charged * 1_000_000_000)
+    after = token_bucket.refund(state, FIVE_AT_ONE_A_SECOND, now_ns, units, charged_ns)
+    left = after and after[1] - max(now_ns - after[0], 0) // 1_000
+    assert left == (used and int(used * MICROS_PER_UNIT))
+
+
+def test_refund_rounds_the_refill_up() -> None:
+    """In a nanosecond a third of a micro-unit is refilled; a refund returns a whole one less."""
+    limit = Limit(1, per=0.003)
+    state, _ = token_bucket.decide(None, limit, 0, 1)
+    assert token_bucket.refund(state, limit, 1, 1, 0) == (1, 1)

@@ -36,9 +36,9 @@ def test_the_kernel_is_built() -> None:
 def test_a_kernels_decision_has_every_field(decisions: list[Decision]) -> None:
     """Each field, and each property in seconds, equals the reference."""
     assert [decision_fields(decision) for decision in decisions] == [
-        (True, LIMIT, 2, 0, 10**9, 0, "orders", False, None),
-        (True, LIMIT, 0, 0, 3 * 10**9, 10**9, "orders", False, None),
-        (False, LIMIT, 0, 10**9, 3 * 10**9, 0, "orders", False, None),
+        (True, LIMIT, 2, 0, 10**9, 0, "orders", False, 0, None),
+        (True, LIMIT, 0, 0, 3 * 10**9, 10**9, "orders", False, 0, None),
+        (False, LIMIT, 0, 10**9, 3 * 10**9, 0, "orders", False, None, None),
     ]
     assert [decision.delay for decision in decisions] == [0.0, 1.0, 0.0]
     assert [decision.retry_after for decision in decisions] == [0.0, 0.0, 1.0]
@@ -148,7 +148,7 @@ def test_a_number_that_closes_the_table_is_an_error_and_not_a_crash() -> None:
     for verb in ("decide", "refund", "grant"):
         table = _kernel.Table(None, capacity=100)
         gate = _kernel.Gate(table, (LIMIT,), "")
-        arguments = {"decide": (0, True), "refund": (0,), "grant": (-1, 0)}[verb]
+        arguments = {"decide": (0, True), "refund": (None, 0), "grant": (-1, 0)}[verb]
         with pytest.raises(StoreUnavailable, match="closed"):
             getattr(gate, verb)("k", Closes(table), *arguments)
 

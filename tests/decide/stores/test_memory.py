@@ -38,7 +38,7 @@ def _held(store: PythonMemoryStore) -> int:
 
 def _check_refund(gate: MemoryGate, subject: str) -> None:
     gate.check(subject, 1)
-    gate.refund(subject, 1)
+    gate.refund(subject, 1, None)
 
 
 def _check_reset(gate: MemoryGate, subject: str) -> None:
@@ -123,7 +123,7 @@ def test_a_full_store_answers_checks_that_need_no_room() -> None:
     assert gate.check("a", 1).allowed
     assert gate.peek("b", 1).allowed
     assert gate.check("b", 0).allowed
-    gate.refund("b", 1)
+    gate.refund("b", 1, None)
     gate.reset("b")
 
 
@@ -162,7 +162,7 @@ def test_a_full_refund_frees_the_state() -> None:
     """A key with a full refund equals a new key, so it needs no state."""
     store, gate = _open(*TWO_LIMITS)
     gate.check("a", 3)
-    gate.refund("a", 3)
+    gate.refund("a", 3, None)
     assert store.stats().states == _held(store) == 0
 
 
@@ -203,7 +203,7 @@ def test_a_refund_brings_the_expiry_forward() -> None:
     """A key refunded from 100 units to 1 expires after 36 s, not after an hour."""
     store, gate = _open(Limit(100, per=3_600))
     gate.check("a", 100)
-    gate.refund("a", 99)
+    gate.refund("a", 99, None)
     _clock_of(store).advance(36)
     assert gate.peek("a", 1).remaining == 100
     assert store.sweep() == 1
@@ -245,7 +245,8 @@ def test_closing_forgets_everything() -> None:
         ("check", (1,)),
         ("check", (0,)),
         ("peek", (1,)),
-        ("refund", (1,)),
+        ("refund", (1, None)),
+        ("refund", (1, 0)),
         ("grant", (1, None)),
         ("grant", (0, None)),
         ("reset", ()),
@@ -319,6 +320,8 @@ def test_the_count_of_states_is_the_number_of_entries(steps: list[tuple[str, str
                 gate.grant(subject, units, ns(units + 1))
             elif verb == "reset":
                 gate.reset(subject)
+            elif verb == "refund":
+                gate.refund(subject, units, None if units % 2 else ns(units / 4))
             else:
                 getattr(gate, verb)(subject, units)
         except StoreFull:

@@ -3,7 +3,7 @@
 Each module has the same two functions, on integer time and without clock, I/O or lock:
 
     decide(state, limit, now_ns, cost) → (state, outcome)
-    refund(state, limit, now_ns, units) → state
+    refund(state, limit, now_ns, units, charged_ns) → state
 
 `state` is None for a new key, and for one that no longer differs from a new key. A denied request
 and a cost of 0 return the state that they were given. A cost of 0 is always allowed and spends
@@ -16,6 +16,17 @@ behind waits longer.
 
 Every division says how it rounds. Spent units round up and free units round down, so rounding never
 admits a request. Waiting times round up, so waiting always suffices.
+
+A refund undoes a charge, and may come late: a request is held open for an hour and then fails. By
+then, refill or a window's edge may have returned the units already, and a refund that returned them
+again would admit other requests beyond the limit. Therefore a refund carries `charged_ns`, the
+`Outcome.charged_ns` of its charge, and returns only what time has not returned. Requests that are
+not refunded stay within the algorithm's bound, however late and in whatever order the refunds of
+others come (`tests/promises/test_refunds.py`).
+
+With `charged_ns` None, the time of the charge is not known. Such a refund is the correction of an
+operator. The windows then take the units from the present window, the log its oldest live entries
+(the first to leave the window anyway), and the buckets at most the units in use.
 """
 
 from __future__ import annotations
@@ -45,7 +56,9 @@ class Algorithm(Protocol):
         self, state: State, limit: Limit, now_ns: int, cost: int, /
     ) -> tuple[State, Outcome]: ...
 
-    def refund(self, state: State, limit: Limit, now_ns: int, units: int, /) -> State: ...
+    def refund(
+        self, state: State, limit: Limit, now_ns: int, units: int, charged_ns: int | None, /
+    ) -> State: ...
 
 
 ALGORITHMS: Final[dict[AlgorithmName, Algorithm]] = {

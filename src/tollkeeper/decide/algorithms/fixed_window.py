@@ -35,15 +35,21 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
             count += cost
             state = (at_ns, count)
         remaining = max(limit.limit - count, 0)
-        return state, Outcome(True, remaining, 0, window_left_ns if count else 0, 0)
+        reset_ns = window_left_ns if count else 0
+        return state, Outcome(True, remaining, 0, reset_ns, 0, at_ns if cost else None)
     return state, Outcome(False, max(limit.limit - count, 0), window_left_ns, window_left_ns, 0)
 
 
-def refund(state: State, limit: Limit, now_ns: int, units: int) -> State:
-    """Subtract `units` from the current window; earlier windows no longer count."""
+def refund(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int | None) -> State:
+    """Subtract `units` from the window that they were charged in, if the state is of that window.
+
+    `charged_ns` is the time of the charge; None for the present window.
+    """
     if state is None or units == 0:
         return state
     last_ns, count = state
-    if now_ns // limit.window_ns > last_ns // limit.window_ns or count <= units:
-        return None
-    return (last_ns, count - units)
+    if charged_ns is None:
+        charged_ns = max(now_ns, last_ns)
+    if charged_ns // limit.window_ns != last_ns // limit.window_ns:
+        return state
+    return (last_ns, count - units) if count > units else None

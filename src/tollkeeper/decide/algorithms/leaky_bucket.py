@@ -29,7 +29,8 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
     delay_ns = last_ns - (-used * limit.ns_denominator // limit.micros_numerator) - now_ns
     if delay_ns <= 0:
         return after, outcome
-    return after, Outcome(True, outcome.remaining, 0, outcome.reset_after_ns, delay_ns)
+    _, remaining, _, reset_ns, _, charged_ns = outcome
+    return after, Outcome(True, remaining, 0, reset_ns, delay_ns, charged_ns)
 
 
 refund = token_bucket.refund

@@ -12,6 +12,10 @@ class Outcome(NamedTuple):
     `retry_after_ns` is 0 if the request was allowed. Otherwise the same cost is denied until that
     time and allowed at it, if no units are spent meanwhile. `reset_after_ns` is the time until the
     whole limit is available again. `delay_ns` is the time to hold the request (leaky bucket only).
+
+    `charged_ns` is the one absolute time: when the units were charged, as the state has it. It is
+    `now_ns`, or the time of the state's last change if that is later. It is None if nothing was
+    charged. A refund of these units needs it.
     """
 
     allowed: bool
@@ -19,3 +23,4 @@ class Outcome(NamedTuple):
     retry_after_ns: int
     reset_after_ns: int
     delay_ns: int
+    charged_ns: int | None = None

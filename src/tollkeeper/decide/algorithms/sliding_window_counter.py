@@ -37,7 +37,8 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
             current += cost
             state = (at_ns, previous, current)
         reset_ns = _whole_at(start_ns, window_ns, previous, current, now_ns) - now_ns
-        return state, Outcome(True, max(room - cost, 0), 0, reset_ns, 0)
+        charged_ns = at_ns if cost else None
+        return state, Outcome(True, max(room - cost, 0), 0, reset_ns, 0, charged_ns)
     need = limit.limit - current - cost
     if need >= 0:
         # It fits in this window, once previous × (window − elapsed) <= need × window; at the latest
@@ -51,14 +52,22 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
     return state, Outcome(False, max(room, 0), fits_ns - now_ns, reset_ns, 0)
 
 
-def refund(state: State, limit: Limit, now_ns: int, units: int) -> State:
-    """Subtract `units`, from the current window first and then from the previous one."""
+def refund(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int | None) -> State:
+    """Subtract `units` from the window that they were charged in, while that window counts.
+
+    `charged_ns` is the time of the charge; None for the current window.
+    """
     if state is None or units == 0:
         return state
-    at_ns, previous, current = _rolled(state, limit.window_ns, now_ns)
-    from_current = min(current, units)
-    current -= from_current
-    previous -= min(previous, units - from_current)
+    window_ns = limit.window_ns
+    at_ns, previous, current = _rolled(state, window_ns, now_ns)
+    ago = 0 if charged_ns is None else at_ns // window_ns - charged_ns // window_ns
+    if ago == 0:
+        current = max(current - units, 0)
+    elif ago == 1:
+        previous = max(previous - units, 0)
+    else:
+        return state
     return (at_ns, previous, current) if previous or current else None
 
 

@@ -36,7 +36,8 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
         if cost == 0:
             return None, Outcome(True, limit.limit, 0, 0, 0)
         times = array("q", (now_ns,)) * cost
-        return (times, 0, cost), Outcome(True, limit.limit - cost, 0, window_ns, 0)
+        outcome = Outcome(True, limit.limit - cost, 0, window_ns, 0, now_ns)
+        return (times, 0, cost), outcome
     times, start, end = state
     last_ns = times[end - 1]
     at_ns = max(last_ns, now_ns)
@@ -51,7 +52,7 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
     if cost == 0:
         return state, Outcome(True, remaining if remaining > 0 else 0, 0, reset_ns, 0)
     after = _append(times, live, end, at_ns, cost)
-    return after, Outcome(True, remaining - cost, 0, at_ns + window_ns - now_ns, 0)
+    return after, Outcome(True, remaining - cost, 0, at_ns + window_ns - now_ns, 0, at_ns)
 
 
 def _append(times: array[int], live: int, end: int, at_ns: int, cost: int) -> State:
@@ -66,14 +67,25 @@ def _append(times: array[int], live: int, end: int, at_ns: int, cost: int) -> St
     return (times, live, end + cost)
 
 
-def refund(
-    state: State,
-    limit: Limit,  # noqa: ARG001 - every algorithm has the same signature
-    now_ns: int,  # noqa: ARG001 - every algorithm has the same signature
-    units: int,
-) -> State:
-    """Remove the latest `units` entries."""
+def refund(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int | None) -> State:
+    """Remove the `units` entries that were logged at `charged_ns`.
+
+    The log does not know which request made an entry, but entries of the same time are alike. If
+    some have left the log, the next older entries go in their place: these leave the window no
+    later, so that the log admits no more. A newer entry is never removed. Without a time, the
+    oldest entries of the window are removed.
+    """
     if state is None or units == 0:
         return state
     times, start, end = state
-    return (times, start, end - units) if end - units > start else None
+    if charged_ns is None:
+        oldest_ns = max(now_ns, times[end - 1]) - limit.window_ns
+        start = bisect_right(times, oldest_ns, start, end) + units
+        return (times, start, end) if start < end else None
+    cut = bisect_right(times, charged_ns, start, end)
+    kept = max(cut - units, start)
+    if cut == end:
+        return (times, start, kept) if kept > start else None
+    if kept == cut:
+        return state
+    return times[start:kept] + times[cut:end], 0, kept - start + end - cut

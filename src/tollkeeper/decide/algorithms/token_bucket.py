@@ -6,6 +6,15 @@ depends on the rate: after a change from 1/s to 10/s, a client that owed 9 s sti
 units *used* do not depend on the limit, so a changed limit applies at once (docs/adr/0001).
 
 Within any interval of T ns at most capacity + T × limit / window units are admitted.
+
+**Late refunds.** A charge of u units at time c is outstanding until it is refunded. At time t it
+can return at most u − refill(c, t) units: refill has returned the others. This needs no further
+state. Let `own` be the units that would be in use if only the requests that are never refunded had
+been made. Then `used >= own + Σ max(0, u − refill since c)` holds, with the sum over all
+outstanding charges. A charge adds the same amount to both sides, a refund subtracts the same
+amount. In a time in which x units are refilled, the left side falls by at most x. The right side
+falls by x or to 0, because each of its terms does so on its own. So `used` never falls below `own`,
+and other requests get no more than they would have got without the refunded ones.
 """
 
 from __future__ import annotations
@@ -47,7 +56,8 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
             state = (last_ns, used)
         # Rounds up, as all waits do: -(-a // b) is a / b rounded up.
         reset_ns = last_ns - (-used * denominator // numerator) - now_ns if used_now or cost else 0
-        return state, Outcome(True, free // MICROS_PER_UNIT, 0, reset_ns, 0)
+        charged_ns = last_ns if cost else None
+        return state, Outcome(True, free // MICROS_PER_UNIT, 0, reset_ns, 0, charged_ns)
     # Computed from the written state, not from the refilled one: the refill is rounded once, so the
     # result is the same instant at whatever time it is computed.
     retry_ns = last_ns - ((capacity - used - cost_micros) * denominator // numerator) - now_ns
@@ -55,14 +65,24 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
     return state, Outcome(False, (free + cost_micros) // MICROS_PER_UNIT, retry_ns, reset_ns, 0)
 
 
-def refund(state: State, limit: Limit, now_ns: int, units: int) -> State:
-    """Return `units` to the bucket, up to its capacity."""
+def refund(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int | None) -> State:
+    """Return `units`, without those that were refilled since `charged_ns`, to the bucket.
+
+    `charged_ns` is the time of the charge; with None, all units are returned.
+    """
     if state is None or units == 0:
         return state
     last_ns, used = state
+    numerator, denominator = limit.micros_numerator, limit.ns_denominator
+    at_ns = max(now_ns, last_ns)
     used = min(used, limit.capacity * MICROS_PER_UNIT)
-    if now_ns > last_ns:
-        used -= (now_ns - last_ns) * limit.micros_numerator // limit.ns_denominator
-        last_ns = now_ns
-    used -= units * MICROS_PER_UNIT
-    return (last_ns, used) if used > 0 else None
+    used -= (at_ns - last_ns) * numerator // denominator
+    if used <= 0:
+        return None
+    micros = min(units, limit.capacity) * MICROS_PER_UNIT
+    if charged_ns is not None and charged_ns < at_ns:
+        # Rounds up: a part of a micro-unit that was refilled is not returned again.
+        micros += (charged_ns - at_ns) * numerator // denominator
+        if micros <= 0:
+            return state
+    return (at_ns, used - micros) if used > micros else None

@@ -43,6 +43,7 @@ static void decide_bucket(const tk_limit *limit, const tk_state *before, int64_t
         after->present = true;
         after->last_ns = last_ns;
         after->value = (uint64_t)used;
+        outcome->charged_ns = last_ns;
     }
     outcome->allowed = true;
     outcome->remaining = free / TK_MICROS_PER_UNIT;
@@ -63,6 +64,7 @@ static void decide_fixed_window(const tk_limit *limit, const tk_state *before, i
         after->present = true;
         after->last_ns = at_ns;
         after->value = (uint64_t)count;
+        outcome->charged_ns = at_ns;
     }
     outcome->remaining = tk_max(limit->limit - count, 0);
     outcome->retry_after_ns = outcome->allowed ? 0 : window_left_ns;
@@ -103,6 +105,7 @@ static void decide_counter(const tk_limit *limit, const tk_state *before, int64_
             after->present = true;
             after->last_ns = c.at_ns;
             after->value = (uint64_t)c.previous << 32 | (uint64_t)c.current;
+            outcome->charged_ns = c.at_ns;
         }
         outcome->remaining = tk_max(room - cost, 0);
     } else {
@@ -159,6 +162,7 @@ static void decide_log(const tk_limit *limit, const tk_state *before, int64_t no
     } else if (cost > 0) {
         outcome->remaining = remaining - cost;
         outcome->reset_after_ns = at_ns + limit->window_ns - now_ns;
+        outcome->charged_ns = at_ns;
         after->present = true;
         after->last_ns = at_ns;
         if (ring->capacity > 0)
@@ -170,7 +174,7 @@ static void decide_log(const tk_limit *limit, const tk_state *before, int64_t no
 bool tk_decide(const tk_limit *limit, const tk_state *before, int64_t now_ns, int64_t cost,
                tk_outcome *outcome, tk_state *after)
 {
-    *outcome = (tk_outcome){.allowed = false};
+    *outcome = (tk_outcome){.allowed = false, .charged_ns = TK_NO_TIME};
     *after = *before;
     if (cost > limit->capacity)
         return false;
@@ -193,51 +197,98 @@ bool tk_decide(const tk_limit *limit, const tk_state *before, int64_t now_ns, in
 }
 
 static void refund_bucket(const tk_limit *limit, const tk_state *before, int64_t now_ns,
-                          int64_t units, tk_state *after)
+                          int64_t units, int64_t charged_ns, tk_state *after)
 {
+    int64_t at_ns = tk_max(now_ns, before->last_ns);
     int64_t used = tk_min((int64_t)before->value, limit->capacity * TK_MICROS_PER_UNIT);
-    if (now_ns > before->last_ns) {
-        used = tk_max(used - drained(limit, now_ns - before->last_ns), 0);
-        after->last_ns = now_ns;
-    }
-    used -= tk_min(units, limit->capacity) * TK_MICROS_PER_UNIT;
-    after->value = (uint64_t)tk_max(used, 0);
+    used -= drained(limit, at_ns - before->last_ns);
     after->present = used > 0;
+    if (used <= 0)
+        return;
+    int64_t micros = tk_min(units, limit->capacity) * TK_MICROS_PER_UNIT;
+    if (charged_ns != TK_NO_TIME && charged_ns < at_ns) {
+        /* Rounds up: a part of a micro-unit that was refilled is not returned again. */
+        micros -= tk_mul_div_ceil(at_ns - charged_ns, limit->numerator, limit->denominator);
+        if (micros <= 0)
+            return;
+    }
+    after->present = used > micros;
+    after->last_ns = at_ns;
+    after->value = (uint64_t)tk_max(used - micros, 0);
 }
 
-void tk_refund(const tk_limit *limit, const tk_state *before, int64_t now_ns, int64_t units,
-               tk_state *after)
+static int64_t window_start(const tk_limit *limit, int64_t time_ns)
+{
+    return time_ns - tk_floor_mod(time_ns, limit->window_ns);
+}
+
+static void refund_fixed_window(const tk_limit *limit, const tk_state *before, int64_t now_ns,
+                                int64_t units, int64_t charged_ns, tk_state *after)
+{
+    if (charged_ns == TK_NO_TIME)
+        charged_ns = tk_max(now_ns, before->last_ns);
+    if (window_start(limit, charged_ns) != window_start(limit, before->last_ns))
+        return;
+    after->present = (int64_t)before->value > units;
+    after->value = after->present ? before->value - (uint64_t)units : 0;
+}
+
+static void refund_counter(const tk_limit *limit, const tk_state *before, int64_t now_ns,
+                           int64_t units, int64_t charged_ns, tk_state *after)
+{
+    counters c = rolled(limit, before, now_ns);
+    int64_t start_ns = charged_ns == TK_NO_TIME ? c.start_ns : window_start(limit, charged_ns);
+    if (start_ns == c.start_ns)
+        c.current = tk_max(c.current - units, 0);
+    else if (start_ns == c.start_ns - limit->window_ns)
+        c.previous = tk_max(c.previous - units, 0);
+    else
+        return;
+    after->last_ns = c.at_ns;
+    after->value = (uint64_t)c.previous << 32 | (uint64_t)c.current;
+    after->present = after->value != 0;
+}
+
+static uint32_t refund_log(const tk_limit *limit, const tk_state *before, int64_t now_ns,
+                           int64_t units, int64_t charged_ns, tk_state *after)
+{
+    const tk_ring *ring = &before->ring;
+    int64_t last_ns = tk_ring_at(ring, ring->count - 1);
+    if (charged_ns == TK_NO_TIME) { /* the oldest entries of the window */
+        uint32_t gone = first_after(ring, tk_max(now_ns, last_ns) - limit->window_ns);
+        after->present = ring->count - gone > units;
+        gone = after->present ? gone + (uint32_t)units : ring->count;
+        after->ring.head = (ring->head + gone) % ring->capacity;
+        after->ring.count = ring->count - gone;
+        return 0;
+    }
+    uint32_t older = first_after(ring, charged_ns), newer = ring->count - older;
+    after->ring.count = ring->count - (uint32_t)tk_min(units, older);
+    after->present = after->ring.count > 0;
+    if (after->present && newer == 0)
+        after->last_ns = tk_ring_at(ring, after->ring.count - 1);
+    return newer;
+}
+
+uint32_t tk_refund(const tk_limit *limit, const tk_state *before, int64_t now_ns, int64_t units,
+                   int64_t charged_ns, tk_state *after)
 {
     *after = *before;
     if (!before->present || units == 0)
-        return;
+        return 0;
     switch (limit->algorithm) {
     case TK_TOKEN_BUCKET:
     case TK_LEAKY_BUCKET:
-        refund_bucket(limit, before, now_ns, units, after);
+        refund_bucket(limit, before, now_ns, units, charged_ns, after);
         break;
-    case TK_FIXED_WINDOW: {
-        int64_t end_ns =
-            before->last_ns - tk_floor_mod(before->last_ns, limit->window_ns) + limit->window_ns;
-        after->present = now_ns < end_ns && (int64_t)before->value > units;
-        after->value = after->present ? before->value - (uint64_t)units : 0;
+    case TK_FIXED_WINDOW:
+        refund_fixed_window(limit, before, now_ns, units, charged_ns, after);
         break;
-    }
-    case TK_SLIDING_WINDOW_COUNTER: {
-        counters c = rolled(limit, before, now_ns);
-        int64_t from_current = tk_min(c.current, units);
-        c.current -= from_current;
-        c.previous -= tk_min(c.previous, units - from_current);
-        after->last_ns = c.at_ns;
-        after->value = (uint64_t)c.previous << 32 | (uint64_t)c.current;
-        after->present = after->value != 0;
+    case TK_SLIDING_WINDOW_COUNTER:
+        refund_counter(limit, before, now_ns, units, charged_ns, after);
         break;
-    }
     case TK_SLIDING_WINDOW_LOG:
-        after->present = before->ring.count > units;
-        after->ring.count = after->present ? before->ring.count - (uint32_t)units : 0;
-        if (after->present)
-            after->last_ns = tk_ring_at(&before->ring, after->ring.count - 1);
-        break;
+        return refund_log(limit, before, now_ns, units, charged_ns, after);
     }
+    return 0;
 }

@@ -13,6 +13,9 @@ enum { TK_MICROS_PER_UNIT = 1000000, TK_UNITS_MAX = 1000000000 };
 #define TK_NOW_NS_MIN INT64_C(-1000000000000000000)
 #define TK_NOW_NS_MAX INT64_C(4000000000000000000)
 
+/* The time of a charge that was not made, or that is not known. */
+#define TK_NO_TIME INT64_MIN
+
 static inline int64_t tk_time_in_range(int64_t time_ns)
 {
     return time_ns < TK_NOW_NS_MIN   ? TK_NOW_NS_MIN
@@ -71,6 +74,7 @@ typedef struct {
     int64_t retry_after_ns;
     int64_t reset_after_ns;
     int64_t delay_ns;
+    int64_t charged_ns; /* the time that the units were charged at; TK_NO_TIME if none were */
 } tk_outcome;
 
 /* Decide, and set `after` to the state to write. For the log, `after->ring` has the new head and
@@ -80,8 +84,10 @@ typedef struct {
 bool tk_decide(const tk_limit *limit, const tk_state *before, int64_t now_ns, int64_t cost,
                tk_outcome *outcome, tk_state *after);
 
-/* Set `after` to the state with `units` refunded; after->present is false if no state is needed. */
-void tk_refund(const tk_limit *limit, const tk_state *before, int64_t now_ns, int64_t units,
-               tk_state *after);
+/* Set `after` to the state without the `units` that were charged at `charged_ns`, or TK_NO_TIME.
+ * after->present is false if no state is needed. For the log, return the number of entries that are
+ * newer than the removed ones: unless it is 0, the caller must close the gap before them. */
+uint32_t tk_refund(const tk_limit *limit, const tk_state *before, int64_t now_ns, int64_t units,
+                   int64_t charged_ns, tk_state *after);
 
 #endif

@@ -25,7 +25,7 @@ static int bypass; /* a test has replaced the clock or switched limiting off */
 
 typedef struct {
     PyObject_HEAD PyObject *policy, *rule;
-    int64_t remaining, retry_after_ns, reset_after_ns, delay_ns;
+    int64_t remaining, retry_after_ns, reset_after_ns, delay_ns, charged_ns;
     bool allowed;
 } decision_object;
 
@@ -52,6 +52,7 @@ static PyObject *make_decision(PyObject *limits, PyObject *rule, const tk_decisi
     self->retry_after_ns = decided->retry_after_ns;
     self->reset_after_ns = decided->reset_after_ns;
     self->delay_ns = decided->delay_ns;
+    self->charged_ns = decided->charged_ns;
     return (PyObject *)self;
 }
 
@@ -107,6 +108,14 @@ static PyObject *get_integer(decision_object *self, void *offset)
     return PyLong_FromLongLong(*(int64_t *)((char *)self + (size_t)offset));
 }
 
+static PyObject *get_charged_ns(decision_object *self, void *unused)
+{
+    (void)unused;
+    if (self->charged_ns == TK_NO_TIME)
+        Py_RETURN_NONE;
+    return PyLong_FromLongLong(self->charged_ns);
+}
+
 static int64_t ns_from_seconds(double seconds)
 {
     int64_t whole = (int64_t)seconds;
@@ -145,6 +154,8 @@ static PyGetSetDef decision_attributes[] = {
     {"delay", (getter)get_seconds, NULL, "Seconds to hold the request.", FIELD(delay_ns)},
     {"rule", (getter)get_rule, NULL, "The limiter's name, or the rule's id.", NULL},
     {"degraded", (getter)get_degraded, NULL, "Always false here.", NULL},
+    {"charged_ns", (getter)get_charged_ns, NULL, "The time of the charge; None if there is none.",
+     NULL},
     {"penalty", (getter)get_penalty, NULL, "Always None here.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
@@ -798,17 +809,34 @@ static PyObject *gate_decide(gate_object *self, PyObject *const *args, Py_ssize_
     return make_decision(self->limits, self->rule, &decision);
 }
 
+/* The time of a charge: None if it is not known. One outside of the range is clamped. */
+static bool parse_charged(PyObject *value, int64_t *charged_ns)
+{
+    *charged_ns = TK_NO_TIME;
+    if (value == Py_None)
+        return true;
+    int overflow;
+    *charged_ns = PyLong_AsLongLongAndOverflow(value, &overflow);
+    if (*charged_ns == -1 && !overflow && PyErr_Occurred())
+        return false;
+    if (overflow)
+        *charged_ns = overflow > 0 ? TK_NOW_NS_MAX : TK_NOW_NS_MIN;
+    *charged_ns = tk_time_in_range(*charged_ns);
+    return true;
+}
+
 static PyObject *gate_refund(gate_object *self, PyObject *args)
 {
-    PyObject *subject, *units, *now;
+    PyObject *subject, *units, *charged, *now;
+    int64_t charged_ns;
     call c;
     tk_status status;
-    if (!PyArg_ParseTuple(args, "UOO", &subject, &units, &now) ||
-        !parse_call(self, subject, units, now, &c))
+    if (!PyArg_ParseTuple(args, "UOOO", &subject, &units, &charged, &now) ||
+        !parse_charged(charged, &charged_ns) || !parse_call(self, subject, units, now, &c))
         return NULL;
     do {
-        status =
-            tk_give_back(self->table->table, c.hash, self->numbers, self->count, c.now_ns, c.units);
+        status = tk_give_back(self->table->table, c.hash, self->numbers, self->count, c.now_ns,
+                              c.units, charged_ns);
     } while (try_again(self, c.hash, &status));
     if (status != TK_OK)
         return raise_status(self->table, status);
@@ -859,7 +887,8 @@ static PyMethodDef gate_methods[] = {
      "check($self, key, cost=1)\n--\n\nSpend cost units if every limit has room."},
     {"decide", (PyCFunction)(void (*)(void))gate_decide, METH_FASTCALL,
      "decide($self, subject, cost, now_ns, spend, /)\n--\n\nDecide on a subject; raises errors."},
-    {"refund", (PyCFunction)gate_refund, METH_VARARGS, "refund(subject, units, now_ns)"},
+    {"refund", (PyCFunction)gate_refund, METH_VARARGS,
+     "refund(subject, units, charged_ns, now_ns)"},
     {"grant", (PyCFunction)gate_grant, METH_VARARGS, "grant(subject, units, ttl_ns, now_ns)"},
     {"reset", (PyCFunction)gate_reset, METH_O, "Forget a subject."},
     {NULL, NULL, 0, NULL},

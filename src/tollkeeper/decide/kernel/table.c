@@ -628,9 +628,11 @@ static bool tighter(const tk_outcome *a, const tk_outcome *b)
 static void combine(const part *parts, int count, bool allowed, tk_decision *decision)
 {
     int speaker = -1;
-    int64_t retry_ns = 0, delay_ns = 0;
+    int64_t retry_ns = 0, delay_ns = 0, charged_ns = INT64_MAX;
     for (int i = 0; i < count; i++) {
         const tk_outcome *outcome = &parts[i].outcome;
+        if (outcome->charged_ns != TK_NO_TIME)
+            charged_ns = tk_min(charged_ns, outcome->charged_ns);
         retry_ns = tk_max(retry_ns, outcome->retry_after_ns);
         delay_ns = tk_max(delay_ns, outcome->delay_ns);
         if (outcome->allowed == allowed &&
@@ -644,6 +646,7 @@ static void combine(const part *parts, int count, bool allowed, tk_decision *dec
         .retry_after_ns = retry_ns,
         .reset_after_ns = parts[speaker].outcome.reset_after_ns,
         .delay_ns = allowed ? delay_ns : 0,
+        .charged_ns = allowed && charged_ns < INT64_MAX ? charged_ns : TK_NO_TIME,
     };
 }
 
@@ -756,28 +759,67 @@ static int64_t expiry_of(tk_segment *segment, int slot)
     return tk_min(last_ns + ttl_decode(*tag_at(segment, slot) & META_TTL_MASK), EXPIRY_NS_MAX);
 }
 
-tk_status tk_give_back(tk_table *table, tk_hash subject, const tk_limit *limits, int count,
-                       int64_t now_ns, int64_t units)
+/* Close the gap that a refund left in a log before its `newer` entries. The entries move to another
+ * block, so that a process killed meanwhile leaves the log as it was. */
+static tk_status close_gap(tk_table *table, part *p, uint32_t newer, uint32_t *block)
 {
-    tk_segment *segment = segment_of(table, subject);
-    tk_status status = tk_lock_try(table, &segment->lock);
+    tk_ring *ring = &p->after.ring;
+    tk_status status = tk_block_take(table, ring->count, block);
     if (status != TK_OK)
         return status;
+    int64_t *times = tk_block_times(table, *block);
+    uint32_t removed = p->before.ring.count - ring->count;
+    for (uint32_t i = 0; i < ring->count; i++)
+        times[i] = tk_ring_at(&p->before.ring, i < ring->count - newer ? i : i + removed);
+    ring->times = times;
+    ring->capacity = tk_block_capacity(table, *block);
+    ring->head = 0;
+    return TK_OK;
+}
+
+/* Refund one limit, and set `block` to that of the log after it. */
+static tk_status refund_part(tk_table *table, part *p, int64_t now_ns, int64_t units,
+                             int64_t charged_ns, uint32_t *block)
+{
+    uint32_t newer = tk_refund(p->limit, &p->before, now_ns, units, charged_ns, &p->after);
+    *block = p->block;
+    p->credit_left = p->credit_units;
+    if (p->limit->algorithm != TK_SLIDING_WINDOW_LOG || !p->after.present)
+        return TK_OK;
+    if (newer > 0 && p->after.ring.count < p->before.ring.count) {
+        tk_status status = close_gap(table, p, newer, block);
+        if (status != TK_OK)
+            return status;
+    }
+    p->after.value = log_value(*block, &p->after.ring);
+    return TK_OK;
+}
+
+static tk_status give_back_locked(tk_table *table, tk_segment *segment, tk_hash subject,
+                                  const tk_limit *limits, int count, int64_t now_ns, int64_t units,
+                                  int64_t charged_ns)
+{
     claims claim = {.count = 0};
-    uint32_t writes = 0;
+    uint32_t writes = 0, taken[TK_LIMITS_MAX];
+    int taken_count = 0;
     segment->push_count = 0;
     for (int i = 0; i < count; i++) {
         part p;
+        uint32_t block;
         load(table, segment, subject, &limits[i], &p);
         if (p.slot < 0 || units == 0)
             continue;
-        p.credit_left = p.credit_units;
-        tk_refund(p.limit, &p.before, now_ns, units, &p.after);
-        bool is_log = p.limit->algorithm == TK_SLIDING_WINDOW_LOG;
-        if (is_log && p.after.present)
-            p.after.value = log_value(p.block, &p.after.ring);
-        if (is_log && p.before.present && !p.after.present)
+        tk_status status = refund_part(table, &p, now_ns, units, charged_ns, &block);
+        if (status != TK_OK) {
+            while (taken_count > 0)
+                tk_block_give(table, taken[--taken_count]);
+            return status;
+        }
+        bool had_block = p.limit->algorithm == TK_SLIDING_WINDOW_LOG && p.before.present;
+        if (had_block && (!p.after.present || block != p.block))
             claim.freed[claim.freed_count++] = p.block;
+        if (had_block && block != p.block)
+            taken[taken_count++] = block;
         tk_state unchanged;
         tk_decide(p.limit, &p.after, now_ns, 0, &p.outcome, &unchanged);
         if (p.after.present || p.credit_left > 0)
@@ -788,8 +830,29 @@ tk_status tk_give_back(tk_table *table, tk_hash subject, const tk_limit *limits,
     if (writes > 0)
         commit(table, segment, writes);
     give_blocks(table, &claim);
+    return TK_OK;
+}
+
+static tk_status give_back_once(tk_table *table, tk_hash subject, const tk_limit *limits, int count,
+                                int64_t now_ns, int64_t units, int64_t charged_ns)
+{
+    tk_segment *segment = segment_of(table, subject);
+    tk_status status = tk_lock_try(table, &segment->lock);
+    if (status != TK_OK)
+        return status;
+    status = give_back_locked(table, segment, subject, limits, count, now_ns, units, charged_ns);
     tk_unlock(table, &segment->lock);
-    return tk_settled(table, TK_OK);
+    return tk_settled(table, status);
+}
+
+tk_status tk_give_back(tk_table *table, tk_hash subject, const tk_limit *limits, int count,
+                       int64_t now_ns, int64_t units, int64_t charged_ns)
+{
+    tk_status status = give_back_once(table, subject, limits, count, now_ns, units, charged_ns);
+    if (status != TK_LOG_FULL)
+        return status;
+    sweep_for_blocks(table, now_ns);
+    return give_back_once(table, subject, limits, count, now_ns, units, charged_ns);
 }
 
 static tk_status grant_locked(tk_table *table, tk_segment *segment, tk_hash subject,

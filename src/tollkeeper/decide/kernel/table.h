@@ -65,6 +65,7 @@ typedef struct {
     int64_t retry_after_ns;
     int64_t reset_after_ns;
     int64_t delay_ns;
+    int64_t charged_ns; /* the earliest time that a limit was charged at, or TK_NO_TIME */
 } tk_decision;
 
 /* Decide on all limits at once. With `spend`, charge all of them if all allow. */
@@ -72,8 +73,9 @@ tk_status tk_check(tk_table *table, tk_hash subject, const tk_limit *limits, int
                    int64_t now_ns, int64_t cost, bool spend, tk_decision *decision);
 /* Count a request that the table finally rejected with TK_FULL. */
 void tk_note_refused(tk_table *table, tk_hash subject);
+/* Refund `units` that were charged at `charged_ns`; TK_NO_TIME if that is not known. */
 tk_status tk_give_back(tk_table *table, tk_hash subject, const tk_limit *limits, int count,
-                       int64_t now_ns, int64_t units);
+                       int64_t now_ns, int64_t units, int64_t charged_ns);
 /* A ttl_ns below 0 means one window of each limit. */
 tk_status tk_grant(tk_table *table, tk_hash subject, const tk_limit *limits, int count,
                    int64_t now_ns, int64_t units, int64_t ttl_ns);

@@ -249,7 +249,7 @@ class MemoryGate:
                 after, credit, outcome = credits_.decide(
                     algorithm, state, credit, limit, now_ns, cost
                 )
-            allowed, remaining, retry_ns, reset_ns, delay_ns = outcome
+            allowed, remaining, retry_ns, reset_ns, delay_ns, charged_ns = outcome
             if allowed and cost:
                 if entry is None:
                     self._store.reserve(self._tables, subject, now_ns)
@@ -260,7 +260,10 @@ class MemoryGate:
                     self._store.write(table, subject, (after, expires_ns, credit))
                 else:
                     table.entries[subject] = (after, expires_ns, credit)
-        return Decision(allowed, limit, remaining, retry_ns, reset_ns, delay_ns, self._rule)
+        return Decision(
+            *(allowed, limit, remaining, retry_ns, reset_ns, delay_ns, self._rule),
+            charged_ns=charged_ns,
+        )
 
     def fast_check(self, fallback: Callable[..., Decision]) -> None:
         """Return None: pure Python has no compiled check."""
@@ -287,7 +290,7 @@ class MemoryGate:
         wait_ns = credits_.wait_together(held, now_ns, cost, decision.retry_after_ns)
         return decision_with(decision, retry_after_ns=wait_ns)
 
-    def refund(self, subject: str, units: int) -> None:
+    def refund(self, subject: str, units: int, charged_ns: int | None) -> None:
         now_ns = self._clock.now_ns()
         with self._lock:
             self._store.require_open()
@@ -296,7 +299,7 @@ class MemoryGate:
                 if entry is None:
                     continue
                 state, _, credit = entry
-                state = algorithm.refund(state, limit, now_ns, units)
+                state = algorithm.refund(state, limit, now_ns, units, charged_ns)
                 if state is None and credit is None:
                     self._store.drop(table, subject)
                     continue

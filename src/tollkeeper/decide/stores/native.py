@@ -153,8 +153,8 @@ class KernelGate:
     def peek(self, subject: str, cost: int) -> Decision:
         return self._gate.decide(subject, cost, self._store.now_ns(), False)
 
-    def refund(self, subject: str, units: int) -> None:
-        self._gate.refund(subject, units, self._store.now_ns())
+    def refund(self, subject: str, units: int, charged_ns: int | None) -> None:
+        self._gate.refund(subject, units, charged_ns, self._store.now_ns())
 
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
         self._gate.grant(subject, units, -1 if ttl_ns is None else ttl_ns, self._store.now_ns())

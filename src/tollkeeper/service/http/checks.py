@@ -507,7 +507,7 @@ async def give_back(
         return
     for check in limiter.compiled_rules.plan(request, units).checks:
         if counts_only(scope, check.rule):
-            found = check.gate.refund(check.gate_subject, check.units)
+            found = check.gate.refund(check.gate_subject, check.units, None)
             if isawaitable(found):
                 await found
 

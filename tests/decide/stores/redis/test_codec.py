@@ -228,12 +228,13 @@ def test_a_log_is_decided_from_its_summary() -> None:
 
 
 def test_spent_units_are_split_into_own_and_granted_ones() -> None:
-    """Own units come first; the rest came from the grant."""
+    """Own units come first, with the time of the charge; the rest came from the grant."""
     ends_us = NOW_US + 1_000_000
     decoder = ReplyDecoder((MINUTE,), "")
-    assert decoder.spent([NOW_US, NOW_US, 8_000_000], 2) == [2, 0, 0]
-    assert decoder.spent([NOW_US, NOW_US, 8_000_000, 50, ends_us], 5) == [2, 3, ends_us]
-    assert decoder.spent([NOW_US, NOW_US, 8_000_000, 50, NOW_US], 2) == [2, 0, 0]
+    assert decoder.spent([NOW_US, NOW_US, 8_000_000], 2) == [2, NOW_US, 0, 0]
+    assert decoder.spent([NOW_US, NOW_US, 8_000_000, 50, ends_us], 5) == [2, NOW_US, 3, ends_us]
+    assert decoder.spent([NOW_US, NOW_US, 8_000_000, 50, NOW_US], 2) == [2, NOW_US, 0, 0]
+    assert decoder.spent([NOW_US, NOW_US + 7, 8_000_000], 2) == [2, NOW_US + 7, 0, 0]
 
 
 @pytest.mark.parametrize(

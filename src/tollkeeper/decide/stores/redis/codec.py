@@ -145,7 +145,7 @@ class _InMicroseconds:
         self.refund = algorithm.refund
 
     def decide(self, state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, Outcome]:
-        after, (allowed, remaining, retry_ns, reset_ns, delay_ns) = self._decide(
+        after, (allowed, remaining, retry_ns, reset_ns, delay_ns, charged_ns) = self._decide(
             state, limit, now_ns, cost
         )
         return after, Outcome(
@@ -154,6 +154,7 @@ class _InMicroseconds:
             -(-retry_ns // 1_000) * 1_000,
             -(-reset_ns // 1_000) * 1_000,
             delay_ns,
+            charged_ns,
         )
 
 
@@ -211,7 +212,7 @@ class ReplyDecoder:
             if self._only is not None and len(reply) == 3:
                 limit = self.limits[0]
                 last_us = reply[1]
-                _, (allowed, remaining, retry_ns, reset_ns, delay_ns) = self._only(
+                _, (allowed, remaining, retry_ns, reset_ns, delay_ns, charged_ns) = self._only(
                     None if last_us < 0 else (last_us * NS_PER_US, reply[2]),
                     limit,
                     (now_us if passed else ~now_us) * NS_PER_US,
@@ -225,6 +226,8 @@ class ReplyDecoder:
                     -(-reset_ns // NS_PER_US) * NS_PER_US,
                     delay_ns,
                     self._rule,
+                    False,
+                    charged_ns,
                 )
             elif len(reply) == self._numbers:
                 decision = self._decide_plain(reply, cost)
@@ -249,7 +252,7 @@ class ReplyDecoder:
         now_us = reply[0] if reply[0] >= 0 else ~reply[0]
         now_ns = now_us * NS_PER_US
         place = 1
-        outcomes: list[tuple[bool, int, int, int, int]] = []
+        outcomes: list[tuple[bool, int, int, int, int, int | None]] = []
         for limit, decide, kind in self._plain:
             last_us = reply[place]
             if kind == LOG:
@@ -266,13 +269,13 @@ class ReplyDecoder:
                 if last_us >= 0:
                     state = (last_us * NS_PER_US, reply[place + 1])
                 place += 2
-            _, (allowed, remaining, retry_ns, reset_ns, delay_ns) = decide(
+            _, (allowed, remaining, retry_ns, reset_ns, delay_ns, charged_ns) = decide(
                 state, limit, now_ns, cost
             )
             if retry_ns:
                 retry_ns = -(-retry_ns // NS_PER_US) * NS_PER_US
             reset_ns = reset_ns // -NS_PER_US * -NS_PER_US
-            outcomes.append((allowed, remaining, retry_ns, reset_ns, delay_ns))
+            outcomes.append((allowed, remaining, retry_ns, reset_ns, delay_ns, charged_ns))
         return combine(self.limits, outcomes, self._rule)
 
     def checks(self, reply: list[int], cost: int, count: int, early_ns: int = 0) -> list[Decision]:
@@ -392,16 +395,20 @@ class ReplyDecoder:
         return denial
 
     def spent(self, reply: list[int], cost: int) -> list[int]:
-        """Return an allowed check's charges: for each limit its units, granted units, their end."""
+        """Return an allowed check's charges, four numbers for each limit.
+
+        They are its units, the time they were charged at, the granted units, and their end.
+        """
         now_us = reply[0]
         spent: list[int] = []
         for limit, algorithm, state, credit in self._states(reply, now_us):
             own, ends_us = cost, 0
+            at_us = max(now_us, _last_us(state))
             if credit is not None and credit[1] > now_us * NS_PER_US:
                 _, look = algorithm.decide(state, limit, now_us * NS_PER_US, 0)
                 own = min(cost, look.remaining)
                 ends_us = credit[1] // NS_PER_US
-            spent += [own, cost - own, ends_us]
+            spent += [own, at_us, cost - own, ends_us]
         return spent
 
     def _decide(self, reply: list[int], requested: int, cost: int) -> Decision:
@@ -487,6 +494,18 @@ def _times_ns(packed: bytes) -> array[int]:
     )
 
 
+def _last_us(state: State) -> int:
+    """Return the time of a state's last change, or -1 if there is no state."""
+    if state is None:
+        return -1
+    last: int | array[int] = state[0]
+    if isinstance(state, _LogSummary):
+        return state.last_us
+    # The times of a log, or the one time that the other states begin with.
+    last_ns = last if isinstance(last, int) else last[state[2] - 1]
+    return last_ns // NS_PER_US
+
+
 def _log_outcome(log: _LogSummary, limit: Limit, cost: int) -> Outcome:
     """Return the outcome of `sliding_window_log.decide`, from a summary instead of the times."""
     if cost > limit.limit:
@@ -497,10 +516,12 @@ def _log_outcome(log: _LogSummary, limit: Limit, cost: int) -> Outcome:
     if cost > remaining and cost > 0:
         retry_us = log.blocking_us + window_us - log.now_us
         return Outcome(False, max(remaining, 0), retry_us * NS_PER_US, reset_us * NS_PER_US, 0)
+    charged_ns = None
     if cost:
         at_us = max(log.last_us, log.now_us)
         reset_us = at_us + window_us - log.now_us
-    return Outcome(True, max(remaining - cost, 0), 0, reset_us * NS_PER_US, 0)
+        charged_ns = at_us * NS_PER_US
+    return Outcome(True, max(remaining - cost, 0), 0, reset_us * NS_PER_US, 0, charged_ns)
 
 
 def _earlier(decision: Decision, early_ns: int) -> Decision:

@@ -142,9 +142,10 @@ class RedisGate(_GateLogic):
         """Return the answer of `check`, with the remaining quota as it is now."""
         return run(self._peeking(self._driver, subject, cost))
 
-    def refund(self, subject: str, units: int) -> None:
-        """Give units back to every limit."""
-        run(self._giving(self._driver, subject, self.scripts.refund(subject, units)))
+    def refund(self, subject: str, units: int, charged_ns: int | None) -> None:
+        """Give units that were charged at `charged_ns` back to every limit."""
+        call = self.scripts.refund(subject, units, charged_ns)
+        run(self._giving(self._driver, subject, call))
 
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
         """Add extra units on top of every limit."""
@@ -220,9 +221,9 @@ class AsyncRedisGate(_GateLogic):
         """Return the answer of `check`, with the remaining quota as it is now."""
         return await run_async(self._peeking(self._driver_of_loop(), subject, cost))
 
-    async def refund(self, subject: str, units: int) -> None:
-        """Give units back to every limit."""
-        call = self.scripts.refund(subject, units)
+    async def refund(self, subject: str, units: int, charged_ns: int | None) -> None:
+        """Give units that were charged at `charged_ns` back to every limit."""
+        call = self.scripts.refund(subject, units, charged_ns)
         await run_async(self._giving(self._driver_of_loop(), subject, call))
 
     async def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:

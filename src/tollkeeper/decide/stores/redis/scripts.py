@@ -32,6 +32,7 @@ from tollkeeper.decide.stores.redis.codec import (
 # The time argument of a script: microseconds from a test's clock, or SERVER_TIME.
 ScriptTime = bytes | int
 SERVER_TIME: Final = b""
+UNKNOWN_TIME: Final = b""
 _SERVER_NOW: Final = (SERVER_TIME, 0)
 _PEEK: Final = b"look"
 # The payloads of a check are prepared for costs below this.
@@ -146,14 +147,19 @@ class RuleScripts:
         """Return the call that decides as `check` would, and spends nothing."""
         return ScriptCall(CHECK, key, (self.encoded, cost, now, _PEEK))
 
-    def refund(self, subject: str, units: int) -> ScriptCall:
-        """Return the call that gives units back."""
-        return ScriptCall(REFUND, self.key(subject), (self.encoded, units, self.now()[0]))
+    def refund(self, subject: str, units: int, charged_ns: int | None) -> ScriptCall:
+        """Return the call that gives units back, charged at this time of the server's clock."""
+        charged: ScriptTime = (
+            UNKNOWN_TIME if charged_ns is None else max(charged_ns, 0) // NS_PER_US
+        )
+        arguments = (self.encoded, units, self.now()[0], charged)
+        return ScriptCall(REFUND, self.key(subject), arguments)
 
     def undo(self, subject: str, reply: list[int], cost: int) -> ScriptCall:
         """Return the call that gives back exactly the units that a check took."""
         spent = encode_numbers(self.decoder.spent(reply, cost))
-        return ScriptCall(REFUND, self.key(subject), (self.encoded, 0, self.now()[0], spent))
+        arguments = (self.encoded, 0, self.now()[0], UNKNOWN_TIME, spent)
+        return ScriptCall(REFUND, self.key(subject), arguments)
 
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> ScriptCall:
         """Return the call that adds extra units."""

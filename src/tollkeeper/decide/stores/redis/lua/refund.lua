@@ -1,59 +1,118 @@
--- Give units back to every limit of a rule, never beyond an untouched quota.
+-- Give units back to every limit of a rule, as far as time has not given them back already.
 --
 -- ARGV[2]  the units
 -- ARGV[3]  the time in microseconds; absent or empty: the server's
--- ARGV[4]  to undo a check, instead of ARGV[2]: msgpack of three numbers for each limit, its own
---          units, the units taken from a grant, and the time when that grant ends
+-- ARGV[4]  the time at which the units were charged, in microseconds; empty: not known
+-- ARGV[5]  to undo a check, instead of ARGV[2] and ARGV[4]: msgpack of four numbers for each limit,
+--          its own units, the time they were charged at, the units taken from a grant, and the time
+--          when that grant ends
 
-local exact = ARGV[4] and cmsgpack.unpack(ARGV[4])
+local exact = ARGV[5] and cmsgpack.unpack(ARGV[5])
 if not raw and not exact then
     return 0
 end
-local dropped, truncated = {}, {}
+local dropped, moves = {}, {}
+
+-- Return a log's state after the refund, or nothing; `moves` gets the changes of its chunks.
+local function refunded_log(g, last, a, b, units, charged)
+    local log, per_chunk = log_of(g), fmod(b, 1024)
+    local kept = (b - per_chunk) / 1024
+    local finish = a + kept
+    if not charged then -- the oldest times of the window
+        local oldest = max(now, last) - gate[g + WINDOW]
+        local alive, dead = log.alive_and_dead(oldest, last, a, kept, per_chunk)
+        local start = a + dead + min(units, alive)
+        moves[#moves + 1] = function()
+            local last_dropped = start < finish and start - per_chunk or finish - 1
+            log.drop(floor(a / per_chunk), floor(last_dropped / per_chunk))
+        end
+        if start < finish then
+            return last, start, (finish - start) * 1024 + per_chunk
+        end
+        return
+    end
+    local newer, older = log.alive_and_dead(charged, last, a, kept, per_chunk)
+    local removed = min(units, older)
+    if removed == 0 then
+        return last, a, b
+    end
+    -- The newer times move down, over the removed ones.
+    local start, moved = a + older - removed, newer > 0 and log.times(a + older, newer, per_chunk)
+    local stop = finish - removed
+    moves[#moves + 1] = function()
+        if moved then
+            log.put(per_chunk, start, moved)
+        end
+        -- The first chunk to drop: the one of the next time, or the one after it.
+        local first = stop > a and math.ceil(stop / per_chunk) or floor(a / per_chunk)
+        log.drop(first, floor((finish - 1) / per_chunk))
+    end
+    if stop > a then
+        last = newer > 0 and last or log.time_at(per_chunk, stop - 1)
+        return last, a, (stop - a) * 1024 + per_chunk
+    end
+end
 
 -- Return one limit's state after the refund: last, a, b; or nothing, if no state is left.
-local function refunded(g, last, a, b, units)
+local function refunded(g, last, a, b, units, charged)
     local kind, window = gate[g + KIND], gate[g + WINDOW]
     if kind == BUCKET then
-        local used = used_now(g, last, a, now) - units * MICROS_PER_UNIT
-        if used > 0 then
-            return max(last, now), used
+        local used = used_now(g, last, a, now)
+        if used <= 0 then
+            return
+        end
+        local at, micros = max(last, now), min(units, gate[g + CAPACITY]) * MICROS_PER_UNIT
+        local elapsed = charged and at - charged or 0
+        if elapsed >= gate[g + FULL] then
+            micros = 0
+        elseif elapsed > 0 then
+            -- Rounded up: a part of a millionth that was refilled is not returned again.
+            local refill, rest =
+                multiply_divide(elapsed, gate[g + NUMERATOR], gate[g + DENOMINATOR])
+            micros = micros - refill - (rest > 0 and 1 or 0)
+        end
+        if micros <= 0 then
+            return last, a
+        elseif used > micros then
+            return at, used - micros
         end
     elseif kind == FIXED then
-        if now - fmod(now, window) <= last - fmod(last, window) and a > units then
+        charged = charged or max(last, now)
+        if charged - fmod(charged, window) ~= last - fmod(last, window) then
+            return last, a
+        elseif a > units then
             return last, a - units
         end
     elseif kind == COUNTER then
         local at, previous, current = rolled(window, last, a, b, now)
-        local from_current = min(current, units)
-        current = current - from_current
-        previous = previous - min(previous, units - from_current)
+        charged = charged or at
+        local ago = (at - fmod(at, window) - charged + fmod(charged, window)) / window
+        if ago == 0 then
+            current = max(current - units, 0)
+        elseif ago == 1 then
+            previous = max(previous - units, 0)
+        else
+            return last, a, b
+        end
         if previous > 0 or current > 0 then
             return at, previous, current
         end
     else
-        local log, per_chunk = log_of(g), fmod(b, 1024)
-        local kept = (b - per_chunk) / 1024
-        local finish = a + kept - min(units, kept)
-        -- The first chunk to drop: the one of the next time, or the one after it.
-        local first = finish > a and math.ceil(finish / per_chunk) or floor(a / per_chunk)
-        truncated[#truncated + 1] = {log, first, floor((a + kept - 1) / per_chunk)}
-        if finish > a then
-            return log.time_at(per_chunk, finish - 1), a, (finish - a) * 1024 + per_chunk
-        end
+        return refunded_log(g, last, a, b, units, charged)
     end
 end
 
 local changed, need_us = false, 0
 for g = GATE_FIRST, #gate, GATE_STEP do
-    local i = (g - GATE_FIRST) / GATE_STEP * 3
+    local i = (g - GATE_FIRST) / GATE_STEP * 4
     local units = exact and exact[i + 1] or tonumber(ARGV[2])
+    local charged = exact and exact[i + 2] or tonumber(ARGV[4])
     local p = place(gate[g + ID])
     if p and units > 0 then
         local wide = width(gate[g + ID]) == 4
         local b = wide and held[p + 3]
         local last, a
-        last, a, b = refunded(g, held[1] - held[p + 1], held[p + 2], b, units)
+        last, a, b = refunded(g, held[1] - held[p + 1], held[p + 2], b, units, charged)
         if last then
             held[p + 1], held[p + 2] = held[1] - last, a
             if wide then
@@ -64,10 +123,10 @@ for g = GATE_FIRST, #gate, GATE_STEP do
         end
         changed = true
     end
-    if exact and exact[i + 2] > 0 and now < exact[i + 3] then
+    if exact and exact[i + 3] > 0 and now < exact[i + 4] then
         local id = -gate[g + ID]
         local q = place(id)
-        local drawn, ends = exact[i + 2], exact[i + 3]
+        local drawn, ends = exact[i + 3], exact[i + 4]
         if q then
             drawn, ends = drawn + held[q + 2], max(ends, held[q + 3])
         end
@@ -84,8 +143,8 @@ if changed then
     else
         write(states)
     end
-    for _, log in ipairs(truncated) do
-        log[1].drop(log[2], log[3])
+    for _, move in ipairs(moves) do
+        move()
     end
 end
 return 1

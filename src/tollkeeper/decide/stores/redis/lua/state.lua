@@ -140,6 +140,22 @@ local function log_of(g)
         end
     end
 
+    -- Write packed times from a position on, and end the last chunk after them.
+    function log.put(per_chunk, position, packed)
+        local offset = fmod(position, per_chunk)
+        local number, first = (position - offset) / per_chunk, 1
+        while first <= #packed do
+            local before = ''
+            if offset > 0 then
+                before = string.sub(log.chunk(number), 1, offset * TIME_BYTES)
+            end
+            local finish = first + (per_chunk - offset) * TIME_BYTES
+            local part = string.sub(packed, first, finish - 1)
+            call('HSET', key, prefix .. number .. suffix, before .. part)
+            number, offset, first = number + 1, 0, finish
+        end
+    end
+
     function log.append(per_chunk, position, time, count)
         local packed = struct.pack('>I7', time)
         while count > 0 do
