@@ -94,6 +94,8 @@ class AsyncLimiter(LimiterSetup):
 
     async def peek(self, key: Key | Request, cost: int = 1) -> Decision:
         """Return the decision that `check` would make now. Spends nothing."""
+        if self._engine is None and self._async_store is None:
+            return self._peek_limits(key, cost)
         return await run_async(self._peek(key, cost))
 
     async def evaluate(

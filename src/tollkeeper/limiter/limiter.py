@@ -58,6 +58,8 @@ class Limiter(LimiterSetup):
 
     def peek(self, key: Key | Request, cost: int = 1) -> Decision:
         """Return the decision that `check` would make now. Spends nothing."""
+        if self._engine is None:  # without a generator, in half the time
+            return self._peek_limits(key, cost)
         return run(self._peek(key, cost))
 
     def evaluate(self, key: Key | Request, cost: int = 1, *, spend: bool = True) -> CheckResult:

@@ -33,7 +33,7 @@ from tollkeeper.core.steps import Call, Steps, Undo
 from tollkeeper.core.subjects import Key, subject_of, subject_of_request
 from tollkeeper.decide.combine import combine_decisions
 from tollkeeper.decide.failure import FailurePolicy, LocalCheck, LocalLimits, decision_on_failure
-from tollkeeper.decide.store import AnyGate, Gate
+from tollkeeper.decide.store import AnyGate
 from tollkeeper.limiter.arguments import request_of
 from tollkeeper.rules.engine import RuleEngine
 
@@ -84,18 +84,21 @@ class LimiterPath:
 
     # ── Decide ─────────────────────────────────────────────────────────────────────────────────
 
-    def _check_limits(self, gate: Gate, key: Key | Request, cost: int = 1) -> Decision:
+    def _check_limits(
+        self, decide: Callable[..., Decision], spend: bool, key: Key | Request, cost: int = 1
+    ) -> Decision:
         """Check the limiter's own limits on a store that answers at once.
 
-        A compiled `check` of the store calls this for anything but a plain key and cost.
+        `decide` is `check` of the gate, or `peek`, which does not `spend`. A compiled `check` of
+        the store calls this for anything but a plain key and cost.
         """
         subject, units = self._subject_of(key), units_of(cost, "cost")
         if switches.limiting_off:
             return self._unlimited()
         try:
-            return gate.check(subject, units)
+            return decide(subject, units)
         except StoreError as error:
-            return self._failed(error, key, subject, units, spend=True)
+            return self._failed(error, key, subject, units, spend=spend)
 
     def _check_rules(self, engine: RuleEngine, key: Key | Request, cost: int = 1) -> Decision:
         """Check the rules on a store that answers at once."""

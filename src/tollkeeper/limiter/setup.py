@@ -52,6 +52,8 @@ class LimiterSetup(LimiterPath):
     _follower: Follower | None = None
     _check: Callable[..., Decision]
     """Checks in this thread, on a store that answers at once; unset if the store is awaited."""
+    _peek_limits: Callable[..., Decision]
+    """The same for a peek at the limiter's own limits; unset for a limiter from rules."""
 
     def __init__(
         self,
@@ -174,8 +176,9 @@ class LimiterSetup(LimiterPath):
         """Prepare the limiter's own limits."""
         self._gate = gate = self._store.gate(limits, self._name)
         self._limits = limits
-        check = partial(self._check_limits, gate)
+        check = partial(self._check_limits, gate.check, True)
         self._check = gate.fast_check(check) or check
+        self._peek_limits = partial(self._check_limits, gate.peek, False)
 
     def _prepare_rules(self, loaded: LoadedRules, async_store: AsyncStore | None = None) -> None:
         """Put a rule document in force."""
