@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -25,6 +26,11 @@ settings.register_profile(
     "tollkeeper", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile("tollkeeper")
+
+# A shell starts a background command with SIGINT ignored. The processes that tests start would
+# inherit that, and a test that interrupts one would wait forever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Every test in these folders runs against a server, a gateway or several processes.
 _SERVER_FOLDERS = ("tests/integration/", "tests/faults/", "tests/examples/")
