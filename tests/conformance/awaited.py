@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from functools import cache
 from typing import TypeVar, cast
 
 from tollkeeper.core.model import Decision, Limit
 from tollkeeper.decide.store import (
+    Answer,
     AsyncGate,
     AsyncStore,
     Channel,
@@ -71,6 +72,7 @@ class AwaitedStore:
     monitor: StoreMonitor | None = None
     channel: Channel | None = None
     is_private = False
+    is_sharded = False
 
     def __init__(self, store: Store) -> None:
         assert store.as_async is not None
@@ -80,9 +82,11 @@ class AwaitedStore:
     def gate(self, limits: Sequence[Limit], rule: str) -> AwaitedGate:
         return AwaitedGate(self._async.async_gate(limits, rule))
 
-    def check_together(self, checks: Sequence[GateCheck]) -> list[Decision]:
+    def check_together(
+        self, checks: Sequence[GateCheck], optional: Collection[int] = ()
+    ) -> list[Answer]:
         awaited = [(cast("AwaitedGate", gate)._gate, *rest) for gate, *rest in checks]
-        return _awaited(self._async.check_together_async(awaited))
+        return _awaited(self._async.check_together_async(awaited, optional))
 
     def sweep(self) -> int:
         return self._store.sweep()

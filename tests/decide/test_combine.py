@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from tests.redis_servers import running
-from tollkeeper import CapacityError, StoreUnavailable
+from tollkeeper import CapacityError, StoreError, StoreUnavailable
 from tollkeeper.core.model import ALGORITHM_NAMES, Decision, Limit
 from tollkeeper.decide.algorithms import Outcome
 from tollkeeper.decide.combine import combine, combine_decisions
-from tollkeeper.decide.store import Gate, Store
+from tollkeeper.decide.store import Answer, Gate, Store
 from tollkeeper.decide.stores import open_store
 from tollkeeper.testing import ManualClock
 
@@ -182,11 +182,11 @@ def test_a_cost_that_can_never_fit_charges_nothing(store: Store) -> None:
 
 
 def test_a_closed_store_is_unavailable(store: Store) -> None:
-    """As for a single check."""
+    """No check can be decided."""
     user, tenant = gates_of(store)
     store.close()
-    with pytest.raises(StoreUnavailable):
-        store.check_together([(user, "u:1", 1), (tenant, "t:1", 1)])
+    answers = store.check_together([(user, "u:1", 1), (tenant, "t:1", 1)], [0, 1])
+    assert [type(answer) for answer in answers] == [StoreUnavailable] * 2
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
@@ -245,3 +245,44 @@ def look(gate: Gate, cost: int) -> tuple[bool, int, int]:
     except CapacityError:
         return False, -1, 0
     return decision.allowed, decision.remaining, decision.reset_after_ns
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("seed", range(10))
+def test_every_store_gives_the_same_answers(kind: str, seed: int, clock: ManualClock) -> None:
+    """A random trace in memory and on Redis; with odd seeds a subject may occur several times."""
+    random = Random(seed)
+    repeats = seed % 2 == 1
+    memory = open_store("memory://", clock)
+    prefix = f"together{next(_prefixes)}"
+    redis = open_store(running(kind).uri, clock, prefix=prefix, deadline_ms=10_000)
+    limits = [
+        Limit(random.randint(3, 12), per=60, algorithm=random.choice(ALGORITHM_NAMES))
+        for _ in range(3)
+    ]
+    gates = {
+        store: [store.gate([limit], rule) for rule, limit in zip("abc", limits, strict=True)]
+        for store in (memory, redis)
+    }
+    for _ in range(25):
+        places = list(product(range(3), "xy"))
+        chosen = random.choices(places, k=3) if repeats else random.sample(places, 3)
+        picked = [(at, subject, random.randint(0, 3)) for at, subject in chosen]
+        found = [
+            store.check_together([(of[at], subject, cost) for at, subject, cost in picked])
+            for store, of in gates.items()
+        ]
+        assert all(found[0]) == all(found[1])
+        if not repeats:
+            assert [_essence(each) for each in found[0]] == [_essence(each) for each in found[1]]
+        for at, subject in places:
+            looks = [of[at].peek(subject, 0).remaining for of in gates.values()]
+            assert looks[0] == looks[1]
+        clock.advance_ns(random.choice((0, 10**6, 10**9, 20 * 10**9)))
+    redis.close()
+
+
+def _essence(answer: Answer) -> tuple[bool, int, int]:
+    assert not isinstance(answer, StoreError)
+    # Redis has a clock of microseconds.
+    return answer.allowed, answer.remaining, -(-answer.retry_after_ns // 1_000)

@@ -28,6 +28,7 @@ from tollkeeper.core.clock import Clock
 from tollkeeper.core.errors import StoreError
 from tollkeeper.core.rates import LimitsArgument
 from tollkeeper.decide.failure import FailurePolicy
+from tollkeeper.decide.store import Answer
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.redis.store import RedisStore
 
@@ -85,6 +86,16 @@ class Client:
         return isinstance(result, Decision) and not result.degraded
 
 
+def decisions_of(answers: Sequence[Answer]) -> list[Decision]:
+    """Return the decisions of several checks; raise an error among them."""
+    decisions: list[Decision] = []
+    for answer in answers:
+        if isinstance(answer, StoreError):
+            raise answer
+        decisions.append(answer)
+    return decisions
+
+
 class _FromThreads(Client):
     def __init__(
         self, store: RedisStore, limits: LimitsArgument, on_failure: FailurePolicy
@@ -98,7 +109,7 @@ class _FromThreads(Client):
 
     def start_all(self, subjects: Sequence[str]) -> Future[list[Decision]]:
         checks = [(self._limiter._gate, subject, 1) for subject in subjects]
-        return self._pool.submit(self.store.check_together, checks)
+        return self._pool.submit(lambda: decisions_of(self.store.check_together(checks)))
 
     def close(self) -> None:
         self.store.close()
@@ -123,8 +134,11 @@ class _FromTasks(Client):
 
     def start_all(self, subjects: Sequence[str]) -> Future[list[Decision]]:
         checks = [(self._limiter._async_gate, subject, 1) for subject in subjects]
-        called = self.store.check_together_async(checks)
-        return asyncio.run_coroutine_threadsafe(called, self.loop)
+
+        async def decide() -> list[Decision]:
+            return decisions_of(await self.store.check_together_async(checks))
+
+        return asyncio.run_coroutine_threadsafe(decide(), self.loop)
 
     def together(self, keys: Sequence[str]) -> list[Outcome]:
         async def all_of_them() -> list[Any]:

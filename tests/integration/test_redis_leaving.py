@@ -51,7 +51,7 @@ async def test_a_cancelled_request_of_several_subjects_has_spent_nothing(
 ) -> None:
     """Otherwise a client that its own limit denies could use up its tenant's limit."""
     async with store_of(server.uri, denied_cache_ms=0) as store:
-        user = store.async_gate([Limit(1, per=YEAR)], "user")
+        user = store.async_gate([Limit(1, per=YEAR, algorithm="fixed_window")], "user")
         tenant = store.async_gate([COUNTED], "tenant")
         if denied:
             assert (await user.check(key, 1)).allowed

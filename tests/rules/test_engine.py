@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.redis_servers import running
 from tollkeeper import (
@@ -16,13 +20,17 @@ from tollkeeper import (
     CapacityError,
     ConfigError,
     Decision,
+    Limit,
     Limiter,
     LimitExceeded,
     Request,
+    StoreFull,
+    StoreUnavailable,
 )
 from tollkeeper.core.model import DENIED_NS, CheckResult
 from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores import open_store
+from tollkeeper.decide.stores.memory import MemoryGate, PythonMemoryStore
 from tollkeeper.rules.document.reading import DocumentError
 from tollkeeper.rules.engine import RepeatedCheck
 from tollkeeper.rules.explain import Explanation
@@ -546,3 +554,229 @@ def test_a_repeated_request_on_asyncio() -> None:
             return [result.decision.allowed for result in results]
 
     assert asyncio.run(main()) == [True, True, False, True]
+
+
+# ── When the store cannot decide some of the rules ────────────────────────────────────────────────
+
+SPENT_BY_BOTH = """
+version: 1
+rules:
+  - {id: key, by: api_key, limits: 100/hour}
+  - {id: ip, by: ip, limits: 50/hour}
+"""
+
+
+def fill(store: Store) -> None:
+    """Check new keys until the store has no room for another."""
+    gate = store.gate([Limit(1, per=3600)], "other")
+    with suppress(StoreFull):
+        for number in range(10_000):
+            gate.check(str(number), 1)
+    assert store.stats().refused
+
+
+@pytest.mark.parametrize("kind", ["kernel", "python"])
+async def test_a_full_table_does_not_switch_other_rules_off(kind: str) -> None:
+    """Requests with made-up API keys pass as often as the limit of their address allows."""
+    for limiter_type in (Limiter, AsyncLimiter):
+        clock = ManualClock()
+        store = open_store("memory://?capacity=64", clock)
+        if kind == "python":
+            store = PythonMemoryStore(clock, 64)
+        limiter: Any = limiter_type.from_rules(SPENT_BY_BOTH, store=store, clock=clock)
+
+        async def check(key: str, limiter: Any = limiter) -> Decision:
+            answer = limiter.check(Request(ip="192.0.2.1", api_key=key))
+            decision: Decision = await answer if isinstance(limiter, AsyncLimiter) else answer
+            return decision
+
+        assert (await check("real")).allowed
+        fill(store)
+        decisions = [await check(f"made up {number}") for number in range(200)]
+        assert sum(each.allowed for each in decisions) == 49
+        # An admission is marked, because one rule did not decide. A denial is exact.
+        assert all(each.degraded is each.allowed for each in decisions)
+        counts = limiter.counts()
+        assert (counts["key"].failed, counts["ip"].failed) == (49, 0)
+        assert (await check("real")).rule == "ip"
+
+
+class PartlyFailing(PythonMemoryStore):
+    """A store in memory that cannot decide the rules in `failing`."""
+
+    failing: frozenset[str] = frozenset()
+
+    def gate(self, limits: Sequence[Limit], rule: str) -> Any:
+        return _PartlyFailingGate(self, super().gate(limits, rule), rule)
+
+
+class _PartlyFailingGate:
+    def __init__(self, store: PartlyFailing, gate: MemoryGate, rule: str) -> None:
+        self._store = store
+        self._gate = gate
+        self._rule = rule.partition("\x1f")[0]
+        self.limits = gate.limits
+        self.refund, self.grant, self.reset = gate.refund, gate.grant, gate.reset
+
+    def fast_check(self, fallback: Any) -> None:
+        return None
+
+    def _require_working(self) -> None:
+        if self._rule in self._store.failing:
+            raise StoreUnavailable(f"the shard of {self._rule} is down")
+
+    def check(self, subject: str, cost: int) -> Decision:
+        self._require_working()
+        return self._gate.check(subject, cost)
+
+    def peek(self, subject: str, cost: int) -> Decision:
+        self._require_working()
+        return self._gate.peek(subject, cost)
+
+
+def partly_failing(policies: Sequence[str], limits: Sequence[int], more: str = "") -> Limiter:
+    """Return a limiter with one rule for each policy, by fields of its own."""
+    clock = ManualClock()
+    fields = ("user", "tenant", "ip")
+    lines = [
+        f"  - {{id: {field}, by: {field}, limits: {limit}/hour"
+        # "raise" is a policy of limiters only.
+        + ("" if policy == "raise" else f", on_failure: {policy}")
+        + more
+        + "}"
+        for field, policy, limit in zip(fields, policies, limits, strict=False)
+    ]
+    rules = "\n".join(["version: 1", "rules:", *lines])
+    return Limiter.from_rules(rules, store=PartlyFailing(clock), clock=clock, on_failure="raise")
+
+
+def fail(limiter: Limiter, *rules: str) -> None:
+    store: Any = limiter.store
+    store.failing = frozenset(rules)
+
+
+ALL = Request(user="ann", tenant="acme", ip="192.0.2.1")
+
+
+@pytest.mark.parametrize(
+    ("policy", "allowed", "remaining"),
+    [
+        # The user's rule fails: requests 1 to 5, and what remains of the tenant's 3 units then.
+        ("open", [True, True, True, False, False], 0),
+        ("closed", [False] * 5, 3),
+        ("local", [True, True, False, False, False], 1),
+        ("raise", [None] * 5, 3),
+    ],
+)
+def test_the_failure_policy_answers_for_its_own_rule_only(
+    policy: str, allowed: list[bool | None], remaining: int
+) -> None:
+    """The tenant's rule is decided and charged, unless the policy of the user's rule denies."""
+    limiter = partly_failing([policy, "open"], [2, 3])
+    fail(limiter, "user")
+    found: list[bool | None] = []
+    for _ in range(5):
+        try:
+            result = limiter.evaluate(ALL)
+        except StoreUnavailable:
+            found.append(None)
+            continue
+        found.append(result.decision.allowed)
+        # A denial of the tenant's rule is exact; everything else is marked.
+        is_exact = result.decision.rule == "tenant" and not result.decision.allowed
+        assert result.decision.degraded is not is_exact
+        assert (result.kind == "unavailable") is (policy == "closed")
+    assert found == allowed
+    fail(limiter)
+    explained = limiter.explain(ALL)
+    assert [left(explained)[1], limiter.counts()["user"].failed] == [remaining, 5]
+    assert "tenant" not in limiter.counts() or limiter.counts()["tenant"].failed == 0
+
+
+def test_a_peek_applies_failure_policies_by_rule() -> None:
+    """The other rule's quota is shown, marked degraded, and nothing is counted."""
+    limiter = partly_failing(["open", "open"], [2, 3])
+    fail(limiter, "user")
+    peeked = limiter.peek(ALL)
+    assert (peeked.allowed, peeked.rule, peeked.remaining, peeked.degraded) == (
+        True,
+        "tenant",
+        3,
+        True,
+    )
+    assert limiter.counts() == {}
+
+
+@pytest.mark.parametrize(
+    ("policy", "allowed", "remaining"),
+    [("open", [True, True], 1), ("closed", [False, False], 3), ("local", [False, True], 3)],
+)
+def test_several_requests_apply_failure_policies_by_rule(
+    policy: str, allowed: list[bool], remaining: int
+) -> None:
+    """One rule fails in a call of several requests: the other is charged for all, or not at all."""
+    limiter = partly_failing([policy, "open"], [2, 3])
+    bob = Request(user="bob", tenant="acme")
+    fail(limiter, "user")
+    if policy == "local":  # the local limit has no unit left for the first
+        limiter.evaluate_all([(Request(user="ann", tenant="other"), 2)])
+    found = limiter.evaluate_all([(ALL, 1), (bob, 1)])
+    assert [each.decision.allowed for each in found] == allowed
+    fail(limiter)
+    assert left(limiter.explain(bob))[1] == remaining
+
+
+def test_rules_with_penalties_fail_separately() -> None:
+    """The cool-down of one rule cannot be read: that rule fails, and the other is charged."""
+    limiter = partly_failing(["open", "open"], [2, 3], ", penalty: {after: 2, cooldown: 10s}")
+    fail(limiter, "user")
+    assert [bool(limiter.check(ALL)) for _ in range(6)] == [True] * 3 + [False] * 3
+    assert [each.rule for each in limiter.penalties()] == ["tenant"]
+    closed = partly_failing(["closed", "open"], [2, 3], ", penalty: {after: 2, cooldown: 10s}")
+    fail(closed, "user")
+    assert not closed.check(ALL)
+    assert closed.evaluate(ALL).kind == "unavailable"
+    fail(closed)
+    assert left(closed.explain(ALL)) == [2, 3]
+
+
+def test_shadow_rules_fail_separately() -> None:
+    """The other shadow rules count, whichever enforced or shadow rule fails."""
+    limiter = partly_failing(["open", "open, mode: shadow", "open, mode: shadow"], [2, 3, 4])
+    fail(limiter, "user", "tenant")
+    assert limiter.check(ALL).degraded
+    counts = limiter.counts()
+    assert [counts[rule].failed for rule in ("user", "tenant", "ip")] == [1, 1, 0]
+    assert counts["ip"].allowed == 1
+
+
+@given(
+    policies=st.lists(st.sampled_from(["open", "closed", "local"]), min_size=2, max_size=3),
+    failing=st.lists(st.sets(st.sampled_from(["user", "tenant", "ip"])), min_size=1, max_size=12),
+    together=st.booleans(),
+)
+def test_a_working_rule_counts_exactly_the_requests_that_pass(
+    policies: list[str], failing: list[set[str]], together: bool
+) -> None:
+    """Whatever else fails: it is charged for each admitted request and no other, and holds."""
+    limits = [4, 3, 5]
+    limiter = partly_failing(policies, limits)
+    spent = dict.fromkeys(("user", "tenant", "ip")[: len(policies)], 0)
+    for down in failing:
+        fail(limiter, *down)
+        results = limiter.evaluate_all([(ALL, 1)]) if together else [limiter.evaluate(ALL)]
+        decision = results[0].decision
+        working = [rule for rule in spent if rule not in down]
+        if decision.allowed:
+            for rule in working:
+                spent[rule] += 1
+        policy_of = dict(zip(spent, policies, strict=True))
+        full = any(spent[rule] >= limit for rule, limit in zip(spent, limits, strict=False))
+        if any(policy_of[rule] == "closed" for rule in spent if rule in down):
+            assert not decision.allowed
+        elif not full and all(policy_of[rule] == "open" for rule in spent if rule in down):
+            assert decision.allowed
+    fail(limiter)
+    assert left(limiter.explain(ALL)) == [
+        limit - used for limit, used in zip(limits, spent.values(), strict=False)
+    ]

@@ -8,16 +8,18 @@ that would have allowed the request has at least the cost.
 
 `check_in_turn` decides several subjects of one request in memory: all pass, or none is charged. It
 peeks at every subject first and charges only if all of them have room. Another thread may spend in
-between. Then the units that were already charged are refunded. A store on another machine decides
-all subjects in one round trip instead (`RedisStore`).
+between. Then the units that were already charged are refunded. A check that the store cannot decide
+(its table is full) says nothing about the others: they are decided, and charged if the caller
+declares the failed one optional. Redis decides the subjects inside one script call instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from tollkeeper.core.errors import StoreError
 from tollkeeper.core.model import Decision, Limit, decision_with
-from tollkeeper.decide.store import GateCheck
+from tollkeeper.decide.store import Answer, GateCheck
 
 
 def combine(
@@ -81,25 +83,43 @@ def _tightness(answer: Decision) -> tuple[bool, int, int, int]:
     return answer.allowed, answer.remaining, -answer.retry_after_ns, -answer.reset_after_ns
 
 
-def check_in_turn(checks: Sequence[GateCheck]) -> list[Decision]:
-    """Check each (gate, subject, cost) on gates that answer at once; return their decisions.
-
-    If any check is denied, nothing is spent by any. Raises CapacityError and StoreError; nothing
-    is spent then either.
-    """
-    looks = [gate.peek(subject, cost) for gate, subject, cost in checks]
-    if not all(looks):
-        return looks
-    checked: list[Decision] = []
+def check_in_turn(checks: Sequence[GateCheck], optional: Collection[int] = ()) -> list[Answer]:
+    """Check each (gate, subject, cost) on gates that answer at once; see Store.check_together."""
+    answers: list[Answer] = []
+    passes = True
+    for at, (gate, subject, cost) in enumerate(checks):
+        try:
+            decision = gate.peek(subject, cost)
+        except StoreError as error:
+            answers.append(error)
+            passes = passes and at in optional
+        else:
+            answers.append(decision)
+            passes = passes and decision.allowed
+    if not passes:
+        return answers
+    looks = list(answers)
+    charged: list[tuple[int, int | None]] = []
+    passes = False
     try:
-        for gate, subject, cost in checks:
-            decision = gate.check(subject, cost)
-            checked.append(decision)
+        for at, (gate, subject, cost) in enumerate(checks):
+            if isinstance(looks[at], StoreError):
+                continue
+            try:
+                decision = gate.check(subject, cost)
+            except StoreError as error:  # no room for a new state
+                answers[at] = error
+                if at not in optional:
+                    return answers
+                continue
+            answers[at] = decision
             if not decision.allowed:
-                break
+                return answers
+            charged.append((at, decision.charged_ns))
+        passes = True
     finally:
-        if checks and (len(checked) < len(checks) or not checked[-1].allowed):
-            for (gate, subject, cost), decision in zip(checks, checked, strict=False):
-                if decision.allowed:
-                    gate.refund(subject, cost, decision.charged_ns)
-    return checked + looks[len(checked) :]
+        for at, charged_ns in () if passes else charged:
+            gate, subject, cost = checks[at]
+            gate.refund(subject, cost, charged_ns)
+            answers[at] = looks[at]
+    return answers

@@ -7,6 +7,11 @@
 
 Every answer is marked degraded, so that callers can tell it from a decision of the store.
 
+The policy of a rule answers for that rule only. A store may fail for some rules of a request: one
+shard of a cluster is down, or a full table has no room for a new key. The store decides and charges
+the other rules as always, and the request passes if they and the policies allow it. `closed` and
+`raise` end the request, so then nothing is charged.
+
 A rule with `on_failure: local` is limited by counts of this machine. The limits are those of
 the whole fleet, so each of `nodes` machines has its share of them, and all machines together admit
 no more than the rule allows. The workers of one machine count together if `store` is a file that
@@ -38,6 +43,8 @@ from tollkeeper.decide.stores import open_fallback_store
 
 FailurePolicy = Literal["open", "closed", "local", "raise"]
 FAILURE_POLICIES: Final[tuple[FailurePolicy, ...]] = get_args(FailurePolicy)
+# The policies that may let a request pass. With the others, one failed check ends the request.
+OPTIONAL_POLICIES: Final[frozenset[FailurePolicy]] = frozenset({"open", "local"})
 
 # The end of an outage is unknown. One second keeps clients from retrying in a tight loop.
 RETRY_AFTER_NS: Final = NS_PER_SECOND
@@ -153,6 +160,18 @@ class LocalCheck(NamedTuple):
     units: int
 
 
+class FailedCheck(NamedTuple):
+    """One check of a request that the store could not decide, with its failure policy."""
+
+    error: StoreError
+    policy: FailurePolicy
+    check: LocalCheck
+
+    def decision(self) -> Decision:
+        """Return the answer of the policy, or raise the error. See `decision_on_failure`."""
+        return decision_on_failure(self.error, self.policy, self.check.limits[0], self.check.rule)
+
+
 class LocalLimits:
     """The counts of this machine, opened when they are first needed."""
 
@@ -187,6 +206,22 @@ class LocalLimits:
         """Return how long the store has been unavailable; 0 if it is not."""
         now_ns = self._clock.now_ns()
         return 0 if now_ns - self._failed_ns > OUTAGE_GAP_NS else max(now_ns - self._since_ns, 0)
+
+    def answer(
+        self, failed: Sequence[FailedCheck], address: str | None, *, spend: bool
+    ) -> list[Decision]:
+        """Return the degraded decisions on the failed checks of a request, or raise their error.
+
+        Empty if every policy is `open` and no limit of this machine applies.
+        """
+        for each in failed:
+            if each.policy == "raise":
+                raise each.error
+        closed = [each.decision() for each in failed if each.policy == "closed"]
+        if closed:
+            return closed
+        local_checks = [each.check for each in failed if each.policy == "local"]
+        return self.decide(local_checks, address, spend=spend)
 
     def decide(
         self, checks: Sequence[LocalCheck], address: str | None, *, spend: bool
@@ -262,7 +297,12 @@ def _decide(store: Store, charges: Sequence[GateCheck], *, spend: bool) -> list[
     if not charges:
         return []
     if spend:
-        return store.check_together(charges)
+        decisions: list[Decision] = []
+        for answer in store.check_together(charges):
+            if isinstance(answer, StoreError):
+                raise answer
+            decisions.append(answer)
+        return decisions
     return [gate.peek(subject, units) for gate, subject, units in charges]
 
 

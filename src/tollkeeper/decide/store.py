@@ -11,10 +11,11 @@ cache hits and has circuit breakers) and `channel` (it carries messages between 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
+from tollkeeper.core.errors import StoreError
 from tollkeeper.core.model import Decision, Limit
 
 BreakerPosition = Literal["closed", "open", "half_open"]
@@ -134,6 +135,8 @@ AnyGate = Gate | AsyncGate
 # One check of `check_together`: gate, subject and cost.
 GateCheck = tuple[Gate, str, int]
 AsyncGateCheck = tuple[AsyncGate, str, int]
+# The answer to one of them: the error says why it could not be decided.
+Answer = Decision | StoreError
 
 
 @runtime_checkable
@@ -143,6 +146,11 @@ class Store(Protocol):
     @property
     def is_private(self) -> bool:
         """True if no other process sees the counts."""
+        ...
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if subjects are on several servers, of which one can be down alone."""
         ...
 
     @property
@@ -164,10 +172,14 @@ class Store(Protocol):
         """Prepare a rule's limits. The same rule and limits share their counts."""
         ...
 
-    def check_together(self, checks: Sequence[GateCheck]) -> list[Decision]:
-        """Check several subjects: one decision for each, in order; all pass or none is charged.
+    def check_together(
+        self, checks: Sequence[GateCheck], optional: Collection[int] = ()
+    ) -> list[Answer]:
+        """Check several subjects: one answer for each, in order; all pass or none is charged.
 
-        Raises CapacityError and StoreError; nothing is charged then.
+        A check that cannot be decided has a StoreError as its answer. Then nothing is charged,
+        unless its position is `optional`: the checks without an error are charged if all of them
+        pass. Raises CapacityError; nothing is charged then.
         """
         ...
 
@@ -195,7 +207,9 @@ class AsyncStore(Protocol):
         """Prepare a rule's limits for asyncio. See Store.gate."""
         ...
 
-    async def check_together_async(self, checks: Sequence[AsyncGateCheck]) -> list[Decision]:
+    async def check_together_async(
+        self, checks: Sequence[AsyncGateCheck], optional: Collection[int] = ()
+    ) -> list[Answer]:
         """See Store.check_together. A caller that is cancelled has spent nothing."""
         ...
 

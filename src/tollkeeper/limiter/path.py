@@ -32,8 +32,14 @@ from tollkeeper.core.model import (
 from tollkeeper.core.steps import Call, Steps, Undo
 from tollkeeper.core.subjects import Key, subject_of, subject_of_request
 from tollkeeper.decide.combine import combine_decisions
-from tollkeeper.decide.failure import FailurePolicy, LocalCheck, LocalLimits, decision_on_failure
-from tollkeeper.decide.store import AnyGate
+from tollkeeper.decide.failure import (
+    OPTIONAL_POLICIES,
+    FailedCheck,
+    FailurePolicy,
+    LocalCheck,
+    LocalLimits,
+)
+from tollkeeper.decide.store import Answer, AnyGate
 from tollkeeper.limiter.arguments import request_of
 from tollkeeper.rules.engine import RuleEngine
 
@@ -134,13 +140,24 @@ class LimiterPath:
         charges = [
             (self._gate, self._subject_of(key), units_of(cost, "cost")) for key, cost in checks
         ]
-        try:
-            decisions: list[Decision] = yield Call(self._check_together, charges)
-        except StoreError as error:
-            decisions = [
-                self._failed(error, key, subject, units, spend=True)
-                for (key, _), (_, subject, units) in zip(checks, charges, strict=True)
-            ]
+        may_fail = self._on_failure in OPTIONAL_POLICIES
+        answers: list[Answer] = yield Call(
+            self._check_together, charges, range(len(charges)) if may_fail else ()
+        )
+        # A key that the store denies, or a policy that does: then nothing is charged.
+        passes = all(
+            may_fail if isinstance(answer, StoreError) else answer.allowed for answer in answers
+        )
+        decisions = [
+            self._failed(answer, key, subject, units, spend=passes)
+            if isinstance(answer, StoreError)
+            else answer
+            for (key, _), (_, subject, units), answer in zip(checks, charges, answers, strict=True)
+        ]
+        if passes and not all(decisions):  # the limits of this machine deny
+            for (gate, subject, units), answer in zip(charges, answers, strict=True):
+                if not isinstance(answer, StoreError):
+                    yield Undo(gate.refund, subject, units, answer.charged_ns)
         return [self.result_of(decision) for decision in decisions]
 
     def _unlimited(self) -> Decision:
@@ -153,15 +170,11 @@ class LimiterPath:
     ) -> Decision:
         """Return the answer of the failure policy after the store could not decide."""
         self._local.note_failure(error)
-        if self._on_failure in {"open", "local"}:
-            checks = []
-            if self._on_failure == "local":
-                checks = [LocalCheck(self._limits, self._name, subject, units)]
-            address = key.ip if isinstance(key, Request) else None
-            found = self._local.decide(checks, address, spend=spend)
-            if found:
-                return combine_decisions(found)
-        return decision_on_failure(error, self._on_failure, self._limits[0], self._name)
+        check = LocalCheck(self._limits, self._name, subject, units)
+        failed = FailedCheck(error, self._on_failure, check)
+        address = key.ip if isinstance(key, Request) else None
+        found = self._local.answer([failed], address, spend=spend)
+        return combine_decisions(found) if found else failed.decision()
 
     def result_of(self, decision: Decision) -> CheckResult:
         """Return a decision that `check` made by the limiter's own limits as `evaluate` does."""

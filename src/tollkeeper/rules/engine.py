@@ -12,8 +12,9 @@ the check in memory. Any other request, and any error, takes the steps.
 - *Enforced rules* decide together: none is charged unless all of them pass.
 - *Shadow rules* are decided separately. They are charged and counted, and never deny. On asyncio
   they are called at the same time as the enforced rules, so that they cost no extra round trip.
-- *Failure policies* answer if the store cannot decide: each rule by its `on_failure`, or the
-  limiter's. The request passes if all of them let it pass.
+- *Failure policies* answer for the rules that the store cannot decide: each rule by its
+  `on_failure`, or the limiter's. The store decides and charges the other rules. The request passes
+  if all of them let it pass. A denial of the store is exact, whatever the failed rules would say.
 - *Limits that follow the load* may be too low for a cost that they admit at a lower load. That is
   a denial. A cost that never fits raises CapacityError.
 
@@ -24,7 +25,8 @@ call.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from time import perf_counter_ns
 from typing import Any, Final
@@ -41,17 +43,19 @@ from tollkeeper.core.model import (
     ResultKind,
     decision_with,
 )
-from tollkeeper.core.steps import Call, Steps, Together, run, run_async
+from tollkeeper.core.steps import Call, Steps, Together, Undo, run, run_async
 from tollkeeper.decide.combine import combine_decisions
 from tollkeeper.decide.failure import (
+    OPTIONAL_POLICIES,
     RETRY_AFTER_NS,
+    FailedCheck,
     FailurePolicy,
     LocalCheck,
     LocalFallback,
     LocalLimits,
     decision_on_failure,
 )
-from tollkeeper.decide.store import AsyncStore, Store
+from tollkeeper.decide.store import Answer, AsyncStore, Store
 from tollkeeper.metrics.tally import RuleCounts, Tally
 from tollkeeper.rules.compiled import FACTOR_STEPS, CheckPlan, CompiledRules, RuleCheck, factor_step
 from tollkeeper.rules.document.model import Document
@@ -236,9 +240,13 @@ class RuleEngine:
                     check.gate_subject, check.units
                 )
                 return self._counted(check, decision), ()
-            return self._combined(checks, self._store.check_together(_charges(checks))), ()
+            answers = self._store.check_together(_charges(checks), self._optional(checks))
         except (StoreError, CapacityError) as error:
-            return run(self._not_decided(checks, request, error, spend=True)), ()
+            return run(self._not_decided(checks, request, error)), ()
+        for answer in answers:
+            if isinstance(answer, StoreError):
+                return run(self._decisions([(plan, request)], answers))[0], ()
+        return self._combined(checks, answers), ()  # type: ignore[arg-type]  # all are decisions
 
     async def decide_async(self, plan: CheckPlan, request: Request) -> Decided:
         """Charge a request on asyncio, if all of its rules have room."""
@@ -253,7 +261,7 @@ class RuleEngine:
             )
         except (StoreError, CapacityError) as error:
             self._note_store_time(start_ns, error)
-            return await run_async(self._not_decided(checks, request, error, spend=True)), ()
+            return await run_async(self._not_decided(checks, request, error)), ()
         taken_ns = perf_counter_ns() - start_ns
         if decision.allowed or taken_ns > _ROUND_TRIP_NS_MIN:
             self.tally.store_seconds.note(taken_ns)
@@ -263,81 +271,111 @@ class RuleEngine:
 
     def _decide(self, plan: CheckPlan, request: Request) -> Steps[Decided]:
         """Return the decision on a request with any number of rules, shadow rules, penalties."""
-        answer, shadow_answers = yield from self._answer(plan)
-        decision = (
-            (yield from self._not_decided(plan.enforced, request, answer, spend=True))
-            if isinstance(answer, BaseException)
-            else answer
-        )
+        decision, failures = yield from self._penalty_denial(plan)
+        shadow_answers: Sequence[RuleAnswer] | None = None
+        waited = False
+        if decision is None and not plan.enforced:
+            decision = self._without_limits(plan)
+        elif decision is None:
+            try:
+                answers, shadow_answers = yield from self._answers(
+                    plan.enforced, failures, plan.shadowed
+                )
+            except CapacityError as error:
+                decision = yield from self._not_decided(plan.enforced, request, error)
+            else:
+                waited = _timed_out(answers)
+                [decision] = yield from self._decisions([(plan, request)], answers)
         if self.penalties.gates:
             yield from self.penalties.penalise(plan, decision)
         if not plan.shadowed:
             return decision, ()
         if shadow_answers is None:
-            shadow_answers = yield from self._shadow_answers(plan.shadowed, decision)
+            shadow_answers = yield from self._shadow_answers(plan.shadowed, waited=waited)
         return decision, self._count_shadows(plan.shadowed, shadow_answers)
 
-    def _answer(
-        self, plan: CheckPlan
-    ) -> Steps[tuple[Decision | BaseException, Sequence[RuleAnswer] | None]]:
-        """Return the decision or the store's error, and the shadow rules' answers if known."""
-        try:
-            decision = yield from self._penalty_denial(plan)
-        except StoreError as error:
-            return error, None
-        if decision is None and not plan.enforced:
-            decision = self._without_limits(plan)
-        if decision is not None:
-            return decision, None
-        call = self._call(plan.enforced)
-        start_ns = perf_counter_ns()
-        shadow_answers = None
-        if plan.shadowed and self._async_store is not None:
-            # All at the same time: the shadow rules cost no extra round trip.
-            shadow_calls = [_check_call(check) for check in plan.shadowed]
-            answer, *shadow_answers = yield Together([call, *shadow_calls])
-        else:
-            try:
-                answer = yield call
-            except (StoreError, CapacityError) as error:
-                answer = error
-        if self._async_store is not None:
-            self._note_store_time(start_ns, answer)
-        if isinstance(answer, BaseException):
-            return answer, shadow_answers
-        decisions = answer if isinstance(answer, list) else [answer]
-        return self._combined(plan.enforced, decisions), shadow_answers
+    def _answers(
+        self,
+        checks: RuleChecks,
+        failures: Mapping[int, StoreError],
+        shadowed: RuleChecks = (),
+    ) -> Steps[tuple[list[Answer], Sequence[RuleAnswer] | None]]:
+        """Charge the rules, all or none; return their answers, and those of shadow rules if asked.
 
-    def _call(self, checks: RuleChecks) -> Call:
-        """Return the call that charges all of these rules, or none."""
-        if len(checks) == 1:
-            return _check_call(checks[0])
-        return Call(self._check_together, _charges(checks))
+        `failures` are the rules that the store could not decide before, by position. They are not
+        asked again. Raises CapacityError; nothing is charged then.
+        """
+        for at, failure in failures.items():
+            if self._policy(checks[at]) not in OPTIONAL_POLICIES:
+                return [failure] * len(checks), None  # the request ends here
+        asked = [check for at, check in enumerate(checks) if at not in failures]
+        shadow_answers = None
+        found = []
+        if asked:
+            call = (
+                _check_call(asked[0])
+                if len(asked) == 1
+                else Call(self._check_together, _charges(asked), self._optional(asked))
+            )
+            start_ns = perf_counter_ns()
+            if shadowed and self._async_store is not None:
+                # All at the same time: the shadow rules cost no extra round trip.
+                calls = [call, *map(_check_call, shadowed)]
+                answer, *shadow_answers = yield Together(calls)
+                if isinstance(answer, BaseException) and not isinstance(answer, StoreError):
+                    raise answer
+            else:
+                try:
+                    answer = yield call
+                except StoreError as error:
+                    answer = error
+            if self._async_store is not None:
+                self._note_store_time(start_ns, answer)
+            found = answer if isinstance(answer, list) else [answer] * len(asked)
+        return _merged(found, failures), shadow_answers
 
     def _note_store_time(
-        self, start_ns: int, answer: Decision | list[Decision] | BaseException
+        self, start_ns: int, answer: Decision | list[Answer] | BaseException
     ) -> None:
         """Add the time that a check waited for the store to the histogram."""
         taken_ns = perf_counter_ns() - start_ns
-        if isinstance(answer, BaseException):
-            measured = isinstance(answer, StoreTimeout)
+        answers = answer if isinstance(answer, list) else [answer]
+        if any(isinstance(each, BaseException) for each in answers):
+            measured = _timed_out(answers)
         else:
-            allowed = all(answer) if isinstance(answer, list) else answer.allowed
             # A denial from the denial cache says nothing about the store.
-            measured = allowed or taken_ns > _ROUND_TRIP_NS_MIN
+            measured = all(answers) or taken_ns > _ROUND_TRIP_NS_MIN
         if measured:
             self.tally.store_seconds.note(taken_ns)
 
-    def _penalty_denial(self, plan: CheckPlan) -> Steps[Decision | None]:
-        """Return the denial of a cool-down, counted; None if none is in force."""
+    def _penalty_denial(
+        self, plan: CheckPlan
+    ) -> Steps[tuple[Decision | None, Mapping[int, StoreError]]]:
+        """Return the denial of a cool-down, counted, or None; and the rules that cannot be decided.
+
+        See Penalties.denial.
+        """
         if not self.penalties.gates:
-            return None
-        found = yield from self.penalties.denial(plan)
+            return None, {}
+        found, failures = yield from self.penalties.denial(plan)
         if found is None:
-            return None
+            return None, self._failures_of(plan, failures)
         check, decision = found
         self._counts_of(check.rule.id).penalty_denied += 1
-        return decision
+        return decision, failures
+
+    def _failures_of(
+        self, plan: CheckPlan, failures: Mapping[int, StoreError]
+    ) -> Mapping[int, StoreError]:
+        """Return the rules that fail if these cool-downs cannot be read.
+
+        All of them after a timeout of a store on one server: a request waits for it only once.
+        """
+        if not self._store.is_sharded:
+            for error in failures.values():
+                if isinstance(error, StoreTimeout):
+                    return dict.fromkeys(range(len(plan.enforced)), error)
+        return failures
 
     def _without_limits(self, plan: CheckPlan) -> Decision:
         """Return the decision on a request without limits, counted."""
@@ -345,12 +383,13 @@ class RuleEngine:
         self.tally.unruled[kind] = self.tally.unruled.get(kind, 0) + 1
         return _WITHOUT_LIMITS[plan.verdict]
 
-    def _shadow_answers(self, checks: RuleChecks, decision: Decision) -> Steps[list[RuleAnswer]]:
+    def _shadow_answers(self, checks: RuleChecks, *, waited: bool) -> Steps[list[RuleAnswer]]:
         """Check shadow rules after the decision is known.
 
-        The caller does not wait again for a store that failed: the rest have no answer.
+        A request that has `waited` for a store until the deadline does not wait again for rules
+        that cannot deny it: the rest have no answer.
         """
-        if decision.degraded:
+        if waited:
             return []
         if self._async_store is not None:
             answers: list[RuleAnswer] = yield Together([_check_call(check) for check in checks])
@@ -359,10 +398,10 @@ class RuleEngine:
         for check in checks:
             try:
                 answers.append((yield _check_call(check)))
-            except CapacityError as error:
-                answers.append(error)
-            except StoreError:
+            except StoreTimeout:
                 break
+            except (CapacityError, StoreError) as error:
+                answers.append(error)
         return answers
 
     def _count_shadows(self, checks: RuleChecks, answers: Sequence[RuleAnswer]) -> list[str]:
@@ -388,19 +427,17 @@ class RuleEngine:
     ) -> Steps[list[CheckResult]]:
         """Return a result for each request; if one of them is denied, none is charged."""
         compiled = self.compiled_rules
-        plans = [compiled.plan(request, cost) for request, cost in requests]
-        planned = list(zip(plans, [request for request, _ in requests], strict=True))
-        failure: StoreError | None = None
+        planned = [(compiled.plan(request, cost), request) for request, cost in requests]
+        failures: dict[int, StoreError] = {}
         denials: list[tuple[CheckPlan, Decision]] = []
-        for plan in plans if self.penalties.gates else ():
-            try:
-                denial = yield from self._penalty_denial(plan)
-            except StoreError as error:
-                failure = failure or error
-            else:
-                if denial is not None:
-                    denials.append((plan, denial))
-        if denials or any(plan.verdict == "deny" for plan in plans):
+        checks: list[RuleCheck] = []
+        for plan, _ in planned:
+            denial, failed = yield from self._penalty_denial(plan)
+            failures.update({len(checks) + at: error for at, error in failed.items()})
+            checks += plan.enforced
+            if denial is not None:
+                denials.append((plan, denial))
+        if denials or any(plan.verdict == "deny" for plan, _ in planned):
             for plan, denial in denials:
                 yield from self.penalties.penalise(plan, denial)
             results = []
@@ -408,52 +445,49 @@ class RuleEngine:
                 results.append(self._result(plan, (yield from self._peek(plan, request))))
             return results
         try:
-            if failure is not None:
-                raise failure
-            decisions = yield from self._decide_together(
-                [check for plan in plans for check in plan.enforced]
-            )
-        except StoreError as error:
-            return [
-                self._result(plan, self._failed(plan.enforced, request, error, spend=True))
-                if plan.enforced
-                else self._result(plan, self._without_limits(plan))
-                for plan, request in planned
-            ]
-        return (yield from self._results_of(plans, iter(decisions)))
+            answers, _ = yield from self._answers(checks, failures)
+        except CapacityError as error:
+            answers = yield from self._scaled_down_answers(checks, error)
+        decisions = yield from self._decisions(planned, answers)
+        return (yield from self._results_of(planned, decisions, waited=_timed_out(answers)))
 
     def _results_of(
-        self, plans: Sequence[CheckPlan], decisions: Iterator[Decision]
+        self,
+        planned: Sequence[tuple[CheckPlan, Request]],
+        decisions: Sequence[Decision],
+        *,
+        waited: bool,
     ) -> Steps[list[CheckResult]]:
-        """Return the results of several requests from the decisions of all their rules in order."""
+        """Return the results of several requests, after penalties and shadow rules."""
         results = []
-        for plan in plans:
-            of_plan = [next(decisions) for _ in plan.enforced]
-            decision = (
-                self._combined(plan.enforced, of_plan) if of_plan else self._without_limits(plan)
-            )
+        for (plan, _), decision in zip(planned, decisions, strict=True):
             if self.penalties.gates:
                 yield from self.penalties.penalise(plan, decision)
             denied: Sequence[str] = ()
             if plan.shadowed:
-                answers = yield from self._shadow_answers(plan.shadowed, decision)
+                answers = yield from self._shadow_answers(plan.shadowed, waited=waited)
                 denied = self._count_shadows(plan.shadowed, answers)
             results.append(self._result(plan, decision, denied))
         return results
 
-    def _decide_together(self, checks: RuleChecks) -> Steps[list[Decision]]:
-        """Charge all of the rules, or none; a rule whose limits are too low at this load denies."""
-        if not checks:
-            return []
-        try:
-            decisions: list[Decision] = yield Call(self._check_together, _charges(checks))
-        except CapacityError as error:
-            scaled_down = _scaled_down(checks, error)
-            decisions = []
-            for check in checks:
+    def _scaled_down_answers(self, checks: RuleChecks, error: CapacityError) -> Steps[list[Answer]]:
+        """Peek at all rules; the one whose limits are too low at this load denies.
+
+        Raises the error if the cost never fits.
+        """
+        scaled_down = _scaled_down(checks, error)
+        answers: list[Answer] = []
+        for check in checks:
+            try:
                 decision: Decision = yield Call(check.gate.peek, check.gate_subject, 0)
-                decisions.append(_denied_for_now(decision) if check is scaled_down else decision)
-        return decisions
+            except StoreError as failure:
+                if check is scaled_down:
+                    answers.append(_denied_without_numbers(check, failure))
+                else:
+                    answers.append(failure)
+            else:
+                answers.append(_denied_for_now(decision) if check is scaled_down else decision)
+        return answers
 
     # ── Results and counts ─────────────────────────────────────────────────────────────────────
 
@@ -466,7 +500,7 @@ class RuleEngine:
         if not checks:
             return CheckResult(decision, (), "unlimited", tuple(shadow_denied))
         kind: ResultKind = "limited"
-        if decision.degraded and not decision.allowed and "closed" in self._policies(checks):
+        if decision.degraded and not decision.allowed and self._is_closed(checks, decision.rule):
             kind = "unavailable"
         return CheckResult(
             decision,
@@ -520,77 +554,139 @@ class RuleEngine:
 
     # ── When the store cannot decide ───────────────────────────────────────────────────────────
 
+    def _policy(self, check: RuleCheck) -> FailurePolicy:
+        return check.rule.on_failure or self._on_failure
+
+    def _optional(self, checks: RuleChecks) -> list[int]:
+        """Return the positions of the rules that may fail: the others are charged all the same."""
+        default = self._on_failure
+        return [
+            at
+            for at, check in enumerate(checks)
+            if (check.rule.on_failure or default) in OPTIONAL_POLICIES
+        ]
+
+    def _is_closed(self, checks: RuleChecks, rule: str) -> bool:
+        """Return True if the rule of this id denies whenever the store cannot decide."""
+        return any(check.rule.id == rule and self._policy(check) == "closed" for check in checks)
+
     def _not_decided(
-        self, checks: RuleChecks, request: Request, error: BaseException, *, spend: bool
+        self, checks: RuleChecks, request: Request, error: StoreError | CapacityError
     ) -> Steps[Decision]:
         """Return the decision after an error of the store or of a cost, or raise the error."""
-        if isinstance(error, CapacityError):
-            check = _scaled_down(checks, error)
-            try:
-                peeked: Decision = yield Call(check.gate.peek, check.gate_subject, 0)
-            except StoreError as failure:
-                return self._failed(checks, request, failure, spend=spend)
-            decision = _denied_for_now(peeked)
-            if spend:
-                self._counted(check, decision)
-            return decision
         if isinstance(error, StoreError):
-            return self._failed(checks, request, error, spend=spend)
-        raise error
-
-    def _policies(self, checks: RuleChecks) -> list[FailurePolicy]:
-        return [check.rule.on_failure or self._on_failure for check in checks]
-
-    def _failed(
-        self, checks: RuleChecks, request: Request, error: StoreError, *, spend: bool
-    ) -> Decision:
-        """Return the answer of the rules' failure policies, or raise the error."""
-        policies = self._policies(checks)
-        self._local.note_failure(error)
-        self.tally.failed(error)
-        if spend:
-            self._count_failed(checks)
-        if "raise" in policies:
-            for check in checks if spend else ():
-                self._counts_of(check.rule.id).raised += 1
-            raise error
-        local_checks = [
-            # The whole limits, even if the rule is split: the share of each part would be rounded.
-            LocalCheck(check.prepared.limits, check.rule.id, check.subject, check.units)
-            for check, policy in zip(checks, policies, strict=True)
-            if policy == "local"
-        ]
-        local: list[Decision] = []
-        if "closed" not in policies:
-            local = self._local.decide(local_checks, request.ip, spend=spend)
-        decision = combine_decisions(
-            local
-            or [
-                decision_on_failure(error, policy, check.prepared.limits[0], check.rule.id)
-                for check, policy in zip(checks, policies, strict=True)
-            ]
-        )
-        if spend:
-            self._count_degraded(checks, policies, decision, is_local=bool(local))
+            return self._decision(checks, request, [error] * len(checks))
+        check = _scaled_down(checks, error)
+        try:
+            peeked: Decision = yield Call(check.gate.peek, check.gate_subject, 0)
+        except StoreError as failure:
+            decision = _denied_without_numbers(check, failure)
+        else:
+            decision = _denied_for_now(peeked)
+        self._counted(check, decision)
         return decision
 
-    def _count_degraded(
+    def _decisions(
+        self, planned: Sequence[tuple[CheckPlan, Request]], answers: Sequence[Answer]
+    ) -> Steps[list[Decision]]:
+        """Return the decision on each request from the answers to all of their rules, in order.
+
+        Limits of this machine may deny a request whose other rules the store has charged. Those
+        charges are refunded.
+        """
+        checks = [check for plan, _ in planned for check in plan.enforced]
+        charged = all(
+            self._policy(check) in OPTIONAL_POLICIES
+            if isinstance(answer, StoreError)
+            else answer.allowed
+            for check, answer in zip(checks, answers, strict=True)
+        )
+        left = iter(answers)
+        decisions = [
+            self._decision(
+                plan.enforced, request, [next(left) for _ in plan.enforced], charged=charged
+            )
+            if plan.enforced
+            else self._without_limits(plan)
+            for plan, request in planned
+        ]
+        if charged and not all(decisions):
+            for check, answer in zip(checks, answers, strict=True):
+                if not isinstance(answer, StoreError):
+                    with suppress(StoreError):
+                        charged_ns = answer.charged_ns
+                        yield Undo(check.gate.refund, check.gate_subject, check.units, charged_ns)
+        return decisions
+
+    def _decision(
         self,
         checks: RuleChecks,
-        policies: Sequence[FailurePolicy],
-        decision: Decision,
+        request: Request,
+        answers: Sequence[Answer],
         *,
-        is_local: bool,
-    ) -> None:
-        """Count a decision that was made without the store, by local limits or by policy."""
-        for check, policy in zip(checks, policies, strict=True):
-            counts = self._counts_of(check.rule.id)
-            if is_local and policy == "local":
-                counts.local_allowed += decision.allowed
-                counts.local_denied += not decision.allowed
+        charged: bool = True,
+        spend: bool = True,
+    ) -> Decision:
+        """Return the decision on a request from its rules' answers; or raise an error among them.
+
+        `charged`  whether local limits are charged; not if the request is denied already.
+        `spend`    False for a peek, which is not counted and charges nothing.
+        """
+        decided: list[Decision] = []
+        failed: list[tuple[RuleCheck, StoreError]] = []
+        for check, answer in zip(checks, answers, strict=True):
+            if isinstance(answer, StoreError):
+                failed.append((check, answer))
             else:
-                counts.policy_allowed += decision.allowed
-                counts.policy_denied += not decision.allowed
+                decided.append(self._counted(check, answer) if spend else answer)
+        if not failed:
+            return combine_decisions(decided)
+        self._note_failures(failed, spend=spend)
+        if not all(decided):
+            if spend:
+                self._count_degraded(failed, allowed=False, is_local=False)
+            return combine_decisions(decided)
+        failed_checks = [self._failed_check(check, error) for check, error in failed]
+        try:
+            found = self._local.answer(failed_checks, request.ip, spend=spend and charged)
+        except StoreError:
+            for check, _ in failed if spend else ():
+                self._counts_of(check.rule.id).raised += 1
+            raise
+        if decided or found:
+            decision = decision_with(combine_decisions([*decided, *found]), degraded=True)
+        else:
+            decision = combine_decisions([each.decision() for each in failed_checks])
+        if spend:
+            is_local = bool(found) and all(each.policy != "closed" for each in failed_checks)
+            self._count_degraded(failed, allowed=decision.allowed, is_local=is_local)
+        return decision
+
+    def _failed_check(self, check: RuleCheck, error: StoreError) -> FailedCheck:
+        # The whole limits, even if the rule is split: the share of each part would be rounded.
+        local = LocalCheck(check.prepared.limits, check.rule.id, check.subject, check.units)
+        return FailedCheck(error, self._policy(check), local)
+
+    def _note_failures(
+        self, failed: Sequence[tuple[RuleCheck, StoreError]], *, spend: bool
+    ) -> None:
+        self._local.note_failure(failed[0][1])
+        self.tally.failed(failed[0][1])
+        if spend:
+            self._count_failed([check for check, _ in failed])
+
+    def _count_degraded(
+        self, failed: Sequence[tuple[RuleCheck, StoreError]], *, allowed: bool, is_local: bool
+    ) -> None:
+        """Count rules that were decided without the store, by local limits or by policy."""
+        for check, _ in failed:
+            counts = self._counts_of(check.rule.id)
+            if is_local and self._policy(check) == "local":
+                counts.local_allowed += allowed
+                counts.local_denied += not allowed
+            else:
+                counts.policy_allowed += allowed
+                counts.policy_denied += not allowed
 
     # ── The other verbs ────────────────────────────────────────────────────────────────────────
 
@@ -602,17 +698,17 @@ class RuleEngine:
         checks = plan.enforced
         if not checks:
             return _WITHOUT_LIMITS[plan.verdict]
-        try:
-            found = (yield from self.penalties.denial(plan)) if self.penalties.gates else None
+        failures: Mapping[int, StoreError] = {}
+        if self.penalties.gates:
+            found, failures = yield from self.penalties.denial(plan)
             if found is not None:
                 return found[1]
-            decisions = []
-            for check in checks:
-                decision = yield from _peek_rule(check)
-                decisions.append(decision)
-        except (StoreError, CapacityError) as error:
-            return (yield from self._not_decided(checks, request, error, spend=False))
-        return combine_decisions(decisions)
+        asked = [check for at, check in enumerate(checks) if at not in failures]
+        try:
+            answers = yield from _peek_rules(asked)
+        except CapacityError as error:
+            answers = yield from self._scaled_down_answers(asked, error)
+        return self._decision(checks, request, _merged(answers, failures), spend=False)
 
     def peek_rule_steps(self, check: RuleCheck) -> Steps[Decision]:
         """Return the decision of one rule: that of its penalty, or of its limits.
@@ -675,6 +771,28 @@ def _charges(checks: RuleChecks) -> list[Any]:
     return [(check.gate, check.gate_subject, check.units) for check in checks]
 
 
+def _merged(answers: Sequence[Answer], failures: Mapping[int, StoreError]) -> list[Answer]:
+    """Return the answers with the failures inserted at their positions."""
+    left = iter(answers)
+    return [failures.get(at) or next(left) for at in range(len(answers) + len(failures))]
+
+
+def _timed_out(answers: Sequence[object]) -> bool:
+    """Return True if the request has waited for a store until the deadline."""
+    return any(isinstance(answer, StoreTimeout) for answer in answers)
+
+
+def _peek_rules(checks: RuleChecks) -> Steps[list[Answer]]:
+    """Peek at each of the rules. Raises CapacityError."""
+    answers: list[Answer] = []
+    for check in checks:
+        try:
+            answers.append((yield from _peek_rule(check)))
+        except StoreError as error:
+            answers.append(error)
+    return answers
+
+
 def _peek_rule(check: RuleCheck) -> Steps[Decision]:
     """Peek at one rule: at its gate, or at all parts if it is split."""
     decisions: list[Decision] = []
@@ -697,6 +815,11 @@ def _scaled_down(checks: RuleChecks, error: CapacityError) -> RuleCheck:
     if found is None:
         raise error
     return found
+
+
+def _denied_without_numbers(check: RuleCheck, error: StoreError) -> Decision:
+    """Return the denial of a cost that is too high at this load if the quota cannot be read."""
+    return decision_on_failure(error, "closed", check.prepared.limits[0], check.rule.id)
 
 
 def _denied_for_now(decision: Decision) -> Decision:

@@ -41,7 +41,7 @@ from hashlib import blake2b
 from typing import Final, NamedTuple
 
 from tollkeeper.core.clock import NS_PER_SECOND, Clock
-from tollkeeper.core.errors import StoreError
+from tollkeeper.core.errors import StoreError, StoreTimeout
 from tollkeeper.core.model import Decision, Limit, PenaltyKind
 from tollkeeper.core.steps import Call, Steps
 from tollkeeper.decide.store import AnyGate
@@ -269,33 +269,36 @@ class Penalties:
             if rule.penalty is not None
         }
 
-    def denial(self, plan: CheckPlan) -> Steps[tuple[RuleCheck, Decision] | None]:
+    def denial(
+        self, plan: CheckPlan
+    ) -> Steps[tuple[tuple[RuleCheck, Decision] | None, dict[int, StoreError]]]:
         """Return the rule and its denial if a cool-down is in force; None if not.
 
-        Raises StoreError if the store cannot say. It is called once at most after it failed.
+        And the errors of rules whose cool-down the store cannot say, by position. After a timeout
+        the request does not wait for another cool-down: the limits of those rules decide.
         """
-        failure: StoreError | None = None
+        failures: dict[int, StoreError] = {}
+        timed_out = False
         gates_of = self.gates
-        for check in plan.enforced:
+        for at, check in enumerate(plan.enforced):
             gates = gates_of.get(check.rule.id)
             if gates is None:
                 continue
             key, now_ns = _key(check), self._now_ns()
             left_ns = self.tracker.cooldown_ns(key, now_ns)
-            if left_ns is None and failure is not None:
+            if left_ns is None and timed_out:
                 continue
             if left_ns is None:
                 try:
                     left_ns = yield from _cooldown_left_ns(gates, check.subject)
                 except StoreError as error:
-                    failure = error
+                    failures[at] = error
+                    timed_out = isinstance(error, StoreTimeout)
                     continue
                 self.tracker.note_cooldown(key, now_ns, left_ns)
             if left_ns:
-                return check, self._denied(check, gates, left_ns)
-        if failure is not None:
-            raise failure
-        return None
+                return (check, self._denied(check, gates, left_ns)), failures
+        return None, failures
 
     def look(self, check: RuleCheck) -> Steps[Decision | None]:
         """Return the denial of a rule's cool-down as the store has it now; None if there is none.

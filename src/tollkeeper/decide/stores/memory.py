@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Final
 
@@ -30,7 +30,14 @@ from tollkeeper.decide.algorithms import ALGORITHMS, Outcome, State
 from tollkeeper.decide.busiest import Busiest
 from tollkeeper.decide.combine import check_in_turn, combine
 from tollkeeper.decide.credit import Credit
-from tollkeeper.decide.store import AsyncStore, Channel, GateCheck, StoreMonitor, StoreStats
+from tollkeeper.decide.store import (
+    Answer,
+    AsyncStore,
+    Channel,
+    GateCheck,
+    StoreMonitor,
+    StoreStats,
+)
 
 STATES_MAX_DEFAULT: Final = 1_000_000
 # Two items off for each one on: the heap's backlog of expired entries shrinks with every insert.
@@ -84,6 +91,7 @@ class PythonMemoryStore:
     def __init__(self, clock: Clock, states_max: int = STATES_MAX_DEFAULT) -> None:
         self._clock = clock
         self.is_private = True
+        self.is_sharded = False
         self.as_async: AsyncStore | None = None
         self.monitor: StoreMonitor | None = None
         self.channel: Channel | None = None
@@ -102,8 +110,10 @@ class PythonMemoryStore:
             tables = [self._tables.setdefault((rule, limit.identity), _Table()) for limit in limits]
         return MemoryGate(self, self._clock, tuple(limits), tables, rule, self._lock)
 
-    def check_together(self, checks: Sequence[GateCheck]) -> list[Decision]:
-        return check_in_turn(checks)
+    def check_together(
+        self, checks: Sequence[GateCheck], optional: Collection[int] = ()
+    ) -> list[Answer]:
+        return check_in_turn(checks, optional)
 
     def sweep(self) -> int:
         now_ns = self._clock.now_ns()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +21,14 @@ from tollkeeper.core.errors import ConfigError, StoreUnavailable
 from tollkeeper.core.model import Decision, Limit
 from tollkeeper.decide.combine import check_in_turn
 from tollkeeper.decide.kernel import _kernel
-from tollkeeper.decide.store import AsyncStore, Channel, GateCheck, StoreMonitor, StoreStats
+from tollkeeper.decide.store import (
+    Answer,
+    AsyncStore,
+    Channel,
+    GateCheck,
+    StoreMonitor,
+    StoreStats,
+)
 
 log = logging.getLogger("tollkeeper")
 
@@ -77,6 +84,7 @@ class KernelStore:
         self._clock = clock
         self._is_real = type(clock) is SystemClock
         self.is_private = path is None
+        self.is_sharded = False
         self.as_async: AsyncStore | None = None
         self.monitor: StoreMonitor | None = None
         self.channel: Channel | None = None
@@ -93,8 +101,10 @@ class KernelStore:
     def gate(self, limits: Sequence[Limit], rule: str) -> KernelGate:
         return KernelGate(self, self._table, tuple(limits), rule)
 
-    def check_together(self, checks: Sequence[GateCheck]) -> list[Decision]:
-        return check_in_turn(checks)
+    def check_together(
+        self, checks: Sequence[GateCheck], optional: Collection[int] = ()
+    ) -> list[Answer]:
+        return check_in_turn(checks, optional)
 
     def sweep(self) -> int:
         return self._table.sweep(self.now_ns())

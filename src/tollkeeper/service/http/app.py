@@ -9,9 +9,8 @@ imported at the first call.
 **Bodies that do not arrive.** A client that sends half a body must not occupy the worker for ever.
 A timer for each request would cost a tenth of a check, and almost no request needs it. Instead each
 request that waits for its body is an entry in a dict, which a task examines once a second. A
-request that has waited too long is cancelled and answers 408. When many requests wait for bodies,
-the timeout is much shorter. Bodies that arrive in parts share a bounded number of bytes: a request
-whose next part does not fit answers 503. A body that arrives in one part is never affected.
+request that has waited too long is cancelled and answers 408. A worker handles a bounded number of
+requests at a time, so when many of them wait for bodies, the timeout is much shorter.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from tollkeeper.service.http import authorize, checks, health, quotas
 from tollkeeper.service.http.browsers import BrowserGuard
 from tollkeeper.service.http.context import (
     BODY_SECONDS_MAX,
-    RETRY_AFTER_SECONDS,
     EarlyReply,
     Message,
     Receive,
@@ -133,9 +131,7 @@ class HttpService:
                     body = message.get("body", b"")
                     # A server may say `more_body` although only an empty message follows.
                     if headers.get(b"content-length") != b"%d" % len(body) or len(body) > bytes_max:
-                        body = await _rest_of_body(
-                            receive, message, headers, bytes_max, self._timeouts
-                        )
+                        body = await _rest_of_body(receive, message, headers, bytes_max)
                 finally:
                     self._waiting.pop(task, None)
             status, sent, body = await handle(
@@ -263,11 +259,9 @@ class _DefectLog:
 # ── Bodies ─────────────────────────────────────────────────────────────────────────────────────
 
 CHECK_SECONDS: Final = 1.0
-# When more requests wait than this, they get less time.
+# When more requests wait than this, the worker may soon have no room for others (`BACKPRESSURE`).
 CROWD: Final = 256
 CROWDED_SECONDS_MAX: Final = 1.0
-# The bytes of all bodies of a worker that have arrived in part.
-PARTIAL_BYTES_MAX: Final = 64 * 1024 * 1024
 
 _Task = asyncio.Task[Any]
 
@@ -280,8 +274,6 @@ class BodyTimeouts:
         """The tasks that wait for a body, and since when, on the clock `now_s`."""
         self.now_s = 0.0
         """Seconds since `keep_checking` started; it advances in steps."""
-        self.partial_bytes = 0
-        """The bytes of bodies that have arrived in part."""
         self._seconds_max = seconds_max
         self._cancelled: set[_Task] = set()
 
@@ -314,31 +306,19 @@ class BodyTimeouts:
 
 
 async def _rest_of_body(
-    receive: Receive,
-    message: Message,
-    headers: Mapping[bytes, bytes],
-    bytes_max: int,
-    timeouts: BodyTimeouts,
+    receive: Receive, message: Message, headers: Mapping[bytes, bytes], bytes_max: int
 ) -> bytes:
     """Return the whole body, given its first message. Raises EarlyReply."""
     length = headers.get(b"content-length", b"")
     declared = int(length) if length.isdigit() and len(length) < 19 else -1
     chunks: list[bytes] = [message.get("body", b"")]
-    size = kept = len(chunks[0])
-    timeouts.partial_bytes += kept
-    try:
-        while message.get("more_body") and max(size, declared) <= _DROPPED_BYTES_MAX:
-            message = await receive()
-            chunk = message.get("body", b"")
-            size += len(chunk)
-            if max(size, declared) <= bytes_max:
-                if timeouts.partial_bytes + len(chunk) > PARTIAL_BYTES_MAX:
-                    raise EarlyReply(_too_many_bodies())
-                chunks.append(chunk)
-                kept += len(chunk)
-                timeouts.partial_bytes += len(chunk)
-    finally:
-        timeouts.partial_bytes -= kept
+    size = len(chunks[0])
+    while message.get("more_body") and max(size, declared) <= _DROPPED_BYTES_MAX:
+        message = await receive()
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if max(size, declared) <= bytes_max:
+            chunks.append(chunk)
     if message["type"] == "http.disconnect":
         # The client may have closed only its sending side, so the reply is sent anyway.
         detail = "the connection closed before the whole body arrived; send all of it"
@@ -350,12 +330,6 @@ async def _rest_of_body(
             )
         )
     return b"".join(chunks)
-
-
-def _too_many_bodies() -> ServiceReply:
-    detail = "too many bodies are arriving in parts; send it again, in one piece"
-    wait = (b"retry-after", b"%d" % RETRY_AFTER_SECONDS)
-    return problem_reply(503, "TOO_MANY_BODIES", detail, [_CLOSE, wait])
 
 
 def _body_too_slow() -> ServiceReply:

@@ -1,4 +1,4 @@
-"""Checks of several subjects on Redis: the errors that a request reports.
+"""Checks of several subjects on Redis: their round trips, and the errors that they report.
 
 Gates with real servers are tested in tests/conformance, tests/parity and
 tests/integration/test_redis_*.py.
@@ -6,78 +6,170 @@ tests/integration/test_redis_*.py.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 
 from tollkeeper import Limit, StoreTimeout
 from tollkeeper.core.clock import SystemClock
-from tollkeeper.core.errors import StoreError
+from tollkeeper.core.errors import CapacityError, StoreError
 from tollkeeper.core.steps import Call, Steps, run
+from tollkeeper.decide.store import Answer
 from tollkeeper.decide.stores.redis.connections import NotSent
 from tollkeeper.decide.stores.redis.denial_cache import DenialCache
 from tollkeeper.decide.stores.redis.gates import JointCheck
-from tollkeeper.decide.stores.redis.scripts import RuleScripts, ScriptCall
+from tollkeeper.decide.stores.redis.scripts import (
+    CHECK,
+    JOINT_CHECK,
+    REFUND,
+    RuleScripts,
+    ScriptCall,
+)
 
 NOT_SENT = NotSent("no connection")
 MAY_BE_COUNTED = StoreTimeout("no answer in 50 ms; the call may have been counted once")
 BOTH = "no connection; another part of the request may have been counted once"
-# A full bucket of five at a time in microseconds: allowed, with one unit spent.
+# A full bucket at a time in microseconds: allowed. And an empty one: denied.
 ALLOWED = [10, -1, 0]
+DENIED = [~10, 10, 9_000_000]
+NAMES = {CHECK: "check", JOINT_CHECK: "joint", REFUND: "refund"}
 
 
 class ScriptedDriver:
-    """A driver whose round trips have these replies."""
+    """A driver whose round trips have these replies; `clustered` has a slot for each key."""
 
-    def __init__(self, *round_trips: list[Any]) -> None:
+    def __init__(self, *round_trips: list[Any], clustered: bool = True) -> None:
         self.round_trips = list(round_trips)
-        self.calls: list[int] = []
+        self.calls: list[list[str]] = []
+        self.servers = self
+        self._clustered = clustered
+
+    def slot(self, key: bytes) -> int:
+        return hash(key) if self._clustered else 0
 
     def running_all(self, calls: list[ScriptCall]) -> Steps[list[Any]]:
-        self.calls.append(len(calls))
+        self.calls.append([_shown(call) for call in calls])
         replies: list[Any] = yield Call(self.round_trips.pop, 0)
         return replies
 
 
-def joint_check() -> JointCheck:
-    scripts = RuleScripts((Limit(5, per=60),), "rule", "tk", SystemClock())
-    return JointCheck([(scripts, "a", 1), (scripts, "b", 1)], DenialCache(0))
+def _shown(call: ScriptCall) -> str:
+    """Return the name of the script, and the subjects of its keys."""
+    name = "peek" if call.arguments[-1] == b"look" else NAMES[call.script]
+    keys = [key.decode()[-2] for key in (call.key, *call.more_keys)]
+    return f"{name} {'+'.join(keys)}"
+
+
+def joint_check(optional: Collection[int] = (), cost: int = 1) -> JointCheck:
+    """Return checks of the subjects `a` with 5 a minute, and `b` with 6."""
+    checks = [
+        (RuleScripts((Limit(limit, per=60),), "rule", "tk", SystemClock()), subject, cost)
+        for subject, limit in (("a", 5), ("b", 6))
+    ]
+    return JointCheck(checks, DenialCache(0), optional)
+
+
+def shown(answers: list[Answer]) -> list[bool | str]:
+    return [str(each) if isinstance(each, StoreError) else each.allowed for each in answers]
+
+
+def test_one_server_decides_all_subjects_in_one_call() -> None:
+    """There is one round trip, and nothing to undo if one of them denies."""
+    driver: Any = ScriptedDriver([[ALLOWED, DENIED]], clustered=False)
+    answers = run(joint_check().deciding(driver))
+    assert shown(answers) == [True, False]
+    # Nothing was charged, so all units of the first remain.
+    assert not isinstance(answers[0], StoreError)
+    assert answers[0].remaining == 5
+    assert driver.calls == [["joint a+b"]]
 
 
 @pytest.mark.parametrize(
-    ("replies", "undone", "message"),
+    ("optional", "round_trips", "answers", "calls"),
     [
-        ([NOT_SENT, MAY_BE_COUNTED], [], str(MAY_BE_COUNTED)),
-        ([MAY_BE_COUNTED, NOT_SENT], [], str(MAY_BE_COUNTED)),
-        ([NOT_SENT, NotSent("neither")], [], str(NOT_SENT)),
-        ([NOT_SENT, ALLOWED], [1], str(NOT_SENT)),
-        ([MAY_BE_COUNTED, ALLOWED], [NOT_SENT], str(MAY_BE_COUNTED)),
-        ([NOT_SENT, ALLOWED], [NOT_SENT], BOTH),
+        # Both have room.
+        ((), [[ALLOWED, ALLOWED], [ALLOWED]], [True, True], [["check a", "peek b"], ["check b"]]),
+        # The first denies: the second is never charged.
+        ((), [[DENIED, ALLOWED]], [False, True], [["check a", "peek b"]]),
+        # The second denies: the first is refunded.
+        ((), [[ALLOWED, DENIED], [1]], [True, False], [["check a", "peek b"], ["refund a"]]),
+        # Another client took the last unit of the second.
+        (
+            (),
+            [[ALLOWED, ALLOWED], [DENIED], [1]],
+            [True, False],
+            [["check a", "peek b"], ["check b"], ["refund a"]],
+        ),
+        # One fails, and the request needs it.
+        ((), [[NOT_SENT, ALLOWED]], ["no connection", True], [["check a", "peek b"]]),
+        # One fails, and the other is charged all the same.
+        (
+            (0, 1),
+            [[NOT_SENT, ALLOWED], [ALLOWED]],
+            ["no connection", True],
+            [["check a", "peek b"], ["check b"]],
+        ),
+        ((1,), [[ALLOWED, NOT_SENT]], [True, "no connection"], [["check a", "peek b"]]),
+        (
+            (1,),
+            [[ALLOWED, ALLOWED], [NOT_SENT]],
+            [True, "no connection"],
+            [["check a", "peek b"], ["check b"]],
+        ),
+        # One fails, and the other denies.
+        ((0, 1), [[NOT_SENT, DENIED]], ["no connection", False], [["check a", "peek b"]]),
+    ],
+)
+def test_a_cluster_charges_the_first_subject_before_the_others(
+    optional: Collection[int],
+    round_trips: list[list[Any]],
+    answers: list[Any],
+    calls: list[list[str]],
+) -> None:
+    """The first is charged, the others are peeked at; only if all have room, they are charged."""
+    driver: Any = ScriptedDriver(*round_trips)
+    assert shown(run(joint_check(optional).deciding(driver))) == answers
+    assert driver.calls == calls
+    assert driver.round_trips == []
+
+
+@pytest.mark.parametrize(
+    ("round_trips", "messages"),
+    [
+        ([[NOT_SENT, MAY_BE_COUNTED]], [str(NOT_SENT), str(MAY_BE_COUNTED)]),
+        ([[ALLOWED, NOT_SENT], [1]], [True, str(NOT_SENT)]),
+        ([[ALLOWED, MAY_BE_COUNTED], [NOT_SENT]], [True, str(MAY_BE_COUNTED)]),
+        ([[ALLOWED, NOT_SENT], [NOT_SENT]], [True, BOTH]),
     ],
 )
 def test_a_request_reports_that_a_part_may_have_been_counted(
-    replies: list[Any], undone: list[Any], message: str
+    round_trips: list[list[Any]], messages: list[Any]
 ) -> None:
-    """That error comes before any other error, even if undoing the other parts failed."""
-    driver: Any = ScriptedDriver(replies, undone)
-    with pytest.raises(StoreError) as caught:
-        run(joint_check().deciding(driver))
-    assert str(caught.value) == message
-    assert driver.calls == [2, replies.count(ALLOWED)]
+    """The error of a check also says so if another part of the request could not be undone."""
+    assert shown(run(joint_check().deciding(ScriptedDriver(*round_trips)))) == messages  # type: ignore[arg-type]  # has what it needs
+
+
+def test_a_cost_that_never_fits_is_refunded() -> None:
+    """One limit has room for 6 units and the other has not: CapacityError, and nothing is spent."""
+    driver: Any = ScriptedDriver([DENIED, ALLOWED])
+    with pytest.raises(CapacityError):
+        run(joint_check(cost=6).deciding(driver))
+    assert driver.calls == [["check a", "peek b"]]
 
 
 def test_a_cancelled_request_undoes_every_charge() -> None:
-    """Both checks were allowed, but the caller is gone."""
+    """The first check was charged, but the caller is gone: the second is not sent."""
     joint = joint_check()
-    driver: Any = ScriptedDriver([ALLOWED, ALLOWED], [1, 1])
+    driver: Any = ScriptedDriver([ALLOWED, ALLOWED], [1])
     steps = joint.deciding(driver)
     step = next(steps)
     assert isinstance(step, Call)
     joint.cancelled = True
-    step = steps.send(step.function(*step.args))
-    assert driver.calls == [2, 2]
+    steps.send(step.function(*step.args))
+    assert driver.calls == [["check a", "peek b"], ["refund a"]]
     with pytest.raises(StopIteration):
-        steps.send([1, 1])
+        steps.send([1])
 
 
 def test_a_request_that_is_cancelled_before_it_is_sent_sends_nothing() -> None:

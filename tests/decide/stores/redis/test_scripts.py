@@ -10,7 +10,14 @@ import pytest
 
 from tests.redis_servers import Single, running
 from tollkeeper.decide.stores.redis import scripts
-from tollkeeper.decide.stores.redis.scripts import CHECK, GRANT, REFUND, RESET, LuaScript
+from tollkeeper.decide.stores.redis.scripts import (
+    CHECK,
+    GRANT,
+    JOINT_CHECK,
+    REFUND,
+    RESET,
+    LuaScript,
+)
 
 EVERY_SCRIPT = (CHECK, REFUND, GRANT, RESET)
 
@@ -23,13 +30,17 @@ def server() -> Single:
 
 def test_every_script_has_its_own_name() -> None:
     """The names are unique, and this file tests all scripts."""
-    assert len({script.sha for script in EVERY_SCRIPT}) == 4
-    assert {each for each in vars(scripts).values() if isinstance(each, LuaScript)} == set(
-        EVERY_SCRIPT
-    )
+    every = {each for each in vars(scripts).values() if isinstance(each, LuaScript)}
+    assert every == {*EVERY_SCRIPT, JOINT_CHECK}
+    assert len({script.sha for script in every}) == 5
 
 
-@pytest.mark.parametrize("script", EVERY_SCRIPT)
+def test_the_script_for_several_subjects_contains_the_script_for_one() -> None:
+    """So both decide alike."""
+    assert CHECK.text in JOINT_CHECK.text
+
+
+@pytest.mark.parametrize("script", [*EVERY_SCRIPT, JOINT_CHECK])
 def test_a_script_has_the_sha_that_the_server_computes(server: Single, script: LuaScript) -> None:
     """With a wrong SHA, the client would send each call twice."""
     assert server.admin.script_load(script.text) == script.sha.decode()
@@ -66,4 +77,4 @@ def test_a_script_accesses_only_its_key(server: Single, script: LuaScript) -> No
 
 def test_a_script_is_small_enough_to_send_with_a_call() -> None:
     """After NOSCRIPT the whole text is sent, in a few packets."""
-    assert max(len(script.text) for script in EVERY_SCRIPT) < 20_000
+    assert max(len(script.text) for script in (*EVERY_SCRIPT, JOINT_CHECK)) < 24_000

@@ -15,13 +15,13 @@ the same limits. In this process it drops the cached denial too. If another proc
 of a cost above 1 may report too much remaining quota for that second. A cost of 1 is denied only
 if nothing remains.
 
-And one thing makes a denial wrong: a request of several subjects was charged at the time, and then
-denied by another subject and refunded. So denials that were answered in between are dropped.
+And one thing makes a denial wrong: in a cluster, a request of several subjects was charged at the
+time, and then denied by another subject and refunded. So denials that were answered in between are
+dropped. A single server decides such a request in one step.
 
 A denied check may concern several subjects, and only some of them denied it. The denial is kept
 under those: a rule's field and a subject, a `CounterKey`. Events at the others change nothing: a
-tenant whose users are all denied, each by a limit of their own, is charged and refunded all the
-time.
+tenant whose users are all denied, each by a limit of their own, may be charged all the time.
 
 The check that spends the last unit implies the denial that follows, so that is cached too.
 
@@ -293,11 +293,7 @@ class DenialCache:
         if denial is None:
             return None
         decisions = [
-            attempt.scripts.decoder.check(
-                _aged(reply, denial.received_ns, attempt.now, now_ns),
-                attempt.cost,
-                attempt.early_ns,
-            )
+            attempt.denied_with_others(_aged(reply, denial.received_ns, attempt.now, now_ns))
             for attempt, reply in zip(attempts, denial.replies, strict=True)
         ]
         for decision in decisions:
@@ -313,16 +309,17 @@ class DenialCache:
         attempts: Sequence[CheckAttempt],
         replies: Sequence[list[int]],
         decisions: Sequence[Decision],
+        refunded: Sequence[CheckAttempt],
     ) -> None:
         """Cache that these checks were denied together, until the first denial among them ends.
 
-        To be called after the charged counters were refunded: checks in between may have been
-        denied because of the charge. Not cached if units were granted: a check that passes now may
-        be denied when the grant ends.
+        To be called after the charges of `refunded` were undone: checks in between may have been
+        denied because of them. Not cached if units were granted: a check that passes now may be
+        denied when the grant ends.
         """
         first = attempts[0]
         sent_ns = _sent_ns(first)
-        charged = _counters(attempts, replies, allowed=True)
+        charged = [(attempt.scripts.field, attempt.subject) for attempt in refunded]
         for attempt, reply in zip(attempts, replies, strict=True):
             decoder = attempt.scripts.decoder
             lasts = not decoder.has_grants(reply) and decoder.lasts(reply, attempt.cost)
@@ -330,7 +327,11 @@ class DenialCache:
                 self.table.refunded(charged, sent_ns)
                 return
         waits = [decision.retry_after_ns for decision in decisions if not decision.allowed]
-        counters = _counters(attempts, replies, allowed=False)
+        counters = tuple(
+            (attempt.scripts.field, attempt.subject)
+            for attempt, reply in zip(attempts, replies, strict=True)
+            if reply[0] < 0
+        )
         denial = self._denial(first, list(replies), min(waits), counters)
         self.table.refunded(charged, sent_ns, _joint_key(attempts), denial, first.mark)
 
@@ -367,17 +368,6 @@ def _denial_key(checks: Sequence[CheckKey]) -> DenialKey:
 
 def _joint_key(attempts: Sequence[CheckAttempt]) -> DenialKey:
     return _denial_key([(each.scripts, each.subject, each.cost) for each in attempts])
-
-
-def _counters(
-    attempts: Sequence[CheckAttempt], replies: Sequence[list[int]], *, allowed: bool
-) -> tuple[CounterKey, ...]:
-    """Return the counters that allowed, or those that denied."""
-    return tuple(
-        (attempt.scripts.field, attempt.subject)
-        for attempt, reply in zip(attempts, replies, strict=True)
-        if (reply[0] >= 0) is allowed
-    )
 
 
 def _sent_ns(attempt: CheckAttempt) -> int:

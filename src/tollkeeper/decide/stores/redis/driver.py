@@ -48,6 +48,7 @@ from tollkeeper.decide.stores.redis.connections import (
 from tollkeeper.decide.stores.redis.denial_cache import DenialCache
 from tollkeeper.decide.stores.redis.scripts import (
     CHECK,
+    JOINT_CHECK,
     SERVER_TIME,
     RuleScripts,
     ScriptCall,
@@ -305,7 +306,7 @@ class RedisDriver(ABC):
                 if word != "TRYAGAIN":
                     yield from self._finding(due_ns, refusal)
             else:
-                raise self._final_error(refusal)
+                raise self.error_of(refusal)
             payload = call.by_text() if by_text else call.by_sha()
             left_ns = _left_ns(due_ns, refusal)
             try:
@@ -317,7 +318,7 @@ class RedisDriver(ABC):
             if not isinstance(reply, Refusal):
                 return _valid(call, reply)
             refusal = reply
-        raise refusal if isinstance(refusal, NotSent) else self._final_error(refusal)
+        raise refusal if isinstance(refusal, NotSent) else self.error_of(refusal)
 
     def _finding(self, due_ns: int, refusal: Refusal) -> Steps[None]:
         """Look up where the servers are, and wait for it until the deadline."""
@@ -332,7 +333,8 @@ class RedisDriver(ABC):
             if error is not None:
                 raise error
 
-    def _final_error(self, refusal: ReplyError) -> StoreError:
+    def error_of(self, refusal: ReplyError) -> StoreError:
+        """Return our error for a server's error."""
         error = refusal_error(refusal, self.servers.config)
         if isinstance(error, StoreFull):
             self.servers.refused += 1
@@ -374,7 +376,7 @@ def _redirection(
 
 def _valid(call: ScriptCall, reply: Any) -> Any:
     """Return a reply that the script can give, or a StoreError. Raises for any other reply."""
-    wanted = list if call.script is CHECK else int
+    wanted = list if call.script in {CHECK, JOINT_CHECK} else int
     if type(reply) is not wanted and not isinstance(reply, StoreError):
         raise StoreUnavailable(
             f"not a reply of Redis: {show(reply)}; the call may have been counted once"

@@ -12,14 +12,16 @@ run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
-from tollkeeper.core.errors import CapacityError, StoreError, StoreUnavailable
+from hiredis import ReplyError
+
+from tollkeeper.core.errors import CapacityError, StoreError, StoreUnavailable, show
 from tollkeeper.core.model import Decision
 from tollkeeper.core.steps import Steps, run, run_async
 from tollkeeper.decide.busiest import Busiest
+from tollkeeper.decide.store import Answer
 from tollkeeper.decide.stores.redis.coalescing import batch_max
 from tollkeeper.decide.stores.redis.connections import NotSent
 from tollkeeper.decide.stores.redis.denial_cache import DenialCache
@@ -29,7 +31,13 @@ from tollkeeper.decide.stores.redis.driver import (
     RedisServers,
     ThreadDriver,
 )
-from tollkeeper.decide.stores.redis.scripts import CheckAttempt, CheckKey, RuleScripts, ScriptCall
+from tollkeeper.decide.stores.redis.scripts import (
+    CheckAttempt,
+    CheckKey,
+    RuleScripts,
+    ScriptCall,
+    joint_call,
+)
 
 # Part of every error after which the server may have run the call.
 _MAY_BE_COUNTED: Final = "may have been counted"
@@ -241,86 +249,187 @@ class AsyncRedisGate(_GateLogic):
 class JointCheck:
     """Checks of several subjects of one request: all are allowed, or none is charged.
 
-    All checks leave together. If one denies, a second round trip gives back to the others exactly
-    the units that they took.
+    One server decides all of them in one script call, in one step: no other client sees a charge of
+    a request that is denied. In a cluster, a script can only access keys of one slot. So there:
+
+    1. The checks of one slot are charged, and the others are peeked at, in the same round trip.
+       Those with the lowest limit go first, because they are the most likely to deny.
+    2. If all of them have room, the others are charged, in a second round trip.
+
+    A request that the first ones deny charges no other subject, not even for a moment. If one of
+    the others denies, the first ones were charged for one round trip, and a refund returns exactly
+    the units that they took. If another client took the last unit between the two round trips, so
+    were the others that allowed the request.
+
+    A check that fails has an error as its answer. The others are charged all the same if its
+    position is in `optional`.
     """
 
-    __slots__ = ("_attempts", "_cache", "cancelled")
+    __slots__ = (
+        "_answers",
+        "_attempts",
+        "_cache",
+        "_charged",
+        "_optional",
+        "_replies",
+        "cancelled",
+    )
 
-    def __init__(self, checks: Sequence[CheckKey], cache: DenialCache) -> None:
+    def __init__(
+        self, checks: Sequence[CheckKey], cache: DenialCache, optional: Collection[int] = ()
+    ) -> None:
         # Set when the caller is cancelled: then every charge must be given back.
         self.cancelled = False
         self._cache = cache
+        self._optional = optional
         moment, mark = checks[0][0].now(), cache.mark
         self._attempts = [CheckAttempt(check, mark, moment=moment) for check in checks]
+        # By position: the last reply of each check, and its decision or error.
+        self._replies: dict[int, list[int]] = {}
+        self._answers: dict[int, Answer | CapacityError] = {}
+        self._charged: set[int] = set()
 
-    def decided_locally(self, servers: RedisServers) -> list[Decision] | None:
-        """Return the decisions if a denial of these checks is cached.
+    def decided_locally(self, servers: RedisServers) -> list[Answer] | None:
+        """Return the answers if a denial of these checks is cached, or if nothing is to be sent.
 
-        Raises StoreUnavailable if a server's breaker is open: before anything is sent, because the
-        healthy servers would be charged and refunded.
+        Nothing is, if the breaker of a server is open and its check is not optional: the healthy
+        servers would be charged and refunded. Then all checks have the error of that server.
         """
         cached = self._cache.find_joint(self._attempts)
-        if cached is None and servers.breakers.any_open:
-            for attempt in self._attempts:
+        if cached is not None:
+            return list(cached)
+        for at, attempt in enumerate(self._attempts if servers.breakers.any_open else ()):
+            try:
                 servers.require_closed(attempt.key)
-        return cached
+            except StoreError as error:
+                if at not in self._optional:
+                    return [error] * len(self._attempts)
+                self._answers[at] = error
+        return None
 
-    def deciding(self, driver: RedisDriver) -> Steps[list[Decision]]:
-        """Send the checks, undo them if one denies, and return the decisions."""
+    def deciding(self, driver: RedisDriver) -> Steps[list[Answer]]:
+        """Decide the checks; return their answers. Raises CapacityError."""
         if self.cancelled:  # before anything was sent
             return []
-        replies = yield from driver.running_all([each.call() for each in self._attempts])
-        decisions, error = self._decisions(replies)
-        if error is not None or not all(decisions) or self.cancelled:
-            undone = yield from driver.running_all(self._undo_calls(replies))
-            error = _with_undo_failure(error, undone)
-        if error is None and not all(decisions):
-            self._cache.keep_joint(self._attempts, replies, decisions)
+        first, *others = self._groups(driver.servers) or [[]]
+        yield from self._asking(driver, [(first, True), *((group, False) for group in others)])
+        if others and self._passes() and not self.cancelled:
+            rest = [[at for at in group if at in self._replies] for group in others]
+            yield from self._asking(driver, [(group, True) for group in rest])
+        refunded: Sequence[CheckAttempt] = ()
+        passed = self._passes()
+        if not passed or self.cancelled:
+            refunded = yield from self._undoing(driver)
+        self._note_denials(refunded)
+        answers: list[Answer] = []
+        for at in range(len(self._attempts)):
+            answer = self._answers[at]
+            if isinstance(answer, CapacityError):
+                raise answer
+            if not passed and at in self._replies:
+                answer = self._attempts[at].denied_with_others(self._replies[at])
+            answers.append(answer)
+        return answers
+
+    def _groups(self, servers: RedisServers) -> list[list[int]]:
+        """Return the positions of the checks to send, by slot; the lowest limit comes first."""
+        by_slot: dict[int, list[int]] = {}
+        for at, attempt in enumerate(self._attempts):
+            if at not in self._answers:
+                by_slot.setdefault(servers.slot(attempt.key), []).append(at)
+        groups = list(by_slot.values())
+        if len(groups) > 1:
+            groups.sort(key=lambda group: min(map(self._room_max, group)))
+        return groups
+
+    def _room_max(self, at: int) -> float:
+        """Return how many such checks an untouched quota has room for."""
+        attempt = self._attempts[at]
+        limits = attempt.scripts.decoder.limits
+        return min(limit.capacity for limit in limits) / (attempt.cost or 1)
+
+    def _asking(self, driver: RedisDriver, groups: Sequence[tuple[list[int], bool]]) -> Steps[None]:
+        """Send one call for each group of positions; charge it, or only peek."""
+        asked = [(group, spend) for group, spend in groups if group]
+        if not asked:
+            return
+        replies = yield from driver.running_all([self._call(*each) for each in asked])
+        for (group, spend), reply in zip(asked, replies, strict=True):
+            found = reply if type(reply) is list and len(group) > 1 else [reply] * len(group)
+            if len(found) != len(group):
+                found = [_unknown(reply)] * len(group)
+            for at, part in zip(group, found, strict=True):
+                self._note(at, driver.error_of(part) if isinstance(part, ReplyError) else part)
+            if spend and self._passes(group):
+                self._charged.update(at for at in group if at in self._replies)
+
+    def _call(self, group: list[int], spend: bool) -> ScriptCall:
+        attempts = [self._attempts[at] for at in group]
+        if len(attempts) > 1:
+            optional = [at in self._optional for at in group]
+            return joint_call(attempts, optional, spend=spend)
+        [one] = attempts
+        return one.call() if spend else one.scripts.peek(one.key, one.cost, one.now)
+
+    def _note(self, at: int, reply: Any) -> None:
+        """Keep a check's reply, and the decision or the error in it."""
+        self._replies.pop(at, None)
+        if isinstance(reply, StoreError):
+            self._answers[at] = reply
+            return
+        try:
+            if type(reply) is not list:
+                raise _unknown(reply)
+            self._answers[at] = self._attempts[at].decision(reply)
+            self._replies[at] = reply
+        except (CapacityError, StoreError) as error:
+            self._answers[at] = error
+
+    def _passes(self, group: Sequence[int] | None = None) -> bool:
+        """Return True if no check denies, and only optional ones failed."""
+        for at in range(len(self._attempts)) if group is None else group:
+            answer = self._answers[at]
+            if isinstance(answer, StoreError):
+                if at not in self._optional:
+                    return False
+            elif isinstance(answer, CapacityError) or not answer.allowed:
+                return False
+        return True
+
+    def _undoing(self, driver: RedisDriver) -> Steps[list[CheckAttempt]]:
+        """Give back what was charged; return the checks that were charged."""
+        charged = [at for at in sorted(self._charged) if self._attempts[at].cost]
+        if not charged:
+            return []
+        calls = [
+            attempt.scripts.undo(attempt.subject, self._replies[at], attempt.cost)
+            for at in charged
+            for attempt in [self._attempts[at]]
+        ]
+        undone = yield from driver.running_all(calls)
+        if any(isinstance(each, StoreError) for each in undone):
+            self._answers = {at: _with_undo_failure(each) for at, each in self._answers.items()}
+        return [self._attempts[at] for at in charged]
+
+    def _note_denials(self, refunded: Sequence[CheckAttempt]) -> None:
+        """Cache the denial of these checks, or drop denials that may be out of date."""
+        decisions = [each for each in self._answers.values() if not isinstance(each, Exception)]
+        if len(decisions) == len(self._attempts) and not all(decisions):
+            positions = range(len(self._attempts))
+            replies = [self._replies[at] for at in positions]
+            self._cache.keep_joint(self._attempts, replies, decisions, refunded)
         else:
             self._cache.drop_charged(self._attempts)
-        if error is not None:
-            raise error
-        return decisions
-
-    def _decisions(self, replies: Sequence[Any]) -> tuple[list[Decision], Exception | None]:
-        """Return the decisions, and the most important error.
-
-        An error after which a call may have been counted is more important than the others.
-        """
-        decisions: list[Decision] = []
-        errors: list[Exception] = []
-        for attempt, reply in zip(self._attempts, replies, strict=True):
-            if isinstance(reply, StoreError):
-                errors.append(reply)
-                continue
-            try:
-                decoder = attempt.scripts.decoder
-                decisions.append(decoder.check(reply, attempt.cost, attempt.early_ns))
-            except (CapacityError, StoreError) as error:
-                errors.append(error)
-        return decisions, min(
-            errors, key=lambda error: _MAY_BE_COUNTED not in str(error), default=None
-        )
-
-    def _undo_calls(self, replies: Sequence[Any]) -> list[ScriptCall]:
-        """Return the calls that give back what the checks took."""
-        calls: list[ScriptCall] = []
-        for attempt, reply in zip(self._attempts, replies, strict=True):
-            if not attempt.cost or type(reply) is not list:
-                continue
-            # A reply that the script cannot give says nothing about units; `_decisions` reports it.
-            with suppress(IndexError, TypeError, StopIteration):
-                if reply[0] >= 0:
-                    calls.append(attempt.scripts.undo(attempt.subject, reply, attempt.cost))
-        return calls
 
 
-def _with_undo_failure(error: Exception | None, undone: Sequence[Any]) -> Exception | None:
-    """Return the error of a request; it also says so if another part could not be undone."""
-    failed = any(isinstance(each, StoreError) for each in undone)
-    if not failed or not isinstance(error, StoreError) or _MAY_BE_COUNTED in str(error):
-        return error
-    both = StoreUnavailable(f"{error}; another part of the request {_MAY_BE_COUNTED} once")
-    both.__cause__ = error
+def _unknown(reply: object) -> StoreUnavailable:
+    return StoreUnavailable(f"not a reply of Redis: {show(reply)}; the call {_MAY_BE_COUNTED} once")
+
+
+def _with_undo_failure(answer: Answer | CapacityError) -> Answer | CapacityError:
+    """Return the error of a check; it also says that another part could not be undone."""
+    if not isinstance(answer, StoreError) or _MAY_BE_COUNTED in str(answer):
+        return answer
+    both = StoreUnavailable(f"{answer}; another part of the request {_MAY_BE_COUNTED} once")
+    both.__cause__ = answer
     return both

@@ -4,6 +4,9 @@ Each script is a `.lua` file behind the functions that all scripts share (`lua/s
 identifies a script by the SHA-1 of its text, so two versions of Tollkeeper on one server never run
 each other's scripts.
 
+The script for several subjects (`lua/joint.lua`) contains the check script as a function, so that
+there is only one text that decides.
+
 `RuleScripts` writes one rule's calls: which script, which key, which arguments. `CheckAttempt` is
 one check on its way: the call, and when it was made. Nothing here does I/O.
 """
@@ -11,6 +14,7 @@ one check on its way: the call, and when it was made. Nothing here does I/O.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha1
 from importlib.resources import files
@@ -20,7 +24,7 @@ from hiredis import pack_command
 
 from tollkeeper.core import switches
 from tollkeeper.core.clock import Clock, SystemClock
-from tollkeeper.core.model import UNITS_MAX, Limit
+from tollkeeper.core.model import UNITS_MAX, Decision, Limit
 from tollkeeper.decide.stores.redis.codec import (
     NS_PER_US,
     ReplyDecoder,
@@ -47,18 +51,24 @@ class LuaScript:
     sha: bytes
 
 
-def _load(name: str) -> LuaScript:
+def _text_of(name: str) -> bytes:
     folder = files("tollkeeper.decide.stores.redis").joinpath("lua")
-    parts = (folder.joinpath(f"{part}.lua").read_bytes() for part in ("state", name))
+    return folder.joinpath(f"{name}.lua").read_bytes()
+
+
+def _script_of(*parts: bytes) -> LuaScript:
     text = b"\n".join(parts)
     # Redis identifies scripts by SHA-1; it protects no secret.
     return LuaScript(text, sha1(text, usedforsecurity=False).hexdigest().encode())
 
 
-CHECK: Final = _load("check")
-REFUND: Final = _load("refund")
-GRANT: Final = _load("grant")
-RESET: Final = _load("reset")
+CHECK: Final = _script_of(_text_of("state"), _text_of("check"))
+REFUND: Final = _script_of(_text_of("state"), _text_of("refund"))
+GRANT: Final = _script_of(_text_of("state"), _text_of("grant"))
+RESET: Final = _script_of(_text_of("state"), _text_of("reset"))
+JOINT_CHECK: Final = _script_of(
+    b"local function check(redis, KEYS, ARGV)", CHECK.text, b"end", _text_of("joint")
+)
 
 
 def pack(*parts: str | bytes | int) -> bytes:
@@ -68,19 +78,23 @@ def pack(*parts: str | bytes | int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ScriptCall:
-    """A script to run on one subject's hash."""
+    """A script to run on one subject's hash, or on several of one slot."""
 
     script: LuaScript
     key: bytes
     arguments: tuple[bytes | int, ...]
+    more_keys: tuple[bytes, ...] = ()
 
     def by_sha(self) -> bytes:
         """Return the command that names the script."""
-        return pack("EVALSHA", self.script.sha, 1, self.key, *self.arguments)
+        return pack("EVALSHA", self.script.sha, *self._keys_and_arguments())
 
     def by_text(self) -> bytes:
         """Return the command that contains the script, for a server that does not know it yet."""
-        return pack("EVAL", self.script.text, 1, self.key, *self.arguments)
+        return pack("EVAL", self.script.text, *self._keys_and_arguments())
+
+    def _keys_and_arguments(self) -> tuple[bytes | int, ...]:
+        return (1 + len(self.more_keys), self.key, *self.more_keys, *self.arguments)
 
 
 class RuleScripts:
@@ -218,3 +232,26 @@ class CheckAttempt:
     def call(self) -> ScriptCall:
         """Return the call, to send it again after a refusal."""
         return self.scripts.check(self.key, self.count * self.cost, self.now)
+
+    def decision(self, reply: list[int]) -> Decision:
+        """Return the decision in a reply to a single check. Raises CapacityError, StoreError."""
+        return self.scripts.decoder.check(reply, self.cost, self.early_ns)
+
+    def denied_with_others(self, reply: list[int]) -> Decision:
+        """Return the decision of a check that was not charged because another one denies."""
+        return self.scripts.decoder.peek(reply, self.cost, self.early_ns)
+
+
+def joint_call(
+    attempts: Sequence[CheckAttempt], optional: Sequence[bool], *, spend: bool
+) -> ScriptCall:
+    """Return the call that decides several checks of one slot, all or none.
+
+    `optional` says for each check whether the others are charged even if it fails.
+    """
+    first, *others = attempts
+    arguments: list[bytes | int] = [first.now, b"" if spend else _PEEK]
+    for attempt, may_fail in zip(attempts, optional, strict=True):
+        arguments += [attempt.scripts.encoded, attempt.cost, int(may_fail)]
+    keys = tuple([attempt.key for attempt in others])
+    return ScriptCall(JOINT_CHECK, first.key, tuple(arguments), keys)

@@ -6,16 +6,16 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Self, cast
 
 from tollkeeper.core.clock import Clock, SystemClock
 from tollkeeper.core.errors import StoreUnavailable
-from tollkeeper.core.model import Decision, Limit
+from tollkeeper.core.model import Limit
 from tollkeeper.core.steps import run, run_async
 from tollkeeper.decide.busiest import Busiest
-from tollkeeper.decide.store import AsyncGateCheck, BreakerState, GateCheck, StoreStats
+from tollkeeper.decide.store import Answer, AsyncGateCheck, BreakerState, GateCheck, StoreStats
 from tollkeeper.decide.stores.redis.breakers import BreakerListener
 from tollkeeper.decide.stores.redis.config import RedisConfig
 from tollkeeper.decide.stores.redis.denial_cache import DenialCache
@@ -34,6 +34,11 @@ class RedisStore:
     """
 
     is_private = False
+
+    @property
+    def is_sharded(self) -> bool:
+        """True in a cluster."""
+        return self._servers.clustered
 
     @property
     def as_async(self) -> Self:
@@ -80,29 +85,34 @@ class RedisStore:
             scripts, self._servers, self._driver_of_loop, self._cache, self._checks, self._sample
         )
 
-    def check_together(self, checks: Sequence[GateCheck]) -> list[Decision]:
-        """Check several subjects in one round trip; if one denies, a second refunds the others.
+    def check_together(
+        self, checks: Sequence[GateCheck], optional: Collection[int] = ()
+    ) -> list[Answer]:
+        """Check several subjects; all pass or none is charged.
 
-        If a round trip fails, the others may stay charged, never twice; see `docs/redis.md`.
+        One round trip, in one atomic step. In a cluster two round trips; see JointCheck. If a round
+        trip fails, a subject may stay charged, never twice; see `docs/redis.md`.
         """
         if not checks:
             return []
-        joint = self._joint_check(checks)
-        decisions = joint.decided_locally(self._servers)
-        if decisions is not None:
-            return decisions
+        joint = self._joint_check(checks, optional)
+        answers = joint.decided_locally(self._servers)
+        if answers is not None:
+            return answers
         return run(joint.deciding(self._threads))
 
-    async def check_together_async(self, checks: Sequence[AsyncGateCheck]) -> list[Decision]:
+    async def check_together_async(
+        self, checks: Sequence[AsyncGateCheck], optional: Collection[int] = ()
+    ) -> list[Answer]:
         """`check_together`, awaited. A caller that is cancelled has spent nothing."""
         if not checks:
             return []
-        joint = self._joint_check(checks)
-        decisions = joint.decided_locally(self._servers)
-        if decisions is not None:
-            return decisions
-        # Shielded: a call that was sent is charged even if its caller is cancelled. Otherwise a
-        # client that one limit denies could use up another limit, by leaving before the refund.
+        joint = self._joint_check(checks, optional)
+        answers = joint.decided_locally(self._servers)
+        if answers is not None:
+            return answers
+        # Shielded: a call that was sent is charged even if its caller is cancelled. Then the units
+        # must be given back.
         deciding = asyncio.ensure_future(run_async(joint.deciding(self._driver_of_loop())))
         try:
             return await asyncio.shield(deciding)
@@ -110,11 +120,15 @@ class RedisStore:
             joint.cancelled = True
             raise
 
-    def _joint_check(self, checks: Sequence[GateCheck] | Sequence[AsyncGateCheck]) -> JointCheck:
+    def _joint_check(
+        self,
+        checks: Sequence[GateCheck] | Sequence[AsyncGateCheck],
+        optional: Collection[int],
+    ) -> JointCheck:
         # They are gates of this store.
         own = cast("Sequence[tuple[RedisGate | AsyncRedisGate, str, int]]", checks)
         return JointCheck(
-            [(gate.scripts, subject, cost) for gate, subject, cost in own], self._cache
+            [(gate.scripts, subject, cost) for gate, subject, cost in own], self._cache, optional
         )
 
     def _scripts(self, limits: Sequence[Limit], rule: str) -> RuleScripts:
