@@ -202,6 +202,11 @@ def test_identity_leaves_out_the_numbers_that_may_change(limit: Limit, identity:
             "5 per 0.5 s capacity 7 (token_bucket)",
         ),
         (
+            Limit(5, per=60, refill_every=12),
+            "Limit(5, per=60, refill_every=12)",
+            "5 per 60 s refill 12 s (token_bucket)",
+        ),
+        (
             Limit(5, per=1, algorithm="fixed_window", name="login"),
             "Limit(5, per=1, algorithm='fixed_window', name='login')",
             "5 per 1 s (fixed_window)",
@@ -246,6 +251,51 @@ def test_the_refill_is_exact_and_in_lowest_terms(units: int, per: timedelta) -> 
     limit = Limit(units, per=per)
     refill = Fraction(units * 10**6, limit.window_ns)
     assert (limit.micros_numerator, limit.ns_denominator) == (refill.numerator, refill.denominator)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "every", "step_ns"),
+    [
+        ({}, 0, 1),
+        ({"refill_every": 0}, 0, 1),
+        ({"refill_every": timedelta(0)}, 0, 1),
+        ({"refill_every": 1}, 1, 10**9),
+        ({"refill_every": 0.25}, 0.25, 250_000_000),
+        ({"refill_every": timedelta(milliseconds=1)}, 0.001, 1_000_000),
+        ({"refill_every": 60}, 60, 60 * 10**9),
+        ({"refill_every": 90, "burst": 50}, 90, 90 * 10**9),
+    ],
+)
+def test_a_bucket_is_refilled_in_steps(
+    arguments: dict[str, Any], every: float, step_ns: int
+) -> None:
+    """Continuously by default; at most as many units at once as the bucket holds."""
+    limit = Limit(100, per=60, **arguments)
+    assert (limit.refill_every, limit.refill_step_ns) == (every, step_ns)
+    assert eval(repr(limit), {"Limit": Limit}) == limit
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"refill_every": -1}, "refill_every=-1 is not a length of time"),
+        ({"refill_every": "1s"}, "refill_every='1s' is not a length of time"),
+        ({"refill_every": True}, "refill_every=True is not a length of time"),
+        ({"refill_every": 0.0009}, "refill_every=0.0009 is not between 1 ms and 366 days"),
+        ({"refill_every": 0.0015001}, "is not a whole number of microseconds"),
+        ({"refill_every": 61}, "adds more units at once than the capacity of 100; .* at most 60"),
+        ({"refill_every": 1, "capacity": 1}, "than the capacity of 1; at 100 per 60 s .* 0.6"),
+        *(
+            ({"refill_every": 1, "algorithm": name}, "refill_every=1 is for token_bucket only")
+            for name in ALGORITHM_NAMES
+            if name != "token_bucket"
+        ),
+    ],
+)
+def test_an_invalid_refill_step_is_rejected(arguments: dict[str, Any], words: str) -> None:
+    """The error has the value, and a right one where it depends on the other numbers."""
+    with pytest.raises(ConfigError, match=words):
+        Limit(100, per=60, **arguments)
 
 
 @pytest.mark.parametrize("name", ["", "login", "a b/c", "naïve 日本", "x" * 128])

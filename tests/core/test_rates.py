@@ -58,6 +58,9 @@ SPELLINGS = {
         ("1000/hour BURST 200", Limit(1_000, per=HOUR, burst=200)),
         ("10/s burst5", Limit(10, per=1, burst=5)),
         ("10/s burst 0", Limit(10, per=1)),
+        ("100/minute refill 1s", Limit(100, per=60, refill_every=1)),
+        ("100/minute burst 50 REFILL 1.5 seconds", Limit(100, 60, burst=50, refill_every=1.5)),
+        ("100/minute refill second", Limit(100, per=60, refill_every=1)),
         ("10/s capacity 50", Limit(10, per=1, capacity=50)),
         ("10/s burst 5 capacity 15", Limit(10, per=1, burst=5)),
     ],
@@ -106,7 +109,7 @@ WANTS_COUNT = "expected how many units, a whole number,"
 WANTS_PER = "expected '/' or 'per' after the number of units"
 WANTS_UNIT = "expected a unit: ms, second, minute, hour, day, week, month or year"
 WANTS_END = "expected ';' before another limit, 'burst', or the end"
-WANTS_WINDOW = "expected a window of 1 ms to 366 days in whole microseconds,"
+WANTS_WINDOW = "expected a time of 1 ms to 366 days in whole microseconds,"
 TOO_MANY = "expected at most 1,000,000,000 units,"
 TOO_LONG = "expected a number of at most 18 characters,"
 
@@ -153,6 +156,10 @@ TOO_LONG = "expected a number of at most 18 characters,"
         ("100/minute 5/s", "           ^", WANTS_END),
         ("100/minute burts 5", "           ^", WANTS_END),
         ("100/minute burst 5 burst 6", "                   ^", WANTS_END),
+        ("100/minute refill", "                 ^", WANTS_UNIT),
+        ("100/minute refill 1", "                   ^", WANTS_UNIT),
+        ("100/minute refill 0s", "                  ^", WANTS_WINDOW),
+        ("100/minute refill 1s burst 5", "                     ^", WANTS_END),
         ("100/minute burst", "                ^", "expected the burst, a whole number,"),
         ("100/minute burst x", "                 ^", "expected the burst, a whole number,"),
         ("100/minute burst 1.5", "                 ^", "expected the burst, a whole number,"),
@@ -192,6 +199,8 @@ def test_an_error_points_at_the_first_wrong_character(
         ("5/s burst 1 capacity 9", "token_bucket", "^", "give burst=1 or capacity=9, not both"),
         ("5/s; 5/m burst 1", "fixed_window", "     ^", "fixed_window has no burst or capacity"),
         ("1000001/s", "sliding_window_log", "^", "limit=1000001 is not a whole number"),
+        ("5/s refill 2s", "token_bucket", "^", "adds more units at once than the capacity of 5"),
+        ("5/s refill 1s", "leaky_bucket", "^", "refill_every=1 is for token_bucket only"),
         ("1/366d capacity 101", "token_bucket", "^", "more than a century to refill"),
         ("999999999/s burst 2", "token_bucket", "^", "capacity (limit + burst)=1000000001"),
         ("5/s", "leaky", "^", "algorithm='leaky' is not known"),
@@ -269,7 +278,7 @@ def _parses_or_is_a_config_error(text: str) -> None:
         assert all(isinstance(limit, Limit) for limit in found)
 
 
-_GRAMMAR = ["/", ";", " ", "per", "burst", "capacity", "s", "m", "month", "ms"]
+_GRAMMAR = ["/", ";", " ", "per", "burst", "capacity", "refill", "s", "m", "month", "ms"]
 _NUMBERS = ["0", "5", "10", "1.5", "1_0", "_", ".", "-", "9" * 18, "9" * 19]
 _STRANGE = ["\u0663", "\u00b2", "\u2167", "\u212a", "\u017f", "\n", "\x00", "\ud800"]
 _PIECES = st.sampled_from([*_GRAMMAR, *_NUMBERS, *_STRANGE])

@@ -38,7 +38,19 @@ def random_limit(random: Random, algorithm: AlgorithmName, name: str = "") -> Li
     if algorithm in BUCKETS and random.random() < 0.5:
         capacity = min(random.randint(1, 2 * units), 90 * units * 366 * 86_400_000_000 // window_us)
         capacity = max(1, min(capacity, 1_000_000_000))
-    return Limit(units, window_us / 1e6, algorithm=algorithm, capacity=capacity, name=name)
+    refill_us = 0
+    if algorithm == "token_bucket" and random.random() < 0.4:
+        longest_us = min(window_us, (capacity or units) * window_us // units)
+        refill_us = max(longest_us // random.choice((1, 2, 3, 60)), 1_000)
+        refill_us = refill_us if refill_us <= longest_us else 0
+    return Limit(
+        units,
+        window_us / 1e6,
+        algorithm=algorithm,
+        capacity=capacity,
+        name=name,
+        refill_every=refill_us / 1e6,
+    )
 
 
 def random_limits(random: Random) -> tuple[Limit, ...]:

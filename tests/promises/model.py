@@ -28,34 +28,46 @@ class Quota(Protocol):
 
 
 class Bucket:
-    """A level that rises at limit / window. The refill is rounded down to a millionth of a unit
-    whenever units are spent or given back."""
+    """A level that rises at limit / window, in steps that count from the first request of a full
+    bucket. The refill is rounded down to a millionth of a unit whenever units are spent or given
+    back."""
 
     def __init__(self, limit: Limit) -> None:
         self.capacity = limit.capacity
         self.rate = Fraction(limit.limit, limit.window_ns)
+        self.step_ns = limit.refill_step_ns
         self.level = Fraction(limit.capacity)
         self.at_ns: int | None = None
 
     def level_at(self, now_ns: int) -> Fraction:
         if self.at_ns is None:
             return self.level
-        refilled = max(now_ns - self.at_ns, 0) * self.rate
+        refilled = self.steps_ns(now_ns) * self.rate
         return min(self.level + floor(refilled / MICRO) * MICRO, Fraction(self.capacity))
+
+    def steps_ns(self, now_ns: int) -> int:
+        """Return the time of the steps since the last one that counts."""
+        assert self.at_ns is not None
+        return max(now_ns - self.at_ns, 0) // self.step_ns * self.step_ns
 
     def free(self, now_ns: int) -> int:
         return floor(self.level_at(now_ns))
 
     def spend(self, now_ns: int, units: int) -> None:
-        self.level = self.level_at(now_ns) - units
-        self.at_ns = now_ns if self.at_ns is None else max(self.at_ns, now_ns)
+        level = self.level_at(now_ns)
+        if self.at_ns is None or (level == self.capacity and now_ns > self.at_ns):
+            self.at_ns = now_ns
+        else:
+            self.at_ns += self.steps_ns(now_ns)
+        self.level = level - units
 
     def give_back(self, now_ns: int, units: int, charged_ns: int | None) -> None:
         if self.at_ns is None:
             return
         back = Fraction(min(units, self.capacity))
         if charged_ns is not None:
-            refilled = max(max(now_ns, self.at_ns) - charged_ns, 0) * self.rate
+            since_ns = max(max(now_ns, self.at_ns) - charged_ns, 0)
+            refilled = ceil(Fraction(since_ns, self.step_ns)) * self.step_ns * self.rate
             back -= ceil(refilled / MICRO) * MICRO
         if back > 0:
             self.spend(now_ns, 0)

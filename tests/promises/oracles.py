@@ -44,14 +44,15 @@ def assert_never_over(limit: Limit, admitted: Sequence[Admission]) -> None:
 
 
 def _assert_bucket(limit: Limit, admitted: Sequence[Admission]) -> None:
-    """From any admission to any later one: at most capacity + rate × time."""
+    """From any admission to any later one: at most capacity + rate × time, in started steps."""
     for first, (start_ns, _) in enumerate(admitted):
         units = 0
         for end_ns, cost in admitted[first:]:
             units += cost
             # Both sides are multiplied by the window, so that all numbers are whole.
             over = (units - limit.capacity) * limit.window_ns
-            assert over <= limit.limit * (end_ns - start_ns)
+            steps = -((end_ns - start_ns) // -limit.refill_step_ns)
+            assert over <= limit.limit * steps * limit.refill_step_ns
 
 
 def _assert_log(limit: Limit, admitted: Sequence[Admission]) -> None:

@@ -97,16 +97,33 @@ def limits(
     if algorithm == "sliding_window_log":
         units_max = min(units_max, LOG_LIMIT_MAX)
     units = draw(st.integers(1, min(10, units_max)) | st.integers(1, units_max))
-    capacity = 0
+    capacity = refill_us = 0
     if algorithm in BUCKETS:
         capacity_max = min(units_max, REFILL_NS_MAX * units // (window_us * 1_000))
         capacity = draw(st.just(0) | st.integers(1, 10) | st.integers(1, capacity_max))
         capacity = min(capacity, capacity_max)
-    return limit_of(algorithm, units, window_us, capacity, name)
+    if algorithm == "token_bucket":
+        refill_us = draw(refills_us(units, window_us, capacity or units))
+    return limit_of(algorithm, units, window_us, capacity, name, refill_us)
+
+
+@st.composite
+def refills_us(draw: st.DrawFn, units: int, window_us: int, capacity: int) -> int:
+    """A step of a bucket whose units fit the capacity, or 0: it is refilled continuously."""
+    longest_us = min(window_us, capacity * window_us // units)
+    parts = draw(st.sampled_from([0, 0, 1, 2, 3, 60, 1_000]))
+    if not parts or longest_us < 1_000:
+        return 0
+    return max(longest_us // parts, 1_000)
 
 
 def limit_of(
-    algorithm: AlgorithmName, units: int, window_us: int, capacity: int = 0, name: str = ""
+    algorithm: AlgorithmName,
+    units: int,
+    window_us: int,
+    capacity: int = 0,
+    name: str = "",
+    refill_us: int = 0,
 ) -> Limit:
     """Return a limit with an exact window in microseconds. A float of seconds may be inexact."""
     return Limit(
@@ -115,6 +132,7 @@ def limit_of(
         algorithm=algorithm,
         capacity=capacity,
         name=name,
+        refill_every=timedelta(microseconds=refill_us),
     )
 
 
@@ -161,14 +179,15 @@ def chunks(width: int, count_max: int) -> st.SearchStrategy[list[bytes]]:
 
 def gap_of(limit: Limit, kind: str, part: int) -> int:
     """Return the time between two requests: none, one nanosecond, about the time of a unit, about a
-    window, almost exactly a window, or a step back."""
+    window, almost exactly a window or a refill step, or a step back."""
     unit_ns = limit.window_ns // limit.limit + 1
+    stepped = limit.refill_every and part % 3
     spans = {
         "same": 0,
         "tick": 1,
         "unit": 3 * unit_ns * part // _PART_MAX,
         "window": 2 * limit.window_ns * part // _PART_MAX,
-        "edge": limit.window_ns - 2 + part % 5,
+        "edge": (limit.refill_step_ns if stepped else limit.window_ns) - 2 + part % 5,
         "back a unit": -1 - 3 * unit_ns * part // _PART_MAX,
         "back a window": -1 - 2 * limit.window_ns * part // _PART_MAX,
     }

@@ -66,6 +66,8 @@ def limits_in_full(draw: st.DrawFn, window: str, named: bool) -> Data:
         limit.update(draw(st.sampled_from([{}, {"burst": 0}, {"burst": 7}, {"capacity": 5}])))
     if named:
         limit["name"] = draw(names)
+    if algorithm == "token_bucket" and limit.get("capacity") is None:
+        limit.update(draw(st.sampled_from([{}, {"refill_every": 0}, {"refill_every": seconds}])))
     return limit
 
 
@@ -74,7 +76,8 @@ def rates(draw: st.DrawFn, window: str) -> str:
     count = draw(st.integers(1, 1_000_000))
     per = draw(st.sampled_from(["/", " per ", " / "]))
     room = draw(st.sampled_from(["", " burst 5", " capacity 3", "  BURST 1_000"]))
-    return f"{count}{per}{window}{room}"
+    refill = f" refill {window}" if "capacity" not in room and draw(st.booleans()) else ""
+    return f"{count}{per}{window}{room}{refill}"
 
 
 @st.composite

@@ -140,3 +140,11 @@ def test_every_part_has_a_separate_key() -> None:
         for _ in range(400):
             assert limiter.check(ANN)
     assert len(server.admin.keys("tk:*")) == 4
+
+
+def test_the_steps_of_a_part_fit_its_capacity() -> None:
+    """A part of a bucket that is refilled in steps keeps them, or has shorter ones."""
+    whole = Limit(10, per=1, capacity=5, refill_every=0.5)
+    parts = [part_limits([whole], 4, part)[0] for part in range(4)]
+    assert [(each.limit, each.capacity) for each in parts] == [(3, 2), (3, 1), (2, 1), (2, 1)]
+    assert [each.refill_every for each in parts] == [0.5, 0.333333, 0.5, 0.5]

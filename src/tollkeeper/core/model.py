@@ -71,6 +71,8 @@ class Limit:
     `capacity`   all units that a bucket can hold; by default limit + burst.
     `name`       the limit's name. Counts are stored under the name or, without a name, under
                  algorithm and window. So no count restarts when the numbers change.
+    `refill_every`  of a token bucket: seconds or a timedelta after which the units of that time
+                 are added at once. By default 0: they are added continuously.
 
     To change the numbers, create a new Limit: `dataclasses.replace` would keep the old capacity.
     """
@@ -81,7 +83,11 @@ class Limit:
     burst: int = 0
     capacity: int = 0
     name: str = ""
+    refill_every: float | timedelta = 0
     window_ns: int = field(init=False, compare=False)
+    # The time between two refills. A bucket that is refilled continuously is refilled every
+    # nanosecond, the smallest step of time that there is.
+    refill_step_ns: int = field(init=False, compare=False)
     # The refill in lowest terms: micros_numerator / ns_denominator micro-units per nanosecond.
     # With these small numbers, an engine can divide in 64 bits.
     micros_numerator: int = field(init=False, compare=False)
@@ -101,12 +107,15 @@ class Limit:
         _check_units("burst", self.burst, 0, UNITS_MAX)
         _check_units("capacity", self.capacity, 0, UNITS_MAX)
         check_name("name", self.name)
-        put("window_ns", _window_ns(self.per))
+        put("window_ns", _window_ns("per", self.per, _PER_EXAMPLE))
         put("per", _plain_seconds(self.window_ns))
         self._check_bucket_fields()
         put("capacity", self.capacity or self.limit + self.burst)
         put("burst", max(self.capacity - self.limit, 0))
         _check_units("capacity (limit + burst)", self.capacity, 1, UNITS_MAX)
+        put("refill_step_ns", self._refill_step_ns())
+        stepped = self.refill_step_ns > 1
+        put("refill_every", _plain_seconds(self.refill_step_ns) if stepped else 0)
         common = gcd(self.limit * MICROS_PER_UNIT, self.window_ns)
         put("micros_numerator", self.limit * MICROS_PER_UNIT // common)
         put("ns_denominator", self.window_ns // common)
@@ -127,6 +136,25 @@ class Limit:
                 f"give burst={self.burst} or capacity={self.capacity}, not both: "
                 f"burst means capacity = limit + burst = {self.limit + self.burst}"
             )
+
+    def _refill_step_ns(self) -> int:
+        value = self.refill_every
+        if isinstance(value, int | float | timedelta) and not value and value is not False:
+            return 1
+        step_ns = _window_ns("refill_every", value, "refill_every=1 (seconds)")
+        given = f"refill_every={_plain_seconds(step_ns)}"
+        if self.algorithm != "token_bucket":
+            raise ConfigError(
+                f"{given} is for token_bucket only; leave it out, or choose "
+                f'algorithm="token_bucket" instead of {self.algorithm}'
+            )
+        if step_ns * self.limit > self.capacity * self.window_ns:
+            longest = _plain_seconds(self.capacity * self.window_ns // self.limit)
+            raise ConfigError(
+                f"{given} adds more units at once than the capacity of "
+                f"{self.capacity}; at {self.limit} per {self.per} s it is at most {longest}"
+            )
+        return step_ns
 
     @property
     def window(self) -> float:
@@ -149,11 +177,14 @@ class Limit:
             parts.append(f"capacity={self.capacity}")
         if self.name:
             parts.append(f"name={self.name!r}")
+        if self.refill_every:
+            parts.append(f"refill_every={self.refill_every}")
         return f"Limit({', '.join(parts)})"
 
     def __str__(self) -> str:
         burst = f" capacity {self.capacity}" if self.capacity != self.limit else ""
-        return f"{self.limit} per {self.per} s{burst} ({self.algorithm})"
+        refill = f" refill {self.refill_every} s" if self.refill_every else ""
+        return f"{self.limit} per {self.per} s{burst}{refill} ({self.algorithm})"
 
 
 # The limits of one rule, tier, key or limiter.
@@ -178,19 +209,21 @@ def check_name(what: str, value: object) -> None:
         )
 
 
-def _window_ns(per: object) -> int:
-    """Return `per` in nanoseconds; raise ConfigError if it is not a valid window."""
-    example = "per=60 (seconds) or per=timedelta(hours=1)"
-    window_ns = duration_ns("per", per, WINDOW_NS_MAX + 1, example)
+_PER_EXAMPLE: Final = "per=60 (seconds) or per=timedelta(hours=1)"
+
+
+def _window_ns(what: str, value: object, example: str) -> int:
+    """Return a window or a step in nanoseconds; raise ConfigError if it is not a valid one."""
+    window_ns = duration_ns(what, value, WINDOW_NS_MAX + 1, example)
     if not WINDOW_NS_MIN <= window_ns <= WINDOW_NS_MAX:
         raise ConfigError(
-            f"per={show(per)} is not between 1 ms and 366 days; for example {example}"
+            f"{what}={show(value)} is not between 1 ms and 366 days; for example {example}"
         )
     # A float of many seconds is a few nanoseconds off the microseconds that the caller meant.
     off_ns = (window_ns + WINDOW_NS_STEP // 2) % WINDOW_NS_STEP - WINDOW_NS_STEP // 2
     if abs(off_ns) > WINDOW_NS_OFF_MAX:
         raise ConfigError(
-            f"per={show(per)} is not a whole number of microseconds; for example {example}"
+            f"{what}={show(value)} is not a whole number of microseconds; for example {example}"
         )
     return window_ns - off_ns
 

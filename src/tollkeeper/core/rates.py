@@ -1,7 +1,8 @@
 """Rate strings: `100/minute`, `5 per 30s`, `1000/hour burst 200`, `100/day; 10/second`.
 
     rates  = rate *( ";" rate )
-    rate   = count ( "/" | "per" ) [ number ] unit [ "burst" count ] [ "capacity" count ]
+    rate   = count ( "/" | "per" ) time [ "burst" count ] [ "capacity" count ] [ "refill" time ]
+    time   = [ number ] unit
     count  = digits, with "_" between them if you like
     number = count, or a decimal such as 1.5
 
@@ -119,6 +120,7 @@ class _Parser:
         window_ns = self._window_ns()
         burst = self._count("the burst, a whole number") if self._take_word("burst") else 0
         capacity = self._count("the capacity, a whole number") if self._take_word("capacity") else 0
+        refill_ns = self._window_ns() if self._take_word("refill") else 0
         try:
             return Limit(
                 count,
@@ -126,6 +128,7 @@ class _Parser:
                 algorithm=self._algorithm,
                 burst=burst,
                 capacity=capacity,
+                refill_every=timedelta(microseconds=refill_ns // WINDOW_NS_STEP),
             )
         except ConfigError as error:
             raise RateSyntaxError(self._text, start, str(error), EXAMPLE) from None
@@ -141,7 +144,7 @@ class _Parser:
         window_ns = number * unit_ns
         if not WINDOW_NS_MIN <= window_ns <= WINDOW_NS_MAX or window_ns % WINDOW_NS_STEP:
             self._position = start
-            self._fail("expected a window of 1 ms to 366 days in whole microseconds,")
+            self._fail("expected a time of 1 ms to 366 days in whole microseconds,")
         return int(window_ns)
 
     def _unit_ns(self) -> int:
@@ -242,4 +245,25 @@ def _scaled(limit: Limit, factor: Fraction) -> Limit:
         # After rounding the rate down, the bucket may refill too slowly for its capacity.
         refillable = REFILL_NS_MAX * units // limit.window_ns
         capacity = max(1, min(math.floor(limit.capacity * factor), most, refillable))
-    return Limit(units, limit.per, algorithm=limit.algorithm, capacity=capacity, name=limit.name)
+    return with_numbers(limit, units, capacity)
+
+
+def with_numbers(limit: Limit, units: int, capacity: int) -> Limit:
+    """Return a limit with other numbers; the units of a refill step have room in the capacity.
+
+    >>> with_numbers(Limit(10, per=1, refill_every=0.5), units=5, capacity=1)
+    Limit(5, per=1, capacity=1, refill_every=0.2)
+    """
+    step_ns = 0
+    if limit.refill_every:
+        longest_ns = capacity * limit.window_ns // units
+        step_ns = min(limit.refill_step_ns, longest_ns - longest_ns % WINDOW_NS_STEP)
+    return Limit(
+        units,
+        limit.per,
+        algorithm=limit.algorithm,
+        capacity=capacity,
+        name=limit.name,
+        # Refilled continuously, if even the shortest step would add too many units.
+        refill_every=timedelta(microseconds=step_ns // 1_000) if step_ns >= WINDOW_NS_MIN else 0,
+    )

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from tollkeeper.core.model import BUCKETS, REFILL_NS_MAX, Decision, Limit, Limits, decision_with
+from tollkeeper.core.rates import with_numbers
 from tollkeeper.core.subjects import SEPARATOR
 
 # Between a subject and the number of its part; no attribute's name starts with it.
@@ -45,7 +46,7 @@ def _part_limit(limit: Limit, parts: int, part: int) -> Limit:
         # A rate that was rounded down may be too slow to refill the part's share of the capacity.
         refillable = REFILL_NS_MAX * units // limit.window_ns
         capacity = max(1, min(_share(limit.capacity, parts, part), refillable))
-    return Limit(units, limit.per, algorithm=limit.algorithm, capacity=capacity, name=limit.name)
+    return with_numbers(limit, units, capacity)
 
 
 def _share(units: int, parts: int, part: int) -> int:

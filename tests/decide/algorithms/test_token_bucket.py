@@ -246,3 +246,91 @@ def test_refund_rounds_the_refill_up() -> None:
     limit = Limit(1, per=0.003)
     state, _ = token_bucket.decide(None, limit, 0, 1)
     assert token_bucket.refund(state, limit, 1, 1, 0) == (1, 1)
+
+
+SIX_EVERY_THREE_SECONDS = Limit(2, per=1, capacity=10, refill_every=3)
+
+
+def test_units_are_added_in_steps() -> None:
+    """Nothing is added within a step, and its whole six units at its end."""
+    play(
+        SIX_EVERY_THREE_SECONDS,
+        [
+            never(0, 11),
+            yes(1, 10, left=0, reset=6),
+            no(1, 1, left=0, reset=6, retry=3),
+            no(3.9, 1, left=0, reset=3.1, retry=0.1),
+            no(3.9, 7, left=0, reset=3.1, retry=3.1),
+            yes(4, 1, left=5, reset=3),
+            yes(6.5, 1, left=4, reset=0.5),
+            yes(7, 10, left=0, reset=6),
+            no(9.999_999_999, 6, left=0, reset=3.000_000_001, retry=0.000_000_001),
+            yes(10, 6, left=0, reset=6),
+        ],
+    )
+
+
+def test_steps_count_from_the_first_request_of_a_full_bucket() -> None:
+    """A bucket that was full begins anew, whatever its steps were before."""
+    play(
+        SIX_EVERY_THREE_SECONDS,
+        [
+            yes(1, 2, left=8, reset=3),
+            yes(3.5, 0, left=8, reset=0.5),
+            yes(5.5, 10, left=0, reset=6),  # full since 4; not 7 but 8.5 is the next step
+            no(7, 1, left=0, reset=4.5, retry=1.5),
+            yes(8.5, 6, left=0, reset=6),
+        ],
+    )
+
+
+def test_parts_of_a_unit_add_up_over_steps() -> None:
+    """15 in 10 s are one unit and a half each second: the halves count too."""
+    play(
+        Limit(15, per=10, refill_every=1),
+        [
+            yes(0, 15, left=0, reset=10),
+            yes(1, 1, left=0, reset=10),
+            yes(2.9, 0, left=2, reset=8.1),
+            yes(3, 3, left=0, reset=10),
+            no(3, 15, left=0, reset=10, retry=10),
+        ],
+    )
+
+
+def test_a_clock_that_goes_back_adds_no_step() -> None:
+    """The time of the last step counts, and the next one comes when it is due."""
+    play(
+        SIX_EVERY_THREE_SECONDS,
+        [
+            yes(10, 10, left=0, reset=6),
+            no(5, 1, left=0, reset=11, retry=8),
+            yes(13, 1, left=5, reset=3),
+            yes(11, 1, left=4, reset=5),
+            yes(16, 10, left=0, reset=6),
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("now", "charged", "units", "left"),
+    [
+        (0, 0, 4, 4),  # at once: all of them
+        (2.9, 0, 8, 2),  # a part of a step counts as a whole one
+        (2.9, 0, 6, 0),
+        (3, 0, 8, 8),  # the step was refilled, and 2 were not
+        (3.1, 3.1, 3, 9),  # charged after the step
+        (3.1, 3.1, 9, 10),  # never more than is in use
+        (3.1, 0, 10, 6),  # two steps were started since
+    ],
+)
+def test_a_refund_leaves_out_the_steps_since_the_charge(
+    now: float, charged: float, units: int, left: int
+) -> None:
+    """Of a bucket that was emptied at time 0, this many units are free after the refund."""
+    limit = SIX_EVERY_THREE_SECONDS
+    state, _ = token_bucket.decide(None, limit, 0, 10)
+    now_ns, charged_ns = int(now * 10**9), int(charged * 10**9)
+    after = token_bucket.refund(state, limit, now_ns, units, charged_ns)
+    _, look = token_bucket.decide(after, limit, now_ns, 0)
+    assert look.remaining == left

@@ -517,6 +517,10 @@ def at(text: str) -> tuple[DocumentPlace, ProblemList]:
         ("{limit: 5, per: minute}", [Limit(5, per=60)]),
         ("{limit: 5, per: 1m, burst: 3}", [Limit(5, per=60, burst=3)]),
         ("{limit: 5, per: 1m, capacity: 3}", [Limit(5, per=60, capacity=3)]),
+        ("100/minute refill 1s", [Limit(100, per=60, refill_every=1)]),
+        ("{limit: 100, per: 1m, refill_every: 1s}", [Limit(100, per=60, refill_every=1)]),
+        ("{limit: 100, per: 1m, refill_every: 0.5}", [Limit(100, per=60, refill_every=0.5)]),
+        ("{limit: 100, per: 1m, refill_every: 0}", [Limit(100, per=60)]),
         ("{limit: 5, per: 1m, name: logins}", [Limit(5, per=60, name="logins")]),
         (
             "[{limit: 5, per: 1m, algorithm: sliding_window_log}, 9/minute]",
@@ -592,6 +596,18 @@ def test_limits(text: str, limits: list[Limit]) -> None:
         ("{limit: 5, per: 400d}", 't:1:17: per: "400d" is not a length of time; for example 60 (s'),
         ("{limit: 5, per: 1m, algorithm: log}", 't:1:32: algorithm: unknown value "log"; '),
         ("{limit: 5, per: 1m, burst: -1}", "t:1:28: burst: -1 is not a whole number from 0 to 1,"),
+        (
+            "{limit: 5, per: 1m, refill_every: often}",
+            't:1:35: refill_every: "often" is not a length of time; for example 60 (seconds)',
+        ),
+        (
+            "{limit: 5, per: 1m, refill_every: 2m}",
+            "t:1:35: refill_every: refill_every=120 adds more units at once than the capacity",
+        ),
+        (
+            "{limit: 5, per: 1m, algorithm: fixed_window, refill_every: 1s}",
+            "t:1:60: refill_every: refill_every=1 is for token_bucket only",
+        ),
         ("{limit: 5, per: 1m, name: 7}", "t:1:27: name: expected text, but 7 is a number; "),
         (
             "{limit: 5, per: 1m, capacity: 3, burst: 9}",

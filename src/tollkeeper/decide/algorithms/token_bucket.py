@@ -1,11 +1,20 @@
-"""Token bucket: a bucket of `capacity` units, refilled continuously at limit / window.
+"""Token bucket: a bucket of `capacity` units, refilled at limit / window.
 
 The state is (last_ns, used): the micro-units missing from a full bucket when it was last written.
 Other libraries keep one number instead, the time at which the bucket will be full (GCRA). That time
 depends on the rate: after a change from 1/s to 10/s, a client that owed 9 s still owes 9 s. The
 units *used* do not depend on the limit, so a changed limit applies at once (docs/adr/0001).
 
-Within any interval of T ns at most capacity + T × limit / window units are admitted.
+A bucket is refilled continuously, or in steps: with `refill_every`, the units of a whole step are
+added at its end. A continuous refill is one in steps of a nanosecond, so one formula serves both.
+The steps count from the first admission of a full bucket, not from the epoch. So the buckets of
+many clients are not all refilled at the same instant, and a client that empties a full bucket waits
+for a whole step. The state needs no further number: `last_ns` is the end of the last step that was
+refilled. An admission from a full bucket sets it to the admission's own time, as for a new bucket.
+
+Between two steps there is at least `refill_every`. So within any interval of T ns there are at most
+⌈T / refill_every⌉ steps, and at most capacity + ⌈T / refill_every⌉ × refill_every × limit / window
+units are admitted. For a continuous refill that is capacity + T × limit / window.
 
 **Late refunds.** A charge of u units at time c is outstanding until it is refunded. At time t it
 can return at most u − refill(c, t) units: refill has returned the others. This needs no further
@@ -14,7 +23,9 @@ been made. Then `used >= own + Σ max(0, u − refill since c)` holds, with the 
 outstanding charges. A charge adds the same amount to both sides, a refund subtracts the same
 amount. In a time in which x units are refilled, the left side falls by at most x. The right side
 falls by x or to 0, because each of its terms does so on its own. So `used` never falls below `own`,
-and other requests get no more than they would have got without the refunded ones.
+and other requests get no more than they would have got without the refunded ones. With steps, the
+refill since c is that of the steps since c, counted from c and rounded up: at least as many as the
+bucket has made since.
 """
 
 from __future__ import annotations
@@ -33,35 +44,40 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
         raise CapacityError(cost, limit)
     numerator = limit.micros_numerator
     denominator = limit.ns_denominator
+    step_ns = limit.refill_step_ns
     capacity = limit.capacity * MICROS_PER_UNIT
     last_ns = now_ns
-    used = used_now = 0
+    used = used_now = elapsed_ns = 0
     if state is not None:
         last_ns, used = state
         if used > capacity:  # the capacity was lowered: the bucket is empty, and not in debt
             used = capacity
         used_now = used
         if now_ns > last_ns:
-            # Rounds down: a part of a micro-unit cannot be spent.
-            used_now -= (now_ns - last_ns) * numerator // denominator
+            # Rounds down: neither a part of a step nor a part of a micro-unit can be spent.
+            elapsed_ns = (now_ns - last_ns) // step_ns * step_ns
+            used_now -= elapsed_ns * numerator // denominator
             if used_now < 0:
                 used_now = 0
     cost_micros = cost * MICROS_PER_UNIT
     free = capacity - used_now - cost_micros
     if free >= 0:
+        charged_ns = None
         if cost:
-            if now_ns > last_ns:
-                last_ns = now_ns
+            charged_ns = now_ns if now_ns > last_ns else last_ns
+            last_ns = last_ns + elapsed_ns if used_now else charged_ns
             used = used_now + cost_micros
             state = (last_ns, used)
-        # Rounds up, as all waits do: -(-a // b) is a / b rounded up.
-        reset_ns = last_ns - (-used * denominator // numerator) - now_ns if used_now or cost else 0
-        charged_ns = last_ns if cost else None
+        reset_ns = 0
+        if used_now or cost:
+            # Rounds up to whole steps, as all waits do: -(-a // b) is a / b rounded up.
+            reset_ns = last_ns - -used * denominator // (numerator * step_ns) * step_ns - now_ns
         return state, Outcome(True, free // MICROS_PER_UNIT, 0, reset_ns, 0, charged_ns)
     # Computed from the written state, not from the refilled one: the refill is rounded once, so the
     # result is the same instant at whatever time it is computed.
-    retry_ns = last_ns - ((capacity - used - cost_micros) * denominator // numerator) - now_ns
-    reset_ns = last_ns - (-used * denominator // numerator) - now_ns
+    rate = numerator * step_ns
+    retry_ns = last_ns - (capacity - used - cost_micros) * denominator // rate * step_ns - now_ns
+    reset_ns = last_ns - -used * denominator // rate * step_ns - now_ns
     return state, Outcome(False, (free + cost_micros) // MICROS_PER_UNIT, retry_ns, reset_ns, 0)
 
 
@@ -74,15 +90,17 @@ def refund(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int 
         return state
     last_ns, used = state
     numerator, denominator = limit.micros_numerator, limit.ns_denominator
+    step_ns = limit.refill_step_ns
     at_ns = max(now_ns, last_ns)
+    elapsed_ns = (at_ns - last_ns) // step_ns * step_ns
     used = min(used, limit.capacity * MICROS_PER_UNIT)
-    used -= (at_ns - last_ns) * numerator // denominator
+    used -= elapsed_ns * numerator // denominator
     if used <= 0:
         return None
     micros = min(units, limit.capacity) * MICROS_PER_UNIT
     if charged_ns is not None and charged_ns < at_ns:
-        # Rounds up: a part of a micro-unit that was refilled is not returned again.
-        micros += (charged_ns - at_ns) * numerator // denominator
+        # Rounds up: a part of a step or of a micro-unit that was refilled is not returned again.
+        micros += (charged_ns - at_ns) // step_ns * step_ns * numerator // denominator
         if micros <= 0:
             return state
-    return (at_ns, used - micros) if used > micros else None
+    return (last_ns + elapsed_ns, used - micros) if used > micros else None

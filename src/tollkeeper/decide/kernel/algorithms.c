@@ -5,6 +5,17 @@
 /* As in the reference: spent units round up and free units round down, so rounding never admits a
  * request. Waiting times round up, so waiting always suffices. */
 
+static int64_t whole_steps(const tk_limit *limit, int64_t elapsed_ns)
+{
+    return limit->step_ns > 1 ? elapsed_ns - elapsed_ns % limit->step_ns : elapsed_ns;
+}
+
+/* As whole_steps, rounded up. The sum of a century and a window fits. */
+static int64_t started_steps(const tk_limit *limit, int64_t elapsed_ns)
+{
+    return limit->step_ns > 1 ? whole_steps(limit, elapsed_ns + limit->step_ns - 1) : elapsed_ns;
+}
+
 static int64_t drained(const tk_limit *limit, int64_t elapsed_ns)
 {
     return tk_mul_div_floor(elapsed_ns, limit->numerator, limit->denominator);
@@ -12,7 +23,7 @@ static int64_t drained(const tk_limit *limit, int64_t elapsed_ns)
 
 static int64_t time_to_drain(const tk_limit *limit, int64_t micros)
 {
-    return tk_mul_div_ceil(micros, limit->denominator, limit->numerator);
+    return started_steps(limit, tk_mul_div_ceil(micros, limit->denominator, limit->numerator));
 }
 
 static void decide_bucket(const tk_limit *limit, const tk_state *before, int64_t now_ns,
@@ -20,11 +31,12 @@ static void decide_bucket(const tk_limit *limit, const tk_state *before, int64_t
 {
     int64_t capacity = limit->capacity * TK_MICROS_PER_UNIT;
     int64_t cost_micros = cost * TK_MICROS_PER_UNIT;
-    int64_t last_ns = now_ns, used = 0, used_now = 0;
+    int64_t last_ns = now_ns, used = 0, used_now = 0, elapsed_ns = 0;
     if (before->present) {
         last_ns = before->last_ns;
         used = tk_min((int64_t)before->value, capacity);
-        used_now = now_ns > last_ns ? tk_max(used - drained(limit, now_ns - last_ns), 0) : used;
+        elapsed_ns = now_ns > last_ns ? whole_steps(limit, now_ns - last_ns) : 0;
+        used_now = elapsed_ns > 0 ? tk_max(used - drained(limit, elapsed_ns), 0) : used;
     }
     int64_t free = capacity - used_now - cost_micros;
     if (free < 0) {
@@ -38,12 +50,12 @@ static void decide_bucket(const tk_limit *limit, const tk_state *before, int64_t
     if (limit->algorithm == TK_LEAKY_BUCKET && used_now > 0)
         outcome->delay_ns = last_ns + time_to_drain(limit, used) - now_ns;
     if (cost > 0) {
-        last_ns = tk_max(last_ns, now_ns);
+        outcome->charged_ns = tk_max(last_ns, now_ns);
+        last_ns = used_now > 0 ? last_ns + elapsed_ns : outcome->charged_ns;
         used = used_now + cost_micros;
         after->present = true;
         after->last_ns = last_ns;
         after->value = (uint64_t)used;
-        outcome->charged_ns = last_ns;
     }
     outcome->allowed = true;
     outcome->remaining = free / TK_MICROS_PER_UNIT;
@@ -201,19 +213,21 @@ static void refund_bucket(const tk_limit *limit, const tk_state *before, int64_t
 {
     int64_t at_ns = tk_max(now_ns, before->last_ns);
     int64_t used = tk_min((int64_t)before->value, limit->capacity * TK_MICROS_PER_UNIT);
-    used -= drained(limit, at_ns - before->last_ns);
+    int64_t elapsed_ns = whole_steps(limit, at_ns - before->last_ns);
+    used -= drained(limit, elapsed_ns);
     after->present = used > 0;
     if (used <= 0)
         return;
     int64_t micros = tk_min(units, limit->capacity) * TK_MICROS_PER_UNIT;
     if (charged_ns != TK_NO_TIME && charged_ns < at_ns) {
-        /* Rounds up: a part of a micro-unit that was refilled is not returned again. */
-        micros -= tk_mul_div_ceil(at_ns - charged_ns, limit->numerator, limit->denominator);
+        /* Rounds up: a part of a step or of a micro-unit that was refilled is not returned again. */
+        int64_t since_ns = started_steps(limit, at_ns - charged_ns);
+        micros -= tk_mul_div_ceil(since_ns, limit->numerator, limit->denominator);
         if (micros <= 0)
             return;
     }
     after->present = used > micros;
-    after->last_ns = at_ns;
+    after->last_ns = before->last_ns + elapsed_ns;
     after->value = (uint64_t)tk_max(used - micros, 0);
 }
 

@@ -39,6 +39,7 @@ typedef struct {
     int64_t window_ns;
     int64_t numerator;
     int64_t denominator;
+    int64_t step_ns; /* token bucket: the time between two refills; at most 1: continuous */
     uint64_t salt[2]; /* hash of the rule and the limit's identity, which locates its states */
 } tk_limit;
 
@@ -63,7 +64,7 @@ static inline int64_t tk_ring_at(const tk_ring *ring, uint32_t index)
  *   sliding_window_log           unused; the ring has all times */
 typedef struct {
     bool present;
-    int64_t last_ns;
+    int64_t last_ns; /* of the last admission or, in a bucket, of the last refill */
     uint64_t value;
     tk_ring ring;
 } tk_state;

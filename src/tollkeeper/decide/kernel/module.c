@@ -598,6 +598,7 @@ static bool read_limit(gate_object *self, PyObject *limit, tk_limit *numbers)
            read_number(limit, "window_ns", &numbers->window_ns) &&
            read_number(limit, "micros_numerator", &numbers->numerator) &&
            read_number(limit, "ns_denominator", &numbers->denominator) &&
+           read_number(limit, "refill_step_ns", &numbers->step_ns) &&
            read_identity(self, limit, numbers) && fits_slab(self, limit, numbers);
 }
 

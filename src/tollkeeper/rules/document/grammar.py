@@ -56,7 +56,7 @@ from tollkeeper.rules.matching.patterns import (
 
 EXAMPLE_LIMITS: Final = '["10/second", "1000/hour burst 200"]'
 
-_LIMIT: Final = ("limit", "per", "algorithm", "burst", "capacity", "name")
+_LIMIT: Final = ("limit", "per", "algorithm", "burst", "capacity", "name", "refill_every")
 _DURATION: Final = re.compile(r"[0-9._]*\s*[A-Za-z]+")
 
 
@@ -109,10 +109,11 @@ def _in_full(place: DocumentPlace) -> Limits:
     burst = found["burst"].whole(0, UNITS_MAX, "20") if "burst" in found else 0
     capacity = found["capacity"].whole(1, UNITS_MAX, "30") if "capacity" in found else 0
     name = found["name"].line("logins", NAME_LENGTH_MAX) if "name" in found else ""
+    every = seconds_at(found["refill_every"]) if "refill_every" in found else 0
     if place.problem_count > problems_before:
         return ()
     try:
-        return (Limit(limit, per, algorithm or "token_bucket", burst, capacity, name),)
+        return (Limit(limit, per, algorithm or "token_bucket", burst, capacity, name, every),)
     except ConfigError as error:
         # The message starts with the name of the wrong field, if only one is wrong.
         found.get(str(error).partition("=")[0], place).fail(str(error))

@@ -87,6 +87,8 @@ def limit_data(limit: Limit) -> str | Data:
 
     >>> limit_data(Limit(1000, per=60, burst=200))
     '1000/minute burst 200'
+    >>> limit_data(Limit(100, per=60, refill_every=1))
+    '100/minute refill 1s'
     >>> limit_data(Limit(5, per=90, algorithm="fixed_window"))
     {'limit': 5, 'per': '90s', 'algorithm': 'fixed_window'}
     """
@@ -98,15 +100,18 @@ def limit_data(limit: Limit) -> str | Data:
         room = {"capacity": limit.capacity}
     if limit.algorithm == "token_bucket" and not limit.name:
         words = "".join(f" {word} {units}" for word, units in room.items())
-        return f"{limit.limit}/{_window(limit, one='')}{words}"
+        refill = f" refill {_duration(limit.refill_step_ns)}" if limit.refill_every else ""
+        return f"{limit.limit}/{_duration(limit.window_ns, one='')}{words}{refill}"
     named = {"name": limit.name} if limit.name else {}
-    per = _window(limit, one="1")
-    return {"limit": limit.limit, "per": per, "algorithm": limit.algorithm, **room, **named}
+    stepped = {"refill_every": _duration(limit.refill_step_ns)} if limit.refill_every else {}
+    per = _duration(limit.window_ns)
+    whole = {"limit": limit.limit, "per": per, "algorithm": limit.algorithm}
+    return {**whole, **room, **named, **stepped}
 
 
-def _window(limit: Limit, one: str) -> str:
-    """Return the window, such as `90s`; one minute is `minute`, or `1m` if `one` is given."""
-    window_us = limit.window_ns // 1_000
+def _duration(length_ns: int, one: str = "1") -> str:
+    """Return a time such as `90s`; one minute is `1m`, or `minute` if `one` is empty."""
+    window_us = length_ns // 1_000
     for unit_us, letter, word in _UNITS_US:
         count, rest = divmod(window_us, unit_us)
         if not rest:

@@ -28,7 +28,7 @@ from tollkeeper.decide.stores.redis.codec import (
 )
 
 YEAR = 366 * 86_400
-NUMBERS_A_LIMIT = 7
+NUMBERS_A_LIMIT = 8
 
 
 def unpacked(packed: bytes) -> list[Any]:
@@ -59,20 +59,21 @@ def limit_of(algorithm: str, units: int = 100, per: float = 60) -> Limit:
 @pytest.mark.parametrize(
     ("limit", "numbers"),
     [
-        # kind, capacity, millionths of a unit over microseconds, window, time to fill
-        (Limit(100, per=60), (1, 100, 5, 3, 60_000_000, 60_000_000)),
-        (Limit(10, per=1, burst=5), (1, 15, 10, 1, 1_000_000, 1_500_000)),
-        (Limit(3, per=7, algorithm="leaky_bucket"), (1, 3, 3, 7, 7_000_000, 7_000_000)),
-        (Limit(7, per=60, algorithm="fixed_window"), (2, 7, 7, 60, 60_000_000, 60_000_000)),
-        (limit_of("sliding_window_counter", 7), (3, 7, 7, 60, 60_000_000, 60_000_000)),
+        # kind, capacity, millionths of a unit over microseconds, window, time to fill, refill step
+        (Limit(100, per=60), (1, 100, 5, 3, 60_000_000, 60_000_000, 1)),
+        (Limit(100, per=60, refill_every=1.5), (1, 100, 5, 3, 60_000_000, 60_000_000, 1_500_000)),
+        (Limit(10, per=1, burst=5), (1, 15, 10, 1, 1_000_000, 1_500_000, 1)),
+        (Limit(3, per=7, algorithm="leaky_bucket"), (1, 3, 3, 7, 7_000_000, 7_000_000, 1)),
+        (Limit(7, per=60, algorithm="fixed_window"), (2, 7, 7, 60, 60_000_000, 60_000_000, 1)),
+        (limit_of("sliding_window_counter", 7), (3, 7, 7, 60, 60_000_000, 60_000_000, 1)),
         # … and for a log, times in a chunk
-        (limit_of("sliding_window_log", 9), (4, 9, 3, 20, 60_000_000, 9)),
-        (limit_of("sliding_window_log", 10), (4, 10, 1, 6, 60_000_000, 64)),
-        (limit_of("sliding_window_log", 4_096), (4, 4_096, 1024, 15, 60_000_000, 64)),
-        (limit_of("sliding_window_log", 4_097), (4, 4_097, 4097, 60, 60_000_000, 512)),
+        (limit_of("sliding_window_log", 9), (4, 9, 3, 20, 60_000_000, 9, 1)),
+        (limit_of("sliding_window_log", 10), (4, 10, 1, 6, 60_000_000, 64, 1)),
+        (limit_of("sliding_window_log", 4_096), (4, 4_096, 1024, 15, 60_000_000, 64, 1)),
+        (limit_of("sliding_window_log", 4_097), (4, 4_097, 4097, 60, 60_000_000, 512, 1)),
     ],
 )
-def test_each_limit_is_encoded_as_seven_numbers(limit: Limit, numbers: tuple[int, ...]) -> None:
+def test_each_limit_is_encoded_as_eight_numbers(limit: Limit, numbers: tuple[int, ...]) -> None:
     """The numbers are the limit's kind, its id and its arithmetic, after the rule's field."""
     kind, *rest = numbers
     assert unpacked(encode_limits([limit], "orders")) == [b"orders", kind, id_of(limit), *rest]
@@ -114,7 +115,8 @@ def test_numbers_are_exact_and_fit_the_scripts(units: int, window_us: int, algor
     limit = limit_of(algorithm, units, window_us / 1_000_000)
     window_us = limit.window_ns // 1_000
     values = unpacked(encode_limits([limit], "rule"))
-    _, _, _, capacity, numerator, denominator, window, full_us = values
+    _, _, _, capacity, numerator, denominator, window, full_us, step_us = values
+    assert step_us == 1
     assert (capacity, window) == (limit.capacity, window_us)
     rate = Fraction(numerator, denominator)
     assert rate == Fraction(units * 1_000_000, window_us)

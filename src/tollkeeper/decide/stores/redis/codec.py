@@ -71,7 +71,7 @@ def id_of(limit: Limit) -> int:
 
 
 def encode_limits(limits: Sequence[Limit], rule: str) -> bytes:
-    """Return the first argument of every script: the rule's field, and seven numbers per limit."""
+    """Return the first argument of every script: the rule's field, and eight numbers per limit."""
     by_id: dict[int, Limit] = {}
     values: list[int] = []
     for limit in limits:
@@ -85,7 +85,8 @@ def encode_limits(limits: Sequence[Limit], rule: str) -> bytes:
             limit.capacity,
             *_refill_per_us(limit),
             limit.window_ns // NS_PER_US,
-            _last_number(limit),
+            _chunk_or_fill(limit),
+            max(limit.refill_step_ns // NS_PER_US, 1),
         ]
     return b"".join((_array_head(1 + len(values)), _text(field_of(rule)), *map(_number, values)))
 
@@ -106,7 +107,7 @@ def _refill_per_us(limit: Limit) -> tuple[int, int]:
     return numerator, denominator
 
 
-def _last_number(limit: Limit) -> int:
+def _chunk_or_fill(limit: Limit) -> int:
     """Return a log's times per chunk, or the microseconds in which a bucket fills from empty."""
     if limit.algorithm == "sliding_window_log":
         return next(per_chunk for limit_max, per_chunk in _CHUNKS if limit.limit <= limit_max)

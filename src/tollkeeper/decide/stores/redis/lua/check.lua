@@ -63,7 +63,7 @@ for i = 0, limits - 1 do
     size = size + 2
     if kind == BUCKET then
         if p then
-            a = used_now(g, last, a, now)
+            a, at = used_now(g, last, a, now)
             room = floor((capacity * MICROS_PER_UNIT - a) / MICROS_PER_UNIT)
         end
     elseif kind == FIXED then
@@ -128,7 +128,8 @@ for i = 0, limits - 1 do
         local window, need = gate[g + WINDOW], 0
         if kind == BUCKET then
             a = a + own * MICROS_PER_UNIT
-            need = at + a / gate[g + NUMERATOR] * gate[g + DENOMINATOR]
+            -- One step more: the bucket is full at the end of a step.
+            need = at + a / gate[g + NUMERATOR] * gate[g + DENOMINATOR] + gate[g + STEP] - 1
         elseif kind == FIXED then
             a = a + own
             need = at - fmod(at, window) + window

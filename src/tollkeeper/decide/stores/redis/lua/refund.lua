@@ -57,12 +57,14 @@ end
 local function refunded(g, last, a, b, units, charged)
     local kind, window = gate[g + KIND], gate[g + WINDOW]
     if kind == BUCKET then
-        local used = used_now(g, last, a, now)
+        local used, refilled = used_now(g, last, a, now)
         if used <= 0 then
             return
         end
-        local at, micros = max(last, now), min(units, gate[g + CAPACITY]) * MICROS_PER_UNIT
-        local elapsed = charged and at - charged or 0
+        local micros = min(units, gate[g + CAPACITY]) * MICROS_PER_UNIT
+        local elapsed = charged and max(last, now) - charged or 0
+        -- Rounded up to whole steps.
+        elapsed = math.ceil(elapsed / gate[g + STEP]) * gate[g + STEP]
         if elapsed >= gate[g + FULL] then
             micros = 0
         elseif elapsed > 0 then
@@ -74,7 +76,7 @@ local function refunded(g, last, a, b, units, charged)
         if micros <= 0 then
             return last, a
         elseif used > micros then
-            return at, used - micros
+            return refilled, used - micros
         end
     elseif kind == FIXED then
         charged = charged or max(last, now)

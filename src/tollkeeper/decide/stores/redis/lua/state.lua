@@ -8,7 +8,8 @@
 -- base   the time of the last write, in microseconds
 -- ttl    the hash lives at least this many milliseconds beyond base
 -- id     which limit; odd if there is a b; negative (and with a b): units granted on top
--- lag    base - lag is the time of the last admission (or refund) under this limit
+-- lag    base - lag is the time of the last admission (or refund) under this limit; of a bucket that
+--        is refilled in steps, the time of its last step
 -- a, b   bucket     millionths of a unit used
 --        fixed      units counted in the window of that admission
 --        counter    units counted in the window before, units counted in this one
@@ -19,7 +20,7 @@
 -- \2 2:<field> and so on. A hash of short values is one packed piece of memory, of half the size or
 -- less. A log's times are 7 bytes each, in chunks: the fields \1 <id>.<number>:<field>.
 --
--- ARGV[1] is the gate: msgpack of the rule's field and seven numbers for each limit, KIND to FULL.
+-- ARGV[1] is the gate: msgpack of the rule's field and eight numbers for each limit, KIND to STEP.
 -- Lua's numbers are doubles. Every number below stays under 2^53, where doubles are exact.
 
 local call, fmod, floor, max, min = redis.call, math.fmod, math.floor, math.max, math.min
@@ -28,9 +29,9 @@ local gate = cmsgpack.unpack(ARGV[1])
 local field = gate[1]
 
 -- The offsets of a limit's numbers in the gate.
-local KIND, ID, CAPACITY, NUMERATOR, DENOMINATOR, WINDOW, FULL = 0, 1, 2, 3, 4, 5, 6
+local KIND, ID, CAPACITY, NUMERATOR, DENOMINATOR, WINDOW, FULL, STEP = 0, 1, 2, 3, 4, 5, 6, 7
 local BUCKET, FIXED, COUNTER, LOG = 1, 2, 3, 4
-local GATE_FIRST, GATE_STEP, HELD_FIRST = 2, 7, 3
+local GATE_FIRST, GATE_STEP, HELD_FIRST = 2, 8, 3
 local MICROS_PER_UNIT = 1000000
 local TIME_BYTES, PIECE_BYTES = 7, 64
 
@@ -56,18 +57,26 @@ local function multiply_divide(x, n, d)
     return whole * n + quotient, rest
 end
 
--- Return the amount used of a bucket now. The refill is rounded down: a part of a millionth that is
--- not refilled yet cannot be spent.
+-- Return the amount used of a bucket now, and the time of its last refill. The refill is rounded
+-- down: a part of a millionth that is not refilled yet cannot be spent. A full bucket is as new: its
+-- next step counts from now.
 local function used_now(g, last, used, now)
     used = min(used, gate[g + CAPACITY] * MICROS_PER_UNIT)
     local elapsed = now - last
     if elapsed <= 0 then
-        return used
+        return used, last
+    end
+    if gate[g + STEP] > 1 then
+        elapsed = elapsed - fmod(elapsed, gate[g + STEP])
     end
     if elapsed >= gate[g + FULL] then
-        return 0
+        return 0, now
     end
-    return max(used - multiply_divide(elapsed, gate[g + NUMERATOR], gate[g + DENOMINATOR]), 0)
+    used = used - multiply_divide(elapsed, gate[g + NUMERATOR], gate[g + DENOMINATOR])
+    if used <= 0 then
+        return 0, now
+    end
+    return used, last + elapsed
 end
 
 -- Return a window counter's time and its two counts as of now.
