@@ -67,9 +67,9 @@ def filter_of(config: Config) -> Config:
 
 
 def rate_limits_of(config: Config) -> list[Config]:
-    """Return the descriptors of the only route, for the caller to change."""
+    """Return the descriptors of the last route, for the caller to change."""
     host = _connection_manager(config)["route_config"]["virtual_hosts"][0]
-    found: list[Config] = host["routes"][0]["route"]["rate_limits"]
+    found: list[Config] = host["routes"][-1]["route"]["rate_limits"]
     return found
 
 

@@ -8,6 +8,7 @@ import json
 import threading
 import weakref
 from collections.abc import AsyncIterator
+from socket import gethostname
 from typing import Any
 from urllib.parse import unquote
 
@@ -37,6 +38,7 @@ from tollkeeper.asgi import RateLimit
 from tollkeeper.asgi import limited as limited_to
 from tollkeeper.testing import ManualClock, limiting_off
 from tollkeeper.web.answers import Style
+from tollkeeper.web.options import default_node
 
 HEADERS = {
     "x-ratelimit-limit": "2",
@@ -44,6 +46,7 @@ HEADERS = {
     "x-ratelimit-reset": "1030",
     "ratelimit": '"default";r=1;t=30',
     "ratelimit-policy": '"default";q=2;w=60',
+    "x-tollkeeper-node": default_node(),
 }
 
 
@@ -126,8 +129,29 @@ async def test_a_message_that_the_application_keeps_is_not_changed() -> None:
 
 async def test_the_style_of_the_headers_is_a_setting() -> None:
     """Only the selected headers are sent."""
-    seen = await ask(limited(style=Style(draft=None, legacy=False)))
+    seen = await ask(limited(style=Style(draft=None, legacy=False, node="")))
     assert seen.headers == {"x-mine": "1"}
+
+
+async def test_the_node_that_decided_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On allowed requests and denials, by the fast path and by rules; the host name is secret."""
+    rules = {
+        "version": 1,
+        "rules": [{"id": "a", "by": ["ip"], "limits": ["1/minute"], "match": {"endpoint": "/a"}}],
+        "deny": ["ip:192.0.2.9"],
+    }
+    monkeypatch.setenv("TOLLKEEPER_NODE_ID", "eu-1")
+    for app in (limited(limits="1/minute"), RateLimit(hello, rules=rules)):
+        seen = [await ask(app, "/a", peer=peer) for peer in ("192.0.2.1", "192.0.2.1", "192.0.2.9")]
+        assert [each.headers["x-tollkeeper-node"] for each in seen] == ["eu-1"] * 3
+        assert [each.status for each in seen][:2] == [200, 429]
+    assert "x-tollkeeper-node" not in (await ask(app, "/unlimited")).headers
+    monkeypatch.delenv("TOLLKEEPER_NODE_ID")
+    default = (await ask(limited())).headers["x-tollkeeper-node"]
+    assert default == default_node()
+    assert gethostname() not in default
+    named = limited(style=Style(node="us-2"))
+    assert (await ask(named)).headers["x-tollkeeper-node"] == "us-2"
 
 
 async def test_every_other_message_passes_unchanged() -> None:

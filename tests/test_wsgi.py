@@ -18,6 +18,7 @@ from tollkeeper import ConfigError, Limiter
 from tollkeeper.testing import ManualClock
 from tollkeeper.web.answers import HttpAnswer, Style
 from tollkeeper.web.charges import CHARGE, CHARGES
+from tollkeeper.web.options import default_node
 from tollkeeper.web.requests import WsgiRequest
 from tollkeeper.wsgi import RateLimit
 
@@ -97,6 +98,7 @@ def test_headers_on_an_allowed_response() -> None:
         ("X-RateLimit-Reset", str(NOW_S + 30)),
         ("RateLimit", '"default";r=1;t=30'),
         ("RateLimit-Policy", '"default";q=2;w=60'),
+        ("X-Tollkeeper-Node", default_node()),
     ]
 
 
@@ -221,7 +223,7 @@ def test_headers_of_the_application_win() -> None:
 
 def test_the_style_selects_the_headers() -> None:
     """Only the selected headers are sent."""
-    got = Got(limited(style=Style(draft=None, legacy=False)), environ_of())
+    got = Got(limited(style=Style(draft=None, legacy=False, node="")), environ_of())
     assert got.starts[0][1] == [("Content-Type", "text/plain")]
 
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -89,6 +90,13 @@ async def edge(port: int, change: Any = None) -> AsyncIterator[Edge]:
         await server.wait_closed()
 
 
+@pytest.fixture
+async def shared_edge() -> AsyncIterator[Edge]:
+    """Yield the example's Envoy with a rule for each address."""
+    async with serving(BY_ADDRESS) as service, edge(service.handle.port) as found:
+        yield found
+
+
 def without_health_checks(config: Config) -> None:
     """Remove the health checks, so that the filter decides, not the cluster's health."""
     del cluster_of(config, "tollkeeper")["health_checks"]
@@ -120,6 +128,39 @@ async def test_an_escaped_slash_does_not_slip_past_a_limit_on_a_path() -> None:
         assert await there.statuses(2, "/admin/keys") == [200, 429]
         assert await there.statuses(2, "/admin%2Fkeys") == [400, 400]
         assert there.application.served == 1
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/search/foo/../../x",
+        "/search/foo/%2e%2e/%2E./x",
+        "/search/..%2f..%2fx",
+        "/search\\..\\x",
+        "/search/foo/./x",
+        "/x/..?a=b",
+        "/search//../x",
+    ],
+)
+async def test_an_ambiguous_path_reaches_neither_the_service_nor_the_application(
+    shared_edge: Edge, target: str
+) -> None:
+    """The example's Envoy rejects it: the application may serve another path than was limited."""
+    served = shared_edge.application.served
+    url = urlsplit(shared_edge.envoy.url)
+    reader, writer = await asyncio.open_connection(HOST, url.port)
+    writer.write(b"GET %b HTTP/1.1\r\nhost: x\r\n\r\n" % target.encode())
+    assert (await reader.readline()).split()[1] == b"400"
+    writer.close()
+    assert shared_edge.application.served == served
+
+
+async def test_the_node_reaches_the_client(shared_edge: Edge) -> None:
+    """Also through Envoy, on allowed requests and on denials. Unusual paths pass."""
+    paths = ("/.well-known/x", "/a..b?next=/../x", "/...", "/v1/%6Frders", "/x", "/x")
+    answers = [await shared_edge.get(path) for path in paths]
+    assert [each.status_code for each in answers] == [200] * 5 + [429]
+    assert {each.headers["x-tollkeeper-node"] for each in answers} == {"test-1"}
 
 
 async def test_a_denial_has_a_body_and_retry_after() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,6 +33,9 @@ RULES: dict[str, Any] = {
          "limits": ["2/hour"]},
         {"id": "many", "match": {"endpoint": "/many"}, "by": ["ip"], "limits": ["20/hour"]},
         {"id": "spoofed", "match": {"endpoint": "/spoofed"}, "by": ["ip"], "limits": ["3/hour"]},
+        {"id": "spaced", "match": {"endpoint": "/spaced"}, "by": ["ip"], "limits": [
+            {"limit": 2, "per": "1s", "algorithm": "leaky_bucket", "capacity": 30}]},
+        {"id": "search", "match": {"endpoint": "/search/*"}, "by": ["ip"], "limits": ["1/hour"]},
         {"id": "traefik", "match": {"endpoint": "/traefik"}, "by": ["ip"], "limits": ["2/hour"]},
     ],
     "deny": ["api_key:sk_revoked"],
@@ -44,6 +50,7 @@ class Application(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__((HOST, 0), _Handler)
         self.served: list[tuple[str, str, bytes]] = []
+        self.times: list[float] = []
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -52,6 +59,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        self.server.times.append(time.monotonic())
         self.server.served.append((self.command, self.path, body))
         self.send_response(403 if self.path == "/forbidden" else 200)
         self.send_header("content-length", "3")
@@ -176,6 +184,71 @@ def test_forged_headers_change_nothing(there: Edge) -> None:
     assert found == [200, 200, 200, 429, 429, 429]
 
 
+def test_a_leaky_bucket_spaces_requests_behind_nginx(there: Edge) -> None:
+    """The delays are longer than a second. A delay of more than `hold` is denied, never served."""
+    before = len(there.application.times)
+    started = time.monotonic()
+    with ThreadPoolExecutor(12) as threads:
+        answers = list(threads.map(lambda _: there.get("/spaced"), range(12)))
+    served = sorted(there.application.times[before:])
+    statuses = [each.status_code for each in answers]
+    assert (statuses.count(200), statuses.count(429)) == (len(served), 12 - len(served))
+    assert 4 <= len(served) < 12
+    # The n-th request may be served half a second after the one before it; a timer may be 50 ms
+    # early.
+    assert all(at >= started + n * 0.5 - 0.05 for n, at in enumerate(served))
+
+
+def test_the_example_waits_longer_for_an_answer_than_the_service_holds_it() -> None:
+    """Otherwise nginx lets a request pass while a leaky bucket delays it."""
+    text = EXAMPLE.read_text(encoding="utf-8")
+    [hold_s] = re.findall(r"/v1/authorize\?denied=403&hold=(\d+);", text)
+    [timeout_s] = re.findall(r"proxy_read_timeout (\d+)s;", text)
+    assert int(timeout_s) > int(hold_s)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/search/foo/../../x",
+        "/search/foo/%2e%2e/%2E./x",
+        "/search/..%2f..%2fx",
+        "/search\\..\\x",
+        "/search/foo/./x",
+        "/x/..",
+        "/x/..?a=b",
+        "/x#/../search/y",
+        "/x%5Cy",
+    ],
+)
+def test_an_ambiguous_path_reaches_neither_the_service_nor_the_application(
+    there: Edge, target: str
+) -> None:
+    """The example rejects it, because the application may serve another path than was limited."""
+    before = len(there.application.served)
+    address = urlsplit(there.url)
+    connection = HTTPConnection(HOST, address.port, timeout=20)
+    connection.putrequest("GET", target, skip_host=False)
+    connection.endheaders()
+    assert connection.getresponse().status == 400
+    connection.close()
+    assert len(there.application.served) == before
+
+
+def test_paths_that_only_look_like_dot_segments_pass(there: Edge) -> None:
+    """So does anything in the query."""
+    for path in ("/.well-known/x", "/a..b", "/...", "/a?next=/../x%2F#", "/v1.0/x"):
+        assert there.get(path).status_code == 200
+
+
+def test_the_node_that_decided_is_named(there: Edge, service: ServiceProcess) -> None:
+    """On allowed requests and on denials."""
+    node = service.ask("GET", "/healthz").headers["x-tollkeeper-node"]
+    answers = [there.get("/keys/1", headers={"X-API-Key": "node"}) for _ in range(3)]
+    assert [each.status_code for each in answers] == [200, 200, 429]
+    assert {each.headers["x-tollkeeper-node"] for each in answers} == {node}
+
+
 def test_clients_cannot_reach_the_internal_location(there: Edge) -> None:
     """The location that calls the service is internal."""
     assert there.get("/_tollkeeper").status_code == 404
@@ -210,7 +283,8 @@ def test_a_request_of_traefik_is_answered(service: ServiceProcess) -> None:
     written = yaml.safe_load(TRAEFIK.read_text(encoding="utf-8"))["http"]
     asks = written["middlewares"]["tollkeeper"]["forwardAuth"]
     assert written["routers"]["shop"]["middlewares"] == ["tollkeeper"]
-    path = urlsplit(asks["address"]).path
+    address = urlsplit(asks["address"])
+    path = f"{address.path}?{address.query}"
     # Traefik sends the client's headers, and describes the request in its own headers.
     sent = {"X-Forwarded-Method": "GET", "X-Forwarded-Proto": "http", "X-Forwarded-Host": "shop",
             "X-Forwarded-Uri": "/traefik?a=b", "X-Forwarded-For": "192.0.2.7"}  # fmt: skip

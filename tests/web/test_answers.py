@@ -738,3 +738,33 @@ def test_any_text_is_valid_json(detail: str) -> None:
     read["detail"].encode("utf-8")
     if detail.isprintable() and len(detail) <= DETAIL_LENGTH_MAX:
         assert read["detail"] == detail
+
+
+# ── The node ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", ["limited", "blocked", "exempt", "unavailable"])
+@pytest.mark.parametrize("style", [Style(node="eu-1"), Style(draft=7, legacy=False, node="eu-1")])
+def test_the_node_is_named_on_every_decision(kind: Any, style: Style) -> None:
+    """Also on a denial; only a request that nothing limited has no headers."""
+    limit = Limit(1, per=60)
+    for allowed in (True, False):
+        decision = Decision(allowed, limit, 0, 0 if allowed else 10**9)
+        result = CheckResult(decision, (AppliedRule("a", (limit,)),), kind)
+        assert headers_of(result, 0, style)[-1] == ("X-Tollkeeper-Node", "eu-1")
+    unlimited = CheckResult(Decision(True, limit, 1), (), "unlimited")
+    assert headers_of(unlimited, 0, style) == []
+
+
+@pytest.mark.parametrize("node", ["a b", "x" * 65, "é", "a\r\nb: c", 7])
+def test_a_node_is_a_plain_name(node: Any) -> None:
+    """Anything else could not be a header."""
+    with pytest.raises(ConfigError, match=r"node=.*for example node=\"eu-1\""):
+        Style(node=node)
+
+
+def test_the_applications_own_node_wins() -> None:
+    """As behind another service that sends it. Our other headers are still added."""
+    theirs = [(b"x-tollkeeper-node", b"inner")]
+    ours = [(b"ratelimit", b"x"), (b"retry-after", b"1"), (b"x-tollkeeper-node", b"outer")]
+    assert answers.with_raw_headers(theirs, ours) == [*theirs, *ours[:2]]

@@ -36,8 +36,9 @@ to the same bytes.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Final, Literal, NamedTuple
@@ -93,6 +94,7 @@ Header = tuple[str, str]
 RawHeader = tuple[bytes, bytes]
 
 RETRY_AFTER: Final = "Retry-After"
+NODE: Final = "X-Tollkeeper-Node"
 _LIMIT_HEADERS: Final = (
     "X-RateLimit-Limit",
     "X-RateLimit-Remaining",
@@ -105,7 +107,7 @@ _LIMIT_HEADERS: Final = (
     "RateLimit-Reset",
 )
 # From the raw form, which has lower-case names as ASGI requires.
-_NAMES: Final = {name.lower().encode(): name for name in (*_LIMIT_HEADERS, RETRY_AFTER)}
+_NAMES: Final = {name.lower().encode(): name for name in (*_LIMIT_HEADERS, RETRY_AFTER, NODE)}
 _LOWER_LIMIT_HEADERS: Final = frozenset(name.lower() for name in _LIMIT_HEADERS)
 # The usual spellings of all these names, so that an ASGI response is searched without lower().
 _SPELLINGS: Final = frozenset(
@@ -122,6 +124,7 @@ REDUCED_CAPACITY: Final = (
 BLANK: Final = "about:blank"
 
 DRAFTS: Final = (10, 7, 6, None)
+_NODE: Final = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +135,15 @@ class Style:
               limit=100, remaining=73, reset=36`), 6 (`RateLimit-Remaining: 73` and so on), or None
               to send none of them.
     `legacy`  True to send `X-RateLimit-…`.
+    `node`    the value of `X-Tollkeeper-Node` on every answer that a limit or a list decided; "" to
+              send none. None: an integration sends TOLLKEEPER_NODE_ID, or a digest of the host
+              name, which names the node but does not tell clients what it is called.
     """
 
     draft: Literal[10, 7, 6] | None = 10
     legacy: bool = True
+    node: str | None = None
+    node_headers: tuple[RawHeader, ...] = field(default=(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.draft not in DRAFTS or isinstance(self.draft, bool):
@@ -144,6 +152,14 @@ class Style:
             )
         if not isinstance(self.legacy, bool):
             raise ConfigError(f"legacy={show(self.legacy)} is not True or False")
+        if self.node:
+            if not isinstance(self.node, str) or not _NODE.fullmatch(self.node):
+                raise ConfigError(
+                    f"node={show(self.node)} is not 1 to 64 letters, digits and . _ : -; "
+                    f'for example node="eu-1"'
+                )
+            header = (b"x-tollkeeper-node", self.node.encode("ascii"))
+            object.__setattr__(self, "node_headers", (header,))
 
 
 _STYLE: Final = Style()
@@ -319,7 +335,7 @@ def raw_headers_of(result: CheckResult, now_ns: int, style: Style = _STYLE) -> l
     state = b"%b%b;t=%d" % (tightest.start, remaining, -(reset_after_ns // -NS_PER_SECOND))
     policy = known.headers[10]
     if not style.legacy:
-        return [policy, (b"ratelimit", state)] if policy else [(b"ratelimit", state)]
+        return [*([policy] if policy else []), (b"ratelimit", state), *style.node_headers]
     reset_s = -((now_ns + reset_after_ns) // -NS_PER_SECOND)
     headers = [
         tightest.limit_header,
@@ -329,16 +345,21 @@ def raw_headers_of(result: CheckResult, now_ns: int, style: Style = _STYLE) -> l
     ]
     if policy:
         headers.append(policy)
+    if style.node_headers:
+        headers += style.node_headers
     return headers
 
 
 def _raw_headers_in_full(result: CheckResult, now_ns: int, style: Style) -> list[RawHeader]:
     """Return the headers of any answer in any style. `raw_headers_of` has a shortcut."""
     decision, applied, kind, _, _ = result
-    if kind in {"unlimited", "blocked"}:
+    if kind == "unlimited":
         return []
+    if kind == "blocked":
+        return [*style.node_headers]
     if kind == "exempt":
-        return [(b"x-ratelimit-policy", b"exempt")] if style.legacy else []
+        exempt = [(b"x-ratelimit-policy", b"exempt")] if style.legacy else []
+        return [*exempt, *style.node_headers]
     known = _known.get(applied) or _learn(applied)
     is_known = kind == "limited" and not decision.degraded
     headers = _legacy_headers(decision, now_ns, is_known) if style.legacy else []
@@ -349,6 +370,7 @@ def _raw_headers_in_full(result: CheckResult, now_ns: int, style: Style) -> list
         headers.append(policy)
     if not decision.allowed:
         headers.append((b"retry-after", b"%d" % retry_after_seconds_of(decision)))
+    headers += style.node_headers
     return headers
 
 
@@ -409,11 +431,11 @@ def _reset_seconds(decision: Decision, now_ns: int) -> int:
 class PreparedHeaders:
     """The headers of allowed requests by one limit: `raw_headers_of` in less than half the time."""
 
-    __slots__ = ("_after", "_known", "_limit", "_policy", "_reset", "_start")
+    __slots__ = ("_after", "_known", "_last", "_limit", "_reset", "_start")
 
     def __init__(self, sample: list[RawHeader]) -> None:
         """Keep the constant parts of `sample`, the headers of one result."""
-        self._limit, _, reset, state, self._policy = sample
+        self._limit, _, reset, state, *self._last = sample
         self._reset = int(reset[1]), reset
         self._after = -1, b""
         # By remaining units: the two times, and the headers. Concurrent requests often share them.
@@ -427,10 +449,11 @@ class PreparedHeaders:
         """Prepare headers from one result; None if more than the numbers may change."""
         decision, applied, kind, _, _ = result
         has_one_limit = len(applied) == 1 and len(applied[0].limits) == 1 and kind == "limited"
-        if not has_one_limit or not decision.allowed or decision.degraded or style != _STYLE:
+        if not has_one_limit or not decision.allowed or decision.degraded:
             return None
-        sample = raw_headers_of(result, now_ns, style)
-        return cls(sample) if len(sample) == 5 else None  # a long name has no RateLimit-Policy
+        if replace(style, node=None) != _STYLE:
+            return None
+        return cls(raw_headers_of(result, now_ns, style))
 
     def headers(self, decision: Decision, now_ns: int) -> list[RawHeader]:
         """Return the headers of a decision that is allowed and not degraded.
@@ -465,7 +488,7 @@ class PreparedHeaders:
             (b"x-ratelimit-remaining", printed),
             reset[1],
             (b"ratelimit", self._start + printed + after[1]),
-            self._policy,
+            *self._last,
         ]
 
 
@@ -476,7 +499,7 @@ def with_raw_headers(theirs: list[RawHeader], ours: list[RawHeader]) -> list[Raw
             known = {name.decode("latin-1").lower() for name, _ in theirs}
             if not known.isdisjoint(_LOWER_LIMIT_HEADERS):
                 return theirs
-            return theirs + [header for header in ours if header[0] != b"retry-after"]
+            return theirs + [header for header in ours if header[0].decode("ascii") not in known]
     return theirs + ours
 
 

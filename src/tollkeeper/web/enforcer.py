@@ -46,7 +46,7 @@ from tollkeeper.web.answers import (
     invalid_request_answer,
 )
 from tollkeeper.web.identity import Identity, RequestKeys
-from tollkeeper.web.options import EnforcerOptions
+from tollkeeper.web.options import EnforcerOptions, default_node
 from tollkeeper.web.requests import WebRequest
 
 __all__ = ["LOG", "PASSED", "AsyncEnforcer", "Charge", "Enforcer", "UncheckableRequest"]
@@ -161,7 +161,8 @@ class EnforcerCore:
 
     def __init__(self, options: EnforcerOptions) -> None:
         self.options = options
-        self.style = options.style
+        style = options.style
+        self.style = style if style.node is not None else replace(style, node=default_node())
         self.identity = (
             options.identify
             if isinstance(options.identify, Identity)
@@ -306,7 +307,7 @@ class EnforcerCore:
             skip=options.skip or own.skip,
             on_limit=options.on_limit or own.on_limit,
             on_unavailable=options.on_unavailable or own.on_unavailable,
-            style=own.style,
+            style=self.style,
             on_failure=options.on_failure or self._on_failure,
             local_fallback=self._local_fallback,
             clock=self.clock,

@@ -6,8 +6,11 @@ the first request.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from hashlib import blake2b
+from socket import gethostname
 from typing import Any, Final, Self, TypedDict
 
 from tollkeeper.core.clock import Clock, clock_of
@@ -210,6 +213,12 @@ _EXAMPLES: Final = {
     "on_unavailable": "for example on_unavailable=lambda request, denial: Response('sorry', 503)",
     "count": "for example count=lambda status: status in (401, 403)",
 }
+
+
+def default_node(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the node that answers name by default; `Style` says why it is a digest."""
+    given = environ.get("TOLLKEEPER_NODE_ID", "")
+    return given or blake2b(gethostname().encode(), digest_size=4).hexdigest()
 
 
 OPTION_NAMES: Final = tuple(option.name for option in fields(EnforcerOptions))

@@ -32,6 +32,7 @@ class FakeContext:
     settings: WorkerSettings = field(default_factory=lambda: WorkerSettings(Style()))
     counters: Counters = field(default_factory=Counters)
     recorder: Any = None
+    node_id: str = "test-1"
 
 
 @dataclass

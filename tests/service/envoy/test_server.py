@@ -21,6 +21,7 @@ from tests.service.envoy.client import (
     codes,
     entries,
     grpc_client,
+    headers,
     serving,
 )
 from tollkeeper import Request
@@ -218,3 +219,12 @@ def test_without_grpcio_the_error_names_the_extra() -> None:
     )
     assert done.stdout.startswith("ConfigError")
     assert "pip install 'tollkeeper[server]'" in done.stdout
+
+
+async def test_the_node_that_decided_is_named() -> None:
+    """On allowed requests and on denials."""
+    rules = {"version": 1, "rules": [{"id": "api", "by": ["user"], "limits": ["1/hour"]}]}
+    async with serving(rules) as server, grpc_client(server.target) as ask:
+        found = [await ask(ANN) for _ in range(2)]
+        assert [codes(each)[0] for each in found] == ["OK", "OVER_LIMIT"]
+        assert {headers(each)["x-tollkeeper-node"] for each in found} == {"test-1"}

@@ -175,6 +175,29 @@ async def test_the_gateways_token_has_its_own_header(tmp_path: Path) -> None:
 SLOW = {"X-Original-URI": "/slow"}
 
 
+@pytest.mark.parametrize("hold", ["x", "-1", "31", "", "1e1", "nan", "٣"])
+async def test_the_longest_delay_is_a_number_of_seconds(hold: str) -> None:
+    """It is at most 30 seconds."""
+    async with http_service() as http:
+        answer = await http("GET", f"/v1/authorize?denied=403&hold={hold}", b"", NGINX)
+        if hold:
+            assert answer.status == 400
+            assert "hold=4" in answer.data["detail"]
+        else:
+            assert answer.status == 200
+
+
+async def test_a_delay_beyond_hold_is_a_denial_that_costs_nothing() -> None:
+    """A gateway would let the request pass when its timeout ends."""
+    async with http_service() as http:
+        await http("GET", "/v1/authorize?hold=0.5", b"", SLOW)
+        for _ in range(3):
+            answer = await http("GET", "/v1/authorize?hold=0.5", b"", SLOW)
+            assert (answer.status, answer.headers["retry-after"]) == (429, "1")
+        http.clock.advance(0.5)
+        assert (await http("GET", "/v1/authorize?hold=0.5", b"", SLOW)).status == 200
+
+
 async def test_the_reply_waits_for_the_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reply to a leaky bucket's second request waits for its turn."""
     held: list[float] = []

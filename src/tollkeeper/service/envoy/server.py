@@ -9,7 +9,7 @@ Calls in flight, the size of a message and the time for a shutdown are all bound
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -117,7 +117,7 @@ async def start(
     service = RateLimitService(
         context.limiter,
         tokens=context.tokens,
-        style=context.settings.style,
+        style=replace(context.settings.style, node=context.node_id),
         on_failure=on_failure,
         counters=context.counters,
         recorder=context.recorder,

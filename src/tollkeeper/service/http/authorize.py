@@ -11,18 +11,22 @@ as `X-Tollkeeper-Token`.
 
 nginx treats 401 and 403 as a denial, and any other status but 2xx as a failure. `?denied=403` makes
 every denial a 403. A leaky bucket's delay is spent here: a gateway forwards the request at once
-when it gets the reply.
+when it gets the reply. `?hold=4` is the longest delay in seconds that the gateway waits for. It
+must be shorter than the gateway's timeout, after which the gateway may let the request pass. A
+longer delay is a denial.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from time import perf_counter_ns
 from typing import Any, Final
 from urllib.parse import parse_qs
 
+from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import ConfigError, StoreError, TollkeeperError, show
 from tollkeeper.core.model import CheckResult, Request, decision_with
 from tollkeeper.service.http.checks import check_reply
@@ -45,7 +49,8 @@ URI_LENGTH_MAX: Final = 16_384
 TOKEN_HEADER: Final = b"x-tollkeeper-token"
 _METHOD_LENGTH_MAX: Final = 32
 _QUERY_FIELDS_MAX: Final = 100
-_HOLD_NS_MAX: Final = int(HOLD_SECONDS_MAX * 1e9)
+_HOLD_NS_MAX: Final = int(HOLD_SECONDS_MAX * NS_PER_SECOND)
+_SECONDS: Final = re.compile(r"[0-9]{1,2}(?:\.[0-9]{1,3})?")
 
 
 class ForwardedRequest:
@@ -106,7 +111,7 @@ def routes(context: ServiceContext) -> Routes:
 def _authorize(context: ServiceContext) -> Handler:
     async def authorize(http_request: ServiceRequest) -> ServiceReply:
         try:
-            denied_status = _denied_status(http_request.scope["query_string"])
+            denied_status, hold_ns_max = _options_of(http_request.scope["query_string"])
         except ConfigError as error:
             return _error_reply(error)
         authorization = http_request.headers.get(b"authorization")
@@ -122,7 +127,7 @@ def _authorize(context: ServiceContext) -> Handler:
             started_ns = perf_counter_ns()
             result = await context.limiter.evaluate(request)
             context.counters.decision_seconds.note(perf_counter_ns() - started_ns)
-            result = await _hold(context, request, result)
+            result = await _hold(context, request, result, hold_ns_max)
             if context.recorder is not None:
                 context.recorder.note(request, result, 1, context.now_ns())
             reply = check_reply(result, context.now_ns(), context.settings.style)
@@ -143,20 +148,39 @@ def _error_reply(error: TollkeeperError) -> ServiceReply:
     return reply
 
 
-def _denied_status(query: bytes) -> int | None:
+def _options_of(query: bytes) -> tuple[int | None, int]:
+    """Return the status of denials, and the longest delay in nanoseconds. Raises ConfigError."""
     try:
-        given = parse_qs(query.decode("latin-1"), max_num_fields=_QUERY_FIELDS_MAX).get("denied")
+        given = parse_qs(query.decode("latin-1"), max_num_fields=_QUERY_FIELDS_MAX)
     except ValueError:
         raise ConfigError(
-            f"the query has more than {_QUERY_FIELDS_MAX} fields; the only one used is `denied`"
+            f"the query has more than {_QUERY_FIELDS_MAX} fields; only `denied` and `hold` are used"
         ) from None
     if not given:
+        return None, _HOLD_NS_MAX
+    return _denied_status(given.get("denied")), _hold_ns_max(given.get("hold"))
+
+
+def _denied_status(given: list[str] | None) -> int | None:
+    if given is None:
         return None
     text = given[-1]
     if len(text) == 3 and text.isascii() and text.isdecimal() and 400 <= int(text) < 500:
         return int(text)
     raise ConfigError(
         f"denied={show(text)} is not a status from 400 to 499; nginx needs denied=403"
+    )
+
+
+def _hold_ns_max(given: list[str] | None) -> int:
+    if given is None:
+        return _HOLD_NS_MAX
+    text = given[-1]
+    if _SECONDS.fullmatch(text) and float(text) <= HOLD_SECONDS_MAX:
+        return int(float(text) * NS_PER_SECOND)
+    raise ConfigError(
+        f"hold={show(text)} is not a number of seconds from 0 to {HOLD_SECONDS_MAX:g}; "
+        f"for example hold=4"
     )
 
 
@@ -187,14 +211,16 @@ def _uri_and_method(headers: Mapping[bytes, bytes]) -> tuple[bytes, bytes]:
     return forwarded or b"", headers.get(b"x-forwarded-method", b"")
 
 
-async def _hold(context: ServiceContext, request: Request, result: CheckResult) -> CheckResult:
+async def _hold(
+    context: ServiceContext, request: Request, result: CheckResult, hold_ns_max: int
+) -> CheckResult:
     """Wait for the request's delay and return the result; deny a delay that is too long."""
     decision = result.decision
     if not decision.allowed or not decision.delay_ns:
         return result
-    if decision.delay_ns > _HOLD_NS_MAX:
+    if decision.delay_ns > hold_ns_max:
         await _refund(context, request, result)
-        retry_after_ns = decision.delay_ns - _HOLD_NS_MAX
+        retry_after_ns = decision.delay_ns - hold_ns_max
         denied = decision_with(decision, allowed=False, retry_after_ns=retry_after_ns, delay_ns=0)
         return result._replace(decision=denied)
     try:
