@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ from tollkeeper.core.model import Decision, Limit
 from tollkeeper.decide.failure import (
     FAILURE_POLICIES,
     OUTAGE_GAP_NS,
+    SHARED_GAP_S,
     LocalCheck,
     LocalFallback,
     LocalLimits,
     check_policy,
     decision_on_failure,
 )
+from tollkeeper.decide.store import BreakerState
 from tollkeeper.testing import ManualClock
 
 LIMIT = Limit(10, per=1)
@@ -215,6 +218,61 @@ def test_the_ceiling_also_limits_rules_that_fail_open(dead: str) -> None:
     with Limiter.from_rules(rules, store=dead, local_fallback=local_fallback) as limiter:
         requests = [Request(user=name) for name in ("ann", "ann", "bob", "cid")]
         assert degraded([limiter.check(each) for each in requests]) == [True, True, True, False]
+
+
+class Monitored:
+    """The monitor of a store whose one server has been failing for some time."""
+
+    failing_s = 0.0
+
+    def breakers(self) -> list[BreakerState]:
+        state = BreakerState("server", "closed", 0.0, 0, 0, None, "")
+        return [replace(state, failing_s=self.failing_s)]
+
+
+def test_the_clock_of_an_outage_follows_the_store_not_the_traffic(clock: ManualClock) -> None:
+    """One request a minute: the emergency limits apply once the server has failed long enough."""
+    counts = LocalLimits(LocalFallback(emergency="1/hour", emergency_after=60), clock)
+    monitor: Any = Monitored()
+    counts.monitor = monitor
+    for minute in range(3):
+        monitor.failing_s = minute * 60.0
+        counts.note_failure(UNAVAILABLE)
+        assert counts.outage_ns() == minute * 60 * 10**9
+        assert passed(counts, 1) == (minute < 2)
+        clock.advance(60)
+    # The server has answered since.
+    monitor.failing_s = 0.0
+    assert counts.outage_ns() == 0
+
+
+def test_an_outage_goes_on_until_the_server_answers(dead: str, clock: ManualClock) -> None:
+    """Also in the pauses between the requests of a limiter, and for one without rules."""
+    with Limiter("1/minute", store=dead, clock=clock) as limiter:
+        assert limiter._local.outage_ns() == 0
+        assert limiter.check("ann").degraded
+        clock.advance(3_600)  # no request: the server's own clock goes on
+        assert limiter._local.outage_ns() > 0
+
+
+def test_the_workers_of_a_machine_share_the_clock_of_an_outage(
+    clock: ManualClock, tmp_path: Path
+) -> None:
+    """A worker whose first request comes after a minute applies the emergency limits at once."""
+    path = f"shared://{tmp_path / 'local_fallback'}"
+    how: Any = {"emergency": "2/minute", "emergency_after": 60, "store": path}
+    busy, idle, late = (LocalLimits(LocalFallback(**how), clock) for _ in range(3))
+    for _ in range(60):
+        busy.note_failure(UNAVAILABLE)
+        clock.advance(1)
+    assert passed(idle, 5) == 2
+    assert idle.outage_ns() >= 59 * 10**9
+    # No worker has noticed anything for a while: the next outage is another one.
+    clock.advance(SHARED_GAP_S + 1)
+    late.note_failure(UNAVAILABLE)
+    assert late.outage_ns() == 0
+    for counts in (busy, idle, late):
+        counts.close()
 
 
 def test_the_emergency_limits_are_by_address_without_rules_too(dead: str) -> None:

@@ -21,7 +21,11 @@ Two more limits apply only while the store is unavailable. The `ceiling` limits 
 machine admits, whatever their rule. The `emergency` limits apply to each address in a long outage,
 against clients that wait for an outage to exploit it.
 
-An outage is over when no check has failed for OUTAGE_GAP_NS.
+The clock of an outage follows the store, not the traffic. A remote store knows since when its calls
+have failed without a success (`BreakerState.failing_s`), however few they are. If the local store
+is a file, the workers of a machine share the start of the outage: a worker that was idle until now
+joins it. For any other failure (a full table), an outage is over when no check has failed for
+OUTAGE_GAP_NS.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Final, Literal, NamedTuple, get_args
@@ -38,7 +43,7 @@ from tollkeeper.core.errors import CapacityError, ConfigError, StoreError, show
 from tollkeeper.core.model import Decision, Limit, Limits, decision_with
 from tollkeeper.core.rates import LimitsArgument, limits_of, scaled
 from tollkeeper.core.subjects import Key, subject_of
-from tollkeeper.decide.store import Gate, GateCheck, Store
+from tollkeeper.decide.store import Gate, GateCheck, Store, StoreMonitor
 from tollkeeper.decide.stores import open_fallback_store
 
 FailurePolicy = Literal["open", "closed", "local", "raise"]
@@ -50,15 +55,21 @@ OPTIONAL_POLICIES: Final[frozenset[FailurePolicy]] = frozenset({"open", "local"}
 RETRY_AFTER_NS: Final = NS_PER_SECOND
 NODES_MAX: Final = 100_000
 OUTAGE_GAP_NS: Final = 5 * NS_PER_SECOND
+# The workers of a machine agree that an outage goes on if one of them noticed it this lately.
+SHARED_GAP_S: Final = 30
 LOG_EVERY_NS: Final = 60 * NS_PER_SECOND
 # Gates that are kept prepared: more than a document has limits, at any load.
 _GATES_MAX: Final = 4_096
-_AFTER_NS_MAX: Final = 86_400 * NS_PER_SECOND
+_AFTER_S_MAX: Final = 86_400
+_AFTER_NS_MAX: Final = _AFTER_S_MAX * NS_PER_SECOND
 
 # The names of these limits in decisions, and the subject of the ceiling.
 CEILING: Final = "ceiling"
 EMERGENCY: Final = "emergency"
 _EVERYONE: Final = "*"
+# The names of the buckets in which workers share an outage. Rule ids have no control characters.
+_NOTICED: Final = "\x1fnoticed"
+_AGE: Final = "\x1fage"
 _MEMORY: Final = "memory://"
 
 _log = logging.getLogger("tollkeeper.decide.failure")
@@ -178,6 +189,9 @@ class LocalLimits:
     def __init__(self, fallback: LocalFallback, clock: Clock) -> None:
         self._fallback = fallback
         self._clock = clock
+        self.monitor: StoreMonitor | None = None
+        """That of the store in whose place these limits decide, if it has one."""
+        self._shared: SharedOutage | None = None
         self._store: Store | None = None
         self._gates: dict[tuple[Limits, str], Gate] = {}
         self._lock = threading.Lock()
@@ -193,9 +207,11 @@ class LocalLimits:
             self._since_ns = now_ns
             self._log_ns = now_ns
         self._failed_ns = now_ns
+        if self._fallback.emergency_limits and self._fallback.store != _MEMORY:
+            self._share(self._own_outage_ns())
         if now_ns >= self._log_ns:
             self._log_ns = now_ns + LOG_EVERY_NS
-            seconds = (now_ns - self._since_ns) // NS_PER_SECOND
+            seconds = self._own_outage_ns() // NS_PER_SECOND
             _log.warning(
                 "the store has been unable to decide for %d s, and on_failure answers: %s",
                 seconds,
@@ -204,8 +220,25 @@ class LocalLimits:
 
     def outage_ns(self) -> int:
         """Return how long the store has been unavailable; 0 if it is not."""
+        own_ns = self._own_outage_ns()
+        return own_ns if self._shared is None else max(own_ns, self._shared.age_ns())
+
+    def _own_outage_ns(self) -> int:
+        """Return how long this process knows that the store has been unavailable."""
         now_ns = self._clock.now_ns()
-        return 0 if now_ns - self._failed_ns > OUTAGE_GAP_NS else max(now_ns - self._since_ns, 0)
+        noted_ns = 0
+        if now_ns - self._failed_ns <= OUTAGE_GAP_NS:
+            noted_ns = max(now_ns - self._since_ns, 0)
+        breakers = self.monitor.breakers() if self.monitor is not None else ()
+        failing_s = max((breaker.failing_s for breaker in breakers), default=0.0)
+        return max(noted_ns, int(failing_s * NS_PER_SECOND))
+
+    def _share(self, own_ns: int) -> None:
+        """Tell the other workers of this machine how long the outage has lasted."""
+        shared = self._shared
+        if shared is None:
+            shared = self._shared = SharedOutage(self._opened())
+        shared.note(own_ns)
 
     def answer(
         self, failed: Sequence[FailedCheck], address: str | None, *, spend: bool
@@ -289,8 +322,46 @@ class LocalLimits:
         with self._lock:
             if self._store is not None:
                 self._store.close()
-                self._store = None
+                self._store = self._shared = None
                 self._gates.clear()
+
+
+class SharedOutage:
+    """The age of an outage, for the workers that share a local store.
+
+    A store keeps counts, so the age is kept as two buckets that refill by one unit a second. A
+    worker that notices the outage empties the first. When it is full again, SHARED_GAP_S later, the
+    outage is over. The second is emptied at the start: the units that it has refilled are the age.
+    """
+
+    def __init__(self, store: Store) -> None:
+        # Twice the longest time after which emergency limits can apply.
+        self._seconds = 2 * _AFTER_S_MAX
+        self._noticed = store.gate([Limit(1, per=1, capacity=SHARED_GAP_S)], _NOTICED)
+        self._age = store.gate([Limit(1, per=1, capacity=self._seconds)], _AGE)
+
+    def note(self, own_ns: int) -> None:
+        """Note that the outage goes on, and how long this worker has known of it."""
+        with suppress(StoreError):
+            own_s = min(own_ns // NS_PER_SECOND, self._seconds)
+            if own_s * NS_PER_SECOND > self.age_ns() or not self._goes_on():
+                self._age.reset(_EVERYONE)
+                self._age.check(_EVERYONE, self._seconds - own_s)
+            # It refills slowly enough that most failed checks only peek.
+            if self._noticed.peek(_EVERYONE, 2).allowed:
+                self._noticed.reset(_EVERYONE)
+                self._noticed.check(_EVERYONE, SHARED_GAP_S)
+
+    def age_ns(self) -> int:
+        """Return how long the workers have known of the outage; 0 if there is none."""
+        with suppress(StoreError):
+            if self._goes_on():
+                left_ns = self._age.peek(_EVERYONE, self._seconds).retry_after_ns
+                return self._seconds * NS_PER_SECOND - left_ns
+        return 0
+
+    def _goes_on(self) -> bool:
+        return not self._noticed.peek(_EVERYONE, SHARED_GAP_S).allowed
 
 
 def _decide(store: Store, charges: Sequence[GateCheck], *, spend: bool) -> list[Decision]:

@@ -59,6 +59,8 @@ class BreakerState:
     """The last failure; empty if there was none."""
     failed_calls: int = 0
     """All failed calls so far, without probes."""
+    failing_s: float = 0.0
+    """Seconds since the first of the failed calls that no success has followed; 0.0 if none."""
 
 
 class Gate(Protocol):

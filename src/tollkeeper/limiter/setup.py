@@ -163,6 +163,7 @@ class LimiterSetup(LimiterPath):
         self._local = LocalLimits(self._local_fallback, self._clock)
         self._owns_store = isinstance(store, str)
         self._store = store_of(store, self._clock)
+        self._local.monitor = self._store.monitor
         self._limits = (UNLIMITED,)
         try:
             prepare()

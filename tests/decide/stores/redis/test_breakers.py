@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper.decide.stores.redis.breakers import JITTER, BreakerSettings, CircuitBreaker
+from tollkeeper.core.clock import NS_PER_SECOND
+from tollkeeper.decide.stores.redis.breakers import (
+    JITTER,
+    BreakerSettings,
+    CircuitBreaker,
+    settings_of,
+)
+from tollkeeper.decide.stores.redis.config import parse
 
 MS = 1_000_000
 SETTINGS = BreakerSettings(
@@ -98,6 +105,49 @@ def test_counting_stops_when_the_failures_have_left_the_window() -> None:
     assert breaker.counting
     breaker.succeeded(10_100 * MS)
     assert (breaker.counting, breaker.failures) == (False, 0)
+
+
+@pytest.mark.parametrize("away_s", [0, 3, 60, 86_400])
+@pytest.mark.parametrize("random", [0.0, 0.5, 1.0])
+def test_a_server_is_in_use_within_five_seconds_of_its_return(away_s: int, random: float) -> None:
+    """By default, however long it was away, and if each probe takes until its timeout."""
+    config = parse("redis://localhost")
+    breaker = CircuitBreaker(settings_of(config), 0, lambda: random)
+    now_ns = 0
+    while breaker.position == "closed":
+        now_ns += config.deadline_ns
+        breaker.failed(now_ns - 1, now_ns)
+    back_ns = now_ns + away_s * NS_PER_SECOND
+    while breaker.position != "closed":
+        began_ns = breaker.probe_ns
+        assert began_ns - now_ns <= 5 * NS_PER_SECOND
+        if began_ns < back_ns:
+            now_ns = began_ns + config.connect_ns
+            breaker.probe_failed(now_ns)
+        else:
+            now_ns = began_ns + config.deadline_ns
+            breaker.probe_succeeded(now_ns)
+    assert now_ns - back_ns <= 5 * NS_PER_SECOND
+
+
+def test_a_server_fails_from_the_first_failure_to_the_next_success() -> None:
+    """However few calls there are: nothing is known of the time between them."""
+    breaker = made()
+    assert breaker.failing_since_ns is None
+    breaker.failed(1, 2)
+    breaker.failed(3_600 * NS_PER_SECOND, 3_601 * NS_PER_SECOND)
+    assert (breaker.position, breaker.failing_since_ns) == ("closed", 2)
+    breaker.succeeded(3_602 * NS_PER_SECOND)
+    assert breaker.failing_since_ns is None
+    now_ns = 3_700 * NS_PER_SECOND
+    while breaker.position == "closed":
+        now_ns += 1
+        breaker.failed(now_ns - 1, now_ns)
+    assert breaker.failing_since_ns == 3_700 * NS_PER_SECOND + 1
+    for _ in range(2):
+        assert breaker.failing_since_ns is not None
+        breaker.probe_succeeded(now_ns)
+    assert breaker.failing_since_ns is None
 
 
 def test_each_failed_probe_doubles_the_open_time() -> None:

@@ -6,7 +6,9 @@ immediately and cost nothing. Probes close it again; no request waits for them.
 
     closed      calls go through. From the first failure on, failures and successes are counted over
                 a window. Enough failures, and a large enough share of the calls: open
-    open        calls fail at once. After a while a probe. If it fails: open for twice as long
+    open        calls fail at once. After a while a probe. If it fails: open for twice as long, but
+                never for more than a few seconds: however long the server was away, calls are
+                decided again within five seconds of its return
     half open   a probe succeeded. Calls still fail at once. Enough probes in a row: closed
 
 Calls that fail together are one moment: a pause of the server, a slow start or one lost connection
@@ -81,7 +83,7 @@ class BreakerSettings:
     share: float = 0.5
     """The share of the calls in the window that must have failed."""
     open_ns: int = 1_000_000_000
-    open_max_ns: int = 15_000_000_000
+    open_max_ns: int = 3_000_000_000
     probes: int = 2
     """Number of probes that must succeed in a row to close it."""
 
@@ -110,6 +112,7 @@ class CircuitBreaker:
         "_random",
         "_settings",
         "counting",
+        "failing_since_ns",
         "failures",
         "opened_times",
         "position",
@@ -133,6 +136,8 @@ class CircuitBreaker:
         self.failures = 0
         # True if successes must be counted. False while it is closed and nothing has failed.
         self.counting = False
+        self.failing_since_ns: int | None = None
+        """When the first call failed that no success has followed; None if there is none."""
         self._parts: deque[_WindowPart] = deque(maxlen=PARTS + 1)
         self._moment_ns = -1
         self._open_ns = self._settings.open_ns
@@ -146,6 +151,8 @@ class CircuitBreaker:
         if self.position != "closed" or count <= 0:
             return False
         self.counting = True
+        if self.failing_since_ns is None:
+            self.failing_since_ns = now_ns
         part = self._part(now_ns)
         part.failures += count
         if began_ns > self._moment_ns:
@@ -171,6 +178,7 @@ class CircuitBreaker:
         """Count successful calls. Need not be called unless it is `counting`."""
         if self.position != "closed" or not self.counting:
             return
+        self.failing_since_ns = None
         self._part(now_ns).successes += count
         self.failures = sum(each.failures for each in self._parts)
         if not self.failures:
@@ -330,6 +338,7 @@ class ServerBreaker:
         with self._lock:
             breaker, now_ns = self._breaker, time.monotonic_ns()
             due_s = max(breaker.probe_ns - now_ns, 0) / NS_PER_SECOND
+            since_ns = breaker.failing_since_ns
             return BreakerState(
                 str(self.address),
                 breaker.position,
@@ -339,6 +348,7 @@ class ServerBreaker:
                 due_s if self.open else None,
                 self._reason,
                 self.failed_calls,
+                0.0 if since_ns is None else (now_ns - since_ns) / NS_PER_SECOND,
             )
 
     def _step(self, step: Callable[[int], None], reason: str | None = None) -> None:

@@ -162,7 +162,7 @@ class RedisConfig:
     breaker_share: float = 0.5
     """The share of calls in the window that must have failed for the breaker to open."""
     breaker_open_ns: int = 1_000_000_000
-    breaker_open_max_ns: int = 15_000_000_000
+    breaker_open_max_ns: int = 3_000_000_000
     """Each failed probe doubles the open time, from `breaker_open_ns` up to this."""
     breaker_probes: int = 2
     """Number of probes that must succeed in a row to close the breaker."""
