@@ -54,6 +54,9 @@ from tollkeeper.web.requests import AsgiRequest, RoutedAsgiRequest, WebRequest, 
 CHARGE: Final = "tollkeeper.charge"
 CHARGES: Final = "tollkeeper.charges"
 
+# The charge of a request that no limit applies to: settling it changes nothing.
+UNCHARGED: Final = Charge()
+
 # Leaves room for the "#2" of a route's second limit.
 _NAME_LENGTH_MAX: Final = NAME_LENGTH_MAX - 8
 
@@ -105,6 +108,8 @@ class RequestCharges:
     @property
     def result(self) -> CheckResult:
         """The combined result of all charges."""
+        if len(self._charges) == 1:
+            return self._charges[0].result
         return joint_result([charge.result for charge in self._charges])
 
     def headers_beside(self, names: Iterable[str]) -> list[Header]:
@@ -116,21 +121,20 @@ class RequestCharges:
         """Note that the handler raised. That is a 500; a cancelled request has no status."""
         if isinstance(error, Exception):
             self.status = 500
+            for charge in self._charges:  # another outcome than the one that may be applied
+                if charge.enforcer.counts_outcomes:
+                    charge.is_settled = False
 
     def is_settled(self) -> bool:
-        """Return True if every cost is applied and the response cannot report another."""
-        for charge in self._charges:
-            if charge.changed or charge.enforcer.counts_outcomes:
+        """Return True if every reported cost and every outcome is applied."""
+        for charge in self._charges:  # noqa: SIM110 - `all` and its generator take twice as long
+            if not charge.is_settled:
                 return False
         return True
 
     def unsettled(self) -> list[tuple[Any, Charge]]:
-        """Return the charges that may still change, each with its enforcer."""
-        return [
-            (charge.enforcer, charge)
-            for charge in self._charges
-            if charge.changed or charge.enforcer.counts_outcomes
-        ]
+        """Return the charges that are not settled, each with its enforcer."""
+        return [(charge.enforcer, charge) for charge in self._charges if not charge.is_settled]
 
     def settle(self) -> None:
         """Apply the cost of the request so far; `status` decides where outcomes count."""
@@ -248,16 +252,18 @@ class AsgiCharges(RequestCharges):
             if key is None:
                 return False
             decision = enforcer.check(key, enforcer.units)
-            charge = scope[CHARGE] = Charge(decision, key, enforcer.units, enforcer)
+            is_settled = not enforcer.counts_outcomes
+            charge = Charge(decision, key, enforcer.units, enforcer, None, is_settled)
+            scope[CHARGE] = charge
             self._charges.append(charge)
             if not decision.allowed:
                 self.deny(enforcer, RoutedAsgiRequest(scope, app))
             if not decision.degraded:
                 self._prepared = enforcer.prepared
             return True
-        if enforcer.options.has_limits:
+        if enforcer.has_limits:
             return False
-        scope[CHARGE] = Charge()  # only routes have limits
+        scope[CHARGE] = UNCHARGED  # only routes have limits
         return True
 
     async def charge(self, enforcer: AsyncEnforcer, request: AsgiRequest) -> Charge:
@@ -278,8 +284,8 @@ class AsgiCharges(RequestCharges):
         if not decision.allowed:
             self.deny(enforcer, request)
         is_alone = len(charges) == 1 and enforcer.style is self.enforcer.style
-        is_prepared = is_alone and charge.result.kind == "limited" and not decision.degraded
-        self._prepared = enforcer.prepared if is_prepared else None
+        prepares = is_alone and enforcer.prepares
+        self._prepared = enforcer.prepared_for(charge) if prepares else None
         return charge
 
     def deny(
@@ -300,7 +306,7 @@ class AsgiCharges(RequestCharges):
         if kind in _ENDS:
             if not message.get("more_body"):
                 for charge in self._charges:  # `is_settled`, without the call
-                    if charge.changed or charge.enforcer.counts_outcomes:
+                    if not charge.is_settled:
                         return self._settle_and_send(message)
             return self._send(message)
         if kind in _STARTS:
@@ -316,9 +322,12 @@ class AsgiCharges(RequestCharges):
         if self._prepared is not None:
             ours = self._prepared.headers(self._charges[0].decision, enforcer.now_ns())
         else:
-            ours = raw_headers_of(self.result, enforcer.now_ns(), enforcer.style)
-        if not ours:
-            return message
+            result = self.result
+            if result is PASSED:
+                return message
+            ours = raw_headers_of(result, enforcer.now_ns(), enforcer.style)
+            if not ours:
+                return message
         theirs = message.get("headers")
         if type(theirs) is not list:
             theirs = list(theirs or ())

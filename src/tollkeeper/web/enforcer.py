@@ -29,6 +29,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, ClassVar, Final, Self
 
+from tollkeeper.core import switches
 from tollkeeper.core.clock import Clock, clock_of, seconds_from_ns
 from tollkeeper.core.errors import CapacityError, ConfigError, TollkeeperError, show
 from tollkeeper.core.model import UNLIMITED, CheckResult, Decision, Request, units_of
@@ -69,7 +70,7 @@ class Charge:
     >>> charge.settle(37)
     """
 
-    __slots__ = ("_charged", "_result", "_wanted", "changed", "decision", "enforcer", "key")
+    __slots__ = ("_charged", "_result", "_wanted", "decision", "enforcer", "is_settled", "key")
 
     def __init__(
         self,
@@ -78,16 +79,20 @@ class Charge:
         units: int = 0,
         enforcer: EnforcerCore | None = None,
         result: CheckResult | None = None,
+        is_settled: bool = True,
     ) -> None:
-        """`decision` spent `units` of the key's quota, if it allowed the request."""
+        """`decision` spent `units` of the key's quota, if it allowed the request.
+
+        `is_settled` is False if the outcome of the request decides what it costs.
+        """
         self.decision = decision
         """The decision on the request."""
         self.key = key
         self._charged = self._wanted = units
         self.enforcer: Any = enforcer  # an Enforcer or an AsyncEnforcer; None if there is none
         self._result = result
-        self.changed = False
-        """True if the application reported a cost that has not been applied yet."""
+        self.is_settled = is_settled
+        """False while a cost or an outcome has not been applied yet."""
 
     @property
     def result(self) -> CheckResult:
@@ -104,12 +109,12 @@ class Charge:
         served. Raises InvalidCost.
         """
         self._wanted = units_of(units, "units")
-        self.changed = True
+        self.is_settled = False
 
     def refund(self) -> None:
         """Make the request cost nothing."""
         self._wanted = 0
-        self.changed = True
+        self.is_settled = False
 
     @property
     def units(self) -> int:
@@ -121,12 +126,12 @@ class Charge:
 
         `counts` is False for a request whose outcome costs nothing.
         """
-        self.changed = False
+        self.is_settled = True
         wanted = self._wanted if counts else 0
-        decision = self.decision
+        decision, result = self.decision, self._result
         # A denied or a degraded decision spent nothing, so there is nothing to settle.
-        charged = decision.allowed and not decision.degraded and self.result.kind == "limited"
-        if not charged or wanted == self._charged:
+        charged = decision.allowed and not decision.degraded and decision is not PASSED.decision
+        if not charged or wanted == self._charged or (result and result.kind != "limited"):
             return None
         due = self._charged, wanted
         self._charged = wanted
@@ -169,6 +174,7 @@ class EnforcerCore:
             else Identity(options.identify or {}, trusted_proxies=options.trusted_proxies)
         )
         self._address_of = self.identity.address_of
+        self.has_limits = options.has_limits
         self.counts_outcomes = options.count is not None
         """True if the status of a response decides whether its request counts."""
         self._cost = options.cost if callable(options.cost) else None
@@ -327,27 +333,36 @@ class EnforcerCore:
             self._reopen()
         request.address_of = self._address_of  # for hooks
         skip, keys = self.options.skip, self._keys
-        if self._limiter is None or (
-            skip is not None and (yield from _value("skip", skip(request)))
-        ):
+        if self._limiter is None:
             return Charge(enforcer=self)
+        # `_value` only for an awaitable: its generator takes longer than most hooks.
+        if skip is not None:
+            skips = skip(request)
+            if is_awaitable(skips):
+                skips = yield from _value("skip", skips)
+            if skips:
+                return Charge(PASSED.decision, "", 0, self, PASSED)
         if keys.hook is None:
             key = keys.of(request)
         else:
-            found = yield from _value("key", keys.hook(request))
+            found = keys.hook(request)
+            if is_awaitable(found):
+                found = yield from _value("key", found)
             key = keys.of_hook(found, request)
         units = self.units
         if self._cost is not None:
-            units = yield from _value("cost", self._cost(request))
+            units = self._cost(request)
+            if is_awaitable(units):
+                units = yield from _value("cost", units)
+        # Without rules, a result is made of the decision if it is needed: `Charge.result`.
+        decide = self._limiter.evaluate if self._has_rules else self._limiter.check
         try:
-            if self.awaits:
-                result = yield Call(self._limiter.evaluate, key, units)
-            else:
-                result = self._limiter.evaluate(key, units)
+            found = (yield Call(decide, key, units)) if self.awaits else decide(key, units)
         except (CapacityError, ConfigError) as error:
             raise UncheckableRequest(error) from error
-        charge = Charge(result.decision, key, units, self, result)
-        if result.decision.delay_ns:
+        decision, result = (found.decision, found) if self._has_rules else (found, None)
+        charge = Charge(decision, key, units, self, result, not self.counts_outcomes)
+        if decision.delay_ns:
             yield from self.delay_steps(charge)
         return charge
 
@@ -366,8 +381,11 @@ class EnforcerCore:
         `status` is that of the response, 500 for a handler that raised, None if there is no
         outcome. If the store fails, the error is logged and the request keeps its charge.
         """
-        count = self.options.count
-        counts = count is None or status is None or (yield from _value("count", count(status)))
+        counts: Any = True
+        if self.options.count is not None and status is not None:
+            counts = self.options.count(status)
+            if is_awaitable(counts):
+                counts = yield from _value("count", counts)
         due = charge.take(bool(counts))
         if due is None:
             return
@@ -445,9 +463,9 @@ class AsyncEnforcer(EnforcerCore):
     is_quick: bool
     # The cached keys by peer, if the peer alone decides (`AsgiCharges.charge_by_peer`).
     keys_by_peer: dict[str, str] | None
-    # Made with the first result, if limits that never delay a request are the only ones.
+    # The headers of one limit, made with the first result; `prepares` is False for others.
     prepared: PreparedHeaders | None
-    _is_plain: bool
+    prepares: bool
     check: Callable[..., Decision]
 
     def _limiter_for_store(self) -> type[Limiter | AsyncLimiter]:
@@ -463,14 +481,12 @@ class AsyncEnforcer(EnforcerCore):
             and self._limiter is not None
             and (options.skip, self._keys.hook, self._cost) == (None, None, None)
         )
-        self._is_plain = (
-            self.is_quick
-            and options.limits is not None
-            and all(limit.algorithm != "leaky_bucket" for limit in self._limiter.limits)
-        )
-        if self._is_plain:
-            self.check = self._limiter.check
-            if self.units <= min(limit.capacity for limit in self._limiter.limits):
+        self.prepares = self._limiter is not None and not self._has_rules
+        if self.is_quick and options.limits is not None:
+            limits = self._limiter.limits
+            never_delays = all(limit.algorithm != "leaky_bucket" for limit in limits)
+            if never_delays and self.units <= min(limit.capacity for limit in limits):
+                self.check = self._limiter.check
                 self.keys_by_peer = self._keys.by_peer
 
     def _sleep(self, seconds: float) -> Any:
@@ -487,14 +503,26 @@ class AsyncEnforcer(EnforcerCore):
 
     def enter_now(self, request: WebRequest) -> Charge:
         """Charge a request by an enforcer that `is_quick`. The caller waits as `delay_ns` says."""
-        key = self._keys.of(request)
+        key, units = self._keys.of(request), self.units
         try:
-            result = self._limiter.evaluate(key, self.units)
+            if self._has_rules:
+                result = self._limiter.evaluate(key, units)
+                decision = result.decision
+            else:
+                result, decision = None, self._limiter.check(key, units)
         except (CapacityError, ConfigError) as error:
             raise UncheckableRequest(error) from error
-        if self._is_plain and self.prepared is None:
-            self.prepared = PreparedHeaders.of(result, self.now_ns(), self.style)
-        return Charge(result.decision, key, self.units, self, result)
+        return Charge(decision, key, units, self, result, not self.counts_outcomes)
+
+    def prepared_for(self, charge: Charge) -> PreparedHeaders | None:
+        """Return the prepared headers of an allowed request; None if they do not apply to it."""
+        decision = charge.decision
+        if decision.degraded or decision is PASSED.decision or switches.limiting_off:
+            return None
+        if self.prepared is None:
+            self.prepared = PreparedHeaders.of(charge.result, self.now_ns(), self.style)
+            self.prepares = self.prepared is not None
+        return self.prepared
 
     def enter(self, request: WebRequest) -> Coroutine[Any, Any, Charge]:
         """Charge a request. See `enter_steps`. Not async itself: one coroutine less."""

@@ -320,6 +320,8 @@ class RequestKeys:
             if self._has_rules:
                 return self._identity.request_of(request)
             return self._from_sources(request)
+        if type(found) is str and not self._per_route:  # nearly always, so without a tuple
+            return _countable(found) if found.strip() else ANONYMOUS
         if isinstance(found, Request):
             return _countable_request(found)
         parts = _countable_parts(found)
