@@ -11,11 +11,16 @@ from typing import Any
 import pytest
 
 from tests.clocks import LateClock, ShortClock, TickingClock
+from tests.failing_store import PartlyFailing
 from tollkeeper import (
+    AsyncLimiter,
     ConfigError,
     Limit,
     Limiter,
     LimitExceeded,
+    LocalFallback,
+    Request,
+    StoreUnavailable,
 )
 from tollkeeper.decide.stores.memory import PythonMemoryStore
 from tollkeeper.testing import ManualClock, limiting_off
@@ -407,3 +412,92 @@ class _Callable:
 def test_any_callable_can_be_limited(limiter: Limiter, function: Callable[[], str]) -> None:
     """A partial or an instance with `__call__` has no name and can still be limited."""
     assert limiter.limit()(function)() == "called"
+
+
+# ------------------------------------------------------------------ while the store is unavailable
+
+
+RULES = """
+version: 1
+rules:
+  - {id: service, by: user, limits: 2/20s}
+  - {id: all, by: tenant, limits: 100/hour}
+"""
+
+
+def outgoing(clock: ManualClock, kind: Any = Limiter, **options: Any) -> Any:
+    """Return a limiter whose limit of 2 in 20 s cannot be decided by its store."""
+    store = PartlyFailing(clock)
+    store.failing = frozenset({"service"})
+    return kind("2/20s", store=store, clock=clock, name="service", **options)
+
+
+@pytest.mark.parametrize("policy", ["open", "local"])
+def test_an_outage_does_not_lift_the_limit_of_wait(clock: ManualClock, policy: str) -> None:
+    """`wait` limits by the counts of this machine, at its share; `check` with `open` does not."""
+    limiter, start_ns = outgoing(clock, on_failure=policy), clock.now_ns()
+    found = [limiter.wait("api") for _ in range(4)]
+    assert clock.now_ns() - start_ns == 20 * SECOND
+    assert all(each.allowed and each.degraded for each in found)
+    assert [each.remaining for each in found] == [1, 0, 0, 0]
+    assert not limiter.wait("api", timeout=5).allowed
+    assert limiter.check("api").allowed is (policy == "open")
+    shared = outgoing(clock, on_failure=policy, local_fallback=LocalFallback(nodes=2))
+    assert [bool(shared.wait("api", timeout=0)) for _ in range(3)] == [True, False, False]
+    limiter.store.failing = frozenset()
+    assert limiter.wait("api", timeout=0).degraded is False
+
+
+async def test_an_outage_does_not_lift_the_limit_of_wait_on_asyncio(clock: ManualClock) -> None:
+    """On asyncio as well, and for `hold`."""
+    limiter = outgoing(clock, AsyncLimiter)
+    found = [(await limiter.wait("api", timeout=0)).allowed for _ in range(3)]
+    assert found == [True, True, False]
+    with pytest.raises(LimitExceeded):
+        async with limiter.hold("api"):
+            pass
+
+
+def test_an_outage_does_not_lift_the_limit_of_hold(clock: ManualClock) -> None:
+    """Nor that of the decorator."""
+    limiter = outgoing(clock)
+    with limiter.hold("api") as decision:
+        assert decision.degraded
+
+    @limiter.limit(key="api")
+    def call() -> bool:
+        return True
+
+    assert call()
+    with pytest.raises(LimitExceeded):
+        call()
+    with pytest.raises(LimitExceeded), limiter.hold("api", wait=5):
+        pass
+
+
+def test_closed_and_raise_apply_to_wait(clock: ManualClock) -> None:
+    """`closed` waits for the store until the timeout, and `raise` raises."""
+    limiter, start_ns = outgoing(clock, on_failure="closed"), clock.now_ns()
+    assert not limiter.wait("api", timeout=3.5).allowed
+    assert clock.now_ns() - start_ns == 3 * SECOND
+    with pytest.raises(StoreUnavailable):
+        outgoing(clock, on_failure="raise").wait("api")
+
+
+def test_the_ceiling_counts_a_wait_once(clock: ManualClock) -> None:
+    """It limits all requests of the machine, whichever verb they use."""
+    limiter = outgoing(clock, local_fallback=LocalFallback(ceiling="3/hour"))
+    found = [limiter.wait(f"api {number}", timeout=0).allowed for number in range(4)]
+    assert found == [True, True, True, False]
+
+
+def test_an_outage_does_not_lift_the_limit_of_a_rule(clock: ManualClock) -> None:
+    """One rule fails: `wait` counts it on this machine, and the store decides the other."""
+    store = PartlyFailing(clock)
+    store.failing = frozenset({"service"})
+    limiter = Limiter.from_rules(RULES, store=store, clock=clock)
+    ann = Request(user="ann", tenant="acme")
+    found = [limiter.wait(ann, timeout=0) for _ in range(3)]
+    assert [each.allowed for each in found] == [True, True, False]
+    assert [(each.rule, each.remaining) for each in found[:2]] == [("service", 1), ("service", 0)]
+    assert all(each.degraded for each in found)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.failing_store import PartlyFailing
 from tests.redis_servers import running
 from tollkeeper import (
     AsyncLimiter,
@@ -30,7 +31,7 @@ from tollkeeper import (
 from tollkeeper.core.model import DENIED_NS, CheckResult
 from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores import open_store
-from tollkeeper.decide.stores.memory import MemoryGate, PythonMemoryStore
+from tollkeeper.decide.stores.memory import PythonMemoryStore
 from tollkeeper.rules.document.reading import DocumentError
 from tollkeeper.rules.engine import RepeatedCheck
 from tollkeeper.rules.explain import Explanation
@@ -599,39 +600,6 @@ async def test_a_full_table_does_not_switch_other_rules_off(kind: str) -> None:
         counts = limiter.counts()
         assert (counts["key"].failed, counts["ip"].failed) == (49, 0)
         assert (await check("real")).rule == "ip"
-
-
-class PartlyFailing(PythonMemoryStore):
-    """A store in memory that cannot decide the rules in `failing`."""
-
-    failing: frozenset[str] = frozenset()
-
-    def gate(self, limits: Sequence[Limit], rule: str) -> Any:
-        return _PartlyFailingGate(self, super().gate(limits, rule), rule)
-
-
-class _PartlyFailingGate:
-    def __init__(self, store: PartlyFailing, gate: MemoryGate, rule: str) -> None:
-        self._store = store
-        self._gate = gate
-        self._rule = rule.partition("\x1f")[0]
-        self.limits = gate.limits
-        self.refund, self.grant, self.reset = gate.refund, gate.grant, gate.reset
-
-    def fast_check(self, fallback: Any) -> None:
-        return None
-
-    def _require_working(self) -> None:
-        if self._rule in self._store.failing:
-            raise StoreUnavailable(f"the shard of {self._rule} is down")
-
-    def check(self, subject: str, cost: int) -> Decision:
-        self._require_working()
-        return self._gate.check(subject, cost)
-
-    def peek(self, subject: str, cost: int) -> Decision:
-        self._require_working()
-        return self._gate.peek(subject, cost)
 
 
 def partly_failing(policies: Sequence[str], limits: Sequence[int], more: str = "") -> Limiter:

@@ -297,6 +297,9 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
     The fields are read-only properties, because every check creates a Decision and a frozen
     dataclass takes four times as long to create. The C kernel's decisions are another type with
     the same fields; `isinstance` and `==` treat both alike.
+
+    `uncounted` is not a field of the decision. It has the checks that the failure policy `open` let
+    pass without counting, for `wait` and `hold`, which count them on this machine.
     """
 
     __slots__ = (
@@ -310,6 +313,7 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
         "_reset_after_ns",
         "_retry_after_ns",
         "_rule",
+        "uncounted",
     )
 
     def __init__(
@@ -335,6 +339,7 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
         self._degraded = degraded
         self._charged_ns = charged_ns
         self._penalty = penalty
+        self.uncounted: tuple[Any, ...] = ()
 
     @property
     def allowed(self) -> bool:

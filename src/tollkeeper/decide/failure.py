@@ -12,6 +12,10 @@ shard of a cluster is down, or a full table has no room for a new key. The store
 the other rules as always, and the request passes if they and the policies allow it. `closed` and
 `raise` end the request, so then nothing is charged.
 
+`wait` and `hold` limit what an application does itself, for example its calls to another service.
+No limit at all would be the wrong answer there: with `open` they go on with this machine's counts,
+as with `local`.
+
 A rule with `on_failure: local` is limited by counts of this machine. The limits are those of
 the whole fleet, so each of `nodes` machines has its share of them, and all machines together admit
 no more than the rule allows. The workers of one machine count together if `store` is a file that
@@ -150,6 +154,11 @@ class LocalFallback:
             object.__setattr__(self, "emergency_limits", limits_of(self.emergency))
 
 
+def uncounted_of(failed: Sequence[FailedCheck]) -> tuple[LocalCheck, ...]:
+    """Return the checks that their policy lets pass without counting."""
+    return tuple([each.check for each in failed if each.policy == "open"])
+
+
 def local_fallback_of(local_fallback: object) -> LocalFallback:
     """Return the argument of a limiter; by default one node whose processes count separately."""
     if local_fallback is None:
@@ -266,12 +275,23 @@ class LocalLimits:
         fallback = self._fallback
         if not (checks or fallback.ceiling_limits or fallback.emergency_limits):
             return []
+        return self._decided(checks, self._outage_charges(self._opened(), address), spend=spend)
+
+    def count(self, uncounted: Sequence[LocalCheck]) -> list[Decision]:
+        """Charge checks that were allowed without counting, at this machine's share of the limits.
+
+        The ceiling and the emergency limits have counted the request already.
+        """
+        return self._decided(uncounted, [], spend=True)
+
+    def _decided(
+        self, checks: Sequence[LocalCheck], outage_charges: Sequence[GateCheck], *, spend: bool
+    ) -> list[Decision]:
         store = self._opened()
         charges: list[GateCheck] = [
             (self._gate(store, check.limits, check.rule), check.subject, check.units)
             for check in checks
         ]
-        outage_charges = self._outage_charges(store, address)
         try:
             decisions = _decide(store, [*charges, *outage_charges], spend=spend)
         except (StoreError, CapacityError) as error:
@@ -284,7 +304,8 @@ class LocalLimits:
             for position, decision in enumerate(decisions)
             if position < len(charges) or not decision.allowed
         ]
-        return [decision_with(decision, degraded=True) for decision in reported]
+        # The time of a charge is that of the local store: a refund in the other one has none.
+        return [decision_with(decision, degraded=True, charged_ns=None) for decision in reported]
 
     def _outage_charges(self, store: Store, address: str | None) -> list[GateCheck]:
         """Return the ceiling and emergency checks. They count requests, whatever their cost."""

@@ -115,7 +115,9 @@ class Limiter(LimiterSetup):
         """Spend `cost` units, sleeping until they fit; at most `timeout` seconds in all.
 
         Returns a denial at once if the wait would be longer than the timeout. It also sleeps a
-        leaky bucket's delay, so the caller can proceed at once after an allowed decision.
+        leaky bucket's delay, so the caller can proceed at once after an allowed decision. While the
+        store is unavailable and `on_failure` is "open", it limits by the counts of this machine,
+        as `hold` and the decorator do: an outage does not lift the limit.
         """
         return run(self._wait(key, cost, timeout))
 

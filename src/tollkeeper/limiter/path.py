@@ -38,6 +38,7 @@ from tollkeeper.decide.failure import (
     FailurePolicy,
     LocalCheck,
     LocalLimits,
+    uncounted_of,
 )
 from tollkeeper.decide.store import Answer, AnyGate
 from tollkeeper.limiter.arguments import request_of
@@ -174,7 +175,9 @@ class LimiterPath:
         failed = FailedCheck(error, self._on_failure, check)
         address = key.ip if isinstance(key, Request) else None
         found = self._local.answer([failed], address, spend=spend)
-        return combine_decisions(found) if found else failed.decision()
+        decision = combine_decisions(found) if found else failed.decision()
+        decision.uncounted = uncounted_of([failed])
+        return decision
 
     def result_of(self, decision: Decision) -> CheckResult:
         """Return a decision that `check` made by the limiter's own limits as `evaluate` does."""
@@ -248,7 +251,7 @@ class LimiterPath:
                 "timeout", timeout, _TIMEOUT_NS_MAX, "timeout=5 (seconds)"
             )
         while True:
-            decision: Decision = yield Call(self.check, key, cost)
+            decision = yield from self._counted_check(key, cost)
             pause_ns = _pause_ns(decision)
             if deadline_ns is not None and pause_ns:
                 late_ns = self._clock.now_ns() + pause_ns - deadline_ns
@@ -257,6 +260,26 @@ class LimiterPath:
             yield from self._pause(key, cost, decision)
             if decision.allowed:
                 return decision_with(decision, delay_ns=0)
+
+    def _counted_check(self, key: Key | Request, cost: int) -> Steps[Decision]:
+        """Check; if the store fails and the policy is `open`, count on this machine instead."""
+        decision: Decision = yield Call(self.check, key, cost)
+        if not decision.degraded or not decision.allowed or not decision.uncounted:
+            return decision
+        counted = combine_decisions(self._local.count(decision.uncounted))
+        if not counted.allowed:
+            yield from self._take_back(key, cost, decision)
+            return counted
+        if decision.charged_ns is not None:  # the store has decided other rules
+            counted = combine_decisions([decision, counted])
+        return decision_with(
+            decision,
+            policy=counted.policy,
+            remaining=counted.remaining,
+            reset_after_ns=counted.reset_after_ns,
+            delay_ns=counted.delay_ns,
+            rule=counted.rule,
+        )
 
     def _too_late(
         self, key: Key | Request, cost: int, decision: Decision, late_ns: int
@@ -273,7 +296,7 @@ class LimiterPath:
         if wait:
             decision = yield from self._wait(key, cost, wait)
         else:
-            decision = yield Call(self.check, key, cost)
+            decision = yield from self._counted_check(key, cost)
         if not decision.allowed:
             raise LimitExceeded(decision)
         yield from self._pause(key, cost, decision)

@@ -54,6 +54,7 @@ from tollkeeper.decide.failure import (
     LocalFallback,
     LocalLimits,
     decision_on_failure,
+    uncounted_of,
 )
 from tollkeeper.decide.store import Answer, AsyncStore, Store
 from tollkeeper.metrics.tally import RuleCounts, Tally
@@ -657,6 +658,7 @@ class RuleEngine:
             decision = decision_with(combine_decisions([*decided, *found]), degraded=True)
         else:
             decision = combine_decisions([each.decision() for each in failed_checks])
+        decision.uncounted = uncounted_of(failed_checks)
         if spend:
             is_local = bool(found) and all(each.policy != "closed" for each in failed_checks)
             self._count_degraded(failed, allowed=decision.allowed, is_local=is_local)

@@ -1,0 +1,42 @@
+"""A store in memory that cannot decide some of the rules, as a cluster with a dead shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tollkeeper import Decision, Limit, StoreUnavailable
+from tollkeeper.decide.stores.memory import MemoryGate, PythonMemoryStore
+
+
+class PartlyFailing(PythonMemoryStore):
+    """Raises StoreUnavailable for checks and peeks of the rules in `failing`."""
+
+    failing: frozenset[str] = frozenset()
+
+    def gate(self, limits: Sequence[Limit], rule: str) -> Any:
+        return _PartlyFailingGate(self, super().gate(limits, rule), rule)
+
+
+class _PartlyFailingGate:
+    def __init__(self, store: PartlyFailing, gate: MemoryGate, rule: str) -> None:
+        self._store = store
+        self._gate = gate
+        self._rule = rule.partition("\x1f")[0]
+        self.limits = gate.limits
+        self.refund, self.grant, self.reset = gate.refund, gate.grant, gate.reset
+
+    def fast_check(self, fallback: Any) -> None:
+        return None
+
+    def _require_working(self) -> None:
+        if self._rule in self._store.failing:
+            raise StoreUnavailable(f"the shard of {self._rule} is down")
+
+    def check(self, subject: str, cost: int) -> Decision:
+        self._require_working()
+        return self._gate.check(subject, cost)
+
+    def peek(self, subject: str, cost: int) -> Decision:
+        self._require_working()
+        return self._gate.peek(subject, cost)
