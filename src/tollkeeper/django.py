@@ -25,12 +25,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
-from inspect import isawaitable
 from typing import Any, Final, Unpack
 
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.model import check_name
 from tollkeeper.core.rates import LimitsArgument
+from tollkeeper.core.steps import Call, Steps, run, run_async
 from tollkeeper.limiter.arguments import name_of
 from tollkeeper.web.answers import Denial, HttpAnswer
 from tollkeeper.web.django_site import (
@@ -90,12 +90,10 @@ class RateLimitMiddleware:
 
     def __call__(self, request: Any) -> Any:
         """Serve a request, as Django defines it."""
-        respond = partial(self._get_response, request)
-        if self._is_async:
-            enforcer = site_limits().async_enforcer
-            return _serve_async(request, enforcer, lambda _: enforcer, respond)
-        thread_enforcer = site_limits().enforcer
-        return _serve(request, thread_enforcer, lambda _: thread_enforcer, respond)
+        limits, respond = site_limits(), partial(self._get_response, request)
+        enforcer = limits.async_enforcer if self._is_async else limits.enforcer
+        steps = _serve_steps(request, enforcer, lambda _: enforcer, respond, in_loop=self._is_async)
+        return run_async(steps) if self._is_async else run(steps)
 
 
 def rate_limit(
@@ -138,14 +136,15 @@ def rate_limit(
             @wraps(view)
             async def limited_async(request: Any, *args: Any, **kwargs: Any) -> Any:
                 respond = partial(view, request, *args, **kwargs)
-                return await _serve_async(request, *enforcers(request), respond)
+                steps = _serve_steps(request, *enforcers(request), respond, in_loop=True)
+                return await run_async(steps)
 
             return limited_async
 
         @wraps(view)
         def limited(request: Any, *args: Any, **kwargs: Any) -> Any:
             respond = partial(view, request, *args, **kwargs)
-            return _serve(request, *enforcers(request), respond)
+            return run(_serve_steps(request, *enforcers(request), respond, in_loop=False))
 
         return limited
 
@@ -189,43 +188,33 @@ def _name_of(request: Any, view: Callable[..., Any]) -> str:
     return f"{method.upper()} {route}"
 
 
-def _serve(request: Any, outer: Enforcer, choose: Choose, respond: Callable[[], Any]) -> Any:
-    """Charge a request and respond to it; the outermost limit adds the headers and settles."""
+def _serve_steps(
+    request: Any,
+    outer: Enforcer | AsyncEnforcer,
+    choose: Choose,
+    respond: Callable[[], Any],
+    *,
+    in_loop: bool,
+) -> Steps[Any]:
+    """Charge a request and respond to it; the outermost limit adds the headers and settles.
+
+    `in_loop` is True for a view or middleware that runs in an event loop.
+    """
     charges, is_outermost = _charges_of(request, outer)
+    deny = charges.denial_async if in_loop else charges.denial
+    settle = charges.settle_shielded if in_loop else charges.settle
     try:
-        denial = charges.denial(choose(charges), DjangoWebRequest(request))
+        denial = yield Call(deny, choose(charges), DjangoWebRequest(request))
         request.charge = charges.last
-        response = respond() if denial is None else _response_of(denial)
+        response = (yield Call(respond)) if denial is None else _response_of(denial)
     except BaseException as error:
         if is_outermost:
             _fail(request, charges, error)
-            charges.settle()
+            yield Call(settle)
         raise
     if is_outermost:
         _finish(request, charges, response)
-        charges.settle()
-    return response
-
-
-async def _serve_async(
-    request: Any, outer: Enforcer | AsyncEnforcer, choose: Choose, respond: Callable[[], Any]
-) -> Any:
-    """Do the same in the event loop."""
-    charges, is_outermost = _charges_of(request, outer)
-    try:
-        denial = await charges.denial_async(choose(charges), DjangoWebRequest(request))
-        request.charge = charges.last
-        response = respond() if denial is None else _response_of(denial)
-        if isawaitable(response):
-            response = await response
-    except BaseException as error:
-        if is_outermost:
-            _fail(request, charges, error)
-            await charges.settle_shielded()
-        raise
-    if is_outermost:
-        _finish(request, charges, response)
-        await charges.settle_shielded()
+        yield Call(settle)
     return response
 
 

@@ -37,10 +37,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
-from typing import Final, Literal, NamedTuple, Protocol, TypedDict, Unpack
+from functools import partial
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypedDict, Unpack
 
 from tollkeeper.core.clock import NS_PER_SECOND, Clock, clock_of, duration_ns, seconds_from_ns
 from tollkeeper.core.errors import ConfigError, show
+from tollkeeper.core.steps import Call, Steps, run, run_async
 
 try:
     import httpx
@@ -200,7 +202,7 @@ class RetrySettings(TypedDict, total=False):
 
 
 class _Retries:
-    """The settings and the state of a transport, which itself only sends and sleeps."""
+    """The settings and the state of a transport, and the steps of its requests."""
 
     def __init__(
         self,
@@ -225,6 +227,27 @@ class _Retries:
         self.origins = _Origins(budget, pace)
         self.clock = clock_of(clock)
         self.random = random
+
+    def steps(
+        self,
+        request: httpx.Request,
+        send: Callable[[httpx.Request], Any],
+        sleep: Callable[[float], Any],
+        drain: Callable[[httpx.Response], Any],
+    ) -> Steps[httpx.Response]:
+        """Send a request, and repeat it as long as that is allowed."""
+        retried = _RetriedRequest(self, request)
+        while True:
+            before_ns = retried.before_ns()
+            if before_ns:
+                yield Call(sleep, seconds_from_ns(before_ns))
+            response: httpx.Response = yield Call(send, request)
+            wait_ns = retried.after_ns(response)
+            if wait_ns is None:
+                return response
+            yield Call(drain, response)
+            if wait_ns:
+                yield Call(sleep, seconds_from_ns(wait_ns))
 
     def spread_ns(self, wanted_ns: int, attempt: int) -> int:
         """Return the random time that is added to a requested wait."""
@@ -315,19 +338,8 @@ class RetryTransport(httpx.BaseTransport):
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request, and repeat it as long as that is allowed."""
-        retried = _RetriedRequest(self._retries, request)
-        while True:
-            self._sleep(retried.before_ns())
-            response = self._transport.handle_request(request)
-            wait_ns = retried.after_ns(response)
-            if wait_ns is None:
-                return response
-            _drain(response)
-            self._sleep(wait_ns)
-
-    def _sleep(self, wait_ns: int) -> None:
-        if wait_ns:
-            self._retries.clock.sleep(seconds_from_ns(wait_ns))
+        send, sleep = self._transport.handle_request, self._retries.clock.sleep
+        return run(self._retries.steps(request, send, sleep, _drain))
 
     def close(self) -> None:
         """Close the inner transport."""
@@ -345,19 +357,8 @@ class AsyncRetryTransport(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request, and repeat it as long as that is allowed."""
-        retried = _RetriedRequest(self._retries, request)
-        while True:
-            await self._sleep(retried.before_ns())
-            response = await self._transport.handle_async_request(request)
-            wait_ns = retried.after_ns(response)
-            if wait_ns is None:
-                return response
-            await _drain_async(response)
-            await self._sleep(wait_ns)
-
-    async def _sleep(self, wait_ns: int) -> None:
-        if wait_ns:
-            await self._retries.clock.sleep_async(seconds_from_ns(wait_ns))
+        send, sleep = self._transport.handle_async_request, self._retries.clock.sleep_async
+        return await run_async(self._retries.steps(request, send, sleep, _drain_async))
 
     async def aclose(self) -> None:
         """Close the inner transport."""
@@ -365,33 +366,28 @@ class AsyncRetryTransport(httpx.AsyncBaseTransport):
 
 
 def _drain(response: httpx.Response) -> None:
+    if not response.is_closed:
+        run(_drain_steps(partial(next, response.iter_raw(), None), response.close))
+
+
+async def _drain_async(response: httpx.Response) -> None:
+    if not response.is_closed:
+        await run_async(_drain_steps(partial(anext, response.aiter_raw(), None), response.aclose))
+
+
+def _drain_steps(read: Callable[[], Any], close: Callable[[], Any]) -> Steps[None]:
     """Close a response that is not returned. A short body is read first: see DRAIN_BYTES_MAX."""
-    if response.is_closed:
-        return
     # If the connection fails now, the next attempt reports it.
     try:
         with suppress(httpx.TransportError):
             size = 0
-            for chunk in response.iter_raw():
-                size += len(chunk)
-                if size > DRAIN_BYTES_MAX:
+            while size <= DRAIN_BYTES_MAX:
+                chunk: bytes | None = yield Call(read)
+                if chunk is None:
                     break
-    finally:
-        response.close()
-
-
-async def _drain_async(response: httpx.Response) -> None:
-    if response.is_closed:
-        return
-    try:
-        with suppress(httpx.TransportError):
-            size = 0
-            async for chunk in response.aiter_raw():
                 size += len(chunk)
-                if size > DRAIN_BYTES_MAX:
-                    break
     finally:
-        await response.aclose()
+        yield Call(close)
 
 
 # ── Reading responses ──────────────────────────────────────────────────────────────────────────

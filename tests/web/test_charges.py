@@ -127,6 +127,14 @@ def _remaining(app: RateLimit) -> int:
     return int(app.enforcer._limiter.peek("address:192.0.2.1").remaining)
 
 
+async def test_an_outcome_is_asked_for_once() -> None:
+    """It is applied before the response ends, and not again when the application returns."""
+    asked: list[int] = []
+    limited_app = limited(limits="9/minute", count=asked.append)
+    await ask(limited_app)
+    assert (asked, _remaining(limited_app)) == ([200], 9)
+
+
 # ── Hooks ──────────────────────────────────────────────────────────────────────────────────────
 
 
