@@ -33,7 +33,7 @@ from tests.web.asgi_driver import (
     run_lifespan,
     scope_of,
 )
-from tollkeeper import ConfigError
+from tollkeeper import ConfigError, Limit
 from tollkeeper.asgi import RateLimit
 from tollkeeper.asgi import limited as limited_to
 from tollkeeper.testing import ManualClock, limiting_off
@@ -99,6 +99,20 @@ async def test_a_request_after_retry_after_is_allowed() -> None:
     assert isinstance(clock, ManualClock)
     clock.advance(int(seen.headers["retry-after"]))
     assert (await ask(limited_app)).status == 200
+
+
+async def test_a_slow_application_does_not_delay_the_reset_time() -> None:
+    """The window of a decision ends when it ends, even if the response comes seconds later."""
+    clock = ManualClock(1_000.5)
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        clock.advance(3)
+        await hello(scope, receive, send)
+
+    window = Limit(5, per=60, algorithm="fixed_window")
+    app = RateLimit(slow, window, clock=clock)
+    for _ in range(3):
+        assert (await ask(app)).headers["x-ratelimit-reset"] == "1020"
 
 
 async def test_the_applications_own_headers_win() -> None:

@@ -174,6 +174,26 @@ def test_grant_adds_to_the_quota(limiter: Limiter) -> None:
     assert not limiter.check("k")
 
 
+def test_granted_units_are_on_top_of_the_limit(limiter: Limiter) -> None:
+    """`limit` is the most that can remain: five, and the granted units that are left."""
+    limiter.grant("k", 3)
+    decisions = [limiter.peek("k"), *(limiter.check("k") for _ in range(9))]
+    assert [each.limit for each in decisions] == [8, 8, 8, 8, 8, 8, 7, 6, 5, 5]
+    assert [each.remaining for each in decisions] == [8, 7, 6, 5, 4, 3, 2, 1, 0, 0]
+    limiter.grant("k", 2)
+    denied = limiter.check("k", 3)
+    assert (denied.allowed, denied.limit, denied.granted, denied.remaining) == (False, 7, 2, 2)
+
+
+def test_a_decision_has_the_time_it_was_made_at(limiter: Limiter, clock: SteppedClock) -> None:
+    """All verbs, allowed and denied: the waits of a decision count from this time."""
+    clock.advance(1_000.25)
+    for _ in range(7):
+        assert limiter.check("k").decided_ns == clock.now_ns()
+        assert limiter.peek("k").decided_ns == clock.now_ns()
+        clock.advance(0.5)
+
+
 def test_grant_lets_a_cost_above_the_capacity_pass(limiter: Limiter) -> None:
     """A cost of capacity + grant passes; one more still raises CapacityError."""
     limiter.grant("k", 3)

@@ -371,7 +371,7 @@ def test_limit_is_the_capacity() -> None:
 @pytest.mark.parametrize("field", DECISION_FIELDS)
 def test_each_field_takes_part_in_equality(field: str) -> None:
     """Two decisions that differ in one field are not equal; a copy is equal."""
-    others = (True, Limit(11, per=1), 4, 1, 1, 1, "login", False, 1, "block")
+    others = (True, Limit(11, per=1), 4, 1, 1, 1, "login", False, 1, 1, 1, "block")
     other = dict(zip(DECISION_FIELDS, others, strict=True))[field]
     assert decision_with(FULL, **{field: other}) != FULL
     assert decision_with(FULL) == FULL
@@ -387,7 +387,7 @@ def test_a_decision_is_read_only(field: str) -> None:
 
 
 def test_a_decision_survives_pickling() -> None:
-    """All eight fields are kept."""
+    """All fields are kept."""
     assert pickle.loads(pickle.dumps(FULL)) == FULL
     assert copy.deepcopy(FULL) == FULL
 

@@ -33,12 +33,19 @@ def _no(left: int, retry: int, reset: int = 0) -> Outcome:
 
 def test_one_limit_is_reported_as_it_is() -> None:
     """A single outcome becomes the decision, field by field."""
-    assert combine([SECOND], [_no(3, retry=7, reset=9)], "orders") == Decision(
-        False, SECOND, 3, 7, 9, 0, "orders"
+    assert combine([SECOND], [_no(3, retry=7, reset=9)], "orders", 7) == Decision(
+        False, SECOND, 3, 7, 9, 0, "orders", decided_ns=7
     )
-    assert combine([SECOND], [_yes(3, reset=9, delay=5)], "") == Decision(
-        True, SECOND, 3, 0, 9, 5, ""
+    assert combine([SECOND], [_yes(3, reset=9, delay=5)], "", 7) == Decision(
+        True, SECOND, 3, 0, 9, 5, "", decided_ns=7
     )
+
+
+def test_the_granted_units_are_those_of_the_tightest_limit() -> None:
+    """Other limits' grants are not on top of its capacity."""
+    found = combine([SECOND, MINUTE], [_yes(9), _yes(5)], "", 7, [4, 2])
+    assert (found.policy, found.granted, found.limit) == (MINUTE, 2, 102)
+    assert combine([SECOND], [_yes(9)], "", 7, [4]).limit == 14
 
 
 @pytest.mark.parametrize(
@@ -61,7 +68,7 @@ def test_one_limit_is_reported_as_it_is() -> None:
 )
 def test_the_tightest_limit_is_reported(outcomes: list[Outcome], tightest: Limit, why: str) -> None:
     """Policy, remaining and reset are all of one limit, the tightest; `why` says which."""
-    decision = combine([SECOND, MINUTE, HOUR], outcomes, "")
+    decision = combine([SECOND, MINUTE, HOUR], outcomes, "", 7)
     outcome = outcomes[[SECOND, MINUTE, HOUR].index(tightest)]
     assert decision.policy is tightest, why
     assert (decision.remaining, decision.reset_after_ns) == (
@@ -72,25 +79,25 @@ def test_the_tightest_limit_is_reported(outcomes: list[Outcome], tightest: Limit
 
 def test_one_denial_denies() -> None:
     """All pass or none does."""
-    assert combine([SECOND, MINUTE], [_yes(1), _yes(1)], "").allowed
-    assert not combine([SECOND, MINUTE], [_yes(1), _no(0, retry=1)], "").allowed
+    assert combine([SECOND, MINUTE], [_yes(1), _yes(1)], "", 7).allowed
+    assert not combine([SECOND, MINUTE], [_yes(1), _no(0, retry=1)], "", 7).allowed
 
 
 def test_retry_is_when_all_would_pass() -> None:
     """The retry time is the longest of the limits that denied, even if another is reported."""
-    decision = combine([SECOND, MINUTE], [_no(0, retry=5), _no(3, retry=60)], "")
+    decision = combine([SECOND, MINUTE], [_no(0, retry=5), _no(3, retry=60)], "", 7)
     assert (decision.policy, decision.retry_after_ns) == (SECOND, 60)
 
 
 def test_the_longest_delay_applies() -> None:
     """With two leaky buckets, the request waits for both."""
-    decision = combine([SECOND, MINUTE], [_yes(1, delay=3), _yes(9, delay=7)], "")
+    decision = combine([SECOND, MINUTE], [_yes(1, delay=3), _yes(9, delay=7)], "", 7)
     assert (decision.policy, decision.delay_ns) == (SECOND, 7)
 
 
 def test_a_denied_request_has_no_delay() -> None:
     """The place that another limit reserved was not kept, so there is nothing to delay."""
-    assert combine([SECOND, MINUTE], [_yes(1, delay=3), _no(0, retry=1)], "").delay_ns == 0
+    assert combine([SECOND, MINUTE], [_yes(1, delay=3), _no(0, retry=1)], "", 7).delay_ns == 0
 
 
 def test_several_rules_report_the_tightest_decision() -> None:

@@ -51,8 +51,9 @@ class ReferenceGate:
             if spend and cost:
                 self._states.update(after)
             elif not spend:
-                outcomes, _ = self._decide(subject, 0, now_ns)
-        decision = combine(self.limits, outcomes, self._rule)
+                outcomes, after = self._decide(subject, 0, now_ns)
+        granted = [credit[0] if credit else 0 for _, credit in after.values()]
+        decision = combine(self.limits, outcomes, self._rule, now_ns, granted)
         if decision.charged_ns is not None:
             self.charges.append(decision.charged_ns)
         if decision.allowed:

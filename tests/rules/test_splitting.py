@@ -107,6 +107,16 @@ def test_every_verb_reaches_every_part(store: Store, clock: ManualClock) -> None
         assert sum(bool(limiter.check(ANN)) for _ in range(300)) == 16
 
 
+def test_a_grant_is_on_top_of_the_whole_limit(store: Store, clock: ManualClock) -> None:
+    """A peek has the limit, the granted units and what remains of both over all parts."""
+    with Limiter.from_rules(RULES % ("16/minute", 4), store=store, clock=clock) as limiter:
+        limiter.grant(ANN, 8)
+        peeked = limiter.peek(ANN)
+        assert (peeked.limit, peeked.granted, peeked.remaining) == (24, 8, 24)
+        checked = limiter.check(ANN)
+        assert checked.remaining <= checked.limit == 24
+
+
 def test_settling_ends(clock: ManualClock) -> None:
     """Settling ends although a peek reports room that no single part has."""
     with Limiter.from_rules(RULES % ("40/minute", 4), clock=clock) as limiter:

@@ -305,6 +305,44 @@ def test_a_burst_is_in_the_limit_and_not_in_the_quota() -> None:
     assert older["RateLimit-Policy"] == "100;w=60;capacity=150"
 
 
+def test_a_reset_time_counts_from_the_decision() -> None:
+    """A fixed window ends at a whole second, however late the response is made."""
+    window = Limit(5, per=60, algorithm="fixed_window")
+    clock = ManualClock(1_767_225_641.3)
+    with Limiter(window, clock=clock) as limiter:
+        allowed = limiter.evaluate("k", 5)
+        prepared = PreparedHeaders.of(allowed, clock.now_ns(), Style())
+        denied = limiter.evaluate("k")
+    assert prepared is not None
+    for late_ns in (0, 1, 999_999_999, 7 * NS_PER_SECOND):
+        now_ns = clock.now_ns() + late_ns
+        assert dict(headers_of(allowed, now_ns))["X-RateLimit-Reset"] == "1767225660"
+        assert prepared.headers(allowed.decision, now_ns) == raw_headers_of(allowed, now_ns)
+        answer = denial_answer(denied, now_ns)
+        assert dict(answer.headers)["X-RateLimit-Reset"] == "1767225660"
+        details = json.loads(answer.body)["error"]["details"]
+        assert details["reset_at"] == "2026-01-01T00:01:00Z"
+
+
+def test_a_grant_raises_the_limit_everywhere() -> None:
+    """`limit` is never below `remaining`, in headers of every style and in bodies."""
+    with Limiter("3/minute", clock=ManualClock(1_767_225_600)) as limiter:
+        prepared = PreparedHeaders.of(limiter.evaluate("other"), NOW_NS, Style())
+        limiter.grant("k", 100)
+        allowed = limiter.evaluate("k")
+        denied = limiter.evaluate("k", 103)
+    assert prepared is not None
+    assert PreparedHeaders.of(allowed, NOW_NS, Style()) is None
+    headers = raw_headers_of(allowed, NOW_NS)
+    assert prepared.headers(allowed.decision, NOW_NS) == headers
+    assert headers[:2] == [(b"x-ratelimit-limit", b"103"), (b"x-ratelimit-remaining", b"102")]
+    older = dict(headers_of(allowed, NOW_NS, Style(draft=7)))
+    assert older["RateLimit"].startswith("limit=103, remaining=102")
+    answer = denial_answer(denied, NOW_NS)
+    assert dict(answer.headers)["X-RateLimit-Limit"] == "103"
+    assert json.loads(answer.body)["error"]["details"]["limit"] == 103
+
+
 def test_the_limit_of_a_body_is_that_of_the_headers() -> None:
     """With a burst, `limit` is the capacity everywhere, and `quota` is the rate."""
     limit = Limit(100, per=60, burst=50)

@@ -305,8 +305,10 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
     __slots__ = (
         "_allowed",
         "_charged_ns",
+        "_decided_ns",
         "_degraded",
         "_delay_ns",
+        "_granted",
         "_penalty",
         "_policy",
         "_remaining",
@@ -327,6 +329,8 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
         rule: str = "",
         degraded: bool = False,
         charged_ns: int | None = None,
+        decided_ns: int = 0,
+        granted: int = 0,
         penalty: PenaltyKind | None = None,
     ) -> None:
         self._allowed = allowed
@@ -338,6 +342,8 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
         self._rule = rule
         self._degraded = degraded
         self._charged_ns = charged_ns
+        self._decided_ns = decided_ns
+        self._granted = granted
         self._penalty = penalty
         self.uncounted: tuple[Any, ...] = ()
 
@@ -353,8 +359,8 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
 
     @property
     def limit(self) -> int:
-        """The tightest limit's capacity, which is the maximum of `remaining`."""
-        return self.policy.capacity
+        """The most that can remain: the tightest limit's capacity, and granted units."""
+        return self.policy.capacity + self.granted
 
     @property
     def remaining(self) -> int:
@@ -412,6 +418,20 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
         return self._charged_ns
 
     @property
+    def decided_ns(self) -> int:
+        """The store's time of the decision, in nanoseconds since the epoch; 0 if none decided.
+
+        All waits count from it. A reset time for a client is `decided_ns + reset_after_ns`: with a
+        clock that is read later, the end of a fixed window would appear to be later too.
+        """
+        return self._decided_ns
+
+    @property
+    def granted(self) -> int:
+        """Granted units that are left, on top of the tightest limit's capacity."""
+        return self._granted
+
+    @property
     def penalty(self) -> PenaltyKind | None:
         """`cooldown` or `block` if a penalty denied the request, which lasts `retry_after`."""
         return self._penalty
@@ -444,6 +464,8 @@ DECISION_FIELDS: Final = (
     "rule",
     "degraded",
     "charged_ns",
+    "decided_ns",
+    "granted",
     "penalty",
 )
 

@@ -26,8 +26,12 @@ def combine(
     limits: Sequence[Limit],
     outcomes: Sequence[tuple[bool, int, int, int, int, int | None]],
     rule: str,
+    now_ns: int,
+    granted: Sequence[int] = (),
 ) -> Decision:
-    """Return the decision on a request from the outcome of each of a rule's limits.
+    """Return the decision at `now_ns` from the outcome of each of a rule's limits.
+
+    `granted` has the granted units that each limit has left; it may be empty if none has.
 
     An outcome is an Outcome or a plain tuple of its fields. One loop without function calls: on
     Redis this runs for every check of several limits. The decision's time of the charge is the
@@ -36,7 +40,17 @@ def combine(
     passed, left, longest_ns, reset_ns, delay_ns, charged_ns = outcomes[0]
     if len(outcomes) == 1:
         return Decision(
-            passed, limits[0], left, longest_ns, reset_ns, delay_ns, rule, False, charged_ns
+            passed,
+            limits[0],
+            left,
+            longest_ns,
+            reset_ns,
+            delay_ns,
+            rule,
+            False,
+            charged_ns,
+            now_ns,
+            granted[0] if granted else 0,
         )
     tightest, place = (passed, left, -longest_ns, -reset_ns), 0
     for index, (allowed, remaining, retry_ns, reset_ns, hold_ns, at_ns) in enumerate(outcomes):
@@ -55,7 +69,17 @@ def combine(
     if not passed:
         delay_ns, charged_ns = 0, None
     return Decision(
-        passed, limits[place], left, longest_ns, -reset_ns, delay_ns, rule, False, charged_ns
+        passed,
+        limits[place],
+        left,
+        longest_ns,
+        -reset_ns,
+        delay_ns,
+        rule,
+        False,
+        charged_ns,
+        now_ns,
+        granted[place] if granted else 0,
     )
 
 

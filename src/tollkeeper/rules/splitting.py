@@ -72,8 +72,10 @@ def whole_decision(decision: Decision, part: Sequence[Limit], whole: Sequence[Li
     """Return a part's decision as one about the whole limit, with an estimate of `remaining`."""
     position = _position(decision, part)
     limit = whole[position]
-    remaining = decision.remaining * limit.capacity // max(part[position].capacity, 1)
-    return decision_with(decision, policy=limit, remaining=min(remaining, limit.capacity))
+    share = max(part[position].capacity, 1)
+    granted = decision.granted * limit.capacity // share
+    remaining = min(decision.remaining * limit.capacity // share, limit.capacity + granted)
+    return decision_with(decision, policy=limit, remaining=remaining, granted=granted)
 
 
 def sum_of_parts(
@@ -82,10 +84,13 @@ def sum_of_parts(
     """Return one decision about the whole limit from a peek at every part."""
     soonest = min(decisions, key=lambda decision: (not decision.allowed, decision.retry_after_ns))
     limit = whole[_position(soonest, part)]
+    granted = sum(decision.granted for decision in decisions)
+    remaining = sum(decision.remaining for decision in decisions)
     return decision_with(
         soonest,
         policy=limit,
-        remaining=min(sum(decision.remaining for decision in decisions), limit.capacity),
+        remaining=min(remaining, limit.capacity + granted),
+        granted=granted,
         reset_after_ns=max(decision.reset_after_ns for decision in decisions),
     )
 

@@ -20,7 +20,9 @@ A rule with one limit is named by its id. A rule with several limits adds the na
 each limit. Names are unique in a response, and they are valid structured fields for any rule id.
 
 **Rounding.** Every time is rounded up to whole seconds, so a client that waits for the whole
-Retry-After is allowed.
+Retry-After is allowed. A reset time counts from the decision's own time (`decided_ns`): a clock
+that is read later is past it, and the end of a fixed window, a whole second, would be rounded up to
+the next one. `now_ns` is used only for a decision that no store made, in an outage.
 
 **Bodies.** A denial is problem JSON (RFC 9457): the members of the standard (`type`, `title`,
 `status`, `detail`) and `error`, with a stable code, a message and details in numbers. `detail` is a
@@ -248,8 +250,11 @@ def _policies(applied: tuple[AppliedRule, ...]) -> Iterator[_HeaderPolicy]:
             name = next(name for name in _candidates(rule, each.limits, limit) if name not in taken)
             taken.add(name)
             quoted = _quoted(name)
-            limit_header = (b"x-ratelimit-limit", b"%d" % limit.capacity)
-            yield _HeaderPolicy(name, limit, rule, limit_header, b"%b;r=" % quoted)
+            yield _HeaderPolicy(name, limit, rule, _limit_header(limit.capacity), b"%b;r=" % quoted)
+
+
+def _limit_header(limit: int) -> RawHeader:
+    return b"x-ratelimit-limit", b"%d" % limit
 
 
 def _candidates(rule: str, limits: tuple[Limit, ...], limit: Limit) -> Iterator[str]:
@@ -336,9 +341,9 @@ def raw_headers_of(result: CheckResult, now_ns: int, style: Style = _STYLE) -> l
     policy = known.headers[10]
     if not style.legacy:
         return [*([policy] if policy else []), (b"ratelimit", state), *style.node_headers]
-    reset_s = -((now_ns + reset_after_ns) // -NS_PER_SECOND)
+    reset_s = -(((decision.decided_ns or now_ns) + reset_after_ns) // -NS_PER_SECOND)
     headers = [
-        tightest.limit_header,
+        tightest.limit_header if not decision.granted else _limit_header(decision.limit),
         (b"x-ratelimit-remaining", remaining),
         (b"x-ratelimit-reset", b"%d" % reset_s),
         (b"ratelimit", state),
@@ -376,7 +381,7 @@ def _raw_headers_in_full(result: CheckResult, now_ns: int, style: Style) -> list
 
 def _legacy_headers(decision: Decision, now_ns: int, is_known: bool) -> list[RawHeader]:
     headers = [
-        (b"x-ratelimit-limit", b"%d" % decision.limit),
+        _limit_header(decision.limit),
         (b"x-ratelimit-remaining", b"%d" % (decision.remaining if is_known else -1)),
         (b"x-ratelimit-reset", b"%d" % _reset_seconds(decision, now_ns)),
     ]
@@ -412,7 +417,8 @@ def _state_headers(known: _PolicyHeaders, decision: Decision, style: Style) -> l
 def headers_of(result: CheckResult, now_ns: int, style: Style = _STYLE) -> list[Header]:
     """Return the headers of an answer, with Retry-After on a 429 or a 503.
 
-    `now_ns` is the Unix time. Rules in shadow mode are not shown: they do not limit the client.
+    `now_ns` is the Unix time, for a decision that no store made. Rules in shadow mode are not
+    shown: they do not limit the client.
     """
     raw = raw_headers_of(result, now_ns, style)
     return [(_NAMES[name], value.decode("ascii")) for name, value in raw]
@@ -425,7 +431,7 @@ def retry_after_seconds_of(decision: Decision) -> int:
 
 def _reset_seconds(decision: Decision, now_ns: int) -> int:
     """Return the Unix time in whole seconds, rounded up, at which the quota is full again."""
-    return -((now_ns + decision.reset_after_ns) // -NS_PER_SECOND)
+    return -(((decision.decided_ns or now_ns) + decision.reset_after_ns) // -NS_PER_SECOND)
 
 
 class PreparedHeaders:
@@ -451,7 +457,8 @@ class PreparedHeaders:
         has_one_limit = len(applied) == 1 and len(applied[0].limits) == 1 and kind == "limited"
         if not has_one_limit or not decision.allowed or decision.degraded:
             return None
-        if replace(style, node=None) != _STYLE:
+        # A grant raises the limit of this result only.
+        if replace(style, node=None) != _STYLE or decision.granted:
             return None
         return cls(raw_headers_of(result, now_ns, style))
 
@@ -462,8 +469,10 @@ class PreparedHeaders:
         """
         remaining = decision.remaining
         after_ns = decision.reset_after_ns + _ALMOST_A_SECOND_NS  # rounds up below
-        reset_s = (now_ns + after_ns) // NS_PER_SECOND
+        reset_s = ((decision.decided_ns or now_ns) + after_ns) // NS_PER_SECOND
         after_s = after_ns // NS_PER_SECOND
+        if decision.granted:
+            return [_limit_header(decision.limit), *self._printed(remaining, reset_s, after_s)[1:]]
         if remaining >= PREPARED_MAX:
             return self._printed(remaining, reset_s, after_s)
         known = self._known.get(remaining)

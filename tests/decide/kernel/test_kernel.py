@@ -36,9 +36,9 @@ def test_the_kernel_is_built() -> None:
 def test_a_kernels_decision_has_every_field(decisions: list[Decision]) -> None:
     """Each field, and each property in seconds, equals the reference."""
     assert [decision_fields(decision) for decision in decisions] == [
-        (True, LIMIT, 2, 0, 10**9, 0, "orders", False, 0, None),
-        (True, LIMIT, 0, 0, 3 * 10**9, 10**9, "orders", False, 0, None),
-        (False, LIMIT, 0, 10**9, 3 * 10**9, 0, "orders", False, None, None),
+        (True, LIMIT, 2, 0, 10**9, 0, "orders", False, 0, 0, 0, None),
+        (True, LIMIT, 0, 0, 3 * 10**9, 10**9, "orders", False, 0, 0, 0, None),
+        (False, LIMIT, 0, 10**9, 3 * 10**9, 0, "orders", False, None, 0, 0, None),
     ]
     assert [decision.delay for decision in decisions] == [0.0, 1.0, 0.0]
     assert [decision.retry_after for decision in decisions] == [0.0, 0.0, 1.0]

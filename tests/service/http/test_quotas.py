@@ -131,7 +131,12 @@ async def test_granted_units_expire(admin: tuple[Path, dict[str, str]]) -> None:
         body = {"user": "1", "units": 2, "ttl_seconds": 10}
         assert (await http("POST", "/v1/quota/grant", body, headers)).status == 204
         assert await left(http, "1", headers) == 5
-        http.clock.advance(11)
+        checked = await http("POST", "/v1/check", {"user": "1"}, headers)
+        assert (checked.data["limit"], checked.data["remaining"]) == (5, 4)
+        assert checked.headers["x-ratelimit-limit"] == "5"
+        [rule] = (await http("GET", "/v1/quota?user=1", b"", headers)).data["rules"]
+        assert (rule["limits"][0]["limit"], rule["limits"][0]["remaining"]) == (5, 4)
+        http.clock.advance(60)
         assert await left(http, "1", headers) == 3
 
 

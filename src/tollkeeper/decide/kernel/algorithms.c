@@ -220,7 +220,8 @@ static void refund_bucket(const tk_limit *limit, const tk_state *before, int64_t
         return;
     int64_t micros = tk_min(units, limit->capacity) * TK_MICROS_PER_UNIT;
     if (charged_ns != TK_NO_TIME && charged_ns < at_ns) {
-        /* Rounds up: a part of a step or of a micro-unit that was refilled is not returned again. */
+        /* Rounds up: a part of a step or of a micro-unit that was refilled is not returned again.
+         */
         int64_t since_ns = started_steps(limit, at_ns - charged_ns);
         micros -= tk_mul_div_ceil(since_ns, limit->numerator, limit->denominator);
         if (micros <= 0)

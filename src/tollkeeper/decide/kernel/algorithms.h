@@ -39,7 +39,7 @@ typedef struct {
     int64_t window_ns;
     int64_t numerator;
     int64_t denominator;
-    int64_t step_ns; /* token bucket: the time between two refills; at most 1: continuous */
+    int64_t step_ns;  /* token bucket: the time between two refills; at most 1: continuous */
     uint64_t salt[2]; /* hash of the rule and the limit's identity, which locates its states */
 } tk_limit;
 

@@ -25,7 +25,7 @@ static int bypass; /* a test has replaced the clock or switched limiting off */
 
 typedef struct {
     PyObject_HEAD PyObject *policy, *rule;
-    int64_t remaining, retry_after_ns, reset_after_ns, delay_ns, charged_ns;
+    int64_t remaining, retry_after_ns, reset_after_ns, delay_ns, charged_ns, decided_ns, granted;
     bool allowed;
 } decision_object;
 
@@ -53,6 +53,8 @@ static PyObject *make_decision(PyObject *limits, PyObject *rule, const tk_decisi
     self->reset_after_ns = decided->reset_after_ns;
     self->delay_ns = decided->delay_ns;
     self->charged_ns = decided->charged_ns;
+    self->decided_ns = decided->decided_ns;
+    self->granted = decided->granted;
     return (PyObject *)self;
 }
 
@@ -99,7 +101,12 @@ static PyObject *get_rule(decision_object *self, void *unused)
 static PyObject *get_limit(decision_object *self, void *unused)
 {
     (void)unused;
-    return PyObject_GetAttrString(self->policy, "capacity");
+    PyObject *capacity = PyObject_GetAttrString(self->policy, "capacity");
+    if (capacity == NULL || self->granted == 0)
+        return capacity;
+    long long units = PyLong_AsLongLong(capacity);
+    Py_DECREF(capacity);
+    return units == -1 && PyErr_Occurred() ? NULL : PyLong_FromLongLong(units + self->granted);
 }
 
 /* The closure is the field's offset. */
@@ -139,7 +146,7 @@ static PyObject *get_seconds(decision_object *self, void *offset)
 static PyGetSetDef decision_attributes[] = {
     {"allowed", (getter)get_allowed, NULL, "Whether the request may proceed.", NULL},
     {"policy", (getter)get_policy, NULL, "The tightest limit.", NULL},
-    {"limit", (getter)get_limit, NULL, "The tightest limit's capacity.", NULL},
+    {"limit", (getter)get_limit, NULL, "The tightest limit's capacity, and granted units.", NULL},
     {"remaining", (getter)get_integer, NULL, "Requests of cost 1 that would be allowed now.",
      FIELD(remaining)},
     {"retry_after_ns", (getter)get_integer, NULL, "Nanoseconds until this cost would be allowed.",
@@ -156,6 +163,9 @@ static PyGetSetDef decision_attributes[] = {
     {"degraded", (getter)get_degraded, NULL, "Always false here.", NULL},
     {"charged_ns", (getter)get_charged_ns, NULL, "The time of the charge; None if there is none.",
      NULL},
+    {"decided_ns", (getter)get_integer, NULL, "The table's time of the decision.",
+     FIELD(decided_ns)},
+    {"granted", (getter)get_integer, NULL, "Granted units that are left.", FIELD(granted)},
     {"penalty", (getter)get_penalty, NULL, "Always None here.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -625,7 +625,8 @@ static bool tighter(const tk_outcome *a, const tk_outcome *b)
 }
 
 /* As decide/combine.py: report the tightest of the limits that denied, or of all if none did. */
-static void combine(const part *parts, int count, bool allowed, tk_decision *decision)
+static void combine(const part *parts, int count, bool allowed, int64_t now_ns,
+                    tk_decision *decision)
 {
     int speaker = -1;
     int64_t retry_ns = 0, delay_ns = 0, charged_ns = INT64_MAX;
@@ -647,6 +648,8 @@ static void combine(const part *parts, int count, bool allowed, tk_decision *dec
         .reset_after_ns = parts[speaker].outcome.reset_after_ns,
         .delay_ns = allowed ? delay_ns : 0,
         .charged_ns = allowed && charged_ns < INT64_MAX ? charged_ns : TK_NO_TIME,
+        .decided_ns = now_ns,
+        .granted = parts[speaker].credit_left,
     };
 }
 
@@ -698,7 +701,7 @@ static tk_status check_locked(tk_table *table, tk_segment *segment, tk_hash subj
                 decide(&parts[i], now_ns, 0);
         }
     }
-    combine(parts, count, allowed, decision);
+    combine(parts, count, allowed, now_ns, decision);
     if (!allowed && !wait_together(parts, count, now_ns, cost, decision))
         return TK_CAPACITY;
     return TK_OK;

@@ -65,6 +65,8 @@ typedef struct {
     int64_t retry_after_ns;
     int64_t reset_after_ns;
     int64_t delay_ns;
+    int64_t decided_ns; /* the time from which the waits count */
+    int64_t granted;    /* granted units that the tightest limit has left */
     int64_t charged_ns; /* the earliest time that a limit was charged at, or TK_NO_TIME */
 } tk_decision;
 

@@ -238,7 +238,7 @@ class MemoryGate:
             self._store.require_open()
             self._store.checks.note(subject)
             outcomes, entries = self._decide(subject, cost, now_ns)
-            decision = self._combine(subject, cost, now_ns, outcomes)
+            decision = self._combine(subject, cost, now_ns, outcomes, entries)
             if cost and decision.allowed:
                 self._store.reserve(self._tables, subject, now_ns)
                 for table, entry in zip(self._tables, entries, strict=True):
@@ -271,8 +271,17 @@ class MemoryGate:
                 else:
                     table.entries[subject] = (after, expires_ns, credit)
         return Decision(
-            *(allowed, limit, remaining, retry_ns, reset_ns, delay_ns, self._rule),
-            charged_ns=charged_ns,
+            allowed,
+            limit,
+            remaining,
+            retry_ns,
+            reset_ns,
+            delay_ns,
+            self._rule,
+            False,
+            charged_ns,
+            now_ns,
+            credit[0] if credit else 0,
         )
 
     def fast_check(self, fallback: Callable[..., Decision]) -> None:
@@ -282,13 +291,16 @@ class MemoryGate:
         now_ns = self._clock.now_ns()
         with self._lock:
             self._store.require_open()
-            outcomes, _ = self._decide(subject, cost, now_ns)
+            outcomes, entries = self._decide(subject, cost, now_ns)
             if all(outcome.allowed for outcome in outcomes):
-                outcomes, _ = self._decide(subject, 0, now_ns)
-            return self._combine(subject, cost, now_ns, outcomes)
+                outcomes, entries = self._decide(subject, 0, now_ns)
+            return self._combine(subject, cost, now_ns, outcomes, entries)
 
-    def _combine(self, subject: str, cost: int, now_ns: int, outcomes: list[Outcome]) -> Decision:
-        decision = combine(self.limits, outcomes, self._rule)
+    def _combine(
+        self, subject: str, cost: int, now_ns: int, outcomes: list[Outcome], entries: list[Entry]
+    ) -> Decision:
+        granted = [credit[0] if credit else 0 for _, _, credit in entries]
+        decision = combine(self.limits, outcomes, self._rule, now_ns, granted)
         if decision.allowed or len(self._parts) == 1:
             return decision
         held = [

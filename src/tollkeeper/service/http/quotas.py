@@ -163,7 +163,7 @@ async def _rule(limiter: AsyncLimiter, single: _SingleLimits, check: RuleCheck) 
                 algorithm=limit.algorithm,
                 quota=limit.limit,
                 window_seconds=limit.window,
-                limit=limit.capacity,
+                limit=limit.capacity + sum(look.granted for look in looks),
                 remaining=0 if penalty else sum(look.remaining for look in looks),
                 reset_after=max(
                     penalty.retry_after if penalty else 0.0, *(look.reset_after for look in looks)

@@ -213,10 +213,11 @@ class ReplyDecoder:
             if self._only is not None and len(reply) == 3:
                 limit = self.limits[0]
                 last_us = reply[1]
+                now_ns = (now_us if passed else ~now_us) * NS_PER_US
                 _, (allowed, remaining, retry_ns, reset_ns, delay_ns, charged_ns) = self._only(
                     None if last_us < 0 else (last_us * NS_PER_US, reply[2]),
                     limit,
-                    (now_us if passed else ~now_us) * NS_PER_US,
+                    now_ns,
                     cost,
                 )
                 decision = Decision(
@@ -229,6 +230,7 @@ class ReplyDecoder:
                     self._rule,
                     False,
                     charged_ns,
+                    now_ns,
                 )
             elif len(reply) == self._numbers:
                 decision = self._decide_plain(reply, cost)
@@ -277,7 +279,7 @@ class ReplyDecoder:
                 retry_ns = -(-retry_ns // NS_PER_US) * NS_PER_US
             reset_ns = reset_ns // -NS_PER_US * -NS_PER_US
             outcomes.append((allowed, remaining, retry_ns, reset_ns, delay_ns, charged_ns))
-        return combine(self.limits, outcomes, self._rule)
+        return combine(self.limits, outcomes, self._rule, now_ns)
 
     def checks(self, reply: list[int], cost: int, count: int, early_ns: int = 0) -> list[Decision]:
         """Return the decisions on `count` checks in a row that the script allowed as one.
@@ -313,7 +315,8 @@ class ReplyDecoder:
                     )
                 states[index] = (limit, algorithm, after, left)
                 outcomes.append(outcome)
-            decisions.append(combine(self.limits, outcomes, self._rule))
+            granted = [credit[0] if credit else 0 for _, _, _, credit in states]
+            decisions.append(combine(self.limits, outcomes, self._rule, now_ns, granted))
         return decisions
 
     def fits(self, reply: list[int], cost: int) -> int:
@@ -416,17 +419,21 @@ class ReplyDecoder:
         now_us = reply[0] if reply[0] >= 0 else ~reply[0]
         now_ns = now_us * NS_PER_US
         states = self._states(reply, now_us)
-        outcomes = []
+        outcomes: list[Outcome] = []
+        granted: list[int] = []
         for limit, algorithm, state, credit in states:
             if requested > limit.capacity and credit is None:
                 raise CapacityError(requested, limit)
+            left = None
             if isinstance(state, _LogSummary):
-                outcomes.append(_log_outcome(state, limit, cost))
+                outcome = _log_outcome(state, limit, cost)
             elif credit is None:
-                outcomes.append(algorithm.decide(state, limit, now_ns, cost)[1])
+                _, outcome = algorithm.decide(state, limit, now_ns, cost)
             else:
-                outcomes.append(credits_.decide(algorithm, state, credit, limit, now_ns, cost)[2])
-        decision = combine(self.limits, outcomes, self._rule)
+                _, left, outcome = credits_.decide(algorithm, state, credit, limit, now_ns, cost)
+            outcomes.append(outcome)
+            granted.append(left[0] if left else 0)
+        decision = combine(self.limits, outcomes, self._rule, now_ns, granted)
         if decision.allowed or len(states) == 1 or len(reply) == self._numbers:
             return decision
         wait_ns = credits_.wait_together(
@@ -532,4 +539,5 @@ def _earlier(decision: Decision, early_ns: int) -> Decision:
         retry_after_ns=max(decision.retry_after_ns - early_ns, 0),
         reset_after_ns=max(decision.reset_after_ns - early_ns, 0),
         delay_ns=max(decision.delay_ns - early_ns, 0),
+        decided_ns=decision.decided_ns + early_ns,
     )
