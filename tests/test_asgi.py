@@ -388,7 +388,15 @@ rules:
   - {id: places, match: {endpoint: "/a/*"}, by: [endpoint, ip, method], limits: ["1000000/s"]}
 """
 
-SOURCES = ["header:x", "bearer", "claim:sub", "query:q", "cookie:c", "session:s", "address"]
+SOURCES = [
+    "header:x",
+    "bearer",
+    "unverified_claim:sub",
+    "query:q",
+    "cookie:c",
+    "session:s",
+    "address",
+]
 FUZZED = [
     limited(limits="1000000/s", key=SOURCES, per_route=True),
     limited(limits=None, rules=RULES, identify={"api_key": SOURCES, "user": SOURCES[::-1]}),

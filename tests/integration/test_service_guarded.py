@@ -12,12 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import jwt
 import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
 
 from tests.redis_servers.certificates import make_certificates
 from tests.redis_servers.waiting import until
 from tests.service_process import RULES, ServiceProcess, run_to_end
+from tests.web.test_claims import RSA_KEY, Provider, jwk
 from tollkeeper.service.http.tokens import create_token, remove_token
+
+OTHER_KEY = rsa.generate_private_key(public_exponent=65_537, key_size=2_048)
 
 
 @pytest.fixture(scope="module")
@@ -281,3 +286,25 @@ def _shown(address: str) -> str:
         return ssl.get_server_certificate(_split(address), timeout=10)
     except OSError:
         return ""
+
+
+# ── Tokens of clients ────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_real_service_verifies_claims_with_the_keys_of_a_url() -> None:
+    """A token that the provider signed is counted by its user, a forged one is not."""
+    rules = {
+        "version": 1,
+        "rules": [{"id": "a", "by": ["user"], "match": {"user": "*"}, "limits": ["1/hour"]}],
+    }
+    with Provider(jwk(RSA_KEY)) as provider:
+        options = ("--identify", "user=claim:sub", "--jwks", provider.url,
+                   "--jwt-algorithm", "RS256", "--jwt-audience", "shop")  # fmt: skip
+        with ServiceProcess(rules, *options) as service:
+            for key, statuses in ((RSA_KEY, [200, 429]), (OTHER_KEY, [200, 200])):
+                token = jwt.encode(
+                    {"sub": "ann", "aud": "shop"}, key, algorithm="RS256", headers={"kid": "1"}
+                )
+                headers = {"X-Original-URI": "/", "Authorization": f"Bearer {token}"}
+                found = [service.ask("GET", "/v1/authorize", headers=headers) for _ in range(2)]
+                assert [each.status for each in found] == statuses

@@ -177,11 +177,33 @@ def test_two_headers_must_agree() -> None:
 
 
 def test_the_configured_header_is_the_only_one() -> None:
-    """X-Real-IP is read only if it is configured, and then it is the only header."""
+    """The others are ignored."""
     request = web_request(x_real_ip=CLIENT, x_forwarded_for="1.2.3.4")
     assert ClientAddresses(PROXIES, forwarded="x-real-ip").of(request) == CLIENT
-    assert ClientAddresses(PROXIES).of(request) == "1.2.3.4"
+    assert ClientAddresses(PROXIES, forwarded="x-forwarded-for").of(request) == "1.2.3.4"
     assert ClientAddresses(PROXIES, forwarded="forwarded").of(request) == PROXY
+
+
+@pytest.mark.parametrize(
+    ("headers", "client"),
+    [
+        ({"x_real_ip": CLIENT}, CLIENT),
+        ({"x_real_ip": "[2001:db8:1:2:3::4]:80"}, "2001:db8:1:2::"),
+        ({"x_real_ip": "garbled"}, PROXY),
+        ({"x_real_ip": CLIENT, "x_forwarded_for": CLIENT}, CLIENT),
+        # One of them is made up.
+        ({"x_real_ip": "1.2.3.4", "x_forwarded_for": CLIENT}, PROXY),
+        ({"x_real_ip": CLIENT, "forwarded": "for=1.2.3.4"}, PROXY),
+        ({"x_real_ip": CLIENT, "x_forwarded_for": "garbled"}, PROXY),
+        # The inner of two proxies names the outer one, which has named the client.
+        ({"x_real_ip": "10.0.0.1", "x_forwarded_for": f"{CLIENT}, 10.0.0.1"}, CLIENT),
+        ({"x_real_ip": "10.0.0.1"}, "10.0.0.1"),
+    ],
+)
+def test_x_real_ip_of_a_trusted_proxy_is_read(headers: dict[str, str], client: str) -> None:
+    """Without a setting. If it contradicts another header, neither is believed."""
+    assert ClientAddresses(PROXIES).of(web_request(**headers)) == client
+    assert ClientAddresses(PROXIES).of(web_request(CLIENT, **headers)) == CLIENT
 
 
 def test_words_stand_for_networks() -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import base64
 import builtins
 import json
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Self
 
 import jwt
 import pytest
@@ -15,10 +19,12 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from hypothesis import example, given
 from hypothesis import strategies as st
+from jwt.algorithms import ECAlgorithm, RSAAlgorithm
 
+from tests.redis_servers.waiting import until
 from tests.test_fuzz_entries import ANYTHING
 from tollkeeper import ConfigError
-from tollkeeper.web.claims import TOKEN_LENGTH_MAX, Claim, bearer_of
+from tollkeeper.web.claims import TOKEN_LENGTH_MAX, Claim, Jwks, bearer_of
 from tollkeeper.web.requests import AsgiRequest, WebRequest
 
 SECRET = "s" * 32
@@ -172,7 +178,7 @@ def test_audience_issuer_and_leeway_are_checked(
 
 def test_behind_a_gateway_nothing_is_verified() -> None:
     """The gateway has verified the token, so signature, time and audience are ignored."""
-    claim = Claim("sub", trusted_gateway=True)
+    claim = Claim("sub", unverified=True)
     for token in (token_of({"sub": "42", "exp": 1, "aud": "x"}, "k" * 40), unsigned({"sub": "42"})):
         assert claim(web_request(token)) == "42"
 
@@ -192,7 +198,7 @@ def test_behind_a_gateway_nothing_is_verified() -> None:
 )
 def test_malformed_tokens_count_as_absent(token: str) -> None:
     """Examples are plain text, JSON that is not an object, and deeply nested JSON."""
-    claim = Claim("sub", trusted_gateway=True)
+    claim = Claim("sub", unverified=True)
     assert claim(web_request(token)) is None
     assert claim.rejected == 1
 
@@ -206,7 +212,7 @@ def test_malformed_tokens_count_as_absent(token: str) -> None:
 )
 def test_a_claim_is_text_or_a_number(value: Any, found: str | None) -> None:
     """Any other value counts as absent; the token is still valid."""
-    for claim in (by_secret("tenant"), Claim("tenant", trusted_gateway=True)):
+    for claim in (by_secret("tenant"), Claim("tenant", unverified=True)):
         assert claim(web_request(token_of({"tenant": value}))) == found
         assert claim(web_request(token_of({}))) is None
         assert claim.rejected == 0
@@ -259,13 +265,13 @@ async def key_that_is_awaited(token: str) -> str:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "trusted_gateway=True"),
+        ({}, "unverified=True"),
         (
-            {"key": SECRET, "algorithms": ["HS256"], "trusted_gateway": True},
+            {"key": SECRET, "algorithms": ["HS256"], "unverified": True},
             "if a gateway has verified it",
         ),
-        ({"trusted_gateway": True, "algorithms": ["HS256"]}, "no effect"),
-        ({"trusted_gateway": True, "audience": "x"}, "no effect"),
+        ({"unverified": True, "algorithms": ["HS256"]}, "no effect"),
+        ({"unverified": True, "audience": "x"}, "no effect"),
         ({"key": SECRET}, "choose from"),
         ({"key": SECRET, "algorithms": "HS256"}, "choose from"),
         ({"key": SECRET, "algorithms": ["none"]}, "choose from"),
@@ -281,7 +287,7 @@ async def key_that_is_awaited(token: str) -> str:
         ({"key": SECRET, "algorithms": ["HS256"], "leeway": "1"}, "number of seconds"),
         ({"key": SECRET, "algorithms": ["HS256"], "audience": 7}, "audience=7"),
         ({"key": SECRET, "algorithms": ["HS256"], "issuer": [7]}, "issuer="),
-        ({"trusted_gateway": True, "header": ""}, "printable text"),
+        ({"unverified": True, "header": ""}, "printable text"),
     ],
 )
 def test_wrong_settings_are_rejected(options: dict[str, Any], said: str) -> None:
@@ -294,7 +300,7 @@ def test_wrong_settings_are_rejected(options: dict[str, Any], said: str) -> None
 def test_a_claim_needs_a_printable_name(name: Any) -> None:
     """Other names are rejected at the start."""
     with pytest.raises(ConfigError, match="name of a claim"):
-        Claim(name, trusted_gateway=True)
+        Claim(name, unverified=True)
 
 
 def test_without_pyjwt_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,13 +315,13 @@ def test_without_pyjwt_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ConfigError, match=r"tollkeeper\[jwt\]"):
         by_secret()
-    assert Claim("sub", trusted_gateway=True)(web_request("a.eyJzdWIiOiI3In0.c")) == "7"
+    assert Claim("sub", unverified=True)(web_request("a.eyJzdWIiOiI3In0.c")) == "7"
 
 
 def test_the_repr_of_a_claim_has_no_key() -> None:
     """It shows the name and whether the claim is verified."""
     assert repr(by_secret()) == "Claim('sub', verified)"
-    assert repr(Claim("sub", trusted_gateway=True)) == "Claim('sub', trusted_gateway=True)"
+    assert repr(Claim("sub", unverified=True)) == "Claim('sub', unverified=True)"
 
 
 # ------------------------------------------------------------------------------------ anything
@@ -331,7 +337,7 @@ def test_the_repr_of_a_claim_has_no_key() -> None:
 @example(base64.urlsafe_b64encode(b"[" * 5000).decode() + ".e30.x")
 def test_any_token_gives_a_value_or_none(token: str) -> None:
     """No token raises an error."""
-    for claim in (by_secret(), Claim("sub", trusted_gateway=True)):
+    for claim in (by_secret(), Claim("sub", unverified=True)):
         found = claim(web_request(token))
         assert found is None or isinstance(found, str)
 
@@ -357,10 +363,160 @@ def test_any_settings_give_a_claim_or_an_error(
 ) -> None:
     """The error is a ConfigError."""
     with suppress(ConfigError):
-        Claim(name, trusted_gateway=True)
+        Claim(name, unverified=True)
     with suppress(ConfigError):
         Claim("sub", key=key, algorithms=algorithms)
     with suppress(ConfigError):
         Claim("sub", key=SECRET, algorithms=["HS256"], leeway=leeway)
     with suppress(ConfigError):
         by_secret(audience=name, issuer=key)
+
+
+# ------------------------------------------------------------------------------------ JWKS
+
+
+class Provider(ThreadingHTTPServer):
+    """An identity provider on loopback that serves its keys."""
+
+    daemon_threads = True
+
+    def __init__(self, *keys: dict[str, Any]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.status = 200
+        self.body = json.dumps({"keys": keys}).encode()
+        self.asked = 0
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/jwks.json"
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Provider
+
+    def do_GET(self) -> None:
+        self.server.asked += 1
+        self.send_response(self.server.status)
+        self.send_header("location", "/elsewhere")
+        self.end_headers()
+        self.wfile.write(self.server.body)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's
+        """Log nothing."""
+
+
+def jwk(key: Any, kid: str | None = "1", **more: Any) -> dict[str, Any]:
+    """Return the public part of a key as a JWK."""
+    algorithm = ECAlgorithm if isinstance(key, ec.EllipticCurvePrivateKey) else RSAAlgorithm
+    found: dict[str, Any] = algorithm.to_jwk(key.public_key(), as_dict=True)  # type: ignore[arg-type]  # a key of its kind
+    return {**found, **({} if kid is None else {"kid": kid}), **more}
+
+
+def signed(key: Any = RSA_KEY, kid: str | None = "1", algorithm: str = "RS256") -> WebRequest:
+    """Return a request with a token of user 7."""
+    headers = None if kid is None else {"kid": kid}
+    return web_request(jwt.encode({"sub": "7"}, key, algorithm=algorithm, headers=headers))
+
+
+def claim_of(source: str, clock: Callable[[], float] = time.monotonic) -> Claim:
+    return Claim("sub", key=Jwks(source, monotonic_s=clock), algorithms=["RS256", "RS512", "ES256"])
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_jwks_verifies_tokens_by_their_key_id(is_file: bool, tmp_path: Path) -> None:
+    """From a file or a URL. A key is only for its own algorithm and for signatures."""
+    other = rsa.generate_private_key(public_exponent=65_537, key_size=2_048)
+    keys = [
+        jwk(RSA_KEY), jwk(EC_KEY, "2"), jwk(other, "enc", use="enc"),
+        jwk(other, "alg", alg="RS512"), {"kty": "unknown", "kid": "9"}, {}, "x",
+    ]  # fmt: skip
+    with Provider(*keys) as provider:  # type: ignore[arg-type]  # some are invalid
+        path = tmp_path / "jwks.json"
+        path.write_bytes(provider.body)
+        claim = claim_of(str(path) if is_file else provider.url)
+        assert claim(signed()) == claim(signed(EC_KEY, "2", "ES256")) == "7"
+        assert claim(signed(other, "alg", "RS512")) == "7"
+        for forged in (
+            signed(other), signed(RSA_KEY, "2"), signed(other, "enc"), signed(other, "alg"),
+            signed(kid=None), signed(kid="unknown"), web_request("x.y.z"),
+        ):  # fmt: skip
+            assert claim(forged) is None
+        assert provider.asked == (0 if is_file else 1)
+
+
+def test_a_token_without_a_key_id_is_verified_with_the_only_key() -> None:
+    """With several keys, it counts as invalid."""
+    with Provider(jwk(RSA_KEY, None)) as provider:
+        assert claim_of(provider.url)(signed(kid=None)) == "7"
+
+
+def test_new_keys_are_fetched_in_the_background() -> None:
+    """For an unknown key at most every 10 seconds, otherwise every 5 minutes; none are lost."""
+    now_s = [0.0]
+    other = rsa.generate_private_key(public_exponent=65_537, key_size=2_048)
+    with Provider(jwk(RSA_KEY)) as provider:
+        claim = claim_of(provider.url, lambda: now_s[0])
+        provider.body = json.dumps({"keys": [jwk(RSA_KEY), jwk(other, "2")]}).encode()
+        for _ in range(5):
+            assert claim(signed(other, "2")) is None
+        assert provider.asked == 1
+        now_s[0] = 10.0
+        until(lambda: claim(signed(other, "2")) == "7", "the new key is used", 20)
+        assert provider.asked == 2
+        now_s[0] = 309.0
+        assert claim(signed()) == "7"
+        provider.status = 503
+        now_s[0] = 310.0
+        assert claim(signed()) == "7"
+        until(lambda: provider.asked == 3, "the keys are fetched again", 20)
+        for _ in range(5):
+            assert claim(signed()) == "7"
+        assert provider.asked == 3
+
+
+def test_an_application_starts_without_its_provider(caplog: pytest.LogCaptureFixture) -> None:
+    """Tokens count as absent until the keys are there, which is logged."""
+    now_s = [0.0]
+    with Provider(jwk(RSA_KEY)) as provider:
+        provider.status = 302  # a redirect is not followed
+        claim = claim_of(provider.url, lambda: now_s[0])
+        assert claim(signed()) is None
+        assert "the keys of tokens cannot be read" in caplog.text
+        provider.status = 200
+        now_s[0] = 10.0
+        until(lambda: claim(signed()) == "7", "the keys are used", 20)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("http://id.example/jwks.json", "not an https URL"),
+        ("ftp://id.example/jwks.json", "not an https URL"),
+        ("https://", "not an https URL"),
+        ("", "not a file or a URL"),
+        (7, "not a file or a URL"),
+        ("missing.json", "cannot be read"),
+    ],
+)
+def test_an_invalid_source_of_keys_is_rejected(source: Any, message: str) -> None:
+    """Over http, anyone on the way could replace the keys."""
+    with pytest.raises(ConfigError, match=message):
+        Jwks(source)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("[]", "not a JWKS"), ("{", "Expecting"), ('{"keys": []}', "no key"), ("7", "not a JWKS"),
+     ('{"keys": [{"kty": "oct"}, 7]}', "no key"), (" " * (2**20 + 1), "more than")],
+)  # fmt: skip
+def test_a_file_without_keys_is_rejected(text: str, message: str, tmp_path: Path) -> None:
+    """The error says what is wrong with the file."""
+    path = tmp_path / "jwks.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        Jwks(str(path))

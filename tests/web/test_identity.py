@@ -69,9 +69,9 @@ def unsigned(claims: dict[str, Any]) -> str:
         ("cookie:sid", request_with({"Cookie": "sid=7"}), ("cookie:sid", digest_of("7"))),
         ("session:user_id", request_with(session={"user_id": 42}), ("session:user_id", "42")),
         (
-            "claim:sub",
+            "unverified_claim:sub",
             request_with({"Authorization": f"Bearer {unsigned({'sub': '42'})}"}),
-            ("claim:sub", "42"),
+            ("unverified_claim:sub", "42"),
         ),
         ("address", request_with(), ("address", PEER)),
         (lambda web_request: web_request.method, request_with(), ("custom:1", "POST")),
@@ -95,7 +95,7 @@ def test_each_source_is_a_key(source: Any, web_request: WebRequest, key: tuple[s
         ("session:user_id", request_with(session={"user_id": True})),
         ("session:user_id", request_with(session={"user_id": object()})),
         ("session:user_id", request_with(session={})),
-        ("claim:sub", request_with({"Authorization": "Bearer x"})),
+        ("unverified_claim:sub", request_with({"Authorization": "Bearer x"})),
         ("address", request_with(client=None)),
         (lambda web_request: None, request_with()),
         (lambda web_request: "  ", request_with()),
@@ -114,8 +114,8 @@ def test_an_empty_value_counts_as_absent(source: Any, web_request: WebRequest) -
         ("header:X-API-Key", b"x-api-key", "{}"),
         ("header:Authorization", b"authorization", "Basic {}"),
         ("bearer", b"authorization", "Bearer {}"),
-        ("claim:sub", b"authorization", "Bearer {}"),
-        (Claim("sub", trusted_gateway=True, header="X-Token"), b"x-token", "{}"),
+        ("unverified_claim:sub", b"authorization", "Bearer {}"),
+        (Claim("sub", unverified=True, header="X-Token"), b"x-token", "{}"),
         ("query:key", None, "key={}"),
         ("cookie:sid", b"cookie", "sid={}"),
     ],
@@ -139,7 +139,15 @@ def test_a_repeated_value_is_not_a_new_client(source: Any, name: bytes | None, v
 
 def test_an_empty_request_has_no_values() -> None:
     """No source raises an error."""
-    sources = ["header:x", "bearer", "claim:x", "query:x", "cookie:x", "session:x", "address"]
+    sources = [
+        "header:x",
+        "bearer",
+        "unverified_claim:x",
+        "query:x",
+        "cookie:x",
+        "session:x",
+        "address",
+    ]
     assert Identity().key_of(AsgiRequest({"type": "http"}), sources) == ANONYMOUS
     assert Identity().key_of(WsgiRequest({}), tuple(sources)) == ANONYMOUS
 
@@ -193,6 +201,12 @@ def test_a_verified_claim_is_a_source() -> None:
     assert (
         identity.key_of(request_with({"Authorization": f"Bearer {good}"}), claim)[0] == "claim:sub"
     )
+
+
+def test_a_claim_in_text_must_say_that_it_is_not_verified() -> None:
+    """Otherwise a client could choose its identity because of a word that was left out."""
+    with pytest.raises(ConfigError, match=r"no key to verify.*Claim\('sub'.*unverified_claim:sub"):
+        Identity({"user": "claim:sub"})
 
 
 # ------------------------------------------------------------------------------------ requests
@@ -366,7 +380,7 @@ def test_any_input_can_be_counted(
     )
     sources = ["header:X", "bearer", "header:Authorization", "query:q", "cookie:c", "session:s"]
     identity = Identity({f"f{place}": source for place, source in enumerate(sources)})
-    for source in (*sources, "claim:sub"):
+    for source in (*sources, "unverified_claim:sub"):
         assert len(subject_of(identity.key_of(web_request, source))) <= 512
     web_request = identity.request_of(web_request)
     assert isinstance(web_request.endpoint, str)
@@ -398,7 +412,7 @@ class Later:
         ("Header:X", "header:NAME, bearer"),
         ("cookie:", "invalid name"),
         ("query:" + "x" * 129, "invalid name"),
-        ("claim:", "invalid name"),
+        ("unverified_claim:", "invalid name"),
         ("ip", "header:NAME, bearer"),
         ("bearer:x", "header:NAME, bearer"),
         ("", "header:NAME, bearer"),

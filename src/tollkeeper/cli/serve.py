@@ -146,7 +146,15 @@ TrustedProxyOption = Annotated[
     _option(
         "--trusted-proxy",
         metavar="CIDR",
-        help="A proxy whose X-Forwarded-For is trusted; can be repeated.",
+        help="A proxy whose forwarded addresses are trusted; can be repeated.",
+    ),
+]
+ForwardedOption = Annotated[
+    str | None,
+    _option(
+        "--forwarded",
+        metavar="x-forwarded-for|forwarded|x-real-ip",
+        help="The header in which trusted proxies name the client. [default: any of them]",
     ),
 ]
 IdentifyOption = Annotated[
@@ -154,7 +162,56 @@ IdentifyOption = Annotated[
     _option(
         "--identify",
         metavar="FIELD=SOURCE",
-        help="How /v1/authorize identifies a request: api_key=header:X-API-Key; can be repeated.",
+        help="How /v1/authorize identifies a request: api_key=header:X-API-Key, user=claim:sub; "
+        "can be repeated.",
+    ),
+]
+JwksOption = Annotated[
+    str | None,
+    _option(
+        "--jwks",
+        metavar="FILE|URL",
+        help="The keys that verify claim:NAME: https://id.example/.well-known/jwks.json.",
+    ),
+]
+JwtKeyOption = Annotated[
+    str | None,
+    _option(
+        "--jwt-key",
+        metavar="FILE",
+        help="Instead of --jwks: one public key (PEM) or shared secret.",
+    ),
+]
+JwtAlgorithmOption = Annotated[
+    list[str] | None,
+    _option(
+        "--jwt-algorithm",
+        metavar="NAME",
+        help="An accepted algorithm of tokens: RS256; can be repeated.",
+    ),
+]
+JwtIssuerOption = Annotated[
+    list[str] | None,
+    _option(
+        "--jwt-issuer",
+        metavar="NAME",
+        help="An accepted issuer of tokens; can be repeated. [default: any]",
+    ),
+]
+JwtAudienceOption = Annotated[
+    list[str] | None,
+    _option(
+        "--jwt-audience",
+        metavar="NAME",
+        help="An audience that tokens may be for; can be repeated. [default: any]",
+    ),
+]
+JwtLeewayOption = Annotated[
+    float | None,
+    _option(
+        "--jwt-leeway",
+        metavar="SECONDS",
+        help="How far the clock of the issuer may differ. [default: 0]",
     ),
 ]
 TlsCertOption = Annotated[
@@ -260,7 +317,14 @@ def serve(
     tokens: TokensOption = None,
     insecure_no_tokens: InsecureNoTokensOption = None,
     trusted_proxy: TrustedProxyOption = None,
+    forwarded: ForwardedOption = None,
     identify: IdentifyOption = None,
+    jwks: JwksOption = None,
+    jwt_key: JwtKeyOption = None,
+    jwt_algorithm: JwtAlgorithmOption = None,
+    jwt_issuer: JwtIssuerOption = None,
+    jwt_audience: JwtAudienceOption = None,
+    jwt_leeway: JwtLeewayOption = None,
     tls_cert: TlsCertOption = None,
     tls_key: TlsKeyOption = None,
     node_id: NodeIdOption = None,

@@ -11,10 +11,11 @@ is the client. The client may have made up everything to the left of it, so that
 An element that cannot be parsed ends the search, and the proxy that sent it counts as the client.
 So do `unknown` and names such as `_hidden`, which `Forwarded` (RFC 7239) allows as an address.
 
-A proxy passes on the header that it does not write itself. If both `Forwarded` and
-`X-Forwarded-For` are present and lead to different clients, one of them is made up, and the proxy
-counts as the client: all requests of this kind share one count. `forwarded=` names the header that
-the proxies write, and the other one is then ignored.
+Proxies write `X-Forwarded-For`, `Forwarded` or `X-Real-IP`, and pass on the headers that they do
+not write themselves. If several are present and lead to different clients, one of them is made up,
+and the proxy counts as the client: all requests of this kind share one count. `forwarded=` names
+the header that the proxies write, and the others are then ignored. `X-Real-IP` has one address: if
+that is a trusted proxy, it says nothing about the client, and the other headers decide.
 
 IPv6 clients are counted by network, because each client has 2**64 addresses to choose from. Such a
 client is written as the first address of its network, without a prefix length, so that rules and
@@ -77,7 +78,7 @@ class ClientAddresses:
     `trusted_proxies`  networks and addresses of proxies, and the words `loopback`, `private` and
                        `unix` (a Unix socket).
     `ipv6_prefix`      the number of leading bits of an IPv6 address that identify a client.
-    `forwarded`        the header that the proxies write; by default Forwarded or X-Forwarded-For.
+    `forwarded`        the header that the proxies write; by default any of FORWARDED_HEADERS.
     """
 
     def __init__(
@@ -162,17 +163,22 @@ class ClientAddresses:
         if self._forwarded is not None:
             client = self._walk(request.header(self._forwarded), self._forwarded, proxy)
         else:
-            client = self._by_either(request, proxy)
+            client = self._by_any(request, proxy)
         return None if client is None else self._text(client)
 
-    def _by_either(self, request: WebRequest, proxy: Address | None) -> Address | None:
-        standard, usual = request.header("forwarded"), request.header("x-forwarded-for")
-        if standard is None:
-            return self._walk(usual, "x-forwarded-for", proxy)
-        client = self._walk(standard, "forwarded", proxy)
-        if usual is None or client == self._walk(usual, "x-forwarded-for", proxy):
-            return client
-        return proxy
+    def _by_any(self, request: WebRequest, proxy: Address | None) -> Address | None:
+        """Return the client that all headers lead to; the proxy if they contradict each other."""
+        clients: list[Address | None] = []
+        for kind in FORWARDED_HEADERS:
+            header = request.header(kind)
+            if header is not None:
+                client = self._walk(header, kind, proxy)
+                is_silent = kind == "x-real-ip" and (client is None or self._trusts(client))
+                if not is_silent or not clients:
+                    clients.append(client)
+        if not clients:
+            return proxy
+        return clients[0] if clients.count(clients[0]) == len(clients) else proxy
 
     def _walk(
         self, header: str | None, kind: ForwardedHeader, proxy: Address | None
@@ -218,7 +224,7 @@ def _warn_about_proxy(peer: str, request: WebRequest) -> bool:
     Call it only for a peer on this machine or in a private network: any other client may write the
     header itself.
     """
-    if request.header("x-forwarded-for") is None and request.header("forwarded") is None:
+    if all(request.header(kind) is None for kind in FORWARDED_HEADERS):
         return False
     LOG.warning(
         "%s forwards requests, but trusted_proxies does not include it, so all clients behind it "

@@ -6,8 +6,8 @@ a value wins. A source is text, or a function from a WebRequest to text:
     header:X-API-Key    a header
     trusted_header:X-User  a header that only a trusted proxy may send
     bearer              the token of `Authorization: Bearer …`
-    claim:sub           a claim of that token, UNVERIFIED: see `claims.Claim` for when that is safe,
-                        and for claims that are verified
+    unverified_claim:sub  a claim of that token that is not verified: see `claims.Claim` for when
+                        that is safe. A verified claim is a Claim with a key
     query:key           a query field
     cookie:sid          a cookie
     session:user_id     a value of the framework's session
@@ -75,8 +75,8 @@ _FIXED_FIELDS: Final = {
     "method": "it is always the request's method",
 }
 _KNOWN_SOURCES: Final = (
-    "header:NAME, trusted_header:NAME, bearer, claim:NAME, query:NAME, cookie:NAME, session:NAME, "
-    "address, or a function of the request"
+    "header:NAME, trusted_header:NAME, bearer, unverified_claim:NAME, query:NAME, cookie:NAME, "
+    "session:NAME, address, a Claim, or a function of the request"
 )
 _SECRET_HEADERS: Final = frozenset({"authorization", "proxy-authorization", "cookie"})
 _HEADER_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}")
@@ -204,7 +204,7 @@ class Identity:
 
     def _compile(self, source: object, what: str, place: int) -> CompiledSource:
         if isinstance(source, Claim):
-            return CompiledSource(f"claim:{source.name}", partial(_of_function, source))
+            return CompiledSource(source.label, partial(_of_function, source))
         if callable(source):
             if iscoroutinefunction(source) or iscoroutinefunction(type(source).__call__):
                 raise ConfigError(
@@ -434,7 +434,13 @@ def _compile_text(source: str, what: str) -> CompiledSource:
     kind, colon, name = source.partition(":")
     if source == "bearer":
         return CompiledSource(source, _of_bearer, digest_of)
-    if not colon or (kind != "claim" and kind not in _READERS):
+    if kind == "claim":
+        raise ConfigError(
+            f"{what}: {show(source)} has no key to verify tokens with; write "
+            f'Claim({name!r}, key=…, algorithms=["RS256"]), or unverified_claim:{name} behind a '
+            f"gateway that verifies tokens"
+        )
+    if not colon or (kind != "unverified_claim" and kind not in _READERS):
         raise ConfigError(f"{what}: {show(source)} is not a source; write {_KNOWN_SOURCES}")
     if kind in {"header", "trusted_header"}:
         name = name.lower()
@@ -443,8 +449,8 @@ def _compile_text(source: str, what: str) -> CompiledSource:
         is_valid = 0 < len(name) <= NAME_LENGTH_MAX and name.isprintable()
     if not is_valid:
         raise ConfigError(f"{what}: {show(source)} has an invalid name; write {_KNOWN_SOURCES}")
-    if kind == "claim":
-        return CompiledSource(source, partial(_of_function, Claim(name, trusted_gateway=True)))
+    if kind == "unverified_claim":
+        return CompiledSource(source, partial(_of_function, Claim(name, unverified=True)))
     is_secret = kind == "cookie" or (kind.endswith("header") and name in _SECRET_HEADERS)
     counted = digest_of if is_secret else counted_value
     return CompiledSource(f"{kind}:{name}", partial(_READERS[kind], name), counted)

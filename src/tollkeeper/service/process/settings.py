@@ -25,6 +25,7 @@ LogFormat = Literal["auto", "json", "text"]
 OnFailure = Literal["open", "closed", "local"]
 Draft = Literal["10", "7", "6", "none"]
 RecordSubjects = Literal["plain", "hashed", "none"]
+Forwarded = Literal["any", "x-forwarded-for", "forwarded", "x-real-ip"]
 
 WORKERS_MAX: Final = 512
 NODES_MAX: Final = 10_000
@@ -101,8 +102,20 @@ class ServiceSettings:
     """Empty: tokens.json in the data folder, if it exists."""
     insecure_no_tokens: bool = False
     trusted_proxy: tuple[str, ...] = ()
+    forwarded: Forwarded = "any"
+    """The header in which trusted proxies name the client; the others are then ignored."""
     identify: tuple[str, ...] = ()
     """FIELD=SOURCE; a field that is given twice has two sources, tried in that order."""
+    jwt_key: str = ""
+    """A file with a public key or a shared secret, for sources `claim:NAME`."""
+    jwks: str = ""
+    """A file or a URL with several keys, instead of `jwt_key`."""
+    jwt_algorithm: tuple[str, ...] = ()
+    jwt_issuer: tuple[str, ...] = ()
+    """The issuers whose tokens are accepted; empty: any."""
+    jwt_audience: tuple[str, ...] = ()
+    """The audiences of which a token must name one; empty: any."""
+    jwt_leeway: float = 0.0
     tls_cert: str = ""
     tls_key: str = ""
     node_id: str = ""
@@ -164,6 +177,7 @@ class ServiceSettings:
         _within("keep-usage", self.keep_usage, 1, DAYS_MAX)
         _within("drain-seconds", self.drain_seconds, 0, SECONDS_MAX)
         _within("shutdown-seconds", self.shutdown_seconds, 1, SECONDS_MAX)
+        _within("jwt-leeway", self.jwt_leeway, 0, SECONDS_MAX)
         try:
             _ = self.local_fallback
         except ConfigError as error:

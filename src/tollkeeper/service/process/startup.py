@@ -202,14 +202,14 @@ def _reserved(option: str, host: str, port: int, held: list[socket.socket]) -> t
 async def prepared(settings: ServiceSettings, counters: Path | None = None) -> str:
     """Try everything that a worker does at startup. Returns the version of the rules."""
     try:
-        from tollkeeper.service.process import worker  # noqa: PLC0415 - needs the server extra
+        from tollkeeper.service.process import identify, worker  # noqa: PLC0415 - needs the server extra
     except ImportError as error:
         raise ConfigError(
             f"the service needs {error.name}, which is not installed; "
             f"install it with: pip install 'tollkeeper[server]'"
         ) from error
 
-    worker.identity_of(settings)
+    identify.identity_of(settings)
     # The URL only: a service can limit while the database of the records is unavailable.
     worker.check_record(settings)
     if settings.database and settings.seed:

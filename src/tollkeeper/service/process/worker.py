@@ -47,10 +47,10 @@ from tollkeeper.service.http.app import HttpService
 from tollkeeper.service.http.context import Receive, Scope, Send, ServiceContext, WorkerSettings
 from tollkeeper.service.http.health import fold_dead
 from tollkeeper.service.http.tokens import Tokens
+from tollkeeper.service.process.identify import identity_of
 from tollkeeper.service.process.logs import event
 from tollkeeper.service.process.settings import ServiceSettings, is_loopback
 from tollkeeper.web.answers import Style
-from tollkeeper.web.identity import Identity
 
 # How often a worker checks that its main process is still running.
 _PARENT_SECONDS: Final = 1.0
@@ -83,11 +83,6 @@ def open_limiter(
         follow=follow,
         snapshot=None if folder is None else folder / "rules.snapshot",
     )
-
-
-def identity_of(settings: ServiceSettings) -> Identity:
-    """Return how `/v1/authorize` identifies a request. Raises ConfigError."""
-    return Identity(settings.sources, trusted_proxies=settings.trusted_proxy)
 
 
 def style_of(settings: ServiceSettings) -> Style:
