@@ -36,15 +36,15 @@ def service() -> Iterator[ServiceProcess]:
 
 DEEP = b'{"attributes":' + b'{"a":' * 20_000
 BODIES: list[tuple[str, bytes, int, str]] = [
-    ("NUL", b'{"user":"a\0b"}', 400, "byte"),
+    ("NUL", b'{"user":"a\0b"}', 400, "column 11"),
     ("NUL, escaped", b'{"user":"a\\u0000b"}', 400, "NUL character in it - at `$.user`"),
     ("a megabyte", b'{"user":"' + b"x" * 2**20 + b'"}', 413, "65,536 bytes"),
     ("five megabytes", b" " * (5 * 2**20), 413, "65,536 bytes"),
-    ("not UTF-8", b'{"user":"\xff\xfe"}', 400, "not UTF-8 (byte 9)"),
+    ("not UTF-8", b'{"user":"\xff\xfe"}', 400, "not UTF-8 at byte 10"),
     ("nested", DEEP, 413, "65,536 bytes"),
     ("nested less", DEEP[:60_000], 400, "the body"),
-    ("not JSON", b"user=42", 400, "JSON is malformed"),
-    ("nothing", b"", 400, "truncated"),
+    ("not JSON", b"user=42", 400, "is not JSON at line 1, column 1"),
+    ("nothing", b"", 400, "line 1, column 1"),
     ("another field", b'{"usr":"42"}', 400, "unknown field `usr`"),
     ("a key too long", b'{"user":"' + b"x" * 2_000 + b'"}', 400, "512"),
     ("too large a number", b'{"cost":' + b"9" * 5_000 + b"}", 400, "the body"),

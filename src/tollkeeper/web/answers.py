@@ -46,7 +46,7 @@ from http import HTTPStatus
 from typing import Final, Literal, NamedTuple
 
 from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.core.errors import CapacityError, ConfigError, show
+from tollkeeper.core.errors import CapacityError, ConfigError, StoreError, StoreTimeout, show
 from tollkeeper.core.model import (
     DEFAULT_NAME,
     AppliedRule,
@@ -65,6 +65,7 @@ __all__ = [
     "Style",
     "capacity_answer",
     "denial_answer",
+    "error_answer",
     "headers_beside",
     "headers_of",
     "invalid_request_answer",
@@ -75,6 +76,7 @@ __all__ = [
     "raw_headers_of",
     "retry_after_seconds_of",
     "status_of",
+    "unavailable_answer",
     "with_raw_headers",
 ]
 
@@ -87,6 +89,8 @@ POLICY_BYTES_MAX: Final = 4_096
 # numbers rarely repeat, and caching them would take longer than printing them.
 PREPARED_MAX: Final = 1_024
 DETAIL_LENGTH_MAX: Final = 1_000
+# Retry-After of a failure that is not about a limit.
+UNAVAILABLE_SECONDS: Final = 1
 _RESET_SECONDS_MAX: Final = 253_402_300_799  # the last second of the year 9999
 # Larger integers lose precision in readers whose numbers are doubles.
 _NUMBER_MAX: Final = 2**53
@@ -374,9 +378,13 @@ def _raw_headers_in_full(result: CheckResult, now_ns: int, style: Style) -> list
     if policy:
         headers.append(policy)
     if not decision.allowed:
-        headers.append((b"retry-after", b"%d" % retry_after_seconds_of(decision)))
+        headers.append(_retry_after(retry_after_seconds_of(decision)))
     headers += style.node_headers
     return headers
+
+
+def _retry_after(seconds: int) -> RawHeader:
+    return b"retry-after", b"%d" % seconds
 
 
 def _legacy_headers(decision: Decision, now_ns: int, is_known: bool) -> list[RawHeader]:
@@ -608,6 +616,24 @@ def capacity_answer(error: CapacityError) -> HttpAnswer:
 def invalid_request_answer(error: ConfigError) -> HttpAnswer:
     """Return a 400: the key or the cost of the request is invalid, and why."""
     return problem_answer(problem(400, "INVALID_REQUEST", str(error)), [])
+
+
+def unavailable_answer(code: str, detail: str) -> HttpAnswer:
+    """Return a 503 for a failure that may be over in a second, with Retry-After."""
+    name, value = _retry_after(UNAVAILABLE_SECONDS)
+    return problem_answer(problem(503, code, detail), [(_NAMES[name], value.decode("ascii"))])
+
+
+def error_answer(error: Exception) -> HttpAnswer | None:
+    """Return the response to a request that raised this error; None if it has none of its own."""
+    if isinstance(error, CapacityError):
+        return capacity_answer(error)
+    if isinstance(error, ConfigError):
+        return invalid_request_answer(error)
+    if isinstance(error, StoreError):
+        code = "STORE_TIMEOUT" if isinstance(error, StoreTimeout) else "STORE_UNAVAILABLE"
+        return unavailable_answer(code, str(error))
+    return None
 
 
 def problem(

@@ -22,10 +22,10 @@ UNSAFE = findings(read("{version: 1, deny: ['*']}"))
 WRONG = DocumentError((DocumentProblem("<body>", 3, 4, "rules[0]", "no"),))
 
 KNOWN: list[tuple[errors.TollkeeperError, int, str]] = [
-    (errors.ConfigError("x"), 422, "INVALID_REQUEST"),
-    (errors.InvalidKey("x"), 422, "INVALID_REQUEST"),
-    (errors.InvalidCost("x"), 422, "INVALID_REQUEST"),
-    (errors.RateSyntaxError("5/x", 2, "expected a unit", "5/s"), 422, "INVALID_REQUEST"),
+    (errors.ConfigError("x"), 400, "INVALID_REQUEST"),
+    (errors.InvalidKey("x"), 400, "INVALID_REQUEST"),
+    (errors.InvalidCost("x"), 400, "INVALID_REQUEST"),
+    (errors.RateSyntaxError("5/x", 2, "expected a unit", "5/s"), 400, "INVALID_REQUEST"),
     (WRONG, 422, "INVALID_DOCUMENT"),
     (NotFound("x"), 404, "NOT_FOUND"),
     (errors.CapacityError(9, Limit(5, per=1)), 422, "COST_EXCEEDS_CAPACITY"),

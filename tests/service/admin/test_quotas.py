@@ -83,7 +83,7 @@ async def test_attributes_are_given_by_name(admin: Admin) -> None:
 )
 async def test_an_invalid_query_is_rejected(admin: Admin, query: str, words: str) -> None:
     """If a misspelt name were dropped, the reply would be another subject's quota."""
-    found = await admin.rejected("GET", f"/quota?{query}", 422)
+    found = await admin.rejected("GET", f"/quota?{query}", 400)
     assert words in found["detail"]
 
 

@@ -230,7 +230,7 @@ async def test_decisions_in_pages(recording: Admin) -> None:
 @pytest.mark.parametrize("path", ["/decisions", "/usage"])
 async def test_an_invalid_time_is_rejected(recording: Admin, path: str, query: str) -> None:
     """The error shows a valid time."""
-    problem = await recording.rejected("GET", f"{path}?{query}", 422)
+    problem = await recording.rejected("GET", f"{path}?{query}", 400)
     assert problem["error"]["code"] == "INVALID_TIME"
 
 
@@ -250,8 +250,8 @@ async def test_an_invalid_time_is_rejected(recording: Admin, path: str, query: s
     ],
 )
 async def test_an_invalid_query_is_rejected(recording: Admin, path: str) -> None:
-    """With 422."""
-    await recording.rejected("GET", path, 422)
+    """With 400."""
+    await recording.rejected("GET", path, 400)
 
 
 # ── Who ──────────────────────────────────────────────────────────────────────────────────────────

@@ -7,7 +7,13 @@ import json
 import pytest
 
 from tollkeeper import Limit
-from tollkeeper.core.errors import CapacityError, ConfigError, InvalidKey, StoreTimeout
+from tollkeeper.core.errors import (
+    CapacityError,
+    ConfigError,
+    InvalidKey,
+    StoreTimeout,
+    StoreUnavailable,
+)
 from tollkeeper.service.http.context import EarlyReply, ServiceReply, error_reply, token_reply
 from tollkeeper.service.http.tokens import TokenRejection
 
@@ -15,7 +21,8 @@ ERRORS: list[tuple[Exception, int, str]] = [
     (ConfigError("no"), 400, "INVALID_REQUEST"),
     (InvalidKey("no"), 400, "INVALID_REQUEST"),
     (CapacityError(5, Limit(1, per=1)), 422, "COST_EXCEEDS_CAPACITY"),
-    (StoreTimeout("late"), 503, "STORE_UNAVAILABLE"),
+    (StoreTimeout("late"), 503, "STORE_TIMEOUT"),
+    (StoreUnavailable("gone"), 503, "STORE_UNAVAILABLE"),
 ]
 
 

@@ -1,9 +1,8 @@
 """What the operations of the admin API share: authentication, bodies, conditions and pages.
 
 A request passes these steps in order, each before the next one costs anything. The token is
-checked before the body is read. The body is counted while it is read. JSON is parsed strictly: text
-that two parsers could understand differently (a name given twice, NaN, half of a surrogate pair) is
-rejected.
+checked before the body is read. The body is counted while it is read. Types, sizes and JSON are
+those of the check API (`http/bodies.py`).
 
 Conditions are those of HTTP. `If-Match: "v12"` makes a change only if version 12 is the newest,
 `If-None-Match: *` only if there is no version yet. `If-None-Match: "v12"` on a GET asks for a newer
@@ -16,7 +15,6 @@ to it: a rule, an override, limits.
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -28,6 +26,7 @@ from fastapi import Depends, Header, Query, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import Field, WithJsonSchema
 from starlette.requests import ClientDisconnect
+from starlette.types import Scope
 
 from tollkeeper.control.repository import Version
 from tollkeeper.control.schema import REASON_LENGTH_MAX
@@ -44,7 +43,21 @@ from tollkeeper.service.admin.problems import (
     AdminError,
     ApiOutput,
     NotModified,
+    body_error,
     token_error,
+)
+from tollkeeper.service.http.bodies import (
+    YAML_TYPES,
+    BodyRejected,
+    check_json_type,
+    incomplete,
+    is_json,
+    media_type,
+    strict_json,
+    too_large,
+    too_slow,
+    unsupported,
+    utf8_text,
 )
 from tollkeeper.service.http.tokens import Permission, TokenRejection
 
@@ -109,7 +122,6 @@ _FIRST: Final = "(`If-None-Match: *`: only if there is no version yet.)"
 REASON_BYTES_MAX: Final = 4 * REASON_LENGTH_MAX
 _ETAG: Final = re.compile(r'\s*(W/)?"([^"]*)"\s*')
 _OURS: Final = re.compile(r"v(0|[1-9][0-9]{0,9})")
-_YAML: Final = frozenset({"application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml"})
 
 _Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -131,9 +143,11 @@ class AdminRoute(APIRoute):
                 raise token_error(found)
             request.state.token = found
             _check_url(request)
-            if wants_json:
-                _check_json_type(request)
-            response = await handle(_LimitedRequest(request.scope, request.receive))
+            scope = _as_json(request) if wants_json else request.scope
+            limited = _LimitedRequest(scope, request.receive)
+            if wants_json and not await limited.body():
+                await limited.json()  # raises: FastAPI would report a missing field
+            response = await handle(limited)
             response.headers.setdefault("Cache-Control", "no-cache")
             return response
 
@@ -145,16 +159,23 @@ class _LimitedRequest(Request):
 
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):
-            self._body = await self._read()
+            try:
+                self._body = await self._read()
+            except BodyRejected as error:
+                raise body_error(error) from None
         return self._body
 
     async def json(self) -> Any:
-        return strict_json(await self.body())
+        body = await self.body()
+        try:
+            return strict_json(body)
+        except BodyRejected as error:
+            raise body_error(error) from None
 
     async def _read(self) -> bytes:
         length = self.headers.get("content-length", "")
         if length.isdecimal() and len(length) < 20 and int(length) > BODY_BYTES_MAX:
-            raise _too_large()
+            raise too_large(BODY_BYTES_MAX)
         chunks: list[bytes] = []
         count = 0
         try:
@@ -162,19 +183,13 @@ class _LimitedRequest(Request):
                 async for chunk in self.stream():
                     count += len(chunk)
                     if count > BODY_BYTES_MAX:
-                        raise _too_large()
+                        raise too_large(BODY_BYTES_MAX)
                     chunks.append(chunk)
         except TimeoutError:
-            detail = f"the body did not arrive in {BODY_SECONDS_MAX:g} s; send it in one piece"
-            raise AdminError(408, "BODY_TOO_SLOW", detail, {"Connection": "close"}) from None
+            raise too_slow() from None
         except ClientDisconnect:
-            detail = "the connection closed before the whole body arrived; send all of it"
-            raise AdminError(400, "BODY_INCOMPLETE", detail, {"Connection": "close"}) from None
+            raise incomplete() from None
         return b"".join(chunks)
-
-
-def _too_large() -> AdminError:
-    return AdminError(413, "TOO_LARGE", f"a body may have at most {BODY_BYTES_MAX:,} bytes here")
 
 
 def _check_url(request: Request) -> None:
@@ -192,68 +207,19 @@ def _check_url(request: Request) -> None:
             ) from None
 
 
-def _check_json_type(request: Request) -> None:
-    kind = _media_type(request)
-    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
-        return
-    raise AdminError(
-        415, "UNSUPPORTED_MEDIA_TYPE", f"{_said(kind)}; send it as Content-Type: application/json"
-    )
-
-
-def _said(kind: str) -> str:
-    return f"a body of type {show(kind)} is not supported here" if kind else "the body has no type"
-
-
-def _media_type(request: Request) -> str:
-    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
-
-
-def strict_json(raw: bytes) -> Any:
-    """Return the value of a JSON text. Raises AdminError (400) with the place.
-
-    >>> strict_json(b'{"user": "42"}')
-    {'user': '42'}
-    """
+def _as_json(request: Request) -> Scope:
+    """Return the scope with the type of JSON. Raises AdminError if the body has another type."""
     try:
-        text = raw.decode()
-    except UnicodeDecodeError as error:
-        raise AdminError(
-            400, "NOT_UTF8", f"the body is not UTF-8 at byte {error.start + 1}"
-        ) from None
-    try:
-        data = json.loads(text, object_pairs_hook=_without_doubles, parse_constant=_no_constant)
-        # An escape can produce half of a surrogate pair, which is not valid text.
-        json.dumps(data, ensure_ascii=False).encode()
-    except RecursionError:
-        raise AdminError(400, "INVALID_JSON", "the body is nested too deeply") from None
-    except UnicodeEncodeError:
-        raise AdminError(
-            400, "INVALID_JSON", "the body has half of a surrogate pair, which is not valid text"
-        ) from None
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise AdminError(
-            400, "INVALID_JSON", f"the body is not JSON at {place}: {error.msg}"
-        ) from None
-    except (
-        ValueError
-    ) as error:  # from the two functions below, or from Python for a number of 5,000 digits
-        raise AdminError(400, "INVALID_JSON", f"the body is not JSON: {str(error)[:200]}") from None
-    return data
+        check_json_type(_content_type(request))
+    except BodyRejected as error:
+        raise body_error(error) from None
+    # FastAPI parses a body only if it has this type.
+    headers = [pair for pair in request.scope["headers"] if pair[0] != b"content-type"]
+    return {**request.scope, "headers": [*headers, (b"content-type", b"application/json")]}
 
 
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"{show(name)} is given twice in one object")
-        found[name] = value
-    return found
-
-
-def _no_constant(word: str) -> Any:
-    raise ValueError(f"{word} is not a number in JSON")
+def _content_type(request: Request) -> bytes:
+    return request.headers.get("content-type", "").encode("latin-1")
 
 
 # ── Documents ────────────────────────────────────────────────────────────────────────────────────
@@ -261,22 +227,16 @@ def _no_constant(word: str) -> Any:
 
 async def text_of(request: Request) -> str:
     """Return the body as text: a document in YAML or JSON. Raises AdminError."""
-    kind = _media_type(request)
-    if kind and kind not in _YAML and kind != "application/json":
-        raise AdminError(
-            415,
-            "UNSUPPORTED_MEDIA_TYPE",
-            f"{_said(kind)}; send it as Content-Type: application/yaml or application/json",
-        )
+    kind = media_type(_content_type(request))
     raw = await request.body()
-    if not raw:
-        raise AdminError(422, "INVALID_DOCUMENT", "the document is empty; send it as the body")
     try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise AdminError(
-            400, "NOT_UTF8", f"the body is not UTF-8 at byte {error.start + 1}"
-        ) from None
+        if kind not in YAML_TYPES and not is_json(kind):
+            raise unsupported(kind, "application/yaml or application/json")
+        if raw:
+            return utf8_text(raw)
+    except BodyRejected as error:
+        raise body_error(error) from None
+    raise AdminError(422, "INVALID_DOCUMENT", "the document is empty; send it as the body")
 
 
 def wants_yaml(accept: str) -> bool:
@@ -289,7 +249,7 @@ def wants_yaml(accept: str) -> bool:
     for part in accept[:CONDITION_LENGTH_MAX].lower().split(","):
         kind, _, parameters = part.strip().partition(";")
         weight = _weight(parameters)
-        if kind.strip() in _YAML:
+        if kind.strip() in YAML_TYPES:
             yaml = max(yaml, weight)
         elif kind.strip() in {"application/json", "application/*", "*/*"}:
             json_ = max(json_, weight)
@@ -442,7 +402,7 @@ ROWS: Final = PAGE_ROWS
 
 _MEANING: Final[dict[int, str]] = {
     304: "The caller has the newest version.",
-    400: "The URL, the body or a condition is malformed.",
+    400: "The request is invalid; the detail says where.",
     401: "The token is missing or unknown.",
     403: "The token does not permit this.",
     404: "It does not exist.",
@@ -451,11 +411,11 @@ _MEANING: Final[dict[int, str]] = {
     412: "The newest version is not the expected one; the ETag names it.",
     413: "The body is too large.",
     415: "The type of the body is not supported.",
-    422: "The content is invalid; `problems` says where.",
+    422: "A rule document is invalid (`problems` says where), or the cost can never fit.",
     503: "The database or the store is unavailable.",
 }
-READ: Final = (400, 401, 403, 422, 503)
-WRITE: Final = (*READ, 408, 409, 412, 413, 415)
+READ: Final = (400, 401, 403, 503)
+WRITE: Final = (*READ, 408, 409, 412, 413, 415, 422)
 
 _ETAG_HEADER: Final = {
     "ETag": {

@@ -20,11 +20,7 @@ from starlette.routing import BaseRoute, Route
 
 from tollkeeper.control.edits import NotFound
 from tollkeeper.core.errors import (
-    CapacityError,
-    ConfigError,
     SafetyFinding,
-    StoreError,
-    StoreTimeout,
     TollkeeperError,
     UnsafeChange,
     VersionConflict,
@@ -33,13 +29,14 @@ from tollkeeper.core.errors import (
 from tollkeeper.rules.document.reading import DocumentError
 from tollkeeper.rules.document.tree import DocumentProblem
 from tollkeeper.service.admin.control import NoDatabase, etag_of
+from tollkeeper.service.http.bodies import BodyRejected
+from tollkeeper.service.http.context import no_method_detail, no_path_detail
 from tollkeeper.service.http.tokens import TokenRejection
 from tollkeeper.web import answers
 
 MEDIA_TYPE: Final = answers.PROBLEM_CONTENT_TYPE
 # Listed problems or findings of a document; `detail` says how many there are.
 LISTED_MAX: Final = 100
-RETRY_AFTER_S: Final = 1
 
 log = logging.getLogger("tollkeeper.admin")
 
@@ -124,6 +121,12 @@ def token_error(rejection: TokenRejection) -> AdminError:
     return AdminError(rejection.status, rejection.code, rejection.detail, headers)
 
 
+def body_error(rejected: BodyRejected) -> AdminError:
+    """Return the error for a request with an invalid body."""
+    headers = {"Connection": "close"} if rejected.close else {}
+    return AdminError(rejected.status, rejected.code, rejected.detail, headers)
+
+
 def problem(
     status: int,
     code: str,
@@ -133,7 +136,10 @@ def problem(
 ) -> Response:
     """Return a problem as a response."""
     members = {**answers.problem(status, code, detail), **more}
-    answer = answers.problem_answer(members, list((headers or {}).items()))
+    return _response(answers.problem_answer(members, list((headers or {}).items())))
+
+
+def _response(answer: answers.HttpAnswer) -> Response:
     return Response(answer.body, answer.status, dict(answer.headers))
 
 
@@ -167,10 +173,6 @@ def error_response(error: TollkeeperError, *, conditional: bool) -> Response:
         return problem(422, "INVALID_DOCUMENT", message, problems=listed)
     if isinstance(error, NotFound):
         return problem(404, "NOT_FOUND", message)
-    if isinstance(error, CapacityError):
-        return problem(422, "COST_EXCEEDS_CAPACITY", message)
-    if isinstance(error, ConfigError):
-        return problem(422, "INVALID_REQUEST", message)
     if isinstance(error, VersionConflict):
         status = 412 if conditional else 409
         headers = {"ETag": etag_of(error.current)}
@@ -181,13 +183,14 @@ def error_response(error: TollkeeperError, *, conditional: bool) -> Response:
         return problem(409, "UNSAFE_CHANGE", detail, findings=found)
     if isinstance(error, NoDatabase):
         return problem(409, "RULES_FROM_FILE", message)
-    if isinstance(error, StoreError):
-        code = "STORE_TIMEOUT" if isinstance(error, StoreTimeout) else "STORE_UNAVAILABLE"
-        return problem(503, code, message, {"Retry-After": str(RETRY_AFTER_S)})
+    answer = answers.error_answer(error)
+    if answer is not None:
+        return _response(answer)
     log.error("an error without a status of its own: %s", message)
     return problem(500, "INTERNAL", message)
 
 
+_FIELD_ERRORS: Final = {"extra_forbidden": "contains unknown", "missing": "missing required"}
 _CONDITIONS: Final = ("if-match", "if-none-match")
 
 
@@ -216,7 +219,7 @@ def install(app: FastAPI, prefix: str, routes: Sequence[BaseRoute]) -> None:
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, starlette.HTTPException)  # noqa: S101 - same
-        return _of_http(error, _methods(request.url.path.removeprefix(prefix), routes))
+        return _of_http(request, error, _methods(request.url.path.removeprefix(prefix), routes))
 
     async def on_defect(request: Request, _: Exception) -> Response:
         # The server logs the traceback: it is raised again after this.
@@ -237,8 +240,23 @@ def _of_validation(errors: Sequence[Any]) -> Response:
         {"where": _where(each["loc"]), "line": 0, "column": 0, "message": str(each["msg"])}
         for each in errors[:LISTED_MAX]
     ]
-    message = "; ".join(f"{each['where']}: {each['message']}" for each in listed[:5])
-    return problem(422, "INVALID_REQUEST", message, problems=listed)
+    message = "; ".join(_sentence(each["type"], each["loc"], each["msg"]) for each in errors[:5])
+    return problem(400, "INVALID_REQUEST", message, problems=listed)
+
+
+def _sentence(kind: str, place: Sequence[str | int], message: str) -> str:
+    """Return an error of pydantic as the check API words it.
+
+    >>> _sentence("int_type", ("body", "cost"), "Input should be a valid integer")
+    'the body: Input should be a valid integer - at `$.cost`'
+    """
+    root, *path = (str(part)[:100] for part in place)
+    if root == "body" and path and kind in _FIELD_ERRORS:
+        name = path.pop()
+        message = f"Object {_FIELD_ERRORS[kind]} field `{name}`"
+        if not path:
+            return f"the body: {message}"
+    return f"the {root}: {message} - at `{'.'.join(['$', *path])}`"
 
 
 def _where(place: Sequence[str | int]) -> str:
@@ -246,16 +264,15 @@ def _where(place: Sequence[str | int]) -> str:
     return ".".join(str(part)[:100] for part in place)
 
 
-def _of_http(error: starlette.HTTPException, methods: Sequence[str]) -> Response:
-    known = {
-        404: ("NOT_FOUND", "there is no such resource; /docs lists every resource"),
-        405: ("METHOD_NOT_ALLOWED", "the resource exists but does not have this method; see Allow"),
-    }
-    code, detail = known.get(error.status_code, ("INVALID_REQUEST", str(error.detail)))
+def _of_http(request: Request, error: starlette.HTTPException, methods: Sequence[str]) -> Response:
     headers = dict(error.headers or {})
-    if error.status_code == 405 and methods:
-        headers["Allow"] = ", ".join(methods)
-    return problem(error.status_code, code, detail, headers)
+    if error.status_code == 404:
+        return problem(404, "NOT_FOUND", no_path_detail(request.url.path), headers)
+    if error.status_code == 405:
+        headers["Allow"] = ", ".join(methods) or headers.get("Allow", "")
+        detail = no_method_detail(request.method, headers["Allow"])
+        return problem(405, "METHOD_NOT_ALLOWED", detail, headers)
+    return problem(error.status_code, "INVALID_REQUEST", str(error.detail), headers)
 
 
 def _methods(path: str, routes: Sequence[BaseRoute]) -> list[str]:

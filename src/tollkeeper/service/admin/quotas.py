@@ -46,7 +46,7 @@ router = APIRouter(tags=["quotas"], route_class=AdminRoute)
 
 # How many rules that do not apply are listed; all rules that apply are.
 OTHERS_MAX: Final = 200
-_POST: Final = (*READ, 408, 413, 415)
+_POST: Final = (*READ, 408, 413, 415, 422)
 _ATTRIBUTE: Final = "attributes."
 
 log = logging.getLogger("tollkeeper.admin")
@@ -261,7 +261,10 @@ async def _applying(limiter: AsyncLimiter, check: RuleCheck) -> QuotaRuleOut:
 
 
 @router.get(
-    "/quota", operation_id="get_admin_quota", summary="A quota", responses=error_responses(*READ)
+    "/quota",
+    operation_id="get_admin_quota",
+    summary="A quota",
+    responses=error_responses(*READ, 422),
 )
 async def get_quota(
     request: Request,

@@ -270,7 +270,7 @@ def _asked(
     since = _day_before(until) if from_ is None else moment(from_, "from")
     if since >= until:
         raise AdminError(
-            422,
+            400,
             "INVALID_TIME",
             f"from ({since.isoformat()}) is not before to ({until.isoformat()})",
         )
@@ -303,7 +303,7 @@ def moment(text: str, name: str) -> datetime:
         with suppress(ValueError, OverflowError):  # such as the 30th of February
             return datetime.fromisoformat(f"{found[1].upper()}{zone}").astimezone(UTC)
     raise AdminError(
-        422,
+        400,
         "INVALID_TIME",
         f"{name}={show(text)} is neither a date nor a date and time with a zone; for example "
         f"{name}=2026-11-15, 2026-11-15T14:30:00Z, or 2026-11-15T15:30:00%2B01:00",
@@ -358,7 +358,7 @@ def row_of(cursor: str | None) -> UsageRow | None:
         if numbers and texts and step_s < 2**31:
             return UsageRow(start_s, step_s, subject, rule, 0, 0, 0)
     raise AdminError(
-        422, "INVALID_CURSOR", "after is not the `next` of the previous page; leave it out"
+        400, "INVALID_CURSOR", "after is not the `next` of the previous page; leave it out"
     )
 
 

@@ -27,9 +27,18 @@ from typing import Any, Final, NoReturn
 
 from tollkeeper.core.errors import show
 from tollkeeper.service.http import authorize, checks, health, quotas
+from tollkeeper.service.http.bodies import (
+    KNOWN_JSON_TYPES,
+    check_json_type,
+    incomplete,
+    too_large,
+    too_many_parts,
+    too_slow,
+)
 from tollkeeper.service.http.browsers import BrowserGuard
 from tollkeeper.service.http.context import (
     BODY_SECONDS_MAX,
+    CLOSE,
     EarlyReply,
     Message,
     Receive,
@@ -40,7 +49,10 @@ from tollkeeper.service.http.context import (
     ServiceReply,
     ServiceRequest,
     ServiceRoute,
+    body_reply,
     error_reply,
+    no_method_detail,
+    no_path_detail,
     problem_reply,
     token_reply,
 )
@@ -50,7 +62,6 @@ from tollkeeper.service.http.tokens import OPEN, Token, TokenRejection
 # The form of a request ID that a client may choose; any other value is replaced.
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:+/=@-]{1,128}")
 _ADMIN: Final = ("/v1/admin", "/docs", "/openapi.json")
-_CLOSE: Final = (b"connection", b"close")
 # The routes of an unknown path.
 _NO_ROUTES: Final[dict[str, ServiceRoute]] = {}
 # A body that is too large is still read and dropped, if it is not much too large: many clients read
@@ -89,7 +100,7 @@ class HttpService:
         self._admin: Any = None
         self._opening_admin = asyncio.Lock()
 
-    async def __call__(  # noqa: PLR0912 - see the docstring
+    async def __call__(  # noqa: PLR0912, PLR0915 - see the docstring
         self, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Answer one request, or run the lifespan.
@@ -134,13 +145,15 @@ class HttpService:
                         body = await _rest_of_body(receive, message, headers, bytes_max)
                 finally:
                     self._waiting.pop(task, None)
+                if headers.get(b"content-type") not in KNOWN_JSON_TYPES:
+                    check_json_type(headers[b"content-type"])
             status, sent, body = await handle(
                 _new_tuple(ServiceRequest, (scope, headers, body, token))
             )
         except CancelledError:
             if not self._timeouts.expired():
                 raise
-            status, sent, body = _body_too_slow()
+            status, sent, body = body_reply(too_slow())
         except Exception as error:
             status, sent, body = error_reply(error) or self._defects.reply(scope)
         requests, counted = self._requests, (path if methods else "(none)", status)
@@ -148,7 +161,7 @@ class HttpService:
         sent += (self._node_header, (b"x-request-id", request_id))
         if (self.context.stopping or self.context.closing) and scope["http_version"] < "2":
             # A client that keeps connections open finds another one before this one is closed.
-            sent.append(_CLOSE)
+            sent.append(CLOSE)
         await send({"type": "http.response.start", "status": status, "headers": sent})
         await send({"type": "http.response.body", "body": body})
 
@@ -168,7 +181,7 @@ class HttpService:
                 own = (self._node_header, (b"x-request-id", request_id))
                 headers = [*message.get("headers", ()), *own]
                 if (context.stopping or context.closing) and scope["http_version"] < "2":
-                    headers.append(_CLOSE)
+                    headers.append(CLOSE)
                 message["headers"] = headers
             await send(message)
 
@@ -228,10 +241,9 @@ def _any_method(
     if route is not None:
         return route
     if not methods:
-        detail = f"there is no {show(scope['path'])}; /docs lists every endpoint"
-        raise EarlyReply(problem_reply(404, "NOT_FOUND", detail))
+        raise EarlyReply(problem_reply(404, "NOT_FOUND", no_path_detail(scope["path"])))
     allowed = ", ".join(methods)
-    detail = f"the method {show(scope['method'])} is not allowed here; use {allowed}"
+    detail = no_method_detail(scope["method"], allowed)
     headers = [(b"allow", allowed.encode("ascii"))]
     raise EarlyReply(problem_reply(405, "METHOD_NOT_ALLOWED", detail, headers))
 
@@ -308,30 +320,27 @@ class BodyTimeouts:
 async def _rest_of_body(
     receive: Receive, message: Message, headers: Mapping[bytes, bytes], bytes_max: int
 ) -> bytes:
-    """Return the whole body, given its first message. Raises EarlyReply."""
+    """Return the whole body, given its first message. Raises BodyRejected."""
     length = headers.get(b"content-length", b"")
     declared = int(length) if length.isdigit() and len(length) < 19 else -1
     chunks: list[bytes] = [message.get("body", b"")]
-    size = len(chunks[0])
-    while message.get("more_body") and max(size, declared) <= _DROPPED_BYTES_MAX:
-        message = await receive()
-        chunk = message.get("body", b"")
-        size += len(chunk)
-        if max(size, declared) <= bytes_max:
-            chunks.append(chunk)
+    size = kept = len(chunks[0])
+    timeouts.partial_bytes += kept
+    try:
+        while message.get("more_body") and max(size, declared) <= _DROPPED_BYTES_MAX:
+            message = await receive()
+            chunk = message.get("body", b"")
+            size += len(chunk)
+            if max(size, declared) <= bytes_max:
+                if timeouts.partial_bytes + len(chunk) > PARTIAL_BYTES_MAX:
+                    raise too_many_parts()
+                chunks.append(chunk)
+                kept += len(chunk)
+                timeouts.partial_bytes += len(chunk)
+    finally:
+        timeouts.partial_bytes -= kept
     if message["type"] == "http.disconnect":
-        # The client may have closed only its sending side, so the reply is sent anyway.
-        detail = "the connection closed before the whole body arrived; send all of it"
-        raise EarlyReply(problem_reply(400, "BODY_INCOMPLETE", detail, [_CLOSE]))
+        raise incomplete()
     if max(size, declared) > bytes_max:
-        raise EarlyReply(
-            problem_reply(
-                413, "BODY_TOO_LARGE", f"a body may have at most {bytes_max:,} bytes here"
-            )
-        )
+        raise too_large(bytes_max)
     return b"".join(chunks)
-
-
-def _body_too_slow() -> ServiceReply:
-    detail = "the body did not arrive in time; send it in one piece"
-    return problem_reply(408, "BODY_TOO_SLOW", detail, [_CLOSE])

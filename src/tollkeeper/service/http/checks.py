@@ -3,10 +3,9 @@
 A check delays a request of the client, so everything that can be looked up is looked up when the
 handlers are made, and nothing is awaited but a remote store.
 
-**Bodies** are read strictly. An unknown field, a number where text belongs, text with a NUL, bytes
-that are not UTF-8 and objects nested without end are all rejected, with the place of the error. If
-a misspelt field were dropped silently, a limit would silently not apply. The structs below are also
-the source of the OpenAPI schemas.
+**Bodies** are read strictly (`bodies.py`). An unknown field, a number where text belongs and a name
+given twice are rejected, with the place of the error. If a misspelt field were dropped silently, a
+limit would silently not apply. The structs below are also the source of the OpenAPI schemas.
 
 **Returned units.** The service keeps no list of reservations, so it believes a caller that says it
 was charged 100 units and used 37. A caller whose token has no scope could skip the check anyway. A
@@ -20,18 +19,18 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from inspect import isawaitable
 from time import perf_counter_ns
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
 
 from tollkeeper.core import switches
 from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.core.errors import CapacityError, ConfigError, StoreError
+from tollkeeper.core.errors import CapacityError, ConfigError, StoreError, TollkeeperError
 from tollkeeper.core.model import (
     REQUEST_FIELDS,
     UNITS_MAX,
@@ -43,6 +42,7 @@ from tollkeeper.core.model import (
 from tollkeeper.limiter import AsyncLimiter
 from tollkeeper.rules.document.model import Rule
 from tollkeeper.rules.engine import RepeatedCheck
+from tollkeeper.service.http.bodies import body_reader
 from tollkeeper.service.http.context import (
     JSON,
     NO_STORE,
@@ -58,7 +58,7 @@ from tollkeeper.service.http.context import (
     json_reply,
 )
 from tollkeeper.web.addresses import counted_address
-from tollkeeper.web.answers import Style, problem, problem_of, raw_headers_of, status_of
+from tollkeeper.web.answers import Style, error_answer, problem_of, raw_headers_of, status_of
 
 ATTRIBUTES_MAX: Final = 64
 BATCH_CHECKS_MAX: Final = 100
@@ -195,62 +195,6 @@ class SettleReply(msgspec.Struct):
     unsettled: Annotated[int, Meta(description="Units that did not fit the limits.")]
 
 
-_Body = TypeVar("_Body")
-
-
-def body_reader(kind: type[_Body]) -> Callable[[bytes], _Body]:
-    """Return a function that decodes a body. It raises ConfigError with the place of the error.
-
-    >>> body_reader(CheckBody)(b'{"usr": "42"}')
-    Traceback (most recent call last):
-    ...
-    tollkeeper.core.errors.ConfigError: the body: Object contains unknown field `usr`
-    """
-    decode = msgspec.json.Decoder(kind).decode
-
-    def read(body: bytes) -> _Body:
-        try:
-            found = decode(body)
-        except _UNREADABLE as error:
-            raise _body_error(error, body) from None
-        if _NUL in body:
-            _reject_nul(msgspec.to_builtins(found), "$")
-        return found
-
-    return read
-
-
-_UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-# JSON can hold a NUL only as this escape.
-_NUL: Final = b"\\u0000"
-
-
-def _body_error(error: Exception, body: bytes) -> ConfigError:
-    reason = str(error)
-    if isinstance(error, UnicodeDecodeError):
-        try:
-            body.decode()  # msgspec counts the position from the beginning of a string
-        except UnicodeDecodeError as found:
-            reason = f"not UTF-8 (byte {found.start})"
-    if isinstance(error, RecursionError):
-        reason = "nested too deeply; the fields of a request are text"
-    return ConfigError(f"the body: {reason}")
-
-
-def _reject_nul(value: Any, place: str) -> None:
-    if isinstance(value, str) and "\0" in value:
-        raise ConfigError(f"the body: text with a NUL character in it - at `{place}`")
-    inside: Iterable[tuple[str, Any]] = ()
-    if isinstance(value, Mapping):
-        for name in value:
-            _reject_nul(name, f"{place}: a name")
-        inside = ((f"{place}.{name}", each) for name, each in value.items())
-    elif isinstance(value, list):
-        inside = ((f"{place}[{number}]", each) for number, each in enumerate(value))
-    for where, each in inside:
-        _reject_nul(each, where)
-
-
 # A Request is filled slot by slot: its own constructor would check again what the decoder has
 # checked, and takes four times as long.
 _SETTERS: Final = tuple(
@@ -299,16 +243,11 @@ class RememberedChecks:
     def __init__(self) -> None:
         self.by_body: dict[bytes, RepeatedCheck] = {}
         """The request and the cost of each body."""
-        self._decode = msgspec.json.Decoder(CheckBody).decode
+        self._decode = body_reader(CheckBody)
 
     def read(self, body: bytes) -> RepeatedCheck:
-        """Decode a body into a request and its cost. Raises ConfigError."""
-        try:
-            fields = self._decode(body)
-        except _UNREADABLE as error:
-            raise _body_error(error, body) from None
-        if _NUL in body:
-            _reject_nul(msgspec.to_builtins(fields), "$")
+        """Decode a body into a request and its cost. Raises BodyRejected, ConfigError."""
+        fields = self._decode(body)
         found = RepeatedCheck(request_of(fields), fields.cost)
         if len(body) <= REMEMBERED_BYTES_MAX:
             if len(self.by_body) >= REMEMBERED_MAX:
@@ -442,12 +381,8 @@ def _batch(context: ServiceContext) -> Handler:
             if context.recorder is not None:
                 context.recorder.note(request, result, cost, context.now_ns())
             return _batch_decision(result)
-        except CapacityError as error:
-            return _batch_error(422, "COST_EXCEEDS_CAPACITY", error)
-        except ConfigError as error:
-            return _batch_error(400, "INVALID_REQUEST", error)
-        except StoreError as error:
-            return _batch_error(503, "STORE_UNAVAILABLE", error)
+        except (CapacityError, ConfigError, StoreError) as error:
+            return _batch_error(error)
 
     return batch
 
@@ -456,9 +391,10 @@ def _batch_decision(result: CheckResult) -> BatchDecision:
     return BatchDecision(**check_members(result), status=status_of(result))
 
 
-def _batch_error(status: int, code: str, error: Exception) -> BatchError:
-    reason: Any = problem(status, code, str(error))["error"]
-    return BatchError(status, False, reason)
+def _batch_error(error: TollkeeperError) -> BatchError:
+    answer = error_answer(error)
+    assert answer is not None, "the caller names the errors"  # noqa: S101 - our own bug
+    return BatchError(answer.status, False, msgspec.json.decode(answer.body)["error"])
 
 
 def _settle(context: ServiceContext) -> Handler:

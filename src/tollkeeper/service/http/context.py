@@ -16,16 +16,17 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from tollkeeper.core.errors import CapacityError, ConfigError, StoreError
+from tollkeeper.core.errors import show
 from tollkeeper.core.model import Request
 from tollkeeper.metrics.counters import Counters
+from tollkeeper.service.http.bodies import BodyRejected
 from tollkeeper.service.http.tokens import Permission, Token, TokenRejection, confined
 from tollkeeper.web.answers import (
     PROBLEM_CONTENT_TYPE,
     HttpAnswer,
-    capacity_answer,
-    invalid_request_answer,
+    error_answer,
     problem,
+    unavailable_answer,
 )
 
 if TYPE_CHECKING:
@@ -47,10 +48,10 @@ BATCH_BYTES_MAX: Final = 1024 * 1024
 BODY_SECONDS_MAX: Final = 10.0
 # A leaky bucket may delay a request. A longer delay is rejected: it would hold a connection open.
 HOLD_SECONDS_MAX: Final = 30.0
-RETRY_AFTER_SECONDS: Final = 1
 
 JSON: Final = (b"content-type", b"application/json")
 PROBLEM: Final = (b"content-type", PROBLEM_CONTENT_TYPE.encode("ascii"))
+CLOSE: Final = (b"connection", b"close")
 NO_STORE: Final = (b"cache-control", b"no-store")
 
 encode: Final = msgspec.json.Encoder().encode
@@ -165,6 +166,16 @@ def problem_reply(
     )
 
 
+def no_path_detail(path: str) -> str:
+    """Return the text of a 404 for a path that no endpoint has."""
+    return f"there is no {show(path)}; /docs lists every endpoint"
+
+
+def no_method_detail(method: str, allowed: str) -> str:
+    """Return the text of a 405. `allowed` is the value of Allow."""
+    return f"the method {show(method)} is not allowed here; use {allowed}"
+
+
 def token_reply(rejection: TokenRejection) -> ServiceReply:
     """Return the reply to a caller whose token was rejected."""
     challenge = [(b"www-authenticate", rejection.challenge.encode("ascii"))]
@@ -172,22 +183,26 @@ def token_reply(rejection: TokenRejection) -> ServiceReply:
     return problem_reply(rejection.status, rejection.code, rejection.detail, headers)
 
 
+def body_reply(rejected: BodyRejected) -> ServiceReply:
+    """Return the reply to a request with an invalid body."""
+    if rejected.status == 503:
+        reply = _reply_of(unavailable_answer(rejected.code, rejected.detail))
+    else:
+        reply = problem_reply(rejected.status, rejected.code, rejected.detail)
+    if rejected.close:
+        reply.headers.append(CLOSE)
+    return reply
+
+
 def error_reply(error: Exception) -> ServiceReply | None:
     """Return the reply to a request that raised an error; None if the error is a defect."""
     if isinstance(error, EarlyReply):
         return error.reply
-    if isinstance(error, CapacityError):
-        return _reply_of(capacity_answer(error))
-    if isinstance(error, ConfigError):
-        return _reply_of(invalid_request_answer(error))
-    if isinstance(error, StoreError):
-        wait = [(b"retry-after", b"%d" % RETRY_AFTER_SECONDS)]
-        return problem_reply(503, "STORE_UNAVAILABLE", str(error), wait)
-    return None
+    if isinstance(error, BodyRejected):
+        return body_reply(error)
+    answer = error_answer(error)
+    return None if answer is None else _reply_of(answer)
 
 
 def _reply_of(answer: HttpAnswer) -> ServiceReply:
-    headers = [
-        (name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers
-    ]
-    return ServiceReply(answer.status, headers, answer.body)
+    return ServiceReply(answer.status, answer.raw_headers(), answer.body)

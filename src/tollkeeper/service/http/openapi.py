@@ -75,8 +75,9 @@ def document(app: FastAPI) -> Json:
         for method, operation in item.items():
             _finish(method, operation)
     components: Json = found.setdefault("components", {})
+    theirs = components.get("schemas", {})
     components["schemas"] = {
-        **components.get("schemas", {}),
+        **{name: each for name, each in theirs.items() if "ValidationError" not in name},
         **problem_schemas(),
         **rule_schemas(),
         **check_schemas(),
@@ -97,6 +98,9 @@ def document(app: FastAPI) -> Json:
 def _finish(method: str, operation: Json) -> None:
     """Add the role that an operation of the admin API requires."""
     operation["security"] = [{"bearer": []}]
+    # FastAPI adds its own 422 to every operation with parameters; an invalid one is a 400 here.
+    if "HTTPValidationError" in str(operation["responses"].get("422")):
+        del operation["responses"]["422"]
     operation.setdefault("x-role", "read" if method == "get" else "admin")
     for name in _INTERNAL:
         operation.pop(name, None)
@@ -191,6 +195,7 @@ _MEANING: Final[dict[int, str]] = {
     403: "The token does not permit this, or the client is on the deny list.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
+    415: "The type of the body is not supported.",
     422: "The cost can never fit a limit; waiting does not help.",
     429: "Over a limit. `Retry-After` says when the same cost would pass.",
     503: "The store is unavailable.",
@@ -240,7 +245,7 @@ def _parameter(name: str, place: str, description: str = "", **schema: Any) -> J
 
 _QUERY: Final = tuple(_parameter(name, "query") for name in REQUEST_FIELDS)
 _READ_ERRORS: Final = (400, 401, 403, 503)
-_BODY_ERRORS: Final = (400, 401, 403, 408, 413, 422, 503)
+_BODY_ERRORS: Final = (400, 401, 403, 408, 413, 415, 422, 503)
 
 _OPERATIONS: Final = (
     _Operation(

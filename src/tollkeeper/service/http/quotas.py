@@ -27,10 +27,10 @@ from tollkeeper.decide.store import AsyncGate, Gate
 from tollkeeper.limiter import AsyncLimiter
 from tollkeeper.rules.compiled import RuleCheck
 from tollkeeper.rules.document.model import Mode
+from tollkeeper.service.http.bodies import body_reader
 from tollkeeper.service.http.checks import (
     ATTRIBUTES_MAX,
     RequestFields,
-    body_reader,
     request_of,
 )
 from tollkeeper.service.http.context import (

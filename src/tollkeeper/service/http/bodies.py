@@ -1,0 +1,234 @@
+"""Bodies of requests: their types, and JSON that is read strictly. For checks and the admin API.
+
+A body that two parsers could understand differently is rejected: a name given twice, NaN, half of a
+surrogate pair, text with a NUL. Otherwise a gateway could check one request, and the service
+another.
+
+Most clients send `application/json`. `curl -d` sends the type of a form, and some clients send no
+type.
+Both mean JSON here, because no endpoint takes a form.
+
+**Names given twice.** The fast decoder of a check keeps the last value of a name and says nothing.
+In JSON every name is followed by a colon, and nothing else is, but for colons inside texts. So the
+names in a body are counted by its colons. They are compared with the names that were decoded: two
+more passes in C, some 100 ns. Only if the numbers differ is the body parsed by `strict_json`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from tollkeeper.core.errors import ConfigError, show
+
+_FORM: Final = "application/x-www-form-urlencoded"
+# What common clients send for JSON, so that most requests need only one look-up.
+KNOWN_JSON_TYPES: Final = frozenset({None, b"application/json", _FORM.encode("ascii")})
+YAML_TYPES: Final = frozenset(
+    {"application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml"}
+)
+
+_decode_any: Final = msgspec.json.Decoder().decode
+
+
+class BodyRejected(Exception):
+    """Ends a request because of its body. `close`: the connection cannot be used again."""
+
+    def __init__(self, status: int, code: str, detail: str, *, close: bool = False) -> None:
+        self.status = status
+        self.code = code
+        self.detail = detail
+        self.close = close
+        super().__init__(detail)
+
+
+def too_large(bytes_max: int) -> BodyRejected:
+    """Return the error for a body that is too large."""
+    return BodyRejected(
+        413, "BODY_TOO_LARGE", f"a body may have at most {bytes_max:,} bytes here; send less"
+    )
+
+
+def too_slow() -> BodyRejected:
+    """Return the error for a body that does not arrive in time."""
+    detail = "the body did not arrive in time; send it in one piece"
+    return BodyRejected(408, "BODY_TOO_SLOW", detail, close=True)
+
+
+def too_many_parts() -> BodyRejected:
+    """Return the error for a part of a body that has no room beside those of other requests."""
+    detail = "too many bodies are arriving in parts; send it again, in one piece"
+    return BodyRejected(503, "TOO_MANY_BODIES", detail, close=True)
+
+
+def incomplete() -> BodyRejected:
+    """Return the error for a body that ends too early."""
+    # The client may have closed only its sending side, so it still gets a reply.
+    detail = "the connection closed before the whole body arrived; send all of it"
+    return BodyRejected(400, "BODY_INCOMPLETE", detail, close=True)
+
+
+# ── Types ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_json_type(content_type: bytes | None) -> None:
+    """Raise BodyRejected (415) if the type of a body is not that of JSON."""
+    if content_type in KNOWN_JSON_TYPES:
+        return
+    kind = media_type(content_type)
+    if not is_json(kind):
+        raise unsupported(kind, "application/json")
+
+
+def is_json(kind: str) -> bool:
+    """Return True if a body of this type is read as JSON.
+
+    >>> [is_json(kind) for kind in ("application/json", "application/problem+json", "text/plain")]
+    [True, True, False]
+    """
+    return kind in {"", "application/json", _FORM} or (
+        kind.startswith("application/") and kind.endswith("+json")
+    )
+
+
+def media_type(content_type: bytes | None) -> str:
+    """Return the type without its parameters; empty if there is none."""
+    return (content_type or b"").decode("latin-1").partition(";")[0].strip().lower()
+
+
+def unsupported(kind: str, wanted: str) -> BodyRejected:
+    """Return the error for a body of another type than `wanted`."""
+    return BodyRejected(
+        415,
+        "UNSUPPORTED_MEDIA_TYPE",
+        f"a body of type {show(kind)} is not supported here; send it as Content-Type: {wanted}",
+    )
+
+
+# ── JSON ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def utf8_text(raw: bytes) -> str:
+    """Return a body as text. Raises BodyRejected with the place of the error."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise BodyRejected(
+            400, "NOT_UTF8", f"the body is not UTF-8 at byte {error.start + 1}"
+        ) from None
+
+
+def strict_json(raw: bytes) -> Any:
+    """Return the value of a JSON text. Raises BodyRejected with the place of the error.
+
+    >>> strict_json(b'{"user": "42"}')
+    {'user': '42'}
+    """
+    text = utf8_text(raw)
+    try:
+        data = json.loads(text, object_pairs_hook=_without_doubles, parse_constant=_no_constant)
+        # An escape can produce half of a surrogate pair, which is not valid text.
+        json.dumps(data, ensure_ascii=False).encode()
+    except RecursionError:
+        raise _not_json("is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise _not_json("has half of a surrogate pair, which is not valid text") from None
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise _not_json(f"is not JSON at {place}: {error.msg}") from None
+    # From the two functions below, or from Python for a number of 5,000 digits.
+    except ValueError as error:
+        raise _not_json(f"is not JSON: {str(error)[:200]}") from None
+    return data
+
+
+def _not_json(reason: str) -> BodyRejected:
+    return BodyRejected(400, "INVALID_JSON", f"the body {reason}")
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{show(name)} is given twice in one object; give it once")
+        found[name] = value
+    return found
+
+
+def _no_constant(word: str) -> Any:
+    raise ValueError(f"{word} is not a number in JSON")
+
+
+def reject_doubles(raw: bytes) -> None:
+    """Raise BodyRejected if an object of a valid JSON text has a name twice."""
+    data = _decode_any(raw)
+    colons = raw.count(b":")
+    # The usual body is one object without colons in its texts.
+    if type(data) is dict and len(data) == colons:
+        return
+    # An escape may stand for a colon, so that texts cannot be counted.
+    if b"\\" in raw or _colons(data) != colons:
+        strict_json(raw)
+
+
+def _colons(value: Any) -> int:
+    """Return the colons of a JSON text that has no escapes, if every name occurs once.
+
+    >>> _colons({"ip": "::1", "attributes": {"a:b": ["c"]}})
+    6
+    """
+    if isinstance(value, str):
+        return value.count(":")
+    if isinstance(value, dict):
+        return sum(1 + name.count(":") + _colons(each) for name, each in value.items())
+    if isinstance(value, list):
+        return sum(map(_colons, value))
+    return 0
+
+
+# ── Structs ────────────────────────────────────────────────────────────────────────────────────
+
+_Body = TypeVar("_Body")
+
+
+def body_reader(kind: type[_Body]) -> Callable[[bytes], _Body]:
+    """Return a function that decodes a body into a struct.
+
+    It raises BodyRejected for a body that is not JSON, and ConfigError for one that does not fit.
+    """
+    decode = msgspec.json.Decoder(kind).decode
+
+    def read(body: bytes) -> _Body:
+        try:
+            found = decode(body)
+        except _UNREADABLE as error:
+            strict_json(body)
+            raise ConfigError(f"the body: {error}") from None
+        reject_doubles(body)
+        if _NUL in body:
+            _reject_nul(msgspec.to_builtins(found), "$")
+        return found
+
+    return read
+
+
+_UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+# JSON can hold a NUL only as this escape.
+_NUL: Final = b"\\u0000"
+
+
+def _reject_nul(value: Any, place: str) -> None:
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"the body: text with a NUL character in it - at `{place}`")
+    inside: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, Mapping):
+        for name in value:
+            _reject_nul(name, f"{place}: a name")
+        inside = ((f"{place}.{name}", each) for name, each in value.items())
+    elif isinstance(value, list):
+        inside = ((f"{place}[{number}]", each) for number, each in enumerate(value))
+    for where, each in inside:
+        _reject_nul(each, where)
