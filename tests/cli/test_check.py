@@ -20,8 +20,41 @@ from tests.cli.stub_service import ALLOWED, DENIED, ReceivedRequest, run, stub_s
 from tests.redis_servers.ports import free_port
 from tollkeeper.cli.check import check_text
 
-COMMANDS = ("check", "quota", "reset", "grant")
+COMMANDS = ("check", "limit", "quota", "reset", "grant")
 TOKEN = "tk_s3cret"
+
+# -------------------------------------------------------------------------------------------- limit
+
+
+def test_limits_are_sent_with_the_call() -> None:
+    """As text, or in full if there is an algorithm; several words are the parts of a key."""
+    with stub_service(200, ALLOWED) as service:
+        result = run("limit", "emails", "user:42", "--limit", "10/minute", url=service.url)
+        assert (result.output, result.exit_code) == ("allowed: 73 of 100 left of rule orders\n", 0)
+        logged = ["--limit", "5/minute; 9/hour", "--algorithm", "sliding_window_log", "--cost", "2"]
+        run("limit", "logins", "acme", "192.0.2.1", *logged, "--count", "2", url=service.url)
+    full = [
+        {"limit": 5, "per": "1m", "algorithm": "sliding_window_log"},
+        {"limit": 9, "per": "1h", "algorithm": "sliding_window_log"},
+    ]
+    one = {"name": "emails", "key": "user:42", "limits": ["10/minute"], "cost": 1}
+    two = {"name": "logins", "key": ["acme", "192.0.2.1"], "limits": full, "cost": 2}
+    assert [each.body for each in service.received] == [one, two, two]
+    assert {each.target for each in service.received} == {"/v1/limit"}
+
+
+def test_a_denial_by_a_given_limit_is_exit_code_1() -> None:
+    """As of a check."""
+    with stub_service(429, DENIED) as service:
+        assert run("limit", "a", "b", "--limit", "1/s", url=service.url).exit_code == 1
+
+
+def test_an_unknown_algorithm_is_exit_code_2() -> None:
+    """The message lists those that exist; no request is made."""
+    result = run("limit", "a", "b", "--limit", "1/s", "--algorithm", "magic", url="http://x")
+    assert result.exit_code == 2
+    assert "use one of token_bucket, leaky_bucket" in result.stderr
+
 
 # -------------------------------------------------------------------------------------------- check
 
@@ -415,9 +448,10 @@ def test_help_is_complete(command: str) -> None:
     """It has every option with an explanation, the variables, the exit codes and an example."""
     assert re.search(rf"^  {command} +\S", run("--help").output, re.MULTILINE)
     told = run(command, "--help").output
+    fields = ("--user", "--api-key", "--ip", "--tenant", "--tier", "--endpoint", "--method")
     for words in (
-        *("--user", "--api-key", "--ip", "--tenant", "--tier", "--endpoint", "--method"),
-        *("--attribute", "--url", "--token", "--ca", "--timeout", "--json", "Exit code: 0"),
+        *(("--limit", "--algorithm") if command == "limit" else (*fields, "--attribute")),
+        *("--url", "--token", "--ca", "--timeout", "--json", "Exit code: 0"),
         *("TOLLKEEPER_URL", "TOLLKEEPER_TOKEN", "TOLLKEEPER_CA"),
         f"Example: tollkeeper {command} ",
     ):

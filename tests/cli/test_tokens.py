@@ -67,7 +67,7 @@ def test_token_file_is_in_the_data_folder(tmp_path: Path) -> None:
 
 
 WRONG = [
-    (["create", "a", "--role", "root"], "one of check, read, admin"),
+    (["create", "a", "--role", "root"], "one of check, limit, read, admin"),
     (["create", "a", "--role", "check", "--scope", "tenant"], "NAME=VALUE"),
     (["create", "a", "--role", "check", "--scope", "u=1", "--scope", "u=2"], "twice"),
     (["create", "a", "--role", "admin", "--scope", "user=1"], "everything"),

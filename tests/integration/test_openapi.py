@@ -58,7 +58,7 @@ def test_every_operation_has_a_role_and_its_errors(document: dict[str, Any]) -> 
         assert operation["summary"], where
         assert operation["description"].endswith((".", "`")), where
         if path.startswith("/v1/"):
-            assert operation["x-role"] in {"check", "read", "admin"}, where
+            assert operation["x-role"] in {"check", "limit", "read", "admin"}, where
         if path.startswith("/v1/admin/"):
             assert operation["security"] == [{"bearer": []}], where
             assert {"401", "403"} <= operation["responses"].keys(), where

@@ -1,4 +1,4 @@
-"""`tollkeeper check`, `quota`, `reset` and `grant`: calls to a running service.
+"""`tollkeeper check`, `limit`, `quota`, `reset` and `grant`: calls to a running service.
 
 The options of a command are the fields of a Request. The answers come from another program, perhaps
 of another version: a member that is missing is not printed, and no answer can end a command with a
@@ -7,8 +7,8 @@ traceback. Exit codes: 0 allowed or done, 1 denied, 2 the call failed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Final
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Final, NoReturn
 
 import typer
 
@@ -26,6 +26,9 @@ from tollkeeper.cli.common import (
 )
 from tollkeeper.cli.service_client import ServiceClient, ServiceError, json_objects, service_client
 from tollkeeper.core.errors import ConfigError
+from tollkeeper.core.model import ALGORITHM_NAMES
+from tollkeeper.core.rates import parse_limits
+from tollkeeper.rules.document.writing import limit_data
 
 COUNT_MAX: Final = 100_000
 _HEADINGS: Final = ("RULE", "COUNTS", "LIMIT", "FROM", "LEFT", "WHOLE AGAIN")
@@ -92,15 +95,85 @@ def check(
 
     Example: tollkeeper check --user 42 --count 20 --json
     """
-    if not 1 <= count <= COUNT_MAX:
-        raise ConfigError(f"--count {count} is not between 1 and {COUNT_MAX:,}")
     if peek and (count != 1 or cost < 0):
         raise ConfigError("--peek checks once, with a --cost of 0 or more; remove --count")
+    ask = _peek if peek else _check
+    _check_often(service, count, lambda: ask(service, request, cost), as_json, peek=peek)
+
+
+@with_options(service=service_client)
+def limit(
+    service: ServiceClient,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What is limited: emails.")],
+    key: Annotated[
+        list[str],
+        typer.Argument(metavar="KEY", help="The key that is counted, or its parts: user:42."),
+    ],
+    limits: Annotated[
+        list[str],
+        typer.Option(
+            "--limit", metavar="RATE", help="For example 10/minute; repeat it for several limits."
+        ),
+    ],
+    algorithm: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="For example fixed_window. [default: token_bucket]"),
+    ] = None,
+    cost: Annotated[int, typer.Option(metavar="N", help="The units that each call costs.")] = 1,
+    count: Annotated[
+        int, typer.Option(metavar="N", help="Call N times, one after another, and sum up.")
+    ] = 1,
+    as_json: JsonOption = False,
+) -> None:
+    """Check a key by limits that are given here, and charge its cost. No rule applies.
+
+    Needs a token with the role limit or admin, if the service requires one.
+
+    Exit code: 0 allowed; 1 denied, or at least one of several was; 2 the call failed: no service,
+    no token, or a cost that can never fit.
+
+    Example: tollkeeper limit emails user:42 --limit 10/minute --limit 100/day
+
+    Example: tollkeeper limit logins 192.0.2.1 --limit 5/minute --algorithm sliding_window_log
+    """
+    body = {
+        "name": name,
+        "key": key[0] if len(key) == 1 else key,
+        "limits": limits if algorithm is None else _with_algorithm(limits, algorithm),
+        "cost": cost,
+    }
+
+    def ask() -> dict[str, Any]:
+        return service.call("POST", "/v1/limit", body=body, expected="allowed")
+
+    _check_often(service, count, ask, as_json)
+
+
+def _with_algorithm(rates: list[str], algorithm: str) -> list[Any]:
+    """Return the limits in full, each with the algorithm. Raises ConfigError."""
+    if algorithm not in ALGORITHM_NAMES:
+        raise ConfigError(
+            f"--algorithm {algorithm} is unknown; use one of {', '.join(ALGORITHM_NAMES)}"
+        )
+    return [limit_data(each) for rate in rates for each in parse_limits(rate, algorithm=algorithm)]
+
+
+def _check_often(
+    service: ServiceClient,
+    count: int,
+    ask: Callable[[], dict[str, Any]],
+    as_json: bool,
+    *,
+    peek: bool = False,
+) -> NoReturn:
+    """Check `count` times, print the result, and end the command with its exit code."""
+    if not 1 <= count <= COUNT_MAX:
+        raise ConfigError(f"--count {count} is not between 1 and {COUNT_MAX:,}")
     allowed = 0
     answer: dict[str, Any] = {}
     with service:
         for _ in range(count):
-            answer = _peek(service, request, cost) if peek else _check(service, request, cost)
+            answer = ask()
             allowed += bool(answer["allowed"])
     code = OK if allowed == count else PROBLEMS
     sums = {"count": count, "allowed": allowed, "denied": count - allowed}
@@ -321,4 +394,4 @@ def _quota_row(rule: Mapping[str, Any], limit: Mapping[str, Any]) -> tuple[str, 
     )
 
 
-COMMANDS: Final = (check, quota, reset, grant)
+COMMANDS: Final = (check, limit, quota, reset, grant)

@@ -42,9 +42,10 @@ RulesOption = Annotated[
     str | None,
     _option(
         "--rules",
-        metavar="FILE|URL",
+        metavar="FILE|URL|none",
         help="A rule document or a database of rules: sqlite:///rules.db, "
-        "postgresql://user@host/name. [default: a database in the data folder]",
+        "postgresql://user@host/name. none: only limits that are given with the call. "
+        "[default: a database in the data folder]",
     ),
 ]
 SeedOption = Annotated[

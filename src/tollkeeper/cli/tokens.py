@@ -58,9 +58,9 @@ def create(
     role: Annotated[
         str,
         typer.Option(
-            metavar="check|read|admin",
-            help="check: check requests and read quotas; read: read quotas and the admin API; "
-            "admin: everything.",
+            metavar="check|limit|read|admin",
+            help="check: check requests and read quotas; limit: also give limits with the call; "
+            "read: read quotas and the admin API; admin: everything.",
         ),
     ],
     scope: Annotated[

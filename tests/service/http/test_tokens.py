@@ -277,7 +277,7 @@ def test_concurrent_writers_wait_for_each_other(path: Path) -> None:
 BAD_TOKENS: list[tuple[dict[str, Any], str]] = [
     ({"name": "", "role": "check"}, "needs a name"),
     ({"name": "a\nb", "role": "check"}, "printable"),
-    ({"name": "a", "role": "root"}, "one of check, read, admin"),
+    ({"name": "a", "role": "root"}, "one of check, limit, read, admin"),
     ({"name": "a", "role": "check", "scope": {"tenant": ""}}, "text of 1 to"),
     ({"name": "a", "role": "check", "scope": {"ten ant": "x"}}, "field or attribute"),
     ({"name": "a", "role": "check", "scope": {"tenant": "a\x1fb"}}, "text of 1 to"),

@@ -192,9 +192,9 @@ class ScopedRoute(AdminRoute):
 
 
 def _viewer(request: Request) -> Token:
-    """Return the caller's token. A token with the role `check` may not read records."""
+    """Return the caller's token. A token that may only check may not read records."""
     token: Token = request.state.token
-    if token.role == "check":
+    if token.role in {"check", "limit"}:
         tokens = control_of(request).context.tokens
         refused = tokens.permitted(request.headers.get("authorization"), "read")
         if isinstance(refused, TokenRejection):

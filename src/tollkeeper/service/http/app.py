@@ -26,7 +26,7 @@ from itertools import count
 from typing import Any, Final, NoReturn
 
 from tollkeeper.core.errors import show
-from tollkeeper.service.http import authorize, checks, health, quotas
+from tollkeeper.service.http import authorize, call_limits, checks, health, quotas
 from tollkeeper.service.http.bodies import (
     KNOWN_JSON_TYPES,
     check_json_type,
@@ -89,6 +89,7 @@ class HttpService:
         self._waiting = self._timeouts.waiting
         self._routes: Routes = {
             **checks.routes(context),
+            **call_limits.routes(context),
             **quotas.routes(context),
             **authorize.routes(context),
             **health.routes(context, self.metrics),

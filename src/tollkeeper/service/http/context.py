@@ -30,6 +30,7 @@ from tollkeeper.web.answers import (
 )
 
 if TYPE_CHECKING:
+    from tollkeeper.decide.failure import FailurePolicy, LocalFallback
     from tollkeeper.history.recorder import Recorder
     from tollkeeper.limiter import AsyncLimiter
     from tollkeeper.service.http.tokens import Tokens
@@ -71,6 +72,10 @@ class WorkerSettings:
     """The folder where workers write their counters for each other; None: a single worker."""
     loopback: bool = True
     """Only this machine can reach the service; without tokens, `Host` must be of this machine."""
+    on_failure: FailurePolicy = "open"
+    """The failure policy of limits that are given with a call; rules have their own."""
+    local_fallback: LocalFallback | None = None
+    """How such limits are enforced while the store is unavailable, with `on_failure="local"`."""
     worker: int = 0
     """The number or process ID of this worker; for logs and metrics."""
 

@@ -18,6 +18,7 @@ from tollkeeper.core.model import REQUEST_FIELDS
 from tollkeeper.rules.document.reading import schema
 from tollkeeper.service.admin.operations import RULES
 from tollkeeper.service.admin.problems import ProblemOut
+from tollkeeper.service.http.call_limits import LimitBody
 from tollkeeper.service.http.checks import (
     BatchBody,
     BatchDecision,
@@ -44,7 +45,7 @@ DESCRIPTION: Final = """A distributed rate limiter: never over the limit.
 
 Checks spend units of a quota; the admin API changes the rules that define the quotas. Every error \
 is problem JSON (RFC 9457). Tokens are sent as `Authorization: Bearer tk_…`; their roles are \
-`check`, `read` and `admin`."""
+`check`, `limit`, `read` and `admin`."""
 
 TAGS: Final = [
     {"name": "checks", "description": "Spend units, or learn when to retry."},
@@ -113,10 +114,11 @@ _EXAMPLES: Final[Json] = {
     "CheckBody": _EXAMPLE,
     "BatchBody": {"checks": [_EXAMPLE]},
     "SettleBody": {"api_key": "sk_1", "reserved": 100, "actual": 37},
+    "LimitBody": {"name": "emails", "key": "user:42", "limits": ["10/minute"]},
     "GrantBody": {"api_key": "sk_1", "units": 500, "ttl_seconds": 3600},
 }
 _STRUCTS: Final = (
-    *(CheckBody, BatchBody, SettleBody, GrantBody),
+    *(CheckBody, BatchBody, LimitBody, SettleBody, GrantBody),
     *(CheckReply, BatchReply, BatchDecision, BatchError, SettleReply, QuotaReply),
     *(HealthReply, ReadyReply),
 )
@@ -264,6 +266,16 @@ _OPERATIONS: Final = (
         (200, "The result of each check, in order.", BatchReply),
         _BODY_ERRORS,
         BatchBody,
+    ),
+    _Operation(
+        *("/v1/limit", "post", "checks", "limit", "Check limits that are given with the call"),
+        "Spends `cost` units of a key under the given limits, if all of them have room. No rule "
+        "applies. Counts belong to the name and the key.",
+        "limit",
+        (200, "The call may pass.", CheckReply),
+        (*_BODY_ERRORS, 429),
+        LimitBody,
+        headers=_LIMIT_HEADERS,
     ),
     _Operation(
         *("/v1/settle", "post", "checks", "settle", "Settle a cost"),

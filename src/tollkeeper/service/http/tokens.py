@@ -1,8 +1,9 @@
 """API tokens: which clients may call the service, and for what.
 
-A token has a role. `check` may spend units and look at quotas, `read` may look at quotas and at
-everything in the admin API, `admin` may do everything. A token can be confined to a scope: the
-named field of each request must have the scope's value, and a request without the field gets it.
+A token has a role. `check` may spend units and look at quotas. `limit` may also give limits with a
+call. `read` may look at quotas and at everything in the admin API. `admin` may do everything. A
+token can be confined to a scope: the named field of each request must have the scope's value, and a
+request without the field gets it.
 
 A secret is 256 random bits. It is made here, shown once and never stored: the token file holds its
 SHA-256. An attacker cannot guess 256 bits, so the hash needs no salt and need not be slow. A
@@ -39,11 +40,11 @@ from tollkeeper.core.model import REQUEST_FIELDS, Request, check_name
 from tollkeeper.core.subjects import KEY_LENGTH_MAX, SEPARATOR
 from tollkeeper.web.addresses import counted_address
 
-Role = Literal["check", "read", "admin"]
+Role = Literal["check", "limit", "read", "admin"]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 # The permission that an endpoint requires. `quota`: the caller's own numbers. `read`: the admin
 # API.
-Permission = Literal["check", "quota", "read", "admin"]
+Permission = Literal["check", "limit", "quota", "read", "admin"]
 
 FORMAT: Final = 1
 TOKENS_MAX: Final = 10_000
@@ -60,14 +61,16 @@ _WRITABLE_BY_OTHERS: Final = 0o022
 
 _PERMISSIONS: Final[dict[Role, frozenset[Permission]]] = {
     "check": frozenset({"check", "quota"}),
+    "limit": frozenset({"check", "limit", "quota"}),
     "read": frozenset({"quota", "read"}),
-    "admin": frozenset({"check", "quota", "read", "admin"}),
+    "admin": frozenset({"check", "limit", "quota", "read", "admin"}),
 }
 # The permissions that concern one request, so that a scope can be enforced.
-_SCOPED: Final[frozenset[Permission]] = frozenset({"check", "quota"})
+_SCOPED: Final[frozenset[Permission]] = frozenset({"check", "limit", "quota"})
 # The smallest role with each permission, for the advice in error messages.
 _ROLE_FOR: Final[dict[Permission, Role]] = {
     "check": "check",
+    "limit": "limit",
     "quota": "read",
     "read": "read",
     "admin": "admin",
@@ -102,7 +105,7 @@ class Token:
         if self.scope and self.role == "admin":
             raise ConfigError(
                 f"token {show(self.name)}: an admin may do everything, so a scope would have no "
-                f"effect; drop it, or choose the role check or read"
+                f"effect; drop it, or choose the role check, limit or read"
             )
 
 

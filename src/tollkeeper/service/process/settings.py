@@ -33,6 +33,8 @@ SECONDS_MAX: Final = 3_600.0
 DAYS_MAX: Final = 3_650
 CONFIG_BYTES_MAX: Final = 1024 * 1024
 _LISTED_MAX: Final = 100
+# `--rules none`: the service decides only by limits that are given with the call.
+NO_RULES: Final = "none"
 _ADDRESS: Final = re.compile(r"(?P<host>\[[0-9a-fA-F:.%]+\]|[^:\[\]\s]+):(?P<port>[0-9]{1,5})")
 _NODE_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
@@ -83,7 +85,7 @@ class ServiceSettings:
     workers: int = 0
     """0: one per processor."""
     rules: str = ""
-    """A file or the URL of a database; empty: a database in the data folder."""
+    """A file or the URL of a database; empty: a database in the data folder; "none": no rules."""
     seed: str = ""
     """A rule document for a database that has no rules yet."""
     data: str = ""

@@ -219,7 +219,8 @@ async def prepared(settings: ServiceSettings, counters: Path | None = None) -> s
     except ConfigError as error:
         if settings.database and not settings.seed and "no rules yet" in str(error):
             raise ConfigError(
-                f"{error}, or start with: tollkeeper serve --seed limits.yaml"
+                f"{error}, or start with: tollkeeper serve --seed limits.yaml, or with "
+                f"--rules none if clients give limits with the call (POST /v1/limit)"
             ) from None
         raise
     version = limiter.rules_status().version

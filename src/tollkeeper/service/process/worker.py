@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tollkeeper.control.database import Database
+from tollkeeper.decide.failure import LocalFallback
 from tollkeeper.history.live import ActivePenalty, ReportFolder
 from tollkeeper.history.reading import Records
 from tollkeeper.history.recorder import Recorder
@@ -49,7 +50,7 @@ from tollkeeper.service.http.health import fold_dead
 from tollkeeper.service.http.tokens import Tokens
 from tollkeeper.service.process.identify import identity_of
 from tollkeeper.service.process.logs import event
-from tollkeeper.service.process.settings import ServiceSettings, is_loopback
+from tollkeeper.service.process.settings import NO_RULES, ServiceSettings, is_loopback
 from tollkeeper.web.answers import Style
 
 # How often a worker checks that its main process is still running.
@@ -76,7 +77,7 @@ def open_limiter(
     """
     folder = Path(settings.data) if settings.database else counters
     return AsyncLimiter.from_rules(
-        settings.rules,
+        {"version": 1} if settings.rules == NO_RULES else settings.rules,
         store=settings.store,
         on_failure=settings.on_failure,
         local_fallback=settings.local_fallback,
@@ -132,6 +133,9 @@ def open_context(settings: ServiceSettings, counters: Path | None) -> ServiceCon
         style_of(settings),
         counters=counters,
         loopback=is_loopback(settings.host),
+        on_failure=settings.on_failure,
+        # Each worker has its share: the limiters of calls are too many for a file of their own.
+        local_fallback=LocalFallback(nodes=settings.nodes * settings.workers),
         worker=os.getpid(),
     )
     limiter = open_limiter(settings, counters)
