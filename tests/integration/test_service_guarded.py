@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
 import ssl
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -229,6 +231,24 @@ def test_an_idle_connection_is_closed(sent: bytes, service: ServiceProcess) -> N
         silent.sendall(sent)
         while silent.recv(65_536):  # an error may come before the end
             pass
+
+
+def test_idle_connections_of_one_client_do_not_lock_others_out(service: ServiceProcess) -> None:
+    """While 1,300 connections send nothing or a part of a head, another client is served."""
+    parts = urlsplit(service.url)
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(files[0], 4_096), files[1]))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, files)
+        idle = []
+        for number in range(1_300):
+            idle.append(stack.enter_context(socket.create_connection((parts.hostname, parts.port))))
+            idle[-1].sendall((b"", b"P", b"GET /healthz HTTP/1.1\r\nHost: local")[number % 3])
+        assert service.ask("POST", "/v1/check", {"user": "patient"}).status == 200
+        # The service did not have to close one of them first.
+        idle[0].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            idle[0].recv(1)
 
 
 def test_tls(tmp_path: Path) -> None:

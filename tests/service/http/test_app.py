@@ -87,6 +87,21 @@ async def test_a_body_in_several_messages_is_one_body() -> None:
         assert answer.data["rule"] == "users"
 
 
+async def test_bodies_in_parts_share_a_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of connections could each send a part of a long body. Whole bodies always pass."""
+    monkeypatch.setattr(app, "PARTIAL_BYTES_MAX", 10)
+    pieces = [b'{"us', b'er": "4', b'2"}']
+    async with http_service() as http:
+        answer = await http("POST", "/v1/check", b"".join(pieces), chunks=pieces)
+        assert answer.status == 503
+        assert (answer.headers["retry-after"], answer.headers["connection"]) == ("1", "close")
+        assert (await http.check(user="42")).data["remaining"] == 2
+        assert http.app._timeouts.partial_bytes == 0
+        monkeypatch.setattr(app, "PARTIAL_BYTES_MAX", 16)
+        assert (await http("POST", "/v1/check", b"".join(pieces), chunks=pieces)).status == 200
+        assert http.app._timeouts.partial_bytes == 0
+
+
 async def test_a_client_that_disconnects_is_not_charged() -> None:
     """An incomplete body is 400; a client that closed only its sending side reads the reply."""
     async with http_service() as http:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
+
+import pytest
 
 from tollkeeper.service.http.tokens import create_token
 from tollkeeper.service.process.main_process import (
     QUICK_END_SECONDS,
     QUICK_ENDS_MAX,
     WorkerRestarts,
+    connections_max,
     started_line,
     url_of,
 )
@@ -53,3 +57,15 @@ def test_only_repeated_quick_ends_count_as_a_crash_loop() -> None:
     assert restarts.get(1) == 0
     restarts[0] = now
     assert restarts.get(0) == now
+
+
+@pytest.mark.parametrize(
+    ("files", "connections"),
+    [(65_536, 8_192), (resource.RLIM_INFINITY, 8_192), (1_024, 768), (100, 64)],
+)
+def test_connections_leave_files_for_the_rest(
+    monkeypatch: pytest.MonkeyPatch, files: int, connections: int
+) -> None:
+    """A worker without a free file could open neither its store nor a database."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+    assert connections_max() == connections

@@ -123,7 +123,7 @@ class _Headers:
 
 DROPPED_BYTES_MAX: Final = 8 * 2**20
 DROPPING_SECONDS_MAX: Final = 5.0
-# How many of the requests in flight (`BACKPRESSURE`) may wait for this at a time.
+# How many of the requests in flight may wait for this at a time.
 DROPPING_MAX: Final = 64
 
 

@@ -9,8 +9,9 @@ imported at the first call.
 **Bodies that do not arrive.** A client that sends half a body must not occupy the worker for ever.
 A timer for each request would cost a tenth of a check, and almost no request needs it. Instead each
 request that waits for its body is an entry in a dict, which a task examines once a second. A
-request that has waited too long is cancelled and answers 408. A worker handles a bounded number of
-requests at a time, so when many of them wait for bodies, the timeout is much shorter.
+request that has waited too long is cancelled and answers 408. When many requests wait for bodies,
+the timeout is much shorter. Bodies that arrive in parts share a bounded number of bytes: a request
+whose next part does not fit answers 503. A body that arrives in one part is never affected.
 """
 
 from __future__ import annotations
@@ -143,7 +144,9 @@ class HttpService:
                     body = message.get("body", b"")
                     # A server may say `more_body` although only an empty message follows.
                     if headers.get(b"content-length") != b"%d" % len(body) or len(body) > bytes_max:
-                        body = await _rest_of_body(receive, message, headers, bytes_max)
+                        body = await _rest_of_body(
+                            receive, message, headers, bytes_max, self._timeouts
+                        )
                 finally:
                     self._waiting.pop(task, None)
                 if headers.get(b"content-type") not in KNOWN_JSON_TYPES:
@@ -272,9 +275,11 @@ class _DefectLog:
 # ── Bodies ─────────────────────────────────────────────────────────────────────────────────────
 
 CHECK_SECONDS: Final = 1.0
-# When more requests wait than this, the worker may soon have no room for others (`BACKPRESSURE`).
+# When more requests wait than this, they get less time.
 CROWD: Final = 256
 CROWDED_SECONDS_MAX: Final = 1.0
+# The bytes of all bodies of a worker that have arrived in part.
+PARTIAL_BYTES_MAX: Final = 64 * 1024 * 1024
 
 _Task = asyncio.Task[Any]
 
@@ -287,6 +292,8 @@ class BodyTimeouts:
         """The tasks that wait for a body, and since when, on the clock `now_s`."""
         self.now_s = 0.0
         """Seconds since `keep_checking` started; it advances in steps."""
+        self.partial_bytes = 0
+        """The bytes of bodies that have arrived in part."""
         self._seconds_max = seconds_max
         self._cancelled: set[_Task] = set()
 
@@ -319,7 +326,11 @@ class BodyTimeouts:
 
 
 async def _rest_of_body(
-    receive: Receive, message: Message, headers: Mapping[bytes, bytes], bytes_max: int
+    receive: Receive,
+    message: Message,
+    headers: Mapping[bytes, bytes],
+    bytes_max: int,
+    timeouts: BodyTimeouts,
 ) -> bytes:
     """Return the whole body, given its first message. Raises BodyRejected."""
     length = headers.get(b"content-length", b"")

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import resource
 import signal
 import ssl
 import threading
@@ -41,8 +42,12 @@ from tollkeeper.service.http.tokens import Tokens
 from tollkeeper.service.process import logs
 from tollkeeper.service.process.settings import ServiceSettings
 
-# The most connections that a worker serves at a time; further ones wait in the backlog.
-BACKPRESSURE: Final = 1_024
+# The most connections that a worker has open; further ones wait in the backlog. One client may open
+# thousands and send nothing: an idle connection takes 2 kB, and is closed after HEAD_READ_MS.
+CONNECTIONS_MAX: Final = 8_192
+# Open files that are not connections: the store, the databases, the logs.
+_OTHER_FILES: Final = 256
+_CONNECTIONS_MIN: Final = 64
 # The longest head of a request. hyper doubles its buffer, so a head may use twice as much memory.
 HEAD_BYTES_MAX: Final = 64 * 1024
 HEAD_READ_MS: Final = 10_000
@@ -107,7 +112,7 @@ def _server(settings: ServiceSettings) -> DrainingServer:
         port=settings.port,
         interface=Interfaces.ASGI,
         workers=settings.workers,
-        backpressure=BACKPRESSURE,
+        backpressure=connections_max(),
         websockets=False,
         # With HTTP/2 enabled, granian waits without a timeout for the first bytes, which show the
         # protocol: idle clients could occupy all connections.
@@ -133,6 +138,14 @@ def _server(settings: ServiceSettings) -> DrainingServer:
     server.drain_s = settings.drain_seconds
     server.respawned_wrks = WorkerRestarts()
     return server
+
+
+def connections_max() -> int:
+    """Return how many connections a worker may have: fewer if it may open only few files."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return CONNECTIONS_MAX
+    return max(min(CONNECTIONS_MAX, files - _OTHER_FILES), _CONNECTIONS_MIN)
 
 
 class DrainingServer(Granian):  # type: ignore[misc, valid-type]  # a variable: one of two servers

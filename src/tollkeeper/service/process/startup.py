@@ -27,7 +27,8 @@ from tollkeeper.service.process import logs
 from tollkeeper.service.process.settings import ServiceSettings, address_of
 
 _UMASK: Final = 0o077
-# A worker accepts a thousand connections; many systems allow a process 1,024 open files by default.
+# A worker accepts thousands of connections; many systems allow a process 1,024 open files by
+# default.
 OPEN_FILES: Final = 65_536
 
 log = logging.getLogger("tollkeeper.service")
