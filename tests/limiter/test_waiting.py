@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -243,6 +244,18 @@ def test_hold_refunds_a_block_that_raises_if_requested(
     with pytest.raises(kind), limiter.hold("k", 2, refund_on_error=refund):
         raise kind
     assert limiter.peek("k").remaining == left
+
+
+def test_a_block_that_fails_late_returns_no_quota_twice(clock: ManualClock) -> None:
+    """Five blocks stay open for a window and then fail: five requests pass then, not ten."""
+    limiter = Limiter("5/10s", clock=clock)
+    with suppress(RuntimeError), ExitStack() as blocks:
+        for _ in range(5):
+            blocks.enter_context(limiter.hold("k", refund_on_error=True))
+        clock.advance(10)
+        assert sum(limiter.check("k").allowed for _ in range(20)) == 5
+        raise RuntimeError
+    assert limiter.peek("k").remaining == 0
 
 
 def test_hold_refunds_nothing_after_a_denial(limiter: Limiter) -> None:

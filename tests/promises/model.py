@@ -66,11 +66,10 @@ class Bucket:
             return
         back = Fraction(min(units, self.capacity))
         if charged_ns is not None:
-            since_ns = max(max(now_ns, self.at_ns) - charged_ns, 0)
+            since_ns = max(self.at_ns - charged_ns, 0)
             refilled = ceil(Fraction(since_ns, self.step_ns)) * self.step_ns * self.rate
             back -= ceil(refilled / MICRO) * MICRO
-        if back > 0:
-            self.spend(now_ns, 0)
+        if back > 0:  # as of the last change of the level: nothing was spent since
             self.level = min(self.level + back, Fraction(self.capacity))
 
 

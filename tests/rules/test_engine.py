@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -55,6 +56,100 @@ def left(explanation: Explanation) -> list[int]:
     """Return the remaining units of each rule that applies."""
     decisions = [rule.decision for rule in explanation.rules]
     return [decision.remaining for decision in decisions if decision is not None]
+
+
+# ------------------------------------------------------------------------------------- refunds
+
+IN_EIGHT_PARTS = """
+version: 1
+rules: [{id: all, by: [], limits: 80/minute, split: 8}]
+"""
+
+
+def test_a_late_refund_returns_no_quota_twice(store: Store, clock: ManualClock) -> None:
+    """Each rule refunds by the time of its own charge. A minute later nothing is left of it."""
+    limiter = Limiter.from_rules(TWO_RULES, store=store, clock=clock)
+    held = [limiter.check(ANN) for _ in range(3)]
+    clock.advance(60)
+    assert answers(limiter, ANN, ANN, ANN, BOB, BOB) == [True] * 5
+    for decision in held:
+        limiter.refund(ANN, decision=decision)
+    assert left(limiter.explain(ANN)) == [0, 0]
+
+
+def test_a_refund_at_once_returns_to_every_rule(store: Store, clock: ManualClock) -> None:
+    """A decision knows every rule that it charged, and a part of the cost can be refunded."""
+    limiter = Limiter.from_rules(TWO_RULES, store=store, clock=clock)
+    decision = limiter.check(ANN, 3)
+    limiter.refund(ANN, 1, decision)
+    assert left(limiter.explain(ANN)) == [1, 3]
+    limiter.refund(ANN, 2, decision)
+    assert left(limiter.explain(ANN)) == [3, 5]
+
+
+def test_a_refund_goes_to_the_rules_that_were_charged(store: Store, clock: ManualClock) -> None:
+    """The rules changed after the check: the user is refunded, and not the address, which the new
+    rule of the same name counts by."""
+    request = Request(user="ann", ip="192.0.2.1")
+    limiter = Limiter.from_rules(
+        "{version: 1, rules: [{id: r, by: user, limits: 3/minute}]}", store=store, clock=clock
+    )
+    decision = limiter.check(request, 2)
+    limiter.use("{version: 1, rules: [{id: r, by: ip, limits: 3/minute}]}")
+    limiter.check(request, 2)
+    limiter.refund(request, 2, decision)
+    assert limiter.peek(request).remaining == 1
+    limiter.use("{version: 1, rules: [{id: r, by: user, limits: 3/minute}]}")
+    assert limiter.peek(request).remaining == 3
+
+
+def test_a_refund_goes_to_the_part_that_was_charged(store: Store, clock: ManualClock) -> None:
+    """With a split rule, every refund finds the units of its own check."""
+    limiter = Limiter.from_rules(IN_EIGHT_PARTS, store=store, clock=clock)
+    decisions = [limiter.check(ANN) for _ in range(40)]
+    for decision in decisions:
+        if decision.allowed:
+            limiter.refund(ANN, decision=decision)
+    assert limiter.peek(ANN).remaining == 80
+
+
+def test_a_refund_returns_the_units_of_shadow_rules(store: Store, clock: ManualClock) -> None:
+    """A shadow rule counts what it would count if it were enforced."""
+    text = """
+version: 1
+rules:
+  - {id: user, by: user, limits: 3/minute, mode: MODE}
+  - {id: tenant, by: tenant, limits: 5/minute, mode: shadow}
+"""
+    for mode in ("enforce", "shadow"):
+        limiter = Limiter.from_rules(text.replace("MODE", mode), store=store, clock=clock)
+        limiter.refund(ANN, 3, limiter.check(ANN, 3))
+        limiter.use(TWO_RULES)
+        assert left(limiter.explain(ANN)) == [3, 5]
+
+
+def test_a_denied_decision_refunds_nothing(store: Store, clock: ManualClock) -> None:
+    """It spent nothing, so there is nothing to return."""
+    limiter = Limiter.from_rules(TWO_RULES, store=store, clock=clock)
+    limiter.check(ANN, 3)
+    denied = limiter.check(ANN, 3)
+    limiter.refund(ANN, 3, denied)
+    assert left(limiter.explain(ANN)) == [0, 2]
+
+
+def test_a_decision_from_a_pickle_refunds_its_own_rule(store: Store, clock: ManualClock) -> None:
+    """A copy has the rule and the time of the charge, and no more."""
+    limiter = Limiter.from_rules(TWO_RULES, store=store, clock=clock)
+    copy = pickle.loads(pickle.dumps(limiter.check(ANN, 3)))
+    limiter.refund(ANN, 3, copy)
+    assert left(limiter.explain(ANN)) == [3, 2]
+
+
+def test_a_refund_takes_a_decision_and_nothing_else(store: Store, clock: ManualClock) -> None:
+    """The error says what to pass."""
+    limiter = Limiter.from_rules(TWO_RULES, store=store, clock=clock)
+    with pytest.raises(ConfigError, match="is not a Decision; pass the one that check returned"):
+        limiter.refund(ANN, 1, True)  # type: ignore[arg-type]  # on purpose
 
 
 # ------------------------------------------------------------------------------- several rules

@@ -257,6 +257,18 @@ def test_without_an_outcome_a_request_counts(make: Make) -> None:
     assert not enforcer.enter(_request()).decision.allowed
 
 
+def test_slow_logins_do_not_make_room_for_guesses(make: Make) -> None:
+    """Five successful logins take a minute each. They are refunded then, when time has returned
+    their units: five guesses pass, not ten."""
+    enforcer = make(limits="5/minute", count=lambda status: status == 401)
+    slow = [enforcer.enter(_request()) for _ in range(5)]
+    enforcer.clock.advance(60)
+    assert sum(enforcer.enter(_request()).decision.allowed for _ in range(20)) == 5
+    for charge in slow:
+        enforcer.leave(charge, 200)
+    assert not enforcer.enter(_request()).decision.allowed
+
+
 def test_a_leaky_bucket_delays_before_the_application_runs(make: Make) -> None:
     """Each request is served a second after the previous one, by the limiter's clock."""
     enforcer = make(limits=Limit(1, per=1, algorithm="leaky_bucket", capacity=3))

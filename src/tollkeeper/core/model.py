@@ -298,6 +298,9 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
     dataclass takes four times as long to create. The C kernel's decisions are another type with
     the same fields; `isinstance` and `==` treat both alike.
 
+    `source` is not a field of the decision. The rule engine keeps there what a refund needs: which
+    rules were charged, and when. It is None in other decisions, and in a copy from a pickle.
+
     `uncounted` is not a field of the decision. It has the checks that the failure policy `open` let
     pass without counting, for `wait` and `hold`, which count them on this machine.
     """
@@ -315,6 +318,7 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
         "_reset_after_ns",
         "_retry_after_ns",
         "_rule",
+        "source",
         "uncounted",
     )
 
@@ -345,6 +349,7 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
         self._decided_ns = decided_ns
         self._granted = granted
         self._penalty = penalty
+        self.source: Any = None
         self.uncounted: tuple[Any, ...] = ()
 
     @property
@@ -413,7 +418,8 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
 
         None if nothing was charged: a denial, a cost of 0, a peek, no limit, a degraded decision,
         or units that came from a grant alone. A refund of the decision needs it, because time may
-        already have returned some of the units.
+        already have returned some of the units. With several limits or rules, it is the time of
+        one of them.
         """
         return self._charged_ns
 
@@ -478,7 +484,9 @@ def decision_fields(decision: Decision) -> tuple[Any, ...]:
 def decision_with(decision: Decision, **changes: Any) -> Decision:
     """Return a copy of any engine's decision with some fields changed."""
     fields = dict(zip(DECISION_FIELDS, decision_fields(decision), strict=True))
-    return Decision(**{**fields, **changes})
+    copy = Decision(**{**fields, **changes})
+    copy.source = decision.source
+    return copy
 
 
 def decision_repr(decision: Decision) -> str:

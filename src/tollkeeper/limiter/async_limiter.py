@@ -135,9 +135,11 @@ class AsyncLimiter(LimiterSetup):
         """Return a result for each (key, cost); if any is denied, nothing is spent. See Limiter."""
         return await run_async(self._evaluate_all(checks))
 
-    async def settle(self, key: Key | Request, reserved: int, actual: int) -> int:
+    async def settle(
+        self, key: Key | Request, reserved: int, actual: int, decision: Decision | None = None
+    ) -> int:
         """Make a request that was charged `reserved` units cost `actual`. See Limiter.settle."""
-        return await run_async(self._settle(key, reserved, actual))
+        return await run_async(self._settle(key, reserved, actual, decision))
 
     async def explain(self, request: Request, cost: int = 1) -> Explanation:
         """Explain which rules apply and why, and the decision of each. Spends nothing."""
@@ -167,9 +169,11 @@ class AsyncLimiter(LimiterSetup):
         """
         return await run_async(self._rules().is_barred_steps(rule, subject))
 
-    async def refund(self, key: Key | Request, cost: int = 1) -> None:
-        """Return units to every limit, never beyond an untouched quota. Raises StoreError."""
-        await run_async(self._refund(key, cost))
+    async def refund(
+        self, key: Key | Request, cost: int = 1, decision: Decision | None = None
+    ) -> None:
+        """Undo a decision that spent `cost` units. Raises StoreError. See Limiter.refund."""
+        await run_async(self._refund(key, cost, decision))
 
     async def grant(self, key: Key | Request, units: int, ttl: Duration | None = None) -> None:
         """Add extra units for `ttl` seconds (by default one window). Raises StoreError."""

@@ -81,24 +81,35 @@ class Limiter(LimiterSetup):
         """
         return run(self._evaluate_all(checks))
 
-    def settle(self, key: Key | Request, reserved: int, actual: int) -> int:
+    def settle(
+        self, key: Key | Request, reserved: int, actual: int, decision: Decision | None = None
+    ) -> int:
         """Make a request that was charged `reserved` units cost `actual`.
 
         Returns the units that did not fit. Surplus units are refunded. Missing units are spent as
         far as there is room: the request was served, so it is not denied. Raises StoreError.
         """
-        return run(self._settle(key, reserved, actual))
+        return run(self._settle(key, reserved, actual, decision))
 
     def explain(self, request: Request, cost: int = 1) -> Explanation:
         """Explain which rules apply and why, and the decision of each. Spends nothing."""
         return run(self._rules().explain_steps(request_of(request), units_of(cost, "cost")))
 
-    def refund(self, key: Key | Request, cost: int = 1) -> None:
-        """Return units to every limit, never beyond an untouched quota. Raises StoreError.
+    def refund(self, key: Key | Request, cost: int = 1, decision: Decision | None = None) -> None:
+        """Undo a decision that spent `cost` units, or a part of them. Raises StoreError.
 
-        Units that were drawn from a grant stay spent.
+        `decision` is the one that `check` returned for this key. It has the time of the charge, and
+        the refund returns only units that time has not returned meanwhile. So other requests stay
+        within the limits, however late the refund comes. A decision that spent nothing, such as a
+        denial or one of the failure policy, returns nothing. Refund a decision once: a second
+        refund returns units of other requests.
+
+        Without a decision it is an operator's correction: nothing is known about the charge, so
+        requests may exceed the limits by the refunded units. It returns units of the current
+        window, the oldest entries of a log, or units in use of a bucket; never more than an
+        untouched quota. Units that were drawn from a grant stay spent.
         """
-        run(self._refund(key, cost))
+        run(self._refund(key, cost, decision))
 
     def grant(self, key: Key | Request, units: int, ttl: Duration | None = None) -> None:
         """Add extra units on top of every limit for `ttl` seconds (by default one window).

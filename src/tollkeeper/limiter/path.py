@@ -157,7 +157,7 @@ class LimiterPath:
         ]
         if passes and not all(decisions):  # the limits of this machine deny
             for (gate, subject, units), answer in zip(charges, answers, strict=True):
-                if not isinstance(answer, StoreError):
+                if not isinstance(answer, StoreError) and answer.charged_ns is not None:
                     yield Undo(gate.refund, subject, units, answer.charged_ns)
         return [self.result_of(decision) for decision in decisions]
 
@@ -188,15 +188,19 @@ class LimiterPath:
 
     # ── Charge differently afterwards ──────────────────────────────────────────────────────────
 
-    def _refund(self, key: Key | Request, cost: int) -> Steps[None]:
+    def _refund(
+        self, key: Key | Request, cost: int, decision: Decision | None = None
+    ) -> Steps[None]:
+        _check_decision(decision)
         if self._engine is not None:
             request, units = request_of(key), units_of(cost, "cost")
             if not switches.limiting_off:
-                yield from self._engine.refund_steps(request, units)
+                yield from self._engine.refund_steps(request, units, decision)
             return
         subject, units = self._subject_of(key), units_of(cost, "cost")
-        if not switches.limiting_off:
-            yield Call(self._gate.refund, subject, units, None)
+        charged_ns = None if decision is None else decision.charged_ns
+        if not switches.limiting_off and (decision is None or charged_ns is not None):
+            yield Call(self._gate.refund, subject, units, charged_ns)
 
     def _grant(self, key: Key | Request, units: int, ttl: Duration | None) -> Steps[None]:
         ttl_ns = _ttl_ns(ttl)
@@ -213,10 +217,12 @@ class LimiterPath:
             return (yield from self._engine.reset_steps(request_of(key)))
         yield Call(self._gate.reset, self._subject_of(key))
 
-    def _settle(self, key: Key | Request, reserved: int, actual: int) -> Steps[int]:
+    def _settle(
+        self, key: Key | Request, reserved: int, actual: int, decision: Decision | None = None
+    ) -> Steps[int]:
         units = units_of(actual, "actual") - units_of(reserved, "reserved")
         if units < 0:
-            yield Call(self.refund, key, -units)
+            yield Call(self.refund, key, -units, decision)
         left = attempt = max(units, 0)
         for _ in range(SETTLE_ATTEMPTS_MAX):
             attempt = min(attempt, left)
@@ -314,13 +320,21 @@ class LimiterPath:
             raise
 
     def _take_back(self, key: Key | Request, cost: int, decision: Decision) -> Steps[None]:
-        """Refund an admission that was charged. A degraded one was not.
+        """Refund an admission, as far as it was charged.
 
         If the store fails here, the units stay spent; the caller's own error matters more.
         """
-        if decision.allowed and not decision.degraded:
+        if decision.charged_ns is not None:
             with suppress(StoreError):
-                yield Undo(self.refund, key, cost)
+                yield Undo(self.refund, key, cost, decision)
+
+
+def _check_decision(decision: object) -> None:
+    if decision is not None and not isinstance(decision, Decision):
+        raise ConfigError(
+            f"decision={show(decision)} is not a Decision; pass the one that check returned, or "
+            f"leave it out to correct a quota"
+        )
 
 
 def _pause_ns(decision: Decision) -> int:

@@ -100,6 +100,12 @@ class RuleCheck(NamedTuple):
     """The part of the limits that applies at this load, in steps of 1 / FACTOR_STEPS."""
     prepared: PreparedLimits
     subject: str
+    cost: int
+    """The cost of the request; the rule may charge several units for each unit of it."""
+
+    def units_of(self, cost: int) -> int:
+        """Return the units for another cost of the same request."""
+        return self.units * cost // self.cost if self.cost else 0
 
     @property
     def applied(self) -> AppliedRule:
@@ -304,10 +310,12 @@ class CompiledRules:
         units = cost * (written.cost if not rule.costs else self.cost_of(rule, request))
         gates = limits.gates
         if len(gates) == 1:
-            return RuleCheck(gates[0], subject, units, written, choice, step, limits, subject)
+            return RuleCheck(gates[0], subject, units, written, choice, step, limits, subject, cost)
         part = int(random() * len(gates))  # noqa: S311 - spreads load, protects no secret
         gate_subject = part_subject(subject, part)
-        return RuleCheck(gates[part], gate_subject, units, written, choice, step, limits, subject)
+        return RuleCheck(
+            gates[part], gate_subject, units, written, choice, step, limits, subject, cost
+        )
 
     def cost_of(self, rule: CompiledRule, request: Request) -> int:
         """Return the units that the rule charges for each unit of the request's cost."""

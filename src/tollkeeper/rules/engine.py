@@ -25,7 +25,7 @@ call.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter_ns
@@ -82,6 +82,8 @@ _ROUND_TRIP_NS_MIN: Final = 20_000
 _new_result: Final = tuple.__new__
 
 RuleChecks = Sequence[RuleCheck]
+# A rule that was charged, and the time of the charge; None if that is not known.
+RuleCharge = tuple[RuleCheck, int | None]
 # A decision, and the ids of the shadow rules that would have denied.
 Decided = tuple[Decision, Sequence[str]]
 
@@ -293,7 +295,8 @@ class RuleEngine:
             return decision, ()
         if shadow_answers is None:
             shadow_answers = yield from self._shadow_answers(plan.shadowed, waited=waited)
-        return decision, self._count_shadows(plan.shadowed, shadow_answers)
+        denied = self._count_shadows(plan.shadowed, shadow_answers)
+        return _with_shadow_charges(decision, shadow_answers), denied
 
     def _answers(
         self,
@@ -464,11 +467,13 @@ class RuleEngine:
         for (plan, _), decision in zip(planned, decisions, strict=True):
             if self.penalties.gates:
                 yield from self.penalties.penalise(plan, decision)
-            denied: Sequence[str] = ()
             if plan.shadowed:
                 answers = yield from self._shadow_answers(plan.shadowed, waited=waited)
                 denied = self._count_shadows(plan.shadowed, answers)
-            results.append(self._result(plan, decision, denied))
+                charged = _with_shadow_charges(decision, answers)
+                results.append(self._result(plan, charged, denied))
+            else:
+                results.append(self._result(plan, decision))
         return results
 
     def _scaled_down_answers(self, checks: RuleChecks, error: CapacityError) -> Steps[list[Answer]]:
@@ -526,8 +531,8 @@ class RuleEngine:
 
     def _combined(self, checks: RuleChecks, decisions: Sequence[Decision]) -> Decision:
         """Return one decision from those of several rules, each counted."""
-        counted = map(self._counted, checks, decisions)
-        return combine_decisions(list(counted))
+        counted = list(map(self._counted, checks, decisions))
+        return _with_charges(combine_decisions(counted), counted)
 
     def _counted(self, check: RuleCheck, decision: Decision) -> Decision:
         """Count a rule's decision; return it as one about the whole limit if the rule is split."""
@@ -535,6 +540,7 @@ class RuleEngine:
         counts = self.counts.get(rule.id) or self._counts_of(rule.id)
         if decision.allowed:
             counts.allowed += 1
+            decision.source = check
         elif rule.mode == "shadow":
             counts.shadow_denied += 1
         else:
@@ -613,7 +619,7 @@ class RuleEngine:
         ]
         if charged and not all(decisions):
             for check, answer in zip(checks, answers, strict=True):
-                if not isinstance(answer, StoreError):
+                if not isinstance(answer, StoreError) and answer.charged_ns is not None:
                     with suppress(StoreError):
                         charged_ns = answer.charged_ns
                         yield Undo(check.gate.refund, check.gate_subject, check.units, charged_ns)
@@ -641,7 +647,7 @@ class RuleEngine:
             else:
                 decided.append(self._counted(check, answer) if spend else answer)
         if not failed:
-            return combine_decisions(decided)
+            return _with_charges(combine_decisions(decided), decided)
         self._note_failures(failed, spend=spend)
         if not all(decided):
             if spend:
@@ -656,6 +662,7 @@ class RuleEngine:
             raise
         if decided or found:
             decision = decision_with(combine_decisions([*decided, *found]), degraded=True)
+            decision = _with_charges(decision, decided)
         else:
             decision = combine_decisions([each.decision() for each in failed_checks])
         decision.uncounted = uncounted_of(failed_checks)
@@ -724,10 +731,33 @@ class RuleEngine:
         """Return the denial of a cool-down or block in force for a rule's subject, or None."""
         return (yield from self.penalties.look(check)) if self.penalties.gates else None
 
-    def refund_steps(self, request: Request, units: int) -> Steps[None]:
-        """Return units to every rule that charged the request. Raises StoreError."""
-        for check in self.compiled_rules.plan(request, units).checks:
-            yield Call(check.gate.refund, check.gate_subject, check.units, None)
+    def refund_steps(self, request: Request, cost: int, decision: Decision | None) -> Steps[None]:
+        """Return units to every rule that a decision charged; without one, that applies now.
+
+        Raises StoreError, after all rules were tried.
+        """
+        failure: StoreError | None = None
+        for check, charged_ns in self._charges_of(request, cost, decision):
+            try:
+                units = check.units_of(cost)
+                yield Call(check.gate.refund, check.gate_subject, units, charged_ns)
+            except StoreError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _charges_of(
+        self, request: Request, cost: int, decision: Decision | None
+    ) -> Iterable[RuleCharge]:
+        """Return the rules to refund, each with the time of its charge if that is known."""
+        if decision is None:
+            return [(check, None) for check in self.compiled_rules.plan(request, cost).checks]
+        charged_ns = decision.charged_ns
+        if charged_ns is None or decision.source is not None:
+            return _charges_in(decision)
+        # A copy of a decision, from another process: only its own rule is known.
+        checks = self.compiled_rules.plan(request, cost).checks
+        return [(check, charged_ns) for check in checks if check.rule.id == decision.rule]
 
     def grant_steps(self, request: Request, units: int, ttl_ns: int | None) -> Steps[None]:
         """Add extra units on top of every limit of the request. Raises StoreError."""
@@ -762,6 +792,41 @@ class RuleEngine:
             except (StoreError, CapacityError) as error:
                 answers.append(error)
         return with_answers(explanation, answers)
+
+
+def _with_charges(decision: Decision, decided: Sequence[Decision]) -> Decision:
+    """Return an allowed decision with the charge of each of its rules, for a refund."""
+    if not decision.allowed:
+        return decision
+    charges = [(each.source, each.charged_ns) for each in decided if each.charged_ns is not None]
+    if not charges:
+        return decision
+    if decision.charged_ns is None:
+        decision = decision_with(decision, charged_ns=charges[0][1])
+    decision.source = charges
+    return decision
+
+
+def _with_shadow_charges(decision: Decision, answers: Sequence[RuleAnswer]) -> Decision:
+    """Return a decision with the charges of shadow rules: a refund returns these too."""
+    found = [each for each in answers if isinstance(each, Decision)]
+    charges = [charge for each in (decision, *found) for charge in _charges_in(each)]
+    if not charges or not decision.allowed:
+        return decision
+    if decision.charged_ns is None:  # also a copy of the decision that all requests share
+        decision = decision_with(decision, charged_ns=charges[0][1])
+    decision.source = charges
+    return decision
+
+
+def _charges_in(decision: Decision) -> list[RuleCharge]:
+    """Return the rules that a decision charged, as the engine has kept them with it."""
+    source: RuleCheck | list[RuleCharge] | None = decision.source
+    if isinstance(source, list):
+        return source
+    if source is None or decision.charged_ns is None:
+        return []
+    return [(source, decision.charged_ns)]
 
 
 def _check_call(check: RuleCheck) -> Call:

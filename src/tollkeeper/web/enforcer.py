@@ -129,8 +129,9 @@ class Charge:
         self.is_settled = True
         wanted = self._wanted if counts else 0
         decision, result = self.decision, self._result
-        # A denied or a degraded decision spent nothing, so there is nothing to settle.
-        charged = decision.allowed and not decision.degraded and decision is not PASSED.decision
+        # A denied decision spent nothing, and neither did a failure policy: nothing to settle.
+        decided = not decision.degraded or decision.charged_ns is not None
+        charged = decision.allowed and decided and decision is not PASSED.decision
         if not charged or wanted == self._charged or (result and result.kind != "limited"):
             return None
         due = self._charged, wanted
@@ -391,7 +392,7 @@ class EnforcerCore:
             return
         try:
             # Not lost if the task is cancelled, as when the client closes the connection.
-            yield Undo(self._limiter.settle, charge.key, *due)
+            yield Undo(self._limiter.settle, charge.key, *due, charge.decision)
         except TollkeeperError as error:
             # Without the key, which may be a secret.
             LOG.warning("the final cost of a request could not be settled: %s", error)

@@ -197,19 +197,21 @@ def test_a_billion_a_year_loses_no_unit() -> None:
     ("now", "units", "used"),
     [
         (0, 1, 3),  # one of four
-        (0, 4, None),  # all of them: a full bucket
-        (0, 100, None),  # never above a full bucket
+        (0, 4, 0),  # all of them: a full bucket
+        (0, 100, 0),  # never above a full bucket
         (1.5, 1, 1.5),  # refilled units stay
-        (4, 1, None),  # already refilled
+        (4, 1, 0),  # already refilled
         (-5, 1, 3),  # a clock that went back refills nothing
         (0, 0, 4),  # a refund of nothing
     ],
 )
-def test_refund(now: float, units: int, used: float | None) -> None:
-    """Of 4 used at time 0, a refund leaves this many used; None is a full bucket."""
+def test_refund(now: float, units: int, used: float) -> None:
+    """Of 4 used at time 0, a refund leaves this many in use at its time."""
     state, _ = token_bucket.decide(None, FIVE_AT_ONE_A_SECOND, 0, 4)
-    after = token_bucket.refund(state, FIVE_AT_ONE_A_SECOND, int(now * 1_000_000_000), units, None)
-    assert (after and after[1]) == (used and int(used * MICROS_PER_UNIT))
+    now_ns = int(now * 1_000_000_000)
+    last_ns, left = token_bucket.refund(state, FIVE_AT_ONE_A_SECOND, now_ns, units, None) or (0, 0)
+    refilled = max(now_ns - last_ns, 0) // 1_000
+    assert max(left - refilled, 0) == int(used * MICROS_PER_UNIT)
 
 
 def test_refund_of_a_new_key_changes_nothing() -> None:
@@ -218,34 +220,38 @@ def test_refund_of_a_new_key_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("now", "charged", "units", "used"),
+    ("charged", "units", "used"),
     [
-        (0, 0, 4, None),  # at once: all of it
-        (1, 0, 4, None),  # 3 are in use, and 3 of the 4 were not refilled
-        (1, 0, 3, 1),  # of the 3 units, 1 was refilled
-        (1, 0, 1, 3),  # refilled already
-        (2, 1.5, 1, 1.5),  # half of it was refilled
-        (3, 0, 4, None),
-        (-5, 0, 1, 3),  # a clock that went back
-        (0, 9, 1, 3),  # a time that has not come yet: nothing was refilled since
+        (1.5, 2, 2.5),  # the last charge: all of it
+        (9, 2, 2.5),  # a time that has not come yet
+        (0, 4, 2),  # of the 4 units, 1.5 were refilled; the other 2.5 are returned
+        (0, 2, 4),  # half a unit was not refilled
+        (0, 1, 4.5),  # refilled already
+        (-9, 4, 4.5),
+        (0.5, 5, 0.5),
+        (1.5, 99, None),  # never above a full bucket
     ],
 )
+@pytest.mark.parametrize("now", [1.5, 2, 60, -5])
 def test_refund_returns_what_was_not_refilled(
     now: float, charged: float, units: int, used: float | None
 ) -> None:
-    """Of 4 used at time 0 at one a second, a refund leaves this many used."""
+    """Of 4 used at 0 s and 2 more at 1.5 s, 4.5 are in use then, at one unit a second. A refund of
+    a charge made at this second leaves this many of them, whenever it comes."""
     state, _ = token_bucket.decide(None, FIVE_AT_ONE_A_SECOND, 0, 4)
+    state, _ = token_bucket.decide(state, FIVE_AT_ONE_A_SECOND, 1_500_000_000, 2)
     now_ns, charged_ns = int(now * 1_000_000_000), int(charged * 1_000_000_000)
     after = token_bucket.refund(state, FIVE_AT_ONE_A_SECOND, now_ns, units, charged_ns)
-    left = after and after[1] - max(now_ns - after[0], 0) // 1_000
-    assert left == (used and int(used * MICROS_PER_UNIT))
+    assert (after and after[1]) == (used and int(used * MICROS_PER_UNIT))
+    assert after is None or after[0] == 1_500_000_000
 
 
 def test_refund_rounds_the_refill_up() -> None:
     """In a nanosecond a third of a micro-unit is refilled; a refund returns a whole one less."""
-    limit = Limit(1, per=0.003)
+    limit = Limit(1, per=0.003, capacity=2)
     state, _ = token_bucket.decide(None, limit, 0, 1)
-    assert token_bucket.refund(state, limit, 1, 1, 0) == (1, 1)
+    state, _ = token_bucket.decide(state, limit, 1, 1)
+    assert token_bucket.refund(state, limit, 1, 1, 0) == (1, 1_000_001)
 
 
 SIX_EVERY_THREE_SECONDS = Limit(2, per=1, capacity=10, refill_every=3)
@@ -313,23 +319,25 @@ def test_a_clock_that_goes_back_adds_no_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("now", "charged", "units", "left"),
+    ("charged", "units", "left"),
     [
-        (0, 0, 4, 4),  # at once: all of them
-        (2.9, 0, 8, 2),  # a part of a step counts as a whole one
-        (2.9, 0, 6, 0),
-        (3, 0, 8, 8),  # the step was refilled, and 2 were not
-        (3.1, 3.1, 3, 9),  # charged after the step
-        (3.1, 3.1, 9, 10),  # never more than is in use
-        (3.1, 0, 10, 6),  # two steps were started since
+        (4, 2, 6),  # the last charge: all of it
+        (3.5, 2, 6),  # charged after the step
+        (0, 10, 8),  # the step returned 6 of the 10
+        (0, 6, 4),  # the step returned all of them
+        (2.9, 8, 6),  # a part of a step counts as a whole one
+        (-0.1, 10, 4),  # two steps were started since
     ],
 )
+@pytest.mark.parametrize("now", [4, 5.9, -5])
 def test_a_refund_leaves_out_the_steps_since_the_charge(
     now: float, charged: float, units: int, left: int
 ) -> None:
-    """Of a bucket that was emptied at time 0, this many units are free after the refund."""
+    """A bucket is emptied at 0 s, refilled by 6 at 3 s, and charged 2 at 4 s. A refund of a charge
+    made at this second leaves this many units free until the next step."""
     limit = SIX_EVERY_THREE_SECONDS
     state, _ = token_bucket.decide(None, limit, 0, 10)
+    state, _ = token_bucket.decide(state, limit, 4 * 10**9, 2)
     now_ns, charged_ns = int(now * 10**9), int(charged * 10**9)
     after = token_bucket.refund(state, limit, now_ns, units, charged_ns)
     _, look = token_bucket.decide(after, limit, now_ns, 0)

@@ -81,26 +81,29 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
     return state, Outcome(False, (free + cost_micros) // MICROS_PER_UNIT, retry_ns, reset_ns, 0)
 
 
-def refund(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int | None) -> State:
+def refund(
+    state: State,
+    limit: Limit,
+    now_ns: int,  # noqa: ARG001 - every algorithm has the same signature
+    units: int,
+    charged_ns: int | None,
+) -> State:
     """Return `units`, without those that were refilled since `charged_ns`, to the bucket.
 
-    `charged_ns` is the time of the charge; with None, all units are returned.
+    `charged_ns` is the time of the charge; with None, all units are returned. The state keeps its
+    time: nothing was charged since, so a refund then and a refund now have the same effect. A
+    refund of the last charge is exact.
     """
     if state is None or units == 0:
         return state
     last_ns, used = state
-    numerator, denominator = limit.micros_numerator, limit.ns_denominator
-    step_ns = limit.refill_step_ns
-    at_ns = max(now_ns, last_ns)
-    elapsed_ns = (at_ns - last_ns) // step_ns * step_ns
-    used = min(used, limit.capacity * MICROS_PER_UNIT)
-    used -= elapsed_ns * numerator // denominator
-    if used <= 0:
-        return None
-    micros = min(units, limit.capacity) * MICROS_PER_UNIT
-    if charged_ns is not None and charged_ns < at_ns:
+    capacity = limit.capacity
+    micros = min(units, capacity) * MICROS_PER_UNIT
+    if charged_ns is not None and charged_ns < last_ns:
         # Rounds up: a part of a step or of a micro-unit that was refilled is not returned again.
-        micros += (charged_ns - at_ns) // step_ns * step_ns * numerator // denominator
+        elapsed_ns = (charged_ns - last_ns) // limit.refill_step_ns * limit.refill_step_ns
+        micros += elapsed_ns * limit.micros_numerator // limit.ns_denominator
         if micros <= 0:
             return state
-    return (last_ns + elapsed_ns, used - micros) if used > micros else None
+    used = min(used, capacity * MICROS_PER_UNIT) - micros
+    return (last_ns, used) if used > 0 else None

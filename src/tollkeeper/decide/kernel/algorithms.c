@@ -208,28 +208,22 @@ bool tk_decide(const tk_limit *limit, const tk_state *before, int64_t now_ns, in
     return true;
 }
 
-static void refund_bucket(const tk_limit *limit, const tk_state *before, int64_t now_ns,
-                          int64_t units, int64_t charged_ns, tk_state *after)
+static void refund_bucket(const tk_limit *limit, const tk_state *before, int64_t units,
+                          int64_t charged_ns, tk_state *after)
 {
-    int64_t at_ns = tk_max(now_ns, before->last_ns);
-    int64_t used = tk_min((int64_t)before->value, limit->capacity * TK_MICROS_PER_UNIT);
-    int64_t elapsed_ns = whole_steps(limit, at_ns - before->last_ns);
-    used -= drained(limit, elapsed_ns);
-    after->present = used > 0;
-    if (used <= 0)
-        return;
+    int64_t capacity = limit->capacity * TK_MICROS_PER_UNIT;
     int64_t micros = tk_min(units, limit->capacity) * TK_MICROS_PER_UNIT;
-    if (charged_ns != TK_NO_TIME && charged_ns < at_ns) {
+    if (charged_ns != TK_NO_TIME && charged_ns < before->last_ns) {
         /* Rounds up: a part of a step or of a micro-unit that was refilled is not returned again.
          */
-        int64_t since_ns = started_steps(limit, at_ns - charged_ns);
-        micros -= tk_mul_div_ceil(since_ns, limit->numerator, limit->denominator);
+        int64_t elapsed_ns = started_steps(limit, before->last_ns - charged_ns);
+        micros -= tk_mul_div_ceil(elapsed_ns, limit->numerator, limit->denominator);
         if (micros <= 0)
             return;
     }
-    after->present = used > micros;
-    after->last_ns = before->last_ns + elapsed_ns;
-    after->value = (uint64_t)tk_max(used - micros, 0);
+    int64_t used = tk_min((int64_t)before->value, capacity) - micros;
+    after->present = used > 0;
+    after->value = (uint64_t)tk_max(used, 0);
 }
 
 static int64_t window_start(const tk_limit *limit, int64_t time_ns)
@@ -294,7 +288,7 @@ uint32_t tk_refund(const tk_limit *limit, const tk_state *before, int64_t now_ns
     switch (limit->algorithm) {
     case TK_TOKEN_BUCKET:
     case TK_LEAKY_BUCKET:
-        refund_bucket(limit, before, now_ns, units, charged_ns, after);
+        refund_bucket(limit, before, units, charged_ns, after);
         break;
     case TK_FIXED_WINDOW:
         refund_fixed_window(limit, before, now_ns, units, charged_ns, after);

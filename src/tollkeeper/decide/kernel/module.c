@@ -9,6 +9,7 @@
 #include <stddef.h>
 #include <string.h>
 #include <structmember.h>
+#include <structmember.h>
 #include <unistd.h>
 
 #include "table.h"
@@ -24,7 +25,7 @@ static int bypass; /* a test has replaced the clock or switched limiting off */
 /* ---- Decision ---- */
 
 typedef struct {
-    PyObject_HEAD PyObject *policy, *rule;
+    PyObject_HEAD PyObject *policy, *rule, *source;
     int64_t remaining, retry_after_ns, reset_after_ns, delay_ns, charged_ns, decided_ns, granted;
     bool allowed;
 } decision_object;
@@ -47,6 +48,7 @@ static PyObject *make_decision(PyObject *limits, PyObject *rule, const tk_decisi
     }
     self->policy = Py_NewRef(PyTuple_GET_ITEM(limits, decided->speaker));
     self->rule = Py_NewRef(rule);
+    self->source = NULL;
     self->allowed = decided->allowed;
     self->remaining = decided->remaining;
     self->retry_after_ns = decided->retry_after_ns;
@@ -62,6 +64,7 @@ static void decision_dealloc(decision_object *self)
 {
     Py_DECREF(self->policy);
     Py_DECREF(self->rule);
+    Py_XDECREF(self->source);
     if (spare_count < SPARE_MAX)
         spare[spare_count++] = self;
     else
@@ -170,6 +173,12 @@ static PyGetSetDef decision_attributes[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
+/* Set by the rule engine; None before. */
+static PyMemberDef decision_members[] = {
+    {"source", T_OBJECT, offsetof(decision_object, source), 0, "What a refund of it needs."},
+    {NULL, 0, 0, 0, NULL},
+};
+
 static int decision_bool(PyObject *self) { return ((decision_object *)self)->allowed; }
 
 static PyObject *decision_to_repr(PyObject *self)
@@ -224,6 +233,7 @@ static PyTypeObject decision_type = {
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .tp_dealloc = (destructor)decision_dealloc,
     .tp_getset = decision_attributes,
+    .tp_members = decision_members,
     .tp_methods = decision_methods,
     .tp_as_number = &decision_number,
     .tp_repr = decision_to_repr,

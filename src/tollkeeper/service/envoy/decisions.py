@@ -33,6 +33,9 @@ OVERRIDES_MAX: Final = 1_024
 # The name under which they are counted, beside the IDs of rules.
 OVERRIDE_NAME: Final = "envoy.descriptor"
 
+# A check to refund, and the decision that charged it; None for units that the caller reports.
+ChargedCheck = tuple[DescriptorCheck, Decision | None]
+
 _NOTHING_PASSES: Final = CheckResult(
     Decision(False, UNLIMITED, 0, DENIED_NS, DENIED_NS, rule=OVERRIDE_NAME), kind="blocked"
 )
@@ -64,7 +67,7 @@ class Decider:
 
     async def _one_by_one(self, checks: Sequence[DescriptorCheck]) -> list[CheckResult]:
         found = {at: await self.look(each) for at, each in enumerate(checks) if each.units == 0}
-        charged: list[DescriptorCheck] = []
+        charged: list[ChargedCheck] = []
         try:
             await self._charge(checks, found, charged)
         except BaseException:
@@ -82,14 +85,14 @@ class Decider:
         self,
         checks: Sequence[DescriptorCheck],
         found: dict[int, CheckResult],
-        charged: list[DescriptorCheck],
+        charged: list[ChargedCheck],
     ) -> None:
         """Charge the checks that spend, until one is denied; add descriptor limits to `charged`."""
         ruled = [at for at, each in enumerate(checks) if _is_plain(each)]
         for at, each in enumerate(checks):
             if each.spends and each.override is not None and _all_pass(found):
                 found[at] = await self._by_own(each, each.override, spend=True)
-                charged += [each] if was_charged(found[at]) else []
+                charged += [(each, found[at].decision)] if was_charged(found[at]) else []
         if ruled and _all_pass(found):
             results = await self._by_rules([checks[at] for at in ruled])
             found.update(zip(ruled, results, strict=True))
@@ -135,20 +138,20 @@ class Decider:
             )
         return limiter
 
-    async def give_back(self, checks: Iterable[DescriptorCheck]) -> None:
+    async def give_back(self, checks: Iterable[ChargedCheck]) -> None:
         """Refund the checks. If the store is unavailable, the units stay spent."""
-        for each in checks:
+        for each, decision in checks:
             if counted := self._counted(each):
                 with suppress(StoreError):
                     # Shielded: a call that is cancelled now must still refund.
-                    await asyncio.shield(counted[0].refund(counted[1], each.units))
+                    await asyncio.shield(counted[0].refund(counted[1], each.units, decision))
 
     async def _return(self, check: DescriptorCheck) -> None:
         """Return units that the caller reports, as far as the scope of its token permits."""
         if (
             not check.scope or check.override is not None
         ):  # a descriptor limit counts this descriptor alone
-            await self.give_back([check])
+            await self.give_back([(check, None)])
             return
         with suppress(StoreError):
             await asyncio.shield(give_back(self._limiter, check.scope, check.request, check.units))
@@ -168,7 +171,7 @@ def _is_plain(check: DescriptorCheck) -> bool:
 
 def was_charged(result: CheckResult) -> bool:
     """Return True if a refund is needed to undo the result."""
-    return result.kind == "limited" and result.decision.allowed and not result.decision.degraded
+    return result.decision.charged_ns is not None
 
 
 def _all_pass(found: Mapping[int, CheckResult]) -> bool:

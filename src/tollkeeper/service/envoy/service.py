@@ -186,7 +186,7 @@ class RateLimitService:
     ) -> list[CheckResult]:
         """Wait for the delay and return the results; deny them if the deadline is earlier."""
         charged = [
-            each
+            (each, result.decision)
             for each, result in zip(checks, results, strict=True)
             if each.spends and was_charged(result)
         ]

@@ -232,6 +232,5 @@ async def _hold(
 
 
 async def _refund(context: ServiceContext, request: Request, result: CheckResult) -> None:
-    if not result.decision.degraded:
-        with suppress(StoreError):
-            await context.limiter.refund(request)
+    with suppress(StoreError):
+        await context.limiter.refund(request, 1, result.decision)

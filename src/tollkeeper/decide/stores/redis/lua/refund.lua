@@ -57,12 +57,9 @@ end
 local function refunded(g, last, a, b, units, charged)
     local kind, window = gate[g + KIND], gate[g + WINDOW]
     if kind == BUCKET then
-        local used, refilled = used_now(g, last, a, now)
-        if used <= 0 then
-            return
-        end
-        local micros = min(units, gate[g + CAPACITY]) * MICROS_PER_UNIT
-        local elapsed = charged and max(last, now) - charged or 0
+        local capacity = gate[g + CAPACITY]
+        local micros = min(units, capacity) * MICROS_PER_UNIT
+        local elapsed = charged and last - charged or 0
         -- Rounded up to whole steps.
         elapsed = math.ceil(elapsed / gate[g + STEP]) * gate[g + STEP]
         if elapsed >= gate[g + FULL] then
@@ -73,10 +70,11 @@ local function refunded(g, last, a, b, units, charged)
                 multiply_divide(elapsed, gate[g + NUMERATOR], gate[g + DENOMINATOR])
             micros = micros - refill - (rest > 0 and 1 or 0)
         end
+        local used = min(a, capacity * MICROS_PER_UNIT) - micros
         if micros <= 0 then
             return last, a
-        elseif used > micros then
-            return refilled, used - micros
+        elseif used > 0 then
+            return last, used
         end
     elseif kind == FIXED then
         charged = charged or max(last, now)
