@@ -13,7 +13,7 @@ from tests.redis_servers import running
 from tollkeeper import CapacityError, StoreError, StoreUnavailable
 from tollkeeper.core.model import ALGORITHM_NAMES, Decision, Limit
 from tollkeeper.decide.algorithms import Outcome
-from tollkeeper.decide.combine import combine, combine_decisions
+from tollkeeper.decide.combine import check_in_turn, combine, combine_decisions
 from tollkeeper.decide.store import Answer, Gate, Store
 from tollkeeper.decide.stores import open_store
 from tollkeeper.testing import ManualClock
@@ -293,3 +293,34 @@ def _essence(answer: Answer) -> tuple[bool, int, int]:
     assert not isinstance(answer, StoreError)
     # Redis has a clock of microseconds.
     return answer.allowed, answer.remaining, -(-answer.retry_after_ns // 1_000)
+
+
+class RacedGate:
+    """A gate whose last unit another client takes right after each peek; it counts checks."""
+
+    def __init__(self, gate: Gate, raced: bool) -> None:
+        self._gate = gate
+        self._raced = raced
+        self.checks = 0
+
+    def peek(self, subject: str, cost: int) -> Decision:
+        decision = self._gate.peek(subject, cost)
+        if self._raced:
+            self._gate.check(subject, decision.remaining)
+        return decision
+
+    def check(self, subject: str, cost: int) -> Decision:
+        self.checks += 1
+        return self._gate.check(subject, cost)
+
+
+def test_the_subject_with_the_least_room_is_charged_first(clock: ManualClock) -> None:
+    """A request that loses the race for its user's last units never charges the tenant."""
+    store = open_store("memory://", clock)
+    user, tenant = gates_of(store)
+    raced: Any = RacedGate(user, raced=True)
+    shared: Any = RacedGate(tenant, raced=False)
+    answers = check_in_turn([(shared, "t:1", 1), (raced, "u:1", 1)])
+    assert [not isinstance(each, StoreError) and each.allowed for each in answers] == [True, False]
+    assert (shared.checks, raced.checks) == (0, 1)
+    store.close()

@@ -6,11 +6,13 @@ allows, then the least remaining, then the longest time to retry and to reset. A
 always reports a limit that denied: each of those has less remaining than the cost, and each limit
 that would have allowed the request has at least the cost.
 
-`check_in_turn` decides several subjects of one request in memory: all pass, or none is charged. It
-peeks at every subject first and charges only if all of them have room. Another thread may spend in
-between. Then the units that were already charged are refunded. A check that the store cannot decide
-(its table is full) says nothing about the others: they are decided, and charged if the caller
-declares the failed one optional. Redis decides the subjects inside one script call instead.
+`check_in_turn` decides several subjects of one request in memory: all pass, or none is charged.
+It peeks at every subject first and charges only if all of them have room, the one with the least
+room first. Another thread or process may spend in between. If that took the last units of the
+first subject, nothing is charged. Otherwise the units that were already charged are refunded. A
+check that the store cannot decide (its table is full) says nothing about the others: they are
+decided, and charged if the caller declares the failed one optional. Redis decides the subjects in
+one script call instead.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from tollkeeper.core.errors import StoreError
-from tollkeeper.core.model import Decision, Limit, decision_with
+from tollkeeper.core.model import UNITS_MAX, Decision, Limit, decision_with
 from tollkeeper.decide.store import Answer, GateCheck
 
 
@@ -110,7 +112,7 @@ def _tightness(answer: Decision) -> tuple[bool, int, int, int]:
 def check_in_turn(checks: Sequence[GateCheck], optional: Collection[int] = ()) -> list[Answer]:
     """Check each (gate, subject, cost) on gates that answer at once; see Store.check_together."""
     answers: list[Answer] = []
-    passes = True
+    passes, least, first = True, UNITS_MAX, 0
     for at, (gate, subject, cost) in enumerate(checks):
         try:
             decision = gate.peek(subject, cost)
@@ -120,15 +122,18 @@ def check_in_turn(checks: Sequence[GateCheck], optional: Collection[int] = ()) -
         else:
             answers.append(decision)
             passes = passes and decision.allowed
+            if decision.remaining < least:
+                least, first = decision.remaining, at
     if not passes:
         return answers
     looks = list(answers)
     charged: list[tuple[int, int | None]] = []
     passes = False
     try:
-        for at, (gate, subject, cost) in enumerate(checks):
+        for at in range(len(checks)) if not first else _with_first(first, len(checks)):
             if isinstance(looks[at], StoreError):
                 continue
+            gate, subject, cost = checks[at]
             try:
                 decision = gate.check(subject, cost)
             except StoreError as error:  # no room for a new state
@@ -147,3 +152,7 @@ def check_in_turn(checks: Sequence[GateCheck], optional: Collection[int] = ()) -
             gate.refund(subject, cost, charged_ns)
             answers[at] = looks[at]
     return answers
+
+
+def _with_first(first: int, count: int) -> list[int]:
+    return [first, *range(first), *range(first + 1, count)]

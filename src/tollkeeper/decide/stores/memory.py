@@ -102,7 +102,8 @@ class PythonMemoryStore:
         self._closed = False
         self.checks = Busiest()
         self._tables: dict[tuple[str, str], _Table] = {}
-        self._lock = threading.Lock()
+        # Reentrant: `check_together` holds it while it calls gates.
+        self._lock = threading.RLock()
 
     def gate(self, limits: Sequence[Limit], rule: str) -> MemoryGate:
         with self._lock:
@@ -113,7 +114,8 @@ class PythonMemoryStore:
     def check_together(
         self, checks: Sequence[GateCheck], optional: Collection[int] = ()
     ) -> list[Answer]:
-        return check_in_turn(checks, optional)
+        with self._lock:  # in one step: no other thread sees a charge that is refunded
+            return check_in_turn(checks, optional)
 
     def sweep(self) -> int:
         now_ns = self._clock.now_ns()
@@ -217,7 +219,7 @@ class MemoryGate:
         limits: tuple[Limit, ...],
         tables: list[_Table],
         rule: str,
-        lock: threading.Lock,
+        lock: threading.RLock,
     ) -> None:
         self.limits = limits
         self._store = store
