@@ -415,13 +415,15 @@ def test_a_request_is_settled_if_the_client_disconnects() -> None:
     assert remaining(limit) == 5
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["at once", "in the stream"])
-def test_an_application_that_raises_counts_as_a_500(late: bool) -> None:
-    """Its error reaches the server."""
+@pytest.mark.parametrize("late", ["at once", "in the stream", "after a status"])
+def test_an_application_that_raises_counts_as_a_500(late: str) -> None:
+    """Its error reaches the server. A status that was not sent is not the outcome."""
 
     def app(environ: Any, start_response: Any) -> Iterable[bytes]:
-        if not late:
+        if late == "at once":
             raise RuntimeError("oh")
+        if late == "after a status":
+            start_response("200 OK", [])
         return stream()
 
     def stream() -> Iterator[bytes]:

@@ -234,8 +234,10 @@ class RuleEngine:
     def decide(self, plan: CheckPlan, request: Request) -> Decided:
         """Charge a request in this thread, if all of its rules have room."""
         checks = plan.enforced
-        if not checks or plan.shadowed or self.penalties.gates:
+        if plan.shadowed or self.penalties.gates:
             return run(self._decide(plan, request))
+        if not checks:
+            return self._without_limits(plan), ()
         try:
             if len(checks) == 1:
                 check = checks[0]
@@ -254,8 +256,10 @@ class RuleEngine:
     async def decide_async(self, plan: CheckPlan, request: Request) -> Decided:
         """Charge a request on asyncio, if all of its rules have room."""
         checks = plan.enforced
-        if len(checks) != 1 or plan.shadowed or self.penalties.gates:
+        if len(checks) > 1 or plan.shadowed or self.penalties.gates:
             return await run_async(self._decide(plan, request))
+        if not checks:
+            return self._without_limits(plan), ()
         check = checks[0]
         start_ns = perf_counter_ns()
         try:

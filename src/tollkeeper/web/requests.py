@@ -350,6 +350,8 @@ def routes_in(app: Any) -> list[Any] | None:
         if isinstance(routes, list):
             return routes
         app = getattr(app, "app", None)
+        if app is None:
+            break
     return None
 
 
