@@ -297,7 +297,7 @@ class Penalties:
                     continue
                 self.tracker.note_cooldown(key, now_ns, left_ns)
             if left_ns:
-                return (check, self._denied(check, gates, left_ns)), failures
+                return (check, self._denied(check, gates, left_ns, now_ns)), failures
         return None, failures
 
     def look(self, check: RuleCheck) -> Steps[Decision | None]:
@@ -313,13 +313,22 @@ class Penalties:
         if not left_ns:
             return None
         self.tracker.note_cooldown(_key(check), now_ns, left_ns)
-        return self._denied(check, gates, left_ns)
+        return self._denied(check, gates, left_ns, now_ns)
 
-    def _denied(self, check: RuleCheck, gates: PenaltyGates, left_ns: int) -> Decision:
+    def _denied(self, check: RuleCheck, gates: PenaltyGates, left_ns: int, now_ns: int) -> Decision:
         is_block = left_ns > gates.all_cooldowns_ns or self.tracker.is_block(_key(check))
         kind: PenaltyKind = "block" if is_block else "cooldown"
         limit = check.prepared.limits[0]
-        return Decision(False, limit, 0, left_ns, left_ns, rule=check.rule.id, penalty=kind)
+        return Decision(
+            allowed=False,
+            policy=limit,
+            remaining=0,
+            retry_after_ns=left_ns,
+            reset_after_ns=left_ns,
+            rule=check.rule.id,
+            decided_ns=now_ns,
+            penalty=kind,
+        )
 
     def penalise(self, plan: CheckPlan, decision: Decision) -> Steps[None]:
         """Give a penalty if the subject of this denial has not waited too often."""
