@@ -300,15 +300,24 @@ def test_rules_are_indexed_by_what_distinguishes_them(monkeypatch: pytest.Monkey
 
 
 def test_the_memo_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of cached results is bounded, and long paths are never cached."""
+    """The number of cached results is bounded, and long values are never cached."""
     monkeypatch.setattr(table_module, "MEMO_MAX", 4)
-    table = RuleTable([rule("a", endpoint="/a/*")])
+    conditions: dict[str, Any] = {"attributes": {"region": ("*",)}}
+    table = RuleTable(
+        [rule("a", endpoint="/a/*"), rule("b", api_key="*"), rule("c", by="ip", **conditions)]
+    )
     for number in range(50):
         assert table.match(Request(endpoint=f"/a/{number}"), None)
         assert 1 <= len(table._memo) <= 4
-    long = "/a/" + "x" * table_module.MEMO_PATH_LENGTH_MAX
+    long = "/a/" + "x" * table_module.MEMO_VALUE_LENGTH_MAX
     before = dict(table._memo)
-    assert table.match(Request(endpoint=long), None)
+    for each in (
+        Request(endpoint=long),
+        Request(api_key=long),
+        Request(attributes={"region": long}),
+        Request(endpoint="/a/1", method=long),
+    ):
+        assert table.match(each, None)
     assert table._memo == before
     table.forget()
     assert not table._memo

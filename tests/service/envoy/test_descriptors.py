@@ -124,6 +124,22 @@ def test_a_value_that_does_not_fit_a_key_has_a_digest(value: str | bytes) -> Non
     assert found != value
 
 
+@pytest.mark.parametrize("key", ["api_key", "region"])
+@pytest.mark.parametrize(
+    "value", ["sk_revoked_" + "x" * 300, "sk_revoked_\x07", b"sk_revoked_\xff"]
+)
+def test_lists_match_a_value_that_is_counted_by_its_digest(key: str, value: str | bytes) -> None:
+    """Otherwise a long key would evade the deny list."""
+    request = request_of("shop", [("user", "ann"), (key, value)])
+    assert "sk_revoked" not in repr(request)
+    rules = {"version": 1, "rules": [{"id": "a", "by": [key], "limits": ["1/hour"]}]}
+    with Limiter.from_rules({**rules, "deny": [f"{key}:sk_revoked_*"]}) as limiter:
+        assert limiter.evaluate(request).kind == "blocked"
+    with Limiter.from_rules(rules) as limiter:
+        assert limiter.evaluate(request).counted[0][0].startswith(f"{key}:#")
+    assert request_of("shop", [("user", "ann")]).matched_as is None
+
+
 def test_two_values_never_share_a_digest_or_a_text() -> None:
     """A value that looks like another's digest is not counted with it."""
     long = "x" * 1000

@@ -51,8 +51,8 @@ from tollkeeper.rules.matching.patterns import (
 )
 
 MEMO_MAX: Final = 8_192
-# A longer path is never cached: clients must not fill the memory with long paths.
-MEMO_PATH_LENGTH_MAX: Final = 256
+# A request with a longer value is never cached: clients must not fill the memory.
+MEMO_VALUE_LENGTH_MAX: Final = 256
 _ROLLOUT_STEPS_PER_CENT: Final = 100
 _TEXTS: Final = frozenset({str, NoneType})
 
@@ -506,7 +506,7 @@ class RuleTable:
             matched += _matching(candidates, path, values) if candidates else ()
         if len(paths) > 1:
             matched = _different(matched)
-        if endpoint is None or len(endpoint) <= MEMO_PATH_LENGTH_MAX:
+        if all(value is None or len(value) <= MEMO_VALUE_LENGTH_MAX for value in key):
             if len(self._memo) >= MEMO_MAX:
                 self._memo.clear()
             self._memo[key] = matched
