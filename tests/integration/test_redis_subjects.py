@@ -193,3 +193,28 @@ async def test_a_dead_shard_does_not_switch_off_rules_of_other_shards() -> None:
             # What the tenant's rule denies is exact.
             assert [each.degraded for each in of_one] == [True] * 5 + [False] * 4
         await awaited.close()
+
+
+@both_wires
+def test_one_key_that_fails_in_a_call_of_several_leaves_the_others_charged(
+    wire: str, key: str
+) -> None:
+    """A limiter without rules: the failure policy answers for the key that failed only."""
+    server: Any = running("single")
+    broken, well = f"{key} broken", f"{key} well"
+    server.admin.set(f"tk:{{{broken}}}", "text")
+    how: Any = {"store": store_of(server.uri), "name": "several"}
+    limits = Limit(3, per=YEAR, algorithm="fixed_window")
+    checks = [(broken, 1), (well, 1)]
+    if wire == "threads":
+        found = Limiter(limits, **how).evaluate_all(checks)
+    else:
+        found = asyncio.run(AsyncLimiter(limits, **how).evaluate_all(checks))
+    decisions = [each.decision for each in found]
+    assert [(each.allowed, each.degraded) for each in decisions] == [(True, True), (True, False)]
+    closed = Limiter(limits, on_failure="closed", **how)
+    denied = [each.decision for each in closed.evaluate_all(checks)]
+    assert [(each.allowed, each.degraded) for each in denied] == [(False, True), (True, False)]
+    assert closed.peek(well).remaining == 2
+    server.admin.delete(f"tk:{{{broken}}}")
+    how["store"].close()

@@ -514,3 +514,5 @@ def test_an_outage_does_not_lift_the_limit_of_a_rule(clock: ManualClock) -> None
     assert [each.allowed for each in found] == [True, True, False]
     assert [(each.rule, each.remaining) for each in found[:2]] == [("service", 1), ("service", 0)]
     assert all(each.degraded for each in found)
+    # The denied one was refunded.
+    assert [rule.decision.remaining for rule in limiter.explain(ann).rules if rule.decision] == [98]

@@ -785,6 +785,9 @@ def test_several_requests_apply_failure_policies_by_rule(
         limiter.evaluate_all([(Request(user="ann", tenant="other"), 2)])
     found = limiter.evaluate_all([(ALL, 1), (bob, 1)])
     assert [each.decision.allowed for each in found] == allowed
+    # A caller that settles a request has nothing to refund if nothing stayed charged.
+    charged = [each.decision.charged_ns is not None for each in found]
+    assert charged == [all(allowed)] * 2
     fail(limiter)
     assert left(limiter.explain(bob))[1] == remaining
 

@@ -158,7 +158,9 @@ class LimiterPath:
         if passes and not all(decisions):  # the limits of this machine deny
             for (gate, subject, units), answer in zip(charges, answers, strict=True):
                 if not isinstance(answer, StoreError) and answer.charged_ns is not None:
-                    yield Undo(gate.refund, subject, units, answer.charged_ns)
+                    with suppress(StoreError):
+                        yield Undo(gate.refund, subject, units, answer.charged_ns)
+            decisions = [decision_with(decision, charged_ns=None) for decision in decisions]
         return [self.result_of(decision) for decision in decisions]
 
     def _unlimited(self) -> Decision:

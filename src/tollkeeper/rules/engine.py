@@ -627,6 +627,7 @@ class RuleEngine:
                     with suppress(StoreError):
                         charged_ns = answer.charged_ns
                         yield Undo(check.gate.refund, check.gate_subject, check.units, charged_ns)
+            decisions = [decision_with(decision, charged_ns=None) for decision in decisions]
         return decisions
 
     def _decision(
