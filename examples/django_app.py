@@ -66,10 +66,14 @@ async def search(_request: Any) -> JsonResponse:
     return JsonResponse({"found": ["an order"]})
 
 
-# Only failed logins count. A user with the right password may log in any number of times.
+# Only failed logins count. A user with the right password may log in any number of times. While the
+# store is unavailable, every login gets a 503: clients cannot guess passwords without a limit.
 @method_decorator(
     rate_limit(
-        "3/hour", key=lambda request: request.native.POST.get("user"), count=lambda s: s == 401
+        "3/hour",
+        key=lambda request: request.native.POST.get("user"),
+        count=lambda s: s == 401,
+        on_failure="closed",
     ),
     name="dispatch",
 )

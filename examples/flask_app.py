@@ -41,10 +41,14 @@ async def search() -> Response:
     return jsonify(found=["an order"])
 
 
-# Only failed logins count. A user with the right password may log in any number of times.
+# Only failed logins count. A user with the right password may log in any number of times. While the
+# store is unavailable, every login gets a 503: clients cannot guess passwords without a limit.
 @app.post("/login")
 @limit(
-    "3/hour", key=lambda request: request.native.form["user"], count=lambda status: status == 401
+    "3/hour",
+    key=lambda request: request.native.form["user"],
+    count=lambda status: status == 401,
+    on_failure="closed",
 )
 def login() -> tuple[Response, int]:
     right = USERS.get(request.form["user"]) == request.form["password"]
