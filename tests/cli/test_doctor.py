@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 
 from tests.redis_servers import Cluster, Sentinels, Single, Tls, User, running, until
-from tollkeeper import Limiter
+from tollkeeper import Limit, Limiter
 from tollkeeper.cli.doctor import CHECKS, SCRIPT_COMMANDS, DoctorReport, examine
 from tollkeeper.decide import kernel
 from tollkeeper.decide.stores.redis.findings import HealthFinding
@@ -311,7 +311,7 @@ def test_shared_file(tmp_path: Path) -> None:
     uri = f"shared://{path}?capacity=1"
     with Limiter("5/hour", store=uri, on_failure="closed") as limiter:
         report = examine(uri)
-        assert checks(report) == ["file", "kernel", "capacity"]
+        assert checks(report) == ["file", "kernel", "capacity", "logs"]
         assert (not_ok(report), report.exit_code) == ({}, 0)
         limiter.check("a")
         assert finding(examine(uri), "capacity").found.startswith("1 of ")
@@ -321,6 +321,20 @@ def test_shared_file(tmp_path: Path) -> None:
         report = examine(uri)
         assert not_ok(report) == {"capacity": "warning"}
         assert f"shared://{path}?capacity=" in finding(report, "capacity").remedy
+
+
+def test_shared_file_without_room_for_logs(tmp_path: Path) -> None:
+    """The finding is about the logs and not about the capacity, of which enough is left."""
+    path = tmp_path / "api.limits"
+    uri = f"shared://{path}?log_bytes=4096"
+    log = Limit(5, per=3600, algorithm="sliding_window_log")
+    with Limiter(log, store=uri, on_failure="closed") as limiter:
+        while not limiter.check(f"user:{limiter.stats().states}").degraded:
+            pass
+        report = examine(uri)
+        assert not_ok(report) == {"logs": "warning"}
+        assert finding(report, "logs").found.startswith("3,328 of 4,096 bytes")
+        assert f"shared://{path}?log_bytes=8192" in finding(report, "logs").remedy
 
 
 def test_missing_shared_file_is_not_created(tmp_path: Path) -> None:

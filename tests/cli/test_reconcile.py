@@ -19,7 +19,7 @@ from typer.testing import Result
 
 from tests.cli.stub_service import run as run_command
 from tests.redis_servers.ports import free_port
-from tollkeeper import Limiter
+from tollkeeper import Limit, Limiter
 from tollkeeper.cli.reconcile import (
     ReconcileFinding,
     ReconcileOptions,
@@ -101,6 +101,19 @@ def test_full_file_is_a_finding(tmp_path: Path) -> None:
     assert (finding.level, report.exit_code) == ("warning", 1)
     assert "new ones were rejected" in finding.what
     assert "capacity=" in finding.remedy
+
+
+def test_file_without_room_for_logs_is_a_finding(tmp_path: Path) -> None:
+    """The remedy is more memory for logs; the capacity is not the problem."""
+    uri = f"shared://{tmp_path}/limits?log_bytes=4096"
+    log = Limit(5, per=3600, algorithm="sliding_window_log")
+    with Limiter(log, store=uri, on_failure="open") as limiter:
+        for number in range(100):
+            limiter.check(f"user:{number}")
+        report = reconcile(ReconcileOptions(uri))
+    (logs,), (occupancy,) = found(report, "logs"), found(report, "occupancy")
+    assert (logs.level, occupancy.level) == ("warning", "ok")
+    assert "log_bytes=8192" in logs.remedy
 
 
 @pytest.mark.parametrize(

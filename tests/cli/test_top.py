@@ -41,6 +41,8 @@ tollkeeper_rules_info{{version="abc"}} 1
 tollkeeper_build_info{{version="1.2"}} 1
 tollkeeper_store_states 850
 tollkeeper_store_states_max 1000
+tollkeeper_store_log_bytes 750
+tollkeeper_store_log_bytes_max 1000
 tollkeeper_workers 2
 {extra}"""
 
@@ -100,7 +102,7 @@ def test_workers_with_different_rules() -> None:
 
 
 def test_problems_are_shown() -> None:
-    """The frame shows an unavailable store, unreadable rules and a full table."""
+    """The frame shows an unavailable store, unreadable rules, a full table and full logs."""
     ready = {
         **READY,
         "rules": {"version": "abc", "age_seconds": 90, "error": "limits.yaml:3:1: no"},
@@ -109,7 +111,8 @@ def test_problems_are_shown() -> None:
     text = "\n".join(shown(frame("", metrics(denied=4), ready=ready)))
     for words in (
         *("limits.yaml:3:1: no", "confirmed 1.5 min ago", "unavailable: no answer in time"),
-        *("850 states of 1,000 (85%)", "2.0/s timeout", "10.0.0.6:6379 open (opened 3 times)"),
+        *("850 states of 1,000 (85%)", "logs 75%", "2.0/s timeout"),
+        "10.0.0.6:6379 open (opened 3 times)",
     ):
         assert words in text, words
 

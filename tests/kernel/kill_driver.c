@@ -196,7 +196,8 @@ static int kill_here_and_there(tk_table *table, const scene *s, long instruction
         tk_hash subject = tk_subject_hash(table, s->name, strlen(s->name));
         prepare(table, subject, s, before);
         pid_t child = start_child(table, subject, s);
-        REQUIRE(run_child(child, at), "%s ended before instruction %ld", s->name, at);
+        if (!run_child(child, at))
+            break; /* the walk's call was longer: it was the first to split a free block */
         inside += stands_inside(table, subject, s);
         kill(child, SIGKILL);
         REQUIRE(waitpid(child, NULL, 0) == child, "%s", strerror(errno));

@@ -37,6 +37,7 @@ static inline tk_limit make_limit(tk_algorithm algorithm, int64_t limit, int64_t
         .numerator = limit * TK_MICROS_PER_UNIT / common,
         .denominator = window_ns / common,
         .salt = {tk_mix(id + 1), tk_mix(~id)},
+        .rule = tk_mix(id),
     };
 }
 

@@ -29,7 +29,7 @@ from tollkeeper.cli.common import (
 from tollkeeper.core.errors import ConfigError, StoreError, StoreUnavailable
 from tollkeeper.core.version import __version__
 from tollkeeper.decide import kernel
-from tollkeeper.decide.store import Store, StoreStats
+from tollkeeper.decide.store import LOG_FULLNESS_HIGH, Store, StoreStats
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.redis.config import SCHEMES as REDIS_SCHEMES
 from tollkeeper.decide.stores.redis.config import RedisConfig
@@ -189,19 +189,33 @@ def _examine_shared(uri: str, options: dict[str, object]) -> DoctorReport:
         wrong = HealthFinding("file", "problem", str(error), remedy)
         return DoctorReport(uri, (wrong,), usable=False)
     with closing(store):
-        capacity = _capacity(store.stats(), parts.path)
-    found = f"{path} exists and has the current format"
-    return DoctorReport(uri, (HealthFinding("file", "ok", found), _kernel(), capacity), usable=True)
+        stats = store.stats()
+    found = HealthFinding("file", "ok", f"{path} exists and has the current format")
+    findings = (found, _kernel(), _capacity(stats, parts.path), _logs(stats, parts.path))
+    return DoctorReport(uri, findings, usable=True)
 
 
 def _capacity(stats: StoreStats, path: str) -> HealthFinding:
     found = f"{stats.states:,} of {stats.states_max:,} states"
-    if stats.fullness < FULLNESS_HIGH and not stats.refused:
+    explained = stats.log_fullness >= LOG_FULLNESS_HIGH  # by the lack of memory for logs
+    if stats.fullness < FULLNESS_HIGH and (not stats.refused or explained):
         return HealthFinding("capacity", "ok", found)
     found += f"; {stats.refused:,} new ones were rejected because the file was full"
     larger = f"shared://{path}?capacity={2 * stats.states_max}"
     remedy = f"stop the service, delete the file, and start it with {larger}"
     return HealthFinding("capacity", "warning", found, remedy)
+
+
+def _logs(stats: StoreStats, path: str) -> HealthFinding:
+    found = f"{stats.log_bytes:,} of {stats.log_bytes_max:,} bytes for sliding window logs"
+    if stats.log_fullness < LOG_FULLNESS_HIGH:
+        return HealthFinding("logs", "ok", found)
+    larger = f"shared://{path}?log_bytes={2 * stats.log_bytes_max}"
+    remedy = (
+        f"stop the service, delete the file, and start it with {larger}; or use "
+        f"sliding_window_counter for large limits"
+    )
+    return HealthFinding("logs", "warning", found, remedy)
 
 
 def _examine_missing(uri: str, path: Path) -> DoctorReport:

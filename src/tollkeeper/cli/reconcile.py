@@ -54,6 +54,7 @@ from tollkeeper.cli.service_client import (
 from tollkeeper.core.errors import ConfigError, StoreError, TollkeeperError, show
 from tollkeeper.core.model import BUCKETS, Limit, Limits
 from tollkeeper.core.version import __version__
+from tollkeeper.decide.store import LOG_FULLNESS_HIGH, StoreStats
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.redis.codec import field_of, id_of
 from tollkeeper.decide.stores.redis.config import SCHEMES as REDIS_SCHEMES
@@ -508,16 +509,26 @@ def _check_shared(
     usage = f"{stats.states:,} of {stats.states_max:,} states are in use"
     if stats.refused:
         usage += f"; {stats.refused:,} new ones were rejected because the file was full"
-    full = stats.fullness >= FULLNESS_HIGH or bool(stats.refused)
+    explained = stats.log_fullness >= LOG_FULLNESS_HIGH  # by the lack of memory for logs
+    full = stats.fullness >= FULLNESS_HIGH or (bool(stats.refused) and not explained)
     larger = f"shared://{path}?capacity={2 * stats.states_max}"
     remedy = f"stop the service, delete the file, and start it with {larger}" if full else ""
     found.append(ReconcileFinding("occupancy", "warning" if full else "ok", usage, where, remedy))
+    found.append(_log_occupancy(stats, path))
     if swept:
         found.append(
             ReconcileFinding("swept", "ok", f"{swept:,} expired states were removed", where)
         )
     counted = {"states": stats.states, "states_max": stats.states_max, "bytes": stats.bytes}
     return options.store.partition("?")[0], found, counted
+
+
+def _log_occupancy(stats: StoreStats, path: Path) -> ReconcileFinding:
+    full = stats.log_fullness >= LOG_FULLNESS_HIGH
+    usage = f"{stats.log_bytes:,} of {stats.log_bytes_max:,} bytes for sliding window logs"
+    larger = f"shared://{path}?log_bytes={2 * stats.log_bytes_max}"
+    remedy = f"stop the service, delete the file, and start it with {larger}" if full else ""
+    return ReconcileFinding("logs", "warning" if full else "ok", usage, (str(path),), remedy)
 
 
 # ── Redis ──────────────────────────────────────────────────────────────────────────────────────

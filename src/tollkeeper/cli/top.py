@@ -40,6 +40,7 @@ from tollkeeper.cli.service_client import (
     service_client,
 )
 from tollkeeper.core.errors import ConfigError
+from tollkeeper.decide.store import LOG_FULLNESS_HIGH
 
 INTERVAL_S: Final = 2.0
 # Workers write their counts for each other once a second.
@@ -246,6 +247,8 @@ class TopFrame:
     store_states: int | None
     store_states_max: int | None
     store_bytes: int | None
+    store_log_bytes: int | None
+    store_log_bytes_max: int | None
     denied_cache_hits: float
     coalesced: float
     records_dropped: float
@@ -339,6 +342,8 @@ def frame_of(url: str, before: ServiceSample, now: ServiceSample) -> TopFrame:
         store_states=_whole(metrics.value("tollkeeper_store_states")),
         store_states_max=_whole(metrics.value("tollkeeper_store_states_max")),
         store_bytes=_whole(metrics.value("tollkeeper_store_bytes")),
+        store_log_bytes=_whole(metrics.value("tollkeeper_store_log_bytes")),
+        store_log_bytes_max=_whole(metrics.value("tollkeeper_store_log_bytes_max")),
         denied_cache_hits=between.rate("tollkeeper_denied_cache_hits_total"),
         coalesced=between.rate("tollkeeper_coalesced_checks_total"),
         records_dropped=between.rate("tollkeeper_records_dropped_total"),
@@ -514,6 +519,10 @@ def _store_text(frame: TopFrame) -> Text:
             text.append(f" of {frame.store_states_max:,} ({share:.0%})", style=style)
     if frame.store_bytes:
         text.append(f", {frame.store_bytes / 2**20:,.1f} MiB")
+    if frame.store_log_bytes and frame.store_log_bytes_max:
+        share = frame.store_log_bytes / frame.store_log_bytes_max
+        style = "bold red" if share >= LOG_FULLNESS_HIGH else ""
+        text.append(f", logs {share:.0%}", style=style)
     for kind, rate in frame.store_errors.items():
         if rate:
             text.append(f", {_per_second(rate)} {kind}", style="bold red")

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Final, Literal, Protocol, runtime_checkable
 
 from tollkeeper.core.errors import StoreError
 from tollkeeper.core.model import Decision, Limit
 
 BreakerPosition = Literal["closed", "open", "half_open"]
+
+# One rule gets at most four fifths of the memory for logs. This warns before that.
+LOG_FULLNESS_HIGH: Final = 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +37,24 @@ class StoreStats:
     expired: int
     """States reclaimed so far, because they no longer differed from an untouched quota."""
     refused: int
-    """Times a new state found no room. Each of them raised StoreFull."""
+    """Times a new state, or the log of one, found no room. Each of them raised StoreFull."""
+    log_bytes: int = 0
+    """Memory that sliding window logs hold; part of `bytes`."""
+    log_bytes_max: int = 0
+    """Memory for the logs of all rules; 0 if the store has no separate memory for logs."""
 
     @property
     def fullness(self) -> float:
         """From 0.0 to 1.0; always 0.0 where the store has no bound."""
         return self.states / self.states_max if self.states_max else 0.0
+
+    @property
+    def log_fullness(self) -> float:
+        """The part of the memory for logs that is in use, from 0.0 to 1.0.
+
+        From 0.8 on, the rule that uses most of it may be rejected: see LOG_FULLNESS_HIGH.
+        """
+        return self.log_bytes / self.log_bytes_max if self.log_bytes_max else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,6 +130,8 @@ FAMILIES: Final = (
     MetricFamily("store_states", "gauge", "States in the store."),
     MetricFamily("store_states_max", "gauge", "States that fit the store; 0: it has no limit."),
     MetricFamily("store_bytes", "gauge", "Memory of the states."),
+    MetricFamily("store_log_bytes", "gauge", "Memory of the sliding window logs."),
+    MetricFamily("store_log_bytes_max", "gauge", "Memory for such logs; 0: it has no limit."),
     MetricFamily("breaker_state", "gauge", "0 closed, 1 half-open, 2 open.", ("node",), "max"),
     MetricFamily("breaker_opened", "counter", "How often a breaker opened.", ("node",)),
     MetricFamily("denied_cache_hits", "counter", "Denials answered by the denial cache."),

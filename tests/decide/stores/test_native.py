@@ -133,6 +133,36 @@ def test_the_capacity_is_at_least_the_requested_one() -> None:
     assert limiter.stats().states == 50
 
 
+@pytest.mark.parametrize("kind", ["memory", "shared"])
+def test_a_rule_that_fills_the_logs_does_not_lift_another_rules_limit(
+    tmp_path: Path, kind: str
+) -> None:
+    """Logins stay limited to five, although a rule with large logs has used up its room."""
+    uri = {"memory": "memory://", "shared": f"shared://{tmp_path}/limits"}[kind]
+    store = open_store(f"{uri}?capacity=20000&log_bytes={1 << 20}")
+    search = Limiter(
+        Limit(1_000, per=3_600, algorithm="sliding_window_log"),
+        store=store,
+        name="search",
+        on_failure="open",
+    )
+    login = Limiter(
+        Limit(5, per=3_600, algorithm="sliding_window_log"),
+        store=store,
+        name="login",
+        on_failure="open",
+    )
+    searches = [search.check(f"key-{number}", 500) for number in range(1_000)]
+    assert searches[-1].degraded
+    assert store.stats().log_fullness == pytest.approx(0.8, abs=0.01)
+    assert store.stats().fullness < 0.05
+    for number in range(100):
+        logins = [login.check(f"10.0.0.{number}") for _ in range(10)]
+        assert [each.allowed for each in logins] == [True] * 5 + [False] * 5
+        assert not any(each.degraded for each in logins)
+    store.close()
+
+
 @pytest.mark.parametrize("count", [0, 1, 128, -1, 10**6])
 def test_busiest_takes_any_count(count: int) -> None:
     """It returns at most `count` subjects, and no more than are known."""

@@ -230,7 +230,7 @@ async def test_a_slow_store_delays_a_scrape_only_briefly(
     def stats() -> StoreStats:
         calls.append(None)
         assert answering.wait(10)
-        return StoreStats(7, 10, 320, 0, 0)
+        return StoreStats(7, 10, 320, 0, 0, log_bytes=64, log_bytes_max=128)
 
     async with http_service() as http:
         monkeypatch.setattr(http.context.limiter, "stats", stats)
@@ -243,6 +243,8 @@ async def test_a_slow_store_delays_a_scrape_only_briefly(
         found = samples((await http("GET", "/metrics")).body)
         assert found["tollkeeper_store_states[]"] == 7
         assert found["tollkeeper_store_states_max[]"] == 10
+        assert found["tollkeeper_store_log_bytes[]"] == 64
+        assert found["tollkeeper_store_log_bytes_max[]"] == 128
         assert len(calls) == 1
 
 

@@ -41,6 +41,7 @@ typedef struct {
     int64_t denominator;
     int64_t step_ns;  /* token bucket: the time between two refills; at most 1: continuous */
     uint64_t salt[2]; /* hash of the rule and the limit's identity, which locates its states */
+    uint64_t rule;    /* hash of the rule: limits of one rule share the room for their logs */
 } tk_limit;
 
 /* A ring of admission times, oldest first. */

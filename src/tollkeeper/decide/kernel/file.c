@@ -73,9 +73,11 @@ tk_geometry tk_geometry_for(uint64_t capacity, uint64_t log_bytes)
     }
     g.blocks = (uint32_t)((log_bytes + TK_BLOCK_BYTES - 1) / TK_BLOCK_BYTES);
     g.segment_bytes = tk_segment_size(g.buckets);
-    g.segments_at =
-        round_up(TK_PAGE + TK_OWNERS_MAX * sizeof(uint32_t) + sizeof(tk_busy_table), TK_PAGE);
-    g.slab_at = round_up(g.segments_at + g.segment_bytes * g.segments, TK_PAGE);
+    g.accounts_at =
+        round_up(TK_PAGE + TK_OWNERS_MAX * sizeof(uint32_t) + sizeof(tk_busy_table), 64);
+    g.segments_at = round_up(g.accounts_at + TK_ACCOUNTS * sizeof(tk_account), TK_PAGE);
+    g.map_at = round_up(g.segments_at + g.segment_bytes * g.segments, 64);
+    g.slab_at = round_up(g.map_at + tk_slab_map_words(g.blocks) * sizeof(uint64_t), TK_PAGE);
     g.bytes = round_up(g.slab_at + (size_t)g.blocks * TK_BLOCK_BYTES + sizeof(tk_end), TK_PAGE);
     g.end_at = g.bytes - sizeof(tk_end);
     return g;
@@ -107,6 +109,8 @@ void tk_attach(tk_table *table, const tk_format *format, uint8_t *base)
     table->end = (const tk_end *)(base + g.end_at);
     table->segments = base + g.segments_at;
     table->slab = base + g.slab_at;
+    table->accounts = (tk_account *)(base + g.accounts_at);
+    tk_slab_attach(table, (uint64_t *)(base + g.map_at));
     table->segment_bytes = g.segment_bytes;
     table->slots = g.buckets * TK_SLOTS_PER_BUCKET;
     table->bucket_mask = g.buckets - 1;

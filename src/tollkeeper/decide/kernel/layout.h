@@ -1,9 +1,11 @@
 /* The layout of the table's memory. Only the files that implement the table include it.
  *
- *   header     one page: the file's format, the clock's offset, the log slab's free lists
+ *   header     one page: the file's format, the clock's offset, the state of the slab
  *   owners     a generation for each process that may have the file open
  *   busiest    names of the busiest subjects
+ *   accounts   how much of the slab each rule holds
  *   segments   each: a lock, a journal, buckets of eight tags and eight states
+ *   map        a bit for each free block of the slab
  *   slab       blocks of 64 bytes × a power of two, for the rings of sliding window logs
  *   end        a mark: a file that was truncated and extended again does not have it
  */
@@ -25,7 +27,12 @@ enum {
     TK_BLOCK_BYTES = 64,
     TK_BLOCK_CLASSES = 18, /* 64 bytes to 8 MiB: the largest log has a million entries */
     TK_BLOCK_REF_BITS = 24,
-    TK_SWEEP_SEGMENTS = 64, /* at once, when the slab is full: about 0.3 ms */
+    TK_MAP_LEVELS = 4, /* 64 to the power of 4 is the maximum number of blocks */
+    TK_ACCOUNTS = 512,
+    /* What a check reclaims at most if there is no free slot, or no free block: 10 or 50 µs. */
+    TK_SWEEP_SLOTS = 64,
+    TK_SWEEP_BLOCKS = 512,
+    TK_SWEEP_SEGMENTS = 2,
 };
 
 /* Slots of one segment, and how many of them may be filled. Measured on random keys: while a
@@ -114,11 +121,17 @@ typedef struct {
     _Atomic int64_t epoch_offset_ns;
     char boot_id[40];
     uint64_t time_namespace; /* boot clocks differ between time namespaces */
-    uint32_t slab_given;     /* blocks returned since free blocks were last joined */
+    uint32_t slab_taken;     /* in units of the smallest block */
     tk_lock slab_lock;
-    uint32_t slab_used;                   /* blocks ever taken, from the front */
-    uint32_t slab_free[TK_BLOCK_CLASSES]; /* 1 + the first free block of each size; 0: none */
+    uint32_t slab_used;   /* units that were ever free or taken, from the front */
+    uint64_t slab_moving; /* units << 32 | the block that is being split or joined; 0: none */
 } tk_header;
+
+typedef struct {
+    uint64_t rule;  /* the hash of its name */
+    uint32_t units; /* of the slab that its logs hold; 0: another rule may use this account */
+    uint32_t unused;
+} tk_account;
 
 /* The last bytes of a file. */
 typedef struct {
@@ -140,7 +153,9 @@ struct tk_table {
     char *path;              /* NULL: memory of this process */
     _Atomic uint32_t *generations;
     tk_busy_table *busiest;
+    tk_account *accounts;
     uint8_t *segments;
+    uint64_t *free_map[TK_BLOCK_CLASSES][TK_MAP_LEVELS];
     uint8_t *slab;
     size_t segment_bytes;
     size_t bytes;
@@ -153,6 +168,7 @@ struct tk_table {
     uint32_t random;
     uint32_t busy_misses;       /* consecutive samples dropped because the lock was taken */
     uint32_t sweep_next;        /* the segment at which the next search for blocks starts */
+    bool slab_filling;          /* this check has taken a block of a slab that is nearly full */
     bool opening;               /* not usable yet: after a fork, the child must release it */
     uint64_t device, inode;     /* the file of `fd`; other code may close our descriptor */
     struct tk_table *next_open; /* the list of this process's shared tables, for fork */
@@ -160,7 +176,7 @@ struct tk_table {
 
 typedef struct {
     uint32_t segments, buckets, segment_limit, blocks;
-    size_t segment_bytes, segments_at, slab_at, end_at, bytes;
+    size_t segment_bytes, accounts_at, segments_at, map_at, slab_at, end_at, bytes;
 } tk_geometry;
 
 tk_geometry tk_geometry_for(uint64_t capacity, uint64_t log_bytes);
@@ -202,13 +218,23 @@ void tk_each_log(const tk_table *table, void (*visit)(void *context, uint32_t bl
                  void *context);
 
 /* slab.c */
-uint32_t tk_block_capacity(const tk_table *table, uint32_t block);
-int64_t *tk_block_times(const tk_table *table, uint32_t block);
-bool tk_block_valid(const tk_table *table, uint32_t block);
-/* Take a block for at least `entries`; TK_LOG_FULL if the slab has none, TK_BUSY if it is locked.
- */
-tk_status tk_block_take(tk_table *table, uint32_t entries, uint32_t *block);
+typedef struct {
+    int64_t *times;
+    uint32_t capacity;
+    uint32_t size_class;
+    uint32_t account;
+} tk_block;
+
+size_t tk_slab_map_words(uint32_t blocks);
+void tk_slab_attach(tk_table *table, uint64_t *map);
+/* Return whether a used block starts at `block`, and describe it. */
+bool tk_block_at(const tk_table *table, uint32_t block, tk_block *found);
+/* Take a block for at least `entries`; TK_LOG_FULL if the slab has none for this rule, TK_BUSY if
+ * it is locked. A block that `replaces` one of the same rule may exceed the room of the rule. */
+tk_status tk_block_take(tk_table *table, uint64_t rule, uint32_t entries, bool replaces,
+                        uint32_t *block);
 void tk_block_give(tk_table *table, uint32_t block);
+uint64_t tk_log_bytes_taken(const tk_table *table);
 tk_status tk_slab_wait(tk_table *table, int64_t timeout_ns);
 /* Reclaim the blocks that killed processes leaked. Only while no other process has it open. */
 void tk_slab_rebuild(tk_table *table);

@@ -374,8 +374,8 @@ static PyObject *raise_status(table_object *self, tk_status status)
         PyErr_SetString(error_full, "every slot for this key holds a key that is still limited; "
                                     "choose a larger ?capacity=");
     else if (status == TK_LOG_FULL)
-        PyErr_SetString(error_full, "the memory for sliding window logs is full; choose a larger "
-                                    "?log_bytes=");
+        PyErr_SetString(error_full, "the rule has used up its part of the memory for sliding "
+                                    "window logs; choose a larger ?log_bytes=");
     else if (status == TK_BUSY)
         PyErr_SetString(error_timeout, "another process has held the table's lock for 1 s; "
                                        "is it stopped?");
@@ -588,6 +588,11 @@ static bool read_identity(gate_object *self, PyObject *limit, tk_limit *numbers)
         tk_hash hash = tk_limit_salt(text, (size_t)length);
         numbers->salt[0] = hash.low;
         numbers->salt[1] = hash.high;
+        const char *rule = PyUnicode_AsUTF8AndSize(self->rule, &length);
+        if (rule != NULL)
+            numbers->rule = tk_limit_salt(rule, (size_t)length).low;
+        else
+            text = NULL;
     }
     Py_XDECREF(identity);
     Py_XDECREF(full);

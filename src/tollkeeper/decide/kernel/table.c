@@ -163,12 +163,11 @@ static void apply_journal(const tk_table *table, tk_segment *segment, uint32_t c
 {
     for (uint32_t i = 0; i < segment->push_count && i < TK_LIMITS_MAX; i++) {
         const tk_push *push = &segment->pushes[i];
-        if (!tk_block_valid(table, push->block))
+        tk_block block;
+        if (!tk_block_at(table, push->block, &block))
             continue;
-        int64_t *times = tk_block_times(table, push->block);
-        uint32_t capacity = tk_block_capacity(table, push->block);
-        for (uint32_t k = 0, place = push->first; k < push->count && k < capacity; k++, place++)
-            times[place % capacity] = push->at_ns;
+        for (uint32_t k = 0, at = push->first; k < push->count && k < block.capacity; k++, at++)
+            block.times[at % block.capacity] = push->at_ns;
     }
     for (uint32_t i = 0; i < count && i < TK_WRITES_MAX; i++) {
         const tk_write *write = &segment->writes[i];
@@ -263,11 +262,12 @@ static uint64_t log_value(uint32_t block, const tk_ring *ring)
 
 static bool load_ring(const tk_table *table, uint64_t value, uint32_t *block, tk_ring *ring)
 {
+    tk_block found;
     *block = (uint32_t)(value >> 40);
-    if (!tk_block_valid(table, *block))
+    if (!tk_block_at(table, *block, &found))
         return false;
-    ring->times = tk_block_times(table, *block);
-    ring->capacity = tk_block_capacity(table, *block);
+    ring->times = found.times;
+    ring->capacity = found.capacity;
     ring->head = (uint32_t)(value >> 20) & 0xfffff;
     ring->count = (uint32_t)value & 0xfffff;
     /* A ring that a power cut damaged is dropped, so that it is never read out of bounds. */
@@ -440,15 +440,17 @@ static int choose_slot(tk_table *table, tk_segment *segment, uint64_t place, int
     return slot;
 }
 
-/* Empty every expired slot; return their number. Each is one store, so no journal is needed. */
-static uint32_t sweep_segment(tk_table *table, tk_segment *segment, int64_t now_ns)
+/* Empty up to `most` expired slots; return their number. Each is one store, so no journal is
+ * needed. */
+static uint32_t sweep_segment(tk_table *table, tk_segment *segment, int64_t now_ns, uint32_t most)
 {
     uint32_t dropped = 0, filled = 0;
     for (uint32_t slot = 0; slot < table->slots; slot++) {
         if (*tag_at(segment, slot) == 0)
             continue;
         filled++;
-        if (!expired(*tag_at(segment, slot), cell_at(segment, slot)->last_ns, now_ns))
+        if (dropped == most ||
+            !expired(*tag_at(segment, slot), cell_at(segment, slot)->last_ns, now_ns))
             continue;
         uint32_t block = (uint32_t)(cell_at(segment, slot)->value >> 40);
         bool has_block = *tag_at(segment, slot) & META_LOG;
@@ -471,6 +473,17 @@ static void journal(tk_segment *segment, uint32_t *count, int slot, uint64_t met
         (tk_write){.slot = (uint32_t)slot, .meta = meta, .last_ns = last_ns, .value = value};
 }
 
+/* Take a block for a ring of `count` entries. */
+static tk_status take_block(tk_table *table, const tk_limit *limit, uint32_t count, bool replaces,
+                            uint32_t *block, tk_block *found)
+{
+    tk_status status = tk_block_take(table, limit->rule, count, replaces, block);
+    if (status != TK_OK)
+        return status;
+    bool intact = tk_block_at(table, *block, found) && found->capacity >= count;
+    return intact ? TK_OK : TK_LOG_FULL; /* the file was overwritten since */
+}
+
 /* The ring for `after`: the current one, or a larger one with the live entries copied. */
 static tk_status fit_ring(tk_table *table, part *p, uint32_t *block)
 {
@@ -478,14 +491,14 @@ static tk_status fit_ring(tk_table *table, part *p, uint32_t *block)
     *block = p->block;
     if (p->before.present && ring->count <= ring->capacity)
         return TK_OK;
-    tk_status status = tk_block_take(table, ring->count, block);
+    tk_block larger;
+    tk_status status = take_block(table, p->limit, ring->count, false, block, &larger);
     if (status != TK_OK)
         return status;
-    int64_t *times = tk_block_times(table, *block);
     for (uint32_t i = 0; i < ring->count - (uint32_t)p->own; i++)
-        times[i] = tk_ring_at(ring, i);
-    ring->times = times;
-    ring->capacity = tk_block_capacity(table, *block);
+        larger.times[i] = tk_ring_at(ring, i);
+    ring->times = larger.times;
+    ring->capacity = larger.capacity;
     ring->head = 0;
     return TK_OK;
 }
@@ -569,7 +582,7 @@ static tk_status place_parts(tk_table *table, tk_segment *segment, part *parts, 
     if (wanted == 0)
         return TK_OK;
     if (segment->filled + wanted > limit && may_sweep) {
-        sweep_segment(table, segment, now_ns);
+        sweep_segment(table, segment, now_ns, TK_SWEEP_SLOTS);
         return TK_SWEPT;
     }
     bool placed = segment->filled + wanted <= limit;
@@ -723,17 +736,18 @@ static tk_status check_once(tk_table *table, tk_hash subject, const tk_limit *li
     return tk_settled(table, status);
 }
 
-/* Expired logs keep their blocks until their slots are reused. If the slab has no free block, some
- * segments are swept, and the next ones the next time; in a small table, all of them. */
-static void sweep_for_blocks(tk_table *table, int64_t now_ns)
+/* Expired logs keep their blocks until their slots are reused. So a check that finds the slab full,
+ * or nearly so, sweeps a few segments, and the next check the next ones. */
+static void sweep_for_blocks(tk_table *table, int64_t now_ns, uint32_t segments)
 {
-    uint32_t segments = table->format.segments;
-    for (uint32_t i = 0; i < segments && i < TK_SWEEP_SEGMENTS; i++) {
-        tk_segment *segment = tk_segment_at(table, table->sweep_next++ % segments);
-        if (segment->filled == 0 || tk_lock_try(table, &segment->lock) != TK_OK)
-            continue;
-        sweep_segment(table, segment, now_ns);
-        tk_unlock(table, &segment->lock);
+    uint32_t left = TK_SWEEP_BLOCKS;
+    for (uint32_t i = 0; i < segments && i < table->format.segments && left > 0; i++) {
+        tk_segment *segment = tk_segment_at(table, table->sweep_next % table->format.segments);
+        if (segment->filled > 0 && tk_lock_try(table, &segment->lock) == TK_OK) {
+            left -= sweep_segment(table, segment, now_ns, left);
+            tk_unlock(table, &segment->lock);
+        }
+        table->sweep_next += left > 0; /* otherwise there may be more in this one */
     }
 }
 
@@ -741,10 +755,15 @@ tk_status tk_check(tk_table *table, tk_hash subject, const tk_limit *limits, int
                    int64_t now_ns, int64_t cost, bool spend, tk_decision *decision)
 {
     tk_status status = check_once(table, subject, limits, count, now_ns, cost, spend, decision);
-    if (status != TK_LOG_FULL)
-        return status;
-    sweep_for_blocks(table, now_ns);
-    return check_once(table, subject, limits, count, now_ns, cost, spend, decision);
+    if (status == TK_LOG_FULL) {
+        sweep_for_blocks(table, now_ns, TK_SWEEP_SEGMENTS);
+        status = check_once(table, subject, limits, count, now_ns, cost, spend, decision);
+    }
+    if (__builtin_expect(table->slab_filling, 0)) {
+        table->slab_filling = false;
+        sweep_for_blocks(table, now_ns, 1);
+    }
+    return status;
 }
 
 void tk_note_refused(tk_table *table, tk_hash subject)
@@ -767,15 +786,15 @@ static int64_t expiry_of(tk_segment *segment, int slot)
 static tk_status close_gap(tk_table *table, part *p, uint32_t newer, uint32_t *block)
 {
     tk_ring *ring = &p->after.ring;
-    tk_status status = tk_block_take(table, ring->count, block);
+    tk_block other;
+    tk_status status = take_block(table, p->limit, ring->count, true, block, &other);
     if (status != TK_OK)
         return status;
-    int64_t *times = tk_block_times(table, *block);
     uint32_t removed = p->before.ring.count - ring->count;
     for (uint32_t i = 0; i < ring->count; i++)
-        times[i] = tk_ring_at(&p->before.ring, i < ring->count - newer ? i : i + removed);
-    ring->times = times;
-    ring->capacity = tk_block_capacity(table, *block);
+        other.times[i] = tk_ring_at(&p->before.ring, i < ring->count - newer ? i : i + removed);
+    ring->times = other.times;
+    ring->capacity = other.capacity;
     ring->head = 0;
     return TK_OK;
 }
@@ -854,7 +873,7 @@ tk_status tk_give_back(tk_table *table, tk_hash subject, const tk_limit *limits,
     tk_status status = give_back_once(table, subject, limits, count, now_ns, units, charged_ns);
     if (status != TK_LOG_FULL)
         return status;
-    sweep_for_blocks(table, now_ns);
+    sweep_for_blocks(table, now_ns, TK_SWEEP_SEGMENTS);
     return give_back_once(table, subject, limits, count, now_ns, units, charged_ns);
 }
 
@@ -962,7 +981,7 @@ tk_status tk_sweep(tk_table *table, int64_t now_ns, uint64_t *dropped)
         tk_status status = lock_for_whole(table, segment);
         if (status != TK_OK)
             return status;
-        *dropped += sweep_segment(table, segment, now_ns);
+        *dropped += sweep_segment(table, segment, now_ns, UINT32_MAX);
         tk_unlock(table, &segment->lock);
     }
     return tk_settled(table, TK_OK);
@@ -972,8 +991,8 @@ tk_status tk_read_stats(tk_table *table, tk_stats *stats)
 {
     *stats = (tk_stats){
         .states_max = (uint64_t)table->format.segments * table->format.segment_limit,
-        .log_bytes_used = (uint64_t)table->header->slab_used * TK_BLOCK_BYTES,
-        .log_bytes_max = (uint64_t)table->format.blocks * TK_BLOCK_BYTES,
+        .log_bytes_used = tk_log_bytes_taken(table),
+        .log_bytes_max = tk_log_bytes(table),
     };
     stats->bytes = table->bytes - stats->log_bytes_max + stats->log_bytes_used;
     for (uint32_t i = 0; i < table->format.segments; i++) {

@@ -117,6 +117,8 @@ class KernelStore:
             bytes=counted["bytes"],
             expired=counted["expired"],
             refused=counted["refused"],
+            log_bytes=counted["log_bytes_used"],
+            log_bytes_max=counted["log_bytes_max"],
         )
 
     def busiest(self, count: int) -> list[tuple[str, int]]:

@@ -181,6 +181,8 @@ class StoreOut(ApiOutput):
     bytes: int
     expired: int
     refused: int
+    log_bytes: int = Field(description="Memory of the sliding window logs.")
+    log_bytes_max: int = Field(description="Memory for such logs; 0 if there is no maximum.")
 
 
 class NodeOut(ApiOutput):

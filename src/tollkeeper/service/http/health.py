@@ -317,6 +317,8 @@ class WorkerMetrics:
             total.put("store_states", self._stats.states)
             total.put("store_states_max", self._stats.states_max)
             total.put("store_bytes", self._stats.bytes)
+            total.put("store_log_bytes", self._stats.log_bytes)
+            total.put("store_log_bytes_max", self._stats.log_bytes_max)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_MetricList(_metric(family, total) for family in FAMILIES))
         text: bytes = generate_latest(registry)

@@ -1,0 +1,70 @@
+/* Counts the steps of checks that look for room for a log, in a table with 200,000 logs.
+ *
+ * A step is a basic block: a run of instructions without a branch. The compiler puts a call into
+ * each of them (-fsanitize-coverage=trace-pc). So the number does not depend on the load of the
+ * machine. It must not depend on how many logs there are, how scattered their memory is, or how
+ * many of them have expired.
+ *
+ *   bound_driver STEPS */
+#include "limits.h"
+
+static long steps;
+
+void __sanitizer_cov_trace_pc(void);
+__attribute__((no_sanitize_coverage)) void __sanitizer_cov_trace_pc(void) { steps++; }
+
+enum { LOG_BYTES = 16 << 20, NEW_KEY = 1 << 30 };
+static const int64_t NOW_NS = 1000 * 1000000000ll;
+
+static tk_hash subject_of(const tk_table *table, const char *name, int number)
+{
+    char text[32];
+    int length = snprintf(text, sizeof text, "%s-%d", name, number);
+    return tk_subject_hash(table, text, (size_t)length);
+}
+
+static tk_status check(tk_table *table, const tk_limit *limit, int number, int64_t now_ns,
+                       int64_t cost)
+{
+    tk_decision decision;
+    tk_hash subject = subject_of(table, "key", number);
+    return tk_check(table, subject, limit, 1, now_ns, cost, true, &decision);
+}
+
+static long count_steps(tk_table *table, const tk_limit *limit, int64_t now_ns, int64_t cost,
+                        tk_status expected)
+{
+    steps = 0;
+    tk_status status = check(table, limit, NEW_KEY, now_ns, cost);
+    long taken = steps;
+    REQUIRE(status == expected, "status %d", status);
+    tk_reset(table, subject_of(table, "key", NEW_KEY), limit, 1);
+    return taken;
+}
+
+int main(int count, char **arguments)
+{
+    REQUIRE(count == 2, "usage: bound_driver STEPS");
+    long most = strtol(arguments[1], NULL, 10);
+    tk_table *table = open_or_die(&(tk_options){.capacity = 500000, .log_bytes = LOG_BYTES});
+    tk_limit small = make_limit(TK_SLIDING_WINDOW_LOG, 5, 60 * SECOND_NS, 0, 1);
+    tk_limit large = make_limit(TK_SLIDING_WINDOW_LOG, 500000, 60 * SECOND_NS, 0, 2);
+    tk_limit other = make_limit(TK_SLIDING_WINDOW_LOG, 5, 60 * SECOND_NS, 0, 3);
+    int keys = 0;
+    while (check(table, &small, keys, NOW_NS, 1) == TK_OK)
+        keys++;
+    REQUIRE(keys > 200000, "%d keys", keys);
+    long full = count_steps(table, &small, NOW_NS, 1, TK_LOG_FULL);
+    long elsewhere = count_steps(table, &other, NOW_NS, 1, TK_OK);
+    for (int i = 0; i < keys; i += 2)
+        tk_reset(table, subject_of(table, "key", i), &small, 1);
+    long scattered = count_steps(table, &large, NOW_NS, 500000, TK_LOG_FULL);
+    for (int i = 0; check(table, &small, i, NOW_NS, 1) == TK_OK;)
+        i++;
+    long expired = count_steps(table, &small, NOW_NS + 100 * SECOND_NS, 1, TK_OK);
+    printf("full %ld, another rule %ld, expired %ld, scattered %ld\n", full, elsewhere, expired,
+           scattered);
+    fflush(stdout);
+    REQUIRE(full < most && elsewhere < most && expired < most && scattered < most, "%ld", most);
+    return 0;
+}
