@@ -14,6 +14,7 @@ from tollkeeper import (
     CapacityError,
     ConfigError,
     InvalidCost,
+    InvalidKey,
     Limit,
     Limiter,
     Request,
@@ -258,6 +259,67 @@ def test_settling_a_rule_that_charges_several_units_per_request(make_limiter: An
     # Its rule has room for 9 more at 10 units each; the user's for 2.
     assert limiter.settle(dear, 1, 7) == 4
     assert limiter.peek(dear, 0).remaining == 0
+
+
+def test_settling_charges_every_limit(make_limiter: Any) -> None:
+    """A reservation of 5 cost 40: the minute is full then, and the day is charged all of it."""
+    limiter = make_limiter("10/minute; 1000/day")
+    decision = limiter.check("ann", 5)
+    assert limiter.settle("ann", 5, 40, decision) == 30
+    assert limiter.peek("ann", 0).remaining == 0
+    day = make_limiter("1000/day")
+    assert day.peek("ann", 0).remaining == 960
+
+
+def test_settling_charges_every_rule(make_limiter: Any) -> None:
+    """Each rule that applies is charged the excess as far as it has room."""
+    limiter = make_limiter(
+        rules="""
+version: 1
+rules:
+  - {id: user, by: user, limits: 10/minute}
+  - {id: tenant, by: tenant, limits: 1000/day}
+"""
+    )
+    ann = Request(user="ann", tenant="acme")
+    decision = limiter.check(ann, 5)
+    assert limiter.settle(ann, 5, 40, decision) == 30
+    left = [rule.decision.remaining for rule in limiter.explain(ann, 0).rules]
+    assert left == [0, 960]
+
+
+def test_a_settlement_that_failed_can_be_repeated(make_limiter: Any) -> None:
+    """Its mark is removed with the error."""
+    limiter = make_limiter("10/minute")
+    with pytest.raises(ConfigError):
+        limiter.settle("ann", 5, 2, "no decision", "request-1")
+    with pytest.raises(InvalidKey):
+        limiter.settle("", 5, 2, None, "request-1")
+    limiter.check("ann", 5)
+    assert limiter.settle("ann", 5, 2, None, "request-1") == 0
+    assert limiter.peek("ann", 0).remaining == 8
+
+
+def test_settling_twice_changes_nothing(make_limiter: Any) -> None:
+    """The name of the reservation marks the first settlement; another name is another one."""
+    limiter = make_limiter("10/minute")
+    decision = limiter.check("ann", 5)
+    for _ in range(3):
+        assert limiter.settle("ann", 5, 2, decision, "request-1") == 0
+    assert limiter.peek("ann", 0).remaining == 8
+    assert limiter.settle("ann", 0, 4, reservation="request-2") == 0
+    assert limiter.settle("ann", 0, 4, reservation="request-2") == 0
+    assert limiter.peek("ann", 0).remaining == 4
+
+
+def test_settling_late_returns_no_quota_twice(make_limiter: Any, clock: ManualClock) -> None:
+    """The reservation's minute is over, and its units have come back."""
+    limiter = make_limiter("10/minute")
+    decision = limiter.check("ann", 10)
+    clock.advance(60)
+    assert limiter.check("ann", 10).allowed
+    assert limiter.settle("ann", 10, 0, decision) == 0
+    assert limiter.peek("ann", 0).remaining == 0
 
 
 @pytest.mark.parametrize("kind", [Limiter, AsyncLimiter])

@@ -74,6 +74,9 @@ class AsyncLimiter(LimiterSetup):
             if self._async_store is None
             else self._async_store.check_together_async
         )
+        self._make_gate = (
+            self._store.gate if self._async_store is None else self._async_store.async_gate
+        )
 
     async def check(self, key: Key | Request, cost: int = 1) -> Decision:
         """Spend `cost` units if all limits have room; else spend nothing. See Limiter.check."""
@@ -136,10 +139,15 @@ class AsyncLimiter(LimiterSetup):
         return await run_async(self._evaluate_all(checks))
 
     async def settle(
-        self, key: Key | Request, reserved: int, actual: int, decision: Decision | None = None
+        self,
+        key: Key | Request,
+        reserved: int,
+        actual: int,
+        decision: Decision | None = None,
+        reservation: str = "",
     ) -> int:
         """Make a request that was charged `reserved` units cost `actual`. See Limiter.settle."""
-        return await run_async(self._settle(key, reserved, actual, decision))
+        return await run_async(self._settle(key, reserved, actual, decision, reservation))
 
     async def explain(self, request: Request, cost: int = 1) -> Explanation:
         """Explain which rules apply and why, and the decision of each. Spends nothing."""

@@ -43,6 +43,7 @@ class Limiter(LimiterSetup):
     def _bind(self) -> None:
         self._sleep = self._clock.sleep
         self._check_together = self._store.check_together
+        self._make_gate = self._store.gate
         # On the instance: `limiter.check` is the store's own compiled callable, and no Python code
         # runs in between. A subclass that overrides `check` keeps its own.
         if type(self).check is _CHECK:
@@ -82,14 +83,25 @@ class Limiter(LimiterSetup):
         return run(self._evaluate_all(checks))
 
     def settle(
-        self, key: Key | Request, reserved: int, actual: int, decision: Decision | None = None
+        self,
+        key: Key | Request,
+        reserved: int,
+        actual: int,
+        decision: Decision | None = None,
+        reservation: str = "",
     ) -> int:
         """Make a request that was charged `reserved` units cost `actual`.
 
-        Returns the units that did not fit. Surplus units are refunded. Missing units are spent as
-        far as there is room: the request was served, so it is not denied. Raises StoreError.
+        Surplus units are refunded, as far as time has not returned them: `decision` is that of the
+        reservation, as in `refund`. Missing units are charged to each limit as far as it has room,
+        because the request was served: a limit that is full stays full, and the others are charged
+        all of them. Returns the units that did not fit the fullest limit, or could not be charged.
+
+        `reservation` is a text that names this reservation, such as the id of the request. With it,
+        a second settlement within an hour changes nothing and returns 0. Raises StoreError if units
+        could not be refunded; then the settlement can be repeated.
         """
-        return run(self._settle(key, reserved, actual, decision))
+        return run(self._settle(key, reserved, actual, decision, reservation))
 
     def explain(self, request: Request, cost: int = 1) -> Explanation:
         """Explain which rules apply and why, and the decision of each. Spends nothing."""

@@ -18,14 +18,16 @@ from typing import Any, Final
 
 from tollkeeper.core import switches
 from tollkeeper.core.clock import Clock, duration_ns, seconds_from_ns
-from tollkeeper.core.errors import CapacityError, ConfigError, LimitExceeded, StoreError, show
+from tollkeeper.core.errors import ConfigError, LimitExceeded, StoreError, show
 from tollkeeper.core.model import (
     WINDOW_NS_MAX,
     AppliedRule,
     CheckResult,
     Decision,
+    Limit,
     Limits,
     Request,
+    check_name,
     decision_with,
     units_of,
 )
@@ -42,13 +44,14 @@ from tollkeeper.decide.failure import (
 )
 from tollkeeper.decide.store import Answer, AnyGate
 from tollkeeper.limiter.arguments import request_of
-from tollkeeper.rules.engine import RuleEngine
+from tollkeeper.rules.engine import RuleEngine, charge_limits
 
 Duration = float | timedelta
 
-# Halving the largest cost takes 30 attempts. The bound is for a limit that refills faster than it
-# is charged, which always has a little room.
-SETTLE_ATTEMPTS_MAX: Final = 64
+# A reservation is settled once in this time; its mark in the store expires then.
+SETTLED_ONCE: Final = Limit(1, per=3_600, name="settled")
+# The name under which the marks are kept, beside the names of limiters and the ids of rules.
+SETTLED_NAME: Final = "tollkeeper.settled"
 # A longer timeout does not fit a clock, and means no timeout.
 _TIMEOUT_NS_MAX: Final = 100 * WINDOW_NS_MAX
 
@@ -75,6 +78,7 @@ class LimiterPath:
     refund: Callable[..., Any]
     _sleep: Callable[[float], Any]
     _check_together: Callable[..., Any]
+    _make_gate: Callable[[Limits, str], Any]
 
     # ── Identify ───────────────────────────────────────────────────────────────────────────────
 
@@ -220,35 +224,42 @@ class LimiterPath:
         yield Call(self._gate.reset, self._subject_of(key))
 
     def _settle(
-        self, key: Key | Request, reserved: int, actual: int, decision: Decision | None = None
+        self,
+        key: Key | Request,
+        reserved: int,
+        actual: int,
+        decision: Decision | None = None,
+        reservation: str = "",
     ) -> Steps[int]:
+        _check_decision(decision)
+        check_name("reservation", reservation)
         units = units_of(actual, "actual") - units_of(reserved, "reserved")
+        if not reservation or switches.limiting_off:
+            return (yield from self._settle_units(key, units, decision))
+        # One unit an hour for each reservation: the first settlement takes it.
+        settled = self._make_gate((SETTLED_ONCE,), SETTLED_NAME)
+        mark: Decision = yield Call(settled.check, reservation, 1)
+        if not mark.allowed:
+            return 0
+        try:
+            return (yield from self._settle_units(key, units, decision))
+        except BaseException:  # the caller may try again
+            with suppress(StoreError):
+                yield Undo(settled.refund, reservation, 1, mark.charged_ns)
+            raise
+
+    def _settle_units(
+        self, key: Key | Request, units: int, decision: Decision | None
+    ) -> Steps[int]:
+        """Refund units below 0; charge those above 0, and return how many did not fit."""
         if units < 0:
             yield Call(self.refund, key, -units, decision)
-        left = attempt = max(units, 0)
-        for _ in range(SETTLE_ATTEMPTS_MAX):
-            attempt = min(attempt, left)
-            if not attempt:
-                break
-            try:
-                peeked: Decision = yield Call(self.peek, key, attempt)
-            except CapacityError:
-                peeked = decision_with((yield Call(self.peek, key, 0)), allowed=False)
-            if peeked.degraded:
-                break
-            if not peeked.allowed:
-                # A rule that charges several units for each may have more remaining than fit.
-                has_fewer = 0 < peeked.remaining < attempt
-                attempt = peeked.remaining if has_fewer else attempt // 2
-                continue
-            spent: Decision = yield Call(self.check, key, attempt)
-            if spent.degraded:
-                break
-            if spent.allowed:
-                left -= attempt
-            else:  # a peek at a split rule sees all parts, and a check charges one of them
-                attempt //= 2
-        return left
+        if units <= 0 or switches.limiting_off:
+            return 0
+        if self._engine is not None:
+            return (yield from self._engine.charge_steps(request_of(key), units, decision))
+        subject = self._subject_of(key)
+        return (yield from charge_limits(self._make_gate, self._gate, self._name, subject, units))
 
     # ── Wait ───────────────────────────────────────────────────────────────────────────────────
 

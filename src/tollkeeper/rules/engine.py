@@ -56,9 +56,16 @@ from tollkeeper.decide.failure import (
     decision_on_failure,
     uncounted_of,
 )
-from tollkeeper.decide.store import Answer, AsyncStore, Store
+from tollkeeper.decide.store import Answer, AnyGate, AsyncStore, Store
 from tollkeeper.metrics.tally import RuleCounts, Tally
-from tollkeeper.rules.compiled import FACTOR_STEPS, CheckPlan, CompiledRules, RuleCheck, factor_step
+from tollkeeper.rules.compiled import (
+    FACTOR_STEPS,
+    CheckPlan,
+    CompiledRules,
+    MakeGate,
+    RuleCheck,
+    factor_step,
+)
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.explain import Explanation, RuleAnswer, explain, with_answers
 from tollkeeper.rules.load import Factor, Loads
@@ -80,6 +87,9 @@ _WITHOUT_LIMITS: Final[dict[str | None, Decision]] = {
 _ROUND_TRIP_NS_MIN: Final = 20_000
 # Three times as fast as calling CheckResult, whose constructor is written in Python.
 _new_result: Final = tuple.__new__
+
+# Attempts to charge a limit, each with the room that the last one found.
+CHARGE_ATTEMPTS_MAX: Final = 8
 
 RuleChecks = Sequence[RuleCheck]
 # A rule that was charged, and the time of the charge; None if that is not known.
@@ -751,6 +761,23 @@ class RuleEngine:
         if failure is not None:
             raise failure
 
+    def charge_steps(self, request: Request, cost: int, decision: Decision | None) -> Steps[int]:
+        """Charge a cost to each limit as far as it has room; return the cost that did not fit.
+
+        To the rules that a decision charged, or that apply now if it charged none.
+        """
+        if decision is not None and decision.charged_ns is None:
+            decision = None
+        most = 0
+        for check, _ in self._charges_of(request, cost, decision):
+            units = check.units_of(cost)
+            left = yield from charge_limits(
+                self._make_gate, check.gate, check.rule.id, check.gate_subject, units
+            )
+            if check.rule.mode != "shadow" and units:
+                most = max(most, -(-left * cost // units))  # rounded up: it did not fit whole
+        return most
+
     def _charges_of(
         self, request: Request, cost: int, decision: Decision | None
     ) -> Iterable[RuleCharge]:
@@ -797,6 +824,30 @@ class RuleEngine:
             except (StoreError, CapacityError) as error:
                 answers.append(error)
         return with_answers(explanation, answers)
+
+
+def charge_limits(
+    make_gate: MakeGate, gate: AnyGate, rule: str, subject: str, units: int
+) -> Steps[int]:
+    """Charge units to each limit of a gate as far as it has room; return the most that did not fit.
+
+    A gate of one limit has the same counts as the gate of all of them. Units that the store cannot
+    count are not charged.
+    """
+    most = 0
+    for limit in gate.limits:
+        left = units
+        alone = gate if len(gate.limits) == 1 else make_gate((limit,), rule)
+        with suppress(StoreError):
+            # Another request may spend in between: then there is less room, and soon none.
+            for _ in range(CHARGE_ATTEMPTS_MAX):
+                room: Decision = yield Call(alone.peek, subject, 0)
+                fits = min(left, room.remaining)
+                if not fits or (yield Call(alone.check, subject, fits)).allowed:
+                    left -= fits
+                    break
+        most = max(most, left)
+    return most
 
 
 def _with_charges(decision: Decision, decided: Sequence[Decision]) -> Decision:
