@@ -26,17 +26,19 @@ def test_units_come_in_steps_after_an_exact_wait(store: Store, clock: SteppedClo
 
 
 def test_a_late_refund_returns_no_step_twice(store: Store, clock: SteppedClock) -> None:
-    """A charge of 8 before a step of 5 returns 3 after it, and nothing after two steps."""
+    """Of a charge of 8, a step of 5 that later charges have used is not returned, nor are two."""
     limiter = Limiter(STEPPED, store=store, clock=clock)
     gate = store.gate([STEPPED], "")
     assert limiter.check("k", 92).allowed
     charged_ns = limiter.check("k", 8).charged_ns
     clock.advance(3)
+    assert limiter.check("k").remaining == 4
     gate.refund("k", 8, charged_ns)
-    assert limiter.peek("k").remaining == 8
+    assert limiter.peek("k").remaining == 7
     clock.advance(3)
+    assert limiter.check("k").remaining == 11
     gate.refund("k", 8, charged_ns)
-    assert limiter.peek("k").remaining == 13
+    assert limiter.peek("k").remaining == 11
 
 
 def test_a_limit_keeps_its_count_when_its_steps_change(store: Store, clock: SteppedClock) -> None:
