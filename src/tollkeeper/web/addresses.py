@@ -44,8 +44,8 @@ FORWARDED_HEADERS: Final[tuple[ForwardedHeader, ...]] = get_args(ForwardedHeader
 IPV6_PREFIX: Final = 64
 PROXIES_MAX: Final = 1_000
 # The part of a header that is read, from the right.
-ELEMENTS_MAX: Final = 100
-CHARACTERS_MAX: Final = 16_384
+ELEMENTS_MAX: Final = 50
+CHARACTERS_MAX: Final = 2_048
 # Peers whose address is cached, about 200 bytes each.
 PEERS_MAX: Final = 4_096
 # Requests from this machine or a private network that are searched for signs of a proxy that is not
@@ -65,6 +65,8 @@ _LOOPBACK: Final = (6, 1)  # ::1 is this machine, not a network
 
 _BRACKETED: Final = re.compile(r"\[([^\]]*:[^\]]*)\](?::(?:[0-9]{1,5}|_[A-Za-z0-9._-]+))?")
 _WITH_PORT: Final = re.compile(r"([0-9.]+):(?:[0-9]{1,5}|_[A-Za-z0-9._-]+)")
+# A comma, or a quote with the backslashes before it.
+_MARK: Final = re.compile(r',|\\*+"')
 _PAIR: Final = re.compile(
     r"[ \t]*([!#$%&'*+.^_`|~0-9A-Za-z-]+)="
     r'(?:"((?:[^"\\]|\\.)*)"|([^\s;,"]*))[ \t]*(?:;|$)',
@@ -285,21 +287,14 @@ def _from_the_right(text: str) -> Iterator[str]:
             end = comma
         return
     quoted = False
-    for position in range(end - 1, -1, -1):
-        character = text[position]
-        if character == '"' and not _is_escaped(text, position):
-            quoted = not quoted
-        elif character == "," and not quoted:
-            yield text[position + 1 : end]
-            end = position
+    for mark in reversed(list(_MARK.finditer(text))):
+        # A quote after an odd number of backslashes is escaped.
+        if mark[0] != ",":
+            quoted ^= len(mark[0]) % 2 == 1
+        elif not quoted:
+            yield text[mark.end() : end]
+            end = mark.start()
     yield text[:end]
-
-
-def _is_escaped(text: str, position: int) -> bool:
-    start = position
-    while start and text[start - 1] == "\\":
-        start -= 1
-    return (position - start) % 2 == 1
 
 
 def _all_but_the_last(elements: Iterable[str]) -> Iterator[str]:

@@ -788,3 +788,32 @@ def test_a_wrong_method(text: Any) -> None:
     """The error shows a correct method."""
     with pytest.raises(ConfigError, match=r"is not an HTTP method; for example POST"):
         compile_method(text)
+
+
+# ── Decoding ───────────────────────────────────────────────────────────────────────────────────
+
+PIECES = ["%", "%2", "%2f", "%2F", "%41", "%c3", "%a9", "%ff", "%5c", "%25", "%3f", "%23", "%0a"]
+OTHER = ["\\", "=", "=\n", "=3D", "\r\n", " ", "a", "/", ".", "é", "\udcff", "\ud800", "_", "\0"]
+
+
+def decoded_one_by_one(text: str) -> str:
+    """Decode escapes as the definition says, each by itself."""
+    try:
+        encoded = text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        encoded = text.encode("utf-8", "surrogatepass")
+
+    def byte_of(found: re.Match[bytes]) -> bytes:
+        if found[1] is None:
+            return b"%25"
+        byte = bytes.fromhex(found[1].decode())
+        return found[0].upper() if byte in b"/?#%" else byte
+
+    plain = re.sub(rb"%([0-9A-Fa-f]{2})?", byte_of, encoded).decode("utf-8", "surrogateescape")
+    return re.sub(r"[\udc80-\udcff]", lambda found: f"%{ord(found[0]) - 0xDC00:02X}", plain)
+
+
+@given(st.lists(st.sampled_from([*PIECES, *OTHER]) | st.text(max_size=2), max_size=12).map("".join))
+def test_escapes_are_decoded_as_if_one_by_one(text: str) -> None:
+    """The decoder takes all of them at once; without an escape, ASCII is left alone."""
+    assert decoded(text) == decoded_one_by_one(text)

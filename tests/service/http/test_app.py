@@ -366,3 +366,16 @@ async def test_timeouts_are_checked_while_the_service_runs() -> None:
         checking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await checking
+
+
+@pytest.mark.parametrize("path", ["/openapi.json", "/docs"])
+async def test_a_page_that_never_changes_is_made_once(path: str) -> None:
+    """Writing it takes as long as a hundred checks; every reply has its own request ID."""
+    async with http_service() as http:
+        first = await http("GET", path)
+        http.app._pages[path]._app = None  # a call of the application would raise
+        again = await http("GET", path, b"", {"X-Request-Id": "mine"})
+        assert (again.status, again.body) == (200, first.body)
+        assert again.headers["x-request-id"] == "mine"
+        assert first.headers["x-request-id"] != "mine"
+        assert again.headers.keys() == first.headers.keys()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.service.http.client import http_service
+from tests.service.http.client import HttpClient, http_service
 from tollkeeper.service.http import authorize
 from tollkeeper.service.http.tokens import create_token
 from tollkeeper.web.identity import Identity
@@ -240,3 +241,44 @@ async def test_a_request_cancelled_during_its_delay_is_refunded() -> None:
         after = (await http("GET", "/v1/quota?ip=127.0.0.1&endpoint=/slow")).data
         remaining = [each["rules"][0]["limits"][0]["remaining"] for each in (before, after)]
         assert remaining[1] == remaining[0] + 1
+
+
+# ── The cost of one request ────────────────────────────────────────────────────────────────────
+
+LONG: dict[str, dict[str, str]] = {
+    "encoded letters": {"X-Original-URI": "/orders/" + "%41" * 5_400},
+    "encoded slashes": {"X-Original-URI": "/orders/" + "%2f" * 5_400},
+    "encoded UTF-8": {"X-Original-URI": "/orders/" + "%c3%a9" * 2_700},
+    "not UTF-8": {"X-Original-URI": "/orders/" + "%ff" * 5_400},
+    "encoded dots": {"X-Original-URI": "/orders/" + "%2e%2e/" * 2_300},
+    "segments": {"X-Original-URI": "/orders/" + "a/" * 8_000},
+    "Forwarded": {"X-Original-URI": "/", "Forwarded": ", ".join(["for=127.0.0.1"] * 950)},
+    "quotes": {"X-Original-URI": "/", "Forwarded": 'for="' + '\\"' * 6_900 + '"'},
+    "pairs": {"X-Original-URI": "/", "Forwarded": "a=b;" * 3_500 + "for=192.0.2.1"},
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+async def test_a_long_header_takes_about_as_many_steps_as_a_short_one(name: str) -> None:
+    """Its length costs time in C only: no function is called for each of its characters."""
+    identity = Identity({"api_key": "header:X-API-Key"}, trusted_proxies=["loopback"])
+    async with http_service(identity=identity) as http:
+        plain = await calls_of(http, {"X-Original-URI": "/orders/1"})
+        assert await calls_of(http, LONG[name]) < 10 * plain
+
+
+async def calls_of(http: HttpClient, headers: dict[str, str]) -> int:
+    """Return how many functions one request calls, in Python and in C."""
+    calls = 0
+
+    def count(_frame: object, event: str, _value: object) -> None:
+        nonlocal calls
+        calls += event in {"call", "c_call"}
+
+    await http("GET", "/v1/authorize", b"", headers)
+    sys.setprofile(count)
+    try:
+        await http("GET", "/v1/authorize", b"", headers)
+    finally:
+        sys.setprofile(None)
+    return calls

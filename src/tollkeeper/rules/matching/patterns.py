@@ -51,6 +51,7 @@ the most room for the rest, so no other position ever needs to be tried.
 
 from __future__ import annotations
 
+import binascii
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -156,8 +157,9 @@ def compile_network(text: str) -> Network:
 # with a dot take the slow path, although most are as harmless as /.well-known.
 _is_normal: Final = re.compile(r"(?:/[^./%?#\\\ud800-\udfff][^/%?#\\\ud800-\udfff]*+)+|/").fullmatch
 _ORIGIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*+://[^/?#]*+")
-_PERCENT: Final = re.compile(rb"%([0-9A-Fa-f]{2})?")
-_NOT_UTF8: Final = re.compile(r"[\udc80-\udcff]")
+_BARE_PERCENT: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
+_ESCAPES: Final = {0xDC00 + byte: f"%{byte:02X}" for byte in range(0x80, 0x100)}
+_KEPT_ESCAPES: Final = (b"%25", b"%2F", b"%2f", b"%3F", b"%3f", b"%23")
 _METHOD: Final = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
 # The separators of segments, for some servers.
 _SLASHES: Final = re.compile(r"\\|%2[fF]|%5[cC]")
@@ -175,14 +177,21 @@ def normalised(path: str) -> str:
 
     Normalising twice changes nothing. Accepts any text and never raises.
     """
-    if _is_normal(path):
-        return path
-    path = _path_alone(path)
+    return path if _is_normal(path) else _normal_spelling(_path_alone(path))
+
+
+def _normal_spelling(path: str) -> str:
+    """Return the normal spelling of a path without query and trailing slashes."""
     # A query and a trailing slash are common; without them, most paths are normal.
     if _is_normal(path):
         return path
+    plain = decoded(path)
+    if not plain.startswith("/"):
+        plain = f"/{plain}"
+    if "//" not in plain and "/." not in plain:
+        return plain
     kept: list[str] = []
-    for segment in decoded(path).split("/"):
+    for segment in plain.split("/"):
         if segment == "..":
             del kept[-1:]
         elif segment not in {"", "."}:
@@ -200,17 +209,16 @@ def spellings(path: str) -> tuple[str, ...]:
     """
     if _is_normal(path):
         return (path,)
-    first = normalised(path)
-    path = _path_alone(path)
-    if not _has_dot_segment(path):
-        return (first,)
-    if len(path) > DOTTED_LENGTH_MAX:
+    alone = _path_alone(path)
+    if not _may_have_dots(alone) or not _has_dot_segment(alone):
+        return (_normal_spelling(alone),)
+    if len(alone) > DOTTED_LENGTH_MAX:
         raise InvalidKey(
             f"a path with . or .. segments has at most {DOTTED_LENGTH_MAX:,} characters, but this "
-            f"one has {len(path):,}; send the path that it resolves to"
+            f"one has {len(alone):,}; send the path that it resolves to"
         )
-    found = {first: None}
-    path = path.removeprefix("/")
+    found = {_normal_spelling(alone): None}
+    path = alone.removeprefix("/")
     for reading in dict.fromkeys([path, _SLASHES.sub("/", path).removeprefix("/")]):
         plain = decoded(reading).split("/")
         found["/" + "/".join(filter(None, plain))] = None
@@ -218,6 +226,11 @@ def spellings(path: str) -> tuple[str, ...]:
             for merges in (True, False) if "//" in reading else (True,):
                 found[_without_dots(segments, plain, merges=merges)] = None
     return tuple(found)
+
+
+def _may_have_dots(path: str) -> bool:
+    """Return False for most paths, in a tenth of the time of `_has_dot_segment`."""
+    return "." in path or "%2e" in path or "%2E" in path
 
 
 def _path_alone(path: str) -> str:
@@ -255,15 +268,27 @@ def decoded(text: str) -> str:
         encoded = text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
         encoded = text.encode("utf-8", "surrogatepass")
-    plain = _PERCENT.sub(_decoded_byte, encoded).decode("utf-8", "surrogateescape")
-    return _NOT_UTF8.sub(lambda found: f"%{ord(found[0]) - 0xDC00:02X}", plain)
+    plain = _unescaped(encoded)
+    try:
+        return plain.decode()
+    except UnicodeDecodeError:
+        # Bytes that are not UTF-8 stay escaped.
+        return plain.decode("utf-8", "surrogateescape").translate(_ESCAPES)
 
 
-def _decoded_byte(found: re.Match[bytes]) -> bytes:
-    if found[1] is None:
-        return b"%25"  # a bare % could form a new escape with the characters decoded after it
-    byte = bytes.fromhex(found[1].decode())
-    return found[0].upper() if byte in b"/?#%" else byte
+def _unescaped(encoded: bytes) -> bytes:
+    """Decode escapes, but not those of `/?#%`, which become upper case.
+
+    A function for each escape takes 5 ms for a path of 16 KB. Quoted-printable differs only in its
+    sign, and is decoded in C: `%41` becomes `=41`, and `%2f`, which stays, becomes `=252F`.
+    """
+    if b"=" in encoded:
+        encoded = encoded.replace(b"=", b"=3D")
+    # A bare % could form a new escape with the characters decoded after it.
+    encoded = _BARE_PERCENT.sub(b"%25", encoded)
+    for kept in _KEPT_ESCAPES:
+        encoded = encoded.replace(kept, b"=25" + kept[1:].upper())
+    return binascii.a2b_qp(encoded.replace(b"%", b"="))
 
 
 def compile_method(text: str) -> str:
