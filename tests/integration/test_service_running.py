@@ -246,11 +246,10 @@ def test_replacing_workers_under_load_loses_no_answer() -> None:
 
 
 def test_workers_stay_if_their_replacements_cannot_start() -> None:
-    """New workers cannot open the store's file; the old ones, which have it open, keep serving."""
+    """New workers cannot read the token file; the old ones, which started without, keep serving."""
     with ServiceProcess(limited("5/day"), workers=2) as service:
         before = service.worker_pids()
-        (service.data / "limits").rename(service.data / "moved")
-        (service.data / "limits").write_text("this is not a store")
+        (service.data / "tokens.json").write_text("this is not a token file")
         assert service.pid is not None
         os.kill(service.pid, signal.SIGHUP)
         until(

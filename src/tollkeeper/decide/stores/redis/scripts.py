@@ -52,8 +52,14 @@ class LuaScript:
 
 
 def _text_of(name: str) -> bytes:
+    """Return a Lua file without its comments and indentation.
+
+    A client that is not logged in may send at most 16 KiB in one argument. Redis closes the
+    connection after a longer one, and the client would not see that it must log in (NOAUTH).
+    """
     folder = files("tollkeeper.decide.stores.redis").joinpath("lua")
-    return folder.joinpath(f"{name}.lua").read_bytes()
+    lines = [line.strip() for line in folder.joinpath(f"{name}.lua").read_bytes().splitlines()]
+    return b"\n".join(line for line in lines if line and not line.startswith(b"--"))
 
 
 def _script_of(*parts: bytes) -> LuaScript:

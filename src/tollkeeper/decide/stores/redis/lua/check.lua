@@ -125,17 +125,12 @@ for i = 0, limits - 1 do
     passes = passes and cost <= room
 
     if own > 0 and passes then
-        local window, need = gate[g + WINDOW], 0
         if kind == BUCKET then
             a = a + own * MICROS_PER_UNIT
-            -- One step more: the bucket is full at the end of a step.
-            need = at + a / gate[g + NUMERATOR] * gate[g + DENOMINATOR] + gate[g + STEP] - 1
         elseif kind == FIXED then
             a = a + own
-            need = at - fmod(at, window) + window
         elseif kind == COUNTER then
             b = b + own
-            need = at - fmod(at, window) + 2 * window
         else
             local per_chunk, oldest = fmod(b, 1024), a
             a = dead < kept and oldest + dead or 0
@@ -149,12 +144,22 @@ for i = 0, limits - 1 do
                 end
                 log.append(per_chunk, position, at, own)
             end
-            need = at + window
         end
         p = p or #held + 1
         held[p], held[p + 1], held[p + 2] = id, held[1] - at, a
         if wide then
             held[p + 3] = b
+        end
+    end
+    if passes and p then
+        -- Also if a grant has paid: the limit may be slower than the one that wrote the state.
+        local window = gate[g + WINDOW]
+        local need = at + window
+        if kind == BUCKET then
+            -- One step more: the bucket is full at the end of a step.
+            need = at + a / gate[g + NUMERATOR] * gate[g + DENOMINATOR] + gate[g + STEP] - 1
+        elseif kind ~= LOG then
+            need = at - fmod(at, window) + (kind == FIXED and window or 2 * window)
         end
         need_us = max(need_us, need - now)
     end
