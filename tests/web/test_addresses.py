@@ -273,7 +273,7 @@ def test_the_table_of_the_documentation_is_correct() -> None:
     page = Path(__file__).parents[2] / "docs/identity.md"
     text = page.read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([0-9.]+) \| (.+) \| ([0-9a-f.:]+) \|$", text, re.MULTILINE)
-    assert len(rows) == 8
+    assert len(rows) == 10
     for peer, shown, client in rows:
         pairs = [each.split(": ", 1) for each in re.findall(r"`([^`]+)`", shown)]
         headers = {name.lower().replace("-", "_"): value for name, value in pairs}

@@ -597,7 +597,7 @@ def test_a_limiter_of_the_other_kind_is_rejected() -> None:
 
 def test_a_denial_has_the_configured_style(make: Make) -> None:
     """The headers of a denial follow the `style` option."""
-    enforcer = make(limits="1/minute", style=Style(draft=None, legacy=False))
+    enforcer = make(limits="1/minute", style=Style(draft=None, legacy=False, node=""))
     enforcer.enter(_request())
     result = enforcer.enter(_request()).result
     names = {name for name, _ in enforcer.response(_request(), result).headers}

@@ -391,8 +391,11 @@ class EnforcerCore:
         if due is None:
             return
         try:
-            # Not lost if the task is cancelled, as when the client closes the connection.
-            yield Undo(self._limiter.settle, charge.key, *due, charge.decision)
+            if self.awaits:
+                # Not lost if the task is cancelled, as when the client closes the connection.
+                yield Undo(self._limiter.settle, charge.key, *due, charge.decision)
+            else:
+                self._limiter.settle(charge.key, *due, charge.decision)
         except TollkeeperError as error:
             # Without the key, which may be a secret.
             LOG.warning("the final cost of a request could not be settled: %s", error)
@@ -520,7 +523,7 @@ class AsyncEnforcer(EnforcerCore):
         decision = charge.decision
         if decision.degraded or decision is PASSED.decision or switches.limiting_off:
             return None
-        if self.prepared is None:
+        if self.prepared is None and not decision.granted:
             self.prepared = PreparedHeaders.of(charge.result, self.now_ns(), self.style)
             self.prepares = self.prepared is not None
         return self.prepared
