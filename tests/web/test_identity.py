@@ -600,3 +600,29 @@ def test_a_peer_that_may_be_a_proxy_is_not_cached_at_once(
 def test_keys_are_cached_only_if_they_depend_on_the_peer_alone(options: dict[str, Any]) -> None:
     """Behind a proxy, one peer stands for many clients."""
     assert _keys(**options).by_peer is None
+
+
+PARTS = st.text(st.characters(codec=None), max_size=6) | st.sampled_from(
+    ["", " ", "#empty", "a\x1fb", "x" * 300, "y" * 600, digest_of("y" * 600), "*", "\ud800"]
+)
+HOOK_KEYS = PARTS | st.lists(PARTS, min_size=1, max_size=4).map(tuple)
+
+
+@given(HOOK_KEYS, HOOK_KEYS, st.booleans())
+def test_keys_of_a_key_function_are_valid_and_never_collide(
+    one: Any, two: Any, per_route: bool
+) -> None:
+    """Whatever a client has put into them. Blank parts count as one."""
+
+    def parts(key: Any) -> list[str]:
+        return [
+            part if part.strip() else "" for part in (key if isinstance(key, tuple) else (key,))
+        ]
+
+    keys = _keys(key=lambda web_request: None, per_route=per_route)
+    subjects = []
+    for key in (one, two):
+        found = keys.of_hook(key, _request())
+        assert not isinstance(found, Request)
+        subjects.append(subject_of(found))
+    assert (subjects[0] == subjects[1]) is (parts(one) == parts(two))
