@@ -574,7 +574,7 @@ deny: ["api_key:sk_revoked_1"]
 def test_a_digest_is_counted_and_its_value_is_matched(key: str, found: str) -> None:
     """Lists, conditions, keys, assignments and overrides see the API key; a subject does not."""
     compiled = compiled_of(SECRETS)
-    request = Request(api_key="#digest", ip="192.0.2.1").with_match(Request(api_key=key))
+    request = Request(api_key="#digest", ip="192.0.2.1", digests={"#digest": key})
     plan = compiled.plan(request, 1)
     checks = " ".join(f"{each.rule.id} {rates(each)[0]}" for each in plan.enforced)
     assert (plan.verdict or checks) == found
@@ -590,6 +590,6 @@ def test_a_digest_is_counted_and_its_value_is_matched(key: str, found: str) -> N
 def test_a_secret_tier_is_counted_by_its_digest() -> None:
     """The rule's tier is the value, and the subject has the digest."""
     compiled = compiled_of("{version: 1, tiers: {gold: 2/second}, rules: [{id: a, by: [tier]}]}")
-    request = Request(tier="#digest").with_match(Request(tier="gold"))
+    request = Request(tier="#digest", digests={"#digest": "gold"})
     check = only(compiled.plan(request, 1))
     assert (check.subject, rates(check)) == ("tier:#digest", ["2/1"])

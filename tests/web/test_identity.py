@@ -266,7 +266,10 @@ def test_rules_match_a_value_that_is_counted_by_its_digest(
         }
     )
     assert limiter.evaluate(found).kind == "blocked"
-    other = replace(found)  # the same digests without their values
+    changed = replace(found, endpoint="/other")  # as a key function may do
+    assert limiter.evaluate(changed).kind == "blocked"
+    assert _keys(key=lambda web_request: None).of_hook(changed, request_with()) is changed
+    other = replace(found, digests=None)
     [(subject, _)] = limiter.evaluate(other).counted
     assert subject.startswith(f"{field}:#")
 

@@ -255,8 +255,8 @@ class Request:
     >>> Request(user="42", endpoint="/v1/orders", method="POST").user
     '42'
 
-    `matched_as`  the same request for rules and lists to match, if this one has digests instead of
-                  secrets. Stores, records and logs see only this one.
+    `digests`  the values of digests that this request has instead of secrets. Rules and lists match
+               the values (`matched_as`). Stores, records and logs see only the digests.
     """
 
     user: str | None = None
@@ -267,7 +267,7 @@ class Request:
     endpoint: str | None = None
     method: str | None = None
     attributes: Mapping[str, str] = field(default_factory=dict, hash=False)
-    matched_as: Request | None = field(default=None, init=False, repr=False, compare=False)
+    digests: Mapping[str, str] | None = field(default=None, repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.attributes, Mapping):
@@ -276,11 +276,16 @@ class Request:
                 f'for example attributes={{"region": "eu"}}'
             )
 
-    def with_match(self, matched: Request) -> Request:
-        """Return this request, with `matched` as its `matched_as`."""
-        request = replace(self)
-        object.__setattr__(request, "matched_as", matched)
-        return request
+    @property
+    def matched_as(self) -> Request:
+        """The request as rules and lists match it: with values instead of their digests."""
+        digests = self.digests
+        if digests is None:
+            return self
+        values: dict[str, Any] = {name: getattr(self, name) for name in REQUEST_FIELDS}
+        fields = {name: digests.get(value, value) for name, value in values.items()}
+        attributes = {name: digests.get(value, value) for name, value in self.attributes.items()}
+        return replace(self, **fields, attributes=attributes, digests=None)
 
 
 class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines can register

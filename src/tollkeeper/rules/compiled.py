@@ -259,7 +259,7 @@ class CompiledRules:
 
     def plan(self, request: Request, cost: int) -> CheckPlan:
         """Return the rules that a request has to pass, with the gates to check."""
-        matched = request.matched_as or request
+        matched = request if request.digests is None else request.matched_as
         if self._lists is not None:
             verdict = self._lists.verdict(matched)
             if verdict is not None:
@@ -331,7 +331,7 @@ class CompiledRules:
 
     def tier_of(self, request: Request) -> str | None:
         """Return the request's tier: its own, or the one assigned to its user, key or tenant."""
-        request = request.matched_as or request
+        request = request if request.digests is None else request.matched_as
         if request.tier is not None or not self._assign:
             return request.tier
         for attribute in _OWNERS:
@@ -344,7 +344,7 @@ class CompiledRules:
 
     def choose(self, rule: CompiledRule, request: Request, tier: str | None) -> LimitChoice | None:
         """Return the limits of a rule for a request; None if the rule has none for its tier."""
-        return self._choose(self._rules[rule.order], request.matched_as or request, tier)
+        return self._choose(self._rules[rule.order], request.matched_as, tier)
 
     def _choose(
         self, prepared: PreparedRule, request: Request, tier: str | None
@@ -395,7 +395,7 @@ class CompiledRules:
         if rule.rule.mode == "off":
             return "it is off"
         paths = () if request.endpoint is None else spellings(request.endpoint)
-        matched = request.matched_as or request
+        matched = request.matched_as
         why = rule.failing(paths, lambda name: value_of(matched, name, tier))
         if not why and not rule.in_force_for(self.subject_of(rule, request, tier)):
             why = f"its rollout of {rule.rule.rollout} % does not reach this subject"
@@ -403,7 +403,7 @@ class CompiledRules:
 
     def listed(self, request: Request) -> tuple[Verdict | None, str]:
         """Return the verdict of the allow and deny lists, and the entry that matched."""
-        request = request.matched_as or request
+        request = request.matched_as
         verdict = self._lists.verdict(request) if self._lists is not None else None
         if self._lists is None or verdict is None:
             return None, ""

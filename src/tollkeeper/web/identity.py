@@ -16,7 +16,7 @@ a value wins. A source is text, or a function from a WebRequest to text:
 Nothing that a client sends is an error here. An empty value counts as absent. A value that is too
 long for a key, or not printable, is counted by its digest. Tokens, cookies and the Authorization
 header are secrets: they are always counted by a digest, so that no secret reaches a store or a log.
-Rules and lists match the value itself (`Request.matched_as`).
+Rules and lists match the value itself (`Request.digests`).
 
 **Keys.** `RequestKeys` makes the key for limits. It is one string, `"address:192.0.2.1"`, because a
 store decides that fastest. It is a tuple where strings could collide: next to a key function of the
@@ -150,10 +150,10 @@ class Identity:
         return self._addresses.is_cached(peer)
 
     def request_of(self, request: WebRequest) -> Request:
-        """Return the request as rules see it; `matched_as` has the values of its digests."""
-        found, plain = _read_fields(self._fields, request)
-        attributes, plain_attributes = _read_fields(self._attributes, request)
-        counted = Request(
+        """Return the request as rules see it."""
+        digests: dict[str, str] = {}
+        found = _read_fields(self._fields, request, digests)
+        return Request(
             found.get("user"),
             found.get("api_key"),
             self._addresses.of(request),
@@ -161,12 +161,9 @@ class Identity:
             found.get("tier"),
             _endpoint_of(request),
             clean_value(request.method),
-            attributes,
+            _read_fields(self._attributes, request, digests),
+            digests=digests or None,
         )
-        if not plain and not plain_attributes:
-            return counted
-        matched = replace(counted, **plain, attributes={**attributes, **plain_attributes})
-        return counted.with_match(matched)
 
     def key_of(
         self, request: WebRequest, sources: IdentitySource | Sequence[IdentitySource]
@@ -243,19 +240,18 @@ def first_found(sources: tuple[CompiledSource, ...], request: WebRequest) -> tup
     return ANONYMOUS
 
 
-def _read_fields(fields: _Fields, request: WebRequest) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the counted value of each field that has one, and the values of those digested."""
+def _read_fields(fields: _Fields, request: WebRequest, digests: dict[str, str]) -> dict[str, str]:
+    """Return the counted value of each field that has one. Adds the value of each digest."""
     found: dict[str, str] = {}
-    plain: dict[str, Any] = {}
     for name, sources in fields:
         for _, read, counted in sources:
             value = read(request)
             if value is not None:
                 text = found[name] = counted(value)
                 if text is not value:
-                    plain[name] = value
+                    digests[text] = value
                 break
-    return found, plain
+    return found
 
 
 def _checked_fields(
@@ -385,6 +381,7 @@ def _countable_request(found: Request) -> Request:
     """Return a key function's Request, with digests of the values that a key cannot hold."""
     values = {name: getattr(found, name) for name in REQUEST_FIELDS if name != "endpoint"}
     changed: dict[str, Any] = {}
+    digests = dict(found.digests or {})
     for name, value in (*values.items(), *found.attributes.items()):
         if value is None:
             continue
@@ -394,14 +391,14 @@ def _countable_request(found: Request) -> Request:
                 f"text"
             )
         text = _countable(value) if len(value) <= VALUE_LENGTH_MAX else digest_of(value)
-        if text is not value:
+        if text is not value and value not in digests:
             changed[name] = text
+            digests[text] = value
     if not changed:
         return found
     attributes = {name: changed.get(name, value) for name, value in found.attributes.items()}
     fields = {name: text for name, text in changed.items() if name in REQUEST_FIELDS}
-    counted = replace(found, **fields, attributes=attributes)
-    return counted.with_match(found.matched_as or found)
+    return replace(found, **fields, attributes=attributes, digests=digests)
 
 
 def _is_ambiguous(sources: tuple[CompiledSource, ...]) -> bool:

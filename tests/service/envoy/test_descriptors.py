@@ -137,7 +137,7 @@ def test_lists_match_a_value_that_is_counted_by_its_digest(key: str, value: str 
         assert limiter.evaluate(request).kind == "blocked"
     with Limiter.from_rules(rules) as limiter:
         assert limiter.evaluate(request).counted[0][0].startswith(f"{key}:#")
-    assert request_of("shop", [("user", "ann")]).matched_as is None
+    assert request_of("shop", [("user", "ann")]).digests is None
 
 
 def test_two_values_never_share_a_digest_or_a_text() -> None:

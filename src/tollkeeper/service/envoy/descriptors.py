@@ -31,9 +31,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import ConfigError, show
@@ -176,7 +175,7 @@ def request_of(domain: str, entries: Sequence[tuple[str | bytes, str | bytes]]) 
     """
     fields: dict[str, str] = {}
     attributes = {"domain": domain}
-    plain: dict[str, str] = {}
+    digests: dict[str, str] = {}
     if not 1 <= len(entries) <= ENTRIES_MAX:
         raise ConfigError(
             f"a descriptor has 1 to {ENTRIES_MAX} entries, and this one has {len(entries)}"
@@ -184,24 +183,14 @@ def request_of(domain: str, entries: Sequence[tuple[str | bytes, str | bytes]]) 
     for key, value in entries:
         field, name = _names.get(key) or _name_of(key)  # type: ignore[arg-type]  # bytes: not found
         if field is not None and field not in fields:
-            name = field
             # A path may be long: rules match all of it and count it by a digest.
             text = _text(value) if field == "endpoint" else countable(value)
             fields[field] = _address(text) if field == "ip" else text
         else:
-            name = _free(name, attributes)
-            text = attributes[name] = countable(value)
+            text = attributes[_free(name, attributes)] = countable(value)
         if text is not value:
-            plain[name] = _text(value)
-    request = Request(**fields, attributes=attributes)
-    return _with_match(request, plain) if plain else request
-
-
-def _with_match(request: Request, plain: Mapping[str, str]) -> Request:
-    """Return the request, whose rules match the values of its digests."""
-    found: dict[str, Any] = {name: plain[name] for name in REQUEST_FIELDS if name in plain}
-    attributes = {name: plain.get(name, text) for name, text in request.attributes.items()}
-    return request.with_match(replace(request, **found, attributes=attributes))
+            digests[text] = _text(value)
+    return Request(**fields, attributes=attributes, digests=digests or None)
 
 
 def _name_of(key: str | bytes) -> tuple[str | None, str]:

@@ -198,9 +198,9 @@ class SettleReply(msgspec.Struct):
 # A Request is filled slot by slot: its own constructor would check again what the decoder has
 # checked, and takes four times as long.
 _SETTERS: Final = tuple(
-    Request.__dict__[name].__set__ for name in (*REQUEST_FIELDS, "attributes", "matched_as")
+    Request.__dict__[name].__set__ for name in (*REQUEST_FIELDS, "attributes", "digests")
 )
-_user, _api_key, _ip, _tenant, _tier, _endpoint, _method, _attributes, _matched_as = _SETTERS
+_user, _api_key, _ip, _tenant, _tier, _endpoint, _method, _attributes, _digests = _SETTERS
 _new_request: Final = Request.__new__
 
 
@@ -216,7 +216,7 @@ def request_of(fields: RequestFields) -> Request:
     _endpoint(request, fields.endpoint)
     _method(request, fields.method)
     _attributes(request, fields.attributes or _NO_ATTRIBUTES)
-    _matched_as(request, None)
+    _digests(request, None)
     return request
 
 

@@ -7,7 +7,7 @@ peeks at each limit separately. It spends nothing.
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -249,7 +249,7 @@ def request_of_query(query: bytes) -> Request:
     >>> request_of_query(b"user=42&attributes.region=eu").attributes
     {'region': 'eu'}
     """
-    fields: dict[str, str] = {}
+    fields: dict[str, Any] = {}
     attributes: dict[str, str] = {}
     for name, value in _pairs(query):
         if name in REQUEST_FIELDS:

@@ -156,7 +156,7 @@ def confined(token: Token, request: Request) -> Request | TokenRejection:
         return request
     filled: dict[str, Any] = {}
     attributes: dict[str, str] = {}
-    matched = request.matched_as or request
+    matched = request.matched_as
     for name, given in token.scope.items():
         wanted = counted_address(given) if name == "ip" else given
         is_field = name in REQUEST_FIELDS
@@ -171,11 +171,7 @@ def confined(token: Token, request: Request) -> Request | TokenRejection:
             )
     if not filled and not attributes:
         return request
-    found = replace(request, **filled, attributes={**request.attributes, **attributes})
-    if request.matched_as is None:
-        return found
-    merged = {**matched.attributes, **attributes}
-    return found.with_match(replace(matched, **filled, attributes=merged))
+    return replace(request, **filled, attributes={**request.attributes, **attributes})
 
 
 def _value_of(request: Request, name: str) -> str | None:
