@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.redis_servers.waiting import until
+from tests.service_process import ServiceProcess
 from tollkeeper import Limiter, StoreUnavailable
 
 OPTIONS = "capacity=5000&log_bytes=65536"
@@ -296,3 +298,32 @@ def test_the_failure_policy_answers_while_the_file_is_lost(path: Path) -> None:
         while not (decision := limiter.check("me", 0)).degraded:
             pass
         assert not decision.allowed
+
+
+def test_a_service_whose_file_is_damaged_goes_on_by_itself() -> None:
+    """The workers live, say what happened, and count together in a new file. A service that finds
+    a damaged file at startup replaces it."""
+
+    def remaining() -> int | None:
+        left: int | None = service.ask("POST", "/v1/check", {"user": "me"}).data["remaining"]
+        return left
+
+    def messages() -> str:
+        return "\n".join(str(event["message"]) for event in service.events())
+
+    with ServiceProcess(workers=2) as service:
+        assert remaining() == 99
+        workers = service.worker_pids()
+        limits = service.data / "limits"
+        os.truncate(limits, 5_000)
+        until(lambda: (remaining(), messages().count("opened again") == 2)[1], "two workers", 30)
+        left = remaining()
+        assert left
+        assert [remaining() for _ in range(3)] == [left - 1, left - 2, left - 3]
+        assert service.worker_pids() == workers
+        assert "was truncated, or its disk failed, while it was in use" in messages()
+        service.end()
+        os.truncate(limits, 5_000)
+        service.start()
+        assert remaining() == 99
+        assert "had 5000 bytes instead of" in messages()
