@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 from tollkeeper.core import switches
 from tollkeeper.core.errors import ConfigError, StoreError
 from tollkeeper.core.model import CheckResult, Decision, Limits, Request, units_of
-from tollkeeper.core.steps import run_async
+from tollkeeper.core.steps import Call, Steps, run_async
 from tollkeeper.core.subjects import Key
 from tollkeeper.decide.store import AsyncGate, AsyncStore
 from tollkeeper.limiter.arguments import (
@@ -148,6 +148,18 @@ class AsyncLimiter(LimiterSetup):
     ) -> int:
         """Make a request that was charged `reserved` units cost `actual`. See Limiter.settle."""
         return await run_async(self._settle(key, reserved, actual, decision, reservation))
+
+    async def once(self, reservation: Key, settle: Callable[[], Awaitable[int]]) -> int | None:
+        """Await `settle`, unless a settlement of this reservation was made within the last hour.
+
+        Returns its result, or None if it was not called. An error of it can be repeated.
+        """
+
+        def settling() -> Steps[int]:
+            result: int = yield Call(settle)
+            return result
+
+        return await run_async(self._once(reservation, settling()))
 
     async def explain(self, request: Request, cost: int = 1) -> Explanation:
         """Explain which rules apply and why, and the decision of each. Spends nothing."""

@@ -234,18 +234,27 @@ class LimiterPath:
         _check_decision(decision)
         check_name("reservation", reservation)
         units = units_of(actual, "actual") - units_of(reserved, "reserved")
-        if not reservation or switches.limiting_off:
-            return (yield from self._settle_units(key, units, decision))
+        settling = self._settle_units(key, units, decision)
+        if not reservation:
+            return (yield from settling)
+        return (yield from self._once(reservation, settling)) or 0
+
+    def _once(self, reservation: Key, settling: Steps[int]) -> Steps[int | None]:
+        """Settle a reservation, unless that was done within the last hour; then return None."""
+        if switches.limiting_off:
+            return (yield from settling)
         # One unit an hour for each reservation: the first settlement takes it.
         settled = self._make_gate((SETTLED_ONCE,), SETTLED_NAME)
-        mark: Decision = yield Call(settled.check, reservation, 1)
+        name = subject_of(reservation)
+        mark: Decision = yield Call(settled.check, name, 1)
         if not mark.allowed:
-            return 0
+            settling.close()
+            return None
         try:
-            return (yield from self._settle_units(key, units, decision))
+            return (yield from settling)
         except BaseException:  # the caller may try again
             with suppress(StoreError):
-                yield Undo(settled.refund, reservation, 1, mark.charged_ns)
+                yield Undo(settled.refund, name, 1, mark.charged_ns)
             raise
 
     def _settle_units(

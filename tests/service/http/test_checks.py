@@ -300,6 +300,35 @@ async def test_a_cost_is_settled_afterwards() -> None:
         assert "actual" in answer.data["detail"]
 
 
+async def test_a_reservation_is_settled_once() -> None:
+    """A client that repeats a settlement, because the answer was lost, changes nothing."""
+    async with http_service() as http:
+        await http.check(user="1", cost=3)
+        body = {"user": "1", "reserved": 3, "actual": 2, "reservation": "request-1"}
+        for _ in range(3):
+            answer = await http("POST", "/v1/settle", body)
+            assert (answer.status, answer.data) == (200, {"unsettled": 0})
+        assert (await http.check(user="1", cost=0)).data["remaining"] == 1
+        answer = await http("POST", "/v1/settle", {**body, "reservation": "x" * 129})
+        assert answer.status == 400
+        assert "reservation" in answer.data["detail"]
+
+
+async def test_a_reservation_belongs_to_the_scope_of_its_token(tmp_path: Path) -> None:
+    """One customer cannot settle, or take, the name of another."""
+    path = tmp_path / "tokens.json"
+    tenants = ("acme", "other")
+    secrets = [create_token(path, name, "check", {"tenant": name}) for name in tenants]
+    async with http_service(path, rules=SHARED_RULES) as http:
+        body = {"user": "1", "reserved": 0, "actual": 1, "reservation": "request-1"}
+        for _ in range(2):
+            for secret in secrets:
+                headers = {"Authorization": f"Bearer {secret}"}
+                assert (await http("POST", "/v1/settle", body, headers)).status == 200
+        headers = {"Authorization": f"Bearer {secrets[0]}"}
+        assert (await left(http, headers))["service"] == 8
+
+
 # ── Scopes ─────────────────────────────────────────────────────────────────────────────────────
 
 SPENDING: list[tuple[str, str, Any]] = [

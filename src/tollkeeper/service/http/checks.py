@@ -74,6 +74,7 @@ _EXACT_NS: Final = 2**50
 # Three times as fast as calling the class, which does the same in Python.
 _new_tuple: Final = tuple.__new__
 
+RESERVATION_LENGTH_MAX: Final = 128
 Units = Annotated[int, Meta(ge=0, le=UNITS_MAX)]
 Attributes = Annotated[
     dict[str, str],
@@ -121,6 +122,14 @@ class SettleBody(RequestFields, forbid_unknown_fields=True, kw_only=True):
 
     reserved: Annotated[Units, Meta(description="Units that the check spent.")]
     actual: Annotated[Units, Meta(description="Units that the request cost in the end.")]
+    reservation: Annotated[
+        str,
+        Meta(
+            max_length=RESERVATION_LENGTH_MAX,
+            description="A name of the reservation, such as the ID of the request. A second "
+            "settlement with it within an hour changes nothing.",
+        ),
+    ] = ""
 
 
 class CheckReply(msgspec.Struct, gc=False):
@@ -403,15 +412,24 @@ def _settle(context: ServiceContext) -> Handler:
     async def settle(http_request: ServiceRequest) -> ServiceReply:
         body = read(http_request.body)
         request = in_scope(http_request.token, request_of(body))
-        if body.actual < body.reserved:
-            units = body.reserved - body.actual
-            await give_back(context.limiter, http_request.token.scope, request, units)
-            if not http_request.token.scope:  # with a scope, a customer could reduce its own bill
-                await _record_settled(context, request, -units)
-            return json_reply(SettleReply(0))
-        unsettled = await context.limiter.settle(request, body.reserved, body.actual)
-        await _record_settled(context, request, body.actual - body.reserved - unsettled)
-        return json_reply(SettleReply(unsettled))
+        scope = http_request.token.scope
+
+        async def apply() -> int:
+            units = body.actual - body.reserved
+            if units >= 0:
+                unsettled = await context.limiter.settle(request, body.reserved, body.actual)
+                await _record_settled(context, request, units - unsettled)
+                return unsettled
+            await give_back(context.limiter, scope, request, -units)
+            if not scope:  # with a scope, a customer could reduce its own bill
+                await _record_settled(context, request, units)
+            return 0
+
+        if not body.reservation:
+            return json_reply(SettleReply(await apply()))
+        # The name belongs to the caller's scope: one customer cannot take the names of another.
+        name = (*(f"{field}={value}" for field, value in sorted(scope.items())), body.reservation)
+        return json_reply(SettleReply(await context.limiter.once(name, apply) or 0))
 
     return settle
 
