@@ -179,6 +179,7 @@ def test_rules_that_never_apply(store: str, tmp_path: Path) -> None:
         ([], {}, 0),
         ([{"limits": ["10/minute"]}], {}, 60),
         ([{"limits": ["10/minute burst 50"]}], {}, 360),
+        ([{"limits": ["10/minute burst 50 refill 30s"]}], {}, 390),
         ([{"limits": [{"limit": 5, "per": "1m", "algorithm": "fixed_window"}]}], {}, 60),
         ([{"limits": [{"limit": 5, "per": "1m", "algorithm": "sliding_window_log"}]}], {}, 60),
         ([{"limits": [{"limit": 5, "per": "1m", "algorithm": "sliding_window_counter"}]}], {}, 120),

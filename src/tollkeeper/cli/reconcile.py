@@ -864,7 +864,9 @@ def _all_limits(document: Document) -> Iterator[Limits]:
 def _limit_ms(limit: Limit) -> int:
     """Return when a state of the limit has no effect any more, rounded up."""
     if limit.algorithm in BUCKETS:
-        return -(-limit.capacity * limit.window_ns // limit.limit // _NS_PER_MS)
+        # A bucket that is refilled in steps is full at the end of one.
+        full_ns = limit.capacity * limit.window_ns // limit.limit + limit.refill_step_ns
+        return -(-full_ns // _NS_PER_MS)
     windows = 2 if limit.algorithm == "sliding_window_counter" else 1
     return -(-windows * limit.window_ns // _NS_PER_MS)
 
