@@ -320,7 +320,8 @@ class AsgiCharges(RequestCharges):
         """Return a copy of the message with our headers: the application may reuse its own."""
         enforcer = self.enforcer
         if self._prepared is not None:
-            ours = self._prepared.headers(self._charges[0].decision, enforcer.now_ns())
+            decision = self._charges[0].decision
+            ours = self._prepared.headers(decision, decision.decided_ns or enforcer.now_ns())
         else:
             result = self.result
             if result is PASSED:
