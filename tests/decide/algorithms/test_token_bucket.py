@@ -246,12 +246,13 @@ def test_refund_returns_what_was_not_refilled(
     assert after is None or after[0] == 1_500_000_000
 
 
-def test_refund_rounds_the_refill_up() -> None:
-    """In a nanosecond a third of a micro-unit is refilled; a refund returns a whole one less."""
+def test_refund_rounds_the_refill_down() -> None:
+    """A third of a micro-unit is refilled in a nanosecond: not by the bucket, nor by a refund."""
     limit = Limit(1, per=0.003, capacity=2)
     state, _ = token_bucket.decide(None, limit, 0, 1)
     state, _ = token_bucket.decide(state, limit, 1, 1)
-    assert token_bucket.refund(state, limit, 1, 1, 0) == (1, 1_000_001)
+    assert state == (1, 2_000_000)
+    assert token_bucket.refund(state, limit, 1, 1, 0) == (1, 1_000_000)
 
 
 SIX_EVERY_THREE_SECONDS = Limit(2, per=1, capacity=10, refill_every=3)

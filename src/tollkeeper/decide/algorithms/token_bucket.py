@@ -21,11 +21,11 @@ can return at most u − refill(c, t) units: refill has returned the others. Thi
 state. Let `own` be the units that would be in use if only the requests that are never refunded had
 been made. Then `used >= own + Σ max(0, u − refill since c)` holds, with the sum over all
 outstanding charges. A charge adds the same amount to both sides, a refund subtracts the same
-amount. In a time in which x units are refilled, the left side falls by at most x. The right side
-falls by x or to 0, because each of its terms does so on its own. So `used` never falls below `own`,
-and other requests get no more than they would have got without the refunded ones. With steps, the
-refill since c is that of the steps since c, counted from c and rounded up: at least as many as the
-bucket has made since.
+amount. In a time in which x micro-units are refilled, the left side falls by at most ⌊x⌋. The right
+side falls by ⌊x⌋ or to 0, because each of its terms does so on its own: ⌊y + x⌋ − ⌊y⌋ >= ⌊x⌋. So
+`used` never falls below `own`, and other requests get no more than they would have got without the
+refunded ones. With steps, the refill since c is that of the steps since c, counted from c and
+rounded up: at least as many as the bucket has made since.
 """
 
 from __future__ import annotations
@@ -100,9 +100,10 @@ def refund(
     capacity = limit.capacity
     micros = min(units, capacity) * MICROS_PER_UNIT
     if charged_ns is not None and charged_ns < last_ns:
-        # Rounds up: a part of a step or of a micro-unit that was refilled is not returned again.
-        elapsed_ns = (charged_ns - last_ns) // limit.refill_step_ns * limit.refill_step_ns
-        micros += elapsed_ns * limit.micros_numerator // limit.ns_denominator
+        # Steps round up: the bucket may have made one that began before the charge. Micro-units
+        # round down, as in each refill that the bucket has made since.
+        elapsed_ns = -((charged_ns - last_ns) // limit.refill_step_ns) * limit.refill_step_ns
+        micros -= elapsed_ns * limit.micros_numerator // limit.ns_denominator
         if micros <= 0:
             return state
     used = min(used, capacity * MICROS_PER_UNIT) - micros

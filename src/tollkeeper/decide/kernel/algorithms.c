@@ -214,10 +214,10 @@ static void refund_bucket(const tk_limit *limit, const tk_state *before, int64_t
     int64_t capacity = limit->capacity * TK_MICROS_PER_UNIT;
     int64_t micros = tk_min(units, limit->capacity) * TK_MICROS_PER_UNIT;
     if (charged_ns != TK_NO_TIME && charged_ns < before->last_ns) {
-        /* Rounds up: a part of a step or of a micro-unit that was refilled is not returned again.
-         */
+        /* Steps round up: the bucket may have made one that began before the charge. Micro-units
+         * round down, as in each refill that the bucket has made since. */
         int64_t elapsed_ns = started_steps(limit, before->last_ns - charged_ns);
-        micros -= tk_mul_div_ceil(elapsed_ns, limit->numerator, limit->denominator);
+        micros -= tk_mul_div_floor(elapsed_ns, limit->numerator, limit->denominator);
         if (micros <= 0)
             return;
     }

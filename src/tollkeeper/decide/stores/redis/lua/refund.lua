@@ -65,10 +65,8 @@ local function refunded(g, last, a, b, units, charged)
         if elapsed >= gate[g + FULL] then
             micros = 0
         elseif elapsed > 0 then
-            -- Rounded up: a part of a millionth that was refilled is not returned again.
-            local refill, rest =
-                multiply_divide(elapsed, gate[g + NUMERATOR], gate[g + DENOMINATOR])
-            micros = micros - refill - (rest > 0 and 1 or 0)
+            -- Rounded down, as in each refill that the bucket has made since.
+            micros = micros - multiply_divide(elapsed, gate[g + NUMERATOR], gate[g + DENOMINATOR])
         end
         local used = min(a, capacity * MICROS_PER_UNIT) - micros
         if micros <= 0 then
