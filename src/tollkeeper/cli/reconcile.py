@@ -865,7 +865,7 @@ def _limit_ms(limit: Limit) -> int:
     """Return when a state of the limit has no effect any more, rounded up."""
     if limit.algorithm in BUCKETS:
         # A bucket that is refilled in steps is full at the end of one.
-        full_ns = limit.capacity * limit.window_ns // limit.limit + limit.refill_step_ns
+        full_ns = -(-limit.capacity * limit.window_ns // limit.limit) + limit.refill_step_ns - 1
         return -(-full_ns // _NS_PER_MS)
     windows = 2 if limit.algorithm == "sliding_window_counter" else 1
     return -(-windows * limit.window_ns // _NS_PER_MS)
