@@ -28,9 +28,10 @@ from pydantic import Field, WithJsonSchema
 from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
-from tollkeeper.control.repository import Version
+from tollkeeper.control.repository import Kind, Version
 from tollkeeper.control.schema import REASON_LENGTH_MAX
 from tollkeeper.core.errors import show
+from tollkeeper.rules.document.model import Document
 from tollkeeper.service.admin.control import (
     ChangeRequest,
     ControlPlane,
@@ -482,6 +483,27 @@ def version_reply(response: Response, version: Version) -> VersionOut:
     response.headers["ETag"] = etag_of(version.number)
     return version_out(version)
 
+
+class RuleEditor(NamedTuple):
+    """Makes the change of a request, and replies with the new version."""
+
+    response: Response
+    control: ControlPlane
+    change: ChangeRequest
+
+    async def edit(
+        self, kind: Kind, edit: Callable[[Document], Document], reason: str | None = None
+    ) -> VersionOut:
+        """Make a new version. `reason` is that of the body, if it has one."""
+        version = await self.control.edit(self.change.because(reason), kind, edit)
+        return version_reply(self.response, version)
+
+
+def _editor(response: Response, control: Control, change: Change) -> RuleEditor:
+    return RuleEditor(response, control, change)
+
+
+Editor = Annotated[RuleEditor, Depends(_editor)]
 
 _Item = TypeVar("_Item")
 

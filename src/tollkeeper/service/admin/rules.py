@@ -32,6 +32,7 @@ from tollkeeper.service.admin.operations import (
     Before,
     Change,
     Control,
+    Editor,
     IfNoneMatch,
     NextBefore,
     Rows,
@@ -319,15 +320,10 @@ def placed(parse: Callable[[], Document], path: str, name: str) -> Document:
 )
 async def delete_rule(
     id: RuleId,  # noqa: A002 - same
-    response: Response,
-    control: Control,
-    change: Change,
+    editor: Editor,
 ) -> VersionOut:
     """Remove a rule. Its overrides must be removed first."""
-    version = await control.edit(
-        change, "remove-rule", lambda document: edits.remove_rule(document, id)
-    )
-    return version_reply(response, version)
+    return await editor.edit("remove-rule", lambda document: edits.remove_rule(document, id))
 
 
 # ── Versions ─────────────────────────────────────────────────────────────────────────────────────

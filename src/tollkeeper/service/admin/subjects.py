@@ -23,6 +23,7 @@ from tollkeeper.service.admin.operations import (
     AdminRoute,
     Change,
     Control,
+    Editor,
     IfNoneMatch,
     LimitData,
     LimitsData,
@@ -181,18 +182,13 @@ async def get_tier(
     summary="Set a tier",
     responses=change_responses(),
 )
-async def put_tier(
-    name: TierName, tier: TierIn, response: Response, control: Control, change: Change
-) -> VersionOut:
+async def put_tier(name: TierName, tier: TierIn, editor: Editor) -> VersionOut:
     """Set the limits of a tier, or make a new tier."""
     data = {"version": 1, "tiers": {name: tier.limits}}
     limits = placed(lambda: from_data(data, "<body>"), f"tiers.{name}", "limits").tiers[name]
-    version = await control.edit(
-        change.because(tier.reason),
-        "set-tier",
-        lambda document: edits.set_tier(document, name, limits),
+    return await editor.edit(
+        "set-tier", lambda document: edits.set_tier(document, name, limits), tier.reason
     )
-    return version_reply(response, version)
 
 
 @router.delete(
@@ -202,14 +198,9 @@ async def put_tier(
     summary="Remove a tier",
     responses=change_responses(404),
 )
-async def delete_tier(
-    name: TierName, response: Response, control: Control, change: Change
-) -> VersionOut:
+async def delete_tier(name: TierName, editor: Editor) -> VersionOut:
     """Remove a tier. It must have no members, and no rule may name it."""
-    version = await control.edit(
-        change, "remove-tier", lambda document: edits.remove_tier(document, name)
-    )
-    return version_reply(response, version)
+    return await editor.edit("remove-tier", lambda document: edits.remove_tier(document, name))
 
 
 # ── Assignments ──────────────────────────────────────────────────────────────────────────────────
@@ -270,17 +261,14 @@ async def get_assignment(
 async def put_assignment(
     subject: Subject,
     assignment: AssignmentIn,
-    response: Response,
-    control: Control,
-    change: Change,
+    editor: Editor,
 ) -> VersionOut:
     """Assign a subject to a tier, in place of its former tier."""
-    version = await control.edit(
-        change.because(assignment.reason),
+    return await editor.edit(
         "assign",
         lambda document: edits.assign(document, subject, assignment.tier),
+        assignment.reason,
     )
-    return version_reply(response, version)
 
 
 @router.delete(
@@ -290,14 +278,9 @@ async def put_assignment(
     summary="Remove an assignment",
     responses=change_responses(404),
 )
-async def delete_assignment(
-    subject: Subject, response: Response, control: Control, change: Change
-) -> VersionOut:
+async def delete_assignment(subject: Subject, editor: Editor) -> VersionOut:
     """Remove a subject from its tier."""
-    version = await control.edit(
-        change, "unassign", lambda document: edits.unassign(document, subject)
-    )
-    return version_reply(response, version)
+    return await editor.edit("unassign", lambda document: edits.unassign(document, subject))
 
 
 # ── Overrides ────────────────────────────────────────────────────────────────────────────────────
@@ -369,9 +352,7 @@ def _parsed(override: Mapping[str, Any], document: Document) -> Override:
 )
 async def delete_override(
     subject: Subject,
-    response: Response,
-    control: Control,
-    change: Change,
+    editor: Editor,
     rule: Annotated[
         str | None,
         Query(
@@ -386,12 +367,9 @@ async def delete_override(
         raise ConfigError(
             f"{show(subject)} is not a subject; write user:42, api_key:sk_1 or tenant:acme"
         )
-    version = await control.edit(
-        change,
-        "remove-override",
-        lambda document: edits.remove_override(document, attribute, value, rule),
+    return await editor.edit(
+        "remove-override", lambda document: edits.remove_override(document, attribute, value, rule)
     )
-    return version_reply(response, version)
 
 
 # ── Lists ────────────────────────────────────────────────────────────────────────────────────────
@@ -427,17 +405,12 @@ async def get_list(
     summary="Add an entry to a list",
     responses=change_responses(),
 )
-async def add_entry(
-    list_name: Which, entry: EntryIn, response: Response, control: Control, change: Change
-) -> VersionOut:
+async def add_entry(list_name: Which, entry: EntryIn, editor: Editor) -> VersionOut:
     """Add an entry at the end of a list. An existing entry changes nothing."""
     check_entry(entry.entry)
-    version = await control.edit(
-        change.because(entry.reason),
-        "list",
-        lambda document: edits.add_entry(document, list_name, entry.entry),
+    return await editor.edit(
+        "list", lambda document: edits.add_entry(document, list_name, entry.entry), entry.reason
     )
-    return version_reply(response, version)
 
 
 @router.delete(
@@ -449,9 +422,7 @@ async def add_entry(
 )
 async def delete_entry(
     list_name: Which,
-    response: Response,
-    control: Control,
-    change: Change,
+    editor: Editor,
     entry: Annotated[
         str,
         Query(
@@ -463,7 +434,6 @@ async def delete_entry(
     ],
 ) -> VersionOut:
     """Remove an entry. It is in the query, because many entries contain slashes."""
-    version = await control.edit(
-        change, "unlist", lambda document: edits.remove_entry(document, list_name, entry)
+    return await editor.edit(
+        "unlist", lambda document: edits.remove_entry(document, list_name, entry)
     )
-    return version_reply(response, version)
