@@ -26,7 +26,7 @@ from tollkeeper.limiter.arguments import (
 from tollkeeper.limiter.path import Duration
 from tollkeeper.limiter.setup import LimiterSetup
 from tollkeeper.rules.compiled import RuleCheck
-from tollkeeper.rules.engine import RepeatedCheck, RuleEngine
+from tollkeeper.rules.engine import RepeatedCheck, RuleCharge, RuleEngine
 from tollkeeper.rules.explain import Explanation
 
 if TYPE_CHECKING:
@@ -160,6 +160,14 @@ class AsyncLimiter(LimiterSetup):
             return result
 
         return await run_async(self._once(reservation, settling()))
+
+    async def refund_charges(self, charges: Sequence[RuleCharge], cost: int) -> None:
+        """Return units to each of these rules, as of the times of their charges.
+
+        Raises StoreError, after all rules were tried.
+        """
+        if not switches.limiting_off:
+            await run_async(self._rules().refund_charges_steps(charges, units_of(cost, "cost")))
 
     async def explain(self, request: Request, cost: int = 1) -> Explanation:
         """Explain which rules apply and why, and the decision of each. Spends nothing."""

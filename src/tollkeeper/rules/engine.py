@@ -104,11 +104,13 @@ class RepeatedCheck:
     No decision is kept. Nothing is kept for rules whose plans can change (`is_steady`).
     """
 
-    __slots__ = ("cost", "known", "request")
+    __slots__ = ("cost", "known", "request", "settles")
 
-    def __init__(self, request: Request, cost: int) -> None:
+    def __init__(self, request: Request, cost: int, *, settles: bool = False) -> None:
         self.request = request
         self.cost = cost
+        self.settles = settles
+        """True if the caller will settle the cost, and wants to know what was charged."""
         self.known: tuple[CompiledRules, tuple[CheckPlan, CheckResult]] | None = None
         """The rules, the plan they made, and a result whose applied rules are reused."""
 
@@ -751,8 +753,13 @@ class RuleEngine:
 
         Raises StoreError, after all rules were tried.
         """
+        charges = self._charges_of(request, cost, decision)
+        yield from self.refund_charges_steps(charges, cost)
+
+    def refund_charges_steps(self, charges: Iterable[RuleCharge], cost: int) -> Steps[None]:
+        """Return units to each of these rules. Raises StoreError, after all rules were tried."""
         failure: StoreError | None = None
-        for check, charged_ns in self._charges_of(request, cost, decision):
+        for check, charged_ns in charges:
             try:
                 units = check.units_of(cost)
                 yield Call(check.gate.refund, check.gate_subject, units, charged_ns)
@@ -786,7 +793,7 @@ class RuleEngine:
             return [(check, None) for check in self.compiled_rules.plan(request, cost).checks]
         charged_ns = decision.charged_ns
         if charged_ns is None or decision.source is not None:
-            return _charges_in(decision)
+            return charges_in(decision)
         # A copy of a decision, from another process: only its own rule is known.
         checks = self.compiled_rules.plan(request, cost).checks
         return [(check, charged_ns) for check in checks if check.rule.id == decision.rule]
@@ -866,7 +873,7 @@ def _with_charges(decision: Decision, decided: Sequence[Decision]) -> Decision:
 def _with_shadow_charges(decision: Decision, answers: Sequence[RuleAnswer]) -> Decision:
     """Return a decision with the charges of shadow rules: a refund returns these too."""
     found = [each for each in answers if isinstance(each, Decision)]
-    charges = [charge for each in (decision, *found) for charge in _charges_in(each)]
+    charges = [charge for each in (decision, *found) for charge in charges_in(each)]
     if not charges or not decision.allowed:
         return decision
     if decision.charged_ns is None:  # also a copy of the decision that all requests share
@@ -875,7 +882,7 @@ def _with_shadow_charges(decision: Decision, answers: Sequence[RuleAnswer]) -> D
     return decision
 
 
-def _charges_in(decision: Decision) -> list[RuleCharge]:
+def charges_in(decision: Decision) -> list[RuleCharge]:
     """Return the rules that a decision charged, as the engine has kept them with it."""
     source: RuleCheck | list[RuleCharge] | None = decision.source
     if isinstance(source, list):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from base64 import urlsafe_b64encode
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -327,6 +329,83 @@ async def test_a_reservation_belongs_to_the_scope_of_its_token(tmp_path: Path) -
                 assert (await http("POST", "/v1/settle", body, headers)).status == 200
         headers = {"Authorization": f"Bearer {secrets[0]}"}
         assert (await left(http, headers))["service"] == 8
+
+
+LATE_RULES: dict[str, Any] = {
+    "version": 1,
+    "rules": [
+        {
+            "id": "users",
+            "by": ["user"],
+            "limits": [{"limit": 5, "per": "10s", "algorithm": "fixed_window"}],
+        },
+        {"id": "split", "by": ["tenant"], "limits": ["20/hour"], "split": 2},
+    ],
+}
+
+
+@pytest.mark.parametrize("atomic", [None, False, True])
+async def test_a_late_settlement_returns_no_quota_twice(atomic: bool | None) -> None:
+    """The reply says what was charged and when; the window after it keeps its units."""
+    async with http_service(rules=LATE_RULES) as http:
+        checked = {"user": "1", "tenant": "acme", "cost": 5, "settle": True}
+        if atomic is None:
+            reply = (await http.check(**checked)).data
+        else:
+            batch = {"checks": [checked], "atomic": atomic}
+            reply = (await http("POST", "/v1/check/batch", batch)).data["results"][0]
+        http.clock.advance(10)
+        assert (await http.check(user="1", cost=5)).status == 200
+        body = {"user": "1", "tenant": "acme", "reserved": 5, "actual": 0}
+        answer = await http("POST", "/v1/settle", {**body, "charged": reply["charged"]})
+        assert (answer.status, answer.data) == (200, {"unsettled": 0})
+        assert (await http.check(user="1")).status == 429
+        # Without the time of the charge, it is a correction of the current window.
+        assert (await http("POST", "/v1/settle", body)).status == 200
+        assert (await http.check(user="1", cost=5)).status == 200
+
+
+async def test_a_settlement_in_time_returns_all_units() -> None:
+    """To each rule, and of a split rule to the part that was charged."""
+    async with http_service(rules=LATE_RULES) as http:
+        fields = {"user": "1", "tenant": "acme"}
+        for _ in range(20):
+            reply = (await http.check(**fields, cost=5, settle=True)).data
+            body = {**fields, "reserved": 5, "actual": 0, "charged": reply["charged"]}
+            assert (await http("POST", "/v1/settle", body)).status == 200
+        quota = (await http("GET", "/v1/quota?user=1&tenant=acme")).data["rules"]
+        assert [rule["limits"][0]["remaining"] for rule in quota] == [5, 20]
+
+
+async def test_a_reply_tells_the_charges_only_if_it_is_asked_to() -> None:
+    """A denied request, and one that does not say `settle`, have no `charged`."""
+    async with http_service() as http:
+        assert "charged" not in (await http.check(user="1", cost=3)).data
+        assert "charged" not in (await http.check(user="1", settle=True)).data
+        assert (await http.check(user="2", settle=True)).data["charged"]
+
+
+@pytest.mark.parametrize("charged", ["é", "AAAA", "kA", "!", "k5OldXNlcnMA//8="])
+async def test_invalid_charges_are_rejected(charged: str) -> None:
+    """400, with the way to a valid text; nothing is returned."""
+    async with http_service() as http:
+        await http.check(user="1", cost=3)
+        body = {"user": "1", "reserved": 3, "actual": 0, "charged": charged}
+        answer = await http("POST", "/v1/settle", body)
+        assert answer.status == 400, answer.data
+        assert "charged" in answer.data["detail"]
+        assert (await http.check(user="1", cost=0)).data["remaining"] == 0
+
+
+async def test_forged_charges_return_no_more_than_a_correction() -> None:
+    """A rule that is named twice or that does not apply is ignored."""
+    async with http_service() as http:
+        await http.check(user="1", cost=3)
+        forged = [("users", 0, 0), ("users", 0, 0), ("users", 9, 0), ("orders", 0, 0)]
+        text = urlsafe_b64encode(msgspec.msgpack.encode(forged)).decode()
+        body = {"user": "1", "reserved": 1, "actual": 0, "charged": text}
+        assert (await http("POST", "/v1/settle", body)).status == 200
+        assert (await http.check(user="1", cost=0)).data["remaining"] == 1
 
 
 # ── Scopes ─────────────────────────────────────────────────────────────────────────────────────

@@ -13,15 +13,19 @@ token with a scope may be in the hands of a customer, who may return only the cu
 they are returned under the rules that count requests of this scope alone. Under any other rule,
 such as a limit on the whole service, the units stay spent until they are refilled. Then too few
 requests pass for a moment, and never too many.
+
+A settlement may come long after the check, when time has already returned some of the units. So a
+check with `settle` tells the caller what it charged and when (`charged`), and the caller sends that
+back. Without it, a settlement is a correction, as in `Limiter.refund` without a decision.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from inspect import isawaitable
 from time import perf_counter_ns
 from typing import Annotated, Any, Final
 
@@ -30,18 +34,26 @@ from msgspec import Meta
 
 from tollkeeper.core import switches
 from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.core.errors import CapacityError, ConfigError, StoreError, TollkeeperError
+from tollkeeper.core.errors import (
+    CapacityError,
+    ConfigError,
+    StoreError,
+    TollkeeperError,
+    show,
+)
 from tollkeeper.core.model import (
     REQUEST_FIELDS,
     UNITS_MAX,
     CheckResult,
+    Decision,
     PenaltyKind,
     Request,
     ResultKind,
 )
 from tollkeeper.limiter import AsyncLimiter
+from tollkeeper.rules.compiled import RuleCheck
 from tollkeeper.rules.document.model import Rule
-from tollkeeper.rules.engine import RepeatedCheck
+from tollkeeper.rules.engine import RepeatedCheck, RuleCharge, charges_in
 from tollkeeper.service.http.bodies import body_reader
 from tollkeeper.service.http.context import (
     JSON,
@@ -75,6 +87,7 @@ _EXACT_NS: Final = 2**50
 _new_tuple: Final = tuple.__new__
 
 RESERVATION_LENGTH_MAX: Final = 128
+CHARGED_LENGTH_MAX: Final = 16_384
 Units = Annotated[int, Meta(ge=0, le=UNITS_MAX)]
 Attributes = Annotated[
     dict[str, str],
@@ -106,6 +119,9 @@ class CheckBody(RequestFields, forbid_unknown_fields=True, gc=False):
     """The request to check, and its cost."""
 
     cost: Annotated[Units, Meta(description="Units that the request spends.")] = 1
+    settle: Annotated[
+        bool, Meta(description="True if the cost will be settled: the reply has `charged`.")
+    ] = False
 
 
 class BatchBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -128,6 +144,14 @@ class SettleBody(RequestFields, forbid_unknown_fields=True, kw_only=True):
             max_length=RESERVATION_LENGTH_MAX,
             description="A name of the reservation, such as the ID of the request. A second "
             "settlement with it within an hour changes nothing.",
+        ),
+    ] = ""
+    charged: Annotated[
+        str,
+        Meta(
+            max_length=CHARGED_LENGTH_MAX,
+            description="As the check's reply had it, so that units that time has returned "
+            "already are not returned again.",
         ),
     ] = ""
 
@@ -162,6 +186,10 @@ class CheckReply(msgspec.Struct, gc=False):
     penalty: Annotated[
         PenaltyKind | msgspec.UnsetType,
         Meta(description="The penalty that denied the request; absent if a limit decided."),
+    ] = msgspec.UNSET
+    charged: Annotated[
+        str | msgspec.UnsetType,
+        Meta(description="What was charged, and when: for the settlement, if `settle` is true."),
     ] = msgspec.UNSET
 
 
@@ -257,7 +285,7 @@ class RememberedChecks:
     def read(self, body: bytes) -> RepeatedCheck:
         """Decode a body into a request and its cost. Raises BodyRejected, ConfigError."""
         fields = self._decode(body)
-        found = RepeatedCheck(request_of(fields), fields.cost)
+        found = RepeatedCheck(request_of(fields), fields.cost, settles=fields.settle)
         if len(body) <= REMEMBERED_BYTES_MAX:
             if len(self.by_body) >= REMEMBERED_MAX:
                 self.by_body.clear()
@@ -301,8 +329,8 @@ def _check(context: ServiceContext) -> Handler:
         if recorder is not None:
             recorder.note(request, result, cost, decided_ns)
         decision, _, kind, shadow_denied, _ = result
-        if kind != "limited" or not decision.allowed or decision.degraded:
-            return check_reply(result, decided_ns, style)
+        if kind != "limited" or not decision.allowed or decision.degraded or read.settles:
+            return check_reply(result, decided_ns, style, settles=read.settles)
         # The common reply, without the two calls that `check_reply` would take.
         headers = raw_headers_of(result, decided_ns, style)
         headers.append(JSON)
@@ -324,18 +352,20 @@ def _check(context: ServiceContext) -> Handler:
     return check
 
 
-def check_reply(result: CheckResult, now_ns: int, style: Style) -> ServiceReply:
+def check_reply(
+    result: CheckResult, now_ns: int, style: Style, *, settles: bool = False
+) -> ServiceReply:
     """Return the reply to a check: the decision, or a problem that includes its members."""
     headers = raw_headers_of(result, now_ns, style)
-    members = check_members(result)
+    members = check_members(result, settles=settles)
     if result.decision.allowed:
         return ServiceReply(200, [*headers, JSON], encode(members))
     denied = {**problem_of(result, now_ns), **members}
     return ServiceReply(status_of(result), [*headers, PROBLEM, NO_STORE], encode(denied))
 
 
-def check_members(result: CheckResult) -> dict[str, Any]:
-    """Return the members of a CheckReply."""
+def check_members(result: CheckResult, *, settles: bool = False) -> dict[str, Any]:
+    """Return the members of a CheckReply; with `settles`, also what was charged."""
     decision, _, kind, shadow_denied, _ = result
     # Without a limit there are no numbers; without a store they are unknown.
     has_limit = kind in {"limited", "unavailable"}
@@ -354,6 +384,8 @@ def check_members(result: CheckResult) -> dict[str, Any]:
     }
     if decision.penalty is not None:
         members["penalty"] = decision.penalty
+    if settles and decision.allowed:
+        members["charged"] = charged_text(decision)
     return members
 
 
@@ -366,6 +398,7 @@ def _batch(context: ServiceContext) -> Handler:
 
     async def batch(http_request: ServiceRequest) -> ServiceReply:
         body = read(http_request.body)
+        settles = [each.settle for each in body.checks]
         wanted = [
             (in_scope(http_request.token, request_of(each)), each.cost) for each in body.checks
         ]
@@ -375,29 +408,30 @@ def _batch(context: ServiceContext) -> Handler:
             note_seconds(perf_counter_ns() - started_ns)
             if context.recorder is not None:
                 context.recorder.note_all(wanted, decided, context.now_ns())
-            results: list[Any] = [_batch_decision(each) for each in decided]
+            results: list[Any] = list(map(_batch_decision, decided, settles))
         elif is_remote:
-            results = await asyncio.gather(*(one(*each) for each in wanted))
+            results = await asyncio.gather(*map(one, wanted, settles))
         else:
-            results = [await one(*each) for each in wanted]
+            results = [await each for each in map(one, wanted, settles)]
         return json_reply(BatchReply(results))
 
-    async def one(request: Request, cost: int) -> BatchDecision | BatchError:
+    async def one(check: tuple[Request, int], settles: bool) -> BatchDecision | BatchError:
+        request, cost = check
         started_ns = perf_counter_ns()
         try:
             result = await limiter.evaluate(request, cost)
             note_seconds(perf_counter_ns() - started_ns)
             if context.recorder is not None:
                 context.recorder.note(request, result, cost, context.now_ns())
-            return _batch_decision(result)
+            return _batch_decision(result, settles)
         except (CapacityError, ConfigError, StoreError) as error:
             return _batch_error(error)
 
     return batch
 
 
-def _batch_decision(result: CheckResult) -> BatchDecision:
-    return BatchDecision(**check_members(result), status=status_of(result))
+def _batch_decision(result: CheckResult, settles: bool) -> BatchDecision:
+    return BatchDecision(**check_members(result, settles=settles), status=status_of(result))
 
 
 def _batch_error(error: TollkeeperError) -> BatchError:
@@ -420,7 +454,7 @@ def _settle(context: ServiceContext) -> Handler:
                 unsettled = await context.limiter.settle(request, body.reserved, body.actual)
                 await _record_settled(context, request, units - unsettled)
                 return unsettled
-            await give_back(context.limiter, scope, request, -units)
+            await give_back(context.limiter, scope, request, -units, body.charged)
             if not scope:  # with a scope, a customer could reduce its own bill
                 await _record_settled(context, request, units)
             return 0
@@ -448,22 +482,58 @@ async def _record_settled(context: ServiceContext, request: Request, units: int)
 
 
 async def give_back(
-    limiter: AsyncLimiter, scope: Mapping[str, str], request: Request, units: int
+    limiter: AsyncLimiter,
+    scope: Mapping[str, str],
+    request: Request,
+    units: int,
+    charged: str = "",
 ) -> None:
-    """Return units under the rules that a token's scope covers. Raises StoreError.
+    """Return units under the rules that a token's scope covers. Raises StoreError, ConfigError.
 
-    `request` must be in the scope already.
+    `request` must be in the scope already. `charged` is that of the check's reply, if it is known.
     """
-    if not scope:
-        await limiter.refund(request, units)
-        return
-    if switches.limiting_off:
-        return
-    for check in limiter.compiled_rules.plan(request, units).checks:
-        if counts_only(scope, check.rule):
-            found = check.gate.refund(check.gate_subject, check.units, None)
-            if isawaitable(found):
-                await found
+    checks = limiter.compiled_rules.plan(request, units).checks
+    charges = _charges_of(checks, charged) if charged else [(check, None) for check in checks]
+    if scope:
+        charges = [charge for charge in charges if counts_only(scope, charge[0].rule)]
+    await limiter.refund_charges(charges, units)
+
+
+def charged_text(decision: Decision) -> str:
+    """Return what a decision charged, as a text for the settlement.
+
+    Each rule has its own time, and a split rule the part that was charged. The text holds no secret
+    and is not signed: the caller is believed about the reserved units anyway.
+    """
+    charges = []
+    for check, charged_ns in charges_in(decision):
+        part = [subject for _, subject in check.parts].index(check.gate_subject)
+        charges.append((check.rule.id, part, charged_ns))
+    return urlsafe_b64encode(msgspec.msgpack.encode(charges)).decode()
+
+
+# Rule, part and time. A time beyond the year 2096 is beyond the range of the stores.
+_Charged = tuple[str, int, Annotated[int, Meta(ge=0, le=4 * 10**18)]]
+_decode_charges: Final = msgspec.msgpack.Decoder(list[_Charged]).decode
+
+
+def _charges_of(checks: Sequence[RuleCheck], charged: str) -> list[RuleCharge]:
+    """Return the rules that a check charged, and that still apply. Raises ConfigError."""
+    try:
+        charges = _decode_charges(urlsafe_b64decode(charged.encode("ascii")))
+    except (ValueError, msgspec.DecodeError):
+        raise ConfigError(
+            f"charged={show(charged)} is not a text of a reply to a check; "
+            f"copy `charged` from the reply, or leave it out"
+        ) from None
+    by_rule = {check.rule.id: check for check in checks}
+    found: list[RuleCharge] = []
+    for rule, part, charged_ns in charges:
+        check = by_rule.pop(rule, None)
+        if check is not None and 0 <= part < len(check.parts):
+            gate, subject = check.parts[part]
+            found.append((check._replace(gate=gate, gate_subject=subject), charged_ns))
+    return found
 
 
 def counts_only(scope: Mapping[str, str], rule: Rule) -> bool:
