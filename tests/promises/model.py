@@ -68,7 +68,7 @@ class Bucket:
         if charged_ns is not None:
             since_ns = max(self.at_ns - charged_ns, 0)
             refilled = ceil(Fraction(since_ns, self.step_ns)) * self.step_ns * self.rate
-            back -= ceil(refilled / MICRO) * MICRO
+            back -= floor(refilled / MICRO) * MICRO
         if back > 0:  # as of the last change of the level: nothing was spent since
             self.level = min(self.level + back, Fraction(self.capacity))
 
