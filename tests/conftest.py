@@ -34,6 +34,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Every test in these folders runs against a server, a gateway or several processes.
 _SERVER_FOLDERS = ("tests/integration/", "tests/faults/", "tests/examples/")
+# The tests that take longest run first, so that no worker starts one when the others are done.
+_LONGEST = ("tests/integration/test_schemathesis.py", "tests/kernel/test_drivers.py")
 # The long suites that need no server: thousands of random traces, and the sanitizers.
 _LONG_SUITES = ("tests/kernel/", "tests/parity/", "tests/promises/", "tests/test_fuzz_entries.py")
 
@@ -41,10 +43,13 @@ _LONG_SUITES = ("tests/kernel/", "tests/parity/", "tests/promises/", "tests/test
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark each test that needs a server or is in a long suite; `make check` runs the others.
 
+    The longest tests come first.
+
     A test needs a server if it is in one of `_SERVER_FOLDERS`, or if the test, one of its fixtures
     or a helper refers to the harness that starts servers. A parametrised fixture marks those of its
     parameters that need one. A test that starts a server without the mark fails.
     """
+    items.sort(key=lambda item: not item.nodeid.startswith(_LONGEST))
     found: dict[object, bool] = {}
     for item in items:
         if item.nodeid.startswith(_SERVER_FOLDERS) or any(

@@ -16,7 +16,7 @@ from tests.service.admin.client import secrets_of
 from tests.service_process import RULES, ServiceProcess
 
 SECONDS_MAX = 400
-EXAMPLES_MAX = 10
+EXAMPLES_MAX = 4
 SEED = 20_261_115
 
 # Exceptions that OpenAPI cannot express, each for one operation.

@@ -31,7 +31,7 @@ typedef struct {
     int others; /* keys that were there before and must not be touched */
 } scene;
 
-static const long KILL_EVERY = 101;
+static const long KILL_EVERY = 211;
 static const int64_t NOW_NS = 1000 * 1000000000ll;
 static const int64_t YEAR_NS = 365 * 86400ll * 1000000000ll;
 

@@ -127,23 +127,23 @@ def log_trace(seed: int, store: Store, clock: ManualClock, server: Single, count
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_a_hundred_thousand_steps_agree(shard: int, tmp_path: Path) -> None:
+def test_thousands_of_steps_agree(shard: int, tmp_path: Path) -> None:
     """redis:// gives the decisions of the reference, and reset subjects leave nothing behind."""
     server = running("single")
     server.flush()
     compared = 0
-    for seed in range(shard, 12 * SHARDS, SHARDS):
+    for seed in range(shard, 6 * SHARDS, SHARDS):
         clock = ManualClock()
         with OPENERS["redis"](clock, 0, tmp_path) as store:
             compared += trace(seed, store, clock)
             assert server.admin.keys() == []
-    assert compared > 12 * STEPS * 4 // 5
+    assert compared > 6 * STEPS * 4 // 5
 
 
 @pytest.mark.parametrize("name", ["redis-async", "cluster", "cluster-async"])
 def test_thousands_of_steps_agree_on_other_connections(name: str, tmp_path: Path) -> None:
     """The verbs for asyncio and a cluster give the same decisions."""
-    for seed in range(1_000, 1_010):
+    for seed in range(1_000, 1_005):
         clock = ManualClock()
         with OPENERS[name](clock, 0, tmp_path) as store:
             trace(seed, store, clock)
@@ -154,7 +154,7 @@ def test_logs_agree_across_their_chunks(tmp_path: Path) -> None:
     """Logs of every chunk length are spent and refunded across the ends of chunks. Old entries are
     dropped soon, and reset subjects leave nothing behind."""
     server = running("single")
-    for seed in range(60):
+    for seed in range(30):
         clock = ManualClock()
         with OPENERS["redis"](clock, 0, tmp_path) as store:
             log_trace(seed, store, clock, server, 400)
