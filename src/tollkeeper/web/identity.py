@@ -102,7 +102,7 @@ _Fields = list[tuple[str, tuple[CompiledSource, ...]]]
 class Identity:
     """Reads from a request who sent it, as a Request for rules or as a key for limits.
 
-    >>> identity = Identity({"api_key": "header:X-API-Key", "user": ["session:user", "basic"]})
+    >>> identity = Identity({"api_key": "header:X-API-Key", "user": ["session:user", "cookie:id"]})
     >>> from tollkeeper.web.requests import AsgiRequest
     >>> request = AsgiRequest({"type": "http", "path": "/", "headers": [(b"x-api-key", b"sk_1")]})
     >>> identity.request_of(request).api_key
