@@ -27,7 +27,7 @@ rules:
     by: [api_key]
     limits: [1000000/second]
 """
-_REQUEST: Final = b"GET /v1/orders HTTP/1.1\r\nhost: bench\r\nx-api-key: sk_1\r\n\r\n"
+_REQUEST: Final = b"GET /v1/orders HTTP/1.1\r\nhost: localhost\r\nx-api-key: sk_1\r\n\r\n"
 
 
 def measure_envoy(

@@ -155,13 +155,13 @@ def answer_of(port: int, request: bytes) -> bytes:
 
 def get(path: str) -> bytes:
     """Return a request without a body."""
-    return f"GET {path} HTTP/1.1\r\nhost: bench\r\n\r\n".encode()
+    return f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()
 
 
 def post(path: str, body: bytes) -> bytes:
     """Return a request with a JSON body."""
     head = (
-        f"POST {path} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         f"content-length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
