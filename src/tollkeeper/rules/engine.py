@@ -320,22 +320,22 @@ class RuleEngine:
         failures: Mapping[int, StoreError],
         shadowed: RuleChecks = (),
     ) -> Steps[tuple[list[Answer], Sequence[RuleAnswer] | None]]:
-        """Charge the rules, all or none; return their answers, and those of shadow rules if asked.
+        """Charge the rules, all or none; return their answers, and those of shadow rules if known.
 
         `failures` are the rules that the store could not decide before, by position. They are not
-        asked again. Raises CapacityError; nothing is charged then.
+        checked again. Raises CapacityError; nothing is charged then.
         """
         for at, failure in failures.items():
             if self._policy(checks[at]) not in OPTIONAL_POLICIES:
                 return [failure] * len(checks), None  # the request ends here
-        asked = [check for at, check in enumerate(checks) if at not in failures]
+        undecided = [check for at, check in enumerate(checks) if at not in failures]
         shadow_answers = None
         found = []
-        if asked:
+        if undecided:
             call = (
-                _check_call(asked[0])
-                if len(asked) == 1
-                else Call(self._check_together, _charges(asked), self._optional(asked))
+                _check_call(undecided[0])
+                if len(undecided) == 1
+                else Call(self._check_together, _charges(undecided), self._optional(undecided))
             )
             start_ns = perf_counter_ns()
             if shadowed and self._async_store is not None:
@@ -351,7 +351,7 @@ class RuleEngine:
                     answer = error
             if self._async_store is not None:
                 self._note_store_time(start_ns, answer)
-            found = answer if isinstance(answer, list) else [answer] * len(asked)
+            found = answer if isinstance(answer, list) else [answer] * len(undecided)
         return _merged(found, failures), shadow_answers
 
     def _note_store_time(
@@ -729,11 +729,11 @@ class RuleEngine:
             found, failures = yield from self.penalties.denial(plan)
             if found is not None:
                 return found[1]
-        asked = [check for at, check in enumerate(checks) if at not in failures]
+        undecided = [check for at, check in enumerate(checks) if at not in failures]
         try:
-            answers = yield from _peek_rules(asked)
+            answers = yield from _peek_rules(undecided)
         except CapacityError as error:
-            answers = yield from self._scaled_down_answers(asked, error)
+            answers = yield from self._scaled_down_answers(undecided, error)
         return self._decision(checks, request, _merged(answers, failures), spend=False)
 
     def peek_rule_steps(self, check: RuleCheck) -> Steps[Decision]:

@@ -350,11 +350,11 @@ class JointCheck:
 
     def _asking(self, driver: RedisDriver, groups: Sequence[tuple[list[int], bool]]) -> Steps[None]:
         """Send one call for each group of positions; charge it, or only peek."""
-        asked = [(group, spend) for group, spend in groups if group]
-        if not asked:
+        called = [(group, spend) for group, spend in groups if group]
+        if not called:
             return
-        replies = yield from driver.running_all([self._call(*each) for each in asked])
-        for (group, spend), reply in zip(asked, replies, strict=True):
+        replies = yield from driver.running_all([self._call(*each) for each in called])
+        for (group, spend), reply in zip(called, replies, strict=True):
             found = reply if type(reply) is list and len(group) > 1 else [reply] * len(group)
             if len(found) != len(group):
                 found = [_unknown(reply)] * len(group)
