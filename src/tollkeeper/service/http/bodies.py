@@ -10,7 +10,8 @@ type. Both mean JSON here, because no endpoint takes a form.
 **Names given twice.** The fast decoder of a check keeps the last value of a name and says nothing.
 In JSON every name is followed by a colon, and nothing else is, but for colons inside texts. So the
 names in a body are counted by its colons. They are compared with the names that were decoded: two
-more passes in C, 0.4 to 1 µs, and only for a body that the worker does not remember. Only if the numbers differ is the body parsed by `strict_json`.
+more passes in C. They take 0.4 to 1 µs, and only for a body that the worker does not remember. Only
+if the numbers differ is the body parsed by `strict_json`.
 """
 
 from __future__ import annotations
