@@ -17,7 +17,7 @@ one script call instead.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Container, Sequence
 
 from tollkeeper.core.errors import StoreError
 from tollkeeper.core.model import UNITS_MAX, Decision, Limit, decision_with
@@ -86,17 +86,29 @@ def combine(
 
 
 def combine_decisions(decisions: Sequence[Decision]) -> Decision:
-    """Return one decision on a request from the decisions of several rules."""
-    if len(decisions) == 1:
-        return decisions[0]
-    tightest = min(decisions, key=_tightness)
-    retry_after_ns = max([decision.retry_after_ns for decision in decisions])
-    delay_ns = max([decision.delay_ns for decision in decisions]) if tightest.allowed else 0
-    degraded = any(decision.degraded for decision in decisions)
+    """Return one decision on a request from the decisions of several rules.
+
+    One loop without function calls in the usual case: this runs for every request of several rules.
+    """
+    tightest, *others = decisions
+    left, delay_ns, degraded = tightest.remaining, tightest.delay_ns, tightest.degraded
+    for each in others:
+        if each.delay_ns > delay_ns:
+            delay_ns = each.delay_ns
+        if each.degraded:
+            degraded = True
+        remaining = each.remaining
+        if remaining > left and each.allowed:
+            continue  # the usual case: it cannot be the tightest
+        if (remaining < left and tightest.allowed) or _tightness(each) < _tightness(tightest):
+            tightest, left = each, remaining
+    retry_after_ns = 0
+    if not tightest.allowed:
+        delay_ns, retry_after_ns = 0, max([each.retry_after_ns for each in decisions])
     if (
-        tightest.retry_after_ns == retry_after_ns
-        and tightest.delay_ns == delay_ns
+        tightest.delay_ns == delay_ns
         and tightest.degraded == degraded
+        and tightest.retry_after_ns == retry_after_ns
     ):
         return tightest  # the usual case: it already says everything
     return decision_with(
@@ -109,50 +121,69 @@ def _tightness(answer: Decision) -> tuple[bool, int, int, int]:
     return answer.allowed, answer.remaining, -answer.retry_after_ns, -answer.reset_after_ns
 
 
-def check_in_turn(checks: Sequence[GateCheck], optional: Collection[int] = ()) -> list[Answer]:
+def check_in_turn(checks: Sequence[GateCheck], optional: Container[int] = ()) -> list[Answer]:
     """Check each (gate, subject, cost) on gates that answer at once; see Store.check_together."""
-    answers: list[Answer] = []
-    passes, least, first = True, UNITS_MAX, 0
-    for at, (gate, subject, cost) in enumerate(checks):
+    looks: list[Answer] = []
+    failed: list[int] = []
+    least, first = UNITS_MAX, 0
+    for gate, subject, cost in checks:
         try:
-            decision = gate.peek(subject, cost)
+            look = gate.peek(subject, cost)
         except StoreError as error:
-            answers.append(error)
-            passes = passes and at in optional
+            failed.append(len(looks))
+            looks.append(error)
         else:
-            answers.append(decision)
-            passes = passes and decision.allowed
-            if decision.remaining < least:
-                least, first = decision.remaining, at
-    if not passes:
-        return answers
-    looks = list(answers)
-    charged: list[tuple[int, int | None]] = []
-    passes = False
+            remaining = look.remaining
+            if remaining < least:
+                least, first = remaining, len(looks)
+            looks.append(look)
+    if not all(looks):  # a denial; an error counts as true
+        return looks
+    order: Sequence[int] = range(len(checks))
+    if first:
+        order = [first, *order[:first], *order[first + 1 :]]
+    if failed:
+        if any(at not in optional for at in failed):
+            return looks
+        order = [at for at in order if at not in failed]
+    return _charge_in_turn(checks, looks, order, optional)
+
+
+def _charge_in_turn(
+    checks: Sequence[GateCheck],
+    looks: Sequence[Answer],
+    order: Sequence[int],
+    optional: Container[int],
+) -> list[Answer]:
+    """Charge the checks at these positions, all or none; `looks` are the answers of a peek."""
+    answers = list(looks)
     try:
-        for at in range(len(checks)) if not first else _with_first(first, len(checks)):
-            if isinstance(looks[at], StoreError):
-                continue
+        for at in order:
             gate, subject, cost = checks[at]
             try:
-                decision = gate.check(subject, cost)
+                answers[at] = decision = gate.check(subject, cost)
             except StoreError as error:  # no room for a new state
                 answers[at] = error
-                if at not in optional:
-                    return answers
-                continue
-            answers[at] = decision
+                if at in optional:
+                    continue
+                break
             if not decision.allowed:
-                return answers
-            charged.append((at, decision.charged_ns))
-        passes = True
-    finally:
-        for at, charged_ns in () if passes else charged:
-            gate, subject, cost = checks[at]
-            gate.refund(subject, cost, charged_ns)
-            answers[at] = looks[at]
+                break
+        else:
+            return answers
+    except BaseException:
+        _refund_charged(checks, looks, answers)
+        raise
+    _refund_charged(checks, looks, answers)
     return answers
 
 
-def _with_first(first: int, count: int) -> list[int]:
-    return [first, *range(first), *range(first + 1, count)]
+def _refund_charged(
+    checks: Sequence[GateCheck], looks: Sequence[Answer], answers: list[Answer]
+) -> None:
+    """Refund the checks that were charged; their answers are those of the peek again."""
+    for at, (gate, subject, cost) in enumerate(checks):
+        answer = answers[at]
+        if answer is not looks[at] and not isinstance(answer, StoreError) and answer.allowed:
+            gate.refund(subject, cost, answer.charged_ns)
+            answers[at] = looks[at]

@@ -11,7 +11,7 @@ cache hits and has circuit breakers) and `channel` (it carries messages between 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol, runtime_checkable
 
@@ -190,7 +190,7 @@ class Store(Protocol):
         ...
 
     def check_together(
-        self, checks: Sequence[GateCheck], optional: Collection[int] = ()
+        self, checks: Sequence[GateCheck], optional: Container[int] = ()
     ) -> list[Answer]:
         """Check several subjects: one answer for each, in order; all pass or none is charged.
 
@@ -225,7 +225,7 @@ class AsyncStore(Protocol):
         ...
 
     async def check_together_async(
-        self, checks: Sequence[AsyncGateCheck], optional: Collection[int] = ()
+        self, checks: Sequence[AsyncGateCheck], optional: Container[int] = ()
     ) -> list[Answer]:
         """See Store.check_together. A caller that is cancelled has spent nothing."""
         ...

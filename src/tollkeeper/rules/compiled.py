@@ -51,6 +51,8 @@ _NORMALISED: Final = frozenset({"tier", "endpoint", "method"})
 # A longer path is counted by its digest, and so is one with %1F: a client may send any path.
 _PATH_LENGTH_MAX: Final = 256
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+# Twice as fast as calling a NamedTuple, whose constructor is written in Python.
+_new: Final = tuple.__new__
 
 
 class PreparedLimits:
@@ -268,25 +270,23 @@ class CompiledRules:
         enforced: list[RuleCheck] = []
         shadowed: list[RuleCheck] = []
         rules = self._rules
+        partial = False
         for candidates in self.table.match(matched, tier):
             for rule in candidates:
                 prepared = rules[rule.order]
                 subject = prepared.subject_of(request, tier)
-                if rule.rule.rollout < 100 and not rule.in_force_for(subject):
-                    continue
+                if rule.rule.rollout < 100:
+                    partial = True
+                    if not rule.in_force_for(subject):
+                        continue
                 choice = self._choose(prepared, matched, tier)
                 if choice is not None:
-                    checks = shadowed if rule.rule.mode == "shadow" else enforced
-                    # A path with several spellings may match a rule several times.
-                    is_repeated = (
-                        checks
-                        and checks[-1].rule.by == rule.rule.by
-                        and any(check.rule is rule.rule for check in checks)
-                    )
-                    if not is_repeated:
-                        checks.append(self._check_of(prepared, subject, choice, request, cost))
+                    check = self._check_of(prepared, subject, choice, request, cost)
+                    (shadowed if rule.rule.mode == "shadow" else enforced).append(check)
                 break
-        return CheckPlan(enforced, shadowed)
+        if partial:
+            enforced, shadowed = _different(enforced), _different(shadowed)
+        return _new(CheckPlan, (enforced, shadowed, None))
 
     def _check_of(
         self, prepared: PreparedRule, subject: str, choice: LimitChoice, request: Request, cost: int
@@ -310,7 +310,10 @@ class CompiledRules:
         units = cost * (written.cost if not rule.costs else self.cost_of(rule, request))
         gates = limits.gates
         if len(gates) == 1:
-            return RuleCheck(gates[0], subject, units, written, choice, step, limits, subject, cost)
+            return _new(
+                RuleCheck,
+                (gates[0], subject, units, written, choice, step, limits, subject, cost),
+            )
         part = int(random() * len(gates))  # noqa: S311 - spreads load, protects no secret
         gate_subject = part_subject(subject, part)
         return RuleCheck(
@@ -408,6 +411,15 @@ class CompiledRules:
         if self._lists is None or verdict is None:
             return None, ""
         return verdict, str(self._lists.why(request))
+
+
+def _different(checks: list[RuleCheck]) -> list[RuleCheck]:
+    """Return the checks without repetitions.
+
+    If a path has several spellings, rules that are not rolled out to all subjects may lead from
+    each spelling to the same rule.
+    """
+    return list({check.rule.id: check for check in checks}.values())
 
 
 def _choice_of(override: Override, choice: LimitChoice | None) -> LimitChoice:

@@ -115,6 +115,24 @@ class RepeatedCheck:
         """The rules, the plan they made, and a result whose applied rules are reused."""
 
 
+class _MayFail:
+    """The positions of the rules that may fail: the others are charged all the same.
+
+    Nearly every request has no failure, so each position is found out when a store asks for it.
+    """
+
+    __slots__ = ("_checks", "_default")
+
+    def __init__(self, default: FailurePolicy, checks: RuleChecks) -> None:
+        self._default = default
+        self._checks = checks
+
+    def __contains__(self, at: object) -> bool:
+        if not isinstance(at, int):
+            return False
+        return (self._checks[at].rule.on_failure or self._default) in OPTIONAL_POLICIES
+
+
 class RuleEngine:
     """A rule document in force on a store."""
 
@@ -257,7 +275,9 @@ class RuleEngine:
                     check.gate_subject, check.units
                 )
                 return self._counted(check, decision), ()
-            answers = self._store.check_together(_charges(checks), self._optional(checks))
+            answers = self._store.check_together(
+                _charges(checks), _MayFail(self._on_failure, checks)
+            )
         except (StoreError, CapacityError) as error:
             return run(self._not_decided(checks, request, error)), ()
         for answer in answers:
@@ -335,7 +355,9 @@ class RuleEngine:
             call = (
                 _check_call(undecided[0])
                 if len(undecided) == 1
-                else Call(self._check_together, _charges(undecided), self._optional(undecided))
+                else Call(
+                    self._check_together, _charges(undecided), _MayFail(self._on_failure, undecided)
+                )
             )
             start_ns = perf_counter_ns()
             if shadowed and self._async_store is not None:
@@ -524,12 +546,15 @@ class RuleEngine:
         kind: ResultKind = "limited"
         if decision.degraded and not decision.allowed and self._is_closed(checks, decision.rule):
             kind = "unavailable"
-        return CheckResult(
-            decision,
-            tuple([check.applied for check in checks]),
-            kind,
-            tuple(shadow_denied),
-            tuple([(check.subject, check.units) for check in checks]),
+        return _new_result(
+            CheckResult,
+            (
+                decision,
+                tuple([check.prepared.applied for check in checks]),
+                kind,
+                tuple(shadow_denied),
+                tuple([(check.subject, check.units) for check in checks]),
+            ),
         )
 
     def _known(self, repeated: RepeatedCheck) -> tuple[CheckPlan, CheckResult | None]:
@@ -579,15 +604,6 @@ class RuleEngine:
 
     def _policy(self, check: RuleCheck) -> FailurePolicy:
         return check.rule.on_failure or self._on_failure
-
-    def _optional(self, checks: RuleChecks) -> list[int]:
-        """Return the positions of the rules that may fail: the others are charged all the same."""
-        default = self._on_failure
-        return [
-            at
-            for at, check in enumerate(checks)
-            if (check.rule.on_failure or default) in OPTIONAL_POLICIES
-        ]
 
     def _is_closed(self, checks: RuleChecks, rule: str) -> bool:
         """Return True if the rule of this id denies whenever the store cannot decide."""
@@ -861,12 +877,14 @@ def _with_charges(decision: Decision, decided: Sequence[Decision]) -> Decision:
     """Return an allowed decision with the charge of each of its rules, for a refund."""
     if not decision.allowed:
         return decision
-    charges = [(each.source, each.charged_ns) for each in decided if each.charged_ns is not None]
-    if not charges:
-        return decision
     if decision.charged_ns is None:
-        decision = decision_with(decision, charged_ns=charges[0][1])
-    decision.source = charges
+        charged_ns = next(
+            (each.charged_ns for each in decided if each.charged_ns is not None), None
+        )
+        if charged_ns is None:
+            return decision
+        decision = decision_with(decision, charged_ns=charged_ns)
+    decision.source = [(each.source, each.charged_ns) for each in decided]
     return decision
 
 
@@ -886,7 +904,7 @@ def charges_in(decision: Decision) -> list[RuleCharge]:
     """Return the rules that a decision charged, as the engine has kept them with it."""
     source: RuleCheck | list[RuleCharge] | None = decision.source
     if isinstance(source, list):
-        return source
+        return [charge for charge in source if charge[1] is not None]
     if source is None or decision.charged_ns is None:
         return []
     return [(source, decision.charged_ns)]

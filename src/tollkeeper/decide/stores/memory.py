@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Container, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Final
 
@@ -112,7 +112,7 @@ class PythonMemoryStore:
         return MemoryGate(self, self._clock, tuple(limits), tables, rule, self._lock)
 
     def check_together(
-        self, checks: Sequence[GateCheck], optional: Collection[int] = ()
+        self, checks: Sequence[GateCheck], optional: Container[int] = ()
     ) -> list[Answer]:
         with self._lock:  # in one step: no other thread sees a charge that is refunded
             return check_in_turn(checks, optional)

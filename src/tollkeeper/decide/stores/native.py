@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -102,7 +102,7 @@ class KernelStore:
         return KernelGate(self, self._table, tuple(limits), rule)
 
     def check_together(
-        self, checks: Sequence[GateCheck], optional: Collection[int] = ()
+        self, checks: Sequence[GateCheck], optional: Container[int] = ()
     ) -> list[Answer]:
         return check_in_turn(checks, optional)
 

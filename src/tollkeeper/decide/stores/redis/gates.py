@@ -12,7 +12,7 @@ run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, Final
 
 from hiredis import ReplyError
@@ -276,7 +276,7 @@ class JointCheck:
     )
 
     def __init__(
-        self, checks: Sequence[CheckKey], cache: DenialCache, optional: Collection[int] = ()
+        self, checks: Sequence[CheckKey], cache: DenialCache, optional: Container[int] = ()
     ) -> None:
         # Set when the caller is cancelled: then every charge must be given back.
         self.cancelled = False

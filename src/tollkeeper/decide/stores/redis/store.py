@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Self, cast
 
@@ -86,7 +86,7 @@ class RedisStore:
         )
 
     def check_together(
-        self, checks: Sequence[GateCheck], optional: Collection[int] = ()
+        self, checks: Sequence[GateCheck], optional: Container[int] = ()
     ) -> list[Answer]:
         """Check several subjects; all pass or none is charged.
 
@@ -102,7 +102,7 @@ class RedisStore:
         return run(joint.deciding(self._threads))
 
     async def check_together_async(
-        self, checks: Sequence[AsyncGateCheck], optional: Collection[int] = ()
+        self, checks: Sequence[AsyncGateCheck], optional: Container[int] = ()
     ) -> list[Answer]:
         """`check_together`, awaited. A caller that is cancelled has spent nothing."""
         if not checks:
@@ -123,7 +123,7 @@ class RedisStore:
     def _joint_check(
         self,
         checks: Sequence[GateCheck] | Sequence[AsyncGateCheck],
-        optional: Collection[int],
+        optional: Container[int],
     ) -> JointCheck:
         # They are gates of this store.
         own = cast("Sequence[tuple[RedisGate | AsyncRedisGate, str, int]]", checks)
