@@ -36,6 +36,7 @@ check: $(READY)  ## lint, types, and the quick tests that need no server
 # Two workers: these tests compute and never wait. The ignored folders have nothing to run here.
 unit: $(READY)
 	$(BIN)/pytest --numprocesses=2 --dist=worksteal -m "not server and not long" \
+		--hypothesis-profile=quick \
 		$(addprefix --ignore=tests/,integration faults examples kernel parity promises)
 
 test: lint  ## run the linters and all tests, also those on real servers

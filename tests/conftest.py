@@ -26,6 +26,8 @@ settings.register_profile(
     "tollkeeper", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile("tollkeeper")
+# `make check` tries fewer random examples of each property, because people wait for it.
+settings.register_profile("quick", settings.get_profile("tollkeeper"), max_examples=25)
 
 # A shell starts a background command with SIGINT ignored. The processes that tests start would
 # inherit that, and a test that interrupts one would wait forever.

@@ -1,10 +1,13 @@
 """A program that checks keys on a Redis, many at once. Tests run several of it as processes.
 
-    python -m tests.integration.redis_hammer '{"uri": "redis://localhost", "limits": ...}'
+    python -m tests.integration.redis_hammer 60
 
-It prints "ready", waits for a line, and checks each key until it is denied. Then it prints one JSON
-object: the requests admitted for each key, or with `record` that many decisions on each. `hammer`
-starts several processes together.
+Its wall clock is wrong by this number of seconds. It reads one job a line, as JSON. For each job it
+connects, prints "ready", waits for a line, and checks each key until it is denied. Then it prints
+one JSON object: the requests admitted for each key, or with `record` that many decisions on each.
+
+A `Crew` is several such processes, which do one job after the other: to start a process takes
+longer than most jobs.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from threading import Timer
 from typing import Any
 
-# Longer than any job takes: a process that reaches it hangs.
+# Longer than any job takes: a process that reaches it hangs, and is killed.
 HANGS_AFTER_SECONDS = 120
 
 
@@ -34,39 +38,52 @@ class Job:
     cost: int = 1
     wire: str = "threads"
     at_once: int = 4
-    clock_off_seconds: int = 0
     record: int = 0
 
 
-def hammer(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """Run the jobs at once, each in its own process; return the printed result of each."""
-    program = (sys.executable, "-m", "tests.integration.redis_hammer")
-    processes = [
-        subprocess.Popen(
-            [*program, json.dumps(asdict(job))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for job in jobs
-    ]
-    try:
-        for process in processes:
-            process.stdout.readline()  # "ready", or the end of a process that failed
-        for process in processes:
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        results = []
-        for process in processes:
-            printed, errors = process.communicate(timeout=HANGS_AFTER_SECONDS)
-            assert process.returncode == 0, errors
-            results.append(json.loads(printed))
-        return results
-    finally:
-        for process in processes:
+class Crew:
+    """Processes that wait for jobs."""
+
+    def __init__(self, size: int, clock_off_seconds: int = 0) -> None:
+        program = (sys.executable, "-m", "tests.integration.redis_hammer", str(clock_off_seconds))
+        self._processes = [
+            subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for _ in range(size)
+        ]
+
+    def hammer(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+        """Run the jobs at once, each in its own process; return the printed result of each."""
+        crew = self._processes[: len(jobs)]
+        assert len(crew) == len(jobs)
+        hangs = Timer(HANGS_AFTER_SECONDS, self._kill)
+        hangs.start()
+        try:
+            for process, job in zip(crew, jobs, strict=True):
+                _tell(process, json.dumps(asdict(job)))
+            for process in crew:
+                # The line is empty if the process failed; the test shows its stderr.
+                assert process.stdout.readline() == "ready\n"
+            for process in crew:
+                _tell(process, "go")
+            return [json.loads(process.stdout.readline()) for process in crew]
+        finally:
+            hangs.cancel()
+
+    def close(self) -> None:
+        """End the processes."""
+        self._kill()
+        for process in self._processes:
             with process:  # closes its pipes and waits for it
-                process.kill()
+                pass
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+
+def _tell(process: subprocess.Popen[str], line: str) -> None:
+    process.stdin.write(f"{line}\n")
+    process.stdin.flush()
 
 
 def admitted(results: Sequence[dict[str, Any]]) -> Counter[str]:
@@ -94,14 +111,14 @@ def work(job: Job) -> dict[str, Any]:
     if job.wire == "asyncio":
         async_limiter = AsyncLimiter(limits, store=store, on_failure="raise")
         return asyncio.run(spend_in_tasks(job, async_limiter))
-    limiter = Limiter(limits, store=store, on_failure="raise")
-    limiter.peek("anyone")  # connect first, so that all processes begin at once
-    wait_for_go()
-    if job.record:
-        return record(job, limiter, SystemClock().now_ns())
-    with ThreadPoolExecutor(job.at_once) as pool:
-        spent = pool.map(lambda number: spend(job, limiter, number), range(job.at_once))
-        return sum(spent, Counter())
+    with Limiter(limits, store=store, on_failure="raise") as limiter:
+        limiter.peek("anyone")  # connect first, so that all processes begin at once
+        wait_for_go()
+        if job.record:
+            return record(job, limiter, SystemClock().now_ns())
+        with ThreadPoolExecutor(job.at_once) as pool:
+            spent = pool.map(lambda number: spend(job, limiter, number), range(job.at_once))
+            return sum(spent, Counter())
 
 
 def wait_for_go() -> None:
@@ -154,6 +171,6 @@ def record(job: Job, limiter: Any, now_ns: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    requested = Job(**json.loads(sys.argv[1]))
-    set_clock_off(requested.clock_off_seconds)
-    print(json.dumps(work(requested)))
+    set_clock_off(int(sys.argv[1]))
+    for line in sys.stdin:
+        print(json.dumps(work(Job(**json.loads(line)))), flush=True)

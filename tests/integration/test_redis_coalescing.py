@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from random import Random
 from typing import cast
 
 import pytest
 
-from tests.integration.redis_hammer import Job, admitted, hammer
+from tests.integration.redis_hammer import Crew, Job, admitted
 from tests.integration.redis_wires import COUNTED, LATE_SECONDS_MAX, SECONDS_MAX, YEAR, counted
 from tests.integration.tcp_proxy import Proxy
 from tests.redis_servers import Single
@@ -153,7 +153,8 @@ def test_exactly_the_limit_across_processes(
     """256 tasks in each of three processes on one hot key: exact to the unit."""
     limits = [{"limit": 3_000, "per": YEAR, "algorithm": algorithm}]
     job = Job(server.uri, limits, keys=[key], wire="asyncio", at_once=256)
-    assert admitted(hammer([job] * 3)) == {key: 3_000}
+    with closing(Crew(3)) as crew:
+        assert admitted(crew.hammer([job] * 3)) == {key: 3_000}
 
 
 async def test_two_racing_stores_admit_exactly_the_limit(server: Single, key: str) -> None:

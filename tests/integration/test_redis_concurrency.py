@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.conformance.stores import PATIENCE
-from tests.integration.redis_hammer import Job, admitted, hammer
+from tests.integration.redis_hammer import Crew, Job, admitted
 from tests.redis_servers import Running, Single, running
 from tollkeeper import Limit
 from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS, AlgorithmName
@@ -19,7 +20,7 @@ every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
 YEAR = 366 * 86_400
 LIMIT = 2_000
 # Two processes with threads and two with event loops run at once, so both wires use every key.
-CREW: tuple[dict[str, Any], ...] = (
+WORKERS: tuple[dict[str, Any], ...] = (
     {"wire": "threads", "at_once": 4},
     {"wire": "asyncio", "at_once": 64},
     {"wire": "threads", "at_once": 2},
@@ -29,6 +30,14 @@ CREW: tuple[dict[str, Any], ...] = (
 LATE_SECONDS_MAX = 20.0
 # These keys are on different nodes of a cluster.
 KEYS = ("one", "two", "three", "four")
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    """Start four processes for the jobs of all tests."""
+    crew = Crew(len(WORKERS))
+    yield crew
+    crew.close()
 
 
 @pytest.fixture(params=["single", "cluster"])
@@ -49,33 +58,35 @@ def remaining(servers: Running, limit: dict[str, Any], key: str) -> int:
 
 @every_algorithm
 def test_all_processes_on_one_key_are_admitted_exactly_the_limit(
-    algorithm: AlgorithmName, servers: Running
+    algorithm: AlgorithmName, servers: Running, crew: Crew
 ) -> None:
     """Four processes with 270 checks in flight are admitted exactly the limit."""
     limits = [{"limit": LIMIT, "per": YEAR, "algorithm": algorithm}]
-    results = hammer([Job(servers.uri, limits, **each) for each in CREW])
+    results = crew.hammer([Job(servers.uri, limits, **each) for each in WORKERS])
     assert admitted(results) == {"k": LIMIT}
     assert remaining(servers, limits[0], "k") == 0
 
 
 @every_algorithm
 def test_a_cost_on_several_keys_is_admitted_as_often_as_it_fits(
-    algorithm: AlgorithmName, servers: Running
+    algorithm: AlgorithmName, servers: Running, crew: Crew
 ) -> None:
     """A cost of 7 does not divide the limit: it is admitted while it fits, and the rest remains."""
     limits = [{"limit": LIMIT, "per": YEAR, "algorithm": algorithm}]
-    results = hammer([Job(servers.uri, limits, KEYS, 7, **each) for each in CREW])
+    results = crew.hammer([Job(servers.uri, limits, KEYS, 7, **each) for each in WORKERS])
     assert admitted(results) == dict.fromkeys(KEYS, LIMIT // 7)
     for key in KEYS:
         assert remaining(servers, limits[0], key) == LIMIT % 7
 
 
-def test_several_limits_are_charged_only_for_admitted_requests(servers: Running) -> None:
+def test_several_limits_are_charged_only_for_admitted_requests(
+    servers: Running, crew: Crew
+) -> None:
     """Of six limits the tightest one decides, and the other five are charged only for it."""
     wide = [{"limit": LIMIT, "per": YEAR, "algorithm": name} for name in ALGORITHM_NAMES]
     tight = {"limit": 700, "per": YEAR, "name": "tight"}
     limits = [*wide[:3], tight, *wide[3:]]
-    results = hammer([Job(servers.uri, limits, **each) for each in CREW])
+    results = crew.hammer([Job(servers.uri, limits, **each) for each in WORKERS])
     assert admitted(results) == {"k": 700}
     assert [remaining(servers, limit, "k") for limit in wide] == [LIMIT - 700] * len(wide)
 
@@ -103,6 +114,15 @@ def revealing_limit(servers: Single, algorithm: AlgorithmName) -> dict[str, Any]
     return {"limit": 400, "per": revealing_window(servers), "algorithm": algorithm}
 
 
+@pytest.fixture(scope="module")
+def crews() -> Iterator[dict[int, Crew]]:
+    """Start two processes for each error of the clock."""
+    crews = {seconds: Crew(len(WIRES), seconds) for seconds in CLOCKS_OFF_SECONDS}
+    yield crews
+    for crew in crews.values():
+        crew.close()
+
+
 @pytest.fixture
 def single() -> Single:
     """Return the shared single server, without keys."""
@@ -113,7 +133,7 @@ def single() -> Single:
 
 @every_algorithm
 def test_processes_whose_clocks_differ_are_admitted_exactly_the_limit(
-    algorithm: AlgorithmName, single: Single
+    algorithm: AlgorithmName, single: Single, crews: dict[int, Crew]
 ) -> None:
     """Processes a minute behind, on time and a minute ahead are admitted the limit together.
 
@@ -121,28 +141,27 @@ def test_processes_whose_clocks_differ_are_admitted_exactly_the_limit(
     """
     limits = [revealing_limit(single, algorithm)]
     results = []
-    for seconds in CLOCKS_OFF_SECONDS:
-        jobs = [Job(single.uri, limits, wire=wire, clock_off_seconds=seconds) for wire in WIRES]
-        results += hammer(jobs)
+    for crew in crews.values():
+        results += crew.hammer([Job(single.uri, limits, wire=wire) for wire in WIRES])
     assert admitted(results) == {"k": 400}
 
 
 @every_algorithm
-def test_a_clock_set_wrong_changes_no_decision(algorithm: AlgorithmName, single: Single) -> None:
+def test_a_clock_set_wrong_changes_no_decision(
+    algorithm: AlgorithmName, single: Single, crews: dict[int, Crew]
+) -> None:
     """Processes whose clocks are a minute off get the same decisions as one with the right clock.
 
     Other processes have spent from the keys before. The waits agree too; an error of a minute
     would show there.
     """
     limits = [{"limit": 5, "per": revealing_window(single), "algorithm": algorithm}]
-    keys = [f"key of {seconds}" for seconds in CLOCKS_OFF_SECONDS]
-    hammer([Job(single.uri, limits, keys, record=3)])
-    results = hammer(
-        [
-            Job(single.uri, limits, [key], record=5, clock_off_seconds=seconds)
-            for key, seconds in zip(keys, CLOCKS_OFF_SECONDS, strict=True)
-        ]
-    )
+    keys = [f"key of {seconds}" for seconds in crews]
+    crews[0].hammer([Job(single.uri, limits, keys, record=3)])
+    results = [
+        crew.hammer([Job(single.uri, limits, [key], record=5)])[0]
+        for key, crew in zip(keys, crews.values(), strict=True)
+    ]
     behind, right, ahead = (next(iter(result["decisions"].values())) for result in results)
     assert [allowed for allowed, *_ in right] == [True] * 2 + [False] * 3
     for decisions in (behind, ahead):
