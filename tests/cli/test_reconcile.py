@@ -217,9 +217,9 @@ def test_states_belong_to_rules_by_their_fields() -> None:
 # ------------------------------------------------------------------------------------ traffic
 
 METRICS = """
-tollkeeper_checks_total{outcome="allowed",rule="orders",source="store"} 7
-tollkeeper_checks_total{outcome="denied",rule="vip",source="store"} 1
-tollkeeper_checks_total{outcome="allowed",rule="old",source="store"} 0
+tollkeeper_rule_decisions_total{outcome="allowed",rule="orders",source="store"} 7
+tollkeeper_rule_decisions_total{outcome="denied",rule="vip",source="store"} 1
+tollkeeper_rule_decisions_total{outcome="allowed",rule="old",source="store"} 0
 tollkeeper_start_time_seconds 1700000000
 """
 
@@ -228,7 +228,7 @@ def test_rules_without_checks() -> None:
     """A rule that is off is not reported; None if the service does not count each rule."""
     rules = from_data(RULES)
     assert rules_without_checks(rules, read_metrics(METRICS)) == ["old"]
-    others = 'tollkeeper_checks_total{outcome="allowed",rule="(others)",source="store"} 1'
+    others = 'tollkeeper_rule_decisions_total{outcome="allowed",rule="(others)",source="store"} 1'
     assert rules_without_checks(rules, read_metrics(METRICS + others)) is None
 
 

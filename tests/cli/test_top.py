@@ -11,6 +11,7 @@ from rich.console import Console
 
 from tests.cli.stub_service import run, stub_service
 from tests.redis_servers.ports import free_port
+from tests.service.http.client import http_service
 from tollkeeper.cli.service_client import read_metrics
 from tollkeeper.cli.top import ServiceSample, TopFrame, frame_of, view
 
@@ -26,17 +27,20 @@ READY: dict[str, Any] = {
 
 def metrics(allowed: int = 0, denied: int = 0, *, slow: int = 0, extra: str = "") -> str:
     return f"""
-tollkeeper_checks_total{{outcome="allowed",rule="orders",source="store"}} {allowed}
-tollkeeper_checks_total{{outcome="denied",rule="orders",source="store"}} {denied}
-tollkeeper_checks_total{{outcome="unlimited",rule="(none)",source="none"}} {allowed}
-tollkeeper_degraded_checks_total{{rule="orders"}} {denied}
+tollkeeper_checks_total{{outcome="allowed"}} {allowed}
+tollkeeper_checks_total{{outcome="denied"}} {denied}
+tollkeeper_checks_total{{outcome="unlimited"}} {allowed}
+tollkeeper_degraded_checks_total {denied}
+tollkeeper_rule_decisions_total{{outcome="allowed",rule="orders",source="store"}} {allowed}
+tollkeeper_rule_decisions_total{{outcome="denied",rule="orders",source="store"}} {denied}
+tollkeeper_rule_failures_total{{rule="orders"}} {denied}
 tollkeeper_store_seconds_bucket{{le="0.001"}} {allowed}
 tollkeeper_store_seconds_bucket{{le="0.01"}} {allowed + slow}
 tollkeeper_store_seconds_bucket{{le="+Inf"}} {allowed + slow}
 tollkeeper_store_errors_total{{kind="timeout"}} {denied}
-tollkeeper_breaker_state{{node="10.0.0.5:6379"}} 0
-tollkeeper_breaker_state{{node="10.0.0.6:6379"}} 2
-tollkeeper_breaker_opened_total{{node="10.0.0.6:6379"}} 3
+tollkeeper_breaker_state{{server="10.0.0.5:6379"}} 0
+tollkeeper_breaker_state{{server="10.0.0.6:6379"}} 2
+tollkeeper_breaker_opened_total{{server="10.0.0.6:6379"}} 3
 tollkeeper_rules_info{{version="abc"}} 1
 tollkeeper_build_info{{version="1.2"}} 1
 tollkeeper_store_states 850
@@ -73,6 +77,20 @@ def test_rates_are_of_the_interval() -> None:
     assert found.store_errors == {"timeout": 10}
 
 
+async def test_a_request_is_one_check_however_many_rules_apply() -> None:
+    """Of 147 requests that three rules apply to, 132 are denied."""
+    limits = {"user": "15/hour", "tenant": "1000/hour", "endpoint": "1000/hour"}
+    rules = [{"id": name, "by": [name], "limits": [limit]} for name, limit in limits.items()]
+    async with http_service(rules={"version": 1, "rules": rules}) as http:
+        before = (await http("GET", "/metrics")).body.decode()
+        for _ in range(147):
+            await http.check(user="1", tenant="t", endpoint="/")
+        now = (await http("GET", "/metrics")).body.decode()
+    found = frame(before, now, seconds=1.0)
+    assert (found.allowed, found.denied) == (15, 132)
+    assert "15.0/s allowed, 132/s denied (89.8%)" in "\n".join(shown(found))
+
+
 def test_latency_is_of_the_interval() -> None:
     """A slow call an hour ago does not show any more."""
     slow = frame(metrics(0), metrics(0, slow=100)).store
@@ -90,7 +108,7 @@ def test_restarted_service_has_no_negative_rates() -> None:
 
 def test_open_breakers_come_first() -> None:
     """Each line has the number of times that the breaker opened."""
-    found = [(each.node, each.state, each.opened) for each in frame("", metrics()).breakers]
+    found = [(each.server, each.state, each.opened) for each in frame("", metrics()).breakers]
     assert found == [("10.0.0.6:6379", "open", 3), ("10.0.0.5:6379", "closed", 0)]
 
 
@@ -157,7 +175,7 @@ def test_long_keys_do_not_hide_their_rates(width: int) -> None:
 def test_frame_fits_its_terminal(height: int, width: int) -> None:
     """The head is always shown, for any number of rules and keys."""
     many = "\n".join(
-        f'tollkeeper_checks_total{{outcome="denied",rule="rule-{number}",source="store"}} {number}'
+        f'tollkeeper_rule_decisions_total{{outcome="denied",rule="rule-{number}"}} {number}'
         for number in range(200)
     )
     keys = {

@@ -122,7 +122,7 @@ def test_sums_never_go_down_when_workers_die() -> None:
             return now
 
         def allowed() -> float:
-            name = ("tollkeeper_checks_total", ("allowed", "store", "users"))
+            name = ("tollkeeper_checks_total", ("allowed",))
             return scraped().get(name, 0)
 
         total = 0
@@ -160,17 +160,20 @@ async def test_the_counts_of_a_redis_store_are_read() -> None:
         for _ in range(10):
             await limiter.check(Request(user="1"))
         found = LimiterMetrics(limiter).snapshot()
-        checks = {key.replace(JOIN, " "): n for key, n in found.values["checks"].items()}
-        assert checks["users allowed store"] == 30
-        assert checks["users denied store"] + checks["users denied denied_cache"] == 44
-        assert checks["users denied denied_cache"] >= 10
+        checks = found.values["checks"]
+        assert (checks["allowed"], checks["denied"]) == (30, 44)
+        named = found.values["rule_decisions"].items()
+        by_source = {tuple(key.split(JOIN)[-2:]): count for key, count in named}
+        assert by_source["allowed", "store"] == 30
+        assert by_source["denied", "store"] + by_source["denied", "denied_cache"] == 44
+        assert by_source["denied", "denied_cache"] >= 10
         assert found.values["coalesced_checks"][""] > 0
         assert found.values["denied_cache_hits"][""] >= 10
         # Denials from the cache are not in the sum, unless a busy machine delayed one.
         assert 30 <= sum(found.histograms["store_seconds"][:-1]) <= 74
-        (node,) = found.values["breaker_state"]
-        assert node.startswith("127.0.0.1:")
-        assert found.values["node_failures"] == {node: 0}
+        (server,) = found.values["breaker_state"]
+        assert server.startswith("127.0.0.1:")
+        assert found.values["server_failures"] == {server: 0}
 
 
 def names_used() -> set[str]:

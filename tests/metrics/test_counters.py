@@ -30,6 +30,12 @@ from tollkeeper.metrics.counters import (
 )
 from tollkeeper.testing import ManualClock
 
+LABELS = {
+    *("rule", "algorithm", "endpoint", "outcome", "source"),
+    *("route", "status", "code", "kind", "server", "version"),
+}
+# The labels of the rule below, before outcome and source.
+USERS = JOIN.join(("users", "token_bucket", "*"))
 RULES: dict[str, Any] = {
     "version": 1,
     "rules": [{"id": "users", "match": {"user": "*"}, "by": ["user"], "limits": ["2/minute"]}],
@@ -52,8 +58,7 @@ def test_names_follow_the_conventions_of_prometheus() -> None:
         assert re.fullmatch(r"[a-z]+(_[a-z]+)*", family.name)
         assert family.help.endswith(".")
         assert family.full_name.endswith("_total") == (family.kind == "counter")
-        known = {"rule", "outcome", "source", "route", "status", "code", "kind", "node", "version"}
-        assert set(family.labels) <= known
+        assert set(family.labels) <= LABELS
 
 
 def test_the_documentation_lists_every_metric() -> None:
@@ -145,6 +150,7 @@ def test_counts_of_the_service() -> None:
     own.decision_seconds.note(1)
     found = own.snapshot()
     assert found.values == {
+        "degraded_checks": {"": 0},
         "requests": {f"/v1/check{JOIN}200": 3},
         "grpc_requests": {"OK": 2},
     }
@@ -159,9 +165,15 @@ def test_the_counts_of_a_limiter_are_read() -> None:
         limiter.check(Request(api_key="bad"))
         found = LimiterMetrics(limiter).snapshot()
     assert found.values["checks"] == {
-        f"users{JOIN}allowed{JOIN}store": 2,
-        f"users{JOIN}denied{JOIN}store": 1,
-        f"(none){JOIN}blocked{JOIN}none": 1,
+        "allowed": 2,
+        "denied": 1,
+        "blocked": 1,
+        "unavailable": 0,
+        "failed": 0,
+    }
+    assert found.values["rule_decisions"] == {
+        f"{USERS}{JOIN}allowed{JOIN}store": 2,
+        f"{USERS}{JOIN}denied{JOIN}store": 1,
     }
     assert found.values["rules_failing"] == {"": 0}
     assert found.values["rules_load_errors"] == {"": 0}
@@ -216,22 +228,22 @@ def test_the_counts_of_a_remote_store_are_read(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(limiter, "_store", remote)
         reading = LimiterMetrics(limiter)
         found = reading.snapshot().values
-        assert found["checks"] == {
-            f"users{JOIN}allowed{JOIN}store": 2,
-            f"users{JOIN}denied{JOIN}store": 1,
-            f"users{JOIN}denied{JOIN}denied_cache": 2,
+        assert found["rule_decisions"] == {
+            f"{USERS}{JOIN}allowed{JOIN}store": 2,
+            f"{USERS}{JOIN}denied{JOIN}store": 1,
+            f"{USERS}{JOIN}denied{JOIN}denied_cache": 2,
         }
         assert found["breaker_state"] == {"h:1": 2, "h:2": 0}
-        assert found["node_failures"] == {"h:1": 9, "h:2": 1}
+        assert found["server_failures"] == {"h:1": 9, "h:2": 1}
         assert found["breaker_opened"] == {"h:1": 3, "h:2": 0}
         assert found["denied_cache_hits"] == {"": 11}
         assert found["coalesced_checks"] == {"": 7}
         remote.hits["users"] = 30  # in shadow mode, or for another rule of the same requests
-        assert reading.snapshot().values["checks"] == found["checks"]
+        assert reading.snapshot().values["rule_decisions"] == found["rule_decisions"]
         limiter.check(Request(user="1"))  # decided by the store
-        again = reading.snapshot().values["checks"]
-        assert again[f"users{JOIN}denied{JOIN}store"] == 2
-        assert again[f"users{JOIN}denied{JOIN}denied_cache"] == 2
+        again = reading.snapshot().values["rule_decisions"]
+        assert again[f"{USERS}{JOIN}denied{JOIN}store"] == 2
+        assert again[f"{USERS}{JOIN}denied{JOIN}denied_cache"] == 2
 
 
 # ── Histograms ─────────────────────────────────────────────────────────────────────────────────

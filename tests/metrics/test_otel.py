@@ -111,9 +111,11 @@ def test_counts_are_metrics(exported: Exported) -> None:
         for _ in range(3):
             limiter.check(Request(user=SECRET))
         found = exported.metrics()
-        assert found["tollkeeper.checks"] == {
-            ("users", "allowed", "store"): 2,
-            ("users", "denied", "store"): 1,
+        assert found["tollkeeper.checks"][("allowed",)] == 2
+        assert found["tollkeeper.checks"][("denied",)] == 1
+        assert found["tollkeeper.rule_decisions"] == {
+            ("users", "token_bucket", "*", "allowed", "store"): 2,
+            ("users", "token_bucket", "*", "denied", "store"): 1,
         }
         assert found["tollkeeper.rules_failing"] == {(): 0}
         assert found["tollkeeper.check.duration"][()].count == 3
@@ -146,9 +148,11 @@ def test_a_limiter_without_rules_is_counted_here(name: str, exported: Exported) 
         limiter.check("k")
         limiter.evaluate_all([("k", 1), ("l", 1)])
         assert len(exported.spans) == 3
-        assert exported.metrics()["tollkeeper.checks"] == {
-            (name or "default", "allowed", "store"): 3,
-            (name or "default", "denied", "store"): 1,
+        found = exported.metrics()
+        assert found["tollkeeper.checks"] == {("allowed",): 3, ("denied",): 1}
+        assert found["tollkeeper.rule_decisions"] == {
+            (name or "default", "token_bucket", "*", "allowed", "store"): 3,
+            (name or "default", "token_bucket", "*", "denied", "store"): 1,
         }
         instrumented.close()
         limiter.check("k")

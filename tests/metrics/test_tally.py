@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import suppress
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.failing_store import PartlyFailing
 from tollkeeper import Limit, Limiter, Request
 from tollkeeper.core.errors import StoreError, StoreFull, StoreTimeout, StoreUnavailable
+from tollkeeper.core.model import CheckResult
 from tollkeeper.decide.failure import FailurePolicy
 from tollkeeper.decide.stores import open_store
 from tollkeeper.metrics.counters import JOIN, LimiterMetrics
 from tollkeeper.metrics.tally import RuleCounts, Tally
+from tollkeeper.testing import ManualClock
 
 USER = Request(user="1")
 
@@ -43,7 +50,11 @@ def test_answers_without_the_store_are_counted(
         for _ in range(3):
             assert limiter.check(USER).degraded
         assert limiter.counts()["users"] == expected
-        assert limiter.tally().errors == {"full": 3}
+        tally = limiter.tally()
+        assert tally.errors == {"full": 3}
+        assert tally.degraded == 3
+        assert tally.unavailable == expected.policy_denied
+        assert tally.denied == expected.local_denied
 
 
 def test_an_error_that_is_raised_is_counted() -> None:
@@ -52,6 +63,8 @@ def test_an_error_that_is_raised_is_counted() -> None:
         with pytest.raises(StoreFull):
             limiter.check(USER)
         assert limiter.counts()["users"] == RuleCounts(failed=1, raised=1)
+        tally = limiter.tally()
+        assert (tally.raised, tally.degraded, tally.allowed, tally.denied) == (1, 1, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -107,5 +120,89 @@ def test_penalties_are_counted() -> None:
         assert (counts.cooldowns, counts.blocks > 0) == (1, True)
         # One is allowed. The limit denies three, and then the cool-down and the block the others.
         assert (counts.allowed, counts.denied, counts.penalty_denied) == (1, 3, 4)
-        checks = LimiterMetrics(limiter).snapshot().values["checks"]
-        assert checks[JOIN.join(("users", "denied", "penalty"))] == 4
+        values = LimiterMetrics(limiter).snapshot().values
+        labels = ("users", "token_bucket", "*", "denied", "penalty")
+        assert values["rule_decisions"][JOIN.join(labels)] == 4
+        assert (values["checks"]["allowed"], values["checks"]["denied"]) == (1, 7)
+
+
+SEVERAL = {
+    "version": 1,
+    "rules": [
+        {"id": "users", "match": {"user": "*"}, "by": ["user"], "limits": ["2/hour"]},
+        {"id": "tenants", "match": {"tenant": "*"}, "by": ["tenant"], "limits": ["4/hour"]},
+        {"id": "all", "match": {"ip": "0.0.0.0/0"}, "by": [], "limits": ["9/hour"]},
+        {"id": "trial", "match": {"user": "*"}, "by": [], "limits": ["1/hour"], "mode": "shadow"},
+        {
+            "id": "keys",
+            "match": {"api_key": "*"},
+            "by": ["api_key"],
+            "limits": ["1/hour"],
+            "penalty": {"after": 1, "within": "1m", "cooldown": "10s"},
+        },
+    ],
+    "allow": ["tenant:free"],
+    "deny": ["user:bad"],
+}
+fields = st.fixed_dictionaries(
+    {},
+    optional={
+        "user": st.sampled_from(["1", "2", "bad"]),
+        "tenant": st.sampled_from(["a", "free"]),
+        "api_key": st.sampled_from(["k"]),
+        "ip": st.just("10.0.0.1"),
+    },
+)
+
+
+def counts_of(limiter: Limiter) -> Counter[str]:
+    """Return the number of checks by outcome, without outcomes that did not occur."""
+    return +Counter(LimiterMetrics(limiter).snapshot().values["checks"])
+
+
+def outcome_of(result: CheckResult) -> str:
+    if result.kind != "limited":
+        return result.kind
+    return "allowed" if result.decision.allowed else "denied"
+
+
+@given(st.lists(st.lists(fields, min_size=1, max_size=3), max_size=12))
+def test_a_check_is_counted_once_however_many_rules_apply(batches: list[list[Any]]) -> None:
+    """The counts equal the results, for single checks and for batches, with shadow rules,
+    penalties and lists."""
+    with Limiter.from_rules(SEVERAL, clock=ManualClock()) as limiter:
+        results: Counter[str] = Counter()
+        for batch in batches:
+            requests = [Request(**each) for each in batch]
+            if len(requests) == 1:
+                found = [limiter.evaluate(requests[0])]
+            else:
+                found = limiter.evaluate_all([(request, 1) for request in requests])
+            results.update(map(outcome_of, found))
+            limiter.peek(requests[0])
+        assert counts_of(limiter) == results
+
+
+def test_three_rules_count_one_check() -> None:
+    """Of 147 requests, 132 are denied. The rules have 3 decisions for each of them."""
+    rules = [
+        {"id": name, "by": [name], "limits": [f"{limit}/hour"]}
+        for name, limit in {"user": 15, "tenant": 1_000, "endpoint": 1_000}.items()
+    ]
+    with Limiter.from_rules({"version": 1, "rules": rules}) as limiter:
+        for _ in range(147):
+            limiter.check(Request(user="1", tenant="t", endpoint="/"))
+        assert counts_of(limiter) == {"allowed": 15, "denied": 132}
+        assert sum(each.allowed for each in limiter.counts().values()) == 309
+
+
+def test_failures_of_several_rules_are_one_degraded_check() -> None:
+    """Each rule counts its own failure."""
+    store = PartlyFailing(ManualClock())
+    store.failing = frozenset({"users", "tenants"})
+    with Limiter.from_rules(SEVERAL, store=store, on_failure="closed") as limiter:
+        assert not limiter.check(Request(user="1", tenant="t", ip="10.0.0.1"))
+        assert counts_of(limiter) == {"unavailable": 1}
+        assert limiter.tally().degraded == 1
+        failed = {rule: each.failed for rule, each in limiter.counts().items() if each.failed}
+        assert failed == {"users": 1, "tenants": 1}

@@ -884,7 +884,7 @@ def active_rules(document: Document) -> list[Rule]:
 
 def rules_without_checks(document: Document, metrics: Scrape) -> list[str] | None:
     """Return the rules without checks; None if the service does not count each rule."""
-    counted = metrics.by("tollkeeper_checks_total", "rule")
+    counted = metrics.by("tollkeeper_rule_decisions_total", "rule")
     if OTHERS in counted:
         return None
     return [rule.id for rule in active_rules(document) if not counted.get(rule.id)]

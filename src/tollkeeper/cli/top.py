@@ -205,7 +205,7 @@ class BusyKey:
 class BreakerStatus:
     """The breaker of one server of the store, in the worst state of all workers."""
 
-    node: str
+    server: str
     state: str
     opened: int
 
@@ -236,6 +236,7 @@ class TopFrame:
     store_healthy: bool | None
     store_error: str
     allowed: float
+    """Checks a second, each counted once, however many rules apply to it."""
     denied: float
     degraded: float
     unruled: float
@@ -314,7 +315,7 @@ def frame_of(url: str, before: ServiceSample, now: ServiceSample) -> TopFrame:
     """Return the frame of the time between two samples."""
     seconds = max(now.at_s - before.at_s, 1e-9)
     between = MetricsInterval(before.metrics, now.metrics, seconds)
-    rules = between.rules()
+    checks = between.rates("tollkeeper_checks_total", "outcome")
     ready, metrics = now.ready, now.metrics
     rules_status, store = _mapping(ready.get("rules")), _mapping(ready.get("store"))
     age_s = rules_status.get("age_seconds", metrics.value("tollkeeper_rules_age_seconds"))
@@ -331,11 +332,11 @@ def frame_of(url: str, before: ServiceSample, now: ServiceSample) -> TopFrame:
         rules_error=str(rules_status.get("error") or ""),
         store_healthy=store.get("healthy"),
         store_error=str(store.get("error") or ""),
-        allowed=sum(rule.allowed for rule in rules),
-        denied=sum(rule.denied for rule in rules),
-        degraded=sum(rule.degraded for rule in rules),
-        unruled=between.rate("tollkeeper_checks_total", source="none"),
-        rules=rules,
+        allowed=checks.get("allowed", 0.0),
+        denied=checks.get("denied", 0.0) + checks.get("unavailable", 0.0),
+        degraded=between.rate("tollkeeper_degraded_checks_total"),
+        unruled=sum(checks.get(each, 0.0) for each in ("unlimited", "exempt", "blocked")),
+        rules=between.rules(),
         decision=between.latency("tollkeeper_decision_seconds"),
         store=between.latency("tollkeeper_store_seconds"),
         store_errors=between.rates("tollkeeper_store_errors_total", "kind"),
@@ -382,12 +383,12 @@ class MetricsInterval:
 
     def rules(self) -> tuple[RuleRates, ...]:
         """Return the rules, busiest first. The service omits a rule that has decided nothing."""
-        checks = "tollkeeper_checks_total"
+        decisions = "tollkeeper_rule_decisions_total"
         allowed, denied, shadow = (
-            self.rates(checks, "rule", outcome=each)
+            self.rates(decisions, "rule", outcome=each)
             for each in ("allowed", "denied", "shadow_denied")
         )
-        degraded = self.rates("tollkeeper_degraded_checks_total", "rule")
+        degraded = self.rates("tollkeeper_rule_failures_total", "rule")
         found = [
             RuleRates(
                 rule,
@@ -404,12 +405,12 @@ class MetricsInterval:
 
 def _breakers(metrics: Scrape) -> tuple[BreakerStatus, ...]:
     """Return the breakers, open ones first."""
-    states = metrics.by("tollkeeper_breaker_state", "node")
-    opened = metrics.by("tollkeeper_breaker_opened_total", "node")
+    states = metrics.by("tollkeeper_breaker_state", "server")
+    opened = metrics.by("tollkeeper_breaker_opened_total", "server")
     worst_first = sorted(states.items(), key=lambda item: (-item[1], item[0]))
     return tuple(
-        BreakerStatus(node, _BREAKER_STATES.get(round(state), "?"), round(opened.get(node, 0)))
-        for node, state in worst_first
+        BreakerStatus(server, _BREAKER_STATES.get(round(state), "?"), round(opened.get(server, 0)))
+        for server, state in worst_first
     )
 
 
@@ -542,7 +543,7 @@ def _calls_text(frame: TopFrame) -> Text:
 def _breakers_text(breakers: Sequence[BreakerStatus]) -> Text:
     text = Text()
     for breaker in breakers[:_BREAKERS_SHOWN_MAX]:
-        text.append(f"{breaker.node} ")
+        text.append(f"{breaker.server} ")
         text.append(breaker.state, style=_BREAKER_COLOURS.get(breaker.state, ""))
         text.append(f" (opened {breaker.opened:,} times)  " if breaker.opened else "  ")
     if len(breakers) > _BREAKERS_SHOWN_MAX:

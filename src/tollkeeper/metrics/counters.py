@@ -8,8 +8,12 @@ several processes are added; of a gauge, such as the age of the rules, the worst
 No counter goes down while the service runs: the counts of rules that left the document and of
 workers that died are kept.
 
+A check and its rules are counted apart: a check that three rules apply to is one of `checks`, and
+three of `rule_decisions`.
+
 Labels are bounded: each process reports the first RULES_MAX rules by name and the rest together,
-and at most NODES_MAX servers. No label ever holds a key, a subject, a user or a path.
+and at most SERVERS_MAX servers. Algorithm and endpoint are those of the rule, as the document has
+them, so they add no series. No label ever holds a key, a subject, a user or a path.
 
 A *histogram* counts durations in fixed ranges: all that a quantile needs, in constant memory. The
 bounds are the same everywhere and never change, so the histograms of several workers, dead ones
@@ -19,16 +23,17 @@ included, add up range by range.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import add, attrgetter, sub
 from typing import Any, Final, Literal, NamedTuple
 
 from tollkeeper.core.errors import ConfigError
+from tollkeeper.core.model import CheckResult, Limit
 
 RULES_MAX: Final = 1_000
-NODES_MAX: Final = 64
+SERVERS_MAX: Final = 64
 OTHERS: Final = "(others)"
 # Joins the values of labels; no rule id has a control character.
 JOIN: Final = "\x1f"
@@ -119,21 +124,28 @@ class MetricFamily(NamedTuple):
 
 
 FAMILIES: Final = (
-    MetricFamily("checks", "counter", "Decisions of each rule.", ("rule", "outcome", "source")),
-    MetricFamily("degraded_checks", "counter", "Checks without the store's decision.", ("rule",)),
+    MetricFamily("checks", "counter", "Checks, each counted once.", ("outcome",)),
+    MetricFamily("degraded_checks", "counter", "Checks that the store did not decide alone."),
+    MetricFamily(
+        "rule_decisions",
+        "counter",
+        "Decisions of rules: a check has one for each rule that applies.",
+        ("rule", "algorithm", "endpoint", "outcome", "source"),
+    ),
+    MetricFamily("rule_failures", "counter", "Decisions that the store failed to make.", ("rule",)),
     MetricFamily("decision_seconds", "histogram", "How long checks took, from request to result."),
     MetricFamily("requests", "counter", "Requests answered over HTTP.", ("route", "status")),
     MetricFamily("grpc_requests", "counter", "Calls answered over gRPC.", ("code",)),
     MetricFamily("store_seconds", "histogram", "How long checks waited for a remote store."),
     MetricFamily("store_errors", "counter", "Checks that failed in the store, by kind.", ("kind",)),
-    MetricFamily("node_failures", "counter", "Failed calls to a server of the store.", ("node",)),
+    MetricFamily("server_failures", "counter", "Failed calls to a store's server.", ("server",)),
     MetricFamily("store_states", "gauge", "States in the store."),
     MetricFamily("store_states_max", "gauge", "States that fit the store; 0: it has no limit."),
     MetricFamily("store_bytes", "gauge", "Memory of the states."),
     MetricFamily("store_log_bytes", "gauge", "Memory of the sliding window logs."),
     MetricFamily("store_log_bytes_max", "gauge", "Memory for such logs; 0: it has no limit."),
-    MetricFamily("breaker_state", "gauge", "0 closed, 1 half-open, 2 open.", ("node",), "max"),
-    MetricFamily("breaker_opened", "counter", "How often a breaker opened.", ("node",)),
+    MetricFamily("breaker_state", "gauge", "0 closed, 1 half-open, 2 open.", ("server",), "max"),
+    MetricFamily("breaker_opened", "counter", "How often a breaker opened.", ("server",)),
     MetricFamily("denied_cache_hits", "counter", "Denials answered by the denial cache."),
     MetricFamily("coalesced_checks", "counter", "Checks that shared a store call with another."),
     MetricFamily("penalties", "counter", "Cool-downs and blocks given.", ("rule", "kind")),
@@ -161,18 +173,33 @@ _MERGES: Final[dict[Merge, Callable[[float, float], float]]] = {"sum": add, "max
 class Counters:
     """What one process of the service counts on the path of its requests."""
 
-    __slots__ = ("decision_seconds", "grpc_requests", "requests")
+    __slots__ = ("checks", "decision_seconds", "degraded_checks", "grpc_requests", "requests")
 
     def __init__(self) -> None:
+        self.checks: dict[str, int] = {}
+        """Checks by limits that came with the call, by outcome. The limiter counts all others."""
+        self.degraded_checks = 0
+        """Those of them that the store did not decide."""
         self.requests: dict[tuple[str, int], int] = {}
         """By route and status."""
         self.grpc_requests: dict[str, int] = {}
         """By the name of the status code."""
         self.decision_seconds = Histogram()
 
+    def note_check(self, result: CheckResult) -> None:
+        """Count a check by limits that came with the call."""
+        outcome: str = result.kind
+        if outcome == "limited":
+            outcome = "allowed" if result.decision.allowed else "denied"
+        self.checks[outcome] = self.checks.get(outcome, 0) + 1
+        self.degraded_checks += result.decision.degraded
+
     def snapshot(self) -> MetricsSnapshot:
         """Return the present counts."""
         found = MetricsSnapshot()
+        for outcome, count in list(self.checks.items()):
+            found.put("checks", count, outcome)
+        found.put("degraded_checks", self.degraded_checks)
         for (route, status), count in list(self.requests.items()):
             found.put("requests", count, route, str(status))
         for code, count in list(self.grpc_requests.items()):
@@ -224,6 +251,8 @@ class RuleTotals:
     def __init__(self) -> None:
         self.totals: dict[str, list[int]] = {}
         """By the name under which the rule is reported."""
+        self.names: Mapping[str, str] = {}
+        """The name under which a rule is reported, if it is not the rule's id."""
         self._last: dict[str, Row] = {}
 
     def update(self, now: dict[str, Row]) -> None:
@@ -242,33 +271,60 @@ class RuleTotals:
         self._last = now
 
     def name(self, rule: str) -> str:
-        """Return the rule if it is among the first RULES_MAX that were counted, else OTHERS."""
-        return rule if rule in self.totals or len(self.totals) < RULES_MAX else OTHERS
+        """Return the rule's name if it is among the first RULES_MAX that were counted, else OTHERS.
+
+        Where rules have longer names, OTHERS has as many parts as they have.
+        """
+        name = self.names.get(rule, rule)
+        if name in self.totals or len(self.totals) < RULES_MAX:
+            return name
+        return OTHERS + JOIN * name.count(JOIN)
 
 
 # ── From a limiter ─────────────────────────────────────────────────────────────────────────────
 
-# Each field of a rule's counts, with its family and the labels after the rule.
+# Each field of a rule's counts, with its family and the labels after the rule's.
 _OF_RULES: Final = {
-    "allowed": ("checks", "allowed", "store"),
-    "denied": ("checks", "denied", "store"),
-    "penalty_denied": ("checks", "denied", "penalty"),
-    "shadow_denied": ("checks", "shadow_denied", "store"),
-    "local_allowed": ("checks", "allowed", "local"),
-    "local_denied": ("checks", "denied", "local"),
-    "policy_allowed": ("checks", "allowed", "policy"),
-    "policy_denied": ("checks", "denied", "policy"),
-    "raised": ("checks", "failed", "policy"),
-    "failed": ("degraded_checks",),
+    "allowed": ("rule_decisions", "allowed", "store"),
+    "denied": ("rule_decisions", "denied", "store"),
+    "penalty_denied": ("rule_decisions", "denied", "penalty"),
+    "shadow_denied": ("rule_decisions", "shadow_denied", "store"),
+    "local_allowed": ("rule_decisions", "allowed", "local"),
+    "local_denied": ("rule_decisions", "denied", "local"),
+    "policy_allowed": ("rule_decisions", "allowed", "policy"),
+    "policy_denied": ("rule_decisions", "denied", "policy"),
+    "raised": ("rule_decisions", "failed", "policy"),
+    "failed": ("rule_failures",),
     "cooldowns": ("penalties", "cooldown"),
     "blocks": ("penalties", "block"),
 }
 _ROW: Final[Callable[[Any], Row]] = attrgetter(*_OF_RULES)
 _NOTHING: Final = [0] * len(_OF_RULES)
 _DENIED: Final = list(_OF_RULES).index("denied")
-# The rule label of checks without a rule.
-NO_RULE: Final = "(none)"
+# The endpoint label of rules that apply to every endpoint, and its longest value.
+ANY_ENDPOINT: Final = "*"
+ENDPOINT_LENGTH_MAX: Final = 200
 _STATES: Final = {"closed": 0, "half_open": 1, "open": 2}
+
+
+def rule_names(document: Any) -> dict[str, str]:
+    """Return, for each rule of a document, its id, algorithms and endpoints, joined as labels."""
+    found = {}
+    for rule in document.rules:
+        choices = [rule.limits, *rule.tiers.values(), *rule.keys.values()]
+        if not rule.limits and not rule.tiers:
+            choices += document.tiers.values()
+        algorithms = algorithms_of(limit for limits in choices for limit in limits)
+        endpoint = ", ".join(rule.match.endpoint).replace(JOIN, " ") or ANY_ENDPOINT
+        if len(endpoint) > ENDPOINT_LENGTH_MAX:
+            endpoint = f"{endpoint[: ENDPOINT_LENGTH_MAX - 1]}…"
+        found[rule.id] = JOIN.join((rule.id, algorithms, endpoint))
+    return found
+
+
+def algorithms_of(limits: Iterable[Limit]) -> str:
+    """Return the algorithms of some limits as the value of a label."""
+    return "+".join(sorted({limit.algorithm for limit in limits}))
 
 
 class LimiterMetrics:
@@ -277,8 +333,9 @@ class LimiterMetrics:
     def __init__(self, limiter: Any) -> None:
         self._limiter = limiter
         self._totals = RuleTotals()
-        # By rule: cache hits and denials at the previous snapshot, and denials from the cache.
-        self._hits: dict[str, int] = {}
+        self._document: Any = None
+        # Cache hits by rule at the previous snapshot; by name, denials then, and from the cache.
+        self._hits: Mapping[str, int] = {}
         self._denied: dict[str, int] = {}
         self._cached: dict[str, int] = {}
 
@@ -290,23 +347,33 @@ class LimiterMetrics:
         except ConfigError:
             counts = {}
         else:
-            self._beside_rules(found)
+            self._name_rules()
+            self._of_checks(found)
             self._rules_status(found)
         self._of_rules(found, counts)
         self._store(found)
         return found
 
+    def _name_rules(self) -> None:
+        document = self._limiter.compiled_rules.document
+        if document is not self._document:
+            self._document = document
+            self._totals.names = rule_names(document)
+
     def _of_rules(self, found: MetricsSnapshot, counts: Mapping[str, Any]) -> None:
         totals = self._totals
         totals.update({rule: _ROW(counted) for rule, counted in counts.items()})
         columns = [
-            (found.values.setdefault(family, {}), JOIN.join(("", *labels)))
+            (family, found.values.setdefault(family, {}), JOIN.join(("", *labels)))
             for family, *labels in _OF_RULES.values()
         ]
-        for rule, total in totals.totals.items():
-            for (values, labels), count in zip(columns, total, strict=True):
-                if count:
-                    values[rule + labels] = count
+        for name, total in totals.totals.items():
+            rule = name.partition(JOIN)[0]
+            for (family, values, labels), count in zip(columns, total, strict=True):
+                if count and family == "rule_decisions":
+                    values[name + labels] = count
+                elif count:  # a rule that changed its algorithm has two names
+                    values[rule + labels] = values.get(rule + labels, 0) + count
         self._from_cache(found)
 
     def _from_cache(self, found: MetricsSnapshot) -> None:
@@ -315,26 +382,33 @@ class LimiterMetrics:
         Not every cache hit is a denial of the rule: the rule may be in shadow mode, or another rule
         of the request may have denied. So of the new hits, no more count than new denials.
         """
-        cached: dict[str, int] = {}
         monitor = self._limiter.store.monitor
-        hits_by_rule = {} if monitor is None else monitor.denied_by_rule()
+        hits_by_rule = {} if monitor is None else dict(monitor.denied_by_rule())
+        new_hits = dict.fromkeys(self._cached, 0)
         for rule, hits in hits_by_rule.items():
             name = self._totals.name(rule)
-            cached[name] = cached.get(name, 0) + hits
-        for rule, hits in cached.items():
-            denied = self._totals.totals.get(rule, _NOTHING)[_DENIED]
-            new_hits = hits - self._hits.get(rule, 0)
-            new_denied = denied - self._denied.get(rule, 0)
-            from_cache = self._cached.get(rule, 0) + max(min(new_hits, new_denied), 0)
-            self._hits[rule], self._denied[rule], self._cached[rule] = hits, denied, from_cache
+            new_hits[name] = new_hits.get(name, 0) + hits - self._hits.get(rule, 0)
+        self._hits = hits_by_rule
+        for name, hits in new_hits.items():
+            denied = self._totals.totals.get(name, _NOTHING)[_DENIED]
+            new_denied = denied - self._denied.get(name, 0)
+            from_cache = self._cached.get(name, 0) + max(min(hits, new_denied), 0)
+            self._denied[name], self._cached[name] = denied, from_cache
             if from_cache:
-                found.put("checks", denied - from_cache, rule, "denied", "store")
-                found.put("checks", from_cache, rule, "denied", "denied_cache")
+                found.put("rule_decisions", denied - from_cache, name, "denied", "store")
+                found.put("rule_decisions", from_cache, name, "denied", "denied_cache")
 
-    def _beside_rules(self, found: MetricsSnapshot) -> None:
+    def _of_checks(self, found: MetricsSnapshot) -> None:
         tally = self._limiter.tally()
-        for kind, count in list(tally.unruled.items()):
-            found.put("checks", count, NO_RULE, kind, "none")
+        for outcome, count in {
+            "allowed": tally.allowed,
+            "denied": tally.denied,
+            "unavailable": tally.unavailable,
+            "failed": tally.raised,
+            **tally.unruled,
+        }.items():
+            found.put("checks", count, outcome)
+        found.put("degraded_checks", tally.degraded)
         for kind in ("timeout", "unavailable", "full"):
             found.put("store_errors", tally.errors.get(kind, 0), kind)
         found.histograms["store_seconds"] = tally.store_seconds.data()
@@ -354,8 +428,8 @@ class LimiterMetrics:
         counters = {} if monitor is None else monitor.counters()
         found.put("denied_cache_hits", counters.get("denied_cache_hits", 0))
         found.put("coalesced_checks", counters.get("coalesced_checks", 0))
-        for breaker in [] if monitor is None else list(monitor.breakers())[:NODES_MAX]:
-            node = str(breaker.address)
-            found.put("breaker_state", _STATES[breaker.state], node)
-            found.put("breaker_opened", breaker.opened_times, node)
-            found.put("node_failures", breaker.failed_calls, node)
+        for breaker in [] if monitor is None else list(monitor.breakers())[:SERVERS_MAX]:
+            server = str(breaker.address)
+            found.put("breaker_state", _STATES[breaker.state], server)
+            found.put("breaker_opened", breaker.opened_times, server)
+            found.put("server_failures", breaker.failed_calls, server)

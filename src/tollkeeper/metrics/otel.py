@@ -24,11 +24,13 @@ from tollkeeper.core.errors import ConfigError
 from tollkeeper.core.model import CheckResult
 from tollkeeper.core.version import __version__
 from tollkeeper.metrics.counters import (
+    ANY_ENDPOINT,
     FAMILIES,
     JOIN,
     LimiterMetrics,
     MetricFamily,
     MetricsSnapshot,
+    algorithms_of,
 )
 
 try:
@@ -146,12 +148,17 @@ class Instrumented:
         with self._lock:
             found = self._metrics.snapshot()
         for (outcome, source), count in list(self._own.items()):
-            found.put("checks", count, self._name, outcome, source)
+            found.put("rule_decisions", count, *self._labels, outcome, source)
+            checks = found.values.setdefault("checks", {})
+            checks[outcome] = checks.get(outcome, 0) + count
         return found
 
     @property
-    def _name(self) -> str:
-        return self._limiter._name or _DEFAULT  # noqa: SLF001 - of the same package
+    def _labels(self) -> tuple[str, str, str]:
+        """The labels of a limiter without rules, as those of a rule."""
+        limiter = self._limiter
+        algorithms = algorithms_of(limiter._limits)  # noqa: SLF001 - of the same package
+        return limiter._name or _DEFAULT, algorithms, ANY_ENDPOINT  # noqa: SLF001 - the same
 
     # ── Spans ──────────────────────────────────────────────────────────────────────────────────
 

@@ -1,4 +1,8 @@
-"""The counters of a rule engine: plain fields and dictionaries."""
+"""The counters of a rule engine: plain fields and dictionaries.
+
+A check and its rules are counted apart. A check that three rules apply to is one check (Tally) and
+three decisions of rules (RuleCounts).
+"""
 
 from __future__ import annotations
 
@@ -38,8 +42,18 @@ class RuleCounts:
 
 @dataclass(slots=True)
 class Tally:
-    """The counts of this process that belong to no rule."""
+    """The checks of this process, each counted once. Counted without a lock, as RuleCounts are."""
 
+    allowed: int = 0
+    """Checks that limits allowed."""
+    denied: int = 0
+    """Checks that a limit or a penalty denied."""
+    unavailable: int = 0
+    """Checks that were denied because the store failed and a rule is `on_failure: closed`."""
+    raised: int = 0
+    """Checks without a decision: the error of the store was raised to the caller."""
+    degraded: int = 0
+    """Checks that the store did not decide alone: a failure policy took part, or raised."""
     unruled: dict[str, int] = field(default_factory=dict)
     """Checks without a limit, by reason: unlimited, exempt or blocked."""
     errors: dict[str, int] = field(default_factory=dict)

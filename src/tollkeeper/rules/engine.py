@@ -274,6 +274,10 @@ class RuleEngine:
                 decision: Decision = check.gate.check(  # type: ignore[assignment]  # for threads
                     check.gate_subject, check.units
                 )
+                if decision.allowed:
+                    self.tally.allowed += 1
+                else:
+                    self.tally.denied += 1
                 return self._counted(check, decision), ()
             answers = self._store.check_together(
                 _charges(checks), _MayFail(self._on_failure, checks)
@@ -304,6 +308,10 @@ class RuleEngine:
         taken_ns = perf_counter_ns() - start_ns
         if decision.allowed or taken_ns > _ROUND_TRIP_NS_MIN:
             self.tally.store_seconds.note(taken_ns)
+        if decision.allowed:
+            self.tally.allowed += 1
+        else:
+            self.tally.denied += 1
         return self._counted(check, decision), ()
 
     # ── Checks: the steps ──────────────────────────────────────────────────────────────────────
@@ -313,9 +321,11 @@ class RuleEngine:
         decision, failures = yield from self._penalty_denial(plan)
         shadow_answers: Sequence[RuleAnswer] | None = None
         waited = False
-        if decision is None and not plan.enforced:
+        if decision is not None:
+            self._count_check(decision)
+        elif not plan.enforced:
             decision = self._without_limits(plan)
-        elif decision is None:
+        else:
             try:
                 answers, shadow_answers = yield from self._answers(
                     plan.enforced, failures, plan.shadowed
@@ -393,7 +403,7 @@ class RuleEngine:
     def _penalty_denial(
         self, plan: CheckPlan
     ) -> Steps[tuple[Decision | None, Mapping[int, StoreError]]]:
-        """Return the denial of a cool-down, counted, or None; and the rules that cannot be decided.
+        """Return the denial of a cool-down, counted for its rule, or None; and the rules that fail.
 
         See Penalties.denial.
         """
@@ -484,7 +494,12 @@ class RuleEngine:
                 yield from self.penalties.penalise(plan, denial)
             results = []
             for plan, request in planned:
-                results.append(self._result(plan, (yield from self._peek(plan, request))))
+                if plan.enforced:
+                    decision = yield from self._peek(plan, request)
+                    self._count_check(decision, plan.enforced)
+                else:
+                    decision = self._without_limits(plan)
+                results.append(self._result(plan, decision))
             return results
         try:
             answers, _ = yield from self._answers(checks, failures)
@@ -571,9 +586,11 @@ class RuleEngine:
         return found
 
     def _combined(self, checks: RuleChecks, decisions: Sequence[Decision]) -> Decision:
-        """Return one decision from those of several rules, each counted."""
+        """Return one decision from those of several rules; count each rule, and the check once."""
         counted = list(map(self._counted, checks, decisions))
-        return _with_charges(combine_decisions(counted), counted)
+        combined = combine_decisions(counted)
+        self._count_check(combined)
+        return _with_charges(combined, counted)
 
     def _counted(self, check: RuleCheck, decision: Decision) -> Decision:
         """Count a rule's decision; return it as one about the whole limit if the rule is split."""
@@ -589,6 +606,17 @@ class RuleEngine:
         if len(check.prepared.gates) == 1:
             return decision
         return whole_decision(decision, check.gate.limits, check.prepared.limits)
+
+    def _count_check(self, decision: Decision, checks: RuleChecks = ()) -> None:
+        """Count a check by its decision; `checks` are needed if the decision is degraded."""
+        tally = self.tally
+        tally.degraded += decision.degraded
+        if decision.allowed:
+            tally.allowed += 1
+        elif decision.degraded and self._is_closed(checks, decision.rule):
+            tally.unavailable += 1
+        else:
+            tally.denied += 1
 
     def _counts_of(self, rule: str) -> RuleCounts:
         counts = self.counts.get(rule)
@@ -622,6 +650,7 @@ class RuleEngine:
             decision = _denied_without_numbers(check, failure)
         else:
             decision = _denied_for_now(peeked)
+        self._count_check(decision, checks)
         self._counted(check, decision)
         return decision
 
@@ -679,19 +708,23 @@ class RuleEngine:
                 failed.append((check, answer))
             else:
                 decided.append(self._counted(check, answer) if spend else answer)
-        if not failed:
-            return _with_charges(combine_decisions(decided), decided)
-        self._note_failures(failed, spend=spend)
-        if not all(decided):
+        if failed:
+            self._note_failures(failed, spend=spend)
+        if not failed or not all(decided):
+            decision = combine_decisions(decided)
             if spend:
+                self._count_check(decision)
                 self._count_degraded(failed, allowed=False, is_local=False)
-            return combine_decisions(decided)
+            return _with_charges(decision, decided)
         failed_checks = [self._failed_check(check, error) for check, error in failed]
         try:
             found = self._local.answer(failed_checks, request.ip, spend=spend and charged)
         except StoreError:
-            for check, _ in failed if spend else ():
-                self._counts_of(check.rule.id).raised += 1
+            if spend:
+                self.tally.raised += 1
+                self.tally.degraded += 1
+                for check, _ in failed:
+                    self._counts_of(check.rule.id).raised += 1
             raise
         if decided or found:
             decision = decision_with(combine_decisions([*decided, *found]), degraded=True)
@@ -700,6 +733,7 @@ class RuleEngine:
             decision = combine_decisions([each.decision() for each in failed_checks])
         decision.uncounted = uncounted_of(failed_checks)
         if spend:
+            self._count_check(decision, checks)
             is_local = bool(found) and all(each.policy != "closed" for each in failed_checks)
             self._count_degraded(failed, allowed=decision.allowed, is_local=is_local)
         return decision

@@ -79,7 +79,8 @@ def samples(text: bytes) -> dict[str, float]:
     }
 
 
-ALLOWED = "tollkeeper_checks_total['allowed', 'users', 'store']"
+ALLOWED = "tollkeeper_checks_total['allowed']"
+RULE = "tollkeeper_rule_decisions_total"
 # Above any process ID that Linux uses.
 DEAD, BROKEN = 99_999_998, 99_999_999
 
@@ -102,11 +103,12 @@ async def test_requests_and_checks_are_counted() -> None:
         assert found["tollkeeper_requests_total['/v1/check', '429']"] == 1
         assert found["tollkeeper_requests_total['(none)', '404']"] == 5
         assert found[ALLOWED] == 3
-        assert found["tollkeeper_checks_total['denied', 'users', 'store']"] == 1
-        assert found["tollkeeper_checks_total['shadow_denied', 'trial', 'store']"] == 1
-        assert found["tollkeeper_checks_total['blocked', '(none)', 'none']"] == 1
-        assert found["tollkeeper_checks_total['exempt', '(none)', 'none']"] == 1
-        assert found["tollkeeper_checks_total['unlimited', '(none)', 'none']"] == 2
+        assert found["tollkeeper_checks_total['denied']"] == 1
+        assert found["tollkeeper_checks_total['blocked']"] == 1
+        assert found["tollkeeper_checks_total['exempt']"] == 1
+        assert found["tollkeeper_checks_total['unlimited']"] == 2
+        assert found[f"{RULE}['token_bucket', '*', 'denied', 'users', 'store']"] == 1
+        assert found[f"{RULE}['token_bucket', '/trial', 'shadow_denied', 'trial', 'store']"] == 1
         assert found["tollkeeper_workers[]"] == 1
         assert found["tollkeeper_worker_starts_total[]"] == 1
         assert found["tollkeeper_store_states[]"] > 0
@@ -136,10 +138,9 @@ async def test_every_metric_is_reported() -> None:
             assert f"\ntollkeeper_{family.name}" in text
 
 
-def counts(**allowed: int) -> bytes:
+def counts(allowed: int) -> bytes:
     counted = MetricsSnapshot()
-    for rule, count in allowed.items():
-        counted.put("checks", count, rule, "allowed", "store")
+    counted.put("checks", allowed, "allowed")
     counted.put("rules_age_seconds", 1000)
     return encode(WorkerCounts(counted))
 
@@ -147,8 +148,8 @@ def counts(**allowed: int) -> bytes:
 async def test_a_scrape_reports_all_workers(tmp_path: Path) -> None:
     """Its own counters, those of other workers, and those of dead workers."""
     alive = os.getppid()
-    (tmp_path / f"{alive}.json").write_bytes(counts(users=10))
-    (tmp_path / f"{DEAD}.json").write_bytes(counts(users=100))
+    (tmp_path / f"{alive}.json").write_bytes(counts(10))
+    (tmp_path / f"{DEAD}.json").write_bytes(counts(100))
     (tmp_path / f"{BROKEN}.json").write_bytes(b"{ not finished")
     async with http_service(counters=tmp_path) as http:
         await http.check(user="1")
@@ -166,8 +167,8 @@ async def test_a_scrape_reports_all_workers(tmp_path: Path) -> None:
 async def test_a_worker_that_dies_while_it_folds_counts_nothing_twice(tmp_path: Path) -> None:
     """Counters in the file of dead workers and in the worker's file count once."""
     gone = MetricsSnapshot()
-    gone.put("checks", 100, "users", "allowed", "store")
-    (tmp_path / f"{DEAD}.json").write_bytes(counts(users=100))
+    gone.put("checks", 100, "allowed")
+    (tmp_path / f"{DEAD}.json").write_bytes(counts(100))
     (tmp_path / "gone.json").write_bytes(encode(WorkerCounts(gone, folded=[DEAD])))
     async with http_service(counters=tmp_path) as http:
         assert samples(http.app.metrics.text())[ALLOWED] == 100
@@ -179,10 +180,10 @@ async def test_a_worker_that_dies_while_it_folds_counts_nothing_twice(tmp_path: 
 async def test_a_worker_that_gets_the_number_of_a_dead_one_is_counted(tmp_path: Path) -> None:
     """Also if the worker that folded the dead one was killed in the middle."""
     gone = MetricsSnapshot()
-    gone.put("checks", 100, "users", "allowed", "store")
+    gone.put("checks", 100, "allowed")
     (tmp_path / "gone.json").write_bytes(encode(WorkerCounts(gone, folded=[DEAD])))
     fold_dead(tmp_path)
-    (tmp_path / f"{DEAD}.json").write_bytes(counts(users=7))
+    (tmp_path / f"{DEAD}.json").write_bytes(counts(7))
     async with http_service(counters=tmp_path) as http:
         assert samples(http.app.metrics.text())[ALLOWED] == 107
         fold_dead(tmp_path)
@@ -196,12 +197,12 @@ async def test_reported_counters_are_on_disk(tmp_path: Path) -> None:
         await http("GET", "/metrics")
         left = health._read(tmp_path / f"{os.getpid()}.json")
         assert left is not None
-        assert list(left.counted.values["checks"].values()) == [1]
+        assert left.counted.values["checks"]["allowed"] == 1
 
 
 async def test_gauges_of_dead_workers_are_not_reported(tmp_path: Path) -> None:
     """The age of their rules means nothing."""
-    (tmp_path / f"{DEAD}.json").write_bytes(counts(users=1))
+    (tmp_path / f"{DEAD}.json").write_bytes(counts(1))
     async with http_service(counters=tmp_path) as http:
         text = http.app.metrics.text()
         assert b"1000" not in text

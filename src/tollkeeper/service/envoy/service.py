@@ -148,6 +148,12 @@ class RateLimitService:
         counted = self._counters.grpc_requests
         counted[code] = counted.get(code, 0) + 1
 
+    def _count_own(self, checks: Sequence[DescriptorCheck], results: Sequence[CheckResult]) -> None:
+        """Count the checks of descriptors with limits of their own; the limiter counts others."""
+        for check, result in zip(checks, results, strict=True):
+            if check.override is not None and check.spends:
+                self._counters.note_check(result)
+
     def _read(self, body: bytes) -> list[DescriptorCheck]:
         checks = checks_of(RateLimitRequest.FromString(body))
         if len(body) <= REMEMBERED_BYTES_MAX:
@@ -163,6 +169,7 @@ class RateLimitService:
         try:
             results = await self._decider.decide(checks)
             self._counters.decision_seconds.note(perf_counter_ns() - began_ns)
+            self._count_own(checks, results)
         except (CapacityError, InvalidKey) as error:
             self._log_seldom(error)
             return [await self._looked(each) for each in checks]

@@ -90,6 +90,7 @@ def _limit(context: ServiceContext) -> Handler:
         started_ns = perf_counter_ns()
         result = await limiter.evaluate(key, body.cost)
         context.counters.decision_seconds.note(perf_counter_ns() - started_ns)
+        context.counters.note_check(result)
         result = result._replace(counted=((subject_of(key), body.cost),))
         decided_ns = context.now_ns()
         if context.recorder is not None:
