@@ -138,6 +138,12 @@ costs = units | st.dictionaries(st.sampled_from(ENDPOINTS), units, max_size=3).f
 )
 
 
+def limits_of_one() -> st.SearchStrategy[object]:
+    """The limits of a tier or key, some with their consistency."""
+    in_full = optional(consistency=st.sampled_from(CONSISTENCIES))
+    return limits() | st.builds(lambda found, more: {"limits": found, **more}, limits(), in_full)
+
+
 @st.composite
 def rules(draw: st.DrawFn, name: str, tiers: list[str]) -> Data:
     by = draw(st.lists(subjects, max_size=3, unique=True))
@@ -145,9 +151,11 @@ def rules(draw: st.DrawFn, name: str, tiers: list[str]) -> Data:
     if not tiers or draw(st.booleans()):
         rule["limits"] = draw(limits())
     if tiers:
-        rule |= draw(optional(tiers=st.dictionaries(st.sampled_from(tiers), limits(), max_size=2)))
+        by_tier = st.dictionaries(st.sampled_from(tiers), limits_of_one(), max_size=2)
+        rule |= draw(optional(tiers=by_tier))
     if len(by) == 1:
-        rule |= draw(optional(keys=st.dictionaries(st.sampled_from(GLOBS), limits(), max_size=2)))
+        by_key = st.dictionaries(st.sampled_from(GLOBS), limits_of_one(), max_size=2)
+        rule |= draw(optional(keys=by_key))
     return rule | draw(
         optional(
             match=matches,
@@ -182,7 +190,7 @@ def overrides(draw: st.DrawFn, rule_ids: list[str]) -> Data:
 @st.composite
 def documents(draw: st.DrawFn) -> Data:
     """A valid document as plain data."""
-    tiers = draw(st.dictionaries(names, limits(), max_size=3))
+    tiers = draw(st.dictionaries(names, limits_of_one(), max_size=3))
     ids = draw(st.lists(names, max_size=4, unique=True))
     data: Data = {"version": 1}
     if tiers:

@@ -56,7 +56,7 @@ from tollkeeper.limiter import Limiter
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import DocumentError, read
 from tollkeeper.rules.document.reading import schema as document_schema
-from tollkeeper.rules.document.safety import findings, new_findings
+from tollkeeper.rules.document.safety import findings, hidden_tiers, new_findings
 from tollkeeper.rules.document.tree import (
     BYTES_MAX,
     TOO_LONG,
@@ -574,6 +574,8 @@ def apply(
     document = source.document()
     changed_by = _author(author)
     nodes = _announce_store(announce_to)
+    for advice in hidden_tiers(document):
+        print_text(f"tollkeeper: warning: {advice}", to_stderr=True)
 
     async def change() -> RuleChange:
         async with open_repository(database, create=not dry_run) as repository:

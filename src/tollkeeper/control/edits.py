@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.model import Limits
-from tollkeeper.rules.document.model import Document, Override, Rule
+from tollkeeper.rules.document.model import Consistency, Document, Override, Rule
 
 ListName = Literal["allow", "deny"]
 
+_Value = TypeVar("_Value")
 CONTEXT_LINES: Final = 3
 _SHOWN_MAX: Final = 10
 _LINE_NUMBER: Final = re.compile(r"(?<=[-+])[0-9]+")
@@ -73,9 +74,16 @@ def remove_override(
     return replace(document, overrides=others)
 
 
-def set_tier(document: Document, name: str, limits: Limits) -> Document:
-    """Give a tier these limits; a new name adds a tier after the others."""
-    return replace(document, tiers={**document.tiers, name: tuple(limits)})
+def set_tier(
+    document: Document, name: str, limits: Limits, consistency: Consistency | None = None
+) -> Document:
+    """Give a tier these limits and this consistency; a new name adds a tier after the others."""
+    chosen = {} if consistency is None else {name: consistency}
+    return replace(
+        document,
+        tiers={**document.tiers, name: tuple(limits)},
+        tier_consistency={**_without(document.tier_consistency, name), **chosen},
+    )
 
 
 def remove_tier(document: Document, name: str) -> Document:
@@ -85,8 +93,15 @@ def remove_tier(document: Document, name: str) -> Document:
     """
     if name not in document.tiers:
         raise NotFound(f"there is no tier {show(name)}; {_there_are(document.tiers)}")
-    rest = {tier: limits for tier, limits in document.tiers.items() if tier != name}
-    return replace(document, tiers=rest)
+    return replace(
+        document,
+        tiers=_without(document.tiers, name),
+        tier_consistency=_without(document.tier_consistency, name),
+    )
+
+
+def _without(mapping: Mapping[str, _Value], name: str) -> dict[str, _Value]:
+    return {each: value for each, value in mapping.items() if each != name}
 
 
 def put_rule(document: Document, rule: Rule, before: str | None = None) -> Document:

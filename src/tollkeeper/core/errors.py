@@ -35,9 +35,13 @@ FindingCode = Literal[
     "nothing-enforced",
     "orphaned-tier",
     "no-limits",
+    "no-default-tier",
+    "hidden-tier",
     "unreachable",
 ]
 
+# Findings that are shown and reject nothing.
+_ADVICE: tuple[FindingCode, ...] = ("hidden-tier",)
 _SHOWN_CHARACTERS_MAX = 100
 _SHOWN_FINDINGS_MAX = 20
 
@@ -72,7 +76,10 @@ def quoted(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SafetyFinding:
-    """A part of a rule document that is rejected unless the author forces it."""
+    """A valid part of a rule document that most likely is a mistake.
+
+    The change is rejected unless its author forces it, or the finding is only advice.
+    """
 
     code: FindingCode
     where: str
@@ -83,9 +90,15 @@ class SafetyFinding:
     rule: str = ""
     """The id of the rule; empty if the finding is not about a rule."""
 
+    @property
+    def is_advice(self) -> bool:
+        """True if the change is made without `force`."""
+        return self.code in _ADVICE
+
     def __str__(self) -> str:
         rule = f" (rule {quoted(self.rule)})" if self.rule else ""
-        return f"{self.where}{rule}: {self.what}: {self.why}; {self.remedy}, or force it"
+        force = "" if self.is_advice else ", or force it"
+        return f"{self.where}{rule}: {self.what}: {self.why}; {self.remedy}{force}"
 
 
 class TollkeeperError(Exception):

@@ -29,7 +29,7 @@ from tollkeeper.core.model import REQUEST_FIELDS, AppliedRule, Limits, Request
 from tollkeeper.core.rates import scaled
 from tollkeeper.core.subjects import KEY_LENGTH_MAX, SEPARATOR, subject_of_request
 from tollkeeper.decide.store import AnyGate
-from tollkeeper.rules.document.model import Document, Override, Rule
+from tollkeeper.rules.document.model import DEFAULT_TIER, Document, Override, Rule
 from tollkeeper.rules.matching.lists import Lists, Verdict
 from tollkeeper.rules.matching.patterns import normalised, spellings
 from tollkeeper.rules.matching.table import CompiledRule, RuleTable
@@ -38,8 +38,6 @@ from tollkeeper.rules.splitting import part_count, part_limits, part_subject
 LimitSource = Literal["default", "tier", "key", "override"]
 MakeGate = Callable[[Limits, str], AnyGate]
 
-# The tier of requests whose tier the document does not know, if the document has this tier.
-DEFAULT_TIER: Final = "default"
 # Limits follow the load in this many steps. Each step has a gate.
 FACTOR_STEPS: Final = 100
 # The subject of rules that count all requests together.

@@ -70,7 +70,19 @@ def problems(text: str) -> list[str]:
         ("cost: 0", {"cost": 0}),
         ("cost: {/a: 5, '/b/{id}': 0}", {"cost": 1, "costs": {"/a": 5, "/b/{id}": 0}}),
         ("cost: {/a: 5, '*': 2}", {"cost": 2, "costs": {"/a": 5}}),
-        ("consistency: leased", {"consistency": "leased"}),
+        ("consistency: strict", {"consistency": "strict"}),
+        (
+            "tiers: {pro: {limits: 7/s, consistency: strict}}",
+            {"tiers": {"pro": (Limit(7, per=1),)}, "tier_consistency": {"pro": "strict"}},
+        ),
+        ("tiers: {pro: {limits: [7/s]}}", {"tiers": {"pro": (Limit(7, per=1),)}}),
+        (
+            "keys: {'a*': {limits: 7/s, consistency: strict}, b: 8/s}",
+            {
+                "keys": {"a*": (Limit(7, per=1),), "b": (Limit(8, per=1),)},
+                "key_consistency": {"a*": "strict"},
+            },
+        ),
         ("on_failure: closed", {"on_failure": "closed"}),
         ("mode: shadow", {"mode": "shadow"}),
         ("mode: off", {"mode": "off"}),
@@ -242,8 +254,28 @@ def test_anchors_are_shared_limits() -> None:
         ("cost: {'/a/{': 2}", "cost: "),
         (
             "consistency: strong",
-            'consistency: unknown value "strong"; known: "strict", "leased"',
+            'consistency: unknown value "strong"; known: "strict"',
         ),
+        *(
+            (
+                written.format(f"consistency: {word}"),
+                (
+                    f'{place}consistency: "{word}" does not work yet; '
+                    f"write strict, or remove consistency"
+                ),
+            )
+            for word in ("leased", "eventual")
+            for written, place in (
+                ("{}", ""),
+                ("tiers: {{pro: {{limits: 7/s, {}}}}}", "tiers.pro."),
+                ("keys: {{a: {{limits: 7/s, {}}}}}", "keys.a."),
+            )
+        ),
+        (
+            "keys: {a: {consistency: strict}}",
+            'keys.a: "limits" is missing; for example limits: 100/minute',
+        ),
+        ("keys: {a: {limits: 7/s, burst: 3}}", 'keys.a: unknown field "burst"'),
         ("on_failure: opn", 'on_failure: unknown value "opn"; did you mean "open"?'),
         ("on_failure: on", "on_failure: on is not one of open, closed, local; for example open"),
         ("mode: of", 'mode: unknown value "of"; did you mean "off"?'),

@@ -35,7 +35,7 @@ rules:
     tiers: {pro: ["50/second", "1000/minute"]}
     keys: {sk_prod_vip_001: ["1000/minute"]}
     cost: 1
-    consistency: strict               # strict | leased
+    consistency: strict               # strict
     on_failure: local                 # open | closed | local
     mode: enforce                     # enforce | shadow | off
     rollout: 100                      # per cent of keys

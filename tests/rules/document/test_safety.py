@@ -15,7 +15,13 @@ from tollkeeper.core.model import Limit
 from tollkeeper.rules.document import safety
 from tollkeeper.rules.document.model import Document, Match, Rule
 from tollkeeper.rules.document.reading import from_data, read, read_file
-from tollkeeper.rules.document.safety import FINDINGS_MAX, covered_rules, covers, findings
+from tollkeeper.rules.document.safety import (
+    FINDINGS_MAX,
+    covered_rules,
+    covers,
+    findings,
+    new_findings,
+)
 from tollkeeper.rules.matching.patterns import compile_endpoint, compile_glob, compile_network
 
 EXAMPLE = Path(__file__).parents[3] / "examples/limits.yaml"
@@ -107,13 +113,14 @@ def test_a_cost_must_fit_the_smallest_capacity() -> None:
 
 def test_tiers_that_apply_are_checked() -> None:
     """The rule's tiers are checked, and the document's for a rule without limits."""
-    tiers = "tiers: {a: 1/s, b: 9/s}"
+    tiers = "tiers: {a: 1/s, default: 9/s}"
     assert found(f"{tiers}, rules: [{{id: r, by: [], cost: 2}}]") == [("never-fits", "tiers.a")]
     assert found(f"{tiers}, rules: [{{id: r, by: [], cost: 2, tiers: {{a: 2/s}}}}]") == []
-    assert found(f"{tiers}, rules: [{{id: r, by: [], cost: 2, limits: 5/s}}]") == []
-    assert found(
-        f"{tiers}, rules: [{{id: r, by: [], cost: 2, limits: 5/s, tiers: {{b: 1/s}}}}]"
-    ) == [("never-fits", "rules[0].tiers.b")]
+    rule = "id: r, by: [], cost: 2, limits: 5/s, match: {tier: '*'}"
+    assert found(f"{tiers}, rules: [{{{rule}}}]") == []
+    assert found(f"{tiers}, rules: [{{{rule}, tiers: {{a: 1/s}}}}]") == [
+        ("never-fits", "rules[0].tiers.a")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +148,7 @@ def test_overrides_under_which_nothing_fits(override: str, is_found: bool) -> No
 
 def test_an_override_is_compared_with_the_widest_limits() -> None:
     """The client's tier is unknown, so the widest limits count."""
-    tiers = "tiers: {free: 10/s, pro: 1000/s}"
+    tiers = "tiers: {default: 10/s, pro: 1000/s}"
     override = "overrides: [{for: {user: a}, multiply: 0.1}]"
     assert found(f"{tiers}, rules: [{{id: r, by: [], cost: 5}}], {override}") == []
     document = Document(
@@ -231,6 +238,47 @@ def test_tiers_that_a_program_omitted() -> None:
 def test_tiers_and_rules_without_limits(document: Document, places: list[str]) -> None:
     """A tier or rule without any limit would limit no client."""
     assert [it.where for it in findings(document) if it.code == "no-limits"] == places
+
+
+@pytest.mark.parametrize(
+    ("text", "is_found"),
+    [
+        ("tiers: {pro: 5/s}, rules: [{id: r, by: user}]", True),
+        ("tiers: {pro: 5/s}, rules: [{id: r, by: user, mode: shadow}]", True),
+        ("tiers: {pro: 5/s}, rules: [{id: r, by: user, tiers: {pro: 5/s}}]", True),
+        ("tiers: {pro: 5/s}, rules: [{id: r, by: user, keys: {a*: 5/s}}]", True),
+        ("tiers: {pro: 5/s}, rules: [{id: r, by: user, keys: {a*: 5/s, '*': 6/s}}]", False),
+        ("tiers: {pro: 5/s}, rules: [{id: r, by: user, mode: 'off'}]", False),
+        ("tiers: {pro: 5/s}, rules: [{id: r, by: user, limits: 5/s, tiers: {pro: 5/s}}]", False),
+        ("tiers: {pro: 5/s}, rules: [{id: r, by: user, match: {tier: pro}}]", False),
+        ("tiers: {pro: 5/s, default: 5/s}, rules: [{id: r, by: user}]", False),
+    ],
+)
+def test_requests_without_a_tier_need_limits(text: str, is_found: bool) -> None:
+    """A rule with the limits of tiers does not limit requests without a tier, except by default."""
+    assert found(text) == ([("no-default-tier", "rules[0]")] if is_found else [])
+
+
+@pytest.mark.parametrize(
+    ("rules", "hidden"),
+    [
+        ("{id: a, by: user, limits: 5/s}", ["tiers.default", "tiers.pro"]),
+        ("{id: a, by: user, limits: 5/s, mode: shadow}", ["tiers.default", "tiers.pro"]),
+        ("{id: a, by: user, limits: 5/s, mode: 'off'}", []),
+        ("{id: a, by: user, limits: 5/s, tiers: {pro: 9/s}}", ["tiers.default"]),
+        ("{id: a, by: user, limits: 5/s, match: {tier: p*}}", ["tiers.default"]),
+        ("{id: a, by: user, limits: 5/s}, {id: b, by: ip}", []),
+        ("{id: a, by: user, limits: 5/s}, {id: b, by: ip, limits: 5/s, tiers: {pro: 9/s}}", None),
+    ],
+)
+def test_tiers_that_the_limits_of_rules_hide(rules: str, hidden: list[str] | None) -> None:
+    """A tier that no rule uses is advice: it rejects no change, so a tier can be added first."""
+    document = read(f"{{version: 1, tiers: {{default: 5/s, pro: 9/s}}, rules: [{rules}]}}")
+    advice = findings(document)
+    assert [each.where for each in advice] == (["tiers.default"] if hidden is None else hidden)
+    assert all(each.code == "hidden-tier" and each.is_advice for each in advice)
+    assert new_findings(document, None) == ()
+    assert not any("force" in str(each) for each in advice)
 
 
 # --------------------------------------------------------------------------------------- reaching

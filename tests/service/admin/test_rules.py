@@ -131,10 +131,15 @@ async def test_an_unsafe_change_needs_force(admin: Admin) -> None:
 async def test_a_document_is_validated_without_being_applied(admin: Admin) -> None:
     """Problems, findings and the diff."""
     same = (await admin.call("POST", "/rules/validate", content=RULES)).json()
-    assert same == {"valid": True, "safe": True, "problems": [], "findings": [], "diff": ""}
+    (advice,) = same.pop("findings")
+    assert same == {"valid": True, "safe": True, "problems": [], "diff": ""}
+    assert (advice["code"], advice["where"], advice["is_advice"]) == (
+        *("hidden-tier", "tiers.free"),
+        True,
+    )
     unsafe = (await admin.call("POST", "/rules/validate", content=RULES + "deny: ['*']\n")).json()
     assert (unsafe["valid"], unsafe["safe"]) == (True, False)
-    assert [each["code"] for each in unsafe["findings"]] == ["denies-all"]
+    assert [each["code"] for each in unsafe["findings"]] == ["denies-all", "hidden-tier"]
     assert "--- v1\n+++ <body>\n" in unsafe["diff"]
     wrong = (await admin.call("POST", "/rules/validate", content="version: 2")).json()
     assert (wrong["valid"], wrong["safe"]) == (False, False)

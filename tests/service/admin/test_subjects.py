@@ -19,14 +19,27 @@ async def items(admin: Admin, path: str) -> list[Any]:
 
 async def test_tiers_are_read_set_and_removed(admin: Admin) -> None:
     """A new name makes a new tier; the reason is in the history."""
-    pro = {"name": "pro", "limits": ["50/second"]}
-    assert await items(admin, "/tiers") == [{"name": "free", "limits": ["5/second"]}, pro]
-    body = {"limits": ["7/second", "90/minute burst 5"], "reason": "a new one"}
+    pro = {"name": "pro", "limits": ["50/second"], "consistency": None}
+    free = {"name": "free", "limits": ["5/second"], "consistency": None}
+    assert await items(admin, "/tiers") == [free, pro]
+    chosen: dict[str, Any] = {"limits": ["7/second", "90/minute burst 5"], "consistency": "strict"}
+    body = {**chosen, "reason": "a new one"}
     made = (await admin.call("PUT", "/tiers/max", json=body)).json()
     assert (made["kind"], made["reason"]) == ("set-tier", "a new one")
     tier = await admin.call("GET", "/tiers/max")
-    assert tier.json() == {"name": "max", "limits": body["limits"]}
+    assert tier.json() == {"name": "max", **chosen}
     assert tier.headers["etag"] == '"v2"'
+    await admin.call("PUT", "/tiers/max", json={"limits": chosen["limits"]})
+    assert (await admin.call("GET", "/tiers/max")).json() == {
+        "name": "max",
+        **chosen,
+        "consistency": None,
+    }
+    found = await admin.rejected(
+        "PUT", "/tiers/max", 422, json={**chosen, "consistency": "eventual"}
+    )
+    assert found["problems"][0]["where"] == "consistency"
+    assert '"eventual" does not work yet; write strict' in found["problems"][0]["message"]
     assert (await admin.call("DELETE", "/tiers/max")).json()["kind"] == "remove-tier"
     await admin.rejected("GET", "/tiers/max", 404)
     await admin.rejected("DELETE", "/tiers/max", 404)

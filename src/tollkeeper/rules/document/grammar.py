@@ -38,6 +38,7 @@ from tollkeeper.rules.document.model import (
     PENALTY_S_MAX,
     RULES_MAX,
     SPLIT_MAX,
+    Consistency,
     Document,
     Match,
     Override,
@@ -155,6 +156,7 @@ _SCALE: Final = ("source", "low", "high", "least", "smoothing")
 _PENALTY: Final = (
     *("after", "within", "cooldown", "cooldown_max", "block_after", "block", "decay"),
 )
+_LIMITS_IN_FULL: Final = ("limits", "consistency")
 _OVERRIDE: Final = ("for", "rule", "limits", "multiply", "until", "reason", "author")
 _OWNERS: Final[tuple[Owner, ...]] = get_args(Owner)
 
@@ -174,11 +176,14 @@ def document_at(place: DocumentPlace) -> Document:
         _check_version(found["version"])
     if "$schema" in found:
         found["$schema"].text("rules.schema.json", PATTERN_LENGTH_MAX)
-    tiers = _limits_by_name(found.get("tiers"), "{free: [100/minute]}", _check_tier_name)
+    tiers, tier_consistency = _limits_by_name(
+        found.get("tiers"), "{free: [100/minute]}", _check_tier_name
+    )
     rules = _rules(found.get("rules"), tiers)
     return Document(
         rules=rules,
         tiers=tiers,
+        tier_consistency=tier_consistency,
         assign=_assign(found.get("assign"), tiers),
         allow=_entries(found.get("allow")),
         deny=_entries(found.get("deny")),
@@ -202,14 +207,35 @@ def _check_tier_name(place: DocumentPlace, name: str) -> None:
 
 def _limits_by_name(
     place: DocumentPlace | None, example: str, check_name: Callable[[DocumentPlace, str], object]
-) -> dict[str, Limits]:
-    """Return the limits of each tier or key."""
-    found: dict[str, Limits] = {}
-    if place is not None:
-        for name, at_limits in place.entries(example).items():
-            check_name(at_limits, name)
-            found[name] = limits_at(at_limits)
-    return found
+) -> tuple[dict[str, Limits], dict[str, Consistency]]:
+    """Return the limits of each tier or key, and the consistency of those that have their own.
+
+    An entry is the limits alone, or a mapping: `{limits: 100/minute, consistency: strict}`.
+    """
+    limits: dict[str, Limits] = {}
+    consistency: dict[str, Consistency] = {}
+    for name, at in (place.entries(example) if place is not None else {}).items():
+        check_name(at, name)
+        fields = {"limits": at}
+        if at.node.kind == "mapping" and any(
+            key.text in _LIMITS_IN_FULL for key, _ in at.node.value
+        ):
+            fields = at.fields(_LIMITS_IN_FULL, "{limits: 100/minute, consistency: strict}")
+            at.require(fields, ("limits", "100/minute"))
+        limits[name] = limits_at(fields["limits"]) if "limits" in fields else ()
+        if "consistency" in fields:
+            consistency[name] = _consistency(fields["consistency"])
+    return limits, consistency
+
+
+def _consistency(place: DocumentPlace) -> Consistency:
+    """Return a consistency that works. A reserved value is rejected: it would promise in vain."""
+    word = place.node.text if place.node.kind == "text" else ""
+    if word in get_args(Consistency) and word not in CONSISTENCIES:
+        working = " or ".join(CONSISTENCIES)
+        place.fail(f"{quoted(word)} does not work yet; write {working}, or remove consistency")
+        return CONSISTENCIES[0]
+    return place.choice(CONSISTENCIES)
 
 
 def _assign(place: DocumentPlace | None, tiers: Collection[str]) -> dict[str, str]:
@@ -277,20 +303,24 @@ def _rule(place: DocumentPlace, tiers: Collection[str], taken: Collection[str]) 
             f"for example limits: {EXAMPLE_LIMITS}"
         )
     cost, costs = _cost(found.get("cost"))
+    rule_tiers, tier_consistency = _limits_by_name(
+        found.get("tiers"),
+        "{pro: [1000/minute]}",
+        lambda place, name: _check_known_tier(place, name, tiers),
+    )
+    keys, key_consistency = _keys(found)
     return Rule(
         id=_id(found["id"], taken) if "id" in found else "",
         match=_match(found["match"]) if "match" in found else Match(),
         by=_by(found["by"]) if "by" in found else (),
         limits=limits_at(found["limits"]) if "limits" in found else (),
-        tiers=_limits_by_name(
-            found.get("tiers"),
-            "{pro: [1000/minute]}",
-            lambda place, name: _check_known_tier(place, name, tiers),
-        ),
-        keys=_keys(found),
+        tiers=rule_tiers,
+        keys=keys,
+        tier_consistency=tier_consistency,
+        key_consistency=key_consistency,
         cost=cost,
         costs=costs,
-        consistency=_choice(found, "consistency", CONSISTENCIES, "strict"),
+        consistency=_consistency(found["consistency"]) if "consistency" in found else "strict",
         on_failure=_choice(found, "on_failure", ON_FAILURES, None),
         mode=_choice(found, "mode", MODES, "enforce"),
         rollout=found["rollout"].whole(0, 100, "50") if "rollout" in found else 100,
@@ -388,12 +418,12 @@ _CONDITIONS: Final[dict[str, tuple[str, Callable[[str], object]]]] = {
 }
 
 
-def _keys(found: dict[str, DocumentPlace]) -> dict[str, Limits]:
+def _keys(
+    found: dict[str, DocumentPlace],
+) -> tuple[dict[str, Limits], dict[str, Consistency]]:
     place = found.get("keys")
-    if place is None:
-        return {}
     counted = found["by"].node if "by" in found else None
-    if counted and counted.kind == "list" and len(counted.value) != 1:
+    if place is not None and counted and counted.kind == "list" and len(counted.value) != 1:
         place.fail("keys needs a rule that counts by one attribute, for example by: [api_key]")
     return _limits_by_name(
         place,

@@ -17,13 +17,16 @@ from tollkeeper.core.model import Limits
 
 Mode = Literal["enforce", "shadow", "off"]
 MODES: Final[tuple[Mode, ...]] = get_args(Mode)
-Consistency = Literal["strict", "leased"]
-CONSISTENCIES: Final[tuple[Consistency, ...]] = get_args(Consistency)
+Consistency = Literal["strict", "leased", "eventual"]
+CONSISTENCIES: Final[tuple[Consistency, ...]] = ("strict",)
+"""The values that work now. The others are reserved, and a document that has one is rejected."""
 OnFailure = Literal["open", "closed", "local"]
 ON_FAILURES: Final[tuple[OnFailure, ...]] = get_args(OnFailure)
 LoadSource = Literal["cpu", "memory", "pushed"]
 LOAD_SOURCES: Final[tuple[LoadSource, ...]] = get_args(LoadSource)
 
+# The tier of requests that have no tier, or one that the document does not know.
+DEFAULT_TIER: Final = "default"
 RULES_MAX: Final = 20_000
 PATTERNS_MAX: Final = 1_000  # of one condition of one rule
 BY_MAX: Final = 8
@@ -99,6 +102,10 @@ class Rule:
     """The limits of some tiers, instead of `limits`."""
     keys: Mapping[str, Limits] = field(default_factory=dict)
     """The limits of some keys (globs), instead of both; for a rule that counts by one attribute."""
+    tier_consistency: Mapping[str, Consistency] = field(default_factory=dict)
+    """The consistency of some of `tiers`, instead of the rule's."""
+    key_consistency: Mapping[str, Consistency] = field(default_factory=dict)
+    """The consistency of some of `keys`, instead of the rule's and the tier's."""
     cost: int = 1
     """The units charged for each unit of the request's cost."""
     costs: Mapping[str, int] = field(default_factory=dict)
@@ -147,6 +154,8 @@ class Document:
     deny: tuple[str, ...] = ()
     """Entries that are always denied. `deny` takes precedence over `allow`."""
     overrides: tuple[Override, ...] = ()
+    tier_consistency: Mapping[str, Consistency] = field(default_factory=dict)
+    """The consistency of some tiers, instead of the consistency of a rule that uses them."""
 
 
 # The forms in which callers pass rules: a path, a document's text, plain data, or a Document.

@@ -2,7 +2,8 @@
 
 A finding is not an error: the document could be used. But a document that denies everyone, exempts
 everyone, stops enforcing, leaves a tier without limits or contains a rule that never matches is
-rejected unless the author forces it. Each finding has its subject, the reason and a remedy.
+rejected unless the author forces it. Each finding has its subject, the reason and a remedy. A tier
+that no rule uses is only advice: an author may add it before the rule that uses it.
 
 Harmless documents are never reported. Numbers are rounded in the rule's favour, and a pattern
 counts as covered only if another certainly matches everything that it matches.
@@ -27,7 +28,7 @@ from typing import Final
 
 from tollkeeper.core.errors import ConfigError, FindingCode, SafetyFinding, quoted
 from tollkeeper.core.model import REQUEST_FIELDS, Limit, Limits
-from tollkeeper.rules.document.model import Document, Match, Override, Rule
+from tollkeeper.rules.document.model import DEFAULT_TIER, Document, Match, Override, Rule
 from tollkeeper.rules.document.tree import below
 from tollkeeper.rules.matching.patterns import (
     EndpointPattern,
@@ -55,6 +56,8 @@ def findings(document: Document, before: Document | None = None) -> tuple[Safety
         _nothing_enforced(document, before),
         _orphaned_tiers(document, before),
         _no_limits(document),
+        _no_default_tier(document),
+        hidden_tiers(document),
         _unreachable(document),
     )
     return tuple(islice(found, FINDINGS_MAX))
@@ -262,6 +265,47 @@ def _no_limits(document: Document) -> Iterator[SafetyFinding]:
                 yield SafetyFinding("no-limits", f"{path}.match.tier", what, why, remedy, rule.id)
 
 
+def _no_default_tier(document: Document) -> Iterator[SafetyFinding]:
+    """Find rules that take their limits from tiers and leave requests without a tier unlimited."""
+    tiers = f"[{', '.join(islice(document.tiers, 3))}]"
+    for place, rule in enumerate(document.rules):
+        by_tier = not rule.limits and (document.tiers or rule.tiers) and rule.mode != "off"
+        has_default = DEFAULT_TIER in document.tiers or DEFAULT_TIER in rule.tiers
+        # A rule that matches tiers says which requests it is for; the key "*" is for every client.
+        if not by_tier or has_default or rule.match.tier or "*" in rule.keys:
+            continue
+        yield SafetyFinding(
+            "no-default-tier",
+            below("rules", place),
+            "it has no limits for requests without a tier, or with an unknown one",
+            "it takes its limits from the tiers, so it does not limit these requests",
+            f"add the tier {DEFAULT_TIER}, or give the rule limits and tiers of its own; if this "
+            f"is intended, write match: {{tier: {tiers}}}",
+            rule.id,
+        )
+
+
+def hidden_tiers(document: Document) -> Iterator[SafetyFinding]:
+    """Find tiers that no rule uses, because every rule has limits of its own."""
+    rules = [rule for rule in document.rules if rule.mode != "off"]
+    if not rules or not all(rule.limits for rule in rules):
+        return
+    patterns = [compile_glob(text) for text in {text for rule in rules for text in rule.match.tier}]
+    used = {tier for rule in rules for tier in rule.tiers}
+    hiding = quoted(rules[0].id)
+    others = f" and {len(rules) - 1:,} more" if len(rules) > 1 else ""
+    for tier in document.tiers:
+        if tier in used or any(pattern.matches(tier) for pattern in patterns):
+            continue
+        yield SafetyFinding(
+            "hidden-tier",
+            below("tiers", tier),
+            "no rule uses it",
+            f"the limits of rule {hiding}{others} apply to every tier and hide the limits here",
+            f"remove `limits` from rule {hiding}, give it tiers: {{{tier}: …}}, or remove the tier",
+        )
+
+
 def _unreachable(document: Document) -> Iterator[SafetyFinding]:
     for place, earlier in covered_rules(document.rules):
         rule, other = document.rules[place], document.rules[earlier]
@@ -276,8 +320,11 @@ def _unreachable(document: Document) -> Iterator[SafetyFinding]:
 
 
 def new_findings(document: Document, before: Document | None) -> tuple[SafetyFinding, ...]:
-    """Return the findings that the document in force does not have: those were forced before."""
-    found = findings(document, before)
+    """Return the findings that reject a change.
+
+    Those of the document in force were forced before.
+    """
+    found = tuple(each for each in findings(document, before) if not each.is_advice)
     if not found or before is None:
         return found
     known = {_finding_key(finding) for finding in findings(before)}

@@ -18,6 +18,7 @@ from tollkeeper.core.errors import ConfigError
 from tollkeeper.core.model import REQUEST_FIELDS, Limit, Limits
 from tollkeeper.rules.document.grammar import VERSION
 from tollkeeper.rules.document.model import (
+    Consistency,
     Document,
     Match,
     Override,
@@ -72,7 +73,7 @@ def to_data(document: Document) -> Data:
     return {
         "version": VERSION,
         **_given(
-            tiers=_by_name(document.tiers),
+            tiers=_by_name(document.tiers, document.tier_consistency),
             rules=[_rule(rule) for rule in document.rules],
             assign=dict(document.assign),
             allow=list(document.allow),
@@ -129,8 +130,13 @@ def _limits(limits: Limits) -> list[str | Data]:
     return [limit_data(limit) for limit in limits]
 
 
-def _by_name(limits: Mapping[str, Limits]) -> Data:
-    return {name: _limits(each) for name, each in limits.items()}
+def _by_name(limits: Mapping[str, Limits], consistency: Mapping[str, Consistency]) -> Data:
+    return {
+        name: {"limits": _limits(each), "consistency": consistency[name]}
+        if name in consistency
+        else _limits(each)
+        for name, each in limits.items()
+    }
 
 
 def _rule(rule: Rule) -> Data:
@@ -142,8 +148,8 @@ def _rule(rule: Rule) -> Data:
         "by": list(rule.by),
         **_given(
             limits=_limits(rule.limits),
-            tiers=_by_name(rule.tiers),
-            keys=_by_name(rule.keys),
+            tiers=_by_name(rule.tiers, rule.tier_consistency),
+            keys=_by_name(rule.keys, rule.key_consistency),
             cost=_cost(rule),
         ),
         **{

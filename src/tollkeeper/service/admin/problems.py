@@ -79,6 +79,7 @@ class FindingOut(ApiOutput):
     what: str
     why: str
     remedy: str
+    is_advice: bool = Field(description="True if the change does not need `force`.")
 
 
 class ProblemOut(ApiOutput):
@@ -162,6 +163,7 @@ def finding_data(each: SafetyFinding) -> dict[str, Any]:
         "what": each.what,
         "why": each.why,
         "remedy": each.remedy,
+        "is_advice": each.is_advice,
     }
 
 

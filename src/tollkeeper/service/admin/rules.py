@@ -16,7 +16,7 @@ from tollkeeper.control.edits import unified_diff
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.rules.document.model import Document, Rule
 from tollkeeper.rules.document.reading import DocumentError, from_data, read
-from tollkeeper.rules.document.safety import new_findings
+from tollkeeper.rules.document.safety import hidden_tiers, new_findings
 from tollkeeper.rules.document.tree import DocumentProblem
 from tollkeeper.rules.document.writing import to_data, to_yaml
 from tollkeeper.service.admin.control import CurrentRules, etag_of
@@ -87,7 +87,7 @@ class ValidationOut(ApiOutput):
     valid: bool = Field(description="True if the document can be used.")
     safe: bool = Field(description="True if it would be applied without `force`.")
     problems: list[PlaceOut] = Field(description="Why it cannot be used.")
-    findings: list[FindingOut] = Field(description="Why it would need `force`.")
+    findings: list[FindingOut] = Field(description="Why it would need `force`, and advice.")
     diff: str = Field(description="The changes to the rules in force, as a unified diff.")
 
 
@@ -208,12 +208,13 @@ def _validated(text: str, found: CurrentRules) -> ValidationOut:
         return ValidationOut(valid=False, safe=False, problems=problems, findings=[], diff="")
     before = None if found.number == 0 else found.document
     unsafe = new_findings(document, before)
+    shown = [*unsafe, *hidden_tiers(document)][:LISTED_MAX]
     names = found.etag.strip('"') if before else "no version", "<body>"
     return ValidationOut(
         valid=True,
         safe=not unsafe,
         problems=[],
-        findings=[FindingOut(**finding_data(each)) for each in unsafe[:LISTED_MAX]],
+        findings=[FindingOut(**finding_data(each)) for each in shown],
         diff=unified_diff(found.yaml() if before else "", to_yaml(document), *names),
     )
 

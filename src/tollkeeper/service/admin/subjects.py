@@ -13,9 +13,9 @@ from pydantic import Field
 from tollkeeper.control import edits
 from tollkeeper.control.edits import ListName
 from tollkeeper.core.errors import ConfigError, show
-from tollkeeper.core.model import Limits
 from tollkeeper.rules.document.model import Document, Override
 from tollkeeper.rules.document.reading import from_data
+from tollkeeper.rules.document.tree import below
 from tollkeeper.rules.document.writing import limit_data, to_data
 from tollkeeper.rules.matching.lists import check_entry
 from tollkeeper.service.admin.operations import (
@@ -65,6 +65,9 @@ class TierOut(ApiOutput):
 
     name: str = Field(examples=["pro"])
     limits: list[LimitData] = Field(examples=[["1000/minute burst 200"]])
+    consistency: str | None = Field(
+        description="The tier's own consistency; null: that of each rule.", examples=["strict"]
+    )
 
 
 class TierPage(ApiOutput):
@@ -79,6 +82,12 @@ class TierIn(ApiInput):
     """The limits of a tier."""
 
     limits: LimitsData = Field(examples=[["1000/minute burst 200"]])
+    consistency: str | None = Field(
+        default=None,
+        description="`strict`. Without it, the consistency of each rule applies.",
+        examples=["strict"],
+        max_length=32,
+    )
     reason: Reason
 
 
@@ -149,12 +158,16 @@ async def list_tiers(
     response.headers["ETag"] = found.etag
     rows = list(found.document.tiers.items())
     page = page_of(response, "/tiers", rows, limit, offset)
-    items = [_tier(name, limits) for name, limits in page.items]
+    items = [_tier(name, found.document) for name, _ in page.items]
     return TierPage(items=items, total=page.total, next=page.next)
 
 
-def _tier(name: str, limits: Limits) -> TierOut:
-    return TierOut(name=name, limits=[limit_data(each) for each in limits])
+def _tier(name: str, document: Document) -> TierOut:
+    return TierOut(
+        name=name,
+        limits=[limit_data(each) for each in document.tiers[name]],
+        consistency=document.tier_consistency.get(name),
+    )
 
 
 @router.get(
@@ -172,7 +185,7 @@ async def get_tier(
     if name not in found.document.tiers:
         raise edits.NotFound(f"there is no tier {show(name)} in the rules in force")
     response.headers["ETag"] = found.etag
-    return _tier(name, found.document.tiers[name])
+    return _tier(name, found.document)
 
 
 @router.put(
@@ -184,10 +197,16 @@ async def get_tier(
 )
 async def put_tier(name: TierName, tier: TierIn, editor: Editor) -> VersionOut:
     """Set the limits of a tier, or make a new tier."""
-    data = {"version": 1, "tiers": {name: tier.limits}}
-    limits = placed(lambda: from_data(data, "<body>"), f"tiers.{name}", "limits").tiers[name]
+    fields: dict[str, Any] = {"limits": tier.limits}
+    if tier.consistency is not None:
+        fields["consistency"] = tier.consistency
+    data = {"version": 1, "tiers": {name: fields}}
+    parsed = placed(lambda: from_data(data, "<body>"), f"{below('tiers', name)}.", "")
+    limits, consistency = parsed.tiers[name], parsed.tier_consistency.get(name)
     return await editor.edit(
-        "set-tier", lambda document: edits.set_tier(document, name, limits), tier.reason
+        "set-tier",
+        lambda document: edits.set_tier(document, name, limits, consistency),
+        tier.reason,
     )
 
 
