@@ -64,6 +64,7 @@ Kind = Literal[
     "apply",
     "rollback",
     "put-rule",
+    "patch-rule",
     "remove-rule",
     "set-tier",
     "remove-tier",

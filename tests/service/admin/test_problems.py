@@ -81,7 +81,7 @@ async def test_unknown_paths_and_methods(admin: Admin) -> None:
     await admin.rejected("GET", "/rules/", 404)
     for method, path, allowed in (
         ("PATCH", "/rules", "GET, PUT"),
-        ("POST", "/rules/x", "DELETE, GET, PUT"),
+        ("POST", "/rules/x", "DELETE, GET, PATCH, PUT"),
         ("PUT", "/lists/deny", "DELETE, GET, POST"),
         ("DELETE", "/versions/1/rollback", "POST"),
         ("POST", "/node", "GET"),

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.service.admin.client import AUTHOR, RULES, Admin, admin, from_file, template
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import from_data, read
 from tollkeeper.rules.document.writing import to_data, to_yaml
+from tollkeeper.service.admin.rules import merged
 
 __all__ = ["admin", "from_file", "template"]  # fixtures, found by name
 
@@ -238,6 +241,7 @@ async def test_rules_from_a_file_cannot_be_changed(from_file: Admin) -> None:
     changes: list[tuple[str, str, Any]] = [
         ("PUT", "/rules", {"version": 1}),
         ("PUT", "/rules/orders", rule),
+        ("PATCH", "/rules/orders", {"limits": "5/s"}),
         ("DELETE", "/rules/orders", None),
         ("PUT", "/tiers/pro", {"limits": "5/s"}),
         ("DELETE", "/tiers/pro", None),
@@ -258,6 +262,99 @@ async def test_rules_from_a_file_cannot_be_changed(from_file: Admin) -> None:
         assert found["error"]["code"] == "RULES_FROM_FILE", path
         assert "--rules sqlite:///" in found["detail"]
         assert "limits.yaml" in found["detail"]
+
+
+# ── Patches ────────────────────────────────────────────────────────────────────────────────────
+
+MERGE = {"Content-Type": "application/merge-patch+json"}
+
+
+async def rule(admin: Admin, name: str) -> dict[str, Any]:
+    """Return a rule as the API has it."""
+    found: dict[str, Any] = (await admin.call("GET", f"/rules/{name}")).json()
+    return found
+
+
+async def test_a_patch_changes_some_fields_of_a_rule(admin: Admin) -> None:
+    """Others stay; null removes a field; the rule keeps its place; the audit has the reason."""
+    before = await rule(admin, "orders")
+    headers = {**MERGE, "X-Reason": "launch", "If-Match": '"v1"'}
+    patch = {"limits": ["30/second"], "tiers": {"free": ["2/second"]}}
+    made = await admin.call("PATCH", "/rules/orders", json=patch, headers=headers)
+    assert (made.headers["etag"], made.json()["kind"]) == ('"v2"', "patch-rule")
+    tiers = {**before["tiers"], "free": ["2/second"]}
+    assert await rule(admin, "orders") == {**before, "limits": ["30/second"], "tiers": tiers}
+    await admin.call("PATCH", "/rules/orders", json={"tiers": None, "id": "orders"})
+    after = {name: value for name, value in before.items() if name != "tiers"}
+    assert await rule(admin, "orders") == {**after, "limits": ["30/second"]}
+    assert [each.id for each in (await document(admin)).rules] == ["orders", "login"]
+    entry = (await admin.call("GET", "/audit?limit=2")).json()["items"][1]
+    assert (entry["kind"], entry["author"], entry["reason"]) == (
+        *("patch-rule", "admin-token"),
+        "launch",
+    )
+
+
+async def test_a_patch_that_changes_nothing_makes_no_version(admin: Admin) -> None:
+    """An empty patch, or the values that the rule has."""
+    for patch in ({}, {"limits": "10/second"}, {"comment": None}):
+        assert (await admin.call("PATCH", "/rules/orders", json=patch)).json()["number"] == 1
+
+
+@pytest.mark.parametrize(
+    ("patch", "status", "words"),
+    [
+        ({"limit": "5/s"}, 422, 'rule: unknown field "limit"; did you mean "limits"?'),
+        ({"limits": "ten"}, 422, "rule.limits"),
+        ({"limits": None, "tiers": None, "by": None}, 422, '"by" is missing'),
+        ({"match": {"endpint": "/a"}}, 422, 'unknown field "endpint"; did you mean "endpoint"?'),
+        ({"id": "other"}, 400, "to rename a rule"),
+        ({"id": None, "by": 7}, 422, "rule.by"),
+        ([{"op": "remove"}], 400, "expected an object, found a list"),
+    ],
+)
+async def test_an_invalid_patch_changes_nothing(
+    admin: Admin, patch: Any, status: int, words: str
+) -> None:
+    """The messages are those of the document."""
+    found = await admin.rejected("PATCH", "/rules/orders", status, json=patch)
+    assert words in found["detail"]
+    assert await document(admin) == read(RULES)
+
+
+async def test_a_patch_needs_its_rule_and_its_version(admin: Admin) -> None:
+    """404 without the rule, 412 for another version, 409 if unsafe, 415 for a JSON Patch."""
+    await admin.rejected("PATCH", "/rules/nope", 404, json={})
+    stale = {"If-Match": '"v7"'}
+    await admin.rejected("PATCH", "/rules/orders", 412, json={"comment": "x"}, headers=stale)
+    off = {"mode": "off"}
+    await admin.call("PATCH", "/rules/login", json=off)
+    found = await admin.rejected("PATCH", "/rules/orders", 409, json=off)
+    assert found["error"]["code"] == "UNSAFE_CHANGE"
+    await admin.call("PATCH", "/rules/orders?force=true", json=off)
+    kind = {"Content-Type": "application/json-patch+json"}
+    answer = await admin.call("PATCH", "/rules/orders", 415, content=b"[]", headers=kind)
+    assert answer.headers["accept-patch"] == "application/merge-patch+json"
+
+
+@given(
+    data=st.recursive(
+        st.none() | st.integers(0, 3) | st.text("ab", max_size=2),
+        lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3) | st.lists(inner),
+        max_leaves=8,
+    )
+)
+def test_a_merge_patch_has_the_properties_of_rfc_7396(data: Any) -> None:
+    """A patch may be repeated; into nothing, it is the value without nulls in objects."""
+    value = {"a": {"b": 1}, "c": [None]}
+    once = merged(value, data)
+    assert merged(once, data) == once
+    if not isinstance(data, dict):
+        assert once == data
+    else:
+        assert {name for name in once if name not in data} == value.keys() - data.keys()
+        assert not any(data[name] is None for name in once if name in data)
+    assert value == {"a": {"b": 1}, "c": [None]}, "the value is unchanged"
 
 
 # ── Versions ───────────────────────────────────────────────────────────────────────────────────
@@ -329,6 +426,22 @@ async def test_a_rollback_makes_a_new_version(admin: Admin) -> None:
     texts = [(await admin.call("GET", f"/versions/{n}")).json()["text"] for n in (2, 4)]
     assert texts[0] == texts[1]
     await admin.rejected("POST", "/versions/9/rollback", 404)
+
+
+async def test_a_rollback_has_the_reason_of_its_body(admin: Admin) -> None:
+    """The body may be left out; an unknown field is rejected, and nothing has changed."""
+    await changed(admin, 2)
+    wrong = {"nonsense": 1, "reason": "because"}
+    found = await admin.rejected("POST", "/versions/1/rollback", 400, json=wrong)
+    assert found["detail"] == 'the body: unknown field "nonsense"; known: "reason"'
+    for body in ({"reason": 5}, {"reason": "x" * 1_001}, [], "because"):
+        await admin.rejected("POST", "/versions/1/rollback", 400, json=body)
+    assert (await admin.call("GET", "/rules")).headers["etag"] == '"v3"'
+    made = await admin.call("POST", "/versions/1/rollback", json={"reason": "because"})
+    assert (made.json()["number"], made.json()["reason"]) == (4, "because")
+    assert (await admin.call("POST", "/versions/2/rollback", json={})).json()["number"] == 5
+    entries = (await admin.call("GET", "/audit?limit=2")).json()["items"]
+    assert [each["reason"] for each in entries] == ["", "because"]
 
 
 async def test_a_long_diff_is_cut_in_the_list(admin: Admin) -> None:

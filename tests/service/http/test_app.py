@@ -379,3 +379,12 @@ async def test_a_page_that_never_changes_is_made_once(path: str) -> None:
         assert again.headers["x-request-id"] == "mine"
         assert first.headers["x-request-id"] != "mine"
         assert again.headers.keys() == first.headers.keys()
+
+
+@pytest.mark.parametrize("path", ["/v1/check", "/v1/check/batch", "/v1/limit", "/v1/settle"])
+async def test_a_query_is_rejected_where_the_fields_are_in_the_body(path: str) -> None:
+    """`?cost=5` would be ignored, and the request would cost 1."""
+    async with http_service() as http:
+        answer = await http("POST", f"{path}?cost%31=5&x=1", b'{"user":"1"}')
+        assert answer.status == 400
+        assert answer.data["detail"].startswith('the query: unknown field "cost1"; leave it out')

@@ -306,6 +306,7 @@ BROKEN_FILES = [
     "",
     "[]",
     "{}",
+    '{"version": 1, "tokens": [], "token": []}',
     "null",
     '{"version": 2, "tokens": []}',
     '{"version": 1, "tokens": [{}]}',

@@ -23,6 +23,7 @@ from typing import Annotated, Any, Final, Generic, NamedTuple, TypeVar
 from urllib.parse import unquote_to_bytes, urlencode
 
 from fastapi import Depends, Header, Query, Request, Response
+from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 from pydantic import Field, WithJsonSchema
 from starlette.requests import ClientDisconnect
@@ -30,7 +31,7 @@ from starlette.types import Scope
 
 from tollkeeper.control.repository import Kind, Version
 from tollkeeper.control.schema import REASON_LENGTH_MAX
-from tollkeeper.core.errors import show
+from tollkeeper.core.errors import ConfigError, quoted, show
 from tollkeeper.rules.document.model import Document
 from tollkeeper.service.admin.control import (
     ChangeRequest,
@@ -54,9 +55,11 @@ from tollkeeper.service.http.bodies import (
     incomplete,
     is_json,
     media_type,
+    problem_at,
     strict_json,
     too_large,
     too_slow,
+    unknown_field,
     unsupported,
     utf8_text,
 )
@@ -81,6 +84,7 @@ LimitsData = Annotated[Any, WithJsonSchema({RULES: "limits"})]
 LimitData = Annotated[Any, WithJsonSchema({RULES: "oneLimit"})]
 RuleData = Annotated[dict[str, Any], WithJsonSchema({RULES: "rule"})]
 RuleBody = Annotated[dict[str, Any], WithJsonSchema({RULES: "ruleBody"})]
+RulePatch = Annotated[dict[str, Any], WithJsonSchema({"type": "object"})]
 OverrideData = Annotated[dict[str, Any], WithJsonSchema({RULES: "override"})]
 
 Text = Annotated[str, Field(max_length=TEXT_LENGTH_MAX)]
@@ -115,6 +119,13 @@ CONDITION_LENGTH_MAX: Final = 1_000
 ROLE: Final = "x-role"
 # Set for operations that accept more than JSON and check the type themselves.
 ANY_CONTENT: Final = "x-any-content"
+# The type of a patch of one rule.
+MERGE_PATCH: Final = "application/merge-patch+json"
+# The beginning of names in a query that the operation reads itself.
+QUERY_PREFIX: Final = "x-query-prefix"
+_NO_BODY: Final = (
+    "the body: this operation has none; leave it out, and send a reason as the header X-Reason"
+)
 
 # The pattern of a condition, for the OpenAPI document.
 _ETAGS: Final = r'^(\*|(W/)?"[^"]*"(, *(W/)?"[^"]*")*)$'
@@ -135,7 +146,11 @@ class AdminRoute(APIRoute):
         handle = super().get_route_handler()
         extra = self.openapi_extra or {}
         needed: Permission = extra.get(ROLE, "read" if self.methods == {"GET"} else "admin")
-        wants_json = self.body_field is not None and not extra.get(ANY_CONTENT)
+        parameters = QueryNames.of(self.dependant, extra.get(QUERY_PREFIX))
+        any_content = extra.get(ANY_CONTENT, False)
+        wants_json = self.body_field is not None and not any_content
+        optional = self.body_field is not None and not self.body_field.field_info.is_required()
+        patches = self.methods == {"PATCH"}
 
         async def authorized(request: Request) -> Response:
             control = control_of(request)
@@ -144,15 +159,61 @@ class AdminRoute(APIRoute):
                 raise token_error(found)
             request.state.token = found
             _check_url(request)
-            scope = _as_json(request) if wants_json else request.scope
+            parameters.check(request)
+            scope = _as_json(request, patch=patches) if wants_json else request.scope
             limited = _LimitedRequest(scope, request.receive)
-            if wants_json and not await limited.body():
+            if wants_json and not optional and not await limited.body():
                 await limited.json()  # raises: FastAPI would report a missing field
+            if not wants_json and not any_content and await limited.body():
+                raise ConfigError(_NO_BODY)
             response = await handle(limited)
             response.headers.setdefault("Cache-Control", "no-cache")
             return response
 
         return authorized
+
+
+class QueryNames(NamedTuple):
+    """The names that the query of an operation may have. Others are rejected, as are doubles.
+
+    FastAPI ignores a name that it does not know. Then `?forced=true` would not force a change, and
+    `?tier=a&tiers=b` would list the wrong subjects.
+    """
+
+    single: frozenset[str]
+    several: frozenset[str]
+    """Names that may be given more than once."""
+    prefix: str | None
+    """Every name that begins with this is known."""
+
+    @classmethod
+    def of(cls, dependant: Dependant, prefix: str | None = None) -> QueryNames:
+        """Return the names of an operation and its dependencies."""
+        single: set[str] = set()
+        several: set[str] = set()
+        found = [dependant]
+        for each in found:
+            found += each.dependencies
+            for field in each.query_params:
+                is_list = "list[" in str(field.field_info.annotation)
+                (several if is_list else single).add(field.alias)
+        return cls(frozenset(single), frozenset(several), prefix)
+
+    def check(self, request: Request) -> None:
+        """Raise ConfigError for a name that is unknown or given twice."""
+        seen: set[str] = set()
+        for name, _ in request.query_params.multi_items():
+            if name in seen and name not in self.several:
+                message = f"{quoted(name)} is given twice; give it once"
+                raise ConfigError(problem_at("the query", "", message))
+            seen.add(name)
+            if name in self.single or name in self.several:
+                continue
+            if self.prefix and name.startswith(self.prefix) and name != self.prefix:
+                continue
+            known = sorted(self.single | self.several)
+            shown = [*known, f"{self.prefix}…"] if self.prefix else known
+            raise ConfigError(problem_at("the query", "", unknown_field(name, shown)))
 
 
 class _LimitedRequest(Request):
@@ -208,12 +269,21 @@ def _check_url(request: Request) -> None:
             ) from None
 
 
-def _as_json(request: Request) -> Scope:
-    """Return the scope with the type of JSON. Raises AdminError if the body has another type."""
+def _as_json(request: Request, *, patch: bool) -> Scope:
+    """Return the scope with the type of JSON. Raises AdminError if the body has another type.
+
+    A `patch` is a merge patch (RFC 7396). Other kinds of patches, which are JSON too, are rejected.
+    """
     try:
         check_json_type(_content_type(request))
+        kind = media_type(_content_type(request))
+        if patch and kind.endswith("+json") and kind != MERGE_PATCH:
+            raise unsupported(kind, MERGE_PATCH)
     except BodyRejected as error:
-        raise body_error(error) from None
+        found = body_error(error)
+        if patch and found.status_code == 415:
+            found.headers = {**(found.headers or {}), "Accept-Patch": MERGE_PATCH}
+        raise found from None
     # FastAPI parses a body only if it has this type.
     headers = [pair for pair in request.scope["headers"] if pair[0] != b"content-type"]
     return {**request.scope, "headers": [*headers, (b"content-type", b"application/json")]}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
@@ -27,9 +27,17 @@ from tollkeeper.core.errors import (
     show,
 )
 from tollkeeper.rules.document.reading import DocumentError
-from tollkeeper.rules.document.tree import DocumentProblem
+from tollkeeper.rules.document.tree import DocumentProblem, below
 from tollkeeper.service.admin.control import NoDatabase, etag_of
-from tollkeeper.service.http.bodies import BodyRejected
+from tollkeeper.service.http.bodies import (
+    BodyRejected,
+    json_kind,
+    missing_field,
+    out_of_range,
+    problem_at,
+    unknown_field,
+    wrong_type,
+)
 from tollkeeper.service.http.context import no_method_detail, no_path_detail
 from tollkeeper.service.http.tokens import TokenRejection
 from tollkeeper.web import answers
@@ -192,7 +200,6 @@ def error_response(error: TollkeeperError, *, conditional: bool) -> Response:
     return problem(500, "INTERNAL", message)
 
 
-_FIELD_ERRORS: Final = {"extra_forbidden": "contains unknown", "missing": "missing required"}
 _CONDITIONS: Final = ("if-match", "if-none-match")
 
 
@@ -215,9 +222,10 @@ def install(app: FastAPI, prefix: str, routes: Sequence[BaseRoute]) -> None:
         conditional = any(name in request.headers for name in _CONDITIONS)
         return error_response(error, conditional=conditional)
 
-    async def on_invalid(_: Request, error: Exception) -> Response:
+    async def on_invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)  # noqa: S101 - the handler is registered for it
-        return _of_validation(error.errors())
+        body = request.scope["route"].body_field
+        return _of_validation(error.errors(), body and body.field_info.annotation)
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, starlette.HTTPException)  # noqa: S101 - same
@@ -236,34 +244,94 @@ def install(app: FastAPI, prefix: str, routes: Sequence[BaseRoute]) -> None:
     app.add_exception_handler(Exception, on_defect)
 
 
-def _of_validation(errors: Sequence[Any]) -> Response:
-    """Return pydantic's errors, without the input: it may be a secret, or a megabyte."""
-    listed = [
-        {"where": _where(each["loc"]), "line": 0, "column": 0, "message": str(each["msg"])}
-        for each in errors[:LISTED_MAX]
-    ]
-    message = "; ".join(_sentence(each["type"], each["loc"], each["msg"]) for each in errors[:5])
-    return problem(400, "INVALID_REQUEST", message, problems=listed)
+# ── Wrong fields ─────────────────────────────────────────────────────────────────────────────────
+
+# pydantic's names of errors, and the types of JSON that they expect.
+_TYPES: Final = {
+    **dict.fromkeys(("int_type", "int_from_float", "int_parsing"), "int"),
+    **dict.fromkeys(("float_type", "float_parsing", "finite_number"), "float"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "bool"),
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "object"),
+    "string_type": "str",
+    "list_type": "array",
+}
+# Its names of bounds, and their signs.
+_BOUNDS: Final = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+_LENGTHS: Final = {"min_length": ">=", "max_length": "<="}
 
 
-def _sentence(kind: str, place: Sequence[str | int], message: str) -> str:
-    """Return an error of pydantic as the check API words it.
+def _of_validation(errors: Sequence[Any], body: object) -> Response:
+    """Return pydantic's errors, without the input: it may be a secret, or a megabyte.
 
-    >>> _sentence("int_type", ("body", "cost"), "Input should be a valid integer")
-    'the body: Input should be a valid integer - at `$.cost`'
+    `body` is the type of the body, if the operation has one.
     """
-    root, *path = (str(part)[:100] for part in place)
-    if root == "body" and path and kind in _FIELD_ERRORS:
-        name = path.pop()
-        message = f"Object {_FIELD_ERRORS[kind]} field `{name}`"
-        if not path:
-            return f"the body: {message}"
-    return f"the {root}: {message} - at `{'.'.join(['$', *path])}`"
+    found = [_problem_of(each, body) for each in errors[:LISTED_MAX]]
+    listed = [
+        {"where": _place(each["loc"]), "line": 0, "column": 0, "message": message}
+        for each, (_, message) in zip(errors, found, strict=False)
+    ]
+    shown = zip(errors, found[:5], strict=False)
+    detail = "; ".join(problem_at(f"the {error['loc'][0]}", *each) for error, each in shown)
+    return problem(400, "INVALID_REQUEST", detail, problems=listed)
 
 
-def _where(place: Sequence[str | int]) -> str:
-    """Return a place such as `body.attributes.region`; long names are cut."""
-    return ".".join(str(part)[:100] for part in place)
+def _problem_of(error: Mapping[str, Any], body: object) -> tuple[str, str]:
+    """Return the place of a problem in the body or the query, and its text."""
+    root, *steps = error["loc"]
+    if error["type"] in {"extra_forbidden", "missing"} and steps:
+        *steps, name = steps
+        known = fields_at(body, steps) if root == "body" else ()
+        missing = error["type"] == "missing"
+        text = missing_field(str(name)) if missing else unknown_field(str(name), known)
+    else:
+        text = _wrong_value(error, root)
+    return _place(steps), text
+
+
+def _place(steps: Sequence[str | int]) -> str:
+    place = ""
+    for step in steps:
+        place = below(place, step)
+    return place
+
+
+def _wrong_value(error: Mapping[str, Any], root: str) -> str:
+    """Return the text of an error of pydantic as the check API words it.
+
+    >>> _wrong_value({"type": "int_type", "input": "x"}, "body")
+    'expected a whole number, found text'
+    >>> _wrong_value({"type": "greater_than_equal", "input": 0, "ctx": {"ge": 1}}, "query")
+    'expected a whole number of at least 1'
+    """
+    wanted = _TYPES.get(error["type"])
+    if wanted is not None:
+        # Everything in a URL is text.
+        return wrong_type(wanted, json_kind(error["input"]) if root == "body" else "other text")
+    for name, bound in error.get("ctx", {}).items():
+        if name in _BOUNDS:
+            return out_of_range(json_kind(bound), _BOUNDS[name], bound)
+        if name in _LENGTHS:
+            return out_of_range(json_kind(error["input"]), _LENGTHS[name], bound)
+        if name == "expected":
+            return f"expected {bound}"
+    return str(error["msg"])
+
+
+def fields_at(kind: object, steps: Sequence[str | int]) -> tuple[str, ...]:
+    """Return the names of the fields at a place of a body; none if the place is no model."""
+    for step in steps:
+        model = _model(kind)
+        field = model.model_fields.get(str(step)) if model and isinstance(step, str) else None
+        kind = kind if field is None else field.annotation
+    model = _model(kind)
+    return () if model is None else tuple(model.model_fields)
+
+
+def _model(kind: object) -> type[BaseModel] | None:
+    """Return the model in a type such as `list[Model] | None`."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return kind
+    return next((found for each in get_args(kind) if (found := _model(each))), None)
 
 
 def _of_http(request: Request, error: starlette.HTTPException, methods: Sequence[str]) -> Response:

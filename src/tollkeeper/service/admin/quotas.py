@@ -15,7 +15,7 @@ from fastapi import APIRouter, Query, Request
 from pydantic import ConfigDict, Field
 
 from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.core.errors import CapacityError, ConfigError, StoreError, show
+from tollkeeper.core.errors import CapacityError, ConfigError, StoreError
 from tollkeeper.core.model import REQUEST_FIELDS, UNITS_MAX, Decision, PenaltyKind
 from tollkeeper.core.model import Request as LimiterRequest
 from tollkeeper.core.subjects import SEPARATOR
@@ -28,6 +28,7 @@ from tollkeeper.rules.explain import Explanation, RuleExplained
 from tollkeeper.service.admin.control import ControlPlane
 from tollkeeper.service.admin.operations import (
     ATTRIBUTES_MAX,
+    QUERY_PREFIX,
     READ,
     ROLE,
     TEXT_LENGTH_MAX,
@@ -267,6 +268,7 @@ async def _applying(limiter: AsyncLimiter, check: RuleCheck) -> QuotaRuleOut:
     operation_id="get_admin_quota",
     summary="A quota",
     responses=error_responses(*READ, 422),
+    openapi_extra={QUERY_PREFIX: _ATTRIBUTE},
 )
 async def get_quota(
     request: Request,
@@ -290,22 +292,12 @@ async def get_quota(
 
 
 def _attributes(request: Request) -> dict[str, str]:
-    """Return the attributes in a query. Raises ConfigError for an unknown or repeated name."""
-    seen: set[str] = set()
-    found: dict[str, str] = {}
-    for name, value in request.query_params.multi_items():
-        if name in seen:
-            raise ConfigError(f"{show(name)} is given twice in the query; give it once")
-        seen.add(name)
-        attribute = name.removeprefix(_ATTRIBUTE)
-        if name.startswith(_ATTRIBUTE) and attribute:
-            found[attribute] = value
-        elif name not in {*REQUEST_FIELDS, "cost"}:
-            known = ", ".join((*REQUEST_FIELDS, "cost"))
-            raise ConfigError(
-                f"{show(name)} is not a field of a request; the fields are {known}, and attributes "
-                f"are written like attributes.region=eu"
-            )
+    """Return the attributes in a query. Raises ConfigError if there are too many."""
+    found = {
+        name.removeprefix(_ATTRIBUTE): value
+        for name, value in request.query_params.items()
+        if name.startswith(_ATTRIBUTE)
+    }
     if len(found) > ATTRIBUTES_MAX:
         raise ConfigError(f"a request may have at most {ATTRIBUTES_MAX} attributes")
     return found

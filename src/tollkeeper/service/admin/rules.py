@@ -23,6 +23,7 @@ from tollkeeper.service.admin.control import CurrentRules, etag_of
 from tollkeeper.service.admin.operations import (
     ANY_CONTENT,
     DIFF_LENGTH_MAX,
+    MERGE_PATCH,
     NUMBER_MAX,
     READ,
     ROLE,
@@ -35,9 +36,11 @@ from tollkeeper.service.admin.operations import (
     Editor,
     IfNoneMatch,
     NextBefore,
+    Reason,
     Rows,
     RuleBody,
     RuleData,
+    RulePatch,
     VersionOut,
     change_responses,
     check_modified,
@@ -53,6 +56,7 @@ from tollkeeper.service.admin.operations import (
 )
 from tollkeeper.service.admin.problems import (
     LISTED_MAX,
+    ApiInput,
     ApiOutput,
     FindingOut,
     PlaceOut,
@@ -76,6 +80,16 @@ _CONTENT: Final = {
 }
 _BODY: Final = {"requestBody": {"required": True, "content": _CONTENT}, ANY_CONTENT: True}
 
+_PATCH: Final = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            kind: {"schema": {"type": "object"}, "example": {"limits": ["20/second"]}}
+            for kind in (MERGE_PATCH, "application/json")
+        },
+    }
+}
+
 RuleId = Annotated[
     str, Path(description="The ID of the rule.", examples=["orders"], max_length=128)
 ]
@@ -89,6 +103,12 @@ class ValidationOut(ApiOutput):
     problems: list[PlaceOut] = Field(description="Why it cannot be used.")
     findings: list[FindingOut] = Field(description="Why it would need `force`, and advice.")
     diff: str = Field(description="The changes to the rules in force, as a unified diff.")
+
+
+class RollbackIn(ApiInput):
+    """The body of a rollback; it may be left out."""
+
+    reason: Reason
 
 
 class VersionTextOut(VersionOut):
@@ -282,6 +302,49 @@ async def put_rule(
     return version_reply(response, version)
 
 
+@router.patch(
+    "/rules/{id:path}",
+    operation_id="patch_rule",
+    summary="Change a rule",
+    responses=change_responses(404),
+    openapi_extra=_PATCH,
+)
+async def patch_rule(
+    id: RuleId,  # noqa: A002 - same
+    patch: RulePatch,
+    editor: Editor,
+) -> VersionOut:
+    """Change fields of a rule by a merge patch (RFC 7396), and leave the others unchanged.
+
+    A field with a value replaces that field, an object changes the fields in it, and null removes a
+    field. The rule keeps its place.
+    """
+
+    def edit(document: Document) -> Document:
+        data = to_data(Document(tiers=document.tiers, rules=(_find(document, id),)))
+        rule = merged(data["rules"][0], patch)
+        return edits.put_rule(document, _parsed(id, rule, data.get("tiers", {})))
+
+    return await editor.edit("patch-rule", edit)
+
+
+def merged(value: Any, patch: Any) -> Any:
+    """Return a JSON value changed by a merge patch (RFC 7396).
+
+    >>> merged({"a": 1, "b": {"c": 2, "d": 3}}, {"a": None, "b": {"d": 4}})
+    {'b': {'c': 2, 'd': 4}}
+    """
+    if not isinstance(patch, dict):
+        return patch
+    found = dict(value) if isinstance(value, dict) else {}
+    for name, each in patch.items():
+        if each is None:
+            found.pop(name, None)
+        else:
+            found[name] = merged(found.get(name), each)
+    return found
+
+
 def _parsed(rule_id: str, rule: Mapping[str, Any], tiers: Mapping[str, Any]) -> Rule:
     if rule.get("id", rule_id) != rule_id:
         raise ConfigError(
@@ -405,10 +468,15 @@ async def diff_versions(
     responses=change_responses(404),
 )
 async def rollback(
-    number: Number, response: Response, control: Control, change: Change
+    number: Number,
+    response: Response,
+    control: Control,
+    change: Change,
+    body: RollbackIn | None = None,
 ) -> VersionOut:
     """Make a new version with the rules of an old one. It was accepted before: no `force`."""
-    return version_reply(response, await control.rollback(change, number))
+    reason = None if body is None else body.reason
+    return version_reply(response, await control.rollback(change.because(reason), number))
 
 
 @versions_router.get(

@@ -25,16 +25,19 @@ from asyncio import CancelledError, current_task
 from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any, Final, NoReturn
+from urllib.parse import unquote
 
-from tollkeeper.core.errors import show
+from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.service.http import authorize, call_limits, checks, health, quotas
 from tollkeeper.service.http.bodies import (
     KNOWN_JSON_TYPES,
     check_json_type,
     incomplete,
+    problem_at,
     too_large,
     too_many_parts,
     too_slow,
+    unknown_field,
 )
 from tollkeeper.service.http.browsers import BrowserGuard
 from tollkeeper.service.http.context import (
@@ -140,6 +143,8 @@ class HttpService:
                 _reject(token)
             body = b""
             if bytes_max:
+                if scope["query_string"]:
+                    _reject_query(scope)
                 task = current_task()
                 self._waiting[task] = self._timeouts.now_s
                 try:
@@ -258,6 +263,13 @@ def _admin_app(context: ServiceContext) -> Any:
 
 def _reject(rejection: TokenRejection) -> NoReturn:
     raise EarlyReply(token_reply(rejection))
+
+
+def _reject_query(scope: Scope) -> NoReturn:
+    """Reject the query of an operation whose parameters are all in its body."""
+    name = scope["query_string"].decode("latin-1").partition("&")[0].partition("=")[0]
+    detail = f"{unknown_field(unquote(name), ())}: {show(scope['path'])} takes its fields in a body"
+    raise ConfigError(problem_at("the query", "", detail))
 
 
 def _is_admin(path: str) -> bool:

@@ -27,8 +27,9 @@ from typing import Any, Final
 from urllib.parse import parse_qs
 
 from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.core.errors import ConfigError, StoreError, TollkeeperError, show
+from tollkeeper.core.errors import ConfigError, StoreError, TollkeeperError, quoted, show
 from tollkeeper.core.model import CheckResult, Request, decision_with
+from tollkeeper.service.http.bodies import problem_at, unknown_field
 from tollkeeper.service.http.checks import check_reply
 from tollkeeper.service.http.context import (
     HOLD_SECONDS_MAX,
@@ -50,6 +51,7 @@ TOKEN_HEADER: Final = b"x-tollkeeper-token"
 _METHOD_LENGTH_MAX: Final = 32
 _QUERY_FIELDS_MAX: Final = 100
 _HOLD_NS_MAX: Final = int(HOLD_SECONDS_MAX * NS_PER_SECOND)
+_OPTIONS: Final = ("denied", "hold")
 _SECONDS: Final = re.compile(r"[0-9]{1,2}(?:\.[0-9]{1,3})?")
 
 
@@ -151,13 +153,20 @@ def _error_reply(error: TollkeeperError) -> ServiceReply:
 def _options_of(query: bytes) -> tuple[int | None, int]:
     """Return the status of denials, and the longest delay in nanoseconds. Raises ConfigError."""
     try:
-        given = parse_qs(query.decode("latin-1"), max_num_fields=_QUERY_FIELDS_MAX)
+        given = parse_qs(
+            query.decode("latin-1"), keep_blank_values=True, max_num_fields=_QUERY_FIELDS_MAX
+        )
     except ValueError:
         raise ConfigError(
-            f"the query has more than {_QUERY_FIELDS_MAX} fields; only `denied` and `hold` are used"
+            f"the query has more than {_QUERY_FIELDS_MAX} fields; give only `denied` and `hold`"
         ) from None
     if not given:
         return None, _HOLD_NS_MAX
+    for name, values in given.items():
+        if name not in _OPTIONS:
+            raise ConfigError(problem_at("the query", "", unknown_field(name, _OPTIONS)))
+        if len(values) > 1:
+            raise ConfigError(f"the query: {quoted(name)} is given twice; give it once")
     return _denied_status(given.get("denied")), _hold_ns_max(given.get("hold"))
 
 

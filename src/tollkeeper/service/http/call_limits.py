@@ -30,7 +30,7 @@ from tollkeeper.core.model import NAME_LENGTH_MAX, Limits, Request
 from tollkeeper.core.subjects import KEY_LENGTH_MAX, PARTS_MAX, subject_of
 from tollkeeper.limiter import AsyncLimiter
 from tollkeeper.rules.document.reading import DocumentError, from_data
-from tollkeeper.service.http.bodies import body_reader
+from tollkeeper.service.http.bodies import body_reader, problem_at
 from tollkeeper.service.http.checks import Units, check_reply
 from tollkeeper.service.http.context import (
     Handler,
@@ -143,7 +143,7 @@ def limits_of_data(data: Any) -> Limits:
         return from_data({"version": 1, "tiers": {"limits": data}}).tiers["limits"]
     except DocumentError as error:
         problems = (
-            f"the body: {each.message} - at `{each.where.replace(path, '$.limits', 1)}`"
+            problem_at("the body", each.where.replace(path, "limits", 1), each.message)
             for each in error.problems
         )
         raise ConfigError("; ".join(problems)) from None

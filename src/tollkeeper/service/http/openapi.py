@@ -29,6 +29,7 @@ from tollkeeper.service.http.checks import (
     SettleBody,
     SettleReply,
 )
+from tollkeeper.service.http.context import HOLD_SECONDS_MAX
 from tollkeeper.service.http.health import HealthReply, ReadyReply
 from tollkeeper.service.http.quotas import GrantBody, QuotaReply
 from tollkeeper.service.http.tokens import Role
@@ -37,7 +38,7 @@ from tollkeeper.web.answers import PROBLEM_CONTENT_TYPE
 Json = dict[str, Any]
 
 # Members of an operation that this program reads and the document does not show.
-_INTERNAL: Final = frozenset({"x-any-content"})
+_INTERNAL: Final = frozenset({"x-any-content", "x-query-prefix"})
 ADMIN: Final = "/v1/admin"
 _SCHEMAS: Final = "#/components/schemas/{name}"
 
@@ -302,6 +303,14 @@ _OPERATIONS: Final = (
                 type="integer",
                 minimum=400,
                 maximum=499,
+            ),
+            _parameter(
+                "hold",
+                "query",
+                "The longest delay of a leaky bucket, in seconds, that the gateway waits for.",
+                type="number",
+                minimum=0,
+                maximum=HOLD_SECONDS_MAX,
             ),
         ),
         headers=_LIMIT_HEADERS,

@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl
 import msgspec
 from msgspec import Meta
 
-from tollkeeper.core.errors import ConfigError, show
+from tollkeeper.core.errors import ConfigError, quoted, show
 from tollkeeper.core.model import (
     REQUEST_FIELDS,
     UNITS_MAX,
@@ -27,7 +27,7 @@ from tollkeeper.decide.store import AsyncGate, Gate
 from tollkeeper.limiter import AsyncLimiter
 from tollkeeper.rules.compiled import RuleCheck
 from tollkeeper.rules.document.model import Mode
-from tollkeeper.service.http.bodies import body_reader
+from tollkeeper.service.http.bodies import body_reader, problem_at, unknown_field
 from tollkeeper.service.http.checks import (
     ATTRIBUTES_MAX,
     RequestFields,
@@ -133,7 +133,7 @@ def _look(context: ServiceContext) -> Handler:
     single = _SingleLimits(context)
 
     async def look(http_request: ServiceRequest) -> ServiceReply:
-        request = in_scope(http_request.token, request_of_query(http_request.scope["query_string"]))
+        request = in_scope(http_request.token, _request_in_query(http_request))
         # Not `explain`, which examines every rule: with 10,000 rules it takes 100 ms.
         plan = context.limiter.compiled_rules.plan(request, 1)
         kind = "limited" if plan.enforced else _KINDS[plan.verdict]
@@ -207,13 +207,7 @@ class _SingleLimits:
 
 def _reset(context: ServiceContext) -> Handler:
     async def reset(http_request: ServiceRequest) -> ServiceReply:
-        # A client that names the subject in a body would reset another subject's quota.
-        length = http_request.headers.get(b"content-length", b"0")
-        if length.strip(b"0") or b"transfer-encoding" in http_request.headers:
-            raise ConfigError(
-                "DELETE /v1/quota has no body; name the subject in the query, like ?user=42"
-            )
-        request = request_of_query(http_request.scope["query_string"])
+        request = _request_in_query(http_request)
         await context.limiter.reset(request)
         _log_change(context, http_request, "reset", request)
         return ServiceReply(204, [])
@@ -243,6 +237,18 @@ def _log_change(
     log.info("quota %s by %s; rules: %s", change, http_request.token.name, rules)
 
 
+def _request_in_query(http_request: ServiceRequest) -> Request:
+    """Return the request that the query describes. Raises ConfigError, also for a body."""
+    # A client that names the subject in a body would read or reset another subject's quota.
+    length = http_request.headers.get(b"content-length", b"0")
+    if length.strip(b"0") or b"transfer-encoding" in http_request.headers:
+        method = http_request.scope["method"]
+        raise ConfigError(
+            f"the body: {method} /v1/quota has none; name the subject in the query, like ?user=42"
+        )
+    return request_of_query(http_request.scope["query_string"])
+
+
 def request_of_query(query: bytes) -> Request:
     """Return the request that a query describes. Raises ConfigError.
 
@@ -257,13 +263,11 @@ def request_of_query(query: bytes) -> Request:
         elif name.startswith(_ATTRIBUTE) and name != _ATTRIBUTE:
             into, field = attributes, name.removeprefix(_ATTRIBUTE)
         else:
-            known = ", ".join(REQUEST_FIELDS)
-            raise ConfigError(
-                f"the query has an unknown field {show(name)}; the fields are {known}, and "
-                f"attributes as attributes.NAME"
-            )
+            message = unknown_field(name, (*REQUEST_FIELDS, f"{_ATTRIBUTE}…"))
+            raise ConfigError(problem_at("the query", "", message))
         if field in into:
-            raise ConfigError(f"the query has {show(name)} twice; give it once")
+            message = f"{quoted(name)} is given twice; give it once"
+            raise ConfigError(problem_at("the query", "", message))
         if "\0" in value or "\0" in field:
             raise ConfigError(f"the query: {show(name)} has a NUL character in it")
         into[field] = counted_address(value) if name == "ip" else value

@@ -359,6 +359,8 @@ def _parse(data: Any) -> tuple[Token, ...]:
         raise ConfigError(
             f"version {show(data['version'])} is unknown; this program reads version {FORMAT}"
         )
+    if unknown := set(data) - {"version", "tokens"}:
+        raise ConfigError(f"unknown field {show(min(unknown))}; it has version and tokens")
     found = tuple(_token(**entry) for entry in data["tokens"])
     if len(found) > TOKENS_MAX:
         raise ConfigError(f"more than {TOKENS_MAX:,} tokens")

@@ -20,6 +20,7 @@ from urllib.parse import quote
 
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.decide.failure import LocalFallback
+from tollkeeper.rules.document.tree import suggestion
 
 LogFormat = Literal["auto", "json", "text"]
 OnFailure = Literal["open", "closed", "local"]
@@ -307,8 +308,9 @@ def _read(path: Path) -> dict[str, Any]:
     for key, value in data.items():
         name = str(key).replace("-", "_")
         if name not in NAMES:
-            known = ", ".join(each.replace("_", "-") for each in NAMES)
-            raise ConfigError(f"--config {path}: {show(key)} is not a setting; use one of {known}")
+            known = [each.replace("_", "-") for each in NAMES]
+            hint = suggestion(name.replace("_", "-"), known)
+            raise ConfigError(f"--config {path}: unknown field {show(key)}; {hint}")
         if name in found:
             raise ConfigError(f"--config {path}: {show(key)} occurs twice")
         found[name] = value
