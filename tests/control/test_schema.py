@@ -41,7 +41,7 @@ async def test_a_newer_schema_is_rejected(tmp_path: Path) -> None:
     await bring_up_to_date(database)
     async with database.writing() as connection:
         await connection.execute(text(f"UPDATE {SCHEMA_TABLE} SET version_num = '9999'"))
-    with pytest.raises(ConfigError, match=r"revision 9999, .* \(0001 is its newest\)"):
+    with pytest.raises(ConfigError, match=r"revision 9999, .* \(0002 is its newest\)"):
         await bring_up_to_date(database)
     await database.close()
 

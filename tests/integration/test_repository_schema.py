@@ -24,7 +24,7 @@ from tollkeeper.core.errors import ConfigError, StoreUnavailable
 __all__ = ["repository", "url"]  # fixtures, found by name
 
 TABLES = ("tollkeeper_versions", "tollkeeper_audit")
-FIRST = "0001"
+NEWEST = "0002"
 
 
 async def run(url: str, *statements: str) -> None:
@@ -82,7 +82,7 @@ async def test_the_revisions_create_the_tables_in_use(repository: Repository, ur
     async with repository._database.reading() as connection:
         assert await connection.run_sync(differences) == []
         revision = await connection.scalar(text(f"SELECT version_num FROM {SCHEMA_TABLE}"))
-    assert revision == FIRST
+    assert revision == NEWEST
 
 
 async def test_other_tables_are_left_alone(url: str) -> None:
@@ -99,7 +99,7 @@ async def test_a_newer_schema_is_rejected(url: str) -> None:
     async with await Repository.open(url):
         pass
     await run(url, f"UPDATE {SCHEMA_TABLE} SET version_num = '9999'")
-    with pytest.raises(ConfigError, match=r"revision 9999, .* \(0001 is its newest\); use a newer"):
+    with pytest.raises(ConfigError, match=r"revision 9999, .* \(0002 is its newest\); use a newer"):
         await Repository.open(url)
 
 
@@ -107,7 +107,7 @@ NEXT = """
 import sqlalchemy as sa
 from alembic import op
 
-revision, down_revision, branch_labels, depends_on = "0002", "0001", None, None
+revision, down_revision, branch_labels, depends_on = "0003", "0002", None, None
 
 
 def upgrade():
@@ -123,7 +123,7 @@ async def test_an_older_schema_is_migrated(
         version = await repository.apply(document(), author="ann", expected=0)
     later = tmp_path / "migrations 100%"
     shutil.copytree(schema.MIGRATIONS, later)
-    (later / "versions" / "r0002_later.py").write_text(NEXT, encoding="utf-8")
+    (later / "versions" / "r0003_later.py").write_text(NEXT, encoding="utf-8")
     with monkeypatch.context() as newer:
         newer.setattr(schema, "MIGRATIONS", later)
         schema._known.cache_clear()
@@ -132,7 +132,7 @@ async def test_an_older_schema_is_migrated(
         await asyncio.gather(*(each.close() for each in opened))
         await run(url, "SELECT later FROM tollkeeper_audit")
     schema._known.cache_clear()
-    with pytest.raises(ConfigError, match="revision 0002"):
+    with pytest.raises(ConfigError, match="revision 0003"):
         await Repository.open(url)
 
 

@@ -65,7 +65,9 @@ EXAMPLES: Final = '"sqlite:///rules.db" or "postgresql://user:password@host/rule
 _TIMEOUT_STATES: Final = {"57014", "55P03", "25P03"}
 _PERMISSION_DENIED: Final = "42501"
 _SQLITE_BUSY: Final = ("database is locked", "database table is locked", "database is busy")
-_NEWEST: Final = "SELECT coalesce(max(number), 0) FROM tollkeeper_versions"
+_NEWEST: Final = """
+SELECT coalesce(max(number), 0), (SELECT seq FROM tollkeeper_feed) FROM tollkeeper_versions
+"""
 
 
 class Database:
@@ -114,16 +116,18 @@ class Database:
                 yield connection
 
     @asynccontextmanager
-    async def writing(self) -> AsyncIterator[AsyncConnection]:
+    async def writing(
+        self, seconds_max: float = TRANSACTION_SECONDS_MAX
+    ) -> AsyncIterator[AsyncConnection]:
         """Open a transaction with no other writer of the rules; it commits, or changes nothing."""
         with self.errors():
             await self._follow_file()
             async with (
-                asyncio.timeout(TRANSACTION_SECONDS_MAX),
+                asyncio.timeout(seconds_max),
                 self.engine.execution_options(writes=True).begin() as connection,
             ):
                 if self.is_postgresql:  # SQLite holds the lock since BEGIN IMMEDIATE
-                    await _set_timeouts(connection, WAIT_SECONDS_MAX, TRANSACTION_SECONDS_MAX)
+                    await _set_timeouts(connection, WAIT_SECONDS_MAX, seconds_max)
                     await lock(connection, ADVISORY_LOCK)
                 yield connection
 
@@ -338,9 +342,10 @@ class _Listener:
 
 
 async def listen(database: Database) -> AsyncGenerator[int, None]:
-    """Yield the newest version's number at once, then each newer one. It ends by raising.
+    """Yield the newest version's number at once, and after each change. It ends by raising.
 
-    Raises StoreUnavailable when the connection is lost.
+    A change of an entry yields the same number again. Raises StoreUnavailable when the connection
+    is lost.
     """
     with database.errors():
         connection = await database.connect_asyncpg()
@@ -350,7 +355,7 @@ async def listen(database: Database) -> AsyncGenerator[int, None]:
             connection.add_termination_listener(listener.on_end)
             await connection.add_listener(CHANNEL, listener.on_notification)
             newest = await _newest(connection)
-        yield newest
+        yield newest[0]
         while True:
             with suppress(TimeoutError):
                 await asyncio.wait_for(listener.news.wait(), QUIET_SECONDS_MAX)
@@ -360,10 +365,10 @@ async def listen(database: Database) -> AsyncGenerator[int, None]:
                     f"{database.name} has closed the connection that listens; listen again"
                 )
             with database.errors():
-                number = await _newest(connection)
-            if number > newest:
-                newest = number
-                yield newest
+                found = await _newest(connection)
+            if found != newest:
+                newest = found
+                yield newest[0]
     finally:
         connection.remove_termination_listener(listener.on_end)
         try:
@@ -372,6 +377,7 @@ async def listen(database: Database) -> AsyncGenerator[int, None]:
             connection.terminate()
 
 
-async def _newest(connection: asyncpg.Connection) -> int:
-    number: int = await connection.fetchval(_NEWEST, timeout=CONNECT_SECONDS_MAX)
-    return number
+async def _newest(connection: asyncpg.Connection) -> tuple[int, int]:
+    """Return the numbers of the newest version and of the newest change of an entry."""
+    row = await connection.fetchrow(_NEWEST, timeout=CONNECT_SECONDS_MAX)
+    return row[0], row[1]

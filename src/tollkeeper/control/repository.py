@@ -36,13 +36,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from tollkeeper.control import edits
 from tollkeeper.control.database import CHANNEL, Database, listen
 from tollkeeper.control.edits import unified_diff
-from tollkeeper.control.schema import (
-    AUTHOR_LENGTH_MAX,
-    REASON_LENGTH_MAX,
-    audit,
-    bring_up_to_date,
-    versions,
-)
+from tollkeeper.control.entries import EntryRows, check_signature
+from tollkeeper.control.schema import audit, bring_up_to_date, versions
 from tollkeeper.core.errors import ConfigError, UnsafeChange, VersionConflict, show
 from tollkeeper.core.model import Limits
 from tollkeeper.rules.document.model import Document, Override
@@ -119,8 +114,7 @@ class _ChangeRequest:
     force: bool = False
 
     def __post_init__(self) -> None:
-        _check_author(self.author)
-        _check_reason(self.reason)
+        check_signature(self.author, self.reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +138,8 @@ class Repository:
         self._editing = asyncio.Lock()
         # The newest parsed document and its number: parsing 10,000 rules takes seconds.
         self._parsed: tuple[int, Document] | None = None
+        self.entries = EntryRows(database, self._newest_document)
+        """The assignments, overrides and list entries beside the document."""
 
     @classmethod
     async def open(cls, url: str) -> Self:
@@ -238,6 +234,14 @@ class Repository:
         if self._parsed is None or self._parsed[0] < version.number:
             self._parsed = (version.number, document)
         return document
+
+    async def _newest_document(self) -> Document:
+        """Return the newest document, parsed once for each version; an empty one if none is."""
+        number = await self.number()
+        if self._parsed is not None and self._parsed[0] == number:
+            return self._parsed[1]
+        current = await self.current()
+        return Document() if current is None else await self.document_of(current)
 
     async def diff(self, a: int, b: int) -> str:
         """Return the changes from version `a` to version `b` as a unified diff; empty if equal."""
@@ -490,24 +494,3 @@ def _check_expected(expected: int | None) -> None:
     """Raise ConfigError unless it is a version's number, or 0 or None for no version."""
     if expected is not None and expected != 0:
         _check_number(expected)
-
-
-def _check_author(author: str) -> None:
-    fits = isinstance(author, str) and 1 <= len(author) <= AUTHOR_LENGTH_MAX
-    if not fits or not author.isprintable() or not author.strip():
-        raise ConfigError(
-            f"author={show(author)} is not a name: printable text of at most "
-            f'{AUTHOR_LENGTH_MAX} characters; for example author="ann@example.com"'
-        )
-
-
-def _check_reason(reason: str) -> None:
-    if (
-        not isinstance(reason, str)
-        or len(reason) > REASON_LENGTH_MAX
-        or not all(line.isprintable() for line in reason.splitlines())
-    ):
-        raise ConfigError(
-            f"reason={show(reason)} is not printable text of at most {REASON_LENGTH_MAX:,} "
-            f'characters; for example reason="launch day"'
-        )

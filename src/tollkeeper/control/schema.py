@@ -1,11 +1,14 @@
 """The repository's tables, and how a database gets them: once, however many nodes start together.
 
-    tollkeeper_versions   each version of the rules, whole, as canonical text; number 1, 2, 3 …
-    tollkeeper_audit      who changed what, when and why: one entry for each version
-    tollkeeper_schema     the revision of the schema (Alembic's table)
+    tollkeeper_versions     each version of the rules, whole, as canonical text; number 1, 2, 3 …
+    tollkeeper_audit        who changed what, when and why: one entry for each version
+    tollkeeper_entries      one row for each assignment, override and list entry (`entries.py`)
+    tollkeeper_entry_audit  who changed which entry, when and why
+    tollkeeper_feed         one row: the number of the newest change of an entry
+    tollkeeper_schema       the revision of the schema (Alembic's table)
 
-Rows are only ever added. Triggers reject every UPDATE and DELETE, and every number that is not the
-next one.
+Rows of versions and of both audits are only ever added. Triggers reject every UPDATE and DELETE,
+and every number that is not the next one.
 
 A node that finds an old schema takes the writers' lock, looks again, and runs the missing revisions
 in that one transaction. Other nodes wait, and then find it done. A current schema is only read, so
@@ -26,20 +29,25 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import (
+    BigInteger,
+    Boolean,
     Column,
     Connection,
     DateTime,
     Dialect,
+    Index,
     Integer,
     MetaData,
     String,
     Table,
     Text,
+    text,
 )
 from sqlalchemy.types import TypeDecorator
 
 from tollkeeper.control.database import Database
 from tollkeeper.core.errors import ConfigError
+from tollkeeper.rules.entries import KEY_BYTES_MAX
 
 SCHEMA_TABLE: Final = "tollkeeper_schema"
 MIGRATIONS: Final = Path(__file__).with_name("migrations")
@@ -101,6 +109,49 @@ audit = Table(
     Column("kind", String(KIND_LENGTH_MAX), nullable=False),
     Column("diff", Text, nullable=False),
     Column("forced", Text, nullable=False),
+)
+
+_PURGED: Final = text("purge_at IS NOT NULL")
+
+entries = Table(
+    "tollkeeper_entries",
+    metadata,
+    Column("kind", String(10), primary_key=True),
+    Column("key", String(KEY_BYTES_MAX), primary_key=True),
+    Column("data", Text, nullable=False),
+    # The number of the change that wrote the row. Numbers are given out under the writers' lock,
+    # so a reader that has seen a number has seen all lower ones.
+    Column("seq", BigInteger, nullable=False),
+    Column("removed", Boolean, nullable=False),
+    # Milliseconds since the epoch: when a removed or expired entry is deleted.
+    Column("purge_at", BigInteger),
+    Index("tollkeeper_entries_seq", "seq", unique=True),
+    Index(
+        "tollkeeper_entries_purge_at", "purge_at", sqlite_where=_PURGED, postgresql_where=_PURGED
+    ),
+)
+
+entry_audit = Table(
+    "tollkeeper_entry_audit",
+    metadata,
+    Column("seq", BigInteger, primary_key=True, autoincrement=False),
+    Column("created_at", UtcTime, nullable=False),
+    Column("author", String(AUTHOR_LENGTH_MAX), nullable=False),
+    Column("reason", String(REASON_LENGTH_MAX), nullable=False),
+    Column("kind", String(KIND_LENGTH_MAX), nullable=False),
+    Column("key", String(KEY_BYTES_MAX), nullable=False),
+    Column("before", Text),
+    Column("after", Text),
+    Column("count", Integer, nullable=False),
+)
+
+feed = Table(
+    "tollkeeper_feed",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("seq", BigInteger, nullable=False),
+    # Removed entries up to this number may have been deleted: a reader that knows less reads all.
+    Column("horizon", BigInteger, nullable=False),
 )
 
 

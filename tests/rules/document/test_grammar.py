@@ -407,13 +407,12 @@ def test_mistakes_at_the_top(text: str, problem: str) -> None:
         ("{multiply: 2}", ': "for" is missing; for example for: {user: alice}'),
         (
             "{for: {}, multiply: 2}",
-            ".for: an override names one user, api_key or tenant; for exam",
+            ".for: an override names one user, api_key, tenant or ip; for exam",
         ),
         ("{for: {user: a, tenant: b}, multiply: 2}", ".for: an override names one user, api_key"),
-        (
-            "{for: {ip: a}, multiply: 2}",
-            '.for: unknown field "ip"; known: "user"',
-        ),
+        ("{for: {ip: a}, multiply: 2}", ".for.ip: network 'a': 'a' is not an address; "),
+        ("{for: {tier: a}, multiply: 2}", '.for: unknown field "tier"; known: "user"'),
+        ("{id: 'a:b', for: {user: a}, multiply: 2}", '.id: "a:b" is not an id: at most 64 '),
         ("{for: alice, multiply: 2}", '.for: "alice" is not a mapping; for example {user: alice}'),
         ("{for: {user: 42}, multiply: 2}", ".for.user: expected text, but 42 is a number; "),
         (

@@ -148,7 +148,7 @@ def test_the_fields_are_those_of_the_grammar() -> None:
     assert set(DEFS["scale"]["properties"]) == set(grammar._SCALE)
     assert set(DEFS["penalty"]["properties"]) == set(grammar._PENALTY)
     assert set(DEFS["override"]["properties"]) == set(grammar._OVERRIDE)
-    assert set(DEFS["override"]["properties"]["for"]["properties"]) == set(grammar._OWNERS)
+    assert set(DEFS["override"]["properties"]["for"]["properties"]) == set(grammar._OVERRIDE_OWNERS)
     forbidden = DEFS["match"]["properties"]["attributes"]["propertyNames"]["not"]["enum"]
     assert set(forbidden) == set(REQUEST_FIELDS)
 
@@ -331,7 +331,7 @@ FIRST_LIMIT = ("rules", 0, "limits", 1)
         (("overrides", 0, "multiply"), 0),
         (("overrides", 0, "multiply"), "2"),
         (("overrides", 0, "for"), {}),
-        (("overrides", 0, "for"), {"ip": "1"}),
+        (("overrides", 0, "for"), {"tier": "1"}),
         (("overrides", 0, "for", "tenant"), "a"),
         (("overrides", 0, "for"), {"user": 42}),
         (("overrides", 0, "until"), 5),

@@ -130,7 +130,7 @@ def test_every_other_value_is_written() -> None:
         assign={"user:1": "pro"},
         allow=("a",),
         deny=("b",),
-        overrides=(Override("user", "1", "r", (), 2.0, until, "why", "who"),),
+        overrides=(Override("user", "1", "r", (), 2.0, until, "why", "who", "a-1"),),
     )
     for value in (document, rule, rule.match, rule.scale, rule.penalty, document.overrides[0]):
         fields = set(type(value).__slots__)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Final, Literal, TypeVar, get_args
+from typing import Final, TypeVar, get_args
 
 from tollkeeper.core.errors import ConfigError, RateSyntaxError, quoted
 from tollkeeper.core.model import (
@@ -33,6 +33,7 @@ from tollkeeper.rules.document.model import (
     LOAD_SOURCES,
     MODES,
     ON_FAILURES,
+    OWNERS,
     PATTERNS_MAX,
     PENALTY_COUNT_MAX,
     PENALTY_S_MAX,
@@ -42,6 +43,7 @@ from tollkeeper.rules.document.model import (
     Document,
     Match,
     Override,
+    OverrideOwner,
     PenaltySettings,
     Rule,
     Scale,
@@ -136,8 +138,6 @@ def seconds_at(place: DocumentPlace) -> float:
     return 0.0
 
 
-Owner = Literal["user", "api_key", "tenant"]
-
 VERSION: Final = 1
 PATTERN_LENGTH_MAX: Final = 1_100  # `patterns.py` has a lower maximum for each kind of pattern
 VALUE_LENGTH_MAX: Final = 512  # of a user, API key or tenant: the maximum length of a key
@@ -157,8 +157,10 @@ _PENALTY: Final = (
     *("after", "within", "cooldown", "cooldown_max", "block_after", "block", "decay"),
 )
 _LIMITS_IN_FULL: Final = ("limits", "consistency")
-_OVERRIDE: Final = ("for", "rule", "limits", "multiply", "until", "reason", "author")
-_OWNERS: Final[tuple[Owner, ...]] = get_args(Owner)
+_OVERRIDE: Final = ("id", "for", "rule", "limits", "multiply", "until", "reason", "author")
+_OVERRIDE_OWNERS: Final[tuple[OverrideOwner, ...]] = get_args(OverrideOwner)
+# No colon: in a URL, `user:42` names a subject and not an id.
+OVERRIDE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 _ATTRIBUTE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _WILDCARD_INSIDE: Final = re.compile(r"[?\[]|\*.")
@@ -243,14 +245,19 @@ def _assign(place: DocumentPlace | None, tiers: Collection[str]) -> dict[str, st
     if place is None:
         return found
     for owner, at_tier in place.entries('{"user:42": pro}').items():
-        prefix, _, value = owner.partition(":")
-        if prefix not in _OWNERS or not 1 <= len(value) <= VALUE_LENGTH_MAX:
-            at_tier.fail_name(
-                f"{quoted(owner)} does not name a user, API key or tenant; "
-                f'write "user:42", "api_key:sk_1" or "tenant:acme"'
-            )
+        _compiles(at_tier.fail_name, check_owner, owner)
         found[owner] = _known(at_tier, "tier", tiers)
     return found
+
+
+def check_owner(text: str) -> None:
+    """Raise ConfigError unless the text names a user, API key or tenant."""
+    prefix, _, value = text.partition(":")
+    if prefix not in OWNERS or not 1 <= len(value) <= VALUE_LENGTH_MAX:
+        raise ConfigError(
+            f"{quoted(text)} does not name a user, API key or tenant; "
+            f'write "user:42", "api_key:sk_1" or "tenant:acme"'
+        )
 
 
 def _known(place: DocumentPlace, what: str, known: Collection[str]) -> str:
@@ -508,10 +515,11 @@ def _overrides(place: DocumentPlace | None, rules: Collection[str]) -> tuple[Ove
     if place is None:
         return ()
     example = "[{for: {user: alice}, multiply: 2}]"
-    return tuple(_override(item, rules) for item in place.items(example, single=False))
+    taken: set[str] = set()
+    return tuple(_override(item, rules, taken) for item in place.items(example, single=False))
 
 
-def _override(place: DocumentPlace, rules: Collection[str]) -> Override:
+def _override(place: DocumentPlace, rules: Collection[str], taken: set[str]) -> Override:
     found = place.fields(_OVERRIDE, "{for: {user: alice}, multiply: 2}")
     place.require(found, ("for", "{user: alice}"))
     if place.node.kind == "mapping" and ("limits" in found) == ("multiply" in found):
@@ -526,20 +534,37 @@ def _override(place: DocumentPlace, rules: Collection[str]) -> Override:
         until=_time(found["until"]) if "until" in found else None,
         reason=_remark(found.get("reason")),
         author=_remark(found.get("author")),
+        id=_override_id(found["id"], taken) if "id" in found else "",
     )
+
+
+def _override_id(place: DocumentPlace, taken: set[str]) -> str:
+    name = place.text("black-friday", NAME_LENGTH_MAX)
+    if name and not OVERRIDE_ID.fullmatch(name):
+        place.fail(
+            f"{quoted(name)} is not an id: at most 64 letters, digits, dots, - and _, of which "
+            f"the first is a letter or a digit; for example black-friday"
+        )
+    if name in taken:
+        place.fail(f"{quoted(name)} is already the id of an earlier override; choose another id")
+    taken.add(name)
+    return name
 
 
 def _multiply(place: DocumentPlace | None) -> float | None:
     return None if place is None else place.number(MULTIPLY_MIN, MULTIPLY_MAX, "2")
 
 
-def _owner(place: DocumentPlace) -> tuple[Owner, str]:
-    found = place.fields(_OWNERS, "{user: alice}")
+def _owner(place: DocumentPlace) -> tuple[OverrideOwner, str]:
+    found = place.fields(_OVERRIDE_OWNERS, "{user: alice}")
     if place.node.kind == "mapping" and len(place.node.value) != 1:
-        place.fail("an override names one user, api_key or tenant; for example {user: alice}")
-    for attribute in _OWNERS:
+        place.fail("an override names one user, api_key, tenant or ip; for example {user: alice}")
+    for attribute in _OVERRIDE_OWNERS:
         if attribute in found:
-            return attribute, found[attribute].text("alice", VALUE_LENGTH_MAX)
+            value = found[attribute].text("alice", VALUE_LENGTH_MAX)
+            if attribute == "ip" and value:
+                _compiles(found[attribute].fail, compile_network, value)
+            return attribute, value
     return "user", ""
 
 

@@ -22,6 +22,10 @@ CONSISTENCIES: Final[tuple[Consistency, ...]] = ("strict",)
 """The values that work now. The others are reserved, and a document that has one is rejected."""
 OnFailure = Literal["open", "closed", "local"]
 ON_FAILURES: Final[tuple[OnFailure, ...]] = get_args(OnFailure)
+Owner = Literal["user", "api_key", "tenant"]
+OWNERS: Final[tuple[Owner, ...]] = get_args(Owner)
+"""The attributes whose tier assignments and overrides apply, in order of precedence."""
+OverrideOwner = Literal[Owner, "ip"]
 LoadSource = Literal["cpu", "memory", "pushed"]
 LOAD_SOURCES: Final[tuple[LoadSource, ...]] = get_args(LoadSource)
 
@@ -124,9 +128,9 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """Other limits for one user, API key or tenant, optionally until a time."""
+    """Other limits for one user, API key, tenant or address, optionally until a time."""
 
-    attribute: Literal["user", "api_key", "tenant"]
+    attribute: OverrideOwner
     value: str
     rule: str | None = None
     """The id of the rule that it changes; None: all rules."""
@@ -138,6 +142,8 @@ class Override:
     """The time at which the override expires; None: never."""
     reason: str = ""
     author: str = ""
+    id: str = ""
+    """The name by which it is removed; every override outside the document has one."""
 
 
 @dataclass(frozen=True, slots=True)

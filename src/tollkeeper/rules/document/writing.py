@@ -211,6 +211,7 @@ def _plain(number: float) -> float:
 def _override(override: Override) -> Data:
     until = override.until and override.until.isoformat().replace("+00:00", "Z")
     return {
+        **_given(id=override.id),
         "for": {override.attribute: override.value},
         **_given(
             rule=override.rule,

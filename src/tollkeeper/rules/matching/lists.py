@@ -76,6 +76,18 @@ def check_entry(text: str) -> None:
     _entry(text)
 
 
+def canonical_entry(text: str) -> str:
+    """Return the one spelling of an entry that has several. Raises ConfigError if it is invalid.
+
+    >>> canonical_entry("10.0.0.0/8"), canonical_entry("user:4[2]"), canonical_entry("sk_*")
+    ('ip:10.0.0.0/8', 'user:42', 'sk_*')
+    """
+    attribute, pattern, is_prefix = _entry(text)
+    if isinstance(pattern, str):
+        return _shown((attribute, pattern, "*" if is_prefix else ""))
+    return _shown((attribute, "", pattern.text if isinstance(pattern, Glob) else pattern))
+
+
 def _entry(text: str) -> _Entry:
     if not isinstance(text, str):
         raise ConfigError(f"entry {show(text)} is {type(text).__name__}, not text; {_EXAMPLE}")

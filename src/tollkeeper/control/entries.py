@@ -1,0 +1,512 @@
+"""The entries of a fleet as rows of the database: a change of one writes one small row.
+
+    await repository.entries.put(assignment("user:42", "pro"), author="ann", reason="paid")
+    await repository.entries.remove("assignment", "user:42", author="ann", reason="cancelled")
+    await repository.entries.write(million, author="ann", reason="import", progress=print)
+
+**The feed.** Every row has the number of the change that wrote it (`seq`). Numbers are given out
+under the writers' lock, so they become visible in order. A node that knows all changes up to a
+number reads the rows with higher numbers (`changes_since`). A removed entry stays as a row that
+says so, and is deleted after RETENTION. A node that was away for longer reads all entries again.
+
+**Expired overrides** are deleted after the same time, without a change: each node ignores an
+expired override by itself. Every change deletes at most PURGE_MAX rows that are due.
+
+**The document.** A change of an entry reads no document unless it has to: the ids and tiers of the
+newest version are cached. Applying or rolling back a document leaves the entries alone.
+
+**The audit** has one row for each change: who, when, why, the key, the data before and after. An
+import is one change, with the number of its entries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final, Literal, NamedTuple
+
+from sqlalchemy import ColumnElement, and_, delete, func, insert, or_, select, text, tuple_, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from tollkeeper.control.database import CHANNEL, Database
+from tollkeeper.control.edits import NotFound
+from tollkeeper.control.schema import (
+    AUTHOR_LENGTH_MAX,
+    REASON_LENGTH_MAX,
+    entry_audit,
+    feed,
+)
+from tollkeeper.control.schema import entries as rows
+from tollkeeper.core.errors import ChangeRefused, ConfigError, show
+from tollkeeper.rules.document.model import Document
+from tollkeeper.rules.document.reading import from_data
+from tollkeeper.rules.entries import (
+    Entry,
+    EntryKind,
+    EntryRow,
+    list_entry,
+    override_of,
+    owner_prefix,
+    parse_override,
+)
+
+__all__ = ["DuplicateId", "EntryChange", "EntryRows", "FeedPage", "FeedPosition", "InvalidEntry"]
+
+RETENTION: Final = timedelta(days=7)
+"""How long a removed or expired entry stays in the database."""
+PURGE_MAX: Final = 1_000
+BATCH_ROWS: Final = 10_000
+ROWS_MAX: Final = 1_000
+"""The largest page of entries or of their audit."""
+IMPORT_ENTRIES_MAX: Final = 10_000_000
+# The import of ten million entries; other writers wait meanwhile.
+IMPORT_SECONDS_MAX: Final = 900.0
+SEQ_MAX: Final = 2**63 - 1
+
+ChangeKind = Literal[
+    "assign", "unassign", "override", "remove-override", "list", "unlist", "import"
+]
+_PUT: Final[dict[EntryKind, ChangeKind]] = {
+    "assignment": "assign",
+    "override": "override",
+    "allow": "list",
+    "deny": "list",
+}
+_REMOVE: Final[dict[EntryKind, ChangeKind]] = {
+    "assignment": "unassign",
+    "override": "remove-override",
+    "allow": "unlist",
+    "deny": "unlist",
+}
+_UPSERT: Final = """
+ON CONFLICT (kind, key) DO UPDATE SET data = excluded.data, seq = excluded.seq,
+removed = excluded.removed, purge_at = excluded.purge_at
+WHERE tollkeeper_entries.removed <> excluded.removed OR tollkeeper_entries.data <> excluded.data
+"""
+_COLUMNS: Final = "INSERT INTO tollkeeper_entries (kind, key, data, seq, removed, purge_at)"
+_SQLITE_WRITE: Final = text(
+    f"{_COLUMNS} VALUES (:kind, :key, :data, :seq, FALSE, :purge_at) {_UPSERT}"
+)
+# One statement for a whole batch: the driver would send a million statements one by one.
+_POSTGRESQL_WRITE: Final = text(
+    f"""{_COLUMNS}
+    SELECT kind, key, data, seq, FALSE, purge_at FROM unnest(
+        CAST(:kind AS text[]), CAST(:key AS text[]), CAST(:data AS text[]),
+        CAST(:seq AS bigint[]), CAST(:purge_at AS bigint[])
+    ) AS given (kind, key, data, seq, purge_at) {_UPSERT}"""  # noqa: S608 - constants
+)
+
+
+class DuplicateId(ChangeRefused):
+    """Another override has this id."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"there is an override {show(name)} already; choose another id, or remove that one"
+        )
+
+
+class InvalidEntry(ConfigError):
+    """One of several entries is invalid; none was written."""
+
+    def __init__(self, position: int, message: str) -> None:
+        super().__init__(message)
+        self.position = position
+        """The position of the entry among those given, from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class EntryChange:
+    """One change of an entry, or one import: a row of the audit."""
+
+    seq: int
+    """The number of the change."""
+    author: str
+    reason: str
+    created_at: datetime
+    """In UTC, by the clock of the database server."""
+    kind: str
+    """The kind of change: assign, override, list, import and so on."""
+    key: str
+    """`user:42`, the id of an override, or `deny ip:10.0.0.0/8`; empty for an import."""
+    before: str | None
+    """The data before; None if there was no entry."""
+    after: str | None
+    """The data after; None if the entry was removed."""
+    count: int
+    """The number of entries that changed."""
+
+
+class FeedPosition(NamedTuple):
+    """The newest change of an entry, and the oldest position from which changes can be read."""
+
+    seq: int
+    horizon: int
+
+
+class FeedPage(NamedTuple):
+    """Rows in the order of their changes."""
+
+    rows: list[EntryRow]
+    seq: int
+    """A reader that has applied the rows knows all changes up to this number."""
+    whole: bool
+    """True if the pages hold all entries, and the reader forgets those that it had."""
+
+
+class EntryRows:
+    """The entries in one database. `Repository.entries` is one."""
+
+    def __init__(self, database: Database, document: Callable[[], Awaitable[Document]]) -> None:
+        """`document` returns the newest rule document, which defines tiers and rules."""
+        self._database = database
+        self._document = document
+
+    # ── Reading ────────────────────────────────────────────────────────────────────────────────
+
+    async def position(self) -> FeedPosition:
+        """Return the newest change and the horizon. It reads one row."""
+        async with self._database.reading() as connection:
+            return await _position(connection)
+
+    async def get(self, kind: EntryKind, key: str) -> Entry | None:
+        """Return one entry; None if it does not exist."""
+        query = select(rows.c.data).where(rows.c.kind == kind, rows.c.key == key, _live())
+        async with self._database.reading() as connection:
+            data = (await connection.execute(query)).scalar_one_or_none()
+        return None if data is None else Entry(kind, key, data)
+
+    async def page(
+        self, kind: EntryKind, *, limit: int = 50, offset: int = 0, data: str | None = None
+    ) -> tuple[list[Entry], int]:
+        """Return entries of a kind in the order of their keys, and the number of all of them.
+
+        With `data`, only those with this data: the members of a tier.
+        """
+        _check_page(limit)
+        wanted = [rows.c.kind == kind, _live()]
+        if data is not None:
+            wanted.append(rows.c.data == data)
+        query = select(rows.c.kind, rows.c.key, rows.c.data).where(*wanted)
+        async with self._database.reading() as connection:
+            total = await connection.scalar(select(func.count()).select_from(rows).where(*wanted))
+            found = await connection.execute(query.order_by(rows.c.key).limit(limit).offset(offset))
+            return [Entry(*row) for row in found], total or 0
+
+    async def overrides_of(
+        self, attribute: str, value: str, rule: str | None = None
+    ) -> list[Entry]:
+        """Return the overrides of one subject for a rule (None: those for every rule)."""
+        begins = rows.c.data.startswith(owner_prefix(attribute, value), autoescape=True)
+        query = select(rows.c.kind, rows.c.key, rows.c.data).where(
+            rows.c.kind == "override", begins, _live()
+        )
+        async with self._database.reading() as connection:
+            found = [Entry(*row) for row in await connection.execute(query)]
+        return [entry for entry in found if override_of(entry).rule == rule]
+
+    async def stream(
+        self, kinds: Collection[EntryKind] | None = None
+    ) -> AsyncGenerator[list[Entry], None]:
+        """Yield all entries in batches, by kind and key. Expired overrides are left out."""
+        at: tuple[str, str] = "", ""
+        while True:
+            query = select(rows.c.kind, rows.c.key, rows.c.data).where(
+                _live(), tuple_(rows.c.kind, rows.c.key) > at
+            )
+            if kinds is not None:
+                query = query.where(rows.c.kind.in_(list(kinds)))
+            query = query.order_by(rows.c.kind, rows.c.key).limit(BATCH_ROWS)
+            async with self._database.reading() as connection:
+                found = [Entry(*row) for row in await connection.execute(query)]
+            if found:
+                yield found
+            if len(found) < BATCH_ROWS:
+                return
+            at = found[-1].kind, found[-1].key
+
+    async def changes_since(self, seq: int) -> AsyncGenerator[FeedPage, None]:
+        """Yield the changes after a number, or all entries if these cannot be told apart.
+
+        All entries are yielded for 0, for a number before the horizon, and for one that this
+        database has not reached (it was restored from a backup).
+        """
+        position = await self.position()
+        if seq == position.seq:
+            return
+        whole = seq == 0 or not position.horizon <= seq <= position.seq
+        at = 0 if whole else seq
+        while True:
+            query = select(rows.c.kind, rows.c.key, rows.c.data, rows.c.seq, rows.c.removed)
+            query = query.where(rows.c.seq > at)
+            if whole:
+                query = query.where(rows.c.removed.is_(False))
+            async with self._database.reading() as connection:
+                result = await connection.execute(query.order_by(rows.c.seq).limit(BATCH_ROWS))
+                found = [EntryRow(*row) for row in result]
+            if found:
+                at = found[-1].seq
+            if len(found) < BATCH_ROWS:
+                yield FeedPage(found, max(at, position.seq), whole)
+                return
+            yield FeedPage(found, at, whole)
+
+    async def audit(self, limit: int = 50, before: int | None = None) -> list[EntryChange]:
+        """Return changes, the newest first, with numbers below `before` if that is given."""
+        _check_page(limit)
+        query = select(entry_audit).order_by(entry_audit.c.seq.desc()).limit(limit)
+        if before is not None:
+            if not isinstance(before, int) or not 1 <= before <= SEQ_MAX:
+                raise ConfigError(f"{show(before)} is not the number of a change: 1, 2, 3 …")
+            query = query.where(entry_audit.c.seq < before)
+        async with self._database.reading() as connection:
+            return [EntryChange(**row) for row in (await connection.execute(query)).mappings()]
+
+    # ── Changing ───────────────────────────────────────────────────────────────────────────────
+
+    async def put(self, entry: Entry, *, author: str, reason: str = "") -> EntryChange:
+        """Add an entry, or replace the one with the same key.
+
+        Raises DuplicateId for an override whose id is taken, and DocumentError if the tier or the
+        rule does not exist.
+        """
+        check_signature(author, reason)
+        _check_references(entry, await self._document())
+        async with self._database.writing() as connection:
+            before = await _data_of(connection, entry.kind, entry.key)
+            if entry.kind == "override" and before is not None:
+                raise DuplicateId(entry.key)
+            seq = (await _position(connection)).seq + 1
+            await self._write_batch(connection, [entry], seq, always=True)
+            change = _change(_PUT[entry.kind], entry, before, entry.data)
+            return await self._finish(connection, seq, author, reason, change)
+
+    async def remove(
+        self, kind: EntryKind, key: str, *, author: str, reason: str = ""
+    ) -> EntryChange:
+        """Remove an entry. Raises NotFound if it does not exist."""
+        check_signature(author, reason)
+        if kind in {"allow", "deny"}:
+            key = list_entry(kind, key).key
+        async with self._database.writing() as connection:
+            before = await _data_of(connection, kind, key)
+            if before is None:
+                raise NotFound(_not_found(kind, key))
+            seq = (await _position(connection)).seq + 1
+            row = {"seq": seq, "removed": True, "purge_at": _ms(_now() + RETENTION)}
+            await connection.execute(
+                update(rows).where(rows.c.kind == kind, rows.c.key == key).values(**row)
+            )
+            change = _change(_REMOVE[kind], Entry(kind, key, before), before, None)
+            return await self._finish(connection, seq, author, reason, change)
+
+    async def write(
+        self,
+        entries: Sequence[Entry],
+        *,
+        author: str,
+        reason: str = "",
+        replace: bool = False,
+        progress: Callable[[int], None] | None = None,
+    ) -> EntryChange:
+        """Write many entries in one transaction: all of them, or none.
+
+        `replace`   an override replaces the one with the same id, instead of raising InvalidEntry
+        `progress`  called with the number of entries written so far
+
+        All entries are checked before the first is written. Raises InvalidEntry. Entries that
+        exist already with the same data are left alone, and are not counted.
+        """
+        check_signature(author, reason)
+        if len(entries) > IMPORT_ENTRIES_MAX:
+            raise ConfigError(
+                f"{len(entries):,} entries are more than {IMPORT_ENTRIES_MAX:,}; "
+                f"write them in several parts"
+            )
+        await asyncio.to_thread(_check_all, entries, await self._document())
+        count = 0
+        async with self._database.writing(IMPORT_SECONDS_MAX) as connection:
+            before = seq = (await _position(connection)).seq
+            for start in range(0, len(entries), BATCH_ROWS):
+                batch = entries[start : start + BATCH_ROWS]
+                if not replace:
+                    await _check_ids(connection, batch, start)
+                count += await self._write_batch(connection, batch, seq + 1)
+                seq += len(batch)
+                if progress is not None:
+                    progress(start + len(batch))
+            change = {"kind": "import", "key": "", "before": None, "after": None, "count": count}
+            return await self._finish(connection, max(seq, before + 1), author, reason, change)
+
+    async def _write_batch(
+        self, connection: AsyncConnection, batch: Sequence[Entry], seq: int, *, always: bool = False
+    ) -> int:
+        """Write rows with numbers from `seq` on; return how many have changed.
+
+        With `always`, a row that has the same data already gets the new number, too.
+        """
+        if always:
+            for entry in batch:
+                same = and_(rows.c.kind == entry.kind, rows.c.key == entry.key)
+                await connection.execute(delete(rows).where(same))
+        found = [
+            (*entry, seq + at, _purge_at(entry) if entry.kind == "override" else None)
+            for at, entry in enumerate(batch)
+        ]
+        names = "kind", "key", "data", "seq", "purge_at"
+        if self._database.is_postgresql:
+            columns = dict(zip(names, map(list, zip(*found, strict=True)), strict=True))
+            return (await connection.execute(_POSTGRESQL_WRITE, columns)).rowcount
+        given = [dict(zip(names, row, strict=True)) for row in found]
+        return (await connection.execute(_SQLITE_WRITE, given)).rowcount
+
+    async def _finish(
+        self,
+        connection: AsyncConnection,
+        seq: int,
+        author: str,
+        reason: str,
+        change: dict[str, Any],
+    ) -> EntryChange:
+        """Add the audit row, move the feed, purge, and notify."""
+        # Server time, not ours: nodes skew, and times would not follow the numbers.
+        now: Any = func.clock_timestamp() if self._database.is_postgresql else _now()
+        row = {"seq": seq, "author": author, "reason": reason, **change}
+        added = await connection.execute(
+            insert(entry_audit).values(created_at=now, **row).returning(entry_audit.c.created_at)
+        )
+        horizon = await _purge(connection)
+        await connection.execute(
+            update(feed).values(
+                seq=seq,
+                horizon=func.max(feed.c.horizon, horizon)
+                if not self._database.is_postgresql
+                else func.greatest(feed.c.horizon, horizon),
+            )
+        )
+        if self._database.is_postgresql:
+            await connection.execute(select(func.pg_notify(CHANNEL, f"entries {seq}")))
+        return EntryChange(created_at=added.scalar_one(), **row)
+
+
+async def _position(connection: AsyncConnection) -> FeedPosition:
+    found = (await connection.execute(select(feed.c.seq, feed.c.horizon))).one()
+    return FeedPosition(*found)
+
+
+async def _data_of(connection: AsyncConnection, kind: EntryKind, key: str) -> str | None:
+    query = select(rows.c.data).where(rows.c.kind == kind, rows.c.key == key, _live())
+    data: str | None = (await connection.execute(query)).scalar_one_or_none()
+    return data
+
+
+async def _purge(connection: AsyncConnection) -> int:
+    """Delete rows that are due; return the highest number of a removed entry among them."""
+    due = select(rows.c.kind, rows.c.key).where(rows.c.purge_at <= _ms(_now())).limit(PURGE_MAX)
+    found = await connection.execute(
+        delete(rows)
+        .where(tuple_(rows.c.kind, rows.c.key).in_(due))
+        .returning(rows.c.seq, rows.c.removed)
+    )
+    return max((seq for seq, removed in found if removed), default=0)
+
+
+async def _check_ids(connection: AsyncConnection, batch: Sequence[Entry], start: int) -> None:
+    """Raise InvalidEntry if an override has the id of another one."""
+    given = {entry.key: at for at, entry in enumerate(batch) if entry.kind == "override"}
+    keys = list(given)
+    for at in range(0, len(keys), 500):  # SQLite has a maximum of parameters
+        query = select(rows.c.key, rows.c.data).where(
+            rows.c.kind == "override", rows.c.key.in_(keys[at : at + 500]), _live()
+        )
+        for key, data in await connection.execute(query):
+            if batch[given[key]].data != data:
+                raise InvalidEntry(start + given[key], str(DuplicateId(key)))
+
+
+def _check_all(entries: Sequence[Entry], document: Document) -> None:
+    seen: dict[tuple[str, str], int] = {}
+    for at, entry in enumerate(entries):
+        first = seen.setdefault((entry.kind, entry.key), at)
+        if first != at:
+            raise InvalidEntry(at, f"{entry.kind} {show(entry.key)} is given twice; remove one")
+        try:
+            _check_references(entry, document)
+        except (ConfigError, DuplicateId) as error:
+            raise InvalidEntry(at, str(error)) from None
+
+
+def _check_references(entry: Entry, document: Document) -> None:
+    """Raise DocumentError if the tier or rule does not exist; DuplicateId for a taken id."""
+    if entry.kind == "assignment" and entry.data not in document.tiers:
+        tiers = dict.fromkeys(document.tiers, "1/s")
+        from_data({"version": 1, "tiers": tiers, "assign": {entry.key: entry.data}}, "<entry>")
+    if entry.kind != "override":
+        return
+    data = json.loads(entry.data)
+    if "rule" in data:
+        parse_override(data, [rule.id for rule in document.rules])
+    if any(override.id == entry.key for override in document.overrides):
+        raise DuplicateId(entry.key)
+
+
+def _change(
+    kind: ChangeKind, entry: Entry, before: str | None, after: str | None
+) -> dict[str, Any]:
+    key = entry.key if entry.kind in {"assignment", "override"} else f"{entry.kind} {entry.key}"
+    return {"kind": kind, "key": key, "before": before, "after": after, "count": 1}
+
+
+def _live() -> ColumnElement[bool]:
+    """Return the condition of rows that are neither removed nor expired."""
+    # `purge_at` of an override is its end and RETENTION.
+    ends = or_(rows.c.purge_at.is_(None), rows.c.purge_at > _ms(_now() + RETENTION))
+    return and_(rows.c.removed.is_(False), ends)
+
+
+def _purge_at(entry: Entry) -> int | None:
+    until = json.loads(entry.data).get("until")
+    return None if until is None else _ms(datetime.fromisoformat(until) + RETENTION)
+
+
+def _not_found(kind: EntryKind, key: str) -> str:
+    if kind == "assignment":
+        return f"{show(key)} is assigned to no tier; subjects are written like user:42"
+    if kind == "override":
+        return f"there is no override {show(key)}; it has perhaps expired"
+    return f"{show(key)} is not on the {kind} list"
+
+
+def check_signature(author: str, reason: str) -> None:
+    """Raise ConfigError unless the author is a name and the reason is printable text."""
+    fits = isinstance(author, str) and 1 <= len(author) <= AUTHOR_LENGTH_MAX
+    if not fits or not author.isprintable() or not author.strip():
+        raise ConfigError(
+            f"author={show(author)} is not a name: printable text of at most "
+            f'{AUTHOR_LENGTH_MAX} characters; for example author="ann@example.com"'
+        )
+    if (
+        not isinstance(reason, str)
+        or len(reason) > REASON_LENGTH_MAX
+        or not all(line.isprintable() for line in reason.splitlines())
+    ):
+        raise ConfigError(
+            f"reason={show(reason)} is not printable text of at most {REASON_LENGTH_MAX:,} "
+            f'characters; for example reason="launch day"'
+        )
+
+
+def _check_page(limit: int) -> None:
+    if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= ROWS_MAX:
+        raise ConfigError(f"limit={show(limit)} is not from 1 to {ROWS_MAX:,}; try limit=50")
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+def _ms(time: datetime) -> int:
+    return int(time.timestamp() * 1_000)
