@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+from random import Random
+
 import pytest
 
 from tests.clocks import SteppedClock
 from tests.conformance.stores import OpenStore, every_algorithm
 from tollkeeper import Limit, Limiter
-from tollkeeper.core.model import LOG_UNITS_MAX, UNITS_MAX, AlgorithmName
+from tollkeeper.core.clock import NS_PER_SECOND
+from tollkeeper.core.model import BUCKETS, LOG_UNITS_MAX, UNITS_MAX, AlgorithmName
+from tollkeeper.core.rates import scaled
 from tollkeeper.core.subjects import Key
 from tollkeeper.decide.store import Store
 
@@ -177,6 +182,38 @@ def test_a_limit_below_the_spent_units(
     assert not lowered.check("k", 2)
     clock.advance_ns(1)
     assert lowered.check("k", 2)
+
+
+@every_algorithm
+def test_a_factor_that_moves_admits_no_more_than_its_limits(
+    algorithm: AlgorithmName, store: Store, clock: SteppedClock
+) -> None:
+    """Limits between 0.2 and 1.5 of the base: spent units carry over at every change.
+
+    A window admits no more than the highest limit in it. A bucket admits at most its capacity, the
+    refill at the highest rate, and what each rise of the factor adds to its capacity.
+    """
+    random = Random(algorithm)
+    base = Limit(20, per=10, algorithm=algorithm)
+    limits = {step: scaled((base,), Fraction(step, 100))[0] for step in (20, 55, 100, 101, 150)}
+    limit, added = base, 0
+    admitted: dict[int, int] = {}
+    for now_ns in range(0, 20 * NS_PER_SECOND, NS_PER_SECOND // 4):
+        if random.random() < 0.3:
+            before, limit = limit, random.choice(list(limits.values()))
+            added += max(limit.capacity - before.capacity, 0)
+        cost = random.choice((1, 2, 4))
+        decision = Limiter(limit, store=store, clock=clock).check("k", cost)
+        assert 0 <= decision.remaining <= limit.capacity
+        admitted[now_ns] = cost if decision else 0
+        if algorithm in BUCKETS:
+            refilled = limits[150].limit * now_ns / base.window_ns
+            assert sum(admitted.values()) <= base.capacity + added + refilled
+        elif algorithm == "sliding_window_log":
+            recent = [units for at, units in admitted.items() if at > now_ns - base.window_ns]
+            assert sum(recent) <= limits[150].limit
+        clock.advance_ns(NS_PER_SECOND // 4)
+    assert sum(admitted.values()) > base.limit
 
 
 def test_a_log_over_several_windows(store: Store, clock: SteppedClock) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS
-from tollkeeper.rules.document.model import CONSISTENCIES, LOAD_SOURCES, MODES, ON_FAILURES
+from tollkeeper.rules.document.model import CONSISTENCIES, MODES, ON_FAILURES, SHARE_SOURCES
 
 Data = dict[str, Any]
 
@@ -114,13 +114,22 @@ matches = optional(
     attributes=st.dictionaries(attribute_names, one_or_many(GLOBS), max_size=2),
 )
 
-scales = optional(
-    source=st.sampled_from(LOAD_SOURCES),
+_scale_numbers = {
+    "least": st.floats(0.01, 1),
+    "smoothing": st.sampled_from([0, 2.5, "10s", "1m"]),
+    "stale_after": st.sampled_from([1, 2.5, "30s", "1d"]),
+}
+share_scales = optional(
+    source=st.sampled_from(SHARE_SOURCES),
     low=st.floats(0, 0.7),
     high=st.floats(0.71, 1),
-    least=st.floats(0.01, 1),
-    smoothing=st.sampled_from([0, 2.5, "10s", "1m"]),
+    **_scale_numbers,
 )
+pushed_scales = st.fixed_dictionaries(
+    {"source": st.just("queue_depth"), "low": st.floats(1, 700), "high": st.floats(701, 1e15)},
+    optional={"most": st.floats(1.01, 1.5), **_scale_numbers},
+)
+scales = share_scales | pushed_scales | st.tuples(share_scales, pushed_scales).map(list)
 
 penalties = optional(
     after=st.integers(1, 10_000),

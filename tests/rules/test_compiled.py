@@ -288,10 +288,20 @@ def test_scaled_limits_are_valid_and_keep_their_identity(
 
 @pytest.mark.parametrize(
     ("factor", "step"),
-    [(1.0, 100), (0.99, 99), (0.991, 100), (0.55, 55), (0.29, 29), (0.01, 1), (0.0, 1), (3, 100)],
+    [
+        (1.0, 100),
+        (0.99, 99),
+        (0.991, 100),
+        (0.55, 55),
+        (0.29, 29),
+        (0.01, 1),
+        (0.0, 1),
+        (1.259, 125),
+        (3, 150),
+    ],
 )
 def test_steps_of_a_factor(factor: float, step: int) -> None:
-    """Factors round up to whole hundredths, so that `least` is reached and a rule has few gates."""
+    """Factors round towards 1 to whole hundredths, so that a rule has few gates."""
     assert factor_step(factor) == step
 
 

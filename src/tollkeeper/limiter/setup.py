@@ -40,6 +40,7 @@ from tollkeeper.metrics.tally import RuleCounts, Tally
 from tollkeeper.rules.compiled import CompiledRules
 from tollkeeper.rules.document.model import Rules
 from tollkeeper.rules.engine import RuleEngine
+from tollkeeper.rules.load import Loads, SourceFactor
 from tollkeeper.rules.penalties import Penalty
 
 if TYPE_CHECKING:
@@ -276,13 +277,30 @@ class LimiterSetup(LimiterPath):
         """
         self._rules().penalties.listener = callback
 
-    def push_load(self, load: float) -> None:
-        """Set the load, from 0.0 (idle) to 1.0, for rules that scale by `pushed`."""
-        self._rules().loads.push(load)
+    def push_load(
+        self, load: float, name: str = "pushed", *, valid_for: float | None = None
+    ) -> None:
+        """Set a load in this process, for rules whose `scale` has this name as its `source`.
+
+        `load`       a number that is not negative; for `pushed`, from 0.0 (idle) to 1.0.
+        `valid_for`  the seconds after which it is stale; None: each rule's `stale_after`.
+
+        Raises ConfigError for any other number, and for a name that no rule follows.
+        """
+        self._rules().loads.push(load, name, valid_for)
 
     def factors(self) -> dict[str, float]:
-        """Return the part of its limits that applies now, for each rule that follows the load."""
+        """Return the factor of its limits, for each rule that follows the load."""
         return self._rules().factors()
+
+    @property
+    def loads(self) -> Loads:
+        """The loads that the rules follow, as this process knows them."""
+        return self._rules().loads
+
+    def factors_by_source(self) -> dict[str, list[SourceFactor]]:
+        """Return the factor by each load, for each rule that follows the load."""
+        return self._rules().factors_by_source()
 
     def _rules(self) -> RuleEngine:
         if self._engine is None:

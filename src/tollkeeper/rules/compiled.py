@@ -9,8 +9,8 @@ now. Consumption carries over between limits that differ only in their numbers.
 
 A gate is made when it is first needed and kept with the choice of limits it belongs to. The number
 of gates is bounded by the document, not by its callers: one choice for each set of limits in the
-document, times the overrides that multiply them, and for each choice at most FACTOR_STEPS gates
-(times the parts of a rule that splits its limits).
+document, times the overrides that multiply them, and for each choice at most one gate for each
+step of the factor (times the parts of a rule that splits its limits).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tollkeeper.core.model import REQUEST_FIELDS, AppliedRule, Limits, Request
 from tollkeeper.core.rates import scaled
 from tollkeeper.core.subjects import KEY_LENGTH_MAX, SEPARATOR, subject_of_request
 from tollkeeper.decide.store import AnyGate
-from tollkeeper.rules.document.model import DEFAULT_TIER, Document, Override, Rule
+from tollkeeper.rules.document.model import DEFAULT_TIER, FACTOR_MAX, Document, Override, Rule
 from tollkeeper.rules.matching.lists import Lists, Verdict
 from tollkeeper.rules.matching.patterns import normalised, spellings
 from tollkeeper.rules.matching.table import CompiledRule, RuleTable
@@ -38,7 +38,7 @@ from tollkeeper.rules.splitting import part_count, part_limits, part_subject
 LimitSource = Literal["default", "tier", "key", "override"]
 MakeGate = Callable[[Limits, str], AnyGate]
 
-# Limits follow the load in this many steps. Each step has a gate.
+# Limits follow the load in this many steps up to a factor of 1. Each step has a gate.
 FACTOR_STEPS: Final = 100
 # The subject of rules that count all requests together.
 _EVERYONE: Final = "*"
@@ -97,7 +97,7 @@ class RuleCheck(NamedTuple):
     rule: Rule
     choice: LimitChoice
     step: int
-    """The part of the limits that applies at this load, in steps of 1 / FACTOR_STEPS."""
+    """The factor of the limits at this load, in steps of 1 / FACTOR_STEPS."""
     prepared: PreparedLimits
     subject: str
     cost: int
@@ -298,12 +298,7 @@ class CompiledRules:
         if limits is None:
             # Two threads may both prepare these limits; both gates have the same counts.
             limits = choice.by_step[step] = PreparedLimits(
-                choice.limits
-                if step == FACTOR_STEPS
-                else scaled(choice.limits, Fraction(step, FACTOR_STEPS)),
-                prepared.id,
-                written.split,
-                self._make_gate,
+                at_step(choice.limits, step), prepared.id, written.split, self._make_gate
             )
         units = cost * (written.cost if not rule.costs else self.cost_of(rule, request))
         gates = limits.gates
@@ -429,13 +424,25 @@ def _choice_of(override: Override, choice: LimitChoice | None) -> LimitChoice:
 
 
 def factor_step(factor: float) -> int:
-    """Return a factor in whole steps, rounded up: a slightly busy machine keeps all its limits.
+    """Return a factor in whole steps, rounded towards 1: a slightly busy machine keeps its limits.
 
-    >>> factor_step(0.55), factor_step(0.551), factor_step(0.0), factor_step(2.0)
-    (55, 56, 1, 100)
+    >>> factor_step(0.55), factor_step(0.551), factor_step(0.0), factor_step(1.259)
+    (55, 56, 1, 125)
     """
     # As a float, 0.55 * 100 is slightly more than 55.
-    return min(max(math.ceil(factor * FACTOR_STEPS - 1e-6), 1), FACTOR_STEPS)
+    if factor <= 1.0:
+        return max(math.ceil(factor * FACTOR_STEPS - 1e-6), 1)
+    return math.floor(min(factor, FACTOR_MAX) * FACTOR_STEPS + 1e-6)
+
+
+def highest_step(rule: Rule) -> int:
+    """Return the highest factor that the rule's limits can have, in steps."""
+    return factor_step(min((scale.most for scale in rule.scale), default=1.0))
+
+
+def at_step(limits: Limits, step: int) -> Limits:
+    """Return limits multiplied by a factor, given in steps."""
+    return limits if step == FACTOR_STEPS else scaled(limits, Fraction(step, FACTOR_STEPS))
 
 
 def value_of(request: Request, name: str, tier: str | None) -> str | None:

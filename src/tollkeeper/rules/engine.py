@@ -27,7 +27,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from time import perf_counter_ns
 from typing import Any, Final
 
@@ -64,11 +63,13 @@ from tollkeeper.rules.compiled import (
     CompiledRules,
     MakeGate,
     RuleCheck,
+    at_step,
     factor_step,
+    highest_step,
 )
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.explain import Explanation, RuleAnswer, explain, with_answers
-from tollkeeper.rules.load import Factor, Loads
+from tollkeeper.rules.load import Factor, Loads, SourceFactor
 from tollkeeper.rules.penalties import Penalties
 from tollkeeper.rules.splitting import shares_of, sum_of_parts, whole_decision
 
@@ -184,23 +185,27 @@ class RuleEngine:
     def _compile(self, document: Document, version: str) -> CompiledRules:
         factors: dict[str, Factor] = {}
         for rule in document.rules:
-            if rule.scale is None:
+            if not rule.scale:
                 continue
             factor = self._factors.get(rule.id)
-            if factor is None or factor.scale != rule.scale:
-                read = partial(self.loads.reading, rule.scale.source)
-                factor = Factor(rule.scale, read, self._now_ns)
+            if factor is None or factor.scales != rule.scale:
+                factor = Factor(rule.scale, self.loads.reading, self._now_ns)
             factors[rule.id] = factor
+        self.loads.follow(scale.source for rule in document.rules for scale in rule.scale)
         compiled = CompiledRules(document, self._make_gate, self._now_ns, version, factors)
         self._factors = factors
         self.penalties.use(document)
         return compiled
 
     def factors(self) -> dict[str, float]:
-        """Return the part of its limits that applies now, for each rule that follows the load."""
+        """Return the factor of its limits, for each rule that follows the load."""
         return {
             rule: factor_step(factor()) / FACTOR_STEPS for rule, factor in self._factors.items()
         }
+
+    def factors_by_source(self) -> dict[str, list[SourceFactor]]:
+        """Return the factor by each load, for each rule that follows the load."""
+        return {rule: factor.by_source() for rule, factor in self._factors.items()}
 
     # ── Checks: the two drivers ────────────────────────────────────────────────────────────────
 
@@ -991,9 +996,11 @@ def _scaled_down(checks: RuleChecks, error: CapacityError) -> RuleCheck:
     Raises the error if the cost never fits, or does not fit into one part of a split rule.
     """
     for check in checks:
-        if check.units > min(limit.capacity for limit in check.choice.limits):
+        most = highest_step(check.rule)
+        limits = at_step(check.choice.limits, most)
+        if check.units > min(limit.capacity for limit in limits):
             raise error
-    found = next((check for check in checks if check.step < FACTOR_STEPS), None)
+    found = next((check for check in checks if check.step < highest_step(check.rule)), None)
     if found is None:
         raise error
     return found

@@ -46,4 +46,4 @@ def test_a_rule_is_enforced_for_every_subject_by_default() -> None:
     """Without a mode, a roll-out or a cost, a rule applies to all subjects at a cost of 1."""
     rule = Rule("orders", by=("user",))
     assert (rule.mode, rule.rollout, rule.cost, rule.split) == ("enforce", 100, 1, 1)
-    assert (rule.scale, rule.penalty, rule.on_failure) == (None, None, None)
+    assert (rule.scale, rule.penalty, rule.on_failure) == ((), None, None)

@@ -21,11 +21,11 @@ from tollkeeper.rules.document.model import (
     BY_MAX,
     CONSISTENCIES,
     COST_MAX,
-    LOAD_SOURCES,
     MODES,
     ON_FAILURES,
     PATTERNS_MAX,
     RULES_MAX,
+    SHARE_SOURCES,
     PenaltySettings,
     Scale,
 )
@@ -160,15 +160,10 @@ def test_the_choices_are_those_of_the_code() -> None:
     assert tuple(rule["mode"]["enum"]) == MODES
     assert tuple(DEFS["consistency"]["enum"]) == CONSISTENCIES
     assert tuple(rule["on_failure"]["enum"]) == ON_FAILURES
-    assert tuple(scale["source"]["enum"]) == LOAD_SOURCES
+    shares = DEFS["scale"]["if"]["properties"]["source"]["enum"]
+    assert tuple(shares) == SHARE_SOURCES
     usual = Scale()
-    assert [scale[name]["default"] for name in grammar._SCALE] == [
-        usual.source,
-        usual.low,
-        usual.high,
-        usual.least,
-        usual.smoothing_s,
-    ]
+    assert [scale[name].get("default") for name in grammar._SCALE] == list(astuple(usual))
     penalty = DEFS["penalty"]["properties"]
     assert [penalty[name]["default"] for name in grammar._PENALTY] == list(
         astuple(PenaltySettings())
@@ -306,7 +301,11 @@ FIRST_LIMIT = ("rules", 0, "limits", 1)
         ((*RULE, "rollout"), 0.5),
         ((*RULE, "rollout"), "50%"),
         ((*RULE, "scale"), "cpu"),
-        ((*RULE, "scale", "source"), "disk"),
+        ((*RULE, "scale", "source"), "Disk"),
+        ((*RULE, "scale", "most"), 1.6),
+        ((*RULE, "scale", "idle"), 2),
+        ((*RULE, "scale", "stale_after"), "late!"),
+        ((*RULE, "scale"), [{"source": "disk"}]),
         ((*RULE, "scale", "low"), 1.1),
         ((*RULE, "scale", "least"), 0),
         ((*RULE, "scale", "smoothing"), "fast!"),

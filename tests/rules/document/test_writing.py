@@ -118,7 +118,7 @@ def test_every_other_value_is_written() -> None:
         on_failure="closed",
         mode="shadow",
         rollout=5,
-        scale=Scale("memory", 0.1, 0.2, 0.3, 4.5),
+        scale=(Scale("memory", 0.1, 0.2, 0.3, 4.5, 1.25, 0.05, 60.5), Scale("q", 1, 2)),
         split=4,
         penalty=PenaltySettings(1, 2.0, 3.5, 4.0, 5, 6.0, 7.0),
     )
@@ -132,7 +132,7 @@ def test_every_other_value_is_written() -> None:
         deny=("b",),
         overrides=(Override("user", "1", "r", (), 2.0, until, "why", "who", "a-1"),),
     )
-    for value in (document, rule, rule.match, rule.scale, rule.penalty, document.overrides[0]):
+    for value in (document, rule, rule.match, rule.scale[0], rule.penalty, document.overrides[0]):
         fields = set(type(value).__slots__)
         usual = {
             name

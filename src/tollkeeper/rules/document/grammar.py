@@ -30,14 +30,18 @@ from tollkeeper.rules.document.model import (
     CONSISTENCIES,
     COOLDOWNS_MAX,
     COST_MAX,
-    LOAD_SOURCES,
+    FACTOR_MAX,
+    LOAD_MAX,
     MODES,
     ON_FAILURES,
     OWNERS,
     PATTERNS_MAX,
     PENALTY_COUNT_MAX,
     PENALTY_S_MAX,
+    PUSHED_SOURCES_MAX,
     RULES_MAX,
+    SCALES_MAX,
+    SHARE_SOURCES,
     SPLIT_MAX,
     Consistency,
     Document,
@@ -145,6 +149,8 @@ REASON_LENGTH_MAX: Final = 1_000
 MULTIPLY_MIN: Final = 0.001
 MULTIPLY_MAX: Final = 1_000.0
 SMOOTHING_S_MAX: Final = 86_400.0
+STALE_S_MIN: Final = 1.0
+STALE_S_MAX: Final = 86_400.0
 
 # Editors read `$schema` in JSON documents.
 _TOP: Final = ("version", "tiers", "rules", "assign", "allow", "deny", "overrides", "$schema")
@@ -152,7 +158,7 @@ _RULE: Final = (
     *("id", "match", "by", "limits", "tiers", "keys", "cost"),
     *("consistency", "on_failure", "mode", "rollout", "scale", "split", "penalty"),
 )
-_SCALE: Final = ("source", "low", "high", "least", "smoothing")
+_SCALE: Final = (*("source", "low", "high", "least", "smoothing", "most", "idle", "stale_after"),)
 _PENALTY: Final = (
     *("after", "within", "cooldown", "cooldown_max", "block_after", "block", "decay"),
 )
@@ -163,6 +169,8 @@ _OVERRIDE_OWNERS: Final[tuple[OverrideOwner, ...]] = get_args(OverrideOwner)
 OVERRIDE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 _ATTRIBUTE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_LOAD_SOURCE: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_EXAMPLE_SCALE: Final = "{source: cpu, low: 0.7, high: 0.95, least: 0.2}"
 _WILDCARD_INSIDE: Final = re.compile(r"[?\[]|\*.")
 _EXAMPLE_RULE: Final = "{id: orders, by: [api_key], limits: [10/second]}"
 
@@ -298,6 +306,12 @@ def _rules(place: DocumentPlace | None, tiers: Collection[str]) -> tuple[Rule, .
     for item in items:
         rule = _rule(item, tiers, rules)
         rules[rule.id] = rule
+    pushed = {scale.source for rule in rules.values() for scale in rule.scale} - {*SHARE_SOURCES}
+    if len(pushed) > PUSHED_SOURCES_MAX:
+        place.fail(
+            f"expected at most {PUSHED_SOURCES_MAX} pushed sources of load, found {len(pushed)}; "
+            f"let several rules follow the same source"
+        )
     return tuple(rules.values())
 
 
@@ -331,7 +345,7 @@ def _rule(place: DocumentPlace, tiers: Collection[str], taken: Collection[str]) 
         on_failure=_choice(found, "on_failure", ON_FAILURES, None),
         mode=_choice(found, "mode", MODES, "enforce"),
         rollout=found["rollout"].whole(0, 100, "50") if "rollout" in found else 100,
-        scale=_scale(found["scale"]) if "scale" in found else None,
+        scale=_scales(found["scale"]) if "scale" in found else (),
         split=found["split"].whole(1, SPLIT_MAX, "8") if "split" in found else 1,
         penalty=_penalty(found["penalty"]) if "penalty" in found else None,
     )
@@ -454,25 +468,78 @@ def _cost(place: DocumentPlace | None) -> tuple[int, dict[str, int]]:
     return costs.pop("*", 1), costs
 
 
+def _scales(place: DocumentPlace) -> tuple[Scale, ...]:
+    """Return the loads that a rule follows, each source once."""
+    found: dict[str, Scale] = {}
+    items = place.items(_EXAMPLE_SCALE)
+    if place.node.kind == "list" and not 1 <= len(items) <= SCALES_MAX:
+        place.fail(
+            f"expected 1 to {SCALES_MAX} loads, found {len(items)}; for example [{_EXAMPLE_SCALE}]"
+        )
+    for item in items:
+        scale = _scale(item)
+        if scale.source in found:
+            item.fail(f"the rule follows {scale.source} already; remove one of them")
+        found[scale.source] = scale
+    return tuple(found.values())
+
+
 def _scale(place: DocumentPlace) -> Scale:
     problems_before = place.problem_count
-    found = place.fields(_SCALE, "{source: cpu, low: 0.7, high: 0.95, least: 0.2}")
+    found = place.fields(_SCALE, _EXAMPLE_SCALE)
     usual = Scale()
-    shares = {
-        name: found[name].number(low, 1, str(getattr(usual, name)))
-        if name in found
-        else getattr(usual, name)
-        for name, low in (("low", 0.0), ("high", 0.0), ("least", 0.01))
-    }
-    if shares["low"] >= shares["high"] and place.problem_count == problems_before:
-        place.fail(f"low ({shares['low']:g}) must be less than high ({shares['high']:g})")
-    smoothing_s = usual.smoothing_s
-    if "smoothing" in found:
-        smoothing_s = seconds_at(found["smoothing"])
-        if not 0 <= smoothing_s <= SMOOTHING_S_MAX:
-            found["smoothing"].fail("smoothing must be from 0 s to 1 day; for example 10s")
-    source = _choice(found, "source", LOAD_SOURCES, usual.source)
-    return Scale(source=source, smoothing_s=smoothing_s, **shares)
+    source = _load_source(found["source"]) if "source" in found else usual.source
+    load_max = 1.0
+    if source not in SHARE_SOURCES:
+        load_max = LOAD_MAX
+        place.require(found, ("low", "100"), ("high", "5000"))
+
+    def number(name: str, usual: float, low: float, high: float, example: str) -> float:
+        return found[name].number(low, high, example) if name in found else usual
+
+    low = number("low", usual.low, 0.0, load_max, "0.7" if load_max == 1 else "100")
+    high = number("high", usual.high, 0.0, load_max, "0.95" if load_max == 1 else "5000")
+    idle = number("idle", low / 2, 0.0, load_max, "0.3" if load_max == 1 else "10")
+    most = number("most", usual.most, 1.0, FACTOR_MAX, str(FACTOR_MAX))
+    if place.problem_count == problems_before:
+        if low >= high:
+            place.fail(f"low ({low:g}) must be less than high ({high:g})")
+        elif "idle" in found and most == 1:
+            place.fail(f"idle has no effect without most; for example most: {FACTOR_MAX}")
+        elif most > 1 and idle >= low:
+            place.fail(f"idle ({idle:g}) must be less than low ({low:g})")
+    return Scale(
+        source=source,
+        low=low,
+        high=high,
+        least=number("least", usual.least, 0.01, 1.0, str(usual.least)),
+        smoothing_s=_scale_s(found, "smoothing", usual.smoothing_s, 0.0, SMOOTHING_S_MAX),
+        most=most,
+        idle=idle if "idle" in found else None,
+        stale_after_s=_scale_s(found, "stale_after", usual.stale_after_s, STALE_S_MIN, STALE_S_MAX),
+    )
+
+
+def _load_source(place: DocumentPlace) -> str:
+    name = place.text("queue_depth", NAME_LENGTH_MAX)
+    if name and not _LOAD_SOURCE.fullmatch(name):
+        place.fail(
+            f"{quoted(name)} is not the name of a load: use cpu, memory, pushed, or a name of "
+            f"lower-case letters, digits and _ with at most 64 characters; for example queue_depth"
+        )
+        return Scale().source
+    return name or Scale().source
+
+
+def _scale_s(
+    found: dict[str, DocumentPlace], name: str, usual_s: float, least_s: float, most_s: float
+) -> float:
+    if name not in found:
+        return usual_s
+    seconds = seconds_at(found[name])
+    if not least_s <= seconds <= most_s:
+        found[name].fail(f"{name} must be from {least_s:g} s to 1 day; for example {usual_s:g}s")
+    return seconds
 
 
 def _penalty(place: DocumentPlace) -> PenaltySettings:

@@ -26,8 +26,9 @@ Owner = Literal["user", "api_key", "tenant"]
 OWNERS: Final[tuple[Owner, ...]] = get_args(Owner)
 """The attributes whose tier assignments and overrides apply, in order of precedence."""
 OverrideOwner = Literal[Owner, "ip"]
-LoadSource = Literal["cpu", "memory", "pushed"]
-LOAD_SOURCES: Final[tuple[LoadSource, ...]] = get_args(LoadSource)
+# The sources whose loads are from 0.0 to 1.0: two probes of this machine, and a pushed one. The
+# protected system pushes the load of any other source, in a unit of its own.
+SHARE_SOURCES: Final = ("cpu", "memory", "pushed")
 
 # The tier of requests that have no tier, or one that the document does not know.
 DEFAULT_TIER: Final = "default"
@@ -36,6 +37,10 @@ PATTERNS_MAX: Final = 1_000  # of one condition of one rule
 BY_MAX: Final = 8
 COST_MAX: Final = 1_000_000
 SPLIT_MAX: Final = 64
+SCALES_MAX: Final = 8  # of one rule
+PUSHED_SOURCES_MAX: Final = 32  # of one document, besides `pushed`
+LOAD_MAX: Final = 1e15
+FACTOR_MAX: Final = 1.5
 PENALTY_COUNT_MAX: Final = 10_000
 COOLDOWNS_MAX: Final = 100  # before a block
 PENALTY_S_MAX: Final = 30 * 86_400.0
@@ -62,17 +67,29 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Limits that follow the load: whole up to the load `low`, the share `least` from `high` on.
+    """Limits that follow one load.
 
-    `source` is the built-in probe of CPU or memory, or a number that the application pushes, from
-    0.0 (idle) to 1.0. `smoothing_s` is the time in which two thirds of a change take effect.
+    They are multiplied by `most` up to the load `idle`, by 1 at `low` and by `least` from `high`
+    on, and by a straight line in between. `source` is the built-in probe of CPU or memory, or a
+    number that the protected system pushes.
     """
 
-    source: LoadSource = "cpu"
+    source: str = "cpu"
     low: float = 0.7
     high: float = 0.95
     least: float = 0.2
     smoothing_s: float = 10.0
+    """The time in which two thirds of a change take effect."""
+    most: float = 1.0
+    idle: float | None = None
+    """None: half of `low`."""
+    stale_after_s: float = 30.0
+    """A load that is older counts as `low`: the limits return to the base limits."""
+
+    @property
+    def idle_load(self) -> float:
+        """The load up to which the limits are multiplied by `most`."""
+        return self.low / 2 if self.idle is None else self.idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +137,8 @@ class Rule:
     mode: Mode = "enforce"
     rollout: int = 100
     """The percentage of subjects that the rule applies to."""
-    scale: Scale | None = None
+    scale: tuple[Scale, ...] = ()
+    """The loads that the limits follow; the smallest factor applies."""
     split: int = 1
     """The number of parts that each subject's limits are kept in, for very busy subjects."""
     penalty: PenaltySettings | None = None

@@ -161,8 +161,9 @@ def _why_never(cost: int, limit: Limit, rule: Rule) -> str:
     if cost > limit.capacity:
         return f"{limit} holds at most {limit.capacity:,}, so every such request is denied"
     # Rounded up, because this module does not know the steps in which limits follow the load.
-    if rule.scale and cost > ceil(rule.scale.least * limit.capacity):
-        return f"under load {limit} shrinks to {rule.scale.least:g} of it and denies every request"
+    least = min((scale.least for scale in rule.scale), default=1.0)
+    if cost > ceil(least * limit.capacity):
+        return f"under load {limit} shrinks to {least:g} of it and denies every request"
     return ""
 
 

@@ -157,7 +157,7 @@ def _rule(rule: Rule) -> Data:
             for name in changed
             if (value := getattr(rule, name)) != getattr(usual, name)
         },
-        **_given(scale=_scale(rule.scale), penalty=_penalty(rule.penalty)),
+        **_given(scale=_scales(rule.scale), penalty=_penalty(rule.penalty)),
     }
 
 
@@ -178,15 +178,29 @@ def _cost(rule: Rule) -> int | dict[str, int] | None:
     return {**rule.costs, **({} if rest is None else {"*": rest})}
 
 
-def _scale(scale: Scale | None) -> Data | None:
-    if scale is None:
-        return None
+def _scales(scales: tuple[Scale, ...]) -> Data | list[Data] | None:
+    found = [_scale(each) for each in scales]
+    return found[0] if len(found) == 1 else found or None
+
+
+def _scale(scale: Scale) -> Data:
+    usual = Scale()
+    changed = {
+        name: _plain(value)
+        for name, value, default in (
+            ("most", scale.most, usual.most),
+            ("idle", scale.idle, usual.idle),
+            ("stale_after", scale.stale_after_s, usual.stale_after_s),
+        )
+        if value is not None and value != default
+    }
     return {
         "source": scale.source,
         "low": scale.low,
         "high": scale.high,
         "least": scale.least,
         "smoothing": _plain(scale.smoothing_s),
+        **changed,
     }
 
 
