@@ -37,8 +37,8 @@ both_wires = pytest.mark.parametrize("wire", WIRES)
 
 # Generous, for a busy machine: nothing takes more than two.
 SECONDS_MAX = 20.0
-# How late a call may end: other processes use the same cores.
-LATE_SECONDS_MAX = 3.0
+# How late a call may end if other processes use all cores. Without a deadline it takes minutes.
+LATE_SECONDS_MAX = 10.0
 # More threads than a store keeps idle connections for.
 _THREADS_MAX = 200
 

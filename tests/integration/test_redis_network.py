@@ -469,7 +469,7 @@ async def test_closing_does_not_wait_for_a_server_that_reads_nothing(key: str) -
         # The other end answers the handshake and then reads nothing more.
         silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
         port = silent.getsockname()[1]
-        store = cast("RedisStore", open_store(f"redis://{HOST}:{port}", deadline_ms=5_000))
+        store = cast("RedisStore", open_store(f"redis://{HOST}:{port}", deadline_ms=60_000))
         limiter = AsyncLimiter(COUNTED, store=store, on_failure="raise")
         calls = [asyncio.ensure_future(limiter.check(f"{key} {'x' * 480}")) for _ in range(6_000)]
         taken, _ = await asyncio.to_thread(silent.accept)
