@@ -139,9 +139,9 @@ def check_in_turn(checks: Sequence[GateCheck], optional: Container[int] = ()) ->
             looks.append(look)
     if not all(looks):  # a denial; an error counts as true
         return looks
-    order: Sequence[int] = range(len(checks))
+    order = list(range(len(checks)))
     if first:
-        order = [first, *order[:first], *order[first + 1 :]]
+        order.insert(0, order.pop(first))
     if failed:
         if any(at not in optional for at in failed):
             return looks

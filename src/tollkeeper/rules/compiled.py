@@ -127,6 +127,8 @@ class CheckPlan(NamedTuple):
     enforced: tuple[RuleCheck, ...] | list[RuleCheck] = ()
     shadowed: tuple[RuleCheck, ...] | list[RuleCheck] = ()
     verdict: Verdict | None = None
+    joint: tuple[tuple[AnyGate, str, int], ...] | list[tuple[AnyGate, str, int]] = ()
+    """Gate, subject and units of each enforced rule, for `check_together`; empty if it is one."""
 
     @property
     def checks(self) -> list[RuleCheck]:
@@ -284,7 +286,8 @@ class CompiledRules:
                 break
         if partial:
             enforced, shadowed = _different(enforced), _different(shadowed)
-        return _new(CheckPlan, (enforced, shadowed, None))
+        joint = [check[:3] for check in enforced] if len(enforced) > 1 else ()
+        return _new(CheckPlan, (enforced, shadowed, None, joint))
 
     def _check_of(
         self, prepared: PreparedRule, subject: str, choice: LimitChoice, request: Request, cost: int

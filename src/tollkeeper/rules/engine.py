@@ -95,6 +95,8 @@ CHARGE_ATTEMPTS_MAX: Final = 8
 RuleChecks = Sequence[RuleCheck]
 # A rule that was charged, and the time of the charge; None if that is not known.
 RuleCharge = tuple[RuleCheck, int | None]
+# The rules, the plan that they made, and a result whose applied rules can be reused.
+KnownPlan = tuple[CompiledRules, CheckPlan, CheckResult | None]
 # A decision, and the ids of the shadow rules that would have denied.
 Decided = tuple[Decision, Sequence[str]]
 
@@ -112,8 +114,8 @@ class RepeatedCheck:
         self.cost = cost
         self.settles = settles
         """True if the caller will settle the cost, and wants to know what was charged."""
-        self.known: tuple[CompiledRules, tuple[CheckPlan, CheckResult]] | None = None
-        """The rules, the plan they made, and a result whose applied rules are reused."""
+        self.known: KnownPlan | None = None
+        """The plan, if it can be used again."""
 
 
 class _MayFail:
@@ -252,7 +254,10 @@ class RuleEngine:
 
     def evaluate_repeated(self, repeated: RepeatedCheck) -> CheckResult:
         """Check a request that is checked often, in this thread."""
-        plan, earlier = self._known(repeated)
+        known = repeated.known
+        if known is None or known[0] is not self.compiled_rules:
+            known = self._plan_repeated(repeated)
+        _, plan, earlier = known
         decision, shadow_denied = self.decide(plan, repeated.request)
         if earlier is None or shadow_denied or decision.degraded:
             return self._result(plan, decision, shadow_denied)
@@ -260,7 +265,10 @@ class RuleEngine:
 
     async def evaluate_repeated_async(self, repeated: RepeatedCheck) -> CheckResult:
         """Check a request that is checked often, on asyncio."""
-        plan, earlier = self._known(repeated)
+        known = repeated.known
+        if known is None or known[0] is not self.compiled_rules:
+            known = self._plan_repeated(repeated)
+        _, plan, earlier = known
         decision, shadow_denied = await self.decide_async(plan, repeated.request)
         if earlier is None or shadow_denied or decision.degraded:
             return self._result(plan, decision, shadow_denied)
@@ -284,9 +292,7 @@ class RuleEngine:
                 else:
                     self.tally.denied += 1
                 return self._counted(check, decision), ()
-            answers = self._store.check_together(
-                _charges(checks), _MayFail(self._on_failure, checks)
-            )
+            answers = self._store.check_together(plan.joint, _MayFail(self._on_failure, checks))  # type: ignore[arg-type]  # for threads
         except (StoreError, CapacityError) as error:
             return run(self._not_decided(checks, request, error)), ()
         for answer in answers:
@@ -577,18 +583,15 @@ class RuleEngine:
             ),
         )
 
-    def _known(self, repeated: RepeatedCheck) -> tuple[CheckPlan, CheckResult | None]:
-        """Return the plan of a repeated check, and an earlier result if it can be reused."""
-        known, compiled = repeated.known, self.compiled_rules
-        if known is not None and known[0] is compiled:
-            return known[1]
+    def _plan_repeated(self, repeated: RepeatedCheck) -> KnownPlan:
+        """Plan a repeated check, and keep the plan if it can be used again."""
+        compiled = self.compiled_rules
         plan = compiled.plan(repeated.request, repeated.cost)
         if not compiled.is_steady or not plan.enforced:
             repeated.known = None
-            return plan, None
-        found = plan, self._result(plan, _WITHOUT_LIMITS[None])
-        repeated.known = compiled, found
-        return found
+            return compiled, plan, None
+        repeated.known = compiled, plan, self._result(plan, _WITHOUT_LIMITS[None])
+        return repeated.known
 
     def _combined(self, checks: RuleChecks, decisions: Sequence[Decision]) -> Decision:
         """Return one decision from those of several rules; count each rule, and the check once."""

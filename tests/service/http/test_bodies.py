@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.service.http.client import HttpClient, http_service
+from tollkeeper.core.errors import ConfigError
 from tollkeeper.service.http import bodies
-from tollkeeper.service.http.bodies import BodyRejected, reject_doubles, strict_json
+from tollkeeper.service.http.bodies import BodyRejected, body_reader, reject_doubles, strict_json
+from tollkeeper.service.http.checks import CheckBody
 from tollkeeper.service.http.tokens import create_token
 
 # ── JSON ─────────────────────────────────────────────────────────────────────────────────────────
@@ -96,6 +98,35 @@ def test_a_name_given_twice_is_found(pairs: Any, ascii_only: bool, spaced: bool)
             reject_doubles(raw)
     else:
         reject_doubles(raw)
+
+
+FIELDS = st.one_of(
+    st.tuples(st.sampled_from(["user", "ip", "endpoint"]), TEXTS | st.none()),
+    st.tuples(st.just("cost"), st.integers(0, 2)),
+    st.tuples(st.just("attributes"), st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=3)),
+)
+read_check = body_reader(CheckBody)
+
+
+@given(st.lists(FIELDS, min_size=1, max_size=4), st.booleans(), st.booleans())
+def test_a_check_with_a_name_given_twice_is_rejected(
+    pairs: Any, ascii_only: bool, spaced: bool
+) -> None:
+    """Whatever the fields are: defaults, null, texts with colons or escapes, attributes."""
+    raw = written(pairs, ascii_only=ascii_only, spaced=spaced).encode()
+    if has_double(pairs):
+        with pytest.raises(BodyRejected, match="given twice"):
+            read_check(raw)
+    else:
+        with suppress(ConfigError):  # a NUL
+            read_check(raw)
+
+
+def test_a_usual_check_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its names are counted by encoding it, which takes half as long as to decode it again."""
+    monkeypatch.setattr(bodies, "reject_doubles", None)
+    read_check(b'{"api_key":"sk_1","endpoint":"/v1/orders","method":"POST","cost":2}')
+    read_check(b'{"ip": "2001:db8::7", "attributes": {"region": "eu", "tenant:id": "a:b"}}')
 
 
 def test_a_usual_body_is_not_parsed_a_third_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ type. Both mean JSON here, because no endpoint takes a form.
 
 **Names given twice.** The fast decoder of a check keeps the last value of a name and says nothing.
 In JSON every name is followed by a colon, and nothing else is, but for colons inside texts. So the
-names in a body are counted by its colons. They are compared with the names that were decoded: two
-more passes in C. They take 0.4 to 1 µs, and only for a body that the worker does not remember. Only
-if the numbers differ is the body parsed by `strict_json`.
+names in a body are counted by its colons. They are compared with the colons of the decoded body,
+encoded again. That takes 0.2 to 0.3 µs, and only for a body that the worker does not remember. Only
+if the numbers differ, or if the body has an escape, are the names themselves counted.
 
 **One wording.** msgspec decodes the bodies of checks, and pydantic those of the admin API. Each
 has its own texts for a wrong field. Both are translated here into those of a rule document:
@@ -39,6 +39,7 @@ YAML_TYPES: Final = frozenset(
 )
 
 _decode_any: Final = msgspec.json.Decoder().decode
+_encode: Final = msgspec.json.Encoder().encode
 
 
 class BodyRejected(Exception):
@@ -198,23 +199,29 @@ def _colons(value: Any) -> int:
 
 # ── Structs ────────────────────────────────────────────────────────────────────────────────────
 
-_Body = TypeVar("_Body")
+_Body = TypeVar("_Body", bound=msgspec.Struct)
 
 
 def body_reader(kind: type[_Body]) -> Callable[[bytes], _Body]:
     """Return a function that decodes a body into a struct.
 
     It raises BodyRejected for a body that is not JSON, and ConfigError for one that does not fit.
+    It is faster for a struct that omits defaults and contains no other struct.
     """
     decode = msgspec.json.Decoder(kind).decode
+    # Such a struct, encoded again, has no name that the body does not have. So it has as many
+    # colons as the body only if the body has no name twice.
+    is_counted = kind.__struct_config__.omit_defaults
 
     def read(body: bytes) -> _Body:
         try:
             found = decode(body)
         except _UNREADABLE as error:
             raise ConfigError(_wrong_body(kind, strict_json(body), str(error))) from None
-        reject_doubles(body)
-        if _NUL in body:
+        has_escape = _BACKSLASH in body
+        if has_escape or not is_counted or _encode(found).count(b":") != body.count(b":"):
+            reject_doubles(body)
+        if has_escape and _NUL in body:
             _reject_nul(msgspec.to_builtins(found), "")
         return found
 
@@ -224,6 +231,8 @@ def body_reader(kind: type[_Body]) -> Callable[[bytes], _Body]:
 _UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 # JSON can hold a NUL only as this escape.
 _NUL: Final = b"\\u0000"
+# A byte is found in a seventh of the time that a text of one byte takes.
+_BACKSLASH: Final = ord("\\")
 
 
 def _reject_nul(value: Any, place: str) -> None:

@@ -102,7 +102,7 @@ Attributes = Annotated[
 # ── Bodies ─────────────────────────────────────────────────────────────────────────────────────
 
 
-class RequestFields(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+class RequestFields(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """The fields of a request, as members of a body."""
 
     user: str | None = None
