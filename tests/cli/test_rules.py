@@ -28,7 +28,10 @@ from tollkeeper.rules.document.writing import to_yaml
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/limits.yaml"
-COMMANDS = ("validate", "show", "diff", "schema", "history", "apply", "rollback", "explain")
+COMMANDS = (
+    *("validate", "show", "diff", "schema", "history", "apply", "rollback", "explain"),
+    *("promote", "demote"),
+)
 
 URL = "postgresql://ann:s3cret@127.0.0.1:1/rules"
 GOOD = "version: 1\nrules:\n  - {id: all, by: user, limits: 10/second}\n"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tollkeeper.control import edits
 from tollkeeper.control.edits import unified_diff
+from tollkeeper.core.errors import ConfigError
 from tollkeeper.core.model import Limit
 from tollkeeper.rules.document.model import Document, Override, Rule
 
@@ -222,3 +223,39 @@ def test_the_diff_of_long_texts_is_quick() -> None:
     diff = unified_diff("\n".join(old), "\n".join(new), "a", "b")
     assert time.process_time() - before < 1
     assert diff.splitlines()[2] == "@@ -49998,7 +49998,7 @@"
+
+
+TRIED = replace(
+    DOCUMENT,
+    rules=(Rule("new", ("user",), PRO, mode="shadow", replaces="orders"), *DOCUMENT.rules),
+)
+
+
+def test_promote_and_demote_are_each_other_s_reverse() -> None:
+    """A promotion changes the mode alone; a second one changes nothing."""
+    promoted = edits.promote(TRIED, "new")
+    assert promoted.rules == (replace(TRIED.rules[0], mode="enforce"), TRIED.rules[1])
+    assert edits.promote(promoted, "new") == promoted
+    assert edits.demote(promoted, "new") == TRIED
+
+
+def test_rules_that_cannot_be_promoted_or_demoted() -> None:
+    """The error says why, and what to do instead."""
+    off = replace(TRIED, rules=(replace(TRIED.rules[0], mode="off"), TRIED.rules[1]))
+    with pytest.raises(ConfigError, match=r"rule 'new' is off, so .* write mode: shadow first"):
+        edits.promote(off, "new")
+    with pytest.raises(ConfigError, match="'orders' replaces no other rule, so its requests"):
+        edits.demote(TRIED, "orders")
+    for edit in (edits.promote, edits.demote):
+        with pytest.raises(edits.NotFound, match="no rule 'gone'; there are 'new', 'orders'"):
+            edit(TRIED, "gone")
+
+
+def test_a_new_rule_goes_before_the_one_that_it_replaces() -> None:
+    """`before` is not necessary. Removing the old rule makes the new one independent."""
+    last = Rule("last", ("ip",), FREE)
+    document = replace(DOCUMENT, rules=(*DOCUMENT.rules, last))
+    added = edits.put_rule(document, TRIED.rules[0])
+    assert [rule.id for rule in added.rules] == ["new", "orders", "last"]
+    alone = edits.remove_rule(added, "orders")
+    assert alone.rules == (replace(TRIED.rules[0], replaces=None), last)

@@ -340,3 +340,47 @@ def test_unavailable_database_is_exit_code_2() -> None:
             assert secret not in output + errors
             assert PASSWORD not in output + errors
             assert "Traceback" not in errors
+
+
+# -------------------------------------------------------------------------------- promote, demote
+
+TRIAL = """version: 1
+rules:
+  - {id: stricter, by: user, limits: 2/second, MODE replaces: api}
+  - {id: api, by: user, limits: 9/second}
+"""
+
+
+def test_a_shadow_rule_is_promoted_and_demoted(cli: Cli) -> None:
+    """One command each, with the diff and a version of its own kind; a repeat changes nothing."""
+    Path("trial.yaml").write_text(TRIAL.replace("MODE", "mode: shadow,"), encoding="utf-8")
+    assert cli("apply", "trial.yaml").returncode == 0
+    done = cli("promote", "stricter", "--reason", "tried", "--author", "ann")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "-  mode: shadow" in done.stdout.splitlines()
+    assert done.stdout.endswith("version 2 is in force\n")
+    assert "nothing to change: version 2" in cli("promote", "stricter").stdout
+    explained = json.loads(cli("explain", "--user", "1", "--json").stdout)["rules"]
+    assert [(rule["id"], rule["applies"]) for rule in explained] == [
+        ("stricter", True),
+        ("api", False),
+    ]
+    assert cli("demote", "stricter", "--expected", "1").returncode == 3
+    assert cli("demote", "stricter").stdout.endswith("version 3 is in force\n")
+    kinds = [each["kind"] for each in json.loads(cli("history", "--json").stdout)]
+    assert kinds == ["demote", "promote", "apply"]
+    assert cli("promote", "gone").stderr.startswith("tollkeeper: there is no rule 'gone'")
+
+
+def test_the_advice_for_a_promotion_by_hand_works(cli: Cli) -> None:
+    """A document without `replaces` is rejected; with the advice it is accepted."""
+    trial = TRIAL.replace(" replaces: api", "")
+    Path("trial.yaml").write_text(trial.replace("MODE", "mode: shadow"), encoding="utf-8")
+    Path("enforced.yaml").write_text(trial.replace(", MODE", ""), encoding="utf-8")
+    Path("advised.yaml").write_text(TRIAL.replace("MODE", ""), encoding="utf-8")
+    assert cli("apply", "trial.yaml").returncode == 0
+    rejected = cli("apply", "enforced.yaml")
+    assert rejected.returncode == 1
+    assert 'write replaces: "api" in rule "stricter"' in rejected.stderr
+    assert cli("promote", "stricter").returncode == 1
+    assert cli("apply", "advised.yaml").returncode == 0

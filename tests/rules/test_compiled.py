@@ -603,3 +603,48 @@ def test_a_secret_tier_is_counted_by_its_digest() -> None:
     request = Request(tier="#digest", digests={"#digest": "gold"})
     check = only(compiled.plan(request, 1))
     assert (check.subject, rates(check)) == ("tier:#digest", ["2/1"])
+
+
+# ------------------------------------------------------------------------------------- promotion
+
+SLOTS = """
+version: 1
+rules:
+  - {id: vip, match: {tier: vip}, by: user, limits: 1/minute}
+  - {id: half, match: {endpoint: "/a/*"}, by: user, limits: 1/minute, rollout: 50}
+  - {id: new, %s by: user, limits: 2/minute, mode: %s, replaces: old}
+  - {id: old, %s by: user, limits: 3/minute}
+  - {id: rest, by: user, limits: 4/minute}
+overrides: [{for: {user: boss}, rule: old, limits: 9/minute}]
+"""
+CONDITIONS = ["", 'match: {endpoint: "/a/*"},', "match: {method: GET},", "match: {tier: pro},"]
+
+
+@given(
+    new=st.sampled_from(CONDITIONS),
+    old=st.sampled_from(CONDITIONS),
+    user=st.sampled_from(["boss", *"abcdefgh"]),
+    tier=st.sampled_from([None, "pro", "vip"]),
+    endpoint=st.sampled_from(["/a/1", "/b", None]),
+    method=st.sampled_from(["GET", "POST"]),
+)
+def test_a_trial_counts_the_requests_that_it_would_decide(
+    new: str, old: str, user: str, tier: str | None, endpoint: str | None, method: str
+) -> None:
+    """A shadow rule that replaces another applies to a request if and only if it is enforced for
+    it after the promotion, with the same limits."""
+    request = Request(user=user, tier=tier, endpoint=endpoint, method=method)
+    trial = compiled_of(SLOTS % (new, "shadow", old)).plan(request, 1)
+    after = compiled_of(SLOTS % (new, "enforce", old)).plan(request, 1)
+    assert [(check.rule.id, rates(check)) for check in trial.shadowed] == [
+        (check.rule.id, rates(check)) for check in after.enforced if check.rule.id == "new"
+    ]
+    assert len(after.enforced) == 1
+
+
+def test_overrides_of_a_replaced_rule_apply_to_the_new_one() -> None:
+    """Before and after the promotion, so that the customer keeps its limits."""
+    boss = Request(user="boss", endpoint="/b", method="GET")
+    [trial] = compiled_of(SLOTS % ("", "shadow", "")).plan(boss, 1).shadowed
+    assert rates(trial) == rates(only(compiled_of(SLOTS % ("", "enforce", "")).plan(boss, 1)))
+    assert rates(trial) == ["9/60"]

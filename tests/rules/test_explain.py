@@ -181,3 +181,53 @@ rules:
         ("login", True, "all its conditions hold"),
         ("all", False, "rule public counts by the same and goes first"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("mode", "tier", "found"),
+    [
+        (
+            "shadow",
+            None,
+            {
+                "vip": (False, "the request has no tier"),
+                "new": (
+                    True,
+                    "all its conditions hold; once promoted, it takes the place of rule old",
+                ),
+                "old": (True, "all its conditions hold"),
+            },
+        ),
+        (
+            "shadow",
+            "vip",
+            {
+                "vip": (True, "all its conditions hold"),
+                "new": (False, "rule vip goes before rule old, which it would replace"),
+                "old": (False, "rule vip counts by the same and goes first"),
+            },
+        ),
+        (
+            "enforce",
+            None,
+            {
+                "vip": (False, "the request has no tier"),
+                "new": (True, "all its conditions hold; it takes the place of rule old"),
+                "old": (False, "rule new replaces it"),
+            },
+        ),
+    ],
+)
+def test_which_rule_takes_which_place(
+    mode: str, tier: str | None, found: dict[str, tuple[bool, str]]
+) -> None:
+    """Before and after the promotion of a rule."""
+    limiter = Limiter.from_rules(f"""
+version: 1
+rules:
+  - {{id: vip, match: {{tier: vip}}, by: user, limits: 1/minute}}
+  - {{id: new, by: user, limits: 2/minute, mode: {mode}, replaces: old}}
+  - {{id: old, by: user, limits: 3/minute}}
+""")
+    explained = limiter.explain(Request(user="ann", tier=tier)).rules
+    assert {rule.id: (rule.applies, rule.why) for rule in explained} == found

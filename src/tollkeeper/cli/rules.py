@@ -3,8 +3,9 @@
 A document comes from a file, from the standard input, or from a database of versions. Databases
 need libraries that files do not need, so those are imported when a command uses a database.
 
-`apply` and `rollback` create a new version. They compare with the current version first and fail
-with exit code 3 if another person changes the rules in between. `common.py` lists the exit codes.
+`apply`, `rollback`, `promote` and `demote` create a new version. They compare with the current
+version first and fail with exit code 3 if another person changes the rules in between. `common.py`
+lists the exit codes.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from __future__ import annotations
 import asyncio
 import getpass
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
-from urllib.parse import unquote, urlsplit
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
+from urllib.parse import quote, unquote, urlsplit
 
 import typer
 
@@ -37,6 +38,8 @@ from tollkeeper.cli.common import (
     time_text,
     with_options,
 )
+from tollkeeper.cli.service_client import ServiceClient, service_opener
+from tollkeeper.control import edits
 from tollkeeper.control.edits import unified_diff
 from tollkeeper.control.follow import announce
 from tollkeeper.core.errors import (
@@ -127,6 +130,9 @@ AnnounceOption = Annotated[
         help="The Redis store of the nodes: they load the new version at once.",
     ),
 ]
+
+ForceOption = Annotated[bool, typer.Option("--force", help="Make the change even if it is unsafe.")]
+RuleArgument = Annotated[str, typer.Argument(metavar="RULE", help="The id of the rule.")]
 
 app: Final = typer.Typer(
     cls=CliGroup,
@@ -552,7 +558,7 @@ def apply(
     author: AuthorOption = None,
     reason: ReasonOption = "",
     expected: ExpectedOption = None,
-    force: Annotated[bool, typer.Option("--force", help="Apply it even if it is unsafe.")] = False,
+    force: ForceOption = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would happen, and change nothing.")
     ] = False,
@@ -625,6 +631,132 @@ def rollback(
             return replace(begun, version=version)
 
     _finish(asyncio.run(change()), nodes, as_json)
+
+
+@app.command(cls=CliCommand)
+@with_options(service=service_opener)
+def promote(
+    rule: RuleArgument,
+    service: Callable[[], ServiceClient],
+    database: DatabaseOption = None,
+    author: AuthorOption = None,
+    reason: ReasonOption = "",
+    expected: ExpectedOption = None,
+    force: ForceOption = False,
+    announce_to: AnnounceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Enforce a rule that is in shadow mode, with the counts that it has.
+
+    If the rule names another one as `replaces`, it takes the place of that rule, and `demote` makes
+    it a shadow again. The rules are those of the database or, without --database, of the service at
+    --url.
+
+    Exit code: 0 the rule is enforced; 1 the change is unsafe; 2 it could not be done; 3 the current
+    version is not the expected one, so nothing has changed.
+
+    Example: tollkeeper rules promote stricter --database sqlite:///rules.db --reason tried
+
+    Example: tollkeeper rules promote stricter --url http://127.0.0.1:8080
+    """
+    changed = RuleEdit("promote", rule, reason, force, expected)
+    _edit_rule(changed, database, service, author, announce_to, as_json)
+
+
+@app.command(cls=CliCommand)
+@with_options(service=service_opener)
+def demote(
+    rule: RuleArgument,
+    service: Callable[[], ServiceClient],
+    database: DatabaseOption = None,
+    author: AuthorOption = None,
+    reason: ReasonOption = "",
+    expected: ExpectedOption = None,
+    force: ForceOption = False,
+    announce_to: AnnounceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Reverse a promotion: the rule goes back into shadow mode, and the rule that it replaced
+    applies again, with the counts that are left.
+
+    The rules are those of the database or, without --database, of the service at --url.
+
+    Exit code: 0 done; 1 the change is unsafe; 2 it could not be done; 3 the current version is not
+    the expected one, so nothing has changed.
+
+    Example: tollkeeper rules demote stricter --reason "acme was denied"
+    """
+    changed = RuleEdit("demote", rule, reason, force, expected)
+    _edit_rule(changed, database, service, author, announce_to, as_json)
+
+
+class RuleEdit(NamedTuple):
+    """A change of one rule: promote or demote."""
+
+    kind: Literal["promote", "demote"]
+    rule: str
+    reason: str
+    force: bool
+    expected: int | None
+
+    def of(self, document: Document) -> Document:
+        """Return the document with the change. Raises NotFound, ConfigError."""
+        edit = edits.promote if self.kind == "promote" else edits.demote
+        return edit(document, self.rule)
+
+
+def _edit_rule(
+    edit: RuleEdit,
+    database: str | None,
+    service: Callable[[], ServiceClient],
+    author: str | None,
+    announce_to: str | None,
+    as_json: bool,
+) -> None:
+    if not database:
+        _edit_over_http(edit, service, as_json)
+        return
+    changed_by = _author(author)
+    nodes = _announce_store(announce_to)
+
+    async def change() -> RuleChange:
+        async with open_repository(database) as repository:
+            before = await repository.current()
+            version = await repository.edit(
+                edit.of,
+                kind=edit.kind,
+                author=changed_by,
+                reason=edit.reason,
+                expected=edit.expected,
+                force=edit.force,
+            )
+            if before is None or version.number == before.number:
+                return RuleChange(version, "", version)
+            return RuleChange(before, await repository.diff(before.number, version.number), version)
+
+    made = asyncio.run(change())
+    if made.diff and not as_json:
+        print_text(made.diff)
+    _finish(made, nodes, as_json)
+
+
+def _edit_over_http(edit: RuleEdit, service: Callable[[], ServiceClient], as_json: bool) -> None:
+    """Make the change through the admin API."""
+    if edit.expected is not None:
+        raise ConfigError("--expected is for the database; give --database URL")
+    path = f"/v1/admin/rules/{quote(edit.rule, safe='')}/{edit.kind}"
+    with service() as client:
+        made = client.call(
+            "POST",
+            path,
+            query={"force": "true"} if edit.force else None,
+            body={"reason": edit.reason} if edit.reason else None,
+            expected="number",
+        )
+    if as_json:
+        print_json({"exit_code": OK, **made})
+    else:
+        print_text(f"version {made['number']} is in force")
 
 
 @dataclass(frozen=True, slots=True)

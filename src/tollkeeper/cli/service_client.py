@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from time import monotonic
@@ -85,6 +85,16 @@ def service_client(
 ) -> ServiceClient:
     """Return a client for the options of a command. Raises ConfigError."""
     return ServiceClient(url, token, timeout_s=timeout, ca_file=ca)
+
+
+def service_opener(
+    url: UrlOption = URL_DEFAULT,
+    token: TokenOption = None,
+    ca: CaOption = None,
+    timeout: TimeoutOption = TIMEOUT_S,
+) -> Callable[[], ServiceClient]:
+    """Return a function that makes the client, for commands that may not need one."""
+    return lambda: service_client(url, token, ca, timeout)
 
 
 class ServiceClient:

@@ -20,7 +20,7 @@ from typing import Final, Literal, TypeVar
 
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.model import Limits
-from tollkeeper.rules.document.model import Consistency, Document, Override, Rule
+from tollkeeper.rules.document.model import Consistency, Document, Mode, Override, Rule
 
 ListName = Literal["allow", "deny"]
 
@@ -108,8 +108,11 @@ def put_rule(document: Document, rule: Rule, before: str | None = None) -> Docum
     """Replace the rule that has the same id, or add a new rule at the end.
 
     With `before`, the rule goes before the rule of that id: the first rule that matches applies,
-    so the position matters. Raises NotFound if there is no such rule.
+    so the position matters. A new rule that replaces another goes before that one. Raises NotFound
+    if there is no such rule.
     """
+    if before is None and rule.replaces and all(each.id != rule.id for each in document.rules):
+        before = rule.replaces
     if before is None or before == rule.id:
         if any(each.id == rule.id for each in document.rules):
             found = (rule if each.id == rule.id else each for each in document.rules)
@@ -121,9 +124,51 @@ def put_rule(document: Document, rule: Rule, before: str | None = None) -> Docum
 
 
 def remove_rule(document: Document, rule_id: str) -> Document:
-    """Remove a rule. Raises NotFound if no rule has this id."""
+    """Remove a rule, and the `replaces` that names it. Raises NotFound if no rule has this id."""
     rules = list(document.rules)
     del rules[_position(rules, rule_id)]
+    return replace(
+        document,
+        rules=tuple(
+            replace(each, replaces=None) if each.replaces == rule_id else each for each in rules
+        ),
+    )
+
+
+def promote(document: Document, rule_id: str) -> Document:
+    """Enforce a rule that is in shadow mode. An enforced rule stays as it is.
+
+    Raises NotFound if no rule has this id, and ConfigError for a rule that is off.
+    """
+    position = _position(list(document.rules), rule_id)
+    rule = document.rules[position]
+    if rule.mode == "off":
+        raise ConfigError(
+            f"rule {show(rule_id)} is off, so it has counted nothing; write mode: shadow first, "
+            f"and promote it later"
+        )
+    return _with_mode(document, position, "enforce")
+
+
+def demote(document: Document, rule_id: str) -> Document:
+    """Put a rule that replaces another back into shadow mode, so that the other applies again.
+
+    Raises NotFound if no rule has this id, and ConfigError if it replaces no other: then no rule
+    would limit its requests.
+    """
+    position = _position(list(document.rules), rule_id)
+    replaced = document.rules[position].replaces
+    if replaced is None:
+        raise ConfigError(
+            f"rule {show(rule_id)} replaces no other rule, so its requests would have no limit; to "
+            f"stop enforcing it anyway, put it with mode: shadow"
+        )
+    return _with_mode(document, position, "shadow")
+
+
+def _with_mode(document: Document, position: int, mode: Mode) -> Document:
+    rules = list(document.rules)
+    rules[position] = replace(rules[position], mode=mode)
     return replace(document, rules=tuple(rules))
 
 

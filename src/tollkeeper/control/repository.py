@@ -61,6 +61,8 @@ Kind = Literal[
     "put-rule",
     "patch-rule",
     "remove-rule",
+    "promote",
+    "demote",
     "set-tier",
     "remove-tier",
     "assign",

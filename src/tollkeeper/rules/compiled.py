@@ -16,7 +16,7 @@ step of the factor (times the parts of a rule that splits its limits).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction
@@ -146,6 +146,7 @@ class PreparedRule:
         "factor",
         "id",
         "keys",
+        "names",
         "prefix",
         "read",
         "rule",
@@ -155,6 +156,8 @@ class PreparedRule:
         written = rule.rule
         self.rule = rule
         self.id = written.id
+        self.names = (written.id, written.replaces)
+        """The rules whose overrides apply: this one, and the one whose place it takes."""
         self.factor = factor
         self.default = LimitChoice(written.limits, "default") if written.limits else None
         self.by_tier = {
@@ -215,6 +218,7 @@ class CompiledRules:
         "_lists",
         "_make_gate",
         "_now_ns",
+        "_orders",
         "_overrides",
         "_rules",
         "document",
@@ -248,6 +252,9 @@ class CompiledRules:
         self._now_ns = now_ns
         factors = factors or {}
         self._rules = [PreparedRule(rule, factors.get(rule.rule.id)) for rule in self.table.rules]
+        # The places of the rules, if a rule in shadow mode tries to take the place of another.
+        trials = any(each.replaces and each.mode == "shadow" for each in document.rules)
+        self._orders = {rule.rule.id: rule.order for rule in self.table.rules} if trials else {}
         # By owner: the end (None: no end), the position in the document, and the override.
         self._overrides: dict[tuple[str, str], list[tuple[int | None, int, Override]]] = {}
         for position, override in enumerate(document.overrides):
@@ -286,8 +293,22 @@ class CompiledRules:
                 break
         if partial:
             enforced, shadowed = _different(enforced), _different(shadowed)
+        if shadowed and self._orders:
+            shadowed = [each for each in shadowed if not self.goes_first(each.rule, enforced)]
         joint = [check[:3] for check in enforced] if len(enforced) > 1 else ()
         return _new(CheckPlan, (enforced, shadowed, None, joint))
+
+    def goes_first(self, trial: Rule, enforced: Sequence[RuleCheck]) -> str:
+        """Return the enforced rule that would apply instead of a promoted trial; "" if none would.
+
+        A rule in shadow mode that replaces another counts only the requests that it would decide
+        in the place of the other.
+        """
+        if trial.replaces is None or trial.mode != "shadow":
+            return ""
+        rivals = [check.rule.id for check in enforced if check.rule.by == trial.by]
+        order = self._orders[trial.id]
+        return rivals[0] if rivals and all(self._orders[each] < order for each in rivals) else ""
 
     def _check_of(
         self, prepared: PreparedRule, subject: str, choice: LimitChoice, request: Request, cost: int
@@ -373,7 +394,7 @@ class CompiledRules:
             if not isinstance(value, str):
                 continue
             for until_ns, position, override in self._overrides.get((attribute, value), ()):
-                if override.rule is not None and override.rule != prepared.id:
+                if override.rule is not None and override.rule not in prepared.names:
                     continue
                 if until_ns is not None and self._now_ns() >= until_ns:
                     continue

@@ -67,7 +67,9 @@ def explain(
     """Return the explanation without decisions, and for each rule the check that decides."""
     tier = compiled.tier_of(request)
     verdict, entry = compiled.listed(request)
-    checks = {check.rule.id: check for check in compiled.plan(request, cost).checks}
+    plan = compiled.plan(request, cost)
+    checks = {check.rule.id: check for check in plan.checks}
+    replaced_by = {rule.rule.replaces: rule.rule.id for rule in compiled.table.rules}
     taken: dict[tuple[tuple[str, ...], bool], str] = {}
     rules: list[RuleExplained] = []
     for rule in compiled.table.rules:
@@ -79,15 +81,28 @@ def explain(
             first = taken.setdefault((rule.rule.by, rule.rule.mode == "shadow"), rule.rule.id)
             if check is None and first != rule.rule.id:
                 why = f"rule {first} counts by the same and goes first"
+                if replaced_by.get(rule.rule.id) == first:
+                    why = f"rule {first} replaces it"
+            elif check is None and (rival := compiled.goes_first(rule.rule, plan.enforced)):
+                why = f"rule {rival} goes before rule {rule.rule.replaces}, which it would replace"
             elif check is None:
                 why = (
                     f"it has no limits for {f'tier {tier}' if tier else 'requests without a tier'}"
                 )
         choice = check.choice if check else compiled.choose(rule, request, tier)
-        rules.append(_explained(rule, check, choice, why or "all its conditions hold"))
+        rules.append(_explained(rule, check, choice, why or _why_it_applies(rule)))
     listed = f"{verdict} {entry}" if verdict else ""
     explanation = Explanation(compiled.version, tier, listed, tuple(rules))
     return explanation, [checks.get(rule.rule.id) for rule in compiled.table.rules]
+
+
+def _why_it_applies(rule: CompiledRule) -> str:
+    why = "all its conditions hold"
+    if rule.rule.replaces is None:
+        return why
+    if rule.rule.mode == "shadow":
+        return f"{why}; once promoted, it takes the place of rule {rule.rule.replaces}"
+    return f"{why}; it takes the place of rule {rule.rule.replaces}"
 
 
 def _explained(

@@ -718,3 +718,33 @@ def test_lengths_of_time(text: str, seconds: float) -> None:
     place, problems = at(text)
     assert seconds_at(place) == seconds
     assert not problems.found
+
+
+TWO = "- {{id: a, by: user, limits: 5/s, {}}}\n- {{id: b, by: {}, limits: 5/s}}\n"
+
+
+def test_a_rule_replaces_the_next_one() -> None:
+    """The rule that is replaced stands directly after it and counts by the same."""
+    found = read("version: 1\nrules:\n" + TWO.format("replaces: b", "user"))
+    assert [rule.replaces for rule in found.rules] == ["b", None]
+
+
+@pytest.mark.parametrize(
+    ("rules", "problem"),
+    [
+        (TWO.format("replaces: c", "user"), 'there is no rule "c"; '),
+        (TWO.format("replaces: a", "user"), '"a" takes the place of "a", so it must stand'),
+        (
+            TWO.format("replaces: c", "user") + "- {id: c, by: user, limits: 5/s}\n",
+            '"a" takes the place of "c", so it must stand directly before it; move it there',
+        ),
+        (
+            TWO.format("replaces: b", "[ip, user]"),
+            '"a" counts by [user] and "b" by [ip, user]; rules that count by different attributes',
+        ),
+    ],
+)
+def test_a_rule_that_cannot_replace_another(rules: str, problem: str) -> None:
+    """The problem says which rule, and where it must stand."""
+    (found,) = problems(f"version: 1\nrules:\n{rules}")
+    assert found.startswith(f"t:3:3: rules[0]: replaces: {problem}")

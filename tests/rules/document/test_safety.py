@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +298,39 @@ def test_rules_that_are_never_reached() -> None:
         'rules[1] (rule "some"): it can never match: the earlier rule "all" counts by the same and '
         'matches all its requests; move it before "all", or remove it, or force it'
     )
+
+
+def promoted(stricter: str, api: str = "") -> tuple[Document, Document]:
+    """Return a document in which a rule is promoted, and the one before."""
+    written = (
+        f"{{version: 1, rules: [{{id: stricter, by: user, limits: 5/s, {stricter}}},"
+        f" {{id: api, by: user, limits: 9/s, {api}}}]}}"
+    )
+    before = read(written)
+    first, second = before.rules
+    return replace(before, rules=(replace(first, mode="enforce"), second)), before
+
+
+@pytest.mark.parametrize("api", ["", "match: {endpoint: /v1/*}"])
+def test_the_advice_for_a_promotion_keeps_the_promoted_rule(api: str) -> None:
+    """Moving the old rule before the new one would disable the new one."""
+    (finding,) = findings(*promoted("mode: shadow", api))
+    assert (finding.code, finding.rule) == ("unreachable", "api")
+    assert "move it before" not in finding.remedy
+    assert finding.remedy == (
+        'if rule "stricter" is meant to take its place, write replaces: "api" in rule "stricter" '
+        "and put that directly before it; otherwise remove one of them"
+    )
+
+
+def test_a_rule_that_was_replaced_is_no_finding() -> None:
+    """It stays in the document for a return to it. Other rules still cover it, and are found."""
+    document, before = promoted("mode: shadow, replaces: api")
+    assert findings(document, before) == ()
+    all_before = read("{version: 1, rules: [{id: all, by: user, limits: 5/s}]}").rules
+    assert [
+        (it.code, it.rule) for it in findings(replace(document, rules=all_before + document.rules))
+    ] == [("unreachable", "stricter"), ("unreachable", "api")]
 
 
 # ------------------------------------------------------------------------------------- in general

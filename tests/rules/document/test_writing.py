@@ -121,10 +121,11 @@ def test_every_other_value_is_written() -> None:
         scale=(Scale("memory", 0.1, 0.2, 0.3, 4.5, 1.25, 0.05, 60.5), Scale("q", 1, 2)),
         split=4,
         penalty=PenaltySettings(1, 2.0, 3.5, 4.0, 5, 6.0, 7.0),
+        replaces="s",
     )
     until = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
     document = Document(
-        rules=(rule,),
+        rules=(rule, Rule(id="s", by=("user",), limits=limits)),
         tiers={"pro": limits},
         tier_consistency={"pro": "strict"},
         assign={"user:1": "pro"},

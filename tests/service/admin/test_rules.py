@@ -462,3 +462,20 @@ async def test_the_audit_log_has_authors_and_diffs(admin: Admin) -> None:
     assert (entry["version"], entry["author"], entry["reason"]) == (2, "admin-token", "no. 2")
     assert (entry["kind"], entry["forced"]) == ("set-tier", "")
     assert "+  max: [2/second]" in entry["diff"]
+
+
+async def test_a_shadow_rule_is_promoted_and_demoted(admin: Admin) -> None:
+    """One request each; the audit has the kind and the reason, and the rule its new mode."""
+    trial = {"by": "user", "limits": "5/second", "mode": "shadow", "replaces": "orders"}
+    await admin.call("PUT", "/rules/a%2Fb", json=trial)
+    ids = [rule["id"] for rule in (await admin.call("GET", "/rules")).json()["rules"]]
+    assert ids == ["a/b", "orders", "login"]
+    made = (await admin.call("POST", "/rules/a%2Fb/promote", json={"reason": "tried"})).json()
+    assert (made["kind"], made["reason"]) == ("promote", "tried")
+    assert "mode" not in (await admin.call("GET", "/rules/a%2Fb")).json()
+    undone = (await admin.call("POST", "/rules/a%2Fb/demote")).json()
+    assert (undone["kind"], undone["number"]) == ("demote", made["number"] + 1)
+    assert (await admin.call("GET", "/rules/a%2Fb")).json()["mode"] == "shadow"
+    await admin.rejected("POST", "/rules/orders/demote", 400)
+    await admin.rejected("POST", "/rules/gone/promote", 404)
+    await admin.rejected("POST", "/rules/orders/promote", 400, json={"nonsense": 1})

@@ -156,7 +156,7 @@ STALE_S_MAX: Final = 86_400.0
 _TOP: Final = ("version", "tiers", "rules", "assign", "allow", "deny", "overrides", "$schema")
 _RULE: Final = (
     *("id", "match", "by", "limits", "tiers", "keys", "cost"),
-    *("consistency", "on_failure", "mode", "rollout", "scale", "split", "penalty"),
+    *("consistency", "on_failure", "mode", "replaces", "rollout", "scale", "split", "penalty"),
 )
 _SCALE: Final = (*("source", "low", "high", "least", "smoothing", "most", "idle", "stale_after"),)
 _PENALTY: Final = (
@@ -312,7 +312,32 @@ def _rules(place: DocumentPlace | None, tiers: Collection[str]) -> tuple[Rule, .
             f"expected at most {PUSHED_SOURCES_MAX} pushed sources of load, found {len(pushed)}; "
             f"let several rules follow the same source"
         )
-    return tuple(rules.values())
+    found = tuple(rules.values())
+    if any(rule.replaces is not None for rule in found) and len(found) == len(items):
+        _check_places(items, found)
+    return found
+
+
+def _check_places(items: Sequence[DocumentPlace], rules: Sequence[Rule]) -> None:
+    """Check that a rule that replaces another shares its place: next to it, by the same."""
+    ids = {rule.id for rule in rules}
+    for item, rule, after in zip(items, rules, [*rules[1:], None], strict=True):
+        name = rule.replaces
+        if name is None:
+            continue
+        if name not in ids:
+            item.fail(f"replaces: there is no rule {quoted(name)}; {suggestion(name, ids)}")
+        elif after is None or after.id != name:
+            item.fail(
+                f"replaces: {quoted(rule.id)} takes the place of {quoted(name)}, so it must stand "
+                f"directly before it; move it there"
+            )
+        elif after.by != rule.by:
+            item.fail(
+                f"replaces: {quoted(rule.id)} counts by [{', '.join(rule.by)}] and {quoted(name)} "
+                f"by [{', '.join(after.by)}]; rules that count by different attributes both apply, "
+                f"so write the same by, or remove replaces"
+            )
 
 
 def _rule(place: DocumentPlace, tiers: Collection[str], taken: Collection[str]) -> Rule:
@@ -344,6 +369,7 @@ def _rule(place: DocumentPlace, tiers: Collection[str], taken: Collection[str]) 
         consistency=_consistency(found["consistency"]) if "consistency" in found else "strict",
         on_failure=_choice(found, "on_failure", ON_FAILURES, None),
         mode=_choice(found, "mode", MODES, "enforce"),
+        replaces=found["replaces"].line("api", NAME_LENGTH_MAX) if "replaces" in found else None,
         rollout=found["rollout"].whole(0, 100, "50") if "rollout" in found else 100,
         scale=_scales(found["scale"]) if "scale" in found else (),
         split=found["split"].whole(1, SPLIT_MAX, "8") if "split" in found else 1,

@@ -142,6 +142,8 @@ class Rule:
     split: int = 1
     """The number of parts that each subject's limits are kept in, for very busy subjects."""
     penalty: PenaltySettings | None = None
+    replaces: str | None = None
+    """The id of the next rule, whose place this rule takes when it is enforced."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ def findings(document: Document, before: Document | None = None) -> tuple[Safety
         _no_limits(document),
         _no_default_tier(document),
         hidden_tiers(document),
-        _unreachable(document),
+        _unreachable(document, before),
     )
     return tuple(islice(found, FINDINGS_MAX))
 
@@ -307,15 +307,24 @@ def hidden_tiers(document: Document) -> Iterator[SafetyFinding]:
         )
 
 
-def _unreachable(document: Document) -> Iterator[SafetyFinding]:
+def _unreachable(document: Document, before: Document | None) -> Iterator[SafetyFinding]:
+    """Find rules that can never match. Moving one of two that match the same helps neither."""
+    was_shadow = {rule.id for rule in before.rules if rule.mode == "shadow"} if before else set()
     for place, earlier in covered_rules(document.rules):
         rule, other = document.rules[place], document.rules[earlier]
+        name = quoted(other.id)
+        remedy = f"move it before {name}, or remove it"
+        if other.id in was_shadow or _covers(_conditions(rule.match), _conditions(other.match)):
+            remedy = (
+                f"if rule {name} is meant to take its place, write replaces: {quoted(rule.id)} in "
+                f"rule {name} and put that directly before it; otherwise remove one of them"
+            )
         yield SafetyFinding(
             "unreachable",
             below("rules", place),
             "it can never match",
-            f"the earlier rule {quoted(other.id)} counts by the same and matches all its requests",
-            f"move it before {quoted(other.id)}, or remove it",
+            f"the earlier rule {name} counts by the same and matches all its requests",
+            remedy,
             rule.id,
         )
 
@@ -358,15 +367,18 @@ def covered_rules(rules: Sequence[Rule]) -> Iterator[tuple[int, int]]:
             continue
         index = indexes.setdefault((rule.by, rule.mode), _CoverIndex())
         conditions = _conditions(rule.match)
+        is_covered = False
         for earlier, others in index.candidates(conditions):
             if next(comparisons, None) is None:
                 return
             if _covers(others, conditions):
-                yield place, earlier
-                break
-        else:
-            if rule.rollout == 100:
-                index.add(place, conditions)
+                is_covered = True
+                # A rule that was replaced stays in the document for a return to it.
+                if rules[earlier].replaces != rule.id:
+                    yield place, earlier
+                    break
+        if not is_covered and rule.rollout == 100:
+            index.add(place, conditions)
 
 
 def _conditions(match: Match) -> Conditions:

@@ -351,7 +351,10 @@ def _parsed(rule_id: str, rule: Mapping[str, Any], tiers: Mapping[str, Any]) -> 
             f"the body is rule {show(rule['id'])}, and the URL names {show(rule_id)}; "
             f"to rename a rule, put the new one and delete the old"
         )
-    data = {"version": 1, "tiers": tiers, "rules": [{"id": rule_id, **rule}]}
+    rules: list[dict[str, Any]] = [{"id": rule_id, **rule}]
+    if isinstance(replaced := rule.get("replaces"), str):  # it must exist; see above
+        rules.append({"id": replaced, "by": rule.get("by", []), "limits": "1/s"})
+    data = {"version": 1, "tiers": tiers, "rules": rules}
     return placed(lambda: from_data(data, "<body>"), "rules[0]", "rule").rules[0]
 
 
@@ -388,6 +391,48 @@ async def delete_rule(
 ) -> VersionOut:
     """Remove a rule. Its overrides must be removed first."""
     return await editor.edit("remove-rule", lambda document: edits.remove_rule(document, id))
+
+
+class PromotionIn(ApiInput):
+    """The reason of a promotion, or of its reversal."""
+
+    reason: Reason
+
+
+@router.post(
+    "/rules/{id:path}/promote",
+    operation_id="promote_rule",
+    summary="Enforce a shadow rule",
+    responses=change_responses(404),
+)
+async def promote_rule(
+    id: RuleId,  # noqa: A002 - same
+    editor: Editor,
+    body: PromotionIn | None = None,
+) -> VersionOut:
+    """Enforce a rule that is in shadow mode, with the counts that it has.
+
+    With `replaces`, it takes the place of that rule, which then applies only to the requests that
+    the promoted rule does not match or whose subjects its rollout does not reach.
+    """
+    reason = body.reason if body else None
+    return await editor.edit("promote", lambda document: edits.promote(document, id), reason)
+
+
+@router.post(
+    "/rules/{id:path}/demote",
+    operation_id="demote_rule",
+    summary="Reverse a promotion",
+    responses=change_responses(404),
+)
+async def demote_rule(
+    id: RuleId,  # noqa: A002 - same
+    editor: Editor,
+    body: PromotionIn | None = None,
+) -> VersionOut:
+    """Put a rule that replaces another back into shadow mode: the other applies again."""
+    reason = body.reason if body else None
+    return await editor.edit("demote", lambda document: edits.demote(document, id), reason)
 
 
 # ── Versions ─────────────────────────────────────────────────────────────────────────────────────
