@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/limits.yaml"
 COMMANDS = (
     *("validate", "show", "diff", "schema", "history", "apply", "rollback", "explain"),
-    *("promote", "demote"),
+    *("promote", "demote", "audit"),
 )
 
 URL = "postgresql://ann:s3cret@127.0.0.1:1/rules"
@@ -590,3 +590,30 @@ def test_unavailable_store_is_exit_code_2() -> None:
     assert result.stdout.startswith("unknown (a.yaml; ")
     assert "all its conditions hold" in result.stdout
     assert "s3cret" not in result.output
+
+
+# ---------------------------------------------------------------------------------------- audit
+
+
+def test_the_audit_is_shown_in_pages_and_filtered() -> None:
+    """Who, when, what and why; the last line has the option for the next page."""
+    url = "sqlite:///rules.db"
+    for number, author in enumerate(("ann", "bob", "ann"), start=1):
+        name = file("a.yaml", GOOD.replace("10/", f"{number}/"))
+        signed = ("--author", author, "--reason", f"no.\n{number}", "--database", url)
+        assert run("apply", name, *signed).exit_code == 0
+    shown = run("audit", "--database", url, "--limit", "2")
+    assert shown.exit_code == 0
+    heading, newest, second, more = shown.stdout.splitlines()
+    assert heading.split() == ["TIME", "AUTHOR", "KIND", "WHAT", "REASON"]
+    assert newest.split()[-6:] == ["ann", "apply", "version", "3", "no.", "3"]
+    assert "bob" in second
+    rest = run("audit", "--database", url, *more.removeprefix("more: ").split())
+    assert [line.split()[-3] for line in rest.stdout.splitlines()[1:]] == ["1"]
+    found = json.loads(run("audit", "--database", url, "--author", "bob", "--json").stdout)
+    assert [(each["version"], each["reason"]) for each in found["items"]] == [(2, "no.\n2")]
+    assert found["next"] is None
+    none = run("audit", "--database", url, "--until", "2026-01-01", "--json")
+    assert json.loads(none.stdout)["items"] == []
+    for wrong in (["--since", "yesterday"], ["--before", "7"], ["--limit", "0"]):
+        assert run("audit", "--database", url, *wrong).exit_code == 2

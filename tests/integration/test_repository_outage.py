@@ -17,10 +17,13 @@ import pytest
 
 from tests.integration.rule_databases import document
 from tests.postgres_server import PASSWORD, Postgres, running_postgres
+from tests.service.admin.client import admin_of, filled
+from tollkeeper import Request
 from tollkeeper.control import database as database_module
 from tollkeeper.control.repository import Repository
 from tollkeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
 from tollkeeper.rules.document.model import Override
+from tollkeeper.rules.document.reading import read
 
 # No call to an unavailable or stuck database may take longer; the patched timeouts are far shorter.
 HANGS_AFTER_SECONDS = 20.0
@@ -31,6 +34,8 @@ CALLS: dict[str, Callable[[Repository], Any]] = {
     "version": lambda it: it.version(1),
     "history": lambda it: it.history(),
     "audit": lambda it: it.audit(),
+    "audit_log.page": lambda it: it.audit_log.page(),
+    "audit_log.add": lambda it: it.audit_log.add("grant", "", "{}", author="ann"),
     "diff": lambda it: it.diff(1, 1),
     "apply": lambda it: it.apply(document("7/second"), author="ann", expected=1),
     "rollback": lambda it: it.rollback(1, author="ann", expected=1),
@@ -82,6 +87,30 @@ async def test_a_stopped_server_is_unavailable_until_it_returns(
     server.start()
     assert await repository.current() == before
     assert (await repository.assign("user:1", "pro", author="ann")).number == 2
+
+
+async def test_a_grant_whose_audit_cannot_be_written_is_not_made(
+    server: Postgres, tmp_path: Path
+) -> None:
+    """503, and the counts are as before; when the server is back, the same grant succeeds."""
+    url = server.new_database()
+    await filled(url)
+    rules = read("{version: 1, rules: [{id: orders, by: user, limits: 10/hour}]}")
+    async with admin_of(tmp_path, rules, url) as admin:
+        limiter = admin.context.limiter
+        await limiter.check(Request(user="42"), 4)
+        server.kill()
+        for path, more in (("grant", {"units": 5}), ("reset", {})):
+            body = {"user": "42", **more}
+            found = await admin.rejected("POST", f"/quota/{path}", 503, json=body)
+            assert "nothing was changed, because the audit entry cannot" in found["detail"]
+            quota = (await admin.call("GET", "/quota?user=42")).json()["rules"][0]["decision"]
+            assert (quota["limit"], quota["remaining"]) == (10, 6)
+        server.start()
+        granted = await admin.call("POST", "/quota/grant", json={"user": "42", "units": 5})
+        assert granted.json()["rules"][0]["decision"]["limit"] == 15
+        (entry,) = (await admin.call("GET", "/audit?kind=grant")).json()["items"]
+        assert (entry["kind"], entry["author"]) == ("grant", "admin-token")
 
 
 async def test_a_paused_server_is_a_timeout(

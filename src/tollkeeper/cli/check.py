@@ -16,6 +16,7 @@ from tollkeeper.cli.common import (
     OK,
     PROBLEMS,
     JsonOption,
+    ReasonOption,
     parse_duration_s,
     parse_pairs,
     print_json,
@@ -271,17 +272,22 @@ def quota(request: dict[str, Any], service: ServiceClient, as_json: JsonOption =
 
 
 @with_options(request=request_fields, service=service_client)
-def reset(request: dict[str, Any], service: ServiceClient, as_json: JsonOption = False) -> None:
+def reset(
+    request: dict[str, Any],
+    service: ServiceClient,
+    reason: ReasonOption = "",
+    as_json: JsonOption = False,
+) -> None:
     """Restore the whole quota of a request's subjects, in every rule that applies to the request.
 
-    Needs an admin token.
+    Penalties end, too. Needs an admin token. The audit has the token's name and the reason.
 
     Exit code: 0 done; 2 not done.
 
-    Example: tollkeeper reset --api-key sk_1 --endpoint /v1/orders/7 --method POST
+    Example: tollkeeper reset --api-key sk_1 --endpoint /v1/orders/7 --reason "case 4711"
     """
     with service:
-        service.call("DELETE", "/v1/quota", query=_query(request))
+        service.call("DELETE", "/v1/quota", query=_query(request), reason=reason)
     if as_json:
         print_json({"exit_code": OK, "reset": request})
     else:
@@ -300,11 +306,12 @@ def grant(
             help="How long they last: 90s, 10m, 1h. [default: one window of each limit]",
         ),
     ] = None,
+    reason: ReasonOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Grant a request's subjects additional units for a while.
 
-    Needs an admin token.
+    Needs an admin token. The audit has the token's name and the reason.
 
     Exit code: 0 done; 2 not done.
 
@@ -313,7 +320,7 @@ def grant(
     lifetime = {} if ttl is None else {"ttl_seconds": parse_duration_s("--ttl", ttl)}
     body = {**request, "units": units, **lifetime}
     with service:
-        service.call("POST", "/v1/quota/grant", body=body)
+        service.call("POST", "/v1/quota/grant", body=body, reason=reason)
     if as_json:
         print_json({"exit_code": OK, "granted": body})
     else:

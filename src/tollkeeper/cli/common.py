@@ -60,6 +60,9 @@ _URL: Final = re.compile(r"\S*://\S*")
 _TOKEN: Final = re.compile(r"\btk_[\w-]+")
 _DURATION: Final = re.compile(r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?) ?(?P<unit>[a-z]{0,12})")
 
+ReasonOption = Annotated[
+    str, typer.Option("--reason", metavar="TEXT", help="The reason for the change.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 StoreOption = Annotated[
     str,

@@ -16,6 +16,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
@@ -31,6 +32,7 @@ from tollkeeper.cli.common import (
     CliGroup,
     DocumentCommand,
     JsonOption,
+    ReasonOption,
     print_json,
     print_table,
     print_text,
@@ -38,7 +40,7 @@ from tollkeeper.cli.common import (
     time_text,
     with_options,
 )
-from tollkeeper.cli.service_client import ServiceClient, service_opener
+from tollkeeper.cli.service_client import ServiceClient, one_line, service_opener
 from tollkeeper.control import edits
 from tollkeeper.control.edits import unified_diff
 from tollkeeper.control.follow import announce
@@ -73,6 +75,7 @@ from tollkeeper.rules.document.writing import limit_data, to_data, to_yaml
 from tollkeeper.rules.explain import Explanation, RuleExplained
 
 if TYPE_CHECKING:
+    from tollkeeper.control.audit import AuditedChange, AuditPage
     from tollkeeper.control.database import Database
     from tollkeeper.control.repository import Repository, Version
 
@@ -107,9 +110,6 @@ AuthorOption = Annotated[
         metavar="NAME",
         help="The author of the change. [default: the login name]",
     ),
-]
-ReasonOption = Annotated[
-    str, typer.Option("--reason", metavar="TEXT", help="The reason for the change.")
 ]
 ExpectedOption = Annotated[
     int | None,
@@ -549,6 +549,78 @@ def _version_row(version: Version) -> tuple[str, ...]:
     reason = " ".join(version.reason.split())
     time = time_text(version.created_at)
     return str(version.number), time, version.author, version.kind, reason
+
+
+@app.command("audit", cls=CliCommand)
+def audit_(
+    database: DatabaseOption = None,
+    author: Annotated[str | None, typer.Option(metavar="NAME", help="By this author.")] = None,
+    kind: Annotated[
+        str | None, typer.Option(metavar="KIND", help="Of this kind: apply, assign, grant, …")
+    ] = None,
+    key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="Of this subject, override, list entry or rule."),
+    ] = None,
+    since: Annotated[
+        str | None, typer.Option(metavar="TIME", help="From 2026-11-15, or 2026-11-15T14:30Z.")
+    ] = None,
+    until: Annotated[str | None, typer.Option(metavar="TIME", help="Before this time.")] = None,
+    limit: Annotated[int, typer.Option(metavar="N", help="At most N changes, up to 1000.")] = 50,
+    before: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="The end of the previous page.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show who changed what, when and why: versions, entries, grants and resets, newest first.
+
+    Exit code: 0 shown, also if there is nothing; 2 the database cannot be read.
+
+    Example: tollkeeper rules audit --database sqlite:///rules.db --key user:42
+
+    Example: tollkeeper rules audit --kind grant --since 2026-11-15 --json
+    """
+    from tollkeeper.control.audit import AuditCursor, AuditFilter  # noqa: PLC0415 - needs an extra
+
+    wanted = AuditFilter(author, kind, key, _moment("--since", since), _moment("--until", until))
+    cursor = None if before is None else AuditCursor.read(before)
+
+    async def find() -> AuditPage:
+        async with open_repository(database) as repository:
+            return await repository.audit_log.page(wanted, limit, cursor)
+
+    page = asyncio.run(find())
+    following = None if page.next is None else str(page.next)
+    if as_json:
+        items = [{**asdict(each), "created_at": each.created_at.isoformat()} for each in page.items]
+        print_json({"items": items, "next": following})
+        return
+    print_table(
+        ("TIME", "AUTHOR", "KIND", "WHAT", "REASON"), [_audit_row(each) for each in page.items]
+    )
+    if following:
+        print_text(f"more: --before {following}")
+
+
+def _audit_row(change: AuditedChange) -> tuple[str, ...]:
+    what = one_line(change.key, 80) if change.version is None else f"version {change.version}"
+    if change.count > 1:
+        what = f"{what} ({change.count:,} entries)".strip()
+    reason = one_line(change.reason)
+    return time_text(change.created_at), change.author, change.kind, what, reason
+
+
+def _moment(option: str, text: str | None) -> datetime | None:
+    """Return a time of ISO 8601; without a zone, it is UTC. Raises ConfigError."""
+    if text is None:
+        return None
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        raise ConfigError(
+            f"{option} {quoted(text)} is not a time; for example 2026-11-15 or 2026-11-15T14:30Z"
+        ) from None
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
 @app.command(cls=DocumentCommand)

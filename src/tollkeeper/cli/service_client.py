@@ -39,6 +39,7 @@ TIMEOUT_S_MAX: Final = 600.0
 # Enough for the quota of a request to which thousands of rules apply.
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
 _DETAIL_CHARACTERS_MAX: Final = 500
+REASON_LENGTH_MAX: Final = 1_000
 
 UrlOption = Annotated[
     str,
@@ -141,9 +142,13 @@ class ServiceClient:
         query: Mapping[str, str] | None = None,
         body: Mapping[str, Any] | None = None,
         expected: str = "",
+        reason: str = "",
     ) -> dict[str, Any]:
-        """Return the JSON object of the answer. It must have the member `expected`, if given."""
-        response, content = self._send(method, path, "application/json", query, body)
+        """Return the JSON object of the answer. It must have the member `expected`, if given.
+
+        `reason` is that of a change, for the audit.
+        """
+        response, content = self._send(method, path, "application/json", query, body, reason)
         if response.is_success and not (content or expected):
             return {}
         try:
@@ -172,11 +177,15 @@ class ServiceClient:
         accept: str,
         query: Mapping[str, str] | None = None,
         body: Mapping[str, Any] | None = None,
+        reason: str = "",
     ) -> tuple[httpx.Response, bytes]:
         until_s = monotonic() + self._timeout_s
+        headers = {"accept": accept.encode()}
+        if reason:
+            headers["x-reason"] = one_line(reason, REASON_LENGTH_MAX).encode()
         try:
             with self._client.stream(
-                method, f"{self.url}{path}", params=query, json=body, headers={"accept": accept}
+                method, f"{self.url}{path}", params=query, json=body, headers=headers
             ) as response:
                 return response, self._read(response, until_s)
         except self._http.TimeoutException:

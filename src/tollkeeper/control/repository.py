@@ -34,6 +34,7 @@ from sqlalchemy import func, insert, literal, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from tollkeeper.control import edits
+from tollkeeper.control.audit import AuditLog
 from tollkeeper.control.database import CHANNEL, Database, listen
 from tollkeeper.control.edits import unified_diff
 from tollkeeper.control.entries import EntryRows, check_signature
@@ -142,6 +143,8 @@ class Repository:
         self._parsed: tuple[int, Document] | None = None
         self.entries = EntryRows(database, self._newest_document)
         """The assignments, overrides and list entries beside the document."""
+        self.audit_log = AuditLog(database)
+        """Every change of the document, of entries and of counts."""
 
     @classmethod
     async def open(cls, url: str) -> Self:

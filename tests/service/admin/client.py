@@ -46,6 +46,7 @@ class FakeContext:
     started_ns: int = field(default_factory=time.time_ns)
     database: str | None = None
     recorder: Any = None
+    control: Any = None
 
 
 @dataclass

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from tests.service.admin.client import Admin, admin, following, from_file, template
-from tollkeeper import Request
+from tollkeeper import AsyncLimiter, Request
+from tollkeeper.core.errors import StoreUnavailable
 
 __all__ = ["admin", "following", "from_file", "template"]  # fixtures, found by name
 
@@ -179,3 +181,71 @@ async def test_quotas_need_no_database(from_file: Admin) -> None:
     assert (await from_file.call("GET", "/node")).json()["rules"]["source"].endswith("limits.yaml")
     await from_file.call("POST", "/quota/reset", json={"user": "1"})
     await from_file.call("POST", "/explain", json={})
+
+
+# ── The audit of grants and resets ─────────────────────────────────────────────────────────────
+
+
+async def test_grants_and_resets_are_audited(admin: Admin) -> None:
+    """With the name of the token, the reason, the client, the units and the rules."""
+    asker = {"user": "43", "endpoint": "/x", "attributes": {"region": "eu"}}
+    grant = {**asker, "units": 5, "ttl_seconds": 60, "reason": "case 7\nline 2"}
+    await admin.call("POST", "/quota/grant", json=grant)
+    await admin.call("POST", "/quota/reset", json=asker, headers={"X-Reason": "sorry"})
+    reset, granted = (await admin.call("GET", "/audit?key=user:43")).json()["items"]
+    assert (granted["kind"], granted["author"], granted["reason"]) == (
+        *("grant", "admin-token"),
+        "case 7\nline 2",
+    )
+    assert json.loads(granted["after"]) == {
+        "request": {"user": "43", "endpoint": "/x", "attributes": {"region": "eu"}},
+        "units": 5,
+        "ttl_seconds": 60.0,
+        "subjects": {"orders": ["user:43"]},
+    }
+    assert (reset["kind"], reset["reason"], reset["version"]) == ("reset", "sorry", None)
+    assert admin.secrets["admin"] not in json.dumps([reset, granted])
+    for query in ("author=admin-token", "kind=reset&from=2026-01-01", "limit=1"):
+        page = (await admin.call("GET", f"/audit?{query}")).json()
+        assert page["items"][0]["kind"] == "reset", query
+    assert (await admin.call("GET", "/audit?to=2026-01-01")).json()["items"] == []
+    for query in ("from=yesterday", "key=", "before=7", "who=ann"):
+        await admin.rejected("GET", f"/audit?{query}", 400)
+
+
+async def test_the_author_cannot_be_chosen(admin: Admin) -> None:
+    """Neither a field of the body nor a header names another author."""
+    for name in ("author", "who", "by"):
+        await admin.rejected("POST", "/quota/reset", 400, json={"user": "1", name: "eve"})
+    headers = {"X-Author": "eve", "X-Forwarded-User": "eve"}
+    await admin.call("POST", "/quota/reset", json={"user": "1"}, headers=headers)
+    (entry,) = (await admin.call("GET", "/audit?kind=reset")).json()["items"]
+    assert entry["author"] == "admin-token"
+
+
+async def test_a_grant_that_the_store_fails_is_audited_twice(
+    admin: Admin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second entry says that it failed."""
+
+    async def failing(*_: Any) -> None:
+        raise StoreUnavailable("the store is gone")
+
+    monkeypatch.setattr(AsyncLimiter, "grant", failing)
+    body = {"user": "43", "units": 5, "reason": "case 7"}
+    await admin.rejected("POST", "/quota/grant", 503, json=body)
+    second, first = (await admin.call("GET", "/audit?key=user:43")).json()["items"]
+    assert (first["kind"], second["kind"]) == ("grant", "grant-failed")
+    assert second["reason"] == "case 7"
+    assert json.loads(second["after"])["error"] == "the store is gone"
+
+
+async def test_without_a_database_the_log_is_the_audit(
+    from_file: Admin, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has the author, the rules, a hash of the client and the reason."""
+    caplog.set_level("INFO", "tollkeeper.admin")
+    body = {"user": "43", "units": 5, "reason": "case 7"}
+    await from_file.call("POST", "/quota/grant", json=body)
+    assert "quota grant by admin-token; rules: orders; client: user:#" in caplog.text
+    assert "reason: 'case 7'" in caplog.text

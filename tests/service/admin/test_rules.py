@@ -382,7 +382,7 @@ async def test_versions_and_audit_log_have_pages(admin: Admin, path: str, name: 
     assert seen == [5, 4, 3, 2, 1]
     whole = await admin.call("GET", f"{path}?limit=5")
     assert (len(whole.json()["items"]), whole.json()["next"]) == (5, None)
-    for query in ("limit=0", "limit=201", "before=0", "before=x"):
+    for query in ("limit=0", "limit=201", "before=", "before=x"):
         await admin.rejected("GET", f"{path}?{query}", 400)
 
 

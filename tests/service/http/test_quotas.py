@@ -172,15 +172,22 @@ async def left(http: Any, user: str, headers: dict[str, str]) -> int:
 async def test_resets_and_grants_are_logged(
     admin: tuple[Path, dict[str, str]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log has the author and the rules, and not the key."""
-    caplog.set_level("INFO", "tollkeeper.service")
+    """The log has the author, the rules, a hash of the client, and the reason on one line."""
+    caplog.set_level("INFO", "tollkeeper.admin")
     path, headers = admin
     async with http_service(tokens=path) as http:
-        body = {"user": "ann", "units": 5}
+        body = {"user": "a nn", "units": 5, "reason": "a\nquota grant by eve"}
         assert (await http("POST", "/v1/quota/grant", body, headers)).status == 204
-        assert (await http("DELETE", "/v1/quota?user=ann", headers=headers)).status == 204
+        signed = {**headers, "X-Reason": "größer"}
+        assert (await http("DELETE", "/v1/quota?user=a%20nn", headers=signed)).status == 204
+        wrong = {**body, "reason": "\x1b[2J"}
+        assert (await http("POST", "/v1/quota/grant", wrong, headers)).status == 400
     logged = [each.getMessage() for each in caplog.records if "quota" in each.getMessage()]
-    assert logged == ["quota grant by root; rules: users", "quota reset by root; rules: users"]
+    by = "by root; rules: users; client: user:#82016f5ce89a5273a55cba3a; reason:"
+    assert logged == [
+        f"quota grant {by} 'a\\nquota grant by eve'",
+        f"quota reset {by} 'größer'",
+    ]
 
 
 # ── Queries as requests ────────────────────────────────────────────────────────────────────────

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tollkeeper.core.version import __version__
 from tollkeeper.service.admin import page, problems, quotas, records, rules, subjects
-from tollkeeper.service.admin.control import AdminContext, ControlPlane
+from tollkeeper.service.admin.control import AdminContext, control_plane
 from tollkeeper.service.admin.operations import PREFIX
 from tollkeeper.service.http import openapi
 
@@ -55,7 +55,7 @@ def admin_app(context: AdminContext) -> FastAPI:
         lifespan=_lifespan,
         middleware=[Middleware(BodyDrain), Middleware(_Headers)],
     )
-    app.state.control = ControlPlane(context)
+    app.state.control = control_plane(context)
     routers = [
         rules.router,
         subjects.router,

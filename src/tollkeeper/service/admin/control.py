@@ -11,13 +11,25 @@ still answers everything else.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import Callable
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Any, Final, NamedTuple, Protocol
 
+from tollkeeper.control.entries import check_signature
 from tollkeeper.control.follow import announce
 from tollkeeper.control.repository import Kind, Repository, Version
-from tollkeeper.core.errors import ChangeRefused, StoreError, VersionConflict
+from tollkeeper.core.errors import (
+    ChangeRefused,
+    StoreError,
+    TollkeeperError,
+    VersionConflict,
+    show,
+)
+from tollkeeper.core.model import REQUEST_FIELDS, Request
+from tollkeeper.core.subjects import SEPARATOR
+from tollkeeper.history.events import recorded_subject
 from tollkeeper.history.recorder import Recorder
 from tollkeeper.limiter import AsyncLimiter
 from tollkeeper.rules.compiled import CompiledRules
@@ -41,6 +53,7 @@ class AdminContext(Protocol):
     started_ns: int
     database: str | None
     recorder: Recorder | None
+    control: ControlPlane | None
 
 
 class NoDatabase(ChangeRefused):
@@ -102,6 +115,13 @@ class ChangeRequest(NamedTuple):
         return self._replace(reason=reason) if reason else self
 
 
+def control_plane(context: AdminContext) -> ControlPlane:
+    """Return the control plane of a worker, which all its endpoints share."""
+    if context.control is None:
+        context.control = ControlPlane(context)
+    return context.control
+
+
 def etag_of(number: int) -> str:
     """Return the ETag of a version.
 
@@ -109,6 +129,43 @@ def etag_of(number: int) -> str:
     '"v12"'
     """
     return f'"v{number}"'
+
+
+# The fields of a request that name a client, as the key of an audit entry has them.
+_CLIENT: Final = ("tenant", "user", "api_key", "ip")
+
+
+class Operation(NamedTuple):
+    """An operation on the counts of a request's subjects."""
+
+    kind: str
+    request: Request
+    data: Mapping[str, Any]
+
+    @property
+    def client(self) -> list[str]:
+        """The client that the request names, in parts: `user:42`."""
+        given = ((name, getattr(self.request, name)) for name in _CLIENT)
+        return [f"{name}:{value}" for name, value in given if value is not None]
+
+    def text(self) -> str:
+        """Return the data of the audit entry, as JSON: the request, and what was done."""
+        fields = {name: getattr(self.request, name) for name in REQUEST_FIELDS}
+        named = {name: value for name, value in fields.items() if value is not None}
+        attributes = dict(self.request.attributes)
+        request = {**named, **({"attributes": attributes} if attributes else {})}
+        return json.dumps({"request": request, **self.data}, ensure_ascii=False)
+
+    def failed(self, error: Exception) -> Operation:
+        """Return the operation as one that the store did not make."""
+        return self._replace(kind=f"{self.kind}-failed", data={**self.data, "error": str(error)})
+
+    def logged(self, change: ChangeRequest) -> str:
+        """Return the line of the log. It has the hash of the client: a key is a secret."""
+        rules = ", ".join(self.data["subjects"]) or "none"
+        client = " ".join(recorded_subject(part, "hashed") for part in self.client) or "none"
+        reason = f"; reason: {show(change.reason)}" if change.reason else ""
+        return f"quota {self.kind} by {change.author}; rules: {rules}; client: {client}{reason}"
 
 
 class ControlPlane:
@@ -221,6 +278,68 @@ class ControlPlane:
             await self._announce(version)
             return version
         raise AssertionError("the last attempt returns or raises")
+
+    # ── Counts ─────────────────────────────────────────────────────────────────────────────────
+
+    async def reset(self, change: ChangeRequest, request: Request) -> None:
+        """Reset the quota of a request's subjects. Raises StoreError, ConfigError."""
+        limiter = self.context.limiter
+        await self._operate(change, "reset", request, {}, lambda: limiter.reset(request))
+
+    async def grant(
+        self, change: ChangeRequest, request: Request, units: int, ttl_seconds: float | None
+    ) -> None:
+        """Grant units to a request's subjects. Raises StoreError, ConfigError."""
+        limiter = self.context.limiter
+        data = {"units": units, "ttl_seconds": ttl_seconds}
+        await self._operate(
+            change, "grant", request, data, lambda: limiter.grant(request, units, ttl_seconds)
+        )
+
+    async def _operate(
+        self,
+        change: ChangeRequest,
+        kind: str,
+        request: Request,
+        data: Mapping[str, Any],
+        operate: Callable[[], Awaitable[object]],
+    ) -> None:
+        """Change counts in the store, after an audit entry that says so.
+
+        Without the entry, nothing is changed. If the store fails, a second entry says that; the
+        store may have made the change nevertheless, if only its reply was lost.
+        """
+        check_signature(change.author, change.reason)
+        plan = self.compiled_rules().plan(request, 0)
+        checks = (*plan.enforced, *plan.shadowed)
+        subjects = {each.rule.id: each.subject.split(SEPARATOR) for each in checks}
+        operation = Operation(kind, request, {**data, "subjects": subjects})
+        await self._audit(change, operation)
+        log.info("%s", operation.logged(change))
+        try:
+            await operate()
+        except TollkeeperError as error:
+            failed = operation.failed(error)
+            log.warning("%s", failed.logged(change))
+            with suppress(StoreError):
+                await self._audit(change, failed)
+            raise
+
+    async def _audit(self, change: ChangeRequest, operation: Operation) -> None:
+        """Write the entry of an operation; without a database, the log is the audit."""
+        if self.context.database is None:
+            return
+        try:
+            audit_log = (await self.repository()).audit_log
+            await audit_log.add(
+                *(operation.kind, " ".join(operation.client), operation.text()),
+                author=change.author,
+                reason=change.reason,
+            )
+        except StoreError as error:
+            raise type(error)(
+                f"nothing was changed, because the audit entry cannot be written: {error}"
+            ) from error
 
     async def _expected(
         self, repository: Repository, condition: VersionCondition | None

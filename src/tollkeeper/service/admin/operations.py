@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
 from datetime import datetime
 from typing import Annotated, Any, Final, Generic, NamedTuple, TypeVar
 from urllib.parse import unquote_to_bytes, urlencode
@@ -63,6 +62,7 @@ from tollkeeper.service.http.bodies import (
     unsupported,
     utf8_text,
 )
+from tollkeeper.service.http.quotas import reason_text
 from tollkeeper.service.http.tokens import Permission, TokenRejection
 
 # ── Values ───────────────────────────────────────────────────────────────────────────────────────
@@ -416,8 +416,27 @@ def control_of(request: Request) -> ControlPlane:
     return control
 
 
-def _asked(
+def _signed(
     request: Request,
+    x_reason: Annotated[
+        str | None,
+        Header(
+            description="Why, for the audit log, if the body does not say it; in UTF-8.",
+            max_length=REASON_BYTES_MAX,
+            json_schema_extra={"maxLength": REASON_LENGTH_MAX},
+        ),
+    ] = None,
+) -> ChangeRequest:
+    # Headers are decoded as Latin-1, and people type UTF-8.
+    reason = reason_text((x_reason or "").encode("latin-1"))
+    return ChangeRequest(request.state.token.name, reason)
+
+
+Signed = Annotated[ChangeRequest, Depends(_signed)]
+
+
+def _asked(
+    signed: Signed,
     force: Annotated[
         bool, Query(description="Make the change even if it is unsafe; the audit log shows it.")
     ] = False,
@@ -430,22 +449,8 @@ def _asked(
         ),
     ] = None,
     if_none_match: Annotated[str | None, Header(include_in_schema=False)] = None,
-    x_reason: Annotated[
-        str | None,
-        Header(
-            description="Why, for the audit log, if the body does not say it; in UTF-8.",
-            max_length=REASON_BYTES_MAX,
-            json_schema_extra={"maxLength": REASON_LENGTH_MAX},
-        ),
-    ] = None,
 ) -> ChangeRequest:
-    reason = x_reason or ""
-    with suppress(UnicodeError):
-        # Headers are decoded as Latin-1, and people type UTF-8.
-        reason = reason.encode("latin-1").decode()
-    return ChangeRequest(
-        request.state.token.name, reason, force, condition_of(if_match, if_none_match)
-    )
+    return signed._replace(force=force, condition=condition_of(if_match, if_none_match))
 
 
 Control = Annotated[ControlPlane, Depends(control_of)]

@@ -6,7 +6,6 @@ These operations use the limiter of this node and the rules in force in it. They
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final, Literal, cast
@@ -37,6 +36,8 @@ from tollkeeper.service.admin.operations import (
     Control,
     LimitData,
     OverrideData,
+    Reason,
+    Signed,
     Text,
     error_responses,
 )
@@ -49,8 +50,6 @@ router = APIRouter(tags=["quotas"], route_class=AdminRoute)
 OTHERS_MAX: Final = 200
 _POST: Final = (*READ, 408, 413, 415, 422)
 _ATTRIBUTE: Final = "attributes."
-
-log = logging.getLogger("tollkeeper.admin")
 
 _Field = Annotated[str | None, Query(max_length=TEXT_LENGTH_MAX)]
 
@@ -82,6 +81,12 @@ class ExplainIn(RequestIn):
     cost: int = Field(1, ge=0, le=UNITS_MAX, description="Units that the request costs.")
 
 
+class ResetIn(RequestIn):
+    """A request whose subjects get their whole quota again."""
+
+    reason: Reason
+
+
 class GrantIn(RequestIn):
     """Extra units for the subjects of such a request."""
 
@@ -92,6 +97,7 @@ class GrantIn(RequestIn):
         le=TTL_SECONDS_MAX,
         description="How long they can be spent; by default one window.",
     )
+    reason: Reason
 
 
 class DecisionOut(ApiOutput):
@@ -309,12 +315,14 @@ def _attributes(request: Request) -> dict[str, str]:
     summary="Reset a quota",
     responses=error_responses(*_POST),
 )
-async def reset_quota(request: Request, control: Control, asker: RequestIn) -> QuotaOut:
-    """Reset the quota under every rule that applies, and return it."""
-    await control.context.limiter.reset(_request_of(asker))
-    quota = await _quota(control, _request_of(asker))
-    _note(request, "reset", quota)
-    return quota
+async def reset_quota(control: Control, signed: Signed, asker: ResetIn) -> QuotaOut:
+    """Reset the quota under every rule that applies, end penalties, and return the quota.
+
+    The audit log has an entry. If it cannot be written, nothing is reset.
+    """
+    request = _request_of(asker)
+    await control.reset(signed.because(asker.reason), request)
+    return await _quota(control, request)
 
 
 @router.post(
@@ -323,21 +331,15 @@ async def reset_quota(request: Request, control: Control, asker: RequestIn) -> Q
     summary="Grant units",
     responses=error_responses(*_POST),
 )
-async def grant_quota(request: Request, control: Control, grant: GrantIn) -> QuotaOut:
+async def grant_quota(control: Control, signed: Signed, grant: GrantIn) -> QuotaOut:
     """Grant extra units under every rule that applies, and return the quota.
 
-    They are spent when the limit itself has no room.
+    They are spent when the limit itself has no room. The audit log has an entry. If it cannot be
+    written, nothing is granted.
     """
-    await control.context.limiter.grant(_request_of(grant), grant.units, grant.ttl_seconds)
-    quota = await _quota(control, _request_of(grant))
-    _note(request, "grant", quota)
-    return quota
-
-
-def _note(request: Request, what: str, quota: QuotaOut) -> None:
-    """Log the change, its author and the rules. The key is not logged."""
-    rules = ", ".join(rule.id for rule in quota.rules) or "none"
-    log.info("quota %s by %s; rules: %s", what, request.state.token.name, rules)
+    request = _request_of(grant)
+    await control.grant(signed.because(grant.reason), request, grant.units, grant.ttl_seconds)
+    return await _quota(control, request)
 
 
 @router.post(

@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from datetime import datetime
 from typing import Annotated, Any, Final
 
-from fastapi import APIRouter, Header, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from pydantic import Field
 
 from tollkeeper.control import edits
+from tollkeeper.control.audit import AuditCursor, AuditFilter
 from tollkeeper.control.edits import unified_diff
+from tollkeeper.control.schema import AUTHOR_LENGTH_MAX, KIND_LENGTH_MAX
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.rules.document.model import Document, Rule
 from tollkeeper.rules.document.reading import DocumentError, from_data, read
 from tollkeeper.rules.document.safety import hidden_tiers, new_findings
 from tollkeeper.rules.document.tree import DocumentProblem
 from tollkeeper.rules.document.writing import to_data, to_yaml
+from tollkeeper.rules.entries import KEY_BYTES_MAX
 from tollkeeper.service.admin.control import CurrentRules, etag_of
 from tollkeeper.service.admin.operations import (
     ANY_CONTENT,
@@ -63,6 +67,7 @@ from tollkeeper.service.admin.problems import (
     finding_data,
     problem_data,
 )
+from tollkeeper.service.admin.records import moment
 
 router = APIRouter(tags=["rules"], route_class=AdminRoute)
 versions_router = APIRouter(tags=["versions"], route_class=AdminRoute)
@@ -125,16 +130,25 @@ class DiffOut(ApiOutput):
     diff: str = Field(description="A unified diff; empty if nothing changed.")
 
 
-class AuditOut(ApiOutput):
-    """One change: its author, time, reason and diff."""
+class AuditLogOut(ApiOutput):
+    """One change: its author, time, reason, and what it changed."""
 
-    version: int
-    author: str
-    reason: str
     created_at: datetime
-    kind: str
+    author: str = Field(description="The name of the token.", examples=["ann"])
+    reason: str
+    kind: str = Field(description="What was done.", examples=["put-rule", "assign", "grant"])
+    version: int | None = Field(
+        description="The version of the rule document; null if the document did not change."
+    )
+    change: int | None = Field(description="The number of the change, if it made no version.")
+    key: str = Field(
+        description="What was changed, unless it is the document.", examples=["user:42"]
+    )
+    before: str | None = Field(description="Its data before; null if it did not exist.")
+    after: str | None = Field(description="Its data after, or what was done to its counts.")
+    count: int = Field(description="How many entries have changed.")
     diff: str = Field(
-        description=f"The changes to the version before, at most {DIFF_LENGTH_MAX:,} characters. "
+        description=f"The changes of the document, at most {DIFF_LENGTH_MAX:,} characters. "
         f"`versions/{{number}}/diff` has the whole diff."
     )
     forced: str = Field(description="The findings that `force` overruled.")
@@ -147,11 +161,13 @@ class VersionPage(ApiOutput):
     next: NextBefore
 
 
-class AuditPage(ApiOutput):
+class AuditLogPage(ApiOutput):
     """Entries of the audit log, the newest first."""
 
-    items: list[AuditOut]
-    next: NextBefore
+    items: list[AuditLogOut]
+    next: str | None = Field(
+        description="`before` for the next page; null if this is the last one."
+    )
 
 
 def _document_responses() -> dict[int | str, dict[str, Any]]:
@@ -524,6 +540,50 @@ async def rollback(
     return version_reply(response, await control.rollback(change.because(reason), number))
 
 
+def _audit_filter(
+    author: Annotated[
+        str | None, Query(description="By the token of this name.", max_length=AUTHOR_LENGTH_MAX)
+    ] = None,
+    kind: Annotated[
+        str | None,
+        Query(description="Changes of this kind.", examples=["grant"], max_length=KIND_LENGTH_MAX),
+    ] = None,
+    key: Annotated[
+        str | None,
+        Query(
+            description="Of this subject, override, list entry or rule. A version of the document "
+            "is found by the text of its diff.",
+            examples=["user:42"],
+            min_length=1,
+            max_length=KEY_BYTES_MAX,
+        ),
+    ] = None,
+    from_: Annotated[
+        str | None,
+        Query(
+            alias="from",
+            description="From this time with its zone, or this date (UTC).",
+            examples=["2026-11-15T00:00:00Z"],
+            json_schema_extra={"format": "date-time"},
+        ),
+    ] = None,
+    to: Annotated[
+        str | None,
+        Query(
+            description="Before this time, or this date (UTC).",
+            examples=["2026-11-16T00:00:00Z"],
+            json_schema_extra={"format": "date-time"},
+        ),
+    ] = None,
+) -> AuditFilter:
+    since = None if from_ is None else moment(from_, "from")
+    until = None if to is None else moment(to, "to")
+    return AuditFilter(author, kind, key, since, until)
+
+
+AuditQuery = Annotated[AuditFilter, Depends(_audit_filter)]
+
+
 @versions_router.get(
     "/audit",
     operation_id="list_audit",
@@ -531,24 +591,27 @@ async def rollback(
     responses=page_responses(_FROM_FILE),
 )
 async def list_audit(
-    response: Response, control: Control, limit: Rows = ROWS, before: Before = None
-) -> AuditPage:
-    """Return one entry for each version, the newest first."""
-    repository = await control.repository()
-    found = await repository.audit(limit + 1, before, diff_length_max=DIFF_LENGTH_MAX)
-    items = [
-        AuditOut(
-            version=each.version,
-            author=each.author,
-            reason=each.reason,
-            created_at=each.created_at,
-            kind=each.kind,
-            diff=each.diff,
-            forced=each.forced,
-        )
-        for each in found[:limit]
-    ]
-    following = items[-1].version if len(found) > limit else None
+    request: Request,
+    response: Response,
+    control: Control,
+    wanted: AuditQuery,
+    limit: Rows = ROWS,
+    before: Annotated[
+        str | None,
+        Query(
+            description="`next` of the previous page.",
+            pattern=r"^[0-9]{1,10}\.[0-9]{1,19}$",
+            examples=["12.345"],
+        ),
+    ] = None,
+) -> AuditLogPage:
+    """Return every change of the document, of entries and of counts, the newest first."""
+    audit_log = (await control.repository()).audit_log
+    cursor = None if before is None else AuditCursor.read(before)
+    page = await audit_log.page(wanted, limit, cursor, diff_length_max=DIFF_LENGTH_MAX)
+    items = [AuditLogOut(**asdict(each)) for each in page.items]
+    following = None if page.next is None else str(page.next)
     if following is not None:
-        link_next(response, "/audit", limit=limit, before=following)
-    return AuditPage(items=items, next=following)
+        query = {**request.query_params, "limit": limit, "before": following}
+        link_next(response, "/audit", **query)
+    return AuditLogPage(items=items, next=following)

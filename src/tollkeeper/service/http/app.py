@@ -222,8 +222,8 @@ class HttpService:
 
     async def stop(self) -> None:
         """Stop the background tasks and write the last counters. No request may follow."""
-        if self._admin is not None:
-            await self._admin.state.control.close()
+        if self.context.control is not None:
+            await self.context.control.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tollkeeper.decide.failure import FailurePolicy, LocalFallback
     from tollkeeper.history.recorder import Recorder
     from tollkeeper.limiter import AsyncLimiter
+    from tollkeeper.service.admin.control import ControlPlane
     from tollkeeper.service.http.tokens import Tokens
     from tollkeeper.web.answers import Style
     from tollkeeper.web.identity import Identity
@@ -99,6 +100,8 @@ class ServiceContext:
     """The counters of requests and decision times."""
     recorder: Recorder | None = None
     """Records decisions and usage; None: nothing is recorded."""
+    control: ControlPlane | None = None
+    """The control plane; None until a request needs it."""
     stopping: bool = False
     """True once the service shuts down: it still answers, and asks clients to go elsewhere."""
     closing: bool = False

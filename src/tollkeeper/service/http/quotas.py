@@ -6,8 +6,9 @@ peeks at each limit separately. It spends nothing.
 
 from __future__ import annotations
 
-import logging
-from typing import Annotated, Any, Final, Literal
+import asyncio
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -45,7 +46,11 @@ from tollkeeper.service.http.context import (
 )
 from tollkeeper.web.addresses import counted_address
 
+if TYPE_CHECKING:
+    from tollkeeper.service.admin.control import ChangeRequest, ControlPlane
+
 QUERY_BYTES_MAX: Final = 16_384
+REASON_LENGTH_MAX: Final = 1_000
 TTL_SECONDS_MAX: Final = 366 * 86_400
 _QUERY_FIELDS_MAX: Final = ATTRIBUTES_MAX + len(REQUEST_FIELDS)
 _ATTRIBUTE: Final = "attributes."
@@ -59,8 +64,6 @@ _KINDS: Final[dict[str | None, QuotaKind]] = {
     "deny": "blocked",
 }
 
-log = logging.getLogger("tollkeeper.service")
-
 
 class GrantBody(RequestFields, forbid_unknown_fields=True, kw_only=True):
     """A request, and the extra units for its subject."""
@@ -72,6 +75,9 @@ class GrantBody(RequestFields, forbid_unknown_fields=True, kw_only=True):
         Annotated[float, Meta(gt=0, le=TTL_SECONDS_MAX)] | None,
         Meta(description="How long they can be spent; by default one window."),
     ] = None
+    reason: Annotated[
+        str, Meta(max_length=REASON_LENGTH_MAX, description="Why, for the audit log.")
+    ] = ""
 
 
 class QuotaLimit(msgspec.Struct):
@@ -208,8 +214,8 @@ class _SingleLimits:
 def _reset(context: ServiceContext) -> Handler:
     async def reset(http_request: ServiceRequest) -> ServiceReply:
         request = _request_in_query(http_request)
-        await context.limiter.reset(request)
-        _log_change(context, http_request, "reset", request)
+        control, change = await _change(context, http_request, "")
+        await control.reset(change, request)
         return ServiceReply(204, [])
 
     return reset
@@ -221,20 +227,33 @@ def _grant(context: ServiceContext) -> Handler:
     async def grant(http_request: ServiceRequest) -> ServiceReply:
         body = read(http_request.body)
         request = request_of(body)
-        await context.limiter.grant(request, body.units, body.ttl_seconds)
-        _log_change(context, http_request, "grant", request)
+        control, change = await _change(context, http_request, body.reason)
+        await control.grant(change, request, body.units, body.ttl_seconds)
         return ServiceReply(204, [])
 
     return grant
 
 
-def _log_change(
-    context: ServiceContext, http_request: ServiceRequest, change: str, request: Request
-) -> None:
-    """Log the change, its author and the rules, as the admin API does. The key is not logged."""
-    plan = context.limiter.compiled_rules.plan(request, 0)
-    rules = ", ".join(check.rule.id for check in (*plan.enforced, *plan.shadowed)) or "none"
-    log.info("quota %s by %s; rules: %s", change, http_request.token.name, rules)
+async def _change(
+    context: ServiceContext, http_request: ServiceRequest, reason: str
+) -> tuple[ControlPlane, ChangeRequest]:
+    """Return the control plane, and who changes counts and why, for the audit."""
+    # In a thread: the import takes a second, and checks must not wait for it.
+    admin = await asyncio.to_thread(import_module, "tollkeeper.service.admin.control")
+    given = reason or reason_text(http_request.headers.get(b"x-reason", b""))
+    return admin.control_plane(context), admin.ChangeRequest(http_request.token.name, given)
+
+
+def reason_text(header: bytes) -> str:
+    """Return the reason in the header X-Reason: UTF-8, or Latin-1 as HTTP had it.
+
+    >>> reason_text("größer".encode()), reason_text("größer".encode("latin-1"))
+    ('größer', 'größer')
+    """
+    try:
+        return header.decode()
+    except UnicodeDecodeError:
+        return header.decode("latin-1")
 
 
 def _request_in_query(http_request: ServiceRequest) -> Request:
