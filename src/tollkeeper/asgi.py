@@ -105,8 +105,13 @@ class RateLimit:
                 else:
                     await charges.settle_failure(error)
                 raise
-        if charges.denied is not None or not charges.is_settled():
-            await charges.finish(receive)
+        if charges.denied is None:
+            for charge in charges.made:  # `is_settled`, without the call
+                if not charge.is_settled:
+                    break
+            else:
+                return
+        await charges.finish(receive)
 
     def _closing(self, send: Send) -> Send:
         async def close_and_send(message: Message) -> None:

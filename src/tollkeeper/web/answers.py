@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from http import HTTPStatus
@@ -73,11 +73,11 @@ __all__ = [
     "problem",
     "problem_answer",
     "problem_of",
+    "raw_headers_beside",
     "raw_headers_of",
     "retry_after_seconds_of",
     "status_of",
     "unavailable_answer",
-    "with_raw_headers",
 ]
 
 # Sets of applied rules whose headers are cached. A rule document has about as many as it has rules,
@@ -116,7 +116,7 @@ _LIMIT_HEADERS: Final = (
 _NAMES: Final = {name.lower().encode(): name for name in (*_LIMIT_HEADERS, RETRY_AFTER, NODE)}
 _LOWER_LIMIT_HEADERS: Final = frozenset(name.lower() for name in _LIMIT_HEADERS)
 # The usual spellings of all these names, so that an ASGI response is searched without lower().
-_SPELLINGS: Final = frozenset(
+SPELLINGS: Final = frozenset(
     spelling.encode() for name in _NAMES.values() for spelling in (name, name.lower(), name.title())
 )
 
@@ -470,54 +470,48 @@ class PreparedHeaders:
             return None
         return cls(raw_headers_of(result, now_ns, style))
 
-    def headers(self, decision: Decision, now_ns: int) -> list[RawHeader]:
+    def headers(self, decision: Decision, now_ns: Callable[[], int]) -> list[RawHeader]:
         """Return the headers of a decision that is allowed and not degraded.
 
-        Requests share the list: the caller must not change it.
+        `now_ns` is called for a decision that no store made. Requests share the list: the caller
+        must not change it.
         """
         remaining = decision.remaining
         after_ns = decision.reset_after_ns + _ALMOST_A_SECOND_NS  # rounds up below
-        reset_s = ((decision.decided_ns or now_ns) + after_ns) // NS_PER_SECOND
+        reset_s = ((decision.decided_ns or now_ns()) + after_ns) // NS_PER_SECOND
         after_s = after_ns // NS_PER_SECOND
-        if decision.granted:
-            return [_limit_header(decision.limit), *self._printed(remaining, reset_s, after_s)[1:]]
-        if remaining >= PREPARED_MAX:
-            return self._printed(remaining, reset_s, after_s)
         known = self._known.get(remaining)
         if known is not None and known[0] == reset_s and known[1] == after_s:
-            return known[2]
-        headers = self._printed(remaining, reset_s, after_s)
-        self._known[remaining] = reset_s, after_s, headers
+            headers = known[2]
+        else:
+            # Many requests in a row share the two times, so they are cached until they change. Two
+            # threads may update them at once: each uses the value that it has read or made itself.
+            reset, after = self._reset, self._after
+            if reset_s != reset[0]:
+                reset = self._reset = (reset_s, (b"x-ratelimit-reset", b"%d" % reset_s))
+            if after_s != after[0]:
+                after = self._after = (after_s, b";t=%d" % after_s)
+            printed = b"%d" % remaining
+            headers = [
+                self._limit,
+                (b"x-ratelimit-remaining", printed),
+                reset[1],
+                (b"ratelimit", self._start + printed + after[1]),
+                *self._last,
+            ]
+            if remaining < PREPARED_MAX:
+                self._known[remaining] = reset_s, after_s, headers
+        if decision.granted:
+            return [_limit_header(decision.limit), *headers[1:]]
         return headers
 
-    def _printed(self, remaining: int, reset_s: int, after_s: int) -> list[RawHeader]:
-        # Many requests in a row share the two times, so they are cached until they change. Two
-        # threads may update them at once: each uses the value that it has read or made itself.
-        reset, after = self._reset, self._after
-        if reset_s != reset[0]:
-            header = (b"x-ratelimit-reset", b"%d" % reset_s)
-            reset = self._reset = (reset_s, header)
-        if after_s != after[0]:
-            after = self._after = (after_s, b";t=%d" % after_s)
-        printed = b"%d" % remaining
-        return [
-            self._limit,
-            (b"x-ratelimit-remaining", printed),
-            reset[1],
-            (b"ratelimit", self._start + printed + after[1]),
-            *self._last,
-        ]
 
-
-def with_raw_headers(theirs: list[RawHeader], ours: list[RawHeader]) -> list[RawHeader]:
-    """Return an application's headers with ours added. The application's own headers win."""
-    for name, _ in theirs:
-        if name in _SPELLINGS:
-            known = {name.decode("latin-1").lower() for name, _ in theirs}
-            if not known.isdisjoint(_LOWER_LIMIT_HEADERS):
-                return theirs
-            return theirs + [header for header in ours if header[0].decode("ascii") not in known]
-    return theirs + ours
+def raw_headers_beside(theirs: list[RawHeader], ours: list[RawHeader]) -> list[RawHeader]:
+    """Return those of our headers that an application does not send itself. See headers_beside."""
+    known = {name.decode("latin-1").lower() for name, _ in theirs}
+    if not known.isdisjoint(_LOWER_LIMIT_HEADERS):
+        return []
+    return [header for header in ours if header[0].decode("ascii") not in known]
 
 
 def headers_beside(names: Iterable[str], ours: list[Header]) -> list[Header]:

@@ -31,13 +31,14 @@ from tollkeeper.core.model import NAME_LENGTH_MAX, CheckResult
 from tollkeeper.core.steps import Call, Steps, run, run_async
 from tollkeeper.decide.combine import combine_decisions
 from tollkeeper.web.answers import (
+    SPELLINGS,
     Header,
     HttpAnswer,
     PreparedHeaders,
     headers_beside,
     headers_of,
+    raw_headers_beside,
     raw_headers_of,
-    with_raw_headers,
 )
 from tollkeeper.web.enforcer import (
     PASSED,
@@ -64,25 +65,26 @@ _NAME_LENGTH_MAX: Final = NAME_LENGTH_MAX - 8
 class RequestCharges:
     """The charges of one request, in the order in which they were made."""
 
-    __slots__ = ("_charges", "enforcer", "status")
+    __slots__ = ("enforcer", "made", "status")
 
     def __init__(self, enforcer: EnforcerCore) -> None:
         """`enforcer` is the outermost: the headers use its clock and its style."""
         self.enforcer = enforcer
-        self._charges: list[Charge] = []
+        self.made: list[Charge] = []
+        """The charges."""
         self.status: int | None = None
         """The status of the response, once it is known."""
 
     def add(self, charge: Charge) -> bool:
         """Add a charge. If it is denied, refund all charges and return False."""
-        self._charges.append(charge)
+        self.made.append(charge)
         if not charge.decision.allowed:
             self.refund()
         return charge.decision.allowed
 
     def refund(self) -> None:
         """Make the request cost nothing."""
-        for charge in self._charges:
+        for charge in self.made:
             charge.refund()
 
     def name_for(self, name: str) -> str:
@@ -93,7 +95,7 @@ class RequestCharges:
         """
         if len(name) > _NAME_LENGTH_MAX or not name.isprintable():
             name = digest_of(name)
-        taken = {each.enforcer.options.name for each in self._charges if each.enforcer is not None}
+        taken = {each.enforcer.options.name for each in self.made if each.enforcer is not None}
         found, number = name, 1
         while found in taken:
             number += 1
@@ -103,14 +105,14 @@ class RequestCharges:
     @property
     def last(self) -> Charge:
         """The charge that was made last."""
-        return self._charges[-1] if self._charges else Charge()
+        return self.made[-1] if self.made else Charge()
 
     @property
     def result(self) -> CheckResult:
         """The combined result of all charges."""
-        if len(self._charges) == 1:
-            return self._charges[0].result
-        return joint_result([charge.result for charge in self._charges])
+        if len(self.made) == 1:
+            return self.made[0].result
+        return joint_result([charge.result for charge in self.made])
 
     def headers_beside(self, names: Iterable[str]) -> list[Header]:
         """Return the headers to add to a response that has headers of these names."""
@@ -121,20 +123,20 @@ class RequestCharges:
         """Note that the handler raised. That is a 500; a cancelled request has no status."""
         if isinstance(error, Exception):
             self.status = 500
-            for charge in self._charges:  # another outcome than the one that may be applied
+            for charge in self.made:  # another outcome than the one that may be applied
                 if charge.enforcer.counts_outcomes:
                     charge.is_settled = False
 
     def is_settled(self) -> bool:
         """Return True if every reported cost and every outcome is applied."""
-        for charge in self._charges:  # noqa: SIM110 - `all` and its generator take twice as long
+        for charge in self.made:  # noqa: SIM110 - `all` and its generator take twice as long
             if not charge.is_settled:
                 return False
         return True
 
     def unsettled(self) -> list[tuple[Any, Charge]]:
         """Return the charges that are not settled, each with its enforcer."""
-        return [(charge.enforcer, charge) for charge in self._charges if not charge.is_settled]
+        return [(charge.enforcer, charge) for charge in self.made if not charge.is_settled]
 
     def settle(self) -> None:
         """Apply the cost of the request so far; `status` decides where outcomes count."""
@@ -205,7 +207,8 @@ Send = Callable[[Message], Awaitable[None]]
 _STARTS: Final = frozenset(
     {"http.response.start", "websocket.http.response.start", "websocket.accept"}
 )
-_ENDS: Final = frozenset({"http.response.body", "http.response.pathsend"})
+_BODY: Final = "http.response.body"
+_FILE: Final = "http.response.pathsend"
 _DENIAL: Final = "websocket.http.response"
 _POLICY_VIOLATION: Final = 1008  # RFC 6455, 7.4.1
 
@@ -231,7 +234,7 @@ class AsgiCharges(RequestCharges):
 
     def __init__(self, enforcer: AsyncEnforcer, send: Send) -> None:
         self.enforcer = enforcer
-        self._charges = []
+        self.made = []
         self.status = None
         self._send = send
         self._prepared: PreparedHeaders | None = None
@@ -251,12 +254,12 @@ class AsgiCharges(RequestCharges):
             key = keys.get(client[0]) if client and not switches.limiting_off else None
             if key is None:
                 return False
-            decision = enforcer.check(key, enforcer.units)
-            is_settled = not enforcer.counts_outcomes
-            charge = Charge(decision, key, enforcer.units, enforcer, None, is_settled)
+            units = enforcer.units
+            decision = enforcer.check(key, units)
+            charge = Charge(decision, key, units, enforcer, None, not enforcer.counts_outcomes)
             scope[CHARGE] = charge
-            self._charges.append(charge)
-            if not decision.allowed:
+            self.made.append(charge)
+            if not decision:
                 self.deny(enforcer, RoutedAsgiRequest(scope, app))
             if not decision.degraded:
                 self._prepared = enforcer.prepared
@@ -277,7 +280,7 @@ class AsgiCharges(RequestCharges):
                     await run_async(enforcer.delay_steps(charge))
         except UncheckableRequest as rejected:
             self.deny(enforcer, request, rejected.answer)
-        charges = self._charges
+        charges = self.made
         charges.append(charge)
         request.scope[CHARGE] = charge
         decision = charge.decision
@@ -303,9 +306,9 @@ class AsgiCharges(RequestCharges):
         kind = message["type"]
         if self.denied is not None:
             return _nothing()
-        if kind in _ENDS:
+        if kind == _BODY or kind == _FILE:  # noqa: PLR1714, SIM109 - faster than `in`
             if not message.get("more_body"):
-                for charge in self._charges:  # `is_settled`, without the call
+                for charge in self.made:  # `is_settled`, without the call
                     if not charge.is_settled:
                         return self._settle_and_send(message)
             return self._send(message)
@@ -320,8 +323,8 @@ class AsgiCharges(RequestCharges):
         """Return a copy of the message with our headers: the application may reuse its own."""
         enforcer = self.enforcer
         if self._prepared is not None:
-            decision = self._charges[0].decision
-            ours = self._prepared.headers(decision, decision.decided_ns or enforcer.now_ns())
+            decision = self.made[0].decision
+            ours = self._prepared.headers(decision, enforcer.now_ns)
         else:
             result = self.result
             if result is PASSED:
@@ -332,8 +335,12 @@ class AsgiCharges(RequestCharges):
         theirs = message.get("headers")
         if type(theirs) is not list:
             theirs = list(theirs or ())
+        for name, _ in theirs:
+            if name in SPELLINGS:
+                ours = raw_headers_beside(theirs, ours)
+                break
         changed = dict(message)
-        changed["headers"] = with_raw_headers(theirs, ours)
+        changed["headers"] = theirs + ours
         return changed
 
     async def _settle_and_send(self, message: Message) -> None:
