@@ -12,21 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tollkeeper import Limiter, Request
+from tollkeeper.core.histogram import LENGTH
 from tollkeeper.core.model import ResultKind
 from tollkeeper.metrics import counters
 from tollkeeper.metrics.counters import (
-    BOUNDS_NS,
     BY_NAME,
     FAMILIES,
     JOIN,
-    LENGTH,
     Counters,
-    Histogram,
     LimiterMetrics,
     MetricsSnapshot,
     RuleTotals,
-    added,
-    cumulative,
 )
 from tollkeeper.testing import ManualClock
 
@@ -72,10 +68,10 @@ def test_the_documentation_lists_every_metric() -> None:
 def test_counters_are_added_and_the_worst_gauge_is_reported() -> None:
     """Each family is merged in its own way; values of only one process stay."""
     one = snapshot(denied_cache_hits=3, rules_age_seconds=1.5, start_time_seconds=100)
-    one.histograms["decision_seconds"] = [1] * LENGTH
+    one.histograms["decision_seconds"] = {"": [1] * LENGTH}
     other = snapshot(denied_cache_hits=4, rules_age_seconds=9.5, start_time_seconds=90)
     other.put("penalties", 2, "users", "block")
-    other.histograms["decision_seconds"] = [2] * LENGTH
+    other.histograms["decision_seconds"] = {"": [2] * LENGTH}
     one.add(other)
     assert one.values == {
         "denied_cache_hits": {"": 7},
@@ -83,16 +79,17 @@ def test_counters_are_added_and_the_worst_gauge_is_reported() -> None:
         "start_time_seconds": {"": 90},
         "penalties": {f"users{JOIN}block": 2},
     }
-    assert one.histograms == {"decision_seconds": [3] * LENGTH}
+    assert one.histograms == {"decision_seconds": {"": [3] * LENGTH}}
 
 
 def test_data_of_another_release_is_left_out() -> None:
     """An unknown family, or a histogram with other ranges, changes nothing."""
     one = snapshot(denied_cache_hits=1)
     other = snapshot(of_the_future=1)
-    other.histograms = {"decision_seconds": [1, 2], "of_the_future": [1] * LENGTH}
+    other.histograms = {"decision_seconds": {"": [1, 2]}, "of_the_future": {"": [1] * LENGTH}}
     one.add(other)
-    assert one == snapshot(denied_cache_hits=1)
+    assert one.values == snapshot(denied_cache_hits=1).values
+    assert not any(one.histograms.values())
 
 
 def test_only_the_counts_of_a_dead_worker_remain() -> None:
@@ -154,7 +151,7 @@ def test_counts_of_the_service() -> None:
         "requests": {f"/v1/check{JOIN}200": 3},
         "grpc_requests": {"OK": 2},
     }
-    assert sum(found.histograms["decision_seconds"][:-1]) == 1
+    assert sum(found.histograms["decision_seconds"][""][:-1]) == 1
 
 
 def test_the_counts_of_a_limiter_are_read() -> None:
@@ -178,7 +175,7 @@ def test_the_counts_of_a_limiter_are_read() -> None:
     assert found.values["rules_failing"] == {"": 0}
     assert found.values["rules_load_errors"] == {"": 0}
     assert "breaker_state" not in found.values
-    assert found.histograms["store_seconds"] == [0] * LENGTH
+    assert found.histograms["store_seconds"] == {}
 
 
 def test_a_limiter_without_rules_can_be_read() -> None:
@@ -212,6 +209,9 @@ class _RemoteStore:
     def close(self) -> None:
         """Do nothing; the limiter calls it, because it opened the store."""
 
+    def latencies(self) -> dict[str, list[int]]:
+        return {"h:1": [1] * LENGTH}
+
     def breakers(self) -> list[Any]:
         return [
             SimpleNamespace(address="h:1", state="open", opened_times=3, failed_calls=9),
@@ -226,6 +226,8 @@ def test_the_counts_of_a_remote_store_are_read(monkeypatch: pytest.MonkeyPatch) 
             limiter.check(Request(user="1"))
         remote = _RemoteStore()
         monkeypatch.setattr(limiter, "_store", remote)
+        reading = LimiterMetrics(limiter)
+        assert reading.snapshot().histograms["store_seconds"] == {"h:1": [1] * LENGTH}
         reading = LimiterMetrics(limiter)
         found = reading.snapshot().values
         assert found["rule_decisions"] == {
@@ -244,49 +246,3 @@ def test_the_counts_of_a_remote_store_are_read(monkeypatch: pytest.MonkeyPatch) 
         again = reading.snapshot().values["rule_decisions"]
         assert again[f"{USERS}{JOIN}denied{JOIN}store"] == 2
         assert again[f"{USERS}{JOIN}denied{JOIN}denied_cache"] == 2
-
-
-# ── Histograms ─────────────────────────────────────────────────────────────────────────────────
-
-durations = st.lists(st.integers(0, 2_000_000_000), max_size=50)
-
-
-def histogram(taken_ns: list[int]) -> list[int]:
-    """Return the data of a histogram that has counted these durations."""
-    found = Histogram()
-    for each in taken_ns:
-        found.note(each)
-    return found.data()
-
-
-@pytest.mark.parametrize(
-    ("taken_ns", "place"),
-    [(0, 0), (50_000, 0), (50_001, 1), (1_000_000_000, 13), (1_000_000_001, 14), (10**12, 14)],
-)
-def test_a_duration_belongs_to_the_first_range_that_reaches_it(taken_ns: int, place: int) -> None:
-    """As in Prometheus, `le` means less or equal."""
-    data = histogram([taken_ns])
-    assert [at for at, count in enumerate(data[:-1]) if count] == [place]
-    assert data[-1] == taken_ns
-
-
-@given(durations)
-def test_each_duration_is_counted_once(taken_ns: list[int]) -> None:
-    """Each bound has the count of all durations up to it; the last has all."""
-    found = cumulative(histogram(taken_ns))
-    for upper_s, count in found[:-1]:
-        assert count == sum(each <= round(upper_s * 1e9) for each in taken_ns)
-    assert found[-1] == (float("inf"), len(taken_ns))
-
-
-@given(durations, durations)
-def test_two_histograms_add_up(some: list[int], others: list[int]) -> None:
-    """The histograms of workers become one."""
-    assert added(histogram(some), histogram(others)) == histogram(some + others)
-
-
-def test_the_ranges_never_change() -> None:
-    """They ascend from 50 µs to 1 s; one more range has longer durations."""
-    assert (BOUNDS_NS[0], BOUNDS_NS[-1]) == (50_000, 1_000_000_000)
-    assert list(BOUNDS_NS) == sorted(set(BOUNDS_NS))
-    assert len(Histogram().data()) == LENGTH

@@ -250,6 +250,10 @@ class StoreMonitor(Protocol):
         """Return the state of each server's circuit breaker."""
         ...
 
+    def latencies(self) -> Mapping[str, list[int]]:
+        """Return the data of a histogram for each server: how long calls took (`Histogram`)."""
+        ...
+
     def on_breaker(self, listener: Callable[[BreakerState], None]) -> None:
         """Call `listener` with the new state after each change. It must not block."""
         ...

@@ -14,22 +14,17 @@ three of `rule_decisions`.
 Labels are bounded: each process reports the first RULES_MAX rules by name and the rest together,
 and at most SERVERS_MAX servers. Algorithm and endpoint are those of the rule, as the document has
 them, so they add no series. No label ever holds a key, a subject, a user or a path.
-
-A *histogram* counts durations in fixed ranges: all that a quantile needs, in constant memory. The
-bounds are the same everywhere and never change, so the histograms of several workers, dead ones
-included, add up range by range.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
 from operator import add, attrgetter, sub
 from typing import Any, Final, Literal, NamedTuple
 
 from tollkeeper.core.errors import ConfigError
+from tollkeeper.core.histogram import LENGTH, Histogram, added
 from tollkeeper.core.model import CheckResult, Limit
 
 RULES_MAX: Final = 1_000
@@ -37,69 +32,6 @@ SERVERS_MAX: Final = 64
 OTHERS: Final = "(others)"
 # Joins the values of labels; no rule id has a control character.
 JOIN: Final = "\x1f"
-
-# ── Histograms ─────────────────────────────────────────────────────────────────────────────────
-
-# Upper bounds, inclusive: from a check in memory to longer than any client waits.
-BOUNDS_NS: Final = (
-    50_000,
-    100_000,
-    250_000,
-    500_000,
-    1_000_000,
-    2_500_000,
-    5_000_000,
-    10_000_000,
-    25_000_000,
-    50_000_000,
-    100_000_000,
-    250_000_000,
-    500_000_000,
-    1_000_000_000,
-)
-# One more range for longer durations, and the sum.
-LENGTH: Final = len(BOUNDS_NS) + 2
-
-
-class Histogram:
-    """Durations, counted without a lock: exact in one event loop, approximate in threads.
-
-    >>> taken = Histogram()
-    >>> taken.note(60_000)
-    >>> taken.data()[:3], taken.data()[-1]
-    ([0, 1, 0], 60000)
-    """
-
-    __slots__ = ("_counts", "_total_ns")
-
-    def __init__(self) -> None:
-        self._counts = [0] * (LENGTH - 1)
-        self._total_ns = 0
-
-    def note(self, taken_ns: int) -> None:
-        """Count one duration; it takes some 200 ns."""
-        self._counts[bisect_left(BOUNDS_NS, taken_ns)] += 1
-        self._total_ns += taken_ns
-
-    def data(self) -> list[int]:
-        """Return the counts, range by range, and then the sum in nanoseconds."""
-        return [*self._counts, self._total_ns]
-
-
-def added(one: Sequence[int], other: Sequence[int]) -> list[int]:
-    """Return the data of two histograms as those of one."""
-    return [mine + theirs for mine, theirs in zip(one, other, strict=True)]
-
-
-def cumulative(data: Sequence[int]) -> list[tuple[float, int]]:
-    """Return, for each bound in seconds, the count up to it; the last bound is infinite.
-
-    >>> cumulative([1, 2] + [0] * 13 + [300_000])[:3]
-    [(5e-05, 1), (0.0001, 3), (0.00025, 3)]
-    """
-    bounds_s = [*(bound / 1e9 for bound in BOUNDS_NS), float("inf")]
-    return list(zip(bounds_s, accumulate(data[:-1]), strict=True))
-
 
 # ── Families ───────────────────────────────────────────────────────────────────────────────────
 
@@ -136,7 +68,7 @@ FAMILIES: Final = (
     MetricFamily("decision_seconds", "histogram", "How long checks took, from request to result."),
     MetricFamily("requests", "counter", "Requests answered over HTTP.", ("route", "status")),
     MetricFamily("grpc_requests", "counter", "Calls answered over gRPC.", ("code",)),
-    MetricFamily("store_seconds", "histogram", "How long checks waited for a remote store."),
+    MetricFamily("store_seconds", "histogram", "How long calls to a server took.", ("server",)),
     MetricFamily("store_errors", "counter", "Checks that failed in the store, by kind.", ("kind",)),
     MetricFamily("server_failures", "counter", "Failed calls to a store's server.", ("server",)),
     MetricFamily("store_states", "gauge", "States in the store."),
@@ -204,7 +136,7 @@ class Counters:
             found.put("requests", count, route, str(status))
         for code, count in list(self.grpc_requests.items()):
             found.put("grpc_requests", count, code)
-        found.histograms["decision_seconds"] = self.decision_seconds.data()
+        found.histograms["decision_seconds"] = {"": self.decision_seconds.data()}
         return found
 
 
@@ -213,7 +145,7 @@ class MetricsSnapshot:
     """The counts of a process, by family and by label values."""
 
     values: dict[str, Values] = field(default_factory=dict)
-    histograms: dict[str, list[int]] = field(default_factory=dict)
+    histograms: dict[str, dict[str, list[int]]] = field(default_factory=dict)
 
     def put(self, family: str, value: float, *labels: str) -> None:
         """Set a value."""
@@ -227,9 +159,11 @@ class MetricsSnapshot:
                 mine = self.values.setdefault(name, {})
                 for labels, value in values.items():
                     mine[labels] = merge(mine[labels], value) if labels in mine else value
-        for name, data in other.histograms.items():
-            if name in BY_NAME and len(data) == LENGTH:
-                self.histograms[name] = added(self.histograms.get(name, [0] * LENGTH), data)
+        for name, by_labels in other.histograms.items():
+            sums = self.histograms.setdefault(name, {}) if name in BY_NAME else {}
+            for labels, data in by_labels.items():
+                if len(data) == LENGTH:
+                    sums[labels] = added(sums.get(labels, [0] * LENGTH), data)
 
     def lasting(self) -> MetricsSnapshot:
         """Return what stays valid after the process has ended: everything but gauges."""
@@ -411,7 +345,6 @@ class LimiterMetrics:
         found.put("degraded_checks", tally.degraded)
         for kind in ("timeout", "unavailable", "full"):
             found.put("store_errors", tally.errors.get(kind, 0), kind)
-        found.histograms["store_seconds"] = tally.store_seconds.data()
 
     def _rules_status(self, found: MetricsSnapshot) -> None:
         status = self._limiter.rules_status()
@@ -433,3 +366,5 @@ class LimiterMetrics:
             found.put("breaker_state", _STATES[breaker.state], server)
             found.put("breaker_opened", breaker.opened_times, server)
             found.put("server_failures", breaker.failed_calls, server)
+        latencies = {} if monitor is None else dict(monitor.latencies())
+        found.histograms["store_seconds"] = dict(list(latencies.items())[:SERVERS_MAX])

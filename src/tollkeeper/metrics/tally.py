@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from tollkeeper.core.errors import StoreError, StoreFull, StoreTimeout
-from tollkeeper.metrics.counters import Histogram
 
 _ERRORS: Final = {StoreTimeout: "timeout", StoreFull: "full"}
 
@@ -58,8 +57,6 @@ class Tally:
     """Checks without a limit, by reason: unlimited, exempt or blocked."""
     errors: dict[str, int] = field(default_factory=dict)
     """Checks that the store could not decide: timeout, unavailable or full."""
-    store_seconds: Histogram = field(default_factory=Histogram)
-    """How long checks waited for a remote store."""
 
     def failed(self, error: StoreError) -> None:
         """Count an error of the store by its kind."""

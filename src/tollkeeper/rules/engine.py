@@ -27,7 +27,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from time import perf_counter_ns
 from typing import Any, Final
 
 from tollkeeper.core import switches
@@ -84,8 +83,6 @@ _WITHOUT_LIMITS: Final[dict[str | None, Decision]] = {
     "allow": Decision(True, UNLIMITED, UNLIMITED.capacity, rule="allow"),
     "deny": Decision(False, UNLIMITED, 0, DENIED_NS, DENIED_NS, rule="deny"),
 }
-# No answer over a network is faster than this; a faster denial came from the denial cache.
-_ROUND_TRIP_NS_MIN: Final = 20_000
 # Three times as fast as calling CheckResult, whose constructor is written in Python.
 _new_result: Final = tuple.__new__
 
@@ -308,17 +305,12 @@ class RuleEngine:
         if not checks:
             return self._without_limits(plan), ()
         check = checks[0]
-        start_ns = perf_counter_ns()
         try:
             decision: Decision = await check.gate.check(  # type: ignore[misc]  # for asyncio
                 check.gate_subject, check.units
             )
         except (StoreError, CapacityError) as error:
-            self._note_store_time(start_ns, error)
             return await run_async(self._not_decided(checks, request, error)), ()
-        taken_ns = perf_counter_ns() - start_ns
-        if decision.allowed or taken_ns > _ROUND_TRIP_NS_MIN:
-            self.tally.store_seconds.note(taken_ns)
         if decision.allowed:
             self.tally.allowed += 1
         else:
@@ -380,7 +372,6 @@ class RuleEngine:
                     self._check_together, _charges(undecided), _MayFail(self._on_failure, undecided)
                 )
             )
-            start_ns = perf_counter_ns()
             if shadowed and self._async_store is not None:
                 # All at the same time: the shadow rules cost no extra round trip.
                 calls = [call, *map(_check_call, shadowed)]
@@ -392,24 +383,8 @@ class RuleEngine:
                     answer = yield call
                 except StoreError as error:
                     answer = error
-            if self._async_store is not None:
-                self._note_store_time(start_ns, answer)
             found = answer if isinstance(answer, list) else [answer] * len(undecided)
         return _merged(found, failures), shadow_answers
-
-    def _note_store_time(
-        self, start_ns: int, answer: Decision | list[Answer] | BaseException
-    ) -> None:
-        """Add the time that a check waited for the store to the histogram."""
-        taken_ns = perf_counter_ns() - start_ns
-        answers = answer if isinstance(answer, list) else [answer]
-        if any(isinstance(each, BaseException) for each in answers):
-            measured = _timed_out(answers)
-        else:
-            # A denial from the denial cache says nothing about the store.
-            measured = all(answers) or taken_ns > _ROUND_TRIP_NS_MIN
-        if measured:
-            self.tally.store_seconds.note(taken_ns)
 
     def _penalty_denial(
         self, plan: CheckPlan

@@ -44,17 +44,16 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from tollkeeper.core.errors import StoreError
+from tollkeeper.core.histogram import LENGTH, cumulative
 from tollkeeper.core.model import Limit
 from tollkeeper.core.version import __version__
 from tollkeeper.decide.store import StoreStats
 from tollkeeper.metrics.counters import (
     FAMILIES,
     JOIN,
-    LENGTH,
     LimiterMetrics,
     MetricFamily,
     MetricsSnapshot,
-    cumulative,
 )
 from tollkeeper.service.http.context import (
     NO_STORE,
@@ -338,9 +337,16 @@ class _MetricList(Collector):
 def _metric(family: MetricFamily, total: MetricsSnapshot) -> Metric:
     name = f"tollkeeper_{family.name}"
     if family.kind == "histogram":
-        data = total.histograms.get(family.name, [0] * LENGTH)
-        ranges = [(_bound(upper), float(count)) for upper, count in cumulative(data)]
-        return HistogramMetricFamily(name, family.help, buckets=ranges, sum_value=data[-1] / 1e9)
+        histogram = HistogramMetricFamily(name, family.help, labels=family.labels)
+        by_labels = total.histograms.get(family.name, {})
+        if not family.labels:
+            by_labels = by_labels or {"": [0] * LENGTH}
+        for labels, data in sorted(by_labels.items()):
+            ranges = [(_bound(upper), float(count)) for upper, count in cumulative(data)]
+            histogram.add_metric(
+                labels.split(JOIN) if family.labels else [], ranges, data[-1] / 1e9
+            )
+        return histogram
     kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
     metric: CounterMetricFamily | GaugeMetricFamily = kind(name, family.help, labels=family.labels)
     values = total.values.get(family.name, {})

@@ -47,6 +47,7 @@ from typing import Final
 
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import StoreError, StoreUnavailable
+from tollkeeper.core.histogram import Histogram
 from tollkeeper.decide.store import BreakerPosition, BreakerState
 from tollkeeper.decide.stores.redis.config import Address, RedisConfig
 
@@ -261,6 +262,7 @@ class ServerBreaker:
         "counting",
         "failed_calls",
         "open",
+        "seconds",
     )
 
     def __init__(
@@ -281,6 +283,8 @@ class ServerBreaker:
         self._reason = ""
         self._refusal = ""
         self.failed_calls = 0
+        # How long calls to the server took, of all threads and event loops.
+        self.seconds = Histogram()
         self.open = False
         # True if `succeeded` must be called.
         self.counting = False

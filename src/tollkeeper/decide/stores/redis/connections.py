@@ -459,7 +459,10 @@ class ConnectionPool(ServerEndpoint):
                 # The breaker repeats the reason to calls that it refuses, which are not counted.
                 why = str(error).removesuffix(_MAY_BE_COUNTED)
                 breaker.failed(f"{self.address}: {why}", connection.began_ns)
+            if isinstance(error, StoreTimeout):
+                breaker.seconds.note(deadline_ns, replies)
             raise
+        breaker.seconds.note(connection.used_ns - connection.began_ns, replies)
         self._give_back(connection)
         if breaker.counting:
             breaker.succeeded()
@@ -556,6 +559,8 @@ class PipelineProtocol(asyncio.Protocol):
         self._answered = 0
         # Number of calls that were answered or have failed.
         self._settled = 0
+        # Number of calls whose durations were counted.
+        self._measured = 0
         self._timer: asyncio.TimerHandle | None = None
         # When the last reply arrived, or when the connection began to owe one.
         self._active_at = loop.time()
@@ -634,10 +639,14 @@ class PipelineProtocol(asyncio.Protocol):
             return
         if self._breaker.counting:
             self._breaker.succeeded(self._answered - before)
-        self._active_at = self._loop.time()
+        now = self._active_at = self._loop.time()
         batches = self._batches
         while batches and batches[0][1] <= self._answered:
-            batches.popleft()
+            due, last = batches.popleft()
+            if self._warning:  # the handshake is over
+                taken_ns = int((now - due + self._deadline_s) * NS_PER_SECOND)
+                self._breaker.seconds.note(taken_ns, last - max(self._settled, self._measured))
+            self._measured = last
 
     def _expire(self) -> None:
         """Fail the overdue calls; set the timer for the next batch."""
@@ -655,6 +664,7 @@ class PipelineProtocol(asyncio.Protocol):
         if last > first and self._warning:  # a handshake's failure is reported by `_connect`
             # This counts cancelled calls too: the server owes their replies all the same.
             self._report_failure(str(_timeout(late_ns, "")), last - first, due)
+            self._breaker.seconds.note(int(late_ns), last - first)
         self._settled = max(first, last)
         if not self._pending:
             return

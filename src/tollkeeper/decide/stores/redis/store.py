@@ -204,6 +204,14 @@ class RedisStore:
         """Return the breaker of each server that was called so far. No round trip."""
         return [breaker.state() for breaker in self._servers.breakers.all()]
 
+    def latencies(self) -> dict[str, list[int]]:
+        """Return how long calls to each server took in this process. No round trip.
+
+        From sending a call to its reply, without the wait for a connection; a call that timed out
+        counts with its deadline. Calls that the denial cache answers are not counted.
+        """
+        return {str(each.address): each.seconds.data() for each in self._servers.breakers.all()}
+
     def on_breaker(self, listener: BreakerListener) -> None:
         """Call `listener` with the state after each change: open, half_open, closed.
 
