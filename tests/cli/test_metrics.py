@@ -38,10 +38,23 @@ def test_link_that_would_break_the_file_is_rejected(url: str) -> None:
     assert "https://wiki.example.com/tollkeeper" in result.output
 
 
-def test_tests_of_the_alerts() -> None:
-    """An operator who changes a threshold can run them."""
-    result = run("metrics", "alerts", "--tests")
-    assert yaml.safe_load(result.stdout)["rule_files"] == ["alerts.yaml"]
+@pytest.mark.parametrize("name", [None, "alerts.yaml", 'it\'s "ours".yml'])
+def test_tests_of_the_alerts(name: str | None) -> None:
+    """They name the rules file, whatever it is called."""
+    result = run("metrics", "alerts", "--tests", *([] if name is None else ["--rules-file", name]))
+    assert yaml.safe_load(result.stdout)["rule_files"] == [name or "tollkeeper.yaml"]
+
+
+def test_thresholds_are_options() -> None:
+    """Each changes the alerts and their tests; a wrong one is rejected."""
+    result = run("metrics", "alerts", "--violations", "50", "--store-p99", "0.005")
+    assert "> 50\n" in result.stdout
+    assert "> 1000 * 0.005" in result.stdout
+    result = run("metrics", "alerts", "--tests", "--violations", "50")
+    assert "More than 50 checks a minute" in result.stdout
+    result = run("metrics", "alerts", "--violations", "-1")
+    assert result.exit_code == 2
+    assert "--violations -1 is not above 0" in result.output
 
 
 def test_dashboard() -> None:

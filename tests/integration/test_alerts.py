@@ -14,9 +14,7 @@ from tests.prometheus_process import promtool
 from tollkeeper.metrics import operations
 
 ROOT = Path(__file__).parents[2]
-RULES: list[dict[str, Any]] = yaml.safe_load(operations.read(operations.ALERTS))["groups"][0][
-    "rules"
-]
+RULES: list[dict[str, Any]] = yaml.safe_load(operations.alerts())["groups"][0]["rules"]
 NAMES = [rule["alert"] for rule in RULES]
 
 
@@ -25,8 +23,8 @@ def promtool_tests(
 ) -> subprocess.CompletedProcess[str]:
     """Run promtool on these alerts with the shipped tests of the named ones."""
     written = {"groups": [{"name": "tollkeeper", "rules": rules}]}
-    (folder / operations.ALERTS).write_text(yaml.safe_dump(written), encoding="utf-8")
-    shipped = yaml.safe_load(operations.read(operations.ALERTS_TEST))
+    (folder / operations.RULES_FILE).write_text(yaml.safe_dump(written), encoding="utf-8")
+    shipped = yaml.safe_load(operations.alert_tests())
     wanted = [each for each in shipped["tests"] if each["alert_rule_test"][0]["alertname"] in names]
     tests = folder / operations.ALERTS_TEST
     tests.write_text(yaml.safe_dump({**shipped, "tests": wanted}), encoding="utf-8")
@@ -36,10 +34,25 @@ def promtool_tests(
 def test_promtool_accepts_the_alerts_and_their_tests_pass(tmp_path: Path) -> None:
     """The shipped files: their syntax, and every test."""
     alerts = tmp_path / operations.ALERTS
-    alerts.write_text(operations.read(operations.ALERTS), encoding="utf-8")
+    alerts.write_text(operations.alerts(), encoding="utf-8")
     checked = promtool("check", "rules", str(alerts))
     assert checked.returncode == 0, checked.stdout + checked.stderr
     found = promtool_tests(tmp_path, RULES)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"), [("our alerts.rules.yml", 0.37), ("a: b, #'\"]é.yaml", 1.2)]
+)
+def test_the_tests_pass_with_other_thresholds_and_file_names(
+    name: str, factor: float, tmp_path: Path
+) -> None:
+    """An operator prints both files with the same options, and names the rules file."""
+    thresholds = {each: value * factor for each, value in operations.DEFAULTS.items()}
+    (tmp_path / name).write_text(operations.alerts(thresholds), encoding="utf-8")
+    tests = tmp_path / "tests.yaml"
+    tests.write_text(operations.alert_tests(thresholds, rules_file=name), encoding="utf-8")
+    found = promtool("test", "rules", str(tests))
     assert found.returncode == 0, found.stdout + found.stderr
 
 

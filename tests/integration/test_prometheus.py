@@ -203,7 +203,7 @@ async def test_calls_to_each_server_are_timed() -> None:
 
 def names_used() -> set[str]:
     """Return every metric that the alerts and the dashboard use."""
-    alerts = yaml.safe_load(operations.read(operations.ALERTS))
+    alerts = yaml.safe_load(operations.alerts())
     dashboard = json.loads(operations.read(operations.DASHBOARD))
     texts = [rule["expr"] for group in alerts["groups"] for rule in group["rules"]]
     texts += [each["expr"] for panel in dashboard["panels"] for each in panel.get("targets", ())]
@@ -247,7 +247,7 @@ def queries() -> dict[str, list[str]]:
 
 def quickened() -> str:
     """Return the shipped alerts with shorter times."""
-    alerts = yaml.safe_load(operations.read(operations.ALERTS))
+    alerts = yaml.safe_load(operations.alerts())
     for rule in alerts["groups"][0]["rules"]:
         rule["expr"] = re.sub(r"\[\d+[smh]\]", "[5s]", rule["expr"])
         rule["for"] = "1s"

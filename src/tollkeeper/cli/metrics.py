@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from inspect import Parameter, Signature
 from typing import Annotated, Final
 
 import typer
 
-from tollkeeper.cli.common import CliCommand, CliGroup
+from tollkeeper.cli.common import CliCommand, CliGroup, with_options
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.metrics import operations
-
-# The link to the runbooks in the alerts; operators publish that page under another URL.
-RUNBOOKS: Final = "docs/metrics.md"
 
 app: Final = typer.Typer(
     cls=CliGroup,
@@ -21,27 +20,64 @@ app: Final = typer.Typer(
 )
 
 
+def _thresholds(**given: float) -> Mapping[str, float]:
+    """Return the thresholds of the alerts; each is an option of the command."""
+    return given
+
+
+# `with_options` reads the options from the signature.
+_thresholds.__signature__ = Signature(  # type: ignore[attr-defined]  # inspect reads it
+    [
+        Parameter(
+            each.name,
+            Parameter.KEYWORD_ONLY,
+            default=each.default,
+            annotation=Annotated[
+                float,
+                typer.Option(
+                    f"--{each.name.replace('_', '-')}", metavar="NUMBER", help=f"Alert: {each.help}"
+                ),
+            ],
+        )
+        for each in operations.THRESHOLDS
+    ]
+)
+
+
 @app.command(cls=CliCommand)
+@with_options(thresholds=_thresholds)
 def alerts(
+    thresholds: Mapping[str, float],
     tests: Annotated[
         bool, typer.Option("--tests", help="Print the promtool tests of the alerts instead.")
     ] = False,
+    rules_file: Annotated[
+        str,
+        typer.Option("--rules-file", metavar="FILE", help="With --tests: the alerts to test."),
+    ] = operations.RULES_FILE,
     runbooks: Annotated[
         str,
         typer.Option("--runbooks", metavar="URL", help="The URL of your copy of the runbooks."),
-    ] = RUNBOOKS,
+    ] = operations.RUNBOOKS,
 ) -> None:
     """Print the alert rules for the `rule_files` of Prometheus.
 
+    An alert fires above its threshold. Give the same thresholds with --tests.
+
     Example: tollkeeper metrics alerts > /etc/prometheus/tollkeeper.yaml
 
+    Example: tollkeeper metrics alerts --violations 5000 --store-p99 0.005
+
     Example: tollkeeper metrics alerts --runbooks https://wiki.example.com/tollkeeper
+
+    Example: tollkeeper metrics alerts --tests --rules-file alerts.yaml > alerts_test.yaml
     """
-    text = operations.read(operations.ALERTS_TEST if tests else operations.ALERTS)
-    if runbooks != RUNBOOKS:
+    if runbooks != operations.RUNBOOKS:
         _check_link(runbooks)
-        text = text.replace(f"{RUNBOOKS}#", f"{runbooks}#")
-    typer.echo(text, nl=False)
+    if tests:
+        typer.echo(operations.alert_tests(thresholds, runbooks, rules_file), nl=False)
+    else:
+        typer.echo(operations.alerts(thresholds, runbooks), nl=False)
 
 
 def _check_link(url: str) -> None:

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import yaml
 
+from tollkeeper.core.errors import ConfigError
 from tollkeeper.metrics import operations
 
 
 def test_every_alert_has_a_test() -> None:
     """Each shipped alert is named in the shipped tests, and the tests name no other."""
-    (group,) = yaml.safe_load(operations.read(operations.ALERTS))["groups"]
-    tests = yaml.safe_load(operations.read(operations.ALERTS_TEST))["tests"]
+    (group,) = yaml.safe_load(operations.alerts())["groups"]
+    tests = yaml.safe_load(operations.alert_tests())["tests"]
     tested = {check["alertname"] for each in tests for check in each["alert_rule_test"]}
     assert tested == {rule["alert"] for rule in group["rules"]}
 
@@ -25,3 +27,30 @@ def test_the_dashboard_is_json() -> None:
     dashboard = json.loads(operations.read(operations.DASHBOARD))
     assert dashboard["title"]
     assert dashboard["panels"]
+
+
+def test_every_threshold_is_used_and_no_field_is_left() -> None:
+    """A threshold that changed no alert would be a setting without effect."""
+    before = operations.alerts()
+    assert "@" not in before + operations.alert_tests()
+    for each in operations.THRESHOLDS:
+        changed = {**operations.DEFAULTS, each.name: each.default / 2}
+        assert operations.alerts(changed) != before
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), 1e12])
+@pytest.mark.parametrize("threshold", operations.THRESHOLDS, ids=lambda each: each.name)
+def test_a_threshold_that_makes_no_sense_is_rejected(
+    threshold: operations.Threshold, value: float
+) -> None:
+    """The message names the option and its default."""
+    option = f"--{threshold.name.replace('_', '-')} .* the default is {threshold.default:g}"
+    with pytest.raises(ConfigError, match=option):
+        operations.alerts({**operations.DEFAULTS, threshold.name: value})
+
+
+@pytest.mark.parametrize("name", ["", "*.yaml", "a\nb", "rules[1].yaml"])
+def test_a_rules_file_that_is_not_one_file_is_rejected(name: str) -> None:
+    """Promtool would take some of these characters for a pattern."""
+    with pytest.raises(ConfigError, match="not the path of one file"):
+        operations.alert_tests(rules_file=name)
