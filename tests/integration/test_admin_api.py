@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
@@ -12,10 +13,13 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.cli.stub_service import run
 from tests.postgres_server import running_postgres
 from tests.redis_servers import running, until
 from tests.service.admin.client import Admin, admin_of, filled, secrets_of
 from tests.service_process import RULES, Answered, ServiceProcess, ask_on
+from tollkeeper.rules.document.reading import from_data
+from tollkeeper.rules.document.writing import to_yaml
 
 # No node polls while a test runs, so every change arrives by push.
 NEVER_S = 600.0
@@ -147,6 +151,64 @@ def test_all_workers_share_a_quota(served: Served) -> None:
     assert max(remaining() for _ in range(10)) < 60, "100 per hour: 10 units take minutes to refill"
     served.ask("POST", "/v1/admin/quota/reset", {"user": "quota"})
     assert {remaining() for _ in range(10)} == {100}
+
+
+def test_a_pushed_load_reaches_every_worker(served: Served) -> None:
+    """The command pushes to one worker. Every worker has the factor, and so have the metrics."""
+    scale = {"source": "queue_depth", "low": 100, "high": 500, "smoothing": 0, "most": 1.5}
+    rule = {"by": ["tenant"], "limits": ["100/hour"], "scale": scale}
+    made = served.ask("PUT", "/v1/admin/rules/queued", rule)
+    assert made.status == 200, made.body
+    factors: dict[int, Any] = {}
+
+    def all_have(wanted: float) -> bool:
+        found = served.ask("GET", "/v1/admin/load").data
+        factors[found["process"]] = {each["id"]: each["factor"] for each in found["rules"]}
+        return len(factors) == 2 and all(each == {"queued": wanted} for each in factors.values())
+
+    until(partial(all_have, 1.0), "both workers have the rule", SECONDS_MAX, lambda: factors)
+    token = served.headers["Authorization"].removeprefix("Bearer ")
+    for load, factor in (("20", 1.5), ("500", 0.2)):
+        arguments = ("load", "push", "queue_depth", load, "--for", "1h")
+        pushed = run(*arguments, url=served.service.url, TOKEN=token)
+        assert pushed.exit_code == 0, pushed.output
+        until(partial(all_have, factor), "both workers have the load", SECONDS_MAX, lambda: factors)
+
+    def in_metrics() -> bool:
+        text = served.ask("GET", "/metrics").body.decode()
+        assert 'tollkeeper_load_age_seconds{source="queue_depth"}' in text
+        return 'tollkeeper_load_factor{rule="queued"} 0.2' in text
+
+    until(in_metrics, "the metrics have the lowest factor", SECONDS_MAX)
+    assert served.ask("DELETE", "/v1/admin/rules/queued").status == 200
+
+
+async def test_a_pushed_load_reaches_every_node_on_redis(tmp_path: Path) -> None:
+    """Two nodes that share nothing but the store."""
+    scale = {"source": "queue_depth", "low": 100, "high": 500, "smoothing": 0}
+    rule = {"id": "queued", "by": [], "limits": ["100/hour"], "scale": scale}
+    rules = to_yaml(from_data({"version": 1, "rules": [rule]}))
+    uri = running("single").uri
+    folders = [tmp_path / name for name in ("one", "other")]
+    for folder in folders:
+        folder.mkdir()
+    push = {"source": "queue_depth", "load": 300}
+    async with (
+        admin_of(folders[0], rules, None, store=uri) as one,
+        admin_of(folders[1], rules, None, store=uri) as other,
+    ):
+        following = asyncio.create_task(other.context.loads.keep_following())
+        reading = None
+        async with asyncio.timeout(SECONDS_MAX):
+            while reading is None:  # the first push may come before the subscription
+                pushed = await one.call("POST", "/load", json=push)
+                assert pushed.json()["nodes"] is True
+                await asyncio.sleep(0.05)
+                reading = other.context.limiter.loads.reading("queue_depth")
+        assert reading.load == 300
+        assert other.context.limiter.factors() == {"queued": 0.6}
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
 
 
 DEEP = b"[" * 200_000

@@ -9,6 +9,7 @@ import typer
 from tollkeeper.cli import check
 from tollkeeper.cli.common import CliCommand, CliGroup
 from tollkeeper.cli.doctor import doctor
+from tollkeeper.cli.load import app as load
 from tollkeeper.cli.metrics import app as metrics
 from tollkeeper.cli.reconcile import ReconcileCommand, reconcile_command
 from tollkeeper.cli.rules import app as rules
@@ -28,6 +29,7 @@ app: Final = typer.Typer(
 
 app.add_typer(rules, name="rules")
 app.add_typer(tokens, name="token")
+app.add_typer(load, name="load")
 app.add_typer(metrics, name="metrics")
 for command in (serve, *check.COMMANDS, top, doctor):
     app.command(cls=CliCommand)(command)

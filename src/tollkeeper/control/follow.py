@@ -230,13 +230,14 @@ class RepositorySource:
 
 
 class StoreHints:
-    """Messages that `announce` publishes through the store that also holds the counts."""
+    """Messages through the store that also holds the counts; by default those of `announce`."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, topic: str = TOPIC) -> None:
         self._channel = channel
+        self._topic = topic
 
-    async def hints(self) -> AsyncGenerator[None, None]:
-        """Yield once per message. Raises StoreError when the connection is lost."""
+    async def hints(self) -> AsyncGenerator[str, None]:
+        """Yield the text of each message, and "" first. Raises StoreError if it is cut off."""
         loop = asyncio.get_running_loop()
         # One thread that waits in short steps, so that it ends soon after the follower.
         thread = ThreadPoolExecutor(1, "tollkeeper-rules-redis")
@@ -244,10 +245,11 @@ class StoreHints:
             subscription = await loop.run_in_executor(thread, self._subscribe)
             try:
                 # A message may have been published before the subscription.
-                yield
+                yield ""
                 while True:
-                    if await loop.run_in_executor(thread, subscription.wait, _REDIS_WAIT_S):
-                        yield
+                    text = await loop.run_in_executor(thread, subscription.wait, _REDIS_WAIT_S)
+                    if text is not None:
+                        yield text
             finally:
                 with suppress(RuntimeError):  # the interpreter is shutting down
                     thread.submit(subscription.close)
@@ -256,7 +258,7 @@ class StoreHints:
 
     def _subscribe(self) -> Subscription:
         with _fork_lock.connecting:
-            return self._channel.subscribe(TOPIC)
+            return self._channel.subscribe(self._topic)
 
 
 class _ForkLock:
@@ -610,7 +612,7 @@ class Follower:
         self._unsaved = None
         return ""
 
-    async def _wake_on(self, name: str, hints: Callable[[], AsyncGenerator[None, None]]) -> None:
+    async def _wake_on(self, name: str, hints: Callable[[], AsyncGenerator[object, None]]) -> None:
         """Wake the loop at each hint; subscribe again after an error."""
         pause = RetryPause()
         while True:

@@ -27,6 +27,11 @@ _boot_ns = time.clock_gettime_ns
 EPOCH_OFFSET_NS = time.time_ns() - _boot_ns(_BOOT_CLOCK)
 
 
+def boot_ns() -> int:
+    """Return the nanoseconds since boot, on the clock that all processes of a machine share."""
+    return _boot_ns(_BOOT_CLOCK)
+
+
 class Clock(Protocol):
     """A source of time for a limiter: read it, and wait."""
 

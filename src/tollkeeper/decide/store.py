@@ -262,8 +262,8 @@ class StoreMonitor(Protocol):
 class Subscription(Protocol):
     """One thread's subscription to a topic."""
 
-    def wait(self, seconds: float) -> bool:
-        """Wait up to `seconds` for a message; return whether one came."""
+    def wait(self, seconds: float) -> str | None:
+        """Wait up to `seconds` for a message; return its text, or None if none came."""
         ...
 
     def close(self) -> None:

@@ -87,6 +87,12 @@ FAMILIES: Final = (
     ),
     MetricFamily("rules_failing", "gauge", "1 while the rules' source has an error.", merge="max"),
     MetricFamily("rules_load_errors", "counter", "How often reading the rules failed."),
+    MetricFamily(
+        "load_factor", "gauge", "The factor of a rule's limits, by the load.", ("rule",), "min"
+    ),
+    MetricFamily(
+        "load_age_seconds", "gauge", "Seconds since a load was last known.", ("source",), "max"
+    ),
     MetricFamily("records_dropped", "counter", "Records dropped because they did not fit."),
     MetricFamily("workers", "gauge", "Workers that are alive."),
     MetricFamily("worker_starts", "counter", "Workers started, including those that died."),
@@ -96,6 +102,8 @@ FAMILIES: Final = (
     MetricFamily("build_info", "gauge", "The version of Tollkeeper.", ("version",), "max"),
 )
 BY_NAME: Final = {family.name: family for family in FAMILIES}
+# The only gauge that stays valid after the process has ended.
+_FIRST_START: Final = "start_time_seconds"
 
 Values = dict[str, float]
 Row = tuple[int, ...]
@@ -166,11 +174,11 @@ class MetricsSnapshot:
                     sums[labels] = added(sums.get(labels, [0] * LENGTH), data)
 
     def lasting(self) -> MetricsSnapshot:
-        """Return what stays valid after the process has ended: everything but gauges."""
+        """Return what stays valid after the process has ended: the counters, and its start."""
         kept = {
             name: values
             for name, values in self.values.items()
-            if name in BY_NAME and (BY_NAME[name].kind == "counter" or BY_NAME[name].merge == "min")
+            if name in BY_NAME and (BY_NAME[name].kind == "counter" or name == _FIRST_START)
         }
         return MetricsSnapshot(kept, self.histograms)
 
@@ -284,6 +292,7 @@ class LimiterMetrics:
             self._name_rules()
             self._of_checks(found)
             self._rules_status(found)
+            self._loads(found)
         self._of_rules(found, counts)
         self._store(found)
         return found
@@ -353,6 +362,19 @@ class LimiterMetrics:
             found.put("rules_age_seconds", round(status.age, 3))
         found.put("rules_failing", int(bool(status.error)))
         found.put("rules_load_errors", status.failures)
+
+    def _loads(self, found: MetricsSnapshot) -> None:
+        """Read the factors; those of the rules after the first RULES_MAX share the lowest one."""
+        others = 1.0
+        for number, (rule, factor) in enumerate(self._limiter.factors().items()):
+            if number < RULES_MAX:
+                found.put("load_factor", factor, rule)
+            else:
+                others = min(others, factor)
+                found.put("load_factor", others, OTHERS)
+        for source, (_, age_s) in self._limiter.loads.all().items():
+            if age_s is not None:
+                found.put("load_age_seconds", round(age_s, 3), source)
 
     def _store(self, found: MetricsSnapshot) -> None:
         """Read what a remote store counts; other stores count nothing."""

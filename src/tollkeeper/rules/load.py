@@ -205,17 +205,25 @@ class Loads:
         self.check_name(name)
         valid_s = check_load(load, name, valid_for)
         at_ns = self._now_ns() - int(age_s * NS_PER_SECOND)
+        known = self._readings.get(name)
+        if age_s and known is not None and known.at_ns > at_ns:
+            return  # a newer one arrived on another way
         self._readings[name] = LoadReading(float(load), at_ns, valid_s)
+
+    @property
+    def pushed_sources(self) -> tuple[str, ...]:
+        """The sources that the rules follow and the protected system pushes."""
+        return tuple(each for each in self.sources if each not in self._probes)
 
     def check_name(self, name: Any) -> None:
         """Raise ConfigError for the name of a source that cannot be pushed."""
-        if name == PUSHED or (name in self.sources and name not in self._probes):
+        if name == PUSHED or name in self.pushed_sources:
             return
         if isinstance(name, str) and name in self._probes:
             raise ConfigError(f"{name} is measured by each process and cannot be pushed")
-        known = [each for each in self.sources if each not in self._probes] or ["no pushed load"]
+        known = ", ".join(self.pushed_sources) or "no pushed load"
         raise ConfigError(
-            f"no rule follows the load {show(name)}; the rules follow {', '.join(known)}. "
+            f"no rule follows the load {show(name)}; the rules follow {known}. "
             f"For example scale: {{source: queue_depth, low: 100, high: 5000}}"
         )
 

@@ -19,6 +19,7 @@ from tollkeeper.control.repository import Repository
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import read
 from tollkeeper.service.admin.api import admin_app
+from tollkeeper.service.http.loads import SharedLoads
 from tollkeeper.service.http.tokens import Role, Tokens, create_token
 from tollkeeper.testing import ManualClock
 
@@ -47,6 +48,10 @@ class FakeContext:
     database: str | None = None
     recorder: Any = None
     control: Any = None
+    loads: SharedLoads = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.loads = SharedLoads(self.limiter, None)
 
 
 @dataclass

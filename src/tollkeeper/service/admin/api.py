@@ -25,7 +25,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tollkeeper.core.version import __version__
-from tollkeeper.service.admin import page, problems, quotas, records, rules, subjects
+from tollkeeper.service.admin import load, page, problems, quotas, records, rules, subjects
 from tollkeeper.service.admin.control import AdminContext, control_plane
 from tollkeeper.service.admin.operations import PREFIX
 from tollkeeper.service.http import openapi
@@ -62,6 +62,7 @@ def admin_app(context: AdminContext) -> FastAPI:
         rules.versions_router,
         quotas.router,
         records.router,
+        load.router,
     ]
     for router in routers:
         app.include_router(router, prefix=PREFIX)

@@ -36,6 +36,7 @@ from tollkeeper.rules.compiled import CompiledRules
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import DocumentError
 from tollkeeper.rules.document.writing import to_yaml
+from tollkeeper.service.http.loads import SharedLoads
 from tollkeeper.service.http.tokens import Tokens
 
 # Each failed attempt means that another change succeeded; a rollback is urgent, so it is retried.
@@ -54,6 +55,7 @@ class AdminContext(Protocol):
     database: str | None
     recorder: Recorder | None
     control: ControlPlane | None
+    loads: SharedLoads
 
 
 class NoDatabase(ChangeRefused):

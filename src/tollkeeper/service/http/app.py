@@ -218,6 +218,7 @@ class HttpService:
         self._tasks = [
             asyncio.create_task(self.metrics.keep_writing()),
             asyncio.create_task(self._timeouts.keep_checking()),
+            asyncio.create_task(self.context.loads.keep_following()),
         ]
 
     async def stop(self) -> None:

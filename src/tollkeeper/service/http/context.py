@@ -20,6 +20,7 @@ from tollkeeper.core.errors import show
 from tollkeeper.core.model import Request
 from tollkeeper.metrics.counters import Counters
 from tollkeeper.service.http.bodies import BodyRejected
+from tollkeeper.service.http.loads import SharedLoads
 from tollkeeper.service.http.tokens import Permission, Token, TokenRejection, confined
 from tollkeeper.web.answers import (
     PROBLEM_CONTENT_TYPE,
@@ -106,6 +107,11 @@ class ServiceContext:
     """True once the service shuts down: it still answers, and asks clients to go elsewhere."""
     closing: bool = False
     """True once this worker is about to end, though others may stay: clients reconnect."""
+    loads: SharedLoads = field(init=False)
+    """The loads that are pushed to any worker."""
+
+    def __post_init__(self) -> None:
+        self.loads = SharedLoads(self.limiter, self.settings.counters)
 
 
 # ── Requests and replies ───────────────────────────────────────────────────────────────────────

@@ -66,22 +66,22 @@ class RedisSubscription:
         self._heard_s = time.monotonic()
         self._pinged = False
 
-    def wait(self, seconds: float) -> bool:
-        """Wait for a message; return whether one came. After a StoreError, subscribe again."""
+    def wait(self, seconds: float) -> str | None:
+        """Wait for a message; return its text, or None. After a StoreError, subscribe again."""
         with store_errors(f"{self._config.shown()}: {self._address}"):
             message = self._pubsub.get_message(timeout=seconds)
             now_s = time.monotonic()
             if message is not None:
                 self._heard_s = now_s
                 self._pinged = False
-                return bool(message["type"] == "message")
+                return _text(message["data"]) if message["type"] == "message" else None
             silent_s = now_s - self._heard_s
             if silent_s > IDLE_S_MAX and not self._pinged:
                 self._pubsub.ping()
                 self._pinged = True
         if silent_s > IDLE_S_MAX + self._config.connect_ns / 1e9 + seconds:
             raise self._silent()
-        return False
+        return None
 
     def close(self) -> None:
         """Close the connection."""
@@ -90,6 +90,10 @@ class RedisSubscription:
 
     def _silent(self) -> StoreTimeout:
         return StoreTimeout(f"{self._config.shown()}: {self._address} does not answer")
+
+
+def _text(data: bytes | str) -> str:
+    return data if isinstance(data, str) else data.decode("utf-8", "replace")
 
 
 def _addresses(topology: Topology, config: RedisConfig) -> list[Address]:
