@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import Iterator
 from functools import partial
@@ -20,6 +21,7 @@ from tests.service.admin.client import Admin, admin_of, filled, secrets_of
 from tests.service_process import RULES, Answered, ServiceProcess, ask_on
 from tollkeeper.rules.document.reading import from_data
 from tollkeeper.rules.document.writing import to_yaml
+from tollkeeper.service.admin import page
 
 # No node polls while a test runs, so every change arrives by push.
 NEVER_S = 600.0
@@ -311,3 +313,45 @@ def test_the_log_has_no_traceback_and_no_secret(served: Served) -> None:
     assert "Traceback" not in log
     assert "Warning" not in log
     assert served.headers["Authorization"].removeprefix("Bearer ") not in log
+
+
+# ── The examples of the documentation ────────────────────────────────────────────────────────────
+
+PAGE = Path(__file__).parents[2] / "docs" / "admin-api.md"
+EXAMPLE = re.compile(
+    r"^```http\n(?P<method>\w+) (?P<path>\S+)\n(?P<head>(?:\S+: [^\n]*\n)*)\n(?P<body>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def examples() -> list[tuple[str, str, dict[str, str], Any]]:
+    """Return the requests on the page: method, path, headers and body."""
+    found = []
+    for each in EXAMPLE.finditer(PAGE.read_text(encoding="utf-8")):
+        pairs = (line.partition(": ") for line in each["head"].splitlines() if line)
+        headers = {name: value for name, _, value in pairs}
+        found.append((each["method"], each["path"], headers, json.loads(each["body"])))
+    return found
+
+
+def test_every_example_of_the_documentation_works(tmp_path: Path) -> None:
+    """In the order of the page, on a real service; every operation with a body has an example."""
+    secrets = secrets_of(tmp_path)
+    seed = tmp_path / "seed.yaml"
+    seed.write_text(json.dumps(RULES), encoding="utf-8")
+    options = ("--seed", str(seed), "--tokens", str(tmp_path / "tokens.json"))
+    called: set[tuple[str, str]] = set()
+    with ServiceProcess(f"sqlite:///{tmp_path / 'rules.db'}", *options) as service:
+        served = Served(service, secrets["admin"])
+        document = service.ask("GET", "/openapi.json").data
+        for method, path, headers, body in examples():
+            answer = served.ask(method, path, body, **headers)
+            assert answer.status in {200, 201, 202, 204}, f"{method} {path}: {answer}"
+            called.add((method, path.partition("?")[0]))
+        kinds = {each["kind"] for each in served.ask("GET", "/v1/admin/audit").data["items"]}
+        assert {"patch-rule", "rollback", "grant", "reset"} <= kinds
+    for method, path, operation in page.operations(document):
+        if path.startswith("/v1/admin/") and "requestBody" in operation:
+            pattern = re.sub(r"\\{\w+\\}", "[^/]+", re.escape(path))
+            same = any(method == name and re.fullmatch(pattern, each) for name, each in called)
+            assert same, f"docs/admin-api.md has no example of {method} {path}"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tests.service.admin.client import secrets_of
 from tests.service_process import RULES, ServiceProcess
+from tollkeeper.service.admin import page
 
 SECONDS_MAX = 400
 EXAMPLES_MAX = 4
@@ -33,6 +34,11 @@ checks.allow_header_conformance.enabled = false
 checks.negative_data_rejection.enabled = false
 # This phase would send documents with 20,001 rules, of 3 MB, which take seconds each.
 phases.coverage.enabled = false
+
+[[operations]]
+# A rule's ID may end with `/promote`.
+include-name = ["POST /v1/admin/rules/{id}/promote", "POST /v1/admin/rules/{id}/demote"]
+checks.allow_header_conformance.enabled = false
 
 [[operations]]
 include-name = "PUT /v1/admin/rules"
@@ -68,7 +74,8 @@ def test_every_reply_conforms_to_the_openapi_document(tmp_path: Path) -> None:
         )
         assert ran.returncode == 0, shortened(ran.stdout) + ran.stderr[-2_000:]
         # The test must not pass because no operation was called.
-        assert "Operations:       46 selected / 46 total" in ran.stdout
+        count = len(list(page.operations(service.ask("GET", "/openapi.json").data)))
+        assert f"Operations:       {count} selected / {count} total" in ran.stdout
         assert service.ask("GET", "/readyz").status == 200
         assert "Traceback" not in service.log_text()
 

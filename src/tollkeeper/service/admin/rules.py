@@ -110,8 +110,8 @@ class ValidationOut(ApiOutput):
     diff: str = Field(description="The changes to the rules in force, as a unified diff.")
 
 
-class RollbackIn(ApiInput):
-    """The body of a rollback; it may be left out."""
+class ReasonIn(ApiInput):
+    """The reason of a rollback, or of a promotion or its reversal; the body may be left out."""
 
     reason: Reason
 
@@ -409,12 +409,6 @@ async def delete_rule(
     return await editor.edit("remove-rule", lambda document: edits.remove_rule(document, id))
 
 
-class PromotionIn(ApiInput):
-    """The reason of a promotion, or of its reversal."""
-
-    reason: Reason
-
-
 @router.post(
     "/rules/{id:path}/promote",
     operation_id="promote_rule",
@@ -424,7 +418,7 @@ class PromotionIn(ApiInput):
 async def promote_rule(
     id: RuleId,  # noqa: A002 - same
     editor: Editor,
-    body: PromotionIn | None = None,
+    body: ReasonIn | None = None,
 ) -> VersionOut:
     """Enforce a rule that is in shadow mode, with the counts that it has.
 
@@ -444,7 +438,7 @@ async def promote_rule(
 async def demote_rule(
     id: RuleId,  # noqa: A002 - same
     editor: Editor,
-    body: PromotionIn | None = None,
+    body: ReasonIn | None = None,
 ) -> VersionOut:
     """Put a rule that replaces another back into shadow mode: the other applies again."""
     reason = body.reason if body else None
@@ -533,7 +527,7 @@ async def rollback(
     response: Response,
     control: Control,
     change: Change,
-    body: RollbackIn | None = None,
+    body: ReasonIn | None = None,
 ) -> VersionOut:
     """Make a new version with the rules of an old one. It was accepted before: no `force`."""
     reason = None if body is None else body.reason
