@@ -278,3 +278,12 @@ async def test_a_reason_may_be_in_any_script(admin: Admin) -> None:
     body = {"limits": "91/second", "reason": reason}
     answer = await admin.call("PUT", "/tiers/max", json=body, headers={"X-Reason": "other"})
     assert answer.json()["reason"] == reason
+
+
+@pytest.mark.parametrize("reason", ["x" * 1_001, "\x1b[2J", "é" * 1_001])
+async def test_a_wrong_reason_in_the_header_is_rejected(admin: Admin, reason: str) -> None:
+    """Also if the body has another reason, which would replace it."""
+    headers = {"X-Reason": reason.encode()}
+    body = {"tier": "pro", "reason": "fine"}
+    found = await admin.rejected("PUT", "/assignments/user:1", 400, json=body, headers=headers)
+    assert "reason=" in found["detail"]

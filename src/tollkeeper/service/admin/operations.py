@@ -28,6 +28,7 @@ from pydantic import Field, WithJsonSchema
 from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
+from tollkeeper.control.entries import check_signature
 from tollkeeper.control.repository import Kind, Version
 from tollkeeper.control.schema import REASON_LENGTH_MAX
 from tollkeeper.core.errors import ConfigError, quoted, show
@@ -428,8 +429,12 @@ def _signed(
     ] = None,
 ) -> ChangeRequest:
     # Headers are decoded as Latin-1, and people type UTF-8.
-    reason = reason_text((x_reason or "").encode("latin-1"))
-    return ChangeRequest(request.state.token.name, reason)
+    signed = ChangeRequest(
+        request.state.token.name, reason_text((x_reason or "").encode("latin-1"))
+    )
+    # Also a reason that the body replaces.
+    check_signature(signed.author, signed.reason)
+    return signed
 
 
 Signed = Annotated[ChangeRequest, Depends(_signed)]
