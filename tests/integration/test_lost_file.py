@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -327,3 +327,17 @@ def test_a_service_whose_file_is_damaged_goes_on_by_itself() -> None:
         service.start()
         assert remaining() == 99
         assert "had 5000 bytes instead of" in messages()
+
+
+def test_a_lost_file_is_in_the_statistics(path: Path) -> None:
+    """The time at which this process found it lost; metrics report it."""
+    with Limiter("5/hour", store=f"shared://{path}?{OPTIONS}", on_failure="raise") as limiter:
+        assert limiter.stats().lost_s == 0.0
+        path.unlink()
+
+        def found() -> bool:
+            with suppress(StoreUnavailable):
+                limiter.check("k")
+            return bool(limiter.stats().lost_s)
+
+        until(found, "the loss is noticed", SECONDS_MAX)

@@ -277,7 +277,7 @@ async def test_a_real_prometheus_scrapes_and_alerts_when_redis_dies(redis: Singl
             WAIT_SECONDS,
         )
         assert not prometheus.firing() & {"TollkeeperDegraded", "TollkeeperBreakerOpen"}
-        holding = {"States", "Memory of the states"}
+        holding = {"States", "Memory of the states", "Clock offset", "Keys lost"}
         panels = queries()
         until(
             lambda: all(shown(prometheus, panels[name]) for name in holding),
@@ -300,6 +300,11 @@ async def test_a_real_prometheus_scrapes_and_alerts_when_redis_dies(redis: Singl
         checked(service, 2, user="2")
         assert promtool("check", "metrics", given=scrape(service)).returncode == 0
         unknown = {f"tollkeeper_store_{each}" for each in ("states", "states_max", "bytes")}
+        unknown |= {
+            "tollkeeper_clock_offset_seconds",
+            "tollkeeper_store_keys_evicted_total",
+            "tollkeeper_store_kept_since_seconds",
+        }
 
         def missing() -> set[str]:
             return names_used() - with_samples(scrape(service))

@@ -421,3 +421,76 @@ async def test_health_and_stats_from_asyncio() -> None:
         assert (await asyncio.to_thread(store.stats)).states == 1
         assert (await asyncio.to_thread(store.health)).nodes[0].reachable
         await store.aclose()
+
+
+# ── The status of servers, for metrics ─────────────────────────────────────────────────────────
+
+
+def test_the_clock_of_a_server_is_compared(single: Single, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both processes read the clock of this machine; then the node's is two seconds ahead."""
+    with opened(single.uri) as store:
+        (status,) = store.server_status()
+        assert status.address in single.uri
+        assert status.clock_offset_ns is not None
+        assert abs(status.clock_offset_ns) < 500_000_000
+        real = time.time_ns
+        monkeypatch.setattr(health_module.time, "time_ns", lambda: real() + 2_000_000_000)
+        (status,) = store.server_status()
+        assert status.clock_offset_ns is not None
+        assert -2_500_000_000 < status.clock_offset_ns < -1_500_000_000
+
+
+def test_a_server_that_lost_its_keys_is_noticed() -> None:
+    """By FLUSHALL and by a restart without persistence; every store sees the same time."""
+    with Single() as server, opened(server.uri) as store, opened(server.uri) as other:
+        (first,) = store.server_status()
+        assert first.kept_since_s is not None
+        assert abs(first.kept_since_s - time.time()) < 60
+        store.gate([Limit(5, per=60)], "r").check("user:1", 1)
+        for each in (store, other):
+            (again,) = each.server_status()
+            assert again.kept_since_s == first.kept_since_s
+        server.flush()
+        (flushed,) = other.server_status()
+        assert flushed.kept_since_s is not None
+        assert flushed.kept_since_s > first.kept_since_s
+        server.kill()
+        assert store.server_status() == []
+        server.start()
+        until(store.server_status, "the server answers", SETTLED_SECONDS_MAX)
+        (restarted,) = store.server_status()
+        assert restarted.kept_since_s is not None
+        assert restarted.kept_since_s > flushed.kept_since_s
+        assert store.stats().states == 0  # the marker is no state
+
+
+def test_evicted_keys_are_reported() -> None:
+    """Redis counts them itself."""
+    with Single() as server, opened(server.uri) as store:
+        assert store.server_status()[0].evicted_keys == 0
+        server.admin.config_set("maxmemory-policy", "allkeys-random")
+        pipeline = admin_pipeline(server)
+        for number in range(2_000):
+            pipeline.set(f"other:{number}", "x" * 100)
+        pipeline.execute()
+        server.admin.config_set("maxmemory", "1mb")
+        until(
+            lambda: (store.server_status()[0].evicted_keys or 0) > 0,
+            "keys are evicted",
+            SETTLED_SECONDS_MAX,
+        )
+
+
+def test_each_primary_of_a_cluster_has_its_marker() -> None:
+    """A server without slots would have none."""
+    with opened(running("cluster").uri) as store:
+        found = store.server_status()
+        assert len({status.address for status in found}) == len(found) > 1
+        assert all(status.kept_since_s is not None for status in found)
+
+
+def test_a_user_with_few_permissions_reads_what_it_may() -> None:
+    """What the server does not say is None, and no error."""
+    with opened(running("password").uri) as store:
+        (status,) = store.server_status()
+        assert status.address

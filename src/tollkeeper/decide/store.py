@@ -42,6 +42,8 @@ class StoreStats:
     """Memory that sliding window logs hold; part of `bytes`."""
     log_bytes_max: int = 0
     """Memory for the logs of all rules; 0 if the store has no separate memory for logs."""
+    lost_s: float | None = None
+    """The Unix time when this process found the file of `shared://` lost; 0.0 if it never did."""
 
     @property
     def fullness(self) -> float:
@@ -76,6 +78,19 @@ class BreakerState:
     """All failed calls so far, without probes."""
     failing_s: float = 0.0
     """Seconds since the first of the failed calls that no success has followed; 0.0 if none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStatus:
+    """What one server of a remote store says of itself; None where it does not say."""
+
+    address: str
+    clock_offset_ns: int | None
+    """The server's clock minus this machine's, exact to half a round trip."""
+    evicted_keys: int | None
+    """Keys of any application that the server dropped to free memory, since it started."""
+    kept_since_s: float | None
+    """The Unix time since when it has kept its keys: it has lost none of them as a whole since."""
 
 
 class Gate(Protocol):
@@ -236,7 +251,7 @@ class AsyncStore(Protocol):
 
 
 class StoreMonitor(Protocol):
-    """The counters of a remote store. Reading them costs no round trip."""
+    """The counters of a remote store. Reading them costs no round trip, but for server_status."""
 
     def counters(self) -> Mapping[str, int]:
         """Return counters of this process: `denied_cache_hits` and `coalesced_checks`."""
@@ -252,6 +267,10 @@ class StoreMonitor(Protocol):
 
     def latencies(self) -> Mapping[str, list[int]]:
         """Return the data of a histogram for each server: how long calls took (`Histogram`)."""
+        ...
+
+    def server_status(self) -> Sequence[ServerStatus]:
+        """Query each server that answers. Unlike the other methods, it takes round trips."""
         ...
 
     def on_breaker(self, listener: Callable[[BreakerState], None]) -> None:

@@ -18,7 +18,7 @@ them, so they add no series. No label ever holds a key, a subject, a user or a p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import add, attrgetter, sub
 from typing import Any, Final, Literal, NamedTuple
@@ -26,6 +26,7 @@ from typing import Any, Final, Literal, NamedTuple
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.core.histogram import LENGTH, Histogram, added
 from tollkeeper.core.model import CheckResult, Limit
+from tollkeeper.decide.store import ServerStatus, StoreStats
 
 RULES_MAX: Final = 1_000
 SERVERS_MAX: Final = 64
@@ -76,6 +77,14 @@ FAMILIES: Final = (
     MetricFamily("store_bytes", "gauge", "Memory of the states."),
     MetricFamily("store_log_bytes", "gauge", "Memory of the sliding window logs."),
     MetricFamily("store_log_bytes_max", "gauge", "Memory for such logs; 0: it has no limit."),
+    MetricFamily("clock_offset_seconds", "gauge", "A server's clock minus ours.", ("server",)),
+    MetricFamily("store_keys_evicted", "counter", "Keys that a server evicted.", ("server",)),
+    MetricFamily(
+        "store_kept_since_seconds",
+        "gauge",
+        "Since when a server has kept its keys, in Unix time; 0: since before this process.",
+        ("server",),
+    ),
     MetricFamily("breaker_state", "gauge", "0 closed, 1 half-open, 2 open.", ("server",), "max"),
     MetricFamily("breaker_opened", "counter", "How often a breaker opened.", ("server",)),
     MetricFamily("denied_cache_hits", "counter", "Denials answered by the denial cache."),
@@ -223,6 +232,27 @@ class RuleTotals:
         return OTHERS + JOIN * name.count(JOIN)
 
 
+def put_store(
+    found: MetricsSnapshot, stats: StoreStats | None, servers: Sequence[ServerStatus]
+) -> None:
+    """Add what only the store itself knows: its size, and the status of its servers."""
+    if stats is not None:
+        found.put("store_states", stats.states)
+        found.put("store_states_max", stats.states_max)
+        found.put("store_bytes", stats.bytes)
+        found.put("store_log_bytes", stats.log_bytes)
+        found.put("store_log_bytes_max", stats.log_bytes_max)
+        if stats.lost_s is not None:
+            found.put("store_kept_since_seconds", round(stats.lost_s, 3), FILE)
+    for server in servers[:SERVERS_MAX]:
+        if server.clock_offset_ns is not None:
+            found.put("clock_offset_seconds", server.clock_offset_ns / 1e9, server.address)
+        if server.evicted_keys is not None:
+            found.put("store_keys_evicted", server.evicted_keys, server.address)
+        if server.kept_since_s is not None:
+            found.put("store_kept_since_seconds", server.kept_since_s, server.address)
+
+
 # ── From a limiter ─────────────────────────────────────────────────────────────────────────────
 
 # Each field of a rule's counts, with its family and the labels after the rule's.
@@ -247,6 +277,8 @@ _DENIED: Final = list(_OF_RULES).index("denied")
 ANY_ENDPOINT: Final = "*"
 ENDPOINT_LENGTH_MAX: Final = 200
 _STATES: Final = {"closed": 0, "half_open": 1, "open": 2}
+# The server label of a store that is a file.
+FILE: Final = "(file)"
 
 
 def rule_names(document: Any) -> dict[str, str]:

@@ -43,6 +43,8 @@ class _FileRecovery:
 
     def __init__(self) -> None:
         self._next_at_s = 0.0
+        self.lost_s = 0.0
+        """The Unix time of the last loss; 0.0 if there was none."""
 
     def __call__(self, table: _kernel.Table, loss: str) -> None:
         """Raise StoreUnavailable if the file cannot be opened."""
@@ -54,6 +56,7 @@ class _FileRecovery:
             notice = table.reopen()
         except (StoreUnavailable, ConfigError) as error:
             raise StoreUnavailable(f"{loss}, and cannot be opened again: {error}") from error
+        self.lost_s = time.time()
         log.error("%s; it was opened again, and the quotas in the lost file are forgotten", loss)
         _warn_of(notice)
 
@@ -88,13 +91,14 @@ class KernelStore:
         self.as_async: AsyncStore | None = None
         self.monitor: StoreMonitor | None = None
         self.channel: Channel | None = None
+        self._recovery = _FileRecovery()
         self._table = _kernel.Table(
             path,
             capacity=states_max,
             log_bytes=log_bytes,
             mode=mode,
             epoch_offset_ns=EPOCH_OFFSET_NS,
-            on_loss=_FileRecovery(),
+            on_loss=self._recovery,
         )
         _warn_of(self._table.notice)
 
@@ -119,6 +123,7 @@ class KernelStore:
             refused=counted["refused"],
             log_bytes=counted["log_bytes_used"],
             log_bytes_max=counted["log_bytes_max"],
+            lost_s=None if self.is_private else self._recovery.lost_s,
         )
 
     def busiest(self, count: int) -> list[tuple[str, int]]:

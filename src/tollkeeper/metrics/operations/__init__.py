@@ -47,6 +47,7 @@ THRESHOLDS: Final = (
     Threshold("decision_p99", 0.01, 10, "Seconds that the slowest hundredth of checks takes."),
     Threshold("store_p99", 0.02, 10, "The same for the calls to one server of the store."),
     Threshold("store_errors", 0.01, 0.99, "Share of the checks that fail in the store."),
+    Threshold("clock_offset", 0.5, 1e6, "Seconds between the clocks of node and server."),
     Threshold("rules_age", 60, 1e6, "Seconds since the source of the rules last answered."),
     Threshold("restarts", 2, 1e6, "Workers started in 15 minutes."),
     Threshold("store_fullness", 0.8, 0.99, "Share of the store's states in use."),

@@ -13,8 +13,9 @@ writes its own file before it replies: a counter that was reported once is on di
 worker is killed a moment later. When a worker starts, it adds the counters of dead workers to one
 file, under a lock that readers hold too. So no counter ever goes down.
 
-The size of the store is read in a thread, at most every STATS_SECONDS: with Redis it takes many
-round trips. A scrape waits a moment for it, and a check never does.
+The size of the store and the status of its servers are read in a thread, at most every
+STATS_SECONDS: with Redis that takes many round trips. A scrape waits a moment for it, and a check
+never does.
 
 `metrics/counters.py` lists every metric, with its labels and their bounds.
 """
@@ -26,7 +27,7 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,13 +48,14 @@ from tollkeeper.core.errors import StoreError
 from tollkeeper.core.histogram import LENGTH, cumulative
 from tollkeeper.core.model import Limit
 from tollkeeper.core.version import __version__
-from tollkeeper.decide.store import StoreStats
+from tollkeeper.decide.store import ServerStatus, StoreStats
 from tollkeeper.metrics.counters import (
     FAMILIES,
     JOIN,
     LimiterMetrics,
     MetricFamily,
     MetricsSnapshot,
+    put_store,
 )
 from tollkeeper.service.http.context import (
     NO_STORE,
@@ -225,6 +227,7 @@ class WorkerMetrics:
         self._written = b""
         self._failing = False
         self._stats: StoreStats | None = None
+        self._servers: Sequence[ServerStatus] = ()
         self._stats_at_s = -STATS_SECONDS
         self._reading_stats: asyncio.Task[None] | None = None
 
@@ -300,24 +303,27 @@ class WorkerMetrics:
 
     async def _read_stats(self) -> None:
         self._stats_at_s = time.monotonic()
+        limiter = self._context.limiter
+        monitor = limiter.store.monitor
+        stats: StoreStats | None = None
+        servers: Sequence[ServerStatus] = ()
         try:
-            self._stats = await asyncio.to_thread(self._context.limiter.stats)
-        except StoreError:
-            self._stats = None  # unknown now, and the last known size is no longer true
+            if monitor is not None:
+                servers = await asyncio.to_thread(monitor.server_status)
+            stats = await asyncio.to_thread(limiter.stats)
+        except StoreError as error:
+            # The values are unknown now, and the last known ones are no longer true.
+            log.debug("metrics: the store cannot be read: %s", error)
         except Exception:
-            log.exception("metrics: the size of the store cannot be read")
+            log.exception("metrics: the store cannot be read")
         finally:
+            self._stats, self._servers = stats, servers
             self._reading_stats = None
 
     def text(self) -> bytes:
         """Return the metrics of all workers, with the last known size of the store."""
         total = self.total()
-        if self._stats is not None:
-            total.put("store_states", self._stats.states)
-            total.put("store_states_max", self._stats.states_max)
-            total.put("store_bytes", self._stats.bytes)
-            total.put("store_log_bytes", self._stats.log_bytes)
-            total.put("store_log_bytes_max", self._stats.log_bytes_max)
+        put_store(total, self._stats, self._servers)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_MetricList(_metric(family, total) for family in FAMILIES))
         text: bytes = generate_latest(registry)

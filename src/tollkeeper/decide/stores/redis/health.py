@@ -9,6 +9,13 @@ a sample of the subjects.
 a failover. A fact that a server does not return, because the user lacks permission or the version
 does not know it, is None and never an error.
 
+`server_status` is for metrics: the clock of each primary, its evictions, and how old its *marker*
+is. The marker is a small key that holds the time of its creation. A server that lost its keys (by
+FLUSHALL, by a restart without persistence, or as an empty replica that was promoted) has lost the
+marker too, so the next reading creates one with a later time. All nodes read the same marker, so
+all report the same time. A key that was evicted is in the server's own count. Writes that only a
+crash lost, after the last fsync or snapshot, leave no trace.
+
 Everything here blocks. It uses redis-py's connections, not those of the checks.
 """
 
@@ -38,7 +45,7 @@ from redis.exceptions import (
 
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import StoreError, StoreUnavailable
-from tollkeeper.decide.store import BreakerState
+from tollkeeper.decide.store import BreakerState, ServerStatus
 from tollkeeper.decide.stores.redis.config import Address, Mode, RedisConfig
 from tollkeeper.decide.stores.redis.findings import (
     FindingLevel,
@@ -52,6 +59,7 @@ from tollkeeper.decide.stores.redis.topology import (
     Topology,
     error_text,
     pipelined,
+    slot_of,
     store_errors,
 )
 
@@ -64,6 +72,13 @@ NODES_AT_ONCE_MAX: Final = 16
 PINGS_MIN, PINGS_MAX = 3, 20
 PINGING_NS_MAX: Final = NS_PER_SECOND // 2
 _NS_PER_MS: Final = 1_000_000
+# Readings of the clock; the one with the shortest round trip counts.
+CLOCK_READINGS: Final = 3
+# A marker is renewed at each reading, and expires when no node reads it any more.
+MARKER_SECONDS: Final = 30 * 86_400
+# Keys that are tried to find one in a slot of a server. A server with one slot in a hundred has one
+# among the first thousand with near certainty; a server without any has no marker.
+_MARKERS_TRIED_MAX: Final = 4_096
 
 _COUNT: Final = files("tollkeeper.decide.stores.redis").joinpath("lua/count.lua").read_bytes()
 # Redis identifies scripts by SHA-1; it protects no secret.
@@ -206,6 +221,65 @@ class _Scan:
 def _scaled(sample: Sequence[int], subjects: int) -> int:
     """Extrapolate the sum of a sample to all subjects."""
     return round(sum(sample) * subjects / len(sample)) if sample else 0
+
+
+def server_status(topology: Topology, prefix: str) -> list[ServerStatus]:
+    """Query every primary; those that do not answer are left out. Raises StoreError."""
+    primaries = topology.primaries()
+    workers = max(min(NODES_AT_ONCE_MAX, len(primaries)), 1)
+    with ThreadPoolExecutor(workers, "tollkeeper-status") as pool:
+        found = pool.map(lambda each: _status(topology, each, prefix), primaries)
+        return [status for status in found if status is not None]
+
+
+def _status(topology: Topology, address: Address, prefix: str) -> ServerStatus | None:
+    client: Any = topology.client(address)
+    try:
+        offset_ns = _clock_offset_ns(client)
+        key = marker_key(topology, address, prefix)
+        if key is None:
+            return None
+        # By the server's clock, if it is known: the nodes' clocks may differ.
+        now_ms = (time.time_ns() + (offset_ns or 0)) // _NS_PER_MS
+        info, _, kept, _ = pipelined(
+            client,
+            [
+                ("INFO", "stats"),
+                ("SET", key, now_ms, "NX", "EX", MARKER_SECONDS),
+                ("GET", key),
+                ("EXPIRE", key, MARKER_SECONDS),
+            ],
+        )
+    except REDIS_PY_ERRORS:
+        return None
+    evicted = info.get("evicted_keys") if isinstance(info, dict) else None
+    return ServerStatus(
+        str(address),
+        offset_ns,
+        evicted if isinstance(evicted, int) else None,
+        int(kept) / 1_000 if isinstance(kept, bytes) and kept.isdigit() else None,
+    )
+
+
+def _clock_offset_ns(client: Any) -> int | None:
+    """Return the server's clock minus ours; None if the user may not read it."""
+    best: tuple[int, int] | None = None
+    for _ in range(CLOCK_READINGS):
+        before_ns = time.monotonic_ns()
+        server_time = _permitted(client, "TIME")
+        trip_ns = time.monotonic_ns() - before_ns
+        if server_time is None:
+            return None
+        seconds, microseconds = server_time
+        offset_ns = seconds * NS_PER_SECOND + microseconds * 1_000 - time.time_ns() + trip_ns // 2
+        best = min(best or (trip_ns, offset_ns), (trip_ns, offset_ns))
+    return best and best[1]
+
+
+def marker_key(topology: Topology, address: Address, prefix: str) -> bytes | None:
+    """Return the key of a server's marker, in a slot of that server; None if it has no slots."""
+    keys = (f"{prefix}:marker:{{{number}}}".encode() for number in range(_MARKERS_TRIED_MAX))
+    return next((key for key in keys if topology.slots[slot_of(key)] == address), None)
 
 
 def health(topology: Topology, config: RedisConfig) -> RedisHealth:

@@ -15,13 +15,25 @@ from tollkeeper.core.errors import StoreUnavailable
 from tollkeeper.core.model import Limit
 from tollkeeper.core.steps import run, run_async
 from tollkeeper.decide.busiest import Busiest
-from tollkeeper.decide.store import Answer, AsyncGateCheck, BreakerState, GateCheck, StoreStats
+from tollkeeper.decide.store import (
+    Answer,
+    AsyncGateCheck,
+    BreakerState,
+    GateCheck,
+    ServerStatus,
+    StoreStats,
+)
 from tollkeeper.decide.stores.redis.breakers import BreakerListener
 from tollkeeper.decide.stores.redis.config import RedisConfig
 from tollkeeper.decide.stores.redis.denial_cache import DenialCache
 from tollkeeper.decide.stores.redis.driver import AsyncioDriver, RedisServers, ThreadDriver
 from tollkeeper.decide.stores.redis.gates import AsyncRedisGate, JointCheck, RedisGate
-from tollkeeper.decide.stores.redis.health import RedisHealth, count_states, health
+from tollkeeper.decide.stores.redis.health import (
+    RedisHealth,
+    count_states,
+    health,
+    server_status,
+)
 from tollkeeper.decide.stores.redis.pubsub import RedisSubscription, publish
 from tollkeeper.decide.stores.redis.scripts import RuleScripts
 
@@ -211,6 +223,15 @@ class RedisStore:
         counts with its deadline. Calls that the denial cache answers are not counted.
         """
         return {str(each.address): each.seconds.data() for each in self._servers.breakers.all()}
+
+    def server_status(self) -> list[ServerStatus]:
+        """Return the clock, the evictions and the age of the keys of each primary that answers.
+
+        Blocks for about five round trips, to all servers at once; from asyncio, call it with
+        `asyncio.to_thread`. Raises StoreUnavailable if no server can name the others.
+        """
+        self._require_open()
+        return server_status(self._servers.topology, self.config.prefix)
 
     def on_breaker(self, listener: BreakerListener) -> None:
         """Call `listener` with the state after each change: open, half_open, closed.
