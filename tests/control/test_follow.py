@@ -19,6 +19,7 @@ import pytest
 from tests.redis_servers.waiting import until
 from tollkeeper import AsyncLimiter, Limit, Limiter, Request, open_store
 from tollkeeper.control import follow, snapshot
+from tollkeeper.control.entries import FeedPage
 from tollkeeper.control.follow import (
     JITTER,
     PAUSE_S_LONGEST,
@@ -33,6 +34,7 @@ from tollkeeper.control.follow import (
 from tollkeeper.core.errors import ConfigError, StoreUnavailable
 from tollkeeper.rules.document.model import Document, Rule
 from tollkeeper.rules.document.reading import DocumentError
+from tollkeeper.rules.entries import EntryRow
 
 SECONDS_MAX = 20.0
 NEVER_S = 3_600.0
@@ -85,12 +87,19 @@ class ScriptedSource:
         self.hints_left = 0
         self.hints_fail = False
         self.closed = 0
+        self.pages: list[FeedPage] = []
 
     async def current(self, known: str) -> VersionedDocument | None:
         self.queries += 1
         if isinstance(self.returns, Exception):
             raise self.returns
         return None if self.returns.version == known else self.returns
+
+    async def changes_since(self, seq: int) -> AsyncGenerator[FeedPage, None]:
+        newest = max((page.seq for page in self.pages), default=0)
+        for page in self.pages:
+            if page.seq > seq or (page.whole and seq > newest):
+                yield page
 
     async def hints(self) -> AsyncGenerator[None, None]:
         while True:
@@ -675,3 +684,81 @@ def test_poll_intervals_differ_by_a_fifth() -> None:
     periods = {follow._jittered(10) for _ in range(100)}
     assert len(periods) > 50
     assert 10 * (1 - JITTER) <= min(periods) < max(periods) <= 10 * (1 + JITTER)
+
+
+# ── Entries ────────────────────────────────────────────────────────────────────────────────────
+
+DENY_42 = EntryRow("deny", "user:42", "user:42", 1, False)
+
+
+def denied(limiter: Limiter) -> bool:
+    return limiter.evaluate(REQUEST).kind == "blocked"
+
+
+def test_changes_of_entries_come_into_force(source: ScriptedSource, opened: Limiters) -> None:
+    """Those at the start, those since, and a removal; the rules are not compiled again."""
+    source.pages = [FeedPage([DENY_42], 1, True)]
+    limiter = opened()
+    assert denied(limiter)
+    table = limiter.compiled_rules.table
+    source.pages.append(FeedPage([DENY_42._replace(seq=2, removed=True)], 2, False))
+    until(lambda: not denied(limiter), "the removal", SECONDS_MAX)
+    assert limiter.compiled_rules.table is table
+
+
+def test_a_reader_that_missed_too_much_reads_all_again(
+    source: ScriptedSource, opened: Limiters
+) -> None:
+    """Entries that are no longer there are forgotten, although no change says so."""
+    source.pages = [FeedPage([DENY_42], 1, True)]
+    limiter = opened()
+    source.pages = [FeedPage([DENY_42._replace(key="user:7")], 9, True)]
+    until(lambda: not denied(limiter), "the reload", SECONDS_MAX)
+    assert limiter.evaluate(Request(user="7")).kind == "blocked"
+    # A database that was restored from a backup has not reached the number that is known.
+    source.pages = [FeedPage([DENY_42], 3, True)]
+    until(lambda: denied(limiter), "the restored entries", SECONDS_MAX)
+
+
+def test_an_entry_that_cannot_be_used_does_not_stop_the_others(
+    source: ScriptedSource, opened: Limiters, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A newer Tollkeeper may have written it."""
+    bad = EntryRow("override", "x", "{}", 1, False)
+    source.pages = [FeedPage([bad, DENY_42._replace(seq=2)], 2, True)]
+    with caplog.at_level(logging.ERROR, "tollkeeper.rules"):
+        assert denied(opened())
+    assert "the override 'x' is ignored" in caplog.text
+
+
+def test_entries_survive_in_the_snapshot(
+    source: ScriptedSource, opened: Limiters, tmp_path: Path
+) -> None:
+    """A node that starts while the source is unavailable has them, and the changes since."""
+    path = tmp_path / "rules.snapshot"
+    source.pages = [FeedPage([DENY_42], 1, True)]
+    limiter = opened(snapshot=path)
+    source.pages.append(FeedPage([DENY_42._replace(key="user:7", seq=2)], 2, False))
+    file = path.with_name("rules.snapshot.entries")
+    until(lambda: file.exists() and b"user:7" in file.read_bytes(), "the change", SECONDS_MAX)
+    limiter.close()
+    source.returns = StoreUnavailable("away")
+    limiter = opened(snapshot=path)
+    assert limiter.rules_status().origin == "snapshot"
+    assert denied(limiter)
+    assert limiter.evaluate(Request(user="7")).kind == "blocked"
+    # The source is back without the first entry.
+    source.returns = versioned(5)
+    source.pages = [FeedPage([DENY_42._replace(key="user:7", seq=4)], 4, True)]
+    until(lambda: not denied(limiter), "the source", SECONDS_MAX)
+
+
+def test_expired_overrides_leave_the_memory(
+    source: ScriptedSource, opened: Limiters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some time after their end."""
+    data = '{"for":{"user":"42"},"multiply":2,"until":"2020-01-01T00:00:00Z","reason":"r"}'
+    source.pages = [FeedPage([EntryRow("override", "old", data, 1, False)], 1, True)]
+    monkeypatch.setattr(follow, "SWEEP_S", 0.0)
+    limiter = opened()
+    until(lambda: not limiter.compiled_rules.entries.overrides, "the sweep", SECONDS_MAX)

@@ -16,10 +16,11 @@ import pytest
 
 from tollkeeper import Limit
 from tollkeeper.control import snapshot
-from tollkeeper.control.snapshot import check_place, load, save
+from tollkeeper.control.snapshot import EntrySnapshot, check_place, load, save
 from tollkeeper.core.errors import ConfigError, StoreUnavailable
 from tollkeeper.rules.document.model import Document, Match, Override, Rule
 from tollkeeper.rules.document.reading import read_file
+from tollkeeper.rules.entries import EntryRow
 
 EXAMPLE = Path(__file__).parents[2] / "examples/limits.yaml"
 
@@ -205,3 +206,89 @@ def test_a_killed_writer_leaves_a_complete_snapshot(path: Path) -> None:
         assert found.document.rules[0].id == f"version-{found.version}"
         assert len(found.document.deny) == 2_000
         last = int(found.version)
+
+
+# ── Entries ────────────────────────────────────────────────────────────────────────────────────
+
+ROW = EntryRow("assignment", "user:42", "pro", 1, False)
+
+
+def rows_of(path: Path) -> list[EntryRow]:
+    return [row for rows, _ in EntrySnapshot(path).read() for row in rows]
+
+
+def written(path: Path, blocks: int = 3) -> EntrySnapshot:
+    """Return the snapshot of a first block and some changes."""
+    made = EntrySnapshot(path)
+    assert made.take()
+    made.write([ROW], 1, whole=True)
+    made.finish()
+    for seq in range(2, blocks + 1):
+        made.write([ROW._replace(seq=seq)], seq, whole=False)
+    return made
+
+
+def test_entries_and_their_changes_are_read_in_order(path: Path) -> None:
+    """Another process goes on where the last one stopped, and only one writes at a time."""
+    first = written(path)
+    assert [row.seq for row in rows_of(path)] == [1, 2, 3]
+    second = EntrySnapshot(path)
+    assert not second.take()
+    first.close()
+    assert second.take()
+    assert second.seq == 3
+    second.write([ROW._replace(seq=4)], 4, whole=False)
+    second.close()
+    assert [row.seq for row in rows_of(path)] == [1, 2, 3, 4]
+
+
+def test_no_snapshot_of_entries_is_no_entries(path: Path) -> None:
+    """A snapshot of an older release has none."""
+    assert rows_of(path) == []
+
+
+def test_a_block_that_is_cut_off_is_ignored_and_overwritten(path: Path) -> None:
+    """Wherever a writer was killed in it."""
+    written(path).close()
+    file = path.with_name(f"{path.name}.entries")
+    whole = file.read_bytes()
+    last = whole.rindex(b"rows ")
+    for cut in range(last, len(whole)):
+        file.write_bytes(whole[:cut])
+        assert [row.seq for row in rows_of(path)] == [1, 2]
+    again = EntrySnapshot(path)
+    assert again.take()
+    assert again.seq == 2
+    again.write([ROW._replace(seq=3)], 3, whole=False)
+    again.close()
+    assert file.read_bytes() == whole
+
+
+def test_a_changed_byte_of_the_entries_is_detected(path: Path) -> None:
+    """In every place: the snapshot is used as it was written, or not at all."""
+    written(path).close()
+    file = path.with_name(f"{path.name}.entries")
+    whole = file.read_bytes()
+    rows = rows_of(path)
+    last = whole.rindex(b"rows ")
+    for at in range(last):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        try:
+            found = rows_of(path)
+        except ConfigError:
+            continue
+        # A header may say that a block is longer than the file, or count other numbers.
+        assert found == rows[: len(found)]
+
+
+def test_a_long_journal_is_written_anew(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the changes take more space than the entries."""
+    monkeypatch.setattr(snapshot, "JOURNAL_BYTES_MIN", 0)
+    made = written(path)
+    assert made.seq == -1
+    made.write([ROW._replace(seq=9)], 9, whole=True)
+    assert [row.seq for row in rows_of(path)] == [1, 2, 3]
+    made.finish()
+    assert [row.seq for row in rows_of(path)] == [9]
+    made.close()
+    assert [each.name for each in path.parent.iterdir() if each.suffix == ".new"] == []

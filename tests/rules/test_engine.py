@@ -35,6 +35,8 @@ from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.memory import PythonMemoryStore
 from tollkeeper.rules.document.reading import DocumentError
 from tollkeeper.rules.engine import RepeatedCheck
+from tollkeeper.rules.entries import EntryRow
+from tollkeeper.rules.entry_table import EntryTable
 from tollkeeper.rules.explain import Explanation
 from tollkeeper.testing import ManualClock, limiting_off
 
@@ -635,7 +637,21 @@ def test_only_plans_that_cannot_change_are_reused() -> None:
         repeated = RepeatedCheck(REQUESTS[0], 1)
         limiter.evaluate_repeated(repeated)
         assert (repeated.known is not None) == kept
-        assert limiter.compiled_rules.is_steady == kept
+        assert limiter.compiled_rules.is_steady_for(REQUESTS[0]) == kept
+
+
+def test_a_change_of_an_entry_reaches_repeated_requests() -> None:
+    """A plan that was made before the change is not used again, and the document stays."""
+    limiter = Limiter.from_rules(PLAIN, clock=ManualClock())
+    repeated = RepeatedCheck(Request(user="changed"), 1)
+    entries = EntryTable()
+    assert limiter.evaluate_repeated(repeated).kind == "limited"
+    for removed, kind in ((False, "blocked"), (True, "limited"), (False, "blocked")):
+        entries.apply([EntryRow("deny", "user:changed", "", 1, removed)], 1)
+        limiter.use_entries(entries)
+        assert limiter.evaluate_repeated(repeated).kind == kind
+    limiter.use(PLAIN)
+    assert limiter.evaluate_repeated(repeated).kind == "blocked"
 
 
 def test_a_repeated_request_on_asyncio() -> None:

@@ -10,6 +10,10 @@ every `poll` seconds in any case. A new version comes into force in one step and
 snapshot, if the limiter has one. If the source is unavailable or its document is invalid, the last
 good rules stay in force, `status` reports the error, and the follower retries at growing intervals.
 
+**Entries** beside the document (assignments, overrides, lists) have their own numbers. The follower
+reads the changes since the last number that it knows and applies them to the limiter's table, in
+place. A follower that has missed too much reads all of them into a new table.
+
 The follower never raises into the application, and no check waits for it.
 """
 
@@ -25,7 +29,7 @@ import weakref
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
@@ -42,8 +46,10 @@ from tollkeeper.rules.document.reading import (
     read,
     read_file,
 )
+from tollkeeper.rules.entry_table import EntryTable
 
 if TYPE_CHECKING:
+    from tollkeeper.control.entries import FeedPage
     from tollkeeper.control.repository import Repository
 
 # Not the shared generator: an application that seeds it gets the same numbers, whatever our
@@ -54,6 +60,10 @@ POLL_S_MIN: Final = 0.05
 POLL_S_MAX: Final = 3600.0
 # One query of a source, with connecting and a document of 10,000 rules.
 QUERY_S_MAX: Final = 30.0
+# Reading all entries.
+ENTRIES_S_MAX: Final = 120.0
+# Expired overrides are removed from memory this often; until then, checks skip them.
+SWEEP_S: Final = 600.0
 # The pause after a failure doubles from the first to the longest.
 PAUSE_S_FIRST: Final = 0.1
 PAUSE_S_LONGEST: Final = 5.0
@@ -100,8 +110,11 @@ class RulesSource(Protocol):
     async def current(self, known: str) -> VersionedDocument | None:
         """Return the current version, or None if that is `known`. Raises TollkeeperError."""
 
+    def changes_since(self, seq: int) -> AsyncGenerator[FeedPage, None]:
+        """Yield the entries that have changed since; all of them if `seq` is 0 or too old."""
+
     def hints(self) -> AsyncGenerator[None, None]:
-        """Yield whenever `current` may have changed. It ends at once if the source cannot push."""
+        """Yield whenever something may have changed. It ends at once if the source cannot push."""
 
     async def close(self) -> None:
         """Close all connections; the next call opens new ones."""
@@ -140,6 +153,12 @@ class FileSource:
             if (state, version) == (self._state(), self._version()):
                 self._taken = state, version
                 return VersionedDocument(version, document)
+
+    async def changes_since(self, seq: int) -> AsyncGenerator[FeedPage, None]:  # noqa: ARG002 - none
+        """Yield nothing: the document in a file contains its entries."""
+        nothing: tuple[FeedPage, ...] = ()
+        for page in nothing:
+            yield page
 
     async def hints(self) -> AsyncGenerator[None, None]:
         """Look at the file four times a second, and yield when it looks different."""
@@ -198,8 +217,19 @@ class RepositorySource:
         document = read(version.text, f"version {version.number}")
         return VersionedDocument(str(version.number), document)
 
+    async def changes_since(self, seq: int) -> AsyncGenerator[FeedPage, None]:
+        """Yield the entries that have changed. Without a change, it reads one row."""
+        try:
+            repository = await self._opened()
+            async with aclosing(repository.entries.changes_since(seq)) as pages:
+                async for page in pages:
+                    yield page
+        except StoreError:
+            await self.close()
+            raise
+
     async def hints(self) -> AsyncGenerator[None, None]:
-        """Yield when PostgreSQL reports a new version; SQLite cannot push."""
+        """Yield when PostgreSQL reports a change; SQLite cannot push."""
         if self._url.startswith("sqlite"):
             return
         repository = await self._opened()
@@ -373,6 +403,7 @@ class LoadedRules:
 
     document: Document
     status: RulesStatus
+    entries: EntryTable = field(default_factory=EntryTable)
 
 
 def load(rules: Rules, snapshot: Path | None = None) -> LoadedRules:
@@ -387,24 +418,25 @@ def load(rules: Rules, snapshot: Path | None = None) -> LoadedRules:
     if snapshot is not None:
         snapshots.check_place(snapshot)
     try:
-        found = _query_in_thread(source)
+        found, entries = _query_in_thread(source)
     except TollkeeperError as error:
         return _from_snapshot(snapshot, source.name, error)
     status = RulesStatus(found.version, source.name, "source", _now(), 0.0)
-    return LoadedRules(found.document, status)
+    return LoadedRules(found.document, status, entries)
 
 
-def _query_in_thread(source: RulesSource) -> VersionedDocument:
+def _query_in_thread(source: RulesSource) -> tuple[VersionedDocument, EntryTable]:
     """Query a source in a new thread, because the caller may run in an event loop."""
-    result: list[VersionedDocument | BaseException] = []
+    result: list[tuple[VersionedDocument, EntryTable] | BaseException] = []
 
-    async def query() -> VersionedDocument:
+    async def query() -> tuple[VersionedDocument, EntryTable]:
         try:
             found = await _query(source, "")
+            entries = await _updated_entries(source, EntryTable())
         finally:
             await source.close()
         assert found is not None, "no version is known yet"  # noqa: S101 - a source's contract
-        return found
+        return found, entries
 
     def run() -> None:
         try:
@@ -428,11 +460,32 @@ async def _query(source: RulesSource, known: str) -> VersionedDocument | None:
         raise StoreTimeout(f"{source.name} did not answer within {QUERY_S_MAX:g} s") from None
 
 
+async def _updated_entries(source: RulesSource, known: EntryTable) -> EntryTable:
+    """Apply the changes since `known` to it; return it, or a new table if it was too old."""
+    table = known
+    try:
+        async with (
+            asyncio.timeout(ENTRIES_S_MAX),
+            aclosing(source.changes_since(known.seq)) as pages,
+        ):
+            async for page in pages:
+                if page.whole and table is known:
+                    table = EntryTable()
+                for error in table.apply(page.rows, page.seq):
+                    log.error("rules: %s", error)
+    except TimeoutError:
+        raise StoreTimeout(f"{source.name} did not answer within {ENTRIES_S_MAX:g} s") from None
+    return table
+
+
 def _from_snapshot(path: Path | None, name: str, error: TollkeeperError) -> LoadedRules:
     if path is None:
         raise error
     try:
         found = snapshots.load(path)
+        entries = EntryTable()
+        for rows, seq in snapshots.EntrySnapshot(path).read():
+            entries.apply(rows, seq)
     except ConfigError as unusable:
         error.add_note(str(unusable))
         raise error from unusable
@@ -440,7 +493,9 @@ def _from_snapshot(path: Path | None, name: str, error: TollkeeperError) -> Load
         raise error
     log.warning("rules: version %s from the snapshot %s: %s", found.version, path, error)
     status = RulesStatus(found.version, name, "snapshot", _now(), None, str(error))
-    return LoadedRules(found.document, status)
+    # The follower reads all entries again when the source is back.
+    entries.seq = 0
+    return LoadedRules(found.document, status, entries)
 
 
 # ── The follower ───────────────────────────────────────────────────────────────────────────────
@@ -451,6 +506,9 @@ class RulesUser(Protocol):
 
     def use(self, rules: Document, version: str = "") -> None:
         """Put a document into force."""
+
+    def use_entries(self, entries: EntryTable) -> None:
+        """Put entries beside the document into force, or a change of them."""
 
 
 class Follower:
@@ -476,6 +534,12 @@ class Follower:
         self._answered_s = time.monotonic() if is_fresh else None
         self._known = loaded.status.version if is_fresh else ""
         self._unsaved = VersionedDocument(self._known, loaded.document) if is_fresh else None
+        self._entries = loaded.entries
+        self._entry_snapshot = _entry_snapshot(options.snapshot)
+        self._entries_in_force = loaded.entries.seq
+        self._saving_entries: asyncio.Task[None] | None = None
+        self._entries_error = ""
+        self._swept_s = time.monotonic()
         self._push_errors: dict[str, str] = {}
         self._failures = 0
         self._stopped = threading.Event()
@@ -518,6 +582,8 @@ class Follower:
             return
         self._stopped = threading.Event()
         self._loop = self._task = None
+        # The parent holds the lock of the other object.
+        self._entry_snapshot = _entry_snapshot(self._snapshot)
         # Not at once: the store must notice the fork first, and a server that forks fifty workers
         # would open fifty connections in one moment.
         self._start(first_pause_s=_random.uniform(FORKED_S_MIN, FORKED_S_MAX))
@@ -560,11 +626,16 @@ class Follower:
         finally:
             for task in pushing:
                 task.cancel()
+            if self._saving_entries is not None:
+                self._saving_entries.cancel()
+                pushing.append(self._saving_entries)
             with suppress(TimeoutError):
                 # Nothing waits for this thread any more, but a hanging server must not keep it.
                 async with asyncio.timeout(QUERY_S_MAX):
                     await asyncio.gather(*pushing, return_exceptions=True)
                     await source.close()
+            if self._entry_snapshot is not None:
+                self._entry_snapshot.close()
 
     async def _wait(self) -> None:
         """Wait for a hint, or until it is time to poll."""
@@ -579,14 +650,49 @@ class Follower:
             found = await _query(source, self._known)
             if found is not None:
                 self._put_into_force(found)
+                self._known = found.version
+            await self._update_entries(source)
         except Exception as error:  # whatever it is, the last good rules stay
             self._failures += 1
             self._set_error(_message(error))
             return False
         self._answered_s = time.monotonic()
-        self._known = found.version if found is not None else self._known
-        self._set_error(self._save())
+        saving = self._saving_entries
+        if self._entry_snapshot is not None and (saving is None or saving.done()):
+            # A task, because changes that come meanwhile must not wait for a million rows.
+            self._saving_entries = asyncio.create_task(self._save_entries(source))
+        self._set_error(self._save() or self._entries_error)
         return True
+
+    async def _update_entries(self, source: RulesSource) -> None:
+        """Apply the changes of entries, and put them into force."""
+        entries = await _updated_entries(source, self._entries)
+        dropped = 0
+        if time.monotonic() > self._swept_s + SWEEP_S:
+            self._swept_s = time.monotonic()
+            dropped = entries.drop_expired(time.time_ns())
+        limiter = self._limiter()
+        is_new = entries is not self._entries or entries.seq != self._entries_in_force
+        if limiter is not None and (is_new or dropped):
+            limiter.use_entries(entries)
+        self._entries, self._entries_in_force = entries, entries.seq
+
+    async def _save_entries(self, source: RulesSource) -> None:
+        """Bring the snapshot of the entries up to date, if this process writes it."""
+        file = self._entry_snapshot
+        self._entries_error = ""
+        try:
+            if file is None or self._entries.seq in {0, file.seq} or not file.take():
+                return
+            async with (
+                asyncio.timeout(ENTRIES_S_MAX),
+                aclosing(source.changes_since(max(file.seq, 0))) as pages,
+            ):
+                async for page in pages:
+                    file.write(page.rows, page.seq, whole=page.whole)
+            file.finish()
+        except Exception as error:  # whatever it is, the snapshot is out of date
+            self._entries_error = f"the entries' snapshot is out of date: {_message(error)}"
 
     def _put_into_force(self, found: VersionedDocument) -> None:
         limiter = self._limiter()
@@ -642,6 +748,10 @@ class Follower:
             self._push_errors[name] = error
             errors = "; ".join(filter(None, self._push_errors.values()))
             self._status = replace(self._status, push_error=errors)
+
+
+def _entry_snapshot(path: Path | None) -> snapshots.EntrySnapshot | None:
+    return None if path is None else snapshots.EntrySnapshot(path)
 
 
 class RetryPause:

@@ -40,6 +40,7 @@ from tollkeeper.metrics.tally import RuleCounts, Tally
 from tollkeeper.rules.compiled import CompiledRules
 from tollkeeper.rules.document.model import Rules
 from tollkeeper.rules.engine import RuleEngine
+from tollkeeper.rules.entry_table import EntryTable
 from tollkeeper.rules.load import Loads, SourceFactor
 from tollkeeper.rules.penalties import Penalty
 
@@ -192,6 +193,7 @@ class LimiterSetup(LimiterPath):
             self._on_failure,
             self._local,
             async_store=async_store,
+            entries=loaded.entries,
         )
         check = partial(self._check_rules, engine)
         self._check = engine.fast_check(check) or check
@@ -248,6 +250,10 @@ class LimiterSetup(LimiterPath):
         from tollkeeper.rules.document.reading import document_of  # noqa: PLC0415 - see above
 
         self._rules().use(document_of(rules), version)
+
+    def use_entries(self, entries: EntryTable) -> None:
+        """Put entries beside the document in force, or those in force after they have changed."""
+        self._rules().use_entries(entries)
 
     def rules_status(self) -> RulesStatus:
         """Return the version of the rules in force, where they came from, and their age."""

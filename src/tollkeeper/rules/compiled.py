@@ -10,13 +10,19 @@ now. Consumption carries over between limits that differ only in their numbers.
 A gate is made when it is first needed and kept with the choice of limits it belongs to. The number
 of gates is bounded by the document, not by its callers: one choice for each set of limits in the
 document, times the overrides that multiply them, and for each choice at most one gate for each
-step of the factor (times the parts of a rule that splits its limits).
+step of the factor (times the parts of a rule that splits its limits). Overrides outside the
+document share the gates of equal terms, and at most TERMS_MAX terms are kept.
+
+Entries beside the document (`entry_table.py`) take precedence over those in it, and change in
+place. After each change, `with_entries` makes a new CompiledRules that shares everything else, so
+that a plan made before the change is not used again.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction
@@ -29,7 +35,15 @@ from tollkeeper.core.model import REQUEST_FIELDS, AppliedRule, Limits, Request
 from tollkeeper.core.rates import scaled
 from tollkeeper.core.subjects import KEY_LENGTH_MAX, SEPARATOR, subject_of_request
 from tollkeeper.decide.store import AnyGate
-from tollkeeper.rules.document.model import DEFAULT_TIER, FACTOR_MAX, Document, Override, Rule
+from tollkeeper.rules.document.model import (
+    DEFAULT_TIER,
+    FACTOR_MAX,
+    OWNERS,
+    Document,
+    Override,
+    Rule,
+)
+from tollkeeper.rules.entry_table import EntryTable, OwnerTable, PackedOverride, unpacked
 from tollkeeper.rules.matching.lists import Lists, Verdict
 from tollkeeper.rules.matching.patterns import normalised, spellings
 from tollkeeper.rules.matching.table import CompiledRule, RuleTable
@@ -42,8 +56,8 @@ MakeGate = Callable[[Limits, str], AnyGate]
 FACTOR_STEPS: Final = 100
 # The subject of rules that count all requests together.
 _EVERYONE: Final = "*"
-# The fields whose tier assignments and overrides apply, in order of precedence.
-_OWNERS: Final = ("user", "api_key", "tenant")
+# For each choice of limits, the number of different overrides whose gates are kept.
+TERMS_MAX: Final = 1_000
 # Fields that are normalised before they are counted: see CompiledRules.subject_of.
 _NORMALISED: Final = frozenset({"tier", "endpoint", "method"})
 # A longer path is counted by its digest, and so is one with %1F: a client may send any path.
@@ -69,7 +83,7 @@ class PreparedLimits:
 class LimitChoice:
     """Limits that a rule has for some requests, and where in the document they come from."""
 
-    __slots__ = ("by_override", "by_step", "detail", "limits", "override", "source")
+    __slots__ = ("by_override", "by_step", "by_terms", "detail", "limits", "override", "source")
 
     def __init__(
         self,
@@ -85,6 +99,14 @@ class LimitChoice:
         self.by_step: dict[int, PreparedLimits] = {}
         self.by_override: dict[int, LimitChoice] = {}
         """The same limits multiplied, by the position of the override in the document."""
+        self.by_terms: dict[str, LimitChoice] = {}
+        """The same for overrides beside the document, by their terms."""
+
+    def of_owner(self, owner: str, packed: PackedOverride) -> LimitChoice:
+        """Return the same limits and gates, as those of an override of one owner."""
+        found = LimitChoice(self.limits, "override", owner, packed.override(owner, self.override))
+        found.by_step = self.by_step
+        return found
 
 
 class RuleCheck(NamedTuple):
@@ -141,6 +163,7 @@ class PreparedRule:
 
     __slots__ = (
         "by_override",
+        "by_terms",
         "by_tier",
         "default",
         "factor",
@@ -165,6 +188,8 @@ class PreparedRule:
         }
         self.by_override: dict[int, LimitChoice] = {}
         """Limits of overrides, by their position in the document."""
+        self.by_terms: dict[str, LimitChoice] = {}
+        """Limits of overrides beside the document, by their terms."""
         self.keys = tuple(
             (matches, LimitChoice(written.keys[text], "key", text)) for text, matches in rule.keys
         )
@@ -215,6 +240,8 @@ class CompiledRules:
 
     __slots__ = (
         "_assign",
+        "_assigned",
+        "_has_overrides",
         "_lists",
         "_make_gate",
         "_now_ns",
@@ -222,6 +249,7 @@ class CompiledRules:
         "_overrides",
         "_rules",
         "document",
+        "entries",
         "is_steady",
         "table",
         "version",
@@ -234,19 +262,19 @@ class CompiledRules:
         now_ns: Callable[[], int],
         version: str = "",
         factors: Mapping[str, Callable[[], float]] | None = None,
+        entries: EntryTable | None = None,
     ) -> None:
         """Compile a document.
 
         `make_gate`  prepares limits under a rule's id on the store.
         `now_ns`     the time by which overrides end.
         `factors`    by rule id, the factor of rules whose limits follow the load.
+        `entries`    the assignments, overrides and list entries beside the document.
         """
         self.document = document
         self.version = version
         self.table = RuleTable(document.rules)
-        self._lists = None
-        if document.allow or document.deny:
-            self._lists = Lists.compile(document.allow, document.deny)
+        self._lists: tuple[Lists, ...] = ()
         self._assign = document.assign
         self._make_gate = make_gate
         self._now_ns = now_ns
@@ -255,25 +283,55 @@ class CompiledRules:
         # The places of the rules, if a rule in shadow mode tries to take the place of another.
         trials = any(each.replaces and each.mode == "shadow" for each in document.rules)
         self._orders = {rule.rule.id: rule.order for rule in self.table.rules} if trials else {}
-        # By owner: the end (None: no end), the position in the document, and the override.
-        self._overrides: dict[tuple[str, str], list[tuple[int | None, int, Override]]] = {}
-        for position, override in enumerate(document.overrides):
-            owner = (override.attribute, override.value)
-            self._overrides.setdefault(owner, []).append((_ns(override.until), position, override))
-        self.is_steady = not self._overrides and not any(
+        # The end (None: no end), the position in the document, and the override.
+        self._overrides: OwnerTable[tuple[int | None, int, Override]] = OwnerTable()
+        # The first of the document applies, and the table puts the newest item first.
+        for position, override in reversed(list(enumerate(document.overrides))):
+            item = (_ns(override.until), position, override)
+            self._overrides.add(override.attribute, override.value, item)
+        self.is_steady = not any(
             prepared.factor is not None or prepared.rule.rule.split > 1 for prepared in self._rules
         )
-        """True if equal requests always have equal plans: no rule has an override, a split or a
-        factor."""
+        """True if no rule has a split or a factor: see `is_steady_for`."""
+        self._use_entries(entries or EntryTable())
+
+    def _use_entries(self, entries: EntryTable) -> None:
+        document = self.document
+        self.entries = entries
+        # None if there are none, so that requests without entries pay nothing for them.
+        self._assigned = entries.assigned or None
+        self._has_overrides = bool(self._overrides or entries.overrides)
+        found = [entries.lists] if entries.lists else []
+        if document.allow or document.deny:
+            known = self._lists[-1] if self._lists else None
+            found.append(known or Lists.compile(document.allow, document.deny))
+        self._lists = tuple(found)
+
+    def with_entries(self, entries: EntryTable) -> CompiledRules:
+        """Return the same rules after a change of the entries."""
+        found = copy(self)
+        found._use_entries(entries)  # noqa: SLF001 - of the copy
+        return found
+
+    def is_steady_for(self, request: Request) -> bool:
+        """Return True if requests equal to this one have the same plan until the rules change.
+
+        They have not if a rule has a split or a factor, or if an override may end.
+        """
+        if not self.is_steady or not self._has_overrides:
+            return self.is_steady
+        matched = request if request.digests is None else request.matched_as
+        found = next(self._overrides.find(matched), None)
+        return found is None and next(self.entries.overrides.find(matched), None) is None
 
     def plan(self, request: Request, cost: int) -> CheckPlan:
         """Return the rules that a request has to pass, with the gates to check."""
         matched = request if request.digests is None else request.matched_as
-        if self._lists is not None:
-            verdict = self._lists.verdict(matched)
+        if self._lists:
+            verdict = self._listed(matched)[0]
             if verdict is not None:
                 return CheckPlan(verdict=verdict)
-        tier = self.tier_of(matched) if self._assign else matched.tier
+        tier = self.tier_of(matched) if self._assign or self._assigned else matched.tier
         enforced: list[RuleCheck] = []
         shadowed: list[RuleCheck] = []
         rules = self._rules
@@ -352,12 +410,14 @@ class CompiledRules:
     def tier_of(self, request: Request) -> str | None:
         """Return the request's tier: its own, or the one assigned to its user, key or tenant."""
         request = request if request.digests is None else request.matched_as
-        if request.tier is not None or not self._assign:
+        if request.tier is not None or not (self._assign or self._assigned):
             return request.tier
-        for attribute in _OWNERS:
+        assigned, assign = self.entries.assigned, self._assign
+        for attribute in OWNERS:
             value = getattr(request, attribute)
             if value is not None:
-                tier = self._assign.get(f"{attribute}:{value}")
+                owner = f"{attribute}:{value}"
+                tier = assigned.get(owner) or assign.get(owner)
                 if tier is not None:
                     return tier
         return None
@@ -384,30 +444,38 @@ class CompiledRules:
                     if matches(value):
                         choice = of_key
                         break
-        return self._overridden(prepared, request, choice) if self._overrides else choice
+        return self._overridden(prepared, request, choice) if self._has_overrides else choice
 
     def _overridden(
         self, prepared: PreparedRule, request: Request, choice: LimitChoice | None
     ) -> LimitChoice | None:
-        for attribute in _OWNERS:
-            value = getattr(request, attribute)
-            if not isinstance(value, str):
+        """Return the limits of the first override that applies, or `choice`.
+
+        Entries go before the document, and user, API key, tenant and address in this order.
+        """
+        if self.entries.overrides:
+            now_us = self._now_ns() // 1_000
+            for owner, item in self.entries.overrides.find(request):
+                packed = unpacked(item)
+                named = not packed.rule or packed.rule in prepared.names
+                if named and packed.until_us > now_us:
+                    return _choice_of_entry(prepared, choice, owner, packed)
+        for owner, (until_ns, position, override) in self._overrides.find(request):
+            if override.rule is not None and override.rule not in prepared.names:
                 continue
-            for until_ns, position, override in self._overrides.get((attribute, value), ()):
-                if override.rule is not None and override.rule not in prepared.names:
-                    continue
-                if until_ns is not None and self._now_ns() >= until_ns:
-                    continue
-                if override.limits:
-                    known = prepared.by_override
-                elif choice is not None:
-                    known = choice.by_override
-                else:
-                    return None
-                found = known.get(position)
-                if found is None:
-                    found = known[position] = _choice_of(override, choice)
-                return found
+            if until_ns is not None and self._now_ns() >= until_ns:
+                continue
+            if override.limits:
+                known = prepared.by_override
+            elif choice is not None:
+                known = choice.by_override
+            else:
+                return None
+            found = known.get(position)
+            if found is None:
+                limits = override.limits or _multiplied(choice, override.multiply)
+                found = known[position] = LimitChoice(limits, "override", owner, override)
+            return found
         return choice
 
     def why_not(self, rule: CompiledRule, request: Request, tier: str | None) -> str:
@@ -423,11 +491,19 @@ class CompiledRules:
 
     def listed(self, request: Request) -> tuple[Verdict | None, str]:
         """Return the verdict of the allow and deny lists, and the entry that matched."""
-        request = request.matched_as
-        verdict = self._lists.verdict(request) if self._lists is not None else None
-        if self._lists is None or verdict is None:
-            return None, ""
-        return verdict, str(self._lists.why(request))
+        verdict, lists = self._listed(request.matched_as)
+        return verdict, "" if lists is None else str(lists.why(request.matched_as))
+
+    def _listed(self, request: Request) -> tuple[Verdict | None, Lists | None]:
+        """Return the verdict of the lists, a deny before an allow, and the list that decides."""
+        found: tuple[Verdict | None, Lists | None] = None, None
+        for lists in self._lists:
+            verdict = lists.verdict(request)
+            if verdict == "deny":
+                return verdict, lists
+            if verdict is not None and found[0] is None:
+                found = verdict, lists
+        return found
 
 
 def _different(checks: list[RuleCheck]) -> list[RuleCheck]:
@@ -439,12 +515,30 @@ def _different(checks: list[RuleCheck]) -> list[RuleCheck]:
     return list({check.rule.id: check for check in checks}.values())
 
 
-def _choice_of(override: Override, choice: LimitChoice | None) -> LimitChoice:
-    """Return the limits of an override: its own, or those of `choice`, multiplied."""
-    limits = override.limits
-    if not limits and choice is not None:
-        limits = scaled(choice.limits, 1.0 if override.multiply is None else override.multiply)
-    return LimitChoice(limits, "override", f"{override.attribute}:{override.value}", override)
+def _choice_of_entry(
+    prepared: PreparedRule, choice: LimitChoice | None, owner: str, packed: PackedOverride
+) -> LimitChoice | None:
+    """Return the limits of an override beside the document; None if it multiplies nothing."""
+    terms = packed.terms
+    has_limits = terms.startswith("[")
+    if not has_limits and choice is None:
+        return None
+    known = prepared.by_terms if has_limits or choice is None else choice.by_terms
+    found = known.get(terms)
+    if found is None:
+        # Imported here: rules without such overrides do not need the document reader.
+        from tollkeeper.rules.entries import parse_override  # noqa: PLC0415 - see above
+
+        override = parse_override(packed.data(owner))
+        limits = override.limits or _multiplied(choice, override.multiply)
+        if len(known) >= TERMS_MAX:
+            known.clear()
+        found = known[terms] = LimitChoice(limits, "override", override=override)
+    return found.of_owner(owner, packed)
+
+
+def _multiplied(choice: LimitChoice | None, factor: float | None) -> Limits:
+    return () if choice is None else scaled(choice.limits, 1.0 if factor is None else factor)
 
 
 def factor_step(factor: float) -> int:

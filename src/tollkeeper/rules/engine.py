@@ -67,6 +67,7 @@ from tollkeeper.rules.compiled import (
     highest_step,
 )
 from tollkeeper.rules.document.model import Document
+from tollkeeper.rules.entry_table import EntryTable
 from tollkeeper.rules.explain import Explanation, RuleAnswer, explain, with_answers
 from tollkeeper.rules.load import Factor, Loads, SourceFactor
 from tollkeeper.rules.penalties import Penalties
@@ -146,6 +147,7 @@ class RuleEngine:
         local: LocalLimits | None = None,
         *,
         async_store: AsyncStore | None = None,
+        entries: EntryTable | None = None,
     ) -> None:
         """Put a document in force on a store.
 
@@ -153,6 +155,7 @@ class RuleEngine:
         `on_failure`   the failure policy of rules that have none.
         `local`        decides in the store's place for rules that are `on_failure: local`.
         `async_store`  the store's awaited calls; if given, `run_async` drives the steps.
+        `entries`      the assignments, overrides and list entries beside the document.
         """
         self.loads = Loads(clock.now_ns)
         self.counts: dict[str, RuleCounts] = {}
@@ -169,19 +172,25 @@ class RuleEngine:
         self._use_lock = threading.Lock()
         self._factors: dict[str, Factor] = {}
         self.penalties = Penalties(clock, self._make_gate, self._counts_of)
-        self.compiled_rules = self._compile(document, version)
+        self.compiled_rules = self._compile(document, version, entries or EntryTable())
 
     # ── The document ───────────────────────────────────────────────────────────────────────────
 
     def use(self, document: Document, version: str = "") -> None:
         """Put another document in force, in one step. Raises ConfigError and keeps the old one."""
         with self._use_lock:
-            self.compiled_rules = self._compile(document, version)
+            entries = self.compiled_rules.entries
+            self.compiled_rules = self._compile(document, version, entries)
             # Counts are kept for the rules of the document only, so their number is bounded.
             ids = {rule.id for rule in document.rules}
             self.counts = {rule: counts for rule, counts in self.counts.items() if rule in ids}
 
-    def _compile(self, document: Document, version: str) -> CompiledRules:
+    def use_entries(self, entries: EntryTable) -> None:
+        """Put entries in force, or those that are in force after a change. It compiles nothing."""
+        with self._use_lock:
+            self.compiled_rules = self.compiled_rules.with_entries(entries)
+
+    def _compile(self, document: Document, version: str, entries: EntryTable) -> CompiledRules:
         factors: dict[str, Factor] = {}
         for rule in document.rules:
             if not rule.scale:
@@ -191,7 +200,7 @@ class RuleEngine:
                 factor = Factor(rule.scale, self.loads.reading, self._now_ns)
             factors[rule.id] = factor
         self.loads.follow(scale.source for rule in document.rules for scale in rule.scale)
-        compiled = CompiledRules(document, self._make_gate, self._now_ns, version, factors)
+        compiled = CompiledRules(document, self._make_gate, self._now_ns, version, factors, entries)
         self._factors = factors
         self.penalties.use(document)
         return compiled
@@ -562,7 +571,7 @@ class RuleEngine:
         """Plan a repeated check, and keep the plan if it can be used again."""
         compiled = self.compiled_rules
         plan = compiled.plan(repeated.request, repeated.cost)
-        if not compiled.is_steady or not plan.enforced:
+        if not plan.enforced or not compiled.is_steady_for(repeated.request):
             repeated.known = None
             return compiled, plan, None
         repeated.known = compiled, plan, self._result(plan, _WITHOUT_LIMITS[None])

@@ -7,6 +7,7 @@
 
 A key is unique among the entries of its kind. The functions below make entries and check their
 form. The repository checks that the tier and the rule exist.
+`entry_table.py` holds the entries of a node.
 """
 
 from __future__ import annotations

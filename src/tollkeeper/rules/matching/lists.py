@@ -215,10 +215,6 @@ class _Values:
         self.globs: dict[str, list[Glob]] = {}
         self.starts: tuple[int, ...] = ()
 
-    def seal(self) -> None:
-        self.lengths = tuple(sorted(set(map(len, self.prefixes))))
-        self.starts = tuple(sorted(set(map(len, self.globs))))
-
     def find(self, value: str) -> _Hit | None:
         if value in self.exact:
             return self.attribute, value, ""
@@ -249,14 +245,26 @@ class _Networks:
     def __bool__(self) -> bool:
         return bool(self.by_length)
 
-    def add(self, network: Network) -> None:
+    def add(self, network: Network) -> bool:
+        """Add a network; return True if it is the first of its length."""
         version, length, prefix = network
-        self.by_length.setdefault((version, length), {})[prefix] = None
+        known = self.by_length.get((version, length))
+        if known is None:
+            self.by_length[version, length] = {prefix: None}
+            return True
+        known[prefix] = None
+        return False
+
+    def remove(self, network: Network) -> None:
+        version, length, prefix = network
+        self.by_length.get((version, length), {}).pop(prefix, None)
 
     def seal(self) -> None:
+        by_version: dict[int, list[tuple[int, int, dict[int, None]]]] = {4: [], 6: []}
         for (version, length), prefixes in sorted(self.by_length.items()):
             shift = Network(version, length, 0).shift
-            self.by_version[version].append((length, shift, prefixes))
+            by_version[version].append((length, shift, prefixes))
+        self.by_version = by_version
 
     def find(self, address: Address) -> _Hit | None:
         version, value = address
@@ -267,57 +275,98 @@ class _Networks:
 
 
 class _CompiledList:
-    """One list, compiled: the values by the attribute of a request that they are compared with."""
+    """One list, compiled: the values by the attribute of a request that they are compared with.
 
-    __slots__ = ("attributes", "fields", "networks", "verdict")
+    Other threads may look up while one thread adds or removes entries: each step leaves the list
+    as it was, or with the change.
+    """
+
+    __slots__ = ("_globs", "_values", "attributes", "fields", "networks", "verdict")
 
     def __init__(self, verdict: Verdict, entries: Iterable[str]) -> None:
         self.verdict = verdict
         self.networks = _Networks()
-        values: dict[str, _Values] = {}
+        self._values: dict[str, _Values] = {}
+        self._globs = 0
         try:
-            self._read(entries, values)
+            self._read(entries)
         except ConfigError as error:
             raise ConfigError(f"{verdict} list: {error}") from None
-        self._seal(values)
+        self._seal()
 
-    def _read(self, entries: Iterable[str], values: dict[str, _Values]) -> None:
+    def _read(self, entries: Iterable[str]) -> None:
         if isinstance(entries, str):
             raise ConfigError(
                 f"{show(entries)} is text, not a list of entries; write [{show(entries)}]"
             )
-        globs = 0
         for number, text in enumerate(entries, start=1):
             if number > ENTRIES_MAX:
                 raise ConfigError(
                     f"there are more than {ENTRIES_MAX:,} entries; "
                     f"combine those with a common start into one, such as sk_internal_*"
                 )
-            attribute, pattern, is_prefix = _entry(text)
-            if isinstance(pattern, Network):
-                self.networks.add(pattern)
-                continue
-            known = values.get(attribute)
-            if known is None:
-                known = values[attribute] = _Values(attribute)
-            if isinstance(pattern, Glob):
-                globs += 1
-                if globs > IRREGULAR_GLOBS_MAX:
-                    raise ConfigError(
-                        f"there are more than {IRREGULAR_GLOBS_MAX:,} globs that must be tried "
-                        f"one by one, such as {show(text)}; write them with one * at the end, "
-                        f"like sk_internal_*, which may occur millions of times"
-                    )
-                known.globs.setdefault(pattern.prefix, []).append(pattern)
-            else:
-                (known.prefixes if is_prefix else known.exact)[pattern] = None
+            self._add(text)
 
-    def _seal(self, values: dict[str, _Values]) -> None:
+    def add(self, text: str) -> None:
+        """Add one entry. Raises ConfigError."""
+        if self._add(text):
+            self._seal()
+
+    def _add(self, text: str) -> bool:
+        """Add an entry; return True if it is the first of its attribute or prefix length."""
+        attribute, pattern, is_prefix = _entry(text)
+        if isinstance(pattern, Network):
+            return self.networks.add(pattern)
+        known = self._values.get(attribute)
+        is_first = known is None
+        if known is None:
+            known = self._values[attribute] = _Values(attribute)
+        if isinstance(pattern, Glob):
+            self._add_glob(text, known, pattern)
+        elif is_prefix:
+            known.prefixes[pattern] = None
+            if len(pattern) not in known.lengths:
+                known.lengths = tuple(sorted((*known.lengths, len(pattern))))
+        else:
+            known.exact[pattern] = None
+        return is_first
+
+    def _add_glob(self, text: str, known: _Values, glob: Glob) -> None:
+        same = known.globs.get(glob.prefix, [])
+        if any(each.text == glob.text for each in same):
+            return
+        if self._globs == IRREGULAR_GLOBS_MAX:
+            raise ConfigError(
+                f"there are more than {IRREGULAR_GLOBS_MAX:,} globs that must be tried "
+                f"one by one, such as {show(text)}; write them with one * at the end, "
+                f"like sk_internal_*, which may occur millions of times"
+            )
+        self._globs += 1
+        known.globs[glob.prefix] = [*same, glob]
+        if len(glob.prefix) not in known.starts:
+            known.starts = tuple(sorted((*known.starts, len(glob.prefix))))
+
+    def remove(self, text: str) -> None:
+        """Remove one entry, if it is there. Lengths that no longer occur cost one look-up each."""
+        attribute, pattern, is_prefix = _entry(text)
+        if isinstance(pattern, Network):
+            self.networks.remove(pattern)
+            return
+        known = self._values.get(attribute)
+        if known is None:
+            return
+        if isinstance(pattern, Glob):
+            same = known.globs.get(pattern.prefix, [])
+            rest = [each for each in same if each.text != pattern.text]
+            self._globs -= len(same) - len(rest)
+            known.globs[pattern.prefix] = rest
+        else:
+            (known.prefixes if is_prefix else known.exact).pop(pattern, None)
+
+    def _seal(self) -> None:
         self.networks.seal()
-        for each in values.values():
-            each.seal()
-        either = values.pop("", None)
-        by_name = list(values.items())
+        either = self._values.get("")
+        by_name = [pair for pair in self._values.items() if pair[0]]
         if either is not None:
             by_name += [("api_key", either), ("user", either)]
         self.fields = tuple(pair for pair in by_name if pair[0] in REQUEST_FIELDS)
@@ -348,18 +397,33 @@ class Lists:
     'ip:192.0.2.0/24'
     """
 
-    __slots__ = ("_has_networks", "_lists")
+    __slots__ = ("_both", "_has_networks", "_lists")
 
     def __init__(self, allow: Iterable[str], deny: Iterable[str]) -> None:
         # The first list that contains the request decides.
-        both = (_CompiledList("deny", deny), _CompiledList("allow", allow))
-        self._lists = tuple(each for each in both if each)
-        self._has_networks = any(each.networks for each in both)
+        self._both = _CompiledList("deny", deny), _CompiledList("allow", allow)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self._has_networks = any(each.networks for each in self._both)
+        self._lists = tuple(each for each in self._both if each)
+
+    def __bool__(self) -> bool:
+        return bool(self._lists)
 
     @classmethod
     def compile(cls, allow: Iterable[str] = (), deny: Iterable[str] = ()) -> Lists:
         """Compile these entries; raise ConfigError if one is wrong or there are too many."""
         return cls(allow, deny)
+
+    def add(self, name: Verdict, entry: str) -> None:
+        """Add an entry to one of the lists; raise ConfigError if it is wrong."""
+        self._both[name == "allow"].add(entry)
+        self._refresh()
+
+    def remove(self, name: Verdict, entry: str) -> None:
+        """Remove an entry from one of the lists, if it is there."""
+        self._both[name == "allow"].remove(entry)
 
     def verdict(self, request: Request) -> Verdict | None:
         """Return the list that the request is on, deny before allow; None if it is on neither."""
