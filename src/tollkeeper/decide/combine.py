@@ -90,6 +90,8 @@ def combine_decisions(decisions: Sequence[Decision]) -> Decision:
 
     One loop without function calls in the usual case: this runs for every request of several rules.
     """
+    if len(decisions) == 1:
+        return decisions[0]
     tightest, *others = decisions
     left, delay_ns, degraded = tightest.remaining, tightest.delay_ns, tightest.degraded
     for each in others:

@@ -25,7 +25,7 @@ call.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -301,30 +301,37 @@ class RuleEngine:
             answers = self._store.check_together(plan.joint, _MayFail(self._on_failure, checks))  # type: ignore[arg-type]  # for threads
         except (StoreError, CapacityError) as error:
             return run(self._not_decided(checks, request, error)), ()
-        for answer in answers:
-            if isinstance(answer, StoreError):
-                return run(self._decisions([(plan, request)], answers))[0], ()
+        if _has(StoreError, answers):
+            return run(self._decisions([(plan, request)], answers))[0], ()
         return self._combined(checks, answers), ()  # type: ignore[arg-type]  # all are decisions
 
     async def decide_async(self, plan: CheckPlan, request: Request) -> Decided:
         """Charge a request on asyncio, if all of its rules have room."""
         checks = plan.enforced
-        if len(checks) > 1 or plan.shadowed or self.penalties.gates:
+        if plan.shadowed or self.penalties.gates:
             return await run_async(self._decide(plan, request))
         if not checks:
             return self._without_limits(plan), ()
-        check = checks[0]
         try:
-            decision: Decision = await check.gate.check(  # type: ignore[misc]  # for asyncio
-                check.gate_subject, check.units
+            if len(checks) == 1:
+                check = checks[0]
+                decision: Decision = await check.gate.check(  # type: ignore[misc]  # for asyncio
+                    check.gate_subject, check.units
+                )
+                if decision.allowed:
+                    self.tally.allowed += 1
+                else:
+                    self.tally.denied += 1
+                return self._counted(check, decision), ()
+            answers = await self._check_together(  # type: ignore[misc]  # for asyncio
+                plan.joint,  # type: ignore[arg-type]  # for asyncio
+                _MayFail(self._on_failure, checks),
             )
         except (StoreError, CapacityError) as error:
             return await run_async(self._not_decided(checks, request, error)), ()
-        if decision.allowed:
-            self.tally.allowed += 1
-        else:
-            self.tally.denied += 1
-        return self._counted(check, decision), ()
+        if _has(StoreError, answers):
+            return (await run_async(self._decisions([(plan, request)], answers)))[0], ()
+        return self._combined(checks, answers), ()
 
     # ── Checks: the steps ──────────────────────────────────────────────────────────────────────
 
@@ -345,7 +352,7 @@ class RuleEngine:
             except CapacityError as error:
                 decision = yield from self._not_decided(plan.enforced, request, error)
             else:
-                waited = _timed_out(answers)
+                waited = _has(StoreTimeout, answers)
                 [decision] = yield from self._decisions([(plan, request)], answers)
         if self.penalties.gates:
             yield from self.penalties.penalise(plan, decision)
@@ -370,7 +377,9 @@ class RuleEngine:
         for at, failure in failures.items():
             if self._policy(checks[at]) not in OPTIONAL_POLICIES:
                 return [failure] * len(checks), None  # the request ends here
-        undecided = [check for at, check in enumerate(checks) if at not in failures]
+        undecided = checks
+        if failures:
+            undecided = [check for at, check in enumerate(checks) if at not in failures]
         shadow_answers = None
         found = []
         if undecided:
@@ -393,7 +402,7 @@ class RuleEngine:
                 except StoreError as error:
                     answer = error
             found = answer if isinstance(answer, list) else [answer] * len(undecided)
-        return _merged(found, failures), shadow_answers
+        return _merged(found, failures) if failures else found, shadow_answers
 
     def _penalty_denial(
         self, plan: CheckPlan
@@ -479,11 +488,12 @@ class RuleEngine:
         denials: list[tuple[CheckPlan, Decision]] = []
         checks: list[RuleCheck] = []
         for plan, _ in planned:
-            denial, failed = yield from self._penalty_denial(plan)
-            failures.update({len(checks) + at: error for at, error in failed.items()})
+            if self.penalties.gates:
+                denial, failed = yield from self._penalty_denial(plan)
+                failures.update({len(checks) + at: error for at, error in failed.items()})
+                if denial is not None:
+                    denials.append((plan, denial))
             checks += plan.enforced
-            if denial is not None:
-                denials.append((plan, denial))
         if denials or any(plan.verdict == "deny" for plan, _ in planned):
             for plan, denial in denials:
                 yield from self.penalties.penalise(plan, denial)
@@ -501,7 +511,8 @@ class RuleEngine:
         except CapacityError as error:
             answers = yield from self._scaled_down_answers(checks, error)
         decisions = yield from self._decisions(planned, answers)
-        return (yield from self._results_of(planned, decisions, waited=_timed_out(answers)))
+        waited = _has(StoreTimeout, answers)
+        return (yield from self._results_of(planned, decisions, waited=waited))
 
     def _results_of(
         self,
@@ -582,7 +593,7 @@ class RuleEngine:
         counted = list(map(self._counted, checks, decisions))
         combined = combine_decisions(counted)
         self._count_check(combined)
-        return _with_charges(combined, counted)
+        return combined if len(counted) == 1 else _with_charges(combined, counted)
 
     def _counted(self, check: RuleCheck, decision: Decision) -> Decision:
         """Count a rule's decision; return it as one about the whole limit if the rule is split."""
@@ -654,6 +665,14 @@ class RuleEngine:
         Limits of this machine may deny a request whose other rules the store has charged. Those
         charges are refunded.
         """
+        left: Iterator[Any] = iter(answers)
+        if not _has(StoreError, answers):
+            return [
+                self._combined(plan.enforced, [next(left) for _ in plan.enforced])
+                if plan.enforced
+                else self._without_limits(plan)
+                for plan, _ in planned
+            ]
         checks = [check for plan, _ in planned for check in plan.enforced]
         charged = all(
             self._policy(check) in OPTIONAL_POLICIES
@@ -661,7 +680,6 @@ class RuleEngine:
             else answer.allowed
             for check, answer in zip(checks, answers, strict=True)
         )
-        left = iter(answers)
         decisions = [
             self._decision(
                 plan.enforced, request, [next(left) for _ in plan.enforced], charged=charged
@@ -951,9 +969,15 @@ def _merged(answers: Sequence[Answer], failures: Mapping[int, StoreError]) -> li
     return [failures.get(at) or next(left) for at in range(len(answers) + len(failures))]
 
 
-def _timed_out(answers: Sequence[object]) -> bool:
-    """Return True if the request has waited for a store until the deadline."""
-    return any(isinstance(answer, StoreTimeout) for answer in answers)
+def _has(kind: type[StoreError], answers: Sequence[Answer]) -> bool:
+    """Return True if an answer is an error of this kind.
+
+    After a StoreTimeout, the request has waited for a store until the deadline.
+    """
+    for answer in answers:  # noqa: SIM110 - `any` and its generator take twice as long
+        if isinstance(answer, kind):
+            return True
+    return False
 
 
 def _peek_rules(checks: RuleChecks) -> Steps[list[Answer]]:
