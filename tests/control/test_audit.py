@@ -60,8 +60,9 @@ async def test_every_change_is_in_one_list(repository: Repository) -> None:
     assert (grant.before, grant.after) == (None, '{"units": 5}')
     assert (assign.author, assign.reason, assign.after) == ("ann", "paid", "pro")
     assert "9/second" in page.items[0].diff
-    cut = await repository.audit_log.page(diff_length_max=20)
-    assert cut.items[0].diff == page.items[0].diff[:20]
+    cut = await repository.audit_log.page(length_max=5)
+    assert cut.items[0].diff == page.items[0].diff[:5]
+    assert cut.items[1].after == '{"uni'
 
 
 async def test_filters(repository: Repository) -> None:
@@ -136,6 +137,9 @@ async def test_wrong_arguments_are_rejected(repository: Repository) -> None:
     for limit in (0, 1_001, True):
         with pytest.raises(ConfigError, match="is not from 1 to 1,000"):
             await repository.audit_log.page(limit=limit)
+    for name in ("author", "kind", "key"):
+        with pytest.raises(ConfigError, match="NUL"):
+            await repository.audit_log.page(AuditFilter(**{name: "a\0"}))
     for text in ("", "1", "1.", "a.b", "99999999999.1", "1.99999999999999999999", "٣.٣"):
         with pytest.raises(ConfigError, match="is not the `next` of a page"):
             AuditCursor.read(text)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple, Self
 
-from sqlalchemy import Select, func, insert, literal, or_, select, update
+from sqlalchemy import Select, Text, func, insert, literal, or_, select, update
 
 from tollkeeper.control.database import Database
 from tollkeeper.control.entries import ROWS_MAX, check_signature
@@ -143,16 +143,18 @@ class AuditLog:
         limit: int = 50,
         before: AuditCursor | None = None,
         *,
-        diff_length_max: int | None = None,
+        length_max: int | None = None,
     ) -> AuditPage:
         """Return changes, the newest first, that match the filter.
 
-        With `diff_length_max`, longer diffs are cut there.
+        With `length_max`, longer diffs and data are cut there.
         """
+        if any("\0" in each for each in (wanted.author, wanted.kind, wanted.key) if each):
+            raise ConfigError("a filter of the audit has a NUL character; no entry has one")
         if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= ROWS_MAX:
             raise ConfigError(f"limit={show(limit)} is not from 1 to {ROWS_MAX:,}; try limit=50")
-        versions = self._versions(wanted, diff_length_max)
-        changes = self._changes(wanted)
+        versions = self._versions(wanted, length_max)
+        changes = self._changes(wanted, length_max)
         if before is not None:
             versions = versions.where(audit.c.version < before.version)
             changes = changes.where(entry_audit.c.seq < before.change)
@@ -177,18 +179,15 @@ class AuditLog:
         taken = {each.version for each in items}, {each.change for each in items}
         return AuditPage(items, AuditCursor(*map(_lowest, numbers, taken)))
 
-    def _versions(self, wanted: AuditFilter, diff_length_max: int | None) -> Select[Any]:
-        diff: Any = audit.c.diff
-        if diff_length_max is not None:
-            diff = func.substr(diff, 1, diff_length_max).label("diff")
-        common = audit.c.created_at, audit.c.author, audit.c.reason, audit.c.kind
-        query = _matching(select(*common, audit.c.version, diff, audit.c.forced), audit, wanted)
+    def _versions(self, wanted: AuditFilter, length_max: int | None) -> Select[Any]:
+        columns = [_cut(each, length_max) for each in audit.c]
+        query = _matching(select(*columns), audit, wanted)
         if wanted.key is not None:
             query = query.where(self._position(audit.c.diff, wanted.key) > 0)
         return query
 
-    def _changes(self, wanted: AuditFilter) -> Select[Any]:
-        columns: list[Any] = [each for each in entry_audit.c if each.name != "seq"]
+    def _changes(self, wanted: AuditFilter, length_max: int | None) -> Select[Any]:
+        columns = [_cut(each, length_max) for each in entry_audit.c if each.name != "seq"]
         columns.append(entry_audit.c.seq.label("change"))
         query = _matching(select(*columns), entry_audit, wanted)
         if wanted.key is None:
@@ -210,6 +209,13 @@ class AuditLog:
     def _position(self) -> Callable[..., Any]:
         """The function that finds a text in another: LIKE ignores the case on SQLite."""
         return func.strpos if self._database.is_postgresql else func.instr
+
+
+def _cut(column: Any, length_max: int | None) -> Any:
+    """Return a column without the end of a long text."""
+    if length_max is None or not isinstance(column.type, Text):
+        return column
+    return func.substr(column, 1, length_max).label(column.name)
 
 
 def _matching(query: Select[Any], table: Any, wanted: AuditFilter) -> Select[Any]:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -287,3 +288,38 @@ async def test_a_wrong_reason_in_the_header_is_rejected(admin: Admin, reason: st
     body = {"tier": "pro", "reason": "fine"}
     found = await admin.rejected("PUT", "/assignments/user:1", 400, json=body, headers=headers)
     assert "reason=" in found["detail"]
+
+
+async def test_a_line_break_at_the_end_of_a_path_names_no_rule(admin: Admin) -> None:
+    """The framework would drop it, and remove the rule without it."""
+    for path in ("/rules/orders%0A", "/assignments/user:42%0A", "/tiers/pro%0A"):
+        found = await admin.rejected("DELETE", path, 400)
+        assert "line break" in found["detail"], path
+    assert (await admin.call("GET", "/rules")).headers["etag"] == '"v1"'
+
+
+@pytest.mark.parametrize("name", ["a/b", "€🦊", "a%2Fb", "../..", "validate", "x/promote", "#?&"])
+async def test_a_rule_may_have_any_printable_name(admin: Admin, name: str) -> None:
+    """Percent-encoded in the path, it can be put, read, changed and removed."""
+    path = f"/rules/{quote(name, safe='')}"
+    rule = {"match": {"endpoint": "/x"}, "by": ["tenant"], "limits": ["5/s"]}
+    await admin.call("PUT", path, json=rule)
+    assert (await admin.call("GET", path)).json()["id"] == name
+    await admin.call("PATCH", path, json={"limits": "6/s"})
+    assert (await admin.call("GET", path)).json()["limits"] == ["6/second"]
+    await admin.call("DELETE", path)
+    await admin.rejected("GET", path, 404)
+
+
+async def test_the_author_of_an_override_is_the_name_of_the_token(admin: Admin) -> None:
+    """A client cannot sign an override as somebody else."""
+    body = {"for": {"user": "1"}, "multiply": 2, "until": "2099-01-01T00:00:00Z", "reason": "x"}
+    found = await admin.rejected("POST", "/overrides", 400, json={**body, "author": "eve"})
+    assert found["detail"] == "the body: `author` is the name of the token; leave it out"
+    await admin.call("POST", "/overrides", json=body)
+    (made,) = (
+        each
+        for each in (await admin.call("GET", "/overrides")).json()["items"]
+        if each["for"] == {"user": "1"}
+    )
+    assert made["author"] == "admin-token"

@@ -24,7 +24,8 @@ from urllib.parse import unquote_to_bytes, urlencode
 from fastapi import Depends, Header, Query, Request, Response
 from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
-from pydantic import Field, WithJsonSchema
+from pydantic import AfterValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
@@ -87,6 +88,18 @@ RuleData = Annotated[dict[str, Any], WithJsonSchema({RULES: "rule"})]
 RuleBody = Annotated[dict[str, Any], WithJsonSchema({RULES: "ruleBody"})]
 RulePatch = Annotated[dict[str, Any], WithJsonSchema({"type": "object"})]
 OverrideData = Annotated[dict[str, Any], WithJsonSchema({RULES: "override"})]
+
+
+def _unsigned(override: dict[str, Any]) -> dict[str, Any]:
+    """Reject an author in a body: it would be shown as the author of the override."""
+    if "author" in override:
+        raise PydanticCustomError("author", "`author` is the name of the token; leave it out")
+    return override
+
+
+OverrideBody = Annotated[
+    dict[str, Any], AfterValidator(_unsigned), WithJsonSchema({RULES: "override"})
+]
 
 Text = Annotated[str, Field(max_length=TEXT_LENGTH_MAX)]
 Reason = Annotated[
@@ -256,7 +269,13 @@ class _LimitedRequest(Request):
 
 
 def _check_url(request: Request) -> None:
-    """Reject a URL that is not UTF-8: the framework would replace the wrong bytes."""
+    """Reject a URL that the framework would read as another one.
+
+    It would replace bytes that are not UTF-8, and drop a line break at the end of a path: then
+    `DELETE /rules/orders%0A` would remove the rule `orders`.
+    """
+    if "\n" in request.scope["path"]:
+        raise ConfigError("the path: a line break (%0A) is in no name; leave it out")
     parts = (
         ("path", request.scope.get("raw_path") or b""),
         ("query", request.scope.get("query_string") or b""),

@@ -145,7 +145,10 @@ class AuditLogOut(ApiOutput):
         description="What was changed, unless it is the document.", examples=["user:42"]
     )
     before: str | None = Field(description="Its data before; null if it did not exist.")
-    after: str | None = Field(description="Its data after, or what was done to its counts.")
+    after: str | None = Field(
+        description=f"Its data after, or what was done to its counts; as `before`, at most "
+        f"{DIFF_LENGTH_MAX:,} characters."
+    )
     count: int = Field(description="How many entries have changed.")
     diff: str = Field(
         description=f"The changes of the document, at most {DIFF_LENGTH_MAX:,} characters. "
@@ -602,7 +605,7 @@ async def list_audit(
     """Return every change of the document, of entries and of counts, the newest first."""
     audit_log = (await control.repository()).audit_log
     cursor = None if before is None else AuditCursor.read(before)
-    page = await audit_log.page(wanted, limit, cursor, diff_length_max=DIFF_LENGTH_MAX)
+    page = await audit_log.page(wanted, limit, cursor, length_max=DIFF_LENGTH_MAX)
     items = [AuditLogOut(**asdict(each)) for each in page.items]
     following = None if page.next is None else str(page.next)
     if following is not None:

@@ -29,6 +29,7 @@ from tollkeeper.service.admin.operations import (
     LimitsData,
     NextOffset,
     Offset,
+    OverrideBody,
     OverrideData,
     Reason,
     Rows,
@@ -335,7 +336,7 @@ async def list_overrides(
     responses=change_responses(),
 )
 async def add_override(
-    override: OverrideData, response: Response, control: Control, change: Change
+    override: OverrideBody, response: Response, control: Control, change: Change
 ) -> VersionOut:
     """Add other limits for one user, key or tenant, in place of its override for the same rule.
 
