@@ -39,43 +39,29 @@ def combine(
     Redis this runs for every check of several limits. The decision's time of the charge is the
     earliest of the limits' times: for each of them, an earlier time refunds less or the same.
     """
-    passed, left, longest_ns, reset_ns, delay_ns, charged_ns = outcomes[0]
-    if len(outcomes) == 1:
-        return Decision(
-            passed,
-            limits[0],
-            left,
-            longest_ns,
-            reset_ns,
-            delay_ns,
-            rule,
-            False,
-            charged_ns,
-            now_ns,
-            granted[0] if granted else 0,
-        )
-    tightest, place = (passed, left, -longest_ns, -reset_ns), 0
-    for index, (allowed, remaining, retry_ns, reset_ns, hold_ns, at_ns) in enumerate(outcomes):
+    allowed, left, retry_ns, reset_ns, delay_ns, charged_ns = outcomes[0]
+    longest_ns = retry_ns
+    place = 0
+    for at in range(1, len(outcomes)):
+        passes, remaining, wait_ns, whole_ns, hold_ns, at_ns = outcomes[at]
         if hold_ns > delay_ns:
             delay_ns = hold_ns
         if at_ns is not None and (charged_ns is None or at_ns < charged_ns):
             charged_ns = at_ns
-        if allowed and remaining > left:
+        if passes and remaining > left:
             continue  # the usual case: it cannot be the tightest
-        if retry_ns > longest_ns:
-            longest_ns = retry_ns
-        tightness = (allowed, remaining, -retry_ns, -reset_ns)
-        if tightness < tightest:
-            tightest, place, left = tightness, index, remaining
-    passed, left, _, reset_ns = tightest
-    if not passed:
+        if wait_ns > longest_ns:
+            longest_ns = wait_ns
+        if (passes, remaining, -wait_ns, -whole_ns) < (allowed, left, -retry_ns, -reset_ns):
+            place, allowed, left, retry_ns, reset_ns = at, passes, remaining, wait_ns, whole_ns
+    if not allowed:
         delay_ns, charged_ns = 0, None
     return Decision(
-        passed,
+        allowed,
         limits[place],
         left,
         longest_ns,
-        -reset_ns,
+        reset_ns,
         delay_ns,
         rule,
         False,

@@ -30,9 +30,14 @@ rounded up: at least as many as the bucket has made since.
 
 from __future__ import annotations
 
+from typing import Final
+
 from tollkeeper.core.errors import CapacityError
 from tollkeeper.core.model import MICROS_PER_UNIT, Limit
 from tollkeeper.decide.algorithms.outcome import Outcome
+
+# Twice as fast as calling Outcome, whose constructor is written in Python.
+_new: Final = tuple.__new__
 
 # (last_ns, used_micros), or None when full
 State = tuple[int, int] | None
@@ -72,7 +77,8 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
         if used_now or cost:
             # Rounds up to whole steps, as all waits do: -(-a // b) is a / b rounded up.
             reset_ns = last_ns - -used * denominator // (numerator * step_ns) * step_ns - now_ns
-        return state, Outcome(True, free // MICROS_PER_UNIT, 0, reset_ns, 0, charged_ns)
+        allowed = (True, free // MICROS_PER_UNIT, 0, reset_ns, 0, charged_ns)
+        return state, _new(Outcome, allowed)
     # Computed from the written state, not from the refilled one: the refill is rounded once, so the
     # result is the same instant at whatever time it is computed.
     rate = numerator * step_ns
